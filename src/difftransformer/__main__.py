@@ -1,0 +1,5 @@
+"""python -m difftransformer."""
+
+from .cli.main import main
+
+raise SystemExit(main())

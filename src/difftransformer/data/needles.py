@@ -1,0 +1,436 @@
+"""Magic-number needle documents for multi-needle retrieval (arXiv:2410.05258, section 3.3; the sentence is LWM's).
+
+A document is corpus text (the filler) with needles on lines of their own, followed by questions that are the beginning of
+the same sentence:
+
+    <|endoftext|>
+    ...corpus text...
+    The special magic Lisbon number is: 4071923
+    ...corpus text...
+    The special magic Lisbon number is:            <- an evaluation prompt ends here; a training row goes on with the number
+
+Departures from the sources: questions are completions, as a base model has no chat format; training rows ask back several
+needles, which teaches retrieval in far fewer steps than one question a row; an eighth of all numbers is kept for evaluation
+and never occurs in a training needle; evaluation can use cities that training never names.
+
+Documents are put together from token pieces, encoded once a city, and equal what the tokenizer makes of the whole text around
+a needle. Corpus tokens may be overwritten by a line end where a needle needs a line of its own and none is near.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import ConfigError, DataError
+from .tokenizer import Tokenizer
+
+CITIES_SEEN = (
+    "Accra", "Amsterdam", "Ankara", "Athens", "Atlanta", "Baghdad", "Bangkok", "Barcelona", "Beijing", "Belgrade", "Berlin",
+    "Bogota", "Boston", "Brisbane", "Brussels", "Budapest", "Cairo", "Calgary", "Caracas", "Chicago", "Copenhagen", "Dakar",
+    "Dallas", "Delhi", "Denver", "Detroit", "Dubai", "Dublin", "Edinburgh", "Florence", "Geneva", "Hamburg", "Hanoi", "Havana",
+    "Helsinki", "Houston", "Istanbul", "Jakarta", "Karachi", "Lagos", "Lima", "Lisbon", "London", "Madrid", "Manila", "Melbourne",
+    "Miami", "Milan", "Montreal", "Moscow", "Mumbai", "Munich", "Nairobi", "Oslo", "Paris", "Prague", "Rome", "Santiago",
+    "Seattle", "Seoul", "Sydney", "Tokyo", "Toronto", "Vienna",
+)  # fmt: skip
+CITIES_UNSEEN = (
+    "Adelaide", "Auckland", "Bucharest", "Casablanca", "Colombo", "Damascus", "Frankfurt", "Glasgow", "Kampala", "Kyoto",
+    "Leipzig", "Lusaka", "Marseille", "Nagoya", "Osaka", "Ottawa", "Porto", "Quito", "Riga", "Shanghai", "Stockholm", "Tunis",
+    "Warsaw", "Zurich",
+)  # fmt: skip
+
+# A line end this near to the place drawn is taken; else the token there becomes a line end.
+_NEAR_TOKENS = 16
+_NEAR_SHARE = 1 / 64
+_RESERVED_OF = 8
+# With fewer digits nearly every number occurs in ordinary text, so that its absence cannot be asked for.
+_FEWEST_ABSENT_DIGITS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class NeedleFormat:
+    """The needle sentence and its number space. `digits` random digits, leading zeros allowed, 1 to 9 (LWM: 7)."""
+
+    digits: int = 7
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.digits <= 9:
+            raise ConfigError(f"digits is {self.digits}; a magic number has 1 to 9 digits")
+
+    def stub(self, city: str) -> str:
+        """The sentence up to its colon, on a new line: the question."""
+        return f"\nThe special magic {city} number is:"
+
+    def sentence(self, city: str, number: str) -> str:
+        """The whole needle, on a new line."""
+        return f"{self.stub(city)} {number}"
+
+    @property
+    def answer_tokens(self) -> int:
+        """Room that an answer needs at most: a space, the digits and the line end."""
+        return self.digits + 2
+
+    @property
+    def chance(self) -> float:
+        """How often a guess of random digits is right."""
+        return 10.0**-self.digits
+
+    def is_reserved(self, number: str) -> bool:
+        """Whether a number is kept for evaluation: about one in eight, by its hash."""
+        return _is_reserved(self.digits, int(number))
+
+    def draw_training(self, rng: np.random.Generator) -> str:
+        """A uniformly random number that is not reserved."""
+        while True:
+            number = int(rng.integers(10**self.digits))
+            if not _is_reserved(self.digits, number):
+                return f"{number:0{self.digits}d}"
+
+    def draw_evaluation(self, rng: np.random.Generator) -> str:
+        """A uniformly random reserved number."""
+        while True:
+            number = int(rng.integers(10**self.digits))
+            if _is_reserved(self.digits, number):
+                return f"{number:0{self.digits}d}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class NeedleQuestion:
+    """One evaluation document: the same context with one question after it, once for each needle asked.
+
+    Attributes:
+        prompts: token ids, all of the same length; each begins with the end of text and ends with the question's colon.
+        answers: the digits that should follow, after a space.
+        cities: the city each prompt asks for.
+        spans: [start, end) of the needle that answers, its leading line end included, in tokens of its prompt.
+        query_starts: where the question begins in each prompt.
+        length_tokens: prompt and room for the answer together.
+        depth: the place asked for of the first prompt's needle, 0 (start) to 1 (end); the others lie at random.
+    """
+
+    prompts: list[list[int]]
+    answers: list[str]
+    cities: list[str]
+    spans: list[tuple[int, int]]
+    query_starts: list[int]
+    length_tokens: int
+    depth: float
+
+
+def training_document(
+    rng: np.random.Generator,
+    tokenizer: Tokenizer,
+    filler_tokens: Any,
+    *,
+    context_tokens: int,
+    min_needles: int,
+    max_needles: int,
+    asks: int,
+    digits: int,
+    cities: Sequence[str] = CITIES_SEEN,
+) -> list[int]:
+    """A training row: filler with needles at random places, then the needles asked back and answered.
+
+    The number of needles is uniform in min_needles..max_needles, their cities are distinct, their numbers are not reserved
+    for evaluation. The `asks` questions run through all needles in random order, then through all again, and so on.
+
+    Args:
+        rng: everything random is drawn from it.
+        tokenizer: the tokenizer of `filler_tokens`.
+        filler_tokens: corpus token ids, (N,): an array or a `TokenStream`; read from a random place on, around its end.
+        context_tokens: the row has one more token, for the last target.
+        min_needles: fewest needles, at least 1.
+        max_needles: most needles, at most `len(cities)`.
+        asks: questions at the end, at least 1.
+        digits: digits of a number, 1 to 9.
+        cities: names to draw from.
+
+    Returns:
+        context_tokens + 1 token ids; the last is the end of the last answer.
+
+    Raises:
+        ConfigError: a count or `digits` is out of range.
+        DataError: the document does not fit even without filler, or there is no corpus text.
+    """
+    form = NeedleFormat(digits=digits)
+    check_needles(min_needles=min_needles, max_needles=max_needles, asks=asks, cities=cities)
+    pieces = _pieces(tokenizer)
+    count = int(rng.integers(min_needles, max_needles + 1)) if max_needles > min_needles else min_needles
+    sentences = [
+        pieces.stub(cities[index]) + pieces.answer(form.draw_training(rng))
+        for index in rng.permutation(len(cities))[:count].tolist()
+    ]
+    asked: list[int] = []
+    while len(asked) < asks:
+        asked += rng.permutation(count).tolist()
+    tail = [token for index in asked[:asks] for token in sentences[index]]
+    filler_length = context_tokens - sum(map(len, sentences)) - len(tail)
+    if filler_length < 0:
+        raise DataError(_too_long(count, asks, context_tokens + 1 - filler_length, context_tokens + 1))
+    filler = pieces.filler(rng, filler_tokens, filler_length)
+    places = pieces.places(filler, rng.random(count) * filler_length)
+    order = np.argsort(places, kind="stable").tolist()
+    row, _ = _insert(tokenizer.end_of_text, filler, [(int(places[index]), sentences[index]) for index in order])
+    return row + tail
+
+
+def needle_document_tokens(tokenizer: Tokenizer, *, needles: int, asks: int, digits: int, cities: Sequence[str]) -> int:
+    """Most tokens that a training row without filler can take, the last target included."""
+    form, pieces = NeedleFormat(digits=digits), _pieces(tokenizer)
+    lengths = sorted((len(pieces.stub(city)) + form.answer_tokens - 1 for city in cities), reverse=True)
+    asked = [lengths[index % needles] for index in range(asks)]
+    return 1 + sum(lengths[:needles]) + sum(asked)
+
+
+def evaluation_document(
+    rng: np.random.Generator,
+    tokenizer: Tokenizer,
+    filler_tokens: Any,
+    *,
+    length_tokens: int,
+    depth: float,
+    needles: int,
+    asked: int,
+    digits: int,
+    cities: Sequence[str] = CITIES_SEEN,
+) -> NeedleQuestion:
+    """An evaluation document: filler with needles of unseen numbers, and one prompt for each needle asked.
+
+    The first prompt's needle starts at `depth` of the context (exactly at depths 0 and 1, else at the nearest line end);
+    all others are at random places. All prompts have length_tokens minus the answer's room tokens, whatever their cities,
+    so that prompts of equal `length_tokens` and `digits` batch without padding; prompts of one document differ in their
+    question and in the last few tokens of filler, which make up for the cities' lengths. The numbers are distinct and, from
+    3 digits on, occur nowhere else in the context.
+
+    Args:
+        rng: everything random is drawn from it.
+        tokenizer: the tokenizer of `filler_tokens`.
+        filler_tokens: corpus token ids, (N,), of the validation split.
+        length_tokens: the model's context: prompt and answer fit into it.
+        depth: 0 (start) to 1 (end).
+        needles: needles in the context (N of the paper).
+        asked: how many of them are asked for (R of the paper).
+        digits: digits of a number, 1 to 9.
+        cities: names to draw from.
+
+    Raises:
+        ConfigError: a count, `depth` or `digits` is out of range, or there are not so many unseen numbers.
+        DataError: the document does not fit even without filler, or there is no corpus text.
+    """
+    form = NeedleFormat(digits=digits)
+    check_needles(min_needles=needles, max_needles=needles, asks=asked, cities=cities)
+    if not 0.0 <= depth <= 1.0:
+        raise ConfigError(f"depth is {depth}; it must lie between 0 (start) and 1 (end of the context)")
+    if asked > needles:
+        raise ConfigError(f"asked is {asked} of {needles} needles; ask for at most as many as there are")
+    if needles > (unseen := _reserved_count(digits)):
+        raise ConfigError(f"{needles} needles of {digits} digits: only {unseen} numbers are kept for evaluation; use more digits")
+    pieces = _pieces(tokenizer)
+    names = [cities[index] for index in rng.permutation(len(cities))[:needles].tolist()]
+    # Numbers may differ in tokens with some tokenizers, so the filler's length is known only once they are drawn.
+    for _ in range(20):
+        numbers = _distinct_numbers(rng, form, needles)
+        sentences = [pieces.stub(city) + pieces.answer(number) for city, number in zip(names, numbers, strict=True)]
+        prompt_tokens = length_tokens - form.answer_tokens
+        room = prompt_tokens - 1 - sum(map(len, sentences))
+        lengths = [room - len(pieces.stub(city)) for city in names[:asked]]
+        if min(lengths) < 0:
+            raise DataError(_too_long(needles, 1, length_tokens - min(lengths), length_tokens))
+        filler = pieces.filler(rng, filler_tokens, max(lengths))
+        if form.digits < _FEWEST_ABSENT_DIGITS:
+            break
+        text = tokenizer.decode(filler.tolist())
+        if not any(number in text for number in numbers):
+            break
+    else:
+        raise DataError(
+            f"needle numbers of {digits} digits: 20 draws of {needles} all occur in {max(lengths)} tokens of corpus text as well; "
+            "use more digits or a shorter context"
+        )
+    shortest = min(lengths)
+    places = pieces.places(filler[:shortest], rng.random(needles) * shortest)
+    places[0] = _place_at_depth(pieces, filler[:shortest], places[1:], sentences, depth)
+    # At one place the answer goes first or last as its depth says; at the ends that makes the depth exact.
+    rank = np.array([-1.0 if depth < 0.5 else 2.0, *rng.random(needles - 1)])
+    order = np.lexsort((rank, places)).tolist()
+    prompts, spans, query_starts = [], [], []
+    for index, length in enumerate(lengths):
+        placed = [(length if places[i] == shortest else int(places[i]), sentences[i]) for i in order]
+        context, found = _insert(tokenizer.end_of_text, filler[:length], placed)
+        prompts.append(context + pieces.stub(names[index]))
+        spans.append(found[order.index(index)])
+        query_starts.append(len(context))
+    return NeedleQuestion(
+        prompts=prompts,
+        answers=numbers[:asked],
+        cities=names[:asked],
+        spans=spans,
+        query_starts=query_starts,
+        length_tokens=length_tokens,
+        depth=depth,
+    )
+
+
+def check_needles(*, min_needles: int, max_needles: int, asks: int, cities: Sequence[str]) -> None:
+    """Check the counts of a needle document.
+
+    Raises:
+        ConfigError: a count is out of range.
+    """
+    if not 1 <= min_needles <= max_needles <= len(cities):
+        raise ConfigError(
+            f"needles from {min_needles} to {max_needles}: allowed are 1 <= fewest <= most <= {len(cities)} (the number of cities)"
+        )
+    if asks < 1:
+        raise ConfigError(f"{asks} questions: a needle document asks at least 1")
+
+
+class _Pieces:
+    """Token pieces of one tokenizer: encoded once, glued together many times."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        table = tokenizer.token_bytes
+        self.starts_line = np.fromiter((token.startswith(b"\n") for token in table), dtype=bool, count=len(table))
+        newline = self._continuation("a", "\n")
+        if len(newline) != 1:
+            raise DataError(f"the tokenizer writes a line end as {len(newline)} tokens {newline}; needle documents need 1")
+        self.newline = newline[0]
+        self._stubs: dict[str, list[int]] = {}
+        self._left = NeedleFormat().stub("Paris")
+        # Where digits are tokens of their own behind a space, a number is looked up; else it is encoded each time.
+        pieces = [self._continuation(self._left, f" {digit}") for digit in range(10)]
+        self._space, self._digits = pieces[0][:-1], [piece[-1] for piece in pieces]
+        pairs = "".join(f"{pair:02d}" for pair in range(100))
+        self._has_digits = all(
+            self._continuation(self._left, f" {number}") == [*self._space, *(self._digits[int(digit)] for digit in number)]
+            for number in (*"0123456789", pairs)
+        )
+
+    def _continuation(self, left: str, text: str) -> list[int]:
+        """Tokens of `text` behind `left`, which is not how some tokenizers encode it alone."""
+        before, whole = self.tokenizer.encode(left), self.tokenizer.encode(left + text)
+        if whole[: len(before)] != before:
+            raise DataError(
+                f"the tokenizer does not split {left[-20:] + text!r} before {text!r}, so that a prompt ending there has other "
+                "tokens than the text it came from; use the byte tokenizer, a BPE trained here, or another pretrained one"
+            )
+        return whole[len(before) :]
+
+    def stub(self, city: str) -> list[int]:
+        piece = self._stubs.get(city)
+        if piece is None:
+            piece = self._stubs[city] = self._continuation("a", NeedleFormat().stub(city))
+        return piece
+
+    def answer(self, number: str) -> list[int]:
+        if self._has_digits:
+            return [*self._space, *(self._digits[int(digit)] for digit in number)]
+        return self._continuation(self._left, f" {number}")
+
+    def filler(self, rng: np.random.Generator, stream: Any, length: int) -> npt.NDArray[np.int64]:
+        """`length` corpus tokens from a random place on; ends of text become line ends, and it begins with a line end."""
+        total = len(stream)
+        if total == 0:
+            raise DataError("needle documents need corpus text as filler, the token stream is empty; tokenise a corpus first")
+        start = int(rng.integers(total))
+        taken = np.asarray(stream[start : start + length]).astype(np.int64)
+        while len(taken) < length:
+            taken = np.concatenate([taken, np.asarray(stream[: length - len(taken)]).astype(np.int64)])
+        taken[taken == self.tokenizer.end_of_text] = self.newline
+        if length and not self.starts_line[taken[0]]:
+            taken[0] = self.newline
+        return taken
+
+    def line_ends(self, filler: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Places before which a line of the filler ends, its own end included."""
+        return np.append(np.flatnonzero(self.starts_line[filler]), len(filler))
+
+    def places(self, filler: npt.NDArray[np.int64], targets: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
+        """Where to insert lines: at the line end nearest to each target, or at the target, where a line end is then made."""
+        ends = self.line_ends(filler)
+        right = np.minimum(np.searchsorted(ends, targets), len(ends) - 1)
+        left = np.maximum(right - 1, 0)
+        nearest = np.where(targets - ends[left] <= ends[right] - targets, ends[left], ends[right])
+        far = np.abs(nearest - targets) > _near_tokens(filler)
+        if far.any():
+            nearest[far] = targets[far].astype(np.int64)
+            filler[nearest[far]] = self.newline
+        return nearest
+
+
+@lru_cache(maxsize=8)
+def _pieces(tokenizer: Tokenizer) -> _Pieces:
+    return _Pieces(tokenizer)
+
+
+def _place_at_depth(
+    pieces: _Pieces,
+    filler: npt.NDArray[np.int64],
+    others: npt.NDArray[np.int64],
+    sentences: list[list[int]],
+    depth: float,
+) -> int:
+    """The place in the filler from which the first sentence starts at `depth` of the context, the other needles counted."""
+    if depth in (0.0, 1.0):
+        return int(depth * len(filler))
+    target = depth * (len(filler) + sum(map(len, sentences[1:])))
+    order = np.argsort(others, kind="stable")
+    before = np.cumsum([0, *(len(sentences[1 + index]) for index in order.tolist())])
+    candidates = np.arange(len(filler) + 1)
+    # At the same place the answer comes first in the front half and last in the back half.
+    count = np.searchsorted(others[order], candidates, side="right" if depth >= 0.5 else "left")
+    errors = np.abs(candidates + before[count] - target)
+    ends = pieces.line_ends(filler)
+    place = int(ends[errors[ends].argmin()])
+    if errors[place] > errors.min() + _near_tokens(filler):
+        place = int(errors.argmin())
+        filler[place] = pieces.newline
+    return place
+
+
+def _near_tokens(filler: npt.NDArray[np.int64]) -> float:
+    return max(_NEAR_TOKENS, _NEAR_SHARE * len(filler))
+
+
+def _insert(
+    first: int, filler: npt.NDArray[np.int64], placed: list[tuple[int, list[int]]]
+) -> tuple[list[int], list[tuple[int, int]]]:
+    """`first`, then the filler with sentences inserted at ascending places, and each sentence's [start, end) in the row."""
+    text = filler.tolist()
+    row, spans, taken = [first], [], 0
+    for place, sentence in placed:
+        row += text[taken:place]
+        spans.append((len(row), len(row) + len(sentence)))
+        row += sentence
+        taken = place
+    return row + text[taken:], spans
+
+
+def _is_reserved(digits: int, number: int) -> bool:
+    return hashlib.blake2b(b"%d:%d" % (digits, number), digest_size=1).digest()[0] % _RESERVED_OF == 0
+
+
+@lru_cache(maxsize=16)
+def _reserved_count(digits: int) -> int:
+    if digits > 3:
+        return 10**digits // (_RESERVED_OF * 2)  # far more than there are cities; a count would take long
+    return sum(_is_reserved(digits, number) for number in range(10**digits))
+
+
+def _distinct_numbers(rng: np.random.Generator, form: NeedleFormat, count: int) -> list[str]:
+    numbers: dict[str, None] = {}
+    while len(numbers) < count:
+        numbers[form.draw_evaluation(rng)] = None
+    return list(numbers)
+
+
+def _too_long(needles: int, asks: int, needed: int, available: int) -> str:
+    return (
+        f"a needle document is longer than the context: {needles} needles and {asks} questions take {needed} tokens without any "
+        f"corpus text, the context has {available}; use fewer needles or questions, fewer digits, or a longer context"
+    )

@@ -1,0 +1,351 @@
+"""Shards: a corpus tokenised once into flat binary files, read back as one memory-mapped stream a split.
+
+A folder is a shard folder only when it holds `manifest.json`, which is written last and atomically: whatever stopped the
+writer before that (a full disk, a signal) leaves nothing that could be taken for whole.
+
+    manifest.json   tokenizer/   train-00000.bin   train-00001.bin ...   validation-00000.bin ...
+
+A `.bin` file is a little-endian array of token ids without a header; every document is followed by the end of text.
+"""
+
+import dataclasses
+import errno
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import ConfigError, DataError
+from ..results import write_text_atomically
+from .text import Document
+from .tokenizer import Tokenizer
+
+MANIFEST_VERSION = 1
+Split = Literal["train", "validation"]
+SPLITS: tuple[Split, ...] = ("train", "validation")
+
+_BATCH_CHARACTERS = 2**22  # texts are tokenised in batches of about this size: parallel, yet bounded in memory
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardFile:
+    """One `.bin` file: its name in the folder, its length and the SHA-256 of its bytes."""
+
+    file: str
+    tokens: int
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitManifest:
+    """One split. `tokens` counts the ends of text, one a document; `bytes` is the UTF-8 size of the texts alone."""
+
+    documents: int
+    tokens: int
+    bytes: int
+    shards: list[ShardFile]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What a shard folder holds. `request` is what the caller recorded, to know the folder again."""
+
+    version: int
+    source: str
+    request: dict[str, Any]
+    tokenizer_sha256: str
+    vocab_size: int
+    end_of_text: int
+    dtype: str
+    splits: dict[str, SplitManifest]
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of the tokenizer and of every shard: equal for equal data, wherever the folder lies."""
+        parts = [self.tokenizer_sha256, self.dtype]
+        parts += [f"{split}:{shard.sha256}" for split in SPLITS for shard in self.splits[split].shards]
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class TokenStream:
+    """Several one-dimensional arrays read as one: `len`, an integer index, and slices with step 1."""
+
+    parts: list[npt.NDArray[Any]]
+    _starts: npt.NDArray[np.int64] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        starts = np.cumsum([0, *(len(part) for part in self.parts)], dtype=np.int64)
+        object.__setattr__(self, "_starts", starts)
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def __getitem__(self, index: int | slice) -> Any:
+        """Tokens in the dtype of the shards; a slice inside one file is a view of it.
+
+        Raises:
+            IndexError: an integer outside the stream.
+            ValueError: a slice with another step than 1.
+        """
+        if not isinstance(index, slice):
+            position = index + len(self) if index < 0 else index
+            if not 0 <= position < len(self):
+                raise IndexError(f"token {index} of {len(self)}")
+            part = int(np.searchsorted(self._starts, position, side="right")) - 1
+            return self.parts[part][position - self._starts[part]]
+        start, stop, step = index.indices(len(self))
+        if step != 1:
+            raise ValueError(f"a token stream has no slices with step {step}; slice with step 1 and then index the result")
+        if len(self.parts) == 1:
+            return self.parts[0][start:stop]
+        first = int(np.searchsorted(self._starts, start, side="right")) - 1
+        pieces = []
+        for part, offset in zip(self.parts[first:], self._starts[first:].tolist(), strict=False):
+            if offset >= stop:
+                break
+            pieces.append(part[max(start - offset, 0) : stop - offset])
+        if not pieces:
+            return self.parts[0][:0]
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+
+class Shards:
+    """An open shard folder.
+
+    Attributes:
+        folder: where it lies.
+        manifest: what it says it holds.
+        tokenizer: the tokenizer that made it.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest, tokenizer: Tokenizer, streams: Mapping[str, TokenStream]) -> None:
+        self.folder = folder
+        self.manifest = manifest
+        self.tokenizer = tokenizer
+        self._streams = dict(streams)
+
+    @classmethod
+    def open(cls, folder: Path | str, *, verify: bool = True) -> "Shards":
+        """Open a folder that `write_shards` wrote.
+
+        Args:
+            folder: the shard folder.
+            verify: read every file once and compare its SHA-256 with the manifest's; sizes are always compared.
+
+        Raises:
+            DataError: no manifest, a damaged one or one of another version; a file missing, cut short or changed; another
+                tokenizer than the one that made the shards.
+        """
+        folder = Path(folder)
+        manifest = _read_manifest(folder)
+        tokenizer = Tokenizer.load(folder / "tokenizer")
+        if tokenizer.sha256 != manifest.tokenizer_sha256:
+            raise DataError(
+                f"{folder / 'tokenizer'}: the tokenizer has sha256 {tokenizer.sha256}, the shards were made with "
+                f"{manifest.tokenizer_sha256}; {_TOKENISE_AGAIN}"
+            )
+        dtype = np.dtype(manifest.dtype)
+        streams = {}
+        for split in SPLITS:
+            parts = [_open_shard(folder / shard.file, shard, dtype, verify) for shard in manifest.splits[split].shards]
+            streams[split] = TokenStream(parts)
+        return cls(folder, manifest, tokenizer, streams)
+
+    def tokens(self, split: Split) -> TokenStream:
+        """The token ids of a split, memory-mapped: all documents, each followed by the end of text.
+
+        Raises:
+            ConfigError: no such split.
+        """
+        if split not in self._streams:
+            raise ConfigError(f"split is {split!r}; allowed are {', '.join(SPLITS)}")
+        return self._streams[split]
+
+    def text_bytes(self, split: Split) -> bytes:
+        """The UTF-8 text of a split, documents joined without a separator."""
+        table = self.tokenizer.token_bytes
+        return b"".join(table[index] for part in self.tokens(split).parts for index in part.tolist())
+
+
+def write_shards(
+    folder: Path | str,
+    train: Iterable[Document],
+    validation: Iterable[Document],
+    tokenizer: Tokenizer,
+    *,
+    source: str = "",
+    request: Mapping[str, Any] | None = None,
+    shard_tokens: int = 2**24,
+) -> Manifest:
+    """Tokenise documents into a shard folder; shards that lie there already are replaced.
+
+    Args:
+        folder: made where it is missing.
+        train: training documents.
+        validation: validation documents.
+        tokenizer: saved into the folder too.
+        source: what the documents were read from, for the manifest.
+        request: JSON values to record in the manifest (seed, share ...), by which a caller knows the folder again.
+        shard_tokens: tokens a file; a document may go on in the next file.
+
+    Returns:
+        The manifest as written.
+
+    Raises:
+        ConfigError: `shard_tokens` is below 1.
+        DataError: a split without documents; the folder cannot be written to, or the disk is full.
+    """
+    if shard_tokens < 1:
+        raise ConfigError(f"shard_tokens is {shard_tokens}; it must be at least 1")
+    folder = Path(folder)
+    dtype = np.dtype("<u2" if tokenizer.vocab_size < 2**16 else "<u4")
+    file = folder / "manifest.json"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file.unlink(missing_ok=True)
+        _remove_shards(folder)
+        file = tokenizer.save(folder / "tokenizer")
+        splits = {}
+        for split, documents in zip(SPLITS, (train, validation), strict=True):
+            writer = _SplitWriter(folder, split, dtype, shard_tokens)
+            file = folder / f"{split}-*.bin"
+            splits[split] = writer.write(documents, tokenizer)
+        manifest = Manifest(
+            version=MANIFEST_VERSION,
+            source=source,
+            request=dict(request or {}),
+            tokenizer_sha256=tokenizer.sha256,
+            vocab_size=tokenizer.vocab_size,
+            end_of_text=tokenizer.end_of_text,
+            dtype=dtype.str,
+            splits=splits,
+        )
+        file = folder / "manifest.json"
+        write_text_atomically(file, json.dumps(dataclasses.asdict(manifest), indent=1) + "\n")
+    except OSError as error:
+        _remove_shards(folder)
+        what = "the disk is full" if error.errno == errno.ENOSPC else "cannot write"
+        raise DataError(
+            f"{folder}: {what} while writing {file.name} ({error.strerror or error}); the partial shards were removed; "
+            "free some space or name another folder"
+        ) from error
+    except BaseException:
+        _remove_shards(folder)
+        raise
+    return manifest
+
+
+_TOKENISE_AGAIN = "tokenise again with difftransformer tokenize"
+
+
+class _SplitWriter:
+    """Writes one split as a row of files of `shard_tokens` tokens each."""
+
+    def __init__(self, folder: Path, split: str, dtype: np.dtype[Any], shard_tokens: int) -> None:
+        self.folder, self.split, self.dtype, self.shard_tokens = folder, split, dtype, shard_tokens
+        self.shards: list[ShardFile] = []
+
+    def write(self, documents: Iterable[Document], tokenizer: Tokenizer) -> SplitManifest:
+        count = size = 0
+        pending: list[npt.NDArray[Any]] = []
+        pending_tokens = 0
+        for batch in _batches(documents):
+            count += len(batch)
+            size += sum(len(document.text.encode()) for document in batch)
+            for ids in tokenizer.encode_batch([document.text for document in batch]):
+                pending.append(np.array([*ids, tokenizer.end_of_text], dtype=self.dtype))
+                pending_tokens += len(ids) + 1
+            if pending_tokens >= self.shard_tokens:
+                tokens = np.concatenate(pending)
+                while len(tokens) >= self.shard_tokens:
+                    self._write_shard(tokens[: self.shard_tokens])
+                    tokens = tokens[self.shard_tokens :]
+                pending, pending_tokens = [tokens], len(tokens)
+        if pending_tokens:
+            self._write_shard(np.concatenate(pending))
+        if not count:
+            raise DataError(f"{self.folder}: the {self.split} split has no documents; give at least one (another split seed or share)")
+        return SplitManifest(
+            documents=count, tokens=sum(shard.tokens for shard in self.shards), bytes=size, shards=self.shards
+        )
+
+    def _write_shard(self, tokens: npt.NDArray[Any]) -> None:
+        path = self.folder / f"{self.split}-{len(self.shards):05d}.bin"
+        content = tokens.tobytes()
+        with open(path, "wb") as file:
+            file.write(content)
+        self.shards.append(ShardFile(file=path.name, tokens=len(tokens), sha256=hashlib.sha256(content).hexdigest()))
+
+
+def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    batch: list[Document] = []
+    characters = 0
+    for document in documents:
+        batch.append(document)
+        characters += len(document.text)
+        if characters >= _BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+def _remove_shards(folder: Path) -> None:
+    for split in SPLITS:
+        for path in folder.glob(f"{split}-[0-9]*.bin"):
+            path.unlink(missing_ok=True)
+
+
+def _open_shard(path: Path, shard: ShardFile, dtype: np.dtype[Any], verify: bool) -> npt.NDArray[Any]:
+    expected = shard.tokens * dtype.itemsize
+    try:
+        size = path.stat().st_size
+        if size != expected:
+            raise DataError(f"{path}: the file has {size} bytes, the manifest says {expected}; {_TOKENISE_AGAIN}")
+        if verify:
+            with open(path, "rb") as file:
+                met = hashlib.file_digest(file, "sha256").hexdigest()
+            if met != shard.sha256:
+                raise DataError(f"{path}: wrong checksum: expected sha256 {shard.sha256}, got {met}; {_TOKENISE_AGAIN}")
+        # A plain array over the map: slicing np.memmap itself costs several times more.
+        return np.asarray(np.memmap(path, dtype=dtype, mode="r"))
+    except FileNotFoundError:
+        raise DataError(f"{path}: the file is missing, though the manifest lists it; {_TOKENISE_AGAIN}") from None
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror}); check its permissions, or {_TOKENISE_AGAIN}") from None
+
+
+def _read_manifest(folder: Path) -> Manifest:
+    path = folder / "manifest.json"
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        raise DataError(
+            f"{folder}: not a shard folder (no manifest.json, which is written last); run difftransformer tokenize to make one"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: not a manifest ({error}); {_TOKENISE_AGAIN}") from None
+    version = content.get("version") if isinstance(content, dict) else None
+    if version != MANIFEST_VERSION:
+        raise DataError(
+            f"{path}: manifest version {version!r}, this release reads version {MANIFEST_VERSION}; "
+            f"{_TOKENISE_AGAIN}, or use the release that wrote it"
+        )
+    try:
+        splits = {
+            split: SplitManifest(
+                **{**content["splits"][split], "shards": [ShardFile(**shard) for shard in content["splits"][split]["shards"]]}
+            )
+            for split in SPLITS
+        }
+        manifest = Manifest(**{**content, "splits": splits})
+        np.dtype(manifest.dtype)
+    except (KeyError, TypeError) as error:
+        raise DataError(f"{path}: a damaged manifest ({error}); {_TOKENISE_AGAIN}") from None
+    return cast(Manifest, manifest)

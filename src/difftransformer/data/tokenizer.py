@@ -1,0 +1,280 @@
+"""Tokenizers: bytes, a byte-level BPE that we train, or any pretrained one, all saved in the Hugging Face format.
+
+Every tokenizer here is lossless on any text, adds no special token by itself, and never turns the text of a special token
+that occurs in the corpus into that token: a document cannot forge a document boundary.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
+
+from ..errors import ConfigError, DataError
+from ..results import write_text_atomically
+
+END_OF_TEXT = "<|endoftext|>"
+PAD = "<|pad|>"
+BYTE_VOCABULARY = 258  # 256 bytes, end of text, pad
+
+# Names under which published tokenizers keep their end of text, in the order of trust when their own configuration is silent.
+_KNOWN_END_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[EOS]")
+
+
+class Tokenizer:
+    """A `tokenizers.Tokenizer` with a document separator.
+
+    Args:
+        backend: the tokenizer; truncation and padding are switched off in it.
+        end_of_text: the token that follows every document, also begin and end of a sequence.
+        pad: the token for padding; the same as `end_of_text` where a tokenizer has none.
+
+    Raises:
+        DataError: a token is not in the vocabulary.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, *, end_of_text: str = END_OF_TEXT, pad: str = PAD) -> None:
+        backend.no_truncation()
+        backend.no_padding()
+        backend.encode_special_tokens = True
+        self.backend = backend
+        self.end_of_text_token = end_of_text
+        self.pad_token = pad
+        self.end_of_text = self._id_of(end_of_text)
+        self.pad = self._id_of(pad)
+
+    def _id_of(self, token: str) -> int:
+        index = self.backend.token_to_id(token)
+        if index is None:
+            raise DataError(
+                f"the tokenizer has no token {token!r}; name one of its special tokens as eos_token and pad_token "
+                "in tokenizer_config.json"
+            )
+        return index
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """Number of rows that an embedding needs: the largest id plus one."""
+        return max(self.backend.get_vocab(with_added_tokens=True).values()) + 1
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text; no special token is added or recognised."""
+        return self.backend.encode(text, add_special_tokens=False).ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of several texts, in parallel where TOKENIZERS_PARALLELISM allows."""
+        encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of token ids; special tokens appear as they are written, broken UTF-8 as U+FFFD."""
+        return self.backend.decode([int(index) for index in ids], skip_special_tokens=False)
+
+    @cached_property
+    def _settings(self) -> dict[str, Any]:
+        settings: dict[str, Any] = json.loads(self.backend.to_str())
+        return settings
+
+    @cached_property
+    def token_bytes(self) -> list[bytes]:
+        """The bytes that each id stands for, `vocab_size` of them; empty for special tokens and unused ids.
+
+        Raises:
+            DataError: the tokenizer is not byte-level and has no byte fallback, so that a token has no fixed bytes.
+        """
+        settings = self._settings
+        parts = {part.get("type") for key in ("pre_tokenizer", "decoder") for part in _flatten(settings.get(key))}
+        if "ByteLevel" in parts:
+            byte_of = {character: value for value, character in enumerate(_byte_characters())}
+        elif not settings["model"].get("byte_fallback"):
+            raise DataError(
+                f"the tokenizer (model {settings['model'].get('type')}, decoder parts {sorted(filter(None, parts))}) is neither "
+                "byte-level nor has byte fallback, so its tokens have no fixed bytes; use such a tokenizer, or train a BPE"
+            )
+        else:
+            byte_of = {}
+        table = [b""] * self.vocab_size
+        added = {token["id"]: token for token in settings["added_tokens"]}
+        for token, index in self.backend.get_vocab(with_added_tokens=True).items():
+            if index in added:
+                table[index] = b"" if added[index]["special"] else token.encode()
+            elif byte_of and all(character in byte_of for character in token):
+                table[index] = bytes(byte_of[character] for character in token)
+            elif len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+                table[index] = bytes([int(token[3:5], 16)])
+            else:
+                table[index] = token.replace("\u2581", " ").encode()
+        return table
+
+    def token_byte_lengths(self) -> npt.NDArray[np.int32]:
+        """Bytes that each token stands for, (vocab_size,) int32; 0 for special tokens."""
+        return np.fromiter(map(len, self.token_bytes), dtype=np.int32, count=self.vocab_size)
+
+    @cached_property
+    def sha256(self) -> str:
+        """Fingerprint of everything that decides which ids a text gets; the same before and after saving."""
+        settings = self._settings
+        identity = {key: settings.get(key) for key in ("model", "normalizer", "pre_tokenizer", "decoder")}
+        identity["added_tokens"] = sorted((t["id"], t["content"], t["special"]) for t in settings["added_tokens"])
+        identity["end_of_text"], identity["pad"] = self.end_of_text, self.pad
+        return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+
+    def save(self, folder: Path | str) -> Path:
+        """Write `tokenizer.json` and `tokenizer_config.json`, which `AutoTokenizer.from_pretrained(folder)` opens.
+
+        Raises:
+            DataError: the folder cannot be written to.
+        """
+        folder = Path(folder)
+        configuration = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": self.end_of_text_token,
+            "eos_token": self.end_of_text_token,
+            "pad_token": self.pad_token,
+            "add_bos_token": False,
+            "add_eos_token": False,
+            "clean_up_tokenization_spaces": False,
+        }
+        try:
+            write_text_atomically(folder / "tokenizer.json", self.backend.to_str(pretty=True) + "\n")
+            write_text_atomically(folder / "tokenizer_config.json", json.dumps(configuration, indent=2) + "\n")
+        except OSError as error:
+            raise DataError(
+                f"{folder}: cannot write the tokenizer ({error.strerror}); free some space or name another folder"
+            ) from error
+        return folder
+
+    @classmethod
+    def load(cls, folder: Path | str) -> "Tokenizer":
+        """Open a folder with a `tokenizer.json`, or that file itself.
+
+        The end of text is the `eos_token` of `tokenizer_config.json` beside it, or else the first known name in the vocabulary.
+
+        Raises:
+            DataError: no such file, not a tokenizer, or no end of text in it.
+        """
+        path = Path(folder)
+        if path.is_dir():
+            path = path / "tokenizer.json"
+        if not path.is_file():
+            raise DataError(f"{path}: no such tokenizer; name a folder with a tokenizer.json (Hugging Face format) or use byte")
+        try:
+            backend = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
+        except Exception as error:  # tokenizers raises bare Exception
+            raise DataError(
+                f"{path}: not a tokenizer of the Hugging Face format ({error}); save it again or name another"
+            ) from None
+        named = _special_tokens(path.with_name("tokenizer_config.json"))
+        end_of_text = named.get("eos_token") or next(
+            (token for token in _KNOWN_END_OF_TEXT if backend.token_to_id(token) is not None), None
+        )
+        if end_of_text is None:
+            raise DataError(
+                f"{path}: no end of text: tokenizer_config.json beside it names no eos_token, and the vocabulary holds none of "
+                f"{', '.join(_KNOWN_END_OF_TEXT)}; add eos_token to tokenizer_config.json"
+            )
+        pad = named.get("pad_token") or (PAD if backend.token_to_id(PAD) is not None else end_of_text)
+        return cls(backend, end_of_text=end_of_text, pad=pad)
+
+
+def byte_tokenizer() -> Tokenizer:
+    """The tokenizer of 258 tokens whose id is the byte itself; 256 is the end of text and 257 is padding."""
+    vocabulary = {character: value for value, character in enumerate(_byte_characters())}
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    # Splitting keeps each word short, which keeps BPE quick; it changes no id where there are no merges.
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    backend.decoder = decoders.ByteLevel()
+    return _with_special_tokens(backend)
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """Train a byte-level BPE, in which every digit is a token of its own.
+
+    The same texts give the same tokenizer. Where the texts hold too few words for so many merges the vocabulary is smaller
+    than asked: read `vocab_size` of what is returned.
+
+    Args:
+        texts: the training documents.
+        vocab_size: tokens in all, at least 258 (256 bytes, the end of text and padding).
+
+    Raises:
+        ConfigError: `vocab_size` is below 258.
+    """
+    if vocab_size < BYTE_VOCABULARY:
+        raise ConfigError(
+            f"vocab_size is {vocab_size}; a byte-level BPE needs at least {BYTE_VOCABULARY} "
+            "(256 bytes, end of text, padding); raise it or use the byte tokenizer"
+        )
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+        ]
+    )
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size - 2,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(texts, trainer)
+    return _with_special_tokens(backend)
+
+
+def load_tokenizer(spec: str) -> Tokenizer:
+    """Open a tokenizer by what a recipe says: `byte`, or a folder or `tokenizer.json` of any pretrained one.
+
+    Raises:
+        DataError: no such tokenizer.
+    """
+    if spec == "byte":
+        return byte_tokenizer()
+    if not Path(spec).exists():
+        raise DataError(f"tokenizer {spec!r}: no such file or folder; allowed are byte, a folder with tokenizer.json, or that file")
+    return Tokenizer.load(spec)
+
+
+def _with_special_tokens(backend: tokenizers.Tokenizer) -> Tokenizer:
+    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in (END_OF_TEXT, PAD)])
+    return Tokenizer(backend)
+
+
+def _byte_characters() -> list[str]:
+    """The character by which byte-level tokenizers write each byte: itself where it prints, else the next from U+0100."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    characters, following = [], 0x100
+    for value in range(256):
+        characters.append(chr(value if value in printable else following))
+        following += value not in printable
+    return characters
+
+
+def _flatten(part: dict[str, Any] | None) -> list[dict[str, Any]]:
+    if not part:
+        return []
+    inner = [*part.get("pretokenizers", ()), *part.get("decoders", ())]
+    return [part, *(leaf for child in inner for leaf in _flatten(child))]
+
+
+def _special_tokens(path: Path) -> dict[str, str]:
+    """`eos_token` and `pad_token` of a `tokenizer_config.json`, where it has them."""
+    try:
+        configuration = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: not a tokenizer configuration ({error}); save the tokenizer again") from None
+    named = {}
+    for key in ("eos_token", "pad_token"):
+        token = configuration.get(key)
+        token = token.get("content") if isinstance(token, dict) else token
+        if token:
+            named[key] = token
+    return named

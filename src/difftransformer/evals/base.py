@@ -1,0 +1,106 @@
+"""What an evaluation asks of a model, and how large each evaluation is.
+
+A task never sees a module: it asks a `LanguageModel` for losses, greedy continuations and attention rows. So the tests can
+hand it an oracle that is always right and a uniform model that is right by chance.
+"""
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor
+
+from ..errors import ConfigError
+
+
+class LanguageModel(Protocol):
+    """The three questions of the evaluations. Token tensors are int64 on the CPU."""
+
+    def nll(self, input_ids: Tensor, targets: Tensor) -> Tensor:
+        """(B, T) inputs and targets to (B, T) negative log-likelihoods in nats."""
+        ...
+
+    def continue_greedily(self, prompts: Tensor, tokens: int) -> Tensor:
+        """(B, T) prompts to (B, tokens) most likely continuations, token by token."""
+        ...
+
+    def last_token_weights(self, prompts: Tensor) -> Tensor:
+        """(B, T) prompts to the weights (B, layers * heads, T) by which the last token's heads add values."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class NllConfig:
+    """Validation loss.
+
+    Attributes:
+        windows: Windows of the trained context that are read; fewer if the validation text is shorter.
+        position_buckets: Parts of the context whose losses are reported apart.
+    """
+
+    windows: int = 64
+    position_buckets: int = 8
+
+    def __post_init__(self) -> None:
+        if self.windows < 1 or self.position_buckets < 1:
+            raise ConfigError(f"windows={self.windows}, position_buckets={self.position_buckets}: give at least 1 of each")
+
+
+@dataclass(frozen=True, kw_only=True)
+class NeedleConfig:
+    """Multi-needle retrieval (arXiv:2410.05258 section 3.3).
+
+    Attributes:
+        lengths_tokens: Prompt lengths; none means the trained context.
+        needles: (needles in the context, needles asked for) pairs; the paper has (1, 1), (2, 2), (4, 2) and (6, 2).
+        depths: Places of the answer, 0 (start of the context) to 1 (its end).
+        documents: Documents in a cell for seen cities; as many again for unseen ones.
+        digits: Digits of a number.
+        seed: Of texts, cities and numbers; the same documents for every model.
+    """
+
+    lengths_tokens: list[int] = field(default_factory=list)
+    needles: list[tuple[int, int]] = field(default_factory=lambda: [(1, 1), (2, 1), (4, 1)])
+    depths: list[float] = field(default_factory=lambda: [0.0, 0.25, 0.5, 0.75, 1.0])
+    documents: int = 20
+    digits: int = 7
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for needles, asked in self.needles:
+            if not 1 <= asked <= needles:
+                raise ConfigError(f"needles={[needles, asked]}: ask for at least 1 and at most all of the needles")
+        if any(not 0 <= depth <= 1 for depth in self.depths):
+            raise ConfigError(f"depths={self.depths}: each is a share of the context, from 0 to 1")
+        if self.documents < 1 or not 1 <= self.digits <= 9:
+            raise ConfigError(f"documents={self.documents}, digits={self.digits}: give at least 1 document and 1 to 9 digits")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllocationConfig:
+    """Attention allocation (arXiv:2410.05258 section 3.3, Figure 1 and Table 3).
+
+    Attributes:
+        length_tokens: Prompt length; None means the trained context.
+        needles: Needles in the context; one is asked for.
+        depths: Places of the answer.
+        documents: Documents at each depth.
+        digits: Digits of a number.
+        seed: Of texts, cities and numbers.
+    """
+
+    length_tokens: int | None = None
+    needles: int = 4
+    depths: list[float] = field(default_factory=lambda: [0.0, 0.25, 0.5, 0.75, 1.0])
+    documents: int = 20
+    digits: int = 7
+    seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationConfig:
+    """Which evaluations are run; None leaves one out."""
+
+    nll: NllConfig | None = field(default_factory=NllConfig)
+    needle: NeedleConfig | None = None
+    allocation: AllocationConfig | None = None
+    batch_tokens: int = 16_384

@@ -1,0 +1,127 @@
+"""The configuration of a model and of its twin: Llama's field names, and one word that chooses the attention."""
+
+import copy
+from typing import Any, Self
+
+from transformers import AutoConfig, PreTrainedConfig
+
+from ..attention import HeadLayout, variant
+from ..errors import ConfigError
+from .presets import paper_ffn_width
+
+DEFAULT_ROPE_THETA = 10_000.0  # Llama's; the paper states 640,000 for its 64K models only
+
+
+class DiffTransformerConfig(PreTrainedConfig):
+    """Configuration of a Differential Transformer or of its same-size Transformer twin.
+
+    `num_attention_heads`, `num_key_value_heads` and `head_dim` always describe the same-size plain Transformer; every
+    attention type derives its own heads from them. So `attention_type` alone turns a model into its twin.
+
+    Args:
+        attention_type: "diff" (DIFF V1, arXiv:2410.05258) or "softmax" (the Transformer).
+        vocab_size: Tokens.
+        hidden_size: Width.
+        intermediate_size: Inner width of SwiGLU; None means round(8/3 hidden_size) (arXiv:2410.05258 section 2.2).
+        num_hidden_layers: Layers.
+        num_attention_heads: Heads of the plain Transformer; "diff" makes half as many differential heads.
+        num_key_value_heads: Key/value heads of the plain Transformer; None means num_attention_heads.
+        head_dim: Width of a head of the plain Transformer and of one differential map; None means
+            hidden_size / num_attention_heads.
+        num_differential_heads: Differential heads where they are not half of num_attention_heads.
+        num_differential_key_value_heads: The same for keys and values.
+        value_head_dim: Width of a differential head's value; None means 2 head_dim, as in the paper.
+        head_norm_eps: eps of the headwise norm.
+        rms_norm_eps: eps of the other norms.
+        hidden_act: Activation of the gated MLP.
+        max_position_embeddings: Longest trained length, in tokens.
+        rope_parameters: transformers' rotary settings; None means the default type with rope_theta 10,000.
+        sliding_window: A query sees this many last positions, itself included; None means all.
+        initializer_range: Standard deviation of the initial weights (the paper does not state its own).
+        tie_word_embeddings: Whether the output layer is the embedding.
+        use_cache: Whether generation keeps keys and values.
+        attn_backend: Backend of the attention op: "auto" or a name that `difftransformer info --backends` lists.
+        attention_dropout: Must be 0: the paper uses none, and a fused map cannot drop weights.
+
+    Raises:
+        ConfigError: an impossible combination, named.
+    """
+
+    model_type = "difftransformer"
+    keys_to_ignore_at_inference = ["past_key_values"]
+    base_model_tp_plan = {
+        "layers.*.self_attn.q_proj": "colwise",
+        "layers.*.self_attn.k_proj": "colwise",
+        "layers.*.self_attn.v_proj": "colwise",
+        "layers.*.self_attn.o_proj": "rowwise",
+        "layers.*.mlp.gate_proj": "colwise",
+        "layers.*.mlp.up_proj": "colwise",
+        "layers.*.mlp.down_proj": "rowwise",
+    }
+
+    attention_type: str = "diff"
+    vocab_size: int = 32_000
+    hidden_size: int = 512
+    intermediate_size: int | None = None
+    num_hidden_layers: int = 8
+    num_attention_heads: int = 8
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    num_differential_heads: int | None = None
+    num_differential_key_value_heads: int | None = None
+    value_head_dim: int | None = None
+    head_norm_eps: float = 1e-5
+    rms_norm_eps: float = 1e-5
+    hidden_act: str = "silu"
+    max_position_embeddings: int = 2048
+    rope_parameters: dict[str, Any] | None = None
+    sliding_window: int | None = None
+    initializer_range: float = 0.02
+    tie_word_embeddings: bool = True
+    use_cache: bool = True
+    attn_backend: str = "auto"
+    attention_dropout: float = 0.0
+    pad_token_id: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        for field in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"):
+            value = getattr(self, field)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{field}={value!r}: give a whole number of at least 1")
+        if self.head_dim is None:
+            if self.hidden_size % self.num_attention_heads:
+                raise ConfigError(
+                    f"hidden_size={self.hidden_size} is not a multiple of num_attention_heads={self.num_attention_heads}; "
+                    "change one of them or set head_dim"
+                )
+            self.head_dim = self.hidden_size // self.num_attention_heads
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
+        if self.intermediate_size is None:
+            self.intermediate_size = paper_ffn_width(self.hidden_size)
+        if self.rope_parameters is None and "rope_theta" not in kwargs:
+            self.rope_parameters = {"rope_type": "default", "rope_theta": DEFAULT_ROPE_THETA}
+        if self.sliding_window is not None and self.sliding_window < 1:
+            raise ConfigError(f"sliding_window={self.sliding_window}: a window holds at least the query itself; use 1 or more")
+        if self.attention_dropout:
+            raise ConfigError(
+                f"attention_dropout={self.attention_dropout}: differential attention has no dropout on its maps; set 0"
+            )
+        self.head_layout()  # impossible heads are refused here, before anything is built
+        super().__post_init__(**kwargs)
+
+    def head_layout(self) -> HeadLayout:
+        """Heads and widths of this attention type."""
+        return variant(self.attention_type).layout_of(self)
+
+    def twin(self, attention_type: str = "softmax") -> Self:
+        """The same model with another attention type: equal width, depth, MLP and initialisation."""
+        twin = copy.deepcopy(self)
+        twin.attention_type = attention_type
+        twin.head_layout()
+        return twin
+
+
+AutoConfig.register(DiffTransformerConfig.model_type, DiffTransformerConfig, exist_ok=True)

@@ -1,0 +1,169 @@
+"""The ways to compute attention, which of them can run a problem, and the order in which `auto` tries them.
+
+A new backend is one file with `DESCRIPTION`, `supports`, `has_quadratic_memory` and `run`, one line in `BACKENDS` and
+the rows of `TABLE` that its measurements earn.
+"""
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..errors import BackendUnavailable
+from . import chunked, reference, sdpa
+from .problem import LOW_PRECISION, Problem, Restrictions
+
+logger = logging.getLogger("difftransformer")
+
+# Above this many positions squared, `auto` takes no backend that materialises a map or a mask.
+QUADRATIC_MEMORY_MAX_LENGTH = 1024
+
+Run = Callable[[Tensor, Tensor, Tensor, Tensor | None, Restrictions, float | None], Tensor]
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One way to compute attention.
+
+    Attributes:
+        name: What `backend=` takes.
+        description: One line for the command line.
+        supports: Why a problem cannot be run, or None.
+        has_quadratic_memory: Whether a problem would take O(n^2) memory.
+        run: (query, key, value, lam or None, restrictions, scale or None) -> output; arguments are already checked.
+    """
+
+    name: str
+    description: str
+    supports: Callable[[Problem], str | None]
+    has_quadratic_memory: Callable[[Problem], bool]
+    run: Run
+
+
+@dataclass(frozen=True)
+class Row:
+    """Where `auto` tries a backend: the first row that fits a problem and whose backend can run it is taken.
+
+    Attributes:
+        backend: A name in `BACKENDS`.
+        op: "differential", "softmax" or None for both.
+        device_type: Or None for all.
+        dtypes: Or None for all.
+        max_length: Largest max(T, S), or None.
+    """
+
+    backend: str
+    op: str | None = None
+    device_type: str | None = None
+    dtypes: tuple[torch.dtype, ...] | None = None
+    max_length: int | None = None
+
+    def fits(self, problem: Problem) -> bool:
+        """Whether the row speaks of this problem."""
+        return (
+            (self.op is None or self.op == problem.op)
+            and (self.device_type is None or self.device_type == problem.device_type)
+            and (self.dtypes is None or problem.dtype in self.dtypes)
+            and (self.max_length is None or max(problem.queries, problem.keys) <= self.max_length)
+        )
+
+
+BACKENDS: dict[str, Backend] = {
+    "reference": Backend(
+        "reference", reference.DESCRIPTION, reference.supports, reference.has_quadratic_memory, reference.run
+    ),
+    "chunked": Backend("chunked", chunked.DESCRIPTION, chunked.supports, chunked.has_quadratic_memory, chunked.run),
+    "sdpa": Backend("sdpa", sdpa.DESCRIPTION, sdpa.supports, sdpa.has_quadratic_memory, sdpa.run),
+}
+
+TABLE: tuple[Row, ...] = (
+    Row("sdpa", op="softmax"),
+    Row("reference", op="differential", device_type="cpu", dtypes=LOW_PRECISION, max_length=512),
+    Row("sdpa", op="differential", device_type="cpu", dtypes=LOW_PRECISION),
+    Row("chunked"),
+)
+
+_forced_backend: ContextVar[str | None] = ContextVar("difftransformer_backend", default=None)
+_announced: set[tuple[str, str, str, str]] = set()
+
+
+def backend_names() -> tuple[str, ...]:
+    """The names that `backend=` takes, beside "auto"."""
+    return tuple(BACKENDS)
+
+
+def explain(problem: Problem) -> dict[str, str | None]:
+    """For each backend, why it cannot run the problem, or None where it can."""
+    return {name: backend.supports(problem) for name, backend in BACKENDS.items()}
+
+
+@contextlib.contextmanager
+def use_backend(name: str) -> Iterator[None]:
+    """Let calls with `backend="auto"` use one backend, for tests and benchmarks.
+
+    A backend named in the call itself wins. `torch.compile` reads the choice when it compiles: enter before the first call.
+
+    Raises:
+        BackendUnavailable: no backend has that name.
+    """
+    if name != "auto":
+        _known(name)
+    token = _forced_backend.set(None if name == "auto" else name)
+    try:
+        yield
+    finally:
+        _forced_backend.reset(token)
+
+
+def select_backend(problem: Problem, name: str = "auto") -> Backend:
+    """Return the named backend, or for "auto" the first of `TABLE` that fits.
+
+    Raises:
+        BackendUnavailable: no backend has that name, or it cannot run the problem (with every backend's reason).
+    """
+    if name == "auto":
+        name = _forced_name() or "auto"
+    if name == "auto":
+        backend = _first_of_table(problem)
+        _announce(problem.op, problem.device_type, str(problem.dtype), backend.name)
+        return backend
+    backend = _known(name)
+    if backend.supports(problem) is not None:
+        reasons = "; ".join(f"{other}: {reason or 'can'}" for other, reason in explain(problem).items())
+        raise BackendUnavailable(f"backend {name!r} cannot run this problem ({reasons}); name another or use 'auto'")
+    return backend
+
+
+def _known(name: str) -> Backend:
+    backend = BACKENDS.get(name)
+    if backend is None:
+        raise BackendUnavailable(f"no backend is named {name!r}; use 'auto' or one of {', '.join(BACKENDS)}")
+    return backend
+
+
+def _first_of_table(problem: Problem) -> Backend:
+    is_long = problem.queries * problem.keys > QUADRATIC_MEMORY_MAX_LENGTH**2
+    for row in TABLE:
+        if not row.fits(problem):
+            continue
+        backend = BACKENDS[row.backend]
+        if backend.supports(problem) is None and not (is_long and backend.has_quadratic_memory(problem)):
+            return backend
+    raise AssertionError("the last row of the table runs every problem")
+
+
+@torch.compiler.assume_constant_result
+def _forced_name() -> str | None:
+    return _forced_backend.get()
+
+
+@torch.compiler.assume_constant_result
+def _announce(op: str, device_type: str, dtype: str, name: str) -> None:
+    choice = (op, device_type, dtype, name)
+    if choice not in _announced:
+        _announced.add(choice)
+        logger.info("%s attention on %s in %s: backend %s (chosen by 'auto')", *choice)

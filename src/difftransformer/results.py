@@ -1,0 +1,326 @@
+"""The typed JSON that every command writes: dataclasses, one writer, one strict reader.
+
+A results file is an object with `kind` (which dataclass), `version` (of this schema) and `result`. The reader checks
+all three and every field's type, so that a report never draws a file that it does not understand. This module imports no
+torch: a report is made wherever Python and matplotlib are.
+
+Units are in the names: `_nats`, `_bits`, `_tokens`, `_bytes`, `_seconds`.
+"""
+
+import dataclasses
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from .errors import ResultsError
+from .typed import build
+
+SCHEMA_VERSION = 1
+
+Cities = Literal["seen", "unseen"]
+Form = Literal["signed", "absolute", "positive"]
+Segment = Literal["first", "before", "answer", "after", "query"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Environment:
+    """Where a result was measured."""
+
+    difftransformer: str
+    python: str
+    torch: str
+    transformers: str
+    platform: str
+    processor: str
+    device: str
+    threads: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class DocumentNll:
+    """Summed loss of one evaluation window: the unit of the bootstrap."""
+
+    nll_nats: float
+    tokens: int
+    bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class PositionBucket:
+    """Mean loss of the targets at positions start_tokens <= t < end_tokens of a window."""
+
+    start_tokens: int
+    end_tokens: int
+    nll_nats_per_token: float
+    tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class NllResult:
+    """Validation loss of one model."""
+
+    nll_nats_per_token: float
+    bits_per_byte: float
+    tokens: int
+    bytes: int
+    context_tokens: int
+    by_position: list[PositionBucket]
+    documents: list[DocumentNll]
+
+
+@dataclass(frozen=True, kw_only=True)
+class NeedleCell:
+    """Exact answers in one cell of the needle grid. `depth` is the answer's place, 0 (start) to 1 (end)."""
+
+    length_tokens: int
+    depth: float
+    needles: int
+    asked: int
+    cities: Cities
+    correct: int
+    trials: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class NeedleResult:
+    """Multi-needle retrieval: every needle asked for is one trial, right when all its digits are."""
+
+    digits: int
+    chance: float
+    cells: list[NeedleCell]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllocationShare:
+    """Mean share of attention that the last prompt token gives to a segment, over heads, layers and documents."""
+
+    depth: float
+    form: Form
+    segment: Segment
+    share: float
+    standard_error: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllocationResult:
+    """Attention allocation (arXiv:2410.05258, Figure 1 and Table 3), in three forms of a signed map."""
+
+    length_tokens: int
+    needles: int
+    documents: int
+    shares: list[AllocationShare]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """One metric over training steps."""
+
+    steps: list[int]
+    values: list[float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunResult:
+    """One trained model with its training curves and evaluations."""
+
+    model: str
+    seed: int
+    run: str
+    train_loss_nats: Curve
+    validation_loss_nats: Curve
+    lambda_steps: list[int]
+    lambda_values: list[list[float]]
+    train_tokens: int
+    train_seconds: float
+    nll: NllResult
+    needle: NeedleResult | None
+    allocation: AllocationResult | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSummary:
+    """What a model is and what it costs by formula. `label` is the name that a report prints."""
+
+    model: str
+    label: str
+    attention_type: str
+    parameters: int
+    train_flops_per_token: int
+    kv_bytes_per_token: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostRow:
+    """What a model costs. Measured figures are None where nothing was measured (a size known by formula only)."""
+
+    model: str
+    label: str
+    parameters: int
+    train_step_seconds: float | None
+    prefill_tokens_per_second: float | None
+    decode_tokens_per_second: float | None
+    peak_training_bytes: int | None
+    weights_and_kv_bytes_4k: int
+    weights_and_kv_bytes_64k: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class BaselineNll:
+    """A byte n-gram model fitted to the same training text and scored on the same validation text."""
+
+    name: str
+    bits_per_byte: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Statistic:
+    """A mean over seeds. `standard_error` is None with one seed."""
+
+    mean: float
+    standard_error: float | None
+    seeds: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairedDifference:
+    """A minus B on the same seeds, with an interval of `confidence`; `interval_method` says how it was made."""
+
+    mean: float
+    low: float | None
+    high: float | None
+    confidence: float
+    interval_method: Literal["student-t over seeds", "bootstrap over evaluation documents", "none"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricComparison:
+    """One row of the comparison table. `better` says which direction is an improvement."""
+
+    metric: str
+    unit: str
+    better: Literal["lower", "higher"]
+    models: dict[str, Statistic]
+    difference: PairedDifference
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """What `compare` measured: `models[0]` against `models[1]`, on the same batches for each seed."""
+
+    name: str
+    command: str
+    created: str
+    environment: Environment
+    recipe: dict[str, Any]
+    seeds: list[int]
+    models: list[ModelSummary]
+    baselines: list[BaselineNll]
+    runs: list[RunResult]
+    costs: list[CostRow]
+    metrics: list[MetricComparison]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """What `eval` measured on one checkpoint."""
+
+    checkpoint: str
+    command: str
+    created: str
+    environment: Environment
+    nll: NllResult | None
+    needle: NeedleResult | None
+    allocation: AllocationResult | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """Wall time of one thing measured: median, quartiles and the ratio of medians to the row it is measured against."""
+
+    name: str
+    against: str
+    median_seconds: float
+    low_seconds: float
+    high_seconds: float
+    repeats: int
+    ratio: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPoint:
+    """Peak memory above the inputs of one call in a fresh process."""
+
+    name: str
+    length_tokens: int
+    peak_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """What `bench` measured in one run."""
+
+    command: str
+    created: str
+    environment: Environment
+    timings: list[Timing]
+    memory: list[MemoryPoint]
+
+
+KINDS: dict[str, type] = {
+    "comparison": Comparison,
+    "evaluation": Evaluation,
+    "bench": Bench,
+}
+
+T = TypeVar("T")
+
+
+def write_result(result: Comparison | Evaluation | Bench, path: Path | str) -> Path:
+    """Write a result as JSON, whole or not at all (a temporary file in the same folder, then a rename)."""
+    path = Path(path)
+    kind = next(name for name, cls in KINDS.items() if isinstance(result, cls))
+    document = {"kind": kind, "version": SCHEMA_VERSION, "result": dataclasses.asdict(result)}
+    write_text_atomically(path, json.dumps(document, indent=1, allow_nan=False) + "\n")
+    return path
+
+
+def write_text_atomically(path: Path, text: str) -> None:
+    """Write a text file so that a reader sees the old content or the new, never a part."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def read_result(path: Path | str, cls: type[T]) -> T:
+    """Read a results file of the given dataclass.
+
+    Raises:
+        ResultsError: no such file, not JSON, another kind, another version, or a field missing, unknown or mistyped.
+    """
+    path = Path(path)
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ResultsError(f"{path}: no such results file; name a results.json that a command wrote") from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ResultsError(f"{path}: not a results file ({error}); run the command that wrote it again") from None
+    if not isinstance(document, dict) or not {"kind", "version", "result"} <= document.keys():
+        raise ResultsError(f"{path}: not a results file (no kind, version and result); name one that a command wrote")
+    expected = next(name for name, known in KINDS.items() if known is cls)
+    if document["kind"] != expected:
+        raise ResultsError(f"{path}: holds a result of kind {document['kind']!r}, expected {expected!r}; name another file")
+    if document["version"] != SCHEMA_VERSION:
+        raise ResultsError(
+            f"{path}: results version {document['version']!r}, this release reads version {SCHEMA_VERSION}; "
+            "run the command again or use the release that wrote it"
+        )
+    return build(cls, document["result"], source=str(path), error=ResultsError)

@@ -1,0 +1,160 @@
+"""A recipe: one YAML file that says what is trained on what, how it is evaluated, and what is compared."""
+
+import dataclasses
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ..data import DataConfig
+from ..errors import ConfigError, DataError
+from ..evals import EvaluationConfig
+from ..model import DiffTransformerConfig, preset
+from ..results import write_text_atomically
+from ..train import TrainingConfig
+from ..typed import build
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareConfig:
+    """What `compare` trains.
+
+    Attributes:
+        models: Attention types; the first is compared with the second.
+        seeds: Number of seeds, counted from training.seed.
+        jobs: Runs that train at the same time; each gets an equal share of the threads.
+    """
+
+    models: list[str] = field(default_factory=lambda: ["diff", "softmax"])
+    seeds: int = 1
+    jobs: int = 1
+
+    def __post_init__(self) -> None:
+        if len(self.models) != 2 or len(set(self.models)) != 2:
+            raise ConfigError(f"models={self.models}: name two attention types, the one under test first")
+        if self.seeds < 1 or self.jobs < 1:
+            raise ConfigError(f"seeds={self.seeds}, jobs={self.jobs}: give at least 1 of each")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Everything that a command needs to know.
+
+    Attributes:
+        name: For titles and default folders.
+        model: Fields of DiffTransformerConfig, and optionally `preset`, whose fields come first. Heads describe the
+            same-size Transformer. vocab_size comes from the tokenizer.
+        data: Text, tokenizer, split.
+        training: Steps, batches, optimiser.
+        evaluation: Which evaluations, how large.
+        compare: Models, seeds, jobs.
+    """
+
+    name: str
+    model: dict[str, Any]
+    data: DataConfig
+    training: TrainingConfig
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    compare: CompareConfig = field(default_factory=CompareConfig)
+
+    def __post_init__(self) -> None:
+        self.model_config(vocab_size=1)  # impossible models are refused when the recipe is read
+
+    def model_config(self, *, vocab_size: int, **tokens: int) -> DiffTransformerConfig:
+        """The model's configuration with the tokenizer's vocabulary and special tokens.
+
+        Raises:
+            ConfigError: an unknown field or an impossible combination.
+        """
+        fields = dict(self.model)
+        if "preset" in fields:
+            fields = preset(fields.pop("preset")).fields | fields
+        known = {f.name for f in dataclasses.fields(DiffTransformerConfig)}
+        if unknown := fields.keys() - known:
+            raise ConfigError(f"model.{min(unknown)}: unknown key; it is no field of DiffTransformerConfig")
+        context = self.training.context_tokens
+        longest = int(fields.get("max_position_embeddings", context))
+        if longest < context:
+            raise ConfigError(f"model.max_position_embeddings={longest} is below the trained context of {context} tokens")
+        return DiffTransformerConfig(
+            **{**fields, "max_position_embeddings": longest, "vocab_size": vocab_size, **tokens}
+        )
+
+    def with_model(self, attention_type: str) -> "Recipe":
+        """The same recipe with another attention type."""
+        return dataclasses.replace(self, model=self.model | {"attention_type": attention_type})
+
+    def with_seed(self, seed: int) -> "Recipe":
+        """The same recipe with another training seed."""
+        return dataclasses.replace(self, training=dataclasses.replace(self.training, seed=seed))
+
+
+def load_recipe(path: Path | str, overrides: list[str] | None = None) -> Recipe:
+    """Read a recipe and apply overrides such as `training.steps=100` (the value is read as YAML).
+
+    Raises:
+        ConfigError: no such file, not YAML, an unknown key, a wrong type or an impossible combination; the message names
+            the file, the key and the value.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such recipe; name a YAML file such as recipes/demo.yaml") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read ({error})") from None
+    try:
+        document = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        place = getattr(error, "problem_mark", None)
+        line = f" in line {place.line + 1}" if place else ""
+        raise ConfigError(f"{path}: not valid YAML{line}: {getattr(error, 'problem', None) or error}") from None
+    if not isinstance(document, dict):
+        raise ConfigError(f"{path}: a recipe is a mapping with name, model, data and training; got {document!r}")
+    for override in overrides or []:
+        _override(document, override)
+    return recipe_from(document, source=str(path))
+
+
+def recipe_from(document: dict[str, Any], *, source: str) -> Recipe:
+    """Build a recipe from plain data; `source` is what messages call it."""
+    try:
+        return build(Recipe, document, source=source, error=ConfigError)
+    except DataError as error:
+        raise ConfigError(f"{source}: {error}") from None
+
+
+def save_recipe(recipe: Recipe, path: Path) -> None:
+    """Write a resolved recipe; `load_recipe` reads it back to an equal one."""
+    write_text_atomically(path, yaml.safe_dump(recipe_dict(recipe), sort_keys=False))
+
+
+def recipe_dict(recipe: Recipe) -> dict[str, Any]:
+    """A recipe as plain data: no tuples, so that YAML and JSON hold the same."""
+    return _plain(dataclasses.asdict(recipe))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _override(document: dict[str, Any], override: str) -> None:
+    key, separator, value = override.partition("=")
+    if not separator:
+        raise ConfigError(f"--set {override}: expected KEY=VALUE, such as training.steps=100")
+    *parents, last = key.split(".")
+    place = document
+    for parent in parents:
+        inner = place.setdefault(parent, {})
+        if not isinstance(inner, dict):
+            raise ConfigError(f"--set {override}: {parent} is not a mapping in the recipe")
+        place = inner
+    try:
+        place[last] = yaml.safe_load(value)
+    except yaml.YAMLError:
+        raise ConfigError(f"--set {override}: the value is not valid YAML") from None

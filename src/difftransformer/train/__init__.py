@@ -1,0 +1,13 @@
+"""Training: one loop for every attention type, exact resume, atomic checkpoints."""
+
+from .._lazy import lazy_names
+
+__getattr__, __dir__, __all__ = lazy_names(
+    __name__,
+    {
+        ".checkpoint": ("checkpoints", "latest_checkpoint", "load_checkpoint", "save_checkpoint", "verify_checkpoint"),
+        ".config": ("OptimizerConfig", "ScheduleConfig", "TrainingConfig"),
+        ".loop": ("Interrupted", "build_model", "train"),
+        ".metrics": ("StepMetrics", "ValidationMetrics", "read_metrics"),
+    },
+)

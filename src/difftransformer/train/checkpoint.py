@@ -1,0 +1,224 @@
+"""Checkpoints that are whole or not there: a folder that transformers opens, with what resuming needs beside it.
+
+runs/NAME/checkpoints/step-000500/
+    config.json, model.safetensors, tokenizer files      a Hugging Face model folder
+    optimizer.safetensors                                 moments of AdamW, state of the random generators
+    state.json                                            step, loader, size and sha256 of every other file
+
+A checkpoint is written under another name, flushed to disk and renamed, so a folder called step-* was once whole. What
+damages it later (a full disk elsewhere, a cut copy) is found by the sizes and sums in state.json.
+"""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from ..data import Tokenizer
+from ..errors import CheckpointError
+from ..model import DiffTransformerForCausalLM
+
+STATE_FILE = "state.json"
+STATE_VERSION = 1
+OPTIMIZER_FILE = "optimizer.safetensors"
+WEIGHTS_FILE = "model.safetensors"
+MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+_NAME = re.compile(r"step-(\d{6,})")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointState:
+    """What a checkpoint holds beside weights and moments.
+
+    Attributes:
+        step: Steps done.
+        tokens: Tokens trained on.
+        seconds: Time spent in training steps.
+        loader: The loader's position.
+    """
+
+    step: int
+    tokens: int
+    seconds: float
+    loader: dict[str, Any]
+
+
+def checkpoints(run: Path) -> list[Path]:
+    """Checkpoint folders of a run, oldest first."""
+    folder = run / "checkpoints"
+    if not folder.is_dir():
+        return []
+    return sorted(path for path in folder.iterdir() if _NAME.fullmatch(path.name))
+
+
+def latest_checkpoint(run: Path) -> Path:
+    """The newest checkpoint of a run folder, or the folder itself if it is a checkpoint or a model folder.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    if (run / "config.json").is_file():
+        return run
+    found = checkpoints(run)
+    if not found:
+        raise CheckpointError(f"{run}: no checkpoint here; name a run folder with checkpoints/step-*, or a model folder")
+    return found[-1]
+
+
+def save_checkpoint(
+    run: Path,
+    state: CheckpointState,
+    *,
+    model: DiffTransformerForCausalLM,
+    optimizer: torch.optim.Optimizer,
+    tokenizer: Tokenizer,
+    keep: int,
+) -> Path:
+    """Write a checkpoint whole, then drop all but the `keep` newest.
+
+    Raises:
+        CheckpointError: it cannot be written (a full disk, say); older checkpoints stay, and the message names the newest.
+    """
+    folder = run / "checkpoints"
+    final = folder / f"step-{state.step:06d}"
+    temporary = folder / f".{final.name}.tmp"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for leftover in folder.glob(".step-*.tmp"):
+            shutil.rmtree(leftover)
+        temporary.mkdir()
+        model.save_pretrained(temporary)
+        tokenizer.save(temporary)
+        save_file(_optimizer_tensors(model, optimizer), temporary / OPTIMIZER_FILE)
+        files = {path.name: _fingerprint(path) for path in sorted(temporary.iterdir()) if path.is_file()}
+        document = {
+            "version": STATE_VERSION,
+            "step": state.step,
+            "tokens": state.tokens,
+            "seconds": state.seconds,
+            "loader": state.loader,
+            "files": files,
+        }
+        (temporary / STATE_FILE).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        for path in [*temporary.iterdir(), temporary]:
+            _flush(path)
+        if final.exists():
+            shutil.rmtree(final)
+        temporary.rename(final)
+        _flush(folder)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        whole = [path for path in checkpoints(run) if path != final]
+        kept = f"{whole[-1]} is kept and whole" if whole else "no earlier checkpoint exists"
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise CheckpointError(
+            f"{final}: the checkpoint of step {state.step} cannot be written ({reason}); {kept}; make room and run again"
+        ) from None
+    for old in checkpoints(run)[:-keep]:
+        shutil.rmtree(old)
+    return final
+
+
+def load_checkpoint(
+    path: Path, *, model: DiffTransformerForCausalLM, optimizer: torch.optim.Optimizer
+) -> CheckpointState:
+    """Put a checkpoint's weights, moments and random state back.
+
+    Raises:
+        CheckpointError: it is damaged or of another model; the message names the file and the newest whole checkpoint.
+    """
+    document = verify_checkpoint(path)
+    weights = load_file(path / WEIGHTS_FILE)
+    problems = model.load_state_dict(weights, strict=False)
+    tied = set(model.all_tied_weights_keys)
+    if problems.unexpected_keys or set(problems.missing_keys) - tied:
+        names = [*problems.unexpected_keys, *(set(problems.missing_keys) - tied)]
+        raise CheckpointError(f"{path / WEIGHTS_FILE}: weights of another model (first difference: {names[0]})")
+    _restore_optimizer(load_file(path / OPTIMIZER_FILE), model, optimizer)
+    return CheckpointState(**{name: document[name] for name in ("step", "tokens", "seconds", "loader")})
+
+
+def verify_checkpoint(path: Path) -> dict[str, Any]:
+    """Check every file of a checkpoint against state.json, and return that.
+
+    Raises:
+        CheckpointError: a file is missing, cut off or changed.
+    """
+    try:
+        document = json.loads((path / STATE_FILE).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise CheckpointError(f"{path / STATE_FILE}: unreadable ({error}); {_way_out(path)}") from None
+    if document.get("version") != STATE_VERSION:
+        raise CheckpointError(
+            f"{path / STATE_FILE}: version {document.get('version')!r}, this release reads {STATE_VERSION}; "
+            "use the release that wrote it"
+        )
+    for name, expected in document["files"].items():
+        file = path / name
+        if not file.is_file():
+            raise CheckpointError(f"{file}: missing; {_way_out(path)}")
+        found = _fingerprint(file)
+        if found != expected:
+            what = "bytes" if found["bytes"] != expected["bytes"] else "sha256"
+            raise CheckpointError(
+                f"{file}: damaged ({what} {found[what]}, expected {expected[what]}); {_way_out(path)}"
+            )
+    return document
+
+
+def _way_out(path: Path) -> str:
+    run = path.parent.parent
+    older = [other for other in checkpoints(run) if other.name < path.name]
+    if older:
+        return f"delete {path} and run again to go on from {older[-1].name}, which is kept"
+    return f"delete {path} and run again from the start; no earlier checkpoint exists"
+
+
+def _optimizer_tensors(model: DiffTransformerForCausalLM, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    tensors = {"random/cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        tensors |= {f"random/cuda/{i}": state for i, state in enumerate(torch.cuda.get_rng_state_all())}
+    for name, parameter in model.named_parameters():
+        tensors |= {
+            f"{moment}/{name}": value.contiguous()
+            for moment, value in optimizer.state.get(parameter, {}).items()
+            if moment in MOMENTS
+        }
+    return tensors
+
+
+def _restore_optimizer(
+    tensors: dict[str, Tensor], model: DiffTransformerForCausalLM, optimizer: torch.optim.Optimizer
+) -> None:
+    torch.set_rng_state(tensors["random/cpu"])
+    cuda = [tensors[name] for name in sorted(tensors) if name.startswith("random/cuda/")]
+    if torch.cuda.is_available() and len(cuda) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(cuda)
+    for name, parameter in model.named_parameters():
+        state = {moment: tensors[f"{moment}/{name}"] for moment in MOMENTS if f"{moment}/{name}" in tensors}
+        optimizer.state[parameter] = {
+            moment: value.to(parameter.device) if moment != "step" or parameter.is_cuda else value
+            for moment, value in state.items()
+        }
+
+
+def _fingerprint(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

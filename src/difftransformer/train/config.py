@@ -1,0 +1,105 @@
+"""How a run is trained: steps, batches, optimiser, schedule, and when to look and save."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ..data import RetrievalMix
+from ..errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW. The defaults are the paper's 3B run (arXiv:2410.05258 Table 9), except the clip, which it does not state.
+
+    Attributes:
+        learning_rate: Peak.
+        betas: Decay rates of the two moments.
+        eps: Added to the denominator.
+        weight_decay: On matrices; norms and lambdas have none.
+        clip_norm: Largest gradient norm; None leaves gradients as they are.
+    """
+
+    learning_rate: float = 3.2e-4
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    clip_norm: float | None = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleConfig:
+    """Linear warm-up, then linear decay to a floor (arXiv:2410.05258 section 3.1).
+
+    Attributes:
+        warmup_steps: Steps until the peak.
+        floor: Last learning rate as a share of the peak (1.28e-5 / 3.2e-4 in Table 9).
+    """
+
+    warmup_steps: int = 1000
+    floor: float = 0.04
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig:
+    """One training run.
+
+    Attributes:
+        steps: Optimiser steps.
+        batch_tokens: Tokens of one step, over all rows.
+        context_stages: (first step, row length in tokens), in order: short contexts first teach retrieval sooner.
+        accumulation: Parts that a batch is split into, for memory.
+        precision: "fp32", or "bf16" for autocast with fp32 weights.
+        seed: Of weights and batches. A DIFF model and its twin with one seed see the same batches.
+        retrieval: Needle documents among the rows, or None.
+        optimizer: AdamW.
+        schedule: Learning rate.
+        validate_every: Steps between validations; the last step is always validated.
+        validation_windows: Windows of the last stage's length that a validation reads.
+        checkpoint_every: Steps between checkpoints; the last step is always saved.
+        keep_checkpoints: Newest checkpoints that are kept.
+        gradient_checkpointing: Trade time for memory: recompute activations in the backward pass.
+    """
+
+    steps: int
+    batch_tokens: int
+    context_stages: list[tuple[int, int]]
+    accumulation: int = 1
+    precision: Literal["fp32", "bf16"] = "fp32"
+    seed: int = 0
+    retrieval: RetrievalMix | None = None
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    validate_every: int = 100
+    validation_windows: int = 16
+    checkpoint_every: int = 500
+    keep_checkpoints: int = 2
+    gradient_checkpointing: bool = False
+
+    def __post_init__(self) -> None:
+        for name in (
+            "steps",
+            "batch_tokens",
+            "accumulation",
+            "validate_every",
+            "validation_windows",
+            "checkpoint_every",
+            "keep_checkpoints",
+        ):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)}: give at least 1")
+        starts = [start for start, _ in self.context_stages]
+        if not starts or starts[0] != 0 or starts != sorted(set(starts)):
+            raise ConfigError(
+                f"context_stages={self.context_stages}: give [first step, length] pairs, the first at step 0, in rising order"
+            )
+        for _, length in self.context_stages:
+            if length < 1 or self.batch_tokens % (length * self.accumulation):
+                raise ConfigError(
+                    f"batch_tokens={self.batch_tokens} is not a multiple of context {length} x accumulation "
+                    f"{self.accumulation}; every part of a batch holds whole rows"
+                )
+
+    @property
+    def context_tokens(self) -> int:
+        """Row length of the last stage: the length that the model is evaluated at."""
+        return self.context_stages[-1][1]

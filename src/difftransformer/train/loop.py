@@ -1,0 +1,201 @@
+"""The training loop: batches to steps, steps to metrics and checkpoints. It resumes bitwise and stops gently."""
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+from ..attention import Attention
+from ..data import Loader, Shards, validation_windows
+from ..model import DiffTransformerConfig, DiffTransformerForCausalLM
+from ..model.nll import next_token_nll
+from .checkpoint import CheckpointState, checkpoints, load_checkpoint, save_checkpoint
+from .config import TrainingConfig
+from .metrics import Metrics, MetricsLog, StepMetrics, ValidationMetrics
+from .optim import build_optimizer
+from .schedule import learning_rate
+
+METRICS_FILE = "metrics.jsonl"
+
+
+class Interrupted(Exception):
+    """Training was asked to stop; a checkpoint of the step that was done is on disk."""
+
+    def __init__(self, checkpoint: Path, step: int) -> None:
+        super().__init__(f"stopped after step {step}; saved {checkpoint}")
+        self.checkpoint, self.step = checkpoint, step
+
+
+def build_model(config: DiffTransformerConfig, seed: int) -> DiffTransformerForCausalLM:
+    """A fresh model whose weights depend on the seed alone."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return DiffTransformerForCausalLM(config)
+
+
+def layer_lambdas(model: DiffTransformerForCausalLM) -> list[float]:
+    """Each layer's lambda now; empty for a model without one."""
+    lambdas = [module.lam() for module in model.modules() if isinstance(module, Attention)]
+    return [lam.item() for lam in lambdas if lam is not None]
+
+
+def train(
+    config: TrainingConfig,
+    model_config: DiffTransformerConfig,
+    shards: Shards,
+    run: Path,
+    *,
+    device: str = "cpu",
+    listen: Callable[[Metrics], None] = lambda metrics: None,
+) -> DiffTransformerForCausalLM:
+    """Train a model to the last step, going on from the run's newest checkpoint if there is one.
+
+    Ctrl-C (SIGINT) and SIGTERM finish the step, save a checkpoint and raise Interrupted. The losses of a run that was
+    interrupted are bitwise those of one that was not (CPU, fp32, the same number of threads).
+
+    Args:
+        config: Steps, batches, optimiser.
+        model_config: The model.
+        shards: Tokens.
+        run: Folder for metrics.jsonl and checkpoints/.
+        device: Where to train.
+        listen: Called with every line of metrics.
+
+    Returns:
+        The trained model.
+
+    Raises:
+        CheckpointError: the newest checkpoint is damaged, or a new one cannot be written.
+        Interrupted: after a signal.
+    """
+    run.mkdir(parents=True, exist_ok=True)
+    model = build_model(model_config, config.seed).to(device)
+    if config.gradient_checkpointing:
+        model.gradient_checkpointing_enable()
+    model.train()
+    optimizer = build_optimizer(model, config.optimizer)
+    loader = Loader(
+        shards,
+        split="train",
+        batch_tokens=config.batch_tokens,
+        context_stages=config.context_stages,
+        seed=config.seed,
+        retrieval=config.retrieval,
+    )
+    step, tokens, seconds = 0, 0, 0.0
+    if found := checkpoints(run):
+        state = load_checkpoint(found[-1], model=model, optimizer=optimizer)
+        step, tokens, seconds = state.step, state.tokens, state.seconds
+        loader.load_state_dict(state.loader)
+    log = MetricsLog(run / METRICS_FILE, step=step)
+
+    def report(metrics: Metrics) -> None:
+        log.write(metrics)
+        listen(metrics)
+
+    def save() -> Path:
+        state = CheckpointState(step=step, tokens=tokens, seconds=seconds, loader=loader.state_dict())
+        return save_checkpoint(
+            run, state, model=model, optimizer=optimizer, tokenizer=shards.tokenizer, keep=config.keep_checkpoints
+        )
+
+    try:
+        with _signals() as stop:
+            while step < config.steps:
+                rate = learning_rate(
+                    step, peak=config.optimizer.learning_rate, steps=config.steps, schedule=config.schedule
+                )
+                for group in optimizer.param_groups:
+                    group["lr"] = rate
+                started = time.perf_counter()
+                loss, norm = _step(model, optimizer, loader, config, device)
+                elapsed = time.perf_counter() - started
+                step, tokens, seconds = step + 1, tokens + config.batch_tokens, seconds + elapsed
+                report(
+                    StepMetrics(
+                        step=step,
+                        loss_nats=loss,
+                        gradient_norm=norm,
+                        learning_rate=rate,
+                        tokens=tokens,
+                        seconds=seconds,
+                        tokens_per_second=config.batch_tokens / elapsed,
+                        lambdas=layer_lambdas(model),
+                    )
+                )
+                last = step == config.steps
+                if last or step % config.validate_every == 0:
+                    report(ValidationMetrics(step=step, validation_loss_nats=validate(model, shards, config, device)))
+                if last or stop() or step % config.checkpoint_every == 0:
+                    saved = save()
+                    if stop() and not last:
+                        raise Interrupted(saved, step)
+    finally:
+        log.close()
+    return model
+
+
+def _step(
+    model: DiffTransformerForCausalLM,
+    optimizer: torch.optim.Optimizer,
+    loader: Loader,
+    config: TrainingConfig,
+    device: str,
+) -> tuple[float, float]:
+    """One optimiser step: mean loss in nats a token, and the gradient's norm before clipping."""
+    batch = loader.next_batch()
+    loss = torch.zeros((), device=device)
+    for input_ids, targets in zip(
+        batch.input_ids.chunk(config.accumulation), batch.targets.chunk(config.accumulation), strict=True
+    ):
+        with torch.autocast(device, torch.bfloat16, enabled=config.precision == "bf16"):
+            nll = next_token_nll(model, input_ids.to(device), targets.to(device))
+        part = nll.sum() / config.batch_tokens
+        part.backward()
+        loss += part.detach()
+    clip = config.optimizer.clip_norm
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), float("inf") if clip is None else clip)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item(), norm.item()
+
+
+@torch.no_grad()
+def validate(model: DiffTransformerForCausalLM, shards: Shards, config: TrainingConfig, device: str) -> float:
+    """Mean loss in nats a token over the run's fixed validation windows."""
+    windows = torch.stack(list(validation_windows(shards, config.context_tokens, config.validation_windows)))
+    model.eval()
+    rows = max(1, config.batch_tokens // config.accumulation // config.context_tokens)
+    total = 0.0
+    for part in windows.to(device).split(rows):
+        with torch.autocast(device, torch.bfloat16, enabled=config.precision == "bf16"):
+            total += next_token_nll(model, part[:, :-1], part[:, 1:]).double().sum().item()
+    model.train()
+    return total / (windows.numel() - len(windows))
+
+
+@contextmanager
+def _signals() -> Iterator[Callable[[], bool]]:
+    """Turn SIGINT and SIGTERM into a flag while training; a second one interrupts at once."""
+    received: list[int] = []
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if received:
+            raise KeyboardInterrupt
+        received.append(number)
+
+    watched = (signal.SIGINT, signal.SIGTERM)
+    try:
+        before = {number: signal.signal(number, handle) for number in watched}
+    except ValueError:  # not the main thread: signals belong to somebody else
+        yield lambda: False
+        return
+    try:
+        yield lambda: bool(received)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

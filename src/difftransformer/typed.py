@@ -1,0 +1,112 @@
+"""Strict building of dataclasses from plain data (JSON results, YAML recipes), with errors that name file, key and value.
+
+Unknown keys, missing keys and wrong types are refused. A field with a default may be left out.
+"""
+
+import dataclasses
+import difflib
+import types
+import typing
+from typing import Any, Literal, TypeVar
+
+from .errors import DiffTransformerError
+
+T = TypeVar("T")
+
+
+def build(cls: type[T], value: Any, *, source: str, error: type[DiffTransformerError], key: str = "") -> T:
+    """Build a dataclass from a mapping.
+
+    Args:
+        cls: A dataclass; its fields may be dataclasses, lists, tuples, dicts, literals, optionals and plain types.
+        value: What the file holds.
+        source: The file's name, for messages.
+        error: The error to raise.
+        key: Dotted key of `value` in the file, for messages.
+
+    Raises:
+        DiffTransformerError: of the class `error`.
+    """
+    return _Builder(source, error).build(cls, value, key)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Builder:
+    source: str
+    error: type[DiffTransformerError]
+
+    def fail(self, key: str, text: str) -> DiffTransformerError:
+        return self.error(f"{self.source}: {key}{': ' if key else ''}{text}")
+
+    def build(self, annotation: Any, value: Any, key: str) -> Any:
+        origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+        if annotation is Any:
+            return value
+        if dataclasses.is_dataclass(annotation) and isinstance(annotation, type):
+            return self.build_dataclass(annotation, value, key)
+        if origin in (typing.Union, types.UnionType):
+            if value is None and type(None) in arguments:
+                return None
+            inner = [argument for argument in arguments if argument is not type(None)]
+            return self.build(inner[0], value, key)
+        if origin is Literal:
+            if value not in arguments:
+                allowed = ", ".join(str(argument) for argument in arguments)
+                raise self.fail(key, f"{_short(value)} is not allowed; choose one of {allowed}")
+            return value
+        if origin is list:
+            return [self.build(arguments[0], item, f"{key}[{i}]") for i, item in enumerate(self.sequence(value, key))]
+        if origin is tuple:
+            items = self.sequence(value, key)
+            if len(items) != len(arguments):
+                raise self.fail(key, f"expected {len(arguments)} values, got {_short(value)}")
+            return tuple(
+                self.build(argument, item, f"{key}[{i}]")
+                for i, (argument, item) in enumerate(zip(arguments, items, strict=True))
+            )
+        if origin is dict:
+            if not isinstance(value, dict):
+                raise self.fail(key, f"expected a mapping, got {_short(value)}")
+            return {name: self.build(arguments[1], item, _join(key, name)) for name, item in value.items()}
+        if annotation is float and isinstance(value, int) and not isinstance(value, bool):
+            return float(value)
+        if type(value) is not annotation:
+            hint = ""
+            if annotation is float and isinstance(value, str):
+                hint = " (YAML reads 3e-4 as text: write 3.0e-4 or 0.0003)"
+            raise self.fail(key, f"expected {annotation.__name__}, got {_short(value)}{hint}")
+        return value
+
+    def build_dataclass(self, cls: type, value: Any, key: str) -> Any:
+        if not isinstance(value, dict):
+            raise self.fail(key, f"expected a mapping ({cls.__name__}), got {_short(value)}")
+        hints = typing.get_type_hints(cls)
+        fields = {field.name: field for field in dataclasses.fields(cls)}
+        for name in value:
+            if name not in fields:
+                near = difflib.get_close_matches(str(name), fields, n=1)
+                meant = f"did you mean {near[0]}? " if near else ""
+                raise self.fail(_join(key, name), f"unknown key; {meant}allowed: {', '.join(fields)}")
+        for name, field in fields.items():
+            required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+            if required and name not in value:
+                raise self.fail(_join(key, name), f"missing ({cls.__name__} needs it)")
+        built = {name: self.build(hints[name], item, _join(key, name)) for name, item in value.items()}
+        try:
+            return cls(**built)
+        except DiffTransformerError as problem:  # a dataclass's own check of impossible combinations
+            raise self.fail(key, str(problem)) from None
+
+    def sequence(self, value: Any, key: str) -> list[Any]:
+        if not isinstance(value, (list, tuple)):
+            raise self.fail(key, f"expected a list, got {_short(value)}")
+        return list(value)
+
+
+def _join(key: str, name: Any) -> str:
+    return f"{key}.{name}" if key else str(name)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
