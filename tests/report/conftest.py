@@ -154,7 +154,7 @@ def make_comparison(
     needle_counts: int = 4,
     lengths: tuple[int, ...] = (512,),
 ) -> Comparison:
-    """A comparison in which models[0] is better by `advantage` nats a token, and finds more needles if that is positive."""
+    """A comparison in which models[0] is better by `advantage` nats a token, and finds more needles if so."""
     runs = [
         make_run(
             model,

@@ -1,9 +1,9 @@
 """A deterministic loader: the batch of a step is a pure function of (data, settings, seed, step).
 
 Nothing but the step has to be saved to go on exactly, and w ranks together see the rows of one process. Plain rows are
-windows of the token stream: for each epoch the stream is cut into non-overlapping windows at a random shift, and the windows
-are taken in a random order, each once. Retrieval rows are needle documents (`needles`), drawn afresh from the seed, and take the
-places in the sequence that a stated share gives them, evenly spread.
+windows of the token stream: for each epoch the stream is cut into non-overlapping windows at a random shift, and the
+windows are taken in a random order, each once. Retrieval rows are needle documents (`needles`), drawn afresh from the
+seed, and take the places in the sequence that a stated share gives them, evenly spread.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,8 +30,7 @@ class Batch:
 
     Attributes:
         input_ids: (B, T) int64.
-        targets: (B, T) int64; targets[:, t] follows input_ids[:, t]. For a model that shifts labels itself, pass
-            `input_ids` and compute the loss from `targets`, or give it rows of both.
+        targets: (B, T) int64; targets[:, t] follows input_ids[:, t], so nothing is left to shift.
         is_retrieval: (B,) bool, the rows that are needle documents.
     """
 
@@ -104,9 +103,10 @@ class Loader:
         self.rank = rank
         self.world_size = world_size
         self.retrieval = retrieval if retrieval is not None and retrieval.share > 0 else None
+        # The share as written (0.1 is 1/10), so that the rows it takes are counted in exact integers.
+        self._share = Fraction(self.retrieval.share if self.retrieval else 0).limit_denominator(10**9)
         self.step = 0
         self._stream = shards.tokens(split)
-        self._share = Fraction(retrieval.share).limit_denominator(10**6) if self.retrieval and retrieval else Fraction(0)
         self._check()
         self._epoch = lru_cache(maxsize=2)(self._draw_epoch)
 
@@ -114,21 +114,27 @@ class Loader:
         if self.seed < 0:
             raise ConfigError(f"seed is {self.seed}; it must be 0 or more")
         if self.world_size < 1 or not 0 <= self.rank < self.world_size:
-            raise ConfigError(f"rank {self.rank} of world_size {self.world_size}; allowed are ranks 0 to world_size - 1")
+            raise ConfigError(
+                f"rank {self.rank} of world_size {self.world_size}; allowed are ranks 0 to world_size - 1"
+            )
         starts = [start for start, _ in self.context_stages]
         if not starts or starts[0] != 0 or any(a >= b for a, b in zip(starts, starts[1:], strict=False)):
             raise ConfigError(
-                f"context_stages is {list(self.context_stages)}; give (first step, context) pairs with ascending steps from 0"
+                f"context_stages is {list(self.context_stages)}; give (first step, context) pairs with ascending steps "
+                "from 0"
             )
         for start, context in self.context_stages:
             if context < 1 or self.batch_tokens < 1 or self.batch_tokens % (context * self.world_size):
                 raise ConfigError(
-                    f"batch_tokens is {self.batch_tokens}; from step {start} it must be a multiple of {context * self.world_size} "
-                    f"(context {context} x {self.world_size} processes), so that every row is whole and every process has as many"
+                    f"batch_tokens is {self.batch_tokens}; from step {start} it must be a multiple of "
+                    f"{context * self.world_size} "
+                    f"(context {context} x {self.world_size} processes), so that every row is whole and every process "
+                    "has as many"
                 )
             if len(self._stream) < context + 1:
                 raise DataError(
-                    f"{self.shards.folder}: the {self.split} split has {len(self._stream)} tokens, a window takes {context + 1} "
+                    f"{self.shards.folder}: the {self.split} split has {len(self._stream)} tokens, a window takes "
+                    f"{context + 1} "
                     f"(context {context} from step {start}); tokenise more text or shorten the context"
                 )
             if self.retrieval is None:
@@ -142,13 +148,20 @@ class Loader:
             )
             if needed > context + 1:
                 raise DataError(
-                    f"needle documents are longer than the context: {self.retrieval.max_needles} needles and {self.retrieval.asks} "
-                    f"questions of {self.retrieval.digits} digits take up to {needed} tokens without any corpus text, a row has "
-                    f"{context + 1} (context {context} from step {start}); lower max_needles, asks or digits, or raise the context"
+                    f"needle documents are longer than the context: {self.retrieval.max_needles} needles and "
+                    f"{self.retrieval.asks} "
+                    f"questions of {self.retrieval.digits} digits take up to {needed} tokens without any corpus text, "
+                    "a row has "
+                    f"{context + 1} (context {context} from step {start}); lower max_needles, asks or digits, or raise "
+                    "the context"
                 )
 
     def context_tokens(self, step: int) -> int:
-        """The context at a step."""
+        """The context at a step.
+
+        Raises:
+            ConfigError: a negative step.
+        """
         return self.context_stages[self._stage(step)][1]
 
     def batch(self, step: int) -> Batch:
@@ -160,8 +173,6 @@ class Loader:
         Raises:
             ConfigError: a negative step.
         """
-        if step < 0:
-            raise ConfigError(f"step is {step}; it must be 0 or more")
         stage = self._stage(step)
         start, context = self.context_stages[stage]
         rows = self.batch_tokens // context
@@ -171,8 +182,7 @@ class Loader:
         is_retrieval = np.zeros(mine, dtype=bool)
         for index in range(mine):
             row = first + index
-            # Retrieval rows up to here and up to the next: exact integers, so the share holds over any stretch of rows.
-            before, after = (count * self._share.numerator // self._share.denominator for count in (row, row + 1))
+            before, after = self._retrieval_rows(row), self._retrieval_rows(row + 1)
             if after > before:
                 is_retrieval[index] = True
                 block[index] = self._retrieval_row(stage, row, context)
@@ -206,7 +216,8 @@ class Loader:
         for key, value in self._identity().items():
             if state.get(key) != value:
                 raise DataError(
-                    f"the saved position of the loader does not fit: {key} was {state.get(key)!r} and is {value!r} now; resume with "
+                    f"the saved position of the loader does not fit: {key} was {state.get(key)!r} and is {value!r} "
+                    "now; resume with "
                     "the data and settings of the run, or start a new run"
                 )
         self.step = int(state["step"])
@@ -222,6 +233,8 @@ class Loader:
         }
 
     def _stage(self, step: int) -> int:
+        if step < 0:
+            raise ConfigError(f"step is {step}; it must be 0 or more")
         return max(index for index, (start, _) in enumerate(self.context_stages) if start <= step)
 
     def _draw_epoch(self, stage: int, epoch: int) -> tuple[int, npt.NDArray[np.int64]]:
@@ -231,6 +244,10 @@ class Loader:
         windows = self._windows(context)
         shift = int(rng.integers(min(context, len(self._stream) - windows * context)))
         return shift, rng.permutation(windows)
+
+    def _retrieval_rows(self, rows: int) -> int:
+        """Retrieval rows among the first `rows` of a stage: the share, rounded down."""
+        return rows * self._share.numerator // self._share.denominator
 
     def _windows(self, context: int) -> int:
         """Windows an epoch: as many as fit at every shift."""
@@ -264,7 +281,8 @@ def validation_windows(
 
     Args:
         shards: the data.
-        context_tokens: T; neighbouring windows share one token, the last target of one being the first input of the next.
+        context_tokens: T; neighbouring windows share one token, the last target of one being the first input of the
+            next.
         max_windows: at most so many; None for all that fit.
         split: which split to read.
 

@@ -1,20 +1,21 @@
 """Magic-number needle documents for multi-needle retrieval (arXiv:2410.05258, section 3.3; the sentence is LWM's).
 
-A document is corpus text (the filler) with needles on lines of their own, followed by questions that are the beginning of
-the same sentence:
+A document is corpus text (the filler) with needles on lines of their own, followed by questions that are the beginning
+of the same sentence:
 
     <|endoftext|>
     ...corpus text...
     The special magic Lisbon number is: 4071923
     ...corpus text...
-    The special magic Lisbon number is:            <- an evaluation prompt ends here; a training row goes on with the number
+    The special magic Lisbon number is:            <- an evaluation prompt ends here; a training row goes on with the
+    number
 
-Departures from the sources: questions are completions, as a base model has no chat format; training rows ask back several
-needles, which teaches retrieval in far fewer steps than one question a row; an eighth of all numbers is kept for evaluation
-and never occurs in a training needle; evaluation can use cities that training never names.
+Departures from the sources: questions are completions, as a base model has no chat format; training rows ask back
+several needles, which teaches retrieval in far fewer steps than one question a row; an eighth of all numbers is kept
+for evaluation and never occurs in a training needle; evaluation can use cities that training never names.
 
-Documents are put together from token pieces, encoded once a city, and equal what the tokenizer makes of the whole text around
-a needle. Corpus tokens may be overwritten by a line end where a needle needs a line of its own and none is near.
+Documents are put together from token pieces, encoded once a city, and equal what the tokenizer makes of the whole text
+around a needle. Corpus tokens may be overwritten by a line end where a needle needs a line of its own and none is near.
 """
 
 import hashlib
@@ -29,19 +30,21 @@ import numpy.typing as npt
 from ..errors import ConfigError, DataError
 from .tokenizer import Tokenizer
 
-CITIES_SEEN = (
-    "Accra", "Amsterdam", "Ankara", "Athens", "Atlanta", "Baghdad", "Bangkok", "Barcelona", "Beijing", "Belgrade", "Berlin",
-    "Bogota", "Boston", "Brisbane", "Brussels", "Budapest", "Cairo", "Calgary", "Caracas", "Chicago", "Copenhagen", "Dakar",
-    "Dallas", "Delhi", "Denver", "Detroit", "Dubai", "Dublin", "Edinburgh", "Florence", "Geneva", "Hamburg", "Hanoi", "Havana",
-    "Helsinki", "Houston", "Istanbul", "Jakarta", "Karachi", "Lagos", "Lima", "Lisbon", "London", "Madrid", "Manila", "Melbourne",
-    "Miami", "Milan", "Montreal", "Moscow", "Mumbai", "Munich", "Nairobi", "Oslo", "Paris", "Prague", "Rome", "Santiago",
-    "Seattle", "Seoul", "Sydney", "Tokyo", "Toronto", "Vienna",
-)  # fmt: skip
-CITIES_UNSEEN = (
-    "Adelaide", "Auckland", "Bucharest", "Casablanca", "Colombo", "Damascus", "Frankfurt", "Glasgow", "Kampala", "Kyoto",
-    "Leipzig", "Lusaka", "Marseille", "Nagoya", "Osaka", "Ottawa", "Porto", "Quito", "Riga", "Shanghai", "Stockholm", "Tunis",
-    "Warsaw", "Zurich",
-)  # fmt: skip
+CITIES_SEEN = tuple(
+    """
+    Accra Amsterdam Ankara Athens Atlanta Baghdad Bangkok Barcelona Beijing Belgrade Berlin Bogota Boston
+    Brisbane Brussels Budapest Cairo Calgary Caracas Chicago Copenhagen Dakar Dallas Delhi Denver Detroit
+    Dubai Dublin Edinburgh Florence Geneva Hamburg Hanoi Havana Helsinki Houston Istanbul Jakarta Karachi
+    Lagos Lima Lisbon London Madrid Manila Melbourne Miami Milan Montreal Moscow Mumbai Munich Nairobi Oslo
+    Paris Prague Rome Santiago Seattle Seoul Sydney Tokyo Toronto Vienna
+    """.split()
+)
+CITIES_UNSEEN = tuple(
+    """
+    Adelaide Auckland Bucharest Casablanca Colombo Damascus Frankfurt Glasgow Kampala Kyoto Leipzig Lusaka
+    Marseille Nagoya Osaka Ottawa Porto Quito Riga Shanghai Stockholm Tunis Warsaw Zurich
+    """.split()
+)
 
 # A line end this near to the place drawn is taken; else the token there becomes a line end.
 _NEAR_TOKENS = 16
@@ -135,8 +138,9 @@ def training_document(
 ) -> list[int]:
     """A training row: filler with needles at random places, then the needles asked back and answered.
 
-    The number of needles is uniform in min_needles..max_needles, their cities are distinct, their numbers are not reserved
-    for evaluation. The `asks` questions run through all needles in random order, then through all again, and so on.
+    The number of needles is uniform in min_needles..max_needles, their cities are distinct, their numbers are not
+    reserved for evaluation. The `asks` questions run through all needles in random order, then through all again, and
+    so on.
 
     Args:
         rng: everything random is drawn from it.
@@ -200,11 +204,11 @@ def evaluation_document(
 ) -> NeedleQuestion:
     """An evaluation document: filler with needles of unseen numbers, and one prompt for each needle asked.
 
-    The first prompt's needle starts at `depth` of the context (exactly at depths 0 and 1, else at the nearest line end);
-    all others are at random places. All prompts have length_tokens minus the answer's room tokens, whatever their cities,
-    so that prompts of equal `length_tokens` and `digits` batch without padding; prompts of one document differ in their
-    question and in the last few tokens of filler, which make up for the cities' lengths. The numbers are distinct and, from
-    3 digits on, occur nowhere else in the context.
+    The first prompt's needle starts at `depth` of the context (exactly at depths 0 and 1, else at the nearest line
+    end); all others are at random places. All prompts have length_tokens minus the answer's room tokens, whatever their
+    cities, so that prompts of equal `length_tokens` and `digits` batch without padding; prompts of one document differ
+    in their question and in the last few tokens of filler, which make up for the cities' lengths. The numbers are
+    distinct and, from 3 digits on, occur nowhere else in the context.
 
     Args:
         rng: everything random is drawn from it.
@@ -228,7 +232,9 @@ def evaluation_document(
     if asked > needles:
         raise ConfigError(f"asked is {asked} of {needles} needles; ask for at most as many as there are")
     if needles > (unseen := _reserved_count(digits)):
-        raise ConfigError(f"{needles} needles of {digits} digits: only {unseen} numbers are kept for evaluation; use more digits")
+        raise ConfigError(
+            f"{needles} needles of {digits} digits: only {unseen} numbers are kept for evaluation; use more digits"
+        )
     pieces = _pieces(tokenizer)
     names = [cities[index] for index in rng.permutation(len(cities))[:needles].tolist()]
     # Numbers may differ in tokens with some tokenizers, so the filler's length is known only once they are drawn.
@@ -248,7 +254,8 @@ def evaluation_document(
             break
     else:
         raise DataError(
-            f"needle numbers of {digits} digits: 20 draws of {needles} all occur in {max(lengths)} tokens of corpus text as well; "
+            f"needle numbers of {digits} digits: 20 draws of {needles} all occur in {max(lengths)} tokens of corpus "
+            "text as well; "
             "use more digits or a shorter context"
         )
     shortest = min(lengths)
@@ -283,7 +290,8 @@ def check_needles(*, min_needles: int, max_needles: int, asks: int, cities: Sequ
     """
     if not 1 <= min_needles <= max_needles <= len(cities):
         raise ConfigError(
-            f"needles from {min_needles} to {max_needles}: allowed are 1 <= fewest <= most <= {len(cities)} (the number of cities)"
+            f"needles from {min_needles} to {max_needles}: allowed are 1 <= fewest <= most <= {len(cities)} (the "
+            "number of cities)"
         )
     if asks < 1:
         raise ConfigError(f"{asks} questions: a needle document asks at least 1")
@@ -298,7 +306,9 @@ class _Pieces:
         self.starts_line = np.fromiter((token.startswith(b"\n") for token in table), dtype=bool, count=len(table))
         newline = self._continuation("a", "\n")
         if len(newline) != 1:
-            raise DataError(f"the tokenizer writes a line end as {len(newline)} tokens {newline}; needle documents need 1")
+            raise DataError(
+                f"the tokenizer writes a line end as {len(newline)} tokens {newline}; needle documents need 1"
+            )
         self.newline = newline[0]
         self._stubs: dict[str, list[int]] = {}
         self._left = NeedleFormat().stub("Paris")
@@ -307,7 +317,8 @@ class _Pieces:
         self._space, self._digits = pieces[0][:-1], [piece[-1] for piece in pieces]
         pairs = "".join(f"{pair:02d}" for pair in range(100))
         self._has_digits = all(
-            self._continuation(self._left, f" {number}") == [*self._space, *(self._digits[int(digit)] for digit in number)]
+            self._continuation(self._left, f" {number}")
+            == [*self._space, *(self._digits[int(digit)] for digit in number)]
             for number in (*"0123456789", pairs)
         )
 
@@ -316,8 +327,10 @@ class _Pieces:
         before, whole = self.tokenizer.encode(left), self.tokenizer.encode(left + text)
         if whole[: len(before)] != before:
             raise DataError(
-                f"the tokenizer does not split {left[-20:] + text!r} before {text!r}, so that a prompt ending there has other "
-                "tokens than the text it came from; use the byte tokenizer, a BPE trained here, or another pretrained one"
+                f"the tokenizer does not split {left[-20:] + text!r} before {text!r}, so that a prompt ending there "
+                "has other "
+                "tokens than the text it came from; use the byte tokenizer, a BPE trained here, or another pretrained "
+                "one"
             )
         return whole[len(before) :]
 
@@ -336,7 +349,9 @@ class _Pieces:
         """`length` corpus tokens from a random place on; ends of text become line ends, and it begins with a line end."""
         total = len(stream)
         if total == 0:
-            raise DataError("needle documents need corpus text as filler, the token stream is empty; tokenise a corpus first")
+            raise DataError(
+                "needle documents need corpus text as filler, the token stream is empty; tokenise a corpus first"
+            )
         start = int(rng.integers(total))
         taken = np.asarray(stream[start : start + length]).astype(np.int64)
         while len(taken) < length:
@@ -431,6 +446,7 @@ def _distinct_numbers(rng: np.random.Generator, form: NeedleFormat, count: int) 
 
 def _too_long(needles: int, asks: int, needed: int, available: int) -> str:
     return (
-        f"a needle document is longer than the context: {needles} needles and {asks} questions take {needed} tokens without any "
+        f"a needle document is longer than the context: {needles} needles and {asks} questions take {needed} tokens "
+        "without any "
         f"corpus text, the context has {available}; use fewer needles or questions, fewer digits, or a longer context"
     )

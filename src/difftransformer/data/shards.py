@@ -1,7 +1,7 @@
 """Shards: a corpus tokenised once into flat binary files, read back as one memory-mapped stream a split.
 
-A folder is a shard folder only when it holds `manifest.json`, which is written last and atomically: whatever stopped the
-writer before that (a full disk, a signal) leaves nothing that could be taken for whole.
+A folder is a shard folder only when it holds `manifest.json`, which is written last and atomically: whatever stopped
+the writer before that (a full disk, a signal) leaves nothing that could be taken for whole.
 
     manifest.json   tokenizer/   train-00000.bin   train-00001.bin ...   validation-00000.bin ...
 
@@ -12,10 +12,10 @@ import dataclasses
 import errno
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +28,9 @@ from .tokenizer import Tokenizer
 MANIFEST_VERSION = 1
 Split = Literal["train", "validation"]
 SPLITS: tuple[Split, ...] = ("train", "validation")
+_DTYPES = ("<u2", "<u4")  # for a vocabulary below 2**16, and above
 
+_TOKENISE_AGAIN = "tokenise again with difftransformer tokenize"
 _BATCH_CHARACTERS = 2**22  # texts are tokenised in batches of about this size: parallel, yet bounded in memory
 
 
@@ -72,16 +74,12 @@ class Manifest:
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
-@dataclass(frozen=True)
 class TokenStream:
     """Several one-dimensional arrays read as one: `len`, an integer index, and slices with step 1."""
 
-    parts: list[npt.NDArray[Any]]
-    _starts: npt.NDArray[np.int64] = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        starts = np.cumsum([0, *(len(part) for part in self.parts)], dtype=np.int64)
-        object.__setattr__(self, "_starts", starts)
+    def __init__(self, parts: Sequence[npt.NDArray[Any]]) -> None:
+        self.parts = list(parts)
+        self._starts = np.cumsum([0, *(len(part) for part in self.parts)], dtype=np.int64)
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -97,14 +95,13 @@ class TokenStream:
             position = index + len(self) if index < 0 else index
             if not 0 <= position < len(self):
                 raise IndexError(f"token {index} of {len(self)}")
-            part = int(np.searchsorted(self._starts, position, side="right")) - 1
-            return self.parts[part][position - self._starts[part]]
+            return self[position : position + 1][0]
         start, stop, step = index.indices(len(self))
         if step != 1:
-            raise ValueError(f"a token stream has no slices with step {step}; slice with step 1 and then index the result")
+            raise ValueError(f"a token stream has no slices with step {step}; slice with step 1, then index the result")
         if len(self.parts) == 1:
             return self.parts[0][start:stop]
-        first = int(np.searchsorted(self._starts, start, side="right")) - 1
+        first = max(int(np.searchsorted(self._starts, start, side="right")) - 1, 0)
         pieces = []
         for part, offset in zip(self.parts[first:], self._starts[first:].tolist(), strict=False):
             if offset >= stop:
@@ -124,7 +121,9 @@ class Shards:
         tokenizer: the tokenizer that made it.
     """
 
-    def __init__(self, folder: Path, manifest: Manifest, tokenizer: Tokenizer, streams: Mapping[str, TokenStream]) -> None:
+    def __init__(
+        self, folder: Path, manifest: Manifest, tokenizer: Tokenizer, streams: Mapping[str, TokenStream]
+    ) -> None:
         self.folder = folder
         self.manifest = manifest
         self.tokenizer = tokenizer
@@ -139,8 +138,8 @@ class Shards:
             verify: read every file once and compare its SHA-256 with the manifest's; sizes are always compared.
 
         Raises:
-            DataError: no manifest, a damaged one or one of another version; a file missing, cut short or changed; another
-                tokenizer than the one that made the shards.
+            DataError: no manifest, a damaged one or one of another version; a file missing, cut short or changed;
+                another tokenizer than the one that made the shards.
         """
         folder = Path(folder)
         manifest = _read_manifest(folder)
@@ -151,7 +150,7 @@ class Shards:
                 f"{manifest.tokenizer_sha256}; {_TOKENISE_AGAIN}"
             )
         dtype = np.dtype(manifest.dtype)
-        streams = {}
+        streams: dict[str, TokenStream] = {}
         for split in SPLITS:
             parts = [_open_shard(folder / shard.file, shard, dtype, verify) for shard in manifest.splits[split].shards]
             streams[split] = TokenStream(parts)
@@ -204,14 +203,14 @@ def write_shards(
     if shard_tokens < 1:
         raise ConfigError(f"shard_tokens is {shard_tokens}; it must be at least 1")
     folder = Path(folder)
-    dtype = np.dtype("<u2" if tokenizer.vocab_size < 2**16 else "<u4")
+    dtype = np.dtype(_DTYPES[tokenizer.vocab_size >= 2**16])
     file = folder / "manifest.json"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file.unlink(missing_ok=True)
         _remove_shards(folder)
         file = tokenizer.save(folder / "tokenizer")
-        splits = {}
+        splits: dict[str, SplitManifest] = {}
         for split, documents in zip(SPLITS, (train, validation), strict=True):
             writer = _SplitWriter(folder, split, dtype, shard_tokens)
             file = folder / f"{split}-*.bin"
@@ -241,9 +240,6 @@ def write_shards(
     return manifest
 
 
-_TOKENISE_AGAIN = "tokenise again with difftransformer tokenize"
-
-
 class _SplitWriter:
     """Writes one split as a row of files of `shard_tokens` tokens each."""
 
@@ -270,7 +266,10 @@ class _SplitWriter:
         if pending_tokens:
             self._write_shard(np.concatenate(pending))
         if not count:
-            raise DataError(f"{self.folder}: the {self.split} split has no documents; give at least one (another split seed or share)")
+            raise DataError(
+                f"{self.folder}: the {self.split} split has no documents, it needs at least 1; "
+                "give more documents, or another split seed or share"
+            )
         return SplitManifest(
             documents=count, tokens=sum(shard.tokens for shard in self.shards), bytes=size, shards=self.shards
         )
@@ -318,7 +317,9 @@ def _open_shard(path: Path, shard: ShardFile, dtype: np.dtype[Any], verify: bool
     except FileNotFoundError:
         raise DataError(f"{path}: the file is missing, though the manifest lists it; {_TOKENISE_AGAIN}") from None
     except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror}); check its permissions, or {_TOKENISE_AGAIN}") from None
+        raise DataError(
+            f"{path}: cannot be read ({error.strerror}); check its permissions, or {_TOKENISE_AGAIN}"
+        ) from None
 
 
 def _read_manifest(folder: Path) -> Manifest:
@@ -327,7 +328,8 @@ def _read_manifest(folder: Path) -> Manifest:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         raise DataError(
-            f"{folder}: not a shard folder (no manifest.json, which is written last); run difftransformer tokenize to make one"
+            f"{folder}: not a shard folder (no manifest.json, which is written last); "
+            "run difftransformer tokenize to make one"
         ) from None
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: not a manifest ({error}); {_TOKENISE_AGAIN}") from None
@@ -338,14 +340,18 @@ def _read_manifest(folder: Path) -> Manifest:
             f"{_TOKENISE_AGAIN}, or use the release that wrote it"
         )
     try:
-        splits = {
+        splits: dict[str, SplitManifest] = {
             split: SplitManifest(
-                **{**content["splits"][split], "shards": [ShardFile(**shard) for shard in content["splits"][split]["shards"]]}
+                **{
+                    **content["splits"][split],
+                    "shards": [ShardFile(**shard) for shard in content["splits"][split]["shards"]],
+                }
             )
             for split in SPLITS
         }
         manifest = Manifest(**{**content, "splits": splits})
-        np.dtype(manifest.dtype)
-    except (KeyError, TypeError) as error:
+    except (AttributeError, KeyError, TypeError) as error:
         raise DataError(f"{path}: a damaged manifest ({error}); {_TOKENISE_AGAIN}") from None
-    return cast(Manifest, manifest)
+    if manifest.dtype not in _DTYPES:
+        raise DataError(f"{path}: dtype is {manifest.dtype!r}, allowed are {', '.join(_DTYPES)}; {_TOKENISE_AGAIN}")
+    return manifest

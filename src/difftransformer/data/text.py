@@ -1,7 +1,7 @@
 """Documents: where text comes from, and how it is split into training and validation.
 
-A source is one of `SOURCES`. Every reader gives whole documents in an order that depends on nothing but their names, and
-refuses text that is missing, empty or not UTF-8 with one line that names the file and the place.
+A source is one of `SOURCES`. Every reader gives whole documents in an order that depends on nothing but their names,
+and refuses text that is missing, empty or not UTF-8 with one line that names the file and the place.
 """
 
 import hashlib
@@ -52,10 +52,10 @@ def read_documents(source: str) -> list[Document]:
     """Read every document of a source, in an order fixed by their names.
 
     Args:
-        source: `python-stdlib`; a folder (read recursively; hidden and empty files are left out); a `.txt`, `.md` or `.py`
-            file (one document); a `.jsonl` file (one object a line with a string `text`, and an optional string `name`); or
-            `hf:NAME[:CONFIG][:SPLIT]` (extra `data`; the split is `train` unless given, and an empty CONFIG is none:
-            `hf:NAME::validation`).
+        source: `python-stdlib`; a folder (read recursively; hidden and empty files are left out); a `.txt`, `.md` or
+            `.py` file (one document); a `.jsonl` file (one object a line with a string `text`, and an optional string
+            `name`); or `hf:NAME[:CONFIG][:SPLIT]` (extra `data`; the split is `train` unless given, and an empty CONFIG
+            is none: `hf:NAME::validation`).
 
     Returns:
         At least one document; none is empty.
@@ -80,7 +80,7 @@ def read_documents(source: str) -> list[Document]:
     if path.suffix == ".jsonl":
         documents = list(_read_jsonl(path, path.name))
         if not documents:
-            raise DataError(f"{path}: the file is empty; give one JSON object with a \"text\" field on each line")
+            raise DataError(f'{path}: the file is empty; give one JSON object with a "text" field on each line')
         return documents
     raise DataError(f"source {source!r}: files ending in {path.suffix!r} are not read; allowed are {_allowed()}")
 
@@ -160,7 +160,9 @@ def _read_text(path: Path) -> str:
         ) from None
 
 
-def _walk(folder: Path, suffixes: Sequence[str], skipped_folders: frozenset[str] = frozenset()) -> list[tuple[str, Path]]:
+def _walk(
+    folder: Path, suffixes: Sequence[str], skipped_folders: frozenset[str] = frozenset()
+) -> list[tuple[str, Path]]:
     """(name, path) of the files below a folder, sorted by name; hidden files and folders are left out."""
     found = []
     for current, folders, files in os.walk(folder):
@@ -195,18 +197,24 @@ def _read_jsonl(path: Path, name: str) -> Iterator[Document]:
         try:
             row = json.loads(line)
         except json.JSONDecodeError as error:
-            raise DataError(f"{path}: line {number} is not JSON ({error.msg} at column {error.colno}); mend the line") from None
+            raise DataError(
+                f"{path}: line {number} is not JSON ({error.msg} at column {error.colno}); mend the line"
+            ) from None
         if not isinstance(row, dict) or not isinstance(row.get("text"), str):
             met = sorted(row) if isinstance(row, dict) else type(row).__name__
-            raise DataError(f"{path}: line {number} has no string \"text\" (met {met}); give an object with a \"text\" field")
+            raise DataError(
+                f'{path}: line {number} has no string "text" (met {met}); give an object with a "text" field'
+            )
         if not row["text"]:
-            raise DataError(f"{path}: line {number} has an empty \"text\"; give it text or remove the line")
+            raise DataError(f'{path}: line {number} has an empty "text"; give it text or remove the line')
         row_name = row.get("name", f"{name}:{number}")
         if not isinstance(row_name, str):
-            raise DataError(f"{path}: line {number} has the \"name\" {row_name!r}; it must be a string, or left out")
+            raise DataError(f'{path}: line {number} has the "name" {row_name!r}; it must be a string, or left out')
         for key, value in (("text", row["text"]), ("name", row_name)):
             if any("\ud800" <= character <= "\udfff" for character in value):
-                raise DataError(f"{path}: line {number}: \"{key}\" holds half a surrogate pair; it is not valid Unicode text")
+                raise DataError(
+                    f'{path}: line {number}: "{key}" holds half a surrogate pair; it is not valid Unicode text'
+                )
         yield Document(row_name, row["text"])
 
 
@@ -244,7 +252,10 @@ def _pydoc_topics() -> dict[str, str]:
 def _read_hugging_face(source: str) -> Iterator[Document]:
     name, config, split, *rest = [*source.removeprefix("hf:").split(":"), "", ""]
     if not name or any(rest):
-        raise DataError(f"source {source!r}: a datasets name is written hf:NAME[:CONFIG][:SPLIT], for example hf:wikitext:wikitext-2-v1")
+        raise DataError(
+            f"source {source!r}: a datasets name is written hf:NAME[:CONFIG][:SPLIT], for example "
+            "hf:wikitext:wikitext-2-v1"
+        )
     split = split or "train"
     try:
         import datasets
@@ -257,12 +268,19 @@ def _read_hugging_face(source: str) -> Iterator[Document]:
     except Exception as error:  # datasets raises many kinds: of its own, of the hub's client, of the network
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise DataError(
-            f"source {source!r}: datasets cannot load it ({reason}); check the name, the configuration, the split and the network"
+            f"source {source!r}: datasets cannot load it ({reason}); check the name, the configuration, the split and "
+            "the network"
         ) from error
     if "text" not in rows.column_names:
-        raise DataError(f"source {source!r}: no column \"text\" (met {sorted(rows.column_names)}); write the texts to a .jsonl file")
+        raise DataError(
+            f'source {source!r}: no column "text" (met {sorted(rows.column_names)}); write the texts to a .jsonl file'
+        )
     is_empty = True
     for index, text in enumerate(rows["text"]):
+        if text is not None and not isinstance(text, str):
+            raise DataError(
+                f'source {source!r}: row {index} has a "text" of type {type(text).__name__}; it must be a string'
+            )
         if text:
             is_empty = False
             yield Document(f"{name}/{split}/{index}", text)

@@ -1,6 +1,7 @@
 """Tokenizers: bytes, a byte-level BPE that we train, or any pretrained one, all saved in the Hugging Face format.
 
-Every tokenizer here is lossless on any text, adds no special token by itself, and never turns the text of a special token
+Every tokenizer here is lossless on any text, adds no special token by itself, and never turns the text of a special
+token
 that occurs in the corpus into that token: a document cannot forge a document boundary.
 """
 
@@ -23,7 +24,8 @@ END_OF_TEXT = "<|endoftext|>"
 PAD = "<|pad|>"
 BYTE_VOCABULARY = 258  # 256 bytes, end of text, pad
 
-# Names under which published tokenizers keep their end of text, in the order of trust when their own configuration is silent.
+# Names under which published tokenizers keep their end of text, in the order of trust when their own configuration is
+# silent.
 _KNOWN_END_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[EOS]")
 
 
@@ -94,8 +96,10 @@ class Tokenizer:
             byte_of = {character: value for value, character in enumerate(_byte_characters())}
         elif not settings["model"].get("byte_fallback"):
             raise DataError(
-                f"the tokenizer (model {settings['model'].get('type')}, decoder parts {sorted(filter(None, parts))}) is neither "
-                "byte-level nor has byte fallback, so its tokens have no fixed bytes; use such a tokenizer, or train a BPE"
+                f"the tokenizer (model {settings['model'].get('type')}, decoder parts {sorted(filter(None, parts))}) "
+                "is neither "
+                "byte-level nor has byte fallback, so its tokens have no fixed bytes; use such a tokenizer, or train a "
+                "BPE"
             )
         else:
             byte_of = {}
@@ -154,7 +158,8 @@ class Tokenizer:
     def load(cls, folder: Path | str) -> "Tokenizer":
         """Open a folder with a `tokenizer.json`, or that file itself.
 
-        The end of text is the `eos_token` of `tokenizer_config.json` beside it, or else the first known name in the vocabulary.
+        The end of text is the `eos_token` of `tokenizer_config.json` beside it, or else the first known name in the
+        vocabulary.
 
         Raises:
             DataError: no such file, not a tokenizer, or no end of text in it.
@@ -163,7 +168,9 @@ class Tokenizer:
         if path.is_dir():
             path = path / "tokenizer.json"
         if not path.is_file():
-            raise DataError(f"{path}: no such tokenizer; name a folder with a tokenizer.json (Hugging Face format) or use byte")
+            raise DataError(
+                f"{path}: no such tokenizer; name a folder with a tokenizer.json (Hugging Face format) or use byte"
+            )
         try:
             backend = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
         except Exception as error:  # tokenizers raises bare Exception
@@ -176,7 +183,8 @@ class Tokenizer:
         )
         if end_of_text is None:
             raise DataError(
-                f"{path}: no end of text: tokenizer_config.json beside it names no eos_token, and the vocabulary holds none of "
+                f"{path}: no end of text: tokenizer_config.json beside it names no eos_token, and the vocabulary holds "
+                "none of "
                 f"{', '.join(_KNOWN_END_OF_TEXT)}; add eos_token to tokenizer_config.json"
             )
         pad = named.get("pad_token") or (PAD if backend.token_to_id(PAD) is not None else end_of_text)
@@ -196,7 +204,8 @@ def byte_tokenizer() -> Tokenizer:
 def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """Train a byte-level BPE, in which every digit is a token of its own.
 
-    The same texts give the same tokenizer. Where the texts hold too few words for so many merges the vocabulary is smaller
+    The same texts give the same tokenizer. Where the texts hold too few words for so many merges the vocabulary is
+    smaller
     than asked: read `vocab_size` of what is returned.
 
     Args:
@@ -237,7 +246,9 @@ def load_tokenizer(spec: str) -> Tokenizer:
     if spec == "byte":
         return byte_tokenizer()
     if not Path(spec).exists():
-        raise DataError(f"tokenizer {spec!r}: no such file or folder; allowed are byte, a folder with tokenizer.json, or that file")
+        raise DataError(
+            f"tokenizer {spec!r}: no such file or folder; allowed are byte, a folder with tokenizer.json, or that file"
+        )
     return Tokenizer.load(spec)
 
 

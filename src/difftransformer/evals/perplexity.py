@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import torch
 
 from ..data import Shards, validation_windows
@@ -21,7 +22,7 @@ def evaluate_nll(model: LanguageModel, shards: Shards, config: NllConfig, *, con
         config: Number of windows and of position buckets.
         context_tokens: T, targets of a window.
     """
-    windows = torch.stack(list(validation_windows(shards, context_tokens, config.windows)))
+    windows = torch.from_numpy(np.stack(list(validation_windows(shards, context_tokens, config.windows))))
     targets = windows[:, 1:]
     nll = model.nll(windows[:, :-1], targets).double()
     byte_lengths = torch.from_numpy(shards.tokenizer.token_byte_lengths()).long()[targets]

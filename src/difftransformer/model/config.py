@@ -40,7 +40,7 @@ class DiffTransformerConfig(PreTrainedConfig):
         initializer_range: Standard deviation of the initial weights (the paper does not state its own).
         tie_word_embeddings: Whether the output layer is the embedding.
         use_cache: Whether generation keeps keys and values.
-        attn_backend: Backend of the attention op: "auto" or a name that `difftransformer info --backends` lists.
+        attn_backend: Backend of the attention op: "auto" or a name that `difftransformer info backends` lists.
         attention_dropout: Must be 0: the paper uses none, and a fused map cannot drop weights.
 
     Raises:

@@ -1,12 +1,13 @@
 """Pure functions on tensors. Needs torch alone."""
 
 from .attention import attention_maps, differential_attention, softmax_attention, softmax_maps
-from .backends import Backend, backend_names, explain, select_backend, use_backend
+from .backends import BACKENDS, Backend, backend_names, explain, select_backend, use_backend
 from .norms import rms_norm
 from .problem import Problem
 from .rotary import apply_rotary, inverse_frequencies, rotary_tables
 
 __all__ = [
+    "BACKENDS",
     "Backend",
     "Problem",
     "apply_rotary",

@@ -47,15 +47,16 @@ def differential_attention(
         lam: Weight of the second map: a float, a scalar tensor, (H,), or (B, H, T). Used in fp32 (float64 for float64
             inputs); gradients flow to it.
         attn_mask: bool, broadcastable to (B, H, T, S), True = may attend.
-        is_causal: Causal, bottom-right aligned: the last query sees the last key. (F.scaled_dot_product_attention aligns
-            top-left.) So T < S is decoding.
+        is_causal: Causal, bottom-right aligned: the last query sees the last key, so T < S is decoding.
+            (F.scaled_dot_product_attention aligns top-left.)
         scale: Multiplies the logits; 1/sqrt(D) if None.
         window: With is_causal, a query sees only the last `window` positions, itself included.
         kv_start: (B,) int32 or int64; row b attends only to keys j >= kv_start[b] (left padding).
-        kv_lengths: (B,) int32 or int64; row b attends only to keys j < kv_lengths[b] (right padding, partly filled caches).
-            Causal and window then align to it: row b's last query sees key kv_lengths[b] - 1. So a causal call over whole
-            right-padded sequences (T == S) needs no kv_lengths: no real query sees the padding.
-        cu_seqlens: (N + 1,) int32 or int64, rising from 0 to T: packed documents (B = 1, T = S), each attending to itself.
+        kv_lengths: (B,) int32 or int64; row b attends only to keys j < kv_lengths[b] (partly filled caches, right
+            padding). Causal and window then align to it: row b's last query sees key kv_lengths[b] - 1. So a causal
+            call over whole right-padded sequences (T == S) needs none: no real query sees the padding there.
+        cu_seqlens: (N + 1,) int32 or int64, rising from 0 to T: packed documents (B = 1, T = S), each of which attends
+            only to itself.
         backend: "auto" or a name of `backend_names()`. A named backend is used or the call raises.
 
     Returns:
@@ -69,7 +70,7 @@ def differential_attention(
     restrictions = Restrictions(attn_mask, is_causal, window, kv_start, kv_lengths, cu_seqlens)
     if query.dim() == 4 and query.shape[-1] % 2:
         raise ShapeError(
-            f"query: last dimension is {query.shape[-1]}; it holds both maps' queries, so it must be even: (B, H, T, 2D)"
+            f"query: last dimension is {query.shape[-1]}; it must be even, (B, H, T, 2D): it holds both maps' queries"
         )
     width = query.shape[-1] // 2
     _check(query, key, value, restrictions, width, (2 * width, width))
@@ -192,8 +193,8 @@ def attention_maps(
         cu_seqlens: (N + 1,).
 
     Returns:
-        A1 and A2, (B, H, T, S) each, in fp32 (float64 for float64 inputs). Rows sum to 1, or to 0 where a query may attend
-        to nothing.
+        A1 and A2, (B, H, T, S) each, in fp32 (float64 for float64 inputs). Rows sum to 1, or to 0 where a query may
+        attend to nothing.
 
     Raises:
         ShapeError: a tensor's shape or dtype breaks a rule.
@@ -202,7 +203,7 @@ def attention_maps(
     restrictions = Restrictions(attn_mask, is_causal, window, kv_start, kv_lengths, cu_seqlens)
     if query.dim() == 4 and query.shape[-1] % 2:
         raise ShapeError(
-            f"query: last dimension is {query.shape[-1]}; it holds both maps' queries, so it must be even: (B, H, T, 2D)"
+            f"query: last dimension is {query.shape[-1]}; it must be even, (B, H, T, 2D): it holds both maps' queries"
         )
     width = query.shape[-1] // 2
     _check(query, key, None, restrictions, width, (2 * width, width))
@@ -285,12 +286,18 @@ def _lam_BHT(lam: Tensor | float, query: Tensor) -> Tensor:
     if shape == (heads,):
         return lam.view(1, heads, 1)
     raise ShapeError(
-        f"lam: shape {tuple(shape)}; allowed are a scalar, (H,) = ({heads},) or (B, H, T) = ({batch}, {heads}, {queries})"
+        f"lam: shape {tuple(shape)}; it must be a scalar, (H,) = ({heads},) or "
+        f"(B, H, T) = ({batch}, {heads}, {queries}): reshape it"
     )
 
 
 def _check(
-    query: Tensor, key: Tensor, value: Tensor | None, restrictions: Restrictions, width: int, key_widths: tuple[int, ...]
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    restrictions: Restrictions,
+    width: int,
+    key_widths: tuple[int, ...],
 ) -> None:
     """Raise where a shape, dtype or device breaks a rule; costs no wait for a device."""
     tensors = {"query": query, "key": key} if value is None else {"query": query, "key": key, "value": value}
@@ -307,7 +314,7 @@ def _check(
             )
         if tensor.device != query.device:
             raise ShapeError(f"{name}: on {tensor.device}, query is on {query.device}; move both to one device")
-    batch, heads, queries = query.shape[:3]
+    batch, heads = query.shape[:2]
     groups, keys = key.shape[1:3]
     if width < 1:
         raise ShapeError(f"query: shape {tuple(query.shape)} has no width; its last dimension must be at least 1 a map")
@@ -383,7 +390,8 @@ def _check_restrictions(restrictions: Restrictions, query: Tensor, keys: int) ->
             bounds = cu_seqlens.tolist()
             if bounds[0] != 0 or bounds[-1] != queries or bounds != sorted(bounds):
                 raise ShapeError(
-                    f"cu_seqlens: values {_short(cu_seqlens)}; they must start at 0, never fall, and end at T = {queries}"
+                    f"cu_seqlens: values {_short(cu_seqlens)}; they must rise from 0 to T = {queries}: "
+                    "give the running sum of the documents' lengths"
                 )
 
 

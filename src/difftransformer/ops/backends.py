@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..errors import BackendUnavailable
 from . import chunked, reference, sdpa
-from .problem import LOW_PRECISION, Problem, Restrictions
+from .problem import Problem, Restrictions
 
 logger = logging.getLogger("difftransformer")
 
@@ -54,6 +54,7 @@ class Row:
         device_type: Or None for all.
         dtypes: Or None for all.
         max_length: Largest max(T, S), or None.
+        min_queries: Smallest T.
     """
 
     backend: str
@@ -61,6 +62,7 @@ class Row:
     device_type: str | None = None
     dtypes: tuple[torch.dtype, ...] | None = None
     max_length: int | None = None
+    min_queries: int = 1
 
     def fits(self, problem: Problem) -> bool:
         """Whether the row speaks of this problem."""
@@ -69,6 +71,7 @@ class Row:
             and (self.device_type is None or self.device_type == problem.device_type)
             and (self.dtypes is None or problem.dtype in self.dtypes)
             and (self.max_length is None or max(problem.queries, problem.keys) <= self.max_length)
+            and problem.queries >= self.min_queries
         )
 
 
@@ -80,10 +83,20 @@ BACKENDS: dict[str, Backend] = {
     "sdpa": Backend("sdpa", sdpa.DESCRIPTION, sdpa.supports, sdpa.has_quadratic_memory, sdpa.run),
 }
 
+# Milliseconds of CPU time, one thread (AVX-512 and AMX, torch 2.13), causal, forward + backward unless said; sizes are
+# B x H x T x D.
 TABLE: tuple[Row, ...] = (
-    Row("sdpa", op="softmax"),
-    Row("reference", op="differential", device_type="cpu", dtypes=LOW_PRECISION, max_length=512),
-    Row("sdpa", op="differential", device_type="cpu", dtypes=LOW_PRECISION),
+    # PyTorch's own attention where it can say the problem without an n x n mask, level with chunked in fp32:
+    # 16x4x256x32 27.7 v 27.5, 1x16x1024x64 142 v 124 (bf16 38 v 24, 116 v 100). Not for T = 1: 14.9 v 2.7 in bf16.
+    Row("sdpa", op="softmax", device_type="cpu", min_queries=2),
+    # Up to here the blocks' calls cost more than the maps: 4x2x64x32 fp32 1.24 v chunked 1.42 v sdpa 1.40,
+    # bf16 1.37 v 1.73 v 2.98. At T = 128 chunked leads: fp32 3.5 v 4.7 v 4.1, bf16 3.1 v 3.5 v 7.0.
+    Row("reference", op="differential", device_type="cpu", max_length=64),
+    # Chunked v reference v sdpa: fp32 16x2x256x32 30 v 69 v 53, 1x8x2048x64 482 v 3338 v 946; bf16 27 v 77 v 58,
+    # 534 v 2889 v 725. One query, 8x8x1x64 with S = 1024, forward: 10.6 v 11.2 v 97; bf16 11.0 v 9.6 v 66.
+    Row("chunked", device_type="cpu"),
+    # Other devices, not measured: fused attention calls where they need no n x n mask.
+    Row("sdpa"),
     Row("chunked"),
 )
 
@@ -105,7 +118,7 @@ def explain(problem: Problem) -> dict[str, str | None]:
 def use_backend(name: str) -> Iterator[None]:
     """Let calls with `backend="auto"` use one backend, for tests and benchmarks.
 
-    A backend named in the call itself wins. `torch.compile` reads the choice when it compiles: enter before the first call.
+    A backend named in the call itself wins. `torch.compile` reads the choice once, when it compiles: enter before that.
 
     Raises:
         BackendUnavailable: no backend has that name.

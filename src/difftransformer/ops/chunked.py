@@ -9,15 +9,16 @@ backward needs no log-sum-exp. With P_m = softmax(s Q_m K_m^T), O = (P1 - lam P2
     dV = (P1 - lam P2)^T dO
     dQ_m = s dS_m K_m      dK_m = s dS_m^T Q_m     (-lam is applied to the rows of Q_2 and dQ_2, never to a map)
 
-Where a key cannot be seen by any query of a block (causal, window, padding on the CPU, another document on the CPU), it is
-not computed. Other devices learn neither lengths nor boundaries, which would mean waiting for them; they mask instead.
+A key that no query of a block can see (causal, window; on the CPU also padding and other documents) is not computed.
+Lengths and boundaries are not read from other devices, which would mean waiting for them: there they become masks.
 
-Dimensions: B batch, H differential heads, G key/value groups, R = H // G heads of a group, N = B * G, T query positions,
-S key positions, D width of one map's queries and keys, C = 2D (D without a second map), E value width. In a tile: n of the
-N, t of the T positions, Q = R * t rows, K keys. A name that ends in `_NQK`, say, is a tensor of those dimensions.
+Dimensions: B batch, H differential heads, G key/value groups, R = H // G heads of a group, N = B * G, T query
+positions, S key positions, D width of one map's queries and keys, C = 2D (D without a second map), E value width. In a
+tile: Q = R * (positions of the tile) rows, K keys. A name that ends in `_NQK`, say, is a tensor of those dimensions.
 """
 
 import contextlib
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple, cast
@@ -68,9 +69,14 @@ def has_quadratic_memory(problem: Problem) -> bool:
     return False
 
 
+def _is_host(device: torch.device) -> bool:
+    """Whether values can be read without waiting for a device."""
+    return device.type == "cpu"
+
+
 def _host_values(tensor: Tensor | None) -> list[int] | None:
-    """The values of a tensor on the CPU. Elsewhere None: reading them would wait for the device."""
-    if tensor is None or tensor.device.type != "cpu":
+    """The values of a tensor that can be read, else None."""
+    if tensor is None or not _is_host(tensor.device):
         return None
     return cast(list[int], tensor.tolist())
 
@@ -84,15 +90,17 @@ class Plan:
         self.per_group = self.heads // self.groups
         self.restrictions = restrictions
         self.device = query.device
-        on_cpu = self.device.type == "cpu"
+        is_host = _is_host(self.device)
         ranged = restrictions.kv_start is not None or restrictions.kv_lengths is not None
         # Causal and window alone are masked at the edges of a tile; anything else by a mask of the whole tile.
         self.masks_whole_tile = restrictions.attn_mask is not None or (
-            not on_cpu and (ranged or restrictions.cu_seqlens is not None)
+            not is_host and (ranged or restrictions.cu_seqlens is not None)
         )
+        # A row's own kv_lengths may be less than the span's: then its window may lie further left.
+        self.knows_windows = is_host or restrictions.kv_lengths is None
         rows = BLOCK_ROWS if self.keys <= LONG_KEYS else BLOCK_ROWS_LONG
         self.block = max(MIN_BLOCK_POSITIONS, rows // self.per_group)
-        self.tile_elements = CPU_TILE_ELEMENTS if on_cpu else TILE_ELEMENTS
+        self.tile_elements = CPU_TILE_ELEMENTS if is_host else TILE_ELEMENTS
         self.tiles = [tile for span in self._spans() for tile in self._cut(span)]
         self._corners: dict[tuple[int, int, int, bool], Tensor] = {}
 
@@ -102,7 +110,7 @@ class Plan:
         restrictions = self.restrictions
         boundaries = _host_values(restrictions.cu_seqlens)
         if boundaries is not None:
-            for first, last in zip(boundaries[:-1], boundaries[1:], strict=True):
+            for first, last in itertools.pairwise(boundaries):
                 yield Span((0, num_groups), (first, last), (first, last), 0)
             return
         starts, lengths = _host_values(restrictions.kv_start), _host_values(restrictions.kv_lengths)
@@ -126,8 +134,6 @@ class Plan:
 
     def _cut(self, span: Span) -> Iterator[Tile]:
         causal, window = self.restrictions.is_causal, self.restrictions.window
-        # On other devices a row's own kv_lengths may be less than the span's: its window may lie further left.
-        window_known = not (self.masks_whole_tile and self.restrictions.kv_lengths is not None)
         (group_first, group_last), (row_first, row_last), (key_first, key_last), offset = span
         if key_last <= key_first:
             return
@@ -142,7 +148,7 @@ class Plan:
                 first, last = key_first, key_last
                 if causal:
                     last = min(last, end + offset)
-                    if window is not None and window_known:
+                    if window is not None and self.knows_windows:
                         first = max(first, row + offset - window + 1)
                 yield Tile(groups, slice(row, end), slice(first, last), offset)
 
@@ -167,9 +173,9 @@ class Plan:
         """The mask of a whole tile, True = may not attend, (n, R or 1, t, K); None where edges say it all."""
         if not self.masks_whole_tile:
             return None
-        restrictions = self.restrictions
+        first, last = tile.groups.start // self.groups, -(-tile.groups.stop // self.groups)
         allowed = allowed_keys(
-            restrictions,
+            self._of_rows(first, last),
             self.queries,
             self.keys,
             self.device,
@@ -177,19 +183,24 @@ class Plan:
             (tile.keys.start, tile.keys.stop),
         )
         assert allowed is not None
-        batch, heads, rows, keys = allowed.shape
-        if heads == 1:
-            by_group = allowed.unsqueeze(2).expand(self.batch, self.groups, 1, rows, keys)
-        else:
-            by_group = allowed.view(batch, self.groups, self.per_group, rows, keys)
-            by_group = by_group.expand(self.batch, self.groups, self.per_group, rows, keys)
-        # Only the groups of this tile are materialised.
-        first, last = tile.groups.start // self.groups, -(-tile.groups.stop // self.groups)
-        flat = by_group[first:last].flatten(0, 1)
-        return ~flat[tile.groups.start - first * self.groups : tile.groups.stop - first * self.groups]
+        heads_of_group = (1, 1) if allowed.shape[1] == 1 else (self.groups, self.per_group)
+        by_group = allowed.unflatten(1, heads_of_group).expand(last - first, self.groups, -1, -1, -1)
+        skipped = first * self.groups
+        return ~by_group.flatten(0, 1)[tile.groups.start - skipped : tile.groups.stop - skipped]
+
+    def _of_rows(self, first: int, last: int) -> Restrictions:
+        """The restrictions of rows first <= b < last of the batch."""
+        attn_mask, _, _, kv_start, kv_lengths, _ = self.restrictions
+        if attn_mask is not None and attn_mask.dim() == 4 and attn_mask.shape[0] != 1:
+            attn_mask = attn_mask[first:last]
+        return self.restrictions._replace(
+            attn_mask=attn_mask,
+            kv_start=None if kv_start is None else kv_start[first:last],
+            kv_lengths=None if kv_lengths is None else kv_lengths[first:last],
+        )
 
     def mask_scores(self, scores_NQK: Tensor, tile: Tile, blocked: Tensor | None) -> None:
-        """Add a large negative number to the scores that a query may not see, in place: 7 times faster than filling them."""
+        """Add a large negative number to the scores that a query may not see; 7 times faster than filling them."""
         groups, rows, keys = self.shape(tile)
         positions = rows // self.per_group
         scores_NRTK = scores_NQK.view(groups, self.per_group, positions, keys)
@@ -199,7 +210,7 @@ class Plan:
             return
         if not self.restrictions.is_causal:
             return
-        # Row r of the tile is position r + rows.start and sees columns up to r + newest, from r + newest - window + 1 on.
+        # Row r of the tile is position r + rows.start and sees columns r + newest - window + 1 to r + newest.
         newest = tile.rows.start + tile.offset - tile.keys.start
         first = max(0, newest + 1)
         if first < keys:
@@ -389,7 +400,6 @@ def _backward(
         dlam = torch.empty(0, dtype=map_dtype, device=query.device)
     else:
         dlam = d2_NRT.view(plan.batch, plan.heads, plan.queries).neg_().sum_to_size(lam.shape)
-        dlam = dlam.clone() if dlam.data_ptr() == d2_NRT.data_ptr() else dlam
     return dq_NRTC.view(query.shape), dk_NSC.view(key.shape).to(dtype), dv_NSE.view(value.shape).to(dtype), dlam
 
 
@@ -407,7 +417,7 @@ def chunked_attention(
     cu_seqlens: Tensor | None,
     scale: float | None,
 ) -> Tensor:
-    """Forward; `lam` is three-dimensional, broadcastable to (B, H, T), or None for one map (see the module's docstring)."""
+    """Forward. `lam` is three-dimensional, broadcastable to (B, H, T), or None for one map; then no width is split."""
     restrictions = Restrictions(attn_mask, is_causal, window, kv_start, kv_lengths, cu_seqlens)
     with _without_autocast(query.device.type):
         return _forward(query, key, value, lam, restrictions, scale)

@@ -22,7 +22,8 @@ class Restrictions(NamedTuple):
         window: With `is_causal`, a query sees only the last `window` of those positions, itself included.
         kv_start: (B,) integers; row b sees keys j >= kv_start[b].
         kv_lengths: (B,) integers; row b sees keys j < kv_lengths[b], and causal alignment is to kv_lengths[b].
-        cu_seqlens: (N + 1,) integers; document i is positions cu_seqlens[i] <= t < cu_seqlens[i + 1] and sees only itself.
+        cu_seqlens: (N + 1,) integers; document i is positions cu_seqlens[i] <= t < cu_seqlens[i + 1], and sees only
+            itself.
     """
 
     attn_mask: Tensor | None = None

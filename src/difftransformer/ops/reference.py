@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .problem import LOW_PRECISION, Problem, Restrictions, allowed_keys
 
-DESCRIPTION = "the equations in plain PyTorch, two n x n maps; subtracts in fp32, once; differentiable any number of times"
+DESCRIPTION = "the equations in plain PyTorch, n x n maps; subtracts in fp32, once; any order of derivative"
 
 
 def supports(problem: Problem) -> str | None:
@@ -24,7 +24,7 @@ def has_quadratic_memory(problem: Problem) -> bool:
 
 
 def softmax_map(query: Tensor, key: Tensor, scale: float | None, allowed_BHTS: Tensor | None) -> Tensor:
-    """One attention map, softmax(s Q K^T), with zeros where a query may not attend, also where it may attend to nothing.
+    """One attention map, softmax(s Q K^T), zero where a query may not attend (a row of zeros if it may attend nowhere).
 
     Args:
         query: (B, H, T, D).
@@ -63,7 +63,7 @@ def attention_maps(
 def run(
     query: Tensor, key: Tensor, value: Tensor, lam: Tensor | None, restrictions: Restrictions, scale: float | None
 ) -> Tensor:
-    """(softmax(s Q1 K1^T) - lam softmax(s Q2 K2^T)) V, or softmax(s Q K^T) V where `lam` is None (arXiv:2410.05258 eq. 1).
+    """(softmax(s Q1 K1^T) - lam softmax(s Q2 K2^T)) V (arXiv:2410.05258 eq. 1), or softmax(s Q K^T) V without `lam`.
 
     Scores, softmax and difference are formed in fp32 (float64 for float64), then rounded once to the value's dtype.
 

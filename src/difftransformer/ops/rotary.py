@@ -1,6 +1,7 @@
-"""Rotary position embedding in the half-split form (feature i is paired with feature i + D/2), as Hugging Face's Llama has it.
+"""Rotary position embedding in the half-split form of Hugging Face's Llama: feature i is paired with feature i + D/2.
 
-Dimensions: B batch, T positions, H heads, D head width. A name that ends in `_BTHD`, say, is a tensor of those dimensions.
+Dimensions: B batch, T positions, H heads, D head width, F = D/2 pairs. A name that ends in `_BTHD`, say, is a tensor of
+those dimensions.
 """
 
 import torch

@@ -1,13 +1,13 @@
 """Differential attention as one call of `F.scaled_dot_product_attention` over 2H heads of width max(D, E).
 
-One call, zero-padded: with a value wider than the query, PyTorch's CPU attention leaves its fast path without a word and
-materialises the maps (1.4 to 33 times slower than the flash path), so two calls with a value of 2D are never made.
+One call, zero-padded: with a value wider than the query, PyTorch's CPU attention leaves its fast path without a word
+and materialises the maps (1.4 to 33 times slower than the flash path), so two calls with a value of 2D are never made.
 
-The two outputs are rounded to the input dtype before they are subtracted: in bf16 the error is about 1.4 times that of the
-backends that subtract the maps in fp32. The call is PyTorch's own differentiable op, so there is nothing to register.
+The two outputs are rounded to the input dtype before they are subtracted: in bf16 the error is about 1.4 times that of
+the backends that subtract the maps in fp32. The call is PyTorch's own differentiable op: there is nothing to register.
 
-Dimensions: B batch, H differential heads, G key/value groups, R = H // G heads of a group, M = 2 maps, T query positions,
-S key positions, D width of one map's queries and keys, W = max(D, E), E value width.
+Dimensions: B batch, H differential heads (in the call: of both maps, one after the other), G key/value groups
+(likewise), T query positions, S key positions, D width of one map's queries and keys, E value width.
 """
 
 import torch
@@ -34,23 +34,20 @@ def has_quadratic_memory(problem: Problem) -> bool:
 def run(
     query: Tensor, key: Tensor, value: Tensor, lam: Tensor | None, restrictions: Restrictions, scale: float | None
 ) -> Tensor:
-    """Arguments and result as in `reference.run`; outputs are subtracted in the input dtype (fp32 lam, rounded once)."""
+    """Arguments and result as in `reference.run`; the rounded outputs are subtracted in fp32 and rounded again."""
     batch, heads, queries, width = query.shape
     groups, keys, value_width = value.shape[1:]
     maps = 1 if lam is None else 2
     width //= maps
     scale = width**-0.5 if scale is None else scale
-    per_group = heads // groups
 
-    # Heads in the order (map, group, head of the group): repeating groups in that order needs no index.
+    # Heads in the order (map, group, head of the group), so that torch's own grouped queries read the right group.
     if lam is None:
         q_BHTD, k_BGSD, v_BGSE = query, key, value
     else:
         q_BHTD = torch.cat(query.split(width, -1), 1)
         k_BGSD = torch.cat((key, key) if key.shape[-1] == width else key.split(width, -1), 1)
         v_BGSE = torch.cat((value, value), 1)
-    if per_group > 1:
-        k_BGSD, v_BGSE = k_BGSD.repeat_interleave(per_group, 1), v_BGSE.repeat_interleave(per_group, 1)
     if width < value_width:
         q_BHTD, k_BGSD = F.pad(q_BHTD, (0, value_width - width)), F.pad(k_BGSD, (0, value_width - width))
     elif value_width < width:
@@ -60,7 +57,13 @@ def run(
     if allowed_BHTS is not None and lam is not None and allowed_BHTS.shape[1] != 1:
         allowed_BHTS = torch.cat((allowed_BHTS, allowed_BHTS), 1)
     out_BHTE = F.scaled_dot_product_attention(
-        q_BHTD, k_BGSD, v_BGSE, attn_mask=allowed_BHTS, is_causal=is_causal, scale=scale
+        q_BHTD,
+        k_BGSD,
+        v_BGSE,
+        attn_mask=allowed_BHTS,
+        is_causal=is_causal,
+        scale=scale,
+        enable_gqa=heads != groups,
     )[..., :value_width]
     if lam is not None:
         out_1_BHTE, out_2_BHTE = out_BHTE.split(heads, 1)

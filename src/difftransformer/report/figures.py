@@ -67,7 +67,8 @@ _STYLE: dict[str, Any] = {
     "svg.fonttype": "path",
 }
 
-_ACCURACY_COLOURS = LinearSegmentedColormap.from_list("accuracy", ["#f7fafc", "#9cc4dd", "#2b7bb0", "#08306b"])
+_ACCURACY_COLOURS = LinearSegmentedColormap.from_list("accuracy", ["#f7fafc", "#9cc4dd", "#2b7bb0", "#08306b"], N=48)
+"""Pale to dark blue; from 50 colours on matplotlib would put a colour bar into an SVG as a bitmap."""
 
 
 @dataclass(frozen=True)
@@ -223,7 +224,18 @@ def draw_needles(comparison: Comparison) -> Unfinished | None:
         for (cell_kind, setting, depth), proportion in pooled[index].items():
             if cell_kind == kind and proportion.trials:
                 grid[depths.index(depth), settings.index(setting)] = proportion.accuracy
-        image = ax.imshow(grid, cmap=_ACCURACY_COLOURS, vmin=0, vmax=1, aspect="auto")
+        columns, rows = np.arange(len(settings) + 1) - 0.5, np.arange(len(depths) + 1) - 0.5
+        image = ax.pcolormesh(
+            columns,
+            rows,
+            np.ma.masked_invalid(grid),
+            cmap=_ACCURACY_COLOURS,
+            vmin=0,
+            vmax=1,
+            edgecolors="white",
+            linewidth=1,
+        )
+        ax.set_ylim(len(depths) - 0.5, -0.5)  # the start of the context on top
         for (row, column), accuracy in np.ndenumerate(grid):
             if not np.isnan(accuracy):
                 ax.text(

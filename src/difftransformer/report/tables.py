@@ -28,8 +28,8 @@ METRIC_TITLES = {
     "validation_bits_per_byte": "validation loss",
     "validation_nll_nats_per_token": "validation loss",
     "needle_accuracy": "needle retrieval accuracy",
-    "needle_accuracy_seen": "needle retrieval, seen cities",
-    "needle_accuracy_unseen": "needle retrieval, unseen cities",
+    "needle_accuracy_seen": "needle retrieval accuracy (seen cities)",
+    "needle_accuracy_unseen": "needle retrieval accuracy (unseen cities)",
     "allocation_answer_signed": "attention on the answer",
     "allocation_noise_signed": "attention on the context around the answer",
 }

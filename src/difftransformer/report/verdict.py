@@ -25,21 +25,22 @@ def loss_metric(comparison: Comparison) -> MetricComparison | None:
     return next(iter(by_bits + losses), None)
 
 
-def retrieval_metric(comparison: Comparison) -> MetricComparison | None:
-    """The metric that the second sentence is about: `needle_accuracy`, or else the first named after needles."""
+def retrieval_metrics(comparison: Comparison) -> list[MetricComparison]:
+    """What the next sentences are about: `needle_accuracy`, or else seen and unseen cities each, or else the first."""
     named = [m for m in comparison.metrics if any(word in m.metric.lower() for word in ("needle", "retrieval"))]
-    return next(iter([m for m in named if m.metric == "needle_accuracy"] + named), None)
+    by_cities = [m for m in named if m.metric in {"needle_accuracy_seen", "needle_accuracy_unseen"}]
+    return [m for m in named if m.metric == "needle_accuracy"] or by_cities or named[:1]
 
 
 def verdicts(comparison: Comparison) -> list[Verdict]:
-    """One verdict on the loss and one on retrieval; where something was not measured, a verdict that says so."""
+    """A verdict on the loss, and on retrieval; where something was not measured, a verdict that says so."""
     if len(comparison.models) < 2:
         return [Verdict("comparison", "unknown", "One model was measured: there is nothing to compare it with.")]
-    found = []
-    for subject, metric in (("validation loss", loss_metric(comparison)), ("retrieval", retrieval_metric(comparison))):
-        missing = Verdict(subject, "unknown", f"{subject[0].upper()}{subject[1:]} was not measured.")
-        found.append(metric_verdict(comparison, metric, subject) if metric else missing)
-    return found
+    loss, retrieval = loss_metric(comparison), retrieval_metrics(comparison)
+    found = [metric_verdict(comparison, metric, "validation loss") for metric in ([loss] if loss else [])]
+    found = found or [Verdict("validation loss", "unknown", "Validation loss was not measured.")]
+    found += [metric_verdict(comparison, metric, "retrieval") for metric in retrieval]
+    return found if retrieval else [*found, Verdict("retrieval", "unknown", "Retrieval was not measured.")]
 
 
 def metric_verdict(comparison: Comparison, metric: MetricComparison, subject: str) -> Verdict:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
+import numpy as np
 import torch
 
 from ..attention import Attention
@@ -147,7 +148,7 @@ def _step(
     device: str,
 ) -> tuple[float, float]:
     """One optimiser step: mean loss in nats a token, and the gradient's norm before clipping."""
-    batch = loader.next_batch()
+    batch = next(loader)
     loss = torch.zeros((), device=device)
     for input_ids, targets in zip(
         batch.input_ids.chunk(config.accumulation), batch.targets.chunk(config.accumulation), strict=True
@@ -167,7 +168,9 @@ def _step(
 @torch.no_grad()
 def validate(model: DiffTransformerForCausalLM, shards: Shards, config: TrainingConfig, device: str) -> float:
     """Mean loss in nats a token over the run's fixed validation windows."""
-    windows = torch.stack(list(validation_windows(shards, config.context_tokens, config.validation_windows)))
+    windows = torch.from_numpy(
+        np.stack(list(validation_windows(shards, config.context_tokens, config.validation_windows)))
+    )
     model.eval()
     rows = max(1, config.batch_tokens // config.accumulation // config.context_tokens)
     total = 0.0

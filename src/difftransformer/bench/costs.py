@@ -1,0 +1,93 @@
+"""What a model costs beside its twin: training step, prefill, decode, memory. The first question about two attention maps."""
+
+from collections.abc import Mapping
+
+import torch
+
+from ..model import DiffTransformerConfig, DiffTransformerForCausalLM, count, weights_and_kv_bytes
+from ..results import CostRow
+from .memory import peak_training_bytes
+from .timing import time_interleaved
+from .work import decode_work, prefill_work, training_work
+
+REPEATS = 7
+DECODE_TOKENS = 16
+SHORT, LONG = 4096, 65_536  # lengths of the memory columns, in tokens
+# arXiv:2410.05258 section 3.2: a 6.8B DIFF matches the loss of an 11B Transformer (62.2 %), by the fitted curves.
+PAPER_SHARE = 0.62
+
+
+def measure_costs(
+    configs: Mapping[str, DiffTransformerConfig],
+    *,
+    rows: int,
+    context_tokens: int,
+    labels: Mapping[str, str],
+) -> list[CostRow]:
+    """Time both models in one interleaved run, weigh each in a process of its own, and add a smaller DIFF by formula.
+
+    Args:
+        configs: Model -> configuration; the first is the model under test, the second its twin.
+        rows: Rows of a training step, of a prefill and of a decode step.
+        context_tokens: Tokens of a row.
+        labels: Model -> name in the report.
+    """
+    models = {name: DiffTransformerForCausalLM(config) for name, config in configs.items()}
+    twin = list(configs)[1]
+    train = time_interleaved(
+        {name: training_work(model, rows, context_tokens) for name, model in models.items()},
+        against=twin,
+        repeats=REPEATS,
+        warmup=2,
+    )
+    prefill = time_interleaved(
+        {name: prefill_work(model, rows, context_tokens) for name, model in models.items()}, against=twin, repeats=REPEATS
+    )
+    decode = time_interleaved(
+        {name: decode_work(model, rows, context_tokens, DECODE_TOKENS) for name, model in models.items()},
+        against=twin,
+        repeats=REPEATS,
+    )
+    timings = {name: (a, b, c) for name, a, b, c in zip(models, train, prefill, decode, strict=True)}
+    result = []
+    for name, config in configs.items():
+        counts = count(config)
+        step, read, made = timings[name]
+        result.append(
+            CostRow(
+                model=name,
+                label=labels.get(name, name),
+                parameters=counts.parameters,
+                train_step_seconds=step.median_seconds,
+                prefill_tokens_per_second=rows * context_tokens / read.median_seconds,
+                decode_tokens_per_second=rows * DECODE_TOKENS / made.median_seconds,
+                peak_training_bytes=peak_training_bytes(
+                    config, rows=rows, context_tokens=context_tokens, threads=torch.get_num_threads()
+                ),
+                weights_and_kv_bytes_4k=weights_and_kv_bytes(counts, SHORT),
+                weights_and_kv_bytes_64k=weights_and_kv_bytes(counts, LONG),
+            )
+        )
+    return [*result, _smaller(next(iter(configs)), configs, labels)]
+
+
+def _smaller(name: str, configs: Mapping[str, DiffTransformerConfig], labels: Mapping[str, str]) -> CostRow:
+    """The model under test at PAPER_SHARE of the twin's parameters.
+
+    Width and depth shrink alike: parameters go with their cube, keys and values with their square.
+    """
+    twin, under_test = count(list(configs.values())[1]), count(configs[name])
+    parameters = round(PAPER_SHARE * twin.parameters)
+    kv_bytes = under_test.kv_bytes_per_token * PAPER_SHARE ** (2 / 3)
+    weights = 2 * parameters
+    return CostRow(
+        model=f"{name}-{PAPER_SHARE:.0%}",
+        label=f"{labels.get(name, name)} at {PAPER_SHARE:.0%} of the parameters, by formula",
+        parameters=parameters,
+        train_step_seconds=None,
+        prefill_tokens_per_second=None,
+        decode_tokens_per_second=None,
+        peak_training_bytes=None,
+        weights_and_kv_bytes_4k=round(weights + SHORT * kv_bytes),
+        weights_and_kv_bytes_64k=round(weights + LONG * kv_bytes),
+    )

@@ -1,0 +1,76 @@
+"""difftransformer eval."""
+
+from pathlib import Path
+
+from rich.table import Table
+
+from ..data import prepare_shards
+from ..errors import ConfigError
+from ..evals import evaluate
+from ..results import Evaluation, write_result
+from ..studies import load_recipe, trained_model
+from ..studies.environment import command_line, environment, now
+from ..studies.run import RECIPE_FILE
+from ..train import latest_checkpoint
+from .console import console, say
+
+
+def run(
+    model: str, recipe: str | None = None, out: str | None = None, device: str = "cpu", set: list[str] | None = None
+) -> int:
+    """Evaluate a trained model.
+
+    Args:
+        model: Run folder (its newest checkpoint), checkpoint, or saved model folder.
+        recipe: YAML file that says on what and how; the run's own by default.
+        out: Results file; evals/STEP.json in the run folder by default.
+        device: cpu or cuda.
+        set: Other values for keys of the recipe, such as evaluation.needle.documents=50.
+    """
+    checkpoint = latest_checkpoint(Path(model))
+    folder = checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else checkpoint
+    source = Path(recipe) if recipe else folder / RECIPE_FILE
+    if recipe is None and not source.exists():
+        raise ConfigError(f"{folder}: no {RECIPE_FILE} here to say what to evaluate on; pass --recipe FILE")
+    loaded = load_recipe(source, set)
+    shards = prepare_shards(loaded.data, say=say)
+    trained = trained_model(checkpoint).to(device)
+    vocabulary = shards.tokenizer.vocab_size
+    if trained.config.vocab_size != vocabulary:
+        raise ConfigError(
+            f"{checkpoint}: vocabulary of {trained.config.vocab_size}, but the recipe's tokenizer has {vocabulary} tokens; "
+            "pass the recipe that the model was trained with"
+        )
+    measured = evaluate(trained, shards, loaded.evaluation, context_tokens=loaded.training.context_tokens, say=say)
+    result = Evaluation(
+        checkpoint=str(checkpoint),
+        command=command_line(),
+        created=now(),
+        environment=environment(device),
+        nll=measured.nll,
+        needle=measured.needle,
+        allocation=measured.allocation,
+    )
+    path = write_result(result, Path(out) if out else folder / "evals" / f"{checkpoint.name}.json")
+    console.print(_table(result))
+    console.print(f"Results: {path}", highlight=False)
+    return 0
+
+
+def _table(result: Evaluation) -> Table:
+    table = Table(title=result.checkpoint)
+    table.add_column("measure")
+    table.add_column("value", justify="right")
+    if result.nll is not None:
+        table.add_row("validation loss, nats/token", f"{result.nll.nll_nats_per_token:.4f}")
+        table.add_row("validation loss, bits/byte", f"{result.nll.bits_per_byte:.4f}")
+    if result.needle is not None:
+        cells = result.needle.cells
+        for length, needles, asked, cities in sorted({(c.length_tokens, c.needles, c.asked, c.cities) for c in cells}):
+            chosen = [c for c in cells if (c.length_tokens, c.needles, c.asked, c.cities) == (length, needles, asked, cities)]
+            correct, trials = sum(c.correct for c in chosen), sum(c.trials for c in chosen)
+            table.add_row(f"retrieval at {length}, N={needles} R={asked}, {cities} cities", f"{correct} of {trials}")
+    if result.allocation is not None:
+        answer = [s.share for s in result.allocation.shares if s.form == "signed" and s.segment == "answer"]
+        table.add_row("attention on the answer (signed)", f"{sum(answer) / len(answer):.3f}")
+    return table

@@ -1,0 +1,87 @@
+"""The command `difftransformer VERB ...`. Each verb is one file with a function `run`; its signature is its command line.
+
+Nothing heavy is imported before a verb is chosen. Errors that this package raises are printed on one line with exit
+status 2; `--debug` shows the traceback.
+"""
+
+import errno
+import importlib
+import sys
+from collections.abc import Sequence
+
+from .._version import __version__
+from ..errors import DiffTransformerError
+
+VERBS = {
+    "compare": "Train a model and its same-size twin on identical batches, evaluate both, write a report",
+    "train": "Train one model from a recipe, or go on with a run",
+    "eval": "Evaluate a checkpoint: loss, retrieval, attention allocation",
+    "report": "Draw the report of a results file again",
+    "tokenize": "Turn text into token shards",
+    "info": "Show the size of a preset or a saved model, for both twins; or the attention backends",
+    "bench": "Time attention and a training step of DIFF and its twin on this machine",
+}
+EXIT_ERROR, EXIT_INTERRUPTED = 2, 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit status."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in words
+    if debug:
+        words.remove("--debug")
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(_help())
+        return 0
+    if words[0] == "--version":
+        print(__version__)
+        return 0
+    verb = words.pop(0)
+    if verb not in VERBS:
+        return _fail(f"difftransformer: no command {verb!r}; choose one of {', '.join(VERBS)}")
+    try:
+        return _run(verb, words)
+    except DiffTransformerError as error:
+        if debug:
+            raise
+        return _fail(f"difftransformer {verb}: {error}")
+    except OSError as error:
+        if debug:
+            raise
+        advice = "; make room and run again" if error.errno == errno.ENOSPC else ""
+        place = f"{error.filename}: " if error.filename else ""
+        return _fail(f"difftransformer {verb}: {place}{error.strerror or error}{advice}")
+    except KeyboardInterrupt:
+        return _fail(f"difftransformer {verb}: interrupted", EXIT_INTERRUPTED)
+
+
+def _run(verb: str, words: list[str]) -> int:
+    from jsonargparse import ArgumentError, ArgumentParser
+
+    function = importlib.import_module(f".{verb}", __package__).run
+    parser = ArgumentParser(prog=f"difftransformer {verb}", description=VERBS[verb], exit_on_error=False)
+    parser.add_function_arguments(function, as_positional=True)
+    try:
+        options = parser.parse_args(words)
+    except ArgumentError as error:
+        text = " ".join(str(error).split())
+        return _fail(f"difftransformer {verb}: {text}; see difftransformer {verb} --help")
+    return int(function(**options.as_dict()) or 0)
+
+
+def _fail(message: str, status: int = EXIT_ERROR) -> int:
+    print(message, file=sys.stderr)
+    return status
+
+
+def _help() -> str:
+    width = max(map(len, VERBS))
+    verbs = "\n".join(f"  {verb:<{width}}  {summary}" for verb, summary in VERBS.items())
+    return (
+        "usage: difftransformer COMMAND ...\n\n"
+        "Differential Transformer (arXiv:2410.05258): train it, evaluate it, and compare it with a same-size Transformer.\n\n"
+        f"commands:\n{verbs}\n\n"
+        "  difftransformer COMMAND --help   what a command takes\n"
+        "  difftransformer --version        this release\n"
+        "  --debug                          with any command: show the traceback of an error"
+    )

@@ -1,0 +1,66 @@
+"""Progress bars with the time left."""
+
+from collections.abc import Callable, Sequence
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from ..studies import Job
+from ..train.metrics import Metrics, StepMetrics
+from .console import console
+
+# Where there is no terminal, a line this often instead of a moving bar, in steps of the whole.
+QUIET_PARTS = 10
+
+
+def training_progress() -> Progress:
+    """A bar a run: steps, loss, elapsed and remaining time."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[loss]}"),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(elapsed_when_finished=True),
+        console=console,
+    )
+
+
+def watch_jobs(progress: Progress) -> Callable[[Sequence[Job]], None]:
+    """Draw jobs as bars; without a terminal, print a line at every tenth of the way."""
+    bars: dict[str, int] = {}
+    printed: dict[str, int] = {}
+
+    def watch(jobs: Sequence[Job]) -> None:
+        for job in jobs:
+            if job.label not in bars:
+                bars[job.label] = progress.add_task(job.label, total=job.steps, loss="", start=False)
+            bar = progress.tasks[bars[job.label]]
+            if job.process is not None and not bar.started:
+                progress.start_task(bar.id)
+            loss = "" if job.loss_nats is None else f"loss {job.loss_nats:.3f}"
+            progress.update(bar.id, completed=job.step, loss=loss)
+            part = QUIET_PARTS * job.step // job.steps
+            if not console.is_terminal and part > printed.get(job.label, 0):
+                printed[job.label] = part
+                console.print(f"{job.label}: step {job.step} of {job.steps} {loss}")
+
+    return watch
+
+
+def watch_steps(progress: Progress, label: str, steps: int) -> Callable[[Metrics], None]:
+    """Draw one run as a bar."""
+    bar = progress.add_task(label, total=steps, loss="")
+    printed = [0]
+
+    def listen(metrics: Metrics) -> None:
+        if not isinstance(metrics, StepMetrics):
+            return
+        loss = f"loss {metrics.loss_nats:.3f}, {metrics.tokens_per_second:,.0f} tokens/s"
+        progress.update(bar, completed=metrics.step, loss=loss)
+        part = QUIET_PARTS * metrics.step // steps
+        if not console.is_terminal and part > printed[0]:
+            printed[0] = part
+            console.print(f"{label}: step {metrics.step} of {steps} {loss}")
+
+    return listen

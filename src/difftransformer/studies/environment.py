@@ -1,0 +1,46 @@
+"""Where a result was measured, and how it was asked for."""
+
+import datetime
+import platform
+import shlex
+import sys
+
+import torch
+import transformers
+
+from .._version import __version__
+from ..results import Environment
+
+
+def environment(device: str = "cpu") -> Environment:
+    """This machine, as a result records it."""
+    name = torch.cuda.get_device_name(device) if device.startswith("cuda") else device
+    return Environment(
+        difftransformer=__version__,
+        python=platform.python_version(),
+        torch=torch.__version__,
+        transformers=transformers.__version__,
+        platform=platform.platform(),
+        processor=_processor(),
+        device=name,
+        threads=torch.get_num_threads(),
+    )
+
+
+def now() -> str:
+    """The time in UTC, to the second."""
+    return datetime.datetime.now(datetime.UTC).replace(microsecond=0).isoformat()
+
+
+def command_line() -> str:
+    """The command that is running, as it would be typed."""
+    return shlex.join(["difftransformer", *sys.argv[1:]])
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
+        return names[0]
+    except (OSError, IndexError):
+        return platform.processor() or platform.machine()

@@ -1,0 +1,153 @@
+"""One run of a study in a process of its own: train, then evaluate. `python -m difftransformer.studies.run FOLDER`.
+
+The folder holds the resolved recipe; what is whole in it already is not done again, so a study that was stopped goes on.
+"""
+
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import torch
+
+from ..data import Shards, prepare_shards
+from ..errors import CheckpointError, ConfigError, DiffTransformerError, ResultsError
+from ..evals import evaluate
+from ..model import DiffTransformerForCausalLM
+from ..results import Evaluation, read_result, write_result
+from ..train import Interrupted, checkpoints, train, verify_checkpoint
+from .environment import command_line, environment, now
+from .recipe import Recipe, load_recipe, recipe_dict, save_recipe
+
+RECIPE_FILE = "config.yaml"
+EVALUATION_FILE = "evals/results.json"
+EXIT_ERROR, EXIT_INTERRUPTED = 2, 130
+
+
+def start_run(folder: Path, recipe: Recipe) -> None:
+    """Put a recipe into a run folder; a folder that was started goes on if its recipe trains the same.
+
+    Raises:
+        CheckpointError: the folder holds a run of another recipe; the message names the first difference.
+    """
+    path = folder / RECIPE_FILE
+    if not path.exists():
+        save_recipe(recipe, path)
+        return
+    before, after = recipe_dict(load_recipe(path)), recipe_dict(recipe)
+    for part in ("model", "data", "training"):
+        if difference := _difference(before[part], after[part], part):
+            raise CheckpointError(
+                f"{folder}: holds a run of another recipe ({difference}); choose another --out, or delete the folder"
+            )
+    if before != after:
+        save_recipe(recipe, path)
+        (folder / EVALUATION_FILE).unlink(missing_ok=True)
+
+
+def train_run(folder: Path, recipe: Recipe, shards: Shards, **options: object) -> DiffTransformerForCausalLM:
+    """Train the recipe's model in a run folder, or go on where it was stopped."""
+    tokenizer = shards.tokenizer
+    config = recipe.model_config(
+        vocab_size=tokenizer.vocab_size,
+        bos_token_id=tokenizer.end_of_text,
+        eos_token_id=tokenizer.end_of_text,
+        pad_token_id=tokenizer.pad,
+    )
+    return train(recipe.training, config, shards, folder, **options)  # type: ignore[arg-type]
+
+
+def trained_model(path: Path) -> DiffTransformerForCausalLM:
+    """Load a checkpoint or any saved model folder; damage is refused.
+
+    Raises:
+        CheckpointError: the folder is damaged or holds no model of this package.
+    """
+    if (path / "state.json").exists():
+        verify_checkpoint(path)
+    try:
+        model: DiffTransformerForCausalLM = DiffTransformerForCausalLM.from_pretrained(path, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: cannot be opened as a model ({str(error).splitlines()[0]})") from None
+    return model
+
+
+def evaluate_run(folder: Path, recipe: Recipe, shards: Shards, model: DiffTransformerForCausalLM | None) -> Evaluation:
+    """Evaluate a run's newest checkpoint, or read the evaluation that is there."""
+    path, checkpoint = folder / EVALUATION_FILE, checkpoints(folder)[-1]
+    if path.exists():
+        try:
+            found = read_result(path, Evaluation)
+        except ResultsError:
+            path.unlink()
+        else:
+            if found.checkpoint == checkpoint.name:
+                return found
+    measured = evaluate(
+        model or trained_model(checkpoint), shards, recipe.evaluation, context_tokens=recipe.training.context_tokens
+    )
+    result = Evaluation(
+        checkpoint=checkpoint.name,
+        command=command_line(),
+        created=now(),
+        environment=environment(),
+        nll=measured.nll,
+        needle=measured.needle,
+        allocation=measured.allocation,
+    )
+    write_result(result, path)
+    return result
+
+
+def is_trained(folder: Path, recipe: Recipe) -> bool:
+    """Whether the run's newest checkpoint is that of the last step."""
+    found = checkpoints(folder)
+    return bool(found) and found[-1].name == f"step-{recipe.training.steps:06d}"
+
+
+def main(arguments: list[str]) -> int:
+    """Train and evaluate in FOLDER with THREADS threads; errors go to standard error on one line."""
+    folder, threads = Path(arguments[0]), int(arguments[1])
+    torch.set_num_threads(threads)
+    threading.Thread(target=_stop_with_parent, args=(os.getppid(),), daemon=True).start()
+    try:
+        recipe = load_recipe(folder / RECIPE_FILE)
+        shards = prepare_shards(recipe.data)
+        model = None if is_trained(folder, recipe) else train_run(folder, recipe, shards)
+        evaluate_run(folder, recipe, shards, model)
+    except Interrupted as stopped:
+        sys.stderr.write(f"{stopped}\n")
+        return EXIT_INTERRUPTED
+    except DiffTransformerError as error:
+        sys.stderr.write(f"{error}\n")
+        return EXIT_ERROR
+    except OSError as error:
+        free = shutil.disk_usage(folder).free
+        sys.stderr.write(f"{error.filename or folder}: {error.strerror} ({free / 2**20:.0f} MiB free)\n")
+        return EXIT_ERROR
+    return 0
+
+
+def _stop_with_parent(parent: int) -> None:
+    """Ask this process to stop, with a checkpoint, when the one that started it is gone."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def _difference(before: object, after: object, key: str) -> str | None:
+    if isinstance(before, dict) and isinstance(after, dict):
+        for name in before.keys() | after.keys():
+            if found := _difference(before.get(name), after.get(name), f"{key}.{name}"):
+                return found
+        return None
+    return None if before == after else f"{key} was {before!r} and is now {after!r}"
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        raise ConfigError("usage: python -m difftransformer.studies.run FOLDER THREADS")
+    raise SystemExit(main(sys.argv[1:]))

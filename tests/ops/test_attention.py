@@ -1,0 +1,514 @@
+"""`differential_attention` and `softmax_attention` on every backend against the equations, and their refusals."""
+
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+
+import oracle
+import pytest
+import torch
+import torch.nn.functional as F
+from oracle import Case, output_and_gradients, relative_error
+
+from difftransformer.errors import ConfigError, ShapeError
+from difftransformer.ops import (
+    attention_maps,
+    backend_names,
+    chunked,
+    differential_attention,
+    softmax_attention,
+    softmax_maps,
+)
+
+BACKENDS = ("reference", "chunked", "sdpa")
+
+
+def ints(*values, dtype=torch.int32):
+    return torch.tensor(values, dtype=dtype)
+
+
+def random_mask(*shape, seed=3):
+    return torch.rand(*shape, generator=torch.Generator().manual_seed(seed)) > 0.5
+
+
+def mask_with_empty_rows():
+    mask = random_mask(2, 1, 9, 11)
+    mask[0, 0, 3] = mask[1, 0, 0] = mask[1, 0, 8] = False
+    return mask
+
+
+CAUSAL = {"is_causal": True}
+CASES = [
+    Case("one position", T=1, S=1),
+    Case("63 own heads causal", T=63, S=63, kwargs=CAUSAL),
+    Case("257 causal", H=1, G=1, T=257, S=257, D=8, E=16, kwargs=CAUSAL),
+    Case("257 window", H=2, G=1, T=257, S=257, lam="query", kwargs=CAUSAL | {"window": 70}),
+    Case("257 free", H=1, G=1, T=257, S=257, D=4, E=4),
+    Case("grouped, cross, narrow value", B=2, H=4, G=2, T=5, S=9, D=8, E=3, lam="query"),
+    Case("one group, decoding", B=2, H=4, G=1, T=3, S=12, lam="scalar", kwargs=CAUSAL),
+    Case("one query", B=2, H=4, G=2, T=1, S=12, lam="vector", kwargs=CAUSAL),
+    Case("more queries than keys", T=9, S=5, lam="query", kwargs=CAUSAL),
+    Case("shared key", B=2, H=4, G=2, T=6, S=6, shared_key=True, E=4, kwargs=CAUSAL),
+    Case("float lam, scale", T=6, S=6, lam="float", kwargs={"scale": 0.9}),
+    Case("window 1", T=6, S=8, kwargs=CAUSAL | {"window": 1}),
+    Case("wide window", T=6, S=8, kwargs=CAUSAL | {"window": 100}),
+    Case("mask with empty rows", B=2, H=4, G=2, T=9, S=11, lam="query", kwargs={"attn_mask": mask_with_empty_rows()}),
+    Case("mask by head", B=2, H=4, G=2, T=9, S=9, kwargs=CAUSAL | {"attn_mask": random_mask(4, 1, 9)}),
+    Case("mask of keys", B=2, T=5, S=7, kwargs={"attn_mask": random_mask(7)}),
+    Case("left padding", B=3, T=9, S=9, kwargs=CAUSAL | {"kv_start": ints(0, 4, 9)}),
+    Case("cache", B=3, H=4, G=2, T=2, S=12, kwargs=CAUSAL | {"kv_lengths": ints(2, 12, 7, dtype=torch.int64)}),
+    Case("cache, window", B=3, T=4, S=12, kwargs=CAUSAL | {"kv_lengths": ints(3, 12, 7), "window": 3}),
+    Case(
+        "both ends, mask",
+        B=3,
+        H=4,
+        T=6,
+        S=10,
+        lam="query",
+        kwargs={"kv_start": ints(0, 2, 5), "kv_lengths": ints(10, 8, 5), "attn_mask": random_mask(3, 4, 1, 10)},
+    ),
+    Case(
+        "both ends, causal mask",
+        B=3,
+        T=6,
+        S=10,
+        kwargs=CAUSAL
+        | {"kv_start": ints(1, 2, 2), "kv_lengths": ints(10, 4, 4), "attn_mask": random_mask(3, 1, 6, 10)},
+    ),
+    Case("documents", H=4, G=2, T=21, S=21, kwargs=CAUSAL | {"cu_seqlens": ints(0, 1, 8, 8, 21)}),
+    Case("documents, free", T=21, S=21, kwargs={"cu_seqlens": ints(0, 13, 21, dtype=torch.int64)}),
+    Case("documents, window, mask", T=15, S=15, kwargs=CAUSAL | {"cu_seqlens": ints(0, 5, 15), "window": 4}),
+    Case("long documents", H=1, G=1, T=200, S=200, kwargs=CAUSAL | {"cu_seqlens": ints(0, 140, 200)}),
+    Case("softmax", B=2, H=4, G=2, T=9, S=9, E=4, lam=None, kwargs=CAUSAL),
+    Case("softmax 130, wide value", H=1, G=1, T=130, S=150, E=9, lam=None, kwargs=CAUSAL | {"window": 90}),
+    Case("softmax, mask", B=2, T=9, S=11, lam=None, kwargs={"attn_mask": mask_with_empty_rows()}),
+    Case("softmax, cache", B=3, T=2, S=12, lam=None, kwargs=CAUSAL | {"kv_lengths": ints(1, 12, 7)}),
+    Case("softmax, documents", T=21, S=21, lam=None, kwargs=CAUSAL | {"cu_seqlens": ints(0, 5, 21)}),
+]
+BY_NAME = {case.name: case for case in CASES}
+READS_LENGTHS = [case for case in CASES if {"kv_start", "kv_lengths", "cu_seqlens"} & case.kwargs.keys()]
+
+
+def by_name(case):
+    return case.name
+
+
+def op(case, backend):
+    if case.lam is None:
+        return lambda q, k, v, lam: softmax_attention(q, k, v, backend=backend, **case.kwargs)
+    return lambda q, k, v, lam: differential_attention(q, k, v, lam, backend=backend, **case.kwargs)
+
+
+@cache
+def expected(name, of=torch.float32):
+    case = BY_NAME[name]
+    return output_and_gradients(
+        lambda q, k, v, lam: oracle.attention(case, q, k, v, lam), case, torch.float64, of=of
+    )
+
+
+def assert_close(results, reference, tolerance):
+    assert results.keys() == reference.keys()
+    errors = {name: relative_error(x, reference[name]) for name, x in results.items()}
+    assert max(errors.values()) < tolerance, errors
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", CASES, ids=by_name)
+def test_equals_the_equations(case, backend):
+    results = output_and_gradients(op(case, backend), case, torch.float32)
+    assert_close(results, expected(case.name), 2e-5)
+    assert results["out"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("case", READS_LENGTHS, ids=by_name)
+def test_chunked_where_lengths_cannot_be_read(case, monkeypatch):
+    """What a GPU does: no value is read, masks stand in."""
+
+    def refuse(tensor):
+        raise AssertionError("read a value")
+
+    monkeypatch.setattr(chunked, "_is_host", lambda device: False)
+    results = output_and_gradients(op(case, "chunked"), case, torch.float32)
+    assert_close(results, expected(case.name), 2e-5)
+
+
+@pytest.mark.parametrize("name", ["63 own heads causal", "both ends, mask", "mask by head", "grouped, cross, narrow value"])
+def test_chunked_in_small_tiles(name, monkeypatch):
+    monkeypatch.setattr(chunked, "CPU_TILE_ELEMENTS", 1)
+    monkeypatch.setattr(chunked, "BLOCK_ROWS", 4)
+    monkeypatch.setattr(chunked, "MIN_BLOCK_POSITIONS", 3)
+    assert_close(output_and_gradients(op(BY_NAME[name], "chunked"), BY_NAME[name], torch.float32), expected(name), 2e-5)
+
+
+@pytest.mark.parametrize("name", ["257 window", "left padding", "mask with empty rows", "documents", "softmax", "cache"])
+def test_chunked_reads_no_uninitialised_memory(name):
+    """torch fills new tensors with NaN in this mode."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.utils.deterministic.fill_uninitialized_memory
+        assert torch.empty(3).isnan().all()
+        results = output_and_gradients(op(BY_NAME[name], "chunked"), BY_NAME[name], torch.float32)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert_close(results, expected(name), 2e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", ["one group, decoding", "documents"])
+def test_takes_transposed_views(name, backend):
+    """Layers pass (B, T, H, D) projections transposed; the last dimension may be a slice."""
+    case = BY_NAME[name]
+
+    def strided(x):
+        wide = torch.zeros(*x.shape[:-1], x.shape[-1] + 3, dtype=x.dtype)
+        return torch.cat((x, wide[..., :3]), -1).transpose(1, 2).contiguous().transpose(1, 2)[..., : x.shape[-1]]
+
+    function = op(case, backend)
+    results = output_and_gradients(
+        lambda q, k, v, lam: function(strided(q), strided(k), strided(v), lam), case, torch.float32
+    )
+    assert_close(results, expected(name), 2e-5)
+
+
+def eager(case):
+    """The equations with every step, maps included, in the dtype of the inputs."""
+    allowed = oracle.dense_mask(case)
+
+    def one_map(q, k):
+        repeated = k.repeat_interleave(case.H // case.G, 1)
+        scores = (q @ repeated.mT) * (case.kwargs.get("scale") or case.D**-0.5)
+        scores = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min)
+        return scores.softmax(-1).masked_fill(~allowed, 0)
+
+    def function(q, k, v, lam):
+        v = v.repeat_interleave(case.H // case.G, 1)
+        if case.lam is None:
+            return one_map(q, k) @ v
+        k1, k2 = (k, k) if case.shared_key else k.chunk(2, -1)
+        q1, q2 = q.chunk(2, -1)
+        lam = lam.to(q.dtype)
+        lam = lam.unsqueeze(-1) if lam.dim() == 3 else lam.view(1, -1, 1, 1)
+        return (one_map(q1, k1) - lam * one_map(q2, k2)) @ v
+
+    return function
+
+
+def half_unit_in_last_place(largest, dtype):
+    return torch.finfo(dtype).eps * 2.0 ** torch.tensor(largest).log2().floor().item() / 2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "name", ["63 own heads causal", "257 causal", "257 window", "grouped, cross, narrow value", "shared key", "softmax"]
+)
+def test_low_precision(name, backend, dtype):
+    """At most twice the error of eager PyTorch in the same dtype, or of half a unit in the last place."""
+    case = BY_NAME[name]
+    reference = expected(name, of=dtype)
+    results = output_and_gradients(op(case, backend), case, dtype)
+    eager_results = output_and_gradients(eager(case), case, dtype)
+    assert results["out"].dtype == dtype
+    for part, exact in reference.items():
+        error, eager_error = ((x[part].double() - exact).abs().max().item() for x in (results, eager_results))
+        allowed = 2 * max(eager_error, half_unit_in_last_place(exact.abs().max().item(), dtype))
+        assert error <= allowed, (part, error, allowed)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_lam_stays_in_fp32(backend):
+    """A lam that bf16 cannot hold: with both maps equal the output is (1 - lam) V, and 1 - lam would round to 0."""
+    query, key = torch.zeros(1, 1, 4, 8), torch.zeros(1, 1, 4, 8)
+    value = torch.ones(1, 1, 4, 8)
+    lam = torch.tensor(0.9995, requires_grad=True)
+    out = differential_attention(query.bfloat16(), key.bfloat16(), value.bfloat16(), lam, backend=backend)
+    torch.testing.assert_close(out.float(), torch.full_like(out, 0.0005).float(), rtol=1e-2, atol=0)
+    out.sum().backward()
+    assert lam.grad.dtype == torch.float32
+    torch.testing.assert_close(lam.grad, torch.tensor(-32.0))
+
+
+GRAD_CASES = [
+    Case("own keys", B=2, H=2, G=1, T=3, S=5, D=2, E=3, kwargs=CAUSAL),
+    Case("shared key", H=2, G=2, T=3, S=4, D=2, E=2, shared_key=True, lam="query", kwargs={"kv_start": ints(1)}),
+    Case("empty row", H=2, G=1, T=4, S=3, D=2, E=2, lam="scalar", kwargs=CAUSAL | {"attn_mask": random_mask(4, 3)}),
+    Case("softmax", H=2, G=1, T=3, S=4, D=2, E=3, lam=None, kwargs=CAUSAL),
+]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", GRAD_CASES, ids=by_name)
+def test_gradcheck(case, backend):
+    *inputs, _ = case.inputs(torch.float64)
+    assert torch.autograd.gradcheck(op(case, backend), inputs)
+
+
+@pytest.mark.parametrize("case", GRAD_CASES, ids=by_name)
+def test_reference_differentiates_twice(case):
+    *inputs, _ = case.inputs(torch.float64)
+    assert torch.autograd.gradgradcheck(op(case, "reference"), inputs, atol=1e-4)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "name", ["mask with empty rows", "left padding", "more queries than keys", "cache, window", "both ends, mask"]
+)
+def test_a_query_that_sees_nothing_gives_zeros_with_zero_gradients(name, backend):
+    case = BY_NAME[name]
+    empty = ~oracle.dense_mask(case).any(-1)
+    assert empty.any()
+    assert not empty.all()
+    query, key, value, lam, _ = case.inputs()
+    out = op(case, backend)(query, key, value, lam)
+    assert (out[empty] == 0).all()
+    assert (out[~empty] != 0).any()
+    # A gradient that enters by such queries alone reaches nothing.
+    grads = torch.autograd.grad(
+        out, (query, key, value, lam), empty.unsqueeze(-1).expand_as(out).float() * 3, retain_graph=True
+    )
+    assert all((grad == 0).all() for grad in grads)
+    grads = torch.autograd.grad(out, (query, key, value, lam), torch.ones_like(out))
+    assert (grads[0][empty] == 0).all()
+    assert all(grad.isfinite().all() for grad in grads)
+
+
+@pytest.mark.parametrize("backend", ["reference", "chunked"])
+@pytest.mark.parametrize("sizes", [(0, 4), (4, 0), (0, 0)])
+def test_no_queries_or_no_keys(backend, sizes):
+    case = Case("empty", T=sizes[0], S=sizes[1])
+    query, key, value, lam, _ = case.inputs()
+    out = op(case, backend)(query, key, value, lam)
+    assert out.shape == (1, 2, sizes[0], 8)
+    assert (out == 0).all()
+    for x, grad in zip((query, key, value), torch.autograd.grad(out.sum(), (query, key, value)), strict=True):
+        assert grad.shape == x.shape
+        assert (grad == 0).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_large_logits_stay_finite(backend):
+    case = Case("large", T=9, S=9, kwargs=CAUSAL)
+    query, key, value, lam, grad = case.inputs()
+    with torch.no_grad():
+        query *= 30
+        key *= 30
+    out = op(case, backend)(query, key, value, lam)
+    exact = oracle.attention(case, query.double(), key.double(), value.double(), lam.double())
+    assert relative_error(out, exact) < 2e-4
+    assert all(x.isfinite().all() for x in torch.autograd.grad(out, (query, key, value, lam), grad))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_future_and_foreign_keys_do_not_matter(backend):
+    """Changing what a query may not see changes no bit of its output."""
+    query, key, value, lam, _ = Case("x", B=2, T=70, S=70).inputs(requires_grad=False)
+    arguments = {"is_causal": True, "kv_start": ints(0, 5), "backend": backend}
+    before = differential_attention(query, key, value, lam, **arguments)
+    other_key, other_value = key.clone(), value.clone()
+    other_key[:, :, 40:] = 7.0
+    other_value[:, :, 40:] = -3.0
+    other_key[1, :, :5] = 9.0
+    other_value[1, :, :5] = 11.0
+    after = differential_attention(query, other_key, other_value, lam, **arguments)
+    assert torch.equal(before[:, :, :40], after[:, :, :40])
+    assert not torch.equal(before[:, :, 40:], after[:, :, 40:])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("causal", [False, True])
+def test_softmax_equals_torch(backend, causal):
+    query, key, value, _, _ = Case("x", B=2, H=4, G=4, T=65, S=65, D=8, E=8, lam=None).inputs(requires_grad=False)
+    torch.testing.assert_close(
+        softmax_attention(query, key, value, is_causal=causal, backend=backend),
+        F.scaled_dot_product_attention(query, key, value, is_causal=causal),
+        rtol=1e-5,
+        atol=1e-6,
+    )
+
+
+def test_without_the_second_map_it_is_softmax_attention():
+    case = Case("x", B=2, H=4, G=2, T=33, S=33, lam="float", kwargs=CAUSAL)
+    query, key, value, _, _ = case.inputs(requires_grad=False)
+    for backend in BACKENDS:
+        torch.testing.assert_close(
+            differential_attention(query, key, value, 0.0, is_causal=True, backend=backend),
+            softmax_attention(query[..., :4], key[..., :4], value, is_causal=True, backend=backend),
+            rtol=1e-5,
+            atol=1e-6,
+        )
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_autocast_does_not_reach_inside(backend):
+    case = BY_NAME["63 own heads causal"]
+    query, key, value, lam, grad = case.inputs()
+    with torch.autocast("cpu", torch.bfloat16):
+        out = op(case, backend)(query, key, value, lam)
+        maps = attention_maps(query, key, is_causal=True)
+    assert out.dtype == maps[0].dtype == torch.float32
+    assert relative_error(out, expected(case.name)["out"]) < 2e-5
+    out.backward(grad)
+    assert relative_error(query.grad, expected(case.name)["query"]) < 2e-5
+
+
+@pytest.mark.parametrize("name", ["grouped, cross, narrow value", "shared key", "mask with empty rows", "documents"])
+def test_attention_maps(name):
+    """The maps, applied to V as the equation says, are the output; rows sum to 1 or, where nothing is seen, to 0."""
+    case = BY_NAME[name]
+    query, key, value, lam, _ = case.inputs(torch.bfloat16, requires_grad=False)
+    map_1, map_2 = attention_maps(query, key, **case.kwargs)
+    assert map_1.dtype == map_2.dtype == torch.float32
+    assert map_1.shape == map_2.shape == (case.B, case.H, case.T, case.S)
+    seen = oracle.dense_mask(case)
+    for one_map in (map_1, map_2):
+        torch.testing.assert_close(one_map.sum(-1), seen.any(-1).float())
+        assert (one_map[~seen] == 0).all()
+    lam = lam.unsqueeze(-1) if lam.dim() == 3 else lam.view(1, -1, 1, 1)
+    out = (map_1 - lam * map_2) @ value.float().repeat_interleave(case.H // case.G, 1)
+    assert relative_error(out, expected(name, of=torch.bfloat16)["out"]) < 2e-5
+
+
+def test_softmax_maps():
+    case = BY_NAME["softmax, cache"]
+    query, key, value, _, _ = case.inputs(requires_grad=False)
+    (weights,) = (softmax_maps(query, key, **case.kwargs),)
+    assert relative_error(weights @ value, expected(case.name)["out"]) < 2e-5
+    assert softmax_maps(query.double(), key.double(), **case.kwargs).dtype == torch.float64
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", ["shared key", "both ends, causal mask", "documents", "softmax"])
+def test_compiles_without_a_graph_break(name, backend):
+    torch.compiler.reset()
+    case = BY_NAME[name]
+    compiled = torch.compile(op(case, backend), fullgraph=True, backend="aot_eager")
+    results = output_and_gradients(compiled, case, torch.float32)
+    plain = output_and_gradients(op(case, backend), case, torch.float32)
+    assert_close(results, plain, 1e-6)
+
+
+def test_auto_compiles_with_symbolic_lengths():
+    torch.compiler.reset()
+    compiled = torch.compile(
+        lambda q, k, v, lam: differential_attention(q, k, v, lam, is_causal=True),
+        fullgraph=True,
+        dynamic=True,
+        backend="aot_eager",
+    )
+    for length in (5, 70, 90):
+        case = Case("x", T=length, S=length, kwargs=CAUSAL)
+        assert_close(
+            output_and_gradients(compiled, case, torch.float32),
+            output_and_gradients(op(case, "reference"), case, torch.float32),
+            2e-5,
+        )
+
+
+MEMORY_PROGRAM = """
+import json, resource, torch
+from difftransformer.ops import differential_attention
+torch.set_num_threads(1)
+def peak(length):
+    q, k, v = (torch.randn(1, 4, length, 64, requires_grad=True) for _ in range(3))
+    lam = torch.full((4,), 0.3, requires_grad=True)
+    differential_attention(q, k, v, lam, is_causal=True, backend="chunked").sum().backward()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+print(json.dumps([peak(n) for n in (512, 2048, 4096, 8192)]))
+"""
+
+
+def test_memory_of_chunked_grows_linearly():
+    """Peak of forward + backward in a fresh process; one 8192 x 8192 map of one head alone would be 256 MiB."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", MEMORY_PROGRAM], env=environment, capture_output=True, text=True, check=True, timeout=120
+    )
+    baseline, at_2k, at_4k, at_8k = json.loads(done.stdout)
+    assert at_8k - at_4k < 2.6 * (at_4k - at_2k), (baseline, at_2k, at_4k, at_8k)
+    assert at_8k - baseline < 200, (baseline, at_2k, at_4k, at_8k)
+
+
+def call(**changes):
+    """A valid call with changes; for what must raise."""
+    arguments = {
+        "query": torch.zeros(2, 4, 5, 8),
+        "key": torch.zeros(2, 2, 7, 8),
+        "value": torch.zeros(2, 2, 7, 6),
+        "lam": 0.5,
+    } | changes
+    return differential_attention(
+        *(arguments.pop(name) for name in ("query", "key", "value", "lam")), **arguments
+    )
+
+
+def zeros(*shape, dtype=torch.float32):
+    return torch.zeros(*shape, dtype=dtype)
+
+
+PACKED = {"query": zeros(1, 2, 6, 8), "key": zeros(1, 2, 6, 8), "value": zeros(1, 2, 6, 8)}
+REFUSED = [
+    (ShapeError, {"query": zeros(4, 5, 8)}, "query: shape .* has 3 dimensions"),
+    (ShapeError, {"value": zeros(2, 2, 7)}, "value: shape .* must have 4"),
+    (ShapeError, {"query": zeros(2, 4, 5, 7)}, "query: last dimension is 7; it must be even"),
+    (ShapeError, {"query": zeros(2, 4, 5, 0)}, "no width"),
+    (ShapeError, {"key": zeros(2, 2, 7, 6)}, "key: shape .* width = 8 or 4"),
+    (ShapeError, {"key": zeros(1, 2, 7, 8)}, "key: shape .* B = 2"),
+    (ShapeError, {"key": zeros(2, 3, 7, 8)}, "H = 4 heads and key G = 3 groups; H must be a multiple"),
+    (ShapeError, {"value": zeros(2, 2, 6, 8)}, "value: shape .* does not fit key"),
+    (ShapeError, {"value": zeros(2, 4, 7, 8)}, "value: shape .* does not fit key"),
+    (ShapeError, {"key": zeros(2, 2, 7, 8, dtype=torch.bfloat16)}, "key: dtype torch.bfloat16, query is torch.float32"),
+    (ShapeError, {"query": zeros(2, 4, 5, 8, dtype=torch.int32)}, "query: dtype torch.int32"),
+    (ShapeError, {"key": torch.zeros(2, 2, 7, 8, device="meta")}, "key: on meta, query is on cpu"),
+    (ShapeError, {"lam": zeros(3)}, r"lam: shape \(3,\); it must be a scalar, \(H,\) = \(4,\)"),
+    (ShapeError, {"lam": zeros(2, 4)}, "lam: shape"),
+    (ShapeError, {"lam": torch.tensor(1)}, "lam: dtype torch.int64; it must be floating"),
+    (ShapeError, {"attn_mask": zeros(5, 7)}, "attn_mask: dtype torch.float32; it must be bool"),
+    (ShapeError, {"attn_mask": zeros(5, 6).bool()}, r"attn_mask: shape \(5, 6\) does not broadcast"),
+    (ShapeError, {"attn_mask": zeros(1, 2, 4, 5, 7).bool()}, "attn_mask: shape .* does not broadcast"),
+    (ConfigError, {"window": 3}, "window=3 needs is_causal=True"),
+    (ConfigError, {"window": 0, "is_causal": True}, "window=0; it must be at least 1"),
+    (ShapeError, {"kv_start": zeros(2)}, "kv_start: dtype torch.float32; it must be int32"),
+    (ShapeError, {"kv_lengths": ints(7)}, r"kv_lengths: shape \(1,\); it must be \(B,\) = \(2,\)"),
+    (ShapeError, {"kv_lengths": ints(7, 8)}, r"kv_lengths: values \[7, 8\]; each must lie between 0 and S = 7"),
+    (ShapeError, {"kv_start": ints(-1, 0)}, r"kv_start: values \[-1, 0\]"),
+    (ShapeError, {"cu_seqlens": ints(0, 5)}, "cu_seqlens: B = 2, T = 5, S = 7; .* need B = 1 and T = S"),
+    (ConfigError, PACKED | {"cu_seqlens": ints(0, 6), "kv_lengths": ints(6)}, "cu_seqlens and kv_start/kv_lengths"),
+    (ShapeError, PACKED | {"cu_seqlens": ints(0, 5)}, r"cu_seqlens: values \[0, 5\]; they must rise from 0 to T = 6"),
+    (ShapeError, PACKED | {"cu_seqlens": ints(0, 4, 3, 6)}, "cu_seqlens: values"),
+    (ShapeError, PACKED | {"cu_seqlens": ints(1, 6)}, "cu_seqlens: values"),
+    (ShapeError, PACKED | {"cu_seqlens": ints(0)}, r"cu_seqlens: shape \(1,\); it must be \(N \+ 1,\)"),
+    (ShapeError, PACKED | {"cu_seqlens": zeros(2)}, "cu_seqlens: dtype torch.float32"),
+]
+
+
+@pytest.mark.parametrize(("error", "changes", "words"), REFUSED, ids=lambda x: None if isinstance(x, type) else "")
+def test_refusals_say_what_to_do(error, changes, words):
+    with pytest.raises(error, match=words) as caught:
+        call(**changes)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_call_that_refusals_change_is_valid():
+    assert call().shape == (2, 4, 5, 6)
+    assert call(**PACKED, cu_seqlens=ints(0, 6)).shape == (1, 2, 6, 8)
+
+
+def test_softmax_and_maps_refuse_too():
+    with pytest.raises(ShapeError, match="key: shape .* width = 8"):
+        softmax_attention(zeros(1, 2, 5, 8), zeros(1, 2, 5, 4), zeros(1, 2, 5, 8))
+    with pytest.raises(ShapeError, match="must be even"):
+        attention_maps(zeros(1, 2, 5, 7), zeros(1, 2, 5, 7))
+    with pytest.raises(ConfigError, match="window=2 needs"):
+        softmax_maps(zeros(1, 2, 5, 8), zeros(1, 2, 5, 8), window=2)
+
+
+def test_meta_tensors_give_shapes():
+    query = torch.empty(2, 4, 5, 8, device="meta")
+    key = torch.empty(2, 2, 7, 8, device="meta")
+    for backend in backend_names():
+        out = differential_attention(query, key, key[..., :6], 0.5, is_causal=True, backend=backend)
+        assert out.shape == (2, 4, 5, 6)
+        assert out.device.type == "meta"

@@ -1,0 +1,158 @@
+"""The typed JSON: what was written is read back, and nothing that is not understood is."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from difftransformer.errors import ResultsError
+from difftransformer.results import (
+    SCHEMA_VERSION,
+    Bench,
+    Environment,
+    Evaluation,
+    MemoryPoint,
+    NllResult,
+    Timing,
+    read_result,
+    write_result,
+    write_text_atomically,
+)
+
+ENVIRONMENT = Environment(
+    difftransformer="0.1.0",
+    python="3.11",
+    torch="2.13.0",
+    transformers="5.17.0",
+    platform="Linux",
+    processor="example",
+    device="cpu",
+    threads=2,
+)
+BENCH = Bench(
+    command="difftransformer bench",
+    created="2026-01-02T03:04:05+00:00",
+    environment=ENVIRONMENT,
+    timings=[
+        Timing(name="cpu", against="sdpa", median_seconds=0.1, low_seconds=0.09, high_seconds=0.2, repeats=9, ratio=0.5)
+    ],
+    memory=[MemoryPoint(name="cpu", length_tokens=4096, peak_bytes=123)],
+)
+EVALUATION = Evaluation(
+    checkpoint="runs/x/checkpoints/step-000500",
+    command="difftransformer eval",
+    created="2026-01-02T03:04:05+00:00",
+    environment=ENVIRONMENT,
+    nll=NllResult(
+        nll_nats_per_token=0.5,
+        bits_per_byte=0.7,
+        tokens=10,
+        bytes=10,
+        context_tokens=5,
+        by_position=[],
+        documents=[],
+    ),
+    needle=None,
+    allocation=None,
+)
+
+
+@pytest.fixture
+def damage(tmp_path: Path) -> Callable[[Callable[[dict[str, Any]], Any]], Path]:
+    """Write a good bench file, let a function edit its JSON, and return its path."""
+
+    def edit_file(edit: Callable[[dict[str, Any]], Any]) -> Path:
+        path = write_result(BENCH, tmp_path / "bench.json")
+        document = json.loads(path.read_text())
+        edit(document)
+        path.write_text(json.dumps(document))
+        return path
+
+    return edit_file
+
+
+@pytest.mark.parametrize("result", [BENCH, EVALUATION])
+def test_a_result_is_read_back_as_it_was_written(result: Bench | Evaluation, tmp_path: Path) -> None:
+    path = write_result(result, tmp_path / "deep" / "result.json")
+    assert read_result(path, type(result)) == result
+    assert json.loads(path.read_text())["version"] == SCHEMA_VERSION
+    assert [entry.name for entry in path.parent.iterdir()] == ["result.json"]
+
+
+def test_a_whole_number_is_read_as_a_float(damage: Callable[..., Path]) -> None:
+    path = damage(lambda document: document["result"]["timings"][0].update(ratio=1))
+    ratio = read_result(path, Bench).timings[0].ratio
+    assert (ratio, type(ratio)) == (1.0, float)
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (lambda d: d.update(version=SCHEMA_VERSION + 1), ["version 2", "reads version 1"]),
+        (lambda d: d.update(kind="comparison"), ["'comparison'", "expected 'bench'"]),
+        (lambda d: d.pop("version"), ["not a results file"]),
+        (lambda d: d["result"].pop("timings"), ["timings", "missing"]),
+        (lambda d: d["result"]["timings"][0].pop("ratio"), ["timings[0]", "ratio", "missing"]),
+        (lambda d: d["result"].update(colour="red"), ["colour", "unknown"]),
+        (lambda d: d["result"]["timings"][0].update(repeats="9"), ["timings[0].repeats", "expected int", "'9'"]),
+        (lambda d: d["result"]["timings"][0].update(repeats=True), ["timings[0].repeats", "expected int", "True"]),
+        (lambda d: d["result"].update(memory={}), ["memory", "expected a list"]),
+        (lambda d: d["result"].update(environment=[]), ["environment", "Environment"]),
+        (lambda d: d["result"]["environment"].update(device=None), ["environment.device", "expected str"]),
+    ],
+)
+def test_a_file_that_is_not_understood_is_refused_by_name(
+    edit: Callable[[dict[str, Any]], Any], words: list[str], damage: Callable[..., Path]
+) -> None:
+    path = damage(edit)
+    with pytest.raises(ResultsError) as caught:
+        read_result(path, Bench)
+    message = str(caught.value)
+    assert "\n" not in message
+    for word in [str(path), *words]:
+        assert word in message
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1, 2]", '"bench"', '{"kind": "bench", "version": 1, "resul'])
+def test_a_damaged_file_is_refused(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "bench.json"
+    path.write_text(text)
+    with pytest.raises(ResultsError, match="not a results file"):
+        read_result(path, Bench)
+
+
+def test_a_binary_file_and_a_folder_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "bench.json"
+    path.write_bytes(b"\xff\xfe\x00\x01")
+    for place in (path, tmp_path):
+        with pytest.raises(ResultsError, match="not a results file"):
+            read_result(place, Bench)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ResultsError, match=r"nothing\.json: no such results file"):
+        read_result(tmp_path / "nothing.json", Bench)
+
+
+def test_a_number_that_json_does_not_have_is_not_written(tmp_path: Path) -> None:
+    broken = EVALUATION.__class__(**{**vars(EVALUATION), "nll": NllResult(**{**vars(EVALUATION.nll), "tokens": 1,
+                                     "bits_per_byte": float("nan")})})  # fmt: skip
+    path = write_result(EVALUATION, tmp_path / "result.json")
+    with pytest.raises(ValueError, match="JSON"):
+        write_result(broken, path)
+    assert read_result(path, Evaluation) == EVALUATION
+
+
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "page.html"
+    write_text_atomically(path, "old")
+
+    def fail(*_: object) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr("os.replace", fail)
+    with pytest.raises(OSError, match="disk full"):
+        write_text_atomically(path, "new")
+    assert [(entry.name, entry.read_text()) for entry in tmp_path.iterdir()] == [("page.html", "old")]
