@@ -1,4 +1,4 @@
-"""The equations of attention once more, in float64 and a loop over batch, head and query: what the ops are held against.
+"""The equations of attention once more, in float64 and a loop over batch, head and query: the ops are held against it.
 
 Nothing here comes from the package. Gradients are float64 autograd of the loop.
 """

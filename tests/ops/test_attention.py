@@ -14,6 +14,7 @@ from oracle import Case, output_and_gradients, relative_error
 
 from difftransformer.errors import ConfigError, ShapeError
 from difftransformer.ops import (
+    attention,
     attention_maps,
     backend_names,
     chunked,
@@ -104,9 +105,7 @@ def op(case, backend):
 @cache
 def expected(name, of=torch.float32):
     case = BY_NAME[name]
-    return output_and_gradients(
-        lambda q, k, v, lam: oracle.attention(case, q, k, v, lam), case, torch.float64, of=of
-    )
+    return output_and_gradients(lambda q, k, v, lam: oracle.attention(case, q, k, v, lam), case, torch.float64, of=of)
 
 
 def assert_close(results, reference, tolerance):
@@ -131,11 +130,24 @@ def test_chunked_where_lengths_cannot_be_read(case, monkeypatch):
         raise AssertionError("read a value")
 
     monkeypatch.setattr(chunked, "_is_host", lambda device: False)
-    results = output_and_gradients(op(case, "chunked"), case, torch.float32)
+    query, key, value, lam, grad = case.inputs()
+    function = op(case, "chunked")
+    with monkeypatch.context() as patch:
+        # The checks of the public function read values on the CPU; the backend alone must not.
+        patch.setattr(attention, "_is_readable", lambda tensor: False)
+        for method in ("tolist", "item", "__bool__", "__int__"):
+            patch.setattr(torch.Tensor, method, refuse)
+        out = function(query, key, value, lam)
+        out.backward(grad)
+    results = {"out": out.detach(), "query": query.grad, "key": key.grad, "value": value.grad}
+    if lam is not None:
+        results["lam"] = lam.grad
     assert_close(results, expected(case.name), 2e-5)
 
 
-@pytest.mark.parametrize("name", ["63 own heads causal", "both ends, mask", "mask by head", "grouped, cross, narrow value"])
+@pytest.mark.parametrize(
+    "name", ["63 own heads causal", "both ends, mask", "mask by head", "grouped, cross, narrow value"]
+)
 def test_chunked_in_small_tiles(name, monkeypatch):
     monkeypatch.setattr(chunked, "CPU_TILE_ELEMENTS", 1)
     monkeypatch.setattr(chunked, "BLOCK_ROWS", 4)
@@ -143,7 +155,9 @@ def test_chunked_in_small_tiles(name, monkeypatch):
     assert_close(output_and_gradients(op(BY_NAME[name], "chunked"), BY_NAME[name], torch.float32), expected(name), 2e-5)
 
 
-@pytest.mark.parametrize("name", ["257 window", "left padding", "mask with empty rows", "documents", "softmax", "cache"])
+@pytest.mark.parametrize(
+    "name", ["257 window", "left padding", "mask with empty rows", "documents", "softmax", "cache"]
+)
 def test_chunked_reads_no_uninitialised_memory(name):
     """torch fills new tensors with NaN in this mode."""
     torch.use_deterministic_algorithms(True)
@@ -206,7 +220,10 @@ def half_unit_in_last_place(largest, dtype):
     "name", ["63 own heads causal", "257 causal", "257 window", "grouped, cross, narrow value", "shared key", "softmax"]
 )
 def test_low_precision(name, backend, dtype):
-    """At most twice the error of eager PyTorch in the same dtype, or of half a unit in the last place."""
+    """At most twice the error of eager PyTorch in the same dtype, or half a unit in the last place.
+
+    Three times for sdpa, which subtracts rounded terms that may be larger than their difference, and says so.
+    """
     case = BY_NAME[name]
     reference = expected(name, of=dtype)
     results = output_and_gradients(op(case, backend), case, dtype)
@@ -214,7 +231,9 @@ def test_low_precision(name, backend, dtype):
     assert results["out"].dtype == dtype
     for part, exact in reference.items():
         error, eager_error = ((x[part].double() - exact).abs().max().item() for x in (results, eager_results))
-        allowed = 2 * max(eager_error, half_unit_in_last_place(exact.abs().max().item(), dtype))
+        allowed = (3 if backend == "sdpa" else 2) * max(
+            eager_error, half_unit_in_last_place(exact.abs().max().item(), dtype)
+        )
         assert error <= allowed, (part, error, allowed)
 
 
@@ -374,7 +393,7 @@ def test_attention_maps(name):
 def test_softmax_maps():
     case = BY_NAME["softmax, cache"]
     query, key, value, _, _ = case.inputs(requires_grad=False)
-    (weights,) = (softmax_maps(query, key, **case.kwargs),)
+    weights = softmax_maps(query, key, **case.kwargs)
     assert relative_error(weights @ value, expected(case.name)["out"]) < 2e-5
     assert softmax_maps(query.double(), key.double(), **case.kwargs).dtype == torch.float64
 
@@ -408,14 +427,15 @@ def test_auto_compiles_with_symbolic_lengths():
 
 
 MEMORY_PROGRAM = """
-import json, resource, torch
+import json, torch
 from difftransformer.ops import differential_attention
 torch.set_num_threads(1)
 def peak(length):
     q, k, v = (torch.randn(1, 4, length, 64, requires_grad=True) for _ in range(3))
     lam = torch.full((4,), 0.3, requires_grad=True)
     differential_attention(q, k, v, lam, is_causal=True, backend="chunked").sum().backward()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    # Not getrusage: there a child starts from its parent's peak.
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")) / 1024
 print(json.dumps([peak(n) for n in (512, 2048, 4096, 8192)]))
 """
 
@@ -439,9 +459,7 @@ def call(**changes):
         "value": torch.zeros(2, 2, 7, 6),
         "lam": 0.5,
     } | changes
-    return differential_attention(
-        *(arguments.pop(name) for name in ("query", "key", "value", "lam")), **arguments
-    )
+    return differential_attention(**arguments)
 
 
 def zeros(*shape, dtype=torch.float32):
@@ -497,7 +515,7 @@ def test_the_call_that_refusals_change_is_valid():
 
 
 def test_softmax_and_maps_refuse_too():
-    with pytest.raises(ShapeError, match="key: shape .* width = 8"):
+    with pytest.raises(ShapeError, match=r"key: shape .* width = 8"):
         softmax_attention(zeros(1, 2, 5, 8), zeros(1, 2, 5, 4), zeros(1, 2, 5, 8))
     with pytest.raises(ShapeError, match="must be even"):
         attention_maps(zeros(1, 2, 5, 7), zeros(1, 2, 5, 7))

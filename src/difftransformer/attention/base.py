@@ -178,6 +178,23 @@ class Attention(nn.Module):
     def init_own_parameters(self, normal_: Any = nn.init.normal_) -> None:
         """Draw the parameters that are neither projections nor norms. `normal_(tensor, mean, std)` fills in place."""
 
+    def init_mimetic(self, normal_: Any = nn.init.normal_, copy_: Any = Tensor.copy_) -> None:
+        """Start as attention that looks for tokens like its own and copies them (mimetic initialisation, arXiv:2305.09828).
+
+        Keys start as the queries' projection, so that W_Q^T W_K is positive, and the output projection as the transpose of
+        the values', so that W_O W_V is: with random weights a small model spends most of a short training on finding either.
+        Nothing is tied afterwards. Q and V are drawn from N(0, 1 / M).
+        """
+        layout, width = self.layout, self.embed_dim
+        for projection in (self.q_proj, self.v_proj):
+            normal_(projection.weight, mean=0.0, std=width**-0.5)
+        groups = layout.num_key_value_heads
+        shared = layout.num_heads // groups
+        query = self.q_proj.weight.view(groups, shared, layout.query_maps, layout.head_dim, width)
+        copy_(self.k_proj.weight, query[:, 0, : layout.key_maps].reshape(self.k_proj.weight.shape))
+        value = self.v_proj.weight.view(groups, 1, layout.value_head_dim, width).expand(-1, shared, -1, -1)
+        copy_(self.o_proj.weight, value.reshape(-1, width).T)
+
     def forward(
         self,
         hidden: Tensor,

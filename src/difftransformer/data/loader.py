@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -118,7 +119,7 @@ class Loader:
                 f"rank {self.rank} of world_size {self.world_size}; allowed are ranks 0 to world_size - 1"
             )
         starts = [start for start, _ in self.context_stages]
-        if not starts or starts[0] != 0 or any(a >= b for a, b in zip(starts, starts[1:], strict=False)):
+        if not starts or starts[0] != 0 or any(a >= b for a, b in pairwise(starts)):
             raise ConfigError(
                 f"context_stages is {list(self.context_stages)}; give (first step, context) pairs with ascending steps "
                 "from 0"
@@ -127,15 +128,13 @@ class Loader:
             if context < 1 or self.batch_tokens < 1 or self.batch_tokens % (context * self.world_size):
                 raise ConfigError(
                     f"batch_tokens is {self.batch_tokens}; from step {start} it must be a multiple of "
-                    f"{context * self.world_size} "
-                    f"(context {context} x {self.world_size} processes), so that every row is whole and every process "
-                    "has as many"
+                    f"{context * self.world_size} (context {context} x {self.world_size} processes), so that every row "
+                    "is whole and every process has as many"
                 )
             if len(self._stream) < context + 1:
                 raise DataError(
                     f"{self.shards.folder}: the {self.split} split has {len(self._stream)} tokens, a window takes "
-                    f"{context + 1} "
-                    f"(context {context} from step {start}); tokenise more text or shorten the context"
+                    f"{context + 1} (context {context} from step {start}); tokenise more text or shorten the context"
                 )
             if self.retrieval is None:
                 continue
@@ -149,11 +148,9 @@ class Loader:
             if needed > context + 1:
                 raise DataError(
                     f"needle documents are longer than the context: {self.retrieval.max_needles} needles and "
-                    f"{self.retrieval.asks} "
-                    f"questions of {self.retrieval.digits} digits take up to {needed} tokens without any corpus text, "
-                    "a row has "
-                    f"{context + 1} (context {context} from step {start}); lower max_needles, asks or digits, or raise "
-                    "the context"
+                    f"{self.retrieval.asks} questions of {self.retrieval.digits} digits take up to {needed} tokens "
+                    f"without any corpus text, a row has {context + 1} (context {context} from step {start}); "
+                    "lower max_needles, asks or digits, or raise the context"
                 )
 
     def context_tokens(self, step: int) -> int:
@@ -217,8 +214,7 @@ class Loader:
             if state.get(key) != value:
                 raise DataError(
                     f"the saved position of the loader does not fit: {key} was {state.get(key)!r} and is {value!r} "
-                    "now; resume with "
-                    "the data and settings of the run, or start a new run"
+                    "now; resume with the data and settings of the run, or start a new run"
                 )
         self.step = int(state["step"])
 
@@ -242,7 +238,7 @@ class Loader:
         context = self.context_stages[stage][1]
         rng = np.random.default_rng([_FOR_EPOCH, self.seed, stage, epoch])
         windows = self._windows(context)
-        shift = int(rng.integers(min(context, len(self._stream) - windows * context)))
+        shift = int(rng.integers(len(self._stream) - windows * context))
         return shift, rng.permutation(windows)
 
     def _retrieval_rows(self, rows: int) -> int:
@@ -250,7 +246,7 @@ class Loader:
         return rows * self._share.numerator // self._share.denominator
 
     def _windows(self, context: int) -> int:
-        """Windows an epoch: as many as fit at every shift."""
+        """Windows an epoch: as many as leave room to shift by at least a window, where the stream allows it."""
         return max(1, (len(self._stream) - context) // context)
 
     def _plain_row(self, stage: int, row: int, context: int) -> npt.NDArray[Any]:

@@ -7,8 +7,7 @@ of the same sentence:
     ...corpus text...
     The special magic Lisbon number is: 4071923
     ...corpus text...
-    The special magic Lisbon number is:            <- an evaluation prompt ends here; a training row goes on with the
-    number
+    The special magic Lisbon number is:            <- an evaluation prompt ends here; a training row goes on
 
 Departures from the sources: questions are completions, as a base model has no chat format; training rows ask back
 several needles, which teaches retrieval in far fewer steps than one question a row; an eighth of all numbers is kept
@@ -30,21 +29,20 @@ import numpy.typing as npt
 from ..errors import ConfigError, DataError
 from .tokenizer import Tokenizer
 
-CITIES_SEEN = tuple(
-    """
-    Accra Amsterdam Ankara Athens Atlanta Baghdad Bangkok Barcelona Beijing Belgrade Berlin Bogota Boston
-    Brisbane Brussels Budapest Cairo Calgary Caracas Chicago Copenhagen Dakar Dallas Delhi Denver Detroit
-    Dubai Dublin Edinburgh Florence Geneva Hamburg Hanoi Havana Helsinki Houston Istanbul Jakarta Karachi
-    Lagos Lima Lisbon London Madrid Manila Melbourne Miami Milan Montreal Moscow Mumbai Munich Nairobi Oslo
-    Paris Prague Rome Santiago Seattle Seoul Sydney Tokyo Toronto Vienna
-    """.split()
-)
-CITIES_UNSEEN = tuple(
-    """
-    Adelaide Auckland Bucharest Casablanca Colombo Damascus Frankfurt Glasgow Kampala Kyoto Leipzig Lusaka
-    Marseille Nagoya Osaka Ottawa Porto Quito Riga Shanghai Stockholm Tunis Warsaw Zurich
-    """.split()
-)
+CITIES_SEEN = (
+    "Accra", "Amsterdam", "Ankara", "Athens", "Atlanta", "Baghdad", "Bangkok", "Barcelona", "Beijing", "Belgrade",
+    "Berlin", "Bogota", "Boston", "Brisbane", "Brussels", "Budapest", "Cairo", "Calgary", "Caracas", "Chicago",
+    "Copenhagen", "Dakar", "Dallas", "Delhi", "Denver", "Detroit", "Dubai", "Dublin", "Edinburgh", "Florence",
+    "Geneva", "Hamburg", "Hanoi", "Havana", "Helsinki", "Houston", "Istanbul", "Jakarta", "Karachi", "Lagos",
+    "Lima", "Lisbon", "London", "Madrid", "Manila", "Melbourne", "Miami", "Milan", "Montreal", "Moscow", "Mumbai",
+    "Munich", "Nairobi", "Oslo", "Paris", "Prague", "Rome", "Santiago", "Seattle", "Seoul", "Sydney", "Tokyo",
+    "Toronto", "Vienna",
+)  # fmt: skip
+CITIES_UNSEEN = (
+    "Adelaide", "Auckland", "Bucharest", "Casablanca", "Colombo", "Damascus", "Frankfurt", "Glasgow", "Kampala",
+    "Kyoto", "Leipzig", "Lusaka", "Marseille", "Nagoya", "Osaka", "Ottawa", "Porto", "Quito", "Riga", "Shanghai",
+    "Stockholm", "Tunis", "Warsaw", "Zurich",
+)  # fmt: skip
 
 # A line end this near to the place drawn is taken; else the token there becomes a line end.
 _NEAR_TOKENS = 16
@@ -346,7 +344,7 @@ class _Pieces:
         return self._continuation(self._left, f" {number}")
 
     def filler(self, rng: np.random.Generator, stream: Any, length: int) -> npt.NDArray[np.int64]:
-        """`length` corpus tokens from a random place on; ends of text become line ends, and it begins with a line end."""
+        """`length` corpus tokens from a random place on; ends of text become line ends, and so does the first token."""
         total = len(stream)
         if total == 0:
             raise DataError(
@@ -366,7 +364,7 @@ class _Pieces:
         return np.append(np.flatnonzero(self.starts_line[filler]), len(filler))
 
     def places(self, filler: npt.NDArray[np.int64], targets: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
-        """Where to insert lines: at the line end nearest to each target, or at the target, where a line end is then made."""
+        """Where to insert lines: at the line end nearest to each target, or at the target, then made a line end."""
         ends = self.line_ends(filler)
         right = np.minimum(np.searchsorted(ends, targets), len(ends) - 1)
         left = np.maximum(right - 1, 0)
@@ -390,7 +388,7 @@ def _place_at_depth(
     sentences: list[list[int]],
     depth: float,
 ) -> int:
-    """The place in the filler from which the first sentence starts at `depth` of the context, the other needles counted."""
+    """The place in the filler that starts the first sentence at `depth` of the context, other needles counted."""
     if depth in (0.0, 1.0):
         return int(depth * len(filler))
     target = depth * (len(filler) + sum(map(len, sentences[1:])))
@@ -415,7 +413,7 @@ def _near_tokens(filler: npt.NDArray[np.int64]) -> float:
 def _insert(
     first: int, filler: npt.NDArray[np.int64], placed: list[tuple[int, list[int]]]
 ) -> tuple[list[int], list[tuple[int, int]]]:
-    """`first`, then the filler with sentences inserted at ascending places, and each sentence's [start, end) in the row."""
+    """`first`, then the filler with sentences at ascending places, and each sentence's [start, end) in the row."""
     text = filler.tolist()
     row, spans, taken = [first], [], 0
     for place, sentence in placed:

@@ -258,7 +258,7 @@ def _with_special_tokens(backend: tokenizers.Tokenizer) -> Tokenizer:
 
 
 def _byte_characters() -> list[str]:
-    """The character by which byte-level tokenizers write each byte: itself where it prints, else the next from U+0100."""
+    """The character by which byte-level tokenizers write each byte: itself if it prints, else the next from U+0100."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     characters, following = [], 0x100
     for value in range(256):

@@ -111,6 +111,13 @@ class DiffTransformerPreTrainedModel(PreTrainedModel):  # type: ignore[misc]
         super()._init_weights(module)
         if isinstance(module, Attention):
             module.init_own_parameters(init.normal_)
+            if self.config.initialization == "mimetic":
+                module.init_mimetic(init.normal_, init.copy_)
+
+    def _initialize_weights(self, module: nn.Module, *_: Any) -> None:
+        # For classes outside transformers the base skips modules without parameters of their own; an attention layer may
+        # have none, and still has its projections to start. The functions of `init` leave loaded weights alone.
+        super()._initialize_weights(module)
 
     def _check_and_adjust_attn_implementation(self, attn_implementation: str | None, *_: Any, **__: Any) -> str:
         # transformers would pass no mask at all for a name that it does not know; here every name has its backend.

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..errors import ConfigError, ShapeError
 from . import reference
 from .backends import select_backend
-from .problem import Problem, Restrictions, allowed_keys
+from .problem import Problem, Restrictions, allowed_keys, autocast_is_on
 
 _FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _INTEGERS = (torch.int32, torch.int64)
@@ -207,6 +207,8 @@ def attention_maps(
         )
     width = query.shape[-1] // 2
     _check(query, key, None, restrictions, width, (2 * width, width))
+    if not autocast_is_on(query.device.type):
+        return reference.attention_maps(query, key, restrictions, scale)
     with torch.autocast(query.device.type, enabled=False):
         return reference.attention_maps(query, key, restrictions, scale)
 
@@ -246,8 +248,10 @@ def softmax_maps(
     restrictions = Restrictions(attn_mask, is_causal, window, kv_start, kv_lengths, cu_seqlens)
     width = query.shape[-1]
     _check(query, key, None, restrictions, width, (width,))
+    allowed_BHTS = allowed_keys(restrictions, query.shape[2], key.shape[2], query.device)
+    if not autocast_is_on(query.device.type):
+        return reference.softmax_map(query, key, scale, allowed_BHTS)
     with torch.autocast(query.device.type, enabled=False):
-        allowed_BHTS = allowed_keys(restrictions, query.shape[2], key.shape[2], query.device)
         return reference.softmax_map(query, key, scale, allowed_BHTS)
 
 
@@ -262,7 +266,7 @@ def _run(
     backend: str,
 ) -> Tensor:
     run = select_backend(problem, backend).run
-    if not torch.is_autocast_enabled(problem.device_type):
+    if not autocast_is_on(problem.device_type):
         return run(query, key, value, lam, restrictions, scale)
     # Dtypes are the caller's: autocast acts in the layers above, not in here.
     with torch.autocast(problem.device_type, enabled=False):

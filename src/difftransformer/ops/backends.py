@@ -62,7 +62,7 @@ class Row:
     device_type: str | None = None
     dtypes: tuple[torch.dtype, ...] | None = None
     max_length: int | None = None
-    min_queries: int = 1
+    min_queries: int = 0
 
     def fits(self, problem: Problem) -> bool:
         """Whether the row speaks of this problem."""

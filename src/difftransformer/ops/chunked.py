@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from .problem import LOW_PRECISION, Problem, Restrictions, allowed_keys
+from .problem import LOW_PRECISION, Problem, Restrictions, allowed_keys, autocast_is_on
 
 DESCRIPTION = "row blocks in plain PyTorch, O(n) memory, hand-written backward; subtracts in fp32, once"
 
@@ -305,10 +305,8 @@ def _accumulate(total: Tensor, left: Tensor, right: Tensor, alpha: float = 1.0) 
 
 
 def _without_autocast(device_type: str) -> contextlib.AbstractContextManager[Any]:
-    """Dtypes are explicit in here: an autocast region around the call does not reach it."""
-    if torch.is_autocast_enabled(device_type):
-        return torch.autocast(device_type, enabled=False)
-    return contextlib.nullcontext()
+    """For the backward too, which may run inside a region that the forward did not."""
+    return torch.autocast(device_type, enabled=False) if autocast_is_on(device_type) else contextlib.nullcontext()
 
 
 def _forward(

@@ -13,6 +13,11 @@ from torch import Tensor
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
+def autocast_is_on(device_type: str) -> bool:
+    """Whether an autocast region would change dtypes. The ops leave such a region: theirs are explicit."""
+    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+
+
 class Restrictions(NamedTuple):
     """Which keys a query may attend to. All restrictions hold at once.
 

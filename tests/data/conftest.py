@@ -1,0 +1,50 @@
+"""A small made-up corpus, its tokenizers and its shards. Nothing here depends on the machine or the Python version."""
+
+import random
+
+import pytest
+
+from difftransformer.data import Document, Shards, byte_tokenizer, split_documents, train_bpe, write_shards
+
+
+def _corpus(documents: int, lines: int) -> list[Document]:
+    draw = random.Random(5)
+    letters = "etaoinshrdlucmfwyp"
+    words = ["".join(draw.choices(letters, k=draw.randint(2, 9))) for _ in range(300)]
+    texts = []
+    for index in range(documents):
+        text = ""
+        for _ in range(lines):
+            indent = " " * draw.choice((0, 0, 4, 8))
+            text += indent + " ".join(draw.choices(words, k=draw.randint(2, 12))) + draw.choice(("\n", ":\n", "\n\n"))
+        texts.append(Document(f"document-{index:03d}", text + f"é ☃ {index}\n"))
+    return texts
+
+
+@pytest.fixture(scope="session")
+def corpus():
+    return _corpus(documents=40, lines=40)
+
+
+@pytest.fixture(scope="session")
+def bpe(corpus):
+    return train_bpe([document.text for document in corpus], 600)
+
+
+@pytest.fixture(scope="session", params=["bpe", "byte"])
+def tokenizer(request, bpe):
+    return bpe if request.param == "bpe" else byte_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def shards_folder(tmp_path_factory, corpus, bpe):
+    """Small shards of several files; tests that damage them copy them first."""
+    folder = tmp_path_factory.mktemp("shards")
+    train, validation = split_documents(corpus, validation_share=0.3, seed=1)
+    write_shards(folder, train, validation, bpe, source="made up", request={"seed": 1}, shard_tokens=4096)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def shards(shards_folder):
+    return Shards.open(shards_folder)

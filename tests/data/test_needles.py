@@ -1,0 +1,308 @@
+"""Needle documents: exact lengths, places, and numbers that training never sees."""
+
+import re
+
+import numpy as np
+import pytest
+import tokenizers
+
+from difftransformer.data import (
+    CITIES_SEEN,
+    CITIES_UNSEEN,
+    NeedleFormat,
+    Tokenizer,
+    evaluation_document,
+    needle_document_tokens,
+    training_document,
+)
+from difftransformer.errors import ConfigError, DataError
+
+SENTENCE = re.compile(r"^The special magic ([A-Z][a-z]+) number is: (\d+)$", re.MULTILINE)
+
+
+def stream_of(tokenizer, corpus):
+    ids = [[*tokenizer.encode(document.text), tokenizer.end_of_text] for document in corpus]
+    return np.concatenate(ids).astype(np.uint16)
+
+
+@pytest.fixture(scope="module")
+def stream(tokenizer, corpus):
+    return stream_of(tokenizer, corpus)
+
+
+def scale(tokenizer):
+    """Contexts of bytes must be longer to hold as much."""
+    return 4 if tokenizer.vocab_size == 258 else 1
+
+
+def train_row(tokenizer, stream, seed, **keywords):
+    settings = {"min_needles": 1, "max_needles": 3, "asks": 4, "digits": 5, **keywords}
+    settings.setdefault("context_tokens", 320 * scale(tokenizer))
+    return training_document(np.random.default_rng(seed), tokenizer, stream, **settings)
+
+
+def test_the_cities_are_distinct_and_no_name_is_part_of_another():
+    cities = (*CITIES_SEEN, *CITIES_UNSEEN)
+    assert (len(CITIES_SEEN), len(CITIES_UNSEEN)) == (64, 24)
+    assert len(set(cities)) == 88
+    assert not [(a, b) for a in cities for b in cities if a != b and a in b]
+
+
+def test_the_sentence_is_the_one_of_the_paper_s_protocol():
+    form = NeedleFormat(digits=7)
+    assert form.sentence("Paris", "0123456") == "\nThe special magic Paris number is: 0123456"
+    assert form.sentence("Paris", "0123456").startswith(form.stub("Paris"))
+    assert form.chance == pytest.approx(1e-7)
+
+
+@pytest.mark.parametrize("context", [271, 320, 500])
+@pytest.mark.parametrize("seed", range(6))
+def test_a_training_row_is_full_and_asks_back_its_needles(tokenizer, stream, seed, context):
+    context *= scale(tokenizer)
+    row = train_row(tokenizer, stream, seed, context_tokens=context, min_needles=2)
+    assert len(row) == context + 1
+    assert row[0] == tokenizer.end_of_text
+    assert tokenizer.end_of_text not in row[1:]
+    text = tokenizer.decode(row)
+    found = SENTENCE.findall(text)
+    count = len(found) - 4
+    assert 2 <= count <= 3
+    needles, asked = found[:count], found[count:]
+    assert len(dict(needles)) == count
+    # Four questions: each needle once, in any order, then again from a new order.
+    assert set(asked[:count]) == set(needles)
+    assert set(asked[count:]) <= set(needles)
+    assert text.endswith("\n".join(f"The special magic {city} number is: {number}" for city, number in asked))
+    assert all(len(number) == 5 for _, number in found)
+
+
+def test_fewer_questions_than_needles_ask_different_needles(tokenizer, stream):
+    row = train_row(tokenizer, stream, 3, min_needles=4, max_needles=4, asks=2)
+    found = SENTENCE.findall(tokenizer.decode(row))
+    assert len(found) == 6
+    assert len(set(found[4:])) == 2
+    assert set(found[4:]) <= set(found[:4])
+
+
+def test_rows_follow_their_seed_and_needles_lie_everywhere(tokenizer, stream):
+    assert train_row(tokenizer, stream, 1) == train_row(tokenizer, stream, 1) != train_row(tokenizer, stream, 2)
+    starts = []
+    for seed in range(120):
+        text = tokenizer.decode(train_row(tokenizer, stream, seed, max_needles=1, asks=1))
+        first, last = SENTENCE.finditer(text)
+        starts.append(first.start() / last.start())
+    assert min(starts) < 0.15
+    assert max(starts) > 0.75
+    assert 0.3 < np.mean(starts) < 0.6
+    assert len({SENTENCE.findall(tokenizer.decode(train_row(tokenizer, stream, s)))[0][0] for s in range(120)}) > 40
+
+
+def test_needles_have_the_tokens_of_the_whole_text(tokenizer):
+    """A needle glued from pieces is what the tokenizer makes of the text, in the context as in the question."""
+    stream = np.array(tokenizer.encode("some words:\n    more words\n\nend\n") * 200)
+    row = train_row(tokenizer, stream, 0)
+    # From the first line end on nothing is cut in the middle of a word.
+    start = row.index(tokenizer.encode("\n")[0], 5)
+    assert tokenizer.encode(tokenizer.decode(row[start:])) == row[start:]
+    question = evaluate(tokenizer, stream)
+    for prompt, answer in zip(question.prompts, question.answers, strict=True):
+        whole = tokenizer.encode(tokenizer.decode(prompt[-40:]) + f" {answer}\n")
+        continuation = tokenizer.encode(f" {answer}\n")
+        assert whole[-len(continuation) :] == continuation
+        assert whole[: -len(continuation)][-10:] == prompt[-10:]
+        assert len(continuation) == NeedleFormat(digits=len(answer)).answer_tokens
+
+
+def test_numbers_of_training_and_evaluation_are_disjoint(bpe, corpus):
+    stream = stream_of(bpe, corpus)
+    trained, asked = set(), set()
+    for seed in range(700):
+        text = bpe.decode(train_row(bpe, stream, seed, max_needles=4, min_needles=4, digits=3))
+        trained |= {number for _, number in SENTENCE.findall(text)}
+    for seed in range(80):
+        question = evaluate(bpe, stream, seed=seed, digits=3, needles=4)
+        asked |= {number for _, number in SENTENCE.findall(bpe.decode(question.prompts[0]))}
+    assert not trained & asked
+    form = NeedleFormat(digits=3)
+    reserved = {f"{number:03d}" for number in range(1000) if form.is_reserved(f"{number:03d}")}
+    assert 80 < len(reserved) < 170
+    assert asked <= reserved
+    assert len(asked) > 0.7 * len(reserved)
+    assert not trained & reserved
+    assert len(trained) > 0.9 * (1000 - len(reserved))
+
+
+@pytest.mark.parametrize("digits", [1, 2, 7, 9])
+def test_drawn_numbers_have_their_digits_and_their_side(digits):
+    form, rng = NeedleFormat(digits=digits), np.random.default_rng(0)
+    training = [form.draw_training(rng) for _ in range(300)]
+    evaluation = [form.draw_evaluation(rng) for _ in range(300)]
+    assert {len(number) for number in training + evaluation} == {digits}
+    assert not any(map(form.is_reserved, training))
+    assert all(map(form.is_reserved, evaluation))
+    assert digits == 1 or any(number.startswith("0") for number in training)
+
+
+def evaluate(tokenizer, stream, *, seed=0, **keywords):
+    settings = {"depth": 0.5, "needles": 4, "asked": 2, "digits": 5, **keywords}
+    settings.setdefault("length_tokens", 600 * scale(tokenizer))
+    return evaluation_document(np.random.default_rng(seed), tokenizer, stream, **settings)
+
+
+@pytest.mark.parametrize("depth", [0.0, 0.25, 0.5, 0.75, 1.0])
+@pytest.mark.parametrize(("needles", "asked"), [(1, 1), (4, 2), (6, 2)])
+def test_an_evaluation_document_holds_every_needle_once_at_its_place(tokenizer, stream, depth, needles, asked):
+    length = 600 * scale(tokenizer)
+    for seed in range(8):
+        question = evaluate(tokenizer, stream, seed=seed, depth=depth, needles=needles, asked=asked)
+        assert len(question.prompts) == len(question.answers) == len(question.cities) == asked
+        assert len(set(question.cities)) == asked
+        assert (question.length_tokens, question.depth) == (length, depth)
+        contexts = set()
+        for index, prompt in enumerate(question.prompts):
+            city, answer = question.cities[index], question.answers[index]
+            assert len(prompt) == length - 7  # room for a space, 5 digits and a line end
+            assert prompt[0] == tokenizer.end_of_text
+            assert tokenizer.end_of_text not in prompt[1:]
+            text = tokenizer.decode(prompt)
+            found = SENTENCE.findall(text)
+            contexts.add(tuple(found))
+            assert len(found) == len(dict(found)) == len({number for _, number in found}) == needles
+            assert dict(found)[city] == answer
+            for name, number in found:
+                assert text.count(number) == 1
+                assert text.count(f"The special magic {name} number is:") == 1 + (name == city)
+            assert text.endswith(f"\nThe special magic {city} number is:")
+            start, end = question.spans[index]
+            assert tokenizer.decode(prompt[start:end]) == f"\nThe special magic {city} number is: {answer}"
+            query = question.query_starts[index]
+            assert tokenizer.decode(prompt[query:]) == f"\nThe special magic {city} number is:"
+        assert len(contexts) == 1
+        start, end = question.spans[0]
+        query = question.query_starts[0]
+        if depth == 0.0:
+            assert start == 1
+        elif depth == 1.0:
+            assert end == query
+        else:
+            # At the nearest line end, or right beside another needle.
+            needle = end - start
+            assert abs((start - 1) - depth * (query - 1 - needle)) <= max(16, query / 64) + needle
+
+
+def test_depths_are_right_on_average(bpe, corpus):
+    stream = stream_of(bpe, corpus)
+    for depth in (0.25, 0.5, 0.75):
+        met = []
+        for seed in range(60):
+            question = evaluate(bpe, stream, seed=seed, depth=depth, needles=6)
+            start, end = question.spans[0]
+            met.append((start - 1) / (question.query_starts[0] - 1 - (end - start)))
+        assert np.mean(met) == pytest.approx(depth, abs=0.01)
+
+
+def test_text_without_line_ends_still_puts_needles_on_lines_of_their_own(tokenizer):
+    stream = np.array(tokenizer.encode("one long line of words that does not end " * 300))
+    for depth in (0.0, 0.3, 0.5, 1.0):
+        question = evaluate(tokenizer, stream, depth=depth, needles=3)
+        found = SENTENCE.findall(tokenizer.decode(question.prompts[0]))
+        assert len(found) == 3
+        start, end = question.spans[0]
+        met = (start - 1) / (question.query_starts[0] - 1 - (end - start))
+        assert met == pytest.approx(depth, abs=0.08)
+    text = tokenizer.decode(train_row(tokenizer, stream, 0, min_needles=3))
+    assert len(SENTENCE.findall(text)) == 7
+
+
+def test_documents_are_drawn_afresh_from_the_seed_and_the_filler_is_the_corpus(bpe, corpus):
+    stream = stream_of(bpe, corpus)
+    one = evaluate(bpe, stream, seed=1)
+    assert one == evaluate(bpe, stream, seed=1)
+    assert one.prompts != evaluate(bpe, stream, seed=2).prompts
+    filler = SENTENCE.sub("", bpe.decode(one.prompts[0]))
+    lines = [line for line in filler.splitlines()[3:-3] if len(line) > 20]
+    everything = "".join(document.text for document in corpus)
+    assert len(lines) > 10
+    assert np.mean([line in everything for line in lines]) > 0.9
+
+
+def test_unseen_cities_are_used_when_asked_for(bpe, corpus):
+    stream = stream_of(bpe, corpus)
+    names = set()
+    for seed in range(40):
+        question = evaluate(bpe, stream, seed=seed, cities=CITIES_UNSEEN)
+        names |= {city for city, _ in SENTENCE.findall(bpe.decode(question.prompts[0]))}
+    assert names <= set(CITIES_UNSEEN)
+    assert len(names) > 15
+
+
+def test_a_document_longer_than_the_context_says_how_much_it_needs(bpe, corpus):
+    stream = stream_of(bpe, corpus)
+    settings = {"min_needles": 3, "max_needles": 3, "asks": 4}
+    with pytest.raises(
+        DataError, match=r"longer than the context: 3 needles and 4 questions take (\d+).*has 65"
+    ) as caught:
+        train_row(bpe, stream, 0, context_tokens=64, **settings)
+    needed = int(re.search(r"take (\d+)", str(caught.value)).group(1))
+    assert len(train_row(bpe, stream, 0, context_tokens=needed - 1, **settings)) == needed
+    with pytest.raises(DataError, match="longer than the context"):
+        train_row(bpe, stream, 0, context_tokens=needed - 2, **settings)
+    most = needle_document_tokens(bpe, needles=3, asks=4, digits=5, cities=CITIES_SEEN)
+    for seed in range(30):
+        assert len(train_row(bpe, stream, seed, context_tokens=most - 1, **settings)) == most
+    with pytest.raises(DataError, match=r"longer than the context: 4 needles and 1 questions take \d+ .*has 100"):
+        evaluate(bpe, stream, length_tokens=100)
+
+
+def test_impossible_requests_are_refused(bpe, corpus):
+    stream = stream_of(bpe, corpus)
+    for digits in (0, 10):
+        with pytest.raises(ConfigError, match=f"digits is {digits}; a magic number has 1 to 9 digits"):
+            train_row(bpe, stream, 0, digits=digits)
+    with pytest.raises(ConfigError, match="needles from 0 to 3: allowed are 1 <= fewest <= most <= 64"):
+        train_row(bpe, stream, 0, min_needles=0)
+    with pytest.raises(ConfigError, match="needles from 1 to 65"):
+        train_row(bpe, stream, 0, max_needles=65)
+    with pytest.raises(ConfigError, match="0 questions"):
+        train_row(bpe, stream, 0, asks=0)
+    with pytest.raises(ConfigError, match=r"depth is 1\.5; it must lie between 0"):
+        evaluate(bpe, stream, depth=1.5)
+    with pytest.raises(ConfigError, match="asked is 3 of 2 needles"):
+        evaluate(bpe, stream, needles=2, asked=3)
+    with pytest.raises(ConfigError, match="needles of 1 digits: only 1 numbers are kept"):
+        evaluate(bpe, stream, digits=1)
+    with pytest.raises(DataError, match="the token stream is empty"):
+        train_row(bpe, stream[:0], 0)
+
+
+def test_numbers_that_all_occur_in_the_text_are_refused(bpe):
+    stream = np.array(bpe.encode("".join(f"{number:03d}\n" for number in range(1000))))
+    with pytest.raises(
+        DataError, match=r"20 draws of 4 all occur in .* tokens of corpus text as well; use more digits"
+    ):
+        evaluate(bpe, stream, digits=3, length_tokens=5000)
+    assert evaluate(bpe, stream, digits=2, length_tokens=5000).answers
+
+
+def test_a_tokenizer_with_merged_digits_gives_exact_lengths_too(corpus):
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE())
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=500,
+        special_tokens=["</s>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    numbers = " ".join(str(number * number) for number in range(3000))
+    backend.train_from_iterator([corpus[0].text, numbers], trainer)
+    tokenizer = Tokenizer(backend, end_of_text="</s>", pad="</s>")
+    assert len(tokenizer.encode(" 1234567")) < 8
+    stream = stream_of(tokenizer, corpus)
+    row = train_row(tokenizer, stream, 0, min_needles=3)
+    assert len(row) == 321
+    assert len(SENTENCE.findall(tokenizer.decode(row))) == 7
+    question = evaluate(tokenizer, stream)
+    assert [len(prompt) for prompt in question.prompts] == [593, 593]
+    assert len(SENTENCE.findall(tokenizer.decode(question.prompts[0]))) == 4
+    assert question.answers[0] in tokenizer.decode(question.prompts[0][slice(*question.spans[0])])

@@ -1,0 +1,195 @@
+"""Readers and the split."""
+
+import json
+import random
+import sys
+import types
+
+import pytest
+
+from difftransformer.data import Document, read_documents, split_documents
+from difftransformer.errors import ConfigError, DataError
+
+
+def write(path, content):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
+
+
+def test_a_folder_is_read_recursively_in_the_order_of_names(tmp_path):
+    write(tmp_path / "b.txt", "second")
+    write(tmp_path / "a" / "z.md", "first\r\n")
+    write(tmp_path / "c.jsonl", '{"text": "third"}\n\n{"text": "fourth", "name": "named"}\n')
+    write(tmp_path / "d.py", "fifth")
+    write(tmp_path / "empty.txt", "")
+    write(tmp_path / "picture.png", b"\x89PNG")
+    write(tmp_path / ".git" / "hidden.txt", "hidden")
+    write(tmp_path / ".hidden.txt", "hidden")
+    assert read_documents(str(tmp_path)) == [
+        Document("a/z.md", "first\r\n"),
+        Document("b.txt", "second"),
+        Document("c.jsonl:1", "third"),
+        Document("named", "fourth"),
+        Document("d.py", "fifth"),
+    ]
+
+
+def test_a_text_file_is_one_document_without_its_byte_order_mark(tmp_path):
+    path = write(tmp_path / "one.txt", b"\xef\xbb\xbfcaf\xc3\xa9\n")
+    assert read_documents(str(path)) == [Document("one.txt", "café\n")]
+
+
+def test_jsonl_keeps_line_separators_inside_a_text(tmp_path):
+    text = "one\u2028two\x85three\ntab\t"
+    path = write(tmp_path / "rows.jsonl", json.dumps({"text": text}, ensure_ascii=False) + "\r\n")
+    assert read_documents(str(path)) == [Document("rows.jsonl:1", text)]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("bad.txt", b"good \xff bad", ["bad.txt", "not UTF-8", "byte 0xff at offset 5", "convert"]),
+        ("cut.txt", b"caf\xc3", ["cut.txt", "byte 0xc3 at offset 3"]),
+        ("empty.txt", b"", ["empty.txt", "the file is empty"]),
+        ("empty.jsonl", b"\n\n", ["empty.jsonl", "the file is empty", '"text"']),
+        ("a.jsonl", b'{"text": "x"}\n{"text": ', ["a.jsonl", "line 2 is not JSON", "column 10"]),
+        ("b.jsonl", b'{"body": "x"}', ["line 1", 'no string "text"', "['body']"]),
+        ("c.jsonl", b'["x"]', ["line 1", 'no string "text"', "list"]),
+        ("d.jsonl", b'{"text": ""}', ["line 1", 'an empty "text"']),
+        ("e.jsonl", b'{"text": "x", "name": 3}', ["line 1", '"name" 3', "must be a string"]),
+        ("f.jsonl", b'\n{"text": "\\ud800"}', ["line 2", "surrogate"]),
+        ("g.pdf", b"x", ["g.pdf", "'.pdf' are not read", "python-stdlib", "hf:NAME"]),
+    ],
+)
+def test_a_bad_file_is_named_with_the_place(tmp_path, name, content, words):
+    path = write(tmp_path / name, content)
+    with pytest.raises(DataError) as caught:
+        read_documents(str(path))
+    assert all(word in str(caught.value) for word in [*words, str(path)])
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("source", ["", "no-such-folder", "no-such.txt", "wikipedia"])
+def test_an_unknown_source_lists_what_is_allowed(source, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match=r"no such file or folder; allowed are python-stdlib; .*hf:NAME"):
+        read_documents(source)
+
+
+def test_a_folder_without_text_is_refused(tmp_path):
+    with pytest.raises(DataError, match=r"no \.txt, \.md, \.py, \.jsonl file"):
+        read_documents(str(tmp_path))
+    write(tmp_path / "empty.py", "")
+    with pytest.raises(DataError, match="all 1 text files are empty"):
+        read_documents(str(tmp_path))
+
+
+def test_python_stdlib_holds_sources_and_topics_and_no_tests():
+    documents = read_documents("python-stdlib")
+    by_name = {document.name: document.text for document in documents}
+    assert len(by_name) == len(documents)
+    assert list(by_name) == sorted(by_name)
+    assert by_name["json/decoder.py"].startswith('"""Implementation of JSONDecoder')
+    assert "assert" in by_name["pydoc_data/topics:assert"]
+    assert "pydoc_data/topics.py" not in by_name
+    parts = {part for name in by_name for part in name.split("/")[:-1]}
+    assert not parts & {"test", "tests", "idlelib", "site-packages", "__pycache__", "ensurepip", "turtledemo"}
+    assert sum(len(text) for text in by_name.values()) > 5_000_000
+    assert all(by_name.values())
+    assert documents == read_documents("python-stdlib")
+
+
+def fake_datasets(monkeypatch, columns, calls):
+    class Rows(dict):
+        column_names = list(columns)
+
+    def load_dataset(name, config, *, split):
+        calls.append((name, config, split))
+        if name == "missing":
+            raise RuntimeError("not on the hub\nsecond line")
+        return Rows(columns)
+
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+
+
+@pytest.mark.parametrize(
+    ("source", "call", "name"),
+    [
+        ("hf:org/set", ("org/set", None, "train"), "org/set/train/1"),
+        ("hf:set:config", ("set", "config", "train"), "set/train/1"),
+        ("hf:set:config:test", ("set", "config", "test"), "set/test/1"),
+        ("hf:set::test", ("set", None, "test"), "set/test/1"),
+    ],
+)
+def test_a_hugging_face_name_is_read_by_datasets(monkeypatch, source, call, name):
+    calls = []
+    fake_datasets(monkeypatch, {"text": ["", "one", None]}, calls)
+    assert read_documents(source) == [Document(name, "one")]
+    assert calls == [call]
+
+
+def test_what_datasets_cannot_give_is_said_in_one_line(monkeypatch):
+    fake_datasets(monkeypatch, {"body": ["x"]}, [])
+    with pytest.raises(DataError, match=r"no column \"text\" \(met \['body'\]\)"):
+        read_documents("hf:set")
+    with pytest.raises(DataError, match=r"cannot load it \(not on the hub\); check") as caught:
+        read_documents("hf:missing")
+    assert "\n" not in str(caught.value)
+    with pytest.raises(DataError, match=r"is written hf:NAME\[:CONFIG\]\[:SPLIT\]"):
+        read_documents("hf:a:b:c:d")
+    fake_datasets(monkeypatch, {"text": ["", ""]}, [])
+    with pytest.raises(DataError, match="holds no text"):
+        read_documents("hf:set")
+    fake_datasets(monkeypatch, {"text": [3]}, [])
+    with pytest.raises(DataError, match='row 0 has a "text" of type int'):
+        read_documents("hf:set")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(DataError, match=r"pip install 'difftransformer\[data\]'"):
+        read_documents("hf:set")
+
+
+def sides(documents, **keywords):
+    train, validation = split_documents(documents, **{"validation_share": 0.3, "seed": 0, **keywords})
+    assert len(train) + len(validation) == len(documents)
+    return {document.name for document in validation}
+
+
+def test_a_document_keeps_its_side_whatever_else_is_there():
+    documents = [Document(f"name-{index}", "text") for index in range(400)]
+    everything = sides(documents)
+    assert 80 < len(everything) < 160  # 120 expected, standard deviation 9
+    shuffled = random.Random(0).sample(documents, 200)
+    assert sides(shuffled) == everything & {document.name for document in shuffled}
+    renamed_text = [Document(document.name, "other text") for document in documents]
+    assert sides(renamed_text) == everything
+    assert sides(documents, seed=1) != everything
+    # A larger share only adds to the validation side.
+    assert sides(documents, validation_share=0.1) < everything
+
+
+def test_the_split_is_this_one_on_every_machine():
+    documents = [Document(f"name-{index}", "text") for index in range(12)]
+    assert sides(documents) == {"name-2", "name-3", "name-7", "name-8"}
+
+
+def test_a_single_document_is_cut_at_a_line_end():
+    text = "".join(f"line {index}\n" for index in range(100))
+    (train,), (validation,) = split_documents([Document("one", text)], validation_share=0.2, seed=3)
+    assert train.text + validation.text == text
+    assert train.text.endswith("\n")
+    assert 0.15 < len(validation.text) / len(text) < 0.25
+    (train,), (validation,) = split_documents([Document("one", "x" * 50)], validation_share=0.2, seed=3)
+    assert (len(train.text), len(validation.text)) == (40, 10)
+
+
+def test_a_split_with_an_empty_side_is_refused():
+    with pytest.raises(DataError, match=r"leaves 2 for training and 0 for validation.*give more documents"):
+        split_documents([Document("a", "x"), Document("b", "x")], validation_share=1e-9, seed=0)
+    with pytest.raises(DataError, match="splitting 0 documents"):
+        split_documents([], validation_share=0.5, seed=0)
+    with pytest.raises(DataError, match="one document of 1 characters cannot be split"):
+        split_documents([Document("a", "x")], validation_share=0.5, seed=0)
+    for share in (0.0, 1.0, -1.0, float("nan")):
+        with pytest.raises(ConfigError, match="between 0 and 1"):
+            split_documents([Document("a", "x")], validation_share=share, seed=0)

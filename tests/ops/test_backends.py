@@ -1,0 +1,243 @@
+"""The table of backends: what `auto` takes, what a name gives, what `torch.library` says of the custom ops."""
+
+import dataclasses
+import logging
+
+import pytest
+import torch
+from oracle import Case
+
+from difftransformer.errors import BackendUnavailable
+from difftransformer.ops import (
+    Problem,
+    backend_names,
+    backends,
+    differential_attention,
+    explain,
+    select_backend,
+    softmax_attention,
+    use_backend,
+)
+from difftransformer.ops.chunked import chunked_attention, chunked_attention_backward
+
+BASE = Problem(
+    op="differential",
+    device_type="cpu",
+    dtype=torch.float32,
+    batch=1,
+    heads=2,
+    groups=2,
+    queries=256,
+    keys=256,
+    width=32,
+    value_width=64,
+    is_causal=True,
+)
+
+
+def problem(length=256, **changes):
+    return dataclasses.replace(BASE, queries=length, keys=length, **changes)
+
+
+@pytest.mark.parametrize(
+    ("asked", "taken"),
+    [
+        (problem(64), "reference"),
+        (problem(65), "chunked"),
+        (problem(8192), "chunked"),
+        (problem(64, dtype=torch.bfloat16), "reference"),
+        (problem(512, dtype=torch.bfloat16), "chunked"),
+        (problem(2048, dtype=torch.bfloat16), "chunked"),
+        (dataclasses.replace(BASE, queries=1, keys=4096), "chunked"),
+        (problem(op="softmax"), "sdpa"),
+        (problem(8192, op="softmax"), "sdpa"),
+        (problem(op="softmax", is_causal=False), "sdpa"),
+        (problem(8192, op="softmax", window=64), "chunked"),
+        (problem(8192, op="softmax", kv_range=True), "chunked"),
+        (problem(8192, op="softmax", attn_mask=True), "chunked"),
+        (problem(8192, op="softmax", cu_seqlens=True), "chunked"),
+        (dataclasses.replace(BASE, op="softmax", queries=1, keys=4096), "chunked"),
+        (problem(8192, device_type="cuda"), "sdpa"),
+        (problem(8192, device_type="cuda", attn_mask=True), "chunked"),
+        (problem(0), "reference"),
+        (problem(0, op="softmax"), "chunked"),
+    ],
+)
+def test_auto(asked, taken):
+    assert select_backend(asked).name == taken
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "cuda", "mps"])
+@pytest.mark.parametrize("op", ["differential", "softmax"])
+@pytest.mark.parametrize(
+    "restriction", [{}, {"window": 9}, {"attn_mask": True}, {"kv_range": True}, {"cu_seqlens": True}]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_auto_never_takes_quadratic_memory_above_1024(device_type, op, restriction, dtype):
+    asked = problem(1025, device_type=device_type, op=op, dtype=dtype, **restriction)
+    assert not select_backend(asked).has_quadratic_memory(asked)
+    assert backends.BACKENDS["reference"].has_quadratic_memory(asked)
+
+
+def test_needs_mask():
+    assert not problem().needs_mask
+    assert not problem(is_causal=False).needs_mask
+    assert not problem(window=256).needs_mask
+    assert problem(window=255).needs_mask
+    assert dataclasses.replace(BASE, queries=5).needs_mask
+    assert not dataclasses.replace(BASE, queries=1).needs_mask
+    for name in ("attn_mask", "kv_range", "cu_seqlens"):
+        assert problem(**{name: True}).needs_mask
+
+
+@pytest.mark.parametrize(
+    ("case", "needs_mask"),
+    [
+        (Case("x", T=9, S=9, kwargs={"is_causal": True}), False),
+        (Case("x", T=9, S=12), False),
+        (Case("x", T=1, S=12, kwargs={"is_causal": True}), False),
+        (Case("x", T=9, S=9, kwargs={"is_causal": True, "window": 9}), False),
+        (Case("x", T=9, S=9, kwargs={"is_causal": True, "window": 8}), True),
+        (Case("x", T=9, S=12, kwargs={"is_causal": True}), True),
+    ],
+)
+def test_sdpa_makes_a_mask_only_where_it_says_so(case, needs_mask, monkeypatch):
+    seen = []
+    attend = torch.nn.functional.scaled_dot_product_attention
+
+    def spy(*args, **kwargs):
+        seen.append(kwargs["attn_mask"])
+        return attend(*args, **kwargs)
+
+    monkeypatch.setattr("torch.nn.functional.scaled_dot_product_attention", spy)
+    query, key, value, lam, _ = case.inputs()
+    differential_attention(query, key, value, lam, backend="sdpa", **case.kwargs)
+    assert len(seen) == 1
+    assert (seen[0] is not None) == needs_mask
+
+
+def test_a_named_backend_is_used(monkeypatch):
+    used = []
+    for name, backend in list(backends.BACKENDS.items()):
+
+        def run(*args, name=name, backend=backend):
+            used.append(name)
+            return backend.run(*args)
+
+        monkeypatch.setitem(backends.BACKENDS, name, dataclasses.replace(backend, run=run))
+    query, key, value, lam, _ = Case("x", lam="float").inputs()
+    for name in backend_names():
+        differential_attention(query, key, value, lam, backend=name)
+        softmax_attention(query, key, value, backend=name)
+        with use_backend(name):
+            differential_attention(query, key, value, lam)
+    assert used == [name for name in backend_names() for _ in range(3)]
+    used.clear()
+    with use_backend("sdpa"):
+        differential_attention(query, key, value, lam, backend="chunked")
+        with use_backend("auto"):
+            differential_attention(query, key, value, lam)
+        differential_attention(query, key, value, lam)
+    differential_attention(query, key, value, lam)
+    assert used == ["chunked", "reference", "sdpa", "reference"]
+
+
+def test_use_backend_ends_with_an_error():
+    with pytest.raises(KeyError), use_backend("sdpa"):
+        raise KeyError
+    assert select_backend(problem()).name == "chunked"
+
+
+def test_compiled_calls_follow_use_backend():
+    """Read when compiling: no graph break, and the kernel of the chosen backend is in the graph."""
+    graphs = []
+
+    def keep(graph, inputs):
+        graphs.append(graph.print_readable(print_output=False))
+        return graph.forward
+
+    query, key, value, lam, _ = Case("x", T=9, S=9, lam="float").inputs()
+    for name, word in (("chunked", "difftransformer.chunked_attention"), ("sdpa", "scaled_dot_product_attention")):
+        torch.compiler.reset()
+        graphs.clear()
+        with use_backend(name):
+            torch.compile(lambda: differential_attention(query, key, value, lam), fullgraph=True, backend=keep)()
+        assert word in graphs[0]
+
+
+def test_unknown_names_list_the_known():
+    query, key, value, lam, _ = Case("x").inputs()
+    with pytest.raises(BackendUnavailable, match=r"no backend is named 'flash9'.*'auto'.*reference, chunked, sdpa"):
+        differential_attention(query, key, value, lam, backend="flash9")
+    with pytest.raises(BackendUnavailable, match="flash9"), use_backend("flash9"):
+        pass
+
+
+def test_a_named_backend_that_cannot_says_why_for_each():
+    query, key, value, lam, _ = Case("x", T=0).inputs()
+    with pytest.raises(BackendUnavailable, match=r"'sdpa' cannot .*reference: can; chunked: can; sdpa: no queries"):
+        differential_attention(query, key, value, lam, backend="sdpa")
+    with pytest.raises(BackendUnavailable, match="sdpa"), use_backend("sdpa"):
+        differential_attention(query, key, value, lam)
+
+
+def test_explain():
+    assert explain(problem()) == {"reference": None, "chunked": None, "sdpa": None}
+    assert "no queries" in explain(problem(0))["sdpa"]
+    assert all(backend.description for backend in backends.BACKENDS.values())
+
+
+def test_every_row_of_the_table_names_a_backend():
+    assert {row.backend for row in backends.TABLE} <= set(backend_names())
+    assert backends.TABLE[-1].fits(problem(100_000, device_type="xpu", op="softmax"))
+
+
+def test_auto_says_its_choice_once(caplog, monkeypatch):
+    monkeypatch.setattr(backends, "_announced", set())
+    with caplog.at_level(logging.INFO, logger="difftransformer"):
+        for _ in range(2):
+            select_backend(problem(), "auto")
+        select_backend(problem(), "sdpa")
+        select_backend(problem(dtype=torch.bfloat16), "auto")
+    assert [record.getMessage() for record in caplog.records] == [
+        "differential attention on cpu in torch.float32: backend chunked (chosen by 'auto')",
+        "differential attention on cpu in torch.bfloat16: backend chunked (chosen by 'auto')",
+    ]
+
+
+def test_a_backend_is_one_record_and_one_row(monkeypatch):
+    """What adding one takes: `auto`, the name and the errors follow."""
+    mine = dataclasses.replace(
+        backends.BACKENDS["reference"],
+        name="mine",
+        supports=lambda asked: None if asked.width == 32 else f"width {asked.width}, only 32",
+        has_quadratic_memory=lambda asked: False,
+    )
+    monkeypatch.setitem(backends.BACKENDS, "mine", mine)
+    monkeypatch.setattr(backends, "TABLE", (backends.Row("mine"), *backends.TABLE))
+    assert select_backend(problem(9000)) is mine
+    assert select_backend(problem(9000, width=64)).name == "chunked"
+    with pytest.raises(BackendUnavailable, match="mine: width 64, only 32"):
+        select_backend(problem(width=64), "mine")
+
+
+OPCHECK_CASES = [
+    Case("own keys", B=2, H=4, G=2, T=6, S=9, lam="query", kwargs={"is_causal": True, "window": 4}),
+    Case("shared key", T=6, S=6, shared_key=True, kwargs={"kv_start": torch.tensor([2])}),
+    Case("lengths", B=2, T=3, S=9, lam="scalar", kwargs={"kv_lengths": torch.tensor([2, 9]), "scale": 0.3}),
+    Case("softmax", T=6, S=9, lam=None, kwargs={"attn_mask": torch.arange(54).reshape(6, 9) % 4 > 0}),
+    Case("documents", T=9, S=9, kwargs={"cu_seqlens": torch.tensor([0, 3, 9])}),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", OPCHECK_CASES, ids=lambda case: case.name)
+def test_opcheck(case, dtype):
+    query, key, value, lam, grad = case.inputs(dtype)
+    names = ("attn_mask", "is_causal", "window", "kv_start", "kv_lengths", "cu_seqlens", "scale")
+    restrictions = [({"is_causal": False} | case.kwargs).get(name) for name in names]
+    if lam is not None and lam.dim() < 3:
+        lam = lam.detach().view(1, -1, 1).requires_grad_()
+    torch.library.opcheck(chunked_attention, (query, key, value, lam, *restrictions))
+    plain = [x if x is None else x.detach() for x in (query, key, value, lam)]
+    torch.library.opcheck(chunked_attention_backward, (grad, *plain, *restrictions))
