@@ -1,9 +1,9 @@
-# make demo | make test | make test-all | make help      (the first use makes .venv with the pinned set)
-# make ... PY=python3                                    uses that interpreter as it is and keeps its torch
+# make demo | make test | make help     the first use makes .venv with the pinned set
+# make ... PY=python3                   uses that interpreter as it is and keeps its torch
 PYTHON ?= python3
 VENV   ?= .venv
-EXTRAS ?= all,dev
 DEMO   ?= reports/demo
+PIP    := -m pip install --quiet --disable-pip-version-check
 
 ifdef PY
 RUN   := $(PY)
@@ -14,6 +14,7 @@ RUN   := $(VENV)/bin/python
 READY := $(VENV)/.ready
 PINS  := -c constraints.txt -c constraints-ci.txt
 endif
+DEV   := $(READY)-dev
 
 .DEFAULT_GOAL := help
 .PHONY: demo test test-all test-data lint bench sanitize help clean
@@ -24,16 +25,16 @@ help: ## Show this list
 demo: $(READY) ## Train a Differential Transformer and its Transformer twin on this machine's own Python sources; write reports/demo/index.html
 	$(RUN) -m difftransformer compare recipes/demo.yaml --out $(DEMO)
 
-test: $(READY) lint ## Format, lint, types, layers and the quick tests
+test: $(DEV) lint ## Format, lint, types, layers and the quick tests
 	$(RUN) -m pytest -m "not slow and not gpu"
 
-test-all: $(READY) test-data ## The heavier tests
+test-all: $(DEV) test-data ## The heavier tests
 	$(RUN) -m pytest -m "slow and not gpu"
 
-test-data: $(READY) ## Check the data that heavier tests read (DIFFTRANSFORMER_DATA); under CI a missing set is a failure
+test-data: $(DEV) ## Check the data that heavier tests read (folder DIFFTRANSFORMER_DATA); under CI a missing set is a failure
 	$(RUN) tests/check_data.py
 
-lint: $(READY) ## ruff, mypy, import-linter
+lint: $(DEV) ## ruff, mypy, import-linter
 	$(RUN) -m ruff format --check src tests
 	$(RUN) -m ruff check src tests
 	$(RUN) -m mypy
@@ -42,19 +43,27 @@ lint: $(READY) ## ruff, mypy, import-linter
 bench: $(READY) ## Time attention and a training step of DIFF and its twin on this machine; write reports/bench/results.json
 	$(RUN) -m difftransformer bench --out reports/bench
 
-sanitize: $(READY) ## Quick tests with uninitialised memory filled with NaN and autograd's anomaly detection on
+sanitize: $(DEV) ## Op, layer and model tests with uninitialised memory filled with NaN and autograd's anomaly detection
 	DIFFTRANSFORMER_SANITIZE=1 $(RUN) -m pytest -m "not slow and not gpu" tests/ops tests/attention tests/model
 
 clean: ## Remove the virtual environment
 	rm -rf $(VENV) .ready-*
 
+define CHECK_PYTHON
+import sys; sys.exit(sys.version_info < (3, 11) and "difftransformer needs Python 3.11 or newer, this is %d.%d; name a newer one: make PYTHON=python3.11" % sys.version_info[:2])
+endef
+
 $(VENV)/.ready: pyproject.toml constraints.txt constraints-ci.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "difftransformer needs Python 3.11 or newer; this is %d.%d: make PYTHON=python3.11" % sys.version_info[:2])'
+	@$(PYTHON) -c '$(CHECK_PYTHON)'
 	$(PYTHON) -m venv $(VENV)
-	$(RUN) -m pip install --quiet --disable-pip-version-check $(PINS) -e '.[$(EXTRAS)]'
+	$(RUN) $(PIP) $(PINS) -e .
 	@touch $@
 
 .ready-%: pyproject.toml
-	@$(PY) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "difftransformer needs Python 3.11 or newer; this is %d.%d: make PY=python3.11" % sys.version_info[:2])'
-	$(PY) -m pip install --quiet --disable-pip-version-check -e '.[$(EXTRAS)]'
+	@$(PY) -c '$(CHECK_PYTHON)'
+	$(PY) $(PIP) -e .
+	@touch $@
+
+$(DEV): $(READY)
+	$(RUN) $(PIP) $(PINS) -e '.[data,dev]'
 	@touch $@

@@ -47,9 +47,11 @@ class RetrievalMix:
     Attributes:
         share: of all rows, 0 to 1.
         min_needles: fewest needles in a document.
-        max_needles: most needles in a document.
-        asks: questions at the end of a document.
+        max_needles: most needles in a document; fewer where the context holds fewer.
+        asks: most questions at the end of a document that is not dense.
         digits: digits of a number, 1 to 9.
+        dense: share of the documents that fill all their room with questions.
+        terse: share of the documents whose needle sentences are shortened at random, down to city and number alone.
     """
 
     share: float
@@ -57,10 +59,13 @@ class RetrievalMix:
     max_needles: int = 4
     asks: int = 4
     digits: int = 7
+    dense: float = 0.0
+    terse: float = 0.0
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.share <= 1.0:
-            raise ConfigError(f"retrieval share is {self.share}; it must lie between 0 and 1")
+        for name in ("share", "dense", "terse"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise ConfigError(f"retrieval {name} is {getattr(self, name)}; it must lie between 0 and 1")
         NeedleFormat(digits=self.digits)
         check_needles(min_needles=self.min_needles, max_needles=self.max_needles, asks=self.asks, cities=CITIES_SEEN)
 
@@ -140,17 +145,17 @@ class Loader:
                 continue
             needed = needle_document_tokens(
                 self.shards.tokenizer,
-                needles=self.retrieval.max_needles,
-                asks=self.retrieval.asks,
+                needles=self.retrieval.min_needles,
+                asks=1,
                 digits=self.retrieval.digits,
                 cities=CITIES_SEEN,
             )
             if needed > context + 1:
                 raise DataError(
-                    f"needle documents are longer than the context: {self.retrieval.max_needles} needles and "
-                    f"{self.retrieval.asks} questions of {self.retrieval.digits} digits take up to {needed} tokens "
-                    f"without any corpus text, a row has {context + 1} (context {context} from step {start}); "
-                    "lower max_needles, asks or digits, or raise the context"
+                    f"needle documents are longer than the context: {self.retrieval.min_needles} needles and 1 question of "
+                    f"{self.retrieval.digits} digits take up to {needed} tokens without any corpus text, a row has "
+                    f"{context + 1} (context {context} from step {start}); lower min_needles or digits, or raise the "
+                    "context"
                 )
 
     def context_tokens(self, step: int) -> int:
@@ -267,6 +272,8 @@ class Loader:
             max_needles=self.retrieval.max_needles,
             asks=self.retrieval.asks,
             digits=self.retrieval.digits,
+            dense=self.retrieval.dense,
+            terse=self.retrieval.terse,
         )
 
 

@@ -21,7 +21,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -52,6 +52,23 @@ _RESERVED_OF = 8
 _FEWEST_ABSENT_DIGITS = 3
 
 
+class Sentence(NamedTuple):
+    """Wording of a needle: what stands before the city, what between it and the number, and whether a space follows."""
+
+    before: str
+    after: str
+    space: bool
+
+
+FULL = Sentence("\nThe special magic", " number is:", True)
+# Shorter wordings of the same fact: they bring city and number closer, down to neighbours.
+TERSE = tuple(
+    Sentence(before, after, space)
+    for before in ("\n", FULL.before)
+    for after, space in (("", False), ("", True), (":", True), (FULL.after, True))
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class NeedleFormat:
     """The needle sentence and its number space. `digits` random digits, leading zeros allowed, 1 to 9 (LWM: 7)."""
@@ -62,9 +79,9 @@ class NeedleFormat:
         if not 1 <= self.digits <= 9:
             raise ConfigError(f"digits is {self.digits}; a magic number has 1 to 9 digits")
 
-    def stub(self, city: str) -> str:
-        """The sentence up to its colon, on a new line: the question."""
-        return f"\nThe special magic {city} number is:"
+    def stub(self, city: str, sentence: Sentence = FULL) -> str:
+        """The sentence up to the number, on a new line: the question."""
+        return f"{sentence.before} {city}{sentence.after}"
 
     def sentence(self, city: str, number: str) -> str:
         """The whole needle, on a new line."""
@@ -132,13 +149,14 @@ def training_document(
     max_needles: int,
     asks: int,
     digits: int,
+    dense: float = 0.0,
+    terse: float = 0.0,
     cities: Sequence[str] = CITIES_SEEN,
 ) -> list[int]:
-    """A training row: filler with needles at random places, then the needles asked back and answered.
+    """A training row: filler with needles at random places, then some of the needles asked back and answered.
 
-    The number of needles is uniform in min_needles..max_needles, their cities are distinct, their numbers are not
-    reserved for evaluation. The `asks` questions run through all needles in random order, then through all again, and
-    so on.
+    The number of needles is uniform in min_needles..max_needles, as far as they fit with as many questions; their cities
+    are distinct, their numbers are not reserved for evaluation. Each question asks a needle drawn anew.
 
     Args:
         rng: everything random is drawn from it.
@@ -146,33 +164,41 @@ def training_document(
         filler_tokens: corpus token ids, (N,): an array or a `TokenStream`; read from a random place on, around its end.
         context_tokens: the row has one more token, for the last target.
         min_needles: fewest needles, at least 1.
-        max_needles: most needles, at most `len(cities)`.
-        asks: questions at the end, at least 1.
+        max_needles: most needles, at most `len(cities)`; fewer where the context holds fewer.
+        asks: most questions of a document that is not dense, at least 1; their number is uniform from 1 on.
         digits: digits of a number, 1 to 9.
+        dense: share of documents that fill all room with questions.
+        terse: share of documents whose sentences are one of `TERSE`.
         cities: names to draw from.
 
     Returns:
         context_tokens + 1 token ids; the last is the end of the last answer.
 
     Raises:
-        ConfigError: a count or `digits` is out of range.
-        DataError: the document does not fit even without filler, or there is no corpus text.
+        ConfigError: a count, a share or `digits` is out of range.
+        DataError: min_needles and one question do not fit even without filler, or there is no corpus text.
     """
     form = NeedleFormat(digits=digits)
     check_needles(min_needles=min_needles, max_needles=max_needles, asks=asks, cities=cities)
     pieces = _pieces(tokenizer)
-    count = int(rng.integers(min_needles, max_needles + 1)) if max_needles > min_needles else min_needles
+    wording = TERSE[int(rng.integers(len(TERSE)))] if rng.random() < terse else FULL
+    chosen = rng.permutation(len(cities))[:max_needles].tolist()
     sentences = [
-        pieces.stub(cities[index]) + pieces.answer(form.draw_training(rng))
-        for index in rng.permutation(len(cities))[:count].tolist()
+        pieces.stub(cities[index], wording) + pieces.answer(form.draw_training(rng), space=wording.space)
+        for index in chosen
     ]
-    asked: list[int] = []
-    while len(asked) < asks:
-        asked += rng.permutation(count).tolist()
-    tail = [token for index in asked[:asks] for token in sentences[index]]
-    filler_length = context_tokens - sum(map(len, sentences)) - len(tail)
-    if filler_length < 0:
-        raise DataError(_too_long(count, asks, context_tokens + 1 - filler_length, context_tokens + 1))
+    longest = max(map(len, sentences))
+    most = min(max_needles, max(min_needles, context_tokens // longest // 2))
+    del sentences[int(rng.integers(min_needles, most + 1)) :]
+    count = len(sentences)
+    room = context_tokens - sum(map(len, sentences))
+    if room < longest:
+        raise DataError(_too_long(count, 1, context_tokens + 1 - room + longest, context_tokens + 1))
+    questions = room // longest
+    if rng.random() >= dense:
+        questions = int(rng.integers(1, min(asks, questions) + 1))
+    tail = [token for index in rng.integers(count, size=questions).tolist() for token in sentences[index]]
+    filler_length = room - len(tail)
     filler = pieces.filler(rng, filler_tokens, filler_length)
     places = pieces.places(filler, rng.random(count) * filler_length)
     order = np.argsort(places, kind="stable").tolist()
@@ -308,7 +334,7 @@ class _Pieces:
                 f"the tokenizer writes a line end as {len(newline)} tokens {newline}; needle documents need 1"
             )
         self.newline = newline[0]
-        self._stubs: dict[str, list[int]] = {}
+        self._stubs: dict[tuple[str, Sentence], list[int]] = {}
         self._left = NeedleFormat().stub("Paris")
         # Where digits are tokens of their own behind a space, a number is looked up; else it is encoded each time.
         pieces = [self._continuation(self._left, f" {digit}") for digit in range(10)]
@@ -332,16 +358,16 @@ class _Pieces:
             )
         return whole[len(before) :]
 
-    def stub(self, city: str) -> list[int]:
-        piece = self._stubs.get(city)
+    def stub(self, city: str, sentence: Sentence = FULL) -> list[int]:
+        piece = self._stubs.get((city, sentence))
         if piece is None:
-            piece = self._stubs[city] = self._continuation("a", NeedleFormat().stub(city))
+            piece = self._stubs[city, sentence] = self._continuation("a", NeedleFormat().stub(city, sentence))
         return piece
 
-    def answer(self, number: str) -> list[int]:
+    def answer(self, number: str, *, space: bool = True) -> list[int]:
         if self._has_digits:
-            return [*self._space, *(self._digits[int(digit)] for digit in number)]
-        return self._continuation(self._left, f" {number}")
+            return [*(self._space if space else ()), *(self._digits[int(digit)] for digit in number)]
+        return self._continuation(self._left, f" {number}" if space else number)
 
     def filler(self, rng: np.random.Generator, stream: Any, length: int) -> npt.NDArray[np.int64]:
         """`length` corpus tokens from a random place on; ends of text become line ends, and so does the first token."""
