@@ -317,7 +317,9 @@ def read_result(path: Path | str, cls: type[T]) -> T:
         raise ResultsError(f"{path}: not a results file (no kind, version and result); name one that a command wrote")
     expected = next(name for name, known in KINDS.items() if known is cls)
     if document["kind"] != expected:
-        raise ResultsError(f"{path}: holds a result of kind {document['kind']!r}, expected {expected!r}; name another file")
+        raise ResultsError(
+            f"{path}: holds a result of kind {document['kind']!r}, expected {expected!r}; name another file"
+        )
     if document["version"] != SCHEMA_VERSION:
         raise ResultsError(
             f"{path}: results version {document['version']!r}, this release reads version {SCHEMA_VERSION}; "

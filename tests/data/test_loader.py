@@ -155,7 +155,7 @@ def test_the_share_of_retrieval_rows_is_the_one_stated(shards, share):
         for row, flag in zip(rows_of(batch), batch.is_retrieval, strict=True):
             text = shards.tokenizer.decode(row)
             found = re.findall(r"The special magic ([A-Z][a-z]+) number is: (\d{4})\b", text)
-            assert bool(flag) == (len(found) >= 3)
+            assert bool(flag) == (len(found) > len(set(found)))
             assert {city for city, _ in found} <= set(CITIES_SEEN)
         total += int(batch.is_retrieval.sum())
         rows += len(batch.is_retrieval)
@@ -171,6 +171,18 @@ def test_retrieval_rows_are_drawn_afresh(shards):
         tuple(row.tolist())
         for row in rows_of(loader_of(shards, seed=12, retrieval=dataclasses.replace(MIX, share=1.0)).batch(0))
     )
+
+
+def test_the_mix_reaches_the_documents(shards):
+    def questions(**changes):
+        loader = loader_of(shards, retrieval=dataclasses.replace(MIX, share=1.0, **changes))
+        texts = [shards.tokenizer.decode(row) for step in range(4, 8) for row in rows_of(loader.batch(step))]
+        return [len(re.findall(r"The special magic [A-Z][a-z]+ number is: \d{4}\b", text)) for text in texts]
+
+    assert max(questions()) <= 2 + 2
+    assert min(questions(dense=1.0)) > 2 + 2
+    assert min(questions(terse=1.0)) == 0
+    assert min(questions(min_needles=4, max_needles=4)) >= 4 + 1
 
 
 def test_a_position_of_another_run_is_refused(shards):
@@ -214,6 +226,9 @@ def test_contradictions_are_refused(shards, change, words):
 def test_bad_mixes_are_refused():
     with pytest.raises(ConfigError, match=r"retrieval share is 1\.5"):
         RetrievalMix(share=1.5)
+    for name in ("dense", "terse"):
+        with pytest.raises(ConfigError, match=f"retrieval {name} is -1"):
+            RetrievalMix(share=0.5, **{name: -1})
     with pytest.raises(ConfigError, match="digits is 12"):
         RetrievalMix(share=0.5, digits=12)
     with pytest.raises(ConfigError, match="needles from 3 to 2"):

@@ -55,6 +55,15 @@ def test_the_sentence_is_the_one_of_the_paper_s_protocol():
     assert form.chance == pytest.approx(1e-7)
 
 
+def needles_and_questions(text):
+    """The (city, number) pairs of the context and those asked back: a city's first sentence is its needle."""
+    found = SENTENCE.findall(text)
+    count = len(dict(found))
+    needles, asked = found[:count], found[count:]
+    assert len(dict(needles)) == count == len(set(found))
+    return needles, asked
+
+
 @pytest.mark.parametrize("context", [271, 320, 500])
 @pytest.mark.parametrize("seed", range(6))
 def test_a_training_row_is_full_and_asks_back_its_needles(tokenizer, stream, seed, context):
@@ -64,24 +73,74 @@ def test_a_training_row_is_full_and_asks_back_its_needles(tokenizer, stream, see
     assert row[0] == tokenizer.end_of_text
     assert tokenizer.end_of_text not in row[1:]
     text = tokenizer.decode(row)
-    found = SENTENCE.findall(text)
-    count = len(found) - 4
-    assert 2 <= count <= 3
-    needles, asked = found[:count], found[count:]
-    assert len(dict(needles)) == count
-    # Four questions: each needle once, in any order, then again from a new order.
-    assert set(asked[:count]) == set(needles)
-    assert set(asked[count:]) <= set(needles)
+    needles, asked = needles_and_questions(text)
+    assert 2 <= len(needles) <= 3
+    assert 1 <= len(asked) <= 4
+    assert set(asked) <= set(needles)
     assert text.endswith("\n".join(f"The special magic {city} number is: {number}" for city, number in asked))
-    assert all(len(number) == 5 for _, number in found)
+    assert all(len(number) == 5 for _, number in needles)
 
 
-def test_fewer_questions_than_needles_ask_different_needles(tokenizer, stream):
-    row = train_row(tokenizer, stream, 3, min_needles=4, max_needles=4, asks=2)
-    found = SENTENCE.findall(tokenizer.decode(row))
-    assert len(found) == 6
-    assert len(set(found[4:])) == 2
-    assert set(found[4:]) <= set(found[:4])
+def test_counts_of_needles_and_questions_are_drawn_from_their_ranges(bpe, corpus):
+    stream = stream_of(bpe, corpus)
+    counts = [
+        [len(part) for part in needles_and_questions(bpe.decode(train_row(bpe, stream, seed, context_tokens=400)))]
+        for seed in range(150)
+    ]
+    assert {needles for needles, _ in counts} == {1, 2, 3}
+    assert {questions for _, questions in counts} == {1, 2, 3, 4}
+    # Each question is drawn anew: with several needles the last one asked is not always the same one.
+    order = set()
+    for seed in range(40):
+        row = train_row(bpe, stream, seed, context_tokens=400, min_needles=3, asks=1)
+        needles, (asked,) = needles_and_questions(bpe.decode(row))
+        order.add(needles.index(asked))
+    assert order == {0, 1, 2}
+
+
+def test_a_dense_document_fills_its_room_with_questions(tokenizer, stream):
+    longest = max(len(tokenizer.encode(NeedleFormat().sentence(city, "01234"))) for city in CITIES_SEEN)
+    for seed in range(8):
+        row = train_row(tokenizer, stream, seed, min_needles=2, dense=1.0)
+        needles, asked = needles_and_questions(tokenizer.decode(row))
+        assert set(asked) <= set(needles)
+        assert len(asked) >= len(row) // longest - len(needles) - 1 > 2
+    dense = [
+        len(needles_and_questions(tokenizer.decode(train_row(tokenizer, stream, seed, dense=0.5)))[1]) > 4
+        for seed in range(80)
+    ]
+    assert 0.3 < np.mean(dense) < 0.7
+
+
+def test_terse_documents_keep_city_and_number_and_the_wording_within_a_document(bpe, corpus):
+    stream = stream_of(bpe, corpus)
+    wordings = set()
+    is_full = []
+    for seed in range(150):
+        text = bpe.decode(train_row(bpe, stream, seed, min_needles=2, terse=0.5))
+        found = re.findall(rf"^(.*?) ({'|'.join(CITIES_SEEN)})(\D*)(\d{{5}})$", text, re.MULTILINE)
+        pairs = [(city, number) for _, city, _, number in found]
+        assert len({(before, after) for before, _, after, _ in found}) == 1
+        assert 2 <= len(set(pairs)) == len(dict(pairs)) < len(pairs)
+        wordings.add((found[0][0], found[0][2]))
+        is_full.append(found[0][0] == "The special magic" and found[0][2] == " number is: ")
+    afters = ("", " ", ": ", " number is: ")
+    assert wordings == {(before, after) for before in ("", "The special magic") for after in afters}
+    # Half of the documents are worded in full, and one in eight of the rest.
+    assert 0.42 < np.mean(is_full) < 0.7
+
+
+def test_a_short_context_holds_fewer_needles(bpe, corpus):
+    stream = stream_of(bpe, corpus)
+    counts = set()
+    for seed in range(60):
+        needles, asked = needles_and_questions(
+            bpe.decode(train_row(bpe, stream, seed, context_tokens=150, max_needles=40, asks=40))
+        )
+        counts.add(len(needles))
+        assert asked
+    assert min(counts) == 1
+    assert 2 <= max(counts) <= 4
 
 
 def test_rows_follow_their_seed_and_needles_lie_everywhere(tokenizer, stream):
@@ -210,8 +269,9 @@ def test_text_without_line_ends_still_puts_needles_on_lines_of_their_own(tokeniz
         start, end = question.spans[0]
         met = (start - 1) / (question.query_starts[0] - 1 - (end - start))
         assert met == pytest.approx(depth, abs=0.08)
-    text = tokenizer.decode(train_row(tokenizer, stream, 0, min_needles=3))
-    assert len(SENTENCE.findall(text)) == 7
+    needles, asked = needles_and_questions(tokenizer.decode(train_row(tokenizer, stream, 0, min_needles=3)))
+    assert len(needles) == 3
+    assert asked
 
 
 def test_documents_are_drawn_afresh_from_the_seed_and_the_filler_is_the_corpus(bpe, corpus):
@@ -238,16 +298,16 @@ def test_unseen_cities_are_used_when_asked_for(bpe, corpus):
 
 def test_a_document_longer_than_the_context_says_how_much_it_needs(bpe, corpus):
     stream = stream_of(bpe, corpus)
-    settings = {"min_needles": 3, "max_needles": 3, "asks": 4}
+    settings = {"min_needles": 3, "max_needles": 3}
     with pytest.raises(
-        DataError, match=r"longer than the context: 3 needles and 4 questions take (\d+).*has 65"
+        DataError, match=r"longer than the context: 3 needles and 1 questions take (\d+).*has 65"
     ) as caught:
         train_row(bpe, stream, 0, context_tokens=64, **settings)
     needed = int(re.search(r"take (\d+)", str(caught.value)).group(1))
     assert len(train_row(bpe, stream, 0, context_tokens=needed - 1, **settings)) == needed
     with pytest.raises(DataError, match="longer than the context"):
         train_row(bpe, stream, 0, context_tokens=needed - 2, **settings)
-    most = needle_document_tokens(bpe, needles=3, asks=4, digits=5, cities=CITIES_SEEN)
+    most = needle_document_tokens(bpe, needles=3, asks=1, digits=5, cities=CITIES_SEEN)
     for seed in range(30):
         assert len(train_row(bpe, stream, seed, context_tokens=most - 1, **settings)) == most
     with pytest.raises(DataError, match=r"longer than the context: 4 needles and 1 questions take \d+ .*has 100"):
@@ -301,7 +361,9 @@ def test_a_tokenizer_with_merged_digits_gives_exact_lengths_too(corpus):
     stream = stream_of(tokenizer, corpus)
     row = train_row(tokenizer, stream, 0, min_needles=3)
     assert len(row) == 321
-    assert len(SENTENCE.findall(tokenizer.decode(row))) == 7
+    needles, asked = needles_and_questions(tokenizer.decode(row))
+    assert len(needles) == 3
+    assert asked
     question = evaluate(tokenizer, stream)
     assert [len(prompt) for prompt in question.prompts] == [593, 593]
     assert len(SENTENCE.findall(tokenizer.decode(question.prompts[0]))) == 4

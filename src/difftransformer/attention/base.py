@@ -141,7 +141,9 @@ class Attention(nn.Module):
     def __init__(self, embed_dim: int, layout: HeadLayout, *, layer_index: int, backend: str = "auto") -> None:
         super().__init__()
         if layer_index < 0:
-            raise ConfigError(f"layer_index={layer_index}: layers are counted from 0 (the paper's l is layer_index + 1)")
+            raise ConfigError(
+                f"layer_index={layer_index}: layers are counted from 0 (the paper's l is layer_index + 1)"
+            )
         self.embed_dim, self.layout, self.layer_index, self.backend = embed_dim, layout, layer_index, backend
         self.q_proj = nn.Linear(embed_dim, layout.num_heads * layout.query_width, bias=False)
         self.k_proj = nn.Linear(embed_dim, layout.num_key_value_heads * layout.key_width, bias=False)

@@ -43,7 +43,9 @@ def bench_attention(
                 say(where)
                 names = [b for b in DIFF_BACKENDS if b != "reference" or length <= QUADRATIC_BACKENDS_UP_TO]
                 work = {
-                    f"{where}: diff {name}": attention_work("diff", name, heads, length, HEAD_DIM, dtype, backward=backward)
+                    f"{where}: diff {name}": attention_work(
+                        "diff", name, heads, length, HEAD_DIM, dtype, backward=backward
+                    )
                     for name in names
                 }
                 twin = f"{where}: softmax sdpa"

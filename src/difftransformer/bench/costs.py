@@ -41,7 +41,9 @@ def measure_costs(
         warmup=2,
     )
     prefill = time_interleaved(
-        {name: prefill_work(model, rows, context_tokens) for name, model in models.items()}, against=twin, repeats=REPEATS
+        {name: prefill_work(model, rows, context_tokens) for name, model in models.items()},
+        against=twin,
+        repeats=REPEATS,
     )
     decode = time_interleaved(
         {name: decode_work(model, rows, context_tokens, DECODE_TOKENS) for name, model in models.items()},

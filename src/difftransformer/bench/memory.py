@@ -78,10 +78,10 @@ def main(spec: dict[str, Any]) -> int:
         call()
         return _resident_bytes("VmHWM") - before
     before = _resident_bytes("VmRSS")
-    fields = {key: value for key, value in spec["config"].items() if key not in ("architectures", "transformers_version")}
-    step = training_work(
-        DiffTransformerForCausalLM(DiffTransformerConfig(**fields)), spec["rows"], spec["context"]
-    )
+    fields = {
+        key: value for key, value in spec["config"].items() if key not in ("architectures", "transformers_version")
+    }
+    step = training_work(DiffTransformerForCausalLM(DiffTransformerConfig(**fields)), spec["rows"], spec["context"])
     step()
     step()
     return _resident_bytes("VmHWM") - before

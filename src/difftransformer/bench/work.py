@@ -26,7 +26,9 @@ def attention_work(
         dtype: "fp32" or "bf16".
         backward: Whether gradients are computed too, those of lambda among them.
     """
-    count, query_width, value_width = (heads, 2 * head_dim, 2 * head_dim) if op == "diff" else (2 * heads, head_dim, head_dim)
+    count, query_width, value_width = (
+        (heads, 2 * head_dim, 2 * head_dim) if op == "diff" else (2 * heads, head_dim, head_dim)
+    )
     widths = (query_width, query_width, value_width)
     query, key, value = (
         torch.randn(1, count, length, width).to(DTYPES[dtype]).requires_grad_(backward) for width in widths
@@ -47,7 +49,9 @@ def attention_work(
     return call
 
 
-def training_work(model: DiffTransformerForCausalLM, rows: int, context: int, dtype: str = "fp32") -> Callable[[], None]:
+def training_work(
+    model: DiffTransformerForCausalLM, rows: int, context: int, dtype: str = "fp32"
+) -> Callable[[], None]:
     """One training step with AdamW on random tokens, `rows` rows of `context` tokens."""
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)

@@ -23,11 +23,11 @@ def run(out: str = "reports/bench", repeats: int = 7, threads: int | None = None
         torch.set_num_threads(threads)
     timings = bench_attention(repeats=repeats, say=say) + bench_training_step(repeats=repeats, say=say)
     memory = bench_memory(threads=torch.get_num_threads(), say=say)
-    result = Bench(
-        command=command_line(), created=now(), environment=environment(), timings=timings, memory=memory
-    )
+    result = Bench(command=command_line(), created=now(), environment=environment(), timings=timings, memory=memory)
     path = write_result(result, Path(out) / "results.json")
-    table = Table(title="Wall time, median of interleaved rounds", caption="ratio: to the Transformer's row of the same group")
+    table = Table(
+        title="Wall time, median of interleaved rounds", caption="ratio: to the Transformer's row of the same group"
+    )
     for column in ("", "ms", "quartiles", "ratio"):
         table.add_column(column, justify="left" if column == "" else "right")
     for timing in timings:

@@ -38,5 +38,3 @@ def run(
     print_comparison(comparison, console)
     console.print(f"Report: {page}\nResults: {folder / 'results.json'}", highlight=False)
     return 0
-
-

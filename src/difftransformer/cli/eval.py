@@ -67,7 +67,9 @@ def _table(result: Evaluation) -> Table:
     if result.needle is not None:
         cells = result.needle.cells
         for length, needles, asked, cities in sorted({(c.length_tokens, c.needles, c.asked, c.cities) for c in cells}):
-            chosen = [c for c in cells if (c.length_tokens, c.needles, c.asked, c.cities) == (length, needles, asked, cities)]
+            chosen = [
+                c for c in cells if (c.length_tokens, c.needles, c.asked, c.cities) == (length, needles, asked, cities)
+            ]
             correct, trials = sum(c.correct for c in chosen), sum(c.trials for c in chosen)
             table.add_row(f"retrieval at {length}, N={needles} R={asked}, {cities} cities", f"{correct} of {trials}")
     if result.allocation is not None:

@@ -6,6 +6,8 @@ status 2; `--debug` shows the traceback.
 
 import errno
 import importlib
+import os
+import re
 import sys
 from collections.abc import Sequence
 
@@ -36,6 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if words[0] == "--version":
         print(__version__)
         return 0
+    # Commands draw one bar of their own; transformers would draw one for every small file that it writes or reads.
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     verb = words.pop(0)
     if verb not in VERBS:
         return _fail(f"difftransformer: no command {verb!r}; choose one of {', '.join(VERBS)}")
@@ -61,6 +65,8 @@ def _run(verb: str, words: list[str]) -> int:
     function = importlib.import_module(f".{verb}", __package__).run
     parser = ArgumentParser(prog=f"difftransformer {verb}", description=VERBS[verb], exit_on_error=False)
     parser.add_function_arguments(function, as_positional=True)
+    # `--set` may be given several times; jsonargparse writes adding to a list with a plus.
+    words = [re.sub(r"^--set(?==|$)", "--set+", word) for word in words]
     try:
         options = parser.parse_args(words)
     except ArgumentError as error:

@@ -152,8 +152,8 @@ class Loader:
             )
             if needed > context + 1:
                 raise DataError(
-                    f"needle documents are longer than the context: {self.retrieval.min_needles} needles and 1 question of "
-                    f"{self.retrieval.digits} digits take up to {needed} tokens without any corpus text, a row has "
+                    f"needle documents are longer than the context: {self.retrieval.min_needles} needles and 1 question "
+                    f"of {self.retrieval.digits} digits take up to {needed} tokens without any corpus text, a row has "
                     f"{context + 1} (context {context} from step {start}); lower min_needles or digits, or raise the "
                     "context"
                 )

@@ -155,8 +155,8 @@ def training_document(
 ) -> list[int]:
     """A training row: filler with needles at random places, then some of the needles asked back and answered.
 
-    The number of needles is uniform in min_needles..max_needles, as far as they fit with as many questions; their cities
-    are distinct, their numbers are not reserved for evaluation. Each question asks a needle drawn anew.
+    The number of needles is uniform in min_needles..max_needles, as far as they fit with as many questions; their
+    cities are distinct, their numbers are not reserved for evaluation. Each question asks a needle drawn anew.
 
     Args:
         rng: everything random is drawn from it.

@@ -22,10 +22,10 @@ class DataConfig:
 
     Attributes:
         source: "python-stdlib", a folder, a .txt or .jsonl file, or hf:NAME (see `read_documents`).
-        tokenizer: "bpe" to train a byte-level BPE on the training text, "byte", or a folder of any pretrained tokenizer.
+        tokenizer: "bpe" to train a byte-level BPE on the training text, "byte", or a folder of a pretrained tokenizer.
         vocab_size: Tokens of a trained BPE.
-        needle_words: Times that each training city's needle sentence is added to the text that the BPE is trained on, so
-            that the sentence's words become tokens; 0 for none.
+        needle_words: Times that each training city's needle sentence is added to the text that the BPE is trained on,
+            so that the sentence's words become tokens; 0 for none.
         validation_share: Share of the documents that is held out.
         split_seed: Of the split.
         folder: Where shards are written; each request gets a folder of its own in it.

@@ -12,6 +12,7 @@ For softmax attention the three agree.
 """
 
 import math
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -42,7 +43,7 @@ def segment_shares(weights: Tensor, bounds: tuple[int, int, int]) -> dict[Form, 
     for form, values in forms.items():
         columns = values.double().sum(0)
         total = columns.sum()
-        shares[form] = [(columns[a:b].sum() / total).item() for a, b in zip(edges, edges[1:], strict=False)]
+        shares[form] = [(columns[a:b].sum() / total).item() for a, b in pairwise(edges)]
     return shares
 
 
@@ -94,6 +95,4 @@ def evaluate_allocation(
                         standard_error=float(error),
                     )
                 )
-    return AllocationResult(
-        length_tokens=length, needles=config.needles, documents=config.documents, shares=shares
-    )
+    return AllocationResult(length_tokens=length, needles=config.needles, documents=config.documents, shares=shares)

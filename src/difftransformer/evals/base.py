@@ -42,7 +42,9 @@ class NllConfig:
 
     def __post_init__(self) -> None:
         if self.windows < 1 or self.position_buckets < 1:
-            raise ConfigError(f"windows={self.windows}, position_buckets={self.position_buckets}: give at least 1 of each")
+            raise ConfigError(
+                f"windows={self.windows}, position_buckets={self.position_buckets}: give at least 1 of each"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +74,9 @@ class NeedleConfig:
         if any(not 0 <= depth <= 1 for depth in self.depths):
             raise ConfigError(f"depths={self.depths}: each is a share of the context, from 0 to 1")
         if self.documents < 1 or not 1 <= self.digits <= 9:
-            raise ConfigError(f"documents={self.documents}, digits={self.digits}: give at least 1 document and 1 to 9 digits")
+            raise ConfigError(
+                f"documents={self.documents}, digits={self.digits}: give at least 1 document and 1 to 9 digits"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,7 @@
 """A decoder of transformers' form as a `LanguageModel`."""
 
-from contextlib import contextmanager
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -54,7 +54,10 @@ class DecoderLanguageModel:
                 ids = part.to(self.model.device)
                 before = self.model(input_ids=ids[:, :-1], use_cache=True, logits_to_keep=1)
                 last = self.model(
-                    input_ids=ids[:, -1:], past_key_values=before.past_key_values, use_cache=True, output_attentions=True
+                    input_ids=ids[:, -1:],
+                    past_key_values=before.past_key_values,
+                    use_cache=True,
+                    output_attentions=True,
                 )
                 rows.append(torch.cat([weights[:, :, -1] for weights in last.attentions], dim=1).float().cpu())
         return torch.cat(rows)

@@ -1,6 +1,7 @@
 """Validation loss: nats a token, bits a byte, and by position in the context."""
 
 import math
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -41,7 +42,7 @@ def evaluate_nll(model: LanguageModel, shards: Shards, config: NllConfig, *, con
                 nll_nats_per_token=nll[:, start:end].mean().item(),
                 tokens=nll[:, start:end].numel(),
             )
-            for start, end in zip(edges, edges[1:], strict=False)
+            for start, end in pairwise(edges)
         ],
         documents=[
             DocumentNll(nll_nats=row.sum().item(), tokens=row.numel(), bytes=int(row_bytes.sum()))

@@ -66,11 +66,11 @@ class DiffTransformerConfig(PreTrainedConfig):
     attention_type: str = "diff"
     vocab_size: int = 32_000
     hidden_size: int = 512
-    intermediate_size: int | None = None
+    intermediate_size: int = None  # type: ignore[assignment]  # filled in below, like the next two
     num_hidden_layers: int = 8
     num_attention_heads: int = 8
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None
+    num_key_value_heads: int = None  # type: ignore[assignment]
+    head_dim: int = None  # type: ignore[assignment]
     num_differential_heads: int | None = None
     num_differential_key_value_heads: int | None = None
     value_head_dim: int | None = None
@@ -110,7 +110,9 @@ class DiffTransformerConfig(PreTrainedConfig):
         if self.rope_parameters is None and "rope_theta" not in kwargs:
             self.rope_parameters = {"rope_type": "default", "rope_theta": DEFAULT_ROPE_THETA}
         if self.sliding_window is not None and self.sliding_window < 1:
-            raise ConfigError(f"sliding_window={self.sliding_window}: a window holds at least the query itself; use 1 or more")
+            raise ConfigError(
+                f"sliding_window={self.sliding_window}: a window holds at least the query itself; use 1 or more"
+            )
         if self.initialization not in INITIALIZATIONS:
             raise ConfigError(
                 f"initialization={self.initialization!r} is unknown; choose one of {', '.join(INITIALIZATIONS)}"

@@ -47,7 +47,7 @@ class RotaryEmbedding(LlamaRotaryEmbedding):  # type: ignore[misc]
         return cos[..., :half], sin[..., :half]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        before = {name: buffer for name, buffer in self.named_buffers(recurse=False)}
+        before = dict(self.named_buffers(recurse=False))
         super()._apply(fn, recurse)
         for name, kept in before.items():
             moved = getattr(self, name)

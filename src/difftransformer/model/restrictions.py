@@ -93,7 +93,7 @@ def attention_restrictions(
         restrictions.update(_padding_restrictions(padding))
 
     if cu_seqlens is not None:
-        if batch != 1 or cache is not None and not (isinstance(seen, int) and seen == 0 and keys == length):
+        if batch != 1 or (cache is not None and not (isinstance(seen, int) and seen == 0 and keys == length)):
             raise ShapeError(
                 f"cu_seq_lens_q with a batch of {batch} and {seen} cached tokens: cumulative lengths describe one row "
                 "without a past; use restarting position_ids for several rows"
@@ -116,9 +116,7 @@ def attention_restrictions(
     return restrictions | {"attn_mask": same if mask is None else same & mask}
 
 
-def _key_padding(
-    attention_mask: Tensor, batch: int, length: int, seen: int | Tensor, keys: int, offset: int
-) -> Tensor:
+def _key_padding(attention_mask: Tensor, batch: int, length: int, seen: int | Tensor, keys: int, offset: int) -> Tensor:
     """The (B, S) part of a 2-D mask that covers the keys of this pass; slots that are not filled yet count as real."""
     if attention_mask.dim() != 2 or attention_mask.shape[0] != batch:
         raise ShapeError(
@@ -130,7 +128,9 @@ def _key_padding(
             f"attention_mask covers {width} tokens, but {seen} are cached and {length} are new; "
             f"pass a mask of width {seen + length}"
         )
-    return torch.nn.functional.pad(attention_mask.bool()[:, offset : offset + keys], (0, max(0, keys + offset - width)), value=True)
+    return torch.nn.functional.pad(
+        attention_mask.bool()[:, offset : offset + keys], (0, max(0, keys + offset - width)), value=True
+    )
 
 
 def _padding_restrictions(real: Tensor) -> Restrictions:

@@ -5,7 +5,7 @@ from .._lazy import lazy_names
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
-        ".compare": ("compare", "compare_metrics"),
+        ".comparison": ("compare", "compare_metrics"),
         ".jobs": ("Job",),
         ".recipe": ("CompareConfig", "Recipe", "load_recipe", "recipe_dict", "recipe_from", "save_recipe"),
         ".run": ("evaluate_run", "start_run", "train_run", "trained_model"),

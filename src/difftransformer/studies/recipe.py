@@ -76,7 +76,9 @@ class Recipe:
         context = self.training.context_tokens
         longest = int(fields.get("max_position_embeddings", context))
         if longest < context:
-            raise ConfigError(f"model.max_position_embeddings={longest} is below the trained context of {context} tokens")
+            raise ConfigError(
+                f"model.max_position_embeddings={longest} is below the trained context of {context} tokens"
+            )
         return DiffTransformerConfig(
             **{**fields, "max_position_embeddings": longest, "vocab_size": vocab_size, **tokens}
         )

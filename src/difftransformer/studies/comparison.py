@@ -1,4 +1,4 @@
-"""The comparison: a model and its same-size twin, trained on identical batches for each seed, evaluated, and set side by side."""
+"""The comparison: a model and its same-size twin, trained on identical batches for each seed, and set side by side."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -88,9 +88,7 @@ def compare(
 def _collect(recipe: Recipe, folder: Path, shards: Shards, seeds: list[int]) -> Comparison:
     models = recipe.compare.models
     runs = [_run_result(folder, model, seed) for model in models for seed in seeds]
-    configs = {
-        model: recipe.with_model(model).model_config(vocab_size=shards.tokenizer.vocab_size) for model in models
-    }
+    configs = {model: recipe.with_model(model).model_config(vocab_size=shards.tokenizer.vocab_size) for model in models}
     train_text, validation_text = shards.text_bytes("train"), shards.text_bytes("validation")
     return Comparison(
         name=recipe.name,
