@@ -38,6 +38,8 @@ def start_run(folder: Path, recipe: Recipe) -> None:
         save_recipe(recipe, path)
         return
     before, after = recipe_dict(load_recipe(path)), recipe_dict(recipe)
+    for document in (before, after):
+        del document["data"]["folder"]  # where shards lie does not change what is trained
     for part in ("model", "data", "training"):
         if difference := _difference(before[part], after[part], part):
             raise CheckpointError(

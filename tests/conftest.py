@@ -1,0 +1,79 @@
+"""A made-up corpus, its shards and a recipe that trains on it in a second. Nothing here depends on the machine."""
+
+import copy
+import random
+
+import pytest
+import yaml
+
+from difftransformer.studies import recipe_from
+
+TOY = {
+    "name": "toy",
+    "model": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4},
+    "data": {"tokenizer": "bpe", "vocab_size": 400, "needle_words": 50, "validation_share": 0.3},
+    "training": {
+        "steps": 8,
+        "batch_tokens": 256,
+        "context_stages": [[0, 64], [4, 128]],
+        "retrieval": {"share": 0.5, "max_needles": 2, "asks": 2, "digits": 2},
+        "validate_every": 3,
+        "validation_windows": 2,
+        "checkpoint_every": 3,
+        "optimizer": {"learning_rate": 0.002},
+        "schedule": {"warmup_steps": 2},
+    },
+    "evaluation": {
+        "nll": {"windows": 4},
+        "needle": {"digits": 2, "documents": 3, "needles": [[1, 1], [2, 1]], "depths": [0.0, 1.0]},
+        "allocation": {"digits": 2, "documents": 3, "needles": 2, "depths": [0.5]},
+    },
+    "compare": {"seeds": 2, "jobs": 1},
+}
+
+
+@pytest.fixture(scope="session")
+def toy_text(tmp_path_factory):
+    """A folder of 40 small text files."""
+    folder = tmp_path_factory.mktemp("text")
+    draw = random.Random(5)
+    words = ["".join(draw.choices("etaoinshrdlucmfwyp", k=draw.randint(2, 9))) for _ in range(300)]
+    for index in range(40):
+        lines = (" ".join(draw.choices(words, k=draw.randint(3, 10))) + "\n" for _ in range(40))
+        (folder / f"{index:02d}.txt").write_text("".join(lines), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def _toy_shards_folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("toy-shards")
+
+
+@pytest.fixture
+def toy(toy_text, _toy_shards_folder):
+    """The toy recipe as plain data, to be changed freely."""
+    document = copy.deepcopy(TOY)
+    document["data"] |= {"source": str(toy_text), "folder": str(_toy_shards_folder)}
+    return document
+
+
+@pytest.fixture
+def toy_recipe(toy):
+    """The toy recipe."""
+    return recipe_from(toy, source="toy")
+
+
+@pytest.fixture
+def toy_file(toy, tmp_path):
+    """The toy recipe as a YAML file."""
+    path = tmp_path / "toy.yaml"
+    path.write_text(yaml.safe_dump(toy), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="session")
+def toy_shards(toy_text, _toy_shards_folder):
+    """The toy recipe's shards."""
+    from difftransformer.data import DataConfig, prepare_shards
+
+    return prepare_shards(DataConfig(**TOY["data"], source=str(toy_text), folder=str(_toy_shards_folder)))

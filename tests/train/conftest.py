@@ -1,0 +1,45 @@
+"""Small training runs."""
+
+import dataclasses
+
+import pytest
+
+from difftransformer.model import DiffTransformerConfig
+from difftransformer.train import read_metrics, train
+
+# Wall time differs from run to run; everything else in metrics.jsonl must not.
+CLOCKS = ("seconds", "tokens_per_second")
+
+
+@pytest.fixture
+def model_config(toy_recipe, toy_shards):
+    """attention_type -> the toy model's configuration."""
+
+    def configure(attention_type="diff", **fields) -> DiffTransformerConfig:
+        recipe = dataclasses.replace(toy_recipe, model=toy_recipe.model | fields | {"attention_type": attention_type})
+        return recipe.model_config(vocab_size=toy_shards.tokenizer.vocab_size)
+
+    return configure
+
+
+@pytest.fixture
+def train_toy(toy_recipe, toy_shards, model_config):
+    """Train the toy in a folder, with other fields of TrainingConfig."""
+
+    def run(folder, *, attention_type="diff", listen=lambda metrics: None, **fields):
+        config = dataclasses.replace(toy_recipe.training, **fields)
+        return train(config, model_config(attention_type), toy_shards, folder, listen=listen)
+
+    return run
+
+
+@pytest.fixture
+def read_run():
+    """What metrics.jsonl says, without clocks."""
+
+    def read(folder):
+        steps, validations = read_metrics(folder / "metrics.jsonl")
+        plain = [{k: v for k, v in dataclasses.asdict(line).items() if k not in CLOCKS} for line in steps]
+        return plain, [dataclasses.asdict(line) for line in validations]
+
+    return read

@@ -1,0 +1,128 @@
+"""A run that was interrupted, at any step and in any way, goes on bitwise as if it had not been."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+
+from difftransformer.data import Loader
+from difftransformer.train import Interrupted, checkpoints, load_checkpoint
+from difftransformer.train.checkpoint import verify_checkpoint
+
+
+def stop_after(step):
+    """A listener that sends SIGINT when a step is done."""
+
+    def listen(metrics):
+        if metrics.step == step and hasattr(metrics, "loss_nats"):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    return listen
+
+
+@pytest.mark.parametrize("attention_type", ["diff", "softmax"])
+def test_interrupted_at_every_step(tmp_path, train_toy, read_run, attention_type):
+    whole = train_toy(tmp_path / "whole", attention_type=attention_type)
+    steps, validations = read_run(tmp_path / "whole")
+    assert [line["step"] for line in steps] == list(range(1, 9))
+    assert [line["step"] for line in validations] == [3, 6, 8]
+    for step in range(1, 8):
+        with pytest.raises(Interrupted) as stopped:
+            train_toy(tmp_path / "cut", attention_type=attention_type, listen=stop_after(step))
+        assert stopped.value.step == step
+        assert stopped.value.checkpoint == checkpoints(tmp_path / "cut")[-1]
+        assert stopped.value.checkpoint.name == f"step-{step:06d}"
+    resumed = train_toy(tmp_path / "cut", attention_type=attention_type)
+    assert read_run(tmp_path / "cut") == (steps, validations)
+    for (name, a), (_, b) in zip(whole.state_dict().items(), resumed.state_dict().items(), strict=True):
+        assert torch.equal(a, b), name
+    states = [verify_checkpoint(checkpoints(tmp_path / name)[-1]) for name in ("whole", "cut")]
+    assert states[0]["loader"] == states[1]["loader"]
+    assert states[0]["loader"]["step"] == 8
+    for file in ("model.safetensors", "optimizer.safetensors"):
+        found = [(checkpoints(tmp_path / name)[-1] / file).read_bytes() for name in ("whole", "cut")]
+        assert found[0] == found[1], file
+
+
+def test_goes_on_from_an_older_checkpoint_and_writes_the_lines_after_it_again(tmp_path, train_toy, read_run):
+    """As after SIGKILL: the metrics file is ahead of the newest checkpoint and ends in half a line."""
+    train_toy(tmp_path / "whole")
+    train_toy(tmp_path / "killed", keep_checkpoints=9)
+    newest = checkpoints(tmp_path / "killed")
+    for path in newest[1:]:
+        for file in path.iterdir():
+            file.unlink()
+        path.rmdir()
+    with (tmp_path / "killed" / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        file.write('{"step": 9, "loss_na')
+    seen = []
+    train_toy(tmp_path / "killed", keep_checkpoints=9, listen=lambda metrics: seen.append(metrics.step))
+    assert min(seen) == 4
+    assert read_run(tmp_path / "killed") == read_run(tmp_path / "whole")
+
+
+def test_a_finished_run_is_not_trained_again(tmp_path, train_toy):
+    train_toy(tmp_path)
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    seen = []
+    train_toy(tmp_path, listen=seen.append)
+    assert seen == []
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+
+
+def test_the_second_signal_interrupts_at_once(tmp_path, train_toy):
+    def twice(metrics):
+        if metrics.step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.05)
+
+    with pytest.raises(KeyboardInterrupt):
+        train_toy(tmp_path, listen=twice)
+    assert checkpoints(tmp_path) == []
+
+
+def test_handlers_are_put_back(tmp_path, train_toy):
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    train_toy(tmp_path, steps=1)
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
+def test_twins_see_the_same_batches_and_another_seed_sees_others(tmp_path, train_toy, monkeypatch):
+    batches: dict[str, list[torch.Tensor]] = {}
+    draw = Loader.__next__
+
+    def record(self):
+        batch = draw(self)
+        batches.setdefault(name, []).append(torch.cat([batch.input_ids.flatten(), batch.targets.flatten()]))
+        return batch
+
+    monkeypatch.setattr(Loader, "__next__", record)
+    for name, attention_type, seed in (("diff", "diff", 0), ("softmax", "softmax", 0), ("other", "diff", 1)):
+        train_toy(tmp_path / name, attention_type=attention_type, seed=seed)
+    assert len(batches["diff"]) == 8
+    assert all(torch.equal(a, b) for a, b in zip(batches["diff"], batches["softmax"], strict=True))
+    assert not any(torch.equal(a, b) for a, b in zip(batches["diff"], batches["other"], strict=True))
+
+
+def test_random_state_and_moments_come_back(tmp_path, toy_recipe, train_toy, model_config):
+    """What a checkpoint holds is put back into a fresh model and optimiser exactly."""
+    from difftransformer.train import build_model
+    from difftransformer.train.optim import build_optimizer
+
+    trained = train_toy(tmp_path)
+    model = build_model(model_config(), seed=99)
+    optimizer = build_optimizer(model, toy_recipe.training.optimizer)
+    drawn = torch.rand(3)
+    state = load_checkpoint(checkpoints(tmp_path)[-1], model=model, optimizer=optimizer)
+    assert (state.step, state.tokens) == (8, 8 * 256)
+    assert not torch.equal(drawn, torch.rand(3))
+    for name, parameter in trained.named_parameters():
+        assert torch.equal(parameter, model.get_parameter(name)), name
+        moments = optimizer.state[model.get_parameter(name)]
+        assert set(moments) == {"exp_avg", "exp_avg_sq", "step"}
+        assert moments["step"].item() == 8
+        assert moments["exp_avg_sq"].min() >= 0
+        assert moments["exp_avg_sq"].max() > 0
