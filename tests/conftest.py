@@ -1,12 +1,21 @@
 """A made-up corpus, its shards and a recipe that trains on it in a second. Nothing here depends on the machine."""
 
 import copy
+import os
 import random
 
 import pytest
 import yaml
 
 from difftransformer.studies import recipe_from
+
+if os.environ.get("DIFFTRANSFORMER_SANITIZE"):
+    # `make sanitize`: torch.empty gives NaN, and a backward pass that makes one names the forward call.
+    import torch
+
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.autograd.set_detect_anomaly(True)
 
 TOY = {
     "name": "toy",

@@ -180,6 +180,9 @@ def training_document(
     """
     form = NeedleFormat(digits=digits)
     check_needles(min_needles=min_needles, max_needles=max_needles, asks=asks, cities=cities)
+    for name, share in (("dense", dense), ("terse", terse)):
+        if not 0.0 <= share <= 1.0:
+            raise ConfigError(f"{name} is {share}; it must lie between 0 and 1")
     pieces = _pieces(tokenizer)
     wording = TERSE[int(rng.integers(len(TERSE)))] if rng.random() < terse else FULL
     chosen = rng.permutation(len(cities))[:max_needles].tolist()

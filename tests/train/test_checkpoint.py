@@ -1,0 +1,216 @@
+"""Checkpoints: whole or not there, damage named, opened by transformers."""
+
+import errno
+import json
+import re
+import shutil
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from difftransformer.errors import CheckpointError
+from difftransformer.train import Interrupted, checkpoints, latest_checkpoint, read_metrics, verify_checkpoint
+from difftransformer.train import checkpoint as checkpoint_module
+
+
+@pytest.fixture(scope="session")
+def _trained(tmp_path_factory):
+    return tmp_path_factory.mktemp("trained")
+
+
+@pytest.fixture
+def run(_trained, train_toy, tmp_path):
+    """A copy of a trained run with checkpoints of steps 6 and 8."""
+    train_toy(_trained)  # the first time; then there is nothing left to do
+    folder = tmp_path / "run"
+    shutil.copytree(_trained, folder)
+    assert [path.name for path in checkpoints(folder)] == ["step-000006", "step-000008"]
+    return folder
+
+
+FILES = (
+    "config.json",
+    "model.safetensors",
+    "optimizer.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "state.json",
+)
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    place = data.index(b"8") if path.name == "state.json" else len(data) // 2
+    data[place] ^= 1
+    path.write_bytes(data)
+
+
+def empty(path):
+    path.write_bytes(b"")
+
+
+@pytest.mark.parametrize("damage", [cut, flip, empty, lambda path: path.unlink()], ids=["cut", "flip", "empty", "gone"])
+@pytest.mark.parametrize("file", FILES)
+def test_damage_is_named_with_the_way_out(run, train_toy, file, damage):
+    damage(run / "checkpoints" / "step-000008" / file)
+    with pytest.raises(CheckpointError) as error:
+        train_toy(run)
+    message = str(error.value)
+    assert "\n" not in message
+    assert message.startswith(str(run / "checkpoints" / "step-000008" / file))
+    assert "step-000006, which is kept" in message
+
+
+def test_the_way_out_works(run, train_toy, read_run):
+    before = read_run(run)
+    cut(run / "checkpoints" / "step-000008" / "model.safetensors")
+    shutil.rmtree(run / "checkpoints" / "step-000008")
+    train_toy(run)
+    assert read_run(run) == before
+
+
+def test_damage_of_the_only_checkpoint_says_so(run, train_toy):
+    shutil.rmtree(run / "checkpoints" / "step-000006")
+    flip(run / "checkpoints" / "step-000008" / "optimizer.safetensors")
+    with pytest.raises(CheckpointError, match="no earlier checkpoint exists"):
+        train_toy(run)
+
+
+@pytest.mark.parametrize("document", ["[]", "{}", "7", '{"version": 99}', '{"version": 1}', '{"version": 1, "files": []}'])
+def test_a_state_file_of_another_kind(run, train_toy, document):
+    path = run / "checkpoints" / "step-000008" / "state.json"
+    path.write_text(document)
+    with pytest.raises(CheckpointError, match=re.escape(str(path))):
+        train_toy(run)
+
+
+def test_another_version_is_refused(run):
+    path = checkpoints(run)[-1] / "state.json"
+    document = json.loads(path.read_text())
+    path.write_text(json.dumps(document | {"version": 99}))
+    with pytest.raises(CheckpointError, match="version 99, this release reads 1"):
+        verify_checkpoint(checkpoints(run)[-1])
+
+
+def test_a_checkpoint_of_another_model(run, train_toy):
+    with pytest.raises(CheckpointError, match=r"weights of another model .*lambda_|lambda_.*another model"):
+        train_toy(run, attention_type="softmax")
+
+
+def test_weights_of_another_shape(run, toy_recipe, toy_shards, model_config):
+    from difftransformer.train import train
+
+    with pytest.raises(CheckpointError, match=r"another model.*\(32"):
+        train(toy_recipe.training, model_config(hidden_size=64), toy_shards, run)
+
+
+def test_transformers_opens_a_checkpoint(run, train_toy, toy_shards):
+    trained = train_toy(run)
+    path = checkpoints(run)[-1]
+    opened, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+    assert type(opened) is type(trained)
+    assert opened.config.attention_type == "diff"
+    for (name, a), (_, b) in zip(trained.state_dict().items(), opened.state_dict().items(), strict=True):
+        assert torch.equal(a, b), name
+    text = "the special magic Lisbon number is: 42"
+    assert tokenizer(text).input_ids == toy_shards.tokenizer.encode(text)
+    assert tokenizer.decode(tokenizer(text).input_ids) == text
+    assert tokenizer.eos_token_id == toy_shards.tokenizer.end_of_text
+
+
+def test_a_leftover_of_a_killed_writer_is_ignored_and_removed(run, train_toy):
+    leftover = run / "checkpoints" / ".step-000099.tmp"
+    leftover.mkdir()
+    (leftover / "model.safetensors").write_bytes(b"half")
+    assert [path.name for path in checkpoints(run)] == ["step-000006", "step-000008"]
+    assert latest_checkpoint(run).name == "step-000008"
+    shutil.rmtree(run / "checkpoints" / "step-000008")
+    train_toy(run)
+    assert not leftover.exists()
+    verify_checkpoint(checkpoints(run)[-1])
+
+
+def full_disk(*args, **kwargs):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("where", ["weights", "moments", "tokenizer", "rename"])
+def test_a_full_disk_keeps_and_names_the_older_checkpoint(run, train_toy, monkeypatch, where):
+    shutil.rmtree(run / "checkpoints" / "step-000008")
+    kept = run / "checkpoints" / "step-000006"
+    before = {path.name: path.read_bytes() for path in kept.iterdir()}
+    with monkeypatch.context() as patch:
+        if where == "weights":
+            patch.setattr("transformers.modeling_utils.safe_save_file", full_disk)
+        elif where == "moments":
+            patch.setattr(checkpoint_module, "save_file", full_disk)
+        elif where == "tokenizer":
+            patch.setattr("difftransformer.data.tokenizer.write_text_atomically", full_disk)
+        else:
+            patch.setattr("pathlib.Path.rename", full_disk)
+        with pytest.raises(CheckpointError) as error:
+            train_toy(run)
+    message = str(error.value)
+    assert "step-000008" in message
+    assert "o space left on device" in message
+    assert f"{kept} is kept and whole" in message
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-000006"]
+    assert {path.name: path.read_bytes() for path in kept.iterdir()} == before
+    train_toy(run)  # there is room again
+    verify_checkpoint(checkpoints(run)[-1])
+
+
+def test_a_full_disk_at_the_first_checkpoint(tmp_path, train_toy, monkeypatch):
+    monkeypatch.setattr(checkpoint_module, "save_file", full_disk)
+    with pytest.raises(CheckpointError, match="no earlier checkpoint exists"):
+        train_toy(tmp_path)
+    assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+def test_only_the_newest_are_kept(tmp_path, train_toy):
+    train_toy(tmp_path, checkpoint_every=1, keep_checkpoints=3)
+    assert [path.name for path in checkpoints(tmp_path)] == ["step-000006", "step-000007", "step-000008"]
+
+
+def test_order_is_by_step_beyond_six_digits(tmp_path):
+    for step in (999_999, 1_000_000, 20):
+        (tmp_path / "checkpoints" / f"step-{step:06d}").mkdir(parents=True)
+    assert [path.name for path in checkpoints(tmp_path)] == ["step-000020", "step-999999", "step-1000000"]
+
+
+def test_no_checkpoint(tmp_path):
+    assert checkpoints(tmp_path) == []
+    with pytest.raises(CheckpointError, match="no checkpoint here"):
+        latest_checkpoint(tmp_path)
+
+
+def test_latest_checkpoint_takes_a_run_or_a_checkpoint(run):
+    newest = checkpoints(run)[-1]
+    assert latest_checkpoint(run) == latest_checkpoint(newest) == newest
+
+
+def test_saving_prints_nothing(tmp_path, train_toy, capfd):
+    train_toy(tmp_path)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_damaged_metrics_are_named(run, train_toy):
+    path = run / "metrics.jsonl"
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([lines[0], '{"step":', *lines[2:]]) + "\n")
+    with pytest.raises(CheckpointError, match=f"{re.escape(str(path))}: line 2"):
+        train_toy(run)
+
+
+def test_metrics_of_a_run_that_was_never_started(tmp_path):
+    with pytest.raises(CheckpointError, match="cannot read"):
+        read_metrics(tmp_path / "metrics.jsonl")
+
+
+def test_interrupted_says_where_it_saved(tmp_path):
+    assert str(Interrupted(tmp_path, 3)) == f"stopped after step 3; saved {tmp_path}"

@@ -1,0 +1,238 @@
+"""Optimiser, schedule, clipping, accumulation and precision against the same thing written another way."""
+
+import copy
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from difftransformer.attention import RMSNorm
+from difftransformer.errors import ConfigError, DiffTransformerError
+from difftransformer.train import OptimizerConfig, ScheduleConfig, TrainingConfig, build_model
+from difftransformer.train.loop import validate
+from difftransformer.train.optim import build_optimizer
+from difftransformer.train.schedule import learning_rate
+
+
+@pytest.mark.parametrize("attention_type", ["diff", "softmax"])
+def test_norms_and_lambdas_do_not_decay(model_config, attention_type):
+    model = build_model(model_config(attention_type), seed=0)
+    decayed, kept = build_optimizer(model, OptimizerConfig(weight_decay=0.3)).param_groups
+    assert (decayed["weight_decay"], kept["weight_decay"]) == (0.3, 0.0)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    gains = {id(p) for module in model.modules() if isinstance(module, RMSNorm) for p in module.parameters()}
+    lambdas = {i for i, name in names.items() if "lambda_" in name}
+    assert {id(p) for p in kept["params"]} == gains | lambdas
+    assert {names[id(p)] for p in decayed["params"]} == {
+        name for name in names.values() if name.endswith(("_proj.weight", "embed_tokens.weight"))
+    }
+    assert len(lambdas) == (8 if attention_type == "diff" else 0)
+    assert len(decayed["params"]) + len(kept["params"]) == len(names)
+
+
+def adamw(weights, gradients, *, rate, betas, eps, decay):
+    """AdamW's equations (arXiv:1711.05101 Algorithm 2), in float64."""
+    m = v = np.zeros_like(weights)
+    for t, gradient in enumerate(gradients, 1):
+        m = betas[0] * m + (1 - betas[0]) * gradient
+        v = betas[1] * v + (1 - betas[1]) * gradient**2
+        hat_m, hat_v = m / (1 - betas[0] ** t), v / (1 - betas[1] ** t)
+        weights = weights - rate * decay * weights - rate * hat_m / (np.sqrt(hat_v) + eps)
+    return weights
+
+
+def test_adamw_against_its_equations():
+    draw = np.random.default_rng(0)
+    start = {"matrix": draw.normal(size=(3, 4)), "vector": draw.normal(size=5)}
+    gradients = {name: [draw.normal(size=value.shape) for _ in range(4)] for name, value in start.items()}
+    module = torch.nn.ParameterDict({name: torch.tensor(value) for name, value in start.items()})
+    config = OptimizerConfig(learning_rate=0.01, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.2)
+    optimizer = build_optimizer(module, config)
+    for step in range(4):
+        for name in start:
+            module[name].grad = torch.tensor(gradients[name][step])
+        optimizer.step()
+    for name, decay in (("matrix", 0.2), ("vector", 0.0)):
+        expected = adamw(start[name], gradients[name], rate=0.01, betas=(0.8, 0.9), eps=1e-6, decay=decay)
+        np.testing.assert_allclose(module[name].detach().numpy(), expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize(("warmup", "steps"), [(10, 110), (0, 5), (3, 4), (20, 10), (1, 1)])
+def test_schedule_against_interpolation(warmup, steps):
+    rates = [
+        learning_rate(step, peak=2.0, steps=steps, schedule=ScheduleConfig(warmup_steps=warmup, floor=0.1))
+        for step in range(steps)
+    ]
+    # A line up to the peak in `warmup` steps, where step s has done s + 1 of them, then a line from there to the floor.
+    up = np.interp(np.arange(1, steps + 1), [0, warmup], [0.0, 2.0]) if warmup else np.full(steps, 2.0)
+    down = np.interp(np.arange(steps), [warmup, max(steps - 1, warmup + 1)], [2.0, 0.2])
+    np.testing.assert_allclose(rates, np.where(np.arange(steps) < warmup, up, down), rtol=1e-12)
+
+
+def test_schedule_by_hand():
+    schedule = ScheduleConfig(warmup_steps=2, floor=0.5)
+    rates = [learning_rate(step, peak=1.0, steps=5, schedule=schedule) for step in range(5)]
+    assert rates == [0.5, 1.0, 1.0, 0.75, 0.5]
+
+
+def test_the_rate_that_training_reports_and_uses(tmp_path, train_toy, toy_recipe, read_run):
+    train_toy(tmp_path)
+    steps, _ = read_run(tmp_path)
+    training = toy_recipe.training
+    assert [line["learning_rate"] for line in steps] == [
+        learning_rate(step, peak=0.002, steps=8, schedule=training.schedule) for step in range(8)
+    ]
+    assert [line["tokens"] for line in steps] == [256 * step for step in range(1, 9)]
+
+
+def test_a_step_against_torch(tmp_path, train_toy, toy_recipe, toy_shards, model_config, read_run):
+    """Two whole steps written out: mean loss, gradient norm, clip, AdamW with its two groups, lambdas."""
+    from difftransformer.data import Loader
+
+    optimizer = dataclasses.replace(toy_recipe.training.optimizer, clip_norm=0.5, weight_decay=0.3)
+    trained = train_toy(tmp_path, steps=2, optimizer=optimizer)
+    steps, _ = read_run(tmp_path)
+
+    training = toy_recipe.training
+    model = build_model(model_config(), seed=0).train()
+    weights = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() == 1]
+    groups = [{"params": weights, "weight_decay": 0.3}, {"params": others, "weight_decay": 0.0}]
+    expected = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8, fused=False, foreach=False)
+    loader = Loader(
+        toy_shards, batch_tokens=256, context_stages=training.context_stages, seed=0, retrieval=training.retrieval
+    )
+    for step, rate in enumerate((0.001, 0.002)):
+        batch = next(loader)
+        loss = F.cross_entropy(model(input_ids=batch.input_ids).logits.flatten(0, 1), batch.targets.flatten())
+        expected.zero_grad()
+        loss.backward()
+        norm = torch.stack([p.grad.double().pow(2).sum() for p in model.parameters()]).sum().sqrt().item()
+        assert norm > 0.5  # or clipping would not be seen
+        for parameter in model.parameters():
+            parameter.grad *= 0.5 / norm
+        for group in expected.param_groups:
+            group["lr"] = rate
+        expected.step()
+        assert steps[step]["loss_nats"] == pytest.approx(loss.item(), rel=1e-5)
+        assert steps[step]["gradient_norm"] == pytest.approx(norm, rel=1e-4)
+        for layer, lam in zip(model.model.layers, steps[step]["lambdas"], strict=True):
+            a = layer.self_attn
+            index = model.model.layers.index(layer) if hasattr(model.model.layers, "index") else a.layer_index
+            start = 0.8 - 0.6 * np.exp(-0.3 * index)
+            one, two = (a.lambda_q1 @ a.lambda_k1).exp(), (a.lambda_q2 @ a.lambda_k2).exp()
+            assert lam == pytest.approx((one - two).item() + start, abs=1e-5)
+    for (name, a), (_, b) in zip(trained.named_parameters(), model.named_parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=2e-6, msg=name)
+
+
+def test_no_clip_leaves_gradients_alone(tmp_path, train_toy, toy_recipe, read_run):
+    """AdamW hardly sees the scale of a gradient, so the second step's norm tells clipped from not clipped apart."""
+    optimizer = toy_recipe.training.optimizer
+    for name, clip in (("none", None), ("wide", 1e9)):
+        train_toy(tmp_path / name, optimizer=dataclasses.replace(optimizer, clip_norm=clip))
+    assert read_run(tmp_path / "none") == read_run(tmp_path / "wide")
+
+
+def test_accumulation_gives_the_same_losses(tmp_path, train_toy, read_run):
+    found = {}
+    for parts in (1, 2):  # 2 rows of 128 tokens in the second stage
+        train_toy(tmp_path / str(parts), accumulation=parts)
+        found[parts] = read_run(tmp_path / str(parts))[0]
+    for one, two in zip(found[1], found[2], strict=True):
+        assert two["loss_nats"] == pytest.approx(one["loss_nats"], abs=1e-6 * one["step"])
+        assert two["gradient_norm"] == pytest.approx(one["gradient_norm"], rel=1e-4)
+
+
+def test_accumulation_of_four(tmp_path, train_toy, read_run):
+    found = {}
+    for parts in (1, 4):
+        train_toy(tmp_path / str(parts), accumulation=parts, context_stages=[(0, 64)], steps=2)
+        found[parts] = [line["loss_nats"] for line in read_run(tmp_path / str(parts))[0]]
+    assert found[4] == pytest.approx(found[1], abs=1e-6)
+
+
+def test_gradient_checkpointing_changes_nothing(tmp_path, train_toy, read_run):
+    train_toy(tmp_path / "kept")
+    train_toy(tmp_path / "recomputed", gradient_checkpointing=True)
+    kept, recomputed = (read_run(tmp_path / name)[0] for name in ("kept", "recomputed"))
+    for a, b in zip(kept, recomputed, strict=True):
+        assert b["loss_nats"] == pytest.approx(a["loss_nats"], abs=1e-6)
+
+
+@pytest.mark.parametrize("attention_type", ["diff", "softmax"])
+def test_bf16_trains_with_fp32_weights(tmp_path, train_toy, read_run, attention_type):
+    fields = {"attention_type": attention_type, "steps": 30, "retrieval": None, "context_stages": [(0, 64)]}
+    model = train_toy(tmp_path / "bf16", precision="bf16", **fields)
+    train_toy(tmp_path / "fp32", **fields)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    low, full = ([line["loss_nats"] for line in read_run(tmp_path / name)[0]] for name in ("bf16", "fp32"))
+    assert low != full
+    assert low[-1] < low[0] - 0.5
+    assert low == pytest.approx(full, abs=0.05)
+
+
+def test_validation_is_the_mean_over_its_windows(toy_recipe, toy_shards, model_config):
+    """However the windows are put into batches, and without touching training."""
+    config = dataclasses.replace(toy_recipe.training, validation_windows=5)
+    model = build_model(model_config(), seed=0).train()
+    before = copy.deepcopy(model.state_dict())
+    found = validate(model, toy_shards, config, "cpu")
+    stream = np.asarray(toy_shards.tokens("validation")[:]).astype(np.int64)
+    fitting = (len(stream) - 1) // 128
+    losses = []
+    for index in range(5):
+        start = index * fitting // 5 * 128
+        window = torch.from_numpy(stream[start : start + 129])
+        logits = model(input_ids=window[None, :-1]).logits[0].double()
+        losses.append(-logits.log_softmax(-1)[torch.arange(128), window[1:]].mean().item())
+    assert found == pytest.approx(np.mean(losses), rel=1e-6)
+    assert model.training
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, train_toy, toy_recipe):
+    """A broken run must not go on for hours, nor put its weights into a checkpoint."""
+    optimizer = dataclasses.replace(toy_recipe.training.optimizer, learning_rate=1e30)
+    with pytest.raises(DiffTransformerError, match=r"step \d.* (nan|inf).*learning_rate"):
+        train_toy(tmp_path, steps=20, optimizer=optimizer, checkpoint_every=100)
+    assert not list(tmp_path.glob("checkpoints/step-*"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"steps": 0}, "steps=0"),
+        ({"batch_tokens": 0}, "batch_tokens=0"),
+        ({"keep_checkpoints": 0}, "keep_checkpoints=0"),
+        ({"batch_tokens": 200}, "200 is not a multiple of context 64"),
+        ({"accumulation": 3}, "accumulation 3"),
+        ({"context_stages": []}, "context_stages"),
+        ({"context_stages": [(1, 64)]}, "first at step 0"),
+        ({"context_stages": [(0, 64), (0, 128)]}, "rising order"),
+        ({"context_stages": [(0, 0)]}, "context 0"),
+    ],
+)
+def test_impossible_settings_are_refused(fields, words):
+    with pytest.raises(ConfigError, match=words):
+        TrainingConfig(**({"steps": 4, "batch_tokens": 256, "context_stages": [(0, 64)]} | fields))
+
+
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        (lambda: OptimizerConfig(learning_rate=-1.0), "learning_rate=-1.0"),
+        (lambda: OptimizerConfig(learning_rate=float("nan")), "learning_rate=nan"),
+        (lambda: OptimizerConfig(betas=(0.9, 1.0)), "betas"),
+        (lambda: OptimizerConfig(eps=0.0), "eps=0"),
+        (lambda: OptimizerConfig(weight_decay=-0.1), "weight_decay=-0.1"),
+        (lambda: OptimizerConfig(clip_norm=0.0), "clip_norm=0"),
+        (lambda: ScheduleConfig(warmup_steps=-1), "warmup_steps=-1"),
+        (lambda: ScheduleConfig(floor=1.5), "floor=1.5"),
+    ],
+)
+def test_impossible_optimisers_are_refused(build, words):
+    with pytest.raises(ConfigError, match=words):
+        build()
