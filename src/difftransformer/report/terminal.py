@@ -19,8 +19,13 @@ def comparison_table(comparison: Comparison) -> RichTable:
 
 
 def cost_table(comparison: Comparison) -> RichTable:
-    """The table of costs."""
-    return _rich(tables.cost_table(comparison))
+    """The table of costs, a row for each quantity: models are fewer than quantities, and a terminal is narrow."""
+    table = tables.cost_table(comparison)
+    rows = table.folded()
+    titles = [group.title for group in table.groups]
+    turned = [[title, *cells] for title, *cells in zip(titles, *rows, strict=True)]
+    groups = tuple(tables.Group(title, numeric=index > 0) for index, title in enumerate(turned[0]))
+    return _rich(tables.Table(table.name, table.title, groups, turned[1:], table.notes))
 
 
 def print_comparison(comparison: Comparison, console: Console | None = None) -> None:

@@ -3,7 +3,7 @@
 runs/NAME/checkpoints/step-000500/
     config.json, model.safetensors, tokenizer files      a Hugging Face model folder
     optimizer.safetensors                                 moments of AdamW, state of the random generators
-    state.json                                            step, loader, size and sha256 of every other file
+    state.json                                            step, loader, size and sha256 of every other file and of itself
 
 A checkpoint is written under another name, flushed to disk and renamed, so a folder called step-* was once whole. What
 damages it later (a full disk elsewhere, a cut copy) is found by the sizes and sums in state.json.
@@ -14,6 +14,8 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,9 +24,10 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers.utils import logging as transformers_logging
 
 from ..data import Tokenizer
-from ..errors import CheckpointError
+from ..errors import CheckpointError, DataError
 from ..model import DiffTransformerForCausalLM
 
 STATE_FILE = "state.json"
@@ -57,7 +60,7 @@ def checkpoints(run: Path) -> list[Path]:
     folder = run / "checkpoints"
     if not folder.is_dir():
         return []
-    return sorted(path for path in folder.iterdir() if _NAME.fullmatch(path.name))
+    return sorted((path for path in folder.iterdir() if _NAME.fullmatch(path.name)), key=_step)
 
 
 def latest_checkpoint(run: Path) -> Path:
@@ -98,7 +101,8 @@ def save_checkpoint(
         for leftover in folder.glob(".step-*.tmp"):
             shutil.rmtree(leftover)
         temporary.mkdir()
-        model.save_pretrained(temporary)
+        with _without_progress_bars():
+            model.save_pretrained(temporary)
         tokenizer.save(temporary)
         save_file(_optimizer_tensors(model, optimizer), temporary / OPTIMIZER_FILE)
         files = {path.name: _fingerprint(path) for path in sorted(temporary.iterdir()) if path.is_file()}
@@ -110,6 +114,7 @@ def save_checkpoint(
             "loader": state.loader,
             "files": files,
         }
+        document["sha256"] = _seal(document)
         (temporary / STATE_FILE).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
         for path in [*temporary.iterdir(), temporary]:
             _flush(path)
@@ -117,11 +122,12 @@ def save_checkpoint(
             shutil.rmtree(final)
         temporary.rename(final)
         _flush(folder)
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, DataError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
         whole = [path for path in checkpoints(run) if path != final]
         kept = f"{whole[-1]} is kept and whole" if whole else "no earlier checkpoint exists"
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        cause = error.__cause__ if isinstance(error, DataError) else error
+        reason = cause.strerror if isinstance(cause, OSError) and cause.strerror else str(error)
         raise CheckpointError(
             f"{final}: the checkpoint of step {state.step} cannot be written ({reason}); {kept}; make room and run again"
         ) from None
@@ -140,11 +146,16 @@ def load_checkpoint(
     """
     document = verify_checkpoint(path)
     weights = load_file(path / WEIGHTS_FILE)
-    problems = model.load_state_dict(weights, strict=False)
-    tied = set(model.all_tied_weights_keys)
-    if problems.unexpected_keys or set(problems.missing_keys) - tied:
-        names = [*problems.unexpected_keys, *(set(problems.missing_keys) - tied)]
-        raise CheckpointError(f"{path / WEIGHTS_FILE}: weights of another model (first difference: {names[0]})")
+    shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    own = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    expected = {name: shape for name, shape in own.items() if name in shapes or name not in model.all_tied_weights_keys}
+    if different := sorted(name for name in shapes | expected if shapes.get(name) != expected.get(name)):
+        name = different[0]
+        raise CheckpointError(
+            f"{path / WEIGHTS_FILE}: weights of another model ({name} has shape {shapes.get(name)} in the file and "
+            f"{expected.get(name)} in the model); train in another folder"
+        )
+    model.load_state_dict(weights, strict=False)
     _restore_optimizer(load_file(path / OPTIMIZER_FILE), model, optimizer)
     return CheckpointState(**{name: document[name] for name in ("step", "tokens", "seconds", "loader")})
 
@@ -159,11 +170,18 @@ def verify_checkpoint(path: Path) -> dict[str, Any]:
         document = json.loads((path / STATE_FILE).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise CheckpointError(f"{path / STATE_FILE}: unreadable ({error}); {_way_out(path)}") from None
+    if not isinstance(document, dict):
+        raise CheckpointError(f"{path / STATE_FILE}: damaged (no mapping); {_way_out(path)}")
+    seal = document.pop("sha256", None)
+    if seal is not None and seal != _seal(document):
+        raise CheckpointError(f"{path / STATE_FILE}: damaged (its sha256 is another); {_way_out(path)}")
     if document.get("version") != STATE_VERSION:
         raise CheckpointError(
             f"{path / STATE_FILE}: version {document.get('version')!r}, this release reads {STATE_VERSION}; "
-            "use the release that wrote it"
+            f"use the release that wrote it, or {_way_out(path)}"
         )
+    if not document.keys() >= {"step", "tokens", "seconds", "loader"} or not isinstance(document.get("files"), dict):
+        raise CheckpointError(f"{path / STATE_FILE}: damaged (keys are missing); {_way_out(path)}")
     for name, expected in document["files"].items():
         file = path / name
         if not file.is_file():
@@ -177,9 +195,28 @@ def verify_checkpoint(path: Path) -> dict[str, Any]:
     return document
 
 
+def _step(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
+
+
+def _seal(document: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
+
+
+@contextmanager
+def _without_progress_bars() -> Iterator[None]:
+    before = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if before:
+            transformers_logging.enable_progress_bar()
+
+
 def _way_out(path: Path) -> str:
     run = path.parent.parent
-    older = [other for other in checkpoints(run) if other.name < path.name]
+    older = [other for other in checkpoints(run) if _NAME.fullmatch(path.name) and _step(other) < _step(path)]
     if older:
         return f"delete {path} and run again to go on from {older[-1].name}, which is kept"
     return f"delete {path} and run again from the start; no earlier checkpoint exists"

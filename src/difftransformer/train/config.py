@@ -1,5 +1,6 @@
 """How a run is trained: steps, batches, optimiser, schedule, and when to look and save."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -25,6 +26,17 @@ class OptimizerConfig:
     weight_decay: float = 0.1
     clip_norm: float | None = 1.0
 
+    def __post_init__(self) -> None:
+        for name in ("learning_rate", "eps"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(f"{name}={getattr(self, name)}: give a number above 0")
+        if not 0 <= self.weight_decay < math.inf:
+            raise ConfigError(f"weight_decay={self.weight_decay}: give 0 or more")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ConfigError(f"betas={list(self.betas)}: each is a decay rate, at least 0 and below 1")
+        if self.clip_norm is not None and not 0 < self.clip_norm < math.inf:
+            raise ConfigError(f"clip_norm={self.clip_norm}: give a norm above 0, or null to clip nothing")
+
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig:
@@ -37,6 +49,12 @@ class ScheduleConfig:
 
     warmup_steps: int = 1000
     floor: float = 0.04
+
+    def __post_init__(self) -> None:
+        if self.warmup_steps < 0 or not 0 <= self.floor <= 1:
+            raise ConfigError(
+                f"warmup_steps={self.warmup_steps}, floor={self.floor}: give 0 or more steps, and a share from 0 to 1"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +106,8 @@ class TrainingConfig:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)}: give at least 1")
         starts = [start for start, _ in self.context_stages]
+        if self.seed < 0:
+            raise ConfigError(f"seed={self.seed}: give 0 or more")
         if not starts or starts[0] != 0 or starts != sorted(set(starts)):
             raise ConfigError(
                 f"context_stages={self.context_stages}: give [first step, length] pairs, the first at step 0, in rising order"

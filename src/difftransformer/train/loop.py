@@ -1,5 +1,6 @@
 """The training loop: batches to steps, steps to metrics and checkpoints. It resumes bitwise and stops gently."""
 
+import math
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ import torch
 
 from ..attention import Attention
 from ..data import Loader, Shards, validation_windows
+from ..errors import DiffTransformerError
 from ..model import DiffTransformerConfig, DiffTransformerForCausalLM
 from ..model.nll import next_token_nll
 from .checkpoint import CheckpointState, checkpoints, load_checkpoint, save_checkpoint
@@ -71,12 +73,13 @@ def train(
 
     Raises:
         CheckpointError: the newest checkpoint is damaged, or a new one cannot be written.
+        DiffTransformerError: the loss or the gradient is not finite any more; nothing is saved after that.
         Interrupted: after a signal.
     """
     run.mkdir(parents=True, exist_ok=True)
     model = build_model(model_config, config.seed).to(device)
     if config.gradient_checkpointing:
-        model.gradient_checkpointing_enable()
+        model.activation_checkpointing_enable()
     model.train()
     optimizer = build_optimizer(model, config.optimizer)
     loader = Loader(
@@ -115,6 +118,11 @@ def train(
                 started = time.perf_counter()
                 loss, norm = _step(model, optimizer, loader, config, device)
                 elapsed = time.perf_counter() - started
+                if not (math.isfinite(loss) and math.isfinite(norm)):
+                    raise DiffTransformerError(
+                        f"{run}: step {step + 1} has loss {loss} and gradient norm {norm}; lower "
+                        "training.optimizer.learning_rate or lengthen the warm-up, and train in a new folder"
+                    )
                 step, tokens, seconds = step + 1, tokens + config.batch_tokens, seconds + elapsed
                 report(
                     StepMetrics(

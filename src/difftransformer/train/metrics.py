@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError
+from ..results import write_text_atomically
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +58,7 @@ class MetricsLog:
     def __init__(self, path: Path, *, step: int) -> None:
         kept = [line for line in read_lines(path) if line["step"] <= step] if path.exists() else []
         text = "".join(json.dumps(line) + "\n" for line in kept)
-        path.write_text(text, encoding="utf-8")
+        write_text_atomically(path, text)
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, metrics: Metrics) -> None:
