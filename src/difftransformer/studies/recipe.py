@@ -92,18 +92,26 @@ class Recipe:
         return dataclasses.replace(self, training=dataclasses.replace(self.training, seed=seed))
 
 
+def shipped_recipes() -> dict[str, Path]:
+    """Recipes that come with the package, by name: beside its modules in a wheel, at the top of a source tree."""
+    package = Path(__file__).parents[1]
+    folders = [folder for folder in (package / "recipes", package.parents[1] / "recipes") if folder.is_dir()]
+    return {path.stem: path for folder in folders[:1] for path in sorted(folder.glob("*.yaml"))}
+
+
 def load_recipe(path: Path | str, overrides: list[str] | None = None) -> Recipe:
-    """Read a recipe and apply overrides such as `training.steps=100` (the value is read as YAML).
+    """Read a recipe, or one that is shipped by its name, and apply overrides such as `training.steps=100` (YAML values).
 
     Raises:
         ConfigError: no such file, not YAML, an unknown key, a wrong type or an impossible combination; the message names
             the file, the key and the value.
     """
-    path = Path(path)
+    path = shipped_recipes().get(str(path), Path(path))
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise ConfigError(f"{path}: no such recipe; name a YAML file such as recipes/demo.yaml") from None
+        names = ", ".join(shipped_recipes())
+        raise ConfigError(f"{path}: no such recipe; name a YAML file, or one that is shipped: {names}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read ({error})") from None
     try:
