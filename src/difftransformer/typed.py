@@ -5,8 +5,10 @@ Unknown keys, missing keys and wrong types are refused. A field with a default m
 
 import dataclasses
 import difflib
+import math
 import types
 import typing
+from collections.abc import Collection
 from typing import Any, Literal, TypeVar
 
 from .errors import DiffTransformerError
@@ -20,7 +22,7 @@ def build(cls: type[T], value: Any, *, source: str, error: type[DiffTransformerE
     Args:
         cls: A dataclass; its fields may be dataclasses, lists, tuples, dicts, literals, optionals and plain types.
         value: What the file holds.
-        source: The file's name, for messages.
+        source: The file's name, for messages; may be empty.
         error: The error to raise.
         key: Dotted key of `value` in the file, for messages.
 
@@ -30,13 +32,19 @@ def build(cls: type[T], value: Any, *, source: str, error: type[DiffTransformerE
     return _Builder(source, error).build(cls, value, key)
 
 
+def unknown_key(name: str, allowed: Collection[str]) -> str:
+    """What is said of a key that is not among the allowed ones."""
+    near = difflib.get_close_matches(name, allowed, n=1)
+    return f"unknown key; {f'did you mean {near[0]}? ' if near else ''}allowed: {', '.join(allowed)}"
+
+
 @dataclasses.dataclass(frozen=True)
 class _Builder:
     source: str
     error: type[DiffTransformerError]
 
     def fail(self, key: str, text: str) -> DiffTransformerError:
-        return self.error(f"{self.source}: {key}{': ' if key else ''}{text}")
+        return self.error(": ".join(part for part in (self.source, key, text) if part))
 
     def build(self, annotation: Any, value: Any, key: str) -> Any:
         origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
@@ -67,9 +75,16 @@ class _Builder:
         if origin is dict:
             if not isinstance(value, dict):
                 raise self.fail(key, f"expected a mapping, got {_short(value)}")
+            for name in value:
+                if type(name) is not arguments[0]:
+                    raise self.fail(
+                        _join(key, name), f"expected a key of type {arguments[0].__name__}, got {_short(name)}"
+                    )
             return {name: self.build(arguments[1], item, _join(key, name)) for name, item in value.items()}
         if annotation is float and isinstance(value, int) and not isinstance(value, bool):
             return float(value)
+        if isinstance(value, float) and not math.isfinite(value):
+            raise self.fail(key, f"expected a finite number, got {value}")
         if type(value) is not annotation:
             hint = ""
             if annotation is float and isinstance(value, str):
@@ -84,9 +99,7 @@ class _Builder:
         fields = {field.name: field for field in dataclasses.fields(cls)}
         for name in value:
             if name not in fields:
-                near = difflib.get_close_matches(str(name), fields, n=1)
-                meant = f"did you mean {near[0]}? " if near else ""
-                raise self.fail(_join(key, name), f"unknown key; {meant}allowed: {', '.join(fields)}")
+                raise self.fail(_join(key, name), unknown_key(str(name), fields))
         for name, field in fields.items():
             required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
             if required and name not in value:

@@ -3,6 +3,7 @@
 import dataclasses
 
 import pytest
+
 from difftransformer.data import DataConfig, prepare_shards
 from difftransformer.errors import ConfigError
 
@@ -18,7 +19,13 @@ def text(tmp_path):
 
 def request(text, tmp_path, **fields):
     return DataConfig(
-        **{"source": str(text), "tokenizer": "byte", "validation_share": 0.2, "folder": str(tmp_path / "shards"), **fields}
+        **{
+            "source": str(text),
+            "tokenizer": "byte",
+            "validation_share": 0.2,
+            "folder": str(tmp_path / "shards"),
+            **fields,
+        }
     )
 
 

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from difftransformer.results import Comparison, read_result
 from difftransformer.statistics import wilson_interval
 

@@ -81,7 +81,9 @@ def test_damage_of_the_only_checkpoint_says_so(run, train_toy):
         train_toy(run)
 
 
-@pytest.mark.parametrize("document", ["[]", "{}", "7", '{"version": 99}', '{"version": 1}', '{"version": 1, "files": []}'])
+@pytest.mark.parametrize(
+    "document", ["[]", "{}", "7", '{"version": 99}', '{"version": 1}', '{"version": 1, "files": []}']
+)
 def test_a_state_file_of_another_kind(run, train_toy, document):
     path = run / "checkpoints" / "step-000008" / "state.json"
     path.write_text(document)
@@ -98,7 +100,9 @@ def test_another_version_is_refused(run):
 
 
 def test_a_checkpoint_of_another_model(run, train_toy):
-    with pytest.raises(CheckpointError, match=r"weights of another model \(model.layers.0.self_attn.head_norm.weight has .*None in"):
+    with pytest.raises(
+        CheckpointError, match=r"weights of another model \(model.layers.0.self_attn.head_norm.weight has .*None in"
+    ):
         train_toy(run, attention_type="softmax")
 
 

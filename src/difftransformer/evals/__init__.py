@@ -10,6 +10,6 @@ __getattr__, __dir__, __all__ = lazy_names(
         ".language_model": ("DecoderLanguageModel",),
         ".needle": ("evaluate_needle",),
         ".perplexity": ("evaluate_nll",),
-        ".run": ("EvaluationResults", "evaluate"),
+        ".run": ("EvaluationResults", "check_evaluation", "evaluate"),
     },
 )

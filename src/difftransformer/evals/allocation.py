@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..data import CITIES_SEEN, Shards, evaluation_document
+from ..data import CITIES_SEEN, NeedleQuestion, Shards, evaluation_document
 from ..results import AllocationResult, AllocationShare, Form, Segment
 from .base import AllocationConfig, LanguageModel
 
@@ -47,23 +47,20 @@ def segment_shares(weights: Tensor, bounds: tuple[int, int, int]) -> dict[Form, 
     return shares
 
 
-def evaluate_allocation(
-    model: LanguageModel, shards: Shards, config: AllocationConfig, *, context_tokens: int
-) -> AllocationResult:
-    """Mean share of each segment over documents, with its standard error, at every depth of the answer.
+def allocation_questions(
+    shards: Shards, config: AllocationConfig, *, context_tokens: int
+) -> dict[float, list[NeedleQuestion]]:
+    """Depth -> documents: a function of the configuration's seed and the shards, so every model gets the same.
 
-    Args:
-        model: The model.
-        shards: Validation text and tokenizer.
-        config: Needles, depths and documents.
-        context_tokens: Length where the configuration names none.
+    Raises:
+        DataError: needles and question do not fit into the length.
     """
     length = config.length_tokens or context_tokens
     haystack = shards.tokens("validation")
-    shares: list[AllocationShare] = []
+    questions = {}
     for depth in config.depths:
         rng = np.random.default_rng([config.seed, length, config.needles, round(depth * 1000)])
-        questions = [
+        questions[depth] = [
             evaluation_document(
                 rng,
                 shards.tokenizer,
@@ -77,6 +74,25 @@ def evaluate_allocation(
             )
             for _ in range(config.documents)
         ]
+    return questions
+
+
+def evaluate_allocation(
+    model: LanguageModel, shards: Shards, config: AllocationConfig, *, context_tokens: int
+) -> AllocationResult:
+    """Mean share of each segment over documents, with its standard error, at every depth of the answer.
+
+    Args:
+        model: The model.
+        shards: Validation text and tokenizer.
+        config: Needles, depths and documents.
+        context_tokens: Length where the configuration names none.
+
+    Raises:
+        DataError: needles and question do not fit into the length.
+    """
+    shares: list[AllocationShare] = []
+    for depth, questions in allocation_questions(shards, config, context_tokens=context_tokens).items():
         rows = model.last_token_weights(torch.tensor([question.prompts[0] for question in questions]))
         documents = [
             segment_shares(row, (*question.spans[0], question.query_starts[0]))
@@ -95,4 +111,9 @@ def evaluate_allocation(
                         standard_error=float(error),
                     )
                 )
-    return AllocationResult(length_tokens=length, needles=config.needles, documents=config.documents, shares=shares)
+    return AllocationResult(
+        length_tokens=config.length_tokens or context_tokens,
+        needles=config.needles,
+        documents=config.documents,
+        shares=shares,
+    )

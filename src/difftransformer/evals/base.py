@@ -68,15 +68,14 @@ class NeedleConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        if any(length < 1 for length in self.lengths_tokens):
+            raise ConfigError(f"lengths_tokens={self.lengths_tokens}: give lengths of at least 1 token")
+        if not self.needles:
+            raise ConfigError("needles=[]: give at least one [needles, asked] pair")
         for needles, asked in self.needles:
             if not 1 <= asked <= needles:
                 raise ConfigError(f"needles={[needles, asked]}: ask for at least 1 and at most all of the needles")
-        if any(not 0 <= depth <= 1 for depth in self.depths):
-            raise ConfigError(f"depths={self.depths}: each is a share of the context, from 0 to 1")
-        if self.documents < 1 or not 1 <= self.digits <= 9:
-            raise ConfigError(
-                f"documents={self.documents}, digits={self.digits}: give at least 1 document and 1 to 9 digits"
-            )
+        _check_documents(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +98,24 @@ class AllocationConfig:
     digits: int = 7
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        if self.length_tokens is not None and self.length_tokens < 1:
+            raise ConfigError(f"length_tokens={self.length_tokens}: give at least 1, or null for the trained context")
+        if self.needles < 1:
+            raise ConfigError(f"needles={self.needles}: give at least 1")
+        _check_documents(self)
+
+
+def _check_documents(config: NeedleConfig | AllocationConfig) -> None:
+    if not config.depths or any(not 0 <= depth <= 1 for depth in config.depths):
+        raise ConfigError(f"depths={config.depths}: give shares of the context, from 0 to 1")
+    if config.documents < 1 or not 1 <= config.digits <= 9:
+        raise ConfigError(
+            f"documents={config.documents}, digits={config.digits}: give at least 1 document and 1 to 9 digits"
+        )
+    if config.seed < 0:
+        raise ConfigError(f"seed={config.seed}: give 0 or more")
+
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationConfig:
@@ -108,3 +125,7 @@ class EvaluationConfig:
     needle: NeedleConfig | None = None
     allocation: AllocationConfig | None = None
     batch_tokens: int = 16_384
+
+    def __post_init__(self) -> None:
+        if self.batch_tokens < 1:
+            raise ConfigError(f"batch_tokens={self.batch_tokens}: give at least 1")

@@ -1,15 +1,15 @@
 """All evaluations of one model that a configuration asks for."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from ..data import Shards
+from ..data import Shards, validation_windows
 from ..model import DiffTransformerForCausalLM
 from ..results import AllocationResult, NeedleResult, NllResult
-from .allocation import evaluate_allocation
+from .allocation import allocation_questions, evaluate_allocation
 from .base import EvaluationConfig
 from .language_model import DecoderLanguageModel
-from .needle import evaluate_needle
+from .needle import evaluate_needle, needle_cells
 from .perplexity import evaluate_nll
 
 
@@ -20,6 +20,22 @@ class EvaluationResults:
     nll: NllResult | None
     needle: NeedleResult | None
     allocation: AllocationResult | None
+
+
+def check_evaluation(shards: Shards, config: EvaluationConfig, *, context_tokens: int) -> None:
+    """Draw one document of everything that an evaluation will ask, so that what cannot be is refused before training.
+
+    Raises:
+        ConfigError: too many needles for their digits.
+        DataError: needles that do not fit into a length, or validation text shorter than the context.
+    """
+    if config.nll is not None:
+        validation_windows(shards, context_tokens, config.nll.windows)
+    if config.needle is not None:
+        for _ in needle_cells(shards, replace(config.needle, documents=1), context_tokens=context_tokens):
+            pass
+    if config.allocation is not None:
+        allocation_questions(shards, replace(config.allocation, documents=1), context_tokens=context_tokens)
 
 
 def evaluate(

@@ -10,6 +10,8 @@ import torch
 
 from ..bench import measure_costs
 from ..data import Shards, byte_bigram_bits_per_byte, prepare_shards
+from ..errors import ConfigError
+from ..evals import check_evaluation
 from ..model import DiffTransformerConfig, count
 from ..results import (
     BaselineNll,
@@ -30,7 +32,7 @@ from ..train.loop import METRICS_FILE
 from .environment import command_line, environment, now
 from .jobs import Job, run_jobs
 from .recipe import Recipe, recipe_dict
-from .run import EVALUATION_FILE, is_trained, start_run
+from .run import EVALUATION_FILE, found_evaluation, is_trained, start_run
 
 RESULTS_FILE = "results.json"
 LABELS = {"diff": "DIFF Transformer", "softmax": "Transformer"}
@@ -59,7 +61,10 @@ def compare(
     """
     for attention_type in recipe.compare.models:
         recipe.with_model(attention_type).model_config(vocab_size=1)
+    if recipe.evaluation.nll is None:
+        raise ConfigError("evaluation.nll: null leaves out the validation loss, which a comparison always needs")
     shards = prepare_shards(recipe.data, say=say)
+    check_evaluation(shards, recipe.evaluation, context_tokens=recipe.training.context_tokens)
     seeds = [recipe.training.seed + index for index in range(recipe.compare.seeds)]
     threads = max(1, torch.get_num_threads() // recipe.compare.jobs)
     jobs = []
@@ -74,7 +79,7 @@ def compare(
                     folder=place,
                     steps=run.training.steps,
                     threads=threads,
-                    done=is_trained(place, run) and (place / EVALUATION_FILE).exists(),
+                    done=is_trained(place, run) and found_evaluation(place) is not None,
                 )
             )
     say(f"training {len(jobs)} runs, {recipe.compare.jobs} at a time with {threads} threads each")

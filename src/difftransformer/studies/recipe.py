@@ -13,7 +13,9 @@ from ..evals import EvaluationConfig
 from ..model import DiffTransformerConfig, preset
 from ..results import write_text_atomically
 from ..train import TrainingConfig
-from ..typed import build
+from ..typed import build, unknown_key
+
+FROM_TOKENIZER = ("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,14 +69,17 @@ class Recipe:
         Raises:
             ConfigError: an unknown field or an impossible combination.
         """
+        allowed = ["preset", *(name for name in DiffTransformerConfig.__annotations__ if name not in FROM_TOKENIZER)]
+        types = DiffTransformerConfig.__annotations__
+        for key, value in self.model.items():
+            if key not in allowed:
+                raise ConfigError(f"model.{key}: {unknown_key(key, allowed)}")
+            build(types.get(key, str), value, source="", key=f"model.{key}", error=ConfigError)
         fields = dict(self.model)
         if "preset" in fields:
             fields = preset(fields.pop("preset")).fields | fields
-        known = {f.name for f in dataclasses.fields(DiffTransformerConfig)}
-        if unknown := fields.keys() - known:
-            raise ConfigError(f"model.{min(unknown)}: unknown key; it is no field of DiffTransformerConfig")
         context = self.training.context_tokens
-        longest = int(fields.get("max_position_embeddings", context))
+        longest = fields.get("max_position_embeddings", context)
         if longest < context:
             raise ConfigError(
                 f"model.max_position_embeddings={longest} is below the trained context of {context} tokens"

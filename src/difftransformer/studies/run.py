@@ -28,13 +28,13 @@ EXIT_ERROR, EXIT_INTERRUPTED = 2, 130
 
 
 def start_run(folder: Path, recipe: Recipe) -> None:
-    """Put a recipe into a run folder; a folder that was started goes on if its recipe trains the same.
+    """Put a recipe into a run folder; a folder with checkpoints goes on if its recipe trains the same.
 
     Raises:
         CheckpointError: the folder holds a run of another recipe; the message names the first difference.
     """
     path = folder / RECIPE_FILE
-    if not path.exists():
+    if not path.exists() or not checkpoints(folder):
         save_recipe(recipe, path)
         return
     before, after = recipe_dict(load_recipe(path)), recipe_dict(recipe)
@@ -47,6 +47,7 @@ def start_run(folder: Path, recipe: Recipe) -> None:
             )
     if before != after:
         save_recipe(recipe, path)
+    if before["evaluation"] != after["evaluation"]:
         (folder / EVALUATION_FILE).unlink(missing_ok=True)
 
 
@@ -77,17 +78,20 @@ def trained_model(path: Path) -> DiffTransformerForCausalLM:
     return model
 
 
+def found_evaluation(folder: Path) -> Evaluation | None:
+    """The evaluation of a run's newest checkpoint, if there is one that can be read."""
+    try:
+        found = read_result(folder / EVALUATION_FILE, Evaluation)
+    except ResultsError:
+        return None
+    return found if found.checkpoint == checkpoints(folder)[-1].name else None
+
+
 def evaluate_run(folder: Path, recipe: Recipe, shards: Shards, model: DiffTransformerForCausalLM | None) -> Evaluation:
     """Evaluate a run's newest checkpoint, or read the evaluation that is there."""
-    path, checkpoint = folder / EVALUATION_FILE, checkpoints(folder)[-1]
-    if path.exists():
-        try:
-            found = read_result(path, Evaluation)
-        except ResultsError:
-            path.unlink()
-        else:
-            if found.checkpoint == checkpoint.name:
-                return found
+    if found := found_evaluation(folder):
+        return found
+    checkpoint = checkpoints(folder)[-1]
     measured = evaluate(
         model or trained_model(checkpoint), shards, recipe.evaluation, context_tokens=recipe.training.context_tokens
     )
@@ -100,7 +104,7 @@ def evaluate_run(folder: Path, recipe: Recipe, shards: Shards, model: DiffTransf
         needle=measured.needle,
         allocation=measured.allocation,
     )
-    write_result(result, path)
+    write_result(result, folder / EVALUATION_FILE)
     return result
 
 
@@ -122,6 +126,9 @@ def main(arguments: list[str]) -> int:
         evaluate_run(folder, recipe, shards, model)
     except Interrupted as stopped:
         sys.stderr.write(f"{stopped}\n")
+        return EXIT_INTERRUPTED
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted\n")
         return EXIT_INTERRUPTED
     except DiffTransformerError as error:
         sys.stderr.write(f"{error}\n")

@@ -172,14 +172,14 @@ def verify_checkpoint(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path / STATE_FILE}: unreadable ({error}); {_way_out(path)}") from None
     if not isinstance(document, dict):
         raise CheckpointError(f"{path / STATE_FILE}: damaged (no mapping); {_way_out(path)}")
-    seal = document.pop("sha256", None)
-    if seal is not None and seal != _seal(document):
-        raise CheckpointError(f"{path / STATE_FILE}: damaged (its sha256 is another); {_way_out(path)}")
     if document.get("version") != STATE_VERSION:
         raise CheckpointError(
             f"{path / STATE_FILE}: version {document.get('version')!r}, this release reads {STATE_VERSION}; "
             f"use the release that wrote it, or {_way_out(path)}"
         )
+    seal = document.pop("sha256", None)
+    if seal is not None and seal != _seal(document):
+        raise CheckpointError(f"{path / STATE_FILE}: damaged (its sha256 is another); {_way_out(path)}")
     if not document.keys() >= {"step", "tokens", "seconds", "loader"} or not isinstance(document.get("files"), dict):
         raise CheckpointError(f"{path / STATE_FILE}: damaged (keys are missing); {_way_out(path)}")
     for name, expected in document["files"].items():

@@ -79,7 +79,8 @@ def train(
     run.mkdir(parents=True, exist_ok=True)
     model = build_model(model_config, config.seed).to(device)
     if config.gradient_checkpointing:
-        model.activation_checkpointing_enable()
+        # transformers is renaming it, and warns about the old name where it knows the new one.
+        getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
     model.train()
     optimizer = build_optimizer(model, config.optimizer)
     loader = Loader(

@@ -1,0 +1,118 @@
+"""Attention allocation: attention on the answer gives 1, uniform attention gives lengths, signed weights by hand."""
+
+import pytest
+import torch
+
+from difftransformer.data import CITIES_SEEN
+from difftransformer.errors import ConfigError
+from difftransformer.evals import AllocationConfig, evaluate_allocation
+from difftransformer.evals.allocation import FORMS, SEGMENTS, segment_shares
+
+CONFIG = AllocationConfig(needles=3, depths=[0.0, 0.5, 1.0], documents=5, digits=3)
+
+
+def answer_span(tokenizer, prompt):
+    """Where the answer's needle stands in a prompt, found by its text: the question's city, then digits."""
+    text = tokenizer.decode(prompt)
+    question = text[text.rindex("\n") :]
+    city = next(city for city in CITIES_SEEN if f"magic {city} number" in question)
+    start = text.index(f"\nThe special magic {city} number is: ")
+    end = text.index("\n", start + 1)
+    # Positions of characters to positions of tokens, by decoding ever longer prompts.
+    lengths = [len(tokenizer.decode(prompt[:count])) for count in range(len(prompt) + 1)]
+    return lengths.index(start), lengths.index(end), lengths.index(text.rindex("\n"))
+
+
+class Looking:
+    """All attention of every head on the answer's needle."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer = tokenizer
+
+    def last_token_weights(self, prompts):
+        weights = torch.zeros(len(prompts), 4, prompts.shape[1])
+        for row, prompt in zip(weights, prompts.tolist(), strict=True):
+            start, end, _ = answer_span(self.tokenizer, prompt)
+            row[:, start:end] = 1 / (end - start)
+        return weights
+
+
+def test_attention_on_the_answer_alone(toy_shards):
+    result = evaluate_allocation(Looking(toy_shards.tokenizer), toy_shards, CONFIG, context_tokens=160)
+    assert len(result.shares) == 3 * 3 * 5
+    for share in result.shares:
+        # At depth 0 the needle follows the first token, which is a segment of its own and holds nothing.
+        assert share.share == pytest.approx(1.0 if share.segment == "answer" else 0.0, abs=1e-9), share
+        assert share.standard_error == pytest.approx(0.0, abs=1e-9)
+
+
+def test_uniform_attention_gives_the_segments_lengths(uniform, toy_shards):
+    seen = []
+    honest = uniform.last_token_weights
+
+    def listen(prompts):
+        seen.append(prompts.tolist())
+        return honest(prompts)
+
+    uniform.last_token_weights = listen
+    result = evaluate_allocation(uniform, toy_shards, CONFIG, context_tokens=160)
+    for depth, prompts in zip(CONFIG.depths, seen, strict=True):
+        expected = dict.fromkeys(SEGMENTS, 0.0)
+        for prompt in prompts:
+            start, end, question = answer_span(toy_shards.tokenizer, prompt)
+            parts = (1, start - 1, end - start, question - end, len(prompt) - question)
+            for segment, length in zip(SEGMENTS, parts, strict=True):
+                expected[segment] += length / len(prompt) / len(prompts)
+        for form in FORMS:
+            found = {s.segment: s.share for s in result.shares if (s.depth, s.form) == (depth, form)}
+            assert found == pytest.approx(expected, abs=1e-6)
+            assert sum(found.values()) == pytest.approx(1.0, abs=1e-6)
+
+
+def test_signed_weights_by_hand():
+    """Two heads over 6 tokens; answer at 2 and 3, question from 5."""
+    weights = torch.tensor([[0.5, -0.25, 0.25, 0.5, -0.5, 0.0], [0.0, 0.25, 0.25, -0.5, 0.25, 0.25]])
+    columns = {"signed": [0.5, 0.0, 0.5, 0.0, -0.25, 0.25]}
+    columns["absolute"] = [0.5, 0.5, 0.5, 1.0, 0.75, 0.25]
+    columns["positive"] = [0.5, 0.25, 0.5, 0.5, 0.25, 0.25]
+    shares = segment_shares(weights, (2, 4, 5))
+    for form, values in columns.items():
+        parts = [values[0], values[1], values[2] + values[3], values[4], values[5]]
+        assert shares[form] == pytest.approx([part / sum(values) for part in parts])
+    assert shares["signed"] == pytest.approx([0.5, 0.0, 0.5, -0.25, 0.25])
+    assert shares["absolute"] == pytest.approx([1 / 7, 1 / 7, 3 / 7, 1.5 / 7, 0.5 / 7])
+    assert shares["positive"] == pytest.approx([2 / 9, 1 / 9, 4 / 9, 1 / 9, 1 / 9])
+
+
+def test_a_share_is_a_mean_over_documents_with_its_error(toy_shards):
+    class Drawn:
+        def last_token_weights(self, prompts):
+            return torch.rand(len(prompts), 2, prompts.shape[1], generator=torch.Generator().manual_seed(3))
+
+    config = AllocationConfig(needles=2, depths=[0.5], documents=6, digits=3)
+    result = evaluate_allocation(Drawn(), toy_shards, config, context_tokens=160)
+    one = evaluate_allocation(
+        Drawn(), toy_shards, AllocationConfig(needles=2, depths=[0.5], documents=1, digits=3), context_tokens=160
+    )
+    assert all(0 < share.standard_error < 0.1 for share in result.shares if share.segment in ("before", "after"))
+    assert all(share.standard_error == 0 for share in one.shares)
+    assert {share.segment: share.share for share in result.shares} != {
+        share.segment: share.share for share in one.shares
+    }
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"needles": 0}, "needles=0"),
+        ({"documents": 0}, "documents=0"),
+        ({"digits": 0}, "digits=0"),
+        ({"depths": [-0.1]}, "depths"),
+        ({"depths": []}, "depths"),
+        ({"length_tokens": 0}, "length_tokens=0"),
+        ({"seed": -1}, "seed=-1"),
+    ],
+)
+def test_impossible_sizes_are_refused(fields, words):
+    with pytest.raises(ConfigError, match=words):
+        AllocationConfig(**fields)

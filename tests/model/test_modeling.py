@@ -1,0 +1,574 @@
+"""The model against the paper's equations written a second time, transformers' Llama, and hand-computed losses."""
+
+import independent_model
+import pytest
+import torch
+import torch.nn.functional as F
+from independent_model import causal
+from tiny_models import VOCABULARY, relative_error, scramble, shape_of, tiny, tiny_config, tokens
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+from difftransformer import DiffTransformerForCausalLM
+from difftransformer.errors import ConfigError, ShapeError
+from difftransformer.ops import attention_maps
+
+IMPLEMENTATIONS = ("difftransformer", "eager", "sdpa")
+TYPES = ("diff", "softmax")
+TOLERANCE = 1e-5
+
+SHAPES = {
+    "diff": {},
+    "diff, grouped": {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4},
+    "diff, one group, untied": {"num_key_value_heads": 2, "tie_word_embeddings": False},
+    "diff, own heads": {"num_differential_heads": 3, "num_differential_key_value_heads": 1, "value_head_dim": 10},
+    "diff, value of one map": {"num_differential_heads": 4, "num_differential_key_value_heads": 2, "value_head_dim": 8},
+    "diff, odd heads": {
+        "hidden_size": 36,
+        "num_attention_heads": 3,
+        "num_differential_heads": 3,
+        "num_differential_key_value_heads": 3,
+        "value_head_dim": 12,
+    },
+    "diff, wide head, theta": {"head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 640_000.0}},
+    "diff, eps": {"rms_norm_eps": 0.1, "head_norm_eps": 0.3, "num_hidden_layers": 4},
+    "softmax": {"attention_type": "softmax"},
+    "softmax, grouped": {"attention_type": "softmax", "num_key_value_heads": 2, "tie_word_embeddings": False},
+}
+
+
+def weights_of(model):
+    return model.state_dict()
+
+
+def expected_logits(model, ids, **kwargs):
+    """(B, T, vocabulary) of the independent model, row by row."""
+    shape, weights = shape_of(model.config), weights_of(model)
+    return torch.stack([independent_model.run(weights, shape, row, **kwargs)[0] for row in ids])
+
+
+@torch.no_grad()
+def logits(model, *args, **kwargs):
+    return model(*args, **kwargs).logits
+
+
+class TestEquations:
+    @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+    @pytest.mark.parametrize("name", SHAPES)
+    def test_logits(self, name, implementation):
+        model = tiny(implementation=implementation, **SHAPES[name])
+        ids = tokens(2, 23)
+        assert relative_error(logits(model, ids), expected_logits(model, ids)) < TOLERANCE
+
+    @pytest.mark.parametrize("kind", TYPES)
+    def test_longer_than_a_block_of_the_chunked_backend(self, kind):
+        model = tiny(attention_type=kind)
+        ids = tokens(1, 150)
+        assert relative_error(logits(model, ids), expected_logits(model, ids)) < TOLERANCE
+
+    @pytest.mark.parametrize("kind", TYPES)
+    def test_float64_model(self, kind):
+        model = tiny(attention_type=kind).double()
+        ids = tokens(1, 12)
+        # The rotary tables stay fp32.
+        assert relative_error(logits(model, ids), expected_logits(model, ids)) < 1e-6
+
+    @pytest.mark.parametrize("kind", TYPES)
+    def test_gradients(self, kind):
+        """Of every weight, against the independent model's (autograd through plain operations in float64)."""
+        model = tiny(attention_type=kind, num_key_value_heads=2)
+        ids, labels = tokens(1, 9), tokens(1, 9, seed=2)
+        model(ids, labels=labels).loss.backward()
+        weights = {name: p.detach().double().requires_grad_() for name, p in model.named_parameters()}
+        expected = independent_gradients(weights, model.config, ids[0], labels[0])
+        for name, parameter in model.named_parameters():
+            assert relative_error(parameter.grad, expected[name]) < 1e-4, name
+
+    @pytest.mark.parametrize("grouped", [False, True])
+    def test_softmax_twin_is_llama(self, grouped):
+        heads = {"num_key_value_heads": 2 if grouped else 4}
+        model = tiny(attention_type="softmax", tie_word_embeddings=False, **heads)
+        llama = LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=VOCABULARY,
+                hidden_size=32,
+                intermediate_size=48,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                rms_norm_eps=1e-5,
+                rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+                tie_word_embeddings=False,
+                pad_token_id=0,
+                bos_token_id=None,
+                eos_token_id=None,
+                **heads,
+            )
+        ).eval()
+        llama.load_state_dict(model.state_dict(), strict=True)
+        ids = tokens(2, 17)
+        mask = torch.ones_like(ids)
+        mask[1, :5] = 0
+        labels = ids.masked_fill(mask == 0, -100)
+        with torch.no_grad():
+            ours = model(ids, attention_mask=mask, labels=labels, output_hidden_states=True)
+            theirs = llama(ids, attention_mask=mask, labels=labels, output_hidden_states=True)
+        real = mask.bool()
+        assert relative_error(ours.logits[real], theirs.logits[real]) < TOLERANCE
+        assert ours.loss.item() == pytest.approx(theirs.loss.item(), abs=1e-6)
+        assert len(ours.hidden_states) == len(theirs.hidden_states) == 3
+        for mine, other in zip(ours.hidden_states, theirs.hidden_states, strict=True):
+            assert relative_error(mine[real], other[real]) < TOLERANCE
+
+    def test_kinds_differ(self):
+        ids = tokens(1, 9)
+        assert relative_error(logits(tiny(), ids), logits(tiny(attention_type="softmax"), ids)) > 0.1
+
+
+def independent_gradients(weights, config, ids, labels):
+    """Of the mean shifted cross-entropy, by name."""
+    predicted = independent_model.run(weights, shape_of(config), ids)[0][:-1]
+    chosen = predicted[torch.arange(len(ids) - 1), labels[1:]]
+    loss = (torch.log(torch.exp(predicted).sum(1)) - chosen).mean()
+    return dict(zip(weights, torch.autograd.grad(loss, list(weights.values())), strict=True))
+
+
+class TestCausality:
+    @pytest.mark.parametrize("kind", TYPES)
+    @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+    @pytest.mark.parametrize("length", [20, 80])
+    def test_later_tokens_never_change_earlier_logits(self, kind, implementation, length):
+        model = tiny(attention_type=kind, implementation=implementation)
+        ids = tokens(1, length)
+        before = logits(model, ids)
+        for place in (1, length // 2, length - 1):
+            changed = ids.clone()
+            changed[0, place:] = (changed[0, place:] + 1) % VOCABULARY
+            after = logits(model, changed)
+            assert torch.equal(after[:, :place], before[:, :place])
+            assert not torch.equal(after[:, place], before[:, place])
+
+
+class TestMasks:
+    @pytest.mark.parametrize("kind", TYPES)
+    @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+    @pytest.mark.parametrize("side", ["left", "right"])
+    @pytest.mark.parametrize("switched", [False, True])
+    def test_padding(self, kind, implementation, side, switched):
+        """A padded row alone gives the same logits, whether the implementation is chosen at the start or later."""
+        if switched:
+            model = tiny(attention_type=kind)
+            model.set_attn_implementation(implementation)
+        else:
+            model = tiny(attention_type=kind, implementation=implementation)
+        lengths = (9, 4, 1)
+        batch, mask = tokens(3, 9), torch.zeros(3, 9, dtype=torch.long)
+        for row, length in enumerate(lengths):
+            mask[row, (slice(9 - length, None) if side == "left" else slice(length))] = 1
+        positions = (mask.cumsum(1) - 1).clamp_min(0)
+        for given in ({}, {"position_ids": positions}):
+            out = logits(model, batch, attention_mask=mask, **given)
+            for row in range(3):
+                alone = expected_logits(model, batch[row][mask[row].bool()][None])[0]
+                assert relative_error(out[row][mask[row].bool()], alone) < TOLERANCE
+        unmasked = logits(model, batch)
+        assert side == "right" or relative_error(unmasked[1], out[1]) > 1e-2  # the mask matters
+
+    @pytest.mark.parametrize("dtype", [torch.long, torch.bool, torch.float32])
+    def test_mask_dtypes(self, dtype):
+        model = tiny()
+        mask = torch.tensor([[0, 0, 1, 1, 1, 1]])
+        ids = tokens(1, 6)
+        assert torch.equal(logits(model, ids, attention_mask=mask.to(dtype)), logits(model, ids, attention_mask=mask))
+
+    @pytest.mark.parametrize("kind", TYPES)
+    @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+    def test_holes(self, kind, implementation):
+        model = tiny(attention_type=kind, implementation=implementation)
+        ids = tokens(1, 10)
+        mask = torch.tensor([[0, 1, 1, 0, 0, 1, 1, 1, 0, 1]])
+        real = mask[0].bool()
+        allowed = causal(10) & real
+        expected = expected_logits(model, ids, allowed=allowed)
+        assert relative_error(logits(model, ids, attention_mask=mask)[0, real], expected[0, real]) < TOLERANCE
+        # Positions counted over real tokens, as generation gives them: the holes might as well not be there.
+        positions = (mask.cumsum(1) - 1).clamp_min(0)
+        out = logits(model, ids, attention_mask=mask, position_ids=positions)
+        assert relative_error(out[0, real], expected_logits(model, ids[:, real])[0]) < TOLERANCE
+
+    @pytest.mark.parametrize("kind", TYPES)
+    @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+    @pytest.mark.parametrize("heads", [1, None])
+    def test_bool_4d_mask_stands_for_everything(self, kind, implementation, heads):
+        model = tiny(attention_type=kind, implementation=implementation)
+        ids = tokens(1, 8)
+        allowed = causal(8)
+        allowed[:4, :4] = True  # a prefix that sees itself in both directions
+        mask = allowed[None, None].expand(1, heads or model.config.head_layout().num_heads, 8, 8)
+        out = logits(model, ids, attention_mask=mask)
+        assert relative_error(out, expected_logits(model, ids, allowed=allowed)) < TOLERANCE
+
+    def test_bool_4d_mask_beside_a_cache(self):
+        model = tiny()
+        ids = tokens(1, 8)
+        allowed = causal(8)
+        allowed[6, 2] = allowed[7, 5] = False
+        cache = DynamicCache(config=model.config)
+        logits(model, ids[:, :5], past_key_values=cache)
+        out = logits(model, ids[:, 5:], past_key_values=cache, attention_mask=allowed[None, None, 5:])
+        assert relative_error(out, expected_logits(model, ids, allowed=allowed)[:, 5:]) < TOLERANCE
+
+    def test_refused(self):
+        model = tiny()
+        ids = tokens(1, 6)
+        with pytest.raises(ShapeError, match=r"4-D attention_mask has dtype torch\.float32, expected bool"):
+            model(ids, attention_mask=torch.zeros(1, 1, 6, 6))
+        with pytest.raises(ShapeError, match="expected \\(1, past \\+ new tokens\\)"):
+            model(ids, attention_mask=torch.ones(2, 6))
+        with pytest.raises(ShapeError, match="expected \\(1, past \\+ new tokens\\)"):
+            model(ids, attention_mask=torch.ones(1, 6, 6))
+        with pytest.raises(ShapeError, match="covers 4 tokens, but 0 are cached and 6 are new"):
+            model(ids, attention_mask=torch.ones(1, 4))
+        cache = DynamicCache(config=model.config)
+        model(ids, past_key_values=cache)
+        for given in ({}, {"position_ids": torch.tensor([[6, 7]])}):
+            with pytest.raises(
+                ShapeError, match="covers 2 tokens, but 6 are cached and 2 are new; pass a mask of width 8"
+            ):
+                model(ids[:, :2], past_key_values=cache, attention_mask=torch.ones(1, 2), **given)
+
+
+class TestSlidingWindow:
+    @pytest.mark.parametrize("kind", TYPES)
+    @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+    @pytest.mark.parametrize("window", [1, 4, 11, 99])
+    def test_without_cache(self, kind, implementation, window):
+        model = tiny(attention_type=kind, implementation=implementation, sliding_window=window)
+        ids = tokens(1, 11)
+        expected = expected_logits(model, ids, allowed=causal(11, window))
+        assert relative_error(logits(model, ids), expected) < TOLERANCE
+
+    def test_with_padding(self):
+        model = tiny(sliding_window=3)
+        ids = tokens(1, 9)
+        mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1, 1]])
+        expected = expected_logits(model, ids[:, 2:], allowed=causal(7, 3))
+        assert relative_error(logits(model, ids, attention_mask=mask)[:, 2:], expected) < TOLERANCE
+
+
+class TestPackedDocuments:
+    DOCUMENTS = ((5, 1, 6), (12,), (4, 4, 4))
+
+    def expected(self, model, ids, documents, **kwargs):
+        parts = zip(ids.split(documents), documents, strict=True)
+        return torch.cat([expected_logits(model, part[None], **kwargs)[0] for part, _ in parts])
+
+    @pytest.mark.parametrize("kind", TYPES)
+    @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+    @pytest.mark.parametrize("use_cache", [False, True])
+    @pytest.mark.parametrize("rows", [1, 3])
+    def test_restarting_positions(self, kind, implementation, use_cache, rows):
+        model = tiny(attention_type=kind, implementation=implementation)
+        ids = tokens(3, 12)[:rows]
+        positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in self.DOCUMENTS[:rows]])
+        out = logits(model, ids, position_ids=positions, use_cache=use_cache)
+        assert out.shape == (rows, 12, VOCABULARY)
+        for row in range(rows):
+            assert relative_error(out[row], self.expected(model, ids[row], self.DOCUMENTS[row])) < TOLERANCE
+
+    @pytest.mark.parametrize("kind", TYPES)
+    @pytest.mark.parametrize("use_cache", [False, True])
+    @pytest.mark.parametrize("side", ["left", "right"])
+    def test_with_padding(self, kind, use_cache, side):
+        model = tiny(attention_type=kind)
+        ids, documents = tokens(2, 12), ((4, 5), (3, 9))
+        rows, mask = [], torch.ones(2, 12, dtype=torch.long)
+        real = slice(3, 12) if side == "left" else slice(0, 9)
+        mask[0] = 0
+        mask[0, real] = 1
+        padded = (torch.zeros(3, dtype=torch.long),)
+        first = tuple(torch.arange(n) for n in documents[0])
+        rows.append(torch.cat(padded + first if side == "left" else first + padded))
+        rows.append(torch.cat([torch.arange(n) for n in documents[1]]))
+        out = logits(model, ids, position_ids=torch.stack(rows), attention_mask=mask, use_cache=use_cache)
+        assert relative_error(out[0, real], self.expected(model, ids[0, real], documents[0])) < TOLERANCE
+        assert relative_error(out[1], self.expected(model, ids[1], documents[1])) < TOLERANCE
+
+    @pytest.mark.parametrize("kind", TYPES)
+    @pytest.mark.parametrize("use_cache", [False, True])
+    @pytest.mark.parametrize("with_positions", [False, True])
+    def test_cumulative_lengths(self, kind, use_cache, with_positions):
+        model = tiny(attention_type=kind)
+        ids, documents = tokens(1, 12), self.DOCUMENTS[0]
+        given = {}
+        if with_positions:
+            given["position_ids"] = torch.cat([torch.arange(n) for n in documents])[None]
+        ends = torch.tensor([0, *documents]).cumsum(0)
+        out = logits(model, ids, cu_seq_lens_q=ends, cu_seq_lens_k=ends, use_cache=use_cache, **given)
+        assert relative_error(out[0], self.expected(model, ids[0], documents)) < TOLERANCE
+
+    def test_cumulative_lengths_are_of_one_row(self):
+        model = tiny()
+        with pytest.raises(ShapeError, match="cu_seq_lens_q with a batch of 2"):
+            model(tokens(2, 6), cu_seq_lens_q=torch.tensor([0, 3, 6]))
+        cache = DynamicCache(config=model.config)
+        model(tokens(1, 6), past_key_values=cache)
+        with pytest.raises(ShapeError, match="6 cached tokens"):
+            model(tokens(1, 6), past_key_values=cache, cu_seq_lens_q=torch.tensor([0, 3, 6]))
+
+    @pytest.mark.parametrize("use_cache", [False, True])
+    def test_with_a_window(self, use_cache):
+        model = tiny(sliding_window=3)
+        ids, positions = tokens(1, 12), torch.cat([torch.arange(5), torch.arange(7)])[None]
+        out = logits(model, ids, position_ids=positions, use_cache=use_cache)
+        parts = [expected_logits(model, part, allowed=causal(part.shape[1], 3)) for part in ids.split((5, 7), 1)]
+        assert relative_error(out, torch.cat(parts, 1)) < TOLERANCE
+
+    def test_training_loss_and_gradients(self):
+        """Packed rows give the documents' own losses and gradients."""
+        packed, apart = tiny(), tiny()
+        ids, positions = tokens(2, 12), torch.cat([torch.arange(5), torch.arange(7)]).expand(2, 12)
+        labels = ids.clone()
+        labels[:, 5] = -100  # the first token of a document has no one to predict it
+        loss = packed.train()(ids, position_ids=positions, labels=labels).loss
+        loss.backward()
+        total = 0.0
+        for part in (ids[:, :5], ids[:, 5:]):
+            total = total + apart.train()(part, labels=part, num_items_in_batch=torch.tensor(20)).loss
+        total.backward()
+        assert loss.item() == pytest.approx(total.item(), abs=1e-6)
+        for (name, ours), theirs in zip(packed.named_parameters(), apart.parameters(), strict=True):
+            assert relative_error(ours.grad, theirs.grad) < 1e-4, name
+
+    def test_hidden_states_and_maps(self):
+        model = tiny(implementation="eager")
+        ids = tokens(3, 12)
+        positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in self.DOCUMENTS])
+        with torch.no_grad():
+            plain = model(ids, position_ids=positions, output_hidden_states=True, use_cache=False)
+            mapped = model(ids, position_ids=positions, output_attentions=True, use_cache=False)
+        assert all(hidden.shape == (3, 12, 32) for hidden in plain.hidden_states)
+        assert mapped.attentions[0].shape == (3, 2, 12, 12)
+        assert torch.all(mapped.attentions[0][0, :, 6:, :6] == 0)
+        assert relative_error(mapped.logits, plain.logits) < TOLERANCE
+
+
+class TestLabels:
+    @pytest.mark.parametrize("kind", TYPES)
+    def test_shifted_cross_entropy(self, kind):
+        model = tiny(attention_type=kind)
+        ids = tokens(2, 7)
+        labels = ids.clone()
+        labels[0, 2:4] = -100
+        out = model(ids, labels=labels)
+        nats = []
+        for row in range(2):
+            log_probabilities = torch.log_softmax(out.logits[row].double(), -1)
+            nats += [-log_probabilities[t, labels[row, t + 1]] for t in range(6) if labels[row, t + 1] != -100]
+        assert len(nats) == 10
+        assert out.loss.item() == pytest.approx((sum(nats) / 10).item(), abs=1e-6)
+        summed = model(ids, labels=labels, num_items_in_batch=torch.tensor(37)).loss
+        assert summed.item() == pytest.approx((sum(nats) / 37).item(), abs=1e-6)
+        assert model(ids).loss is None
+
+    def test_logits_to_keep(self):
+        model = tiny()
+        ids = tokens(2, 7)
+        whole = logits(model, ids)
+        assert relative_error(logits(model, ids, logits_to_keep=3), whole[:, -3:]) < 1e-6
+        places = torch.tensor([0, 4])
+        assert relative_error(logits(model, ids, logits_to_keep=places), whole[:, places]) < 1e-6
+
+    def test_return_dict(self):
+        model = tiny()
+        ids = tokens(1, 5)
+        out = model(ids, return_dict=False, use_cache=False)
+        assert isinstance(out, tuple)
+        assert torch.equal(out[0], model(ids).logits)
+
+
+class TestInputs:
+    def test_embeddings_in_place_of_ids(self):
+        model = tiny()
+        ids = tokens(2, 7)
+        embedded = model.get_input_embeddings()(ids)
+        assert torch.equal(logits(model, inputs_embeds=embedded), logits(model, ids))
+        strided = embedded.mT.contiguous().mT
+        assert relative_error(logits(model, inputs_embeds=strided), logits(model, ids)) < TOLERANCE
+
+    def test_exactly_one(self):
+        model = tiny()
+        for arguments in ({}, {"input_ids": tokens(1, 2), "inputs_embeds": torch.zeros(1, 2, 32)}):
+            with pytest.raises(ShapeError, match="exactly one of input_ids and inputs_embeds"):
+                model(**arguments)
+
+    def test_embeddings_can_be_replaced_and_resized(self):
+        model = tiny()
+        model.resize_token_embeddings(VOCABULARY + 4, mean_resizing=False)
+        assert model.lm_head.weight is model.model.embed_tokens.weight
+        assert logits(model, tokens(1, 3)).shape[-1] == VOCABULARY + 4
+
+
+class TestOutputs:
+    @pytest.mark.parametrize("kind", TYPES)
+    def test_hidden_states(self, kind):
+        model = tiny(attention_type=kind)
+        ids = tokens(1, 9)
+        with torch.no_grad():
+            out = model(ids, output_hidden_states=True)
+        _, expected, _ = independent_model.run(weights_of(model), shape_of(model.config), ids[0])
+        assert len(out.hidden_states) == len(expected) == 3
+        for ours, theirs in zip(out.hidden_states, expected, strict=True):
+            assert relative_error(ours[0], theirs) < TOLERANCE
+
+    @pytest.mark.parametrize("fields", [{}, {"num_key_value_heads": 2}, {"attention_type": "softmax"}])
+    def test_maps(self, fields):
+        model = tiny(implementation="eager", **fields)
+        ids = tokens(2, 9)
+        mask = torch.ones_like(ids)
+        mask[1, :4] = 0
+        with torch.no_grad():
+            out = model(ids, attention_mask=mask, output_attentions=True)
+        _, _, expected = independent_model.run(weights_of(model), shape_of(model.config), ids[0])
+        for layer, (maps, theirs) in enumerate(zip(out.attentions, expected, strict=True)):
+            assert maps.dtype == torch.float32
+            assert (maps[0].double() - theirs).abs().max() < 1e-5
+            lam = model.model.layers[layer].self_attn.lam()
+            total = 1.0 if lam is None else 1 - lam.item()
+            rows = maps.sum(-1)
+            assert torch.allclose(rows[0], torch.full_like(rows[0], total), atol=1e-5)
+            assert torch.all(maps[1, :, :, :4] == 0)
+            assert torch.allclose(rows[1, :, 4:], torch.full_like(rows[1, :, 4:], total), atol=1e-5)
+
+    def test_maps_are_those_of_the_op(self):
+        """A1 - lambda A2 of `attention_maps` over the layer's own rotated projections; rows of A1 and of A2 sum to 1."""
+        model = tiny(implementation="eager")
+        seen = {}
+        attention = model.model.layers[1].self_attn
+        original = attention.attend
+
+        def spy(query, key, value, **restrictions):
+            seen.update(query=query, key=key, restrictions=restrictions)
+            return original(query, key, value, **restrictions)
+
+        attention.attend = spy
+        with torch.no_grad():
+            out = model(tokens(1, 9), output_attentions=True)
+        first, second = attention_maps(seen["query"], seen["key"], is_causal=True)
+        for one in (first, second):
+            assert torch.allclose(one.sum(-1), torch.ones(1, 2, 9), atol=1e-6)
+        assert torch.allclose(out.attentions[1], first - attention.lam() * second, atol=1e-6)
+
+    @pytest.mark.parametrize("implementation", ["difftransformer", "sdpa"])
+    def test_maps_need_eager(self, implementation):
+        model = tiny(implementation=implementation)
+        with pytest.raises(ConfigError, match=f"'{implementation}': only 'eager' forms the maps"):
+            model(tokens(1, 3), output_attentions=True)
+        model.set_attn_implementation("eager")
+        assert len(model(tokens(1, 3), output_attentions=True).attentions) == 2
+
+
+class TestImplementations:
+    @pytest.mark.parametrize("name", ["flash", "paged|sdpa", "sdpaa", "kernels-community/flash-attn"])
+    def test_unknown_is_refused_with_the_allowed_names(self, name):
+        allowed = "difftransformer, eager, sdpa"
+        with pytest.raises(ConfigError, match=f"not supported; choose one of {allowed}"):
+            DiffTransformerForCausalLM._from_config(tiny_config(), attn_implementation=name)
+        model = tiny()
+        with pytest.raises(ConfigError, match=f"not supported; choose one of {allowed}"):
+            model.set_attn_implementation(name)
+        assert model.config._attn_implementation == "difftransformer"
+
+    @pytest.mark.parametrize("name", IMPLEMENTATIONS)
+    def test_backend_of_every_layer(self, name):
+        backend = {"difftransformer": "chunked", "eager": "reference", "sdpa": "sdpa"}[name]
+        built = DiffTransformerForCausalLM._from_config(tiny_config(attn_backend="chunked"), attn_implementation=name)
+        switched = DiffTransformerForCausalLM(tiny_config(attn_backend="chunked"))
+        assert {layer.self_attn.backend for layer in switched.model.layers} == {"chunked"}
+        switched.set_attn_implementation(name)
+        for model in (built, switched):
+            assert {layer.self_attn.backend for layer in model.model.layers} == {backend}
+            assert model.config._attn_implementation == model.model.config._attn_implementation == name
+
+
+class TestTraining:
+    @pytest.mark.parametrize("kind", TYPES)
+    def test_gradient_checkpointing_gives_the_same_gradients(self, kind):
+        plain, saved = tiny(attention_type=kind).train(), tiny(attention_type=kind).train()
+        # The name changed within transformers 5.
+        getattr(saved, "activation_checkpointing_enable", saved.gradient_checkpointing_enable)()
+        assert saved.is_gradient_checkpointing
+        calls = []
+        saved.model.layers[0].self_attn.q_proj.register_forward_hook(lambda *_: calls.append(1))
+        ids = tokens(2, 11)
+        for model in (plain, saved):
+            model(ids, labels=ids).loss.backward()
+        assert len(calls) == 2  # the layer was run again in the backward pass
+        for (name, a), b in zip(plain.named_parameters(), saved.parameters(), strict=True):
+            assert torch.equal(a.grad, b.grad), name
+
+    @pytest.mark.parametrize("kind", TYPES)
+    def test_it_learns_a_batch_by_heart(self, kind):
+        model = DiffTransformerForCausalLM(tiny_config(attention_type=kind)).train()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        ids = tokens(4, 12)
+        for _ in range(60):
+            loss = model(ids, labels=ids).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert loss.item() < 0.2
+        assert loss.item() < F.cross_entropy(torch.zeros(1, VOCABULARY), torch.zeros(1, dtype=torch.long)).item() / 10
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    @pytest.mark.parametrize("kind", TYPES)
+    def test_low_precision_is_near_fp32(self, kind, dtype):
+        """At most twice the error of a model whose attention does every step, maps included, in that dtype's eager Llama."""
+        model = tiny(attention_type=kind)
+        ids = tokens(2, 15)
+        expected = expected_logits(model, ids)
+        narrow = logits(model.to(dtype), ids)
+        assert narrow.dtype == dtype
+        assert relative_error(narrow, expected) < (0.1 if dtype == torch.bfloat16 else 0.0125)
+
+    def test_autocast(self):
+        model = tiny().train()
+        ids = tokens(2, 15)
+        expected = model(ids).logits
+        with torch.autocast("cpu", torch.bfloat16):
+            out = model(ids, labels=ids)
+        out.loss.backward()
+        assert relative_error(out.logits, expected) < 0.1
+        assert all(torch.isfinite(p.grad).all() and p.grad.dtype == torch.float32 for p in model.parameters())
+
+
+class TestCompile:
+    @pytest.mark.parametrize("kind", TYPES)
+    def test_whole_forward_without_a_graph_break(self, kind):
+        model = tiny(attention_type=kind)
+        ids = tokens(2, 13)
+        mask = torch.ones_like(ids)
+        mask[0, :4] = 0
+        torch._dynamo.reset()
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        for arguments in ({}, {"attention_mask": mask}):
+            with torch.no_grad():
+                out = compiled(ids, use_cache=False, **arguments).logits
+            real = mask.bool() if arguments else torch.ones_like(mask).bool()
+            assert relative_error(out[real], logits(model, ids, **arguments)[real]) < TOLERANCE
+
+    def test_gradients(self):
+        plain, traced = tiny().train(), tiny().train()
+        ids = tokens(2, 13)
+        torch._dynamo.reset()
+        compiled = torch.compile(traced, fullgraph=True, backend="aot_eager")
+        plain(ids, labels=ids, use_cache=False).loss.backward()
+        compiled(ids, labels=ids, use_cache=False).loss.backward()
+        for (name, a), b in zip(plain.named_parameters(), traced.parameters(), strict=True):
+            assert relative_error(b.grad, a.grad) < 1e-4, name
+
+
+def test_scramble_leaves_no_weight_at_its_start():
+    """The helper of these tests: a gain of 1 or a lambda of lambda_init would hide mistakes."""
+    fresh, drawn = DiffTransformerForCausalLM(tiny_config()), tiny()
+    for (name, a), b in zip(fresh.named_parameters(), drawn.parameters(), strict=True):
+        assert not torch.isclose(a, b).all(), name
+    assert scramble(fresh) is fresh

@@ -1,0 +1,78 @@
+"""Small models whose every weight matters: no gain is 1, no lambda is near its start, and logits are of order one."""
+
+import torch
+from independent_model import Shape
+
+from difftransformer import DiffTransformerConfig, DiffTransformerForCausalLM
+
+VOCABULARY = 61
+BASE = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+
+
+def tiny_config(**fields):
+    return DiffTransformerConfig(**BASE | fields)
+
+
+def tiny(seed=0, implementation=None, **fields):
+    """A model in eval mode with drawn weights."""
+    config = tiny_config(**fields)
+    if implementation is not None:
+        config._attn_implementation = implementation
+    torch.manual_seed(seed)
+    return scramble(DiffTransformerForCausalLM(config), seed).eval()
+
+
+@torch.no_grad()
+def scramble(model, seed=0):
+    """Draw all weights anew, sharper than an initialisation would."""
+    draw = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=draw)
+        if "norm" in name:
+            parameter.copy_(1 + 0.2 * noise)
+        elif "lambda" in name:
+            parameter.copy_(0.35 * noise)
+        elif "embed" in name:
+            parameter.copy_(noise)
+        else:
+            parameter.copy_(1.2 * noise / parameter.shape[-1] ** 0.5)
+    return model
+
+
+def shape_of(config):
+    """The configuration as the independent model wants it, by its own arithmetic."""
+    diff = config.attention_type == "diff"
+    heads = (config.num_differential_heads or config.num_attention_heads // 2) if diff else config.num_attention_heads
+    groups = config.num_key_value_heads
+    if diff:
+        groups = config.num_differential_key_value_heads or groups // 2
+    value_dim = (config.value_head_dim or 2 * config.head_dim) if diff else config.head_dim
+    return Shape(
+        config.attention_type,
+        config.num_hidden_layers,
+        heads,
+        groups,
+        config.head_dim,
+        value_dim,
+        config.rms_norm_eps,
+        config.head_norm_eps,
+        config.rope_parameters["rope_theta"],
+    )
+
+
+def tokens(*shape, seed=1):
+    return torch.randint(1, VOCABULARY, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def relative_error(x, reference):
+    """max|x - reference| / max|reference|."""
+    return ((x.double() - reference.double()).abs().max() / reference.abs().max()).item()

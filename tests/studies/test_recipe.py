@@ -1,0 +1,175 @@
+"""Recipes: every one that is shipped loads, a saved one comes back equal, and mistakes are named on one line."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from difftransformer.errors import ConfigError
+from difftransformer.studies import load_recipe, recipe_dict, recipe_from, save_recipe
+from difftransformer.train import TrainingConfig
+
+RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
+
+
+def test_there_are_recipes():
+    assert "demo" in {path.stem for path in RECIPES}
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_shipped_recipes_load_and_are_named_after_their_file(path, tmp_path):
+    recipe = load_recipe(path)
+    assert recipe.name == path.stem
+    assert isinstance(recipe.training, TrainingConfig)
+    for attention_type in recipe.compare.models:
+        recipe.with_model(attention_type).model_config(vocab_size=300)
+    save_recipe(recipe, tmp_path / "again.yaml")
+    assert load_recipe(tmp_path / "again.yaml") == recipe
+
+
+def test_a_saved_recipe_comes_back_equal(toy_recipe, tmp_path):
+    save_recipe(toy_recipe, tmp_path / "a" / "recipe.yaml")
+    assert load_recipe(tmp_path / "a" / "recipe.yaml") == toy_recipe
+    plain = recipe_dict(toy_recipe)
+    assert recipe_from(plain, source="x") == toy_recipe
+    assert yaml.safe_load(yaml.safe_dump(plain)) == plain
+    assert plain["training"]["context_stages"] == [[0, 64], [4, 128]]
+
+
+def test_other_models_and_seeds_change_nothing_else(toy_recipe):
+    other = toy_recipe.with_model("softmax").with_seed(7)
+    assert other.model["attention_type"] == "softmax"
+    assert other.training.seed == 7
+    assert other.with_seed(0).training == toy_recipe.training
+    assert (other.data, other.evaluation, other.compare) == (toy_recipe.data, toy_recipe.evaluation, toy_recipe.compare)
+
+
+def test_overrides(toy_file):
+    recipe = load_recipe(
+        toy_file,
+        [
+            "training.steps=100",
+            "training.optimizer.learning_rate=0.5",
+            "training.context_stages=[[0, 32]]",
+            "model.attention_type=softmax",
+            "evaluation.needle=null",
+            "name=other",
+        ],
+    )
+    assert recipe.training.steps == 100
+    assert recipe.training.optimizer.learning_rate == 0.5
+    assert recipe.training.context_stages == [(0, 32)]
+    assert recipe.model_config(vocab_size=9).attention_type == "softmax"
+    assert recipe.evaluation.needle is None
+    assert recipe.name == "other"
+
+
+def test_a_preset_comes_first_and_own_fields_win(toy):
+    toy["model"] = {"preset": "tiny", "num_hidden_layers": 3}
+    config = recipe_from(toy, source="x").model_config(vocab_size=123)
+    from difftransformer.model import PRESETS
+
+    assert config.hidden_size == PRESETS["tiny"].fields["hidden_size"]
+    assert (config.num_hidden_layers, config.vocab_size) == (3, 123)
+
+
+BAD = [
+    # A misspelt key, with the nearest right one.
+    ("training.stepz=3", "training.stepz: unknown key; did you mean steps? allowed: steps, batch_tokens,"),
+    ("trainin.steps=3", "trainin: unknown key; did you mean training?"),
+    (
+        "model.hidden_siz=64",
+        "model.hidden_siz: unknown key; did you mean hidden_size? allowed: preset, attention_type,",
+    ),
+    ("data.tokeniser=byte", "data.tokeniser: unknown key; did you mean tokenizer?"),
+    ("evaluation.needle.digit=3", "evaluation.needle.digit: unknown key; did you mean digits?"),
+    ("model.vocab_size=9", "model.vocab_size: unknown key"),
+    # Wrong types.
+    ("training.steps=many", "training.steps: expected int, got 'many'"),
+    ("training.steps=1.5", "training.steps: expected int, got 1.5"),
+    (
+        "training.optimizer.learning_rate=3e-4",
+        "training.optimizer.learning_rate: expected float, got '3e-4' (YAML reads",
+    ),
+    ("training.optimizer.learning_rate=.nan", "training.optimizer.learning_rate: expected a finite number, got nan"),
+    ("training.precision=fp16", "training.precision: 'fp16' is not allowed; choose one of fp32, bf16"),
+    ("training.context_stages=[[0]]", "training.context_stages[0]: expected 2 values, got [0]"),
+    ("model.hidden_size=wide", "model.hidden_size: expected int, got 'wide'"),
+    ("model.max_position_embeddings=long", "model.max_position_embeddings: expected int, got 'long'"),
+    ("model.sliding_window=a", "model.sliding_window: expected int, got 'a'"),
+    ("model.1=3", "model.1: unknown key"),
+    ("model=7", "model: expected a mapping, got 7"),
+    ("training=null", "training: expected a mapping (TrainingConfig), got None"),
+    # Impossible combinations.
+    ("model.num_attention_heads=5", "hidden_size=32 is not a multiple of num_attention_heads=5"),
+    ("model.num_key_value_heads=1", "num_key_value_heads=1 is odd"),
+    ("model.num_key_value_heads=3", "num_key_value_heads=3"),
+    ("model.sliding_window=0", "sliding_window=0"),
+    ("model.head_dim=7", "head_dim=7 is odd"),
+    ("model.attention_dropout=0.1", "attention_dropout=0.1"),
+    ("model.attention_type=dif", "attention_type='dif' is unknown; choose one of softmax, diff"),
+    ("model.preset=huge", "preset 'huge' is unknown; choose one of tiny,"),
+    ("model.max_position_embeddings=64", "model.max_position_embeddings=64 is below the trained context of 128 tokens"),
+    ("training.batch_tokens=200", "training: batch_tokens=200 is not a multiple of context 64"),
+    ("training.accumulation=3", "training: batch_tokens=256 is not a multiple of context 64 x accumulation 3"),
+    ("training.context_stages=[]", "training: context_stages=[]"),
+    ("training.retrieval.share=2", "training.retrieval: "),
+    ("training.retrieval.digits=0", "training.retrieval: "),
+    ("training.retrieval.min_needles=9", "training.retrieval: "),
+    ("evaluation.needle.needles=[[1, 2]]", "evaluation.needle: needles=[1, 2]"),
+    ("evaluation.allocation.depths=[2]", "evaluation.allocation: depths=[2.0]"),
+    ("data.validation_share=2", "data: validation_share=2.0"),
+    ("data.vocab_size=10", "data: vocab_size=10"),
+    ("compare.models=[diff]", "compare: models=['diff']: name two attention types"),
+    ("compare.models=[diff, diff]", "compare: models=['diff', 'diff']"),
+    ("compare.seeds=0", "compare: seeds=0"),
+]
+
+
+@pytest.mark.parametrize(("override", "message"), BAD, ids=[override for override, _ in BAD])
+def test_mistakes_are_named(toy_file, override, message):
+    with pytest.raises(ConfigError) as error:
+        load_recipe(toy_file, [override])
+    assert str(error.value).startswith(f"{toy_file}: {message}")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("training.steps", "--set training.steps: expected KEY=VALUE"),
+        ("training.steps=[", "--set training.steps=[: the value is not valid YAML"),
+        ("name.x=3", "--set name.x=3: name is not a mapping in the recipe"),
+    ],
+)
+def test_overrides_that_are_none(toy_file, override, message):
+    with pytest.raises(ConfigError) as error:
+        load_recipe(toy_file, [override])
+    assert str(error.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "no such recipe"),
+        (b"name: [1", "not valid YAML in line 1"),
+        (b"a: b\n\tc: d", "not valid YAML in line 2"),
+        (b"- 1\n- 2", "a recipe is a mapping"),
+        (b"", "a recipe is a mapping"),
+        (b"name: \xff\xfe", "cannot be read"),
+        (b"name: toy", "model: missing (Recipe needs it)"),
+    ],
+)
+def test_files_that_are_no_recipe(tmp_path, content, message):
+    path = tmp_path / "recipe.yaml"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ConfigError) as error:
+        load_recipe(path)
+    assert str(error.value).startswith(f"{path}: {message}")
+    assert "\n" not in str(error.value)
+
+
+def test_a_folder_is_no_recipe(tmp_path):
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_recipe(tmp_path)
