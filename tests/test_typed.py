@@ -125,7 +125,7 @@ VALID = dataclasses.asdict(
         ({"more": {}}, "more: expected a list, got {}"),
         ({"more": "text"}, "more: expected a list, got 'text'"),
         (
-            {"more": [{"kind": "a", "pair": [1, 2.0]}, {"kind": "c"}]},
+            {"more": [{"kind": "a", "pair": [1, 2.0]}, {"kind": "c", "pair": [1, 2.0]}]},
             "more[1].kind: 'c' is not allowed; choose one of a, b",
         ),
         ({"inner": {"kind": "a", "pair": [1]}}, "inner.pair: expected 2 values, got [1]"),

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ..errors import ConfigError
 from ..ops import attention_maps, differential_attention
+from ..ops.problem import LOW_PRECISION
 from .base import Attention, AttentionConfig, HeadLayout, RMSNorm
 
 LAMBDA_STD = 0.1  # of the four lambda vectors at the start (the paper's code)
@@ -116,8 +117,8 @@ class DifferentialAttention(Attention):
             normal_(vector, mean=0.0, std=LAMBDA_STD)
 
     def lam(self) -> Tensor:
-        """The layer's lambda now (arXiv:2410.05258 eq. 2): a 0-dim fp32 tensor with its gradient."""
-        q1, k1, q2, k2 = (vector.float() for vector in self._lambda_vectors())
+        """The layer's lambda now (arXiv:2410.05258 eq. 2): a 0-dim tensor in fp32 (float64 in a float64 layer)."""
+        q1, k1, q2, k2 = (v.float() if v.dtype in LOW_PRECISION else v for v in self._lambda_vectors())
         return torch.exp((q1 * k1).sum()) - torch.exp((q2 * k2).sum()) + self.lambda_init
 
     def attend(self, query_BHTX: Tensor, key_BGSX: Tensor, value_BGSE: Tensor, **restrictions: Any) -> Tensor:
@@ -136,14 +137,14 @@ class DifferentialAttention(Attention):
         return self.lambda_q1, self.lambda_k1, self.lambda_q2, self.lambda_k2
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        # `.to(bfloat16)` reaches parameters here; the lambdas follow to another device but are never narrowed.
+        # `.to(bfloat16)` reaches parameters here; the lambdas follow to another device but are never narrowed below fp32.
         before = [vector.detach() for vector in self._lambda_vectors()]
         super()._apply(fn, recurse)
         for vector, kept in zip(self._lambda_vectors(), before, strict=True):
-            if vector.dtype.itemsize < kept.dtype.itemsize:
-                vector.data = kept.to(device=vector.device)
+            if vector.dtype in LOW_PRECISION:
+                vector.data = kept.to(vector.device, torch.float32)
                 if vector.grad is not None:
-                    vector.grad = vector.grad.to(kept.dtype)
+                    vector.grad = vector.grad.to(torch.float32)
         return self
 
 

@@ -217,11 +217,15 @@ class DiffTransformerModel(DiffTransformerPreTrainedModel):
             past_key_values = DynamicCache(config=self.config)
 
         starts = None
+        seen = 0 if past_key_values is None else past_key_values.get_seq_length()
+        places = torch.arange(length, device=hidden.device) + seen
         if position_ids is None:
-            seen = 0 if past_key_values is None else past_key_values.get_seq_length()
-            position_ids = (torch.arange(length, device=hidden.device) + seen).unsqueeze(0)
+            position_ids = places.unsqueeze(0)
         elif length > 1 and cu_seq_lens_q is None:
-            mask = attention_mask[:, -length:] if attention_mask is not None and attention_mask.dim() == 2 else None
+            mask = None
+            if attention_mask is not None and attention_mask.dim() == 2:
+                # Not its last columns: for a static cache the mask is as wide as the cache. A mask too narrow is refused below.
+                mask = attention_mask[:, places.clamp(max=attention_mask.shape[1] - 1)]
             starts = packed_starts(position_ids.expand(batch, length), mask)
             if not torch.compiler.is_compiling() and not bool(starts.any()):
                 starts = None

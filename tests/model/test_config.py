@@ -1,0 +1,99 @@
+"""The configuration: what it derives, and what it refuses in which words."""
+
+import re
+
+import pytest
+from tiny_models import tiny_config
+
+from difftransformer import DiffTransformerConfig
+from difftransformer.errors import ConfigError, DiffTransformerError
+
+REFUSED = {
+    "odd heads": (
+        {"hidden_size": 36, "num_attention_heads": 3},
+        "num_attention_heads=3 is odd: attention_type='diff' makes one differential head of two heads",
+    ),
+    "odd key/value heads": (
+        {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3},
+        "num_key_value_heads=3 is odd",
+    ),
+    "head_dim does not divide": (
+        {"hidden_size": 30},
+        "hidden_size=30 is not a multiple of num_attention_heads=4; change one of them or set head_dim",
+    ),
+    "head_dim halved twice": (
+        {"head_dim": 4},
+        "head_dim=4 is half of hidden_size / num_attention_heads = 8: head_dim describes the same-size Transformer",
+    ),
+    "odd head_dim": ({"head_dim": 7}, "head_dim=7 is odd; rotary embedding turns pairs"),
+    "groups do not divide": (
+        {"attention_type": "softmax", "num_key_value_heads": 3},
+        "num_heads=4 is not a multiple of num_key_value_heads=3",
+    ),
+    "differential groups do not divide": (
+        {"num_differential_heads": 3, "num_differential_key_value_heads": 2},
+        "num_heads=3 is not a multiple of num_key_value_heads=2",
+    ),
+    "window 0": ({"sliding_window": 0}, "sliding_window=0: a window holds at least the query itself; use 1 or more"),
+    "window below 0": ({"sliding_window": -4}, "sliding_window=-4"),
+    "dropout": ({"attention_dropout": 0.1}, "attention_dropout=0.1: differential attention has no dropout"),
+    "type": ({"attention_type": "dif"}, "attention_type='dif' is unknown; choose one of softmax, diff"),
+    "initialization": (
+        {"initialization": "xavier"},
+        "initialization='xavier' is unknown; choose one of normal, mimetic",
+    ),
+    "no layers": ({"num_hidden_layers": 0}, "num_hidden_layers=0: give a whole number of at least 1"),
+    "no heads": ({"num_attention_heads": 0}, "num_attention_heads=0: give a whole number of at least 1"),
+    "no width": ({"hidden_size": 0}, "hidden_size=0: give a whole number of at least 1"),
+    "a float": ({"hidden_size": 32.0}, "hidden_size=32.0: give a whole number of at least 1"),
+    "no words": ({"vocab_size": 0}, "vocab_size=0: give a whole number of at least 1"),
+    "no value": ({"value_head_dim": -2}, "value_head_dim=-2 is below 1"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name):
+    fields, words = REFUSED[name]
+    with pytest.raises(ConfigError, match=re.escape(words)) as caught:
+        tiny_config(**fields)
+    assert isinstance(caught.value, ValueError)
+    assert isinstance(caught.value, DiffTransformerError)
+
+
+def test_odd_heads_are_fine_for_the_twin_and_for_stated_heads():
+    odd = {"hidden_size": 36, "num_attention_heads": 3}
+    assert tiny_config(attention_type="softmax", **odd).head_layout().num_heads == 3
+    stated = tiny_config(num_differential_heads=3, num_differential_key_value_heads=3, **odd)
+    assert (stated.head_layout().num_heads, stated.head_layout().value_head_dim) == (3, 24)
+    with pytest.raises(ConfigError, match="num_attention_heads=3 is odd"):
+        tiny_config(attention_type="softmax", **odd).twin("diff")
+
+
+def test_a_halved_head_is_fine_for_stated_heads():
+    layout = tiny_config(head_dim=4, num_differential_heads=4, num_differential_key_value_heads=4).head_layout()
+    assert (layout.num_heads, layout.head_dim, layout.value_head_dim) == (4, 4, 8)
+
+
+def test_layout_of_diff():
+    """Half as many heads, each with two maps of the twin's width and a value of twice that (arXiv:2410.05258 section 2.1)."""
+    layout = tiny_config(hidden_size=64, num_attention_heads=8, num_key_value_heads=4).head_layout()
+    assert (layout.num_heads, layout.num_key_value_heads) == (4, 2)
+    assert (layout.head_dim, layout.query_width, layout.key_width, layout.value_head_dim) == (8, 16, 16, 16)
+
+
+def test_defaults():
+    config = DiffTransformerConfig(hidden_size=3072, num_attention_heads=24)
+    assert (config.head_dim, config.num_key_value_heads, config.intermediate_size) == (128, 24, 8192)
+    assert config.attention_type == "diff"
+    assert config.rope_parameters["rope_theta"] == 10_000.0
+    assert DiffTransformerConfig(rope_theta=640_000.0).rope_parameters["rope_theta"] == 640_000.0
+    assert DiffTransformerConfig(hidden_size=1536, num_attention_heads=16).intermediate_size == 4096
+
+
+def test_twin_changes_one_word():
+    config = tiny_config(sliding_window=5)
+    twin = config.twin()
+    ours, theirs = config.to_dict(), twin.to_dict()
+    assert {key for key in ours if ours[key] != theirs[key]} == {"attention_type"}
+    assert config.attention_type == "diff"  # the original is untouched
+    assert twin.twin("diff").to_dict() == ours

@@ -1,0 +1,168 @@
+"""Closed formulas against real modules, torch's FLOP counter and a real cache, and the papers' sizes."""
+
+import pytest
+import torch
+from tiny_models import tiny, tiny_config, tokens
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import DynamicCache
+
+from difftransformer import DiffTransformerConfig, DiffTransformerForCausalLM
+from difftransformer.errors import ConfigError
+from difftransformer.model import PRESETS, count, preset, weights_and_kv_bytes
+
+TABLE_10 = {"830m": 0.83e9, "1.4b": 1.4e9, "2.8b": 2.8e9, "6.8b": 6.8e9, "13.1b": 13.1e9}
+CONFIGS = {
+    "diff": {},
+    "untied": {"tie_word_embeddings": False},
+    "grouped": {"num_key_value_heads": 2},
+    "wide head": {"head_dim": 20, "num_key_value_heads": 2},
+    "own heads": {"num_differential_heads": 3, "num_differential_key_value_heads": 1, "value_head_dim": 10},
+    "value of one map": {"num_differential_heads": 4, "num_differential_key_value_heads": 4, "value_head_dim": 8},
+    "default width": {"intermediate_size": None},
+    "five layers": {"num_hidden_layers": 5},
+    "softmax": {"attention_type": "softmax"},
+    "softmax grouped untied": {"attention_type": "softmax", "num_key_value_heads": 1, "tie_word_embeddings": False},
+}
+
+
+def parameters_of(config):
+    """Of the real module, a tied embedding once; on the meta device, so that any size is free."""
+    with torch.device("meta"):
+        model = DiffTransformerForCausalLM(config)
+    model.tie_weights()
+    return sum(p.numel() for p in model.parameters())
+
+
+def of_preset(name, **fields):
+    return DiffTransformerConfig(**preset(name).fields | fields)
+
+
+class TestParameters:
+    @pytest.mark.parametrize("name", CONFIGS)
+    def test_formula_is_the_module(self, name):
+        config = tiny_config(**CONFIGS[name])
+        model = DiffTransformerForCausalLM(config)
+        counts = count(config)
+        assert counts.parameters == sum(p.numel() for p in model.parameters())
+        assert counts.embedding_parameters == model.model.embed_tokens.weight.numel()
+        attention = sum(p.numel() for layer in model.model.layers for p in layer.self_attn.parameters())
+        assert counts.attention_parameters == attention
+
+    @pytest.mark.parametrize("kind", ["diff", "softmax"])
+    @pytest.mark.parametrize("name", ["tiny", "small"])
+    def test_small_presets_built(self, name, kind):
+        config = of_preset(name, attention_type=kind)
+        assert count(config).parameters == sum(p.numel() for p in DiffTransformerForCausalLM(config).parameters())
+
+    @pytest.mark.parametrize("kind", ["diff", "softmax"])
+    @pytest.mark.parametrize("name", [*TABLE_10, "3b"])
+    def test_large_presets_on_the_meta_device(self, name, kind):
+        config = of_preset(name, attention_type=kind)
+        assert count(config).parameters == parameters_of(config)
+
+    @pytest.mark.parametrize("name", TABLE_10)
+    def test_table_10(self, name):
+        for kind in ("diff", "softmax"):
+            assert count(of_preset(name, attention_type=kind)).parameters == pytest.approx(TABLE_10[name], rel=0.01)
+        assert preset(name).paper_parameters == TABLE_10[name]
+
+    def test_table_9_states_less_than_its_shape(self):
+        assert count(of_preset("3b")).parameters == pytest.approx(3.48e9, abs=0.005e9)
+        assert count(of_preset("3b", tie_word_embeddings=False)).parameters == pytest.approx(3.79e9, abs=0.005e9)
+
+    @pytest.mark.parametrize("fields", [{}, {"num_key_value_heads": 2}, {"head_dim": 20}, {"num_hidden_layers": 7}])
+    def test_twins_differ_by_six_head_dims_a_layer(self, fields):
+        config = tiny_config(**fields)
+        twin = config.twin()
+        assert (config.attention_type, twin.attention_type) == ("diff", "softmax")
+        real = [
+            sum(p.numel() for p in DiffTransformerForCausalLM(each).parameters()) for each in (config, twin)
+        ]
+        assert real[0] - real[1] == config.num_hidden_layers * 6 * config.head_dim
+        assert count(config).parameters - count(twin).parameters == real[0] - real[1]
+
+    @pytest.mark.parametrize("name", PRESETS)
+    def test_every_preset_has_a_twin(self, name):
+        config = of_preset(name)
+        difference = count(config).parameters - count(config.twin()).parameters
+        assert difference == config.num_hidden_layers * 6 * config.head_dim
+
+    def test_a_size_counted_by_others(self):
+        """876,553,728 against 876,567,552 (arXiv:2504.00927 Table 8): a difference of 13,824 = 24 layers * 6 * 96."""
+        config = of_preset("830m")
+        assert count(config).parameters - count(config.twin()).parameters == 876_567_552 - 876_553_728
+
+    def test_unknown_preset(self):
+        with pytest.raises(ConfigError, match=r"preset '7b' is unknown; choose one of tiny, small, 830m"):
+            preset("7b")
+
+
+class TestFlops:
+    @pytest.mark.parametrize(
+        "fields", [{}, {"num_key_value_heads": 2, "value_head_dim": 12}, {"attention_type": "softmax"}]
+    )
+    def test_against_torchs_counter(self, fields):
+        """Torch counts matrix products only, as the formula does, but the reference backend forms whole maps.
+
+        The formula counts the half that a causal model needs; the rest of the maps is added here.
+        """
+        batch, length = 2, 24
+        model = tiny(implementation="eager", **fields).train()
+        config = model.config
+        ids = tokens(batch, length)
+        with FlopCounterMode(display=False) as forward:
+            loss = model(ids).logits.sum()
+        with FlopCounterMode(display=False) as backward:
+            loss.backward()
+        counts = count(config, context_tokens=length)
+        layers, hidden, d = config.num_hidden_layers, config.num_attention_heads, config.head_dim
+        value = hidden * d  # all heads' values together, the same for the twin
+        if "value_head_dim" in fields:
+            value = hidden // 2 * fields["value_head_dim"]
+        maps = 2 if config.attention_type == "diff" else 1
+        heads = hidden // maps
+        per_pair = 2 * (heads * maps * d + value)
+        never_seen = length * length - length * (length + 1) // 2
+        expected = batch * (length * counts.forward_flops_per_token + layers * never_seen * per_pair)
+        assert forward.get_total_flops() == expected
+        assert backward.get_total_flops() == 2 * expected
+        assert counts.train_flops_per_token == 3 * counts.forward_flops_per_token
+
+    def test_a_window_and_the_context(self):
+        """Pairs counted one by one."""
+        for window in (None, 1, 5, 40):
+            config = tiny_config(sliding_window=window)
+            for context in (1, 7, 40):
+                pairs = sum(min(t + 1, window or context) for t in range(context))
+                linear = 2 * (count(config).parameters - 2 * (2 * 32 + 6 * 8) - 32)  # every weight but norms and lambdas
+                expected = linear + 2 * pairs / context * 2 * 2 * (16 + 16)
+                assert count(config, context_tokens=context).forward_flops_per_token == round(expected)
+
+    def test_the_default_context(self):
+        config = tiny_config()
+        assert count(config).context_tokens == 128
+        assert count(config) == count(config, context_tokens=128)
+
+    def test_twins_cost_the_same(self):
+        config = of_preset("830m")
+        assert count(config).forward_flops_per_token == count(config.twin()).forward_flops_per_token
+
+
+class TestCacheBytes:
+    @pytest.mark.parametrize("name", CONFIGS)
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_against_a_real_cache(self, name, dtype):
+        config = tiny_config(**CONFIGS[name])
+        model = DiffTransformerForCausalLM(config).to(dtype).eval()
+        cache = DynamicCache(config=config)
+        with torch.no_grad():
+            model(tokens(3, 11), past_key_values=cache)
+        held = sum(tensor.nbytes for layer in cache.layers for tensor in (layer.keys, layer.values))
+        counts = count(config, cache_itemsize=dtype.itemsize)
+        assert 3 * 11 * counts.kv_bytes_per_token == held
+        total = weights_and_kv_bytes(counts, 11, batch=3, itemsize=dtype.itemsize)
+        assert total == counts.parameters * dtype.itemsize + held
+
+    def test_twins_hold_the_same(self):
+        config = of_preset("3b")
+        assert count(config).kv_bytes_per_token == count(config.twin()).kv_bytes_per_token == 28 * 2 * 3072 * 2
