@@ -76,11 +76,14 @@ def test_no_field_takes_another_type(outer, data):
     document = json.loads(json.dumps(dataclasses.asdict(outer)))
     name = data.draw(st.sampled_from(sorted(document)))
     document[name] = data.draw(json_values)
+    refused = None
     try:
         built = build_outer(document)
     except ConfigError as error:
-        assert str(error).startswith(f"file.yaml: {name}")
-        assert "\n" not in str(error)
+        refused = str(error)
+    if refused is not None:
+        assert refused.startswith(f"file.yaml: {name}")
+        assert "\n" not in refused
     else:
         found = json.loads(json.dumps(getattr(built, name), default=dataclasses.asdict))
         assert found == document[name] or name == "maybe"

@@ -1,6 +1,7 @@
 """Validation loss: uniform model, parts, and the sum written out."""
 
 import math
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -45,7 +46,7 @@ def test_parts_add_up(toy_shards):
     edges = [(bucket.start_tokens, bucket.end_tokens) for bucket in result.by_position]
     assert edges[0][0] == 0
     assert edges[-1][1] == 100
-    assert all(a[1] == b[0] for a, b in zip(edges, edges[1:], strict=False))
+    assert all(a[1] == b[0] for a, b in pairwise(edges))
     assert len(edges) == 7
     # Positions rise by one a token, targets are worth at most 4: a bucket's mean lies beside its middle.
     for bucket in result.by_position:

@@ -75,9 +75,7 @@ class TestParameters:
         config = tiny_config(**fields)
         twin = config.twin()
         assert (config.attention_type, twin.attention_type) == ("diff", "softmax")
-        real = [
-            sum(p.numel() for p in DiffTransformerForCausalLM(each).parameters()) for each in (config, twin)
-        ]
+        real = [sum(p.numel() for p in DiffTransformerForCausalLM(each).parameters()) for each in (config, twin)]
         assert real[0] - real[1] == config.num_hidden_layers * 6 * config.head_dim
         assert count(config).parameters - count(twin).parameters == real[0] - real[1]
 
@@ -134,7 +132,9 @@ class TestFlops:
             config = tiny_config(sliding_window=window)
             for context in (1, 7, 40):
                 pairs = sum(min(t + 1, window or context) for t in range(context))
-                linear = 2 * (count(config).parameters - 2 * (2 * 32 + 6 * 8) - 32)  # every weight but norms and lambdas
+                linear = 2 * (
+                    count(config).parameters - 2 * (2 * 32 + 6 * 8) - 32
+                )  # every weight but norms and lambdas
                 expected = linear + 2 * pairs / context * 2 * 2 * (16 + 16)
                 assert count(config, context_tokens=context).forward_flops_per_token == round(expected)
 

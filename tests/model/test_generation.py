@@ -12,7 +12,11 @@ IMPLEMENTATIONS = ("difftransformer", "eager", "sdpa")
 TYPES = ("diff", "softmax")
 FIELDS = {
     "diff": {},
-    "diff, grouped, own value": {"num_differential_heads": 4, "num_differential_key_value_heads": 2, "value_head_dim": 6},
+    "diff, grouped, own value": {
+        "num_differential_heads": 4,
+        "num_differential_key_value_heads": 2,
+        "value_head_dim": 6,
+    },
     "softmax": {"attention_type": "softmax", "num_key_value_heads": 2},
 }
 TOLERANCE = 1e-5
@@ -36,9 +40,9 @@ def independent_greedy(model, row, new, window=None):
     """Greedy tokens of the independent model, which has no cache."""
     row = row.clone()
     for _ in range(new):
-        last = independent_model.run(
-            model.state_dict(), shape_of(model.config), row, allowed=causal(len(row), window)
-        )[0][-1]
+        last = independent_model.run(model.state_dict(), shape_of(model.config), row, allowed=causal(len(row), window))[
+            0
+        ][-1]
         row = torch.cat((row, last.argmax()[None]))
     return row[-new:]
 
@@ -168,7 +172,12 @@ class TestSearch:
     def test_sampling_follows_the_seed(self):
         model = tiny()
         ids = tokens(1, 5)
-        arguments = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 12, "do_sample": True, "temperature": 3.0}
+        arguments = {
+            "attention_mask": torch.ones_like(ids),
+            "max_new_tokens": 12,
+            "do_sample": True,
+            "temperature": 3.0,
+        }
         draws = []
         for seed in (0, 0, 1):
             torch.manual_seed(seed)

@@ -3,7 +3,6 @@
 import independent_model
 import pytest
 import torch
-import torch.nn.functional as F
 from independent_model import causal
 from tiny_models import VOCABULARY, relative_error, scramble, shape_of, tiny, tiny_config, tokens
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
@@ -171,6 +170,16 @@ class TestMasks:
                 assert relative_error(out[row][mask[row].bool()], alone) < TOLERANCE
         unmasked = logits(model, batch)
         assert side == "right" or relative_error(unmasked[1], out[1]) > 1e-2  # the mask matters
+
+    @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+    def test_padding_in_a_loaded_model(self, implementation, tmp_path):
+        model = tiny()
+        model.save_pretrained(tmp_path)
+        loaded = DiffTransformerForCausalLM.from_pretrained(tmp_path, attn_implementation=implementation)
+        assert loaded.config._attn_implementation == implementation
+        ids, mask = tokens(1, 9), torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 1]])
+        out = logits(loaded, ids, attention_mask=mask)
+        assert relative_error(out[:, 3:], expected_logits(model, ids[:, 3:])) < TOLERANCE
 
     @pytest.mark.parametrize("dtype", [torch.long, torch.bool, torch.float32])
     def test_mask_dtypes(self, dtype):
@@ -514,19 +523,18 @@ class TestTraining:
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-        assert loss.item() < 0.2
-        assert loss.item() < F.cross_entropy(torch.zeros(1, VOCABULARY), torch.zeros(1, dtype=torch.long)).item() / 10
+        assert loss.item() < 0.2  # from log(61) = 4.1
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
     @pytest.mark.parametrize("kind", TYPES)
     def test_low_precision_is_near_fp32(self, kind, dtype):
-        """At most twice the error of a model whose attention does every step, maps included, in that dtype's eager Llama."""
+        """Within some tens of roundings of the dtype: two layers of five products each, over logits of one scale."""
         model = tiny(attention_type=kind)
         ids = tokens(2, 15)
         expected = expected_logits(model, ids)
         narrow = logits(model.to(dtype), ids)
         assert narrow.dtype == dtype
-        assert relative_error(narrow, expected) < (0.1 if dtype == torch.bfloat16 else 0.0125)
+        assert relative_error(narrow, expected) < 12 * torch.finfo(dtype).eps
 
     def test_autocast(self):
         model = tiny().train()

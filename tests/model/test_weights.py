@@ -200,7 +200,11 @@ class TestCasts:
 class TestStart:
     def test_distributions(self):
         config = tiny_config(
-            hidden_size=256, head_dim=64, num_differential_heads=4, num_differential_key_value_heads=4, num_hidden_layers=6
+            hidden_size=256,
+            head_dim=64,
+            num_differential_heads=4,
+            num_differential_key_value_heads=4,
+            num_hidden_layers=6,
         )
         torch.manual_seed(0)
         model = DiffTransformerForCausalLM(config)
@@ -242,7 +246,9 @@ class TestStart:
         shapes = []
         for kind in TYPES:
             model = DiffTransformerForCausalLM(tiny_config(attention_type=kind))
-            shapes.append({n: p.shape for n, p in model.named_parameters() if "lambda" not in n and "head_norm" not in n})
+            shapes.append(
+                {n: p.shape for n, p in model.named_parameters() if "lambda" not in n and "head_norm" not in n}
+            )
         assert shapes[0] == shapes[1]
 
     @pytest.mark.parametrize(

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 
 from ..results import Timing
 
+MIN_REPEATS = 2
+
 
 def time_interleaved(
     candidates: Mapping[str, Callable[[], object]], *, against: str, repeats: int, warmup: int = 1
@@ -15,7 +17,7 @@ def time_interleaved(
     Args:
         candidates: Name -> what to call.
         against: The candidate that the ratios are to.
-        repeats: Timed rounds, at least 2.
+        repeats: Timed rounds, at least `MIN_REPEATS`.
         warmup: Rounds before them.
     """
     seconds: dict[str, list[float]] = {name: [] for name in candidates}

@@ -6,9 +6,12 @@ import torch
 from rich.table import Table
 
 from ..bench import bench_attention, bench_memory, bench_training_step
+from ..bench.timing import MIN_REPEATS
+from ..errors import ConfigError
 from ..results import Bench, write_result
 from ..studies.environment import command_line, environment, now
 from .console import console, say
+from .hardware import use_threads
 
 
 def run(out: str = "reports/bench", repeats: int = 7, threads: int | None = None) -> int:
@@ -19,8 +22,9 @@ def run(out: str = "reports/bench", repeats: int = 7, threads: int | None = None
         repeats: Timed rounds.
         threads: CPU threads; all by default.
     """
-    if threads is not None:
-        torch.set_num_threads(threads)
+    use_threads(threads)
+    if repeats < MIN_REPEATS:
+        raise ConfigError(f"--repeats {repeats}: quartiles need at least {MIN_REPEATS}")
     timings = bench_attention(repeats=repeats, say=say) + bench_training_step(repeats=repeats, say=say)
     memory = bench_memory(threads=torch.get_num_threads(), say=say)
     result = Bench(command=command_line(), created=now(), environment=environment(), timings=timings, memory=memory)
@@ -40,5 +44,5 @@ def run(out: str = "reports/bench", repeats: int = 7, threads: int | None = None
     for point in memory:
         weights.add_row(point.name, f"{point.length_tokens:,}", f"{point.peak_bytes / 2**20:.1f}")
     console.print(weights)
-    console.print(f"Results: {path}", highlight=False)
+    console.print(f"Results: {path}", markup=False, highlight=False, soft_wrap=True)
     return 0

@@ -32,9 +32,11 @@ def run(
             comparison = compare(loaded, folder, watch=watch_jobs(progress), say=say)
     except Interrupted:
         again = shlex.join(["difftransformer", *sys.argv[1:]])
-        console.print(f"Stopped; every run is saved. Go on with: {again}", highlight=False)
+        console.print(
+            f"Stopped; every run is saved. Go on with: {again}", markup=False, highlight=False, soft_wrap=True
+        )
         return 130
     page = write_report(comparison, folder)
     print_comparison(comparison, console)
-    console.print(f"Report: {page}\nResults: {folder / 'results.json'}", highlight=False)
+    console.print(f"Report: {page}\nResults: {folder / 'results.json'}", markup=False, highlight=False, soft_wrap=True)
     return 0

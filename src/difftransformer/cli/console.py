@@ -11,4 +11,4 @@ console = Console(width=None if sys.stdout.isatty() else WIDTH_WITHOUT_TERMINAL)
 
 def say(text: str) -> None:
     """One quiet line."""
-    console.print(text, style="dim", highlight=False)
+    console.print(text, style="dim", markup=False, highlight=False, soft_wrap=True)

@@ -13,6 +13,7 @@ from ..studies.environment import command_line, environment, now
 from ..studies.run import RECIPE_FILE
 from ..train import latest_checkpoint
 from .console import console, say
+from .hardware import check_device
 
 
 def run(
@@ -27,6 +28,7 @@ def run(
         device: cpu or cuda.
         set: Other values for keys of the recipe, such as evaluation.needle.documents=50.
     """
+    check_device(device)
     checkpoint = latest_checkpoint(Path(model))
     folder = checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else checkpoint
     source = Path(recipe) if recipe else folder / RECIPE_FILE
@@ -53,7 +55,7 @@ def run(
     )
     path = write_result(result, Path(out) if out else folder / "evals" / f"{checkpoint.name}.json")
     console.print(_table(result))
-    console.print(f"Results: {path}", highlight=False)
+    console.print(f"Results: {path}", markup=False, highlight=False, soft_wrap=True)
     return 0
 
 

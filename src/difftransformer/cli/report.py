@@ -19,5 +19,5 @@ def run(results: str, out: str | None = None) -> int:
     comparison = read_result(path, Comparison)
     page = write_report(comparison, Path(out) if out else path.parent)
     print_comparison(comparison, console)
-    console.print(f"Report: {page}", highlight=False)
+    console.print(f"Report: {page}", markup=False, highlight=False, soft_wrap=True)
     return 0

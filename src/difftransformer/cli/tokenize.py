@@ -33,7 +33,15 @@ def run(
     shards = prepare_shards(config, say=say)
     for name, split in shards.manifest.splits.items():
         console.print(
-            f"{name}: {split.documents:,} documents, {split.tokens:,} tokens, {split.bytes:,} bytes", highlight=False
+            f"{name}: {split.documents:,} documents, {split.tokens:,} tokens, {split.bytes:,} bytes",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
         )
-    console.print(f"Shards: {shards.folder} (vocabulary {shards.tokenizer.vocab_size:,})", highlight=False)
+    console.print(
+        f"Shards: {shards.folder} (vocabulary {shards.tokenizer.vocab_size:,})",
+        markup=False,
+        highlight=False,
+        soft_wrap=True,
+    )
     return 0

@@ -4,12 +4,11 @@ import shlex
 import sys
 from pathlib import Path
 
-import torch
-
 from ..data import prepare_shards
 from ..studies import load_recipe, start_run, train_run
 from ..train import Interrupted, checkpoints
 from .console import console, say
+from .hardware import check_device, use_threads
 from .progress import training_progress, watch_steps
 
 
@@ -33,8 +32,8 @@ def run(
     """
     overrides = list(set or []) + ([f"training.seed={seed}"] if seed is not None else [])
     loaded = load_recipe(recipe, overrides)
-    if threads is not None:
-        torch.set_num_threads(threads)
+    use_threads(threads)
+    check_device(device)
     folder = Path(out or f"runs/{loaded.name}")
     start_run(folder, loaded)
     shards = prepare_shards(loaded.data, say=say)
@@ -50,8 +49,11 @@ def run(
     except Interrupted as stopped:
         again = shlex.join(["difftransformer", *sys.argv[1:]])
         console.print(
-            f"Stopped after step {stopped.step}; saved {stopped.checkpoint}. Go on with: {again}", highlight=False
+            f"Stopped after step {stopped.step}; saved {stopped.checkpoint}. Go on with: {again}",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
         )
         return 130
-    console.print(f"Trained: {checkpoints(folder)[-1]}", highlight=False)
+    console.print(f"Trained: {checkpoints(folder)[-1]}", markup=False, highlight=False, soft_wrap=True)
     return 0

@@ -25,6 +25,7 @@ from transformers.utils.generic import can_return_tuple
 
 from ..attention import Attention, RMSNorm, variant
 from ..errors import ConfigError, ShapeError
+from ..ops.problem import LOW_PRECISION
 from .config import DiffTransformerConfig
 from .restrictions import attention_restrictions, packed_starts
 
@@ -51,8 +52,8 @@ class RotaryEmbedding(LlamaRotaryEmbedding):  # type: ignore[misc]
         super()._apply(fn, recurse)
         for name, kept in before.items():
             moved = getattr(self, name)
-            if moved.dtype.itemsize < kept.dtype.itemsize:
-                setattr(self, name, kept.to(device=moved.device))
+            if moved.dtype in LOW_PRECISION:
+                setattr(self, name, kept.to(moved.device, torch.float32))
         return self
 
 
@@ -223,7 +224,7 @@ class DiffTransformerModel(DiffTransformerPreTrainedModel):
             position_ids = places.unsqueeze(0)
         elif length > 1 and cu_seq_lens_q is None:
             mask = None
-            if attention_mask is not None and attention_mask.dim() == 2:
+            if attention_mask is not None and attention_mask.dim() == 2 and len(attention_mask) == batch:
                 # Not its last columns: for a static cache the mask is as wide as the cache. A mask too narrow is refused below.
                 mask = attention_mask[:, places.clamp(max=attention_mask.shape[1] - 1)]
             starts = packed_starts(position_ids.expand(batch, length), mask)

@@ -3,6 +3,7 @@
 The folder holds the resolved recipe; what is whole in it already is not done again, so a study that was stopped goes on.
 """
 
+import json
 import os
 import shutil
 import signal
@@ -12,13 +13,15 @@ import time
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 
 from ..data import Shards, prepare_shards
 from ..errors import CheckpointError, ConfigError, DiffTransformerError, ResultsError
 from ..evals import evaluate
-from ..model import DiffTransformerForCausalLM
+from ..model import DiffTransformerConfig, DiffTransformerForCausalLM
 from ..results import Evaluation, read_result, write_result
 from ..train import Interrupted, checkpoints, train, verify_checkpoint
+from ..train.checkpoint import without_progress_bars
 from .environment import command_line, environment, now
 from .recipe import Recipe, load_recipe, recipe_dict, save_recipe
 
@@ -72,8 +75,12 @@ def trained_model(path: Path) -> DiffTransformerForCausalLM:
     if (path / "state.json").exists():
         verify_checkpoint(path)
     try:
-        model: DiffTransformerForCausalLM = DiffTransformerForCausalLM.from_pretrained(path, local_files_only=True)
-    except (OSError, ValueError) as error:
+        model_type = json.loads((path / "config.json").read_text(encoding="utf-8")).get("model_type")
+        if model_type != DiffTransformerConfig.model_type:
+            raise ValueError(f"its model_type is {model_type!r}, not {DiffTransformerConfig.model_type!r}")
+        with without_progress_bars():
+            model: DiffTransformerForCausalLM = DiffTransformerForCausalLM.from_pretrained(path, local_files_only=True)
+    except (OSError, ValueError, AttributeError, RuntimeError, SafetensorError) as error:
         raise CheckpointError(f"{path}: cannot be opened as a model ({str(error).splitlines()[0]})") from None
     return model
 

@@ -101,7 +101,7 @@ def save_checkpoint(
         for leftover in folder.glob(".step-*.tmp"):
             shutil.rmtree(leftover)
         temporary.mkdir()
-        with _without_progress_bars():
+        with without_progress_bars():
             model.save_pretrained(temporary)
         tokenizer.save(temporary)
         save_file(_optimizer_tensors(model, optimizer), temporary / OPTIMIZER_FILE)
@@ -204,7 +204,8 @@ def _seal(document: dict[str, Any]) -> str:
 
 
 @contextmanager
-def _without_progress_bars() -> Iterator[None]:
+def without_progress_bars() -> Iterator[None]:
+    """Keep transformers from drawing bars over what a command prints."""
     before = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:

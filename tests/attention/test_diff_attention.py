@@ -1,0 +1,320 @@
+"""The layers alone, with torch and nothing else: equations, cross-attention, caches of one's own, refusals."""
+
+import math
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from difftransformer.attention import (
+    VARIANTS,
+    DifferentialAttention,
+    HeadLayout,
+    RMSNorm,
+    SoftmaxAttention,
+    variant,
+)
+from difftransformer.errors import ConfigError, ShapeError
+from difftransformer.ops.rotary import inverse_frequencies, rotary_tables
+
+LAMBDAS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
+
+
+def layer_of(*arguments, cls=DifferentialAttention, seed=0, **fields):
+    """A layer in float64 with no gain of 1 and no lambda near its start."""
+    torch.manual_seed(seed)
+    layer = cls(*arguments, **fields).double()
+    with torch.no_grad():
+        for name, parameter in layer.named_parameters():
+            if "norm" in name:
+                parameter.copy_(1 + 0.3 * torch.randn_like(parameter))
+            elif "lambda" in name:
+                parameter.copy_(0.4 * torch.randn_like(parameter))
+            else:
+                parameter.copy_(torch.randn_like(parameter) / parameter.shape[1] ** 0.5)
+    return layer
+
+
+def states(*shape, seed=1):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def lam_by_hand(layer):
+    q1, k1, q2, k2 = (getattr(layer, name).detach() for name in LAMBDAS)
+    start = 0.8 - 0.6 * math.exp(-0.3 * layer.layer_index)
+    return math.exp(q1 @ k1) - math.exp(q2 @ k2) + start, start
+
+
+def by_hand(layer, hidden, context=None, causal=True):
+    """Microsoft's way to say it (multihead_diffattn.py): 2H query heads in pairs, keys repeated, maps subtracted."""
+    context = hidden if context is None else context
+    layout = layer.layout
+    h, g, d, e = layout.num_heads, layout.num_key_value_heads, layout.head_dim, layout.value_head_dim
+    batch, length, keys = *hidden.shape[:2], context.shape[1]
+    q = (hidden @ layer.q_proj.weight.T).view(batch, length, 2 * h, d).transpose(1, 2)
+    k = (context @ layer.k_proj.weight.T).view(batch, keys, g, 2, d).repeat_interleave(h // g, 2)
+    k = k.view(batch, keys, 2 * h, d).transpose(1, 2)
+    v = (context @ layer.v_proj.weight.T).view(batch, keys, g, e).repeat_interleave(h // g, 2).transpose(1, 2)
+    scores = q @ k.transpose(2, 3) / math.sqrt(d)
+    if causal:
+        scores = scores + torch.full((length, keys), -torch.inf, dtype=torch.float64).triu(1 + keys - length)
+    maps = torch.softmax(scores, -1).view(batch, h, 2, length, keys)
+    lam, start = lam_by_hand(layer)
+    heads = (maps[:, :, 0] - lam * maps[:, :, 1]) @ v
+    norm = nn.RMSNorm(e, eps=layer.head_norm.eps, dtype=torch.float64)
+    norm.weight.data = layer.head_norm.weight.data
+    heads = norm(heads) * (1 - start)
+    return heads.transpose(1, 2).reshape(batch, length, h * e) @ layer.o_proj.weight.T
+
+
+LAYERS = {
+    "plain": {"arguments": (32, 2)},
+    "grouped": {"arguments": (48, 4), "num_key_value_heads": 2},
+    "one group": {"arguments": (24, 3), "num_key_value_heads": 1},
+    "own widths": {"arguments": (20, 3), "head_dim": 4, "value_head_dim": 7},
+    "deep": {"arguments": (32, 2), "layer_index": 9},
+    "eps": {"arguments": (32, 2), "head_norm_eps": 0.5},
+}
+
+
+class TestDifferential:
+    @pytest.mark.parametrize("name", LAYERS)
+    @pytest.mark.parametrize("backend", ["auto", "reference", "chunked", "sdpa"])
+    def test_equations(self, name, backend):
+        fields = dict(LAYERS[name])
+        layer = layer_of(*fields.pop("arguments"), backend=backend, **fields)
+        hidden = states(2, 9, layer.embed_dim)
+        output, attention_map = layer(hidden)
+        assert attention_map is None
+        assert torch.allclose(output, by_hand(layer, hidden), rtol=0, atol=1e-10)
+        free, _ = layer(hidden, is_causal=False)
+        assert torch.allclose(free, by_hand(layer, hidden, causal=False), rtol=0, atol=1e-10)
+
+    @pytest.mark.parametrize("backend", ["auto", "sdpa"])
+    def test_cross_attention(self, backend):
+        layer = layer_of(32, 2, backend=backend)
+        hidden, context = states(2, 5, 32), states(2, 11, 32, seed=2)
+        output, _ = layer(hidden, context=context, is_causal=False)
+        assert torch.allclose(output, by_hand(layer, hidden, context, causal=False), rtol=0, atol=1e-10)
+        mask = torch.rand(2, 1, 1, 11, generator=torch.Generator().manual_seed(0)) > 0.4
+        masked, _ = layer(hidden, context=context, is_causal=False, attn_mask=mask)
+        for row in range(2):
+            kept = context[row : row + 1, mask[row, 0, 0]]
+            alone, _ = layer(hidden[row : row + 1], context=kept, is_causal=False)
+            assert torch.allclose(masked[row], alone[0], rtol=0, atol=1e-10)
+
+    def test_rotation_of_a_context(self):
+        """Keys turn by their own positions: a context that is the hidden states with their table is self-attention."""
+        layer = layer_of(32, 2)
+        hidden = states(1, 7, 32)
+        table = rotary_tables(torch.arange(7)[None], inverse_frequencies(8))
+        plain, _ = layer(hidden, position_embeddings=table, is_causal=False)
+        crossed, _ = layer(
+            hidden,
+            context=hidden,
+            position_embeddings=table,
+            context_position_embeddings=table,
+            is_causal=False,
+        )
+        unrotated, _ = layer(hidden, context=hidden, position_embeddings=table, is_causal=False)
+        assert torch.allclose(plain, crossed, rtol=0, atol=1e-12)
+        assert not torch.allclose(plain, unrotated, atol=1e-3)
+
+    def test_rotation_is_relative(self):
+        layer = layer_of(32, 2)
+        hidden = states(1, 7, 32)
+        outputs = [
+            layer(hidden, position_embeddings=rotary_tables(torch.arange(7)[None] + shift, inverse_frequencies(8)))[0]
+            for shift in (0, 100)
+        ]
+        assert torch.allclose(*outputs, rtol=0, atol=1e-4)  # the tables are fp32
+        assert not torch.allclose(outputs[0], layer(hidden)[0], atol=1e-2)
+
+    def test_a_cache_of_ones_own(self):
+        class Cache:
+            def __init__(self):
+                self.held, self.layers = None, []
+
+            def update(self, key_states, value_states, layer_idx):
+                self.layers.append(layer_idx)
+                new = (key_states, value_states)
+                self.held = (
+                    new if self.held is None else tuple(torch.cat(pair, 2) for pair in zip(self.held, new, strict=True))
+                )
+                return self.held
+
+        layer, cache = layer_of(48, 4, num_key_value_heads=2, layer_index=3), Cache()
+        hidden = states(2, 10, 48)
+        table = rotary_tables(torch.arange(10)[None], inverse_frequencies(6))
+        whole, _ = layer(hidden, position_embeddings=table)
+        parts, at = [], 0
+        for part in hidden.split((6, 1, 3), 1):
+            rows = slice(at, at + part.shape[1])
+            now = (table[0][:, rows], table[1][:, rows])
+            parts.append(layer(part, position_embeddings=now, cache=cache)[0])
+            at = rows.stop
+        assert torch.allclose(torch.cat(parts, 1), whole, rtol=0, atol=1e-10)
+        assert cache.layers == [3, 3, 3]
+        assert cache.held[0].shape == (2, 2, 10, 12)
+        assert cache.held[1].shape == (2, 2, 10, 12)
+
+    def test_map(self):
+        layer = layer_of(48, 4, num_key_value_heads=2)
+        hidden = states(2, 6, 48)
+        output, attention_map = layer(hidden, need_map=True)
+        lam, start = lam_by_hand(layer)
+        assert torch.allclose(attention_map.sum(-1), torch.full((2, 4, 6), 1 - lam, dtype=torch.float64), atol=1e-6)
+        assert torch.all(attention_map.triu(1) == 0)
+        # The map is what multiplies V: the rest of the layer done by hand gives the output.
+        value = (hidden @ layer.v_proj.weight.T).view(2, 6, 2, 12).repeat_interleave(2, 2).transpose(1, 2)
+        heads = attention_map.double() @ value
+        heads = heads / (heads.square().mean(-1, keepdim=True) + 1e-5).sqrt() * layer.head_norm.weight * (1 - start)
+        again = heads.transpose(1, 2).reshape(2, 6, 48) @ layer.o_proj.weight.T
+        assert torch.allclose(again, output, atol=1e-5)
+
+    def test_gradcheck(self):
+        layer = layer_of(8, 2, head_dim=2)
+        hidden = states(1, 4, 8).requires_grad_()
+        weights = dict(layer.named_parameters())
+
+        def function(hidden, *values):
+            return torch.func.functional_call(layer, dict(zip(weights, values, strict=True)), (hidden,))[0]
+
+        assert torch.autograd.gradcheck(function, (hidden, *weights.values()))
+
+    def test_packed_and_padded(self):
+        layer = layer_of(32, 2)
+        hidden = states(1, 9, 32)
+        packed, _ = layer(hidden, cu_seqlens=torch.tensor([0, 4, 9], dtype=torch.int32))
+        apart = torch.cat([layer(part)[0] for part in hidden.split((4, 5), 1)], 1)
+        assert torch.allclose(packed, apart, rtol=0, atol=1e-10)
+        padded, _ = layer(hidden, kv_start=torch.tensor([3]))
+        assert torch.allclose(padded[:, 3:], layer(hidden[:, 3:])[0], rtol=0, atol=1e-10)
+
+    @pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16])
+    def test_lambdas_are_never_narrowed(self, narrow):
+        layer = DifferentialAttention(32, 2).to(narrow)
+        assert all(getattr(layer, name).dtype == torch.float32 for name in LAMBDAS)
+        assert layer.q_proj.weight.dtype == layer.head_norm.weight.dtype == narrow
+        output, _ = layer(torch.randn(1, 5, 32, dtype=narrow))
+        assert output.dtype == narrow
+        output.float().sum().backward()
+        assert all(getattr(layer, name).grad.dtype == torch.float32 for name in LAMBDAS)
+
+    def test_lambda_can_leave_the_unit_interval(self):
+        layer = DifferentialAttention(32, 2)
+        with torch.no_grad():
+            layer.lambda_q1.fill_(0.0)
+            layer.lambda_q2.fill_(0.5)
+            layer.lambda_k2.fill_(0.5)
+        assert layer.lam().item() == pytest.approx(1 - math.exp(8 * 0.25) + 0.2, rel=1e-6)
+
+    def test_a_head_whose_maps_agree_is_scaled_by_one_minus_lambda(self):
+        """With Q1 = Q2 and K1 = K2 what is left is (1 - lambda) of ordinary attention."""
+        layer = layer_of(32, 2)
+        with torch.no_grad():
+            for name in ("q_proj", "k_proj"):
+                rows = getattr(layer, name).weight.view(2, 2, 8, 32)
+                rows[:, 1] = rows[:, 0]
+            layer.head_norm.weight.fill_(1.0)
+        hidden = states(1, 6, 32)
+        _, attention_map = layer(hidden, need_map=True)
+        lam, _ = lam_by_hand(layer)
+        q = (hidden @ layer.q_proj.weight.T).view(1, 6, 2, 2, 8)[:, :, :, 0].transpose(1, 2)
+        k = (hidden @ layer.k_proj.weight.T).view(1, 6, 2, 2, 8)[:, :, :, 0].transpose(1, 2)
+        ordinary = torch.softmax((q @ k.mT / math.sqrt(8)).masked_fill(torch.ones(6, 6).triu(1).bool(), -torch.inf), -1)
+        assert torch.allclose(attention_map.double(), (1 - lam) * ordinary, atol=1e-6)
+
+
+class TestSoftmax:
+    @pytest.mark.parametrize("groups", [4, 2, 1])
+    def test_against_torch(self, groups):
+        layer = layer_of(32, 4, cls=SoftmaxAttention, num_key_value_heads=groups)
+        hidden = states(2, 9, 32)
+        theirs = nn.MultiheadAttention(32, 4, bias=False, batch_first=True, dtype=torch.float64)
+        with torch.no_grad():
+            k, v = (
+                projection.weight.view(groups, 8, 32).repeat_interleave(4 // groups, 0).reshape(32, 32)
+                for projection in (layer.k_proj, layer.v_proj)
+            )
+            theirs.in_proj_weight.copy_(torch.cat((layer.q_proj.weight, k, v)))
+            theirs.out_proj.weight.copy_(layer.o_proj.weight)
+        mask = torch.ones(9, 9).triu(1).bool()
+        expected, weights = theirs(hidden, hidden, hidden, attn_mask=mask, average_attn_weights=False)
+        output, attention_map = layer(hidden, need_map=True)
+        assert torch.allclose(output, expected, rtol=0, atol=1e-10)
+        assert torch.allclose(attention_map.double(), weights, atol=1e-6)
+        assert layer.lam() is None
+
+
+class TestNorm:
+    @pytest.mark.parametrize("gain", [True, False])
+    def test_against_torch(self, gain):
+        x = states(3, 5, 8)
+        theirs = nn.RMSNorm(8, eps=0.2, elementwise_affine=gain, dtype=torch.float64)
+        ours = RMSNorm(8, eps=0.2, gain=gain).double()
+        if gain:
+            theirs.weight.data = ours.weight.data = states(8)
+        assert (ours.weight is not None) == gain
+        assert torch.allclose(ours(x), theirs(x), rtol=0, atol=1e-12)
+
+
+class TestRefused:
+    CASES = {
+        "layers from 0": (
+            lambda: DifferentialAttention(32, 2, layer_index=-1),
+            "layer_index=-1: layers are counted from 0",
+        ),
+        "softmax too": (lambda: SoftmaxAttention(32, 2, layer_index=-3), "layer_index=-3"),
+        "groups": (
+            lambda: DifferentialAttention(48, 4, num_key_value_heads=3),
+            "num_heads=4 is not a multiple of num_key_value_heads=3",
+        ),
+        "odd width": (lambda: DifferentialAttention(30, 3), "head_dim=5 is odd"),
+        "no heads": (
+            lambda: HeadLayout(
+                num_heads=0, num_key_value_heads=1, head_dim=2, query_maps=1, key_maps=1, value_head_dim=2
+            ),
+            "num_heads=0 is below 1",
+        ),
+        "variant": (lambda: variant("difff"), "attention_type='difff' is unknown; choose one of softmax, diff"),
+    }
+
+    @pytest.mark.parametrize("name", CASES)
+    def test_configurations(self, name):
+        build, words = self.CASES[name]
+        with pytest.raises(ConfigError, match=re.escape(words)):
+            build()
+
+    def test_shapes(self):
+        layer = DifferentialAttention(32, 2)
+        with pytest.raises(ShapeError, match=re.escape("hidden has shape (1, 4, 31), expected (batch, length, 32)")):
+            layer(torch.zeros(1, 4, 31))
+        with pytest.raises(ShapeError, match=re.escape("hidden has shape (4, 32), expected (batch, length, 32)")):
+            layer(torch.zeros(4, 32))
+        with pytest.raises(ShapeError, match=re.escape("context has shape (1, 4, 16)")):
+            layer(torch.zeros(1, 4, 32), context=torch.zeros(1, 4, 16), is_causal=False)
+
+
+def test_variants_name_themselves():
+    assert {name: cls.name for name, cls in VARIANTS.items()} == {name: name for name in VARIANTS}
+    assert variant("diff") is DifferentialAttention
+
+
+def test_torch_alone():
+    """The layer works in a plain torch model, and transformers is not loaded for it."""
+    code = """
+import sys, torch
+from difftransformer import DifferentialAttention
+model = torch.nn.Sequential(torch.nn.Linear(5, 32), DifferentialAttention(32, 2))
+output, _ = model(torch.randn(2, 4, 5))
+output.sum().backward()
+assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in model.parameters())
+print(tuple(output.shape), "transformers" in sys.modules)
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.strip() == "(2, 4, 32) False"

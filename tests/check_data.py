@@ -1,0 +1,37 @@
+"""Say which of the data that heavier tests read is there. `make test-data`; under CI a missing set is a failure."""
+
+import os
+import sys
+from pathlib import Path
+
+VARIABLE = "DIFFTRANSFORMER_DATA"
+SETS = {
+    "tinyshakespeare": ("tinyshakespeare/input.txt",),
+    "wikitext2": ("wikitext2/valid.txt", "wikitext2/test.txt"),
+}
+
+
+def missing(name: str) -> str | None:
+    """Why a set cannot be read, or None where it is there."""
+    folder = os.environ.get(VARIABLE)
+    if not folder:
+        return f"{VARIABLE} is not set; name a folder that holds {', '.join(SETS[name])}"
+    gone = [
+        file for file in SETS[name] if not (Path(folder) / file).is_file() or not (Path(folder) / file).stat().st_size
+    ]
+    return f"{folder} lacks {', '.join(gone)}" if gone else None
+
+
+def main() -> int:
+    """One line a set; 1 where CI asks for what is not there."""
+    problems = {name: problem for name in SETS if (problem := missing(name))}
+    for name in SETS:
+        print(f"{name}: {problems.get(name) or 'found'}")
+    if problems and "1" in (os.environ.get("CI"), os.environ.get("DIFFTRANSFORMER_CI")):
+        print(f"check_data: missing under CI: {', '.join(problems)}; set {VARIABLE}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,328 @@
+"""The command line: help, one-line errors with exit status 2, and every verb on a toy."""
+
+import errno
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+import yaml
+
+from difftransformer import DiffTransformerForCausalLM, __version__
+from difftransformer.cli.main import VERBS, main
+from difftransformer.results import SCHEMA_VERSION, Evaluation, read_result
+from difftransformer.train import checkpoints
+
+ARGUMENTS = {
+    "compare": {"recipe", "--out", "--seeds", "--jobs", "--set"},
+    "train": {"recipe", "--out", "--seed", "--device", "--threads", "--set"},
+    "eval": {"model", "--recipe", "--out", "--device", "--set"},
+    "report": {"results", "--out"},
+    "tokenize": {"source", "--tokenizer", "--vocab_size", "--validation_share", "--split_seed", "--out"},
+    "info": {"model"},
+    "bench": {"--out", "--repeats", "--threads"},
+}
+
+
+@pytest.fixture(autouse=True)
+def _same_threads():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def fails(capsys):
+    """Run a command that must exit with 2 and one line on standard error, and return that line."""
+
+    def run(*words, status=2):
+        assert main([str(word) for word in words]) == status
+        captured = capsys.readouterr()
+        assert captured.err.count("\n") == 1, captured.err
+        assert "Traceback" not in captured.err + captured.out
+        return captured.err.strip()
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def _trained(tmp_path_factory):
+    return tmp_path_factory.mktemp("command") / "run"
+
+
+@pytest.fixture
+def run(_trained, toy_file, tmp_path):
+    """A copy of a run that the command trained."""
+    if not _trained.exists():
+        assert main(["train", str(toy_file), "--out", str(_trained)]) == 0
+    shutil.copytree(_trained, tmp_path / "run")
+    return tmp_path / "run"
+
+
+def test_help(capsys):
+    for words in ([], ["--help"], ["-h"], ["help"]):
+        assert main(words) == 0
+        text = capsys.readouterr().out
+        assert all(re.search(rf"^  {verb} +\w", text, re.MULTILINE) for verb in VERBS)
+    assert set(VERBS) == set(ARGUMENTS)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_of_every_verb_shows_its_arguments(verb, capsys):
+    with pytest.raises(SystemExit) as done:
+        main([verb, "--help"])
+    assert done.value.code == 0
+    text = capsys.readouterr().out
+    found = set(re.findall(r"^  (--\w+|\w+)(?=[ ,]|$)", text, re.MULTILINE)) - {"-h"}
+    assert found == ARGUMENTS[verb]
+    # Each has its words: an argument without a description would stand alone or before "(type".
+    assert not re.search(r"^  --?\w+( [A-Z_]+)?\s+\((type|required)", text, re.MULTILINE)
+
+
+def test_version(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.strip() == __version__
+
+
+def test_help_is_light():
+    """Neither torch nor transformers is loaded to show what there is."""
+    code = (
+        "import sys; from difftransformer.cli.main import main; main(['--help']); "
+        "sys.exit(bool({'torch', 'transformers', 'numpy', 'jsonargparse'} & sys.modules.keys()))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
+
+
+def test_unknown_command(fails):
+    assert "no command 'trian'; choose one of compare, train," in fails("trian")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["train", "x.yaml", "--sede", "3"], "--sede"),
+        (["train"], "recipe"),
+        (["train", "a.yaml", "b.yaml"], "b.yaml"),
+        (["train", "x.yaml", "--seed", "many"], "seed"),
+        (["compare", "x.yaml", "--seeds"], "--seeds"),
+        (["bench", "--repeats", "1"], "--repeats 1: quartiles need at least 2"),
+        (["bench", "--threads", "0"], "--threads 0: give at least 1"),
+        (["info", "4b"], "'4b' is neither a preset (tiny, small,"),
+    ],
+)
+def test_wrong_words(fails, words, message):
+    assert message in fails(*words)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("training.stepz=1", "training.stepz: unknown key; did you mean steps?"),
+        ("training.optimizer.learning_rate=3e-4", "(YAML reads 3e-4 as text: write 3.0e-4 or 0.0003)"),
+        ("model.num_attention_heads=5", "is not a multiple of num_attention_heads=5"),
+        ("training.retrieval.min_needles=2", None),
+        ("model.sliding_window=0", "sliding_window=0"),
+        ("data.source=nowhere", "source 'nowhere': no such file or folder"),
+        ("data.tokenizer=nowhere", "tokenizer 'nowhere': no such file"),
+        ("training.context_stages=[[0, 16]]", "needle documents are longer than the context"),
+    ],
+)
+def test_wrong_recipes(fails, toy_file, tmp_path, override, message):
+    out = tmp_path / "out"
+    if message is None:  # allowed: the list of --set is read, and only the listed keys change
+        assert main(["train", str(toy_file), "--out", str(out), "--set", override, "--set", "training.steps=1"]) == 0
+        return
+    assert message in fails("train", toy_file, "--out", out, "--set", override)
+    assert not checkpoints(out)
+
+
+def test_a_wrong_source_can_be_corrected_in_the_same_folder(fails, toy_file, tmp_path):
+    out = tmp_path / "out"
+    fails("train", toy_file, "--out", out, "--set", "data.source=nowhere")
+    assert main(["train", str(toy_file), "--out", str(out), "--set", "training.steps=1"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--threads", "0"], "--threads 0: give at least 1"),
+        (["--device", "tpu"], "--device tpu: choose one of cpu, cuda"),
+        (["--seed", "-1"], "seed=-1: give 0 or more"),
+    ],
+)
+def test_wrong_options(fails, toy_file, tmp_path, options, message):
+    assert message in fails("train", toy_file, "--out", tmp_path / "out", *options)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_cuda_that_is_not_there(fails, toy_file, tmp_path):
+    assert "torch finds no CUDA device" in fails("train", toy_file, "--out", tmp_path / "out", "--device", "cuda")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("text.txt", b"", "the file is empty"),
+        ("text.txt", b"caf\xe9 \xff\n", "UTF-8"),
+        ("text.jsonl", b'{"text": "a"}\n{"txt": 1}\n', "line 2"),
+        ("text.pdf", b"x", "'.pdf' are not read"),
+    ],
+)
+def test_wrong_text(fails, tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    line = fails("tokenize", tmp_path / name, "--out", tmp_path / "shards")
+    assert message in line
+    assert str(tmp_path / name) in line or ".pdf" in line
+
+
+def test_an_empty_folder_of_text(fails, tmp_path):
+    (tmp_path / "empty").mkdir()
+    assert str(tmp_path / "empty") in fails("tokenize", tmp_path / "empty", "--out", tmp_path / "shards")
+
+
+def test_shards_that_were_changed(fails, toy, toy_shards, tmp_path):
+    toy["data"]["folder"] = str(tmp_path / "shards")
+    shutil.copytree(toy_shards.folder, tmp_path / "shards" / toy_shards.folder.name)
+    shard = next((tmp_path / "shards").rglob("train-*.bin"))
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    shard.write_bytes(data)
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(toy))
+    line = fails("train", path, "--out", tmp_path / "out")
+    assert str(shard) in line
+    assert "sha256" in line
+
+
+def test_tokenize(toy_text, tmp_path, capsys):
+    words = ["tokenize", str(toy_text), "--tokenizer", "byte", "--validation_share", "0.3", "--out", str(tmp_path)]
+    assert main(words) == 0
+    text = capsys.readouterr().out
+    sizes = [int(size.replace(",", "")) for size in re.findall(r"([\d,]+) bytes", text)]
+    assert sum(sizes) == sum(path.stat().st_size for path in toy_text.iterdir())
+    assert "vocabulary 258" in text
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors", "state.json"])
+def test_a_damaged_checkpoint(fails, run, toy_file, file):
+    newest = checkpoints(run)[-1]
+    (newest / file).write_bytes((newest / file).read_bytes()[:100])
+    for words in (["train", toy_file, "--out", run], ["eval", run]):
+        line = fails(*words)
+        assert str(newest / file) in line
+        assert "step-000006, which is kept" in line
+
+
+def test_debug_shows_the_traceback(run, toy_file):
+    (checkpoints(run)[-1] / "model.safetensors").write_bytes(b"")
+    with pytest.raises(Exception, match="damaged"):
+        main(["train", str(toy_file), "--out", str(run), "--debug"])
+
+
+def test_a_full_disk(fails, run, toy_file, monkeypatch):
+    def full(*args, **options):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    shutil.rmtree(checkpoints(run)[-1])
+    monkeypatch.setattr("difftransformer.train.checkpoint.save_file", full)
+    line = fails("train", toy_file, "--out", run)
+    assert "No space left on device" in line
+    assert "step-000006 is kept and whole" in line
+    monkeypatch.setattr("difftransformer.results.os.fsync", full)
+    monkeypatch.undo()
+    assert main(["train", str(toy_file), "--out", str(run)]) == 0
+
+
+def test_a_full_disk_elsewhere(fails, toy_file, tmp_path, monkeypatch):
+    def full(*args, **options):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("difftransformer.results.os.fsync", full)
+    line = fails("train", toy_file, "--out", tmp_path / "out")
+    assert "No space left on device" in line
+    assert "make room" in line
+
+
+def test_another_recipe_in_a_run_folder(fails, run, toy_file):
+    line = fails("train", toy_file, "--out", run, "--set", "training.steps=99")
+    assert "training.steps was 8 and is now 99" in line
+
+
+def test_eval(run, tmp_path, capsys):
+    """By default with the run's own recipe, beside the run; the results are those of the evaluations themselves."""
+    from difftransformer.data import prepare_shards
+    from difftransformer.evals import evaluate
+    from difftransformer.studies import load_recipe, trained_model
+
+    assert main(["eval", str(run)]) == 0
+    assert "bits/byte" in capsys.readouterr().out
+    found = read_result(run / "evals" / "step-000008.json", Evaluation)
+    recipe = load_recipe(run / "config.yaml")
+    expected = evaluate(
+        trained_model(checkpoints(run)[-1]), prepare_shards(recipe.data), recipe.evaluation, context_tokens=128
+    )
+    assert (found.nll, found.needle, found.allocation) == (expected.nll, expected.needle, expected.allocation)
+    older = checkpoints(run)[0]
+    words = ["eval", str(older), "--set", "evaluation.needle=null", "--set", "evaluation.allocation=null"]
+    assert main([*words, "--out", str(tmp_path / "other.json")]) == 0
+    other = read_result(tmp_path / "other.json", Evaluation)
+    assert other.needle is other.allocation is None
+    assert other.nll != found.nll
+
+
+def test_eval_of_what_is_no_model(fails, run, toy_file, tmp_path):
+    assert "no checkpoint here" in fails("eval", tmp_path / "nowhere")
+    bare = tmp_path / "bare"
+    shutil.copytree(checkpoints(run)[-1], bare)
+    assert "pass --recipe FILE" in fails("eval", bare)
+    assert main(["eval", str(bare), "--recipe", str(toy_file), "--set", "evaluation.needle=null"]) == 0
+    assert "vocabulary of 400" in fails("eval", bare, "--recipe", toy_file, "--set", "data.vocab_size=390")
+    (bare / "state.json").unlink()
+    (bare / "model.safetensors").write_bytes(b"cut")
+    assert str(bare) in fails("eval", bare, "--recipe", toy_file)
+    (bare / "config.json").write_text("{")
+    assert str(bare) in fails("eval", bare, "--recipe", toy_file)
+    (bare / "config.json").write_text('{"model_type": "llama"}')
+    assert str(bare) in fails("eval", bare, "--recipe", toy_file)
+
+
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        (None, "no such results file"),
+        ("", "not a results file"),
+        ("{}", "not a results file"),
+        ({"kind": "evaluation", "version": SCHEMA_VERSION, "result": {}}, "kind 'evaluation', expected 'comparison'"),
+        (
+            {"kind": "comparison", "version": 99, "result": {}},
+            f"results version 99, this release reads {SCHEMA_VERSION}",
+        ),
+        ({"kind": "comparison", "version": SCHEMA_VERSION, "result": {"name": 3}}, "missing"),
+    ],
+)
+def test_report_of_what_is_no_comparison(fails, tmp_path, document, message):
+    path = tmp_path / "results.json"
+    if document is not None:
+        path.write_text(document if isinstance(document, str) else json.dumps(document))
+    line = fails("report", tmp_path)
+    assert str(path) in line
+    assert message in line or "results version" in line
+
+
+def test_info(capsys):
+    assert main(["info", "tiny"]) == 0
+    assert "parameters" in capsys.readouterr().out
+    assert main(["info", "backends"]) == 0
+    assert "chunked" in capsys.readouterr().out
+
+
+def test_info_of_a_saved_model(run, capsys):
+    assert main(["info", str(checkpoints(run)[-1])]) == 0
+    text = capsys.readouterr().out
+    model = DiffTransformerForCausalLM.from_pretrained(checkpoints(run)[-1])
+    saved = sum(p.numel() for p in model.parameters())
+    assert f"{saved:,}" in text

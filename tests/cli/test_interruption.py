@@ -1,0 +1,172 @@
+"""Signals to real processes: Ctrl-C and kill -9 of `train` and `compare`, then going on."""
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+import yaml
+
+from difftransformer.cli.main import main
+from difftransformer.results import Comparison, read_result
+from difftransformer.studies import recipe_from, save_recipe
+from difftransformer.studies.run import main as run_main
+from difftransformer.train import checkpoints, read_metrics
+
+PATIENCE_SECONDS = 120
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """Losses are bitwise the same for the same number of threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Start a command in a process of its own."""
+    processes = []
+
+    def run(*words):
+        process = subprocess.Popen(
+            [sys.executable, "-m", "difftransformer", *map(str, words)],
+            cwd=tmp_path,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        processes.append(process)
+        return process
+
+    yield run
+    for process in processes:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+def steps_done(run):
+    path = run / "metrics.jsonl"
+    return path.read_text().count('"loss_nats"') if path.exists() else 0
+
+
+def wait_until(condition, process=None):
+    end = time.monotonic() + PATIENCE_SECONDS
+    while not condition():
+        assert time.monotonic() < end, "nothing happened"
+        assert process is None or process.poll() is None, process.communicate()
+        time.sleep(0.01)
+
+
+def losses(run):
+    clocks = ("seconds", "tokens_per_second")
+    steps, validations = read_metrics(run / "metrics.jsonl")
+    lines = [{k: v for k, v in dataclasses.asdict(line).items() if k not in clocks} for line in steps]
+    return lines, validations
+
+
+def test_train_stopped_and_killed_goes_on_bitwise(toy, tmp_path, start):
+    toy["training"] |= {
+        "steps": 150,
+        "checkpoint_every": 15,
+        "validate_every": 40,
+        "context_stages": [[0, 64], [60, 128]],
+    }
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(toy))
+    run = tmp_path / "run"
+    command = ["train", path, "--out", run, "--threads", "1", "--set", "compare.models=[diff, softmax]"]
+
+    process = start(*command)
+    wait_until(lambda: steps_done(run) >= 20, process)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=PATIENCE_SECONDS)
+    assert process.returncode == 130, err
+    newest = checkpoints(run)[-1]
+    stopped = steps_done(run)
+    assert stopped < 150
+    assert newest.name == f"step-{stopped:06d}"
+    assert f"Stopped after step {stopped}; saved {newest}." in out
+    assert (
+        f"Go on with: difftransformer train {path} --out {run} --threads 1 --set 'compare.models=[diff, softmax]'"
+        in out
+    )
+    assert "Traceback" not in err
+
+    process = start(*command)
+    wait_until(lambda: steps_done(run) >= stopped + 30, process)
+    process.kill()
+    process.communicate()
+    killed = steps_done(run)
+    saved = int(checkpoints(run)[-1].name.removeprefix("step-"))
+    assert stopped < saved <= killed < 150
+
+    words = [str(word) for word in command]
+    assert main(words) == 0
+    reference = tmp_path / "reference"
+    assert main([str(reference) if word == str(run) else word for word in words]) == 0
+    assert losses(run) == losses(reference)
+    for file in ("model.safetensors", "optimizer.safetensors"):
+        assert (checkpoints(run)[-1] / file).read_bytes() == (checkpoints(reference)[-1] / file).read_bytes()
+
+
+@pytest.mark.slow
+def test_compare_stopped_and_killed_goes_on_with_the_same_results(toy, tmp_path, start, monkeypatch):
+    toy["training"] |= {"steps": 1000, "checkpoint_every": 50, "validate_every": 200, "context_stages": [[0, 64]]}
+    toy["evaluation"]["needle"]["lengths_tokens"] = [96]
+    toy["evaluation"]["allocation"]["length_tokens"] = 96
+    toy["compare"] = {"seeds": 1, "jobs": 2}
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(toy))
+    study = tmp_path / "study"
+    runs = [study / "runs" / f"{model}-seed0" for model in ("diff", "softmax")]
+    command = ["compare", path, "--out", study]
+
+    process = start(*command)
+    wait_until(lambda: all(steps_done(run) >= 5 for run in runs), process)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=PATIENCE_SECONDS)
+    assert process.returncode == 130, err
+    assert f"Go on with: difftransformer compare {path} --out {study}" in out
+    for run in runs:
+        assert checkpoints(run)[-1].name == f"step-{steps_done(run):06d}"
+
+    before = [steps_done(run) for run in runs]
+    process = start(*command)
+    wait_until(lambda: all(steps_done(run) > done + 5 for run, done in zip(runs, before, strict=True)), process)
+    process.kill()  # its children notice, save and end
+    process.communicate()
+
+    def ended():
+        texts = [(run / "log.txt").read_text() for run in runs]
+        return all("stopped after step" in text for text in texts)
+
+    wait_until(ended)
+    assert all(steps_done(run) < 1000 for run in runs)
+    time.sleep(1)
+
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr("difftransformer.studies.comparison.measure_costs", lambda *args, **options: [])
+    assert main([str(word) for word in command]) == 0
+    result = read_result(study / "results.json", Comparison)
+
+    monkeypatch.setattr("difftransformer.studies.run._stop_with_parent", lambda parent: None)
+    for run, found in zip(runs, result.runs, strict=True):
+        reference = tmp_path / "reference" / run.name
+        reference.mkdir(parents=True)
+        recipe = recipe_from(toy, source="toy").with_model(found.model).with_seed(0)
+        save_recipe(recipe, reference / "config.yaml")
+        assert run_main([str(reference), "1"]) == 0
+        assert losses(run) == losses(reference)
+        expected = json.loads((reference / "evals" / "results.json").read_text())["result"]
+        for name in ("nll", "needle", "allocation"):
+            assert dataclasses.asdict(getattr(found, name)) == json.loads(json.dumps(expected[name])), name

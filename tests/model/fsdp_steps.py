@@ -1,0 +1,70 @@
+"""One of the processes of test_fsdp.py: three AdamW steps of every case, losses and gradient norms printed as JSON.
+
+Run with WORLD_SIZE=1 it does the same without a process group, on the whole batch.
+"""
+
+import json
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+from tiny_models import tiny, tokens
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+CASES = {
+    "diff": {},
+    "softmax": {"attention_type": "softmax"},
+    "diff, untied, grouped": {"tie_word_embeddings": False, "num_key_value_heads": 2},
+    "diff, bf16": {},
+}
+
+
+def train(name, rank, world):
+    model = tiny(**CASES[name]).train()
+    if world > 1:
+        mesh = init_device_mesh("cpu", (world,))
+        policy = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16 if name.endswith("bf16") else None, reduce_dtype=torch.float32
+        )
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh, mp_policy=policy)
+        fully_shard(model, mesh=mesh, mp_policy=policy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    steps = []
+    for step in range(3):
+        ids = tokens(4, 16, seed=step).chunk(world)[rank]
+        loss = model(ids, labels=ids).loss
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+        lambda_norm = torch.nn.utils.get_total_norm(
+            [p.grad for n, p in model.named_parameters() if "lambda" in n] or []
+        )
+        optimizer.step()
+        optimizer.zero_grad()
+        loss = loss.detach().clone()
+        if world > 1:
+            norm = norm.full_tensor()
+            lambda_norm = lambda_norm.full_tensor() if hasattr(lambda_norm, "full_tensor") else lambda_norm
+            dist.all_reduce(loss)
+        steps.append([loss.item() / world, norm.item(), lambda_norm.item()])
+    lambdas = {p.dtype for n, p in model.named_parameters() if "lambda" in n}
+    assert lambdas <= {torch.float32}
+    return steps
+
+
+def main():
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if world > 1:
+        dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=rank, world_size=world)
+    results = {name: train(name, rank, world) for name in CASES}
+    if rank == 0:
+        print(json.dumps(results))
+    if world > 1:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main()

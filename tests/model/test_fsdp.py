@@ -1,0 +1,58 @@
+"""FSDP2 over two gloo processes trains as one process on the whole batch."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import fsdp_steps
+import pytest
+import torch
+
+WORLD = 2
+
+
+@pytest.fixture(scope="module")
+def two_processes(tmp_path_factory):
+    """Results of every case, from both processes at once."""
+    meeting = tmp_path_factory.mktemp("fsdp") / "meeting"
+    environment = os.environ | {"WORLD_SIZE": str(WORLD), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    workers = [
+        subprocess.Popen(
+            [sys.executable, str(Path(fsdp_steps.__file__)), str(meeting)],
+            env=environment | {"RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(WORLD)
+    ]
+    try:
+        output = [worker.communicate(timeout=240) for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
+    for worker, (_, errors) in zip(workers, output, strict=True):
+        assert worker.returncode == 0, errors
+    return json.loads(output[0][0].splitlines()[-1])
+
+
+@pytest.mark.parametrize("name", ["diff", "softmax", "diff, untied, grouped"])
+def test_equals_one_process(name, two_processes):
+    alone = torch.tensor(fsdp_steps.train(name, 0, 1), dtype=torch.float64)
+    sharded = torch.tensor(two_processes[name], dtype=torch.float64)
+    assert alone.shape == (3, 3)  # steps, by loss, gradient norm, gradient norm of the lambdas
+    assert torch.allclose(sharded, alone, rtol=1e-5, atol=0)
+    assert alone[0, 0] != alone[2, 0]
+    assert (alone[:, 2] > 0).all() == (name != "softmax")
+
+
+def test_mixed_precision(two_processes):
+    losses = [loss for loss, _, _ in two_processes["diff, bf16"]]
+    exact = [loss for loss, _, _ in two_processes["diff"]]
+    assert all(math.isfinite(loss) for loss in losses)
+    assert losses != exact
+    assert losses == pytest.approx(exact, rel=0.1)
+    assert all(norm > 0 and math.isfinite(norm) for _, norm, _ in two_processes["diff, bf16"])

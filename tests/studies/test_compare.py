@@ -1,0 +1,325 @@
+"""The comparison, end to end on a toy: what it writes, what it reuses, what it refuses."""
+
+import copy
+import dataclasses
+import json
+import math
+import shutil
+import statistics
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from difftransformer.cli.main import main
+from difftransformer.errors import CheckpointError, ConfigError, DataError
+from difftransformer.model import DiffTransformerForCausalLM
+from difftransformer.results import Comparison, Evaluation, read_result
+from difftransformer.studies import compare, compare_metrics, recipe_from, start_run
+from difftransformer.studies.run import main as run_main
+from difftransformer.train import checkpoints, read_metrics
+
+STEPS = 4
+
+
+@pytest.fixture(scope="session")
+def _study(tmp_path_factory):
+    return tmp_path_factory.mktemp("study") / "toy"
+
+
+@pytest.fixture
+def study_document(toy):
+    toy["training"] |= {"steps": STEPS, "checkpoint_every": 2, "context_stages": [[0, 64]]}
+    toy["evaluation"]["needle"]["lengths_tokens"] = [96]
+    toy["evaluation"]["allocation"]["length_tokens"] = 96
+    toy["compare"] = {"seeds": 2, "jobs": 2}
+    return toy
+
+
+@pytest.fixture
+def study(_study, study_document, tmp_path):
+    """The command's whole output for two models and two seeds, made once, and a recipe file to run it again."""
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(study_document))
+    if not _study.exists():
+        assert main(["compare", str(path), "--out", str(_study)]) == 0
+    return _study, path
+
+
+@pytest.fixture
+def copied(study, tmp_path):
+    """A copy that may be damaged."""
+    folder, path = study
+    shutil.copytree(folder, tmp_path / "study")
+    return tmp_path / "study", path
+
+
+@pytest.fixture
+def comparison(study):
+    return read_result(study[0] / "results.json", Comparison)
+
+
+def test_what_it_writes(study, comparison):
+    folder, _ = study
+    assert "<html" in (folder / "index.html").read_text().lower()
+    assert [(run.model, run.seed) for run in comparison.runs] == [
+        ("diff", 0), ("diff", 1), ("softmax", 0), ("softmax", 1)
+    ]  # fmt: skip
+    assert comparison.seeds == [0, 1]
+    assert [model.attention_type for model in comparison.models] == ["diff", "softmax"]
+    assert [baseline.name for baseline in comparison.baselines] == ["byte bigram"]
+    assert comparison.recipe["training"]["steps"] == STEPS
+    for run in comparison.runs:
+        steps, validations = read_metrics(folder / run.run / "metrics.jsonl")
+        assert run.train_loss_nats.values == [line.loss_nats for line in steps]
+        assert run.train_loss_nats.steps == list(range(1, STEPS + 1))
+        assert run.validation_loss_nats.values == [line.validation_loss_nats for line in validations]
+        assert run.train_tokens == STEPS * 256
+        assert len(run.lambda_values) == (STEPS if run.model == "diff" else 0)
+        evaluation = read_result(folder / run.run / "evals" / "results.json", Evaluation)
+        assert (evaluation.nll, evaluation.needle, evaluation.allocation) == (run.nll, run.needle, run.allocation)
+
+
+def test_sizes_are_those_of_the_models(study, comparison):
+    folder, _ = study
+    for summary, cost in zip(comparison.models, comparison.costs, strict=False):
+        newest = checkpoints(folder / "runs" / f"{summary.model}-seed0")[-1]
+        model = DiffTransformerForCausalLM.from_pretrained(newest)
+        assert summary.parameters == cost.parameters == sum(p.numel() for p in model.parameters())
+    one, two = (model.parameters for model in comparison.models)
+    assert abs(one - two) <= 2 * 6 * 8  # 6 head_dim a layer
+
+
+def test_costs_are_measured_for_both_and_computed_for_the_smaller(comparison):
+    diff, softmax, smaller = comparison.costs
+    for row in (diff, softmax):
+        assert 0 < row.train_step_seconds < 60
+        assert row.prefill_tokens_per_second > 0
+        assert row.decode_tokens_per_second > 0
+        # Two moments, gradients and weights in fp32 at least.
+        assert row.peak_training_bytes > 8 * row.parameters
+    assert softmax.parameters == comparison.models[1].parameters
+    # By hand: 2 layers, each token keeps a key and a value of width 32 in bf16.
+    kv = 2 * 2 * 32 * 2
+    assert comparison.models[0].kv_bytes_per_token == comparison.models[1].kv_bytes_per_token == kv
+    assert softmax.weights_and_kv_bytes_4k == 2 * softmax.parameters + 4096 * kv
+    assert softmax.weights_and_kv_bytes_64k == 2 * softmax.parameters + 65536 * kv
+    # 62 % of the twin's parameters: width and depth both shrink by the cube root, keys and values go with their product.
+    shrink = 0.62 ** (1 / 3)
+    assert smaller.parameters == round(0.62 * softmax.parameters)
+    for length, found in ((4096, smaller.weights_and_kv_bytes_4k), (65536, smaller.weights_and_kv_bytes_64k)):
+        expected = 2 * 0.62 * softmax.parameters + length * 2 * (2 * shrink) * (32 * shrink) * 2
+        assert found == pytest.approx(expected, rel=1e-4)
+    assert smaller.train_step_seconds is smaller.prefill_tokens_per_second is smaller.peak_training_bytes is None
+    assert "62%" in smaller.label
+    assert "formula" in smaller.label
+
+
+def test_statistics_are_those_of_the_runs(comparison):
+    values = {
+        "validation_bits_per_byte": lambda run: run.nll.bits_per_byte,
+        "validation_nll_nats_per_token": lambda run: run.nll.nll_nats_per_token,
+        "needle_accuracy_seen": lambda run: share(run, "seen"),
+        "needle_accuracy_unseen": lambda run: share(run, "unseen"),
+    }
+
+    def share(run, cities):
+        cells = [cell for cell in run.needle.cells if cell.cities == cities]
+        return sum(cell.correct for cell in cells) / sum(cell.trials for cell in cells)
+
+    assert {row.metric for row in comparison.metrics} == set(values)
+    for row in comparison.metrics:
+        found = {
+            model: [values[row.metric](run) for run in comparison.runs if run.model == model]
+            for model in ("diff", "softmax")
+        }
+        for model, numbers in found.items():
+            assert row.models[model].mean == pytest.approx(sum(numbers) / 2)
+            assert row.models[model].standard_error == pytest.approx(statistics.stdev(numbers) / math.sqrt(2))
+            assert row.models[model].seeds == 2
+        differences = [a - b for a, b in zip(found["diff"], found["softmax"], strict=True)]
+        assert row.difference.mean == pytest.approx(sum(differences) / 2)
+        assert row.difference.interval_method == "student-t over seeds"
+        # Student's t with one degree of freedom, 97.5 %: 12.7062 (any table).
+        half = 12.7062 * statistics.stdev(differences) / math.sqrt(2)
+        assert row.difference.high - row.difference.mean == pytest.approx(half, rel=1e-4, abs=1e-12)
+        assert row.better == ("lower" if row.unit != "share" else "higher")
+
+
+def test_one_seed_gives_a_bootstrap_for_losses_and_nothing_for_retrieval(comparison):
+    rows = compare_metrics([run for run in comparison.runs if run.seed == 0], ["diff", "softmax"])
+    for row in rows:
+        assert row.models["diff"].standard_error is None
+        if row.metric.startswith("validation"):
+            assert row.difference.interval_method == "bootstrap over evaluation documents"
+            assert row.difference.low <= row.difference.mean <= row.difference.high
+        else:
+            assert row.difference.interval_method == "none"
+            assert row.difference.low is row.difference.high is None
+    loss = next(row for row in rows if row.metric == "validation_nll_nats_per_token")
+    diff, softmax = (next(r for r in comparison.runs if (r.model, r.seed) == (m, 0)) for m in ("diff", "softmax"))
+    assert loss.difference.mean == pytest.approx(diff.nll.nll_nats_per_token - softmax.nll.nll_nats_per_token)
+
+
+def test_a_metric_that_a_run_lacks_has_no_row(comparison):
+    runs = [dataclasses.replace(run, needle=None) for run in comparison.runs]
+    assert {row.unit for row in compare_metrics(runs, ["diff", "softmax"])} == {"bits/byte", "nats/token"}
+
+
+@pytest.fixture
+def no_costs(monkeypatch, comparison):
+    """Costs take time, and are not what is looked at."""
+    monkeypatch.setattr("difftransformer.studies.comparison.measure_costs", lambda *args, **options: comparison.costs)
+
+
+@pytest.fixture
+def no_jobs(monkeypatch):
+    """Fail if a job would be run."""
+
+    def refuse(jobs, **options):
+        assert [job.label for job in jobs if not job.done] == []
+
+    monkeypatch.setattr("difftransformer.studies.comparison.run_jobs", refuse)
+
+
+def times(folder):
+    return {path: path.stat().st_mtime_ns for path in (folder / "runs").rglob("*") if path.is_file()}
+
+
+def test_a_second_run_reuses_everything(study, study_document, comparison, no_costs, no_jobs):
+    folder, path = study
+    before = times(folder)
+    assert main(["compare", str(path), "--out", str(folder)]) == 0
+    assert times(folder) == before
+    again = read_result(folder / "results.json", Comparison)
+    assert again.runs == comparison.runs
+    assert again.metrics == comparison.metrics
+
+
+def test_other_jobs_and_an_own_name_reuse_everything_too(copied, study_document, no_costs, no_jobs):
+    folder, _ = copied
+    study_document["compare"]["jobs"] = 1
+    study_document["name"] = "another"
+    result = compare(recipe_from(study_document, source="toy"), folder)
+    assert result.name == "another"
+
+
+def test_only_what_is_missing_or_damaged_is_done_again(copied, study_document, comparison, monkeypatch, no_costs):
+    """An evaluation that is gone or cannot be read is made again from the checkpoint, equal to the first."""
+    folder, path = copied
+    (folder / "runs" / "diff-seed0" / "evals" / "results.json").unlink()
+    (folder / "runs" / "softmax-seed1" / "evals" / "results.json").write_text('{"kind": "eval')
+    before = times(folder)
+    waiting = []
+
+    def in_this_process(jobs, **options):
+        waiting.extend(job.folder.name for job in jobs if not job.done)
+        assert all(run_main([str(job.folder), "1"]) == 0 for job in jobs if not job.done)
+
+    monkeypatch.setattr("difftransformer.studies.comparison.run_jobs", in_this_process)
+    monkeypatch.setattr("difftransformer.studies.run._stop_with_parent", lambda parent: None)
+    assert main(["compare", str(path), "--out", str(folder)]) == 0
+    assert sorted(waiting) == ["diff-seed0", "softmax-seed1"]
+    assert {p: t for p, t in times(folder).items() if p.parent.name != "evals"} == {
+        p: t for p, t in before.items() if p.parent.name != "evals"
+    }
+    assert read_result(folder / "results.json", Comparison).runs == comparison.runs
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "words"),
+    [
+        ("training", {"steps": 5}, "training.steps was 4 and is now 5"),
+        (
+            "training",
+            {"optimizer": {"learning_rate": 0.1}},
+            "training.optimizer.learning_rate was 0.002 and is now 0.1",
+        ),
+        ("model", {"num_hidden_layers": 1}, "model.num_hidden_layers was 2 and is now 1"),
+        ("data", {"vocab_size": 390}, "data.vocab_size was 400 and is now 390"),
+    ],
+)
+def test_another_recipe_in_the_same_folder_is_refused(copied, study_document, no_jobs, capsys, part, change, words):
+    folder, path = copied
+    study_document[part] |= change
+    path.write_text(yaml.safe_dump(study_document))
+    before = times(folder)
+    assert main(["compare", str(path), "--out", str(folder)]) == 2
+    message = capsys.readouterr().err.strip()
+    assert words in message
+    assert "\n" not in message
+    assert times(folder) == before
+
+
+def test_a_folder_without_a_checkpoint_takes_the_corrected_recipe(tmp_path, toy_recipe):
+    """A first attempt that failed before it saved anything does not stand in the way of the second."""
+    start_run(tmp_path, toy_recipe)
+    start_run(tmp_path, toy_recipe.with_seed(5))
+    assert "seed: 5" in (tmp_path / "config.yaml").read_text()
+
+
+def test_a_run_that_fails_says_why_and_the_others_are_stopped(copied, study_document, capsys):
+    folder, path = copied
+    broken = checkpoints(folder / "runs" / "softmax-seed0")[-1]
+    (broken / "model.safetensors").write_bytes(b"cut")
+    (folder / "runs" / "softmax-seed0" / "evals" / "results.json").unlink()
+    assert main(["compare", str(path), "--out", str(folder)]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "Transformer, seed 0: " in error
+    assert f"{broken / 'model.safetensors'}: damaged" in error
+    assert "step-000002, which is kept" in error
+    assert "log.txt" in error
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "error", "words"),
+    [
+        ("evaluation", {"nll": None}, ConfigError, "evaluation.nll"),
+        ("evaluation", {"needle": {"lengths_tokens": [30]}}, DataError, "longer than the context"),
+        ("evaluation", {"allocation": {"length_tokens": 40}}, DataError, "longer than the context"),
+        ("compare", {"models": ["diff", "dif"]}, ConfigError, "attention_type='dif'"),
+        ("training", {"batch_tokens": 2**17, "context_stages": [[0, 2**17]]}, DataError, "split has"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_refused_before_training(
+    tmp_path, study_document, monkeypatch, part, change, error, words
+):
+    monkeypatch.setattr("difftransformer.studies.comparison.run_jobs", lambda *args, **options: pytest.fail("trained"))
+    study_document[part] |= change
+    with pytest.raises(error, match=words):
+        compare(recipe_from(study_document, source="toy"), tmp_path)
+
+
+def test_results_say_how_they_were_asked_for(study, comparison):
+    document = json.loads((study[0] / "results.json").read_text())
+    assert document["kind"] == "comparison"
+    assert comparison.command.startswith("difftransformer ")
+    assert comparison.environment.threads >= 1
+
+
+def test_start_run_names_a_nested_difference(copied, study_document):
+    folder, _ = copied
+    other = copy.deepcopy(study_document)
+    other["training"]["retrieval"]["share"] = 0.25
+    with pytest.raises(CheckpointError, match=r"training.retrieval.share was 0.5 and is now 0.25"):
+        start_run(
+            folder / "runs" / "diff-seed0",
+            recipe_from(other, source="toy").with_model("diff").with_seed(0),
+        )
+
+
+def test_the_report_is_drawn_again_without_torch(study, tmp_path):
+    """In a process where torch and transformers cannot even be imported."""
+    code = (
+        "import sys\n"
+        "sys.modules['torch'] = sys.modules['transformers'] = None\n"
+        "from difftransformer.cli.main import main\n"
+        "raise SystemExit(main(sys.argv[1:]))\n"
+    )
+    words = ["report", str(study[0]), "--out", str(tmp_path / "page")]
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "DIFF Transformer" in done.stdout
+    assert "DIFF Transformer" in (tmp_path / "page" / "index.html").read_text()

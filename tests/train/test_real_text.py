@@ -1,0 +1,88 @@
+"""Training on real text, and the check of the data that such tests read."""
+
+import importlib.util
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from difftransformer.data import prepare_shards
+from difftransformer.studies import recipe_from, train_run
+from difftransformer.train import read_metrics
+
+CHECK = Path(__file__).parents[1] / "check_data.py"
+_spec = importlib.util.spec_from_file_location("check_data", CHECK)
+check_data = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(check_data)
+
+
+@pytest.mark.slow
+def test_tinyshakespeare(tmp_path, toy):
+    """A small model soon knows more of held-out Shakespeare than how often each token occurs."""
+    if problem := check_data.missing("tinyshakespeare"):
+        pytest.skip(problem)
+    source = Path(os.environ[check_data.VARIABLE]) / "tinyshakespeare" / "input.txt"
+    toy["data"] = {
+        "source": str(source),
+        "vocab_size": 512,
+        "folder": str(tmp_path / "shards"),
+        "validation_share": 0.1,
+    }
+    toy["training"] |= {"steps": 200, "batch_tokens": 1024, "context_stages": [[0, 64]], "retrieval": None}
+    toy["training"] |= {
+        "validate_every": 100,
+        "checkpoint_every": 200,
+        "validation_windows": 64,
+        "optimizer": {"learning_rate": 0.01},
+    }
+    recipe = recipe_from(toy, source="toy")
+    shards = prepare_shards(recipe.data)
+    train_run(tmp_path / "run", recipe, shards)
+    steps, validations = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert steps[0].loss_nats == pytest.approx(math.log(shards.tokenizer.vocab_size), abs=0.1)
+    counts = np.bincount(shards.tokens("validation")[:], minlength=512)
+    shares = counts[counts > 0] / counts.sum()
+    assert validations[-1].validation_loss_nats < -(shares * np.log(shares)).sum() - 0.3
+    assert validations[-1].validation_loss_nats < validations[0].validation_loss_nats
+
+
+def run_check(**environment):
+    environment = {"PATH": os.environ["PATH"], **environment}
+    return subprocess.run([sys.executable, str(CHECK)], env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture
+def full(tmp_path):
+    for files in check_data.SETS.values():
+        for file in files:
+            (tmp_path / file).parent.mkdir(exist_ok=True)
+            (tmp_path / file).write_text("text")
+    return tmp_path
+
+
+def test_data_that_is_there(full):
+    done = run_check(DIFFTRANSFORMER_DATA=str(full), CI="1")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "tinyshakespeare: found\nwikitext2: found\n", "")
+
+
+@pytest.mark.parametrize("variable", ["CI", "DIFFTRANSFORMER_CI"])
+def test_data_that_is_missing(full, variable):
+    (full / "wikitext2" / "test.txt").unlink()
+    done = run_check(DIFFTRANSFORMER_DATA=str(full))
+    assert done.returncode == 0
+    assert done.stdout == f"tinyshakespeare: found\nwikitext2: {full} lacks wikitext2/test.txt\n"
+    done = run_check(DIFFTRANSFORMER_DATA=str(full), **{variable: "1"})
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert "wikitext2" in done.stderr
+
+
+def test_data_that_nobody_named():
+    done = run_check()
+    assert done.returncode == 0
+    assert done.stdout.count("DIFFTRANSFORMER_DATA is not set") == 2
+    assert run_check(CI="1").returncode == 1
