@@ -47,7 +47,15 @@ REFUSED = {
     "no width": ({"hidden_size": 0}, "hidden_size=0: give a whole number of at least 1"),
     "a float": ({"hidden_size": 32.0}, "hidden_size=32.0: give a whole number of at least 1"),
     "no words": ({"vocab_size": 0}, "vocab_size=0: give a whole number of at least 1"),
-    "no value": ({"value_head_dim": -2}, "value_head_dim=-2 is below 1"),
+    "no value": ({"value_head_dim": -2}, "value_head_dim=-2: give a whole number of at least 1"),
+    "no MLP": ({"intermediate_size": 0}, "intermediate_size=0: give a whole number of at least 1"),
+    "no spread": ({"initializer_range": -1.0}, "initializer_range=-1.0: give a standard deviation above 0"),
+    "backend": (
+        {"attn_backend": "foo"},
+        "attn_backend='foo' is unknown; choose auto or one of reference, chunked, sdpa",
+    ),
+    "activation": ({"hidden_act": "foo"}, "hidden_act='foo' is no activation of transformers"),
+    "no theta": ({"rope_parameters": {"rope_type": "default"}}, "give rope_theta as a number"),
 }
 
 

@@ -5,11 +5,22 @@ import importlib
 from typing import Any, Self
 
 from transformers import AutoConfig, PreTrainedConfig
+from transformers.activations import ACT2FN
 
 from ..attention import HeadLayout, variant
 from ..errors import ConfigError
+from ..ops import backend_names
 from .presets import paper_ffn_width
 
+UNSET_COUNTS = (
+    "intermediate_size",
+    "num_key_value_heads",
+    "head_dim",
+    "num_differential_heads",
+    "num_differential_key_value_heads",
+    "value_head_dim",
+)
+COUNTS = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", *UNSET_COUNTS)
 INITIALIZATIONS = ("normal", "mimetic")
 DEFAULT_ROPE_THETA = 10_000.0  # Llama's; the paper states 640,000 for its 64K models only
 
@@ -92,10 +103,14 @@ class DiffTransformerConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         importlib.import_module(".modeling", __package__)  # registers the models with transformers' Auto classes
-        for field in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"):
+        for field in COUNTS:
             value = getattr(self, field)
+            if value is None and field in UNSET_COUNTS:
+                continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{field}={value!r}: give a whole number of at least 1")
+        if self.initializer_range <= 0:
+            raise ConfigError(f"initializer_range={self.initializer_range}: give a standard deviation above 0")
         if self.head_dim is None:
             if self.hidden_size % self.num_attention_heads:
                 raise ConfigError(
@@ -109,6 +124,16 @@ class DiffTransformerConfig(PreTrainedConfig):
             self.intermediate_size = paper_ffn_width(self.hidden_size)
         if self.rope_parameters is None and "rope_theta" not in kwargs:
             self.rope_parameters = {"rope_type": "default", "rope_theta": DEFAULT_ROPE_THETA}
+        elif self.rope_parameters is not None and not isinstance(self.rope_parameters.get("rope_theta"), (int, float)):
+            raise ConfigError(f"rope_parameters={self.rope_parameters}: give rope_theta as a number")
+        if self.attn_backend != "auto" and self.attn_backend not in backend_names():
+            raise ConfigError(
+                f"attn_backend={self.attn_backend!r} is unknown; choose auto or one of {', '.join(backend_names())}"
+            )
+        if self.hidden_act not in ACT2FN:
+            raise ConfigError(
+                f"hidden_act={self.hidden_act!r} is no activation of transformers; use silu, as the paper does"
+            )
         if self.sliding_window is not None and self.sliding_window < 1:
             raise ConfigError(
                 f"sliding_window={self.sliding_window}: a window holds at least the query itself; use 1 or more"
