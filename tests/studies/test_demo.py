@@ -42,18 +42,23 @@ def test_the_demo_shows_what_it_promises(tmp_path):
     check_promises(result)
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "docs" / "results").glob("*.json")), ids=lambda path: path.stem)
-def test_committed_comparisons_hold_what_the_documents_say(path):
-    result = read_result(path, Comparison)
-    assert result.command.startswith("difftransformer compare recipes/")
-    best = 0.0
-    for run in result.runs:
-        if result.name == "retrieval":
-            one, four = (
-                [cell for cell in run.needle.cells if cell.cities == "seen" and cell.needles == needles]
-                for needles in (1, 4)
-            )
-            shares = [sum(c.correct for c in cells) / sum(c.trials for c in cells) for cells in (one, four)]
-            best = max(best, min(shares[0] / 0.9, shares[1] / 0.5))
-    if result.name == "retrieval":
-        assert best > 1, "no model reaches 90 % on one needle and 50 % on four"
+def committed(name):
+    """A comparison that the documents quote."""
+    result = read_result(ROOT / "docs" / "results" / f"{name}.json", Comparison)
+    assert result.command.startswith(f"difftransformer compare recipes/{name}.yaml")
+    return result
+
+
+def test_the_committed_demo_shows_what_it_promises():
+    check_promises(committed("demo"))
+
+
+def test_the_committed_retrieval_run_reaches_its_bar():
+    reached = []
+    for run in committed("retrieval").runs:
+        shares = []
+        for needles in (1, 4):
+            cells = [cell for cell in run.needle.cells if cell.cities == "seen" and cell.needles == needles]
+            shares.append(sum(cell.correct for cell in cells) / sum(cell.trials for cell in cells))
+        reached.append(shares[0] >= 0.9 and shares[1] > 0.5)
+    assert any(reached), "no model answers 90 % with one needle and more than 50 % with four"
