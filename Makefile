@@ -31,7 +31,7 @@ test: $(DEV) lint ## Format, lint, types, layers and the quick tests
 test-all: $(DEV) test-data ## The heavier tests
 	$(RUN) -m pytest -m "slow and not gpu"
 
-test-data: $(DEV) ## Check the data that heavier tests read (folder DIFFTRANSFORMER_DATA); under CI a missing set is a failure
+test-data: $(DEV) ## Check the data that heavier tests read (folder DIFFTRANSFORMER_DATA); under CI a named set that is missing is a failure
 	$(RUN) tests/check_data.py
 
 lint: $(DEV) ## ruff, mypy, import-linter
