@@ -60,9 +60,12 @@ def main():
         dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=rank, world_size=world)
     results = {name: train(name, rank, world) for name in CASES}
     if rank == 0:
-        print(json.dumps(results))
+        print(json.dumps(results), flush=True)
     if world > 1:
+        dist.barrier()
         dist.destroy_process_group()
+        # gloo's threads sometimes outlive the group and abort the interpreter's own teardown; all work is done here.
+        os._exit(0)
 
 
 if __name__ == "__main__":
