@@ -28,7 +28,7 @@ class Oracle:
         return torch.tensor(rows)
 
     def last_token_weights(self, prompts):
-        raise NotImplementedError
+        raise AssertionError("retrieval asks for continuations alone")
 
 
 class Guesser(Oracle):
@@ -57,7 +57,7 @@ class Uniform:
         return torch.full(targets.shape, math.log(self.vocab_size), dtype=torch.float64)
 
     def continue_greedily(self, prompts, tokens):
-        raise NotImplementedError
+        raise AssertionError("retrieval asks for continuations alone")
 
     def last_token_weights(self, prompts):
         batch, length = prompts.shape
