@@ -57,7 +57,7 @@ class Uniform:
         return torch.full(targets.shape, math.log(self.vocab_size), dtype=torch.float64)
 
     def continue_greedily(self, prompts, tokens):
-        raise AssertionError("retrieval asks for continuations alone")
+        raise AssertionError("loss and allocation ask for no continuation")
 
     def last_token_weights(self, prompts):
         batch, length = prompts.shape
