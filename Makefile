@@ -40,11 +40,14 @@ lint: $(DEV) ## ruff, mypy, import-linter
 	$(RUN) -m mypy
 	$(RUN) -c "from importlinter.cli import lint_imports_command; lint_imports_command()"
 
-bench: $(READY) ## Time attention and a training step of DIFF and its twin on this machine; write reports/bench/results.json
-	$(RUN) -m difftransformer bench --out reports/bench
+bench: $(READY) ## Time attention, decoding, memory and a training step of DIFF and its twin on this machine; write reports/bench/results.json
+	$(RUN) -m difftransformer bench all --out reports/bench
 
-sanitize: $(DEV) ## Op, layer and model tests with uninitialised memory filled with NaN and autograd's anomaly detection
+sanitize: $(DEV) ## Op, layer and model tests with uninitialised memory filled with NaN and autograd's anomaly detection; the C++ kernels under ASan and UBSan
 	DIFFTRANSFORMER_SANITIZE=1 $(RUN) -m pytest -m "not slow and not gpu" tests/ops tests/attention tests/model
+	CXX="$(CXX)" DIFFTRANSFORMER_SANITIZE_KERNELS=1 ASAN_OPTIONS=detect_leaks=0 \
+	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
+	$(RUN) -m pytest -m "not slow and not gpu" tests/ops/test_cpu.py
 
 clean: ## Remove the virtual environment
 	rm -rf $(VENV) .ready-*

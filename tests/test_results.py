@@ -10,12 +10,11 @@ import pytest
 from difftransformer.errors import ResultsError
 from difftransformer.results import (
     SCHEMA_VERSION,
+    AttentionTiming,
     Bench,
     Environment,
     Evaluation,
-    MemoryPoint,
     NllResult,
-    Timing,
     read_result,
     write_result,
     write_text_atomically,
@@ -35,10 +34,27 @@ BENCH = Bench(
     command="difftransformer bench",
     created="2026-01-02T03:04:05+00:00",
     environment=ENVIRONMENT,
-    timings=[
-        Timing(name="cpu", against="sdpa", median_seconds=0.1, low_seconds=0.09, high_seconds=0.2, repeats=9, ratio=0.5)
+    foreign_cpu_share=0.25,
+    attention=[
+        AttentionTiming(
+            dtype="fp32",
+            mode="forward",
+            length_tokens=512,
+            heads=8,
+            head_dim=64,
+            implementation="diff cpu",
+            median_seconds=0.1,
+            low_seconds=0.09,
+            high_seconds=0.2,
+            rounds=9,
+            ratio_to_torch_sdpa=0.5,
+            ratio_to_softmax_kernel=None,
+        )
     ],
-    memory=[MemoryPoint(name="cpu", length_tokens=4096, peak_bytes=123)],
+    skipped=[],
+    means=[],
+    memory=[],
+    training=[],
 )
 EVALUATION = Evaluation(
     checkpoint="runs/x/checkpoints/step-000500",
@@ -82,8 +98,8 @@ def test_a_result_is_read_back_as_it_was_written(result: Bench | Evaluation, tmp
 
 
 def test_a_whole_number_is_read_as_a_float(damage: Callable[..., Path]) -> None:
-    path = damage(lambda document: document["result"]["timings"][0].update(ratio=1))
-    ratio = read_result(path, Bench).timings[0].ratio
+    path = damage(lambda document: document["result"]["attention"][0].update(ratio_to_torch_sdpa=1))
+    ratio = read_result(path, Bench).attention[0].ratio_to_torch_sdpa
     assert (ratio, type(ratio)) == (1.0, float)
 
 
@@ -93,11 +109,11 @@ def test_a_whole_number_is_read_as_a_float(damage: Callable[..., Path]) -> None:
         (lambda d: d.update(version=SCHEMA_VERSION + 1), ["version 2", "reads version 1"]),
         (lambda d: d.update(kind="comparison"), ["'comparison'", "expected 'bench'"]),
         (lambda d: d.pop("version"), ["not a results file"]),
-        (lambda d: d["result"].pop("timings"), ["timings", "missing"]),
-        (lambda d: d["result"]["timings"][0].pop("ratio"), ["timings[0]", "ratio", "missing"]),
+        (lambda d: d["result"].pop("attention"), ["attention", "missing"]),
+        (lambda d: d["result"]["attention"][0].pop("heads"), ["attention[0]", "heads", "missing"]),
         (lambda d: d["result"].update(colour="red"), ["colour", "unknown"]),
-        (lambda d: d["result"]["timings"][0].update(repeats="9"), ["timings[0].repeats", "expected int", "'9'"]),
-        (lambda d: d["result"]["timings"][0].update(repeats=True), ["timings[0].repeats", "expected int", "True"]),
+        (lambda d: d["result"]["attention"][0].update(rounds="9"), ["attention[0].rounds", "expected int", "'9'"]),
+        (lambda d: d["result"]["attention"][0].update(rounds=True), ["attention[0].rounds", "expected int", "True"]),
         (lambda d: d["result"].update(memory={}), ["memory", "expected a list"]),
         (lambda d: d["result"].update(environment=[]), ["environment", "Environment"]),
         (lambda d: d["result"]["environment"].update(device=None), ["environment.device", "expected str"]),

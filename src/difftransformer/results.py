@@ -22,6 +22,8 @@ SCHEMA_VERSION = 1
 Cities = Literal["seen", "unseen"]
 Form = Literal["signed", "absolute", "positive"]
 Segment = Literal["first", "before", "answer", "after", "query"]
+Dtype = Literal["fp32", "bf16"]
+Mode = Literal["forward", "forward+backward", "decode"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,35 +239,103 @@ class Evaluation:
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """Wall time of one thing measured: median, quartiles and the ratio of medians to the row it is measured against."""
+    """Wall time of one call over interleaved rounds: median and quartiles."""
 
-    name: str
-    against: str
     median_seconds: float
     low_seconds: float
     high_seconds: float
-    repeats: int
+    rounds: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionShape:
+    """One piece of attention work: causal, batch 1, `heads` differential heads or twice as many ordinary ones.
+
+    `length_tokens` counts the keys; there are as many queries, in mode "decode" one. `head_dim` is the width of one map.
+    """
+
+    dtype: Dtype
+    mode: Mode
+    length_tokens: int
+    heads: int
+    head_dim: int
+
+    @property
+    def queries_tokens(self) -> int:
+        """T."""
+        return 1 if self.mode == "decode" else self.length_tokens
+
+    @property
+    def has_backward(self) -> bool:
+        """Whether gradients of all inputs are part of the work."""
+        return self.mode == "forward+backward"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionTiming(Timing, AttentionShape):
+    """Time of one implementation, and its ratio of medians to PyTorch's kernel and to our own kernel for plain attention."""
+
+    implementation: str
+    ratio_to_torch_sdpa: float
+    ratio_to_softmax_kernel: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionSkip(AttentionShape):
+    """An implementation that was not timed, and why."""
+
+    implementation: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class GeometricMean:
+    """Geometric mean of an implementation's ratios to `against` over the shapes where both were timed."""
+
+    dtype: Dtype
+    mode: Mode
+    implementation: str
+    against: str
+    shapes: int
     ratio: float
 
 
 @dataclass(frozen=True, kw_only=True)
-class MemoryPoint:
+class MemoryPoint(AttentionShape):
     """Peak memory above the inputs of one call in a fresh process."""
 
-    name: str
-    length_tokens: int
+    implementation: str
     peak_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)
+class TrainingTiming(Timing):
+    """Time of a training step, and its ratio of medians to the twin's on PyTorch's attention."""
+
+    model: str
+    parameters: int
+    dtype: Dtype
+    implementation: str
+    ratio_to_twin: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Bench:
-    """What `bench` measured in one run."""
+    """What `bench` measured in one run.
+
+    `foreign_cpu_share` is the share of the machine's CPU time that other processes took meanwhile; None where that is not
+    known. Spinning threads suffer from it out of proportion: above a few per cent the times say little.
+    """
 
     command: str
     created: str
     environment: Environment
-    timings: list[Timing]
+    foreign_cpu_share: float | None
+    attention: list[AttentionTiming]
+    skipped: list[AttentionSkip]
+    means: list[GeometricMean]
     memory: list[MemoryPoint]
+    training: list[TrainingTiming]
 
 
 KINDS: dict[str, type] = {

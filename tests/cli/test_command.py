@@ -24,7 +24,9 @@ ARGUMENTS = {
     "report": {"results", "--out"},
     "tokenize": {"source", "--tokenizer", "--vocab_size", "--validation_share", "--split_seed", "--out"},
     "info": {"model"},
-    "bench": {"--out", "--repeats", "--threads"},
+    "bench": {"--out", "--device", "--dtypes", "--lengths", "--head_dims", "--backends", "--peers", "--repeats"}
+    | {"--seconds", "--threads", "--long_memory"},
+    "build-kernels": {"--force"},
 }
 
 
@@ -109,8 +111,9 @@ def test_unknown_command(fails):
         (["train", "a.yaml", "b.yaml"], "b.yaml"),
         (["train", "x.yaml", "--seed", "many"], "seed"),
         (["compare", "x.yaml", "--seeds"], "--seeds"),
-        (["bench", "--repeats", "1"], "--repeats 1: quartiles need at least 2"),
-        (["bench", "--threads", "0"], "--threads 0: give at least 1"),
+        (["bench", "all", "--repeats", "1"], "--repeats 1: give at least 3"),
+        (["bench", "all", "--threads", "0"], "--threads 0: give at least 1"),
+        (["bench", "everything"], "everything"),
         (["info", "4b"], "'4b' is neither a preset (tiny, small,"),
     ],
 )

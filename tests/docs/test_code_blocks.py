@@ -80,7 +80,7 @@ def test_python_blocks_run(path, tmp_path, monkeypatch):
 def parsed(words, monkeypatch):
     """What the verb's function would be called with; an error of the parser otherwise."""
     calls = []
-    module = importlib.import_module(f"difftransformer.cli.{words[0]}")
+    module = importlib.import_module(f"difftransformer.cli.{words[0].replace('-', '_')}")
     real = module.run
 
     def record(*args, **options):

@@ -93,10 +93,16 @@ def lam_at(lam, b: int, h: int, t: int):
     return lam[0] if lam.shape == (1,) else lam[h]
 
 
+def scale_of(case: Case) -> float:
+    """What multiplies the logits."""
+    scale = case.kwargs.get("scale")
+    return case.D**-0.5 if scale is None else scale
+
+
 def attention(case: Case, query, key, value, lam) -> Tensor:
     """The output, (B, H, T, E), by the equations."""
     allowed = dense_mask(case)
-    scale = case.kwargs.get("scale") or case.D**-0.5
+    scale = scale_of(case)
     batches = []
     for b in range(case.B):
         heads = []
@@ -116,7 +122,15 @@ def attention(case: Case, query, key, value, lam) -> Tensor:
                 rows.append(weights @ v)
             heads.append(torch.stack(rows))
         batches.append(torch.stack(heads))
-    return torch.stack(batches)
+    # Gradients of zero where no query sees a key.
+    nothing = sum(0 * x.sum() for x in (query, key, value, lam) if isinstance(x, Tensor))
+    return torch.stack(batches) + nothing
+
+
+def rms_norm(out: Tensor, weight: Tensor | None, eps: float, factor: float) -> Tensor:
+    """The norm of each head, in the dtype of `out`."""
+    normed = factor * out / (out.square().mean(-1, keepdim=True) + eps).sqrt()
+    return normed if weight is None else normed * weight
 
 
 def output_and_gradients(function, case: Case, dtype, *, of=None) -> dict[str, Tensor]:

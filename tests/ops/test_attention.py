@@ -4,114 +4,39 @@ import json
 import os
 import subprocess
 import sys
-from functools import cache
 
 import oracle
 import pytest
 import torch
 import torch.nn.functional as F
+from cases import (
+    BACKENDS,
+    BY_NAME,
+    CASES,
+    CAUSAL,
+    FLOAT64_BACKENDS,
+    READS_LENGTHS,
+    assert_as_good_as_eager,
+    assert_close,
+    by_name,
+    eager,
+    expected,
+    ints,
+    new_memory_is_nan,
+    op,
+    random_mask,
+)
 from oracle import Case, output_and_gradients, relative_error
 
 from difftransformer.errors import ConfigError, ShapeError
 from difftransformer.ops import (
     attention,
     attention_maps,
-    backend_names,
     chunked,
     differential_attention,
     softmax_attention,
     softmax_maps,
 )
-
-BACKENDS = ("reference", "chunked", "sdpa")
-
-
-def ints(*values, dtype=torch.int32):
-    return torch.tensor(values, dtype=dtype)
-
-
-def random_mask(*shape, seed=3):
-    return torch.rand(*shape, generator=torch.Generator().manual_seed(seed)) > 0.5
-
-
-def mask_with_empty_rows():
-    mask = random_mask(2, 1, 9, 11)
-    mask[0, 0, 3] = mask[1, 0, 0] = mask[1, 0, 8] = False
-    return mask
-
-
-CAUSAL = {"is_causal": True}
-CASES = [
-    Case("one position", T=1, S=1),
-    Case("63 own heads causal", T=63, S=63, kwargs=CAUSAL),
-    Case("257 causal", H=1, G=1, T=257, S=257, D=8, E=16, kwargs=CAUSAL),
-    Case("257 window", H=2, G=1, T=257, S=257, lam="query", kwargs=CAUSAL | {"window": 70}),
-    Case("257 free", H=1, G=1, T=257, S=257, D=4, E=4),
-    Case("grouped, cross, narrow value", B=2, H=4, G=2, T=5, S=9, D=8, E=3, lam="query"),
-    Case("one group, decoding", B=2, H=4, G=1, T=3, S=12, lam="scalar", kwargs=CAUSAL),
-    Case("one query", B=2, H=4, G=2, T=1, S=12, lam="vector", kwargs=CAUSAL),
-    Case("more queries than keys", T=9, S=5, lam="query", kwargs=CAUSAL),
-    Case("shared key", B=2, H=4, G=2, T=6, S=6, shared_key=True, E=4, kwargs=CAUSAL),
-    Case("float lam, scale", T=6, S=6, lam="float", kwargs={"scale": 0.9}),
-    Case("window 1", T=6, S=8, kwargs=CAUSAL | {"window": 1}),
-    Case("wide window", T=6, S=8, kwargs=CAUSAL | {"window": 100}),
-    Case("mask with empty rows", B=2, H=4, G=2, T=9, S=11, lam="query", kwargs={"attn_mask": mask_with_empty_rows()}),
-    Case("mask by head", B=2, H=4, G=2, T=9, S=9, kwargs=CAUSAL | {"attn_mask": random_mask(4, 1, 9)}),
-    Case("mask of keys", B=2, T=5, S=7, kwargs={"attn_mask": random_mask(7)}),
-    Case("left padding", B=3, T=9, S=9, kwargs=CAUSAL | {"kv_start": ints(0, 4, 9)}),
-    Case("cache", B=3, H=4, G=2, T=2, S=12, kwargs=CAUSAL | {"kv_lengths": ints(2, 12, 7, dtype=torch.int64)}),
-    Case("cache, window", B=3, T=4, S=12, kwargs=CAUSAL | {"kv_lengths": ints(3, 12, 7), "window": 3}),
-    Case(
-        "both ends, mask",
-        B=3,
-        H=4,
-        T=6,
-        S=10,
-        lam="query",
-        kwargs={"kv_start": ints(0, 2, 5), "kv_lengths": ints(10, 8, 5), "attn_mask": random_mask(3, 4, 1, 10)},
-    ),
-    Case(
-        "both ends, causal mask",
-        B=3,
-        T=6,
-        S=10,
-        kwargs=CAUSAL
-        | {"kv_start": ints(1, 2, 2), "kv_lengths": ints(10, 4, 4), "attn_mask": random_mask(3, 1, 6, 10)},
-    ),
-    Case("documents", H=4, G=2, T=21, S=21, kwargs=CAUSAL | {"cu_seqlens": ints(0, 1, 8, 8, 21)}),
-    Case("documents, free", T=21, S=21, kwargs={"cu_seqlens": ints(0, 13, 21, dtype=torch.int64)}),
-    Case("documents, window, mask", T=15, S=15, kwargs=CAUSAL | {"cu_seqlens": ints(0, 5, 15), "window": 4}),
-    Case("long documents", H=1, G=1, T=200, S=200, kwargs=CAUSAL | {"cu_seqlens": ints(0, 140, 200)}),
-    Case("softmax", B=2, H=4, G=2, T=9, S=9, E=4, lam=None, kwargs=CAUSAL),
-    Case("softmax 130, wide value", H=1, G=1, T=130, S=150, E=9, lam=None, kwargs=CAUSAL | {"window": 90}),
-    Case("softmax, mask", B=2, T=9, S=11, lam=None, kwargs={"attn_mask": mask_with_empty_rows()}),
-    Case("softmax, cache", B=3, T=2, S=12, lam=None, kwargs=CAUSAL | {"kv_lengths": ints(1, 12, 7)}),
-    Case("softmax, documents", T=21, S=21, lam=None, kwargs=CAUSAL | {"cu_seqlens": ints(0, 5, 21)}),
-]
-BY_NAME = {case.name: case for case in CASES}
-READS_LENGTHS = [case for case in CASES if {"kv_start", "kv_lengths", "cu_seqlens"} & case.kwargs.keys()]
-
-
-def by_name(case):
-    return case.name
-
-
-def op(case, backend):
-    if case.lam is None:
-        return lambda q, k, v, lam: softmax_attention(q, k, v, backend=backend, **case.kwargs)
-    return lambda q, k, v, lam: differential_attention(q, k, v, lam, backend=backend, **case.kwargs)
-
-
-@cache
-def expected(name, of=torch.float32):
-    case = BY_NAME[name]
-    return output_and_gradients(lambda q, k, v, lam: oracle.attention(case, q, k, v, lam), case, torch.float64, of=of)
-
-
-def assert_close(results, reference, tolerance):
-    assert results.keys() == reference.keys()
-    errors = {name: relative_error(x, reference[name]) for name, x in results.items()}
-    assert max(errors.values()) < tolerance, errors
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -160,13 +85,8 @@ def test_chunked_in_small_tiles(name, monkeypatch):
 )
 def test_chunked_reads_no_uninitialised_memory(name):
     """torch fills new tensors with NaN in this mode."""
-    torch.use_deterministic_algorithms(True)
-    try:
-        assert torch.utils.deterministic.fill_uninitialized_memory
-        assert torch.empty(3).isnan().all()
+    with new_memory_is_nan():
         results = output_and_gradients(op(BY_NAME[name], "chunked"), BY_NAME[name], torch.float32)
-    finally:
-        torch.use_deterministic_algorithms(False)
     assert_close(results, expected(name), 2e-5)
 
 
@@ -187,33 +107,6 @@ def test_takes_transposed_views(name, backend):
     assert_close(results, expected(name), 2e-5)
 
 
-def eager(case):
-    """The equations with every step, maps included, in the dtype of the inputs."""
-    allowed = oracle.dense_mask(case)
-
-    def one_map(q, k):
-        repeated = k.repeat_interleave(case.H // case.G, 1)
-        scores = (q @ repeated.mT) * (case.kwargs.get("scale") or case.D**-0.5)
-        scores = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min)
-        return scores.softmax(-1).masked_fill(~allowed, 0)
-
-    def function(q, k, v, lam):
-        v = v.repeat_interleave(case.H // case.G, 1)
-        if case.lam is None:
-            return one_map(q, k) @ v
-        k1, k2 = (k, k) if case.shared_key else k.chunk(2, -1)
-        q1, q2 = q.chunk(2, -1)
-        lam = lam.to(q.dtype)
-        lam = lam.unsqueeze(-1) if lam.dim() == 3 else lam.view(1, -1, 1, 1)
-        return (one_map(q1, k1) - lam * one_map(q2, k2)) @ v
-
-    return function
-
-
-def half_unit_in_last_place(largest, dtype):
-    return torch.finfo(dtype).eps * 2.0 ** torch.tensor(largest).log2().floor().item() / 2
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
@@ -229,12 +122,7 @@ def test_low_precision(name, backend, dtype):
     results = output_and_gradients(op(case, backend), case, dtype)
     eager_results = output_and_gradients(eager(case), case, dtype)
     assert results["out"].dtype == dtype
-    for part, exact in reference.items():
-        error, eager_error = ((x[part].double() - exact).abs().max().item() for x in (results, eager_results))
-        allowed = (3 if backend == "sdpa" else 2) * max(
-            eager_error, half_unit_in_last_place(exact.abs().max().item(), dtype)
-        )
-        assert error <= allowed, (part, error, allowed)
+    assert_as_good_as_eager(results, eager_results, reference, dtype, times=3 if backend == "sdpa" else 2)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -258,7 +146,7 @@ GRAD_CASES = [
 ]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", FLOAT64_BACKENDS)
 @pytest.mark.parametrize("case", GRAD_CASES, ids=by_name)
 def test_gradcheck(case, backend):
     *inputs, _ = case.inputs(torch.float64)
@@ -294,7 +182,7 @@ def test_a_query_that_sees_nothing_gives_zeros_with_zero_gradients(name, backend
     assert all(grad.isfinite().all() for grad in grads)
 
 
-@pytest.mark.parametrize("backend", ["reference", "chunked"])
+@pytest.mark.parametrize("backend", [backend for backend in BACKENDS if backend != "sdpa"])
 @pytest.mark.parametrize("sizes", [(0, 4), (4, 0), (0, 0)])
 def test_no_queries_or_no_keys(backend, sizes):
     case = Case("empty", T=sizes[0], S=sizes[1])
@@ -348,16 +236,16 @@ def test_softmax_equals_torch(backend, causal):
     )
 
 
-def test_without_the_second_map_it_is_softmax_attention():
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_without_the_second_map_it_is_softmax_attention(backend):
     case = Case("x", B=2, H=4, G=2, T=33, S=33, lam="float", kwargs=CAUSAL)
     query, key, value, _, _ = case.inputs(requires_grad=False)
-    for backend in BACKENDS:
-        torch.testing.assert_close(
-            differential_attention(query, key, value, 0.0, is_causal=True, backend=backend),
-            softmax_attention(query[..., :4], key[..., :4], value, is_causal=True, backend=backend),
-            rtol=1e-5,
-            atol=1e-6,
-        )
+    torch.testing.assert_close(
+        differential_attention(query, key, value, 0.0, is_causal=True, backend=backend),
+        softmax_attention(query[..., :4], key[..., :4], value, is_causal=True, backend=backend),
+        rtol=1e-5,
+        atol=1e-6,
+    )
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -427,28 +315,29 @@ def test_auto_compiles_with_symbolic_lengths():
 
 
 MEMORY_PROGRAM = """
-import json, torch
+import json, sys, torch
 from difftransformer.ops import differential_attention
 torch.set_num_threads(1)
 def peak(length):
     q, k, v = (torch.randn(1, 4, length, 64, requires_grad=True) for _ in range(3))
     lam = torch.full((4,), 0.3, requires_grad=True)
-    differential_attention(q, k, v, lam, is_causal=True, backend="chunked").sum().backward()
+    differential_attention(q, k, v, lam, is_causal=True, backend=sys.argv[1]).sum().backward()
     # Not getrusage: there a child starts from its parent's peak.
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")) / 1024
-print(json.dumps([peak(n) for n in (512, 2048, 4096, 8192)]))
+print(json.dumps([peak(n) for n in (512, 4096, 8192)]))
 """
 
 
-def test_memory_of_chunked_grows_linearly():
+@pytest.mark.parametrize("backend", [backend for backend in BACKENDS if backend not in ("reference", "sdpa")])
+def test_memory_grows_linearly(backend):
     """Peak of forward + backward in a fresh process; one 8192 x 8192 map of one head alone would be 256 MiB."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, "-c", MEMORY_PROGRAM], env=environment, capture_output=True, text=True, check=True, timeout=120
-    )
-    baseline, at_2k, at_4k, at_8k = json.loads(done.stdout)
-    assert at_8k - at_4k < 2.6 * (at_4k - at_2k), (baseline, at_2k, at_4k, at_8k)
-    assert at_8k - baseline < 200, (baseline, at_2k, at_4k, at_8k)
+    command = [sys.executable, "-c", MEMORY_PROGRAM, backend]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=120)
+    baseline, at_4k, at_8k = json.loads(done.stdout)
+    # From 512 on: 2.1 times where memory grows with the length, 4.1 times where it grows with its square.
+    assert at_8k - baseline < 3 * (at_4k - baseline), (baseline, at_4k, at_8k)
+    assert at_8k - baseline < 200, (baseline, at_4k, at_8k)
 
 
 def call(**changes):
@@ -502,10 +391,11 @@ REFUSED = [
 ]
 
 
+@pytest.mark.parametrize("backend", ["auto", "cpu"])
 @pytest.mark.parametrize(("error", "changes", "words"), REFUSED, ids=lambda x: None if isinstance(x, type) else "")
-def test_refusals_say_what_to_do(error, changes, words):
+def test_refusals_say_what_to_do(error, changes, words, backend):
     with pytest.raises(error, match=words) as caught:
-        call(**changes)
+        call(**changes, backend=backend)
     assert "\n" not in str(caught.value)
 
 
@@ -523,10 +413,10 @@ def test_softmax_and_maps_refuse_too():
         softmax_maps(zeros(1, 2, 5, 8), zeros(1, 2, 5, 8), window=2)
 
 
-def test_meta_tensors_give_shapes():
+@pytest.mark.parametrize("backend", [*FLOAT64_BACKENDS, "auto"])
+def test_meta_tensors_give_shapes(backend):
     query = torch.empty(2, 4, 5, 8, device="meta")
     key = torch.empty(2, 2, 7, 8, device="meta")
-    for backend in backend_names():
-        out = differential_attention(query, key, key[..., :6], 0.5, is_causal=True, backend=backend)
-        assert out.shape == (2, 4, 5, 6)
-        assert out.device.type == "meta"
+    out = differential_attention(query, key, key[..., :6], 0.5, is_causal=True, backend=backend)
+    assert out.shape == (2, 4, 5, 6)
+    assert out.device.type == "meta"

@@ -12,8 +12,10 @@ from difftransformer.ops import (
     Problem,
     backend_names,
     backends,
+    build,
     differential_attention,
     explain,
+    reference,
     select_backend,
     softmax_attention,
     use_backend,
@@ -37,6 +39,45 @@ BASE = Problem(
 
 def problem(length=256, **changes):
     return dataclasses.replace(BASE, queries=length, keys=length, **changes)
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """As if the C++ kernels were built."""
+    monkeypatch.setattr(build, "_outcome", [None])
+
+
+@pytest.fixture
+def no_kernels(monkeypatch):
+    """As if they could not be."""
+    monkeypatch.setattr(build, "_outcome", ["no compiler today"])
+
+
+@pytest.mark.parametrize("op", ["differential", "softmax"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "changes", [{}, {"is_causal": False}, {"window": 9}, {"attn_mask": True}, {"kv_range": True}, {"cu_seqlens": True}]
+)
+@pytest.mark.usefixtures("kernels")
+def test_auto_takes_the_kernels_on_the_cpu(op, dtype, changes):
+    for length in (0, 1, 64, 65, 512, 100_000):
+        assert select_backend(problem(length, op=op, dtype=dtype, **changes)).name == "cpu"
+    assert select_backend(dataclasses.replace(BASE, op=op, queries=1, keys=4096)).name == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("asked", "taken"),
+    [
+        (problem(64, dtype=torch.float64), "reference"),
+        (problem(65, dtype=torch.float64), "chunked"),
+        (problem(op="softmax", dtype=torch.float64), "sdpa"),
+        (problem(device_type="cuda"), "sdpa"),
+        (problem(8192, device_type="cuda", attn_mask=True), "chunked"),
+    ],
+)
+@pytest.mark.usefixtures("kernels")
+def test_auto_where_the_kernels_do_not_serve(asked, taken):
+    assert select_backend(asked).name == taken
 
 
 @pytest.mark.parametrize(
@@ -63,7 +104,8 @@ def problem(length=256, **changes):
         (problem(0, op="softmax"), "chunked"),
     ],
 )
-def test_auto(asked, taken):
+@pytest.mark.usefixtures("no_kernels")
+def test_auto_without_the_kernels(asked, taken):
     assert select_backend(asked).name == taken
 
 
@@ -73,7 +115,9 @@ def test_auto(asked, taken):
     "restriction", [{}, {"window": 9}, {"attn_mask": True}, {"kv_range": True}, {"cu_seqlens": True}]
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_auto_never_takes_quadratic_memory_above_1024(device_type, op, restriction, dtype):
+@pytest.mark.parametrize("built", ["kernels", "no_kernels"])
+def test_auto_never_takes_quadratic_memory_above_1024(device_type, op, restriction, dtype, built, request):
+    request.getfixturevalue(built)
     asked = problem(1025, device_type=device_type, op=op, dtype=dtype, **restriction)
     assert not select_backend(asked).has_quadratic_memory(asked)
     assert backends.BACKENDS["reference"].has_quadratic_memory(asked)
@@ -116,13 +160,14 @@ def test_sdpa_makes_a_mask_only_where_it_says_so(case, needs_mask, monkeypatch):
     assert (seen[0] is not None) == needs_mask
 
 
+@pytest.mark.usefixtures("kernels")
 def test_a_named_backend_is_used(monkeypatch):
     used = []
     for name, backend in list(backends.BACKENDS.items()):
 
-        def run(*args, name=name, backend=backend):
+        def run(*args, name=name):
             used.append(name)
-            return backend.run(*args)
+            return reference.run(*args)
 
         monkeypatch.setitem(backends.BACKENDS, name, dataclasses.replace(backend, run=run))
     query, key, value, lam, _ = Case("x", lam="float").inputs()
@@ -139,13 +184,15 @@ def test_a_named_backend_is_used(monkeypatch):
             differential_attention(query, key, value, lam)
         differential_attention(query, key, value, lam)
     differential_attention(query, key, value, lam)
-    assert used == ["chunked", "reference", "sdpa", "reference"]
+    assert used == ["chunked", "cpu", "sdpa", "cpu"]
 
 
 def test_use_backend_ends_with_an_error():
+    before = select_backend(problem())
     with pytest.raises(KeyError), use_backend("sdpa"):
         raise KeyError
-    assert select_backend(problem()).name == "chunked"
+    assert select_backend(problem()) is before
+    assert before.name != "sdpa"
 
 
 def test_compiled_calls_follow_use_backend():
@@ -167,22 +214,29 @@ def test_compiled_calls_follow_use_backend():
 
 def test_unknown_names_list_the_known():
     query, key, value, lam, _ = Case("x").inputs()
-    with pytest.raises(BackendUnavailable, match=r"no backend is named 'flash9'.*'auto'.*reference, chunked, sdpa"):
+    with pytest.raises(
+        BackendUnavailable, match=r"no backend is named 'flash9'.*'auto'.*reference, cpu, chunked, sdpa"
+    ):
         differential_attention(query, key, value, lam, backend="flash9")
     with pytest.raises(BackendUnavailable, match="flash9"), use_backend("flash9"):
         pass
 
 
+@pytest.mark.usefixtures("no_kernels")
 def test_a_named_backend_that_cannot_says_why_for_each():
     query, key, value, lam, _ = Case("x", T=0).inputs()
-    with pytest.raises(BackendUnavailable, match=r"'sdpa' cannot .*reference: can; chunked: can; sdpa: no queries"):
+    words = r"'sdpa' cannot .*reference: can; cpu: no compiler today; chunked: can; sdpa: no queries"
+    with pytest.raises(BackendUnavailable, match=words):
         differential_attention(query, key, value, lam, backend="sdpa")
     with pytest.raises(BackendUnavailable, match="sdpa"), use_backend("sdpa"):
         differential_attention(query, key, value, lam)
 
 
+@pytest.mark.usefixtures("kernels")
 def test_explain():
-    assert explain(problem()) == {"reference": None, "chunked": None, "sdpa": None}
+    assert explain(problem()) == dict.fromkeys(("reference", "cpu", "chunked", "sdpa"))
+    assert explain(problem(device_type="cuda"))["cpu"] == "runs on the CPU, not on cuda"
+    assert explain(problem(dtype=torch.float64))["cpu"] == "takes float32, bfloat16 and float16, not float64"
     assert "no queries" in explain(problem(0))["sdpa"]
     assert all(backend.description for backend in backends.BACKENDS.values())
 
@@ -192,6 +246,7 @@ def test_every_row_of_the_table_names_a_backend():
     assert backends.TABLE[-1].fits(problem(100_000, device_type="xpu", op="softmax"))
 
 
+@pytest.mark.usefixtures("no_kernels")
 def test_auto_says_its_choice_once(caplog, monkeypatch):
     monkeypatch.setattr(backends, "_announced", set())
     with caplog.at_level(logging.INFO, logger="difftransformer"):
@@ -205,6 +260,7 @@ def test_auto_says_its_choice_once(caplog, monkeypatch):
     ]
 
 
+@pytest.mark.usefixtures("no_kernels")
 def test_a_backend_is_one_record_and_one_row(monkeypatch):
     """What adding one takes: `auto`, the name and the errors follow."""
     mine = dataclasses.replace(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ConfigError
-from ..ops import attention_maps, differential_attention
+from ..ops import attention_maps, normed_differential_attention
 from ..ops.problem import LOW_PRECISION
 from .base import Attention, AttentionConfig, HeadLayout, RMSNorm
 
@@ -123,10 +123,17 @@ class DifferentialAttention(Attention):
 
     def attend(self, query_BHTX: Tensor, key_BGSX: Tensor, value_BGSE: Tensor, **restrictions: Any) -> Tensor:
         """(1 - lambda_init) RMSNorm((A1 - lambda A2) V)."""
-        heads_BHTE = differential_attention(
-            query_BHTX, key_BGSX, value_BGSE, self.lam(), backend=self.backend, **restrictions
+        return normed_differential_attention(
+            query_BHTX,
+            key_BGSX,
+            value_BGSE,
+            self.lam(),
+            self.head_norm.weight,
+            eps=self.head_norm.eps,
+            factor=1.0 - self.lambda_init,
+            backend=self.backend,
+            **restrictions,
         )
-        return self.head_norm(heads_BHTE) * (1.0 - self.lambda_init)
 
     def combined_map(self, query_BHTX: Tensor, key_BGSX: Tensor, **restrictions: Any) -> Tensor:
         """A1 - lambda A2."""

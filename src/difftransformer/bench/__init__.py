@@ -5,9 +5,11 @@ from .._lazy import lazy_names
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
-        ".attention": ("bench_attention", "bench_memory", "bench_training_step"),
+        ".attention": ("geometric_means", "time_attention"),
         ".costs": ("measure_costs",),
         ".memory": ("peak_attention_bytes", "peak_training_bytes"),
+        ".steps": ("Settings", "plan", "sort_rows"),
         ".timing": ("time_interleaved",),
+        ".training": ("time_training",),
     },
 )

@@ -33,36 +33,30 @@ def measure_costs(
         labels: Model -> name in the report.
     """
     models = {name: DiffTransformerForCausalLM(config) for name, config in configs.items()}
-    twin = list(configs)[1]
     train = time_interleaved(
         {name: training_work(model, rows, context_tokens) for name, model in models.items()},
-        against=twin,
-        repeats=REPEATS,
+        rounds=REPEATS,
         warmup=2,
     )
     prefill = time_interleaved(
         {name: prefill_work(model, rows, context_tokens) for name, model in models.items()},
-        against=twin,
-        repeats=REPEATS,
+        rounds=REPEATS,
     )
     decode = time_interleaved(
         {name: decode_work(model, rows, context_tokens, DECODE_TOKENS) for name, model in models.items()},
-        against=twin,
-        repeats=REPEATS,
+        rounds=REPEATS,
     )
-    timings = {name: (a, b, c) for name, a, b, c in zip(models, train, prefill, decode, strict=True)}
     result = []
     for name, config in configs.items():
         counts = count(config)
-        step, read, made = timings[name]
         result.append(
             CostRow(
                 model=name,
                 label=labels.get(name, name),
                 parameters=counts.parameters,
-                train_step_seconds=step.median_seconds,
-                prefill_tokens_per_second=rows * context_tokens / read.median_seconds,
-                decode_tokens_per_second=rows * DECODE_TOKENS / made.median_seconds,
+                train_step_seconds=train[name].median_seconds,
+                prefill_tokens_per_second=rows * context_tokens / prefill[name].median_seconds,
+                decode_tokens_per_second=rows * DECODE_TOKENS / decode[name].median_seconds,
                 peak_training_bytes=peak_training_bytes(
                     config, rows=rows, context_tokens=context_tokens, threads=torch.get_num_threads()
                 ),

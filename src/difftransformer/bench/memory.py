@@ -5,11 +5,14 @@ its inputs. A fresh process is needed because allocators keep memory, and a chil
 parent's.
 """
 
+import contextlib
+import dataclasses
 import json
 import os
 import resource
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,25 +20,16 @@ import torch
 
 from ..errors import DiffTransformerError
 from ..model import DiffTransformerConfig, DiffTransformerForCausalLM
+from ..results import AttentionShape
 from .work import attention_work, training_work
 
+SHORT_TOKENS = 64
 
-def peak_attention_bytes(
-    *, op: str, backend: str, heads: int, length_tokens: int, head_dim: int, dtype: str, threads: int
-) -> int:
-    """Peak above the inputs of one causal forward and backward of attention (`attention_work`)."""
-    return _measure(
-        {
-            "work": "attention",
-            "op": op,
-            "backend": backend,
-            "heads": heads,
-            "length": length_tokens,
-            "head_dim": head_dim,
-            "dtype": dtype,
-            "threads": threads,
-        }
-    )
+
+def peak_attention_bytes(implementation: str, shape: AttentionShape, *, threads: int, device: str = "cpu") -> int:
+    """Peak above the inputs of one call of `attention_work`."""
+    spec = {"work": "attention", "implementation": implementation, "shape": dataclasses.asdict(shape)}
+    return _measure(spec | {"threads": threads, "device": device})
 
 
 def peak_training_bytes(config: DiffTransformerConfig, *, rows: int, context_tokens: int, threads: int) -> int:
@@ -69,21 +63,34 @@ def main(spec: dict[str, Any]) -> int:
     torch.set_num_threads(spec["threads"])
     torch.manual_seed(0)
     if spec["work"] == "attention":
-        # A tiny call first: libraries allocate their own workspaces once.
-        attention_work(spec["op"], spec["backend"], spec["heads"], 64, spec["head_dim"], spec["dtype"])()
-        call = attention_work(
-            spec["op"], spec["backend"], spec["heads"], spec["length"], spec["head_dim"], spec["dtype"]
-        )
-        before = _resident_bytes("VmRSS")
-        call()
-        return _resident_bytes("VmHWM") - before
-    before = _resident_bytes("VmRSS")
+        shape, device = AttentionShape(**spec["shape"]), spec["device"]
+        # A short call first: libraries allocate their own workspaces once.
+        attention_work(spec["implementation"], dataclasses.replace(shape, length_tokens=SHORT_TOKENS), device)()
+        return _peak_bytes(attention_work(spec["implementation"], shape, device), device)
     fields = {
         key: value for key, value in spec["config"].items() if key not in ("architectures", "transformers_version")
     }
-    step = training_work(DiffTransformerForCausalLM(DiffTransformerConfig(**fields)), spec["rows"], spec["context"])
-    step()
-    step()
+
+    def train() -> None:
+        model = DiffTransformerForCausalLM(DiffTransformerConfig(**fields))
+        step = training_work(model, spec["rows"], spec["context"])
+        step()
+        step()
+
+    return _peak_bytes(train, "cpu")
+
+
+def _peak_bytes(work: Callable[[], object], device: str) -> int:
+    """The most that was in use during the work, above what was before it."""
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        work()
+        return torch.cuda.max_memory_allocated() - before
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")  # the peak of the imports is forgotten
+    before = _resident_bytes("VmRSS")
+    work()
     return _resident_bytes("VmHWM") - before
 
 

@@ -1,45 +1,51 @@
 """Interleaved timing: every candidate once, then again, so that a busy moment of the machine hits all of them."""
 
+import math
+import os
 import statistics
 import time
 from collections.abc import Callable, Mapping
 
 from ..results import Timing
 
-MIN_REPEATS = 2
+MIN_ROUNDS = 3
 
 
 def time_interleaved(
-    candidates: Mapping[str, Callable[[], object]], *, against: str, repeats: int, warmup: int = 1
-) -> list[Timing]:
-    """Wall time of each candidate: median, quartiles, and the ratio of medians to one of them.
+    candidates: Mapping[str, Callable[[], object]], *, rounds: int, warmup: int = 1, budget_seconds: float = math.inf
+) -> dict[str, Timing]:
+    """Wall time of each candidate: median and quartiles over rounds of all of them.
 
     Args:
         candidates: Name -> what to call.
-        against: The candidate that the ratios are to.
-        repeats: Timed rounds, at least `MIN_REPEATS`.
+        rounds: Timed rounds at most.
         warmup: Rounds before them.
+        budget_seconds: Once so long has passed, the warm-up counted, no further round begins after the first MIN_ROUNDS.
     """
     seconds: dict[str, list[float]] = {name: [] for name in candidates}
-    for round_index in range(warmup + repeats):
+    begun = time.perf_counter()
+    for index in range(-warmup, rounds):
+        if index >= MIN_ROUNDS and time.perf_counter() - begun > budget_seconds:
+            break
         for name, call in candidates.items():
             started = time.perf_counter()
             call()
-            if round_index >= warmup:
+            if index >= 0:
                 seconds[name].append(time.perf_counter() - started)
-    base = statistics.median(seconds[against])
-    timings = []
-    for name, measured in seconds.items():
-        low, median, high = statistics.quantiles(measured, n=4, method="inclusive")
-        timings.append(
-            Timing(
-                name=name,
-                against=against,
-                median_seconds=median,
-                low_seconds=low,
-                high_seconds=high,
-                repeats=repeats,
-                ratio=median / base,
-            )
-        )
-    return timings
+    return {name: _timing(measured) for name, measured in seconds.items()}
+
+
+def foreign_cpu_seconds() -> float | None:
+    """CPU time, of all cores, that went to other processes and other machines since this one started; None if not Linux."""
+    try:
+        with open("/proc/stat", encoding="ascii") as file:
+            user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, file.readline().split()[1:9])
+    except OSError:
+        return None
+    busy = (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+    return busy - sum(os.times()[:4])  # this process and the finished ones that it started
+
+
+def _timing(seconds: list[float]) -> Timing:
+    low, median, high = statistics.quantiles(seconds, n=4, method="inclusive")
+    return Timing(median_seconds=median, low_seconds=low, high_seconds=high, rounds=len(seconds))

@@ -1,48 +1,108 @@
 """difftransformer bench."""
 
+import os
+import time
 from pathlib import Path
 
 import torch
-from rich.table import Table
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from ..bench import bench_attention, bench_memory, bench_training_step
-from ..bench.timing import MIN_REPEATS
-from ..errors import ConfigError
-from ..results import Bench, write_result
+from ..bench import Settings, plan, sort_rows
+from ..bench.steps import DTYPES, HEAD_DIMS, LENGTHS_TOKENS, Part, Row, Step
+from ..bench.timing import foreign_cpu_seconds
+from ..report.bench import draw_bench, print_bench
+from ..results import Bench, Dtype, write_result, write_text_atomically
 from ..studies.environment import command_line, environment, now
 from .console import console, say
-from .hardware import use_threads
+from .hardware import check_device, use_threads
+
+TRUSTED_SECONDS = 30.0  # so much of the guessed time outweighs what has been seen, at the start
 
 
-def run(out: str = "reports/bench", repeats: int = 7, threads: int | None = None) -> int:
-    """Time attention forward and backward and a training step of DIFF over its Transformer twin, interleaved in one run.
+def run(
+    part: Part,
+    out: str = "reports/bench",
+    device: str = "cpu",
+    dtypes: tuple[Dtype, ...] = DTYPES,
+    lengths: tuple[int, ...] = LENGTHS_TOKENS,
+    head_dims: tuple[int, ...] = HEAD_DIMS,
+    backends: list[str] | None = None,
+    peers: bool = True,
+    repeats: int = Settings.rounds,
+    seconds: float = Settings.budget_seconds,
+    threads: int | None = None,
+    long_memory: bool = False,
+) -> int:
+    """Time attention and a training step of DIFF against the same-size Transformer, interleaved in one run.
 
     Args:
-        out: Folder for results.json.
-        repeats: Timed rounds.
+        part: "attention" forward and backward, "decode" of one token, peak "memory", a "training" step, or "all".
+        out: Folder for results.json and attention.svg.
+        device: cpu or cuda.
+        dtypes: Of attention and of the training step, as [fp32,bf16].
+        lengths: Tokens, as [512,2048]; with 8 differential heads up to 1,024, 4 up to 4,096, 2 above.
+        head_dims: Widths of one map, as [64].
+        backends: Of differential attention, as [chunked]; by default all, those with n x n maps up to 1,024 tokens.
+        peers: Whether transformers' DiffLlama is timed too.
+        repeats: Timed rounds of a shape at most, at least 3.
+        seconds: Time for a shape, after which no round begins but the first 3.
         threads: CPU threads; all by default.
+        long_memory: Whether memory is measured up to 65,536 tokens.
     """
     use_threads(threads)
-    if repeats < MIN_REPEATS:
-        raise ConfigError(f"--repeats {repeats}: quartiles need at least {MIN_REPEATS}")
-    timings = bench_attention(repeats=repeats, say=say) + bench_training_step(repeats=repeats, say=say)
-    memory = bench_memory(threads=torch.get_num_threads(), say=say)
-    result = Bench(command=command_line(), created=now(), environment=environment(), timings=timings, memory=memory)
-    path = write_result(result, Path(out) / "results.json")
-    table = Table(
-        title="Wall time, median of interleaved rounds", caption="ratio: to the Transformer's row of the same group"
+    check_device(device)
+    settings = Settings(
+        device=device,
+        dtypes=dtypes,
+        lengths_tokens=lengths,
+        head_dims=head_dims,
+        backends=backends,
+        peers=peers,
+        rounds=repeats,
+        budget_seconds=seconds,
+        threads=torch.get_num_threads(),
+        long_memory=long_memory,
     )
-    for column in ("", "ms", "quartiles", "ratio"):
-        table.add_column(column, justify="left" if column == "" else "right")
-    for timing in timings:
-        quartiles = f"{timing.low_seconds * 1e3:.2f}-{timing.high_seconds * 1e3:.2f}"
-        table.add_row(timing.name, f"{timing.median_seconds * 1e3:.2f}", quartiles, f"{timing.ratio:.2f}")
-    console.print(table)
-    weights = Table(title="Peak memory above the inputs, fresh process")
-    for column in ("", "tokens", "MiB"):
-        weights.add_column(column, justify="left" if column == "" else "right")
-    for point in memory:
-        weights.add_row(point.name, f"{point.length_tokens:,}", f"{point.peak_bytes / 2**20:.1f}")
-    console.print(weights)
+    begun, foreign = time.monotonic(), foreign_cpu_seconds()
+    rows = _measure(plan(part, settings))
+    share = None
+    if foreign is not None:
+        cpu_seconds = (time.monotonic() - begun) * (os.cpu_count() or 1)
+        share = max(0.0, (foreign_cpu_seconds() or 0.0) - foreign) / cpu_seconds
+    result = Bench(
+        command=command_line(),
+        created=now(),
+        environment=environment(device),
+        foreign_cpu_share=share,
+        **sort_rows(rows),
+    )
+    path = write_result(result, Path(out) / "results.json")
+    print_bench(result, console)
+    drawing = draw_bench(result)
+    if drawing is not None:
+        figure = path.with_name(f"{drawing.name}.svg")
+        write_text_atomically(figure, drawing.svg)
+        console.print(f"Figure: {figure}", markup=False, highlight=False, soft_wrap=True)
     console.print(f"Results: {path}", markup=False, highlight=False, soft_wrap=True)
     return 0
+
+
+def _measure(steps: list[Step]) -> list[Row]:
+    """Make the steps under a bar with the time left; without a terminal, print a line for each."""
+    rows: list[Row] = []
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TextColumn("{task.fields[left]}"))
+    whole, begun = sum(step.expected_seconds for step in steps), time.monotonic()
+    with Progress(*columns, console=console, transient=True) as progress:
+        bar = progress.add_task("", total=whole, left="")
+        for index, step in enumerate(steps):
+            done = progress.tasks[bar].completed
+            # The guesses are of another machine: what the steps so far have taken corrects them.
+            pace = (time.monotonic() - begun + TRUSTED_SECONDS) / (done + TRUSTED_SECONDS)
+            left = f"about {1 + int(pace * (whole - done) / 60)} min left"
+            progress.update(bar, description=escape(step.label), left=left)
+            if not console.is_terminal:
+                say(f"{index + 1} of {len(steps)}, {left}: {step.label}")
+            rows += step.measure()
+            progress.advance(bar, step.expected_seconds)
+    return rows

@@ -22,6 +22,7 @@ VERBS = {
     "tokenize": "Turn text into token shards",
     "info": "Show the size of a preset or a saved model, for both twins; or the attention backends",
     "bench": "Time attention and a training step of DIFF and its twin on this machine",
+    "build-kernels": "Build the CPU attention kernels ahead of their first use",
 }
 EXIT_ERROR, EXIT_INTERRUPTED = 2, 130
 
@@ -62,11 +63,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(verb: str, words: list[str]) -> int:
     from jsonargparse import ArgumentError, ArgumentParser
 
-    function = importlib.import_module(f".{verb}", __package__).run
+    function = importlib.import_module(f".{verb.replace('-', '_')}", __package__).run
     parser = ArgumentParser(prog=f"difftransformer {verb}", description=VERBS[verb], exit_on_error=False)
     parser.add_function_arguments(function, as_positional=True)
-    # `--set` may be given several times; jsonargparse writes adding to a list with a plus.
+    # `--set` may be given several times; jsonargparse writes adding to a list with a plus, and wants a
+    # value after a switch.
     words = [re.sub(r"^--set(?==|$)", "--set+", word) for word in words]
+    words = ["--force=true" if word == "--force" else word for word in words]
     try:
         options = parser.parse_args(words)
     except ArgumentError as error:

@@ -1,6 +1,12 @@
 """Pure functions on tensors. Needs torch alone."""
 
-from .attention import attention_maps, differential_attention, softmax_attention, softmax_maps
+from .attention import (
+    attention_maps,
+    differential_attention,
+    normed_differential_attention,
+    softmax_attention,
+    softmax_maps,
+)
 from .backends import BACKENDS, Backend, backend_names, explain, select_backend, use_backend
 from .norms import rms_norm
 from .problem import Problem
@@ -16,6 +22,7 @@ __all__ = [
     "differential_attention",
     "explain",
     "inverse_frequencies",
+    "normed_differential_attention",
     "rms_norm",
     "rotary_tables",
     "select_backend",

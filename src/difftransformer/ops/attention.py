@@ -10,10 +10,13 @@ from torch import Tensor
 from ..errors import ConfigError, ShapeError
 from . import reference
 from .backends import select_backend
-from .problem import Problem, Restrictions, allowed_keys, autocast_is_on
+from .norms import rms_norm
+from .problem import Problem, Restrictions, allowed_keys, without_autocast
 
 _FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _INTEGERS = (torch.int32, torch.int64)
+
+Norm = tuple[Tensor | None, float, float]  # gain, eps, factor
 
 
 def differential_attention(
@@ -68,37 +71,64 @@ def differential_attention(
         BackendUnavailable: the backend does not exist or cannot run this problem; says why for each.
     """
     restrictions = Restrictions(attn_mask, is_causal, window, kv_start, kv_lengths, cu_seqlens)
-    if query.dim() == 4 and query.shape[-1] % 2:
+    return _differential(query, key, value, lam, restrictions, scale, backend, None)
+
+
+def normed_differential_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lam: Tensor | float,
+    weight: Tensor | None,
+    *,
+    eps: float,
+    factor: float = 1.0,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    window: int | None = None,
+    kv_start: Tensor | None = None,
+    kv_lengths: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    r"""Differential attention with the norm of each head's output (arXiv:2410.05258 eq. 3), in one pass where a backend can.
+
+        factor * RMSNorm((softmax(s Q1 K1^T) - lam softmax(s Q2 K2^T)) V) * weight
+
+    The fused pass normalises the head before it is rounded to the value's dtype.
+
+    Args:
+        query: As in `differential_attention`, and so are the others not named here.
+        key: (B, G, S, 2D) or (B, G, S, D).
+        value: (B, G, S, E).
+        lam: Weight of the second map.
+        weight: (E,), gain of the norm, shared by the heads; None for 1.
+        eps: Added to the mean square.
+        factor: (1 - lambda_init) in the paper.
+        attn_mask: bool.
+        is_causal: Bottom-right aligned.
+        scale: s, 1/sqrt(D) if None.
+        window: In positions; needs is_causal.
+        kv_start: (B,).
+        kv_lengths: (B,).
+        cu_seqlens: (N + 1,).
+        backend: "auto" or a name of `backend_names()`.
+
+    Returns:
+        (B, H, T, E) in the value's dtype.
+
+    Raises:
+        ShapeError: a tensor's shape or dtype breaks a rule.
+        ConfigError: restrictions that exclude each other, or a window below 1.
+        BackendUnavailable: the backend does not exist or cannot run this problem; says why for each.
+    """
+    restrictions = Restrictions(attn_mask, is_causal, window, kv_start, kv_lengths, cu_seqlens)
+    if weight is not None and weight.shape != value.shape[-1:]:
         raise ShapeError(
-            f"query: last dimension is {query.shape[-1]}; it must be even, (B, H, T, 2D): it holds both maps' queries"
+            f"weight: shape {tuple(weight.shape)}; it must be (E,) = ({value.shape[-1]},), the value's width"
         )
-    width = query.shape[-1] // 2
-    _check(query, key, value, restrictions, width, (2 * width, width))
-    batch, heads, queries = query.shape[:3]
-    lam = _lam_BHT(lam, query)
-    needs_grad = torch.is_grad_enabled() and (
-        query.requires_grad or key.requires_grad or value.requires_grad or lam.requires_grad
-    )
-    problem = Problem(
-        "differential",
-        query.device.type,
-        query.dtype,
-        batch,
-        heads,
-        key.shape[1],
-        queries,
-        key.shape[2],
-        width,
-        value.shape[3],
-        key.shape[3] == width,
-        is_causal,
-        window,
-        attn_mask is not None,
-        kv_start is not None or kv_lengths is not None,
-        cu_seqlens is not None,
-        needs_grad,
-    )
-    return _run(problem, query, key, value, lam, restrictions, scale, backend)
+    return _differential(query, key, value, lam, restrictions, scale, backend, (weight, eps, factor))
 
 
 def softmax_attention(
@@ -207,9 +237,7 @@ def attention_maps(
         )
     width = query.shape[-1] // 2
     _check(query, key, None, restrictions, width, (2 * width, width))
-    if not autocast_is_on(query.device.type):
-        return reference.attention_maps(query, key, restrictions, scale)
-    with torch.autocast(query.device.type, enabled=False):
+    with without_autocast(query.device.type):
         return reference.attention_maps(query, key, restrictions, scale)
 
 
@@ -249,10 +277,55 @@ def softmax_maps(
     width = query.shape[-1]
     _check(query, key, None, restrictions, width, (width,))
     allowed_BHTS = allowed_keys(restrictions, query.shape[2], key.shape[2], query.device)
-    if not autocast_is_on(query.device.type):
+    with without_autocast(query.device.type):
         return reference.softmax_map(query, key, scale, allowed_BHTS)
-    with torch.autocast(query.device.type, enabled=False):
-        return reference.softmax_map(query, key, scale, allowed_BHTS)
+
+
+def _differential(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lam: Tensor | float,
+    restrictions: Restrictions,
+    scale: float | None,
+    backend: str,
+    norm: Norm | None,
+) -> Tensor:
+    if query.dim() == 4 and query.shape[-1] % 2:
+        raise ShapeError(
+            f"query: last dimension is {query.shape[-1]}; it must be even, (B, H, T, 2D): it holds both maps' queries"
+        )
+    width = query.shape[-1] // 2
+    _check(query, key, value, restrictions, width, (2 * width, width))
+    batch, heads, queries = query.shape[:3]
+    lam = _lam_BHT(lam, query)
+    needs_grad = torch.is_grad_enabled() and (
+        query.requires_grad
+        or key.requires_grad
+        or value.requires_grad
+        or lam.requires_grad
+        or (norm is not None and norm[0] is not None and norm[0].requires_grad)
+    )
+    problem = Problem(
+        "differential",
+        query.device.type,
+        query.dtype,
+        batch,
+        heads,
+        key.shape[1],
+        queries,
+        key.shape[2],
+        width,
+        value.shape[3],
+        key.shape[3] == width,
+        restrictions.is_causal,
+        restrictions.window,
+        restrictions.attn_mask is not None,
+        restrictions.kv_start is not None or restrictions.kv_lengths is not None,
+        restrictions.cu_seqlens is not None,
+        needs_grad,
+    )
+    return _run(problem, query, key, value, lam, restrictions, scale, backend, norm)
 
 
 def _run(
@@ -264,13 +337,18 @@ def _run(
     restrictions: Restrictions,
     scale: float | None,
     backend: str,
+    norm: Norm | None = None,
 ) -> Tensor:
-    run = select_backend(problem, backend).run
-    if not autocast_is_on(problem.device_type):
-        return run(query, key, value, lam, restrictions, scale)
+    chosen = select_backend(problem, backend)
+    arguments = (query, key, value, lam, restrictions, scale)
     # Dtypes are the caller's: autocast acts in the layers above, not in here.
-    with torch.autocast(problem.device_type, enabled=False):
-        return run(query, key, value, lam, restrictions, scale)
+    with without_autocast(problem.device_type):
+        if norm is None:
+            return chosen.run(*arguments)
+        if chosen.run_normed is not None:
+            return chosen.run_normed(*arguments, *norm)
+        weight, eps, factor = norm
+        return rms_norm(chosen.run(*arguments), weight, eps) * factor
 
 
 def _lam_BHT(lam: Tensor | float, query: Tensor) -> Tensor:

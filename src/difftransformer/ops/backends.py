@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..errors import BackendUnavailable
-from . import chunked, reference, sdpa
+from . import chunked, cpu, reference, sdpa
 from .problem import Problem, Restrictions
 
 logger = logging.getLogger("difftransformer")
@@ -23,6 +23,9 @@ logger = logging.getLogger("difftransformer")
 QUADRATIC_MEMORY_MAX_LENGTH = 1024
 
 Run = Callable[[Tensor, Tensor, Tensor, Tensor | None, Restrictions, float | None], Tensor]
+RunNormed = Callable[
+    [Tensor, Tensor, Tensor, Tensor | None, Restrictions, float | None, Tensor | None, float, float], Tensor
+]
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,7 @@ class Backend:
         supports: Why a problem cannot be run, or None.
         has_quadratic_memory: Whether a problem would take O(n^2) memory.
         run: (query, key, value, lam or None, restrictions, scale or None) -> output; arguments are already checked.
+        run_normed: The same with the headwise norm in one pass, (..., weight or None, eps, factor), where there is one.
     """
 
     name: str
@@ -42,6 +46,7 @@ class Backend:
     supports: Callable[[Problem], str | None]
     has_quadratic_memory: Callable[[Problem], bool]
     run: Run
+    run_normed: RunNormed | None = None
 
 
 @dataclass(frozen=True)
@@ -79,6 +84,7 @@ BACKENDS: dict[str, Backend] = {
     "reference": Backend(
         "reference", reference.DESCRIPTION, reference.supports, reference.has_quadratic_memory, reference.run
     ),
+    "cpu": Backend("cpu", cpu.DESCRIPTION, cpu.supports, cpu.has_quadratic_memory, cpu.run, cpu.run_normed),
     "chunked": Backend("chunked", chunked.DESCRIPTION, chunked.supports, chunked.has_quadratic_memory, chunked.run),
     "sdpa": Backend("sdpa", sdpa.DESCRIPTION, sdpa.supports, sdpa.has_quadratic_memory, sdpa.run),
 }
@@ -86,6 +92,7 @@ BACKENDS: dict[str, Backend] = {
 # Milliseconds of CPU time, one thread (AVX-512 and AMX, torch 2.13), causal, forward + backward unless said; sizes are
 # B x H x T x D.
 TABLE: tuple[Row, ...] = (
+    Row("cpu", device_type="cpu"),
     # PyTorch's own attention where it can say the problem without an n x n mask, level with chunked in fp32:
     # 16x4x256x32 27.7 v 27.5, 1x16x1024x64 142 v 124 (bf16 38 v 24, 116 v 100). Not for T = 1: 14.9 v 2.7 in bf16.
     Row("sdpa", op="softmax", device_type="cpu", min_queries=2),

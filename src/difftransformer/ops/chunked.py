@@ -17,7 +17,6 @@ positions, S key positions, D width of one map's queries and keys, C = 2D (D wit
 tile: Q = R * (positions of the tile) rows, K keys. A name that ends in `_NQK`, say, is a tensor of those dimensions.
 """
 
-import contextlib
 import itertools
 import math
 from collections.abc import Iterator
@@ -26,7 +25,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from .problem import LOW_PRECISION, Problem, Restrictions, allowed_keys, autocast_is_on
+from .problem import LOW_PRECISION, Problem, Restrictions, allowed_keys, without_autocast
 
 DESCRIPTION = "row blocks in plain PyTorch, O(n) memory, hand-written backward; subtracts in fp32, once"
 
@@ -304,11 +303,6 @@ def _accumulate(total: Tensor, left: Tensor, right: Tensor, alpha: float = 1.0) 
         total.add_(torch.bmm(left, right), alpha=alpha)
 
 
-def _without_autocast(device_type: str) -> contextlib.AbstractContextManager[Any]:
-    """For the backward too, which may run inside a region that the forward did not."""
-    return torch.autocast(device_type, enabled=False) if autocast_is_on(device_type) else contextlib.nullcontext()
-
-
 def _forward(
     query: Tensor, key: Tensor, value: Tensor, lam: Tensor | None, restrictions: Restrictions, scale: float | None
 ) -> Tensor:
@@ -417,7 +411,7 @@ def chunked_attention(
 ) -> Tensor:
     """Forward. `lam` is three-dimensional, broadcastable to (B, H, T), or None for one map; then no width is split."""
     restrictions = Restrictions(attn_mask, is_causal, window, kv_start, kv_lengths, cu_seqlens)
-    with _without_autocast(query.device.type):
+    with without_autocast(query.device.type):
         return _forward(query, key, value, lam, restrictions, scale)
 
 
@@ -443,7 +437,7 @@ def chunked_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of query, key, value and lam (the last is empty where `lam` is None)."""
     restrictions = Restrictions(attn_mask, is_causal, window, kv_start, kv_lengths, cu_seqlens)
-    with _without_autocast(query.device.type):
+    with without_autocast(query.device.type):
         return _backward(grad, query, key, value, lam, restrictions, scale)
 
 

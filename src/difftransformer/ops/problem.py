@@ -4,8 +4,9 @@ Dimensions: B batch, H differential heads, G key/value groups, T query positions
 queries and keys, E value width. `q` and `k` below are positions, not tensors.
 """
 
+import contextlib
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,9 +14,11 @@ from torch import Tensor
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
-def autocast_is_on(device_type: str) -> bool:
-    """Whether an autocast region would change dtypes. The ops leave such a region: theirs are explicit."""
-    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+def without_autocast(device_type: str) -> contextlib.AbstractContextManager[Any]:
+    """Leave an autocast region, if there is one: the ops' dtypes are explicit."""
+    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return contextlib.nullcontext()
 
 
 class Restrictions(NamedTuple):

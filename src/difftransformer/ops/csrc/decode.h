@@ -1,0 +1,165 @@
+// Few queries, many keys: each key and value is read once, by chunks that run in parallel and are merged in order.
+#pragma once
+
+#include "forward.h"
+
+namespace difftransformer {
+
+constexpr int64_t kDecodeRows = 8;    // rows of a group (heads x queries) up to which this is the faster way
+constexpr int64_t kDecodeChunk = 256;  // keys of a task
+
+template <class In> inline Vec load_some(const In* p, int64_t n) {
+  if (n >= W) return load(p);
+  float x[W] = {};
+  for (int64_t i = 0; i < n; i++) x[i] = static_cast<float>(p[i]);
+  return load(x);
+}
+
+template <class In, int maps> struct Decode {
+  const Problem& p;
+  View<const In> query, key, value;
+  Output<In> output;
+  float* lse;  // (maps, B, H, T), to the base 2
+
+  // What a chunk leaves for a row and map: the maximum, the sum, and the weighted values.
+  int64_t width() const { return round_up(p.value_width, W); }
+  int64_t record() const { return maps * (2 + width()); }
+  int64_t chunks() const { return ceil_div(p.keys, kDecodeChunk); }
+
+  void run() const {
+    const int64_t rows = p.rows(), groups = p.batch * p.groups;
+    const at::Tensor partial = at::empty({groups, chunks(), rows, record()}, at::kFloat);
+    auto* records = static_cast<float*>(partial.data_ptr());
+    const int64_t queries = rows * maps * round_up(p.width, W);
+    for_each_task(groups, chunks(), queries + rows * maps * kDecodeChunk, [&](int64_t bg, int64_t index, float* scratch) {
+      const Block block(p, bg / p.groups, bg % p.groups, 0);
+      chunk(block, index, scratch, scratch + queries, records + (bg * chunks() + index) * rows * record());
+    });
+    for_each_task(groups, 1, 2 * width(), [&](int64_t bg, int64_t, float* scratch) {
+      merge(Block(p, bg / p.groups, bg % p.groups, 0), records + bg * chunks() * rows * record(), scratch);
+    });
+  }
+
+  void chunk(const Block& block, int64_t index, float* q, float* scores, float* records) const {
+    const int64_t first = std::max(index * kDecodeChunk, block.first_key);
+    const int64_t last = std::min((index + 1) * kDecodeChunk, block.last_key);
+    const int64_t keys = std::max<int64_t>(last - first, 0), rows = block.count * maps, padded = round_up(p.width, W);
+    for (int64_t row = 0; row < rows; row++) {
+      float* to = q + row * padded;
+      convert_row(query.at(block.batch, block.head[row / maps], block.query[row / maps]) + row % maps * p.width, p.width, to);
+      std::fill(to + p.width, to + padded, 0.f);
+    }
+    for (int64_t row = 0; row < rows; row += maps) score_rows(block, first, keys, q + row * padded, scores + row * kDecodeChunk);
+    for (int64_t row = 0; row < rows; row++) {
+      float* record_ = records + (row / maps) * record() + row % maps * (2 + width());
+      soften_row(block, row / maps, first, keys, scores + row * kDecodeChunk, record_);
+      std::fill_n(record_ + 2, width(), 0.f);
+    }
+    for (int64_t row = 0; row < block.count; row++) weigh(block, first, keys, scores + row * maps * kDecodeChunk, records + row * record());
+  }
+
+  // Dot products of a row's queries with the chunk's keys, which are read from end to end, both maps' halves in turn.
+  void score_rows(const Block& block, int64_t first, int64_t keys, const float* q, float* scores) const {
+    const int64_t padded = round_up(p.width, W);
+    float sums[maps][W * W], turned[W * W];
+    for (int64_t k = 0; k < keys; k += W) {
+      const int64_t count = std::min<int64_t>(W, keys - k);
+      for (int64_t r = 0; r < count; r++) {
+        const In* row = key.at(block.batch, block.group, first + k + r);
+        for (int m = 0; m < maps; m++, row += p.shared_key ? 0 : p.width) {
+          Vec sum{};
+          int64_t d = 0;
+          for (; d + W <= p.width; d += W) sum += load(q + m * padded + d) * load(row + d);
+          if (d < p.width) sum += load(q + m * padded + d) * load_some(row + d, p.width - d);
+          store(sums[m] + r * W, sum);
+        }
+      }
+      for (int m = 0; m < maps; m++) {
+        transpose_block(reinterpret_cast<uint32_t*>(sums[m]), W, reinterpret_cast<uint32_t*>(turned), W);
+        Vec total{};
+        for (int r = 0; r < W; r++) total += load(turned + r * W);
+        store(scores + m * kDecodeChunk + k, total, static_cast<int>(count));
+      }
+    }
+  }
+
+  // Scores to powers of two below the chunk's maximum; masked ones to zero.
+  void soften_row(const Block& block, int64_t row, int64_t first, int64_t keys, float* scores, float* record_) const {
+    float maximum = kMasked, sum = 0;
+    const bool* mask = !p.mask ? nullptr
+                               : p.mask + block.batch * p.mask_strides[0] + block.head[row] * p.mask_strides[1] +
+                                     block.query[row] * p.mask_strides[2];
+    const auto kept = [&](int64_t k) {
+      const int64_t at = first + k;
+      return at >= block.low[row] && at < block.high[row] && (!mask || mask[at * p.mask_strides[3]]);
+    };
+    for (int64_t k = 0; k < keys; k++) {
+      scores[k] = kept(k) ? scores[k] : kMasked;
+      maximum = maximum < scores[k] ? scores[k] : maximum;
+    }
+    maximum *= p.exponent();
+    int64_t k = 0;
+    for (; k < keys; k += W) {
+      const int n = static_cast<int>(std::min<int64_t>(W, keys - k));
+      store(scores + k, exp2<5>(load(scores + k, n) * p.exponent() - maximum), n);
+    }
+    for (k = 0; k < keys; k++) {
+      if (!kept(k)) scores[k] = 0;
+      sum += scores[k];
+    }
+    record_[0] = maximum;
+    record_[1] = sum;
+  }
+
+  // Both maps' weighted sums of the chunk's values.
+  void weigh(const Block& block, int64_t first, int64_t keys, const float* weights, float* record_) const {
+    constexpr int most = W == 16 ? 8 : 4;  // vectors of a pass, so that the sums stay in registers
+    int64_t e = 0;
+    for (; e + most * W <= p.value_width; e += most * W) weigh_columns<most>(block, first, keys, weights, e, W, record_);
+    for (; e + 4 * W <= p.value_width; e += 4 * W) weigh_columns<4>(block, first, keys, weights, e, W, record_);
+    for (; e + W <= p.value_width; e += W) weigh_columns<1>(block, first, keys, weights, e, W, record_);
+    if (e < p.value_width) weigh_columns<1>(block, first, keys, weights, e, p.value_width - e, record_);
+  }
+
+  template <int vectors>
+  void weigh_columns(const Block& block, int64_t first, int64_t keys, const float* weights, int64_t e, int64_t last, float* record_) const {
+    Vec sum[maps][vectors] = {};
+    for (int64_t k = 0; k < keys; k++) {
+      const In* row = value.at(block.batch, block.group, first + k) + e;
+#pragma GCC unroll 8
+      for (int j = 0; j < vectors; j++) {
+        const Vec v = vectors > 1 ? load(row + j * W) : load_some(row, last);
+#pragma GCC unroll 2
+        for (int m = 0; m < maps; m++) sum[m][j] += weights[m * kDecodeChunk + k] * v;
+      }
+    }
+    for (int m = 0; m < maps; m++)
+      for (int j = 0; j < vectors; j++) store(record_ + m * (2 + width()) + 2 + e + j * W, sum[m][j]);
+  }
+
+  // The chunks of a group, in order, weighted to one maximum.
+  void merge(const Block& block, const float* records, float* sums) const {
+    for (int64_t i = 0; i < block.count; i++) {
+      float* result = sums + width();
+      std::fill_n(result, width(), 0.f);
+      for (int m = 0; m < maps; m++) {
+        const auto at = [&](int64_t chunk) { return records + (chunk * block.count + i) * record() + m * (2 + width()); };
+        float maximum = kMasked, sum = 0;
+        for (int64_t c = 0; c < chunks(); c++) maximum = maximum < at(c)[0] ? at(c)[0] : maximum;
+        std::fill_n(sums, width(), 0.f);
+        for (int64_t c = 0; c < chunks(); c++) {
+          const float factor = std::exp2(at(c)[0] - maximum);
+          sum += factor * at(c)[1];
+          for (int64_t e = 0; e < width(); e++) sums[e] += factor * at(c)[2 + e];
+        }
+        lse[p.lse_index(m, block.batch, block.head[i], block.query[i])] = sum == 0 ? INFINITY : maximum + std::log2(sum);
+        float weight = sum == 0 ? 0.f : 1.f / sum;
+        if (m == 1) weight *= -p.lam_of(block.batch, block.head[i], block.query[i]);
+        for (int64_t e = 0; e < width(); e++) result[e] += weight * sums[e];
+      }
+      output.store_row(p, block.batch, block.head[i], block.query[i], result);
+    }
+  }
+};
+
+}  // namespace difftransformer

@@ -1,0 +1,308 @@
+// One attention call as the kernels see it: sizes, who may attend to whom, and where keys and values lie.
+//
+// The H/G heads that share a group's keys and values make one list of R*T rows (row = head of the group * T + query). A
+// block is up to kLanes of these rows: its queries sit in the lanes of vectors, and its keys come in tiles of kTile.
+#pragma once
+
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+#include <atomic>
+#include <vector>
+
+#include "gemm.h"
+
+namespace difftransformer {
+
+constexpr int64_t kLanes = 64;  // most rows of a block
+constexpr int64_t kTile = 128;  // most keys of a tile
+
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+inline int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
+
+// A tensor of four dimensions whose last one is contiguous.
+template <class T> struct View {
+  T* data = nullptr;
+  int64_t strides[3] = {0, 0, 0};
+
+  View() = default;
+  explicit View(const at::Tensor& x)
+      : data(static_cast<T*>(x.data_ptr())), strides{x.stride(0), x.stride(1), x.stride(2)} {}
+  T* at(int64_t i, int64_t j, int64_t k) const { return data + i * strides[0] + j * strides[1] + k * strides[2]; }
+};
+
+struct Problem {
+  int64_t batch, heads, groups, queries, keys, width, value_width;
+  int maps;         // 2, or 1 for softmax attention
+  bool shared_key;  // both maps read one key
+  float scale;      // > 0
+  bool is_causal;
+  int64_t window;  // in keys; 0 for none
+  std::vector<int64_t> first_key, last_key;              // by batch row: kv_start and kv_lengths
+  std::vector<int64_t> document_first, document_last;  // by query, empty without cu_seqlens
+  const bool* mask = nullptr;
+  int64_t mask_strides[4] = {0, 0, 0, 0};
+  const float* lam = nullptr;
+  int64_t lam_strides[3] = {0, 0, 0};
+
+  int64_t per_group() const { return heads / groups; }
+  int64_t rows() const { return per_group() * queries; }
+  int64_t blocks() const { return ceil_div(rows(), kLanes); }
+  int64_t tiles() const { return ceil_div(keys, kTile); }
+  int64_t lanes() const { return std::min(kLanes, round_up(rows(), W)); }
+  float exponent() const { return scale * 1.44269504088896341f; }  // the kernels work in powers of two
+
+  float lam_of(int64_t b, int64_t h, int64_t t) const {
+    return lam[b * lam_strides[0] + h * lam_strides[1] + t * lam_strides[2]];
+  }
+  // Of (maps, B, H, T).
+  int64_t lse_index(int64_t map, int64_t b, int64_t h, int64_t t) const { return ((map * batch + b) * heads + h) * queries + t; }
+
+  // The keys low <= j < high that a query may see, attn_mask aside.
+  void range(int64_t b, int64_t query, int64_t& low, int64_t& high) const {
+    low = first_key[b];
+    high = last_key[b];
+    if (is_causal) {
+      const int64_t newest = last_key[b] - queries + query;
+      high = std::min(high, newest + 1);
+      if (window) low = std::max(low, newest - window + 1);
+    }
+    if (!document_first.empty()) {
+      low = std::max(low, document_first[query]);
+      high = std::min(high, document_last[query]);
+    }
+    if (high <= low) low = high = 0;
+  }
+};
+
+// Up to kLanes rows of one group. Lanes beyond `count` are padding: they see all keys that the
+// block sees, and their results are dropped.
+struct Block {
+  int64_t batch, group, first, count, lanes;
+  int64_t head[kLanes], query[kLanes];  // head: of the whole call
+  alignas(64) int32_t low[kLanes], high[kLanes];
+  int64_t first_key, last_key;            // the keys that any lane may see
+  int64_t whole_from, whole_to;           // the keys that every lane may see
+
+  Block(const Problem& p, int64_t batch, int64_t group, int64_t index)
+      : batch(batch), group(group), first(index * kLanes), count(std::min(kLanes, p.rows() - first)), lanes(p.lanes()) {
+    first_key = whole_to = p.keys;
+    last_key = whole_from = 0;
+    for (int64_t i = 0; i < lanes; i++) {
+      low[i] = 0;
+      high[i] = INT32_MAX;
+      head[i] = query[i] = 0;
+      if (i >= count) continue;
+      head[i] = group * p.per_group() + (first + i) / p.queries;
+      query[i] = (first + i) % p.queries;
+      int64_t from, to;
+      p.range(batch, query[i], from, to);
+      low[i] = static_cast<int32_t>(from);
+      high[i] = static_cast<int32_t>(to);
+      whole_from = std::max(whole_from, from);
+      whole_to = std::min(whole_to, to);
+      if (from < to) {
+        first_key = std::min(first_key, from);
+        last_key = std::max(last_key, to);
+      }
+    }
+    if (last_key <= first_key) first_key = last_key = 0;
+    std::fill(low + count, low + lanes, static_cast<int32_t>(first_key));
+    std::fill(high + count, high + lanes, static_cast<int32_t>(last_key));
+  }
+  int64_t first_tile() const { return first_key / kTile; }
+  int64_t last_tile() const { return ceil_div(last_key, kTile); }
+};
+
+// The keys of one tile that a block works on, and the lanes that see any of them.
+struct Tile {
+  int64_t first, rows;          // first is even: bf16 takes keys in pairs
+  int64_t lane = 0, lanes;      // whole vectors
+  bool masked;
+
+  Tile(const Problem& p, const Block& block, int64_t index, int64_t pack) {
+    first = std::max(index * kTile, block.first_key / pack * pack);
+    const int64_t last = std::min((index + 1) * kTile, block.last_key);
+    rows = last - first;
+    masked = p.mask || first < block.whole_from || last > block.whole_to;
+    int64_t end = block.lanes;
+    if (masked) {
+      const auto blind = [&](int64_t i) { return block.low[i] >= last || block.high[i] <= first; };
+      while (lane < end && blind(lane)) lane++;
+      while (end > lane && blind(end - 1)) end--;
+      lane = lane / W * W;
+      end = round_up(end, W);
+    }
+    lanes = end - lane;
+  }
+};
+
+// attn_mask of a tile, -1 where a lane may attend: [rows][lanes].
+inline void read_mask(const Problem& p, const Block& block, const Tile& tile, int32_t* out) {
+  for (int64_t i = 0; i < block.lanes; i++) {
+    const bool* mask = p.mask + block.batch * p.mask_strides[0] + block.head[i] * p.mask_strides[1] +
+                       block.query[i] * p.mask_strides[2] + tile.first * p.mask_strides[3];
+    for (int64_t r = 0; r < tile.rows; r++) out[r * block.lanes + i] = mask[r * p.mask_strides[3]] ? -1 : 0;
+  }
+}
+
+// All lanes' bits where the lanes from `lane` on may attend to a key.
+inline Int may_attend(const Block& block, int64_t lane, int64_t key_, const int32_t* mask) {
+  const auto key = static_cast<int32_t>(key_);
+  Int keep = (load_bits<Int>(block.low + lane) <= key) & (load_bits<Int>(block.high + lane) > key);
+  return mask ? keep & load_bits<Int>(mask) : keep;
+}
+
+// The keys of one map or the values, (B, G, S, width), as left operands: by row where they lie (or converted), and by
+// column: for fp32 the same memory, for bf16 tiles [width][kTile / 2] of pairs of keys.
+template <class Type> struct Operand {
+  using Unit = typename Type::Unit;
+  int64_t width, units;  // units of a row
+  const Unit* rows = nullptr;
+  int64_t strides[3];  // in units
+  const Unit* columns = nullptr;
+  int64_t groups, tiles;
+  at::Tensor converted, transposed;
+
+  const Unit* row(int64_t b, int64_t g, int64_t key) const { return rows + b * strides[0] + g * strides[1] + key * strides[2]; }
+
+  // C[width][lanes] += X^T B for the keys of a tile; B is [rows][lanes].
+  void add_columns(const Block& block, const Tile& tile, const Unit* B, float* C) const {
+    if constexpr (Type::kPack == 1) {
+      gemm<Type, true>(width, tile.lanes, tile.rows, row(block.batch, block.group, tile.first), strides[2], B + tile.lane, block.lanes,
+                       C + tile.lane, block.lanes, true);
+    } else {
+      const Unit* base = columns + ((block.batch * groups + block.group) * tiles + tile.first / kTile) * width * (kTile / 2);
+      gemm<Type>(width, tile.lanes, ceil_div(tile.rows, 2), base + tile.first % kTile / 2, kTile / 2, B + tile.lane, block.lanes,
+                 C + tile.lane, block.lanes, true);
+    }
+  }
+  // C[rows of the tile][lanes] = X B; B is [units][lanes].
+  void multiply_rows(const Block& block, const Tile& tile, const Unit* B, float* C) const {
+    gemm<Type>(tile.rows, tile.lanes, units, row(block.batch, block.group, tile.first), strides[2], B + tile.lane, block.lanes,
+               C + tile.lane, block.lanes, false);
+  }
+};
+
+// Pairs of bf16 rows as one row of units: (first[i], second[i]).
+inline void interleave(const BFloat16* first, const BFloat16* second, int64_t n, uint32_t* out) {
+  const auto* a = reinterpret_cast<const uint16_t*>(first);
+  const auto* b = reinterpret_cast<const uint16_t*>(second);
+  for (int64_t i = 0; i < n; i++) out[i] = a[i] | static_cast<uint32_t>(b[i]) << 16;
+}
+
+template <class Type, class In>
+Operand<Type> make_operand(const Problem& p, const at::Tensor& x, int64_t offset, int64_t width, bool by_column) {
+  using Unit = typename Type::Unit;
+  using Element = typename Type::Element;
+  Operand<Type> out;
+  out.width = width;
+  out.units = ceil_div(width, Type::kPack);
+  out.groups = p.groups;
+  out.tiles = p.tiles();
+  const View<const In> from(x);
+  const int64_t pack = Type::kPack;
+  const bool in_place = std::is_same_v<In, Element> && width % pack == 0 && offset % pack == 0 && x.stride(0) % pack == 0 &&
+                        x.stride(1) % pack == 0 && x.stride(2) % pack == 0;
+  if (in_place) {
+    out.rows = reinterpret_cast<const Unit*>(from.data + offset);
+    for (int i = 0; i < 3; i++) out.strides[i] = from.strides[i] / pack;
+  } else {
+    out.converted = at::empty({p.batch, p.groups, p.keys, out.units}, at::kFloat);
+    out.rows = static_cast<const Unit*>(out.converted.data_ptr());
+    out.strides[2] = out.units;
+    out.strides[1] = out.strides[2] * p.keys;
+    out.strides[0] = out.strides[1] * p.groups;
+  }
+  by_column = by_column && pack == 2;
+  if (by_column) {
+    out.transposed = at::empty({p.batch, p.groups, out.tiles, width, kTile / 2}, at::kFloat);
+    out.columns = static_cast<const Unit*>(out.transposed.data_ptr());
+  }
+  if (in_place && !by_column) return out;
+  at::parallel_for(0, p.batch * p.groups * out.tiles, 1, [&](int64_t begin, int64_t end) {
+    std::vector<uint32_t> pairs(by_column ? kTile / 2 * width : 0);
+    const std::vector<In> zeros(width, In(0.f));
+    for (int64_t task = begin; task < end; task++) {
+      const int64_t tile = task % out.tiles, g = task / out.tiles % p.groups, b = task / out.tiles / p.groups;
+      const int64_t first = tile * kTile, last = std::min(first + kTile, p.keys);
+      if (!in_place)
+        for (int64_t key = first; key < last; key++) {
+          auto* to = reinterpret_cast<Element*>(const_cast<Unit*>(out.row(b, g, key)));
+          if constexpr (std::is_same_v<In, Element>)
+            std::memcpy(to, from.at(b, g, key) + offset, sizeof(In) * width);
+          else if constexpr (pack == 1)
+            convert_row(from.at(b, g, key) + offset, width, to);
+          if (width % pack) to[width] = Element(0.f);
+        }
+      if constexpr (std::is_same_v<In, BFloat16> && pack == 2)
+        if (by_column) {
+          // Keys that nobody may see are zero: what lies there is not the caller's.
+          const auto row = [&](int64_t key) {
+            return key >= p.first_key[b] && key < std::min(last, p.last_key[b]) ? from.at(b, g, key) + offset : zeros.data();
+          };
+          for (int64_t pair = 0; pair < kTile / 2; pair++)
+            interleave(row(first + 2 * pair), row(first + 2 * pair + 1), width, pairs.data() + pair * width);
+          transpose(pairs.data(), width, kTile / 2, width, const_cast<Unit*>(out.columns) + task * width * (kTile / 2), kTile / 2);
+        }
+    }
+  });
+  return out;
+}
+
+// Rows of a block as elements [lanes][units * kPack], padding zero.
+template <class Type, class In>
+void stage_rows(const Block& block, const View<const In>& x, int64_t offset, int64_t width, typename Type::Element* to) {
+  const int64_t stride = round_up(width, Type::kPack);
+  for (int64_t i = 0; i < block.lanes; i++, to += stride) {
+    if (i >= block.count) {
+      std::memset(static_cast<void*>(to), 0, sizeof(*to) * stride);
+      continue;
+    }
+    const In* from = x.at(block.batch, block.head[i], block.query[i]) + offset;
+    if constexpr (std::is_same_v<In, typename Type::Element>)
+      std::memcpy(to, from, sizeof(In) * width);
+    else
+      convert_row(from, width, to);
+    if (width < stride) to[width] = typename Type::Element(0.f);
+  }
+}
+
+// Calls work(group, index, scratch) for all indices of all groups. A group's indices are claimed in order, by the one thread
+// that starts there as long as others have groups of their own: a group's keys and gradients stay in that core's caches.
+template <class Work> void for_each_task(int64_t groups, int64_t per_group, int64_t scratch_floats, const Work& work) {
+  const int64_t threads = at::in_parallel_region() ? 1 : std::min<int64_t>(at::get_num_threads(), groups * per_group);
+  if (!threads) return;
+  const at::Tensor scratch = at::empty({threads, round_up(scratch_floats, 16) + 16}, at::kFloat);
+  float* base = static_cast<float*>(scratch.data_ptr());
+  std::vector<std::atomic<int64_t>> next(groups);
+  for (auto& index : next) index.store(0, std::memory_order_relaxed);
+  at::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t thread = begin; thread < end; thread++)
+      for (int64_t i = 0; i < groups; i++) {
+        const int64_t group = (thread * groups / threads + i) % groups;
+        for (int64_t index; (index = next[group].fetch_add(1)) < per_group;) work(group, index, base + thread * scratch.size(1));
+      }
+#if defined(DIFFTRANSFORMER_BRGEMM)
+    if (use_brgemm) at::native::cpublas::brgemm_release(true);
+#endif
+  });
+}
+
+// Hands out consecutive pieces of scratch memory; with no base it only counts.
+struct Carver {
+  float* next;
+  int64_t floats = 0;
+  explicit Carver(float* base) : next(base) {}
+  template <class T = float> T* take(int64_t count) {
+    const int64_t size = round_up(count * static_cast<int64_t>(sizeof(T)), 64) / 4;
+    auto* piece = reinterpret_cast<T*>(next);
+    if (next) next += size;
+    floats += size;
+    return piece;
+  }
+};
+
+}  // namespace difftransformer

@@ -1,0 +1,173 @@
+"""Calls that the tests of every backend share, and how their results are held against the equations."""
+
+import contextlib
+import shutil
+from functools import cache
+
+import oracle
+import pytest
+import torch
+from oracle import Case, output_and_gradients, relative_error
+
+from difftransformer.ops import build, differential_attention, softmax_attention
+
+needs_kernels = pytest.mark.skipif(
+    build.instruction_set() is None or shutil.which("c++") is None, reason="needs AVX2 on x86-64 Linux and a compiler"
+)
+FLOAT64_BACKENDS = ("reference", "chunked", "sdpa")
+BACKENDS = (*FLOAT64_BACKENDS, pytest.param("cpu", marks=needs_kernels))
+
+
+def ints(*values, dtype=torch.int32):
+    return torch.tensor(values, dtype=dtype)
+
+
+def random_mask(*shape, seed=3):
+    return torch.rand(*shape, generator=torch.Generator().manual_seed(seed)) > 0.5
+
+
+def mask_with_empty_rows():
+    mask = random_mask(2, 1, 9, 11)
+    mask[0, 0, 3] = mask[1, 0, 0] = mask[1, 0, 8] = False
+    return mask
+
+
+CAUSAL = {"is_causal": True}
+CASES = [
+    Case("one position", T=1, S=1),
+    Case("63 own heads causal", T=63, S=63, kwargs=CAUSAL),
+    Case("257 causal", H=1, G=1, T=257, S=257, D=8, E=16, kwargs=CAUSAL),
+    Case("257 window", H=2, G=1, T=257, S=257, lam="query", kwargs=CAUSAL | {"window": 70}),
+    Case("257 free", H=1, G=1, T=257, S=257, D=4, E=4),
+    Case("grouped, cross, narrow value", B=2, H=4, G=2, T=5, S=9, D=8, E=3, lam="query"),
+    Case("one group, decoding", B=2, H=4, G=1, T=3, S=12, lam="scalar", kwargs=CAUSAL),
+    Case("one query", B=2, H=4, G=2, T=1, S=12, lam="vector", kwargs=CAUSAL),
+    Case("more queries than keys", T=9, S=5, lam="query", kwargs=CAUSAL),
+    Case("shared key", B=2, H=4, G=2, T=6, S=6, shared_key=True, E=4, kwargs=CAUSAL),
+    Case("float lam, scale", T=6, S=6, lam="float", kwargs={"scale": 0.9}),
+    Case("window 1", T=6, S=8, kwargs=CAUSAL | {"window": 1}),
+    Case("wide window", T=6, S=8, kwargs=CAUSAL | {"window": 100}),
+    Case("mask with empty rows", B=2, H=4, G=2, T=9, S=11, lam="query", kwargs={"attn_mask": mask_with_empty_rows()}),
+    Case("mask by head", B=2, H=4, G=2, T=9, S=9, kwargs=CAUSAL | {"attn_mask": random_mask(4, 1, 9)}),
+    Case("mask of keys", B=2, T=5, S=7, kwargs={"attn_mask": random_mask(7)}),
+    Case("left padding", B=3, T=9, S=9, kwargs=CAUSAL | {"kv_start": ints(0, 4, 9)}),
+    Case("cache", B=3, H=4, G=2, T=2, S=12, kwargs=CAUSAL | {"kv_lengths": ints(2, 12, 7, dtype=torch.int64)}),
+    Case("cache, window", B=3, T=4, S=12, kwargs=CAUSAL | {"kv_lengths": ints(3, 12, 7), "window": 3}),
+    Case(
+        "both ends, mask",
+        B=3,
+        H=4,
+        T=6,
+        S=10,
+        lam="query",
+        kwargs={"kv_start": ints(0, 2, 5), "kv_lengths": ints(10, 8, 5), "attn_mask": random_mask(3, 4, 1, 10)},
+    ),
+    Case(
+        "both ends, causal mask",
+        B=3,
+        T=6,
+        S=10,
+        kwargs=CAUSAL
+        | {"kv_start": ints(1, 2, 2), "kv_lengths": ints(10, 4, 4), "attn_mask": random_mask(3, 1, 6, 10)},
+    ),
+    Case("documents", H=4, G=2, T=21, S=21, kwargs=CAUSAL | {"cu_seqlens": ints(0, 1, 8, 8, 21)}),
+    Case("documents, free", T=21, S=21, kwargs={"cu_seqlens": ints(0, 13, 21, dtype=torch.int64)}),
+    Case("documents, window, mask", T=15, S=15, kwargs=CAUSAL | {"cu_seqlens": ints(0, 5, 15), "window": 4}),
+    Case("long documents", H=1, G=1, T=200, S=200, kwargs=CAUSAL | {"cu_seqlens": ints(0, 140, 200)}),
+    Case("softmax", B=2, H=4, G=2, T=9, S=9, E=4, lam=None, kwargs=CAUSAL),
+    Case("softmax 130, wide value", H=1, G=1, T=130, S=150, E=9, lam=None, kwargs=CAUSAL | {"window": 90}),
+    Case("softmax, mask", B=2, T=9, S=11, lam=None, kwargs={"attn_mask": mask_with_empty_rows()}),
+    Case("softmax, cache", B=3, T=2, S=12, lam=None, kwargs=CAUSAL | {"kv_lengths": ints(1, 12, 7)}),
+    Case("softmax, documents", T=21, S=21, lam=None, kwargs=CAUSAL | {"cu_seqlens": ints(0, 5, 21)}),
+]
+BY_NAME = {case.name: case for case in CASES}
+READS_LENGTHS = [case for case in CASES if {"kv_start", "kv_lengths", "cu_seqlens"} & case.kwargs.keys()]
+
+
+def by_name(case):
+    return case.name
+
+
+def op(case, backend):
+    if case.lam is None:
+        return lambda q, k, v, lam: softmax_attention(q, k, v, backend=backend, **case.kwargs)
+    return lambda q, k, v, lam: differential_attention(q, k, v, lam, backend=backend, **case.kwargs)
+
+
+@cache
+def expected(name, of=torch.float32):
+    case = BY_NAME[name]
+    return output_and_gradients(lambda q, k, v, lam: oracle.attention(case, q, k, v, lam), case, torch.float64, of=of)
+
+
+def assert_close(results, reference, tolerance):
+    assert results.keys() == reference.keys()
+    errors = {name: relative_error(x, reference[name]) for name, x in results.items()}
+    assert all(error < tolerance for error in errors.values()), errors
+
+
+def eager(case):
+    """The equations with every step, maps included, in the dtype of the inputs."""
+    allowed = oracle.dense_mask(case)
+
+    def one_map(q, k):
+        repeated = k.repeat_interleave(case.H // case.G, 1)
+        scores = (q @ repeated.mT) * oracle.scale_of(case)
+        scores = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min)
+        return scores.softmax(-1).masked_fill(~allowed, 0)
+
+    def function(q, k, v, lam):
+        v = v.repeat_interleave(case.H // case.G, 1)
+        if case.lam is None:
+            return one_map(q, k) @ v
+        k1, k2 = (k, k) if case.shared_key else k.chunk(2, -1)
+        q1, q2 = q.chunk(2, -1)
+        lam = torch.as_tensor(lam).to(q.dtype)
+        lam = lam.unsqueeze(-1) if lam.dim() == 3 else lam.view(1, -1, 1, 1)
+        return (one_map(q1, k1) - lam * one_map(q2, k2)) @ v
+
+    return function
+
+
+def half_unit_in_last_place(largest, dtype):
+    """Of a number of that size."""
+    limits = torch.finfo(dtype)
+    return limits.eps * max(2.0 ** torch.tensor(largest).log2().floor().item(), limits.smallest_normal) / 2
+
+
+def assert_as_good_as_eager(results, eager_results, reference, dtype, times=2):
+    """At most twice the error of eager PyTorch in the same dtype, or twice half a unit in the last place.
+
+    A gradient that is zero everywhere, as with one key, may keep what is left of terms around 1 that cancel.
+    """
+    assert results.keys() == reference.keys()
+    for part, exact in reference.items():
+        error, eager_error = ((x[part].double() - exact).abs().max().item() for x in (results, eager_results))
+        largest = exact.abs().max().item()
+        allowed = times * max(eager_error, half_unit_in_last_place(largest, dtype)) if largest > 1e-12 else 1e-5
+        assert error <= allowed, (part, error, allowed)
+
+
+@contextlib.contextmanager
+def new_memory_is_nan():
+    """torch.empty, and at::empty in C++, give NaN (the largest number for integers)."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    try:
+        assert torch.empty(3).isnan().all()
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        torch.utils.deterministic.fill_uninitialized_memory = before[1]
+
+
+@contextlib.contextmanager
+def threads(count):
+    """Some number of threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

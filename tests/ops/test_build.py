@@ -1,0 +1,442 @@
+"""Building the C++ kernels: once, for the right machine, whatever happens to the process, the compiler or the folder.
+
+With a source of one function, not the real kernels.
+"""
+
+import contextlib
+import ctypes
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from difftransformer.cli.main import main
+from difftransformer.errors import BackendUnavailable
+from difftransformer.ops import build
+
+pytestmark = pytest.mark.skipif(
+    build.instruction_set() is None or shutil.which("c++") is None, reason="needs AVX2 on x86-64 Linux and a compiler"
+)
+
+ISA = "avx2"
+WITH_OPENMP = """
+#include <omp.h>
+extern "C" int answer() {
+    int total = 0;
+    #pragma omp parallel for reduction(+ : total)
+    for (int i = 0; i < 42; ++i) total += 1;
+    return omp_get_max_threads() > 0 ? total : 0;
+}
+"""
+
+
+class Place:
+    """Sources, a cache folder and a compiler that counts its calls."""
+
+    def __init__(self, folder: Path):
+        self.sources, self.cache, self.calls = folder / "csrc", folder / "cache", folder / "calls"
+        self.compiler = folder / "compiler"
+        self.sources.mkdir()
+        self.write("answer.h", "#define ANSWER 42\n")
+        self.write("one.cpp", '#include "answer.h"\nextern "C" int answer() { return ANSWER; }\n')
+        self.write("two.cpp", "int two() { return 2; }\n")
+        self.compile_with('exec c++ "$@"')
+
+    def write(self, name, text):
+        (self.sources / name).write_text(text)
+
+    def compile_with(self, command):
+        self.compiler.write_text(f'#!/bin/sh\necho "$@" >> {self.calls}\n{command}\n')
+        self.compiler.chmod(0o755)
+
+    def count_calls(self):
+        return len(self.calls.read_text().splitlines()) if self.calls.exists() else 0
+
+    def start(self, code):
+        """Another process, in this place, that leads a group."""
+        quiet = "logging.getLogger('difftransformer').addHandler(logging.NullHandler())"
+        imports = f"import logging; from pathlib import Path; from difftransformer.ops import build; {quiet}"
+        prepared = f"{imports}; build.SOURCES = Path({str(self.sources)!r})"
+        return subprocess.Popen(
+            [sys.executable, "-W", "error", "-W", "ignore:.*fork:DeprecationWarning", "-c", f"{prepared}\n{code}"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    def run_together(self, count, code):
+        """The lines that so many processes print, which begin at the same moment."""
+        forks = f"""
+import os, torch.utils.cpp_extension
+say = lambda words: os.write(1, f"{{words}}\\n".encode())
+children = []
+for number in range({count}):
+    children.append(os.fork())
+    if not children[-1]:
+        break
+if children[-1]:
+    statuses = [os.waitpid(child, 0)[1] for child in children]
+    raise SystemExit(any(statuses))
+"""
+        at_once = "\nos._exit(0)"  # an orderly end takes a second with torch
+        return self.finish(self.start(forks + code + at_once)).splitlines()
+
+    def finish(self, process):
+        """Its output, from a process that ended well."""
+        output, _ = process.communicate(timeout=120)
+        assert process.returncode == 0, output
+        return output.strip()
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    made = Place(tmp_path)
+    monkeypatch.setattr(build, "SOURCES", made.sources)
+    monkeypatch.setattr(build, "_outcome", [])
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(made.cache))
+    monkeypatch.setenv("CXX", str(made.compiler))
+    monkeypatch.delenv("DIFFTRANSFORMER_SANITIZE_KERNELS", raising=False)
+    return made
+
+
+def failures(caplog):
+    return [record for record in caplog.records if "no CPU attention kernels" in record.getMessage()]
+
+
+def answer(path):
+    return ctypes.CDLL(str(path)).answer()
+
+
+def wait_until(happened, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_builds_and_reuses(place, caplog):
+    caplog.set_level(logging.INFO, "difftransformer")
+    path = build.build(ISA)
+    assert answer(path) == 42
+    assert path.is_relative_to(place.cache / "difftransformer")
+    assert place.count_calls() == 3  # two sources and the link
+    assert "-mavx2" in place.calls.read_text()
+    assert build.build(ISA) == path
+    assert place.count_calls() == 3
+    assert [record.getMessage() for record in caplog.records] == [
+        f"building the CPU attention kernels for avx2, once, about a minute; kept in {path.parent}"
+    ]
+    assert sorted(file.name for file in path.parent.iterdir()) == ["kernels.so", "lock"]
+    assert build.build(ISA, force=True) == path
+    assert place.count_calls() == 6
+
+
+def test_nothing_depends_on_the_machine_that_compiles(place):
+    build.build("avx512_bf16")  # compiled wherever it runs
+    words = place.calls.read_text().split()
+    assert "-mavx512bf16" in words
+    assert not {"-march=native", "-mtune=native", "-ffast-math", "-Ofast"} & set(words)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda place, patch: place.write("one.cpp", 'extern "C" int answer() { return 43; }\n'),
+        lambda place, patch: place.write("answer.h", "#define ANSWER 43\n"),
+        lambda place, patch: place.write("three.cpp", ""),
+        lambda place, patch: (place.sources / "two.cpp").rename(place.sources / "2.cpp"),
+        lambda place, patch: patch.setattr(build, "FLAGS", (*build.FLAGS, "-g")),
+        lambda place, patch: patch.setenv("DIFFTRANSFORMER_SANITIZE_KERNELS", "1"),
+        lambda place, patch: patch.setattr(torch, "__version__", "9.9.9"),
+        lambda place, patch: patch.setattr(torch, "compiled_with_cxx11_abi", lambda: False),
+        lambda place, patch: patch.setattr("platform.machine", lambda: "riscv64"),
+        lambda place, patch: patch.setattr("platform.libc_ver", lambda: ("glibc", "9.9")),
+        lambda place, patch: patch.setattr("torch.utils.cpp_extension.include_paths", lambda: ["/elsewhere"]),
+    ],
+)
+def test_what_goes_into_the_library_is_in_its_path(place, monkeypatch, change):
+    before = {isa: build.library_path(isa) for isa in build.FLAGS_OF}
+    assert len(set(before.values())) == 3
+    assert before == {isa: build.library_path(isa) for isa in build.FLAGS_OF}
+    for isa, path in before.items():
+        assert f"torch-{torch.__version__}-{isa}-" in str(path)
+    change(place, monkeypatch)
+    assert not set(before.values()) & {build.library_path(isa) for isa in build.FLAGS_OF}
+
+
+@pytest.mark.parametrize(
+    ("machine", "capability", "has_bf16", "expected"),
+    [
+        ("x86_64", "AVX512", True, "avx512_bf16"),
+        ("x86_64", "AVX512", False, "avx512"),
+        ("x86_64", "AVX512", None, "avx512"),
+        ("x86_64", "AVX2", True, "avx2"),
+        ("x86_64", "DEFAULT", False, None),
+        ("aarch64", "SVE256", False, None),
+    ],
+)
+def test_instruction_set(monkeypatch, machine, capability, has_bf16, expected):
+    monkeypatch.setattr("platform.machine", lambda: machine)
+    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: capability)
+    if has_bf16 is None:  # a torch without this private function
+        monkeypatch.delattr("torch.cpu._is_avx512_bf16_supported")
+    else:
+        monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda: has_bf16)
+    assert build.instruction_set() == expected
+
+
+def test_processes_that_start_together_build_once(place):
+    place.compile_with('sleep 0.3\nexec c++ "$@"')
+    code = "import ctypes; say(ctypes.CDLL(str(build.build('avx2'))).answer())"
+    assert place.run_together(8, code) == ["42"] * 8
+    assert place.count_calls() == 3
+
+
+def test_processes_that_start_together_fail_once(place):
+    started = place.cache.parent / "started"
+    started.mkdir()
+    place.write("one.cpp", "int 1;\n")
+    place.compile_with(f'while [ "$(ls {started} | wc -l)" -lt 8 ]; do sleep 0.05; done\nsleep 0.5\nexec c++ "$@"')
+    code = f"""
+(Path({str(started)!r}) / str(number)).touch()
+try:
+    build.build("avx2")
+except build.BackendUnavailable as error:
+    say(error)
+"""
+    outputs = place.run_together(8, code)
+    assert len(outputs) == 8
+    (output,) = set(outputs)
+    assert "one.cpp:1:5: error:" in output
+    assert place.count_calls() == 4  # two sources, with and without what may be missing from torch
+
+
+def test_a_killed_build_blocks_nobody(place):
+    place.compile_with("sleep 60")
+    killed = place.start("build.build('avx2')")
+    try:
+        wait_until(lambda: place.count_calls() == 2 or killed.poll() is not None)
+        killed.kill()  # its compilers live on
+        assert killed.wait() == -signal.SIGKILL
+        folder = build.library_path(ISA).parent
+        assert list(folder.glob("build-*"))
+        place.compile_with('exec c++ "$@"')
+        assert answer(build.build(ISA)) == 42
+        assert sorted(file.name for file in folder.iterdir()) == ["kernels.so", "lock"]
+    finally:
+        killed.stdout.close()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(killed.pid, signal.SIGKILL)
+
+
+def test_a_waiting_process_says_so(place):
+    place.compile_with("sleep 60")
+    builds = place.start("build.build('avx2')")
+    wait_until(lambda: place.count_calls() == 2)
+    waits = place.start("logging.basicConfig(level='INFO'); build.build('avx2')")
+    try:
+        assert "waiting for another process" in waits.stdout.readline()
+        place.compile_with('exec c++ "$@"')
+        os.killpg(builds.pid, signal.SIGKILL)  # then the one that waits builds
+        place.finish(waits)
+        assert answer(build.library_path(ISA)) == 42
+    finally:
+        for process in (builds, waits):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.stdout.close()
+            process.wait()
+
+
+def test_no_compiler(place, monkeypatch, caplog):
+    monkeypatch.setenv("CXX", "nonexistent-c++ -m64")
+    caplog.set_level(logging.INFO, "difftransformer")
+    reason = build.load()
+    assert reason == build.load()
+    assert "no C++ compiler: 'nonexistent-c++ -m64' was not found" in reason
+    assert "CXX" in reason
+    (record,) = failures(caplog)
+    assert record.levelname == "WARNING"
+    assert reason in record.getMessage()
+    assert "other backends take over" in record.getMessage()
+    assert not place.cache.exists()
+
+
+def test_an_empty_path(place, monkeypatch):
+    monkeypatch.delenv("CXX")
+    monkeypatch.setenv("PATH", "")
+    assert "no C++ compiler: 'c++' was not found" in build.load()
+
+
+def test_a_compiler_that_cannot_be_started(place):
+    place.compiler.write_bytes(b"\x7fELF of another machine")
+    assert f"{place.compiler}: error: Exec format error" in build.load()
+
+
+def test_a_source_that_does_not_compile(place, caplog):
+    place.write("one.cpp", "\n".join(["int fine;", "int 1;", "int 2;"]))
+    reason = build.load()
+    log = build.library_path(build.instruction_set()).with_name("build.log")
+    assert "one.cpp:2:5: error: " in reason
+    assert reason.endswith(f"; the compiler's output is in {log}")
+    assert "\n" not in reason
+    assert "one.cpp:3:5: error: " in log.read_text()
+    assert len(failures(caplog)) == 1
+    place.write("one.cpp", "int undefined(); int answer() { return undefined(); }\n")
+    with pytest.raises(BackendUnavailable, match=r"undefined reference to `undefined\(\)'"):
+        build.build(ISA)
+    place.compile_with("exit 3")
+    with pytest.raises(BackendUnavailable, match="exit status 3"):
+        build.build(ISA)
+
+
+def test_a_torch_without_the_internals(place, caplog):
+    """What compiles without them is used, and the log keeps why."""
+    source = """
+#ifndef DIFFTRANSFORMER_WITHOUT_BRGEMM
+#error "brgemm is gone"
+#endif
+extern "C" int answer() { return 42; }
+"""
+    place.write("one.cpp", source)
+    caplog.set_level(logging.INFO, "difftransformer")
+    path = build.build(ISA)
+    assert answer(path) == 42
+    assert "brgemm is gone" in caplog.records[-1].getMessage()
+    assert "brgemm is gone" in path.with_name("build.log").read_text()
+    place.write("two.cpp", '#error "something else"\n')
+    with pytest.raises(BackendUnavailable, match="brgemm is gone"):
+        build.build(ISA)
+
+
+@pytest.mark.parametrize("is_file", [True, False])
+def test_a_cache_folder_that_cannot_be_written(place, tmp_path, monkeypatch, caplog, is_file):
+    if is_file:
+        (tmp_path / "file").touch()
+        root, words = tmp_path / "file" / "below", "Not a directory"
+    else:
+        root, words = tmp_path / "read-only", "Permission denied"
+        root.mkdir(mode=0o500)
+        if os.access(root, os.W_OK):
+            pytest.skip("root writes everywhere")
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(root))
+    reason = build.load()
+    assert f"cannot write the cache folder {root}" in reason
+    assert words in reason
+    assert "TORCH_EXTENSIONS_DIR" in reason
+    assert len(failures(caplog)) == 1
+    assert place.count_calls() == 0
+
+
+def test_nothing_is_written_to_use_a_library(place):
+    """The cache may be read-only by then."""
+    path = build.build(build.instruction_set())
+    (path.parent / "lock").unlink()
+    assert build.load() is None
+    assert list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda data: b"",
+        lambda data: b"not a library",
+        lambda data: data[: len(data) // 2],  # to load this ends the process
+        lambda data: data[:-1],
+        lambda data: data[:5000] + bytes([data[5000] ^ 1]) + data[5001:],
+    ],
+)
+def test_a_damaged_library_is_built_again(place, damage, caplog):
+    path = build.build(build.instruction_set())
+    data = path.read_bytes()
+    path.unlink()
+    path.write_bytes(damage(data))
+    assert build.load() is None
+    assert answer(path) == 42
+    assert place.count_calls() == 6
+    assert not failures(caplog)
+
+
+def test_a_library_that_never_loads_is_built_twice_at_most(place, monkeypatch, caplog):
+    def fails(path):
+        raise OSError("failed to map\nsegment")
+
+    monkeypatch.setattr(torch.ops, "load_library", fails)
+    assert build.load() == "the kernels cannot be loaded: failed to map segment"
+    assert place.count_calls() == 3
+    with pytest.raises(BackendUnavailable):
+        build.open_library()
+    assert place.count_calls() == 6
+    assert len(failures(caplog)) == 1
+
+
+def test_no_instruction_set(place, monkeypatch, caplog):
+    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "DEFAULT")
+    assert "AVX2 on x86-64 Linux" in build.load()
+    assert len(failures(caplog)) == 1
+
+
+def test_no_sources(place, monkeypatch):
+    shutil.rmtree(place.sources)
+    assert f"no C++ sources in {place.sources}" in build.load()
+
+
+def test_threads_load_once(place):
+    code = """
+from concurrent.futures import ThreadPoolExecutor
+with ThreadPoolExecutor(8) as pool:
+    print(set(pool.map(lambda _: build.load(), range(8))))
+"""
+    assert place.finish(place.start(code)) == "{None}"
+    assert place.count_calls() == 3
+
+
+def test_load_is_a_constant_to_torch_compile(place):
+    def doubled(x):
+        return x * 2 if build.load() is None else x
+
+    torch.compiler.reset()
+    assert torch.compile(doubled, backend="eager", fullgraph=True)(torch.ones(1)).item() == 2
+    assert place.count_calls() == 3
+
+
+def test_one_openmp_runtime(place):
+    """Two would fight for the cores."""
+    place.write("one.cpp", WITH_OPENMP)
+    code = """
+import ctypes, torch
+assert build.load() is None
+print(ctypes.CDLL(str(build.open_library().path)).answer())
+torch.ones(1 << 20).exp_()
+lines = Path("/proc/self/maps").read_text().splitlines()
+print(*sorted({line.split()[-1] for line in lines if "libgomp" in line or "libomp" in line or "libiomp" in line}))
+"""
+    found, libraries = place.finish(place.start(code)).splitlines()
+    assert found == "42"
+    assert len(libraries.split()) == 1
+
+
+def test_command(place, capsys):
+    path = build.library_path(build.instruction_set())
+    for words, how, calls in ([], "built in", 3), ([], "were there already", 3), (["--force"], "built in", 6):
+        assert main(["build-kernels", *words]) == 0
+        line = capsys.readouterr().out
+        assert f"for {build.instruction_set()}: {how}" in line
+        assert line.endswith(f"{path}\n")
+        assert place.count_calls() == calls
+
+
+def test_a_command_that_fails(place, monkeypatch, capsys):
+    monkeypatch.setenv("CXX", "nonexistent")
+    assert main(["build-kernels"]) == 2
+    line = capsys.readouterr().err
+    assert line.startswith("difftransformer build-kernels: no C++ compiler: ")
+    assert line.count("\n") == 1

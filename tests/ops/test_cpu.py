@@ -1,0 +1,729 @@
+"""The fused C++ kernels: any shape and restriction, the same bits on any threads, nothing read that is not to be read."""
+
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import oracle
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import (
+    BY_NAME,
+    CAUSAL,
+    assert_as_good_as_eager,
+    assert_close,
+    by_name,
+    eager,
+    ints,
+    needs_kernels,
+    new_memory_is_nan,
+    op,
+    random_mask,
+    threads,
+)
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from oracle import Case, output_and_gradients, relative_error
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
+
+from difftransformer.errors import BackendUnavailable, DiffTransformerError
+from difftransformer.ops import (
+    build,
+    differential_attention,
+    normed_differential_attention,
+    softmax_attention,
+)
+
+pytestmark = needs_kernels
+
+LOW = (torch.bfloat16, torch.float16)
+DTYPES = (torch.float32, *LOW)
+
+
+def run(case, dtype=torch.float32, backend="cpu", of=None):
+    return output_and_gradients(op(case, backend), case, dtype, of=of)
+
+
+def by_equations(case, of=torch.float32):
+    return output_and_gradients(lambda *inputs: oracle.attention(case, *inputs), case, torch.float64, of=of)
+
+
+def in_float64(case, of=torch.float32):
+    """For sizes that the oracle's loop is too slow for."""
+    return run(case, torch.float64, "reference", of)
+
+
+def assert_as_good(case, dtype, reference=in_float64):
+    """fp32 to 2e-5 of the largest number; below, at most twice the error of eager PyTorch."""
+    results, exact = run(case, dtype), reference(case, of=dtype)
+    assert results["out"].dtype == dtype
+    if dtype == torch.float32:
+        assert_close(results, exact, 2e-5)
+    else:
+        assert_as_good_as_eager(results, output_and_gradients(eager(case), case, dtype), exact, dtype)
+
+
+def tensors(case, dtype=torch.float32):
+    """The leaves of a call and its output's gradient."""
+    query, key, value, lam, grad = case.inputs(dtype)
+    return [x for x in (query, key, value, lam) if isinstance(x, torch.Tensor)], lam, grad
+
+
+def bits(case, dtype=torch.float32, norm=False):
+    """Output and gradients; with norm, also that of its weight."""
+    leaves, lam, grad = tensors(case, dtype)
+    if norm:
+        leaves.append(torch.linspace(0.5, 1.5, case.E).requires_grad_())
+        out = normed_differential_attention(
+            *leaves[:3], lam, leaves[-1], eps=1e-5, factor=0.4, backend="cpu", **case.kwargs
+        )
+    else:
+        out = op(case, "cpu")(*leaves[:3], lam)
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+
+
+def assert_same_bits(a, b):
+    assert len(a) == len(b)
+    for i, (x, y) in enumerate(zip(a, b, strict=True)):
+        assert x.isfinite().all(), i
+        assert torch.equal(x, y), i
+
+
+# Shapes and restrictions.
+
+
+@st.composite
+def calls(draw):
+    """One call of any shape and with any restrictions that go together, up to some 30 positions."""
+    groups, per_group = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    batch, queries = draw(st.integers(1, 3)), draw(st.integers(1, 30))
+    keys = draw(st.just(queries) | st.integers(1, 30))
+    lam = draw(st.sampled_from([None, "float", "scalar", "vector", "head", "query"]))
+    width = draw(st.integers(1, 80))
+    kwargs = {"scale": draw(st.none() | st.sampled_from([0.3, 1.5, -0.7]).map(lambda part: part * width**-0.5))}
+    if draw(st.booleans()):
+        kwargs["is_causal"] = True
+        kwargs["window"] = draw(st.none() | st.integers(1, 30))
+    number = st.integers(0, keys)
+    what = draw(st.sampled_from(["nothing", "ranges", "documents"]))
+    if what == "documents":
+        batch, keys = 1, queries
+        cuts = draw(st.lists(st.integers(0, queries), max_size=4))
+        kwargs["cu_seqlens"] = ints(0, *sorted(cuts), queries)
+    elif what == "ranges":
+        for name in draw(st.sampled_from([["kv_start"], ["kv_lengths"], ["kv_start", "kv_lengths"]])):
+            kwargs[name] = ints(*draw(st.lists(number, min_size=batch, max_size=batch)))
+    heads = groups * per_group
+    if draw(st.integers(0, 3)) == 0:
+        shape = [draw(st.sampled_from([1, size])) for size in (batch, heads, queries, keys)]
+        kwargs["attn_mask"] = random_mask(*shape[draw(st.integers(0, 3)) :])
+    return Case(
+        "drawn",
+        B=batch,
+        H=heads,
+        G=groups,
+        T=queries,
+        S=keys,
+        D=width,
+        E=draw(st.integers(1, 140)),
+        shared_key=lam is not None and draw(st.booleans()),
+        lam=lam,
+        kwargs=kwargs,
+    )
+
+
+def laid_out(x, how):
+    """The same numbers in another memory layout."""
+    if how == "transposed":
+        return x.transpose(1, 2).contiguous().transpose(1, 2)
+    if how == "sliced":  # rows and start that pairs of bf16 do not divide
+        wide = F.pad(x, (1, 2))
+        return wide[..., 1:-2]
+    if how == "columns":
+        return x.mT.contiguous().mT
+    return x
+
+
+LAYOUTS = ("plain", "transposed", "sliced", "columns")
+
+
+def in_layouts(case, layouts):
+    attend = op(case, "cpu")
+
+    def function(query, key, value, lam):
+        moved = [laid_out(x, how) for x, how in zip((query, key, value), layouts, strict=True)]
+        return laid_out(attend(*moved, lam), layouts[0])
+
+    return function
+
+
+quick = settings(max_examples=80, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+
+
+@quick
+@given(calls(), st.tuples(*[st.sampled_from(LAYOUTS)] * 3))
+def test_any_call_equals_the_equations(case, layouts):
+    results = output_and_gradients(in_layouts(case, layouts), case, torch.float32)
+    assert_close(results, by_equations(case), 2e-5)
+
+
+@settings(quick, max_examples=40)
+@given(calls(), st.tuples(*[st.sampled_from(LAYOUTS)] * 3), st.sampled_from(LOW))
+def test_any_call_in_low_precision(case, layouts, dtype):
+    """Four draws of the numbers, so that eager PyTorch is not right by luck where there is one number or few."""
+    results, eager_results, exact = [], [], []
+    for seed in range(4):
+        seeded = dataclasses.replace(case)
+        inputs = case.inputs
+        seeded.inputs = lambda dtype, inputs=inputs, seed=seed: inputs(dtype, seed)
+        results.append(output_and_gradients(in_layouts(case, layouts), seeded, dtype))
+        eager_results.append(output_and_gradients(eager(case), seeded, dtype))
+        exact.append(
+            output_and_gradients(lambda *inputs: oracle.attention(case, *inputs), seeded, torch.float64, of=dtype)
+        )
+
+    def joined(many):
+        return {name: torch.stack([one[name] for one in many]) for name in many[0]}
+
+    assert_as_good_as_eager(joined(results), joined(eager_results), joined(exact), dtype)
+
+
+LENGTHS = (1, 63, 64, 65, 127, 128, 129, 200, 300)
+WAYS = ({}, CAUSAL, CAUSAL | {"window": 70})
+
+
+@pytest.mark.parametrize("keys", LENGTHS)
+@pytest.mark.parametrize("queries", LENGTHS)
+def test_block_edges(queries, keys):
+    """A tile is 128 keys, a block 64 rows, and rows are those of all heads of a group."""
+    for heads, kwargs in ((1, WAYS[(queries + keys) % 3]), (3, WAYS[(queries + keys + 1) % 3])):
+        case = Case("x", H=heads, G=1, T=queries, S=keys, D=5, E=7, lam="query", kwargs=kwargs)
+        assert_close(run(case), in_float64(case), 2e-5)
+
+
+EDGES = [
+    Case("own heads", B=2, T=129, S=129, D=16, E=32, kwargs=CAUSAL),
+    Case("window", H=3, G=1, T=65, S=200, D=9, E=17, lam="scalar", kwargs=CAUSAL | {"window": 70}),
+    Case("shared key", H=4, G=2, T=127, S=300, shared_key=True, D=33, E=64, kwargs=CAUSAL),
+    Case("wide", H=2, G=1, T=70, S=130, D=128, E=256, lam="query"),
+    Case("many heads", H=96, G=2, T=3, S=40, D=3, E=5, kwargs=CAUSAL),
+    Case("one key", H=3, G=1, T=100, S=1, D=8, E=8),
+    Case("softmax", H=6, G=2, T=100, S=150, D=24, E=24, lam=None, kwargs=CAUSAL),
+    Case("mask", B=2, T=65, S=131, kwargs={"attn_mask": random_mask(2, 1, 65, 131)}),
+    Case("ranges", B=3, T=65, S=200, kwargs=CAUSAL | {"kv_start": ints(0, 65, 131), "kv_lengths": ints(65, 200, 150)}),
+    Case("documents", H=3, G=1, T=300, S=300, kwargs=CAUSAL | {"cu_seqlens": ints(0, 1, 66, 130, 131, 300)}),
+    Case("documents, window", T=300, S=300, kwargs=CAUSAL | {"cu_seqlens": ints(0, 131, 300), "window": 64}),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", EDGES, ids=by_name)
+def test_several_tiles_and_blocks(case, dtype):
+    assert_as_good(case, dtype)
+
+
+def decoding(name, **fields):
+    """A call of at most 8 rows a group and more than a tile of keys."""
+    return Case(name, **({"B": 2, "H": 8, "G": 2, "T": 1, "S": 300, "D": 17, "E": 19, "kwargs": CAUSAL} | fields))
+
+
+DECODING = [
+    decoding("one group", G=1),
+    decoding("own heads", G=8),
+    decoding("two queries", T=2, lam="query"),
+    decoding("eight queries", H=2, T=8, lam="query"),
+    decoding("129 keys", S=129),
+    decoding("whole chunks", S=512, D=16, E=64),
+    decoding("wide values", S=257, E=140, lam="scalar"),
+    decoding("5000 keys", B=1, S=5000, D=64, E=128),
+    decoding("shared key", shared_key=True, T=2, lam="vector"),
+    decoding("float", lam="float", kwargs={"scale": -0.3}),
+    decoding("softmax", lam=None),
+    decoding("padding", B=3, kwargs=CAUSAL | {"kv_start": ints(3, 280, 300)}),
+    decoding("cache", B=3, T=2, kwargs=CAUSAL | {"kv_lengths": ints(1, 300, 257)}),
+    decoding("both ends", B=2, T=2, S=600, kwargs=CAUSAL | {"kv_start": ints(257, 5), "kv_lengths": ints(511, 6)}),
+    decoding("window", T=2, kwargs=CAUSAL | {"window": 100}),
+    decoding("mask", kwargs={"attn_mask": random_mask(2, 8, 1, 300)}),
+    decoding("mask of keys", T=2, lam=None, kwargs={"attn_mask": random_mask(300)}),
+    decoding("empty chunks", kwargs={"attn_mask": torch.arange(300) > 290}),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", DECODING, ids=by_name)
+def test_few_queries_and_many_keys(case, dtype):
+    assert_as_good(case, dtype)
+
+
+SMALL = Case("x", B=2, H=4, G=2, T=9, S=11, D=8, E=6, lam="head", kwargs=CAUSAL)
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.5, -1e-3, 3.0])
+@pytest.mark.parametrize("case", [SMALL, decoding("decoding", lam="query")], ids=by_name)
+def test_any_scale(case, scale):
+    case = dataclasses.replace(case, kwargs=case.kwargs | {"scale": scale})
+    assert_close(run(case), by_equations(case), 2e-5)
+
+
+def errors_of(attend, leaves, grad, reference):
+    """Of the output and the gradients of `attend(*leaves)`, to those of `reference` in float64."""
+    results = {}
+    for function, dtype in ((attend, torch.float32), (reference, torch.float64)):
+        cast = [x.detach().to(dtype).requires_grad_() for x in leaves]
+        out = function(*cast)
+        results[dtype] = [out, *torch.autograd.grad(out, cast, grad.to(dtype))]
+    return [relative_error(x, exact) for x, exact in zip(*results.values(), strict=True)]
+
+
+@pytest.mark.skipif(
+    os.environ.get("DIFFTRANSFORMER_SANITIZE_KERNELS") == "1",
+    reason="-O1 with sanitizers rounds scores before it subtracts",
+)
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("case", [SMALL, decoding("decoding", lam="query")], ids=by_name)
+def test_logits_around_ten_thousand(case, sign):
+    """As exact as the equations in fp32; whole numbers, so that the logits themselves are exact."""
+    case = dataclasses.replace(case, D=8, kwargs={"scale": 1.0})
+    query, key, value, lam, grad = case.inputs(requires_grad=False)
+    query, key = (2 * query).round(), key.round()
+    query[..., :: case.D], key[..., :: case.D] = 100.0, 100.0 * sign
+    ours, plain = (
+        errors_of(op(case, backend), (query, key, value, lam), grad, op(case, "reference"))
+        for backend in ("cpu", "reference")
+    )
+    for error, plain_error in zip(ours, plain, strict=True):
+        assert error <= 4 * max(plain_error, 1e-6)
+
+
+@pytest.mark.parametrize("spread", [10, 30, 100])
+@pytest.mark.parametrize("queries", [1, 70])
+def test_peaked_maps_are_as_exact_as_torchs(queries, spread):
+    """Where one key takes nearly all, gradients are what is left of a difference."""
+    case = Case("x", H=4, G=4, T=queries, S=300, D=16, E=16, lam=None)
+    query, key, value, _, grad = case.inputs(requires_grad=False)
+    leaves = (spread * query, key, value)
+
+    def fused(*inputs):
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            return F.scaled_dot_product_attention(*inputs)
+
+    def errors(attend):
+        return errors_of(attend, leaves, grad, lambda *inputs: op(case, "reference")(*inputs, None))
+
+    ours, theirs = errors(lambda *inputs: op(case, "cpu")(*inputs, None)), errors(fused)
+    for error, their_error in zip(ours, theirs, strict=True):
+        assert error <= 2 * max(their_error, 1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sizes", [{"B": 0}, {"H": 0}, {"T": 0}, {"S": 0}, {"T": 0, "S": 0}], ids=str)
+@pytest.mark.parametrize("norm", [False, True])
+def test_sizes_of_zero(sizes, dtype, norm):
+    case = dataclasses.replace(SMALL, **sizes)
+    leaves, _, _ = tensors(case, dtype)
+    out, *grads = bits(case, dtype, norm)
+    assert out.shape == (case.B, case.H, case.T, case.E)
+    assert out.dtype == dtype
+    assert (out == 0).all()
+    for leaf, grad in zip(leaves, grads, strict=norm is False):
+        assert grad.shape == leaf.shape
+        assert (grad == 0).all()
+    assert all((grad == 0).all() for grad in grads)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("groups", "length"), [(4, 65), (2, 200), (1, 1)])
+def test_softmax_and_its_gradients_equal_torchs(groups, length, causal):
+    case = Case("x", B=2, H=4, G=groups, T=length, S=length, D=8, E=12, lam=None, kwargs={"is_causal": causal})
+    by_torch = output_and_gradients(
+        lambda q, k, v, lam: F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True),
+        case,
+        torch.float64,
+        of=torch.float32,
+    )
+    assert_close(run(case), by_torch, 2e-5)
+
+
+# The same bits.
+
+SAME_BITS = {
+    "one head": Case("x", H=1, G=1, T=300, S=300, D=16, E=32, lam="scalar"),
+    "one head, causal": Case("x", H=1, G=1, T=300, S=300, D=16, E=32, kwargs=CAUSAL),
+    "window": Case("x", H=1, G=1, T=500, S=500, D=8, E=8, lam="query", kwargs=CAUSAL | {"window": 90}),
+    "one group": Case("x", H=4, G=1, T=130, S=200, D=16, E=20, kwargs=CAUSAL),
+    "two groups": Case("x", B=2, H=6, G=2, T=70, S=300, D=9, E=11, lam="scalar", kwargs={"kv_start": ints(0, 140)}),
+    "documents": Case("x", H=2, G=1, T=300, S=300, kwargs=CAUSAL | {"cu_seqlens": ints(0, 70, 200, 300)}),
+    "softmax": Case("x", H=2, G=1, T=200, S=200, D=16, E=32, lam=None, kwargs=CAUSAL),
+    "decoding": Case("x", H=4, G=1, T=2, S=3000, D=16, E=32, kwargs=CAUSAL),
+}
+
+
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", SAME_BITS)
+def test_the_same_bits_on_any_threads(name, dtype, norm):
+    case = SAME_BITS[name]
+    if norm and case.lam is None:
+        return
+    with threads(1):
+        alone = bits(case, dtype, norm)
+        assert_same_bits(bits(case, dtype, norm), alone)
+    for count in (2, 3, 5):
+        with threads(count):
+            for _ in range(2):
+                assert_same_bits(bits(case, dtype, norm), alone)
+
+
+def test_the_same_bits_inside_a_parallel_caller():
+    """Calls from several Python threads at once."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    case = SAME_BITS["one head, causal"]
+    alone = bits(case)
+    with ThreadPoolExecutor(4) as pool:
+        for together in pool.map(lambda _: bits(case), range(8)):
+            assert_same_bits(together, alone)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_does_not_depend_on_the_batch(dtype):
+    case = Case("x", B=3, H=4, G=2, T=70, S=140, D=16, E=24, kwargs=CAUSAL)
+    query, key, value, lam, _ = case.inputs(dtype, requires_grad=False)
+    whole = op(case, "cpu")(query, key, value, lam)
+    for b in range(3):
+        assert torch.equal(whole[b], op(case, "cpu")(query[b : b + 1], key[b : b + 1], value[b : b + 1], lam)[0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_expanded_gradient(dtype):
+    leaves, lam, _ = tensors(SMALL, dtype)
+    out = op(SMALL, "cpu")(*leaves[:3], lam)
+    ones = torch.ones((), dtype=dtype).expand_as(out)
+    expanded = torch.autograd.grad(out, leaves, ones, retain_graph=True)
+    assert_same_bits(torch.autograd.grad(out, leaves, ones.contiguous()), expanded)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["one head, causal", "decoding"])
+def test_expanded_inputs(name, dtype):
+    """One key and value for all positions, groups or rows of a batch, without a copy."""
+    case = dataclasses.replace(SAME_BITS[name], B=2, H=4, G=2, lam="head")
+    query, key, value, lam, _ = case.inputs(dtype, requires_grad=False)
+    for index in (
+        (slice(1), slice(None), slice(None)),
+        (slice(None), slice(1), slice(None)),
+        (..., slice(1), slice(None)),
+    ):
+        one_key, one_value = key[index].expand_as(key), value[index].expand_as(value)
+        assert 0 in one_key.stride()
+        out = op(case, "cpu")(query, one_key, one_value, lam)
+        assert torch.equal(out, op(case, "cpu")(query, one_key.contiguous(), one_value.contiguous(), lam))
+
+
+# What is read, and what is not.
+
+UNSEEN = {
+    "start": Case("x", B=3, H=2, G=1, T=70, S=150, kwargs={"kv_start": ints(4, 129, 150)}),
+    "odd start": Case("x", B=3, H=2, G=1, T=70, S=150, kwargs=CAUSAL | {"kv_start": ints(5, 131, 1)}),
+    "length": Case("x", B=3, H=2, G=1, T=9, S=150, kwargs=CAUSAL | {"kv_lengths": ints(100, 131, 0)}),
+    "both": Case("x", B=3, T=9, S=150, kwargs={"kv_start": ints(3, 2, 9), "kv_lengths": ints(99, 140, 7)}),
+    "softmax": Case("x", B=2, T=9, S=150, lam=None, kwargs={"kv_start": ints(3, 2), "kv_lengths": ints(99, 140)}),
+    "decoding": Case("x", B=3, T=1, S=300, kwargs={"kv_start": ints(3, 2, 290), "kv_lengths": ints(99, 280, 300)}),
+    "odd width": Case("x", B=2, T=9, S=150, D=5, E=7, kwargs={"kv_start": ints(3, 2), "kv_lengths": ints(99, 140)}),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("name", UNSEEN)
+def test_keys_outside_the_range_are_not_read(name, norm, dtype):
+    """NaN or infinity there gives what zeros give, and such keys have no gradient."""
+    case = UNSEEN[name]
+    if norm and case.lam is None:
+        return
+    start, length = (case.kwargs.get(limit) for limit in ("kv_start", "kv_lengths"))
+    position = torch.arange(case.S).expand(case.B, -1)
+    unseen = (position < (0 if start is None else start[:, None])) | (
+        position >= (case.S if length is None else length[:, None])
+    )
+    inputs = case.inputs
+    results = {}
+    for fill in (0.0, torch.nan, torch.inf):
+
+        def filled(dtype, fill=fill):
+            query, key, value, lam, grad = inputs(dtype)
+            with torch.no_grad():
+                for x in (key, value):
+                    x.transpose(1, 2)[unseen] = fill
+            return query, key, value, lam, grad
+
+        changed = dataclasses.replace(case)
+        changed.inputs = filled
+        results[fill] = bits(changed, dtype, norm)
+    assert_same_bits(results[torch.nan], results[0.0])
+    assert_same_bits(results[torch.inf], results[0.0])
+    for grad in results[0.0][2:4]:
+        assert (grad.transpose(1, 2)[unseen] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("which", ["query", "key", "value"])
+@pytest.mark.parametrize(
+    "case", [Case("tiles", B=2, T=70, S=140, kwargs=CAUSAL), decoding("decoding", G=8)], ids=by_name
+)
+def test_nan_in_what_a_query_sees_reaches_its_output(case, which, dtype):
+    query, key, value, lam, _ = case.inputs(dtype, requires_grad=False)
+    t, j = case.T - 1, 3
+    spoiled = {"query": query, "key": key, "value": value}
+    spoiled[which][1, 1, t if which == "query" else j, -1] = torch.nan
+    out = op(case, "cpu")(query, key, value, lam)
+    assert out[0].isfinite().all()
+    if which == "value":
+        assert out[1, 1, :, -1].isnan().all()
+        assert out[1, 1, :, :-1].isfinite().all()
+    else:
+        assert out[1, 1, t].isnan().all()
+    if which == "query":
+        assert out[1, 1, :t].isfinite().all()
+    grads = [x.requires_grad_() for x in (query, key, value)]
+    grads = torch.autograd.grad(op(case, "cpu")(query, key, value, lam), grads, torch.ones_like(out))
+    assert grads[0][1, 1, t].isnan().any()
+    assert all(grad[0].isfinite().all() for grad in grads)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["mask with empty rows", "left padding", "more queries than keys", "both ends, mask"])
+def test_rows_that_see_nothing_are_zero(name, dtype):
+    case = BY_NAME[name]
+    empty = ~oracle.dense_mask(case).any(-1)
+    leaves, lam, _ = tensors(case, dtype)
+    out = op(case, "cpu")(*leaves[:3], lam)
+    assert (out[empty] == 0).all()
+    into_empty = empty.unsqueeze(-1).expand_as(out).to(dtype)
+    for grad in torch.autograd.grad(out, leaves, into_empty, retain_graph=True):
+        assert (grad == 0).all()
+    assert (torch.autograd.grad(out, leaves[0], torch.ones_like(out))[0][empty] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["one position", "257 window", "left padding", "documents", "softmax, mask"])
+def test_no_uninitialised_memory(name, dtype):
+    case = BY_NAME[name]
+    usual = bits(case, dtype)
+    with new_memory_is_nan():
+        assert_same_bits(bits(case, dtype), usual)
+
+
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", [*EDGES[1:4], DECODING[2], DECODING[7]], ids=by_name)
+def test_no_uninitialised_memory_in_odd_sizes(case, dtype, norm):
+    usual = bits(case, dtype, norm)
+    with new_memory_is_nan():
+        assert_same_bits(bits(case, dtype, norm), usual)
+
+
+def raw(query, key, value, lam, **changes):
+    """The operator itself."""
+    arguments = {"mask": None, "is_causal": True, "window": None, "kv_start": None, "kv_lengths": None, "bounds": None}
+    return torch.ops.difftransformer.cpu_attention(
+        query, key, value, lam, *(arguments | changes).values(), 0.5, None, None, 1.0
+    )[0]
+
+
+def test_ranges_that_nobody_checked_stay_inside_the_tensors():
+    """Before a compiled call they are not read."""
+    assert build.load() is None
+    query, key, value, _, _ = Case("x", B=2, T=9, S=140).inputs(requires_grad=False)
+    lam = torch.full((1, 1, 1), 0.5)
+    wild = raw(query, key, value, lam, kv_start=ints(-7, 2**30), kv_lengths=ints(2**30, 10**9))
+    assert torch.equal(wild, raw(query, key, value, lam, kv_start=ints(0, 140), kv_lengths=ints(140, 140)))
+    one = [x[:1, :, :9] for x in (query, key, value)]
+    wild = raw(*one, lam, bounds=ints(-5, 3, 10**9))
+    assert torch.equal(wild, raw(*one, lam, bounds=ints(0, 3, 9)))
+
+
+# Autograd, tracing, checkpoints.
+
+
+@pytest.mark.parametrize("name", ["query", "key", "value", "lam", "weight"])
+def test_only_one_input_wants_a_gradient(name):
+    names = ("query", "key", "value", "lam", "weight")
+    whole = dict(zip(names, bits(SMALL, norm=True)[1:], strict=True))
+    query, key, value, lam, grad = SMALL.inputs(requires_grad=False)
+    inputs = dict(zip(names, (query, key, value, lam, torch.linspace(0.5, 1.5, SMALL.E)), strict=True))
+    inputs[name].requires_grad_()
+    normed_differential_attention(*inputs.values(), eps=1e-5, factor=0.4, backend="cpu", is_causal=True).backward(grad)
+    assert torch.equal(inputs[name].grad, whole[name])
+
+
+def test_nothing_wants_a_gradient():
+    query, key, value, lam, _ = SMALL.inputs(requires_grad=False)
+    attend = op(SMALL, "cpu")
+    usual = attend(query, key, value, lam)
+    assert not usual.requires_grad
+    with torch.inference_mode():
+        assert torch.equal(attend(query, key, value, lam), usual)
+    with torch.no_grad():
+        assert not attend(query.requires_grad_(), key, value, lam).requires_grad
+
+
+@pytest.mark.parametrize("name", ["two groups", "decoding"])
+def test_activation_checkpointing_changes_no_bit(name):
+    case = SAME_BITS[name]
+    leaves, lam, grad = tensors(case)
+    out = checkpoint(op(case, "cpu"), *leaves[:3], lam, use_reentrant=False)
+    assert_same_bits([out.detach(), *torch.autograd.grad(out, leaves, grad)], bits(case))
+
+
+def test_second_derivatives_are_refused():
+    leaves, lam, _ = tensors(SMALL)
+    out = op(SMALL, "cpu")(*leaves[:3], lam)
+    (first,) = torch.autograd.grad(out.square().sum(), leaves[0], create_graph=True)
+    with pytest.raises(RuntimeError):
+        torch.autograd.grad(first.square().sum(), leaves[0])
+
+
+COMPILED = [SMALL, decoding("decoding"), BY_NAME["cache, window"], BY_NAME["softmax"]]
+
+
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("case", COMPILED, ids=by_name)
+def test_compiles_to_the_same_bits(case, norm):
+    torch.compiler.reset()
+    leaves, lam, grad = tensors(case)
+    attend = op(case, "cpu")
+    if norm and case.lam is not None:
+        leaves.append(torch.linspace(0.5, 1.5, case.E).requires_grad_())
+
+        def attend(q, k, v, lam):
+            return normed_differential_attention(
+                q, k, v, lam, leaves[-1], eps=1e-5, factor=0.4, backend="cpu", **case.kwargs
+            )
+
+    compiled = torch.compile(lambda *inputs: 2 * attend(*inputs), fullgraph=True, backend="aot_eager")
+    compiled_out, plain_out = compiled(*leaves[:3], lam), 2 * attend(*leaves[:3], lam)
+    assert compiled_out.stride() == plain_out.stride()
+    assert_same_bits(
+        [compiled_out.detach(), *torch.autograd.grad(compiled_out, leaves, grad)],
+        [plain_out.detach(), *torch.autograd.grad(plain_out, leaves, grad)],
+    )
+
+
+OPCHECK = [
+    Case("own keys", B=2, H=4, G=2, T=6, S=9, lam="query", kwargs=CAUSAL | {"window": 4}),
+    Case("shared key", T=6, S=6, shared_key=True, kwargs={"kv_start": ints(2)}),
+    Case("lengths", B=2, T=3, S=9, lam="scalar", kwargs={"kv_lengths": ints(2, 9), "scale": 0.3}),
+    Case("softmax", T=6, S=9, lam=None, kwargs={"attn_mask": random_mask(6, 9)}),
+    Case("documents", T=9, S=9, kwargs={"cu_seqlens": ints(0, 3, 9)}),
+    Case("decoding", T=2, S=140, kwargs=CAUSAL),
+]
+
+
+@pytest.mark.parametrize("norm", [None, "gain", "no gain"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", OPCHECK, ids=by_name)
+def test_opcheck(case, dtype, norm):
+    assert build.load() is None
+    query, key, value, lam, grad = case.inputs(dtype)
+    names = ("attn_mask", "is_causal", "window", "kv_start", "kv_lengths", "cu_seqlens")
+    restrictions = [({"is_causal": False} | case.kwargs).get(name) for name in names]
+    if lam is not None and lam.dim() < 3:
+        lam = lam.detach().view(1, -1, 1).requires_grad_()
+    weight = torch.ones(case.E, dtype=dtype, requires_grad=True) if norm == "gain" else None
+    rest = [case.kwargs.get("scale", 0.5), weight, None if norm is None else 1e-5, 0.4]
+    ops = torch.ops.difftransformer
+    inputs = (query, key, value, lam, *restrictions, *rest)
+    torch.library.opcheck(ops.cpu_attention.default, inputs)
+    plain = [x.detach() if isinstance(x, torch.Tensor) else x for x in inputs]
+    saved = ops.cpu_attention(*plain)[1:]
+    torch.library.opcheck(ops.cpu_attention_backward.default, (grad, *saved, *plain))
+
+
+# Refusals.
+
+
+def test_float64_is_refused_with_the_reason():
+    query, key, value, lam, _ = SMALL.inputs(torch.float64)
+    with pytest.raises(BackendUnavailable, match="cpu: takes float32, bfloat16 and float16, not float64"):
+        op(SMALL, "cpu")(query, key, value, lam)
+
+
+def test_without_the_kernels_auto_takes_another_and_the_name_says_why(monkeypatch):
+    query, key, value, lam, _ = SMALL.inputs()
+    usual = op(SMALL, "auto")(query, key, value, lam)
+    assert torch.equal(usual, op(SMALL, "cpu")(query, key, value, lam))
+    monkeypatch.setattr(build, "_outcome", ["no C++ compiler: 'c++' was not found"])
+    other = op(SMALL, "auto")(query, key, value, lam)
+    assert torch.equal(other, op(SMALL, "reference")(query, key, value, lam))
+    torch.testing.assert_close(other, usual, rtol=1e-5, atol=1e-6)
+    for attend in (differential_attention, softmax_attention):
+        with pytest.raises(BackendUnavailable, match=r"'cpu' cannot .*cpu: no C\+\+ compiler: 'c\+\+' was not found"):
+            attend(*([query, key, value] + [lam] * (attend is differential_attention)), backend="cpu")
+
+
+@pytest.mark.parametrize("changes", [{"key": 3}, {"value": 3}, {"lam": 3}, {"weight": 3}, {"query": 1}], ids=str)
+def test_wrong_shapes_never_reach_the_kernels(changes, monkeypatch):
+    def reached(*_):
+        raise AssertionError
+
+    monkeypatch.setattr(torch.ops.difftransformer, "cpu_attention", reached)
+    inputs = dict(zip(("query", "key", "value", "lam"), SMALL.inputs(), strict=False)) | {"weight": torch.ones(SMALL.E)}
+    for name, cut in changes.items():
+        inputs[name] = inputs[name][..., :cut]
+    with pytest.raises(DiffTransformerError):
+        normed_differential_attention(*inputs.values(), eps=1e-5, backend="cpu")
+
+
+# The other instruction sets.
+
+PROGRAM = """
+import sys, ctypes, pytest, torch
+wanted, brgemm, *arguments = sys.argv[1:]
+if wanted == "avx512":
+    torch.cpu._is_avx512_bf16_supported = lambda: False
+from difftransformer.ops import build
+assert build.instruction_set() == wanted, build.instruction_set()
+library = build.open_library()
+if brgemm == "brgemm":
+    try:
+        used = ctypes.c_bool.in_dll(ctypes.CDLL(str(library.path)), "_ZN15difftransformer10use_brgemmE").value
+    except ValueError:
+        used = False
+    if not used:
+        sys.exit(77)
+sys.exit(pytest.main(arguments))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wanted", ["avx2", "avx512", "avx512_bf16", "brgemm"])
+def test_on_other_instruction_sets(wanted):
+    """All of this file, and what the other files ask of this backend, in a process with other kernels."""
+    order = ["avx2", "avx512", "avx512_bf16"]
+    isa = "avx512_bf16" if wanted == "brgemm" else wanted
+    if order.index(isa) > order.index(build.instruction_set()):
+        pytest.skip(f"this machine has no {isa}")
+    here = Path(__file__).parent
+    files = [str(here / name) for name in ("test_cpu.py", "test_attention.py", "test_normed_attention.py")]
+    options = ["-q", "-x", "-m", "not slow and not gpu", "-k", "cpu and not compile", "-p", "no:cacheprovider"]
+    environment = os.environ | {
+        "ATEN_CPU_CAPABILITY": "avx2" if isa == "avx2" else "avx512",
+        "DIFFTRANSFORMER_BRGEMM": str(int(wanted == "brgemm")),
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, isa, wanted, *files, *options],
+        env=environment,
+        cwd=here.parents[1],
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    if done.returncode == 77:
+        pytest.skip("torch's brgemm multiplies no bf16 here")
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
