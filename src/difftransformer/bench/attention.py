@@ -117,6 +117,8 @@ def _implementations(
             reason = _too_long(shape) if backends is None else _too_large(shape)
         found[f"diff {name}"] = reason
     if peers and shape.mode != "decode":
+        # DiffLlama's attention has the headwise norm: this is its like.
+        found[f"normed {SOFTMAX_KERNEL}"] = can.get(SOFTMAX_KERNEL, NO_BACKEND)
         for name, makes_maps in ATTN_IMPLEMENTATIONS.items():
             found[f"DiffLlama {name}"] = _too_large(shape) if makes_maps else None
     return found

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..model import DiffTransformerForCausalLM
 from ..model.nll import next_token_nll
-from ..ops import differential_attention, softmax_attention
+from ..ops import differential_attention, normed_differential_attention, softmax_attention
 from ..results import AttentionShape
 from .peers import DiffLlamaCore
 
@@ -22,7 +22,8 @@ def attention_work(implementation: str, shape: AttentionShape, device: str = "cp
     """One causal call with batch 1; in mode "forward+backward" with the gradients of query, key, value and lambda.
 
     Args:
-        implementation: "diff BACKEND", our op with H heads of 2 D and a lambda for each; "softmax BACKEND", our op for the
+        implementation: "diff BACKEND", our op with H heads of 2 D and a lambda for each; "normed BACKEND", the same with
+            the headwise norm, without gain as in DiffLlama; "softmax BACKEND", our op for the
             same-size Transformer, 2 H heads of D; "torch sdpa", PyTorch's function for the same; "DiffLlama sdpa" or
             "DiffLlama eager", `DiffLlamaCore`.
         shape: What is computed.
@@ -55,6 +56,18 @@ def _diff(backend: str, shape: AttentionShape, device: str) -> Attend:
     return attend, [query, key, value, lam]
 
 
+def _normed(backend: str, shape: AttentionShape, device: str) -> Attend:
+    query, key, value = _draw(shape, device, shape.heads, 2 * shape.head_dim)
+    lam = torch.full((shape.heads,), LAMBDA, device=device)
+
+    def attend() -> Tensor:
+        return normed_differential_attention(
+            query, key, value, lam, None, eps=1e-5, factor=1 - LAMBDA, is_causal=True, backend=backend
+        )
+
+    return attend, [query, key, value, lam]
+
+
 def _softmax(backend: str, shape: AttentionShape, device: str) -> Attend:
     query, key, value = _draw(shape, device, 2 * shape.heads, shape.head_dim)
     return lambda: softmax_attention(query, key, value, is_causal=True, backend=backend), [query, key, value]
@@ -74,6 +87,7 @@ def _diffllama(attn_implementation: str, shape: AttentionShape, device: str) -> 
 
 _FAMILIES: dict[str, Callable[[str, AttentionShape, str], Attend]] = {
     "diff": _diff,
+    "normed": _normed,
     "softmax": _softmax,
     "torch": _torch,
     "DiffLlama": _diffllama,

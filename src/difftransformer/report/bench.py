@@ -22,6 +22,7 @@ QUIET_SHARE = 0.03  # of the CPU time to others, above which the tables end with
 # Okabe and Ito's colours; an implementation keeps its own, whichever others were timed.
 _LOOKS = {
     OURS: ("#0072B2", "o"),
+    "normed cpu": ("#0072B2", "x"),
     "diff chunked": ("#56B4E9", "s"),
     "diff sdpa": ("#009E73", "^"),
     "diff reference": ("#777777", "v"),
