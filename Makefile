@@ -34,9 +34,10 @@ test-all: $(DEV) test-data ## The heavier tests
 test-data: $(DEV) ## Check the data that heavier tests read (folder DIFFTRANSFORMER_DATA); under CI a named set that is missing is a failure
 	$(RUN) tests/check_data.py
 
-lint: $(DEV) ## ruff, mypy, import-linter
+lint: $(DEV) ## ruff, clang-format, mypy, import-linter
 	$(RUN) -m ruff format --check src tests
 	$(RUN) -m ruff check src tests
+	$(RUN) -c "import clang_format; clang_format.clang_format()" --dry-run -Werror src/difftransformer/ops/csrc/*
 	$(RUN) -m mypy
 	$(RUN) -c "from importlinter.cli import lint_imports_command; lint_imports_command()"
 

@@ -3,12 +3,12 @@
 //   dP = dO V^T                 dS_1 = P_1 * (dP - d_1)       dS_2 = -lam P_2 * (dP - d_2)       dlam = -d_2
 //   dV += (P_1 - lam P_2)^T dO          dQ_m = s dS_m K_m           dK_m += s dS_m^T Q_m
 //
-// A block keeps P_1, P_2 and dP of all its keys: a first pass makes them and d_m, a second forms dS: 10 units, the count of
-// ordinary attention over 2H heads.
+// A block keeps P_1, P_2 and dP of all its keys: a first pass makes them and d_m, a second forms dS: 10 units, the
+// count of ordinary attention over 2H heads.
 //
-// dK and dV of a tile of keys are added up over blocks in one fixed order, that in which threads claim the blocks; a block
-// waits for its turn at each tile. All blocks of a group walk the tiles in the same direction, so they follow each other
-// like a wave, and the result has the same bits for any number of threads.
+// dK and dV of a tile of keys are added up over blocks in one fixed order, that in which threads claim the blocks; a
+// block waits for its turn at each tile. All blocks of a group walk the tiles in the same direction, so they follow
+// each other like a wave, and the result has the same bits for any number of threads.
 #pragma once
 
 #include <thread>
@@ -20,11 +20,12 @@ namespace difftransformer {
 // Whose turn it is to add to the keys of a tile.
 class Turns {
  public:
-  explicit Turns(const Problem& p) : blocks_(p.blocks()), ranges_(p.batch * blocks_), done_(p.batch * p.groups * blocks_) {
+  explicit Turns(const Problem& p)
+      : blocks_(p.blocks()), ranges_(p.batch * blocks_), done_(p.batch * p.groups * blocks_) {
     for (int64_t b = 0; b < p.batch; b++)
       for (int64_t i = 0; i < blocks_; i++) {
         const Block block(p, b, 0, i);
-        ranges_[b * blocks_ + i] = {block.first_tile(), block.last_tile()};
+        ranges_[b * blocks_ + i] = {block.first_tile(p), block.last_tile(p)};
       }
     for (auto& tiles : done_) tiles.store(0, std::memory_order_relaxed);
   }
@@ -56,8 +57,8 @@ class Turns {
 
 // A tile's scores become P, and the sums of P * dP grow.
 template <int degree, bool masked, int maps>
-inline void differentiate(float* const* p, float* dp, const Tile& tile, const Block& block, const int32_t* mask, float exponent,
-                          float* const* lse, float* const* d, float* const* total) {
+inline void differentiate(float* const* p, float* dp, const Tile& tile, const Block& block, const int32_t* mask,
+                          float exponent, float* const* lse, float* const* d, float* const* total) {
   const int64_t lanes = block.lanes;
   for (int64_t i = tile.lane; i < tile.lane + tile.lanes; i += W) {
     Vec norm[maps], sum[maps], whole[maps];
@@ -90,7 +91,8 @@ inline void differentiate(float* const* p, float* dp, const Tile& tile, const Bl
   }
 }
 
-template <class Type, class In, int maps> struct Backward {
+template <class Type, class In, int maps>
+struct Backward {
   using Unit = typename Type::Unit;
   using Element = typename Type::Element;
   static constexpr int64_t kPack = Type::kPack;
@@ -100,16 +102,16 @@ template <class Type, class In, int maps> struct Backward {
   const float *lse, *inverse_rms;
   Norm norm;
   View<In> grad_query;
-  float *grad_key, *grad_value;  // (B, G, S, ...), zero at the start
+  float *grad_key, *grad_value;   // (B, G, S, ...), zero at the start
   float *grad_lam, *grad_weight;  // (B, H, T) and (tasks, E)
 
   struct Scratch {
     float *p[2], *dp, *lse[2], *d[2], *total[2], *lam, *grad_query[2], *rows;
-    Unit *query[2], *grad;            // [units][lanes]
+    Unit *query[2], *grad;               // [units][lanes]
     Element *query_rows[2], *grad_rows;  // [lanes][units * kPack]
     Unit *query_pairs[2], *grad_pairs;   // bf16: [lanes / 2][width]
-    Element *combined, *ds;            // [keys of a tile][lanes]
-    Unit* ds_pairs;                    // bf16: [keys / 2][lanes]
+    Element *combined, *ds;              // [keys of a tile][lanes]
+    Unit* ds_pairs;                      // bf16: [keys / 2][lanes]
     int32_t* mask;
     int64_t floats;
 
@@ -130,12 +132,12 @@ template <class Type, class In, int maps> struct Backward {
       grad = carve.take<Unit>(value_units * lanes);
       grad_rows = carve.take<Element>(lanes * value_units * kPack);
       grad_pairs = carve.take<Unit>(paired * E);
-      combined = carve.take<Element>(kTile * lanes);
-      ds = carve.take<Element>(kTile * lanes);
-      ds_pairs = carve.take<Unit>(paired * kTile);
+      combined = carve.take<Element>(problem.tile_keys * lanes);
+      ds = carve.take<Element>(problem.tile_keys * lanes);
+      ds_pairs = carve.take<Unit>(paired * problem.tile_keys);
       rows = carve.take(std::max(D, E) * lanes + E);
-      mask = carve.take<int32_t>(problem.mask ? kTile * lanes : 0);
-      const int64_t whole = problem.tiles() * kTile * lanes;
+      mask = carve.take<int32_t>(problem.mask ? problem.tile_keys * lanes : 0);
+      const int64_t whole = problem.tiles() * problem.tile_keys * lanes;
       for (int m = 0; m < maps; m++) p[m] = carve.take(whole);
       dp = carve.take(whole);
       floats = carve.floats;
@@ -145,7 +147,7 @@ template <class Type, class In, int maps> struct Backward {
   void run() const {
     Turns turns(p);
     const int64_t blocks = p.blocks();
-    for_each_task(p.batch * p.groups, blocks, Scratch(p, nullptr).floats, [&](int64_t bg, int64_t index, float* base) {
+    for_each_task(p, blocks, Scratch(p, nullptr).floats, [&](int64_t bg, int64_t index, float* base) {
       const int64_t task = bg * blocks + index;
       const Block block(p, bg / p.groups, bg % p.groups, turns.block_of(task));
       Scratch scratch(p, base);
@@ -155,18 +157,19 @@ template <class Type, class In, int maps> struct Backward {
 
   void differentiate_block(const Block& block, Scratch& s, int64_t task, Turns& turns) const {
     stage(block, s, task);
-    const int64_t lanes = block.lanes, first = block.first_tile(), last = block.last_tile();
+    const int64_t lanes = block.lanes, first = block.first_tile(p), last = block.last_tile(p);
     const int64_t b = block.batch, g = block.group;
     for (int64_t j = first; j < last; j++) {
       const Tile tile(p, block, j, Type::kPack);
-      const int64_t offset = (j - first) * kTile * lanes;
+      const int64_t offset = (j - first) * p.tile_keys * lanes;
       float* maps_[2] = {s.p[0] + offset, maps == 2 ? s.p[1] + offset : nullptr};
       for (int m = 0; m < maps; m++) key[m].multiply_rows(block, tile, s.query[m], maps_[m]);
       value.multiply_rows(block, tile, s.grad, s.dp + offset);
       if (p.mask) read_mask(p, block, tile, s.mask);
       const auto differentiate_tile =
           tile.masked ? differentiate<Type::kExpDegree, true, maps> : differentiate<Type::kExpDegree, false, maps>;
-      differentiate_tile(maps_, s.dp + offset, tile, block, p.mask ? s.mask : nullptr, p.exponent(), s.lse, s.d, s.total);
+      differentiate_tile(maps_, s.dp + offset, tile, block, p.mask ? s.mask : nullptr, p.exponent(), s.lse, s.d,
+                         s.total);
     }
     for (int m = 0; m < maps; m++)
       for (int64_t i = 0; i < lanes; i++) {
@@ -174,17 +177,17 @@ template <class Type, class In, int maps> struct Backward {
         s.d[m][i] *= s.total[m][i];
       }
     if constexpr (maps == 2)
-      for (int64_t i = 0; i < block.count; i++)
-        grad_lam[p.lse_index(0, b, block.head[i], block.query[i])] = -s.d[1][i];
+      for (int64_t i = 0; i < block.count; i++) grad_lam[p.lse_index(0, b, block.head[i], block.query[i])] = -s.d[1][i];
 
     for (int m = 0; m < maps; m++) std::fill_n(s.grad_query[m], p.width * lanes, 0.f);
     const int64_t key_width = (p.shared_key ? 1 : maps) * p.width;
     for (int64_t j = first; j < last; j++) {
       const Tile tile(p, block, j, Type::kPack);
-      const int64_t offset = (j - first) * kTile * lanes, key_row = (b * p.groups + g) * p.keys + tile.first;
+      const int64_t offset = (j - first) * p.tile_keys * lanes, key_row = (b * p.groups + g) * p.keys + tile.first;
       combine(s, offset, tile, lanes);
       turns.wait(b, task, j);
-      add_rows(tile, lanes, s.combined, s.grad_rows, s.grad_pairs, p.value_width, grad_value + key_row * p.value_width, p.value_width);
+      add_rows(tile, lanes, s.combined, s.grad_rows, s.grad_pairs, p.value_width, grad_value + key_row * p.value_width,
+               p.value_width);
       for (int m = 0; m < maps; m++) {
         score_gradient(s, offset, tile, lanes, m);
         add_rows(tile, lanes, s.ds, s.query_rows[m], s.query_pairs[m], p.width,
@@ -201,12 +204,12 @@ template <class Type, class In, int maps> struct Backward {
   }
 
   // C[keys of the tile][width] += X Y with X [keys][lanes] and Y [lanes][width], by row and for bf16 in pairs of lanes.
-  static void add_rows(const Tile& tile, int64_t lanes, const Element* x, const Element* y_rows, const Unit* y_pairs, int64_t width,
-                       float* C, int64_t stride) {
+  static void add_rows(const Tile& tile, int64_t lanes, const Element* x, const Element* y_rows, const Unit* y_pairs,
+                       int64_t width, float* C, int64_t stride) {
     const Unit* y = kPack == 1 ? reinterpret_cast<const Unit*>(y_rows) : y_pairs;
     const int64_t first = tile.lane / kPack;
-    gemm<Type>(tile.rows, width, tile.lanes / kPack, reinterpret_cast<const Unit*>(x) + first, lanes / kPack, y + first * width, width,
-               C, stride, true);
+    gemm<Type>(tile.rows, width, tile.lanes / kPack, reinterpret_cast<const Unit*>(x) + first, lanes / kPack,
+               y + first * width, width, C, stride, true);
   }
 
   // Queries and output gradients in the layouts that the products want.
@@ -291,14 +294,17 @@ template <class Type, class In, int maps> struct Backward {
     for (int64_t i = tile.lane; i < tile.lane + tile.lanes; i += W) {
       const Vec factor = load(s.total[m] + i) * (m == 0 ? splat(p.scale) : load(s.lam + i) * -p.scale);
       const Vec shift = load(s.d[m] + i) * factor;
-      const auto ds = [&](int64_t r) { return load(prob + r * lanes + i) * (load(dp + r * lanes + i) * factor - shift); };
+      const auto ds = [&](int64_t r) {
+        return load(prob + r * lanes + i) * (load(dp + r * lanes + i) * factor - shift);
+      };
       if constexpr (kPack == 1) {
         for (int64_t r = 0; r < rows; r++) store(s.ds + r * lanes + i, ds(r));
       } else {
         for (int64_t r = 0; r < rows; r += 2) {
           const bool both = r + 1 < rows;
           Element* row = s.ds + r * lanes + i;
-          Rounded<Type>::store_pair(ds(r), both ? ds(r + 1) : Vec{}, s.ds_pairs + r / 2 * lanes + i, row, both ? row + lanes : nullptr);
+          Rounded<Type>::store_pair(ds(r), both ? ds(r + 1) : Vec{}, s.ds_pairs + r / 2 * lanes + i, row,
+                                    both ? row + lanes : nullptr);
         }
       }
     }

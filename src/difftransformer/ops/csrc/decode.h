@@ -5,17 +5,19 @@
 
 namespace difftransformer {
 
-constexpr int64_t kDecodeRows = 8;    // rows of a group (heads x queries) up to which this is the faster way
+constexpr int64_t kDecodeRows = 8;     // rows of a group (heads x queries) up to which this is the faster way
 constexpr int64_t kDecodeChunk = 256;  // keys of a task
 
-template <class In> inline Vec load_some(const In* p, int64_t n) {
+template <class In>
+inline Vec load_some(const In* p, int64_t n) {
   if (n >= W) return load(p);
   float x[W] = {};
   for (int64_t i = 0; i < n; i++) x[i] = static_cast<float>(p[i]);
   return load(x);
 }
 
-template <class In, int maps> struct Decode {
+template <class In, int maps>
+struct Decode {
   const Problem& p;
   View<const In> query, key, value;
   Output<In> output;
@@ -31,11 +33,11 @@ template <class In, int maps> struct Decode {
     const at::Tensor partial = at::empty({groups, chunks(), rows, record()}, at::kFloat);
     auto* records = static_cast<float*>(partial.data_ptr());
     const int64_t queries = rows * maps * round_up(p.width, W);
-    for_each_task(groups, chunks(), queries + rows * maps * kDecodeChunk, [&](int64_t bg, int64_t index, float* scratch) {
+    for_each_task(p, chunks(), queries + rows * maps * kDecodeChunk, [&](int64_t bg, int64_t index, float* scratch) {
       const Block block(p, bg / p.groups, bg % p.groups, 0);
       chunk(block, index, scratch, scratch + queries, records + (bg * chunks() + index) * rows * record());
     });
-    for_each_task(groups, 1, 2 * width(), [&](int64_t bg, int64_t, float* scratch) {
+    for_each_task(p, 1, 2 * width(), [&](int64_t bg, int64_t, float* scratch) {
       merge(Block(p, bg / p.groups, bg % p.groups, 0), records + bg * chunks() * rows * record(), scratch);
     });
   }
@@ -46,16 +48,19 @@ template <class In, int maps> struct Decode {
     const int64_t keys = std::max<int64_t>(last - first, 0), rows = block.count * maps, padded = round_up(p.width, W);
     for (int64_t row = 0; row < rows; row++) {
       float* to = q + row * padded;
-      convert_row(query.at(block.batch, block.head[row / maps], block.query[row / maps]) + row % maps * p.width, p.width, to);
+      convert_row(query.at(block.batch, block.head[row / maps], block.query[row / maps]) + row % maps * p.width,
+                  p.width, to);
       std::fill(to + p.width, to + padded, 0.f);
     }
-    for (int64_t row = 0; row < rows; row += maps) score_rows(block, first, keys, q + row * padded, scores + row * kDecodeChunk);
+    for (int64_t row = 0; row < rows; row += maps)
+      score_rows(block, first, keys, q + row * padded, scores + row * kDecodeChunk);
     for (int64_t row = 0; row < rows; row++) {
       float* record_ = records + (row / maps) * record() + row % maps * (2 + width());
       soften_row(block, row / maps, first, keys, scores + row * kDecodeChunk, record_);
       std::fill_n(record_ + 2, width(), 0.f);
     }
-    for (int64_t row = 0; row < block.count; row++) weigh(block, first, keys, scores + row * maps * kDecodeChunk, records + row * record());
+    for (int64_t row = 0; row < block.count; row++)
+      weigh(block, first, keys, scores + row * maps * kDecodeChunk, records + row * record());
   }
 
   // Dot products of a row's queries with the chunk's keys, which are read from end to end, both maps' halves in turn.
@@ -115,14 +120,16 @@ template <class In, int maps> struct Decode {
   void weigh(const Block& block, int64_t first, int64_t keys, const float* weights, float* record_) const {
     constexpr int most = W == 16 ? 8 : 4;  // vectors of a pass, so that the sums stay in registers
     int64_t e = 0;
-    for (; e + most * W <= p.value_width; e += most * W) weigh_columns<most>(block, first, keys, weights, e, W, record_);
+    for (; e + most * W <= p.value_width; e += most * W)
+      weigh_columns<most>(block, first, keys, weights, e, W, record_);
     for (; e + 4 * W <= p.value_width; e += 4 * W) weigh_columns<4>(block, first, keys, weights, e, W, record_);
     for (; e + W <= p.value_width; e += W) weigh_columns<1>(block, first, keys, weights, e, W, record_);
     if (e < p.value_width) weigh_columns<1>(block, first, keys, weights, e, p.value_width - e, record_);
   }
 
   template <int vectors>
-  void weigh_columns(const Block& block, int64_t first, int64_t keys, const float* weights, int64_t e, int64_t last, float* record_) const {
+  void weigh_columns(const Block& block, int64_t first, int64_t keys, const float* weights, int64_t e, int64_t last,
+                     float* record_) const {
     Vec sum[maps][vectors] = {};
     for (int64_t k = 0; k < keys; k++) {
       const In* row = value.at(block.batch, block.group, first + k) + e;
@@ -143,7 +150,9 @@ template <class In, int maps> struct Decode {
       float* result = sums + width();
       std::fill_n(result, width(), 0.f);
       for (int m = 0; m < maps; m++) {
-        const auto at = [&](int64_t chunk) { return records + (chunk * block.count + i) * record() + m * (2 + width()); };
+        const auto at = [&](int64_t chunk) {
+          return records + (chunk * block.count + i) * record() + m * (2 + width());
+        };
         float maximum = kMasked, sum = 0;
         for (int64_t c = 0; c < chunks(); c++) maximum = maximum < at(c)[0] ? at(c)[0] : maximum;
         std::fill_n(sums, width(), 0.f);
@@ -152,7 +161,8 @@ template <class In, int maps> struct Decode {
           sum += factor * at(c)[1];
           for (int64_t e = 0; e < width(); e++) sums[e] += factor * at(c)[2 + e];
         }
-        lse[p.lse_index(m, block.batch, block.head[i], block.query[i])] = sum == 0 ? INFINITY : maximum + std::log2(sum);
+        lse[p.lse_index(m, block.batch, block.head[i], block.query[i])] =
+            sum == 0 ? INFINITY : maximum + std::log2(sum);
         float weight = sum == 0 ? 0.f : 1.f / sum;
         if (m == 1) weight *= -p.lam_of(block.batch, block.head[i], block.query[i]);
         for (int64_t e = 0; e < width(); e++) result[e] += weight * sums[e];

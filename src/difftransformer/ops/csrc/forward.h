@@ -1,9 +1,9 @@
 // Forward: O = (P1 - lam P2) V, by blocks of queries.
 //
-// Scores are computed as K Q^T, queries in the lanes: softmax runs down the lanes without shuffles, and K is read where it
-// lies. Each tile's P = 2^(s - m) is kept with the maximum m of its time; the combination of a row's two maps needs both
-// whole sums, so A = P1 c1 - P2 c2 is formed after the last tile, c_i = 2^(m - m_last) / sum, and V is multiplied once:
-// 4 units of 2 n n d, the count of ordinary attention over 2H heads.
+// Scores are computed as K Q^T, queries in the lanes: softmax runs down the lanes without shuffles, and K is read where
+// it lies. Each tile's P = 2^(s - m) is kept with the maximum m of its time; the combination of a row's two maps needs
+// both whole sums, so A = P1 c1 - P2 c2 is formed after the last tile, c_i = 2^(m - m_last) / sum, and V is multiplied
+// once: 4 units of 2 n n d, the count of ordinary attention over 2H heads.
 #pragma once
 
 #include <cmath>
@@ -12,15 +12,9 @@
 
 namespace difftransformer {
 
-// Headwise RMSNorm of the output with a gain and a factor, fused into the store. weight may be null for a gain of 1.
-struct Norm {
-  bool on = false;
-  const float* weight = nullptr;
-  float eps = 0, factor = 1;
-};
-
 // Where finished rows go, normalised where asked.
-template <class In> struct Output {
+template <class In>
+struct Output {
   View<In> out, plain;  // plain: before the norm, kept for the backward
   float* inverse_rms;   // (B, H, T)
   Norm norm;
@@ -32,7 +26,8 @@ template <class In> struct Output {
       float squares = 0;
 #pragma omp simd reduction(+ : squares)
       for (int64_t e = 0; e < width; e++) squares += row[e] * row[e];
-      const float inverse = 1.f / std::sqrt(squares / static_cast<float>(width) + norm.eps), factor = inverse * norm.factor;
+      const float inverse = 1.f / std::sqrt(squares / static_cast<float>(width) + norm.eps),
+                  factor = inverse * norm.factor;
       inverse_rms[(b * p.heads + h) * p.queries + t] = inverse;
       if (norm.weight)
         for (int64_t e = 0; e < width; e++) row[e] *= factor * norm.weight[e];
@@ -45,12 +40,14 @@ template <class In> struct Output {
 
 // A tile of scores [rows][lanes] of one map becomes 2^(score * exponent - reference).
 template <int degree, bool masked>
-inline void soften(float* scores, const Tile& tile, const Block& block, const int32_t* mask, float exponent, float* maximum,
-                   float* sum, float* reference) {
+inline void soften(float* scores, const Tile& tile, const Block& block, const int32_t* mask, float exponent,
+                   float* maximum, float* sum, float* reference) {
   const int64_t lanes = block.lanes, rows = tile.rows;
   for (int64_t i = tile.lane; i < tile.lane + tile.lanes; i += W) {
     float* column = scores + i;
-    const auto kept = [&](int64_t r) { return may_attend(block, i, tile.first + r, mask ? mask + r * lanes + i : nullptr); };
+    const auto kept = [&](int64_t r) {
+      return may_attend(block, i, tile.first + r, mask ? mask + r * lanes + i : nullptr);
+    };
     const Vec before = load(maximum + i);
     Vec top = splat(kMasked);
     for (int64_t r = 0; r < rows; r++) {
@@ -76,13 +73,17 @@ inline void soften(float* scores, const Tile& tile, const Block& block, const in
   }
 }
 
-// fp32 rows k and k + 1 as the right operand of the next product: for bf16 as pairs, and by row if by_row is given.
-template <class Type> struct Rounded;
-template <> struct Rounded<Fp32> {
+// Rows k and k + 1 of fp32 lanes as operands of the next product: fp32 as they are; bf16 as pairs for the right side,
+// and by row for the left where that is asked for.
+template <class Type>
+struct Rounded;
+template <>
+struct Rounded<Fp32> {
   static constexpr bool kInPlace = true;
 };
 #if defined(__AVX512BF16__)
-template <> struct Rounded<Bf16> {
+template <>
+struct Rounded<Bf16> {
   static constexpr bool kInPlace = false;
   static inline void store_pair(Vec first, Vec second, uint32_t* pairs) {
     store_pair(first, second, pairs, nullptr, nullptr);
@@ -98,7 +99,8 @@ template <> struct Rounded<Bf16> {
 };
 #endif
 
-template <class Type, class In, int maps> struct Forward {
+template <class Type, class In, int maps>
+struct Forward {
   using Unit = typename Type::Unit;
   using Element = typename Type::Element;
   const Problem& p;
@@ -108,7 +110,7 @@ template <class Type, class In, int maps> struct Forward {
   float* lse;  // (maps, B, H, T), to the base 2
 
   struct Scratch {
-    float *maps_[2], *reference[2], *maximum[2], *sum[2], *factor[2], *out, *rows;
+    float *exponentials[2], *reference[2], *maximum[2], *sum[2], *factor[2], *out, *rows;
     Unit *query[2], *combined;
     Element* staged;
     int32_t* mask;
@@ -128,9 +130,9 @@ template <class Type, class In, int maps> struct Forward {
       staged = carve.take<Element>(lanes * units * Type::kPack);
       out = carve.take(p.value_width * lanes);
       rows = carve.take(p.value_width * lanes);
-      combined = carve.take<Unit>(kTile * lanes / Type::kPack);
-      mask = carve.take<int32_t>(p.mask ? kTile * lanes : 0);
-      for (int m = 0; m < maps; m++) maps_[m] = carve.take(tiles * kTile * lanes);
+      combined = carve.take<Unit>(p.tile_keys * lanes / Type::kPack);
+      mask = carve.take<int32_t>(p.mask ? p.tile_keys * lanes : 0);
+      for (int m = 0; m < maps; m++) exponentials[m] = carve.take(tiles * p.tile_keys * lanes);
       floats = carve.floats;
     }
   };
@@ -138,7 +140,7 @@ template <class Type, class In, int maps> struct Forward {
   void run() const {
     const int64_t blocks = p.blocks();
     // Later blocks see more keys under a causal mask: they go first, so that no thread is left with a long one.
-    for_each_task(p.batch * p.groups, blocks, Scratch(p, nullptr).floats, [&](int64_t bg, int64_t index, float* base) {
+    for_each_task(p, blocks, Scratch(p, nullptr).floats, [&](int64_t bg, int64_t index, float* base) {
       Scratch scratch(p, base);
       attend(Block(p, bg / p.groups, bg % p.groups, blocks - 1 - index), scratch);
     });
@@ -152,12 +154,12 @@ template <class Type, class In, int maps> struct Forward {
       std::fill_n(s.maximum[m], lanes, kMasked);
       std::fill_n(s.sum[m], lanes, 0.f);
     }
-    const int64_t first = block.first_tile(), last = block.last_tile();
+    const int64_t first = block.first_tile(p), last = block.last_tile(p);
     for (int64_t j = first; j < last; j++) {
       const Tile tile(p, block, j, Type::kPack);
       if (p.mask) read_mask(p, block, tile, s.mask);
       for (int m = 0; m < maps; m++) {
-        float* scores = s.maps_[m] + (j - first) * kTile * lanes;
+        float* scores = s.exponentials[m] + (j - first) * p.tile_keys * lanes;
         key[m].multiply_rows(block, tile, s.query[m], scores);
         const auto soften_tile = tile.masked ? soften<Type::kExpDegree, true> : soften<Type::kExpDegree, false>;
         soften_tile(scores, tile, block, p.mask ? s.mask : nullptr, p.exponent(), s.maximum[m], s.sum[m],
@@ -167,7 +169,8 @@ template <class Type, class In, int maps> struct Forward {
     for (int64_t i = 0; i < block.count; i++)
       for (int m = 0; m < maps; m++) {
         const float sum = s.sum[m][i];
-        lse[p.lse_index(m, block.batch, block.head[i], block.query[i])] = sum == 0 ? INFINITY : s.maximum[m][i] + std::log2(sum);
+        lse[p.lse_index(m, block.batch, block.head[i], block.query[i])] =
+            sum == 0 ? INFINITY : s.maximum[m][i] + std::log2(sum);
         s.factor[m][i] = sum == 0 ? 0.f : 1.f / sum;
         if (m == 1) s.factor[m][i] *= p.lam_of(block.batch, block.head[i], block.query[i]);
       }
@@ -183,8 +186,8 @@ template <class Type, class In, int maps> struct Forward {
   // A of one tile, as right operand.
   const Unit* combine(const Scratch& s, int64_t index, const Tile& tile, int64_t lanes) const {
     const int64_t rows = tile.rows;
-    float* first = s.maps_[0] + index * kTile * lanes;
-    const float* second = maps == 2 ? s.maps_[1] + index * kTile * lanes : nullptr;
+    float* first = s.exponentials[0] + index * p.tile_keys * lanes;
+    const float* second = maps == 2 ? s.exponentials[1] + index * p.tile_keys * lanes : nullptr;
     for (int64_t i = tile.lane; i < tile.lane + tile.lanes; i += W) {
       Vec c[maps];
       for (int m = 0; m < maps; m++)

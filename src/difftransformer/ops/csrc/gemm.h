@@ -1,7 +1,8 @@
 // C = A B or C += A B on blocks that live in the caches, in fp32, or in bf16 with fp32 sums.
 //
-// Operands are counted in 32-bit units along the inner dimension K: one fp32, or two bf16 neighbours. A is row-major, or
-// (ByColumn, fp32 alone) column-major, so that keys and values are read where they lie. B is [K][N] units, row-major.
+// Operands are counted in 32-bit units along the inner dimension K: one fp32, or two bf16 neighbours. A is row-major,
+// or (ByColumn, fp32 alone) column-major, so that keys and values are read where they lie. B is [K][N] units,
+// row-major.
 #pragma once
 
 #include "vector.h"
@@ -40,8 +41,8 @@ struct Bf16 {
 inline bool use_brgemm = false;
 
 template <class Type, int rows, int vectors, bool ByColumn, bool partial>
-inline void micro(int64_t K, const typename Type::Unit* A, int64_t a_stride, const typename Type::Unit* B, int64_t b_stride,
-                  float* C, int64_t c_stride, bool accumulate, int tail) {
+inline void micro(int64_t K, const typename Type::Unit* A, int64_t a_stride, const typename Type::Unit* B,
+                  int64_t b_stride, float* C, int64_t c_stride, bool accumulate, int tail) {
   Vec sum[rows][vectors];
 #pragma GCC unroll 16
   for (int i = 0; i < rows; i++)
@@ -88,26 +89,29 @@ constexpr int strip_rows(int vectors) {
 constexpr int kStripVectors = W == 16 ? 4 : 2;
 
 template <class Type, int rows, int vectors, bool ByColumn, bool partial>
-inline void last_rows(int64_t left, int64_t K, const typename Type::Unit* A, int64_t a_stride, const typename Type::Unit* B,
-                      int64_t b_stride, float* C, int64_t c_stride, bool accumulate, int tail) {
+inline void last_rows(int64_t left, int64_t K, const typename Type::Unit* A, int64_t a_stride,
+                      const typename Type::Unit* B, int64_t b_stride, float* C, int64_t c_stride, bool accumulate,
+                      int tail) {
   if constexpr (rows > 0) {
     if (left == rows)
       micro<Type, rows, vectors, ByColumn, partial>(K, A, a_stride, B, b_stride, C, c_stride, accumulate, tail);
     else
-      last_rows<Type, rows - 1, vectors, ByColumn, partial>(left, K, A, a_stride, B, b_stride, C, c_stride, accumulate, tail);
+      last_rows<Type, rows - 1, vectors, ByColumn, partial>(left, K, A, a_stride, B, b_stride, C, c_stride, accumulate,
+                                                            tail);
   }
 }
 
 template <class Type, int vectors, bool ByColumn, bool partial>
-void strip(int64_t M, int64_t K, const typename Type::Unit* A, int64_t a_stride, const typename Type::Unit* B, int64_t b_stride,
-           float* C, int64_t c_stride, bool accumulate, int tail) {
+void strip(int64_t M, int64_t K, const typename Type::Unit* A, int64_t a_stride, const typename Type::Unit* B,
+           int64_t b_stride, float* C, int64_t c_stride, bool accumulate, int tail) {
   constexpr int rows = strip_rows(vectors);
   const int64_t step = ByColumn ? 1 : a_stride;
   int64_t m = 0;
   for (; m + rows <= M; m += rows)
-    micro<Type, rows, vectors, ByColumn, partial>(K, A + m * step, a_stride, B, b_stride, C + m * c_stride, c_stride, accumulate, tail);
-  last_rows<Type, rows - 1, vectors, ByColumn, partial>(M - m, K, A + m * step, a_stride, B, b_stride, C + m * c_stride, c_stride,
-                                                        accumulate, tail);
+    micro<Type, rows, vectors, ByColumn, partial>(K, A + m * step, a_stride, B, b_stride, C + m * c_stride, c_stride,
+                                                  accumulate, tail);
+  last_rows<Type, rows - 1, vectors, ByColumn, partial>(M - m, K, A + m * step, a_stride, B, b_stride, C + m * c_stride,
+                                                        c_stride, accumulate, tail);
 }
 
 template <class Type, int vectors, bool ByColumn>
@@ -119,7 +123,8 @@ inline void last_strip(int64_t N, int64_t M, int64_t K, const typename Type::Uni
     else if (N == vectors * W)
       strip<Type, vectors, ByColumn, false>(M, K, A, a_stride, B, b_stride, C, c_stride, accumulate, W);
     else
-      strip<Type, vectors, ByColumn, true>(M, K, A, a_stride, B, b_stride, C, c_stride, accumulate, static_cast<int>(N % W));
+      strip<Type, vectors, ByColumn, true>(M, K, A, a_stride, B, b_stride, C, c_stride, accumulate,
+                                           static_cast<int>(N % W));
   }
 }
 
@@ -130,8 +135,9 @@ inline void gemm(int64_t M, int64_t N, int64_t K, const typename Type::Unit* A, 
 #if defined(DIFFTRANSFORMER_BRGEMM)
   if constexpr (Type::kPack == 2) {
     if (use_brgemm) {
-      at::native::cpublas::brgemm(M, N, 2 * K, 2 * a_stride, b_stride, c_stride, accumulate, reinterpret_cast<const at::BFloat16*>(A),
-                                  reinterpret_cast<const at::BFloat16*>(B), C, /*is_vnni=*/true);
+      at::native::cpublas::brgemm(M, N, 2 * K, 2 * a_stride, b_stride, c_stride, accumulate,
+                                  reinterpret_cast<const at::BFloat16*>(A), reinterpret_cast<const at::BFloat16*>(B), C,
+                                  /*is_vnni=*/true);
       return;
     }
   }

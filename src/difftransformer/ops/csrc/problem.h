@@ -1,7 +1,8 @@
 // One attention call as the kernels see it: sizes, who may attend to whom, and where keys and values lie.
 //
 // The H/G heads that share a group's keys and values make one list of R*T rows (row = head of the group * T + query). A
-// block is up to kLanes of these rows: its queries sit in the lanes of vectors, and its keys come in tiles of kTile.
+// block is up to block_rows of these rows: its queries sit in the lanes of vectors, its keys come in tiles of
+// tile_keys.
 #pragma once
 
 #include <ATen/Parallel.h>
@@ -16,14 +17,14 @@
 
 namespace difftransformer {
 
-constexpr int64_t kLanes = 64;  // most rows of a block
-constexpr int64_t kTile = 128;  // most keys of a tile
+constexpr int64_t kMaxLanes = 128;
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 inline int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 
 // A tensor of four dimensions whose last one is contiguous.
-template <class T> struct View {
+template <class T>
+struct View {
   T* data = nullptr;
   int64_t strides[3] = {0, 0, 0};
 
@@ -35,12 +36,13 @@ template <class T> struct View {
 
 struct Problem {
   int64_t batch, heads, groups, queries, keys, width, value_width;
+  int64_t block_rows = 64, tile_keys = 128;
   int maps;         // 2, or 1 for softmax attention
   bool shared_key;  // both maps read one key
   float scale;      // > 0
   bool is_causal;
-  int64_t window;  // in keys; 0 for none
-  std::vector<int64_t> first_key, last_key;              // by batch row: kv_start and kv_lengths
+  int64_t window;                                      // in keys; 0 for none
+  std::vector<int64_t> first_key, last_key;            // by batch row: kv_start and kv_lengths
   std::vector<int64_t> document_first, document_last;  // by query, empty without cu_seqlens
   const bool* mask = nullptr;
   int64_t mask_strides[4] = {0, 0, 0, 0};
@@ -49,16 +51,29 @@ struct Problem {
 
   int64_t per_group() const { return heads / groups; }
   int64_t rows() const { return per_group() * queries; }
-  int64_t blocks() const { return ceil_div(rows(), kLanes); }
-  int64_t tiles() const { return ceil_div(keys, kTile); }
-  int64_t lanes() const { return std::min(kLanes, round_up(rows(), W)); }
+  int64_t blocks() const { return ceil_div(rows(), block_rows); }
+  int64_t tiles() const { return ceil_div(keys, tile_keys); }
+  int64_t lanes() const { return std::min(block_rows, round_up(rows(), W)); }
   float exponent() const { return scale * 1.44269504088896341f; }  // the kernels work in powers of two
+
+  // Whether a group's keys, values and their gradients fill a core's own cache.
+  bool is_large() const {
+    constexpr int64_t own_cache_bytes = 2 << 20, bytes = 2 + 4;
+    return keys * (maps * width + value_width) * bytes >= own_cache_bytes;
+  }
+  // Gradients of keys and values are read and written once for each block: longer blocks where that is what leaves the
+  // cache most. In narrow heads the maps do.
+  void arrange_for_backward() {
+    if (is_large() && maps * width + value_width >= 384) block_rows = 128, tile_keys = 64;
+  }
 
   float lam_of(int64_t b, int64_t h, int64_t t) const {
     return lam[b * lam_strides[0] + h * lam_strides[1] + t * lam_strides[2]];
   }
   // Of (maps, B, H, T).
-  int64_t lse_index(int64_t map, int64_t b, int64_t h, int64_t t) const { return ((map * batch + b) * heads + h) * queries + t; }
+  int64_t lse_index(int64_t map, int64_t b, int64_t h, int64_t t) const {
+    return ((map * batch + b) * heads + h) * queries + t;
+  }
 
   // The keys low <= j < high that a query may see, attn_mask aside.
   void range(int64_t b, int64_t query, int64_t& low, int64_t& high) const {
@@ -77,17 +92,28 @@ struct Problem {
   }
 };
 
-// Up to kLanes rows of one group. Lanes beyond `count` are padding: they see all keys that the
+// Headwise RMSNorm of the output with a gain and a factor, fused into the store. weight may be null for a gain of 1.
+struct Norm {
+  bool on = false;
+  const float* weight = nullptr;
+  float eps = 0, factor = 1;
+};
+
+// Up to block_rows rows of one group. Lanes beyond `count` are padding: they see all keys that the
 // block sees, and their results are dropped.
 struct Block {
   int64_t batch, group, first, count, lanes;
-  int64_t head[kLanes], query[kLanes];  // head: of the whole call
-  alignas(64) int32_t low[kLanes], high[kLanes];
-  int64_t first_key, last_key;            // the keys that any lane may see
-  int64_t whole_from, whole_to;           // the keys that every lane may see
+  int64_t head[kMaxLanes], query[kMaxLanes];  // head: of the whole call
+  alignas(64) int32_t low[kMaxLanes], high[kMaxLanes];
+  int64_t first_key, last_key;   // the keys that any lane may see
+  int64_t whole_from, whole_to;  // the keys that every lane may see
 
   Block(const Problem& p, int64_t batch, int64_t group, int64_t index)
-      : batch(batch), group(group), first(index * kLanes), count(std::min(kLanes, p.rows() - first)), lanes(p.lanes()) {
+      : batch(batch),
+        group(group),
+        first(index * p.block_rows),
+        count(std::min(p.block_rows, p.rows() - first)),
+        lanes(p.lanes()) {
     first_key = whole_to = p.keys;
     last_key = whole_from = 0;
     for (int64_t i = 0; i < lanes; i++) {
@@ -112,19 +138,19 @@ struct Block {
     std::fill(low + count, low + lanes, static_cast<int32_t>(first_key));
     std::fill(high + count, high + lanes, static_cast<int32_t>(last_key));
   }
-  int64_t first_tile() const { return first_key / kTile; }
-  int64_t last_tile() const { return ceil_div(last_key, kTile); }
+  int64_t first_tile(const Problem& p) const { return first_key / p.tile_keys; }
+  int64_t last_tile(const Problem& p) const { return ceil_div(last_key, p.tile_keys); }
 };
 
 // The keys of one tile that a block works on, and the lanes that see any of them.
 struct Tile {
-  int64_t first, rows;          // first is even: bf16 takes keys in pairs
-  int64_t lane = 0, lanes;      // whole vectors
+  int64_t first, rows;      // first is a multiple of pack: bf16 takes keys in pairs
+  int64_t lane = 0, lanes;  // whole vectors
   bool masked;
 
   Tile(const Problem& p, const Block& block, int64_t index, int64_t pack) {
-    first = std::max(index * kTile, block.first_key / pack * pack);
-    const int64_t last = std::min((index + 1) * kTile, block.last_key);
+    first = std::max(index * p.tile_keys, block.first_key / pack * pack);
+    const int64_t last = std::min((index + 1) * p.tile_keys, block.last_key);
     rows = last - first;
     masked = p.mask || first < block.whole_from || last > block.whole_to;
     int64_t end = block.lanes;
@@ -156,33 +182,37 @@ inline Int may_attend(const Block& block, int64_t lane, int64_t key_, const int3
 }
 
 // The keys of one map or the values, (B, G, S, width), as left operands: by row where they lie (or converted), and by
-// column: for fp32 the same memory, for bf16 tiles [width][kTile / 2] of pairs of keys.
-template <class Type> struct Operand {
+// column: for fp32 the same memory, for bf16 tiles [width][tile_keys / 2] of pairs of keys.
+template <class Type>
+struct Operand {
   using Unit = typename Type::Unit;
   int64_t width, units;  // units of a row
   const Unit* rows = nullptr;
   int64_t strides[3];  // in units
   const Unit* columns = nullptr;
-  int64_t groups, tiles;
+  int64_t groups, tiles, tile_keys;
   at::Tensor converted, transposed;
 
-  const Unit* row(int64_t b, int64_t g, int64_t key) const { return rows + b * strides[0] + g * strides[1] + key * strides[2]; }
+  const Unit* row(int64_t b, int64_t g, int64_t key) const {
+    return rows + b * strides[0] + g * strides[1] + key * strides[2];
+  }
 
   // C[width][lanes] += X^T B for the keys of a tile; B is [rows][lanes].
   void add_columns(const Block& block, const Tile& tile, const Unit* B, float* C) const {
     if constexpr (Type::kPack == 1) {
-      gemm<Type, true>(width, tile.lanes, tile.rows, row(block.batch, block.group, tile.first), strides[2], B + tile.lane, block.lanes,
-                       C + tile.lane, block.lanes, true);
+      gemm<Type, true>(width, tile.lanes, tile.rows, row(block.batch, block.group, tile.first), strides[2],
+                       B + tile.lane, block.lanes, C + tile.lane, block.lanes, true);
     } else {
-      const Unit* base = columns + ((block.batch * groups + block.group) * tiles + tile.first / kTile) * width * (kTile / 2);
-      gemm<Type>(width, tile.lanes, ceil_div(tile.rows, 2), base + tile.first % kTile / 2, kTile / 2, B + tile.lane, block.lanes,
-                 C + tile.lane, block.lanes, true);
+      const Unit* base =
+          columns + ((block.batch * groups + block.group) * tiles + tile.first / tile_keys) * width * (tile_keys / 2);
+      gemm<Type>(width, tile.lanes, ceil_div(tile.rows, 2), base + tile.first % tile_keys / 2, tile_keys / 2,
+                 B + tile.lane, block.lanes, C + tile.lane, block.lanes, true);
     }
   }
   // C[rows of the tile][lanes] = X B; B is [units][lanes].
   void multiply_rows(const Block& block, const Tile& tile, const Unit* B, float* C) const {
-    gemm<Type>(tile.rows, tile.lanes, units, row(block.batch, block.group, tile.first), strides[2], B + tile.lane, block.lanes,
-               C + tile.lane, block.lanes, false);
+    gemm<Type>(tile.rows, tile.lanes, units, row(block.batch, block.group, tile.first), strides[2], B + tile.lane,
+               block.lanes, C + tile.lane, block.lanes, false);
   }
 };
 
@@ -202,10 +232,11 @@ Operand<Type> make_operand(const Problem& p, const at::Tensor& x, int64_t offset
   out.units = ceil_div(width, Type::kPack);
   out.groups = p.groups;
   out.tiles = p.tiles();
+  out.tile_keys = p.tile_keys;
   const View<const In> from(x);
   const int64_t pack = Type::kPack;
-  const bool in_place = std::is_same_v<In, Element> && width % pack == 0 && offset % pack == 0 && x.stride(0) % pack == 0 &&
-                        x.stride(1) % pack == 0 && x.stride(2) % pack == 0;
+  const bool in_place = std::is_same_v<In, Element> && width % pack == 0 && offset % pack == 0 &&
+                        x.stride(0) % pack == 0 && x.stride(1) % pack == 0 && x.stride(2) % pack == 0;
   if (in_place) {
     out.rows = reinterpret_cast<const Unit*>(from.data + offset);
     for (int i = 0; i < 3; i++) out.strides[i] = from.strides[i] / pack;
@@ -218,16 +249,16 @@ Operand<Type> make_operand(const Problem& p, const at::Tensor& x, int64_t offset
   }
   by_column = by_column && pack == 2;
   if (by_column) {
-    out.transposed = at::empty({p.batch, p.groups, out.tiles, width, kTile / 2}, at::kFloat);
+    out.transposed = at::empty({p.batch, p.groups, out.tiles, width, p.tile_keys / 2}, at::kFloat);
     out.columns = static_cast<const Unit*>(out.transposed.data_ptr());
   }
   if (in_place && !by_column) return out;
   at::parallel_for(0, p.batch * p.groups * out.tiles, 1, [&](int64_t begin, int64_t end) {
-    std::vector<uint32_t> pairs(by_column ? kTile / 2 * width : 0);
+    std::vector<uint32_t> pairs(by_column ? p.tile_keys / 2 * width : 0);
     const std::vector<In> zeros(width, In(0.f));
     for (int64_t task = begin; task < end; task++) {
       const int64_t tile = task % out.tiles, g = task / out.tiles % p.groups, b = task / out.tiles / p.groups;
-      const int64_t first = tile * kTile, last = std::min(first + kTile, p.keys);
+      const int64_t first = tile * p.tile_keys, last = std::min(first + p.tile_keys, p.keys);
       if (!in_place)
         for (int64_t key = first; key < last; key++) {
           auto* to = reinterpret_cast<Element*>(const_cast<Unit*>(out.row(b, g, key)));
@@ -241,11 +272,13 @@ Operand<Type> make_operand(const Problem& p, const at::Tensor& x, int64_t offset
         if (by_column) {
           // Keys that nobody may see are zero: what lies there is not the caller's.
           const auto row = [&](int64_t key) {
-            return key >= p.first_key[b] && key < std::min(last, p.last_key[b]) ? from.at(b, g, key) + offset : zeros.data();
+            return key >= p.first_key[b] && key < std::min(last, p.last_key[b]) ? from.at(b, g, key) + offset
+                                                                                : zeros.data();
           };
-          for (int64_t pair = 0; pair < kTile / 2; pair++)
+          for (int64_t pair = 0; pair < p.tile_keys / 2; pair++)
             interleave(row(first + 2 * pair), row(first + 2 * pair + 1), width, pairs.data() + pair * width);
-          transpose(pairs.data(), width, kTile / 2, width, const_cast<Unit*>(out.columns) + task * width * (kTile / 2), kTile / 2);
+          transpose(pairs.data(), width, p.tile_keys / 2, width,
+                    const_cast<Unit*>(out.columns) + task * width * (p.tile_keys / 2), p.tile_keys / 2);
         }
     }
   });
@@ -254,7 +287,8 @@ Operand<Type> make_operand(const Problem& p, const at::Tensor& x, int64_t offset
 
 // Rows of a block as elements [lanes][units * kPack], padding zero.
 template <class Type, class In>
-void stage_rows(const Block& block, const View<const In>& x, int64_t offset, int64_t width, typename Type::Element* to) {
+void stage_rows(const Block& block, const View<const In>& x, int64_t offset, int64_t width,
+                typename Type::Element* to) {
   const int64_t stride = round_up(width, Type::kPack);
   for (int64_t i = 0; i < block.lanes; i++, to += stride) {
     if (i >= block.count) {
@@ -270,9 +304,12 @@ void stage_rows(const Block& block, const View<const In>& x, int64_t offset, int
   }
 }
 
-// Calls work(group, index, scratch) for all indices of all groups. A group's indices are claimed in order, by the one thread
-// that starts there as long as others have groups of their own: a group's keys and gradients stay in that core's caches.
-template <class Work> void for_each_task(int64_t groups, int64_t per_group, int64_t scratch_floats, const Work& work) {
+// Calls work(group, index, scratch) for all indices of all groups; a group's indices are claimed in order. Where a
+// group's keys, values and gradients fill a core's own cache, threads work on one group together and find them in the
+// shared cache; smaller groups are kept apart, each in one core.
+template <class Work>
+void for_each_task(const Problem& p, int64_t per_group, int64_t scratch_floats, const Work& work) {
+  const int64_t groups = p.batch * p.groups;
   const int64_t threads = at::in_parallel_region() ? 1 : std::min<int64_t>(at::get_num_threads(), groups * per_group);
   if (!threads) return;
   const at::Tensor scratch = at::empty({threads, round_up(scratch_floats, 16) + 16}, at::kFloat);
@@ -282,8 +319,9 @@ template <class Work> void for_each_task(int64_t groups, int64_t per_group, int6
   at::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
     for (int64_t thread = begin; thread < end; thread++)
       for (int64_t i = 0; i < groups; i++) {
-        const int64_t group = (thread * groups / threads + i) % groups;
-        for (int64_t index; (index = next[group].fetch_add(1)) < per_group;) work(group, index, base + thread * scratch.size(1));
+        const int64_t group = ((p.is_large() ? 0 : thread * groups / threads) + i) % groups;
+        for (int64_t index; (index = next[group].fetch_add(1)) < per_group;)
+          work(group, index, base + thread * scratch.size(1));
       }
 #if defined(DIFFTRANSFORMER_BRGEMM)
     if (use_brgemm) at::native::cpublas::brgemm_release(true);
@@ -296,7 +334,8 @@ struct Carver {
   float* next;
   int64_t floats = 0;
   explicit Carver(float* base) : next(base) {}
-  template <class T = float> T* take(int64_t count) {
+  template <class T = float>
+  T* take(int64_t count) {
     const int64_t size = round_up(count * static_cast<int64_t>(sizeof(T)), 64) / 4;
     auto* piece = reinterpret_cast<T*>(next);
     if (next) next += size;

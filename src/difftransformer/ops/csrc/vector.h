@@ -30,7 +30,8 @@ constexpr float kMasked = -1e30f;
 inline Vec splat(float x) { return x - Vec{}; }
 inline Int splat(int32_t x) { return x - Int{}; }
 
-template <class V> inline V load_bits(const void* p) {
+template <class V>
+inline V load_bits(const void* p) {
   V v;
   std::memcpy(&v, p, sizeof(V));
   return v;
@@ -87,21 +88,24 @@ inline void store(BFloat16* p, Vec v) {
 }
 #endif
 
-template <class T> inline void convert_row(const T* from, int64_t n, float* to) {
+template <class T>
+inline void convert_row(const T* from, int64_t n, float* to) {
   int64_t i = 0;
   for (; i + W <= n; i += W) store(to + i, load(from + i));
   for (; i < n; i++) to[i] = static_cast<float>(from[i]);
 }
-template <class T> inline void convert_row(const float* from, int64_t n, T* to) {
+template <class T>
+inline void convert_row(const float* from, int64_t n, T* to) {
   int64_t i = 0;
   for (; i + W <= n; i += W) store(to + i, load(from + i));
   for (; i < n; i++) to[i] = static_cast<T>(from[i]);
 }
 inline void convert_row(const float* from, int64_t n, float* to) { std::memcpy(to, from, sizeof(float) * n); }
 
-// 2^x for x <= 0 and a little above, by a minimax polynomial on [-1/2, 1/2] (relative error 2.1e-7 of degree 5, 2.7e-6 of
-// degree 4, found by Remez' exchange). Below 2^-126 it stays there; NaN stays NaN.
-template <int degree> inline Vec exp2(Vec x) {
+// 2^x for x <= 0 and a little above, by a minimax polynomial on [-1/2, 1/2] (relative error 2.1e-7 of degree 5, 2.7e-6
+// of degree 4, found by Remez' exchange). Below 2^-126 it stays there; NaN stays NaN.
+template <int degree>
+inline Vec exp2(Vec x) {
   x = (x < splat(-126.f)) ? splat(-126.f) : x;
   const Vec shifted = x + 12582912.f;  // 1.5 * 2^23: the integer nearest to x lies in the low bits
   const Vec r = x - (shifted - 12582912.f);
@@ -150,7 +154,8 @@ inline void transpose_block(const uint32_t* from, int64_t from_stride, uint32_t*
 }
 
 // to[j][i] = from[i][j], 32-bit units.
-inline void transpose(const void* from_, int64_t from_stride, int64_t rows, int64_t columns, void* to_, int64_t to_stride) {
+inline void transpose(const void* from_, int64_t from_stride, int64_t rows, int64_t columns, void* to_,
+                      int64_t to_stride) {
   const auto* from = static_cast<const uint32_t*>(from_);
   auto* to = static_cast<uint32_t*>(to_);
   const int64_t whole_rows = rows - rows % W, whole_columns = columns - columns % W;
@@ -158,7 +163,8 @@ inline void transpose(const void* from_, int64_t from_stride, int64_t rows, int6
     for (int64_t j = 0; j < whole_columns; j += W)
       transpose_block(from + i * from_stride + j, from_stride, to + j * to_stride + i, to_stride);
   for (int64_t i = 0; i < rows; i++)
-    for (int64_t j = i < whole_rows ? whole_columns : 0; j < columns; j++) to[j * to_stride + i] = from[i * from_stride + j];
+    for (int64_t j = i < whole_rows ? whole_columns : 0; j < columns; j++)
+      to[j * to_stride + i] = from[i * from_stride + j];
 }
 
 }  // namespace difftransformer
