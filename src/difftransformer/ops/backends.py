@@ -92,9 +92,9 @@ BACKENDS: dict[str, Backend] = {
 # Milliseconds, causal, forward + backward unless said; sizes are B x H x T x D. For `cpu`: wall time of two threads, AMD EPYC
 # with AVX512_BF16. For the others: CPU time of one thread, AVX-512 and AMX. torch 2.13.
 TABLE: tuple[Row, ...] = (
-    # cpu v chunked v sdpa: fp32 16x2x256x32 9.8 v 22 v 41; bf16 6.7 v 24 v 38 (docs/performance.md has more). Tiny calls,
-    # 4x2x16x32: 0.38 v 1.07, reference 0.68. One query, forward, 8x8x1x64 with S = 1024: 2.3 v 6.3, bf16 1.4 v 7.5.
-    # softmax, cpu v sdpa: 9.5 v 17.6, bf16 6.6 v 22; only below 32 positions in fp32 does sdpa lead, 0.31 v 0.36.
+    # cpu v chunked: fp32 16x2x256x32 9.8 v 22, bf16 6.7 v 24 (docs/performance.md has more); 4x2x16x32 0.38 v 1.07,
+    # reference 0.68. One query, forward, 8x8x1x64 with S = 1024: 2.3 v 6.3, bf16 1.4 v 7.5.
+    # softmax, cpu v sdpa: 16x4x256x32 9.5 v 17.6, bf16 6.6 v 22; 4x4x64x32 level; below that sdpa leads in fp32, 0.36 v 0.31.
     Row("cpu", device_type="cpu"),
     # What follows is for where the kernels cannot be built.
     # PyTorch's own attention where it can say the problem without an n x n mask, level with chunked in fp32:
