@@ -77,7 +77,7 @@ bool has_amx() {
 bool brgemm_works() {
   const char* wish = std::getenv("DIFFTRANSFORMER_BRGEMM");
   if (wish ? std::string(wish) != "1" : !has_amx()) return false;
-  constexpr int64_t M = 5, N = W, K = 3;  // units
+  constexpr int64_t M = 5, N = W, K = kBrgemmUnits;
   alignas(64) BFloat16 A[M * 2 * K], B[K * N * 2];
   alignas(64) float by_torch[M * N], ours[M * N];
   for (int64_t i = 0; i < M * 2 * K; i++) A[i] = static_cast<float>(i % 7 - 3);

@@ -39,6 +39,7 @@ struct Bf16 {
 
 // Set once when the library is loaded (attention.cpp): whether Bf16 blocks go to brgemm.
 inline bool use_brgemm = false;
+constexpr int64_t kBrgemmUnits = 16;
 
 template <class Type, int rows, int vectors, bool ByColumn, bool partial>
 inline void micro(int64_t K, const typename Type::Unit* A, int64_t a_stride, const typename Type::Unit* B,
@@ -134,7 +135,8 @@ inline void gemm(int64_t M, int64_t N, int64_t K, const typename Type::Unit* A, 
                  const typename Type::Unit* B, int64_t b_stride, float* C, int64_t c_stride, bool accumulate) {
 #if defined(DIFFTRANSFORMER_BRGEMM)
   if constexpr (Type::kPack == 2) {
-    if (use_brgemm) {
+    // Whole AMX tiles along K; what is shorter would only fill their edges.
+    if (use_brgemm && M && N && K % kBrgemmUnits == 0) {
       at::native::cpublas::brgemm(M, N, 2 * K, 2 * a_stride, b_stride, c_stride, accumulate,
                                   reinterpret_cast<const at::BFloat16*>(A), reinterpret_cast<const at::BFloat16*>(B), C,
                                   /*is_vnni=*/true);
