@@ -4,6 +4,7 @@ import shlex
 import sys
 from pathlib import Path
 
+from ..ops import build
 from ..report import print_comparison, write_report
 from ..studies import compare, load_recipe
 from ..train import Interrupted
@@ -27,6 +28,7 @@ def run(
     overrides += [f"compare.{key}={value}" for key, value in (("seeds", seeds), ("jobs", jobs)) if value is not None]
     loaded = load_recipe(recipe, overrides)
     folder = Path(out or f"reports/{loaded.name}")
+    build.load()  # here, where its line is seen, and not in a run
     try:
         with training_progress() as progress:
             comparison = compare(loaded, folder, watch=watch_jobs(progress), say=say)
