@@ -84,7 +84,7 @@ BACKENDS: dict[str, Backend] = {
     "reference": Backend(
         "reference", reference.DESCRIPTION, reference.supports, reference.has_quadratic_memory, reference.run
     ),
-    "cpu": Backend("cpu", cpu.DESCRIPTION, cpu.supports, cpu.has_quadratic_memory, cpu.run, cpu.run_normed),
+    "cpu": Backend("cpu", cpu.DESCRIPTION, cpu.supports, cpu.has_quadratic_memory, cpu.run, cpu.run),
     "chunked": Backend("chunked", chunked.DESCRIPTION, chunked.supports, chunked.has_quadratic_memory, chunked.run),
     "sdpa": Backend("sdpa", sdpa.DESCRIPTION, sdpa.supports, sdpa.has_quadratic_memory, sdpa.run),
 }

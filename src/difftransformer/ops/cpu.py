@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import BackendUnavailable
 from . import build
 from .problem import Problem, Restrictions
 
@@ -43,38 +44,17 @@ def has_quadratic_memory(problem: Problem) -> bool:
 
 
 def run(
-    query: Tensor, key: Tensor, value: Tensor, lam: Tensor | None, restrictions: Restrictions, scale: float | None
-) -> Tensor:
-    """Arguments and result as in `reference.run`."""
-    return _attention(query, key, value, lam, restrictions, scale, None, None, 1.0)
-
-
-def run_normed(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     lam: Tensor | None,
     restrictions: Restrictions,
     scale: float | None,
-    weight: Tensor | None,
-    eps: float,
-    factor: float,
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    factor: float = 1.0,
 ) -> Tensor:
-    """As `run`, each head's output through factor * RMSNorm(output) * weight in the same pass."""
-    return _attention(query, key, value, lam, restrictions, scale, weight, eps, factor)
-
-
-def _attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    lam: Tensor | None,
-    restrictions: Restrictions,
-    scale: float | None,
-    weight: Tensor | None,
-    eps: float | None,
-    factor: float,
-) -> Tensor:
+    """Arguments and result as in `reference.run`; with `eps`, heads go through factor * RMSNorm(head) * weight."""
     if scale is None:
         scale = (query.shape[-1] if lam is None else query.shape[-1] // 2) ** -0.5
     if scale <= 0:
@@ -165,7 +145,7 @@ torch.library.register_autograd("difftransformer::cpu_attention", _differentiate
 
 
 def _refuse(ctx: Any, *_: Any) -> None:
-    raise RuntimeError("backend 'cpu' has no second derivatives; use backend='reference'")
+    raise BackendUnavailable("backend 'cpu' has no second derivatives; name backend='reference'")
 
 
 torch.library.register_autograd("difftransformer::cpu_attention_backward", _refuse)

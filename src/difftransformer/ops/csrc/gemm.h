@@ -37,7 +37,7 @@ struct Bf16 {
 };
 #endif
 
-// Set once when the library is loaded (attention.cpp): whether Bf16 blocks go to brgemm.
+// Set once when the library is loaded (forward.cpp): whether Bf16 blocks go to brgemm.
 inline bool use_brgemm = false;
 constexpr int64_t kBrgemmUnits = 16;
 
