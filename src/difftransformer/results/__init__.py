@@ -1,0 +1,106 @@
+"""The typed JSON that every command writes: dataclasses, one writer, one strict reader.
+
+A results file is an object with `kind` (which dataclass), `version` (of this schema) and `result`. The reader checks
+all three and every field's type, so that a report never draws a file that it does not understand. This module imports no
+torch: a report is made wherever Python and matplotlib are.
+
+Units are in the names: `_nats`, `_bits`, `_tokens`, `_bytes`, `_seconds`.
+"""
+
+from .base import (
+    Cities,
+    Dtype,
+    Environment,
+    Form,
+    Mode,
+    Segment,
+)
+from .bench import (
+    AttentionShape,
+    AttentionSkip,
+    AttentionTiming,
+    Bench,
+    DiffLlamaTiming,
+    GenerationTiming,
+    GeometricMean,
+    MemoryPoint,
+    Timing,
+    TrainingSkip,
+    TrainingTiming,
+)
+from .files import (
+    SCHEMA_VERSION,
+    read_result,
+    write_result,
+    write_text_atomically,
+)
+from .studies import (
+    AllocationResult,
+    AllocationShare,
+    BaselineNll,
+    Comparison,
+    CostRow,
+    Curve,
+    DocumentNll,
+    Drift,
+    Evaluation,
+    MetricComparison,
+    ModelSummary,
+    NeedleCell,
+    NeedleResult,
+    NllResult,
+    PairedDifference,
+    PositionBucket,
+    RunResult,
+    Statistic,
+    Upcycling,
+)
+from .tasks import (
+    HarnessMetric,
+    HarnessResult,
+)
+
+__all__ = [
+    "SCHEMA_VERSION",
+    "AllocationResult",
+    "AllocationShare",
+    "AttentionShape",
+    "AttentionSkip",
+    "AttentionTiming",
+    "BaselineNll",
+    "Bench",
+    "Cities",
+    "Comparison",
+    "CostRow",
+    "Curve",
+    "DiffLlamaTiming",
+    "DocumentNll",
+    "Drift",
+    "Dtype",
+    "Environment",
+    "Evaluation",
+    "Form",
+    "GenerationTiming",
+    "GeometricMean",
+    "HarnessMetric",
+    "HarnessResult",
+    "MemoryPoint",
+    "MetricComparison",
+    "Mode",
+    "ModelSummary",
+    "NeedleCell",
+    "NeedleResult",
+    "NllResult",
+    "PairedDifference",
+    "PositionBucket",
+    "RunResult",
+    "Segment",
+    "Statistic",
+    "Timing",
+    "TrainingSkip",
+    "TrainingTiming",
+    "Upcycling",
+    "read_result",
+    "write_result",
+    "write_text_atomically",
+]

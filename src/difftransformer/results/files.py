@@ -1,0 +1,77 @@
+"""Results files: one writer, one strict reader."""
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import TypeVar
+
+from ..errors import ResultsError
+from ..typed import build
+from .bench import Bench
+from .studies import Comparison, Drift, Evaluation, Upcycling
+from .tasks import HarnessResult
+
+SCHEMA_VERSION = 1
+
+KINDS: dict[str, type] = {
+    "comparison": Comparison,
+    "drift": Drift,
+    "upcycling": Upcycling,
+    "evaluation": Evaluation,
+    "bench": Bench,
+    "harness": HarnessResult,
+}
+
+T = TypeVar("T")
+
+
+def write_result(result: Comparison | Evaluation | Bench | HarnessResult | Drift | Upcycling, path: Path | str) -> Path:
+    """Write a result as JSON, whole or not at all (a temporary file in the same folder, then a rename)."""
+    path = Path(path)
+    kind = next(name for name, cls in KINDS.items() if isinstance(result, cls))
+    document = {"kind": kind, "version": SCHEMA_VERSION, "result": dataclasses.asdict(result)}
+    write_text_atomically(path, json.dumps(document, indent=1, allow_nan=False) + "\n")
+    return path
+
+
+def write_text_atomically(path: Path, text: str) -> None:
+    """Write a text file so that a reader sees the old content or the new, never a part."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def read_result(path: Path | str, cls: type[T]) -> T:
+    """Read a results file of the given dataclass.
+
+    Raises:
+        ResultsError: no such file, not JSON, another kind, another version, or a field missing, unknown or mistyped.
+    """
+    path = Path(path)
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ResultsError(f"{path}: no such results file; name a results.json that a command wrote") from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ResultsError(f"{path}: not a results file ({error}); run the command that wrote it again") from None
+    if not isinstance(document, dict) or not {"kind", "version", "result"} <= document.keys():
+        raise ResultsError(f"{path}: not a results file (no kind, version and result); name one that a command wrote")
+    expected = next(name for name, known in KINDS.items() if known is cls)
+    if document["kind"] != expected:
+        raise ResultsError(
+            f"{path}: holds a result of kind {document['kind']!r}, expected {expected!r}; name another file"
+        )
+    if document["version"] != SCHEMA_VERSION:
+        raise ResultsError(
+            f"{path}: results version {document['version']!r}, this release reads version {SCHEMA_VERSION}; "
+            "run the command again or use the release that wrote it"
+        )
+    return build(cls, document["result"], source=str(path), error=ResultsError)
