@@ -2,11 +2,13 @@
 
 import pytest
 import torch
+from fakes import TensorModel
 
 from difftransformer.data import CITIES_SEEN
 from difftransformer.errors import ConfigError
 from difftransformer.evals import AllocationConfig, evaluate_allocation
-from difftransformer.evals.allocation import FORMS, SEGMENTS, segment_shares
+from difftransformer.evals.allocation import SEGMENTS, segment_shares
+from difftransformer.evals.segments import FORMS, row_sums
 
 CONFIG = AllocationConfig(needles=3, depths=[0.0, 0.5, 1.0], documents=5, digits=3)
 
@@ -23,7 +25,7 @@ def answer_span(tokenizer, prompt):
     return lengths.index(start), lengths.index(end), lengths.index(text.rindex("\n"))
 
 
-class Looking:
+class Looking(TensorModel):
     """All attention of every head on the answer's needle."""
 
     def __init__(self, tokenizer):
@@ -75,7 +77,7 @@ def test_signed_weights_by_hand():
     columns = {"signed": [0.5, 0.0, 0.5, 0.0, -0.25, 0.25]}
     columns["absolute"] = [0.5, 0.5, 0.5, 1.0, 0.75, 0.25]
     columns["positive"] = [0.5, 0.25, 0.5, 0.5, 0.25, 0.25]
-    shares = segment_shares(weights, (2, 4, 5))
+    shares = segment_shares(row_sums([weights[:1], weights[1:]], (0, 1, 2, 4, 5, 6)))
     for form, values in columns.items():
         parts = [values[0], values[1], values[2] + values[3], values[4], values[5]]
         assert shares[form] == pytest.approx([part / sum(values) for part in parts])
@@ -85,7 +87,7 @@ def test_signed_weights_by_hand():
 
 
 def test_a_share_is_a_mean_over_documents_with_its_error(toy_shards):
-    class Drawn:
+    class Drawn(TensorModel):
         def last_token_weights(self, prompts):
             return torch.rand(len(prompts), 2, prompts.shape[1], generator=torch.Generator().manual_seed(3))
 

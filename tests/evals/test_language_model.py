@@ -1,11 +1,15 @@
-"""A decoder's answers: greedy continuation is generate's, weights are the maps' last row, parts change nothing."""
+"""A model's answers: greedy continuation is generate's, choices are masked decoding's, weights are the maps' last row."""
+
+from itertools import pairwise
 
 import pytest
 import torch
 
 from difftransformer import DiffTransformerConfig
-from difftransformer.errors import ConfigError
-from difftransformer.evals import DecoderLanguageModel, EvaluationConfig
+from difftransformer.errors import ConfigError, EvaluationError
+from difftransformer.evals import CausalLanguageModel, EvaluationConfig, language_model, prefix
+from difftransformer.evals.prefix import PrefixCache
+from difftransformer.evals.task import Choice, Continuation, LastRow, Loss, answers_to
 from difftransformer.train import build_model
 
 
@@ -29,9 +33,18 @@ def prompts():
     return torch.randint(97, (5, 20), generator=torch.Generator().manual_seed(0))
 
 
+def ask(model, requests, **options):
+    return answers_to(CausalLanguageModel(model, None, **options), requests)
+
+
+def rows_of(prompts):
+    return [tuple(row) for row in prompts.tolist()]
+
+
 @pytest.mark.parametrize("batch_tokens", [16_384, 45, 1])
 def test_continuation_is_that_of_generate(model, prompts, batch_tokens):
-    found = DecoderLanguageModel(model, batch_tokens=batch_tokens).continue_greedily(prompts, 12)
+    requests = [Continuation(row, 12) for row in rows_of(prompts)]
+    found = torch.tensor(ask(model, requests, batch_tokens=batch_tokens))
     expected = model.generate(
         prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=12, min_new_tokens=12, do_sample=False,
         eos_token_id=None, pad_token_id=0,
@@ -42,34 +55,108 @@ def test_continuation_is_that_of_generate(model, prompts, batch_tokens):
 
 def test_an_end_of_text_does_not_stop_a_row(model, prompts):
     """`eos_token_id` is a token like others here: every token asked for is made, as the model would make it."""
-    made = DecoderLanguageModel(model).continue_greedily(prompts, 4)
-    model.config.eos_token_id = model.generation_config.eos_token_id = int(made[0, 0])
-    assert torch.equal(DecoderLanguageModel(model).continue_greedily(prompts, 4), made)
+    requests = [Continuation(row, 4) for row in rows_of(prompts)]
+    made = ask(model, requests)
+    model.config.eos_token_id = model.generation_config.eos_token_id = made[0][0]
+    assert ask(model, requests) == made
+
+
+def test_a_stop_ends_a_row_and_is_not_part_of_it(model, prompts):
+    row = rows_of(prompts)[0]
+    (made,) = ask(model, [Continuation(row, 8)])
+    stop = made[5]
+    expected = made[: made.index(stop)]
+    assert ask(model, [Continuation(row, 8, (stop,))]) == [expected]
 
 
 @pytest.mark.parametrize("batch_tokens", [16_384, 45])
-def test_last_token_weights_are_the_last_row_of_the_maps(model, prompts, batch_tokens):
-    found = DecoderLanguageModel(model, batch_tokens=batch_tokens).last_token_weights(prompts)
+def test_last_row_is_the_sum_of_the_maps_last_row(model, prompts, batch_tokens):
+    edges = (0, 1, 7, 20)
+    requests = [LastRow(row, edges) for row in rows_of(prompts)]
+    found = torch.tensor(ask(model, requests, batch_tokens=batch_tokens))
     assert model.config._attn_implementation != "eager"  # put back
     model.set_attn_implementation("eager")
     maps = model(input_ids=prompts, output_attentions=True).attentions
-    expected = torch.cat([layer[:, :, -1] for layer in maps], dim=1)
     heads = 2 if model.config.attention_type == "diff" else 4
-    assert found.shape == (5, 2 * heads, 20)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
-    totals = found.sum(-1)
+    assert found.shape == (5, 2, heads, 3, 3)
+    for layer, weights in enumerate(maps):
+        last = weights[:, :, -1]
+        for form, values in enumerate((last, last.abs(), last.clamp(min=0))):
+            sums = torch.stack([values[..., a:b].sum(-1) for a, b in pairwise(edges)], dim=-1)
+            torch.testing.assert_close(found[:, layer, :, form], sums, rtol=1e-5, atol=1e-6)
+    totals = found[..., 0, :].sum(-1)
     if model.config.attention_type == "softmax":
         torch.testing.assert_close(totals, torch.ones_like(totals))
     else:  # a head's total is 1 - lambda
-        lambdas = torch.stack([layer.self_attn.lam() for layer in model.model.layers]).repeat_interleave(heads)
-        torch.testing.assert_close(totals, (1 - lambdas).expand(5, -1).detach(), rtol=1e-4, atol=1e-5)
+        lambdas = torch.stack([layer.self_attn.lam() for layer in model.model.layers]).view(1, 2, 1)
+        torch.testing.assert_close(totals, (1 - lambdas).expand_as(totals).detach(), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("batch_tokens", [16_384, 45])
-def test_nll_is_the_models_loss(model, prompts, batch_tokens):
-    nll = DecoderLanguageModel(model, batch_tokens=batch_tokens).nll(prompts[:, :-1], prompts[:, 1:])
-    assert nll.shape == (5, 19)
-    assert nll.mean().item() == pytest.approx(model(input_ids=prompts, labels=prompts).loss.item(), rel=1e-5)
+def test_loss_is_the_models(model, prompts, batch_tokens):
+    found = ask(model, [Loss(row) for row in rows_of(prompts)], batch_tokens=batch_tokens)
+    assert [len(row) for row in found] == [19] * 5
+    assert torch.tensor(found).mean().item() == pytest.approx(
+        model(input_ids=prompts, labels=prompts).loss.item(), rel=1e-5
+    )
+    (tail,) = ask(model, [Loss(rows_of(prompts)[2], first=12)], batch_tokens=batch_tokens)
+    assert tail == pytest.approx(found[2][11:], rel=1e-5)
+
+
+def test_a_long_row_in_parts(model, prompts, monkeypatch):
+    row = rows_of(prompts)[0]
+    whole = ask(model, [Loss(row)])[0]
+    monkeypatch.setattr(language_model, "CHUNK_TOKENS", 7)
+    monkeypatch.setattr(prefix, "CHUNK_TOKENS", 7)
+    assert ask(model, [Loss(row)])[0] == pytest.approx(whole, rel=1e-4)
+    assert ask(model, [Choice(row, ((3, 4), (3, 5), (6,)))]) == [plain_choice(model, row, ((3, 4), (3, 5), (6,)))]
+
+
+def plain_choice(model, prompt, options):
+    """Masks all logits but those that lead to an option, a token at a time, without any cache."""
+    path = ()
+    while path not in options:
+        logits = model(input_ids=torch.tensor([(*prompt, *path)])).logits[0, -1]
+        masked = torch.full_like(logits, -torch.inf)
+        for option in options:
+            if option[: len(path)] == path:
+                masked[option[len(path)]] = logits[option[len(path)]]
+        path = (*path, int(masked.argmax()))
+    return options.index(path)
+
+
+def test_choice_is_masked_greedy_decoding(model):
+    draw = torch.Generator().manual_seed(1)
+    shared = tuple(torch.randint(97, (30,), generator=draw).tolist())
+    options = ((1, 2, 9), (1, 3, 9), (1, 3, 4, 9), (7, 9), (8, 1, 9), (8, 2, 9))
+    prompts = [(*shared, *torch.randint(97, (3,), generator=draw).tolist()) for _ in range(40)]
+    expected = [plain_choice(model, prompt, options) for prompt in prompts]
+    assert len(set(expected)) > 2
+    for prefix_caching in (True, False):
+        requests = [Choice(prompt, options) for prompt in prompts]
+        assert ask(model, requests, prefix_caching=prefix_caching) == expected
+
+
+def test_prompts_that_start_the_same_are_computed_once(model):
+    draw = torch.Generator().manual_seed(1)
+    trunk = tuple(torch.randint(97, (60,), generator=draw).tolist())
+    prompts = [(*trunk[:50], 1, 2), (*trunk[:20], 3), trunk, (*trunk[:50], 1, 4), (*trunk[:20], 3)]
+    cache, plain = PrefixCache(model), PrefixCache(model, enabled=False)
+    with torch.inference_mode():
+        for prompt in sorted(prompts):
+            for one in (cache, plain):
+                one.start()
+            torch.testing.assert_close(cache.next_logits(prompt), plain.next_logits(prompt), rtol=1e-4, atol=1e-5)
+    # 60 of the trunk, two branches of 2 and 1 at 50, one at 20; the last token of a row is always computed.
+    assert cache.computed_tokens == 60 + 3 + 1 + 1
+    assert plain.computed_tokens == sum(map(len, prompts))
+    found = ask(model, [Continuation(prompt, 1) for prompt in prompts])
+    assert found == ask(model, [Continuation(prompt, 1) for prompt in prompts], prefix_caching=False)
+
+
+def test_a_row_longer_than_the_context_is_refused(model):
+    with pytest.raises(EvaluationError, match="takes 66 tokens, and the model's context has 64"):
+        ask(model, [Continuation((1,) * 60, 6)])
 
 
 def test_impossible_batch_is_refused():

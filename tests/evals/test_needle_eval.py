@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from fakes import TensorModel
 
 from difftransformer.data import CITIES_SEEN, CITIES_UNSEEN
 from difftransformer.errors import ConfigError, DataError
@@ -73,7 +74,7 @@ def test_every_model_gets_the_same_documents_and_another_seed_others(toy_shards,
         seen = []
         honest = type(oracle)(toy_shards.tokenizer)
 
-        class Listening:
+        class Listening(TensorModel):
             def continue_greedily(self, prompts, tokens):
                 seen.append(prompts.clone())
                 return honest.continue_greedily(prompts, tokens)

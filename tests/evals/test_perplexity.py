@@ -6,6 +6,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from fakes import TensorModel
 
 from difftransformer.errors import ConfigError, DataError
 from difftransformer.evals import NllConfig, evaluate_nll
@@ -28,7 +29,7 @@ def test_a_uniform_model(uniform, toy_shards):
     assert result.bits_per_byte == pytest.approx(500 * math.log2(400) / count, rel=1e-12)
 
 
-class Sloped:
+class Sloped(TensorModel):
     """A loss that tells where it was: position plus a hundredth of the target."""
 
     def nll(self, input_ids, targets):

@@ -1,35 +1,20 @@
 """difftransformer generate."""
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from math import isfinite
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TextStreamer
-from transformers.utils import logging as transformers_logging
+from transformers import TextStreamer
 
 from ..errors import CheckpointError, ConfigError, DataError
-from ..model import DiffTransformerConfig, accelerate
-from ..model.progress import without_progress_bars
 from ..ops import use_backend
-from ..train import latest_checkpoint
-from ..train.checkpoint import STATE_FILE, verify_checkpoint
+from ..studies.opening import open_network, open_tokenizer, quietly, saved_folder
 from .hardware import check_device
 
 INTERRUPTED = 130
-DTYPES: dict[str, torch.dtype | str] = {
-    "auto": "auto",
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-}
-# Any of these is a tokenizer's vocabulary in a Hugging Face folder.
-VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 OPTIONAL_POSITIONALS = {"prompt": "Text to go on from; without it, --prompt_file or standard input."}
 
 
@@ -71,11 +56,11 @@ def run(
     _check_numbers(max_new_tokens, temperature, top_p, top_k, num_beams)
     check_device(device)
     text = _prompt(prompt, prompt_file)
-    folder = _folder(model)
-    with _quiet(), use_backend(backend):
-        tokenizer = _tokenizer(folder)
+    folder = saved_folder(model)
+    with quietly(), use_backend(backend):
+        tokenizer = open_tokenizer(folder)
         ids = _token_ids(tokenizer, text, chat, folder)
-        network = _network(folder, dtype, backend).to(device)
+        network = open_network(folder, dtype, backend).to(device)
         room = _room(network, ids, folder)
         if room is not None and room < max_new_tokens:
             print(f"difftransformer generate: the model's positions end after {room} new tokens", file=sys.stderr)
@@ -145,25 +130,6 @@ def _prompt(prompt: str | None, prompt_file: str | None) -> str:
     return prompt
 
 
-def _folder(model: str) -> Path:
-    path = Path(model)
-    if not path.is_dir():
-        raise CheckpointError(f"{model}: no such folder; name a run folder or the folder of a saved model")
-    folder = latest_checkpoint(path)
-    if (folder / STATE_FILE).exists():
-        verify_checkpoint(folder)
-    return folder
-
-
-def _tokenizer(folder: Path) -> Any:
-    if not any((folder / name).is_file() for name in VOCABULARY_FILES):
-        raise CheckpointError(f"{folder}: no tokenizer here; save the model's tokenizer into the folder")
-    try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # tokenizers raises bare Exception
-        raise CheckpointError(f"{folder}: its tokenizer cannot be opened ({_first_line(error)})") from None
-
-
 def _token_ids(tokenizer: Any, text: str, chat: bool, folder: Path) -> Tensor:
     """(1, T)."""
     if not chat:
@@ -174,36 +140,6 @@ def _token_ids(tokenizer: Any, text: str, chat: bool, folder: Path) -> Tensor:
     return tokenizer.apply_chat_template(
         message, add_generation_prompt=True, return_tensors="pt", return_dict=True
     ).input_ids
-
-
-def _network(folder: Path, dtype: str, backend: str) -> Any:
-    try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        if isinstance(config, DiffTransformerConfig):
-            if backend != "auto":
-                config.attn_backend = backend
-        elif backend != "auto" and config.model_type != "diffllama":
-            raise ConfigError(
-                f"--backend {backend}: {folder} holds a {config.model_type!r} model, whose attention is not this package's; "
-                "leave --backend out"
-            )
-        network, found = AutoModelForCausalLM.from_pretrained(
-            folder,
-            config=config,
-            dtype=DTYPES[dtype],
-            local_files_only=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-        )
-    except ConfigError:
-        raise
-    except (OSError, ValueError, KeyError, AttributeError, RuntimeError, ImportError, SafetensorError) as error:
-        raise CheckpointError(f"{folder}: cannot be opened as a causal language model ({_first_line(error)})") from None
-    if found["missing_keys"]:
-        raise CheckpointError(f"{folder}: its weights lack {min(found['missing_keys'])}; save the model again")
-    if config.model_type == "diffllama":
-        accelerate(network)
-    return network
 
 
 def _room(network: Any, ids: Tensor, folder: Path) -> int | None:
@@ -223,19 +159,3 @@ def _room(network: Any, ids: Tensor, folder: Path) -> int | None:
             f"the prompt has {length} tokens, and the model {positions} positions, one of them for what follows; shorten it"
         )
     return int(positions - length)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Let transformers say errors alone: what matters is said here, on one line."""
-    before = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()
-    try:
-        with without_progress_bars():
-            yield
-    finally:
-        transformers_logging.set_verbosity(before)

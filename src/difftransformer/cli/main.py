@@ -18,6 +18,8 @@ VERBS = {
     "compare": "Train a model and its same-size twin on identical batches, evaluate both, write a report",
     "train": "Train one model from a recipe, or go on with a run",
     "eval": "Evaluate a checkpoint: loss, retrieval, attention allocation",
+    "eval perplexity": "Loss of any saved model on a text, bits a byte, and by position",
+    "eval needle": "Multi-needle retrieval of any saved model, over lengths and depths",
     "eval harness": "Score any saved model with lm-eval's tasks",
     "generate": "Go on from a prompt with a run or any saved model, and print what comes",
     "report": "Draw the report of a results file again",
@@ -74,7 +76,8 @@ def split_verb(words: Sequence[str]) -> tuple[str, list[str]]:
 
 def module_name(verb: str) -> str:
     """The module of this package that holds a verb's `run`."""
-    return re.sub("[- ]", "_", verb)
+    own = ("eval", "eval harness")
+    return "eval_task" if verb.startswith("eval") and verb not in own else re.sub("[- ]", "_", verb)
 
 
 def _run(verb: str, words: list[str]) -> int:
@@ -83,7 +86,10 @@ def _run(verb: str, words: list[str]) -> int:
     module = importlib.import_module(f".{module_name(verb)}", __package__)
     function, optional = module.run, getattr(module, "OPTIONAL_POSITIONALS", {})
     parser = ArgumentParser(prog=f"difftransformer {verb}", description=VERBS[verb], exit_on_error=False)
-    parser.add_function_arguments(function, as_positional=True, skip=set(optional))
+    own = module.declare(verb) if hasattr(module, "declare") else None
+    parser.add_function_arguments(function, as_positional=True, skip={*optional, *(("verb", "options") if own else ())})
+    if own is not None:
+        parser.add_class_arguments(own)
     for name, summary in optional.items():
         parser.add_argument(name, nargs="?", help=summary)
     # `--set` may be given several times; jsonargparse writes adding to a list with a plus, and wants a
@@ -96,7 +102,10 @@ def _run(verb: str, words: list[str]) -> int:
     except ArgumentError as error:
         text = " ".join(str(error).split())
         return _fail(f"difftransformer {verb}: {text}; see difftransformer {verb} --help")
-    return int(function(**options.as_dict()) or 0)
+    values = options.as_dict()
+    if own is not None:
+        values["verb"], values["options"] = verb, module.options_from(own, values)
+    return int(function(**values) or 0)
 
 
 def _fail(message: str, status: int = EXIT_ERROR) -> int:

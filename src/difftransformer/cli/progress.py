@@ -1,6 +1,8 @@
 """Progress bars with the time left."""
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
@@ -64,3 +66,28 @@ def watch_steps(progress: Progress, label: str, steps: int) -> Callable[[Metrics
             console.print(f"{label}: step {metrics.step} of {steps} {loss}")
 
     return listen
+
+
+@contextmanager
+def tokens_progress(label: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar over the tokens that an evaluation shows the model; without a terminal a line at every tenth of the way."""
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f} %"),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(elapsed_when_finished=True),
+        console=console,
+    ) as progress:
+        bar = progress.add_task(label, total=None)
+        printed, began = [0], time.monotonic()
+
+        def watch(done: int, total: int) -> None:
+            progress.update(bar, completed=done, total=total)
+            part = QUIET_PARTS * done // max(1, total)
+            if not console.is_terminal and part > printed[0]:
+                printed[0] = part
+                console.print(f"{label}: {100 * done // total} % after {time.monotonic() - began:.0f} s")
+
+        yield watch

@@ -79,6 +79,14 @@ class Tokenizer:
         """Token ids of a text; no special token is added or recognised."""
         return self.backend.encode(text, add_special_tokens=False).ids
 
+    def encode_special(self, text: str) -> list[int]:
+        """Token ids of a text in which the names of special tokens stand for them: a chat template's, never a document's."""
+        self.backend.encode_special_tokens = False
+        try:
+            return self.encode(text)
+        finally:
+            self.backend.encode_special_tokens = True
+
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of several texts, in parallel where TOKENIZERS_PARALLELISM allows."""
         encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)

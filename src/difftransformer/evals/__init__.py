@@ -6,11 +6,13 @@ __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
         ".allocation": ("evaluate_allocation",),
-        ".base": ("AllocationConfig", "EvaluationConfig", "LanguageModel", "NeedleConfig", "NllConfig"),
+        ".config": ("AllocationConfig", "EvaluationConfig", "NeedleConfig", "NllConfig"),
         ".harness": ("evaluate_harness",),
-        ".language_model": ("DecoderLanguageModel",),
+        ".language_model": ("CausalLanguageModel",),
         ".needle": ("evaluate_needle",),
         ".perplexity": ("evaluate_nll",),
+        ".runner": ("run_task",),
+        ".task": ("LanguageModel",),
         ".run": ("EvaluationResults", "check_evaluation", "evaluate"),
     },
 )

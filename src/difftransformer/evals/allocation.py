@@ -12,39 +12,36 @@ For softmax attention the three agree.
 """
 
 import math
-from itertools import pairwise
+from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from ..data import CITIES_SEEN, NeedleQuestion, Shards, evaluation_document
 from ..results import AllocationResult, AllocationShare, Form, Segment
-from .base import AllocationConfig, LanguageModel
+from .config import AllocationConfig
+from .segments import FORMS
+from .task import LanguageModel, LastRow, answers_to
 
 SEGMENTS: tuple[Segment, ...] = ("first", "before", "answer", "after", "query")
-FORMS: tuple[Form, ...] = ("signed", "absolute", "positive")
 
 
-def segment_shares(weights: Tensor, bounds: tuple[int, int, int]) -> dict[Form, list[float]]:
-    """Shares of one row of weights by form and segment.
+def segment_shares(sums: Any) -> dict[Form, list[float]]:
+    """Shares of one document by form and segment, over all heads and layers.
 
     Args:
-        weights: (heads, T): all heads and layers, one query.
-        bounds: Start and end of the answer's needle, and start of the question.
+        sums: `segments.row_sums` of the last prompt token: [layer][head][form][segment].
 
     Returns:
         For each form, the shares in the order of SEGMENTS; they sum to 1.
     """
-    start, end, question = bounds
-    edges = [0, 1, max(1, start), end, question, weights.shape[1]]
-    forms: dict[Form, Tensor] = {"signed": weights, "absolute": weights.abs(), "positive": weights.clamp(min=0)}
-    shares: dict[Form, list[float]] = {}
-    for form, values in forms.items():
-        columns = values.double().sum(0)
-        total = columns.sum()
-        shares[form] = [(columns[a:b].sum() / total).item() for a, b in pairwise(edges)]
-    return shares
+    columns = np.array([head for layer in sums for head in layer]).sum(0)
+    return {form: (row / row.sum()).tolist() for form, row in zip(FORMS, columns, strict=True)}
+
+
+def edges_of(question: NeedleQuestion) -> tuple[int, ...]:
+    """Bounds of SEGMENTS in a question's first prompt."""
+    start, end = question.spans[0]
+    return 0, 1, max(1, start), end, question.query_starts[0], len(question.prompts[0])
 
 
 def allocation_questions(
@@ -93,11 +90,8 @@ def evaluate_allocation(
     """
     shares: list[AllocationShare] = []
     for depth, questions in allocation_questions(shards, config, context_tokens=context_tokens).items():
-        rows = model.last_token_weights(torch.tensor([question.prompts[0] for question in questions]))
-        documents = [
-            segment_shares(row, (*question.spans[0], question.query_starts[0]))
-            for row, question in zip(rows, questions, strict=True)
-        ]
+        requests = [LastRow(tuple(question.prompts[0]), edges_of(question)) for question in questions]
+        documents = [segment_shares(sums) for sums in answers_to(model, requests)]
         for form in FORMS:
             for index, segment in enumerate(SEGMENTS):
                 values = np.array([document[form][index] for document in documents])

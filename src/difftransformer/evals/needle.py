@@ -3,17 +3,26 @@
 The paper states neither the haystack, the prompt of a base model, nor how two answers are scored. Here the haystack is
 validation text, the prompt ends with the start of the needle's own sentence, and every needle asked for is one trial,
 right when the greedy continuation starts with all its digits.
+
+`evaluate_needle` asks a model that was trained here, on its own validation text, and keeps cities apart that training names.
+`make` asks any model, on any text: the same needles in the same haystack are placed at every depth and length, so that what
+differs between cells is depth and length alone; and prompts share most of their tokens, which are then computed once.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import numpy as np
-import torch
 
-from ..data import CITIES_SEEN, CITIES_UNSEEN, NeedleQuestion, Shards, evaluation_document
-from ..results import Cities, NeedleCell, NeedleResult
-from .base import LanguageModel, NeedleConfig
+from ..data import CITIES_SEEN, CITIES_UNSEEN, NeedleFormat, NeedleQuestion, Shards, Tokenizer, evaluation_document
+from ..errors import ConfigError
+from ..results import Cities, ItemScore, NeedleCell, NeedleResult
+from .chat import chat_frame
+from .config import NeedleConfig
+from .scores import proportion
+from .task import Continuation, LanguageModel, Scores, answers_to
+from .texts import token_stream
 
 CITIES: dict[Cities, tuple[str, ...]] = {"seen": CITIES_SEEN, "unseen": CITIES_UNSEEN}
 
@@ -79,10 +88,10 @@ def evaluate_needle(model: LanguageModel, shards: Shards, config: NeedleConfig, 
     answer_tokens = config.digits + 1
     cells = []
     for cell in needle_cells(shards, config, context_tokens=context_tokens):
-        prompts = torch.tensor([prompt for question in cell.questions for prompt in question.prompts])
+        prompts = [tuple(prompt) for question in cell.questions for prompt in question.prompts]
         answers = [answer for question in cell.questions for answer in question.answers]
-        continuations = model.continue_greedily(prompts, answer_tokens)
-        texts = [shards.tokenizer.decode(ids) for ids in continuations.tolist()]
+        continuations = answers_to(model, [Continuation(prompt, answer_tokens) for prompt in prompts])
+        texts = [shards.tokenizer.decode(ids) for ids in continuations]
         cells.append(
             NeedleCell(
                 length_tokens=cell.length_tokens,
@@ -95,3 +104,164 @@ def evaluate_needle(model: LanguageModel, shards: Shards, config: NeedleConfig, 
             )
         )
     return NeedleResult(digits=config.digits, chance=10.0**-config.digits, cells=cells)
+
+
+_CHAT_INSTRUCTION = (
+    "Somewhere in the text below are sentences that give cities a special magic number. Read it, then answer the question "
+    "with the number alone.\n\n"
+)
+_CHAT_ANSWER_TOKENS = 32
+_CHOICES = [
+    "The haystack is the text named in the options; documents begin at random places of it.",
+    "The same needles in the same haystack stand at every depth and length: cells are paired, not independent.",
+    "The first needle asked for stands at the depth of its cell, the others at random places.",
+    "Each needle asked for is one trial. A base model's continuation must start with all its digits; a chat model's answer "
+    "must contain them.",
+    "Lengths include the question and room for the answer.",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Multi-needle retrieval on any model.
+
+    Attributes:
+        lengths: Prompt lengths in tokens, question and answer included.
+        needles: [needles in the context, needles asked for] pairs; the paper has [1,1], [2,2], [4,2], [6,2] and [8,1].
+        depths: Places of the answer, 0 (start of the context) to 1 (its end).
+        documents: Documents in a cell; the paper has 50.
+        digits: Digits of a number.
+        text: The haystack: python-stdlib, a text file, a folder of them, or hf:NAME[:CONFIG][:SPLIT].
+        prompt: base ends with the beginning of the needle's own sentence; chat asks a question in the chat template.
+        seed: Of places, cities and numbers.
+    """
+
+    lengths: list[int] = field(default_factory=lambda: [1024, 2048, 4096, 8192])
+    needles: list[list[int]] = field(default_factory=lambda: [[1, 1]])
+    depths: list[float] = field(default_factory=lambda: [0.0, 0.25, 0.5, 0.75, 1.0])
+    documents: int = 10
+    digits: int = 7
+    text: str = "python-stdlib"
+    prompt: Literal["base", "chat"] = "base"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if any(len(pair) != 2 for pair in self.needles):
+            raise ConfigError(f"needles={self.needles}: give [needles, asked] pairs, such as [[1,1],[4,2]]")
+        if not self.lengths:
+            raise ConfigError("lengths=[]: give at least one length in tokens")
+        NeedleConfig(
+            lengths_tokens=self.lengths,
+            needles=[(pair[0], pair[1]) for pair in self.needles],
+            depths=self.depths,
+            documents=self.documents,
+            digits=self.digits,
+            seed=self.seed,
+        )
+
+
+@dataclass(frozen=True)
+class _Trial:
+    length: int
+    needles: int
+    asked: int
+    depth: float
+    document: int
+    answer: str
+
+
+class NeedleTask:
+    """The grid's documents, and the share of exact answers in each cell. See `Task`."""
+
+    def __init__(self, options: Options, tokenizer: Tokenizer) -> None:
+        self.options, self.tokenizer = options, tokenizer
+        self.data_name, self.choices = options.text, _CHOICES
+        self.requests: list[Continuation] = []
+        self._trials: list[_Trial] = []
+        frame = chat_frame(tokenizer) if options.prompt == "chat" else None
+        haystack = token_stream(tokenizer, options.text, 0)
+        for needles, asked in options.needles:
+            for length in options.lengths:
+                for depth in options.depths:
+                    for document in range(options.documents):
+                        question = self._document(haystack, needles, asked, length, depth, document, frame)
+                        for prompt, answer in zip(question.prompts, question.answers, strict=True):
+                            tokens = (
+                                _CHAT_ANSWER_TOKENS if frame else NeedleFormat(digits=options.digits).answer_tokens - 1
+                            )
+                            self.requests.append(Continuation(tuple(prompt), tokens))
+                            self._trials.append(_Trial(length, needles, asked, depth, document, answer))
+
+    def _document(
+        self,
+        haystack: Any,
+        needles: int,
+        asked: int,
+        length: int,
+        depth: float,
+        document: int,
+        frame: tuple[list[int], list[int]] | None,
+    ) -> NeedleQuestion:
+        before, questions, room = [], {}, 0
+        if frame:
+            before = [*frame[0], *self.tokenizer.encode(_CHAT_INSTRUCTION)]
+            for city in CITIES_SEEN + CITIES_UNSEEN:
+                text = f"\n\nQuestion: What is the special magic number for {city}?"
+                questions[city] = [*self.tokenizer.encode(text), *frame[1]]
+            longest = max(map(len, questions.values()))
+            room = len(before) + longest + _CHAT_ANSWER_TOKENS - NeedleFormat(digits=self.options.digits).answer_tokens
+        question = evaluation_document(
+            np.random.default_rng([self.options.seed, needles, asked, document]),
+            self.tokenizer,
+            haystack,
+            length_tokens=length - room,
+            depth=depth,
+            needles=needles,
+            asked=asked,
+            digits=self.options.digits,
+            cities=CITIES_SEEN + CITIES_UNSEEN,
+        )
+        if frame:
+            question.prompts[:] = [
+                [*before, *prompt[1:start], *questions[city]]
+                for prompt, start, city in zip(question.prompts, question.query_starts, question.cities, strict=True)
+            ]
+        return question
+
+    def score(self, answers: Sequence[Any]) -> Scores:
+        """Accuracy in every cell, over depths at each length, and over all."""
+        right: dict[tuple[Any, ...], list[bool]] = {}
+        items = []
+        for place, (trial, ids) in enumerate(zip(self._trials, answers, strict=True)):
+            text = self.tokenizer.decode(ids).strip()
+            correct = trial.answer in text if self.options.prompt == "chat" else text.startswith(trial.answer)
+            setting = (trial.needles, trial.asked)
+            for key in ((*setting, trial.length, trial.depth), (*setting, trial.length, None), (*setting, None, None)):
+                right.setdefault(key, []).append(correct)
+            items.append(
+                ItemScore(
+                    name="accuracy",
+                    item=f"{trial.needles}/{trial.asked}/{trial.length}/{trial.depth:g}/{trial.document}/{place}",
+                    score=float(correct),
+                )
+            )
+        measurements = [
+            proportion(
+                "accuracy",
+                found,
+                {"needles": needles, "asked": asked}
+                | ({} if length is None else {"length_tokens": length})
+                | ({} if depth is None else {"depth": depth}),
+            )
+            for (needles, asked, length, depth), found in right.items()
+        ]
+        return Scores(measurements=measurements, items=items)
+
+
+def make(options: Options, model: LanguageModel) -> NeedleTask:
+    """The task for a model. See `NeedleTask`.
+
+    Raises:
+        DataError: the needles do not fit into a length, or the text cannot be read.
+    """
+    return NeedleTask(options, model.tokenizer)

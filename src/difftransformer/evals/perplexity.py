@@ -1,14 +1,23 @@
 """Validation loss: nats a token, bits a byte, and by position in the context."""
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
 
 from ..data import Shards, validation_windows
-from ..results import DocumentNll, NllResult, PositionBucket
-from .base import LanguageModel, NllConfig
+from ..errors import ConfigError
+from ..results import DocumentNll, ItemScore, NllResult, PositionBucket
+from .config import NllConfig
+from .scores import mean
+from .task import LanguageModel, Loss, Scores, answers_to
+from .texts import token_stream
+
+DEFAULT_WINDOW = 4096
 
 
 def evaluate_nll(model: LanguageModel, shards: Shards, config: NllConfig, *, context_tokens: int) -> NllResult:
@@ -25,7 +34,7 @@ def evaluate_nll(model: LanguageModel, shards: Shards, config: NllConfig, *, con
     """
     windows = torch.from_numpy(np.stack(list(validation_windows(shards, context_tokens, config.windows))))
     targets = windows[:, 1:]
-    nll = model.nll(windows[:, :-1], targets).double()
+    nll = torch.tensor(answers_to(model, [Loss(tuple(row)) for row in windows.tolist()]), dtype=torch.float64)
     byte_lengths = torch.from_numpy(shards.tokenizer.token_byte_lengths()).long()[targets]
     total_nats, total_bytes = nll.sum().item(), int(byte_lengths.sum())
     edges = torch.linspace(0, context_tokens, min(config.position_buckets, context_tokens) + 1).round().int().tolist()
@@ -49,3 +58,85 @@ def evaluate_nll(model: LanguageModel, shards: Shards, config: NllConfig, *, con
             for row, row_bytes in zip(nll, byte_lengths, strict=True)
         ],
     )
+
+
+_CHOICES = [
+    "Documents follow one another with an end of text between them; a window may hold several.",
+    "Bits a byte count the bytes that the scored tokens stand for, so that tokenizers compare.",
+    "The cumulative loss at position t is the mean over positions 1 to t of all windows, each scored from its start.",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Loss on any text.
+
+    Attributes:
+        text: python-stdlib, a text file, a folder of them, or hf:NAME[:CONFIG][:SPLIT].
+        window: Tokens of a window; the model's context by default, at most 4096.
+        stride: Targets that each window scores, its last ones, with all before as context; the whole window by default.
+        windows: Most windows, from the start of the text.
+    """
+
+    text: str = "python-stdlib"
+    window: int | None = None
+    stride: int | None = None
+    windows: int = 32
+
+    def __post_init__(self) -> None:
+        if self.windows < 1 or (self.window is not None and self.window < 2):
+            raise ConfigError(f"windows={self.windows}, window={self.window}: give at least 1 window of 2 tokens")
+        if self.stride is not None and self.stride < 1:
+            raise ConfigError(f"stride={self.stride}: give at least 1")
+
+
+class PerplexityTask:
+    """Windows of a text. See `Task`."""
+
+    def __init__(self, options: Options, model: LanguageModel) -> None:
+        self.data_name, self.choices = options.text, _CHOICES
+        window = options.window or min(model.context_tokens, DEFAULT_WINDOW)
+        self.stride = window if options.stride is None else options.stride
+        if self.stride > window:
+            raise ConfigError(f"stride={self.stride} is above the window's {window} tokens; give less")
+        first = token_stream(model.tokenizer, options.text, window + 1)
+        wanted = window + 1 + self.stride * (options.windows - 1)
+        stream = first if len(first) >= wanted else token_stream(model.tokenizer, options.text, 0)
+        starts = range(0, min(len(stream), wanted) - window, self.stride)
+        self.requests = [Loss(tuple(stream[start : start + window + 1].tolist())) for start in starts]
+        self.byte_lengths = model.tokenizer.token_byte_lengths()
+
+    def score(self, answers: Sequence[Any]) -> Scores:
+        """Nats a token, bits a byte and perplexity over all windows; the cumulative loss by position."""
+        nats, tokens, sizes, items = [], [], [], []
+        for index, (request, losses) in enumerate(zip(self.requests, answers, strict=True)):
+            scored = len(losses) if index == 0 else min(self.stride, len(losses))
+            nats.append(math.fsum(losses[-scored:]))
+            tokens.append(float(scored))
+            sizes.append(float(self.byte_lengths[list(request.ids[-scored:])].sum()))
+            items.append(ItemScore(name="nll", item=f"window {index}", score=nats[-1], weight=tokens[-1]))
+        nll = mean("nll", "nats/token", nats, {}, weights=tokens, better="lower")
+        bits = mean("bits per byte", "bits/byte", [n / math.log(2) for n in nats], {}, weights=sizes, better="lower")
+        measurements = [nll, bits]
+        length = len(answers[0])
+        cumulative = np.cumsum(np.array(answers, np.float64), axis=1) / np.arange(1, length + 1)
+        for position in _positions(length):
+            column = cumulative[:, position - 1].tolist()
+            at = {"position": position}
+            measurements.append(mean("cumulative nll", "nats/token", column, at, better="lower"))
+        return Scores(measurements=measurements, items=items)
+
+
+def make(options: Options, model: LanguageModel) -> PerplexityTask:
+    """The task for a model. See `PerplexityTask`.
+
+    Raises:
+        DataError: the text cannot be read, or is shorter than one window.
+    """
+    return PerplexityTask(options, model)
+
+
+def _positions(length: int) -> list[int]:
+    """Powers of sqrt(2) up to the length, and the length."""
+    found = {round(2 ** (step / 2)) for step in range(2 * length.bit_length())}
+    return sorted({position for position in found if position < length} | {length})

@@ -7,8 +7,8 @@ from ..data import Shards, validation_windows
 from ..model import DiffTransformerForCausalLM
 from ..results import AllocationResult, NeedleResult, NllResult
 from .allocation import allocation_questions, evaluate_allocation
-from .base import EvaluationConfig
-from .language_model import DecoderLanguageModel
+from .config import EvaluationConfig
+from .language_model import CausalLanguageModel
 from .needle import evaluate_needle, needle_cells
 from .perplexity import evaluate_nll
 
@@ -55,7 +55,10 @@ def evaluate(
         context_tokens: The trained context, for those that name no length.
         say: Told which evaluation is running.
     """
-    language_model = DecoderLanguageModel(model, batch_tokens=config.batch_tokens)
+    # Rows side by side: a study's models are small, and their prompts short.
+    language_model = CausalLanguageModel(
+        model, shards.tokenizer, batch_tokens=config.batch_tokens, prefix_caching=False
+    )
     nll = needle = allocation = None
     if config.nll is not None:
         say("validation loss")

@@ -56,8 +56,13 @@ from .studies import (
     Upcycling,
 )
 from .tasks import (
+    DataIdentity,
     HarnessMetric,
     HarnessResult,
+    ItemScore,
+    Measurement,
+    ModelIdentity,
+    TaskResult,
 )
 
 __all__ = [
@@ -73,6 +78,7 @@ __all__ = [
     "Comparison",
     "CostRow",
     "Curve",
+    "DataIdentity",
     "DiffLlamaTiming",
     "DocumentNll",
     "Drift",
@@ -84,9 +90,12 @@ __all__ = [
     "GeometricMean",
     "HarnessMetric",
     "HarnessResult",
+    "ItemScore",
+    "Measurement",
     "MemoryPoint",
     "MetricComparison",
     "Mode",
+    "ModelIdentity",
     "ModelSummary",
     "NeedleCell",
     "NeedleResult",
@@ -96,6 +105,7 @@ __all__ = [
     "RunResult",
     "Segment",
     "Statistic",
+    "TaskResult",
     "Timing",
     "TrainingSkip",
     "TrainingTiming",

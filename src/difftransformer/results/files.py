@@ -10,7 +10,7 @@ from ..errors import ResultsError
 from ..typed import build
 from .bench import Bench
 from .studies import Comparison, Drift, Evaluation, Upcycling
-from .tasks import HarnessResult
+from .tasks import HarnessResult, TaskResult
 
 SCHEMA_VERSION = 1
 
@@ -21,12 +21,14 @@ KINDS: dict[str, type] = {
     "evaluation": Evaluation,
     "bench": Bench,
     "harness": HarnessResult,
+    "task": TaskResult,
 }
 
+Result = Comparison | Evaluation | Bench | HarnessResult | TaskResult | Drift | Upcycling
 T = TypeVar("T")
 
 
-def write_result(result: Comparison | Evaluation | Bench | HarnessResult | Drift | Upcycling, path: Path | str) -> Path:
+def write_result(result: Result, path: Path | str) -> Path:
     """Write a result as JSON, whole or not at all (a temporary file in the same folder, then a rename)."""
     path = Path(path)
     kind = next(name for name, cls in KINDS.items() if isinstance(result, cls))

@@ -1,31 +1,8 @@
-"""What an evaluation asks of a model, and how large each evaluation is.
-
-A task never sees a module: it asks a `LanguageModel` for losses, greedy continuations and attention rows. So the tests can
-hand it an oracle that is always right and a uniform model that is right by chance.
-"""
+"""How large each evaluation of a study is: what a recipe says under `evaluation`."""
 
 from dataclasses import dataclass, field
-from typing import Protocol
-
-from torch import Tensor
 
 from ..errors import ConfigError
-
-
-class LanguageModel(Protocol):
-    """The three questions of the evaluations. Token tensors are int64 on the CPU."""
-
-    def nll(self, input_ids: Tensor, targets: Tensor) -> Tensor:
-        """(B, T) inputs and targets to (B, T) negative log-likelihoods in nats."""
-        ...
-
-    def continue_greedily(self, prompts: Tensor, tokens: int) -> Tensor:
-        """(B, T) prompts to (B, tokens) most likely continuations, token by token."""
-        ...
-
-    def last_token_weights(self, prompts: Tensor) -> Tensor:
-        """(B, T) prompts to the weights (B, layers * heads, T) by which the last token's heads add values."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,81 @@
+"""Keys and values of one row of tokens, kept for the next prompt that starts the same.
+
+Many-shot prompts share their demonstrations, needle documents their filler. Asked in the order of their tokens, each token
+that several prompts share is computed once: the cache always holds the last prompt, and is cut back to what the next one has
+in common with it.
+"""
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+CHUNK_TOKENS = 2048
+"""Tokens of one forward pass over a long row: bounds the memory of its scores and logits."""
+
+
+class PrefixCache:
+    """A causal model's next-token logits for one row after another.
+
+    Args:
+        model: A causal language model of transformers' form.
+        enabled: Whether anything is kept from one prompt to the next; within a prompt it always is.
+    """
+
+    def __init__(self, model: Any, *, enabled: bool = True) -> None:
+        self.model = model
+        self.enabled = enabled and can_be_cut(model)
+        self._ids = np.empty(0, np.int64)
+        self._cache: DynamicCache | None = None
+        self.computed_tokens = 0
+
+    def start(self) -> None:
+        """A new prompt: without reuse, forget the last one."""
+        if not self.enabled:
+            self._cache, self._ids = None, self._ids[:0]
+
+    def next_logits(self, row: Sequence[int]) -> Tensor:
+        """Logits (V,) of the token after `row`, in fp32."""
+        ids = np.asarray(row, np.int64)
+        # The last token always goes through the model: its logits are what is asked for.
+        keep = 0 if self._cache is None else min(common_prefix(self._ids, ids), len(ids) - 1)
+        self._cut(keep)
+        logits = None
+        for begin in range(keep, len(ids), CHUNK_TOKENS):
+            part = torch.from_numpy(ids[begin : begin + CHUNK_TOKENS]).to(self.model.device).unsqueeze(0)
+            outputs = self.model(input_ids=part, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
+            self._cache, logits = outputs.past_key_values, outputs.logits
+            self.computed_tokens += part.shape[1]
+        self._ids = ids
+        assert logits is not None
+        return logits[0, -1].float()
+
+    def _cut(self, keep: int) -> None:
+        if keep == 0 or self._cache is None:
+            self._cache, keep = DynamicCache(config=self.model.config), 0
+        elif keep < len(self._ids):
+            self._cache.crop(keep - len(self._ids))
+        self._ids = self._ids[:keep]
+
+
+def can_be_cut(model: Any) -> bool:
+    """Whether a model's cache can go back. One with a sliding window or a recurrent state has forgotten what it would need."""
+    return all(type(layer) is DynamicLayer for layer in DynamicCache(config=model.config).layers)
+
+
+def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
+    """How many first elements two rows share."""
+    length = min(len(a), len(b))
+    different = np.flatnonzero(a[:length] != b[:length])
+    return int(different[0]) if len(different) else length
+
+
+def shared_tokens(rows: Iterable[Sequence[int]]) -> int:
+    """How many tokens need not be computed again when these rows, in the order of their tokens, go through the cache."""
+    ordered = [np.asarray(row, np.int64) for row in rows]
+    return sum(common_prefix(a, b) for a, b in pairwise(ordered))

@@ -1,0 +1,42 @@
+"""Figures from items: shares and means with their standard errors."""
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from ..results import Measurement
+
+
+def proportion(
+    name: str, right: Sequence[bool], at: dict[str, Any], *, better: Literal["higher", "lower"] = "higher"
+) -> Measurement:
+    """The share of right items and its binomial standard error, sqrt(p (1 - p) / n)."""
+    n, p = len(right), sum(right) / len(right)
+    return Measurement(
+        name=name, unit="share", value=p, standard_error=math.sqrt(p * (1 - p) / n), n=n, better=better, at=at
+    )
+
+
+def mean(
+    name: str,
+    unit: str,
+    values: Sequence[float],
+    at: dict[str, Any],
+    *,
+    weights: Sequence[float] | None = None,
+    better: Literal["higher", "lower"] | None = None,
+) -> Measurement:
+    """A mean over items, or a ratio of sums, sum(values) / sum(weights), with the standard error of that ratio.
+
+    The error is that of the residuals value - mean * weight (a ratio estimator's, W. G. Cochran, Sampling Techniques,
+    section 6.4), which for equal weights is s / sqrt(n); None for one item.
+    """
+    n = len(values)
+    weights = [1.0] * n if weights is None else weights
+    total = math.fsum(weights)
+    value = math.fsum(values) / total
+    error = None
+    if n > 1:
+        squares = math.fsum((v - value * w) ** 2 for v, w in zip(values, weights, strict=True))
+        error = math.sqrt(squares * n / (n - 1)) / total
+    return Measurement(name=name, unit=unit, value=value, standard_error=error, n=n, better=better, at=at)

@@ -1,0 +1,143 @@
+"""The narrow interface between experiments and models: requests, and who answers them.
+
+A task turns its options into requests, a `LanguageModel` answers them in any order, and the task scores the answers. It never
+sees a module: tests hand it an oracle that is always right and a uniform model that is right by chance. Requests and answers
+are plain data, so that a journal on disk can keep them and an interrupted evaluation go on from there.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from ..data import Tokenizer
+from ..results import ItemScore, Measurement
+
+Granularity = Literal["tensor", "head", "row"]
+
+
+@dataclass(frozen=True)
+class Loss:
+    """How likely is a text? The answer: negative log-likelihoods in nats of `ids[first:]`, each given all ids before it."""
+
+    ids: tuple[int, ...]
+    first: int = 1
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """What follows greedily? The answer: `tokens` token ids; fewer where one of `stop` ended it, which is not part of it."""
+
+    prompt: tuple[int, ...]
+    tokens: int
+    stop: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which of some continuations follows? The answer: its index.
+
+    Decoded greedily, a token at a time, among those tokens alone that lead to an option (the trie of all options). No option
+    may be the beginning of another.
+    """
+
+    prompt: tuple[int, ...]
+    options: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class LastRow:
+    """Where does the prompt's last token look? The answer: `segments.row_sums` of its attention weights."""
+
+    prompt: tuple[int, ...]
+    edges: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Maps:
+    """Which maps does each head form for a prompt? The answer: `taps.HeadMaps` as plain lists."""
+
+    prompt: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Magnitudes:
+    """How large are attention logits and hidden states? The answer: `magnitudes.summary` of both, over several rows."""
+
+    rows: tuple[tuple[int, ...], ...]
+    largest: int
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """Another request, under attention logits rounded to `bits` bits (16 leaves them alone)."""
+
+    request: "Request"
+    bits: int
+    granularity: Granularity
+
+
+Request = Loss | Continuation | Choice | LastRow | Maps | Magnitudes | Quantized
+
+
+class LanguageModel(Protocol):
+    """Whatever answers requests.
+
+    Attributes:
+        tokenizer: Text to token ids; its `end_of_text` begins a text.
+        context_tokens: Most tokens of a row, the answer's included.
+    """
+
+    tokenizer: Tokenizer
+    context_tokens: int
+
+    def answer(self, requests: Sequence[Request]) -> Iterator[tuple[int, Any]]:
+        """Answer every request, in any order: pairs of its index and its answer, which JSON can hold."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scores:
+    """What a task makes of the answers: figures, and what each item adds to them."""
+
+    measurements: list[Measurement]
+    items: list[ItemScore]
+
+
+class Task(Protocol):
+    """One experiment, its data drawn and turned into requests.
+
+    Attributes:
+        requests: What is asked. A function of the options, the data and the tokenizer alone, so that every model with that
+            tokenizer gets the same.
+        data_name: What the data is, for the result.
+        choices: Sentences: what the paper leaves open and how it was settled, where the task departs from it.
+    """
+
+    requests: Sequence[Request]
+    data_name: str
+    choices: Sequence[str]
+
+    def score(self, answers: Sequence[Any]) -> Scores:
+        """Figures from the answers, one for each request in its order."""
+        ...
+
+
+def answers_to(model: LanguageModel, requests: Sequence[Request]) -> list[Any]:
+    """All answers, in the order of the requests."""
+    answers: list[Any] = [None] * len(requests)
+    for index, answer in model.answer(requests):
+        answers[index] = answer
+    return answers
+
+
+def tokens_of(request: Request) -> int:
+    """Tokens that a request shows the model, for progress."""
+    match request:
+        case Quantized():
+            return tokens_of(request.request)
+        case Loss():
+            return len(request.ids)
+        case Magnitudes():
+            return sum(map(len, request.rows))
+        case _:
+            return len(request.prompt)

@@ -1,0 +1,28 @@
+"""The tasks. Each is one file with a dataclass `Options` and a function `make(options, model)`, and one line here."""
+
+import importlib
+from typing import Any
+
+from .task import LanguageModel, Task
+
+TASKS = ("perplexity", "needle")
+
+
+def options_class(name: str) -> type:
+    """The dataclass of a task's options, whose fields are its flags."""
+    cls: type = _module(name).Options
+    return cls
+
+
+def load_task(name: str, options: Any, model: LanguageModel) -> Task:
+    """Read a task's data and turn it into requests for a model.
+
+    Raises:
+        DataError: the data cannot be read, or does not fit the model.
+    """
+    task: Task = _module(name).make(options, model)
+    return task
+
+
+def _module(name: str) -> Any:
+    return importlib.import_module(f".{name}", __package__)

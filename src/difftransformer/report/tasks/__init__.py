@@ -1,0 +1,95 @@
+"""A picture for each task, of one model or of several side by side, and the same figures as a table.
+
+A picture is one file with a function `draw(results)` and one line in `PICTURES`. Results are of one task, a model each.
+"""
+
+import importlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib
+
+from difftransformer.report.figures import _STYLE, Drawing, _finish
+from difftransformer.report.tables import Group, Table
+from difftransformer.results import Measurement, TaskResult, write_text_atomically
+
+PICTURES = {
+    "needle": "needle",
+    "perplexity": "perplexity",
+}
+
+
+def draw_task(results: Sequence[TaskResult], png: bool = False) -> Drawing | None:
+    """The picture of a task, or None where a table says it all."""
+    if (name := PICTURES.get(results[0].task)) is None:
+        return None
+    module = importlib.import_module(f".{name}", __package__)
+    with matplotlib.rc_context(_STYLE):
+        title, caption, figure = module.draw(results)
+        return _finish(results[0].task, title, caption, figure, png)
+
+
+def write_picture(results: Sequence[TaskResult], path: Path) -> Path | None:
+    """Write the picture as SVG, and as PNG beside it; its path, or None where there is none."""
+    drawing = draw_task(results, png=True)
+    if drawing is None:
+        return None
+    write_text_atomically(path, drawing.svg)
+    assert drawing.png is not None
+    temporary = path.with_name(f".{path.stem}.png.tmp")
+    temporary.write_bytes(drawing.png)
+    temporary.replace(path.with_suffix(".png"))
+    return path
+
+
+def measurement_table(results: Sequence[TaskResult]) -> Table:
+    """A row a figure, a column a model; value and standard error."""
+    keys: list[tuple[str, tuple[tuple[str, object], ...]]] = []
+    cells: dict[tuple[int, object], Measurement] = {}
+    for index, result in enumerate(results):
+        for row in result.measurements:
+            key = (row.name, tuple(row.at.items()))
+            if key not in keys:
+                keys.append(key)
+            cells[index, key] = row
+    places = list(dict.fromkeys(name for _, at in keys for name, _ in at))
+    groups = (
+        Group("measure", numeric=False),
+        *(Group(place.replace("_", " "), numeric=False) for place in places),
+        *(Group(label) for label in labels(results)),
+        Group("items"),
+    )
+    rows = []
+    for key in keys:
+        found = [cells.get((index, key)) for index in range(len(results))]
+        first = next(cell for cell in found if cell is not None)
+        at = dict(key[1])
+        rows.append(
+            [
+                f"{first.name.replace('_', ' ')}, {first.unit}",
+                *(_place(at.get(place)) for place in places),
+                *("" if cell is None else _value(cell) for cell in found),
+                str(first.n),
+            ]
+        )
+    notes = ["± is one standard error over items; it says nothing of another training seed."]
+    return Table("measurements", f"{results[0].task}: {results[0].data.name}", groups, rows, notes)
+
+
+def labels(results: Sequence[TaskResult]) -> list[str]:
+    """A short name for each model: the end of its path, longer where two would be the same."""
+    paths = [Path(result.model.name) for result in results]
+    for length in range(1, max(len(path.parts) for path in paths) + 1):
+        names = ["/".join(path.parts[-length:]) for path in paths]
+        if len(set(names)) == len(names):
+            return names
+    return [str(path) for path in paths]
+
+
+def _place(value: object) -> str:
+    return "" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _value(row: Measurement) -> str:
+    error = "" if row.standard_error is None else f" ± {row.standard_error:.2g}"
+    return f"{row.value:.4g}{error}"

@@ -1,0 +1,63 @@
+"""One task on one model: asked, scored, written down."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+from ..evals.runner import Watch, requests_sha256, run_task
+from ..evals.tasks import load_task
+from ..results import DataIdentity, TaskResult, write_result
+from .environment import command_line, environment, now
+from .opening import OpenedModel
+
+
+def evaluate_task(
+    name: str,
+    options: object,
+    model: OpenedModel,
+    folder: Path,
+    *,
+    device: str = "cpu",
+    watch: Watch = lambda done, total: None,
+    say: Callable[[str], None] = lambda text: None,
+) -> TaskResult:
+    """Run a task on a model and write FOLDER/NAME.json; answers are kept in FOLDER/NAME.answers.jsonl as they come.
+
+    Args:
+        name: One of `evals.tasks.TASKS`.
+        options: The task's `Options`.
+        model: Opened.
+        folder: Where results go; answers that are there count.
+        device: Where the model is, for the record.
+        watch: Told tokens asked and tokens in all.
+        say: Told what is going on.
+
+    Raises:
+        DataError: the task's data cannot be read, or does not fit the model.
+        EvaluationError: the model cannot answer.
+        CheckpointError: the folder holds answers of another model or to other questions.
+    """
+    say(f"{name}: reading data")
+    task = load_task(name, options, model.language_model)
+    scores = run_task(
+        model.language_model,
+        task,
+        journal=folder / f"{name}.answers.jsonl",
+        identity=f"{model.identity.sha256} {model.identity.dtype}",
+        watch=watch,
+    )
+    result = TaskResult(
+        task=name,
+        model=model.identity,
+        data=DataIdentity(name=task.data_name, sha256=requests_sha256(task.requests), requests=len(task.requests)),
+        options=dataclasses.asdict(options),  # type: ignore[call-overload]
+        choices=list(task.choices),
+        seed=int(getattr(options, "seed", 0)),
+        command=command_line(),
+        created=now(),
+        environment=environment(device),
+        measurements=scores.measurements,
+        items=scores.items,
+    )
+    write_result(result, folder / f"{name}.json")
+    return result
