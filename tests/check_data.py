@@ -10,6 +10,9 @@ from pathlib import Path
 VARIABLE = "DIFFTRANSFORMER_DATA"
 SETS = {
     "tinyshakespeare": ("tinyshakespeare/input.txt",),
+    "trec": ("trec/train_5500.label", "trec/TREC_10.label"),
+    "banking77": ("banking77/train.csv", "banking77/test.csv"),
+    "clinc150": ("clinc150/data_full.json",),
     "wikitext2": ("wikitext2/valid.txt", "wikitext2/test.txt"),
 }
 

@@ -17,12 +17,52 @@ from difftransformer.cli.main import VERBS, main
 from difftransformer.results import SCHEMA_VERSION, Evaluation, read_result
 from difftransformer.train import checkpoints
 
+OF_EVERY_TASK = {"model", "--out", "--device", "--dtype", "--context_tokens", "--batch_tokens", "--prefix_caching"}
 ARGUMENTS = {
     "compare": {"recipe", "--out", "--seeds", "--jobs", "--set"},
     "train": {"recipe", "--out", "--seed", "--device", "--threads", "--set"},
     "eval": {"model", "--recipe", "--out", "--device", "--set"},
-    "eval harness": {"model", "--tasks", "--include_path", "--shots", "--limit", "--batch_size", "--out", "--device"}
-    | {"--dtype", "--seed"},
+    "eval perplexity": {"--text", "--window", "--stride", "--windows"} | OF_EVERY_TASK,
+    "eval needle": {"--lengths", "--needles", "--depths", "--documents", "--digits", "--text", "--prompt", "--seed"}
+    | OF_EVERY_TASK,
+    "eval allocation": {"--text", "--length", "--needles", "--depths", "--documents", "--digits", "--seed"}
+    | OF_EVERY_TASK,
+    "eval icl": {
+        "--data",
+        "--folder",
+        "--train_file",
+        "--test_file",
+        "--shots",
+        "--demonstrations",
+        "--items",
+        "--draws",
+    }
+    | {"--text_word", "--label_word", "--seed"}
+    | OF_EVERY_TASK,
+    "eval order": {"--data", "--folder", "--train_file", "--test_file", "--shots", "--items", "--format", "--orders"}
+    | {"--text_word", "--label_word", "--seed"}
+    | OF_EVERY_TASK,
+    "eval outliers": {"--text", "--tokens", "--window", "--largest", "--seed"} | OF_EVERY_TASK,
+    "eval quantized": {"--task", "--task_options", "--bits", "--granularity", "--weights", "--activations"}
+    | OF_EVERY_TASK,
+    "eval maps": {"--prompt", "--prompt_file", "--layers", "--heads"} | OF_EVERY_TASK,
+    "eval hallucination": {
+        "--sets",
+        "--file",
+        "--kind",
+        "--items",
+        "--prompt",
+        "--max_new_tokens",
+        "--judge",
+        "--judgments",
+    }
+    | {"--endpoint", "--key_variable", "--max_judgments", "--max_cost_tokens", "--timeout_seconds", "--retries"}
+    | {"--backoff_seconds", "--overlap_threshold", "--seed"}
+    | OF_EVERY_TASK,
+    "eval math": {"--sets", "--problems", "--shots", "--prompt", "--max_new_tokens", "--seed"} | OF_EVERY_TASK,
+    "eval recall": {"--text", "--train_text", "--window", "--windows", "--ngram", "--max_train_count"} | OF_EVERY_TASK,
+    "eval suite": {"models", "--preset", "--out", "--device", "--dtype", "--batch_tokens"},
+    "eval harness": {"--tasks", "--include_path", "--shots", "--limit", "--batch_size", "--seed"} | OF_EVERY_TASK,
     "generate": {"model", "prompt", "--prompt_file", "--chat", "--max_new_tokens", "--temperature", "--top_p"}
     | {"--top_k", "--seed", "--num_beams", "--device", "--dtype", "--cache", "--backend"},
     "report": {"results", "--out"},
@@ -242,7 +282,7 @@ def test_a_full_disk(fails, run, toy_file, monkeypatch):
     line = fails("train", toy_file, "--out", run)
     assert "No space left on device" in line
     assert "step-000006 is kept and whole" in line
-    monkeypatch.setattr("difftransformer.results.os.fsync", full)
+    monkeypatch.setattr("difftransformer.results.files.os.fsync", full)
     monkeypatch.undo()
     assert main(["train", str(toy_file), "--out", str(run)]) == 0
 
@@ -251,7 +291,7 @@ def test_a_full_disk_elsewhere(fails, toy_file, tmp_path, monkeypatch):
     def full(*args, **options):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("difftransformer.results.os.fsync", full)
+    monkeypatch.setattr("difftransformer.results.files.os.fsync", full)
     line = fails("train", toy_file, "--out", tmp_path / "out")
     assert "No space left on device" in line
     assert "make room" in line

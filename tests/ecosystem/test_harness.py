@@ -11,7 +11,7 @@ from tiny_folders import logits, saved, stock
 
 from difftransformer.cli.main import main
 from difftransformer.data.tokenizer import byte_tokenizer
-from difftransformer.results import HarnessResult, read_result
+from difftransformer.results import TaskResult, read_result
 
 pytestmark = [
     # lm-eval and datasets leave a file of a task open
@@ -76,22 +76,24 @@ def test_the_command_scores_what_the_logits_give(kind, needs, tasks, tmp_path, c
     needs("lm_eval")
     network = stock(tmp_path / "m") if kind == "diffllama" else saved(tmp_path / "m", kind)
     words = ["eval", "harness", str(tmp_path / "m"), "--tasks", "tiny_choice,tiny_text", "--include_path", str(tasks)]
-    assert main([*words, "--batch_size", "4", "--out", str(tmp_path / "r.json")]) == 0
+    assert main([*words, "--batch_size", "4", "--out", str(tmp_path / "r")]) == 0
     out = capsys.readouterr().out
     assert "tiny_choice" in out
-    assert "bits_per_byte (lower is better)" in out
-    result = read_result(tmp_path / "r.json", HarnessResult)
-    by_name = {(metric.task, metric.metric): metric for metric in result.metrics}
+    assert "bits per byte, bits/byte" in out
+    result = read_result(tmp_path / "r" / "harness.json", TaskResult)
+    by_name = {(row.at["task"], row.name): row for row in result.measurements}
     accuracy, bits = expected(network)
     choice, text = by_name["tiny_choice", "acc"], by_name["tiny_text", "bits_per_byte"]
     assert choice.value == accuracy
     assert choice.standard_error == pytest.approx(math.sqrt(accuracy * (1 - accuracy) / 7))
     assert text.value == pytest.approx(bits, rel=1e-5)
-    assert (choice.version, choice.documents, choice.shots, choice.higher_is_better) == ("1.5", 8, 0, True)
-    assert result.lm_eval
+    assert (choice.n, choice.better, choice.at) == (8, "higher", {"task": "tiny_choice", "version": "1.5", "shots": 0})
+    assert (text.better, text.unit) == ("lower", "bits/byte")
+    assert [item.score for item in result.items if item.name == "acc tiny_choice"].count(1.0) == accuracy * 8
+    assert result.data.name.startswith("lm-eval 0.4")
     assert result.seed == 1234
-    assert main([*words, "--limit", "3", "--out", str(tmp_path / "r.json")]) == 0
-    assert {metric.documents for metric in read_result(tmp_path / "r.json", HarnessResult).metrics} == {3}
+    assert main([*words, "--limit", "3", "--out", str(tmp_path / "three")]) == 0
+    assert {row.n for row in read_result(tmp_path / "three" / "harness.json", TaskResult).measurements} == {3}
 
 
 def test_lm_evals_own_class_opens_a_folder_after_the_import(needs, tasks, tmp_path):
@@ -125,7 +127,7 @@ def test_what_is_wrong_is_said_on_one_line(needs, tasks, tmp_path, capsys):
         return capsys.readouterr().err.strip().splitlines()[-1]
 
     local = ["--include_path", tasks]
-    assert "--tasks is missing" in fails(tmp_path / "m", *local)
+    assert "--tasks is empty" in fails(tmp_path / "m", *local, "--tasks", "")
     assert "no such task or group; did you mean tiny_text?" in fails(tmp_path / "m", "--tasks", "tiny_texts", *local)
     assert "no such folder" in fails(tmp_path / "none", "--tasks", "tiny_text", *local)
     assert "--limit 0: give at least 1" in fails(tmp_path / "m", "--tasks", "tiny_text", "--limit", 0, *local)
@@ -133,4 +135,4 @@ def test_what_is_wrong_is_said_on_one_line(needs, tasks, tmp_path, capsys):
     (tasks / "questions.jsonl").unlink()
     assert "tiny_text: cannot be run" in fails(tmp_path / "m", "--tasks", "tiny_text", *local)
     (tmp_path / "m" / "tokenizer.json").write_text("{}")
-    assert "cannot be opened as a causal" in fails(tmp_path / "m", "--tasks", "tiny_text", *local)
+    assert "its tokenizer cannot be opened" in fails(tmp_path / "m", "--tasks", "tiny_text", *local)

@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections import defaultdict
 
 import torch
 
@@ -16,8 +17,11 @@ class TensorModel:
 
     def answer(self, requests):
         for kind in (Loss, Continuation, LastRow):
-            chosen = [index for index, request in enumerate(requests) if isinstance(request, kind)]
-            if chosen:
+            by_length = defaultdict(list)
+            for index, request in enumerate(requests):
+                if isinstance(request, kind):
+                    by_length[len(request.ids if kind is Loss else request.prompt)].append(index)
+            for chosen in by_length.values():
                 yield from zip(chosen, self._answers(kind, [requests[index] for index in chosen]), strict=True)
 
     def _answers(self, kind, requests):

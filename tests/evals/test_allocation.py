@@ -1,23 +1,26 @@
 """Attention allocation: attention on the answer gives 1, uniform attention gives lengths, signed weights by hand."""
 
+from dataclasses import replace
+from itertools import pairwise
+
 import pytest
 import torch
 from fakes import TensorModel
 
-from difftransformer.data import CITIES_SEEN
+from difftransformer.data import CITIES_SEEN, CITIES_UNSEEN
 from difftransformer.errors import ConfigError
-from difftransformer.evals import AllocationConfig, evaluate_allocation
-from difftransformer.evals.allocation import SEGMENTS, segment_shares
+from difftransformer.evals import AllocationConfig, evaluate_allocation, run_task
+from difftransformer.evals.allocation import SEGMENTS, AllocationTask, Options, make, segment_shares
 from difftransformer.evals.segments import FORMS, row_sums
 
 CONFIG = AllocationConfig(needles=3, depths=[0.0, 0.5, 1.0], documents=5, digits=3)
 
 
-def answer_span(tokenizer, prompt):
+def answer_span(tokenizer, prompt, cities=CITIES_SEEN):
     """Where the answer's needle stands in a prompt, found by its text: the question's city, then digits."""
     text = tokenizer.decode(prompt)
     question = text[text.rindex("\n") :]
-    city = next(city for city in CITIES_SEEN if f"magic {city} number" in question)
+    city = next(city for city in cities if f"magic {city} number" in question)
     start = text.index(f"\nThe special magic {city} number is: ")
     end = text.index("\n", start + 1)
     # Positions of characters to positions of tokens, by decoding ever longer prompts.
@@ -28,13 +31,13 @@ def answer_span(tokenizer, prompt):
 class Looking(TensorModel):
     """All attention of every head on the answer's needle."""
 
-    def __init__(self, tokenizer):
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer, cities=CITIES_SEEN):
+        self.tokenizer, self.cities = tokenizer, cities
 
     def last_token_weights(self, prompts):
         weights = torch.zeros(len(prompts), 4, prompts.shape[1])
         for row, prompt in zip(weights, prompts.tolist(), strict=True):
-            start, end, _ = answer_span(self.tokenizer, prompt)
+            start, end, _ = answer_span(self.tokenizer, prompt, self.cities)
             row[:, start:end] = 1 / (end - start)
         return weights
 
@@ -118,3 +121,61 @@ def test_a_share_is_a_mean_over_documents_with_its_error(toy_shards):
 def test_impossible_sizes_are_refused(fields, words):
     with pytest.raises(ConfigError, match=words):
         AllocationConfig(**fields)
+
+
+OPTIONS = Options(length=160, needles=3, depths=[0.0, 0.5, 1.0], documents=3, digits=3)
+
+
+def asked(model, tokenizer, toy_text, options=OPTIONS):
+    options = replace(options, text=str(toy_text))
+    model.tokenizer = tokenizer
+    task = make(options, model)
+    return task, run_task(model, task)
+
+
+def test_any_model_that_looks_at_the_answer_alone(toy_shards, toy_text):
+    looking = Looking(toy_shards.tokenizer, cities=CITIES_SEEN + CITIES_UNSEEN)
+    task, scores = asked(looking, toy_shards.tokenizer, toy_text)
+    assert {len(request.prompt) for request in task.requests} == {160 - 3 - 2}
+    shares = [row for row in scores.measurements if row.name == "attention share"]
+    assert len(shares) == 3 * 3 * 5
+    for row in shares:
+        assert row.value == pytest.approx(float(row.at["segment"] == "answer"), abs=1e-9)
+        assert (row.standard_error, row.n) == (pytest.approx(0, abs=1e-9), 3)
+    assert [item.item for item in scores.items[:4]] == ["0/0", "0/1", "0/2", "0.5/0"]
+    assert all(item.score == pytest.approx(1) for item in scores.items)
+    whole = {row.name: row for row in scores.measurements if not row.at}
+    assert whole["signed attention on the answer"].n == 9
+    (grid,) = (g for g in scores.grids if (g.at["form"], g.at["segment"]) == ("absolute", "answer"))
+    assert grid.at["depth"] == 0.5
+    assert grid.values == [[pytest.approx(1)] * 4]
+
+
+def test_any_model_that_looks_everywhere_alike(toy_shards, toy_text, uniform):
+    task, scores = asked(uniform, toy_shards.tokenizer, toy_text)
+    lengths = [[b - a for a, b in pairwise(request.edges)] for request in task.requests]
+    for row in scores.measurements:
+        if row.name == "attention share":
+            first = OPTIONS.depths.index(row.at["depth"]) * 3
+            part = [document[SEGMENTS.index(row.at["segment"])] for document in lengths[first : first + 3]]
+            assert row.value == pytest.approx(sum(part) / 3 / 155, abs=1e-6)
+
+
+def test_heads_of_signed_weights():
+    """One document, one layer of two heads: signed sums as they are, the others over the head's own total."""
+    options = Options(length=160, depths=[0.5], documents=1)
+    task = object.__new__(AllocationTask)
+    task.options, task._places = options, [(0.5, 0)]
+    weights = torch.tensor([[0.5, -0.25, 0.25, 0.5, -0.5, 0.0], [-0.1, -0.1, -0.1, -0.1, -0.1, -0.1]])
+    scores = task.score([row_sums([weights], (0, 1, 2, 4, 5, 6))])
+    found = {(grid.at["form"], grid.at["segment"]): grid.values for grid in scores.grids}
+    assert found["signed", "answer"] == [[0.75, pytest.approx(-0.2)]]
+    assert found["absolute", "after"] == [[0.25, pytest.approx(1 / 6, abs=1e-6)]]
+    assert found["positive", "answer"] == [[0.6, 0.0]]
+
+
+def test_an_impossible_length_is_refused():
+    with pytest.raises(ConfigError, match="length=0: give at least 1"):
+        Options(length=0)
+    with pytest.raises(ConfigError, match="needles=0"):
+        Options(needles=0)

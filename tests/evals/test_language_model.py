@@ -62,11 +62,21 @@ def test_an_end_of_text_does_not_stop_a_row(model, prompts):
 
 
 def test_a_stop_ends_a_row_and_is_not_part_of_it(model, prompts):
-    row = rows_of(prompts)[0]
-    (made,) = ask(model, [Continuation(row, 8)])
-    stop = made[5]
-    expected = made[: made.index(stop)]
-    assert ask(model, [Continuation(row, 8, (stop,))]) == [expected]
+    """Each row ends where its own stop or its own length says, whatever the others beside it do."""
+    whole = ask(model, [Continuation(row, 9) for row in rows_of(prompts)])
+    stops = [made[5] for made in whole]
+    requests = [
+        Continuation(row, 9 - place, (stop,) if place % 2 else ())
+        for place, (row, stop) in enumerate(zip(rows_of(prompts), stops, strict=True))
+    ]
+    expected = [
+        made[: min(9 - place, made.index(stop) if place % 2 else 9)]
+        for place, (made, stop) in enumerate(zip(whole, stops, strict=True))
+    ]
+    assert len({len(row) for row in expected}) > 2
+    assert ask(model, requests) == expected
+    first = whole[0][0]
+    assert ask(model, [Continuation(rows_of(prompts)[0], 8, (first,))]) == [[]]
 
 
 @pytest.mark.parametrize("batch_tokens", [16_384, 45])

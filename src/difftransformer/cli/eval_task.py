@@ -73,7 +73,7 @@ def run(
         again = shlex.join(["difftransformer", *sys.argv[1:]])
         say(f"Stopped; every answer is saved. Go on with: {again}")
         return EXIT_INTERRUPTED
-    console.print(_rich(measurement_table([result])))
+    console.print(_rich(measurement_table([result], brief=True)))
     picture = write_picture([result], folder / f"{name}.svg")
     if picture is not None:
         console.print(f"Figure: {picture}", markup=False, highlight=False, soft_wrap=True)

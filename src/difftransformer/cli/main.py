@@ -20,7 +20,17 @@ VERBS = {
     "eval": "Evaluate a checkpoint: loss, retrieval, attention allocation",
     "eval perplexity": "Loss of any saved model on a text, bits a byte, and by position",
     "eval needle": "Multi-needle retrieval of any saved model, over lengths and depths",
+    "eval allocation": "Where attention goes: answer, other context, first token, query, by the answer's depth",
+    "eval icl": "Many-shot in-context classification of any saved model, by number of demonstrations",
+    "eval order": "How much that accuracy changes with the order of the demonstrations",
+    "eval hallucination": "Summaries and answers of any saved model, judged against their documents",
+    "eval outliers": "The largest and the median of attention logits and hidden states",
+    "eval quantized": "Any task under attention logits of few bits, and int8 or int4 layers",
+    "eval recall": "Loss on tokens that the context tells, and on all others",
+    "eval math": "Mathematical problems: the share that any saved model solves, and at what length",
     "eval harness": "Score any saved model with lm-eval's tasks",
+    "eval maps": "Attention maps of a prompt, lambda by depth, negative weight and weight near zero",
+    "eval suite": "Several of these on several models, and one report",
     "generate": "Go on from a prompt with a run or any saved model, and print what comes",
     "report": "Draw the report of a results file again",
     "upcycle": "Make a pretrained Llama or Mistral differential without changing what it computes",
@@ -76,8 +86,8 @@ def split_verb(words: Sequence[str]) -> tuple[str, list[str]]:
 
 def module_name(verb: str) -> str:
     """The module of this package that holds a verb's `run`."""
-    own = ("eval", "eval harness")
-    return "eval_task" if verb.startswith("eval") and verb not in own else re.sub("[- ]", "_", verb)
+    is_task = verb.startswith("eval ") and verb != "eval suite"
+    return "eval_task" if is_task else re.sub("[- ]", "_", verb)
 
 
 def _run(verb: str, words: list[str]) -> int:
@@ -85,9 +95,13 @@ def _run(verb: str, words: list[str]) -> int:
 
     module = importlib.import_module(f".{module_name(verb)}", __package__)
     function, optional = module.run, getattr(module, "OPTIONAL_POSITIONALS", {})
+    several = getattr(module, "SEVERAL_POSITIONALS", {})
     parser = ArgumentParser(prog=f"difftransformer {verb}", description=VERBS[verb], exit_on_error=False)
     own = module.declare(verb) if hasattr(module, "declare") else None
-    parser.add_function_arguments(function, as_positional=True, skip={*optional, *(("verb", "options") if own else ())})
+    skipped = {*optional, *several, *(("verb", "options") if own else ())}
+    parser.add_function_arguments(function, as_positional=True, skip=skipped)
+    for name, summary in several.items():
+        parser.add_argument(name, nargs="+", help=summary)
     if own is not None:
         parser.add_class_arguments(own)
     for name, summary in optional.items():

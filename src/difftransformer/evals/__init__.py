@@ -7,7 +7,7 @@ __getattr__, __dir__, __all__ = lazy_names(
     {
         ".allocation": ("evaluate_allocation",),
         ".config": ("AllocationConfig", "EvaluationConfig", "NeedleConfig", "NllConfig"),
-        ".harness": ("evaluate_harness",),
+        ".harness": ("run_harness",),
         ".language_model": ("CausalLanguageModel",),
         ".needle": ("evaluate_needle",),
         ".perplexity": ("evaluate_nll",),

@@ -9,18 +9,25 @@ weights of all heads and layers of the last prompt token are added up by segment
     positive    sum of max(w, 0) / sum of all max(w, 0)
 
 For softmax attention the three agree.
+
+`evaluate_allocation` asks a model that was trained here, on its own validation text. `make` asks any model, on any text.
 """
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from ..data import CITIES_SEEN, NeedleQuestion, Shards, evaluation_document
-from ..results import AllocationResult, AllocationShare, Form, Segment
+from ..data import CITIES_SEEN, CITIES_UNSEEN, NeedleQuestion, Shards, Tokenizer, evaluation_document
+from ..errors import ConfigError
+from ..results import AllocationResult, AllocationShare, Form, Grid, ItemScore, Measurement, Segment
 from .config import AllocationConfig
+from .scores import mean
 from .segments import FORMS
-from .task import LanguageModel, LastRow, answers_to
+from .task import LanguageModel, LastRow, Scores, answers_to
+from .texts import token_stream
 
 SEGMENTS: tuple[Segment, ...] = ("first", "before", "answer", "after", "query")
 
@@ -111,3 +118,128 @@ def evaluate_allocation(
         documents=config.documents,
         shares=shares,
     )
+
+
+DEFAULT_LENGTH = 2048
+
+_CHOICES = [
+    "The paper gives its formula as an image only. Here the weights of the last prompt token are added up by segment over "
+    "all heads and layers, then divided by their total; a share is the mean over documents.",
+    "A differential map has negative weights: signed sums them as they are, absolute takes |w|, positive max(w, 0). The "
+    "paper's bars go below zero, so that its own reading is likely the signed one.",
+    "The prompt is a needle document that ends with the beginning of the needle's own sentence; that sentence is the "
+    "query.",
+    "The same needles in the same haystack stand at every depth: depths are paired, not independent.",
+    "By layer and head, at the depth nearest to the middle: signed weights as they are summed (a differential head's total "
+    "is 1 - lambda), absolute and positive ones over the head's own total.",
+    "The paper states neither the number of needles nor the length.",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Attention allocation of any model.
+
+    Attributes:
+        length: Prompt length in tokens with room for the answer; the model's context by default, at most 2048.
+        needles: Needles in the context; one is asked for.
+        depths: Places of the answer, 0 (start of the context) to 1 (its end).
+        documents: Documents at each depth.
+        digits: Digits of a number.
+        text: The haystack: python-stdlib, a text file, a folder of them, or hf:NAME[:CONFIG][:SPLIT].
+        seed: Of places, cities and numbers.
+    """
+
+    length: int | None = None
+    needles: int = 4
+    depths: list[float] = field(default_factory=lambda: [0.0, 0.25, 0.5, 0.75, 1.0])
+    documents: int = 10
+    digits: int = 7
+    text: str = "python-stdlib"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.length is not None and self.length < 1:
+            raise ConfigError(f"length={self.length}: give at least 1, or leave it out for the model's context")
+        AllocationConfig(
+            needles=self.needles, depths=self.depths, documents=self.documents, digits=self.digits, seed=self.seed
+        )
+
+
+class AllocationTask:
+    """Needle documents, and where each prompt's last token looks. See `Task`."""
+
+    def __init__(self, options: Options, tokenizer: Tokenizer, context_tokens: int) -> None:
+        self.options, self.data_name, self.choices = options, options.text, _CHOICES
+        haystack = token_stream(tokenizer, options.text, 0)
+        self._places = [(depth, document) for depth in options.depths for document in range(options.documents)]
+        self.requests: list[LastRow] = []
+        for depth, document in self._places:
+            question = evaluation_document(
+                np.random.default_rng([options.seed, options.needles, document]),
+                tokenizer,
+                haystack,
+                length_tokens=options.length or min(context_tokens, DEFAULT_LENGTH),
+                depth=depth,
+                needles=options.needles,
+                asked=1,
+                digits=options.digits,
+                cities=CITIES_SEEN + CITIES_UNSEEN,
+            )
+            self.requests.append(LastRow(tuple(question.prompts[0]), edges_of(question)))
+
+    def score(self, answers: Sequence[Any]) -> Scores:
+        """Shares by depth, form and segment; on the answer over all depths; by layer and head at the middle depth."""
+        shares = [segment_shares(sums) for sums in answers]
+        depths = [depth for depth, _ in self._places]
+        answer = SEGMENTS.index("answer")
+        measurements: list[Measurement] = []
+        for form in FORMS:
+            values = [share[form][answer] for share in shares]
+            measurements.append(mean(f"{form} attention on the answer", "share", values, {}, better="higher"))
+        for depth in self.options.depths:
+            for form in FORMS:
+                for index, segment in enumerate(SEGMENTS):
+                    values = [share[form][index] for share, place in zip(shares, depths, strict=True) if place == depth]
+                    at = {"depth": depth, "form": form, "segment": segment}
+                    measurements.append(mean("attention share", "share", values, at))
+        items = [
+            ItemScore(
+                name="signed attention on the answer", item=f"{depth:g}/{document}", score=share["signed"][answer]
+            )
+            for (depth, document), share in zip(self._places, shares, strict=True)
+        ]
+        middle = min(self.options.depths, key=lambda depth: (abs(depth - 0.5), depth))
+        sums = [found for found, depth in zip(answers, depths, strict=True) if depth == middle]
+        return Scores(measurements=measurements, items=items, grids=_by_head(sums, middle))
+
+
+def _by_head(answers: Sequence[Any], depth: float) -> list[Grid]:
+    """Layer by head, a grid for each form and segment."""
+    grids = []
+    for place, form in enumerate(FORMS):
+        # [layer] -> (documents, heads, segments); layers may differ in their heads
+        layers = [
+            np.array([[head[place] for head in found[layer]] for found in answers]) for layer in range(len(answers[0]))
+        ]
+        if form != "signed":
+            layers = [sums / np.maximum(sums.sum(-1, keepdims=True), np.finfo(float).tiny) for sums in layers]
+        for index, segment in enumerate(SEGMENTS):
+            values = [sums[..., index].mean(0).round(6).tolist() for sums in layers]
+            grids.append(
+                Grid(
+                    name="attention by layer and head",
+                    at={"depth": depth, "form": form, "segment": segment},
+                    values=values,
+                )
+            )
+    return grids
+
+
+def make(options: Options, model: LanguageModel) -> AllocationTask:
+    """The task for a model. See `AllocationTask`.
+
+    Raises:
+        DataError: needles and question do not fit into the length, or the text cannot be read.
+    """
+    return AllocationTask(options, model.tokenizer, model.context_tokens)

@@ -1,4 +1,8 @@
-"""Tasks of lm-eval (the evaluation harness) on any saved model. lm-eval is imported when it is used."""
+"""Tasks of lm-eval (the evaluation harness) on any saved model. lm-eval is imported when it is used.
+
+The paper's seven, zero-shot and with 5 shots, are its Tables 1 and 8 (arXiv:2410.05258). Each lm-eval task is one request, so
+an evaluation that was stopped goes on with the next task. Figures are those of lm-eval's own command on the same model.
+"""
 
 import difflib
 import importlib.metadata
@@ -6,66 +10,126 @@ import importlib.util
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError, EvaluationError
-from ..results import HarnessMetric
+from ..results import ItemScore, Measurement
+from .task import Harness, LanguageModel, Scores
 
 RANDOM_SEED = 1234  # of lm-eval's own
+PAPER_TASKS = "arc_challenge,arc_easy,boolq,hellaswag,openbookqa,piqa,winogrande"
+_CHOICES = [
+    "The paper says neither which metric it reads of a task (acc or acc_norm) nor which release of the harness: all are here.",
+]
 
 
-def evaluate_harness(
-    folder: Path,
-    tasks: Sequence[str],
-    *,
-    include_path: Path | None = None,
-    shots: int | None = None,
-    limit: int | None = None,
-    batch_size: int = 1,
-    device: str = "cpu",
-    dtype: str = "auto",
-    seed: int = RANDOM_SEED,
-) -> list[HarnessMetric]:
-    """Score a model's folder through lm-eval's `simple_evaluate`.
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Tasks of lm-eval.
 
-    Args:
-        folder: A saved model with its tokenizer, of any type that transformers opens without code of its own.
-        tasks: Names of tasks or groups.
-        include_path: Folder with further tasks as YAML files; where it has all that are asked for, no other is looked at.
-        shots: Examples in front of a question; None leaves it to the task.
-        limit: Documents of each task, the first ones.
+    Attributes:
+        tasks: Names of tasks or groups, separated by commas; the paper's seven by default.
+        shots: Examples in front of a question, one run for each number, such as [0,5]; the task's own number by default.
+        include_path: Folder with tasks of your own as YAML files; where it has all that are asked for, no other is looked at.
+        limit: Documents of each task, the first ones; all by default.
         batch_size: Rows of a forward pass.
-        device: Where to run.
-        dtype: Of the weights, as transformers takes it.
         seed: Of Python, numpy, torch and the choice of examples.
+    """
+
+    tasks: str = PAPER_TASKS
+    shots: list[int] | None = None
+    include_path: str | None = None
+    limit: int | None = None
+    batch_size: int = 1
+    seed: int = RANDOM_SEED
+
+    def __post_init__(self) -> None:
+        if not self.names:
+            raise ConfigError("--tasks is empty; name tasks of lm-eval, separated by commas")
+        for option, values, least in (
+            ("limit", [self.limit], 1),
+            ("batch_size", [self.batch_size], 1),
+            ("shots", self.shots or [], 0),
+        ):
+            for value in values:
+                if value is not None and value < least:
+                    raise ConfigError(f"--{option} {value}: give at least {least}")
+        if self.include_path is not None and not Path(self.include_path).is_dir():
+            raise ConfigError(f"--include_path {self.include_path}: no such folder; name one with tasks as YAML files")
+
+    @property
+    def names(self) -> list[str]:
+        """The tasks one by one."""
+        return [name.strip() for name in self.tasks.split(",") if name.strip()]
+
+
+class HarnessTask:
+    """A request for each task and number of shots. See `Task`."""
+
+    def __init__(self, options: Options) -> None:
+        if importlib.util.find_spec("lm_eval") is None:
+            raise EvaluationError("lm-eval is not installed; pip install 'difftransformer[eval]'")
+        with _errors_alone():
+            _manager(options.names, options.include_path)
+        release = importlib.metadata.version("lm_eval")
+        self.data_name = f"lm-eval {release}"
+        self.choices = [f"Scored by lm-eval {release}.", *_CHOICES]
+        shots: list[int | None] = [*options.shots] if options.shots else [None]
+        self.requests = [
+            Harness(name, number, options.limit, options.include_path, options.batch_size, options.seed)
+            for number in shots
+            for name in options.names
+        ]
+
+    def score(self, answers: Sequence[Any]) -> Scores:
+        """The figures as lm-eval gives them."""
+        return Scores(
+            measurements=[Measurement(**row) for answer in answers for row in answer["measurements"]],
+            items=[ItemScore(**row) for answer in answers for row in answer["items"]],
+        )
+
+
+def make(options: Options, model: LanguageModel) -> HarnessTask:
+    """The task for a model. See `HarnessTask`.
 
     Raises:
-        ConfigError: no such task, or a number out of range.
-        EvaluationError: lm-eval is not installed, a task's data cannot be read, or the model cannot be opened.
+        ConfigError: no such task.
+        EvaluationError: lm-eval is not installed.
     """
-    if not tasks:
-        raise ConfigError("--tasks is empty; name tasks, separated by commas")
-    for option, value, least in (("limit", limit, 1), ("batch_size", batch_size, 1), ("shots", shots, 0)):
-        if value is not None and value < least:
-            raise ConfigError(f"--{option} {value}: give at least {least}")
-    if include_path is not None and not include_path.is_dir():
-        raise ConfigError(f"--include_path {include_path}: no such folder; name one with tasks as YAML files")
-    if importlib.util.find_spec("lm_eval") is None:
-        raise EvaluationError("lm-eval is not installed; pip install 'difftransformer[eval]'")
+    return HarnessTask(options)
+
+
+def run_harness(network: Any, tokenizer: Any, request: Harness) -> dict[str, Any]:
+    """One lm-eval task on a model that is open.
+
+    Args:
+        network: A causal language model of transformers' form.
+        tokenizer: Its tokenizer, as transformers gives it.
+        request: Which task.
+
+    Returns:
+        Fields of `Measurement` and, where a metric is a mean over documents, of `ItemScore`.
+
+    Raises:
+        EvaluationError: the task's data cannot be read, or the task asks what the model cannot do.
+    """
     with _errors_alone():
         from lm_eval import simple_evaluate
+        from lm_eval.models.huggingface import HFLM
 
-        manager = _manager(tasks, include_path)
-        model = _model(folder, batch_size=batch_size, device=device, dtype=dtype)
+        manager = _manager([request.name], request.include_path)
+        model = HFLM(pretrained=network, tokenizer=tokenizer, backend="causal", batch_size=request.batch_size)
+        seed = request.seed
         try:
             found = simple_evaluate(
                 model=model,
-                tasks=list(tasks),
+                tasks=[request.name],
                 task_manager=manager,
-                num_fewshot=shots,
-                limit=limit,
-                log_samples=False,
+                num_fewshot=request.shots,
+                limit=request.limit,
+                log_samples=True,
                 random_seed=seed,
                 numpy_random_seed=seed,
                 torch_random_seed=seed,
@@ -73,25 +137,20 @@ def evaluate_harness(
             )
         except (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError) as error:
             raise EvaluationError(
-                f"{', '.join(tasks)}: cannot be run ({_one_line(error)}); check the task's data and settings"
+                f"{request.name}: cannot be run ({_one_line(error)}); check the task's data and settings"
             ) from error
-    return _metrics(found)
+    return {"measurements": _measurements(found), "items": _items(found)}
 
 
-def lm_eval_version() -> str:
-    """The release of lm-eval that is installed."""
-    return importlib.metadata.version("lm_eval")
-
-
-def _manager(tasks: Sequence[str], include_path: Path | None) -> Any:
+def _manager(tasks: Sequence[str], include_path: str | None) -> Any:
     """lm-eval's index of tasks. Its own has thousands of files, so it is read only where a task is not in include_path."""
     from lm_eval.tasks import TaskManager
 
     if include_path is not None:
-        local = TaskManager(include_path=str(include_path), include_defaults=False)
+        local = TaskManager(include_path=include_path, include_defaults=False)
         if all(task in local.all_tasks for task in tasks):
             return local
-    manager = TaskManager(include_path=None if include_path is None else str(include_path))
+    manager = TaskManager(include_path=include_path)
     for task in tasks:
         if task not in manager.all_tasks:
             near = difflib.get_close_matches(task, manager.all_tasks, n=1)
@@ -100,18 +159,7 @@ def _manager(tasks: Sequence[str], include_path: Path | None) -> Any:
     return manager
 
 
-def _model(folder: Path, **options: Any) -> Any:
-    from lm_eval.models.huggingface import HFLM
-
-    try:
-        return HFLM(pretrained=str(folder), backend="causal", trust_remote_code=False, use_safetensors=True, **options)
-    except Exception as error:  # tokenizers and safetensors have no common class
-        raise EvaluationError(
-            f"{folder}: cannot be opened as a causal language model with its tokenizer ({_one_line(error)})"
-        ) from error
-
-
-def _metrics(found: dict[str, Any]) -> list[HarnessMetric]:
+def _measurements(found: dict[str, Any]) -> list[dict[str, Any]]:
     """lm-eval's keys are "metric,filter", and "metric_stderr,filter" beside them."""
     rows = []
     for task, values in {**found["results"], **found.get("groups", {})}.items():
@@ -120,19 +168,41 @@ def _metrics(found: dict[str, Any]) -> list[HarnessMetric]:
             if not comma or metric.endswith("_stderr") or not isinstance(value, (int, float)):
                 continue
             error = values.get(f"{metric}_stderr,{chosen}")
+            better = {True: "higher", False: "lower", None: None}[found["higher_is_better"].get(task, {}).get(metric)]
+            at = {"task": task, "version": str(found["versions"].get(task, "")), "shots": found["n-shot"].get(task)}
             rows.append(
-                HarnessMetric(
-                    task=task,
-                    version=str(found["versions"].get(task, "")),
-                    metric=metric,
-                    filter=chosen,
-                    value=float(value),
-                    standard_error=float(error) if isinstance(error, (int, float)) else None,
-                    higher_is_better=found["higher_is_better"].get(task, {}).get(metric),
-                    shots=found["n-shot"].get(task),
-                    documents=found["n-samples"].get(task, {}).get("effective"),
-                )
+                {
+                    "name": metric,
+                    "unit": _UNITS.get(metric, "share"),
+                    "value": float(value),
+                    "standard_error": float(error) if isinstance(error, (int, float)) else None,
+                    "n": found["n-samples"].get(task, {}).get("effective", 0),
+                    "better": better,
+                    "at": at if chosen == "none" else at | {"filter": chosen},
+                }
             )
+    return rows
+
+
+_UNITS = {
+    "bits_per_byte": "bits/byte",
+    "byte_perplexity": "per byte",
+    "word_perplexity": "per word",
+    "perplexity": "per token",
+}
+
+
+def _items(found: dict[str, Any]) -> list[dict[str, Any]]:
+    """Scores of single documents, where a metric is one number a document."""
+    rows = []
+    for task, samples in found.get("samples", {}).items():
+        shots = found["n-shot"].get(task)
+        for sample in samples:
+            for metric in sample.get("metrics", []):
+                score = sample.get(metric)
+                if isinstance(score, (bool, int, float)):
+                    item = f"{task}/{shots}/{sample['filter']}/{sample['doc_id']}"
+                    rows.append({"name": f"{metric} {task}", "item": item, "score": float(score)})
     return rows
 
 

@@ -12,13 +12,17 @@ from transformers import DynamicCache
 from ..data import Tokenizer
 from ..errors import EvaluationError
 from . import taps
+from .harness import run_harness
 from .prefix import CHUNK_TOKENS, PrefixCache, shared_tokens
 from .segments import row_sums
-from .task import Choice, Continuation, LastRow, Loss, Magnitudes, Maps, Quantized, Request, tokens_of
+from .task import Choice, Continuation, Harness, LastRow, Loss, Magnitudes, Maps, Quantized, Request, tokens_of
 
 _WORTH_SHARING, _STEP_TOKENS = 0.25, 32
 """Prompts go one by one through the prefix cache instead of side by side from this share of common tokens on, and where that
 saves more than the steps of decoding cost, each as much as so many tokens of a prompt."""
+
+_WRITTEN_OUT_TOKENS = 4096
+"""Most tokens of rows side by side where the maps are formed: n x n memory."""
 
 Answers = Iterator[tuple[int, Any]]
 
@@ -34,6 +38,7 @@ class CausalLanguageModel:
         context_tokens: Most tokens of a row; the model's positions where None.
         batch_tokens: Most tokens of rows side by side.
         prefix_caching: Whether keys and values of prompts that start the same are computed once.
+        hf_tokenizer: The tokenizer as transformers gives it, for lm-eval.
     """
 
     def __init__(
@@ -44,9 +49,10 @@ class CausalLanguageModel:
         context_tokens: int | None = None,
         batch_tokens: int = 16_384,
         prefix_caching: bool = True,
+        hf_tokenizer: Any = None,
     ) -> None:
         self.model, self.tokenizer, self.batch_tokens = model.eval(), tokenizer, batch_tokens
-        self.prefix_caching = prefix_caching
+        self.prefix_caching, self.hf_tokenizer = prefix_caching, hf_tokenizer
         positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2**31
         self.context_tokens = int(context_tokens or positions)
 
@@ -59,7 +65,9 @@ class CausalLanguageModel:
         groups: dict[Any, list[int]] = defaultdict(list)
         for index, request in enumerate(requests):
             self._check(request)
-            kind = (Quantized, request.bits, request.granularity) if isinstance(request, Quantized) else type(request)
+            kind: Any = type(request)
+            if isinstance(request, Quantized):
+                kind = (kind, request.bits, request.granularity, request.weights, request.activations)
             groups[kind].append(index)
         for kind, indices in groups.items():
             answer = _ANSWERS[kind[0] if isinstance(kind, tuple) else kind]
@@ -78,6 +86,8 @@ class CausalLanguageModel:
             longest += inner.tokens
         elif isinstance(inner, Choice):
             longest += max(map(len, inner.options))
+        elif isinstance(inner, Loss):
+            longest -= 1  # the last token is a target alone
         if longest > self.context_tokens:
             raise EvaluationError(
                 f"a prompt with its answer takes {longest} tokens, and the model's context has {self.context_tokens}; "
@@ -114,9 +124,8 @@ class CausalLanguageModel:
                 yield index, self._continue_one(cache, requests[index])
             return
         for indices, ids in self._side_by_side(prompts):
-            made = self._continue_rows(ids, max(requests[index].tokens for index in indices))
-            for index, row in zip(indices, made.tolist(), strict=True):
-                yield index, _until(row[: requests[index].tokens], requests[index].stop)
+            made = self._continue_rows(ids, [requests[index] for index in indices])
+            yield from zip(indices, made, strict=True)
 
     def _continue_one(self, cache: PrefixCache, request: Continuation) -> list[int]:
         made: list[int] = []
@@ -128,13 +137,25 @@ class CausalLanguageModel:
             made.append(token)
         return made
 
-    def _continue_rows(self, prompts: Tensor, tokens: int) -> Tensor:
-        cache, inputs, made = None, prompts, []
-        for _ in range(tokens):
+    def _continue_rows(self, ids: Tensor, requests: Sequence[Continuation]) -> list[list[int]]:
+        """Rows side by side; one that is at its end leaves the batch."""
+        made: list[list[int]] = [[] for _ in requests]
+        left, cache, inputs = list(range(len(requests))), None, ids
+        while left:
             outputs = self.model(input_ids=inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
-            cache, inputs = outputs.past_key_values, outputs.logits.argmax(-1)
-            made.append(inputs)
-        return torch.cat(made, dim=1).cpu()
+            cache, tokens = outputs.past_key_values, outputs.logits[:, -1].argmax(-1)
+            going = []
+            for place, (row, token) in enumerate(zip(left, tokens.tolist(), strict=True)):
+                if token not in requests[row].stop:
+                    made[row].append(token)
+                    if len(made[row]) < requests[row].tokens:
+                        going.append(place)
+            if 0 < len(going) < len(left):
+                kept = torch.tensor(going, device=tokens.device)
+                cache.batch_select_indices(kept)
+                tokens = tokens[kept]
+            left, inputs = [left[place] for place in going], tokens.unsqueeze(1)
+        return made
 
     def _choices(self, requests: Sequence[Choice]) -> Answers:
         cache = self._prefix_cache()
@@ -151,21 +172,32 @@ class CausalLanguageModel:
 
     def _maps(self, requests: Sequence[Maps]) -> Answers:
         for index, request in enumerate(requests):
-            yield index, taps.head_maps(self.model, self._tensor([request.prompt]))
+            yield index, taps.head_maps(self.model, self._tensor([request.prompt]), request.layers, request.heads)
 
     def _magnitudes(self, requests: Sequence[Magnitudes]) -> Answers:
         for index, request in enumerate(requests):
             yield index, taps.magnitudes(self.model, [self._tensor([row]) for row in request.rows], request.largest)
 
+    def _harness(self, requests: Sequence[Harness]) -> Answers:
+        for index, request in enumerate(requests):
+            yield index, run_harness(self.model, self.hf_tokenizer, request)
+
     def _quantized(self, requests: Sequence[Quantized]) -> Answers:
+        first = requests[0]
+        coarse = first.bits < taps.UNTOUCHED_BITS
         inner = CausalLanguageModel(
             self.model,
             self.tokenizer,
             context_tokens=self.context_tokens,
-            batch_tokens=self.batch_tokens,
-            prefix_caching=self.prefix_caching,
+            batch_tokens=min(self.batch_tokens, _WRITTEN_OUT_TOKENS) if coarse else self.batch_tokens,
+            # A step of a whole head or tensor would depend on which tokens are already cached.
+            prefix_caching=self.prefix_caching and not (coarse and first.granularity != "row"),
+            hf_tokenizer=self.hf_tokenizer,
         )
-        with taps.quantized_logits(self.model, requests[0].bits, requests[0].granularity):
+        with (
+            taps.quantized_linears(self.model, first.weights, first.activations),
+            taps.quantized_logits(self.model, first.bits, first.granularity),
+        ):
             yield from inner.answer([request.request for request in requests])
 
     def _prefix_cache(self) -> PrefixCache:
@@ -200,10 +232,6 @@ def _walk(cache: PrefixCache, prompt: tuple[int, ...], options: Sequence[tuple[i
     return left[0]
 
 
-def _until(row: list[int], stop: Sequence[int]) -> list[int]:
-    return row[: next((place for place, token in enumerate(row) if token in stop), len(row))]
-
-
 _ANSWERS: dict[type, Callable[[CausalLanguageModel, Sequence[Any]], Answers]] = {
     Loss: CausalLanguageModel._losses,
     Continuation: CausalLanguageModel._continuations,
@@ -211,5 +239,6 @@ _ANSWERS: dict[type, Callable[[CausalLanguageModel, Sequence[Any]], Answers]] = 
     LastRow: CausalLanguageModel._last_rows,
     Maps: CausalLanguageModel._maps,
     Magnitudes: CausalLanguageModel._magnitudes,
+    Harness: CausalLanguageModel._harness,
     Quantized: CausalLanguageModel._quantized,
 }

@@ -9,6 +9,7 @@ right when the greedy continuation starts with all its digits.
 differs between cells is depth and length alone; and prompts share most of their tokens, which are then computed once.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -20,7 +21,7 @@ from ..errors import ConfigError
 from ..results import Cities, ItemScore, NeedleCell, NeedleResult
 from .chat import chat_frame
 from .config import NeedleConfig
-from .scores import proportion
+from .scores import mean, proportion
 from .task import Continuation, LanguageModel, Scores, answers_to
 from .texts import token_stream
 
@@ -111,6 +112,7 @@ _CHAT_INSTRUCTION = (
     "with the number alone.\n\n"
 )
 _CHAT_ANSWER_TOKENS = 32
+_ALL = 0  # in place of a length: over all of them
 _CHOICES = [
     "The haystack is the text named in the options; documents begin at random places of it.",
     "The same needles in the same haystack stand at every depth and length: cells are paired, not independent.",
@@ -229,31 +231,33 @@ class NeedleTask:
         return question
 
     def score(self, answers: Sequence[Any]) -> Scores:
-        """Accuracy in every cell, over depths at each length, and over all."""
-        right: dict[tuple[Any, ...], list[bool]] = {}
-        items = []
-        for place, (trial, ids) in enumerate(zip(self._trials, answers, strict=True)):
+        """Accuracy in every cell, and over all depths, over all lengths: there with the standard error over documents."""
+        cells: dict[tuple[int, int, int, float], list[bool]] = defaultdict(list)
+        documents: dict[tuple[int, int, int], dict[int, list[bool]]] = defaultdict(lambda: defaultdict(list))
+        for trial, ids in zip(self._trials, answers, strict=True):
             text = self.tokenizer.decode(ids).strip()
             correct = trial.answer in text if self.options.prompt == "chat" else text.startswith(trial.answer)
-            setting = (trial.needles, trial.asked)
-            for key in ((*setting, trial.length, trial.depth), (*setting, trial.length, None), (*setting, None, None)):
-                right.setdefault(key, []).append(correct)
-            items.append(
-                ItemScore(
-                    name="accuracy",
-                    item=f"{trial.needles}/{trial.asked}/{trial.length}/{trial.depth:g}/{trial.document}/{place}",
-                    score=float(correct),
-                )
+            cells[trial.needles, trial.asked, trial.length, trial.depth].append(correct)
+            for length in (trial.length, _ALL):
+                documents[trial.needles, trial.asked, length][trial.document].append(correct)
+        measurements = []
+        for (needles, asked, length), found in sorted(documents.items()):
+            at = {"needles": needles, "asked": asked} | ({} if length == _ALL else {"length_tokens": length})
+            right, trials = [float(sum(row)) for row in found.values()], [float(len(row)) for row in found.values()]
+            measurements.append(mean("accuracy", "share", right, at, weights=trials, better="higher"))
+        for (needles, asked, length, depth), cell in cells.items():
+            place = {"needles": needles, "asked": asked, "length_tokens": length, "depth": depth}
+            measurements.append(proportion("accuracy", cell, place))
+        items = [
+            ItemScore(
+                name=f"accuracy N={needles} R={asked}",
+                item=f"document {document}",
+                score=float(sum(right)),
+                weight=float(len(right)),
             )
-        measurements = [
-            proportion(
-                "accuracy",
-                found,
-                {"needles": needles, "asked": asked}
-                | ({} if length is None else {"length_tokens": length})
-                | ({} if depth is None else {"depth": depth}),
-            )
-            for (needles, asked, length, depth), found in right.items()
+            for (needles, asked, length), found in documents.items()
+            if length == _ALL
+            for document, right in found.items()
         ]
         return Scores(measurements=measurements, items=items)
 

@@ -3,13 +3,12 @@
 import dataclasses
 import hashlib
 import json
-import os
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError, EvaluationError
+from .journal import Journal
 from .task import LanguageModel, Request, Scores, Task, tokens_of
 
 Watch = Callable[[int, int], None]
@@ -40,8 +39,8 @@ def run_task(
     if not task.requests:
         raise EvaluationError(f"{task.data_name}: nothing to ask; give more data")
     costs = [tokens_of(request) for request in task.requests]
-    kept = Journal(journal, f"{identity} {requests_sha256(task.requests)}") if journal else None
-    answers: dict[int, Any] = dict(kept.answers) if kept else {}
+    kept = Answers(journal, f"{identity} {requests_sha256(task.requests)}") if journal else None
+    answers: dict[int, Any] = dict(kept.known) if kept else {}
     left = [index for index in range(len(costs)) if index not in answers]
     done, total = sum(costs) - sum(costs[index] for index in left), sum(costs)
     watch(done, total)
@@ -68,60 +67,41 @@ def requests_sha256(requests: Sequence[Request]) -> str:
     return digest.hexdigest()
 
 
-class Journal:
-    """Answers on disk, one JSON line each behind a first line that says whose they are.
-
-    A line that a kill cut short is dropped, all whole ones count.
+class Answers:
+    """Answers on disk behind a first line that says whose they are.
 
     Args:
         path: The file; made if it is missing.
         identity: Of model and requests.
 
     Raises:
-        CheckpointError: the file is of another model or of other requests, or is no journal.
+        CheckpointError: the file is of another model or of other requests, or holds no answers.
     """
 
     def __init__(self, path: Path, identity: str) -> None:
-        self.answers: dict[int, Any] = {}
-        head = json.dumps({"answers_of": identity})
-        path.parent.mkdir(parents=True, exist_ok=True)
-        whole = 0
-        if path.exists():
-            for number, line in enumerate(path.read_bytes().splitlines(keepends=True)):
-                if not line.endswith(b"\n"):
-                    break
-                if number == 0:
-                    if line.decode(errors="replace").strip() != head:
-                        raise CheckpointError(
-                            f"{path}: holds answers of another model or to other questions; choose another --out, or "
-                            "delete the file"
-                        )
-                else:
-                    try:
-                        row = json.loads(line)
-                        self.answers[row["request"]] = row["answer"]
-                    except (ValueError, KeyError, TypeError):
-                        break
-                whole += len(line)
-        self._file = open(path, "r+b" if path.exists() else "w+b")  # noqa: SIM115 - closed by close()
-        self._file.truncate(whole)
-        self._file.seek(whole)
-        if whole == 0:
-            self._file.write(head.encode() + b"\n")
-        self._file.flush()
-        self._synced = time.monotonic()
+        self.known: dict[int, Any] = {}
+        self._identity, self._is_known = identity, False
+        try:
+            self._journal = Journal(path, self._take, sync_seconds=_SYNC_SECONDS)
+        except ValueError:
+            raise CheckpointError(
+                f"{path}: holds answers of another model or to other questions, or is damaged; choose another --out, or "
+                "delete the file"
+            ) from None
+        if self._journal.is_empty:
+            self._journal.add({"answers_of": identity})
+
+    def _take(self, row: Any) -> None:
+        if self._is_known:
+            self.known[row["request"]] = row["answer"]
+        elif row["answers_of"] != self._identity:
+            raise ValueError
+        self._is_known = True
 
     def add(self, index: int, answer: Any) -> None:
-        """Write an answer; it survives this process at once, and a loss of power within seconds."""
-        self._file.write(json.dumps({"request": index, "answer": answer}).encode() + b"\n")
-        self._file.flush()
-        if time.monotonic() - self._synced > _SYNC_SECONDS:
-            os.fsync(self._file.fileno())
-            self._synced = time.monotonic()
+        """Write an answer."""
+        self._journal.add({"request": index, "answer": answer})
 
     def close(self) -> None:
         """Write everything to disk."""
-        if not self._file.closed:
-            self._file.flush()
-            os.fsync(self._file.fileno())
-            self._file.close()
+        self._journal.close()

@@ -5,15 +5,25 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from ..results import Measurement
+from ..statistics import wilson_interval
 
 
 def proportion(
     name: str, right: Sequence[bool], at: dict[str, Any], *, better: Literal["higher", "lower"] = "higher"
 ) -> Measurement:
-    """The share of right items and its binomial standard error, sqrt(p (1 - p) / n)."""
+    """The share of right items, its binomial standard error sqrt(p (1 - p) / n), and Wilson's interval."""
     n, p = len(right), sum(right) / len(right)
+    low, high = wilson_interval(sum(right), n)
     return Measurement(
-        name=name, unit="share", value=p, standard_error=math.sqrt(p * (1 - p) / n), n=n, better=better, at=at
+        name=name,
+        unit="share",
+        value=p,
+        standard_error=math.sqrt(p * (1 - p) / n),
+        n=n,
+        better=better,
+        at=at,
+        low=low,
+        high=high,
     )
 
 
@@ -40,3 +50,17 @@ def mean(
         squares = math.fsum((v - value * w) ** 2 for v, w in zip(values, weights, strict=True))
         error = math.sqrt(squares * n / (n - 1)) / total
     return Measurement(name=name, unit=unit, value=value, standard_error=error, n=n, better=better, at=at)
+
+
+def mean_of_sets(name: str, rows: Sequence[Measurement]) -> Measurement:
+    """The mean over sets and its standard error sqrt(sum of squared errors) / sets; n counts all items."""
+    errors = [row.standard_error or 0.0 for row in rows]
+    return Measurement(
+        name=name,
+        unit=rows[0].unit,
+        value=math.fsum(row.value for row in rows) / len(rows),
+        standard_error=math.hypot(*errors) / len(rows),
+        n=sum(row.n for row in rows),
+        better=rows[0].better,
+        at={},
+    )

@@ -6,11 +6,11 @@ are plain data, so that a journal on disk can keep them and an interrupted evalu
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from ..data import Tokenizer
-from ..results import ItemScore, Measurement
+from ..results import Grid, ItemScore, Measurement
 
 Granularity = Literal["tensor", "head", "row"]
 
@@ -54,14 +54,16 @@ class LastRow:
 
 @dataclass(frozen=True)
 class Maps:
-    """Which maps does each head form for a prompt? The answer: `taps.HeadMaps` as plain lists."""
+    """Which maps does each head form for a prompt? The answer: `taps.head_maps`, with the maps of the chosen heads."""
 
     prompt: tuple[int, ...]
+    layers: tuple[int, ...] = ()
+    heads: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class Magnitudes:
-    """How large are attention logits and hidden states? The answer: `magnitudes.summary` of both, over several rows."""
+    """How large are attention logits and hidden states? The answer: `taps.magnitudes` over several rows."""
 
     rows: tuple[tuple[int, ...], ...]
     largest: int
@@ -69,14 +71,28 @@ class Magnitudes:
 
 @dataclass(frozen=True)
 class Quantized:
-    """Another request, under attention logits rounded to `bits` bits (16 leaves them alone)."""
+    """Another request, under attention logits rounded to `bits` bits (16 leaves them alone), and coarser Linear layers."""
 
     request: "Request"
     bits: int
     granularity: Granularity
+    weights: str = "none"
+    activations: str = "none"
 
 
-Request = Loss | Continuation | Choice | LastRow | Maps | Magnitudes | Quantized
+@dataclass(frozen=True)
+class Harness:
+    """A task of lm-eval, whole. The answer: `harness.run_harness`."""
+
+    name: str
+    shots: int | None
+    limit: int | None
+    include_path: str | None
+    batch_size: int
+    seed: int
+
+
+Request = Loss | Continuation | Choice | LastRow | Maps | Magnitudes | Harness | Quantized
 
 
 class LanguageModel(Protocol):
@@ -97,10 +113,11 @@ class LanguageModel(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Scores:
-    """What a task makes of the answers: figures, and what each item adds to them."""
+    """What a task makes of the answers: figures, what each item adds to them, and what only a picture shows."""
 
     measurements: list[Measurement]
     items: list[ItemScore]
+    grids: list[Grid] = field(default_factory=list)
 
 
 class Task(Protocol):
@@ -137,6 +154,8 @@ def tokens_of(request: Request) -> int:
             return tokens_of(request.request)
         case Loss():
             return len(request.ids)
+        case Harness():
+            return 1
         case Magnitudes():
             return sum(map(len, request.rows))
         case _:

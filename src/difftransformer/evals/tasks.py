@@ -5,7 +5,20 @@ from typing import Any
 
 from .task import LanguageModel, Task
 
-TASKS = ("perplexity", "needle")
+TASKS = (
+    "perplexity",
+    "needle",
+    "allocation",
+    "icl",
+    "order",
+    "hallucination",
+    "outliers",
+    "quantized",
+    "recall",
+    "math",
+    "harness",
+    "maps",
+)
 
 
 def options_class(name: str) -> type:

@@ -5,12 +5,41 @@ queries and keys, C = 2D, E value width. A name that ends in `_BGRS`, say, is a 
 R = T * H // G: the queries of all heads of a group, so that keys and values are never repeated.
 """
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
 import torch
 from torch import Tensor
 
 from .problem import LOW_PRECISION, Problem, Restrictions, allowed_keys
 
 DESCRIPTION = "the equations in plain PyTorch, n x n maps; subtracts in fp32, once; any order of derivative"
+
+Watch = Callable[[Tensor, Tensor | None], Tensor]
+_watch: ContextVar[Watch | None] = ContextVar("difftransformer_watch_logits", default=None)
+
+
+@contextmanager
+def watching_logits(watch: Watch) -> Iterator[None]:
+    """Show every map's logits to a function before the softmax, and use what it returns.
+
+    It is called with the scaled logits (B, H, T, S) and the bool mask of allowed keys, which broadcasts to them, or None;
+    for differential attention once for each of the two maps, the first one first. Inside another `watching_logits` it sees
+    what that one made of them. Only this backend calls it. `torch.compile` reads it once, when it compiles: enter before
+    that."""
+    outer = _watch.get()
+    both = watch if outer is None else lambda scores, allowed: watch(outer(scores, allowed), allowed)
+    token = _watch.set(both)
+    try:
+        yield
+    finally:
+        _watch.reset(token)
+
+
+@torch.compiler.assume_constant_result
+def _watched() -> Watch | None:
+    return _watch.get()
 
 
 def supports(problem: Problem) -> str | None:
@@ -42,6 +71,12 @@ def softmax_map(query: Tensor, key: Tensor, scale: float | None, allowed_BHTS: T
         query, key = query.float(), key.float()
     q_BGRD = (query * scale).reshape(batch, groups, heads // groups * queries, width)
     scores_BHTS = (q_BGRD @ key.mT).view(batch, heads, queries, keys)
+    watch = _watched()
+    return softmax_of(scores_BHTS if watch is None else watch(scores_BHTS, allowed_BHTS), allowed_BHTS)
+
+
+def softmax_of(scores_BHTS: Tensor, allowed_BHTS: Tensor | None) -> Tensor:
+    """The map of scaled logits, as `softmax_map` forms it; (B, H, T, S)."""
     if allowed_BHTS is None:
         return scores_BHTS.softmax(-1)
     # A finite fill keeps rows with no allowed key free of NaN, in the gradient too; the second fill makes them zero.

@@ -57,8 +57,7 @@ from .studies import (
 )
 from .tasks import (
     DataIdentity,
-    HarnessMetric,
-    HarnessResult,
+    Grid,
     ItemScore,
     Measurement,
     ModelIdentity,
@@ -88,8 +87,7 @@ __all__ = [
     "Form",
     "GenerationTiming",
     "GeometricMean",
-    "HarnessMetric",
-    "HarnessResult",
+    "Grid",
     "ItemScore",
     "Measurement",
     "MemoryPoint",

@@ -10,7 +10,7 @@ from ..errors import ResultsError
 from ..typed import build
 from .bench import Bench
 from .studies import Comparison, Drift, Evaluation, Upcycling
-from .tasks import HarnessResult, TaskResult
+from .tasks import TaskResult
 
 SCHEMA_VERSION = 1
 
@@ -20,11 +20,10 @@ KINDS: dict[str, type] = {
     "upcycling": Upcycling,
     "evaluation": Evaluation,
     "bench": Bench,
-    "harness": HarnessResult,
     "task": TaskResult,
 }
 
-Result = Comparison | Evaluation | Bench | HarnessResult | TaskResult | Drift | Upcycling
+Result = Comparison | Evaluation | Bench | TaskResult | Drift | Upcycling
 T = TypeVar("T")
 
 

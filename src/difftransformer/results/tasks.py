@@ -1,6 +1,6 @@
 """Results of single tasks on any saved model."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from .base import Environment
@@ -31,8 +31,8 @@ class DataIdentity:
 class Measurement:
     """One figure. `at` says where it was taken, such as {"length_tokens": 1024, "depth": 0.5}.
 
-    `standard_error` is over the `n` items, never over training; None where there is none. `better` is None where no
-    direction is an improvement.
+    `standard_error` is over the `n` items, never over training; None where there is none. A share of independent items also
+    has Wilson's interval of 95 %, `low` to `high`. `better` is None where no direction is an improvement.
     """
 
     name: str
@@ -42,6 +42,8 @@ class Measurement:
     n: int
     better: Literal["lower", "higher"] | None = None
     at: dict[str, Any]
+    low: float | None = None
+    high: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +57,19 @@ class ItemScore:
     item: str
     score: float
     weight: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """Rows of numbers that a picture shows, too many to be figures in a table. `at` says where, as a measurement's does.
+
+    Rows may differ in length. `labels` name rows and columns where they are the same things, such as the tokens of a prompt.
+    """
+
+    name: str
+    at: dict[str, Any]
+    values: list[list[float]]
+    labels: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,34 +90,4 @@ class TaskResult:
     environment: Environment
     measurements: list[Measurement]
     items: list[ItemScore]
-
-
-@dataclass(frozen=True, kw_only=True)
-class HarnessMetric:
-    """One figure of a task of lm-eval. `filter` is what was made of the model's answers; None is what lm-eval does not say."""
-
-    task: str
-    version: str
-    metric: str
-    filter: str
-    value: float
-    standard_error: float | None
-    higher_is_better: bool | None
-    shots: int | None
-    documents: int | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class HarnessResult:
-    """What `eval harness` measured on one model. The seed is that of Python, numpy, torch and the examples."""
-
-    checkpoint: str
-    command: str
-    created: str
-    environment: Environment
-    lm_eval: str
-    seed: int
-    limit_documents: int | None
-    batch_size: int
-    dtype: str
-    metrics: list[HarnessMetric]
+    grids: list[Grid] = field(default_factory=list)

@@ -70,7 +70,8 @@ def opened_model(
     with source_folder(name) as folder, quietly():
         if (folder / STATE_FILE).exists():
             verify_checkpoint(folder)
-        tokenizer = _text_tokenizer(folder)
+        theirs = open_tokenizer(folder)
+        tokenizer = _text_tokenizer(theirs, folder)
         network = open_network(folder, dtype).to(device)
         rows = network.get_input_embeddings().num_embeddings
         if tokenizer.vocab_size > rows:
@@ -83,6 +84,7 @@ def opened_model(
             context_tokens=context_tokens,
             batch_tokens=batch_tokens,
             prefix_caching=prefix_caching,
+            hf_tokenizer=theirs,
         )
         identity = ModelIdentity(
             name=model,
@@ -134,9 +136,8 @@ def open_tokenizer(folder: Path) -> Any:
         raise CheckpointError(f"{folder}: its tokenizer cannot be opened ({_first_line(error)})") from None
 
 
-def _text_tokenizer(folder: Path) -> Tokenizer:
+def _text_tokenizer(theirs: Any, folder: Path) -> Tokenizer:
     """The tokenizer as evaluations use it: what begins a sequence ends their texts too."""
-    theirs = open_tokenizer(folder)
     start, pad = theirs.bos_token or theirs.eos_token, theirs.pad_token or theirs.eos_token
     if not getattr(theirs, "is_fast", False) or start is None:
         raise CheckpointError(f"{folder}: its tokenizer has no tokenizer.json, or no token that begins or ends a text")

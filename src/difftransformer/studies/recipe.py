@@ -129,11 +129,15 @@ class Recipe:
         return dataclasses.replace(self, training=dataclasses.replace(self.training, seed=seed))
 
 
-def shipped_recipes() -> dict[str, Path]:
-    """Recipes that come with the package, by name: beside its modules in a wheel, at the top of a source tree."""
+def shipped_recipes(kind: str = ".") -> dict[str, Path]:
+    """Recipes that come with the package, by name: beside its modules in a wheel, at the top of a source tree.
+
+    Args:
+        kind: Folder below that of the recipes for training.
+    """
     package = Path(__file__).parents[1]
     folders = [folder for folder in (package / "recipes", package.parents[1] / "recipes") if folder.is_dir()]
-    return {path.stem: path for folder in folders[:1] for path in sorted(folder.glob("*.yaml"))}
+    return {path.stem: path for folder in folders[:1] for path in sorted((folder / kind).glob("*.yaml"))}
 
 
 def load_recipe(path: Path | str, overrides: list[str] | None = None) -> Recipe:
@@ -143,11 +147,28 @@ def load_recipe(path: Path | str, overrides: list[str] | None = None) -> Recipe:
         ConfigError: no such file, not YAML, an unknown key, a wrong type or an impossible combination; the message names
             the file, the key and the value.
     """
-    path = shipped_recipes().get(str(path), Path(path))
+    document = read_mapping(path, shipped_recipes(), "a recipe is a mapping with name, model, data and training")
+    for override in overrides or []:
+        _override(document, override)
+    return recipe_from(document, source=str(path))
+
+
+def read_mapping(path: Path | str, shipped: dict[str, Path], expected: str) -> dict[str, Any]:
+    """Read a YAML file, or one that is shipped by its name.
+
+    Args:
+        path: The file, or a name in `shipped`.
+        shipped: Files that come with the package.
+        expected: What is said where the file holds no mapping.
+
+    Raises:
+        ConfigError: no such file, or not a YAML mapping.
+    """
+    path = shipped.get(str(path), Path(path))
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        names = ", ".join(shipped_recipes())
+        names = ", ".join(shipped)
         raise ConfigError(f"{path}: no such recipe; name a YAML file, or one that is shipped: {names}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read ({error})") from None
@@ -158,10 +179,8 @@ def load_recipe(path: Path | str, overrides: list[str] | None = None) -> Recipe:
         line = f" in line {place.line + 1}" if place else ""
         raise ConfigError(f"{path}: not valid YAML{line}: {getattr(error, 'problem', None) or error}") from None
     if not isinstance(document, dict):
-        raise ConfigError(f"{path}: a recipe is a mapping with name, model, data and training; got {document!r}")
-    for override in overrides or []:
-        _override(document, override)
-    return recipe_from(document, source=str(path))
+        raise ConfigError(f"{path}: {expected}; got {document!r}")
+    return document
 
 
 def recipe_from(document: dict[str, Any], *, source: str) -> Recipe:

@@ -17,17 +17,19 @@ def evaluate_task(
     model: OpenedModel,
     folder: Path,
     *,
+    label: str | None = None,
     device: str = "cpu",
     watch: Watch = lambda done, total: None,
     say: Callable[[str], None] = lambda text: None,
 ) -> TaskResult:
-    """Run a task on a model and write FOLDER/NAME.json; answers are kept in FOLDER/NAME.answers.jsonl as they come.
+    """Run a task on a model and write FOLDER/LABEL.json; answers are kept in FOLDER/LABEL.answers.jsonl as they come.
 
     Args:
         name: One of `evals.tasks.TASKS`.
         options: The task's `Options`.
         model: Opened.
         folder: Where results go; answers that are there count.
+        label: Name of the files in place of the task's, where a folder holds several results of one task.
         device: Where the model is, for the record.
         watch: Told tokens asked and tokens in all.
         say: Told what is going on.
@@ -37,12 +39,13 @@ def evaluate_task(
         EvaluationError: the model cannot answer.
         CheckpointError: the folder holds answers of another model or to other questions.
     """
-    say(f"{name}: reading data")
+    label = label or name
+    say(f"{label}: reading data")
     task = load_task(name, options, model.language_model)
     scores = run_task(
         model.language_model,
         task,
-        journal=folder / f"{name}.answers.jsonl",
+        journal=folder / f"{label}.answers.jsonl",
         identity=f"{model.identity.sha256} {model.identity.dtype}",
         watch=watch,
     )
@@ -58,6 +61,7 @@ def evaluate_task(
         environment=environment(device),
         measurements=scores.measurements,
         items=scores.items,
+        grids=scores.grids,
     )
-    write_result(result, folder / f"{name}.json")
+    write_result(result, folder / f"{label}.json")
     return result

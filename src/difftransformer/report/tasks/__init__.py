@@ -14,9 +14,21 @@ from difftransformer.report.tables import Group, Table
 from difftransformer.results import Measurement, TaskResult, write_text_atomically
 
 PICTURES = {
+    "allocation": "allocation",
+    "maps": "maps",
+    "outliers": "outliers",
+    "quantized": "quantized",
+    "hallucination": "hallucination",
+    "icl": "icl",
+    "math": "math",
     "needle": "needle",
+    "order": "order",
     "perplexity": "perplexity",
+    "recall": "recall",
 }
+
+
+_BRIEF_ROWS = 24
 
 
 def draw_task(results: Sequence[TaskResult], png: bool = False) -> Drawing | None:
@@ -42,8 +54,13 @@ def write_picture(results: Sequence[TaskResult], path: Path) -> Path | None:
     return path
 
 
-def measurement_table(results: Sequence[TaskResult]) -> Table:
-    """A row a figure, a column a model; value and standard error."""
+def measurement_table(results: Sequence[TaskResult], *, brief: bool = False) -> Table:
+    """A row a figure, a column a model; value and standard error.
+
+    Args:
+        results: Of one task, a model each.
+        brief: Whether a long table keeps only what was measured at the fewest places.
+    """
     keys: list[tuple[str, tuple[tuple[str, object], ...]]] = []
     cells: dict[tuple[int, object], Measurement] = {}
     for index, result in enumerate(results):
@@ -52,6 +69,9 @@ def measurement_table(results: Sequence[TaskResult]) -> Table:
             if key not in keys:
                 keys.append(key)
             cells[index, key] = row
+    if brief and len(keys) > _BRIEF_ROWS:
+        fewest = min(len(at) for _, at in keys)
+        keys = [key for key in keys if len(key[1]) == fewest][:_BRIEF_ROWS]
     places = list(dict.fromkeys(name for _, at in keys for name, _ in at))
     groups = (
         Group("measure", numeric=False),
@@ -72,8 +92,10 @@ def measurement_table(results: Sequence[TaskResult]) -> Table:
                 str(first.n),
             ]
         )
-    notes = ["± is one standard error over items; it says nothing of another training seed."]
-    return Table("measurements", f"{results[0].task}: {results[0].data.name}", groups, rows, notes)
+    notes = [
+        "± is one standard error over items, brackets Wilson's interval of 95 %; neither tells of another training seed."
+    ]
+    return Table(results[0].task, f"{results[0].task}: {results[0].data.name}", groups, rows, notes)
 
 
 def labels(results: Sequence[TaskResult]) -> list[str]:
@@ -91,5 +113,7 @@ def _place(value: object) -> str:
 
 
 def _value(row: Measurement) -> str:
+    if row.low is not None and row.high is not None:
+        return f"{row.value:.3g} [{row.low:.2f}, {row.high:.2f}]"
     error = "" if row.standard_error is None else f" ± {row.standard_error:.2g}"
     return f"{row.value:.4g}{error}"

@@ -13,6 +13,6 @@ def draw(results: Sequence[TaskResult]) -> tuple[str, str, Figure]:
     figure, ax = curves(results, "cumulative nll", "position", log=True)
     ax.set_xlabel("position in the window (tokens)")
     ax.set_ylabel("mean loss up to here (nats/token)")
-    windows, text = ", ".join(str(result.data.requests) for result in results), results[0].data.name
+    windows, text = " and ".join(sorted({str(result.data.requests) for result in results})), results[0].data.name
     caption = f"Mean loss of all positions up to each, over {windows} windows of {text}; bands: one standard error."
     return "Cumulative loss by position", caption, figure

@@ -24,7 +24,7 @@ def select(result: TaskResult, name: str, **at: Any) -> list[Measurement]:
 def curves(
     results: Sequence[TaskResult], name: str, along: str, *, height: float = 3.8, log: bool = False, **at: Any
 ) -> tuple[Figure, Axes]:
-    """A line a model of one measurement along one place, with a band of one standard error to each side."""
+    """A line a model of one measurement along one place. Bands: Wilson's interval of a share, else one standard error."""
     figure = Figure(figsize=(WIDTH_INCHES, height), layout="constrained")
     ax = figure.subplots()
     for index, result in enumerate(results):
@@ -40,11 +40,10 @@ def curves(
             markersize=4,
             markevery=max(1, len(x) // 20),
         )
-        errors = [row.standard_error or 0.0 for row in rows]
         ax.fill_between(
             x,
-            [v - e for v, e in zip(y, errors, strict=True)],
-            [v + e for v, e in zip(y, errors, strict=True)],
+            [row.value - (row.standard_error or 0.0) if row.low is None else row.low for row in rows],
+            [row.value + (row.standard_error or 0.0) if row.high is None else row.high for row in rows],
             color=colour,
             alpha=0.18,
             linewidth=0,

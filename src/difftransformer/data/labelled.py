@@ -1,0 +1,282 @@
+"""Labelled examples for classification: public sets by name, or a user's own files.
+
+The public sets are those of many-shot in-context learning (arXiv:2410.05258 section 3.4 with the label words of Bertsch et al.,
+arXiv:2405.00200): questions by the type of their answer (TREC, 6 coarse and 50 fine types), and requests to a bank or an
+assistant by intent (Banking77, CLINC150 without its out-of-scope class).
+"""
+
+import csv
+import hashlib
+import io
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from ..errors import DataError
+from .records import CONVERTED, jsonl_rows, text_field
+from .text import _read_text
+
+FOLDER_VARIABLE = "DIFFTRANSFORMER_DATA"
+_FIELDS = ("text", "label")
+TEST_SHARE = 0.2
+"""Of a single file's texts, those kept for testing."""
+
+OUT_OF_SCOPE = "oos"
+"""CLINC150's class of what belongs to none of its 150 intents: left out, as in the paper's 150 classes."""
+
+TREC_WORDS = {
+    "ABBR": "abbreviation",
+    "ENTY": "entity",
+    "DESC": "description",
+    "HUM": "human",
+    "LOC": "location",
+    "NUM": "numeric",
+}
+TREC_FINE_WORDS = {
+    "abb": "abbreviation",
+    "exp": "expression",
+    "cremat": "creation",
+    "dismed": "disease",
+    "instru": "instrument",
+    "lang": "language",
+    "techmeth": "technique",
+    "termeq": "term",
+    "veh": "vehicle",
+    "def": "definition",
+    "desc": "description",
+    "gr": "group",
+    "ind": "individual",
+    "mount": "mountain",
+    "dist": "distance",
+    "ord": "order",
+    "perc": "percent",
+    "temp": "temperature",
+    "volsize": "size",
+}
+"""Fine types that are not words already."""
+
+
+@dataclass(frozen=True)
+class Example:
+    """A text and the label that belongs to it."""
+
+    text: str
+    label: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabelledSet:
+    """Examples to show and examples to ask about. Every label of the second occurs in the first.
+
+    Args:
+        name: What it is, for the result.
+        train: To show.
+        test: To ask about.
+
+    Raises:
+        DataError: a part is empty, or a label occurs in `test` alone.
+    """
+
+    name: str
+    train: tuple[Example, ...]
+    test: tuple[Example, ...]
+
+    def __post_init__(self) -> None:
+        for part in ("train", "test"):
+            if not getattr(self, part):
+                raise DataError(f"{self.name}: no {part} examples; give at least one")
+        unseen = Counter(example.label for example in self.test) - Counter(dict.fromkeys(self.labels, len(self.test)))
+        if unseen:
+            label, count = unseen.most_common(1)[0]
+            raise DataError(
+                f"{self.name}: the label {label!r} of {count} test examples never occurs in train; add such examples to "
+                "train, or take them out of test"
+            )
+
+    @cached_property
+    def labels(self) -> tuple[str, ...]:
+        """All labels, sorted."""
+        return tuple(sorted({example.label for example in self.train}))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Public:
+    """Where a public set is: files below a folder and their reader, or a name of the datasets library."""
+
+    train_file: str
+    test_file: str
+    read: Callable[[Path, str], list[tuple[str, str]]]
+    hub_name: str
+    hub_column: str
+    hub_options: dict[str, str]
+    words: Callable[[str], str]
+
+
+def read_labelled(name: str, folder: str | None = None) -> LabelledSet:
+    """A public set, from a folder or, where the folder has it not, through the `datasets` library.
+
+    Args:
+        name: One of `LABELLED_SETS`.
+        folder: Holds trec/, banking77/ or clinc150/ with the files as their authors publish them.
+
+    Raises:
+        DataError: the set is in neither place, or damaged.
+    """
+    public = LABELLED_SETS[name]
+    if folder is not None and not Path(folder).is_dir():
+        raise DataError(f"{folder}: no such folder; name one that holds {public.train_file}, or none")
+    if folder is not None and Path(folder, public.train_file).is_file():
+        train = _read_public(Path(folder, public.train_file), public, "train")
+        test = _read_public(Path(folder, public.test_file), public, "test")
+    else:
+        train, test = (_read_hub(name, public, split, folder) for split in ("train", "test"))
+    return LabelledSet(name=name, train=train, test=test)
+
+
+def read_labelled_files(train_file: str, test_file: str | None = None, *, seed: int = 0) -> LabelledSet:
+    """A user's examples: CSV with a header, or JSONL, each row with `text` and `label`.
+
+    Args:
+        train_file: To show; without a test file it is split by a hash of (seed, text), so that equal texts keep together.
+        test_file: To ask about.
+        seed: Of the split.
+
+    Raises:
+        DataError: a file is missing, empty, not UTF-8, not of this form, or its labels cannot be told apart on a line.
+    """
+    train, name = _read_rows(Path(train_file)), Path(train_file).name
+    if test_file is not None:
+        return LabelledSet(
+            name=f"{name}, {Path(test_file).name}", train=tuple(train), test=tuple(_read_rows(Path(test_file)))
+        )
+    sides: dict[bool, list[Example]] = {True: [], False: []}
+    for example in train:
+        digest = hashlib.blake2b(f"{seed}\0{example.text}".encode(), digest_size=8).digest()
+        sides[int.from_bytes(digest, "big") < TEST_SHARE * 2**64].append(example)
+    return LabelledSet(name=name, train=tuple(sides[False]), test=tuple(sides[True]))
+
+
+def _read_rows(path: Path) -> list[Example]:
+    readers = {".csv": _csv_rows, ".jsonl": lambda path: jsonl_rows(path, _FIELDS)}
+    if path.suffix not in readers:
+        raise DataError(f"{path}: files ending in {path.suffix!r} are not read; give .csv or .jsonl")
+    examples = []
+    for number, row in readers[path.suffix](path):
+        text, label = (text_field(row, field, f"{path}: line {number}").strip() for field in _FIELDS)
+        if "\n" in label:
+            raise DataError(f"{path}: line {number} ends a label of several lines, {label!r}; write it on one")
+        examples.append(Example(text, label))
+    if not examples:
+        raise DataError(f"{path}: no examples; give rows with a text and a label")
+    return examples
+
+
+def _csv_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    reader = csv.DictReader(io.StringIO(_read_text(path), newline=""))
+    for row in reader:
+        yield reader.line_num, row
+
+
+def _examples(rows: Iterable[tuple[str, str]], public: _Public) -> tuple[Example, ...]:
+    return tuple(Example(text, public.words(label)) for text, label in rows if label != OUT_OF_SCOPE)
+
+
+def _read_public(path: Path, public: _Public, split: str) -> tuple[Example, ...]:
+    try:
+        return _examples(public.read(path, split), public)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror}); fetch the set again") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"{path}: not the published file ({error}); fetch the set again") from None
+
+
+def _read_hub(name: str, public: _Public, split: str, folder: str | None) -> tuple[Example, ...]:
+    elsewhere = f"or name a folder that holds {public.train_file} (--folder, or {FOLDER_VARIABLE})"
+    if folder is not None:
+        elsewhere = f"or put {public.train_file} into {folder}"
+    try:
+        import datasets
+    except ImportError:
+        raise DataError(
+            f"{name}: the package datasets is not installed; run pip install 'difftransformer[data]', {elsewhere}"
+        ) from None
+    try:
+        rows: Any = datasets.load_dataset(public.hub_name, split=split, **public.hub_options)
+        names = map(rows.features[public.hub_column].int2str, rows[public.hub_column])
+        return _examples(zip(map(str.strip, rows["text"]), names, strict=True), public)
+    except Exception as error:  # datasets raises many kinds: of its own, of the hub's client, of the network
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise DataError(
+            f"{name}: datasets cannot load {public.hub_name} ({reason}); check the network, {elsewhere}"
+        ) from None
+
+
+def _read_trec(path: Path, split: str) -> list[tuple[str, str]]:
+    """Lines "COARSE:fine question" in latin-1."""
+    lines = path.read_bytes().decode("latin-1").split("\n")
+    rows = [line.split(" ", 1) for line in lines if line.strip()]
+    return [(text.strip(), label) for label, text in rows]
+
+
+def _read_banking(path: Path, split: str) -> list[tuple[str, str]]:
+    with open(path, encoding="utf-8", newline="") as file:
+        return [(" ".join(row["text"].split()), row["category"]) for row in csv.DictReader(file)]
+
+
+def _read_clinc(path: Path, split: str) -> list[tuple[str, str]]:
+    """One JSON object of splits; the out-of-scope ones are apart."""
+    return [(text, label) for text, label in json.loads(path.read_bytes())[split]]
+
+
+def _trec_coarse(label: str) -> str:
+    return TREC_WORDS[label.partition(":")[0]]
+
+
+def _trec_fine(label: str) -> str:
+    coarse, _, fine = label.partition(":")
+    return f"{TREC_WORDS[coarse]} {TREC_FINE_WORDS.get(fine, fine)}"
+
+
+def _spaced(label: str) -> str:
+    return label.replace("_", " ")
+
+
+def _trec(column: str, words: Callable[[str], str]) -> _Public:
+    return _Public(
+        train_file="trec/train_5500.label",
+        test_file="trec/TREC_10.label",
+        read=_read_trec,
+        hub_name="CogComp/trec",
+        hub_column=column,
+        hub_options={"revision": CONVERTED},
+        words=words,
+    )
+
+
+LABELLED_SETS = {
+    "trec": _trec("coarse_label", _trec_coarse),
+    "trec-fine": _trec("fine_label", _trec_fine),
+    "banking77": _Public(
+        train_file="banking77/train.csv",
+        test_file="banking77/test.csv",
+        read=_read_banking,
+        hub_name="PolyAI/banking77",
+        hub_column="label",
+        hub_options={"revision": CONVERTED},
+        words=_spaced,
+    ),
+    "clinc150": _Public(
+        train_file="clinc150/data_full.json",
+        test_file="clinc150/data_full.json",
+        read=_read_clinc,
+        hub_name="clinc/clinc_oos",
+        hub_column="intent",
+        hub_options={"name": "plus"},
+        words=_spaced,
+    ),
+}
+"""The public sets. The hub's scripts are not run: its own conversion to Parquet is read."""

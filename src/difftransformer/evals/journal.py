@@ -1,0 +1,61 @@
+"""A file that grows by a line of JSON at a time and survives whatever stops its writer."""
+
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+class Journal:
+    """Rows on disk, in the order in which they came.
+
+    A last line that a kill cut short is dropped when the file is opened again.
+
+    Args:
+        path: The file; made with its folder if it is missing.
+        take: Called with each row that is there; it raises KeyError, TypeError or ValueError for one that it does not know.
+        sync_seconds: Rows survive the process at once, and a loss of power after at most so long (0: at once).
+
+    Raises:
+        ValueError: a whole line is no row that `take` knows; its number.
+    """
+
+    def __init__(self, path: Path, take: Callable[[Any], None], *, sync_seconds: float = 0.0) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        whole = 0
+        if path.exists():
+            for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
+                if not line.endswith(b"\n"):
+                    break
+                try:
+                    take(json.loads(line))
+                except (KeyError, TypeError, ValueError):
+                    raise ValueError(number) from None
+                whole += len(line)
+            os.truncate(path, whole)
+        self.is_empty = whole == 0
+        self._file = open(path, "ab")  # noqa: SIM115 - closed by close()
+        self._sync_seconds, self._synced = sync_seconds, time.monotonic()
+
+    def __enter__(self) -> "Journal":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def add(self, row: Any) -> None:
+        """Write a row."""
+        self._file.write(json.dumps(row, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n")
+        self._file.flush()
+        if time.monotonic() - self._synced >= self._sync_seconds:
+            os.fsync(self._file.fileno())
+            self._synced = time.monotonic()
+
+    def close(self) -> None:
+        """Write everything to disk."""
+        if not self._file.closed:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()

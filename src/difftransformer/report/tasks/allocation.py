@@ -1,0 +1,98 @@
+"""Where attention goes: stacked bars by the answer's depth, and the answer's share by layer and head."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
+
+from difftransformer.report.aggregate import SEGMENTS
+from difftransformer.report.figures import (
+    _ACCURACY_COLOURS,
+    _SEGMENT_WORDS,
+    COLOURS,
+    INK,
+    WIDTH_INCHES,
+    _legend_above,
+)
+from difftransformer.report.tasks import labels
+from difftransformer.report.tasks.plots import select
+from difftransformer.results import Grid, TaskResult
+
+_SEGMENT_COLOURS = dict(zip(SEGMENTS, (COLOURS[4], "#8c8c8c", COLOURS[0], "#c9c9c9", COLOURS[2]), strict=True))
+_BARS = ("signed", "absolute")
+_ROW_INCHES = 3.2
+
+
+def draw(results: Sequence[TaskResult]) -> tuple[str, str, Figure]:
+    """A row a model: bars of signed and of absolute weights, and a heat map."""
+    figure = Figure(figsize=(WIDTH_INCHES, _ROW_INCHES * len(results) + 0.6), layout="constrained")
+    axes = figure.subplots(len(results), 3, squeeze=False, gridspec_kw={"width_ratios": (1, 1, 0.9)})
+    grids = [_grid(result) for result in results]
+    top = max(value for grid in grids for row in grid.values for value in row)
+    image: Any = None
+    for row, (result, label, grid) in enumerate(zip(results, labels(results), grids, strict=True)):
+        for ax, form in zip(axes[row], _BARS, strict=False):
+            _bars(ax, result, form)
+            ax.set_title(f"{label}: {form}", loc="left")
+        axes[row, 0].set_ylabel("share of attention")
+        image = _heads(axes[row, 2], grid, top)
+        axes[row, 2].set_title(f"{label}: answer, by head", loc="left")
+    for ax in axes[-1, :2]:
+        ax.set_xlabel("depth of the answer")
+    axes[-1, 2].set_xlabel("head")
+    figure.colorbar(image, ax=list(axes[:, 2]), label="share of |weights|", fraction=0.06, pad=0.02, aspect=30)
+    _legend_above(figure, [Patch(color=_SEGMENT_COLOURS[s], label=_SEGMENT_WORDS[s]) for s in SEGMENTS])
+    options, depth = results[0].options, _percent(grids[0].at["depth"])
+    caption = (
+        f"Where the last prompt token looks, over all heads and layers, mean of {options['documents']} documents with "
+        f"{options['needles']} needles. Signed weights of both signs cancel inside a segment, absolute ones do not; for "
+        f"softmax attention both are the same. Right: the answer's share of |weights| in each head, answer at {depth}."
+    )
+    return "Attention allocation", caption, figure
+
+
+def _bars(ax: Axes, result: TaskResult, form: str) -> None:
+    rows = select(result, "attention share", form=form)
+    depths = sorted({row.at["depth"] for row in rows})
+    ends = {1: np.zeros(len(depths)), -1: np.zeros(len(depths))}
+    for segment in SEGMENTS:
+        found = {row.at["depth"]: row.value for row in rows if row.at["segment"] == segment}
+        for x, depth in enumerate(depths):
+            value = found[depth]
+            side = ends[-1 if value < 0 else 1]
+            ax.bar(x, value, 0.78, bottom=side[x], color=_SEGMENT_COLOURS[segment])
+            if abs(value) >= 0.06:
+                middle = side[x] + value / 2
+                ax.text(x, middle, f"{value:.2f}", ha="center", va="center", fontsize=8, color=INK)
+            side[x] += value
+    ax.axhline(0, color="#555555", linewidth=0.8)
+    ax.set_xticks(range(len(depths)), [_percent(depth) for depth in depths])
+    ax.grid(axis="x", visible=False)
+
+
+def _heads(ax: Axes, grid: Grid, top: float) -> Any:
+    heads = max(map(len, grid.values))
+    cells = np.full((len(grid.values), heads), np.nan)
+    for layer, row in enumerate(grid.values):
+        cells[layer, : len(row)] = row
+    edges = [np.arange(count + 1) - 0.5 for count in (heads, len(cells))]
+    image = ax.pcolormesh(*edges, np.ma.masked_invalid(cells), cmap=_ACCURACY_COLOURS, vmin=0, vmax=top or 1)
+    ax.set_ylim(len(cells) - 0.5, -0.5)
+    ax.set_ylabel("layer")
+    ax.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
+    ax.yaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
+    ax.grid(False)
+    ax.spines[:].set_visible(False)
+    return image
+
+
+def _grid(result: TaskResult) -> Grid:
+    return next(grid for grid in result.grids if grid.at["form"] == "absolute" and grid.at["segment"] == "answer")
+
+
+def _percent(depth: float) -> str:
+    return f"{100 * depth:g} %"

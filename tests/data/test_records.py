@@ -1,0 +1,152 @@
+"""Documents and problems: a user's files, the public sets' columns, and what is wrong on which line."""
+
+import json
+import sys
+import types
+
+import pytest
+
+from difftransformer.data.grounded import GROUNDED_SETS, read_grounded, read_grounded_file
+from difftransformer.data.problems import PROBLEM_SETS, read_problems
+from difftransformer.errors import ConfigError, DataError
+
+ROW = {"document": "A.", "reference": "B.", "question": "C?"}
+
+
+@pytest.fixture
+def lines(tmp_path):
+    """Write a JSONL file of objects or raw lines."""
+
+    def write(*rows, name="rows.jsonl"):
+        path = tmp_path / name
+        path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+        return str(path)
+
+    return write
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """A `datasets` library that holds what a test gives it."""
+    held, asked = {}, []
+
+    def load_dataset(name, config=None, *, split, revision=None):
+        asked.append((name, config, split, revision))
+        if name not in held:
+            raise ConnectionError("cannot reach the hub\nat all")
+        return held[name]
+
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    return held, asked
+
+
+def test_items_of_a_file(lines):
+    path = lines(ROW, "", ROW | {"document": "D.", "more": 1})
+    (first, second) = read_grounded_file(path, "qa")
+    assert (first.document, first.question, first.reference) == ("A.", "C?", "B.")
+    assert (second.document, second.name) == ("D.", "3")
+    assert read_grounded_file(path, "summary")[0].question is None
+
+
+def test_a_draw_is_the_seeds_and_in_order(lines):
+    path = lines(*(ROW | {"document": str(index)} for index in range(50)))
+    draws = [[int(item.document) for item in read_grounded_file(path, "qa", 10, seed)] for seed in (0, 0, 1)]
+    assert draws[0] == draws[1] != draws[2]
+    assert draws[0] == sorted(set(draws[0]))
+    assert len(draws[0]) == 10
+    assert len(read_grounded_file(path, "qa", 100)) == 50
+
+
+def test_problems_of_a_file_by_set(lines):
+    rows = [{"question": f"{i}?", "answer": i, "set": "ab"[i % 2]} for i in range(1, 9)]
+    found = read_problems(lines(*rows), 2)
+    assert [problem.set_name for problem in found] == ["b", "b", "a", "a"]
+    assert {type(problem.answer) for problem in found} == {str}
+    assert read_problems(lines({"question": "?", "answer": "1"}, name="carp.jsonl"))[0].set_name == "carp"
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        (
+            {"document": "A.", "reference": "B."},
+            'rows.jsonl: line 2 has no text in "question" .met document, reference.',
+        ),
+        (ROW | {"reference": ""}, "line 2 has no text in \"reference\" .it holds ''"),
+        (ROW | {"document": ["A."]}, 'line 2 has no text in "document"'),
+        ("{", "line 2 is not JSON"),
+        ("[1]", 'line 2 is no object; give one with "document" and "reference" and "question"'),
+    ],
+)
+def test_a_bad_line_is_named(lines, row, words):
+    with pytest.raises(DataError, match=words):
+        read_grounded_file(lines(ROW, row), "qa")
+
+
+def test_files_that_cannot_be(lines, tmp_path):
+    with pytest.raises(DataError, match=r"no such file; name a .jsonl file"):
+        read_grounded_file(str(tmp_path / "none.jsonl"), "qa")
+    with pytest.raises(DataError, match=r"the file is empty"):
+        read_grounded_file(lines("", ""), "qa")
+    with pytest.raises(ConfigError, match=r"set 'xsums': choose from xsum, .*--file"):
+        read_grounded("xsums")
+    with pytest.raises(ConfigError, match=r"set 'tabmwp' \(it has no public name: give its file\)"):
+        read_problems("tabmwp")
+
+
+GROUNDED_ROWS = {
+    "xsum": {"document": "D", "summary": "R", "id": "1"},
+    "cnn_dm": {"article": "D", "highlights": "R", "id": "1"},
+    "multinews": {"input": "", "context": "D", "answers": ["R"]},
+    "qasper": {"input": "Q", "context": "D", "answers": ["R", "S"]},
+    "hotpotqa": {"input": "Q", "context": "D", "answers": ["R"]},
+    "2wikimqa": {"input": "Q", "context": "D", "answers": ["R"]},
+}
+
+
+@pytest.mark.parametrize("name", GROUNDED_SETS)
+def test_public_documents(hub, name):
+    held, asked = hub
+    held[GROUNDED_SETS[name].public.hub_name] = [GROUNDED_ROWS[name]]
+    (item,) = read_grounded(name)
+    assert (item.document, item.reference) == ("D", "R | S" if name == "qasper" else "R")
+    assert item.question == ("Q" if "input" in GROUNDED_ROWS[name] and name != "multinews" else None)
+    assert asked[0][2] == "test"
+
+
+PROBLEM_ROWS = {
+    "gsm8k": {"question": "Q", "answer": "so #### 3"},
+    "math": {"problem": "Q", "solution": "\\boxed{3}", "level": "Level 1"},
+    "svamp": {"Body": "B", "Question": "Q", "Answer": "3.0"},
+    "asdiv": {"body": "B", "question": "Q", "answer": "3 (apples)", "formula": "1+2=3"},
+    "mawps": {"question": "Q", "result": "3"},
+}
+
+
+@pytest.mark.parametrize("name", PROBLEM_SETS)
+def test_public_problems(hub, name):
+    held, asked = hub
+    public = PROBLEM_SETS[name][0]
+    rows = [PROBLEM_ROWS[name]] + ([PROBLEM_ROWS[name] | {"answer": "1 (a); 2 (b)"}] if name == "asdiv" else [])
+    held[public.hub_name] = rows
+    found = read_problems(name)
+    assert len(found) == len(asked) == (7 if name == "math" else 1)
+    assert len({problem.name for problem in found}) == len(found)
+    assert found[0].question == ("B Q" if name in ("svamp", "asdiv") else "Q")
+    assert "3" in found[0].answer
+
+
+def test_public_sets_that_cannot_be_had(hub, monkeypatch):
+    held, _ = hub
+    with pytest.raises(DataError, match=r"xsum: datasets cannot load EdinburghNLP/xsum \(cannot reach the hub\)"):
+        read_grounded("xsum")
+    held |= {"EdinburghNLP/xsum": [{"text": "D"}], "abisee/cnn_dailymail": [], "openai/gsm8k": []}
+    with pytest.raises(DataError, match=r'xsum: row 0 of EdinburghNLP/xsum has no text in "document" \(met text\)'):
+        read_grounded("xsum")
+    with pytest.raises(DataError, match=r"cnn_dm: .* holds no items"):
+        read_grounded("cnn_dm")
+    with pytest.raises(DataError, match=r"gsm8k: .* holds no problems"):
+        read_problems("gsm8k")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(DataError, match=r"the package datasets is not installed"):
+        read_grounded("xsum")

