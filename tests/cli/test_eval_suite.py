@@ -42,7 +42,7 @@ def preset(toy_text, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("".join(file.read_text() for file in sorted(toy_text.glob("*.txt"))[:6]))
     tasks = [
-        {"task": "perplexity", "label": "loss", "options": {"text": str(text), "window": 64, "windows": 4}},
+        {"task": "perplexity", "label": "the loss", "options": {"text": str(text), "window": 64, "windows": 4}},
         {
             "task": "needle",
             "options": {"text": str(text), "lengths": [128, 160], "documents": 3, "digits": 3, "depths": [0.0, 1.0]},
@@ -66,7 +66,7 @@ def test_two_models_on_one_page(models, preset, tmp_path, capsys, monkeypatch):
     assert page.count("<svg ") == 2
     assert "diff minus softmax" in page
     results = [
-        read_result(out / "models" / f"{i}-{name}" / "loss.json", TaskResult)
+        read_result(out / "models" / f"{i}-{name}" / "the loss.json", TaskResult)
         for i, name in enumerate(("diff", "softmax"))
     ]
     assert [result.model.attention for result in results] == ["diff", "softmax"]
@@ -81,7 +81,7 @@ def test_two_models_on_one_page(models, preset, tmp_path, capsys, monkeypatch):
                 loss = opened.language_model.model(input_ids=ids, labels=ids).loss.item()
             first = result.items[0]
             assert first.score / first.weight == pytest.approx(loss, rel=1e-5)
-    for figure in ("loss", "needle"):
+    for figure in ("the-loss", "needle"):
         ElementTree.parse(out / "figures" / f"{figure}.svg")
         assert (out / "tables" / f"{figure}.csv").read_text().count("\n") > 2
 
@@ -103,6 +103,7 @@ def open_bytes(preset):
         ({"name": "x", "tasks": [{"task": "needle"}, {"task": "needle"}]}, "'needle' stands twice; give labels"),
         ({"name": "x", "tasks": [{"task": "nothing"}]}, "no task 'nothing'; choose one of"),
         ({"name": "x", "tasks": [{"task": "needle", "options": {"length": [5]}}]}, "did you mean lengths?"),
+        ({"name": "x", "tasks": [{"task": "needle", "label": "../a"}]}, "label '../a': it names files"),
         ([1], "a suite is a mapping with name and tasks"),
     ],
 )

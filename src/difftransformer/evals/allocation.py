@@ -27,7 +27,7 @@ from .config import AllocationConfig
 from .scores import mean
 from .segments import FORMS
 from .task import LanguageModel, LastRow, Scores, answers_to
-from .texts import token_stream
+from .texts import HAYSTACK_TOKENS, token_stream
 
 SEGMENTS: tuple[Segment, ...] = ("first", "before", "answer", "after", "query")
 
@@ -129,6 +129,7 @@ _CHOICES = [
     "paper's bars go below zero, so that its own reading is likely the signed one.",
     "The prompt is a needle document that ends with the beginning of the needle's own sentence; that sentence is the "
     "query.",
+    f"The haystack is the first {HAYSTACK_TOKENS:,} tokens of the text named in the options.",
     "The same needles in the same haystack stand at every depth: depths are paired, not independent.",
     "By layer and head, at the depth nearest to the middle: signed weights as they are summed (a differential head's total "
     "is 1 - lambda), absolute and positive ones over the head's own total.",
@@ -171,7 +172,7 @@ class AllocationTask:
 
     def __init__(self, options: Options, tokenizer: Tokenizer, context_tokens: int) -> None:
         self.options, self.data_name, self.choices = options, options.text, _CHOICES
-        haystack = token_stream(tokenizer, options.text, 0)
+        haystack = token_stream(tokenizer, options.text, enough=HAYSTACK_TOKENS)
         self._places = [(depth, document) for depth in options.depths for document in range(options.documents)]
         self.requests: list[LastRow] = []
         for depth, document in self._places:

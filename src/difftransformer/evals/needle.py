@@ -23,7 +23,7 @@ from .chat import chat_frame
 from .config import NeedleConfig
 from .scores import mean, proportion
 from .task import Continuation, LanguageModel, Scores, answers_to
-from .texts import token_stream
+from .texts import HAYSTACK_TOKENS, token_stream
 
 CITIES: dict[Cities, tuple[str, ...]] = {"seen": CITIES_SEEN, "unseen": CITIES_UNSEEN}
 
@@ -114,7 +114,7 @@ _CHAT_INSTRUCTION = (
 _CHAT_ANSWER_TOKENS = 32
 _ALL = 0  # in place of a length: over all of them
 _CHOICES = [
-    "The haystack is the text named in the options; documents begin at random places of it.",
+    f"The haystack is the first {HAYSTACK_TOKENS:,} tokens of the text named in the options; documents begin at random places.",
     "The same needles in the same haystack stand at every depth and length: cells are paired, not independent.",
     "The first needle asked for stands at the depth of its cell, the others at random places.",
     "Each needle asked for is one trial. A base model's continuation must start with all its digits; a chat model's answer "
@@ -181,7 +181,7 @@ class NeedleTask:
         self.requests: list[Continuation] = []
         self._trials: list[_Trial] = []
         frame = chat_frame(tokenizer) if options.prompt == "chat" else None
-        haystack = token_stream(tokenizer, options.text, 0)
+        haystack = token_stream(tokenizer, options.text, enough=HAYSTACK_TOKENS)
         for needles, asked in options.needles:
             for length in options.lengths:
                 for depth in options.depths:

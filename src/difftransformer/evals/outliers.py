@@ -66,7 +66,7 @@ class OutliersTask:
         self.options, self.data_name, self.choices = options, options.text, _CHOICES
         window = options.window or min(model.context_tokens, DEFAULT_WINDOW)
         wanted = max(1, options.tokens // window)
-        stream = token_stream(model.tokenizer, options.text, 0)
+        stream = token_stream(model.tokenizer, options.text)
         there = len(stream) // window
         if there < wanted:
             raise DataError(

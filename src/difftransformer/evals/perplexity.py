@@ -99,9 +99,8 @@ class PerplexityTask:
         self.stride = window if options.stride is None else options.stride
         if self.stride > window:
             raise ConfigError(f"stride={self.stride} is above the window's {window} tokens; give less")
-        first = token_stream(model.tokenizer, options.text, window + 1)
         wanted = window + 1 + self.stride * (options.windows - 1)
-        stream = first if len(first) >= wanted else token_stream(model.tokenizer, options.text, 0)
+        stream = token_stream(model.tokenizer, options.text, window + 1, enough=wanted)
         starts = range(0, min(len(stream), wanted) - window, self.stride)
         self.requests = [Loss(tuple(stream[start : start + window + 1].tolist())) for start in starts]
         self.byte_lengths = model.tokenizer.token_byte_lengths()

@@ -70,9 +70,7 @@ class RecallTask:
         if window < options.ngram:
             raise ConfigError(f"window={window} is shorter than an n-gram of {options.ngram} tokens; give more")
         wanted = window * options.windows + 1
-        stream = token_stream(tokenizer, options.text, window + 1)
-        if len(stream) < wanted:
-            stream = token_stream(tokenizer, options.text, 0)
+        stream = token_stream(tokenizer, options.text, window + 1, enough=wanted)
         starts = range(0, min(len(stream), wanted) - window, window)
         rows = np.stack([stream[start : start + window + 1] for start in starts])
         self.requests = [Loss(tuple(row)) for row in rows.tolist()]

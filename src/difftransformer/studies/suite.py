@@ -1,6 +1,7 @@
 """Several experiments on several models: a preset says which, and every result stays on disk by itself."""
 
 import dataclasses
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -64,6 +65,11 @@ class Suite:
         twice = [name for name, count in Counter(task.name for task in self.tasks).items() if count > 1]
         if not self.tasks or twice:
             raise ConfigError(f"tasks: {twice[0]!r} stands twice; give labels" if twice else "tasks: give at least one")
+        for task in self.tasks:
+            if not re.fullmatch(r"[\w.-]+( [\w.-]+)*", task.name):
+                raise ConfigError(
+                    f"label {task.name!r}: it names files; use letters, digits, points, hyphens and spaces"
+                )
 
 
 @dataclass(frozen=True, kw_only=True)

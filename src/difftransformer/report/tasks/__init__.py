@@ -31,14 +31,14 @@ PICTURES = {
 _BRIEF_ROWS = 24
 
 
-def draw_task(results: Sequence[TaskResult], png: bool = False) -> Drawing | None:
-    """The picture of a task, or None where a table says it all."""
-    if (name := PICTURES.get(results[0].task)) is None:
+def draw_task(results: Sequence[TaskResult], png: bool = False, *, name: str | None = None) -> Drawing | None:
+    """The picture of a task, or None where a table says it all. The name is the task's unless one is given."""
+    if (file := PICTURES.get(results[0].task)) is None:
         return None
-    module = importlib.import_module(f".{name}", __package__)
+    module = importlib.import_module(f".{file}", __package__)
     with matplotlib.rc_context(_STYLE):
         title, caption, figure = module.draw(results)
-        return _finish(results[0].task, title, caption, figure, png)
+        return _finish(name or results[0].task, title, caption, figure, png)
 
 
 def write_picture(results: Sequence[TaskResult], path: Path) -> Path | None:

@@ -32,16 +32,18 @@ def write_suite(
     for label, results in found.items():
         if not results:
             continue
-        drawing = draw_task(results)
+        slug = label.replace(" ", "-")
+        drawing = draw_task(results, name=slug)
         table, paired = measurement_table(results), pairs_table(list(results))
         tables = {"": table} | ({"_pairs": paired} if paired else {})
         if drawing is not None:
-            write_text_atomically(folder / "figures" / f"{label}.svg", drawing.svg)
+            write_text_atomically(folder / "figures" / f"{slug}.svg", drawing.svg)
         for suffix, one in tables.items():
-            write_text_atomically(folder / "tables" / f"{label}{suffix}.csv", one.csv())
+            write_text_atomically(folder / "tables" / f"{slug}{suffix}.csv", one.csv())
         sections.append(
             {
                 "label": label,
+                "slug": slug,
                 "title": drawing.title if drawing else label,
                 "caption": drawing.caption if drawing else "",
                 "svg": None if drawing is None else inline_svg(drawing),
