@@ -67,7 +67,7 @@ def test_the_oracle_is_always_right(files):
     assert [(row.value, row.standard_error, row.n) for row in found] == [(1.0, 0.0, 30)] * 3
     assert [row.at["demonstrations"] for row in found] == [0, 5, 40]
     assert [row.value for row in figures(scores, "accuracy of a draw")] == [1.0] * 6
-    assert len(scores.items) == 3 * 2 * 30
+    assert [item.weight for item in scores.items] == [2.0] * 3 * 30
     (chance,) = figures(scores, "chance")
     assert (chance.value, chance.n) == (0.25, 4)
 

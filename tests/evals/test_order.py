@@ -64,7 +64,7 @@ def test_the_oracle_has_no_margin(files):
     ):
         assert value(scores, name) == 0.0
     assert value(scores, "mean accuracy") == 1.0
-    assert len(scores.items) == 10 * 10
+    assert [(item.score, item.weight) for item in scores.items] == [(10.0, 10.0)] * 10
 
 
 def test_a_uniform_model_is_at_the_floor(files):

@@ -117,7 +117,7 @@ def test_the_figures_are_the_tasks_own_at_each_setting(toy_shards, toy_text):
     settings = {(row.at["bits"], row.at["granularity"]) for row in scores.measurements}
     assert settings == {(16, "row"), (16, "tensor"), (4, "row"), (4, "tensor")}
     assert {row.at["length_tokens"] for row in scores.measurements if "depth" in row.at} == {128}
-    assert sum(item.item.startswith("4/tensor/") for item in scores.items) == 2
+    assert sum(item.name.endswith(", 4 bits by tensor") for item in scores.items) == 2
     assert "needle" in task.data_name
     assert any("simulated" in choice for choice in task.choices)
 

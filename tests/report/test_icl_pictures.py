@@ -73,7 +73,7 @@ def test_orders_and_the_floor():
             share("best minus worst", max(values) - min(values), at, 3),
             share("best minus worst, binomial floor", floor, at, 3),
         ]
-        items = [ItemScore(name="accuracy", item=f"{n}/{m}", score=1.0) for n in range(3) for m in range(30)]
+        items = [ItemScore(name="accuracy", item=f"item {m}", score=3.0, weight=3.0) for m in range(30)]
         return result("order", name, [*rows, *summary], items)
 
     results = [one("one", [0.5, 0.9, 0.7], 0.2), one("two", [0.8, 0.8, 0.8], 0.1)]

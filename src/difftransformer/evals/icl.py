@@ -92,16 +92,13 @@ class ShotsTask:
         place = 0
         for at in self.sizes:
             right: list[list[bool]] = []
-            for draw in range(self.draws):
+            for _ in range(self.draws):
                 asked = slice(place, place + len(self.items))
                 place = asked.stop
                 chosen = [self.labels[answer] for answer in answers[asked]]
                 right.append([label == item.label for label, item in zip(chosen, self.items, strict=True)])
-                items.extend(
-                    ItemScore(name="accuracy", item=f"{at['demonstrations']}/{draw}/{index}", score=float(correct))
-                    for index, correct in enumerate(right[-1])
-                )
             measurements.append(accuracy(right, at))
+            items += item_scores(f"accuracy, {at['demonstrations']} demonstrations", right)
             if self.draws > 1:
                 measurements += [
                     proportion("accuracy of a draw", found, at | {"draw": draw}) for draw, found in enumerate(right)
@@ -122,6 +119,14 @@ def accuracy(right: Sequence[Sequence[bool]], at: dict[str, Any], *, name: str =
         return proportion(name, right[0], at)
     shares = [sum(column) / len(column) for column in zip(*right, strict=True)]
     return mean(name, "share", shares, at, better="higher")
+
+
+def item_scores(name: str, right: Sequence[Sequence[bool]]) -> list[ItemScore]:
+    """What each item adds to an accuracy over several passes through the same items."""
+    return [
+        ItemScore(name=name, item=f"item {index}", score=float(sum(column)), weight=float(len(column)))
+        for index, column in enumerate(zip(*right, strict=True))
+    ]
 
 
 def chance(classes: int) -> Measurement:

@@ -15,9 +15,9 @@ import numpy as np
 
 from ..data.labelled import Example
 from ..errors import ConfigError
-from ..results import ItemScore, Measurement
+from ..results import Measurement
 from .demonstrations import DataOptions, PromptForm, draw_items, draw_rounds
-from .icl import CHOICES, accuracy, chance, fitting_shots
+from .icl import CHOICES, accuracy, chance, fitting_shots, item_scores
 from .scores import mean, proportion
 from .task import Choice, LanguageModel, Scores
 
@@ -107,12 +107,7 @@ class OrderTask:
             mean("prompt", "tokens", [float(len(request.prompt)) for request in self.requests], self.at),
             chance(len(self.labels)),
         ]
-        items = [
-            ItemScore(name="accuracy", item=f"{order}/{index}", score=float(correct))
-            for order, found in enumerate(right)
-            for index, correct in enumerate(found)
-        ]
-        return Scores(measurements=measurements, items=items)
+        return Scores(measurements=measurements, items=item_scores("accuracy", right))
 
     def _figure(self, name: str, value: float) -> Measurement:
         return Measurement(

@@ -94,7 +94,7 @@ class QuantizedTask:
             for granularity in self.granularities if bits == 16 else [name]:
                 at = {"bits": bits, "granularity": granularity}
                 measurements += [replace(row, at=row.at | at) for row in scores.measurements]
-                items += [replace(item, item=f"{bits}/{granularity}/{item.item}") for item in scores.items]
+                items += [replace(item, name=f"{item.name}, {bits} bits by {granularity}") for item in scores.items]
         return Scores(measurements=measurements, items=items)
 
 

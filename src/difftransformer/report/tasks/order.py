@@ -45,7 +45,7 @@ def draw(results: Sequence[TaskResult]) -> tuple[str, str, Figure]:
     margins.grid(axis="x", visible=False)
     _legend_above(figure, handles(results))
     margin = select(results[0], "best minus worst")[0]
-    at, items = margin.at, len(results[0].items) // margin.n
+    at, items = margin.at, len(results[0].items)
     caption = (
         f"{items} test items of {results[0].data.name} behind the same {at['demonstrations']} demonstrations in {margin.n} "
         f"{at['format']} orders. Dashes: mean. Shaded, and black lines: the margin expected of sampling alone (binomial floor)."
