@@ -66,14 +66,21 @@ def full(tmp_path):
 
 def test_data_that_is_there(full):
     done = run_check(DIFFTRANSFORMER_DATA=str(full), DIFFTRANSFORMER_CI="1")
-    assert (done.returncode, done.stdout, done.stderr) == (0, "tinyshakespeare: found\nwikitext2: found\n", "")
+    assert (done.returncode, done.stdout, done.stderr) == (
+        0,
+        "".join(f"{name}: found\n" for name in check_data.SETS),
+        "",
+    )
 
 
 def test_a_named_folder_that_lacks_a_set(full):
     (full / "wikitext2" / "test.txt").unlink()
     done = run_check(DIFFTRANSFORMER_DATA=str(full))
     assert done.returncode == 1
-    assert done.stdout == f"tinyshakespeare: found\nwikitext2: {full} lacks wikitext2/test.txt\n"
+    lines = [
+        f"{name}: {f'{full} lacks wikitext2/test.txt' if name == 'wikitext2' else 'found'}" for name in check_data.SETS
+    ]
+    assert done.stdout.splitlines() == lines
     assert done.stderr.count("\n") == 1
     assert "wikitext2" in done.stderr
 
@@ -81,5 +88,5 @@ def test_a_named_folder_that_lacks_a_set(full):
 def test_data_that_nobody_named():
     done = run_check()
     assert done.returncode == 0
-    assert done.stdout.count("DIFFTRANSFORMER_DATA is not set") == 2
+    assert done.stdout.count("DIFFTRANSFORMER_DATA is not set") == len(check_data.SETS) == 5
     assert run_check(DIFFTRANSFORMER_CI="1").returncode == 1

@@ -24,6 +24,9 @@ saves more than the steps of decoding cost, each as much as so many tokens of a 
 _WRITTEN_OUT_TOKENS = 4096
 """Most tokens of rows side by side where the maps are formed: n x n memory."""
 
+UNBOUNDED = 2**31
+"""A context that refuses nothing."""
+
 Answers = Iterator[tuple[int, Any]]
 
 
@@ -53,7 +56,7 @@ class CausalLanguageModel:
     ) -> None:
         self.model, self.tokenizer, self.batch_tokens = model.eval(), tokenizer, batch_tokens
         self.prefix_caching, self.hf_tokenizer = prefix_caching, hf_tokenizer
-        positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2**31
+        positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or UNBOUNDED
         self.context_tokens = int(context_tokens or positions)
 
     def answer(self, requests: Sequence[Request]) -> Answers:

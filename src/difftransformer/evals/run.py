@@ -8,7 +8,7 @@ from ..model import DiffTransformerForCausalLM
 from ..results import AllocationResult, NeedleResult, NllResult
 from .allocation import allocation_questions, evaluate_allocation
 from .config import EvaluationConfig
-from .language_model import CausalLanguageModel
+from .language_model import UNBOUNDED, CausalLanguageModel
 from .needle import evaluate_needle, needle_cells
 from .perplexity import evaluate_nll
 
@@ -55,9 +55,9 @@ def evaluate(
         context_tokens: The trained context, for those that name no length.
         say: Told which evaluation is running.
     """
-    # Rows side by side: a study's models are small, and their prompts short.
+    # A recipe may ask beyond the trained context. Rows side by side: a study's models are small, and their prompts short.
     language_model = CausalLanguageModel(
-        model, shards.tokenizer, batch_tokens=config.batch_tokens, prefix_caching=False
+        model, shards.tokenizer, context_tokens=UNBOUNDED, batch_tokens=config.batch_tokens, prefix_caching=False
     )
     nll = needle = allocation = None
     if config.nll is not None:
