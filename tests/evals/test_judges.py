@@ -10,10 +10,10 @@ import torch
 from judge_server import KEY, judge_server, reply
 from transformers import BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast
 
-from difftransformer.errors import CheckpointError, ConfigError, EvaluationError
+from difftransformer.errors import CheckpointError, ConfigError, DiffTransformerError, EvaluationError
 from difftransformer.evals import endpoint_judge, nli_judge
 from difftransformer.evals.endpoint_judge import EndpointJudge, Spending
-from difftransformer.evals.judges import Case, OverlapJudge, judge_all
+from difftransformer.evals.judges import Case, OutOfBudget, OverlapJudge, Unjudged, judge_all
 from difftransformer.evals.nli_judge import NliJudge
 
 VARIABLE = "DIFFTRANSFORMER_TEST_KEY"
@@ -208,10 +208,9 @@ def test_the_key_is_nowhere(server, tmp_path, capfd, caplog):
     seen = [repr(found), repr(reasons), repr(one), str(one.rules), one.identity, (tmp_path / "j.jsonl").read_text()]
     for script in ([(401, {}, echo)], ["drop"] * 4, ["hang"] * 4):
         stub.script = script
-        try:
+        with pytest.raises((DiffTransformerError, OutOfBudget, Unjudged)) as caught:
             one.judge(case("new"))
-        except Exception:
-            seen.append(traceback.format_exc())
+        seen.append("".join(traceback.format_exception(caught.value)))
     captured = capfd.readouterr()
     assert len(seen) == 9
     for text in (*seen, captured.out, captured.err, caplog.text):
