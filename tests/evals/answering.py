@@ -15,6 +15,7 @@ class Writer:
 
     def answer(self, requests):
         for index, request in enumerate(requests):
+            request = getattr(request, "request", request)  # that of a Quantized one
             prompt = self.tokenizer.decode(request.prompt)
             self.prompts.append(prompt)
             ids = [*self.tokenizer.encode(self.write(prompt)), self.tokenizer.end_of_text][: request.tokens]

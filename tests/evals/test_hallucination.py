@@ -9,9 +9,10 @@ from judge_server import KEY, judge_server, reply
 from difftransformer.cli.main import main
 from difftransformer.data.grounded import GROUNDED_SETS
 from difftransformer.errors import ConfigError, DataError, EvaluationError
-from difftransformer.evals import hallucination
+from difftransformer.evals import hallucination, quantized
 from difftransformer.evals.hallucination import Options, make
 from difftransformer.evals.runner import run_task
+from difftransformer.evals.tasks import load_task
 
 WORDS = [f"word{letter}" for letter in "abcdefghijklmnop"]
 
@@ -57,6 +58,17 @@ def test_questions_are_asked_and_empty_answers_are_wrong(options):
     assert found["accuracy", "people"].value == 1 / 16
     assert found["empty answers", "people"].value == 15 / 16
     assert sorted(item.score for item in scores.items)[-2:] == [0.0, 1.0]
+
+
+@pytest.mark.parametrize("within", [False, True], ids=["plain", "quantized"])
+def test_judging_is_watched(within, options):
+    name, chosen = "hallucination", options(items=16)
+    if within:
+        name, chosen = "quantized", quantized.Options(task=name, task_options=vars(chosen), bits=[16])
+    told, model = [], Writer(lambda prompt: f" {document_of(prompt)}" if "worda" in prompt else "\n")
+    run_task(model, load_task(name, chosen, model), watch=lambda *numbers: told.append(numbers))
+    # Two documents name worda; the other answers are empty, and nobody judges them.
+    assert [row for row in told if row[2:] == ("judging",)] == [(n, 2, "judging") for n in range(3)]
 
 
 def test_what_has_no_verdict_is_said(options, monkeypatch):

@@ -4,6 +4,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from transformers.cache_utils import DynamicLayer
 
 from difftransformer import DiffTransformerConfig
 from difftransformer.errors import ConfigError, EvaluationError
@@ -162,6 +163,23 @@ def test_prompts_that_start_the_same_are_computed_once(model):
     assert plain.computed_tokens == sum(map(len, prompts))
     found = ask(model, [Continuation(prompt, 1) for prompt in prompts])
     assert found == ask(model, [Continuation(prompt, 1) for prompt in prompts], prefix_caching=False)
+
+
+def test_a_cache_that_grows_holds_what_transformers_own_holds():
+    draw = torch.Generator().manual_seed(2)
+    ours, theirs = prefix.GrowingLayer(), DynamicLayer()
+    for step, length in enumerate((5, 1, 1, 1, 7, 2, 1)):
+        states = [torch.randn(4 if step < 5 else 2, 2, length, width, generator=draw) for width in (6, 3)]
+        for found, expected in zip(ours.update(*states), theirs.update(*states), strict=True):
+            assert torch.equal(found, expected)
+        for layer in (ours, theirs):
+            if step == 2:
+                layer.crop(-4)
+            elif step == 4:
+                layer.batch_select_indices(torch.tensor([2, 0]))
+            elif step == 5:
+                layer.reset()
+    assert ours.get_seq_length() == 1
 
 
 def test_a_row_longer_than_the_context_is_refused(model):

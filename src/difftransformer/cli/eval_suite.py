@@ -12,7 +12,7 @@ from ..report.terminal import _rich
 from ..studies.suite import load_suite, run_suite
 from .console import console, say
 from .hardware import check_device
-from .progress import tokens_progress
+from .progress import evaluation_progress
 
 EXIT_INTERRUPTED = 130
 SEVERAL_POSITIONALS = {"models": "Runs, checkpoints, folders of saved models, .gguf files, or owner/name on the hub."}
@@ -50,7 +50,7 @@ def run(
             device=device,
             dtype=dtype,
             batch_tokens=batch_tokens,
-            progress=tokens_progress,
+            progress=evaluation_progress,
             say=say,
         )
     except KeyboardInterrupt:

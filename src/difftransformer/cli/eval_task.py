@@ -14,7 +14,7 @@ from ..studies.opening import opened_model
 from ..studies.tasks import evaluate_task
 from .console import console, say
 from .hardware import check_device
-from .progress import tokens_progress
+from .progress import evaluation_progress
 
 EXIT_INTERRUPTED = 130
 
@@ -32,6 +32,7 @@ def run(
     context_tokens: int | None = None,
     batch_tokens: int = 16_384,
     prefix_caching: bool = True,
+    accelerate: bool = True,
     *,
     verb: str,
     options: Any,
@@ -47,6 +48,7 @@ def run(
         context_tokens: Most tokens of a row; the model's positions by default.
         batch_tokens: Most tokens of rows side by side.
         prefix_caching: Whether what prompts share at their beginning is computed once.
+        accelerate: Whether other models' attention goes through this package's kernels, where these can say it.
         verb: The command.
         options: The task's own.
     """
@@ -65,8 +67,9 @@ def run(
                 batch_tokens=batch_tokens,
                 context_tokens=context_tokens,
                 prefix_caching=prefix_caching,
+                accelerated=accelerate,
             ) as opened,
-            tokens_progress(name) as watch,
+            evaluation_progress(name) as watch,
         ):
             result = evaluate_task(name, options, opened, folder, device=device, watch=watch, say=say)
     except KeyboardInterrupt:

@@ -4,8 +4,17 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
+from ..evals.task import Watch
 from ..studies import Job
 from ..train.metrics import Metrics, StepMetrics
 from .console import console
@@ -69,8 +78,9 @@ def watch_steps(progress: Progress, label: str, steps: int) -> Callable[[Metrics
 
 
 @contextmanager
-def tokens_progress(label: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar over the tokens that an evaluation shows the model; without a terminal a line at every tenth of the way."""
+def evaluation_progress(label: str) -> Iterator[Watch]:
+    """A bar over the tokens that an evaluation shows the model, and one for each later stage; without a terminal, lines at
+    every tenth of the way."""
     with Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -80,14 +90,18 @@ def tokens_progress(label: str) -> Iterator[Callable[[int, int], None]]:
         TimeRemainingColumn(elapsed_when_finished=True),
         console=console,
     ) as progress:
-        bar = progress.add_task(label, total=None)
-        printed, began = [0], time.monotonic()
+        bars: dict[str, TaskID] = {}
+        printed: dict[str, int] = {}
+        began = time.monotonic()
 
-        def watch(done: int, total: int) -> None:
-            progress.update(bar, completed=done, total=total)
+        def watch(done: int, total: int, stage: str = "") -> None:
+            title = f"{label}, {stage}" if stage else label
+            if stage not in bars:
+                bars[stage] = progress.add_task(title, total=total)
+            progress.update(bars[stage], completed=done, total=total)
             part = QUIET_PARTS * done // max(1, total)
-            if not console.is_terminal and part > printed[0]:
-                printed[0] = part
-                console.print(f"{label}: {100 * done // total} % after {time.monotonic() - began:.0f} s")
+            if not console.is_terminal and part > printed.get(stage, 0):
+                printed[stage] = part
+                console.print(f"{title}: {100 * done // total} % after {time.monotonic() - began:.0f} s")
 
         yield watch

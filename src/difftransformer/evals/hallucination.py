@@ -18,7 +18,7 @@ from .endpoint_judge import EndpointJudge, Spending
 from .judges import Case, Judge, OverlapJudge, judge_all
 from .scores import mean_of_sets, proportion
 from .stopping import stop_tokens, text_until
-from .task import Continuation, LanguageModel, Scores
+from .task import Continuation, LanguageModel, Scores, Watch, unwatched
 
 ANSWER_TOKENS = {"xsum": 64, "cnn_dm": 128, "multinews": 512, "qasper": 128, "hotpotqa": 32, "2wikimqa": 32}
 """LongBench's caps; of XSum and CNN/DM, which are not in it, our own: some twice a reference's length."""
@@ -129,6 +129,7 @@ class HallucinationTask:
     def __init__(self, options: Options, model: LanguageModel, judge: Judge) -> None:
         self.options, self.tokenizer, self.judge = options, model.tokenizer, judge
         self.file = Path(options.judgments)
+        self.watch: Watch = unwatched
         self.items: list[tuple[str, GroundedItem]] = []
         self.requests: list[Continuation] = []
         self._cut = 0
@@ -187,7 +188,7 @@ class HallucinationTask:
             )
             for (name, item), text in zip(self.items, texts, strict=True)
         ]
-        verdicts, reasons = judge_all(self.judge, [case for case in cases if case.answer], self.file)
+        verdicts, reasons = judge_all(self.judge, [case for case in cases if case.answer], self.file, self.watch)
         if verdicts and not any(verdicts):
             raise EvaluationError(f"{self.judge.name} judged nothing: {reasons[0]}; every answer of the model is saved")
         given = iter(verdicts)

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from ..errors import CheckpointError, ConfigError
 from .journal import Journal
+from .task import Watch, unwatched
 
 _DOCUMENT_CHARACTERS = 400
 
@@ -69,7 +70,9 @@ class Judge(Protocol):
         ...
 
 
-def judge_all(judge: Judge, cases: Sequence[Case], file: Path) -> tuple[list[Judgment | None], list[str]]:
+def judge_all(
+    judge: Judge, cases: Sequence[Case], file: Path, watch: Watch = unwatched
+) -> tuple[list[Judgment | None], list[str]]:
     """A verdict on every case, from the file where it is there; None where there is none, with the reasons.
 
     Raises:
@@ -79,7 +82,8 @@ def judge_all(judge: Judge, cases: Sequence[Case], file: Path) -> tuple[list[Jud
     reasons: list[str] = []
     with Judgments(file) as kept:
         stopped = False
-        for case in cases:
+        for place, case in enumerate(cases):
+            watch(place, len(cases), "judging")
             key = fingerprint(judge, case)
             found = kept.known.get(key)
             if found is None and not stopped:
@@ -92,6 +96,7 @@ def judge_all(judge: Judge, cases: Sequence[Case], file: Path) -> tuple[list[Jud
                     reasons.append(str(reason))
                     stopped = True
             verdicts.append(found)
+    watch(len(cases), len(cases), "judging")
     return verdicts, list(dict.fromkeys(reasons))
 
 

@@ -7,13 +7,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import DynamicCache
 
 from ..data import Tokenizer
 from ..errors import EvaluationError
 from . import taps
 from .harness import run_harness
-from .prefix import CHUNK_TOKENS, PrefixCache, shared_tokens
+from .prefix import CHUNK_TOKENS, PrefixCache, growing_cache, shared_tokens
 from .segments import row_sums
 from .task import Choice, Continuation, Harness, LastRow, Loss, Magnitudes, Maps, Quantized, Request, tokens_of
 
@@ -106,7 +105,7 @@ class CausalLanguageModel:
     def _row_losses(self, ids: Tensor) -> Tensor:
         """(B, T) to (B, T - 1), in parts of the row so that no more than a part's logits are ever held."""
         length, parts = ids.shape[1] - 1, []
-        cache = DynamicCache(config=self.model.config) if length > CHUNK_TOKENS else None
+        cache = growing_cache(self.model) if length > CHUNK_TOKENS else None
         for begin in range(0, length, CHUNK_TOKENS):
             end = min(begin + CHUNK_TOKENS, length)
             options = {} if cache is None else {"past_key_values": cache}
@@ -143,10 +142,10 @@ class CausalLanguageModel:
     def _continue_rows(self, ids: Tensor, requests: Sequence[Continuation]) -> list[list[int]]:
         """Rows side by side; one that is at its end leaves the batch."""
         made: list[list[int]] = [[] for _ in requests]
-        left, cache, inputs = list(range(len(requests))), None, ids
+        left, cache, inputs = list(range(len(requests))), growing_cache(self.model), ids
         while left:
             outputs = self.model(input_ids=inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
-            cache, tokens = outputs.past_key_values, outputs.logits[:, -1].argmax(-1)
+            tokens = outputs.logits[:, -1].argmax(-1)
             going = []
             for place, (row, token) in enumerate(zip(left, tokens.tolist(), strict=True)):
                 if token not in requests[row].stop:

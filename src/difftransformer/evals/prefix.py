@@ -19,6 +19,49 @@ CHUNK_TOKENS = 2048
 """Tokens of one forward pass over a long row: bounds the memory of its scores and logits."""
 
 
+class GrowingLayer(DynamicLayer):  # type: ignore[misc]
+    """Keys and values of a layer with room behind them: a step writes its own token, where `DynamicLayer` copies all."""
+
+    keys: Tensor
+    values: Tensor
+    _room: tuple[Tensor, Tensor] | None = None
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Add (B, G, T, D) and (B, G, T, E); all keys and values so far, as views."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        seen = self.get_seq_length()
+        end = seen + key_states.shape[-2]
+        if self._room is None or end > self._room[0].shape[-2]:
+            self._room = tuple(  # type: ignore[assignment]
+                new.new_empty(*new.shape[:-2], max(end, seen * 3 // 2), new.shape[-1])
+                for new in (key_states, value_states)
+            )
+            seen_before = (self.keys, self.values) if seen else (key_states[..., :0, :], value_states[..., :0, :])
+            self._write(seen_before, 0)
+        self._write((key_states, value_states), seen)
+        assert self._room is not None
+        self.keys, self.values = (room[..., :end, :] for room in self._room)
+        return self.keys, self.values
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep these rows of the batch."""
+        super().batch_select_indices(indices)
+        self._room = None
+
+    def _write(self, states: tuple[Tensor, Tensor], begin: int) -> None:
+        assert self._room is not None
+        for room, new in zip(self._room, states, strict=True):
+            room[..., begin : begin + new.shape[-2], :] = new
+
+
+def growing_cache(model: Any) -> DynamicCache:
+    """An empty cache for a model whose layers keep room to grow, where they keep everything; for inference alone."""
+    cache = DynamicCache(config=model.config)
+    cache.layers = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    return cache
+
+
 class PrefixCache:
     """A causal model's next-token logits for one row after another.
 
@@ -57,7 +100,7 @@ class PrefixCache:
 
     def _cut(self, keep: int) -> None:
         if keep == 0 or self._cache is None:
-            self._cache, keep = DynamicCache(config=self.model.config), 0
+            self._cache, keep = growing_cache(self.model), 0
         elif keep < len(self._ids):
             self._cache.crop(keep - len(self._ids))
         self._ids = self._ids[:keep]

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from ..errors import ConfigError
 from ..results import ItemScore, Measurement
 from ..typed import build
-from .task import Granularity, LanguageModel, Quantized, Scores, Task
+from .task import Granularity, LanguageModel, Quantized, Scores, Task, Watch, Watched, unwatched
 from .tasks import TASKS, load_task, options_class
 
 _CHOICES = [
@@ -83,6 +83,16 @@ class QuantizedTask:
             for bits, name in self.settings
             for request in self.task.requests
         ]
+
+    @property
+    def watch(self) -> Watch:
+        """Of the task, where its scoring takes long."""
+        return self.task.watch if isinstance(self.task, Watched) else unwatched
+
+    @watch.setter
+    def watch(self, watch: Watch) -> None:
+        if isinstance(self.task, Watched):
+            self.task.watch = watch
 
     def score(self, answers: Sequence[Any]) -> Scores:
         """The task's own figures and items, with the bits and what shares a step."""

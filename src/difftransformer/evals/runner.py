@@ -3,15 +3,14 @@
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError, EvaluationError
 from .journal import Journal
-from .task import LanguageModel, Request, Scores, Task, tokens_of
+from .task import LanguageModel, Request, Scores, Task, Watch, Watched, tokens_of, unwatched
 
-Watch = Callable[[int, int], None]
 _SYNC_SECONDS = 5.0
 
 
@@ -21,7 +20,7 @@ def run_task(
     *,
     journal: Path | None = None,
     identity: str = "",
-    watch: Watch = lambda done, total: None,
+    watch: Watch = unwatched,
 ) -> Scores:
     """Answer a task's requests and score them.
 
@@ -30,7 +29,7 @@ def run_task(
         task: The experiment.
         journal: File of answers; those in it are not asked again, new ones are added as they come.
         identity: Of the model: answers of another one are refused.
-        watch: Told tokens asked and tokens in all, after every answer.
+        watch: Told tokens asked and tokens in all, after every answer; then how far a long scoring is.
 
     Raises:
         EvaluationError: the task has no requests, or the model cannot answer one.
@@ -55,6 +54,8 @@ def run_task(
     finally:
         if kept:
             kept.close()
+    if isinstance(task, Watched):
+        task.watch = watch
     return task.score([answers[index] for index in range(len(costs))])
 
 

@@ -12,13 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import sdpa_mask
 from transformers.models.diffllama.modeling_diffllama import DiffLlamaAttention
 
 from ..attention import Attention
 from ..errors import ConfigError, EvaluationError
-from ..model.diffllama import AcceleratedDiffLlamaAttention, accelerate, restore
-from ..ops import softmax_attention, use_backend
+from ..model import accelerate, restore
+from ..model.attention_function import NOT_IN_THE_OP, attention, mask
+from ..model.diffllama import AcceleratedDiffLlamaAttention
+from ..ops import use_backend
 from ..ops.quantize import quantize_last, quantize_symmetric
 from ..ops.reference import softmax_of, watching_logits
 from .magnitudes import Magnitude
@@ -30,8 +31,6 @@ INT4_GROUP = 32
 """Weights of one row that share a step in 4 bits."""
 
 _WRITTEN_OUT = "difftransformer_written_out"
-_NOT_IN_THE_EQUATIONS = ("softcap", "s_aux", "position_bias", "head_mask")
-"""What transformers' models hand to an attention function beside queries, keys, values and mask, and ours cannot say."""
 
 _NEAR_ZERO = 0.1
 _LOGITS_AT_ONCE = 1 << 22
@@ -252,7 +251,7 @@ def _on_reference(model: Any) -> Iterator[None]:
                 restore(model)
     else:
         AttentionInterface.register(_WRITTEN_OUT, _attention)
-        AttentionMaskInterface.register(_WRITTEN_OUT, _mask)
+        AttentionMaskInterface.register(_WRITTEN_OUT, mask)
         with _implementation(model, _WRITTEN_OUT):
             yield
 
@@ -273,11 +272,11 @@ def _attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    scaling: float | None = None,
+    *rest: Any,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """An attention function of transformers' form: softmax attention by the equations. Returns (B, T, H, E)."""
-    for name in _NOT_IN_THE_EQUATIONS:
+    """The op as transformers' attention function, by the equations; refuses what would not go through the op."""
+    for name in NOT_IN_THE_OP:
         if options.get(name) is not None:
             raise EvaluationError(
                 f"{type(module).__name__}: attention with {name} is not softmax(Q K^T) V and cannot be seen from inside; "
@@ -288,16 +287,8 @@ def _attention(
             f"{type(module).__name__}: its attention mask is {attention_mask.dtype}, a bias beside Q K^T, and cannot be "
             "seen from inside; choose a model with a bool mask"
         )
-    causal = attention_mask is None and bool(getattr(module, "is_causal", True))
-    heads = softmax_attention(
-        query, key, value, attn_mask=attention_mask, is_causal=causal, scale=scaling, backend="reference"
-    )
-    return heads.transpose(1, 2).contiguous(), None
-
-
-def _mask(*arguments: Any, **options: Any) -> Tensor | None:
-    """transformers' bool mask, always written out."""
-    return sdpa_mask(*arguments, **options | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
+    with use_backend("reference"):
+        return attention(module, query, key, value, attention_mask, *rest, **options)
 
 
 @torch.no_grad()

@@ -7,7 +7,7 @@ are plain data, so that a journal on disk can keep them and an interrupted evalu
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from ..data import Tokenizer
 from ..results import Grid, ItemScore, Measurement
@@ -120,6 +120,18 @@ class Scores:
     grids: list[Grid] = field(default_factory=list)
 
 
+class Watch(Protocol):
+    """Told how far an evaluation is: `done` of `total` tokens while the model answers, of its own items in a later stage."""
+
+    def __call__(self, done: int, total: int, stage: str = "") -> None:
+        """Called after every item."""
+        ...
+
+
+def unwatched(done: int, total: int, stage: str = "") -> None:
+    """A `Watch` that shows nothing."""
+
+
 class Task(Protocol):
     """One experiment, its data drawn and turned into requests.
 
@@ -137,6 +149,17 @@ class Task(Protocol):
     def score(self, answers: Sequence[Any]) -> Scores:
         """Figures from the answers, one for each request in its order."""
         ...
+
+
+@runtime_checkable
+class Watched(Protocol):
+    """A task whose scoring takes long, and tells how far it is.
+
+    Attributes:
+        watch: Whom it tells.
+    """
+
+    watch: Watch
 
 
 def answers_to(model: LanguageModel, requests: Sequence[Request]) -> list[Any]:

@@ -5,9 +5,9 @@ from .._lazy import lazy_names
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
+        ".acceleration": ("accelerate", "restore"),
         ".config": ("DiffTransformerConfig",),
         ".counts": ("Counts", "count", "weights_and_kv_bytes"),
-        ".diffllama": ("accelerate", "restore"),
         ".modeling": ("DiffTransformerForCausalLM", "DiffTransformerModel", "DiffTransformerPreTrainedModel"),
         ".presets": ("PRESETS", "Preset", "preset"),
     },

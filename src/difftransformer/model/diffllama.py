@@ -1,8 +1,7 @@
 """transformers' DiffLlama on this package's attention op, in place.
 
-`accelerate(model)` gives each attention layer another class, whose forward calls `normed_differential_attention` once where
-theirs calls ordinary attention twice, each time on repeated values. Parameters, state dict and cache stay as they are;
-`restore(model)` gives the old class back.
+`acceleration.accelerate` gives each attention layer another class, whose forward calls `normed_differential_attention` once where
+theirs calls ordinary attention twice, each time on repeated values. Parameters, state dict and cache stay as they are.
 
 DiffLlama pairs heads by halves: differential head i has the maps i and H + i, key group g the keys g and G + g and the value
 [V_g; V_(G + g)]. The op wants what belongs together side by side in the last dimension. The rotation writes queries, and keys
@@ -12,14 +11,13 @@ strides could say it).
 Dimensions: B batch, T new positions, S key positions, H differential heads, G their key/value groups, D width of one map.
 """
 
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import Cache
 from transformers.models.diffllama.modeling_diffllama import DiffLlamaAttention
 
-from ..errors import ConfigError
 from ..ops import apply_rotary, normed_differential_attention
 from ..ops.problem import LOW_PRECISION
 
@@ -27,8 +25,6 @@ from ..ops.problem import LOW_PRECISION
 ATTN_IMPLEMENTATIONS = ("sdpa", "eager")
 # What transformers' attention functions take beside a mask and the op does not.
 _NOT_IN_THE_OP = ("position_bias", "softcap", "cache")
-
-Module = TypeVar("Module", bound=nn.Module)
 
 
 class AcceleratedDiffLlamaAttention(DiffLlamaAttention):
@@ -108,68 +104,6 @@ class AcceleratedDiffLlamaAttention(DiffLlamaAttention):
             torch.exp(torch.sum(q * k, dim=-1, dtype=torch.float32)).to(wide) for q, k in ((q1, k1), (q2, k2))
         )
         return first - second + self.lambda_init
-
-
-def accelerate(model: Module) -> Module:
-    """Let a Hugging Face DiffLlama model compute its attention with this package's op, until `restore(model)`.
-
-    Outputs, gradients, state dict and caches are those of the model as it was: in fp32 to rounding, in low precision closer to
-    fp32. Generation, training, `save_pretrained`, copies and `torch.compile` work as before. What the op cannot say goes
-    through DiffLlama's own code, call by call: attention maps (`output_attentions`), masks that add a bias, and
-    implementations other than those in `ATTN_IMPLEMENTATIONS`, should the model be set to one later. Positions that may
-    attend to nothing, such as left padding, give zeros, as under "sdpa"; "eager" gives them a mean over all keys.
-
-    Args:
-        model: A DiffLlama model of transformers, or any module that holds its attention layers. Changed in place; layers that
-            are accelerated already stay so.
-
-    Returns:
-        The model.
-
-    Raises:
-        ConfigError: it holds no such layer, or one whose forward or attn_implementation is not known here. Nothing is changed.
-    """
-    layers = [(name, m) for name, m in _modules_of(model) if isinstance(m, DiffLlamaAttention)]
-    if not layers:
-        raise ConfigError(
-            f"accelerate: {type(model).__name__} holds no DiffLlamaAttention; pass a DiffLlama model of transformers, such as "
-            "DiffLlamaForCausalLM (a DiffTransformer model uses the attention op as it is)"
-        )
-    for name, layer in layers:
-        known = (DiffLlamaAttention, AcceleratedDiffLlamaAttention)
-        if type(layer) not in known or "forward" in vars(layer):
-            raise ConfigError(
-                f"accelerate: layer {name} is a {type(layer).__name__} whose forward was replaced; accelerate the model before "
-                "hooks, sharding or other changes are put on its attention layers"
-            )
-        implementation = layer.config._attn_implementation
-        if implementation not in ATTN_IMPLEMENTATIONS:
-            raise ConfigError(
-                f"accelerate: layer {name} has attn_implementation={implementation!r}, whose masks only its own kernels read; "
-                "call model.set_attn_implementation('sdpa') first"
-            )
-    for _, layer in layers:
-        layer.__class__ = AcceleratedDiffLlamaAttention
-    return model
-
-
-def restore(model: Module) -> Module:
-    """Undo `accelerate`: every layer is again what it was. A model that was not accelerated stays as it is.
-
-    Args:
-        model: The model, or a copy of it.
-
-    Returns:
-        The model.
-    """
-    for _, module in _modules_of(model):
-        if type(module) is AcceleratedDiffLlamaAttention:
-            module.__class__ = DiffLlamaAttention
-    return model
-
-
-def _modules_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    return list(model.named_modules()) if isinstance(model, nn.Module) else []
 
 
 def _by_pairs(x_BTXD: Tensor) -> Tensor:

@@ -8,7 +8,10 @@ from .base import Environment
 
 @dataclass(frozen=True, kw_only=True)
 class ModelIdentity:
-    """Which model was asked. `sha256` is of its configuration, weights and tokenizer files, in the order of their names."""
+    """Which model was asked. `sha256` is of its configuration, weights and tokenizer files, in the order of their names.
+
+    `kernels` is its attn_implementation: "difftransformer" where attention went through this package's op.
+    """
 
     name: str
     architecture: str
@@ -16,6 +19,7 @@ class ModelIdentity:
     parameters: int
     dtype: str
     sha256: str
+    kernels: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,9 @@ from ..convert.source import source_folder
 from ..data import Tokenizer
 from ..errors import CheckpointError, ConfigError
 from ..evals import CausalLanguageModel
-from ..model import DiffTransformerConfig, accelerate
+from ..model import DiffTransformerConfig, accelerate, restore
+from ..model.attention_function import IMPLEMENTATION
+from ..model.diffllama import AcceleratedDiffLlamaAttention
 from ..model.progress import without_progress_bars
 from ..results import ModelIdentity
 from ..train import latest_checkpoint
@@ -51,6 +53,7 @@ def opened_model(
     batch_tokens: int = 16_384,
     context_tokens: int | None = None,
     prefix_caching: bool = True,
+    accelerated: bool = True,
 ) -> Iterator[OpenedModel]:
     """Open a model to ask it.
 
@@ -62,6 +65,8 @@ def opened_model(
         batch_tokens: Most tokens of rows side by side.
         context_tokens: Most tokens of a row; the model's positions where None.
         prefix_caching: Whether prompts that start the same are computed once.
+        accelerated: Whether a model that is not of this package computes its attention with this package's op where it can
+            (`model.accelerate`), or with transformers' own functions.
 
     Raises:
         CheckpointError: it is none of these, or damaged.
@@ -73,6 +78,11 @@ def opened_model(
         theirs = open_tokenizer(folder)
         tokenizer = _text_tokenizer(theirs, folder)
         network = open_network(folder, dtype).to(device)
+        if accelerated:
+            with suppress(ConfigError):
+                accelerate(network)
+        else:
+            restore(network)
         rows = network.get_input_embeddings().num_embeddings
         if tokenizer.vocab_size > rows:
             raise CheckpointError(
@@ -93,8 +103,15 @@ def opened_model(
             parameters=sum(parameter.numel() for parameter in network.parameters()),
             dtype=str(network.dtype).removeprefix("torch."),
             sha256=folder_sha256(folder),
+            kernels=_kernels(network),
         )
         yield OpenedModel(language_model=language_model, identity=identity, folder=folder)
+
+
+def _kernels(network: Any) -> str:
+    if any(isinstance(module, AcceleratedDiffLlamaAttention) for module in network.modules()):
+        return IMPLEMENTATION
+    return str(network.config._attn_implementation)
 
 
 def folder_sha256(folder: Path) -> str:

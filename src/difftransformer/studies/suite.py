@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError, DiffTransformerError, ResultsError
-from ..evals.runner import Watch
+from ..evals.task import Watch
 from ..evals.tasks import TASKS, options_class
 from ..results import TaskResult, read_result
 from ..typed import build

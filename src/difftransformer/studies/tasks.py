@@ -4,7 +4,8 @@ import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
-from ..evals.runner import Watch, requests_sha256, run_task
+from ..evals.runner import requests_sha256, run_task
+from ..evals.task import Watch, unwatched
 from ..evals.tasks import load_task
 from ..results import DataIdentity, TaskResult, write_result
 from .environment import command_line, environment, now
@@ -19,7 +20,7 @@ def evaluate_task(
     *,
     label: str | None = None,
     device: str = "cpu",
-    watch: Watch = lambda done, total: None,
+    watch: Watch = unwatched,
     say: Callable[[str], None] = lambda text: None,
 ) -> TaskResult:
     """Run a task on a model and write FOLDER/LABEL.json; answers are kept in FOLDER/LABEL.answers.jsonl as they come.
@@ -31,7 +32,7 @@ def evaluate_task(
         folder: Where results go; answers that are there count.
         label: Name of the files in place of the task's, where a folder holds several results of one task.
         device: Where the model is, for the record.
-        watch: Told tokens asked and tokens in all.
+        watch: Told tokens asked and tokens in all, then how far a long scoring is.
         say: Told what is going on.
 
     Raises:
