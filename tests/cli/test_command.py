@@ -17,7 +17,16 @@ from difftransformer.cli.main import VERBS, main
 from difftransformer.results import SCHEMA_VERSION, Evaluation, read_result
 from difftransformer.train import checkpoints
 
-OF_EVERY_TASK = {"model", "--out", "--device", "--dtype", "--context_tokens", "--batch_tokens", "--prefix_caching"}
+OF_EVERY_TASK = {
+    "model",
+    "--out",
+    "--device",
+    "--dtype",
+    "--context_tokens",
+    "--batch_tokens",
+    "--accelerate",
+    "--prefix_caching",
+}
 ARGUMENTS = {
     "compare": {"recipe", "--out", "--seeds", "--jobs", "--set"},
     "train": {"recipe", "--out", "--seed", "--device", "--threads", "--set"},

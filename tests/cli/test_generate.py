@@ -17,6 +17,7 @@ from difftransformer import DiffTransformerConfig, DiffTransformerForCausalLM
 from difftransformer.cli.main import main
 from difftransformer.data import byte_tokenizer
 from difftransformer.model import diffllama
+from difftransformer.model.progress import without_progress_bars
 from difftransformer.train import checkpoints
 
 SIZES = {
@@ -54,7 +55,8 @@ def saved(_saved, tmp_path):
                     if "norm" not in name:
                         parameter.mul_(8)
             model.generation_config.eos_token_id = None
-            model.save_pretrained(_saved / kind)
+            with without_progress_bars():
+                model.save_pretrained(_saved / kind)
             byte_tokenizer().save(_saved / kind)
         shutil.copytree(_saved / kind, tmp_path / kind)
         return tmp_path / kind

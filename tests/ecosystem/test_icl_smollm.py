@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM
 
 from difftransformer.convert.source import source_folder
 from difftransformer.evals import language_model
-from difftransformer.evals.icl import Options, make
 from difftransformer.evals.prefix import PrefixCache
 from difftransformer.evals.runner import run_task
 from difftransformer.evals.task import answers_to
+from difftransformer.evals.tasks.icl import Options, make
 from difftransformer.studies.opening import opened_model
 
 FILES = {

@@ -9,10 +9,9 @@ from judge_server import KEY, judge_server, reply
 from difftransformer.cli.main import main
 from difftransformer.data.grounded import GROUNDED_SETS
 from difftransformer.errors import ConfigError, DataError, EvaluationError
-from difftransformer.evals import hallucination, quantized
-from difftransformer.evals.hallucination import Options, make
 from difftransformer.evals.runner import run_task
-from difftransformer.evals.tasks import load_task
+from difftransformer.evals.tasks import hallucination, load_task, quantized
+from difftransformer.evals.tasks.hallucination import Options, make
 
 WORDS = [f"word{letter}" for letter in "abcdefghijklmnop"]
 

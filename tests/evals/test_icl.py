@@ -13,10 +13,10 @@ from difftransformer.data import Tokenizer, byte_tokenizer, train_bpe
 from difftransformer.data.labelled import Example
 from difftransformer.errors import ConfigError, DataError, EvaluationError
 from difftransformer.evals import CausalLanguageModel, language_model
-from difftransformer.evals.demonstrations import PromptForm
-from difftransformer.evals.icl import Options, make
 from difftransformer.evals.runner import run_task
 from difftransformer.evals.task import Choice
+from difftransformer.evals.tasks.demonstrations import PromptForm
+from difftransformer.evals.tasks.icl import Options, make
 
 LABELS = ("new", "new york", "new york city", "rome")
 

@@ -11,10 +11,12 @@ from judge_server import KEY, judge_server, reply
 from transformers import BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast
 
 from difftransformer.errors import CheckpointError, ConfigError, DiffTransformerError, EvaluationError
-from difftransformer.evals import endpoint_judge, nli_judge
-from difftransformer.evals.endpoint_judge import EndpointJudge, Spending
-from difftransformer.evals.judges import Case, OutOfBudget, OverlapJudge, Unjudged, judge_all
-from difftransformer.evals.nli_judge import NliJudge
+from difftransformer.evals.judges import endpoint
+from difftransformer.evals.judges import nli as nli_judge
+from difftransformer.evals.judges.base import Case, OutOfBudget, Unjudged, judge_all
+from difftransformer.evals.judges.endpoint import EndpointJudge, Spending
+from difftransformer.evals.judges.nli import NliJudge
+from difftransformer.evals.judges.overlap import OverlapJudge
 
 VARIABLE = "DIFFTRANSFORMER_TEST_KEY"
 
@@ -137,7 +139,7 @@ def test_an_error_in_the_middle_loses_nothing(server, tmp_path):
 
 def test_retry_after_is_honoured(server, monkeypatch, tmp_path):
     waits = []
-    monkeypatch.setattr(endpoint_judge.time, "sleep", waits.append)
+    monkeypatch.setattr(endpoint.time, "sleep", waits.append)
     stub, address = server
     date = email.utils.formatdate(time.time() + 30, usegmt=True)
     stub.script = [(429, {"Retry-After": "7"}, ""), (503, {"Retry-After": date}, ""), (500, {}, "")]
@@ -164,7 +166,7 @@ def test_requests_are_limited(server, tmp_path):
 def test_tokens_are_limited(server, tmp_path):
     stub, address = server
     stub.answer = lambda text: reply("VERDICT: True", tokens=3000)
-    foreseen = len(json.dumps(endpoint_judge.RUBRIC)) // 3 + 1024
+    foreseen = len(json.dumps(endpoint.RUBRIC)) // 3 + 1024
     found, reasons = judge_all(judge(address, max_tokens=6000 + foreseen), CASES, tmp_path / "j.jsonl")
     assert verdicts(found) == [True, True, None, None, None, None]
     assert reasons[0].startswith(f"6000 of {6000 + foreseen} tokens are spent")

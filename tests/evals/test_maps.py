@@ -8,7 +8,7 @@ from difftransformer import DiffTransformerConfig, DiffTransformerForCausalLM
 from difftransformer.data.tokenizer import byte_tokenizer
 from difftransformer.errors import ConfigError, DataError, EvaluationError
 from difftransformer.evals import CausalLanguageModel, run_task, taps
-from difftransformer.evals.maps import Options, make
+from difftransformer.evals.tasks.maps import Options, make
 
 SIZES = {"vocab_size": 258, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
 SIZES |= {"max_position_embeddings": 200, "initializer_range": 0.3}

@@ -9,10 +9,10 @@ from answering import Writer, tiny_model
 from difftransformer.cli.main import main
 from difftransformer.data import byte_tokenizer
 from difftransformer.errors import ConfigError, DataError
-from difftransformer.evals.math import Options, make
-from difftransformer.evals.math_answers import extract_answer, is_right, number_of, same_answer
 from difftransformer.evals.runner import run_task
 from difftransformer.evals.stopping import stop_tokens, text_until
+from difftransformer.evals.tasks.math import Options, make
+from difftransformer.evals.tasks.math_answers import extract_answer, is_right, number_of, same_answer
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from fakes import TensorModel
 from difftransformer.data import CITIES_SEEN, CITIES_UNSEEN
 from difftransformer.errors import ConfigError, DataError
 from difftransformer.evals import NeedleConfig, evaluate_needle
-from difftransformer.evals.needle import needle_cells
+from difftransformer.evals.tasks.needle import needle_cells
 from difftransformer.statistics import wilson_interval
 
 GRID = NeedleConfig(

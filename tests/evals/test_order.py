@@ -9,8 +9,8 @@ import pytest
 from test_icl import Reader, figures, truth
 
 from difftransformer.errors import ConfigError, EvaluationError
-from difftransformer.evals.order import Options, binomial_margin, make
 from difftransformer.evals.runner import run_task
+from difftransformer.evals.tasks.order import Options, binomial_margin, make
 
 LABELS = ("a", "b", "c")
 ASKED = {"a": 6, "b": 3, "c": 1}  # how many test items a class has, all of them asked

@@ -12,7 +12,7 @@ from difftransformer.data.tokenizer import byte_tokenizer
 from difftransformer.errors import ConfigError, DataError, EvaluationError
 from difftransformer.evals import CausalLanguageModel, run_task, taps
 from difftransformer.evals.magnitudes import Magnitude, merged
-from difftransformer.evals.outliers import Options, make, ranks
+from difftransformer.evals.tasks.outliers import Options, make, ranks
 
 SIZES = {"vocab_size": 258, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 SIZES |= {"max_position_embeddings": 64, "initializer_range": 0.3}

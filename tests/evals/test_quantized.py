@@ -9,8 +9,8 @@ from difftransformer import DiffTransformerConfig, DiffTransformerForCausalLM
 from difftransformer.data.tokenizer import byte_tokenizer
 from difftransformer.errors import ConfigError
 from difftransformer.evals import CausalLanguageModel, run_task, taps
-from difftransformer.evals.quantized import Options, make
 from difftransformer.evals.task import Continuation, Loss, Quantized, answers_to
+from difftransformer.evals.tasks.quantized import Options, make
 from difftransformer.ops.reference import watching_logits
 
 SIZES = {"vocab_size": 258, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}

@@ -12,8 +12,8 @@ from fakes import TensorModel, Uniform
 from difftransformer.cli.main import main
 from difftransformer.data import byte_tokenizer
 from difftransformer.errors import ConfigError, DataError
-from difftransformer.evals.recall import Options, counted, make, packed
 from difftransformer.evals.runner import run_task
+from difftransformer.evals.tasks.recall import Options, counted, make, packed
 
 VOCABULARY = byte_tokenizer().vocab_size
 

@@ -5,12 +5,12 @@ from .._lazy import lazy_names
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
-        ".allocation": ("evaluate_allocation",),
+        ".tasks.allocation": ("evaluate_allocation",),
         ".config": ("AllocationConfig", "EvaluationConfig", "NeedleConfig", "NllConfig"),
-        ".harness": ("run_harness",),
+        ".lm_harness": ("run_harness",),
         ".language_model": ("CausalLanguageModel",),
-        ".needle": ("evaluate_needle",),
-        ".perplexity": ("evaluate_nll",),
+        ".tasks.needle": ("evaluate_needle",),
+        ".tasks.perplexity": ("evaluate_nll",),
         ".runner": ("run_task",),
         ".task": ("LanguageModel",),
         ".run": ("EvaluationResults", "check_evaluation", "evaluate"),

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..data import Tokenizer
 from ..errors import EvaluationError
 from . import taps
-from .harness import run_harness
+from .lm_harness import run_harness
 from .prefix import CHUNK_TOKENS, PrefixCache, growing_cache, shared_tokens
 from .segments import row_sums
 from .task import Choice, Continuation, Harness, LastRow, Loss, Magnitudes, Maps, Quantized, Request, tokens_of

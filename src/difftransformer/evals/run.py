@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 from ..data import Shards, validation_windows
 from ..model import DiffTransformerForCausalLM
 from ..results import AllocationResult, NeedleResult, NllResult
-from .allocation import allocation_questions, evaluate_allocation
 from .config import EvaluationConfig
 from .language_model import UNBOUNDED, CausalLanguageModel
-from .needle import evaluate_needle, needle_cells
-from .perplexity import evaluate_nll
+from .tasks.allocation import allocation_questions, evaluate_allocation
+from .tasks.needle import evaluate_needle, needle_cells
+from .tasks.perplexity import evaluate_nll
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -82,7 +82,7 @@ class Quantized:
 
 @dataclass(frozen=True)
 class Harness:
-    """A task of lm-eval, whole. The answer: `harness.run_harness`."""
+    """A task of lm-eval, whole. The answer: `lm_harness.run_harness`."""
 
     name: str
     shots: int | None

@@ -1,7 +1,7 @@
 """transformers' DiffLlama on this package's attention op, in place.
 
-`acceleration.accelerate` gives each attention layer another class, whose forward calls `normed_differential_attention` once where
-theirs calls ordinary attention twice, each time on repeated values. Parameters, state dict and cache stay as they are.
+`accelerate` gives each attention layer another class, whose forward calls `normed_differential_attention` once where theirs
+calls ordinary attention twice, each time on repeated values. Parameters, state dict and cache stay as they are.
 
 DiffLlama pairs heads by halves: differential head i has the maps i and H + i, key group g the keys g and G + g and the value
 [V_g; V_(G + g)]. The op wants what belongs together side by side in the last dimension. The rotation writes queries, and keys

@@ -3,7 +3,7 @@
 import importlib
 from typing import Any
 
-from .task import LanguageModel, Task
+from ..task import LanguageModel, Task
 
 TASKS = (
     "perplexity",

@@ -16,14 +16,14 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ..data import CITIES_SEEN, CITIES_UNSEEN, NeedleFormat, NeedleQuestion, Shards, Tokenizer, evaluation_document
-from ..errors import ConfigError
-from ..results import Cities, ItemScore, NeedleCell, NeedleResult
-from .chat import chat_frame
-from .config import NeedleConfig
-from .scores import mean, proportion
-from .task import Continuation, LanguageModel, Scores, answers_to
-from .texts import HAYSTACK_TOKENS, token_stream
+from ...data import CITIES_SEEN, CITIES_UNSEEN, NeedleFormat, NeedleQuestion, Shards, Tokenizer, evaluation_document
+from ...errors import ConfigError
+from ...results import Cities, ItemScore, NeedleCell, NeedleResult
+from ..chat import chat_frame
+from ..config import NeedleConfig
+from ..scores import mean, proportion
+from ..task import Continuation, LanguageModel, Scores, answers_to
+from ..texts import HAYSTACK_TOKENS, token_stream
 
 CITIES: dict[Cities, tuple[str, ...]] = {"seen": CITIES_SEEN, "unseen": CITIES_UNSEEN}
 

@@ -10,15 +10,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from ..data.grounded import GROUNDED_SETS, GroundedItem, Kind, read_grounded, read_grounded_file
-from ..errors import ConfigError, DataError, EvaluationError
-from ..results import ItemScore, Measurement
-from .chat import chat_frame
-from .endpoint_judge import EndpointJudge, Spending
-from .judges import Case, Judge, OverlapJudge, judge_all
-from .scores import mean_of_sets, proportion
-from .stopping import stop_tokens, text_until
-from .task import Continuation, LanguageModel, Scores, Watch, unwatched
+from ...data.grounded import GROUNDED_SETS, GroundedItem, Kind, read_grounded, read_grounded_file
+from ...errors import ConfigError, DataError, EvaluationError
+from ...results import ItemScore, Measurement
+from ..chat import chat_frame
+from ..judges.base import Case, Judge, judge_all
+from ..judges.endpoint import EndpointJudge, Spending
+from ..judges.overlap import OverlapJudge
+from ..scores import mean_of_sets, proportion
+from ..stopping import stop_tokens, text_until
+from ..task import Continuation, LanguageModel, Scores, Watch, unwatched
 
 ANSWER_TOKENS = {"xsum": 64, "cnn_dm": 128, "multinews": 512, "qasper": 128, "hotpotqa": 32, "2wikimqa": 32}
 """LongBench's caps; of XSum and CNN/DM, which are not in it, our own: some twice a reference's length."""
@@ -108,7 +109,7 @@ def make_judge(options: Options) -> Judge:
     if kind == "overlap" and not name:
         return OverlapJudge(options.overlap_threshold)
     if kind == "nli" and name:
-        from .nli_judge import NliJudge
+        from ..judges.nli import NliJudge
 
         return NliJudge(name)
     if kind == "openai" and name:

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..data import Tokenizer
-from ..errors import ConfigError, DataError
-from ..results import Grid, Measurement
-from .scores import mean
-from .task import LanguageModel, Maps, Scores
+from ...data import Tokenizer
+from ...errors import ConfigError, DataError
+from ...results import Grid, Measurement
+from ..scores import mean
+from ..task import LanguageModel, Maps, Scores
 
 MOST_TOKENS = 128
 DEFAULT_PROMPT = "The magic Lisbon number is: 42\nThe magic Lisbon number is:"

@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import ConfigError, EvaluationError
-from .judges import Case, Judgment, OutOfBudget, Unjudged
+from ...errors import ConfigError, EvaluationError
+from .base import Case, Judgment, OutOfBudget, Unjudged
 
 RUBRIC = """\
 You check whether a text keeps to its source. You are given a source document, a reference that a person wrote, sometimes a \

@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..data import Shards, Tokenizer, read_documents
-from ..errors import ConfigError, DataError
-from ..results import ItemScore
+from ...data import Shards, Tokenizer, read_documents
+from ...errors import ConfigError, DataError
+from ...results import ItemScore
+from ..scores import mean
+from ..task import LanguageModel, Loss, Scores
+from ..texts import token_stream
 from .perplexity import DEFAULT_WINDOW
-from .scores import mean
-from .task import LanguageModel, Loss, Scores
-from .texts import token_stream
 
 _CHUNK_TOKENS = 1 << 22
 """Training tokens whose n-grams are counted at once: some 100 MB."""

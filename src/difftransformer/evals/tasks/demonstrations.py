@@ -13,9 +13,9 @@ from typing import Literal
 
 import numpy as np
 
-from ..data import Tokenizer
-from ..data.labelled import FOLDER_VARIABLE, Example, LabelledSet, read_labelled, read_labelled_files
-from ..errors import ConfigError, DataError
+from ...data import Tokenizer
+from ...data.labelled import FOLDER_VARIABLE, Example, LabelledSet, read_labelled, read_labelled_files
+from ...errors import ConfigError, DataError
 
 SEPARATOR = "\n==\n"
 LABEL_END = "\n"

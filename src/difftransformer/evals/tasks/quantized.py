@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from ..errors import ConfigError
-from ..results import ItemScore, Measurement
-from ..typed import build
-from .task import Granularity, LanguageModel, Quantized, Scores, Task, Watch, Watched, unwatched
-from .tasks import TASKS, load_task, options_class
+from ...errors import ConfigError
+from ...results import ItemScore, Measurement
+from ...typed import build
+from ..task import Granularity, LanguageModel, Quantized, Scores, Task, Watch, Watched, unwatched
+from . import TASKS, load_task, options_class
 
 _CHOICES = [
     "Rounding is simulated: numbers are rounded to the grid and stay floating. It measures accuracy, not speed or memory.",

@@ -1,104 +1,13 @@
-"""Tasks of lm-eval (the evaluation harness) on any saved model. lm-eval is imported when it is used.
-
-The paper's seven, zero-shot and with 5 shots, are its Tables 1 and 8 (arXiv:2410.05258). Each lm-eval task is one request, so
-an evaluation that was stopped goes on with the next task. Figures are those of lm-eval's own command on the same model.
-"""
+"""lm-eval on a model that is open. It is imported when it is used."""
 
 import difflib
-import importlib.metadata
-import importlib.util
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError, EvaluationError
-from ..results import ItemScore, Measurement
-from .task import Harness, LanguageModel, Scores
-
-RANDOM_SEED = 1234  # of lm-eval's own
-PAPER_TASKS = "arc_challenge,arc_easy,boolq,hellaswag,openbookqa,piqa,winogrande"
-_CHOICES = [
-    "The paper says neither which metric it reads of a task (acc or acc_norm) nor which release of the harness: all are here.",
-]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """Tasks of lm-eval.
-
-    Attributes:
-        tasks: Names of tasks or groups, separated by commas; the paper's seven by default.
-        shots: Examples in front of a question, one run for each number, such as [0,5]; the task's own number by default.
-        include_path: Folder with tasks of your own as YAML files; where it has all that are asked for, no other is looked at.
-        limit: Documents of each task, the first ones; all by default.
-        batch_size: Rows of a forward pass.
-        seed: Of Python, numpy, torch and the choice of examples.
-    """
-
-    tasks: str = PAPER_TASKS
-    shots: list[int] | None = None
-    include_path: str | None = None
-    limit: int | None = None
-    batch_size: int = 1
-    seed: int = RANDOM_SEED
-
-    def __post_init__(self) -> None:
-        if not self.names:
-            raise ConfigError("--tasks is empty; name tasks of lm-eval, separated by commas")
-        for option, values, least in (
-            ("limit", [self.limit], 1),
-            ("batch_size", [self.batch_size], 1),
-            ("shots", self.shots or [], 0),
-        ):
-            for value in values:
-                if value is not None and value < least:
-                    raise ConfigError(f"--{option} {value}: give at least {least}")
-        if self.include_path is not None and not Path(self.include_path).is_dir():
-            raise ConfigError(f"--include_path {self.include_path}: no such folder; name one with tasks as YAML files")
-
-    @property
-    def names(self) -> list[str]:
-        """The tasks one by one."""
-        return [name.strip() for name in self.tasks.split(",") if name.strip()]
-
-
-class HarnessTask:
-    """A request for each task and number of shots. See `Task`."""
-
-    def __init__(self, options: Options) -> None:
-        if importlib.util.find_spec("lm_eval") is None:
-            raise EvaluationError("lm-eval is not installed; pip install 'difftransformer[eval]'")
-        with _errors_alone():
-            _manager(options.names, options.include_path)
-        release = importlib.metadata.version("lm_eval")
-        self.data_name = f"lm-eval {release}"
-        self.choices = [f"Scored by lm-eval {release}.", *_CHOICES]
-        shots: list[int | None] = [*options.shots] if options.shots else [None]
-        self.requests = [
-            Harness(name, number, options.limit, options.include_path, options.batch_size, options.seed)
-            for number in shots
-            for name in options.names
-        ]
-
-    def score(self, answers: Sequence[Any]) -> Scores:
-        """The figures as lm-eval gives them."""
-        return Scores(
-            measurements=[Measurement(**row) for answer in answers for row in answer["measurements"]],
-            items=[ItemScore(**row) for answer in answers for row in answer["items"]],
-        )
-
-
-def make(options: Options, model: LanguageModel) -> HarnessTask:
-    """The task for a model. See `HarnessTask`.
-
-    Raises:
-        ConfigError: no such task.
-        EvaluationError: lm-eval is not installed.
-    """
-    return HarnessTask(options)
+from .task import Harness
 
 
 def run_harness(network: Any, tokenizer: Any, request: Harness) -> dict[str, Any]:
@@ -115,11 +24,11 @@ def run_harness(network: Any, tokenizer: Any, request: Harness) -> dict[str, Any
     Raises:
         EvaluationError: the task's data cannot be read, or the task asks what the model cannot do.
     """
-    with _errors_alone():
+    with errors_alone():
         from lm_eval import simple_evaluate
         from lm_eval.models.huggingface import HFLM
 
-        manager = _manager([request.name], request.include_path)
+        manager = task_index([request.name], request.include_path)
         model = HFLM(pretrained=network, tokenizer=tokenizer, backend="causal", batch_size=request.batch_size)
         seed = request.seed
         try:
@@ -142,7 +51,7 @@ def run_harness(network: Any, tokenizer: Any, request: Harness) -> dict[str, Any
     return {"measurements": _measurements(found), "items": _items(found)}
 
 
-def _manager(tasks: Sequence[str], include_path: str | None) -> Any:
+def task_index(tasks: Sequence[str], include_path: str | None) -> Any:
     """lm-eval's index of tasks. Its own has thousands of files, so it is read only where a task is not in include_path."""
     from lm_eval.tasks import TaskManager
 
@@ -211,7 +120,7 @@ def _one_line(error: BaseException) -> str:
 
 
 @contextmanager
-def _errors_alone() -> Iterator[None]:
+def errors_alone() -> Iterator[None]:
     """Quieten lm-eval's log, which tells every default that it fills in, and git, which it asks about the working folder."""
     from lm_eval import evaluator
 

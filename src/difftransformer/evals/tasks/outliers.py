@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ConfigError, DataError
-from ..results import Measurement
-from .magnitudes import Spread, merged
-from .task import LanguageModel, Magnitudes, Scores
-from .texts import token_stream
+from ...errors import ConfigError, DataError
+from ...results import Measurement
+from ..magnitudes import Spread, merged
+from ..task import LanguageModel, Magnitudes, Scores
+from ..texts import token_stream
 
 PARTS = 20
 """Requests that the rows are asked in: what is kept of each is small, and a run that was stopped goes on at the next."""

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..data import Shards, validation_windows
-from ..errors import ConfigError
-from ..results import DocumentNll, ItemScore, NllResult, PositionBucket
-from .config import NllConfig
-from .scores import mean
-from .task import LanguageModel, Loss, Scores, answers_to
-from .texts import token_stream
+from ...data import Shards, validation_windows
+from ...errors import ConfigError
+from ...results import DocumentNll, ItemScore, NllResult, PositionBucket
+from ..config import NllConfig
+from ..scores import mean
+from ..task import LanguageModel, Loss, Scores, answers_to
+from ..texts import token_stream
 
 DEFAULT_WINDOW = 4096
 

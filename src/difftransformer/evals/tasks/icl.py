@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from itertools import accumulate, chain
 from typing import Any
 
-from ..data.labelled import Example
-from ..errors import ConfigError, EvaluationError
-from ..results import ItemScore, Measurement
+from ...data.labelled import Example
+from ...errors import ConfigError, EvaluationError
+from ...results import ItemScore, Measurement
+from ..scores import mean, proportion
+from ..task import Choice, LanguageModel, Scores
 from .demonstrations import DataOptions, PromptForm, draw_items, draw_rounds
-from .scores import mean, proportion
-from .task import Choice, LanguageModel, Scores
 
 CHOICES = [
     "A demonstration is its text, a line end and its label, each behind a word of its own; a line of two equal signs parts it "

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from ..errors import ConfigError
-from .judges import Case, Judgment, Unjudged
+from ...errors import ConfigError
+from .base import Case, Judgment, Unjudged
 
 _MOST_WINDOW_TOKENS = 512
 _BATCH_WINDOWS = 16

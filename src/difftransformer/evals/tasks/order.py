@@ -13,13 +13,13 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ..data.labelled import Example
-from ..errors import ConfigError
-from ..results import Measurement
+from ...data.labelled import Example
+from ...errors import ConfigError
+from ...results import Measurement
+from ..scores import mean, proportion
+from ..task import Choice, LanguageModel, Scores
 from .demonstrations import DataOptions, PromptForm, draw_items, draw_rounds
 from .icl import CHOICES, accuracy, chance, fitting_shots, item_scores
-from .scores import mean, proportion
-from .task import Choice, LanguageModel, Scores
 
 Format = Literal["random", "alternating"]
 _PAPER_ORDERS = {"random": 10, "alternating": 30}

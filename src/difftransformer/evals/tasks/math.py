@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ..data.problems import PROBLEM_SETS, Problem, read_problems
-from ..errors import ConfigError, DataError
-from ..results import ItemScore, Measurement
-from .chat import chat_frame
+from ...data.problems import PROBLEM_SETS, Problem, read_problems
+from ...errors import ConfigError, DataError
+from ...results import ItemScore, Measurement
+from ..chat import chat_frame
+from ..scores import mean, mean_of_sets, proportion
+from ..stopping import stop_tokens, text_until
+from ..task import Continuation, LanguageModel, Scores
 from .math_answers import is_right
-from .scores import mean, mean_of_sets, proportion
-from .stopping import stop_tokens, text_until
-from .task import Continuation, LanguageModel, Scores
 
 EXAMPLES = (
     (

@@ -20,14 +20,14 @@ from typing import Any
 
 import numpy as np
 
-from ..data import CITIES_SEEN, CITIES_UNSEEN, NeedleQuestion, Shards, Tokenizer, evaluation_document
-from ..errors import ConfigError
-from ..results import AllocationResult, AllocationShare, Form, Grid, ItemScore, Measurement, Segment
-from .config import AllocationConfig
-from .scores import mean
-from .segments import FORMS
-from .task import LanguageModel, LastRow, Scores, answers_to
-from .texts import HAYSTACK_TOKENS, token_stream
+from ...data import CITIES_SEEN, CITIES_UNSEEN, NeedleQuestion, Shards, Tokenizer, evaluation_document
+from ...errors import ConfigError
+from ...results import AllocationResult, AllocationShare, Form, Grid, ItemScore, Measurement, Segment
+from ..config import AllocationConfig
+from ..scores import mean
+from ..segments import FORMS
+from ..task import LanguageModel, LastRow, Scores, answers_to
+from ..texts import HAYSTACK_TOKENS, token_stream
 
 SEGMENTS: tuple[Segment, ...] = ("first", "before", "answer", "after", "query")
 

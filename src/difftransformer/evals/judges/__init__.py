@@ -1,0 +1,1 @@
+"""Who says whether an answer keeps to its document: word overlap, a local model of natural language inference, an endpoint."""
