@@ -19,7 +19,7 @@ class Writer:
             prompt = self.tokenizer.decode(request.prompt)
             self.prompts.append(prompt)
             ids = [*self.tokenizer.encode(self.write(prompt)), self.tokenizer.end_of_text][: request.tokens]
-            stops = [place for place, token in enumerate(ids) if token in request.stop]
+            stops = [place for place, token in enumerate(ids) if request.ends(ids[:place], token)]
             yield index, ids[: stops[0]] if stops else ids
 
 

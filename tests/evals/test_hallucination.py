@@ -51,7 +51,7 @@ def test_the_oracle_and_the_liar(options):
 
 
 def test_questions_are_asked_and_empty_answers_are_wrong(options):
-    model = Writer(lambda prompt: " wordp" if "Whom did worda meet?" in prompt else "\nwordb")
+    model = Writer(lambda prompt: "\n\n wordp\nwordb" if "Whom did worda meet?" in prompt else "")
     scores = run_task(model, make(options(kind="qa"), model))
     found = figures(scores)
     assert found["accuracy", "people"].value == 1 / 16
@@ -64,7 +64,7 @@ def test_judging_is_watched(within, options):
     name, chosen = "hallucination", options(items=16)
     if within:
         name, chosen = "quantized", quantized.Options(task=name, task_options=vars(chosen), bits=[16])
-    told, model = [], Writer(lambda prompt: f" {document_of(prompt)}" if "worda" in prompt else "\n")
+    told, model = [], Writer(lambda prompt: f" {document_of(prompt)}" if "worda" in prompt else "")
     run_task(model, load_task(name, chosen, model), watch=lambda *numbers: told.append(numbers))
     # Two documents name worda; the other answers are empty, and nobody judges them.
     assert [row for row in told if row[2:] == ("judging",)] == [(n, 2, "judging") for n in range(3)]

@@ -80,6 +80,22 @@ def test_a_stop_ends_a_row_and_is_not_part_of_it(model, prompts):
     assert ask(model, [Continuation(rows_of(prompts)[0], 8, (first,))]) == [[]]
 
 
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_a_leading_token_stops_a_row_only_behind_others(model, prompts, prefix_caching):
+    """The first two tokens of an answer may begin it; anywhere else either of them ends it."""
+    row = rows_of(prompts)[0]
+    (made,) = ask(model, [Continuation(row, 40)])
+    leading = tuple(made[:2])
+    end = next(
+        (place for place in range(2, 40) if made[place] in leading and not set(made[:place]) <= set(leading)), 40
+    )
+    requests = [Continuation(row, 40, leading, leading)] * 2
+    assert ask(model, requests, prefix_caching=prefix_caching) == [made[:end]] * 2
+    assert Continuation(row, 4, (1, 2), (1,)).ends((), 2)
+    assert not Continuation(row, 4, (1, 2), (1,)).ends((1, 1), 1)
+    assert Continuation(row, 4, (1, 2), (1,)).ends((1, 7), 1)
+
+
 @pytest.mark.parametrize("batch_tokens", [16_384, 45])
 def test_last_row_is_the_sum_of_the_maps_last_row(model, prompts, batch_tokens):
     edges = (0, 1, 7, 20)

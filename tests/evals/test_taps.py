@@ -210,3 +210,32 @@ def test_the_commands(name, tmp_path, monkeypatch, toy_text):
         assert result.task == task
         assert result.measurements
         assert (tmp_path / "evals" / name / f"{task}.png").stat().st_size > 5000
+
+
+@pytest.mark.parametrize("at_once", [1, 300, 1 << 22])
+@pytest.mark.parametrize("name", MAKE)
+def test_magnitudes_are_those_of_the_written_out_logits(name, at_once, monkeypatch):
+    monkeypatch.setattr(taps, "_LOGITS_AT_ONCE", at_once)
+    model, found = made(name), []
+    before = model.config._attn_implementation, [type(module) for module in model.modules()]
+
+    def keep(scores, allowed):
+        found.append((scores, allowed.expand_as(scores)))
+        return scores
+
+    with taps.written_out(model) as layers, watching_logits(keep):
+        model(IDS)
+    maps = len(found) // len(layers)
+    distinct = [
+        scores[:, :1] if name == "grouped_diff" and place % maps else scores for place, (scores, _) in enumerate(found)
+    ]
+    expected = torch.cat(
+        [scores[allowed[:, : scores.shape[1]]].abs() for scores, (_, allowed) in zip(distinct, found, strict=True)]
+    )
+    measured = taps.magnitudes(model, [IDS[:1], IDS[1:]], 50)["logits"]
+    assert sum(measured["counts"]) == len(expected)
+    torch.testing.assert_close(torch.tensor(measured["largest"]), expected.topk(50).values, rtol=1e-4, atol=1e-5)
+    bins = torch.repeat_interleave(torch.tensor(measured["bins"]), torch.tensor(measured["counts"]))
+    values = (bins.int() << 16).view(torch.float32)
+    torch.testing.assert_close(values, expected.sort().values, rtol=2**-7, atol=1e-5)
+    assert (model.config._attn_implementation, [type(module) for module in model.modules()]) == before

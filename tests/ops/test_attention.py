@@ -37,6 +37,7 @@ from difftransformer.ops import (
     differential_attention,
     softmax_attention,
     softmax_maps,
+    watching_inputs,
 )
 
 
@@ -422,3 +423,29 @@ def test_meta_tensors_give_shapes(backend):
     out = differential_attention(query, key, key[..., :6], 0.5, is_causal=True, backend=backend)
     assert out.shape == (2, 4, 5, 6)
     assert out.device.type == "meta"
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["two keys", "one key"])
+@pytest.mark.parametrize("scale", [None, 0.3])
+def test_watched_inputs_are_those_of_the_maps(shared, scale):
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(2, 4, 5, 6, generator=generator)
+    key, value = (
+        torch.randn(2, 2, 7, 3 if shared else 6, generator=generator),
+        torch.randn(2, 2, 7, 3, generator=generator),
+    )
+    seen = []
+    with watching_inputs(lambda *inputs: seen.append(inputs)):
+        found = differential_attention(query, key, value, 0.4, is_causal=True, scale=scale)
+        softmax_attention(query[..., :3], key[..., :3], value, window=2, is_causal=True)
+    assert torch.equal(differential_attention(query, key, value, 0.4, is_causal=True, scale=scale), found)
+    assert len(seen) == 2
+    allowed = torch.ones(5, 7, dtype=torch.bool).tril(2)
+    maps, restrictions, used = seen[0]
+    assert restrictions.is_causal
+    expected = attention_maps(query, key, is_causal=True, scale=scale)
+    for (q, k), map_BHTS in zip(maps, expected, strict=True):
+        logits = (used * q @ k.repeat_interleave(2, 1).mT).masked_fill(~allowed, -torch.inf)
+        torch.testing.assert_close(logits.softmax(-1), map_BHTS)
+    ((q, k),), restrictions, used = seen[1]
+    assert (q.shape[-1], k.shape, restrictions.window, used) == (3, (2, 2, 7, 3), 2, 3**-0.5)

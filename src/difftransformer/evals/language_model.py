@@ -134,7 +134,7 @@ class CausalLanguageModel:
         cache.start()
         while len(made) < request.tokens:
             token = int(cache.next_logits((*request.prompt, *made)).argmax())
-            if token in request.stop:
+            if request.ends(made, token):
                 break
             made.append(token)
         return made
@@ -148,7 +148,7 @@ class CausalLanguageModel:
             tokens = outputs.logits[:, -1].argmax(-1)
             going = []
             for place, (row, token) in enumerate(zip(left, tokens.tolist(), strict=True)):
-                if token not in requests[row].stop:
+                if not requests[row].ends(made[row], token):
                     made[row].append(token)
                     if len(made[row]) < requests[row].tokens:
                         going.append(place)

@@ -42,7 +42,8 @@ class Magnitude:
         sizes, count = values.detach().float().abs(), values.numel()
         if allowed is not None:
             # Zeros in place of the others, taken off again below: cheaper than picking the values.
-            sizes, count = sizes.masked_fill_(~allowed, 0), int(allowed.sum())
+            sizes = sizes.masked_fill_(~allowed, 0)
+            count = int(allowed.sum()) * (values.numel() // allowed.numel())
         if not count:
             return
         sizes = sizes.flatten()
@@ -52,9 +53,10 @@ class Magnitude:
         if int(bins[_FIRST_NOT_FINITE:].sum()):
             raise EvaluationError(f"{self.name}: some are not finite in this dtype; use --dtype fp32")
         self.counts += bins
-        if len(self.top) < self.largest or bool(sizes.max() > self.top[-1]):
-            best = sizes.topk(min(self.largest, count)).values.cpu()
-            self.top = torch.cat((self.top, best)).sort(descending=True).values[: self.largest].clone()
+        if len(self.top) == self.largest:
+            sizes = sizes[sizes > self.top[-1]]
+        best = sizes.topk(min(self.largest, count, len(sizes))).values.cpu()
+        self.top = torch.cat((self.top, best)).sort(descending=True).values[: self.largest].clone()
 
     def summary(self) -> dict[str, Any]:
         """`largest` in descending order, and the bins that are not empty with their counts."""

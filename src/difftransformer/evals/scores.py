@@ -1,7 +1,8 @@
 """Figures from items: shares and means with their standard errors."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 from ..results import Measurement
@@ -50,6 +51,11 @@ def mean(
         squares = math.fsum((v - value * w) ** 2 for v, w in zip(values, weights, strict=True))
         error = math.sqrt(squares * n / (n - 1)) / total
     return Measurement(name=name, unit=unit, value=value, standard_error=error, n=n, better=better, at=at)
+
+
+def details(rows: Iterable[Measurement]) -> list[Measurement]:
+    """The same figures, for pictures and full tables alone."""
+    return [replace(row, detail=True) for row in rows]
 
 
 def mean_of_sets(name: str, rows: Sequence[Measurement]) -> Measurement:

@@ -1,7 +1,8 @@
 """What a model's attention looks like from inside: maps, logits, hidden states; and the same model with coarser numbers.
 
 A model's normal path never forms its maps. `written_out` lets it compute attention by the equations of `ops.reference` for
-a while, which shows every map's logits to who asks (`ops.reference.watching_logits`). It takes n x n memory.
+a while, which shows every map's logits to who asks (`ops.reference.watching_logits`); that takes n x n memory. `magnitudes`
+needs logits alone and forms them beside the model's own kernels (`ops.watching_inputs`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,9 +18,10 @@ from transformers.models.diffllama.modeling_diffllama import DiffLlamaAttention
 from ..attention import Attention
 from ..errors import ConfigError, EvaluationError
 from ..model import accelerate, restore
-from ..model.attention_function import NOT_IN_THE_OP, attention, mask
+from ..model.attention_function import IMPLEMENTATION, NOT_IN_THE_OP, attention, mask
 from ..model.diffllama import AcceleratedDiffLlamaAttention
-from ..ops import use_backend
+from ..ops import use_backend, watching_inputs
+from ..ops.problem import LOW_PRECISION, Restrictions, allowed_keys
 from ..ops.quantize import quantize_last, quantize_symmetric
 from ..ops.reference import softmax_of, watching_logits
 from .magnitudes import Magnitude
@@ -146,7 +148,8 @@ def magnitudes(model: Any, rows: Sequence[Tensor], largest: int) -> dict[str, An
     """How large attention logits and hidden states become (arXiv:2410.05258 section 3.7).
 
     Logits are the scaled ones of both maps, of keys that a query may attend to, a map that heads share once; hidden states
-    are the output of each layer. One row goes through at a time, and what is kept does not grow with their number.
+    are the output of each layer. One row goes through at a time on the model's own kernels, its logits are formed beside them
+    some rows of a map at a time, and what is kept does not grow with their number.
 
     Args:
         model: A causal language model of transformers' form.
@@ -160,23 +163,45 @@ def magnitudes(model: Any, rows: Sequence[Tensor], largest: int) -> dict[str, An
         EvaluationError: see `written_out`; or numbers that are not finite.
     """
     logits, hidden = Magnitude("attention logits", largest), Magnitude("hidden states", largest)
+    with written_out(model) as tapped:
+        pass
 
-    def see(layer: int, number: int, scores: Tensor, allowed: Tensor | None) -> None:
-        scores = scores[:, :: _copies(tapped[layer])] if number else scores
-        mask = torch.ones_like(scores, dtype=torch.bool) if allowed is None else allowed.expand_as(scores)
-        heads = max(1, _LOGITS_AT_ONCE // scores[:, 0].numel())
-        for part, of_part in zip(scores.split(heads, 1), mask.split(heads, 1), strict=True):
-            logits.add(part, of_part)
+    def see(layer: int, maps: Sequence[tuple[Tensor, Tensor]], restrictions: Restrictions, scale: float) -> None:
+        for number, (query, key) in enumerate(maps):
+            distinct = slice(None, None, _copies(tapped[layer]) if number else 1)
+            for scores, allowed in _logits_of_rows(query, key, restrictions, scale, distinct):
+                logits.add(scores, allowed)
 
     def leave(module: nn.Module, arguments: Any, output: Any) -> None:
         hidden.add(output[0] if isinstance(output, tuple) else output)
 
-    with written_out(model) as tapped, ExitStack() as hooks, _watching_logits(tapped, see):
+    with _on_the_op(model), ExitStack() as hooks, _watching_inputs(tapped, see):
         for block in _blocks(model, tapped[0]):
             hooks.callback(block.register_forward_hook(leave).remove)
         for row in rows:
             model(input_ids=row, use_cache=False, logits_to_keep=1)
     return {"logits": logits.summary(), "hidden": hidden.summary()}
+
+
+def _logits_of_rows(
+    query: Tensor, key: Tensor, restrictions: Restrictions, scale: float, heads: slice
+) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """One map's logits (B, H, rows, keys) in fp32 and who may attend, some rows of some heads at a time; keys that come later
+    than all of them are left out."""
+    queries, keys = query.shape[2], key.shape[2]
+    key = key.repeat_interleave(query.shape[1] // key.shape[1], 1)[:, heads]
+    query = query[:, heads]
+    if query.dtype in LOW_PRECISION:
+        query, key = query.float(), key.float()
+    step = max(1, _LOGITS_AT_ONCE // (query.shape[0] * query.shape[1] * keys))
+    for first in range(0, queries, step):
+        last = min(first + step, queries)
+        seen = last + keys - queries if restrictions.is_causal and restrictions.kv_lengths is None else keys
+        scores = (query[:, :, first:last] * scale) @ key[:, :, :seen].mT
+        allowed = allowed_keys(restrictions, queries, keys, query.device, (first, last), (0, seen))
+        if allowed is not None and allowed.shape[1] > 1:
+            allowed = allowed[:, heads]
+        yield scores, allowed
 
 
 @contextmanager
@@ -239,20 +264,33 @@ def _on_reference(model: Any) -> Iterator[None]:
         with _implementation(model, "eager"):
             yield
     elif any(issubclass(kind, DiffLlamaAttention) for kind in kinds):
+        with _on_the_op(model), use_backend("reference"):
+            yield
+    else:
+        AttentionInterface.register(_WRITTEN_OUT, _attention)
+        AttentionMaskInterface.register(_WRITTEN_OUT, mask)
+        with _implementation(model, _WRITTEN_OUT):
+            yield
+
+
+@contextmanager
+def _on_the_op(model: Any) -> Iterator[None]:
+    """Let a model's attention go through the op, on any backend."""
+    kinds = {type(module) for module in model.modules()}
+    if any(issubclass(kind, Attention) for kind in kinds):
+        yield
+    elif any(issubclass(kind, DiffLlamaAttention) for kind in kinds):
         try:
             accelerate(model)
         except ConfigError as error:
             raise EvaluationError(str(error)) from None
         try:
-            with use_backend("reference"):
-                yield
+            yield
         finally:
             if AcceleratedDiffLlamaAttention not in kinds:
                 restore(model)
     else:
-        AttentionInterface.register(_WRITTEN_OUT, _attention)
-        AttentionMaskInterface.register(_WRITTEN_OUT, mask)
-        with _implementation(model, _WRITTEN_OUT):
+        with _implementation(model, IMPLEMENTATION):
             yield
 
 
@@ -344,8 +382,8 @@ def _copies(module: nn.Module) -> int:
 
 
 @contextmanager
-def _watching_logits(layers: Sequence[nn.Module], see: SeeLogits) -> Iterator[None]:
-    """Call see(layer, map, logits, allowed) for every map."""
+def _counting(layers: Sequence[nn.Module]) -> Iterator[list[int]]:
+    """The layer that computes at the moment, and 0, which the caller may count on."""
     place = [0, 0]
 
     def entering(layer: int) -> Callable[..., None]:
@@ -354,14 +392,29 @@ def _watching_logits(layers: Sequence[nn.Module], see: SeeLogits) -> Iterator[No
 
         return enter
 
+    with ExitStack() as hooks:
+        for index, module in enumerate(layers):
+            hooks.callback(module.register_forward_pre_hook(entering(index)).remove)
+        yield place
+
+
+@contextmanager
+def _watching_logits(layers: Sequence[nn.Module], see: SeeLogits) -> Iterator[None]:
+    """Call see(layer, map, logits, allowed) for every map."""
+
     def watch(scores: Tensor, allowed: Tensor | None) -> Tensor:
         see(place[0], place[1], scores, allowed)
         place[1] += 1
         return scores
 
-    with ExitStack() as hooks, watching_logits(watch):
-        for index, module in enumerate(layers):
-            hooks.callback(module.register_forward_pre_hook(entering(index)).remove)
+    with _counting(layers) as place, watching_logits(watch):
+        yield
+
+
+@contextmanager
+def _watching_inputs(layers: Sequence[nn.Module], see: Callable[..., None]) -> Iterator[None]:
+    """Call see(layer, maps, restrictions, scale) for every layer; see `ops.watching_inputs`."""
+    with _counting(layers) as place, watching_inputs(lambda *inputs: see(place[0], *inputs)):
         yield
 
 

@@ -25,11 +25,19 @@ class Loss:
 
 @dataclass(frozen=True)
 class Continuation:
-    """What follows greedily? The answer: `tokens` token ids; fewer where one of `stop` ended it, which is not part of it."""
+    """What follows greedily? The answer: `tokens` token ids; fewer where one of `stop` ended it, which is not part of it.
+
+    One of `leading` does not end an answer that holds nothing else so far.
+    """
 
     prompt: tuple[int, ...]
     tokens: int
     stop: tuple[int, ...] = ()
+    leading: tuple[int, ...] = ()
+
+    def ends(self, made: Sequence[int], token: int) -> bool:
+        """Whether a token ends an answer of which `made` is there."""
+        return token in self.stop and (token not in self.leading or not set(made) <= set(self.leading))
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from .attention import (
     normed_differential_attention,
     softmax_attention,
     softmax_maps,
+    watching_inputs,
 )
 from .backends import BACKENDS, Backend, backend_names, explain, select_backend, use_backend
 from .norms import rms_norm
@@ -29,4 +30,5 @@ __all__ = [
     "softmax_attention",
     "softmax_maps",
     "use_backend",
+    "watching_inputs",
 ]

@@ -4,6 +4,10 @@ Dimensions: B batch, H differential heads (for softmax: heads), G key/value grou
 D width of one map's queries and keys, E value width.
 """
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
 import torch
 from torch import Tensor
 
@@ -17,6 +21,27 @@ _FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _INTEGERS = (torch.int32, torch.int64)
 
 Norm = tuple[Tensor | None, float, float]  # gain, eps, factor
+
+SeeInputs = Callable[[tuple[tuple[Tensor, Tensor], ...], Restrictions, float], None]
+_see_inputs: ContextVar[SeeInputs | None] = ContextVar("difftransformer_watch_inputs", default=None)
+
+
+@contextmanager
+def watching_inputs(see: SeeInputs) -> Iterator[None]:
+    """Show what every call gets to a function, on whatever backend it runs: no map is formed for that.
+
+    It is called with the query (B, H, T, D) and key (B, G, S, D) of each map, the first one first, with the restrictions, and
+    with what multiplies the logits. `torch.compile` reads it once, when it compiles: enter before that."""
+    token = _see_inputs.set(see)
+    try:
+        yield
+    finally:
+        _see_inputs.reset(token)
+
+
+@torch.compiler.assume_constant_result
+def _watched() -> SeeInputs | None:
+    return _see_inputs.get()
 
 
 def differential_attention(
@@ -342,6 +367,10 @@ def _run(
     norm: Norm | None = None,
 ) -> Tensor:
     chosen = select_backend(problem, backend)
+    see = _watched()
+    if see is not None:
+        maps = ((query, key),) if lam is None else reference.inputs_of_maps(query, key)
+        see(maps, restrictions, maps[0][0].shape[-1] ** -0.5 if scale is None else scale)
     arguments = (query, key, value, lam, restrictions, scale)
     # Dtypes are the caller's: autocast acts in the layers above, not in here.
     with without_autocast(problem.device_type):

@@ -88,11 +88,17 @@ def attention_maps(
     query: Tensor, key: Tensor, restrictions: Restrictions, scale: float | None
 ) -> tuple[Tensor, Tensor]:
     """Both maps of differential attention, (B, H, T, S) each; arguments as in `run`."""
-    width = query.shape[-1] // 2
     allowed_BHTS = allowed_keys(restrictions, query.shape[2], key.shape[2], query.device)
-    key_1, key_2 = (key, key) if key.shape[-1] == width else key.split(width, -1)
+    first, second = inputs_of_maps(query, key)
+    return softmax_map(*first, scale, allowed_BHTS), softmax_map(*second, scale, allowed_BHTS)
+
+
+def inputs_of_maps(query: Tensor, key: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Query (B, H, T, D) and key (B, G, S, D) of either map of differential attention."""
+    width = query.shape[-1] // 2
     query_1, query_2 = query.split(width, -1)
-    return softmax_map(query_1, key_1, scale, allowed_BHTS), softmax_map(query_2, key_2, scale, allowed_BHTS)
+    key_1, key_2 = (key, key) if key.shape[-1] == width else key.split(width, -1)
+    return (query_1, key_1), (query_2, key_2)
 
 
 def run(

@@ -37,6 +37,7 @@ class Measurement:
 
     `standard_error` is over the `n` items, never over training; None where there is none. A share of independent items also
     has Wilson's interval of 95 %, `low` to `high`. `better` is None where no direction is an improvement.
+    A `detail` is one of many that a picture shows; short tables leave it out.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Measurement:
     at: dict[str, Any]
     low: float | None = None
     high: float | None = None
+    detail: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,7 @@ from ...data import CITIES_SEEN, CITIES_UNSEEN, NeedleQuestion, Shards, Tokenize
 from ...errors import ConfigError
 from ...results import AllocationResult, AllocationShare, Form, Grid, ItemScore, Measurement, Segment
 from ..config import AllocationConfig
-from ..scores import mean
+from ..scores import details, mean
 from ..segments import FORMS
 from ..task import LanguageModel, LastRow, Scores, answers_to
 from ..texts import HAYSTACK_TOKENS, token_stream
@@ -203,7 +203,7 @@ class AllocationTask:
                 for index, segment in enumerate(SEGMENTS):
                     values = [share[form][index] for share, place in zip(shares, depths, strict=True) if place == depth]
                     at = {"depth": depth, "form": form, "segment": segment}
-                    measurements.append(mean("attention share", "share", values, at))
+                    measurements += details([mean("attention share", "share", values, at)])
         items = [
             ItemScore(
                 name="signed attention on the answer", item=f"{depth:g}/{document}", score=share["signed"][answer]

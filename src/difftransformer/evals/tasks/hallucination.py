@@ -18,7 +18,7 @@ from ..judges.base import Case, Judge, judge_all
 from ..judges.endpoint import EndpointJudge, Spending
 from ..judges.overlap import OverlapJudge
 from ..scores import mean_of_sets, proportion
-from ..stopping import stop_tokens, text_until
+from ..stopping import stop_tokens
 from ..task import Continuation, LanguageModel, Scores, Watch, unwatched
 
 ANSWER_TOKENS = {"xsum": 64, "cnn_dm": 128, "multinews": 512, "qasper": 128, "hotpotqa": 32, "2wikimqa": 32}
@@ -134,24 +134,22 @@ class HallucinationTask:
         self.items: list[tuple[str, GroundedItem]] = []
         self.requests: list[Continuation] = []
         self._cut = 0
-        # The answer to a base prompt is one line; a chat model ends its turn with a special token.
-        self.ending = "\n" if options.prompt == "base" else None
-        stop = stop_tokens(self.tokenizer, self.ending)
+        # The answer to a base prompt is one line, which some models begin on a new one; a chat model ends its turn with a
+        # special token.
+        self.one_line = options.prompt == "base"
+        self.stop = stop_tokens(self.tokenizer, "\n" if self.one_line else None)
+        self.leading = tuple(token for token in self.stop if not self.tokenizer.decode([token]).strip())
         names = options.sets or ([] if options.file else list(GROUNDED_SETS))
         for name in names:
             kind = GROUNDED_SETS[name].kind if name in GROUNDED_SETS else "summary"
-            self._add(
-                name, kind, read_grounded(name, options.items, options.seed), ANSWER_TOKENS.get(name, 0), model, stop
-            )
+            self._add(name, kind, read_grounded(name, options.items, options.seed), ANSWER_TOKENS.get(name, 0), model)
         if options.file:
             items = read_grounded_file(options.file, options.kind, options.items, options.seed)
-            self._add(Path(options.file).stem, options.kind, items, FILE_ANSWER_TOKENS[options.kind], model, stop)
+            self._add(Path(options.file).stem, options.kind, items, FILE_ANSWER_TOKENS[options.kind], model)
         self.data_name = ", ".join([*names, *([options.file] if options.file else [])])
         self.choices = self._choices()
 
-    def _add(
-        self, name: str, kind: Kind, items: list[GroundedItem], cap: int, model: LanguageModel, stop: tuple[int, ...]
-    ) -> None:
+    def _add(self, name: str, kind: Kind, items: list[GroundedItem], cap: int, model: LanguageModel) -> None:
         cap = self.options.max_new_tokens or cap
         before, after = PROMPTS[self.options.prompt, kind]
         frame = chat_frame(self.tokenizer) if self.options.prompt == "chat" else ([self.tokenizer.end_of_text], [])
@@ -169,7 +167,7 @@ class HallucinationTask:
                 document = [*document[: (room + 1) // 2], *document[len(document) - room // 2 :]]
                 self._cut += 1
             self.items.append((name, item))
-            self.requests.append(Continuation((*start, *document, *end), cap, stop))
+            self.requests.append(Continuation((*start, *document, *end), cap, self.stop, self.leading))
 
     def score(self, answers: Sequence[Any]) -> Scores:
         """The share of faithful answers in each set, of those judged; empty answers; answers without a verdict.
@@ -177,7 +175,9 @@ class HallucinationTask:
         Raises:
             EvaluationError: the judge gave no verdict at all.
         """
-        texts = [text_until(self.tokenizer, ids, self.ending)[0].strip() for ids in answers]
+        texts = [self.tokenizer.decode(ids).strip() for ids in answers]
+        if self.one_line:
+            texts = [text.partition("\n")[0].strip() for text in texts]
         cases = [
             Case(
                 set_name=name,
@@ -231,7 +231,8 @@ class HallucinationTask:
             *self.judge.rules,
             f"The judge is {self.judge.name}; verdicts of different judges, and the paper's of GPT-4o, do not compare.",
             "Prompts are our own; the paper gives none. Answers are greedy, at most as long as LongBench has them (XSum 64 and "
-            "CNN/DM 128 tokens), and end at a special token" + (" or the end of the line." if self.ending else "."),
+            "CNN/DM 128 tokens), and end at a special token"
+            + (" or the end of the first line that is not empty." if self.one_line else "."),
             f"{self._cut} of {len(self.items)} documents do not fit into the model's context and lose their middle; the judge "
             "sees them whole.",
             "MultiNews and the questions are LongBench's. An empty answer is not judged and counts as wrong.",

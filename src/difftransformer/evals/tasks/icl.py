@@ -13,7 +13,7 @@ from typing import Any
 from ...data.labelled import Example
 from ...errors import ConfigError, EvaluationError
 from ...results import ItemScore, Measurement
-from ..scores import mean, proportion
+from ..scores import details, mean, proportion
 from ..task import Choice, LanguageModel, Scores
 from .demonstrations import DataOptions, PromptForm, draw_items, draw_rounds
 
@@ -100,9 +100,9 @@ class ShotsTask:
             measurements.append(accuracy(right, at))
             items += item_scores(f"accuracy, {at['demonstrations']} demonstrations", right)
             if self.draws > 1:
-                measurements += [
+                measurements += details(
                     proportion("accuracy of a draw", found, at | {"draw": draw}) for draw, found in enumerate(right)
-                ]
+                )
             lengths = [
                 float(len(request.prompt)) for request in self.requests[place - len(self.items) * self.draws : place]
             ]

@@ -14,7 +14,7 @@ from typing import Any
 from ...data import Tokenizer
 from ...errors import ConfigError, DataError
 from ...results import Grid, Measurement
-from ..scores import mean
+from ..scores import details, mean
 from ..task import LanguageModel, Maps, Scores
 
 MOST_TOKENS = 128
@@ -80,10 +80,12 @@ class MapsTask:
             measurements.append(mean(name, "share", heads, {}))
             grids.append(Grid(name=name, at={}, values=_short(found[key])))
         for name, key in figures.items():
-            measurements += [mean(name, "share", heads, {"layer": layer}) for layer, heads in enumerate(found[key])]
+            measurements += details(
+                mean(name, "share", heads, {"layer": layer}) for layer, heads in enumerate(found[key])
+            )
         if differential:
             by_layer = enumerate(found["lambda"])
-            measurements += [mean("lambda", "", heads, {"layer": layer}) for layer, heads in by_layer]
+            measurements += details(mean("lambda", "", heads, {"layer": layer}) for layer, heads in by_layer)
             grids.append(Grid(name="lambda", at={}, values=_short(found["lambda"])))
         for drawn in found["maps"]:
             place = {"layer": drawn["layer"], "head": drawn["head"]}

@@ -21,7 +21,7 @@ from ...errors import ConfigError
 from ...results import Cities, ItemScore, NeedleCell, NeedleResult
 from ..chat import chat_frame
 from ..config import NeedleConfig
-from ..scores import mean, proportion
+from ..scores import details, mean, proportion
 from ..task import Continuation, LanguageModel, Scores, answers_to
 from ..texts import HAYSTACK_TOKENS, token_stream
 
@@ -247,7 +247,7 @@ class NeedleTask:
             measurements.append(mean("accuracy", "share", right, at, weights=trials, better="higher"))
         for (needles, asked, length, depth), cell in cells.items():
             place = {"needles": needles, "asked": asked, "length_tokens": length, "depth": depth}
-            measurements.append(proportion("accuracy", cell, place))
+            measurements += details([proportion("accuracy", cell, place)])
         items = [
             ItemScore(
                 name=f"accuracy N={needles} R={asked}",

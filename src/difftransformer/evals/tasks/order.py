@@ -16,7 +16,7 @@ import numpy as np
 from ...data.labelled import Example
 from ...errors import ConfigError
 from ...results import Measurement
-from ..scores import mean, proportion
+from ..scores import details, mean, proportion
 from ..task import Choice, LanguageModel, Scores
 from .demonstrations import DataOptions, PromptForm, draw_items, draw_rounds
 from .icl import CHOICES, accuracy, chance, fitting_shots, item_scores
@@ -98,7 +98,6 @@ class OrderTask:
         shares = [row.value for row in by_order]
         overall = math.fsum(shares) / self.orders
         measurements = [
-            *by_order,
             accuracy(right, self.at, name="mean accuracy"),
             self._figure("best minus worst", max(shares) - min(shares)),
             self._figure("best minus worst, binomial floor", binomial_margin(overall, count, self.orders)),
@@ -106,6 +105,7 @@ class OrderTask:
             self._figure("sd over orders, binomial floor", math.sqrt(overall * (1 - overall) / count)),
             mean("prompt", "tokens", [float(len(request.prompt)) for request in self.requests], self.at),
             chance(len(self.labels)),
+            *details(by_order),
         ]
         return Scores(measurements=measurements, items=item_scores("accuracy", right))
 

@@ -14,6 +14,7 @@ import numpy as np
 from ...errors import ConfigError, DataError
 from ...results import Measurement
 from ..magnitudes import Spread, merged
+from ..scores import details
 from ..task import LanguageModel, Magnitudes, Scores
 from ..texts import token_stream
 
@@ -89,7 +90,7 @@ class OutliersTask:
                     _figure(name, rank, spread.largest[rank - 1], spread)
                 )
             first.append(_figure(name, "median", spread.median, spread))
-        return Scores(measurements=first + others, items=[])
+        return Scores(measurements=first + details(others), items=[])
 
 
 def _figure(name: str, rank: int | str, value: float, spread: Spread) -> Measurement:

@@ -13,7 +13,7 @@ from ...data import Shards, validation_windows
 from ...errors import ConfigError
 from ...results import DocumentNll, ItemScore, NllResult, PositionBucket
 from ..config import NllConfig
-from ..scores import mean
+from ..scores import details, mean
 from ..task import LanguageModel, Loss, Scores, answers_to
 from ..texts import token_stream
 
@@ -116,14 +116,19 @@ class PerplexityTask:
             items.append(ItemScore(name="nll", item=f"window {index}", score=nats[-1], weight=tokens[-1]))
         nll = mean("nll", "nats/token", nats, {}, weights=tokens, better="lower")
         bits = mean("bits per byte", "bits/byte", [n / math.log(2) for n in nats], {}, weights=sizes, better="lower")
-        measurements = [nll, bits]
         length = len(answers[0])
         cumulative = np.cumsum(np.array(answers, np.float64), axis=1) / np.arange(1, length + 1)
-        for position in _positions(length):
-            column = cumulative[:, position - 1].tolist()
-            at = {"position": position}
-            measurements.append(mean("cumulative nll", "nats/token", column, at, better="lower"))
-        return Scores(measurements=measurements, items=items)
+        curve = [
+            mean(
+                "cumulative nll",
+                "nats/token",
+                cumulative[:, position - 1].tolist(),
+                {"position": position},
+                better="lower",
+            )
+            for position in _positions(length)
+        ]
+        return Scores(measurements=[nll, bits, *details(curve)], items=items)
 
 
 def make(options: Options, model: LanguageModel) -> PerplexityTask:

@@ -28,9 +28,6 @@ PICTURES = {
 }
 
 
-_BRIEF_ROWS = 24
-
-
 def draw_task(results: Sequence[TaskResult], png: bool = False, *, name: str | None = None) -> Drawing | None:
     """The picture of a task, or None where a table says it all. The name is the task's unless one is given."""
     if (file := PICTURES.get(results[0].task)) is None:
@@ -59,19 +56,18 @@ def measurement_table(results: Sequence[TaskResult], *, brief: bool = False) -> 
 
     Args:
         results: Of one task, a model each.
-        brief: Whether a long table keeps only what was measured at the fewest places.
+        brief: Whether details are left out.
     """
     keys: list[tuple[str, tuple[tuple[str, object], ...]]] = []
     cells: dict[tuple[int, object], Measurement] = {}
     for index, result in enumerate(results):
         for row in result.measurements:
+            if brief and row.detail:
+                continue
             key = (row.name, tuple(row.at.items()))
             if key not in keys:
                 keys.append(key)
             cells[index, key] = row
-    if brief and len(keys) > _BRIEF_ROWS:
-        fewest = min(len(at) for _, at in keys)
-        keys = [key for key in keys if len(key[1]) == fewest][:_BRIEF_ROWS]
     places = list(dict.fromkeys(name for _, at in keys for name, _ in at))
     groups = (
         Group("measure", numeric=False),
@@ -89,7 +85,7 @@ def measurement_table(results: Sequence[TaskResult], *, brief: bool = False) -> 
                 f"{first.name.replace('_', ' ')}, {first.unit}",
                 *(_place(at.get(place)) for place in places),
                 *("" if cell is None else _value(cell) for cell in found),
-                str(first.n),
+                " / ".join(dict.fromkeys(f"{cell.n:,}" for cell in found if cell is not None)),
             ]
         )
     notes = [
