@@ -97,10 +97,10 @@ def test_files_that_cannot_be(lines, tmp_path):
 GROUNDED_ROWS = {
     "xsum": {"document": "D", "summary": "R", "id": "1"},
     "cnn_dm": {"article": "D", "highlights": "R", "id": "1"},
-    "multinews": {"input": "", "context": "D", "answers": ["R"]},
-    "qasper": {"input": "Q", "context": "D", "answers": ["R", "S"]},
-    "hotpotqa": {"input": "Q", "context": "D", "answers": ["R"]},
-    "2wikimqa": {"input": "Q", "context": "D", "answers": ["R"]},
+    "multinews": {"question": "", "context": "D", "answers": ["R"]},
+    "qasper": {"question": "Q", "context": "D", "answers": ["R", "S"]},
+    "hotpotqa": {"question": "Q", "context": "D", "answers": ["R"]},
+    "2wikimqa": {"question": "Q", "context": "D", "answers": ["R"]},
 }
 
 
@@ -110,7 +110,7 @@ def test_public_documents(hub, name):
     held[GROUNDED_SETS[name].public.hub_name] = [GROUNDED_ROWS[name]]
     (item,) = read_grounded(name)
     assert (item.document, item.reference) == ("D", "R | S" if name == "qasper" else "R")
-    assert item.question == ("Q" if "input" in GROUNDED_ROWS[name] and name != "multinews" else None)
+    assert item.question == ("Q" if "question" in GROUNDED_ROWS[name] and name != "multinews" else None)
     assert asked[0][2] == "test"
 
 

@@ -72,7 +72,7 @@ def _public_item(name: str, source: _Grounded, place: str, row: dict[str, Any]) 
         name=place,
         document=text_field(row, source.document, where),
         reference=text_field(row, source.reference, where),
-        question=text_field(row, "input", where) if source.kind == "qa" else None,
+        question=text_field(row, "question", where) if source.kind == "qa" else None,
     )
 
 
@@ -86,7 +86,8 @@ def _news(hub_name: str, document: str, reference: str, config: str | None, revi
 
 
 def _longbench(config: str, kind: Kind) -> _Grounded:
-    public = PublicSet(hub_name="THUDM/LongBench", split="test", configs=(config,), revision=CONVERTED)
+    # Its authors publish a script, which is not run; lm-eval reads the same copy.
+    public = PublicSet(hub_name="Xnhyacinth/LongBench", split="test", configs=(config,))
     return _Grounded(public=public, kind=kind, document="context", reference="answers")
 
 
