@@ -1,5 +1,7 @@
 """Pictures of what is seen from inside a model: bars of the right height, curves of the right points, a panel a map."""
 
+from dataclasses import replace
+
 import pytest
 from matplotlib.figure import Figure
 
@@ -83,10 +85,11 @@ def test_outliers_draw_ranks_and_median():
 
 def test_quantized_draws_the_tasks_main_figure_from_many_bits_to_few():
     def one(model):
-        rows = [measured("accuracy", 0.1, bits=16, granularity="row", depth=0.5)]
+        rows = []
         for granularity in ("row", "head"):
             for bits, value in ((4, 0.2), (8, 0.6), (16, 0.9)):
                 rows.append(measured("accuracy", value, bits=bits, granularity=granularity))
+        rows.append(replace(measured("accuracy", 0.1, bits=16, granularity="row", depth=0.5), detail=True))
         return result("quantized", model, rows, weights="int8", activations="none")
 
     figure = drawn(quantized, [one("a")])
@@ -94,6 +97,19 @@ def test_quantized_draws_the_tasks_main_figure_from_many_bits_to_few():
     for ax in figure.axes:
         assert ax.lines[0].get_xydata().tolist() == [[0, 0.9], [1, 0.6], [2, 0.2]]
         assert [label.get_text() for label in ax.get_xticklabels()] == ["16", "8", "4"]
+
+
+def test_quantized_draws_a_row_for_each_place():
+    rows = [
+        measured(name, value, task=task, version="1", shots=5, bits=bits, granularity="row")
+        for bits in (4, 16)
+        for task, value in (("piqa", 0.3), ("boolq", 0.7))
+        for name in ("acc", "acc_norm")
+    ]
+    figure = drawn(quantized, [result("quantized", "a", rows, weights="none", activations="none")])
+    titles = [f"{task}, 5 shots, a step for each row" for task in ("piqa", "boolq")]
+    assert [ax.get_title(loc="left") for ax in figure.axes] == titles
+    assert [ax.lines[0].get_ydata().tolist() for ax in figure.axes] == [[0.3, 0.3], [0.7, 0.7]]
 
 
 def mapped(model, differential):

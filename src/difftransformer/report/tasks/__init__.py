@@ -82,7 +82,7 @@ def measurement_table(results: Sequence[TaskResult], *, brief: bool = False) -> 
         at = dict(key[1])
         rows.append(
             [
-                f"{first.name.replace('_', ' ')}, {first.unit}",
+                f"{first.name}, {first.unit}",
                 *(_place(at.get(place)) for place in places),
                 *("" if cell is None else _value(cell) for cell in found),
                 " / ".join(dict.fromkeys(f"{cell.n:,}" for cell in found if cell is not None)),
