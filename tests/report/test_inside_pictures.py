@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from matplotlib.figure import Figure
 
-from difftransformer.report.tasks import allocation, draw_task, maps, outliers, quantized
+from difftransformer.report.tasks import allocation, draw_task, maps, measurement_table, outliers, quantized
 from difftransformer.results import DataIdentity, Environment, Grid, Measurement, ModelIdentity, TaskResult
 
 ENVIRONMENT = Environment(
@@ -110,6 +110,17 @@ def test_quantized_draws_a_row_for_each_place():
     titles = [f"{task}, 5 shots, a step for each row" for task in ("piqa", "boolq")]
     assert [ax.get_title(loc="left") for ax in figure.axes] == titles
     assert [ax.lines[0].get_ydata().tolist() for ax in figure.axes] == [[0.3, 0.3], [0.7, 0.7]]
+
+
+def test_a_short_table_leaves_details_out_and_counts_each_models_items():
+    rows = [measured("acc_norm", 0.5), replace(measured("acc_norm", 0.25, depth=0.5), detail=True)]
+    models = [
+        result("harness", name, [replace(row, n=count) for row in rows]) for name, count in (("a", 1000), ("b", 7))
+    ]
+    whole, brief = (measurement_table(models, brief=brief) for brief in (False, True))
+    assert [row[0] for row in whole.rows] == ["acc_norm, share"] * 2
+    assert [row[-1] for row in brief.rows] == ["1,000 / 7"]
+    assert brief.rows[0][1:3] == ["0.5 ± 0.1"] * 2
 
 
 def mapped(model, differential):
