@@ -8,9 +8,13 @@ import sys
 import pytest
 import torch
 from tiny_folders import logits, saved, stock
+from transformers import AutoTokenizer
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from difftransformer.cli.main import main
 from difftransformer.data.tokenizer import byte_tokenizer
+from difftransformer.evals.lm_harness import run_harness
+from difftransformer.evals.task import Harness
 from difftransformer.results import TaskResult, read_result
 
 pytestmark = [
@@ -79,7 +83,7 @@ def test_the_command_scores_what_the_logits_give(kind, needs, tasks, tmp_path, c
     assert main([*words, "--batch_size", "4", "--out", str(tmp_path / "r")]) == 0
     out = capsys.readouterr().out
     assert "tiny_choice" in out
-    assert "bits per byte, bits/byte" in out
+    assert "bits_per_byte, bits/byte" in out
     result = read_result(tmp_path / "r" / "harness.json", TaskResult)
     by_name = {(row.at["task"], row.name): row for row in result.measurements}
     accuracy, bits = expected(network)
@@ -94,6 +98,32 @@ def test_the_command_scores_what_the_logits_give(kind, needs, tasks, tmp_path, c
     assert result.seed == 1234
     assert main([*words, "--limit", "3", "--out", str(tmp_path / "three")]) == 0
     assert {row.n for row in read_result(tmp_path / "three" / "harness.json", TaskResult).measurements} == {3}
+
+
+@pytest.mark.parametrize("kind", ["oracle", "uniform"])
+def test_an_oracle_is_always_right_and_a_uniform_model_by_chance(kind, needs, tasks, tmp_path):
+    needs("lm_eval")
+    rows = [{"question": f"{i} is", "choices": ["red", "big", "odd"], "answer": i % 3} for i in range(9)]
+    (tasks / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sentences = [f"{row['question']} {row['choices'][row['answer']]}".encode() for row in rows]
+    network = saved(tmp_path / "m")
+
+    def forward(input_ids, **_):
+        """The byte that goes on with the only sentence that begins like this; no byte before another for a uniform model."""
+        found = torch.zeros(*input_ids.shape, 258)
+        for row, ids in enumerate(input_ids.tolist()):
+            for end in range(1, len(ids) + 1):
+                for sentence in sentences if kind == "oracle" else []:
+                    if sentence[:end] == bytes(min(i, 255) for i in ids[:end]) and end < len(sentence):
+                        found[row, end - 1, sentence[end]] = 50
+        return CausalLMOutputWithPast(logits=found)
+
+    network.forward = forward
+    request = Harness("tiny_choice", 0, None, str(tasks), 2, 0)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "m")
+    (found,) = run_harness(network, tokenizer, request)["measurements"]
+    assert found["value"] == (1.0 if kind == "oracle" else 1 / 3)
+    assert found["n"] == 9
 
 
 def test_lm_evals_own_class_opens_a_folder_after_the_import(needs, tasks, tmp_path):

@@ -12,7 +12,7 @@ from ..data import Tokenizer
 from ..errors import EvaluationError
 from . import taps
 from .lm_harness import run_harness
-from .prefix import CHUNK_TOKENS, PrefixCache, growing_cache, shared_tokens
+from .prefix import CHUNK_TOKENS, PrefixCache, can_be_cut, growing_cache, shared_tokens
 from .segments import row_sums
 from .task import Choice, Continuation, Harness, LastRow, Loss, Magnitudes, Maps, Quantized, Request, tokens_of
 
@@ -142,10 +142,12 @@ class CausalLanguageModel:
     def _continue_rows(self, ids: Tensor, requests: Sequence[Continuation]) -> list[list[int]]:
         """Rows side by side; one that is at its end leaves the batch."""
         made: list[list[int]] = [[] for _ in requests]
-        left, cache, inputs = list(range(len(requests))), growing_cache(self.model), ids
+        # A model whose layers are of another kind makes the cache that it wants.
+        cache = growing_cache(self.model) if can_be_cut(self.model) else None
+        left, inputs = list(range(len(requests))), ids
         while left:
             outputs = self.model(input_ids=inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
-            tokens = outputs.logits[:, -1].argmax(-1)
+            cache, tokens = outputs.past_key_values, outputs.logits[:, -1].argmax(-1)
             going = []
             for place, (row, token) in enumerate(zip(left, tokens.tolist(), strict=True)):
                 if not requests[row].ends(made[row], token):
