@@ -3,9 +3,10 @@
 from dataclasses import replace
 
 import pytest
+from task_results import task_result
 
 from difftransformer.report.tasks import draw_task, hallucination, math, recall
-from difftransformer.results import DataIdentity, Environment, Measurement, ModelIdentity, TaskResult
+from difftransformer.results import Measurement
 
 
 def share(name, value, n=100, **at):
@@ -18,31 +19,6 @@ def loss(name, value):
     return Measurement(name=name, unit="nats/token", value=value, standard_error=0.1, n=9, at={})
 
 
-def result(task, name, measurements, **options):
-    return TaskResult(
-        task=task,
-        model=ModelIdentity(name=name, architecture="A", attention="diff", parameters=1, dtype="float32", sha256="0"),
-        data=DataIdentity(name="d", sha256="0", requests=1),
-        options=options,
-        choices=[],
-        seed=0,
-        command="c",
-        created="t",
-        environment=Environment(
-            difftransformer="0",
-            python="3",
-            torch="2",
-            transformers="5",
-            platform="p",
-            processor="c",
-            device="cpu",
-            threads=1,
-        ),
-        measurements=measurements,
-        items=[],
-    )
-
-
 def bars_of(figure):
     return [round(patch.get_height(), 6) for patch in figure.axes[0].patches]
 
@@ -52,13 +28,13 @@ def lines_of(figure):
 
 
 def test_hallucination_bars_and_intervals():
-    one = result(
+    one = task_result(
         "hallucination",
         "runs/diff",
         [share("accuracy", 0.6, set="xsum"), share("accuracy", 0.4, set="qasper"), share("unjudged", 3, set="xsum")],
         judge="overlap",
     )
-    other = result("hallucination", "runs/softmax", [share("accuracy", 0.5, set="qasper")], judge="overlap")
+    other = task_result("hallucination", "runs/softmax", [share("accuracy", 0.5, set="qasper")], judge="overlap")
     _, caption, figure = hallucination.draw([one, other])
     assert bars_of(figure) == [0.6, 0.4, 0.5]
     assert lines_of(figure) == [(0.51, 0.68), (0.31, 0.48), (0.41, 0.58)]
@@ -71,7 +47,7 @@ def test_hallucination_bars_and_intervals():
 
 def maths(name, value):
     rows = [share("accuracy", value, set="gsm8k"), share("mean accuracy", value)]
-    return result("math", name, rows, max_new_tokens=1024)
+    return task_result("math", name, rows, max_new_tokens=1024)
 
 
 def test_math_is_bars_of_sets():
@@ -95,7 +71,7 @@ def test_math_of_checkpoints_is_a_curve_a_run():
 
 def test_recall_bars():
     rows = [loss("nll of AR-hits", 0.9), loss("nll of others", 3.3), loss("nll", 3.1), share("share of AR-hits", 0.078)]
-    _, caption, figure = recall.draw([result("recall", "a", rows, ngram=2)])
+    _, caption, figure = recall.draw([task_result("recall", "a", rows, ngram=2)])
     assert bars_of(figure) == [0.9, 3.3, 3.1]
     assert lines_of(figure)[0] == (0.8, 1.0)
     assert "7.8 % of tokens" in caption
@@ -108,6 +84,6 @@ def test_they_are_in_the_table(name):
         "math": [share("accuracy", 0.6, set="gsm8k")],
         "recall": [loss("nll", 1.0)],
     }
-    drawn = draw_task([result(name, "a", rows[name], judge="overlap", max_new_tokens=8, ngram=2)])
+    drawn = draw_task([task_result(name, "a", rows[name], judge="overlap", max_new_tokens=8, ngram=2)])
     assert drawn.name == name
     assert drawn.svg.startswith("<?xml")

@@ -1,27 +1,10 @@
 """Pictures of many-shot classification and of order: what is drawn is what was measured."""
 
 import pytest
+from task_results import task_result
 
 from difftransformer.report.tasks import draw_task, icl, order
-from difftransformer.results import DataIdentity, Environment, ItemScore, Measurement, ModelIdentity, TaskResult
-
-
-def result(task, name, measurements, scores=(), **options):
-    identity = dict.fromkeys(("architecture", "attention", "dtype", "sha256"), "")
-    here = dict.fromkeys(("difftransformer", "python", "torch", "transformers", "platform", "processor", "device"), "")
-    return TaskResult(
-        task=task,
-        model=ModelIdentity(name=name, parameters=1, **identity),
-        data=DataIdentity(name="trec", sha256="", requests=1),
-        options=options,
-        choices=[],
-        seed=0,
-        command="",
-        created="",
-        environment=Environment(threads=1, **here),
-        measurements=measurements,
-        items=list(scores),
-    )
+from difftransformer.results import ItemScore, Measurement
 
 
 def share(name, value, at, n=10):
@@ -32,7 +15,7 @@ def share(name, value, at, n=10):
 def shots():
     def one(name, counts):
         rows = [share("accuracy", 0.3 + 0.1 * place, {"demonstrations": n}) for place, n in enumerate(counts)]
-        return result("icl", name, [*rows, share("chance", 0.25, {}, 4)], items=100, draws=1)
+        return task_result("icl", name, [*rows, share("chance", 0.25, {}, 4)], data="trec", items=100, draws=1)
 
     return one
 
@@ -74,7 +57,7 @@ def test_orders_and_the_floor():
             share("best minus worst, binomial floor", floor, at, 3),
         ]
         items = [ItemScore(name="accuracy", item=f"item {m}", score=3.0, weight=3.0) for m in range(30)]
-        return result("order", name, [*rows, *summary], items)
+        return task_result("order", name, [*rows, *summary], scores=items, data="trec")
 
     results = [one("one", [0.5, 0.9, 0.7], 0.2), one("two", [0.8, 0.8, 0.8], 0.1)]
     _, caption, figure = order.draw(results)

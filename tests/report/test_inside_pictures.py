@@ -4,34 +4,14 @@ from dataclasses import replace
 
 import pytest
 from matplotlib.figure import Figure
+from task_results import task_result
 
 from difftransformer.report.tasks import allocation, draw_task, maps, measurement_table, outliers, quantized
-from difftransformer.results import DataIdentity, Environment, Grid, Measurement, ModelIdentity, TaskResult
-
-ENVIRONMENT = Environment(
-    difftransformer="0", python="3", torch="2", transformers="5", platform="p", processor="c", device="cpu", threads=1
-)
+from difftransformer.results import Grid, Measurement
 
 
 def measured(name, value, **at):
     return Measurement(name=name, unit="share", value=value, standard_error=0.1, n=5, at=at)
-
-
-def result(task, model, measurements, grids=(), **options):
-    return TaskResult(
-        task=task,
-        model=ModelIdentity(name=model, architecture="A", attention="diff", parameters=1, dtype="float32", sha256="0"),
-        data=DataIdentity(name="text", sha256="0", requests=1),
-        options=options,
-        choices=[],
-        seed=0,
-        command="",
-        created="",
-        environment=ENVIRONMENT,
-        measurements=list(measurements),
-        items=[],
-        grids=list(grids),
-    )
 
 
 def drawn(module, results):
@@ -51,7 +31,7 @@ def allocated(model, values):
         for segment, value in values.items()
     ]
     grid = Grid(name="g", at={"form": "absolute", "segment": "answer", "depth": 0.0}, values=[[0.2, 0.4], [0.1]])
-    return result("allocation", model, rows, [grid], documents=5, needles=2)
+    return task_result("allocation", model, rows, grids=[grid], documents=5, needles=2)
 
 
 def test_allocation_stacks_to_one_with_negative_shares_below():
@@ -73,7 +53,7 @@ def test_outliers_draw_ranks_and_median():
             for rank in (3, 1, 2)
         ]
         rows += [measured(kind, 0.5 * scale, rank="median") for kind in ("attention logits", "hidden states")]
-        return result("outliers", model, rows, tokens=400_000)
+        return task_result("outliers", model, rows, tokens=400_000)
 
     figure = drawn(outliers, [one("a", 6.0), one("b", 12.0)])
     assert [ax.get_title(loc="left") for ax in figure.axes] == ["attention logits", "hidden states"]
@@ -90,7 +70,7 @@ def test_quantized_draws_the_tasks_main_figure_from_many_bits_to_few():
             for bits, value in ((4, 0.2), (8, 0.6), (16, 0.9)):
                 rows.append(measured("accuracy", value, bits=bits, granularity=granularity))
         rows.append(replace(measured("accuracy", 0.1, bits=16, granularity="row", depth=0.5), detail=True))
-        return result("quantized", model, rows, weights="int8", activations="none")
+        return task_result("quantized", model, rows, weights="int8", activations="none")
 
     figure = drawn(quantized, [one("a")])
     assert [ax.get_title(loc="left") for ax in figure.axes] == ["a step for each row", "a step for each head"]
@@ -106,7 +86,7 @@ def test_quantized_draws_a_row_for_each_place():
         for task, value in (("piqa", 0.3), ("boolq", 0.7))
         for name in ("acc", "acc_norm")
     ]
-    figure = drawn(quantized, [result("quantized", "a", rows, weights="none", activations="none")])
+    figure = drawn(quantized, [task_result("quantized", "a", rows, weights="none", activations="none")])
     titles = [f"{task}, 5 shots, a step for each row" for task in ("piqa", "boolq")]
     assert [ax.get_title(loc="left") for ax in figure.axes] == titles
     assert [ax.lines[0].get_ydata().tolist() for ax in figure.axes] == [[0.3, 0.3], [0.7, 0.7]]
@@ -115,7 +95,7 @@ def test_quantized_draws_a_row_for_each_place():
 def test_a_short_table_leaves_details_out_and_counts_each_models_items():
     rows = [measured("acc_norm", 0.5), replace(measured("acc_norm", 0.25, depth=0.5), detail=True)]
     models = [
-        result("harness", name, [replace(row, n=count) for row in rows]) for name, count in (("a", 1000), ("b", 7))
+        task_result("harness", name, [replace(row, n=count) for row in rows]) for name, count in (("a", 1000), ("b", 7))
     ]
     whole, brief = (measurement_table(models, brief=brief) for brief in (False, True))
     assert [row[0] for row in whole.rows] == ["acc_norm, share"] * 2
@@ -135,7 +115,7 @@ def mapped(model, differential):
             for kind in kinds:
                 at = {"layer": layer, "head": head, "map": kind}
                 grids.append(Grid(name="map", at=at, values=[[1.0], [0.75, -0.25]], labels=["<s>", "\n word"]))
-    return result("maps", model, [], grids)
+    return task_result("maps", model, [], grids=grids)
 
 
 def test_maps_draw_a_panel_for_each():
