@@ -1,6 +1,7 @@
 """Labelled examples: the public sets' own files and names, a user's files, and what is wrong with them."""
 
 import json
+import logging
 import sys
 from types import SimpleNamespace
 
@@ -64,8 +65,8 @@ def test_public_sets_by_name(folder, monkeypatch):
             super().__init__({"text": texts} | dict.fromkeys(names, numbers))
             self.features = {name: SimpleNamespace(int2str=classes.__getitem__) for name, classes in names.items()}
 
-    def load_dataset(path, *, split, **options):
-        asked.append(options)
+    def load_dataset(path, config, *, split, revision):
+        asked.append((config, revision))
         rows, names = published[path]
         return Rows(rows[split], names)
 
@@ -75,17 +76,25 @@ def test_public_sets_by_name(folder, monkeypatch):
     assert read_labelled("banking77").test == (Example("Is it?", "card arrival"),)
     (folder / "clinc150/data_full.json").unlink()
     assert read_labelled("clinc150", str(folder)).train == (Example("hi", "tell joke"),)  # without what is out of scope
-    assert asked[0] == {"revision": "refs/convert/parquet"}
-    assert asked[-1] == {"name": "plus"}
+    assert asked[0] == (None, "refs/convert/parquet")
+    assert asked[-1] == ("plus", None)
 
-    def refuse(path, **options):
+    published["CogComp/trec"] = ({"train": [("A?", 0)], "test": [("A?", 0)]}, {"other": ["x"]})
+    with pytest.raises(
+        DataError, match=r"trec: CogComp/trec is not in the form that is known here \('coarse_label'\), or name"
+    ):
+        read_labelled("trec")
+
+    def refuse(path, config, **options):
+        assert not logging.getLogger("huggingface_hub").isEnabledFor(logging.WARNING)  # "Retrying in 8s"
         raise OSError("no network\nmore")
 
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=refuse))
     with pytest.raises(
-        DataError, match=r"trec: datasets cannot load CogComp/trec \(no network\); check the network, or name a f"
+        DataError, match=r"trec: datasets cannot load CogComp/trec \(no network\); check .* network, or name a f"
     ):
         read_labelled("trec")
+    assert logging.getLogger("huggingface_hub").isEnabledFor(logging.WARNING)
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(
         DataError, match=r"clinc150: the package datasets is not installed.*or put clinc150/data_full.json"

@@ -104,7 +104,7 @@ def fake_datasets(monkeypatch, columns, calls):
     class Rows(dict):
         column_names = list(columns)
 
-    def load_dataset(name, config, *, split):
+    def load_dataset(name, config, *, split, revision):
         calls.append((name, config, split))
         if name == "missing":
             raise RuntimeError("not on the hub\nsecond line")
@@ -133,7 +133,7 @@ def test_what_datasets_cannot_give_is_said_in_one_line(monkeypatch):
     fake_datasets(monkeypatch, {"body": ["x"]}, [])
     with pytest.raises(DataError, match=r"no column \"text\" \(met \['body'\]\)"):
         read_documents("hf:set")
-    with pytest.raises(DataError, match=r"cannot load it \(not on the hub\); check") as caught:
+    with pytest.raises(DataError, match=r"cannot load missing \(not on the hub\); check") as caught:
         read_documents("hf:missing")
     assert "\n" not in str(caught.value)
     with pytest.raises(DataError, match=r"is written hf:NAME\[:CONFIG\]\[:SPLIT\]"):

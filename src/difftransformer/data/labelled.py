@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import DataError
-from .records import CONVERTED, jsonl_rows, text_field
+from .hub import CONVERTED, load_set
+from .records import jsonl_rows, text_field
 from .text import _read_text
 
 FOLDER_VARIABLE = "DIFFTRANSFORMER_DATA"
@@ -112,7 +113,8 @@ class _Public:
     read: Callable[[Path, str], list[tuple[str, str]]]
     hub_name: str
     hub_column: str
-    hub_options: dict[str, str]
+    hub_config: str | None = None
+    hub_revision: str | None = None
     words: Callable[[str], str]
 
 
@@ -195,23 +197,18 @@ def _read_public(path: Path, public: _Public, split: str) -> tuple[Example, ...]
 
 
 def _read_hub(name: str, public: _Public, split: str, folder: str | None) -> tuple[Example, ...]:
-    elsewhere = f"or name a folder that holds {public.train_file} (--folder, or {FOLDER_VARIABLE})"
+    elsewhere = f", or name a folder that holds {public.train_file} (--folder, or {FOLDER_VARIABLE})"
     if folder is not None:
-        elsewhere = f"or put {public.train_file} into {folder}"
+        elsewhere = f", or put {public.train_file} into {folder}"
+    rows = load_set(
+        name, public.hub_name, config=public.hub_config, split=split, revision=public.hub_revision, otherwise=elsewhere
+    )
     try:
-        import datasets
-    except ImportError:
-        raise DataError(
-            f"{name}: the package datasets is not installed; run pip install 'difftransformer[data]', {elsewhere}"
-        ) from None
-    try:
-        rows: Any = datasets.load_dataset(public.hub_name, split=split, **public.hub_options)
         names = map(rows.features[public.hub_column].int2str, rows[public.hub_column])
         return _examples(zip(map(str.strip, rows["text"]), names, strict=True), public)
-    except Exception as error:  # datasets raises many kinds: of its own, of the hub's client, of the network
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+    except (KeyError, ValueError, AttributeError, TypeError) as error:
         raise DataError(
-            f"{name}: datasets cannot load {public.hub_name} ({reason}); check the network, {elsewhere}"
+            f"{name}: {public.hub_name} is not in the form that is known here ({error}){elsewhere}"
         ) from None
 
 
@@ -252,7 +249,7 @@ def _trec(column: str, words: Callable[[str], str]) -> _Public:
         read=_read_trec,
         hub_name="CogComp/trec",
         hub_column=column,
-        hub_options={"revision": CONVERTED},
+        hub_revision=CONVERTED,
         words=words,
     )
 
@@ -266,7 +263,7 @@ LABELLED_SETS = {
         read=_read_banking,
         hub_name="PolyAI/banking77",
         hub_column="label",
-        hub_options={"revision": CONVERTED},
+        hub_revision=CONVERTED,
         words=_spaced,
     ),
     "clinc150": _Public(
@@ -275,7 +272,7 @@ LABELLED_SETS = {
         read=_read_clinc,
         hub_name="clinc/clinc_oos",
         hub_column="intent",
-        hub_options={"name": "plus"},
+        hub_config="plus",
         words=_spaced,
     ),
 }

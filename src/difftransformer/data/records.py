@@ -9,10 +9,8 @@ from typing import Any
 import numpy as np
 
 from ..errors import DataError
+from .hub import load_set
 from .text import _read_text
-
-CONVERTED = "refs/convert/parquet"
-"""The hub's own conversion of a set to Parquet, for sets that are published as a script: scripts are not run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,20 +77,15 @@ def public_rows(name: str, public: PublicSet) -> Iterator[tuple[str, dict[str, A
     Raises:
         DataError: the library is missing, or cannot load the set.
     """
-    try:
-        import datasets
-    except ImportError:
-        raise DataError(
-            f"{name}: the package datasets is not installed; run pip install 'difftransformer[data]', or name a .jsonl file"
-        ) from None
     for config in public.configs:
-        try:
-            rows: Any = datasets.load_dataset(public.hub_name, config, split=public.split, revision=public.revision)
-        except Exception as error:  # datasets raises many kinds: of its own, of the hub's client, of the network
-            reason = str(error).strip().partition("\n")[0] or type(error).__name__
-            raise DataError(
-                f"{name}: datasets cannot load {public.hub_name} ({reason}); check the network, or name a .jsonl file"
-            ) from None
+        rows = load_set(
+            name,
+            public.hub_name,
+            config=config,
+            split=public.split,
+            revision=public.revision,
+            otherwise=", or name a .jsonl file",
+        )
         for index, row in enumerate(rows):
             yield (f"{config}/{index}" if len(public.configs) > 1 else str(index)), row
 

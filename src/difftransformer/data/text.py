@@ -11,9 +11,9 @@ import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ..errors import ConfigError, DataError
+from .hub import load_set
 
 TEXT_SUFFIXES = (".txt", ".md", ".py")
 SOURCES = (
@@ -257,20 +257,7 @@ def _read_hugging_face(source: str) -> Iterator[Document]:
             "hf:wikitext:wikitext-2-v1"
         )
     split = split or "train"
-    try:
-        import datasets
-    except ImportError:
-        raise DataError(
-            f"source {source!r}: the package datasets is not installed; run pip install 'difftransformer[data]'"
-        ) from None
-    try:
-        rows: Any = datasets.load_dataset(name, config or None, split=split)
-    except Exception as error:  # datasets raises many kinds: of its own, of the hub's client, of the network
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise DataError(
-            f"source {source!r}: datasets cannot load it ({reason}); check the name, the configuration, the split and "
-            "the network"
-        ) from error
+    rows = load_set(f"source {source!r}", name, config=config or None, split=split)
     if "text" not in rows.column_names:
         raise DataError(
             f'source {source!r}: no column "text" (met {sorted(rows.column_names)}); write the texts to a .jsonl file'
