@@ -147,8 +147,9 @@ def test_lm_evals_own_class_opens_a_folder_after_the_import(needs, tasks, tmp_pa
     assert found["tiny_text"]["bits_per_byte,none"] == pytest.approx(bits, rel=1e-5)
 
 
-def test_what_is_wrong_is_said_on_one_line(needs, tasks, tmp_path, capsys):
+def test_what_is_wrong_is_said_on_one_line(needs, tasks, tmp_path, monkeypatch, capsys):
     needs("lm_eval")
+    monkeypatch.chdir(tmp_path)
     saved(tmp_path / "m")
 
     def fails(*words):

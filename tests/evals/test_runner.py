@@ -92,6 +92,13 @@ def test_answers_of_another_model_or_to_other_questions_are_refused(tmp_path):
         run_task(Adding(), numbers(1), journal=tmp_path / "b.jsonl", identity="m")
 
 
+def test_an_evaluation_without_an_answer_is_in_nobodys_way(tmp_path):
+    journal = tmp_path / "a.jsonl"
+    with pytest.raises(KeyboardInterrupt):
+        run_task(Adding(stop_after=0), numbers(1, 20), journal=journal, identity="m")
+    assert run_task(Adding(), numbers(300), journal=journal, identity="n").measurements[0].value == 300
+
+
 def test_nothing_to_ask_is_refused():
     with pytest.raises(EvaluationError, match="nothing to ask"):
         run_task(Adding(), numbers())

@@ -35,7 +35,6 @@ class Journal:
                     raise ValueError(number) from None
                 whole += len(line)
             os.truncate(path, whole)
-        self.is_empty = whole == 0
         self._file = open(path, "ab")  # noqa: SIM115 - closed by close()
         self._sync_seconds, self._synced = sync_seconds, time.monotonic()
 

@@ -89,8 +89,6 @@ class Answers:
                 f"{path}: holds answers of another model or to other questions, or is damaged; choose another --out, or "
                 "delete the file"
             ) from None
-        if self._journal.is_empty:
-            self._journal.add({"answers_of": identity})
 
     def _take(self, row: Any) -> None:
         if self._is_known:
@@ -100,7 +98,10 @@ class Answers:
         self._is_known = True
 
     def add(self, index: int, answer: Any) -> None:
-        """Write an answer."""
+        """Write an answer; whose it is, before the first one: an evaluation that gave none is in nobody's way."""
+        if not self._is_known:
+            self._journal.add({"answers_of": self._identity})
+            self._is_known = True
         self._journal.add({"request": index, "answer": answer})
 
     def close(self) -> None:
