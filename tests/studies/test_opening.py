@@ -1,0 +1,51 @@
+"""A saved model opened to be asked: whose kernels its attention uses, and that its answers are the same either way."""
+
+import pytest
+import torch
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    DiffLlamaConfig,
+    DiffLlamaForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
+from transformers.models.diffllama.modeling_diffllama import DiffLlamaAttention
+
+from difftransformer import DiffTransformerConfig, DiffTransformerForCausalLM
+from difftransformer.data import byte_tokenizer
+from difftransformer.evals.task import Loss, answers_to
+from difftransformer.studies.opening import opened_model
+
+SIZES = {"vocab_size": 258, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+STOCK = SIZES | {"intermediate_size": 48, "num_key_value_heads": 2}
+KINDS = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**STOCK)),
+    "diffllama": lambda: DiffLlamaForCausalLM(DiffLlamaConfig(**STOCK)),
+    "ours": lambda: DiffTransformerForCausalLM(DiffTransformerConfig(**SIZES)),
+    "bloom": lambda: BloomForCausalLM(BloomConfig(vocab_size=258, hidden_size=32, n_layer=2, n_head=4)),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("llama", ["difftransformer", "sdpa"]),
+        ("diffllama", ["difftransformer", "sdpa"]),
+        ("ours", ["difftransformer"] * 2),
+        ("bloom", ["eager"] * 2),  # its attention adds a bias: nothing is said, it is asked as it is
+    ],
+)
+def test_kernels(kind, expected, tmp_path):
+    torch.manual_seed(0)
+    KINDS[kind]().save_pretrained(tmp_path / "m")
+    byte_tokenizer().save(tmp_path / "m")
+    kernels, losses, request = [], [], Loss(tuple(range(40)))
+    for accelerated in (True, False):
+        with opened_model(str(tmp_path / "m"), accelerated=accelerated) as opened, torch.no_grad():
+            kernels.append(opened.identity.kernels)
+            losses.append(answers_to(opened.language_model, [request])[0])
+            layers = [type(m) for m in opened.language_model.model.modules() if isinstance(m, DiffLlamaAttention)]
+            assert (DiffLlamaAttention in layers) == (kind == "diffllama" and not accelerated)
+    assert kernels == expected
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
