@@ -70,7 +70,7 @@ ARGUMENTS = {
     | OF_EVERY_TASK,
     "eval math": {"--sets", "--problems", "--shots", "--prompt", "--max_new_tokens", "--seed"} | OF_EVERY_TASK,
     "eval recall": {"--text", "--train_text", "--window", "--windows", "--ngram", "--max_train_count"} | OF_EVERY_TASK,
-    "eval suite": {"models", "--preset", "--out", "--device", "--dtype", "--batch_tokens"},
+    "eval suite": {"models", "--preset", "--out", "--device", "--dtype", "--batch_tokens", "--accelerate"},
     "eval harness": {"--tasks", "--include_path", "--shots", "--limit", "--batch_size", "--seed"} | OF_EVERY_TASK,
     "generate": {"model", "prompt", "--prompt_file", "--chat", "--max_new_tokens", "--temperature", "--top_p"}
     | {"--top_k", "--seed", "--num_beams", "--device", "--dtype", "--cache", "--backend"},

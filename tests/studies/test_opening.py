@@ -14,8 +14,11 @@ from transformers.models.diffllama.modeling_diffllama import DiffLlamaAttention
 
 from difftransformer import DiffTransformerConfig, DiffTransformerForCausalLM
 from difftransformer.data import byte_tokenizer
+from difftransformer.errors import CheckpointError
 from difftransformer.evals.task import Loss, answers_to
+from difftransformer.evals.tasks import perplexity
 from difftransformer.studies.opening import opened_model
+from difftransformer.studies.tasks import evaluate_task
 
 SIZES = {"vocab_size": 258, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 STOCK = SIZES | {"intermediate_size": 48, "num_key_value_heads": 2}
@@ -49,3 +52,18 @@ def test_kernels(kind, expected, tmp_path):
             assert (DiffLlamaAttention in layers) == (kind == "diffllama" and not accelerated)
     assert kernels == expected
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_answers_of_other_kernels_are_not_mixed(tmp_path):
+    KINDS["llama"]().save_pretrained(tmp_path / "m")
+    byte_tokenizer().save(tmp_path / "m")
+    (tmp_path / "text.txt").write_text("Kernels round each in its own way. " * 9)
+    options = perplexity.Options(text=str(tmp_path / "text.txt"), windows=2, window=32)
+    with opened_model(str(tmp_path / "m")) as opened:
+        result = evaluate_task("perplexity", options, opened, tmp_path / "out")
+    assert result.model.kernels == "difftransformer"
+    with (
+        opened_model(str(tmp_path / "m"), accelerated=False) as opened,
+        pytest.raises(CheckpointError, match="holds answers of another model"),
+    ):
+        evaluate_task("perplexity", options, opened, tmp_path / "out")

@@ -25,6 +25,7 @@ def run(
     device: str = "cpu",
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto",
     batch_tokens: int = 16_384,
+    accelerate: bool = True,
 ) -> int:
     """Run a set of experiments on one or more models and write one report.
 
@@ -35,6 +36,7 @@ def run(
         device: cpu or cuda.
         dtype: Of the weights; auto is what they were saved in.
         batch_tokens: Most tokens of rows side by side.
+        accelerate: Whether other models' attention goes through this package's kernels, where these can say it.
     """
     check_device(device)
     if batch_tokens < 1:
@@ -50,6 +52,7 @@ def run(
             device=device,
             dtype=dtype,
             batch_tokens=batch_tokens,
+            accelerated=accelerate,
             progress=evaluation_progress,
             say=say,
         )

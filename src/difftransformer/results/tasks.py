@@ -21,6 +21,11 @@ class ModelIdentity:
     sha256: str
     kernels: str = ""
 
+    @property
+    def fingerprint(self) -> str:
+        """Of all that its answers depend on: those of one fingerprint stand for each other."""
+        return f"{self.sha256} {self.dtype} {self.kernels}"
+
 
 @dataclass(frozen=True, kw_only=True)
 class DataIdentity:

@@ -102,6 +102,7 @@ def run_suite(
     device: str = "cpu",
     dtype: str = "auto",
     batch_tokens: int = 16_384,
+    accelerated: bool = True,
     progress: Callable[[str], AbstractContextManager[Watch]],
     say: Callable[[str], None] = lambda text: None,
 ) -> tuple[dict[str, list[TaskResult]], list[Missing]]:
@@ -116,6 +117,7 @@ def run_suite(
         device: cpu or cuda.
         dtype: Of the weights.
         batch_tokens: Most tokens of rows side by side.
+        accelerated: See `opened_model`.
         progress: Makes a bar of a label.
         say: Told what is going on.
 
@@ -126,7 +128,9 @@ def run_suite(
     missing = []
     for place, model in enumerate(models):
         say(f"{model}: opening")
-        with opened_model(model, device=device, dtype=dtype, batch_tokens=batch_tokens) as opened:
+        with opened_model(
+            model, device=device, dtype=dtype, batch_tokens=batch_tokens, accelerated=accelerated
+        ) as opened:
             own = folder / "models" / f"{place}-{Path(model).name}"
             for task in suite.tasks:
                 try:
@@ -157,5 +161,5 @@ def _found(path: Path, task: SuiteTask, model: OpenedModel) -> TaskResult | None
         return None
     # As JSON has it: no tuples.
     asked = dataclasses.asdict(task.built())
-    same = result.model.sha256 == model.identity.sha256 and result.options == asked and result.task == task.task
-    return result if same and result.model.dtype == model.identity.dtype else None
+    same = result.model.fingerprint == model.identity.fingerprint
+    return result if same and result.options == asked and result.task == task.task else None

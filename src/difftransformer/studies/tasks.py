@@ -47,7 +47,7 @@ def evaluate_task(
         model.language_model,
         task,
         journal=folder / f"{label}.answers.jsonl",
-        identity=f"{model.identity.sha256} {model.identity.dtype}",
+        identity=model.identity.fingerprint,
         watch=watch,
     )
     result = TaskResult(

@@ -1,7 +1,8 @@
 """Tasks of lm-eval (the evaluation harness) on any saved model.
 
 The paper's seven, zero-shot and with 5 shots, are its Tables 1 and 8 (arXiv:2410.05258). Each lm-eval task is one request, so
-an evaluation that was stopped goes on with the next task. Figures are those of lm-eval's own command on the same model.
+an evaluation that was stopped goes on with the next task. Figures are those of lm-eval's own command on the same
+model, but for the rounding of attention kernels.
 """
 
 import importlib.metadata
