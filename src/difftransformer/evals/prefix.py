@@ -37,8 +37,8 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
                 new.new_empty(*new.shape[:-2], max(end, seen * 3 // 2), new.shape[-1])
                 for new in (key_states, value_states)
             )
-            seen_before = (self.keys, self.values) if seen else (key_states[..., :0, :], value_states[..., :0, :])
-            self._write(seen_before, 0)
+            if seen:
+                self._write((self.keys, self.values), 0)
         self._write((key_states, value_states), seen)
         assert self._room is not None
         self.keys, self.values = (room[..., :end, :] for room in self._room)
