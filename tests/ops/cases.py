@@ -12,14 +12,14 @@ import torch
 from oracle import Case, output_and_gradients, relative_error
 
 from difftransformer.ops import (
-    build,
     differential_attention,
     normed_differential_attention,
+    processor,
     softmax_attention,
 )
 
 needs_kernels = pytest.mark.skipif(
-    build.instruction_set() is None or shutil.which("c++") is None, reason="needs AVX2 on x86-64 Linux and a compiler"
+    not processor.available() or shutil.which("c++") is None, reason="needs AVX2 or NEON and a compiler"
 )
 # tests/conftest.py asks for it.
 needs_interpreter = pytest.mark.skipif(

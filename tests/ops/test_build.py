@@ -19,22 +19,15 @@ import torch
 
 from difftransformer.cli.main import main
 from difftransformer.errors import BackendUnavailable
-from difftransformer.ops import build
+from difftransformer.ops import build, processor
 
 pytestmark = pytest.mark.skipif(
-    build.instruction_set() is None or shutil.which("c++") is None, reason="needs AVX2 on x86-64 Linux and a compiler"
+    "avx2" not in processor.available() or shutil.which("c++") is None, reason="needs AVX2 and a compiler"
 )
 
 ISA = "avx2"
-WITH_OPENMP = """
-#include <omp.h>
-extern "C" int answer() {
-    int total = 0;
-    #pragma omp parallel for reduction(+ : total)
-    for (int i = 0; i < 42; ++i) total += 1;
-    return omp_get_max_threads() > 0 ? total : 0;
-}
-"""
+TILES = {"_is_avx512_bf16_supported": True, "_is_amx_tile_supported": True, "_init_amx": True}
+EXPORTED = 'extern "C" __attribute__((visibility("default"))) int'
 
 
 class Place:
@@ -45,7 +38,7 @@ class Place:
         self.compiler = folder / "compiler"
         self.sources.mkdir()
         self.write("answer.h", "#define ANSWER 42\n")
-        self.write("one.cpp", '#include "answer.h"\nextern "C" int answer() { return ANSWER; }\n')
+        self.write("one.cpp", '#include "answer.h"\n' + EXPORTED + " answer() { return ANSWER; }\n")
         self.write("two.cpp", "int two() { return 2; }\n")
         self.compile_with('exec c++ "$@"')
 
@@ -132,7 +125,7 @@ def test_builds_and_reuses(place, caplog):
     assert build.build(ISA) == path
     assert place.count_calls() == 3
     assert [record.getMessage() for record in caplog.records] == [
-        f"building the CPU attention kernels for avx2, once, about a minute; kept in {path.parent}"
+        f"building the CPU attention kernels for avx2, once, about half a minute; kept in {path.parent}"
     ]
     assert sorted(file.name for file in path.parent.iterdir()) == ["kernels.so", "lock"]
     assert build.build(ISA, force=True) == path
@@ -149,48 +142,60 @@ def test_nothing_depends_on_the_machine_that_compiles(place):
 @pytest.mark.parametrize(
     "change",
     [
-        lambda place, patch: place.write("one.cpp", 'extern "C" int answer() { return 43; }\n'),
+        lambda place, patch: place.write("one.cpp", f"{EXPORTED} answer() {{ return 43; }}\n"),
         lambda place, patch: place.write("answer.h", "#define ANSWER 43\n"),
         lambda place, patch: place.write("three.cpp", ""),
         lambda place, patch: (place.sources / "two.cpp").rename(place.sources / "2.cpp"),
         lambda place, patch: patch.setattr(build, "FLAGS", (*build.FLAGS, "-g")),
         lambda place, patch: patch.setenv("DIFFTRANSFORMER_SANITIZE_KERNELS", "1"),
         lambda place, patch: patch.setattr(torch, "__version__", "9.9.9"),
-        lambda place, patch: patch.setattr(torch, "compiled_with_cxx11_abi", lambda: False),
         lambda place, patch: patch.setattr("platform.machine", lambda: "riscv64"),
         lambda place, patch: patch.setattr("platform.libc_ver", lambda: ("glibc", "9.9")),
         lambda place, patch: patch.setattr("torch.utils.cpp_extension.include_paths", lambda: ["/elsewhere"]),
     ],
 )
 def test_what_goes_into_the_library_is_in_its_path(place, monkeypatch, change):
-    before = {isa: build.library_path(isa) for isa in build.FLAGS_OF}
-    assert len(set(before.values())) == 3
-    assert before == {isa: build.library_path(isa) for isa in build.FLAGS_OF}
+    before = {isa: build.library_path(isa) for isa in processor.FLAGS_OF}
+    assert len(set(before.values())) == len(processor.FLAGS_OF)
+    assert before == {isa: build.library_path(isa) for isa in processor.FLAGS_OF}
     for isa, path in before.items():
         assert f"torch-{torch.__version__}-{isa}-" in str(path)
     change(place, monkeypatch)
-    assert not set(before.values()) & {build.library_path(isa) for isa in build.FLAGS_OF}
+    assert not set(before.values()) & {build.library_path(isa) for isa in processor.FLAGS_OF}
 
 
 @pytest.mark.parametrize(
-    ("machine", "capability", "has_bf16", "expected"),
+    ("machine", "capability", "private", "expected"),
     [
-        ("x86_64", "AVX512", True, "avx512_bf16"),
-        ("x86_64", "AVX512", False, "avx512"),
-        ("x86_64", "AVX512", None, "avx512"),
-        ("x86_64", "AVX2", True, "avx2"),
-        ("x86_64", "DEFAULT", False, None),
-        ("aarch64", "SVE256", False, None),
+        ("x86_64", "AVX512", {"_is_avx512_bf16_supported": True}, "avx512_bf16"),
+        ("x86_64", "AVX512", {"_is_avx512_bf16_supported": False, "_is_amx_tile_supported": True}, "avx512"),
+        ("x86_64", "AVX512", {}, "avx512"),
+        ("x86_64", "AVX512", TILES, "amx"),
+        ("x86_64", "AVX512", TILES | {"_init_amx": False}, "avx512_bf16"),  # no permission
+        ("x86_64", "AVX2", TILES, "avx2"),
+        ("x86_64", "DEFAULT", {}, None),
+        ("aarch64", "SVE256", {}, "neon"),
+        ("arm64", "DEFAULT", {}, "neon"),
+        ("riscv64", "DEFAULT", {}, None),
     ],
 )
-def test_instruction_set(monkeypatch, machine, capability, has_bf16, expected):
+def test_instruction_set(monkeypatch, machine, capability, private, expected):
     monkeypatch.setattr("platform.machine", lambda: machine)
     monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: capability)
-    if has_bf16 is None:  # a torch without this private function
-        monkeypatch.delattr("torch.cpu._is_avx512_bf16_supported")
-    else:
-        monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda: has_bf16)
-    assert build.instruction_set() == expected
+    for name in TILES:
+        if name in private:
+            monkeypatch.setattr(torch.cpu, name, lambda answer=private[name]: answer, raising=False)
+        else:  # a torch without this private function
+            monkeypatch.delattr(torch.cpu, name, raising=False)
+    assert processor.instruction_set() == expected
+
+
+def test_an_instruction_set_by_name(monkeypatch):
+    monkeypatch.setenv("DIFFTRANSFORMER_INSTRUCTION_SET", "avx2")
+    assert processor.instruction_set() == "avx2"
+    monkeypatch.setenv("DIFFTRANSFORMER_INSTRUCTION_SET", "avx1024")
+    with pytest.raises(BackendUnavailable, match=r"DIFFTRANSFORMER_INSTRUCTION_SET=avx1024: this machine has avx2.*"):
+        processor.instruction_set()
 
 
 def test_processes_that_start_together_build_once(place):
@@ -216,7 +221,7 @@ except build.BackendUnavailable as error:
     assert len(outputs) == 8
     (output,) = set(outputs)
     assert "one.cpp:1:5: error:" in output
-    assert place.count_calls() == 4  # two sources, with and without what may be missing from torch
+    assert place.count_calls() == 2
 
 
 def test_a_killed_build_blocks_nobody(place):
@@ -284,7 +289,7 @@ def test_a_compiler_that_cannot_be_started(place):
 def test_a_source_that_does_not_compile(place, caplog):
     place.write("one.cpp", "\n".join(["int fine;", "int 1;", "int 2;"]))
     reason = build.load()
-    log = build.library_path(build.instruction_set()).with_name("build.log")
+    log = build.library_path(processor.instruction_set()).with_name("build.log")
     assert "one.cpp:2:5: error: " in reason
     assert reason.endswith(f"; the compiler's output is in {log}")
     assert "\n" not in reason
@@ -295,25 +300,6 @@ def test_a_source_that_does_not_compile(place, caplog):
         build.build(ISA)
     place.compile_with("exit 3")
     with pytest.raises(BackendUnavailable, match="exit status 3"):
-        build.build(ISA)
-
-
-def test_a_torch_without_the_internals(place, caplog):
-    """What compiles without them is used, and the log keeps why."""
-    source = """
-#ifndef DIFFTRANSFORMER_WITHOUT_BRGEMM
-#error "brgemm is gone"
-#endif
-extern "C" int answer() { return 42; }
-"""
-    place.write("one.cpp", source)
-    caplog.set_level(logging.INFO, "difftransformer")
-    path = build.build(ISA)
-    assert answer(path) == 42
-    assert "brgemm is gone" in caplog.records[-1].getMessage()
-    assert "brgemm is gone" in path.with_name("build.log").read_text()
-    place.write("two.cpp", '#error "something else"\n')
-    with pytest.raises(BackendUnavailable, match="brgemm is gone"):
         build.build(ISA)
 
 
@@ -338,7 +324,7 @@ def test_a_cache_folder_that_cannot_be_written(place, tmp_path, monkeypatch, cap
 
 def test_nothing_is_written_to_use_a_library(place):
     """The cache may be read-only by then."""
-    path = build.build(build.instruction_set())
+    path = build.build(processor.instruction_set())
     (path.parent / "lock").unlink()
     assert build.load() is None
     assert list(path.parent.iterdir()) == [path]
@@ -355,7 +341,7 @@ def test_nothing_is_written_to_use_a_library(place):
     ],
 )
 def test_a_damaged_library_is_built_again(place, damage, caplog):
-    path = build.build(build.instruction_set())
+    path = build.build(processor.instruction_set())
     data = path.read_bytes()
     path.unlink()
     path.write_bytes(damage(data))
@@ -380,7 +366,7 @@ def test_a_library_that_never_loads_is_built_twice_at_most(place, monkeypatch, c
 
 def test_no_instruction_set(place, monkeypatch, caplog):
     monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "DEFAULT")
-    assert "AVX2 on x86-64 Linux" in build.load()
+    assert "AVX2 on x86-64 or NEON on AArch64" in build.load()
     assert len(failures(caplog)) == 1
 
 
@@ -408,28 +394,12 @@ def test_load_is_a_constant_to_torch_compile(place):
     assert place.count_calls() == 3
 
 
-def test_one_openmp_runtime(place):
-    """Two would fight for the cores."""
-    place.write("one.cpp", WITH_OPENMP)
-    code = """
-import ctypes, torch
-assert build.load() is None
-print(ctypes.CDLL(str(build.open_library().path)).answer())
-torch.ones(1 << 20).exp_()
-lines = Path("/proc/self/maps").read_text().splitlines()
-print(*sorted({line.split()[-1] for line in lines if "libgomp" in line or "libomp" in line or "libiomp" in line}))
-"""
-    found, libraries = place.finish(place.start(code)).splitlines()
-    assert found == "42"
-    assert len(libraries.split()) == 1
-
-
 def test_command(place, capsys):
-    path = build.library_path(build.instruction_set())
+    path = build.library_path(processor.instruction_set())
     for words, how, calls in ([], "built in", 3), ([], "were there already", 3), (["--force"], "built in", 6):
         assert main(["build-kernels", *words]) == 0
         line = capsys.readouterr().out
-        assert f"for {build.instruction_set()}: {how}" in line
+        assert f"for {processor.instruction_set()}: {how}" in line
         assert line.endswith(f"{path}\n")
         assert place.count_calls() == calls
 

@@ -5,6 +5,7 @@ Here the lock is a `flock`, which ends with its process, and a build works in a 
 """
 
 import contextlib
+import ctypes
 import hashlib
 import logging
 import os
@@ -16,23 +17,33 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from ..errors import BackendUnavailable
+from .processor import FLAGS_OF, instruction_set
 
 logger = logging.getLogger("difftransformer")
 
 SOURCES = Path(__file__).parent / "csrc"
-# Nothing here depends on the machine that compiles, and NaN and infinity keep their meaning.
-FLAGS = ("-std=c++20", "-O3", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math")
-_AVX2 = ("-mavx2", "-mfma", "-mf16c")
-_AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512")
-FLAGS_OF = {"avx2": _AVX2, "avx512": _AVX512, "avx512_bf16": (*_AVX512, "-mavx512bf16")}
+# Where `make dist` puts the libraries of a wheel: one for each instruction set, so that its users compile nothing.
+PREBUILT = Path(__file__).parent / "prebuilt"
+# The interface of torch 2.11, which later releases keep. Nothing here depends on the machine that compiles, and NaN and
+# infinity keep their meaning.
+FLAGS = (
+    "-std=c++20",
+    "-O3",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-fopenmp-simd",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-DTORCH_TARGET_VERSION=0x020b000000000000",
+)
 SANITIZER_FLAGS = (
     "-fsanitize=address,undefined",
     "-fno-sanitize-recover=undefined",
@@ -40,8 +51,6 @@ SANITIZER_FLAGS = (
     "-g",
     "-O1",
 )
-# What a source may leave out where torch's internal matrix kernels have changed.
-FALLBACK_FLAG = "-DDIFFTRANSFORMER_WITHOUT_BRGEMM"
 DIGEST_BYTES = hashlib.sha256().digest_size
 
 
@@ -57,17 +66,6 @@ class _CompilerError(Exception):
     """The output of a compiler that failed."""
 
 
-def instruction_set() -> str | None:
-    """The kernels that this machine runs, by torch's view of it (ATEN_CPU_CAPABILITY lowers it), or None."""
-    if sys.platform != "linux" or platform.machine() != "x86_64":
-        return None
-    capability = torch.backends.cpu.get_cpu_capability()
-    if capability == "AVX512":
-        has_bf16 = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)()
-        return "avx512_bf16" if has_bf16 else "avx512"
-    return "avx2" if capability == "AVX2" else None
-
-
 def library_path(isa: str) -> Path:
     """Where the library for an instruction set is kept.
 
@@ -78,7 +76,7 @@ def library_path(isa: str) -> Path:
 
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root()).absolute()
     sources = [(path.name, path.read_bytes()) for path in sorted(SOURCES.glob("*")) if path.suffix in (".cpp", ".h")]
-    parts = (sources, _compile_flags(isa), _link_flags(), platform.machine(), platform.libc_ver())
+    parts = (sources, compile_flags(isa), link_flags(), platform.machine(), platform.libc_ver())
     key = hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
     return root / "difftransformer" / f"torch-{torch.__version__}-{isa}-{key}" / "kernels.so"
 
@@ -107,11 +105,16 @@ def build(isa: str, *, force: bool = False) -> Path:
             log.unlink(missing_ok=True)
             # A warning, so that nobody waits without a word.
             logger.warning(
-                "building the CPU attention kernels for %s, once, about a minute; kept in %s", isa, path.parent
+                "building the CPU attention kernels for %s, once, about half a minute; kept in %s", isa, path.parent
             )
             with tempfile.TemporaryDirectory(dir=path.parent, prefix="build-", ignore_cleanup_errors=True) as folder:
-                library = _compile(compiler, isa, Path(folder), log)
-                _seal(library)
+                library = Path(folder) / "kernels.so"
+                try:
+                    compile_library(compiler, compile_flags(isa), link_flags(), library)
+                except _CompilerError as error:
+                    with contextlib.suppress(OSError):
+                        log.write_text(str(error), "utf-8")
+                    raise _unbuilt(str(error), log) from None
                 library.replace(path)
     except OSError as error:
         raise BackendUnavailable(
@@ -122,24 +125,39 @@ def build(isa: str, *, force: bool = False) -> Path:
 
 
 def open_library(*, force: bool = False) -> Library:
-    """Build where needed and load; a library that is there but cannot be loaded is built again, once.
+    """Load the wheel's library, or build one where needed and load it.
+
+    A built one that is there but cannot be loaded is built again, once.
+
+    Args:
+        force: Build in any case, also where the wheel has one.
 
     Raises:
         BackendUnavailable: why not, on one line.
     """
     isa = instruction_set()
     if isa is None:
-        raise BackendUnavailable("this machine has no instruction set that they are written for: AVX2 on x86-64 Linux")
+        raise BackendUnavailable(
+            "this machine has no instruction set that they are written for: AVX2 on x86-64 or NEON on AArch64, "
+            "under Linux or macOS"
+        )
+    prebuilt = PREBUILT / f"{isa}.so"
+    if prebuilt.exists() and not force:
+        try:
+            _load_library(prebuilt, isa)
+            return Library(prebuilt, isa, is_new=False)
+        except BackendUnavailable as error:
+            logger.warning("the wheel's kernels are not taken: %s", error)
     path = library_path(isa)
     before = _stamp(path)
     build(isa, force=force)
     try:
-        _load_library(path)
+        _load_library(path, isa)
     except BackendUnavailable:
         if _stamp(path) != before:
             raise
         build(isa, force=True)
-        _load_library(path)
+        _load_library(path, isa)
     return Library(path, isa, is_new=_stamp(path) != before)
 
 
@@ -170,7 +188,7 @@ def _seal(library: Path) -> None:
         os.fsync(file.fileno())
 
 
-def _load_library(path: Path) -> None:
+def _load_library(path: Path, isa: str) -> None:
     try:
         data = path.read_bytes()
         if hashlib.sha256(data[:-DIGEST_BYTES]).digest() != data[-DIGEST_BYTES:]:
@@ -179,6 +197,10 @@ def _load_library(path: Path) -> None:
     except OSError as error:
         cause = " ".join(str(error.__cause__ or error).split())
         raise BackendUnavailable(f"the kernels cannot be loaded: {cause}") from error
+    if isa == "amx" and not ctypes.CDLL(str(path)).difftransformer_use_tiles():
+        logger.warning(
+            "the kernels for AMX tiles disagree with the others on this machine, which are taken in their place"
+        )
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:
@@ -218,54 +240,48 @@ def _sanitizer_flags() -> tuple[str, ...]:
     return SANITIZER_FLAGS if os.environ.get("DIFFTRANSFORMER_SANITIZE_KERNELS") == "1" else ()
 
 
-def _compile_flags(isa: str) -> list[str]:
+def compile_flags(isa: str) -> list[str]:
+    """What the compiler is told for an instruction set."""
     from torch.utils.cpp_extension import include_paths
 
-    abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
     # As system headers, so that torch's own do not warn.
     includes = [word for folder in include_paths() for word in ("-isystem", folder)]
-    return [*FLAGS, *FLAGS_OF[isa], *_sanitizer_flags(), abi, *includes]
+    return [*FLAGS, *FLAGS_OF[isa], *_sanitizer_flags(), *includes]
 
 
-def _link_flags() -> list[str]:
+def link_flags() -> list[str]:
+    """What the linker is told: torch's library is found where it lies now."""
     from torch.utils.cpp_extension import library_paths
 
     folders = library_paths()
-    # By its file, since some builds of torch give theirs a name of its own: a second runtime would fight for the cores.
-    openmp = [str(path) for folder in folders for path in sorted(Path(folder).glob("libgomp*.so*"))] or ["-fopenmp"]
     places = [word for folder in folders for word in (f"-L{folder}", f"-Wl,-rpath,{folder}")]
-    # A symbol that is missing shall fail here and not in the middle of a run.
-    return ["-shared", "-Wl,-z,defs,-z,now", *_sanitizer_flags(), *places, "-ltorch_cpu", "-lc10", *openmp]
+    # A symbol that is missing shall fail here and not in the middle of a run; macOS' linker always sees to that.
+    strict = [] if sys.platform == "darwin" else ["-Wl,-z,defs,-z,now"]
+    return ["-shared", *strict, *_sanitizer_flags(), *places, "-ltorch_cpu"]
 
 
-def _compile(compiler: list[str], isa: str, folder: Path, log: Path) -> Path:
-    try:
-        return _compile_with(compiler, _compile_flags(isa), folder)
-    except _CompilerError as first:
-        library = None
-        with contextlib.suppress(_CompilerError):
-            library = _compile_with(compiler, [*_compile_flags(isa), FALLBACK_FLAG], folder)
-        with contextlib.suppress(OSError):
-            log.write_text(str(first), "utf-8")
-        if library is None:
-            raise _unbuilt(str(first), log) from None
-        logger.info("built with %s, since without it: %s", FALLBACK_FLAG, _first_error(str(first)))
-        return library
-
-
-def _compile_with(compiler: list[str], flags: list[str], folder: Path) -> Path:
+def compile_library(compiler: Sequence[str], flags: Sequence[str], link: Sequence[str], library: Path) -> None:
+    """Compile all sources, as many at once as there are cores, and link them; objects are left beside the library."""
     sources = sorted(SOURCES.glob("*.cpp"))
     if not sources:
         raise BackendUnavailable(f"no C++ sources in {SOURCES}: install the package again")
-    objects = [str(folder / f"{source.stem}.o") for source in sources]
-    commands = [
-        [*compiler, *flags, "-c", str(source), "-o", made] for source, made in zip(sources, objects, strict=True)
-    ]
-    with ThreadPoolExecutor(min(len(commands), os.cpu_count() or 1)) as pool:
-        list(pool.map(_execute, commands))
-    library = folder / "kernels.so"
-    _execute([*compiler, *objects, *_link_flags(), "-o", str(library)])
-    return library
+    objects = [library.with_name(f"{source.stem}.o") for source in sources]
+    with ThreadPoolExecutor(min(len(sources), os.cpu_count() or 1)) as pool:
+        tasks = [
+            pool.submit(_execute, [*compiler, *flags, "-c", str(source), "-o", str(made)])
+            for source, made in zip(sources, objects, strict=True)
+        ]
+        for done, task in enumerate(as_completed(tasks), 1):
+            task.result()
+            _show_progress(done, len(tasks))
+    _execute([*compiler, *map(str, objects), *link, "-o", str(library)])
+    _seal(library)
+
+
+def _show_progress(done: int, total: int) -> None:
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\rcompiled {done} of {total} sources" + "\n" * (done == total))
+        sys.stderr.flush()
 
 
 def _execute(command: list[str]) -> None:

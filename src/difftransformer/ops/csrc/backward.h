@@ -96,6 +96,7 @@ struct Backward {
   using Unit = typename Type::Unit;
   using Element = typename Type::Element;
   static constexpr int64_t kPack = Type::kPack;
+  Runtime& runtime;
   const Problem& p;
   View<const In> query, grad, plain;  // plain: the output before the norm
   Operand<Type> key[2], value;
@@ -147,7 +148,7 @@ struct Backward {
   void run() const {
     Turns turns(p);
     const int64_t blocks = p.blocks();
-    for_each_task(p, blocks, Scratch(p, nullptr).floats, [&](int64_t bg, int64_t index, float* base) {
+    for_each_task(runtime, p, blocks, Scratch(p, nullptr).floats, [&](int64_t bg, int64_t index, float* base) {
       const int64_t task = bg * blocks + index;
       const Block block(p, bg / p.groups, bg % p.groups, turns.block_of(task));
       Scratch scratch(p, base);

@@ -18,6 +18,7 @@ inline Vec load_some(const In* p, int64_t n) {
 
 template <class In, int maps>
 struct Decode {
+  Runtime& runtime;
   const Problem& p;
   View<const In> query, key, value;
   Output<In> output;
@@ -30,14 +31,14 @@ struct Decode {
 
   void run() const {
     const int64_t rows = p.rows(), groups = p.batch * p.groups;
-    const at::Tensor partial = at::empty({groups, chunks(), rows, record()}, at::kFloat);
-    auto* records = static_cast<float*>(partial.data_ptr());
+    auto* records = static_cast<float*>(runtime.allocate(groups * chunks() * rows * record() * 4));
     const int64_t queries = rows * maps * round_up(p.width, W);
-    for_each_task(p, chunks(), queries + rows * maps * kDecodeChunk, [&](int64_t bg, int64_t index, float* scratch) {
-      const Block block(p, bg / p.groups, bg % p.groups, 0);
-      chunk(block, index, scratch, scratch + queries, records + (bg * chunks() + index) * rows * record());
-    });
-    for_each_task(p, 1, 2 * width(), [&](int64_t bg, int64_t, float* scratch) {
+    for_each_task(
+        runtime, p, chunks(), queries + rows * maps * kDecodeChunk, [&](int64_t bg, int64_t index, float* scratch) {
+          const Block block(p, bg / p.groups, bg % p.groups, 0);
+          chunk(block, index, scratch, scratch + queries, records + (bg * chunks() + index) * rows * record());
+        });
+    for_each_task(runtime, p, 1, 2 * width(), [&](int64_t bg, int64_t, float* scratch) {
       merge(Block(p, bg / p.groups, bg % p.groups, 0), records + bg * chunks() * rows * record(), scratch);
     });
   }

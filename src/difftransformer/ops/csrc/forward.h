@@ -103,6 +103,7 @@ template <class Type, class In, int maps>
 struct Forward {
   using Unit = typename Type::Unit;
   using Element = typename Type::Element;
+  Runtime& runtime;
   const Problem& p;
   View<const In> query;
   Operand<Type> key[2], value;
@@ -140,7 +141,7 @@ struct Forward {
   void run() const {
     const int64_t blocks = p.blocks();
     // Later blocks see more keys under a causal mask: they go first, so that no thread is left with a long one.
-    for_each_task(p, blocks, Scratch(p, nullptr).floats, [&](int64_t bg, int64_t index, float* base) {
+    for_each_task(runtime, p, blocks, Scratch(p, nullptr).floats, [&](int64_t bg, int64_t index, float* base) {
       Scratch scratch(p, base);
       attend(Block(p, bg / p.groups, bg % p.groups, blocks - 1 - index), scratch);
     });

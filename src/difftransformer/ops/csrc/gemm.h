@@ -7,13 +7,6 @@
 
 #include "vector.h"
 
-#if !defined(DIFFTRANSFORMER_WITHOUT_BRGEMM) && __has_include(<ATen/native/CPUBlas.h>)
-#include <ATen/native/CPUBlas.h>
-#if defined(CPUBLAS_BRGEMM_BF16BF16F32)
-#define DIFFTRANSFORMER_BRGEMM
-#endif
-#endif
-
 namespace difftransformer {
 
 struct Fp32 {
@@ -25,7 +18,7 @@ struct Fp32 {
 };
 
 #if defined(__AVX512BF16__)
-// bf16 by AVX512_BF16's dot product of pairs, or by AMX tiles through torch's brgemm where the processor has them.
+// bf16 by AVX512_BF16's dot product of pairs.
 struct Bf16 {
   using Element = BFloat16;
   using Unit = uint32_t;
@@ -36,10 +29,6 @@ struct Bf16 {
   }
 };
 #endif
-
-// Set once when the library is loaded (forward.cpp): whether Bf16 blocks go to brgemm.
-inline bool use_brgemm = false;
-constexpr int64_t kBrgemmUnits = 16;
 
 template <class Type, int rows, int vectors, bool ByColumn, bool partial>
 inline void micro(int64_t K, const typename Type::Unit* A, int64_t a_stride, const typename Type::Unit* B,
@@ -133,17 +122,6 @@ inline void last_strip(int64_t N, int64_t M, int64_t K, const typename Type::Uni
 template <class Type, bool ByColumn = false>
 inline void gemm(int64_t M, int64_t N, int64_t K, const typename Type::Unit* A, int64_t a_stride,
                  const typename Type::Unit* B, int64_t b_stride, float* C, int64_t c_stride, bool accumulate) {
-#if defined(DIFFTRANSFORMER_BRGEMM)
-  if constexpr (Type::kPack == 2) {
-    // Whole AMX tiles along K; what is shorter would only fill their edges.
-    if (use_brgemm && M && N && K % kBrgemmUnits == 0) {
-      at::native::cpublas::brgemm(M, N, 2 * K, 2 * a_stride, b_stride, c_stride, accumulate,
-                                  reinterpret_cast<const at::BFloat16*>(A), reinterpret_cast<const at::BFloat16*>(B), C,
-                                  /*is_vnni=*/true);
-      return;
-    }
-  }
-#endif
   constexpr int64_t width = kStripVectors * W;
   int64_t n = 0;
   for (; n + width <= N; n += width)

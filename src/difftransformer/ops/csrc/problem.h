@@ -5,15 +5,12 @@
 // tile_keys.
 #pragma once
 
-#include <ATen/Parallel.h>
-#include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
-
 #include <algorithm>
 #include <atomic>
 #include <vector>
 
 #include "gemm.h"
+#include "runtime.h"
 
 namespace difftransformer {
 
@@ -22,15 +19,18 @@ constexpr int64_t kMaxLanes = 128;
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 inline int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 
-// A tensor of four dimensions whose last one is contiguous.
+// A tensor of four dimensions whose last one is contiguous; strides in elements.
+struct Rows {
+  void* data = nullptr;
+  int64_t strides[3] = {0, 0, 0};
+};
 template <class T>
 struct View {
   T* data = nullptr;
   int64_t strides[3] = {0, 0, 0};
 
   View() = default;
-  explicit View(const at::Tensor& x)
-      : data(static_cast<T*>(x.data_ptr())), strides{x.stride(0), x.stride(1), x.stride(2)} {}
+  explicit View(const Rows& x) : data(static_cast<T*>(x.data)), strides{x.strides[0], x.strides[1], x.strides[2]} {}
   T* at(int64_t i, int64_t j, int64_t k) const { return data + i * strides[0] + j * strides[1] + k * strides[2]; }
 };
 
@@ -191,7 +191,6 @@ struct Operand {
   int64_t strides[3];  // in units
   const Unit* columns = nullptr;
   int64_t groups, tiles, tile_keys;
-  at::Tensor converted, transposed;
 
   const Unit* row(int64_t b, int64_t g, int64_t key) const {
     return rows + b * strides[0] + g * strides[1] + key * strides[2];
@@ -224,7 +223,8 @@ inline void interleave(const BFloat16* first, const BFloat16* second, int64_t n,
 }
 
 template <class Type, class In>
-Operand<Type> make_operand(const Problem& p, const at::Tensor& x, int64_t offset, int64_t width, bool by_column) {
+Operand<Type> make_operand(Runtime& runtime, const Problem& p, const View<const In>& from, int64_t offset,
+                           int64_t width, bool by_column) {
   using Unit = typename Type::Unit;
   using Element = typename Type::Element;
   Operand<Type> out;
@@ -233,27 +233,25 @@ Operand<Type> make_operand(const Problem& p, const at::Tensor& x, int64_t offset
   out.groups = p.groups;
   out.tiles = p.tiles();
   out.tile_keys = p.tile_keys;
-  const View<const In> from(x);
   const int64_t pack = Type::kPack;
   const bool in_place = std::is_same_v<In, Element> && width % pack == 0 && offset % pack == 0 &&
-                        x.stride(0) % pack == 0 && x.stride(1) % pack == 0 && x.stride(2) % pack == 0;
+                        from.strides[0] % pack == 0 && from.strides[1] % pack == 0 && from.strides[2] % pack == 0;
   if (in_place) {
     out.rows = reinterpret_cast<const Unit*>(from.data + offset);
     for (int i = 0; i < 3; i++) out.strides[i] = from.strides[i] / pack;
   } else {
-    out.converted = at::empty({p.batch, p.groups, p.keys, out.units}, at::kFloat);
-    out.rows = static_cast<const Unit*>(out.converted.data_ptr());
+    out.rows = static_cast<const Unit*>(runtime.allocate(p.batch * p.groups * p.keys * out.units * 4));
     out.strides[2] = out.units;
     out.strides[1] = out.strides[2] * p.keys;
     out.strides[0] = out.strides[1] * p.groups;
   }
   by_column = by_column && pack == 2;
   if (by_column) {
-    out.transposed = at::empty({p.batch, p.groups, out.tiles, width, p.tile_keys / 2}, at::kFloat);
-    out.columns = static_cast<const Unit*>(out.transposed.data_ptr());
+    out.columns =
+        static_cast<const Unit*>(runtime.allocate(p.batch * p.groups * out.tiles * width * (p.tile_keys / 2) * 4));
   }
   if (in_place && !by_column) return out;
-  at::parallel_for(0, p.batch * p.groups * out.tiles, 1, [&](int64_t begin, int64_t end) {
+  parallel_for(runtime, p.batch * p.groups * out.tiles, [&](int64_t begin, int64_t end) {
     std::vector<uint32_t> pairs(by_column ? p.tile_keys / 2 * width : 0);
     const std::vector<In> zeros(width, In(0.f));
     for (int64_t task = begin; task < end; task++) {
@@ -308,24 +306,20 @@ void stage_rows(const Block& block, const View<const In>& x, int64_t offset, int
 // group's keys, values and gradients fill a core's own cache, threads work on one group together and find them in the
 // shared cache; smaller groups are kept apart, each in one core.
 template <class Work>
-void for_each_task(const Problem& p, int64_t per_group, int64_t scratch_floats, const Work& work) {
+void for_each_task(Runtime& runtime, const Problem& p, int64_t per_group, int64_t scratch_floats, const Work& work) {
   const int64_t groups = p.batch * p.groups;
-  const int64_t threads = at::in_parallel_region() ? 1 : std::min<int64_t>(at::get_num_threads(), groups * per_group);
+  const int64_t threads = std::min<int64_t>(runtime.threads(), groups * per_group);
   if (!threads) return;
-  const at::Tensor scratch = at::empty({threads, round_up(scratch_floats, 16) + 16}, at::kFloat);
-  float* base = static_cast<float*>(scratch.data_ptr());
+  const int64_t stride = round_up(scratch_floats, 16) + 16;
+  float* base = static_cast<float*>(runtime.allocate(threads * stride * 4));
   std::vector<std::atomic<int64_t>> next(groups);
   for (auto& index : next) index.store(0, std::memory_order_relaxed);
-  at::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
+  parallel_for(runtime, threads, [&](int64_t begin, int64_t end) {
     for (int64_t thread = begin; thread < end; thread++)
       for (int64_t i = 0; i < groups; i++) {
         const int64_t group = ((p.is_large() ? 0 : thread * groups / threads) + i) % groups;
-        for (int64_t index; (index = next[group].fetch_add(1)) < per_group;)
-          work(group, index, base + thread * scratch.size(1));
+        for (int64_t index; (index = next[group].fetch_add(1)) < per_group;) work(group, index, base + thread * stride);
       }
-#if defined(DIFFTRANSFORMER_BRGEMM)
-    if (use_brgemm) at::native::cpublas::brgemm_release(true);
-#endif
   });
 }
 

@@ -1,10 +1,12 @@
 // Vectors of fp32 lanes: loads and stores that convert, 2^x, transposition. AVX-512 (16 lanes) or AVX2 (8).
 #pragma once
 
+#if defined(__x86_64__)
 #include <immintrin.h>
+#endif
 
-#include <c10/util/BFloat16.h>
-#include <c10/util/Half.h>
+#include <torch/headeronly/util/BFloat16.h>
+#include <torch/headeronly/util/Half.h>
 
 #include <cstdint>
 #include <cstring>
@@ -102,35 +104,49 @@ inline void convert_row(const float* from, int64_t n, T* to) {
 }
 inline void convert_row(const float* from, int64_t n, float* to) { std::memcpy(to, from, sizeof(float) * n); }
 
-// 2^x for x <= 0 and a little above, by a minimax polynomial on [-1/2, 1/2] (relative error 2.1e-7 of degree 5, 2.7e-6
-// of degree 4, found by Remez' exchange). Below 2^-126 it stays there; NaN stays NaN.
+// 2^r for -1/2 <= r <= 1/2 by a minimax polynomial found by Remez' exchange: relative error 2.1e-7 of degree 5, 2.7e-6
+// of degree 4, 7.7e-5 of degree 3.
 template <int degree>
-inline Vec exp2(Vec x) {
-  x = (x < splat(-126.f)) ? splat(-126.f) : x;
-  const Vec shifted = x + 12582912.f;  // 1.5 * 2^23: the integer nearest to x lies in the low bits
-  const Vec r = x - (shifted - 12582912.f);
-  Vec p;
+inline Vec exp2_of_rest(Vec r) {
+  static_assert(degree >= 3 && degree <= 5);
   if constexpr (degree == 5) {
-    p = splat(1.327647199e-3f);
+    Vec p = splat(1.327647199e-3f);
     p = p * r + 9.675541334e-3f;
     p = p * r + 5.550713273e-2f;
     p = p * r + 2.402211972e-1f;
     p = p * r + 6.931469671e-1f;
-    p = p * r + 1.000000072f;
-  } else {
-    static_assert(degree == 4);
-    p = splat(9.570101911e-3f);
+    return p * r + 1.000000072f;
+  } else if constexpr (degree == 4) {
+    Vec p = splat(9.570101911e-3f);
     p = p * r + 5.591786032e-2f;
     p = p * r + 2.402474483e-1f;
     p = p * r + 6.931218147e-1f;
-    p = p * r + 9.999992614e-1f;
+    return p * r + 9.999992614e-1f;
+  } else {
+    Vec p = splat(5.508868e-2f);
+    p = p * r + 2.426410e-1f;
+    p = p * r + 6.931985e-1f;
+    return p * r + 9.999238e-1f;
   }
+}
+
+// 2^x for x <= 0 and a little above; 0 below 2^-126, NaN stays NaN. Denormal numbers are to be flushed (runtime.h).
+template <int degree>
+inline Vec exp2(Vec x) {
+#if defined(__AVX512DQ__)
+  const Vec r = (Vec)_mm512_reduce_ps((__m512)x, 0);  // x less the integer nearest to it
+  return (Vec)_mm512_scalef_ps((__m512)exp2_of_rest<degree>(r), (__m512)(x - r));
+#else
+  x = (x < splat(-127.f)) ? splat(-127.f) : x;
+  const Vec shifted = x + 12582912.f;  // 1.5 * 2^23: the integer nearest to x lies in the low bits
+  const Vec p = exp2_of_rest<degree>(x - (shifted - 12582912.f));
   Int bits;
   std::memcpy(&bits, &shifted, sizeof(bits));
-  bits = (bits + 127) << 23;
+  bits = (bits + 127) << 23;  // 0 at -127
   Vec power;
   std::memcpy(&power, &bits, sizeof(power));
   return p * power;
+#endif
 }
 
 // W x W block of 32-bit units.

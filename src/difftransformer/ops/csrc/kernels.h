@@ -1,0 +1,48 @@
+// The kernels' own interface: one call of attention and of its backward pass, in pointers and strides.
+#pragma once
+
+#include "problem.h"
+
+namespace difftransformer {
+
+// query (B, H, T, maps * D); key (B, G, S, maps * D) or (B, G, S, D); value (B, G, S, E), all of one type.
+struct Inputs {
+  Problem problem;
+  Norm norm;
+  Rows query, key, value;
+};
+
+// out and, with a norm, plain (the output before it): (B, H, T, E). lse: (maps, B, H, T), to the base 2. inverse_rms:
+// (B, H, T).
+struct Outputs {
+  Rows out, plain;
+  float *lse, *inverse_rms;
+};
+
+struct Gradients {
+  Rows out, query;      // as the output and the query
+  float *key, *value;   // as key and value in fp32, contiguous, zero at the start
+  float *lam, *weight;  // (B, H, T) and (weight_rows, E)
+};
+
+template <class In>
+void attend(const Inputs&, const Outputs&, Runtime&);
+
+// Rows of Gradients::weight, to be added up in their order.
+int64_t weight_rows(const Problem&);
+template <class In>
+void differentiate(const Inputs&, const Outputs&, const Gradients&, Runtime&);
+
+// fp32 products, or those of the type where the processor has them.
+template <class In>
+struct ProductsOf {
+  using Type = Fp32;
+};
+#if defined(__AVX512BF16__)
+template <>
+struct ProductsOf<BFloat16> {
+  using Type = Bf16;
+};
+#endif
+
+}  // namespace difftransformer
