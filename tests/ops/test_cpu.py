@@ -4,6 +4,7 @@ import dataclasses
 import os
 import subprocess
 import sys
+import time
 from functools import partial
 from pathlib import Path
 
@@ -81,6 +82,35 @@ def test_any_call_equals_the_equations(case, how):
 @given(calls(), layouts, st.sampled_from(LOW))
 def test_any_call_in_low_precision(case, how, dtype):
     assert_any_call_as_good("cpu", case, how, dtype)
+
+
+@st.composite
+def windowed_calls(draw):
+    """More than one block of rows and of keys, heads in groups, and windows, documents or ranges shorter than a block."""
+    per_group = draw(st.integers(2, 8))
+    queries = draw(st.integers(65, 300))
+    keys = queries + draw(st.sampled_from([0, 0, 1, 70]))
+    kwargs = CAUSAL | {"window": draw(st.none() | st.integers(1, 12) | st.integers(13, 200))}
+    if keys == queries and draw(st.booleans()):
+        kwargs["cu_seqlens"] = ints(0, *sorted(draw(st.lists(st.integers(0, queries), max_size=6))), queries)
+    elif draw(st.booleans()):
+        kwargs |= {"kv_start": ints(draw(st.integers(0, keys))), "kv_lengths": ints(draw(st.integers(0, keys)))}
+    lam = draw(st.sampled_from([None, "head", "query"]))
+    return Case("drawn", B=1, H=per_group, G=1, T=queries, S=keys, D=draw(st.sampled_from([4, 16, 33])),
+                E=draw(st.sampled_from([4, 33])), lam=lam, kwargs=kwargs)  # fmt: skip
+
+
+@settings(quick, max_examples=40)
+@given(windowed_calls(), st.sampled_from(DTYPES))
+def test_several_blocks_and_short_windows(case, dtype):
+    assert_as_good(case, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("queries", "window"), [(257, 1), (513, 1), (513, 3), (513, 9)])
+def test_windows_of_few_keys_in_grouped_heads(queries, window, dtype):
+    """Blocks have rows that see no key of a tile."""
+    assert_as_good(Case("x", H=4, G=2, T=queries, S=queries, kwargs=CAUSAL | {"window": window}), dtype)
 
 
 LENGTHS = (1, 63, 64, 65, 127, 128, 129, 200, 300)
@@ -224,6 +254,40 @@ def test_peaked_maps_are_as_exact_as_torchs(queries, spread):
     ours, theirs = errors(lambda *inputs: op(case, "cpu")(*inputs, None)), errors(fused)
     for error, their_error in zip(ours, theirs, strict=True):
         assert error <= 2 * max(their_error, 1e-5)
+
+
+def seconds_of(function, calls=7):
+    """The fastest of some calls."""
+    taken = []
+    for _ in range(calls):
+        start = time.perf_counter()
+        function()
+        taken.append(time.perf_counter() - start)
+    return min(taken)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("factor", [20, 60])
+def test_peaked_scores_take_no_longer(factor, dtype):
+    """Most exponentials are below fp32's smallest normal number; not flushed, they took 20 to 60 times as long."""
+    case = Case("x", H=2, G=2, T=512, S=512, D=64, E=64, kwargs=CAUSAL)
+    query, key, value, lam, grad = case.inputs(dtype, requires_grad=False)
+
+    def step(query):
+        leaves = [x.requires_grad_() for x in (query, key, value)]
+        torch.autograd.grad(op(case, "cpu")(*leaves, lam), leaves, grad)
+
+    plain, peaked = (partial(step, query * times) for times in (1, factor))
+    plain()
+    assert min(seconds_of(peaked) / seconds_of(plain) for _ in range(3)) <= 1.5
+
+
+def test_denormal_numbers_are_flushed_within_a_call_alone():
+    """The caller's own threads keep them, as torch does by default."""
+    denormal = torch.full((1 << 20,), 1e-40)
+    assert (denormal * 0.5 > 0).all()
+    bits(SAME_BITS["one head, causal"])
+    assert (denormal * 0.5 > 0).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -522,23 +586,43 @@ def test_wrong_shapes_never_reach_the_kernels(changes, monkeypatch):
 # The other instruction sets.
 
 PROGRAM = """
-import sys, pytest
-from difftransformer.ops import build
-assert build.open_library().instruction_set == sys.argv[1]
-sys.exit(pytest.main(sys.argv[2:]))
+import ctypes, sys, pytest
+from difftransformer.ops import build, processor
+wanted, emulator, *arguments = sys.argv[1:]
+if emulator:
+    ctypes.CDLL(emulator)
+    found = processor.available()
+    processor.available = lambda: (*found, wanted)
+assert processor.instruction_set() == wanted and build.load() is None
+sys.exit(pytest.main(arguments))
 """
 FILES = ("test_cpu.py", "test_attention.py", "test_normed_attention.py")
 
 
+@pytest.fixture(scope="session")
+def tile_emulator(tmp_path_factory):
+    """A library that does what AMX instructions do, in place of a processor that has none."""
+    library = tmp_path_factory.mktemp("emulator") / "tiles.so"
+    source = Path(__file__).with_name("tile_emulator.c")
+    subprocess.run(["cc", "-std=c11", "-O3", "-shared", "-fPIC", source, "-o", library], check=True)
+    return library
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("wanted", processor.available()[:-1])
-def test_on_other_instruction_sets(wanted):
+@pytest.mark.parametrize("wanted", [*processor.available()[:-1], "amx"])
+def test_on_other_instruction_sets(wanted, request):
     """All of this file, and what the other files ask of this backend, in a process with other kernels."""
+    available = processor.available()
+    if "avx512_bf16" not in available and wanted == "amx":
+        pytest.skip("the tiled kernels need AVX512_BF16 beside the tiles")
+    emulator = "" if wanted in available else str(request.getfixturevalue("tile_emulator"))
+    # Under the emulator times say nothing, and processes of their own would be without it.
+    which = "cpu and not compile" + (" and not memory_grows and not no_longer" if emulator else "")
     here = Path(__file__).parent
-    options = ["-q", "-x", "-m", "not slow and not gpu", "-k", "cpu and not compile", "-p", "no:cacheprovider"]
+    options = ["-q", "-x", "-m", "not slow and not gpu", "-k", which, "-p", "no:cacheprovider", "-p", "no:faulthandler"]
     environment = os.environ | {processor.VARIABLE: wanted, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, wanted, *(str(here / name) for name in FILES), *options],
+        [sys.executable, "-c", PROGRAM, wanted, emulator, *(str(here / name) for name in FILES), *options],
         env=environment,
         cwd=here.parents[1],
         capture_output=True,

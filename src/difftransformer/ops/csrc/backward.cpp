@@ -1,9 +1,39 @@
 #include "backward.h"
 
 #include "kernels.h"
+#include "tiled.h"
 
 namespace difftransformer {
 namespace {
+
+// Where sums in fp32 end up as gradients of some type, without a copy where that is fp32 itself.
+template <class In>
+struct Sums {
+  Runtime& runtime;
+  In* to;
+  int64_t count;
+  float* sums;
+
+  Sums(Runtime& runtime, void* to_, int64_t count) : runtime(runtime), to(static_cast<In*>(to_)), count(count) {
+    if constexpr (std::is_same_v<In, float>)
+      sums = to;
+    else
+      sums = static_cast<float*>(runtime.allocate(count * 4));
+    by_pieces([&](int64_t begin, int64_t size) { std::fill_n(sums + begin, size, 0.f); });
+  }
+  void store() const {
+    if constexpr (!std::is_same_v<In, float>)
+      by_pieces([&](int64_t begin, int64_t size) { convert_row(sums + begin, size, to + begin); });
+  }
+  template <class Work>
+  void by_pieces(const Work& work) const {
+    constexpr int64_t piece = 1 << 14;
+    parallel_for(runtime, ceil_div(count, piece), [&](int64_t begin, int64_t end) {
+      const int64_t last = std::min(end * piece, count);
+      for (int64_t at = begin * piece; at < last; at += piece) work(at, std::min(piece, last - at));
+    });
+  }
+};
 
 template <class In, int maps>
 void differentiate_maps(const Inputs& in, const Outputs& from, const Gradients& grad, Runtime& runtime) {
@@ -14,35 +44,42 @@ void differentiate_maps(const Inputs& in, const Outputs& from, const Gradients& 
   Operand<Type> keys[2];
   for (int m = 0; m < maps; m++)
     keys[m] = m && p.shared_key ? keys[0] : make_operand<Type, In>(runtime, p, key, m * p.width, p.width, true);
+  const int64_t tasks = p.batch * p.groups * p.blocks(), rows = p.batch * p.groups * p.keys;
+  float* weights = in.norm.on ? static_cast<float*>(runtime.allocate(tasks * p.value_width * 4)) : nullptr;
+  const Sums<In> grad_key(runtime, grad.key, rows * (p.shared_key ? 1 : maps) * p.width);
+  const Sums<In> grad_value(runtime, grad.value, rows * p.value_width);
   Backward<Type, In, maps>{runtime,
                            p,
                            View<const In>(in.query),
-                           View<const In>(grad.out),
-                           View<const In>(from.plain),
+                           {View<const In>(grad.out), View<const In>(from.plain), from.inverse_rms, in.norm},
                            {keys[0], keys[1]},
                            make_operand<Type, In>(runtime, p, value, 0, p.value_width, false),
                            from.lse,
-                           from.inverse_rms,
-                           in.norm,
                            View<In>(grad.query),
-                           grad.key,
-                           grad.value,
+                           grad_key.sums,
+                           grad_value.sums,
                            grad.lam,
-                           grad.weight}
+                           weights}
       .run();
+  grad_key.store();
+  grad_value.store();
+  if (weights) sum_rows(weights, tasks, p.value_width, grad.weight);
 }
 
 }  // namespace
 
-int64_t weight_rows(const Problem& problem) {
-  Problem p = problem;
-  p.arrange_for_backward();
-  return p.batch * p.groups * p.blocks();
+void sum_rows(const float* rows, int64_t count, int64_t width, float* to) {
+  std::vector<double> sums(width, 0.0);
+  for (int64_t i = 0; i < count; i++)
+    for (auto& sum : sums) sum += *rows++;
+  std::copy(sums.begin(), sums.end(), to);
 }
 
 template <class In>
 void differentiate(const Inputs& in, const Outputs& out, const Gradients& grad, Runtime& runtime) {
-  if (in.problem.maps == 2)
+  if (takes_tiles<In>(in.problem))
+    differentiate_tiled(in, out, grad, runtime);
+  else if (in.problem.maps == 2)
     differentiate_maps<In, 2>(in, out, grad, runtime);
   else
     differentiate_maps<In, 1>(in, out, grad, runtime);

@@ -98,10 +98,10 @@ struct Backward {
   static constexpr int64_t kPack = Type::kPack;
   Runtime& runtime;
   const Problem& p;
-  View<const In> query, grad, plain;  // plain: the output before the norm
+  View<const In> query;
+  OutputGradient<In> grad;
   Operand<Type> key[2], value;
-  const float *lse, *inverse_rms;
-  Norm norm;
+  const float* lse;
   View<In> grad_query;
   float *grad_key, *grad_value;   // (B, G, S, ...), zero at the start
   float *grad_lam, *grad_weight;  // (B, H, T) and (tasks, E)
@@ -227,10 +227,7 @@ struct Backward {
     if constexpr (maps == 2)
       for (int64_t i = 0; i < lanes; i++)
         s.lam[i] = i < block.count ? p.lam_of(block.batch, block.head[i], block.query[i]) : 0.f;
-    if (norm.on)
-      stage_normed(block, s, task);
-    else
-      stage_rows<Type, In>(block, grad, 0, p.value_width, s.grad_rows);
+    stage_gradient(block, s, task);
     lay_out(s.grad_rows, p.value_width, lanes, s.grad, s.grad_pairs);
   }
 
@@ -242,34 +239,19 @@ struct Backward {
         interleave(rows + 2 * i * units * 2, rows + (2 * i + 1) * units * 2, width, pairs + i * width);
   }
 
-  // Through the norm: with n = O / rms and h = dY * weight * factor, dO = (h - n mean(h n)) / rms.
-  void stage_normed(const Block& block, Scratch& s, int64_t task) const {
+  void stage_gradient(const Block& block, Scratch& s, int64_t task) const {
+    if (!grad.norm.on) return stage_rows<Type, In>(block, grad.grad, 0, p.value_width, s.grad_rows);
     const int64_t E = p.value_width, stride = round_up(E, kPack);
     float* weight_gradient = grad_weight + task * E;
     std::fill_n(weight_gradient, E, 0.f);
-    float *h = s.rows, *n = s.rows + E;
     for (int64_t i = 0; i < block.lanes; i++) {
       Element* to = s.grad_rows + i * stride;
       if (i >= block.count) {
         std::memset(static_cast<void*>(to), 0, sizeof(Element) * stride);
         continue;
       }
-      const float inverse = inverse_rms[p.lse_index(0, block.batch, block.head[i], block.query[i])];
-      convert_row(grad.at(block.batch, block.head[i], block.query[i]), E, h);
-      convert_row(plain.at(block.batch, block.head[i], block.query[i]), E, n);
-      float mean = 0;
-#pragma omp simd reduction(+ : mean)
-      for (int64_t e = 0; e < E; e++) {
-        n[e] *= inverse;
-        h[e] *= norm.factor;
-        weight_gradient[e] += h[e] * n[e];
-        h[e] *= norm.weight ? norm.weight[e] : 1.f;
-        mean += h[e] * n[e];
-      }
-      mean /= static_cast<float>(E);
-#pragma omp simd
-      for (int64_t e = 0; e < E; e++) h[e] = (h[e] - n[e] * mean) * inverse;
-      convert_row(h, E, to);
+      grad.load_row(p, block.batch, block.head[i], block.query[i], s.rows, s.rows + E, weight_gradient);
+      convert_row(s.rows, E, to);
       if (E < stride) to[E] = Element(0.f);
     }
   }

@@ -8,6 +8,8 @@ namespace difftransformer {
 constexpr int64_t kDecodeRows = 8;     // rows of a group (heads x queries) up to which this is the faster way
 constexpr int64_t kDecodeChunk = 256;  // keys of a task
 
+inline bool is_decoding(const Problem& p) { return p.rows() <= kDecodeRows && p.keys > kDecodeChunk / 2; }
+
 template <class In>
 inline Vec load_some(const In* p, int64_t n) {
   if (n >= W) return load(p);

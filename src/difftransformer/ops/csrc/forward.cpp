@@ -2,6 +2,7 @@
 
 #include "decode.h"
 #include "kernels.h"
+#include "tiled.h"
 
 namespace difftransformer {
 namespace {
@@ -12,7 +13,7 @@ void attend_maps(const Inputs& in, const Outputs& to, Runtime& runtime) {
   const Problem& p = in.problem;
   const View<const In> query(in.query), key(in.key), value(in.value);
   const Output<In> output{View<In>(to.out), View<In>(to.plain), to.inverse_rms, in.norm};
-  if (p.rows() <= kDecodeRows && p.keys > kDecodeChunk / 2) {
+  if (is_decoding(p)) {
     Decode<In, maps>{runtime, p, query, key, value, output, to.lse}.run();
     return;
   }
@@ -27,7 +28,10 @@ void attend_maps(const Inputs& in, const Outputs& to, Runtime& runtime) {
 
 template <class In>
 void attend(const Inputs& in, const Outputs& out, Runtime& runtime) {
-  if (in.problem.maps == 2)
+  const Problem& p = in.problem;
+  if (takes_tiles<In>(p) && !is_decoding(p))
+    attend_tiled(in, out, runtime);
+  else if (p.maps == 2)
     attend_maps<In, 2>(in, out, runtime);
   else
     attend_maps<In, 1>(in, out, runtime);

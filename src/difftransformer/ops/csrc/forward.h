@@ -8,35 +8,9 @@
 
 #include <cmath>
 
-#include "problem.h"
+#include "norm.h"
 
 namespace difftransformer {
-
-// Where finished rows go, normalised where asked.
-template <class In>
-struct Output {
-  View<In> out, plain;  // plain: before the norm, kept for the backward
-  float* inverse_rms;   // (B, H, T)
-  Norm norm;
-
-  void store_row(const Problem& p, int64_t b, int64_t h, int64_t t, float* row) const {
-    const int64_t width = p.value_width;
-    if (norm.on) {
-      convert_row(row, width, plain.at(b, h, t));
-      float squares = 0;
-#pragma omp simd reduction(+ : squares)
-      for (int64_t e = 0; e < width; e++) squares += row[e] * row[e];
-      const float inverse = 1.f / std::sqrt(squares / static_cast<float>(width) + norm.eps),
-                  factor = inverse * norm.factor;
-      inverse_rms[(b * p.heads + h) * p.queries + t] = inverse;
-      if (norm.weight)
-        for (int64_t e = 0; e < width; e++) row[e] *= factor * norm.weight[e];
-      else
-        for (int64_t e = 0; e < width; e++) row[e] *= factor;
-    }
-    convert_row(row, width, out.at(b, h, t));
-  }
-};
 
 // A tile of scores [rows][lanes] of one map becomes 2^(score * exponent - reference).
 template <int degree, bool masked>

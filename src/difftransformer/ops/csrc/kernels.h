@@ -19,17 +19,16 @@ struct Outputs {
   float *lse, *inverse_rms;
 };
 
+// out and query: as the output and the query. key and value: as key and value, contiguous. lam: (B, H, T). weight: (E),
+// written where there is a norm.
 struct Gradients {
-  Rows out, query;      // as the output and the query
-  float *key, *value;   // as key and value in fp32, contiguous, zero at the start
-  float *lam, *weight;  // (B, H, T) and (weight_rows, E)
+  Rows out, query;
+  void *key, *value;
+  float *lam, *weight;
 };
 
 template <class In>
 void attend(const Inputs&, const Outputs&, Runtime&);
-
-// Rows of Gradients::weight, to be added up in their order.
-int64_t weight_rows(const Problem&);
 template <class In>
 void differentiate(const Inputs&, const Outputs&, const Gradients&, Runtime&);
 

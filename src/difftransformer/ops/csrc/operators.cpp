@@ -33,11 +33,12 @@ Tensor empty(const Sizes& sizes, ScalarType dtype = ScalarType::Float) {
 Tensor empty_by_token(int64_t batch, const Problem& p, int64_t width, ScalarType dtype) {
   return empty({batch, p.heads, p.queries, width}, {p.heads * p.queries * width, width, p.heads * width, 1}, dtype);
 }
-Tensor zeros(const Sizes& sizes) {
-  Tensor made = empty(sizes);
+// Contiguous.
+Tensor contiguous_like(const Tensor& x) { return empty(Sizes(x.sizes().begin(), x.sizes().end()), x.scalar_type()); }
+Tensor zeros(const Tensor& like) {
+  Tensor made = empty(Sizes(like.sizes().begin(), like.sizes().end()));
   return torch::stable::zero_(made);
 }
-Tensor zeros_like(const Tensor& x) { return zeros(Sizes(x.sizes().begin(), x.sizes().end())); }
 
 float* floats(const Tensor& x) { return static_cast<float*>(x.data_ptr()); }
 Rows rows_of(const Tensor& x) { return {x.data_ptr(), {x.stride(0), x.stride(1), x.stride(2)}}; }
@@ -193,16 +194,6 @@ Tensor sum_to_lam(const Problem& p, const Tensor& grad, const Tensor& lam) {
   return out;
 }
 
-Tensor sum_rows(const Tensor& x, int64_t rows, int64_t width) {
-  std::vector<double> sums(width, 0.0);
-  const float* from = floats(x);
-  for (int64_t i = 0; i < rows; i++)
-    for (auto& sum : sums) sum += *from++;
-  const Tensor out = empty({width});
-  std::copy(sums.begin(), sums.end(), floats(out));
-  return out;
-}
-
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
     Tensor grad, Tensor lse, Tensor plain, Tensor inverse_rms, Tensor query, Tensor key, Tensor value, Optional lam,
     Optional attn_mask, bool is_causal, std::optional<int64_t> window, Optional kv_start, Optional kv_lengths,
@@ -212,27 +203,23 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
   const Problem& p = in.problem;
   const ScalarType dtype = query.scalar_type();
   Tensor grad_query = empty_by_token(p.batch, p, query.size(3), dtype);
-  const Tensor grad_key = zeros_like(key), grad_value = zeros_like(value);
-  const auto narrowed = [&](const Tensor& x) { return dtype == ScalarType::Float ? x : torch::stable::to(x, dtype); };
-  const auto none = [] { return empty(Sizes{0}); };
+  Tensor grad_key = contiguous_like(key), grad_value = contiguous_like(value);
+  const Tensor grad_lam = empty({lam ? p.batch : 0, p.heads, p.queries});
+  Tensor grad_weight = empty({norm_eps ? p.value_width : 0});
   if (in.is_empty()) {
-    torch::stable::zero_(grad_query);
-    return {grad_query, narrowed(grad_key), narrowed(grad_value), lam ? zeros_like(*lam) : none(),
-            norm_eps ? zeros({p.value_width}) : none()};
+    for (Tensor* x : {&grad_query, &grad_key, &grad_value, &grad_weight}) torch::stable::zero_(*x);
+    return {grad_query, grad_key, grad_value, lam ? zeros(*lam) : empty({0}), grad_weight};
   }
-  const int64_t tasks = norm_eps ? weight_rows(p) : 0;
-  const Tensor grad_lam = empty({lam ? p.batch : 0, p.heads, p.queries}), grad_weight = empty({tasks, p.value_width});
   const Gradients gradients{in.keep_rows(grad, "the output's gradient"),
                             rows_of(grad_query),
-                            floats(grad_key),
-                            floats(grad_value),
+                            grad_key.data_ptr(),
+                            grad_value.data_ptr(),
                             floats(grad_lam),
                             floats(grad_weight)};
   const Outputs outputs{{}, rows_of(plain), floats(lse), floats(inverse_rms)};
   TorchRuntime runtime;
   by_type(dtype, [&](auto number) { differentiate<decltype(number)>(in, outputs, gradients, runtime); });
-  return {grad_query, narrowed(grad_key), narrowed(grad_value), lam ? sum_to_lam(p, grad_lam, *lam) : none(),
-          norm_eps ? sum_rows(grad_weight, tasks, p.value_width) : none()};
+  return {grad_query, grad_key, grad_value, lam ? sum_to_lam(p, grad_lam, *lam) : empty({0}), grad_weight};
 }
 
 }  // namespace

@@ -14,7 +14,7 @@
 
 namespace difftransformer {
 
-constexpr int64_t kMaxLanes = 128;
+constexpr int64_t kMaxLanes = 256;
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 inline int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
@@ -36,7 +36,7 @@ struct View {
 
 struct Problem {
   int64_t batch, heads, groups, queries, keys, width, value_width;
-  int64_t block_rows = 64, tile_keys = 128;
+  int64_t block_rows = 64, tile_keys = 128, lane_multiple = W;
   int maps;         // 2, or 1 for softmax attention
   bool shared_key;  // both maps read one key
   float scale;      // > 0
@@ -53,7 +53,7 @@ struct Problem {
   int64_t rows() const { return per_group() * queries; }
   int64_t blocks() const { return ceil_div(rows(), block_rows); }
   int64_t tiles() const { return ceil_div(keys, tile_keys); }
-  int64_t lanes() const { return std::min(block_rows, round_up(rows(), W)); }
+  int64_t lanes() const { return std::min(block_rows, round_up(rows(), lane_multiple)); }
   float exponent() const { return scale * 1.44269504088896341f; }  // the kernels work in powers of two
 
   // Whether a group's keys, values and their gradients fill a core's own cache.
@@ -304,8 +304,9 @@ void stage_rows(const Block& block, const View<const In>& x, int64_t offset, int
 
 // Calls work(group, index, scratch) for all indices of all groups; a group's indices are claimed in order. Where a
 // group's keys, values and gradients fill a core's own cache, threads work on one group together and find them in the
-// shared cache; smaller groups are kept apart, each in one core.
-template <class Work>
+// shared cache; smaller groups are kept apart, each in one core. A Session lives as long as a thread works.
+struct NoSession {};
+template <class Session = NoSession, class Work>
 void for_each_task(Runtime& runtime, const Problem& p, int64_t per_group, int64_t scratch_floats, const Work& work) {
   const int64_t groups = p.batch * p.groups;
   const int64_t threads = std::min<int64_t>(runtime.threads(), groups * per_group);
@@ -315,6 +316,7 @@ void for_each_task(Runtime& runtime, const Problem& p, int64_t per_group, int64_
   std::vector<std::atomic<int64_t>> next(groups);
   for (auto& index : next) index.store(0, std::memory_order_relaxed);
   parallel_for(runtime, threads, [&](int64_t begin, int64_t end) {
+    [[maybe_unused]] const Session session;
     for (int64_t thread = begin; thread < end; thread++)
       for (int64_t i = 0; i < groups; i++) {
         const int64_t group = ((p.is_large() ? 0 : thread * groups / threads) + i) % groups;

@@ -1,0 +1,272 @@
+// Forward by AMX tiles in the flash form: O_m += P_m V for each map, O = O_1 / sum_1 - lam O_2 / sum_2 at the end. No
+// buffer of scores grows with n; 6 units of 2 n n d, which the tiles' rate pays for.
+//
+// There is no running maximum. A row's reference is the largest score of the first keys that it sees, and need only be
+// within 2^kSlack of the true maximum, since fp32 and bf16 have the range. Norms of queries and keys say where a score
+// might be above that; only there scores are computed once more to find their maximum, and O is rescaled where the
+// reference rose. So it is exact for all data, and ordinary data pays for neither.
+#pragma once
+
+#include "forward.h"
+#include "tiles.h"
+
+#if defined(__AMX_BF16__)
+
+namespace difftransformer {
+
+constexpr int64_t kStepKeys = 256;
+constexpr float kSlack = 64;  // powers of two
+
+template <int maps>
+struct TiledForward {
+  Runtime& runtime;
+  Tiled t;
+  View<const BFloat16> query, key, value;
+  Output<BFloat16> output;
+  float* lse;  // (maps, B, H, T), to the base 2
+  // By group: keys by row [key_maps][keys][width], values by column [keys][value_width], and the largest norm of a key,
+  // times the exponent, of each step [key_maps][steps].
+  uint16_t *keys = nullptr, *values = nullptr;
+  float* norms = nullptr;
+
+  int64_t steps() const { return ceil_div(t.keys, kStepKeys); }
+  const uint16_t* key_tiles(int64_t bg, int m, int64_t at) const {
+    return keys + ((bg * t.key_maps() + m % t.key_maps()) * t.keys + at) * t.width;
+  }
+  float key_norm(int64_t bg, int m, int64_t step) const {
+    return norms[(bg * t.key_maps() + m % t.key_maps()) * steps() + step];
+  }
+
+  struct Scratch {
+    float *scores, *out, *reference, *sum, *norm, *rows;
+    uint16_t *weights, *queries, *staged;
+    int64_t floats;
+
+    Scratch(const Tiled& t, float* base) {
+      Carver carve(base);
+      const int64_t strips = t.strips_of_block() * maps;
+      scores = carve.take(2 * kTile);
+      weights = carve.take<uint16_t>(kStepKeys * kStrip);
+      staged = carve.take<uint16_t>(kStrip * t.width);
+      queries = carve.take<uint16_t>(strips * kStrip * t.width);
+      out = carve.take(strips * kStrip * t.value_width);
+      reference = carve.take(strips * kStrip);
+      sum = carve.take(strips * kStrip);
+      norm = carve.take(strips * kStrip);
+      rows = carve.take(kStrip * t.value_width);
+      floats = carve.floats;
+    }
+  };
+
+  // One strip and map of a task.
+  struct Lanes {
+    const Block& strip;
+    const uint16_t* query;
+    float *out, *reference, *sum;
+    const float* norm;
+  };
+
+  void run() {
+    const Problem& p = t.p;
+    const int64_t groups = p.batch * p.groups, blocks = p.blocks();
+    const auto reserve = [&](int64_t count) { return static_cast<uint16_t*>(runtime.allocate(count * 2)); };
+    keys = reserve(groups * t.key_maps() * t.keys * t.width);
+    values = reserve(groups * t.keys * t.value_width);
+    norms = static_cast<float*>(runtime.allocate(groups * t.key_maps() * steps() * 4));
+    parallel_for(runtime, groups * steps(), [&](int64_t begin, int64_t end) {
+      std::vector<uint16_t> staged(kStepKeys * std::max(t.width, t.value_width));
+      for (int64_t task = begin; task < end; task++) pack(task / steps(), task % steps(), staged.data());
+    });
+    // Later blocks see more keys under a causal mask: they go first, so that no thread is left with a long one.
+    for_each_task<TileSession>(runtime, p, blocks, Scratch(t, nullptr).floats,
+                               [&](int64_t bg, int64_t index, float* base) {
+                                 attend(bg, t.cut(bg / p.groups, bg % p.groups, blocks - 1 - index), Scratch(t, base));
+                               });
+  }
+
+  void pack(int64_t bg, int64_t step, uint16_t* staged) {
+    const Problem& p = t.p;
+    const int64_t b = bg / p.groups, g = bg % p.groups, first = step * kStepKeys;
+    const int64_t count = std::min(kStepKeys, t.keys - first);
+    for (int64_t m = 0; m < t.key_maps(); m++) {
+      copy_keys(p, key, b, g, m * p.width, p.width, t.width, first, count, staged);
+      pack_rows(staged, count, t.width, const_cast<uint16_t*>(key_tiles(bg, m, first)));
+      float top = 0;
+      for (int64_t i = 0; i < count; i++) top = std::max(top, row_norm(staged + i * t.width, t.width));
+      norms[(bg * t.key_maps() + m) * steps() + step] = top * p.exponent();
+    }
+    copy_keys(p, value, b, g, 0, p.value_width, t.value_width, first, count, staged);
+    pack_columns(staged, count, t.value_width, values + (bg * t.keys + first) * t.value_width);
+  }
+
+  void attend(int64_t bg, const std::vector<Block>& strips, const Scratch& s) const {
+    const int64_t count = static_cast<int64_t>(strips.size());
+    int64_t first = t.p.keys, last = 0;
+    for (int64_t i = 0; i < count; i++) {
+      for (int m = 0; m < maps; m++) load_queries(strips[i], m, s, i * maps + m);
+      if (strips[i].first_key < strips[i].last_key) first = std::min(first, strips[i].first_key);
+      last = std::max(last, strips[i].last_key);
+    }
+    std::fill_n(s.out, count * maps * kStrip * t.value_width, 0.f);
+    std::fill_n(s.sum, count * maps * kStrip, 0.f);
+    std::fill_n(s.reference, count * maps * kStrip, kMasked);
+    for (int64_t step = first / kStepKeys; step * kStepKeys < last; step++)
+      for (int64_t i = 0; i < count; i++) {
+        const int64_t from = std::max(strips[i].first_key, step * kStepKeys) / kStrip * kStrip;
+        const int64_t to = std::min(round_up(strips[i].last_key, kStrip), (step + 1) * kStepKeys);
+        for (int m = 0; m < maps && from < to; m++)
+          add_keys(bg, m, step, from, to, lanes(strips[i], s, i * maps + m), s);
+      }
+    for (int64_t i = 0; i < count; i++) finish(strips[i], s, i * maps);
+  }
+
+  Lanes lanes(const Block& strip, const Scratch& s, int64_t at) const {
+    return {strip,
+            s.queries + at * kStrip * t.width,
+            s.out + at * kStrip * t.value_width,
+            s.reference + at * kStrip,
+            s.sum + at * kStrip,
+            s.norm + at * kStrip};
+  }
+
+  void load_queries(const Block& strip, int m, const Scratch& s, int64_t at) const {
+    for (int64_t i = 0; i < kStrip; i++) {
+      uint16_t* to = s.staged + i * t.width;
+      if (i < strip.count)
+        copy_row(query.at(strip.batch, strip.head[i], strip.query[i]) + m * t.p.width, t.p.width, t.width, to);
+      else
+        std::memset(to, 0, sizeof(uint16_t) * t.width);
+      s.norm[at * kStrip + i] = row_norm(to, t.width);
+    }
+    pack_right_columns(s.staged, kStrip, t.width, s.queries + at * kStrip * t.width);
+  }
+
+  // Keys from .. to of one step, multiples of kStrip.
+  void add_keys(int64_t bg, int m, int64_t step, int64_t from, int64_t to, const Lanes& lanes, const Scratch& s) const {
+    for (int64_t at = from; at < to && misses_reference(lanes, at, to); at += kStrip)
+      refer(bg, m, at, at + kStrip, lanes, s);
+    if (!within(lanes, key_norm(bg, m, step))) refer(bg, m, from, to, lanes, s);
+    for (int64_t at = from; at < to; at += kStrip) {
+      score(bg, m, at, lanes, s);
+      uint16_t* weights = s.weights + (at - from) * kStrip;
+      if (sees_all(t.p, lanes.strip, at))
+        soften<false>(s.scores, lanes, nullptr, weights);
+      else {
+        const Keep keep(t.p, lanes.strip, at);
+        soften<true>(s.scores, lanes, &keep, weights);
+      }
+    }
+    const uint16_t* columns = values + (bg * t.keys + from) * t.value_width;
+    for (int64_t e = 0; e < t.value_width / 16; e += 2)
+      product<true>((to - from) / kStrip, columns + e * kTile, 1, t.value_width / 16, s.weights, 2,
+                    lanes.out + e * kTile, 2);
+  }
+
+  void score(int64_t bg, int m, int64_t at, const Lanes& lanes, const Scratch& s) const {
+    const int64_t K = t.width / 32;
+    product<false>(K, key_tiles(bg, m, at), K, 1, lanes.query, 2, s.scores, 2);
+  }
+
+  // Whether a lane that sees keys of from .. to has no reference yet.
+  static bool misses_reference(const Lanes& lanes, int64_t from, int64_t to) {
+    for (int64_t i = 0; i < kStrip; i += W) {
+      const Int seen = (load_bits<Int>(lanes.strip.low + i) < static_cast<int32_t>(to)) &
+                       (load_bits<Int>(lanes.strip.high + i) > static_cast<int32_t>(from));
+      const Int missing = (load(lanes.reference + i) == splat(kMasked)) & seen;
+      if (_mm512_movepi32_mask((__m512i)missing)) return true;
+    }
+    return false;
+  }
+  // Whether no score can lie more than kSlack above its lane's reference.
+  static bool within(const Lanes& lanes, float key_norm) {
+    for (int64_t i = 0; i < kStrip; i += W) {
+      const Vec reference = load(lanes.reference + i), bound = load(lanes.norm + i) * key_norm;
+      const Int fits = (bound <= reference + kSlack) | (reference == splat(kMasked));
+      if (_mm512_movepi32_mask((__m512i)fits) != 0xffff) return false;
+    }
+    return true;
+  }
+
+  // References rise to the largest score of the keys where that is new or lies more than kSlack / 2 above.
+  void refer(int64_t bg, int m, int64_t from, int64_t to, const Lanes& lanes, const Scratch& s) const {
+    Vec top[2] = {splat(kMasked), splat(kMasked)};
+    for (int64_t at = from; at < to; at += kStrip) {
+      score(bg, m, at, lanes, s);
+      const Keep keep(t.p, lanes.strip, at);
+      for (int64_t half = 0; half < 2; half++)
+        for (int64_t i = 0; i < kStrip; i++)
+          top[half] = keep.largest(i, half, top[half], load(s.scores + place(i, half)));
+    }
+    for (int64_t half = 0; half < 2; half++) {
+      float *at = lanes.reference + half * W, *sum = lanes.sum + half * W;
+      const Vec reference = load(at), high = top[half] * t.p.exponent();
+      const Int seen = top[half] != splat(kMasked);
+      const Int stays = (reference != splat(kMasked)) & (high <= reference + kSlack / 2);
+      const Vec next = (seen & ~stays) ? high : reference;
+      if (!_mm512_movepi32_mask((__m512i)(seen & ~stays))) continue;
+      store(at, next);
+      const Vec factor = exp2<5>(reference - next);
+      store(sum, load(sum) * factor);
+      for (int64_t e = 0; e < t.value_width; e++) {
+        float* o = lanes.out + e / 16 * kTile + half * (kTile / 2) + e % 16 * 16;
+        store(o, load(o) * factor);
+      }
+    }
+  }
+
+  // 32 x 32 scores become P, a right operand of two tiles.
+  template <bool masked>
+  void soften(const float* scores, const Lanes& lanes, const Keep* keep, uint16_t* weights) const {
+    const Vec exponent = splat(t.p.exponent());
+    for (int64_t half = 0; half < 2; half++) {
+      const Vec reference = load(lanes.reference + half * W);
+      Vec total[4] = {};
+#pragma GCC unroll 8
+      for (int64_t i = 0; i < kStrip; i += 2) {
+        Vec e[2];
+#pragma GCC unroll 2
+        for (int64_t j = 0; j < 2; j++) {
+          e[j] = exp2<3>(load(scores + place(i + j, half)) * exponent - reference);
+          if constexpr (masked) e[j] = keep->zero_others(i + j, half, e[j]);
+          total[(i + j) % 4] += e[j];
+        }
+        _mm512_store_si512(weights + half * kTile + i * 16, in_pairs(rounded(e[0], e[1])));
+      }
+      float* sum = lanes.sum + half * W;
+      store(sum, load(sum) + ((total[0] + total[1]) + (total[2] + total[3])));
+    }
+  }
+
+  void finish(const Block& strip, const Scratch& s, int64_t at) const {
+    alignas(64) float factor[maps][kStrip];
+    for (int m = 0; m < maps; m++)
+      for (int64_t i = 0; i < kStrip; i++) {
+        const float sum = s.sum[(at + m) * kStrip + i], one = sum == 0 ? 0.f : 1.f / sum;
+        factor[m][i] = one;
+        if (i >= strip.count) continue;
+        if (m == 1) factor[m][i] = one * t.p.lam_of(strip.batch, strip.head[i], strip.query[i]);
+        lse[t.p.lse_index(m, strip.batch, strip.head[i], strip.query[i])] =
+            sum == 0 ? INFINITY : s.reference[(at + m) * kStrip + i] + std::log2(sum);
+      }
+    const float* out[2];
+    for (int m = 0; m < maps; m++) out[m] = s.out + (at + m) * kStrip * t.value_width;
+    for (int64_t e = 0; e < t.value_width; e += 16)
+      for (int64_t half = 0; half < 2; half++) {
+        alignas(64) float block[W * W];
+        for (int64_t i = 0; i < W; i++) {
+          const int64_t from = e * kStrip + half * (kTile / 2) + i * 16;
+          Vec x = load(out[0] + from) * load(factor[0] + half * W);
+          if constexpr (maps == 2) x -= load(out[1] + from) * load(factor[1] + half * W);
+          store(block + i * W, x);
+        }
+        transpose_block(reinterpret_cast<uint32_t*>(block), W,
+                        reinterpret_cast<uint32_t*>(s.rows + half * W * t.value_width + e), t.value_width);
+      }
+    for (int64_t i = 0; i < strip.count; i++)
+      output.store_row(t.p, strip.batch, strip.head[i], strip.query[i], s.rows + i * t.value_width);
+  }
+};
+
+}  // namespace difftransformer
+
+#endif
