@@ -251,6 +251,8 @@ def test_the_plan_of_the_whole():
     assert labels == [
         *(f"bf16 {mode} n={n} h={h} d=32" for mode in ("forward", "forward+backward")
           for n, h in ((512, 8), (2048, 4), (8192, 2))),
+        *(f"bf16 {mode} n=1024 h=4 d=64 factor {factor}"
+          for mode in ("forward", "forward+backward") for factor in (1, 8, 20, 60)),
         *(f"bf16 decode n=16384 h={h} d=64" for h in (2, 8)),
         *(f"memory of {name}, fp32 forward+backward n={n} h=4 d=64"
           for n in (2048, 8192) for name in ("diff cpu", "diff chunked", "torch sdpa")),
@@ -402,7 +404,7 @@ def test_the_verb(tmp_path, capsys, monkeypatch):
     """A toy of the whole command: rows that agree with each other, tables, figure, and what was left out."""
     monkeypatch.setattr("difftransformer.bench.steps.peak_attention_bytes", lambda *_, **__: 3 * 2**20)
     small = {"vocab_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "max_position_embeddings": 64}
-    changed = {"decode_lengths_tokens": (64,), "models": {"5M": small | {"hidden_size": 32}}}
+    changed = {"decode_lengths_tokens": (64,), "score_factors": (1, 60), "models": {"5M": small | {"hidden_size": 32}}}
     monkeypatch.setitem(DEFAULTS, "cpu", replace(DEFAULTS["cpu"], **changed))
     monkeypatch.setattr("difftransformer.bench.attention.MAPS_BUDGET_BYTES", 5 * 2 * 8 * 48 * 48 * 4)
     words = ("--lengths", "[32,64]", "--head_dims", "[8]", "--dtypes", "[fp32]", "--repeats", 3, "--seconds", 0.1)
@@ -423,13 +425,16 @@ def test_the_verb(tmp_path, capsys, monkeypatch):
     eager = [skip for skip in result.skipped if skip.implementation == "DiffLlama eager"]
     assert [(skip.mode, skip.length_tokens) for skip in eager] == [("forward", 64), ("forward+backward", 64)]
     assert "Left out: DiffLlama eager at n = 64 (fp32 forward, fp32 forward+backward): 5 copies of its n x n" in text
+    factors = {timing.score_factor for timing in result.peaked if timing.implementation == "diff cpu"}
+    assert factors == {1, 60}
+    assert "Attention of peaked scores" in text
     assert [timing.implementation for timing in result.training] == ["diff auto", "twin sdpa", "twin auto"]
     measured = {(point.implementation, point.length_tokens) for point in result.memory}
     assert {("diff chunked", 2048), ("torch sdpa", 8192)} <= measured
     for words in ("Attention, forward+backward, fp32", "Attention, decode, fp32", "Peak memory", "Training step"):
         assert words in text
     assert "geometric" in text
-    assert "13 of 13, about 1 min left: training step of 5M, fp32" in text
+    assert "17 of 17, about 1 min left: training step of 5M, fp32" in text
     assert (tmp_path / "attention.svg").read_text().startswith("<?xml")
     assert result.environment.threads == 1
 

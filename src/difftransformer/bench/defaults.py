@@ -21,6 +21,9 @@ class Size(NamedTuple):
     head_dim: int
 
 
+PEAKED_SIZE, PEAKED_TOKENS = Size(1, 4, 64), 1024
+
+
 @dataclass(frozen=True, kw_only=True)
 class Defaults:
     """What is measured on a device, and guesses in seconds that only the progress bar uses.
@@ -32,6 +35,7 @@ class Defaults:
         lengths_tokens: Of attention.
         head_dims: Widths of one map.
         modes: Of attention.
+        score_factors: What queries of PEAKED_SIZE and PEAKED_TOKENS are multiplied with, where processors have denormal numbers.
         size: (length, width) -> size of a call.
         decode_lengths_tokens: Keys of a decoding step.
         decode_sizes: Widths -> sizes of a decoding step.
@@ -60,6 +64,7 @@ class Defaults:
     head_dims: tuple[int, ...]
     modes: tuple[Mode, ...]
     size: Callable[[int, int], Size]
+    score_factors: tuple[float, ...] = ()
     decode_lengths_tokens: tuple[int, ...]
     decode_sizes: Callable[[Sequence[int]], list[Size]]
     longest_tokens: Mapping[str, int] = field(default_factory=dict)
@@ -105,6 +110,7 @@ DEFAULTS: dict[str, Defaults] = {
         lengths_tokens=(512, 2048, 8192),
         head_dims=(32, 64, 128),
         modes=("forward", "forward+backward"),
+        score_factors=(1, 8, 20, 60),
         size=_cpu_size,
         decode_lengths_tokens=(16_384,),
         decode_sizes=lambda _: [Size(1, 2, 64), Size(1, 8, 64)],

@@ -22,14 +22,14 @@ from ..results import (
 )
 from .accelerate import WORKS, time_diffllama
 from .attention import NO_BACKEND, geometric_means, problem_of, time_attention
-from .defaults import DEFAULTS, Defaults, Size
+from .defaults import DEFAULTS, PEAKED_SIZE, PEAKED_TOKENS, Defaults, Size
 from .generation import time_generation
 from .memory import peak_attention_bytes
 from .timing import MIN_ROUNDS
 from .training import IMPLEMENTATIONS, time_training
 from .trial import Failure, attempt
 
-Part = Literal["attention", "decode", "memory", "training", "train", "diffllama", "generation", "all"]
+Part = Literal["attention", "peaked", "decode", "memory", "training", "train", "diffllama", "generation", "all"]
 OTHER_NAMES: dict[Part, Part] = {"train": "training"}
 Row = AttentionTiming | AttentionSkip | MemoryPoint | TrainingTiming | TrainingSkip | DiffLlamaTiming | GenerationTiming
 
@@ -96,6 +96,7 @@ def plan(part: Part, settings: Settings) -> list[Step]:
     """The steps of a part, in the order in which they are made."""
     parts: dict[str, Callable[[Settings], list[Step]]] = {
         "attention": _attention,
+        "peaked": _peaked,
         "decode": _decode,
         "memory": _memory,
         "training": _training,
@@ -110,10 +111,12 @@ def plan(part: Part, settings: Settings) -> list[Step]:
 def sort_rows(rows: Iterable[Row], by_width: bool = False) -> dict[str, Any]:
     """The rows of all steps as fields of `Bench`, with the geometric means over shapes, of all or of each width."""
     rows = list(rows)
-    attention = [row for row in rows if isinstance(row, AttentionTiming)]
+    timings = [row for row in rows if isinstance(row, AttentionTiming)]
+    attention = [timing for timing in timings if not timing.is_peaked]
     return {
         "attention": attention,
         "skipped": [row for row in rows if isinstance(row, AttentionSkip)],
+        "peaked": [timing for timing in timings if timing.is_peaked],
         "means": geometric_means(attention, by_width),
         "memory": [row for row in rows if isinstance(row, MemoryPoint)],
         "training": [row for row in rows if isinstance(row, TrainingTiming)],
@@ -130,6 +133,19 @@ def _attention(settings: Settings) -> list[Step]:
         for mode in settings.defaults.modes
         for length in settings.lengths_tokens
         for width in settings.head_dims
+    ]
+
+
+def _peaked(settings: Settings) -> list[Step]:
+    """Our own kernels and PyTorch's, on scores of several spreads."""
+    defaults = settings.defaults
+    ours = dataclasses.replace(settings, backends=[defaults.kernel], peers=False)
+    return [
+        _attention_step(ours, dataclasses.replace(shape, score_factor=factor))
+        for dtype in settings.dtypes
+        for mode in defaults.modes
+        for shape in [_shape(dtype, mode, PEAKED_TOKENS, PEAKED_SIZE)]
+        for factor in defaults.score_factors
     ]
 
 
@@ -267,4 +283,5 @@ def _expected(settings: Settings, round_seconds: float) -> float:
 
 def _words(shape: AttentionShape) -> str:
     batch = f"b={shape.batch} " if shape.batch > 1 else ""
-    return f"{shape.dtype} {shape.mode} {batch}n={shape.length_tokens} h={shape.heads} d={shape.head_dim}"
+    factor = f" factor {shape.score_factor:g}" if shape.score_factor else ""
+    return f"{shape.dtype} {shape.mode} {batch}n={shape.length_tokens} h={shape.heads} d={shape.head_dim}{factor}"

@@ -70,7 +70,7 @@ def draw(shape: AttentionShape, device: str) -> Data:
     numbers = 2 * shape.batch * shape.heads * shape.head_dim
     lengths = (shape.queries_tokens, shape.length_tokens, shape.length_tokens)
     query, key, value = (torch.randn(numbers * n, device=device).to(DTYPES[shape.dtype]) for n in lengths)
-    return query, key, value
+    return query * (shape.score_factor or 1), key, value
 
 
 def pinned(name: str, dtype: Dtype, device: str) -> contextlib.AbstractContextManager[None]:

@@ -38,9 +38,10 @@ def run(
     """Time attention and a training step of DIFF against the same-size Transformer, interleaved in one run.
 
     Args:
-        part: "attention" forward and backward, "decode" of one token, peak "memory", a "training" (or "train") step, or
-            "all" of these; "diffllama" is transformers' DiffLlama, accelerated and as it is; "generation" is decoding by
-            whole models, DIFF against DiffLlama with the same weights and against the Transformer.
+        part: "attention" forward and backward, the same with "peaked" scores, "decode" of one token, peak "memory", a
+            "training" (or "train") step, or "all" of these; "diffllama" is transformers' DiffLlama, accelerated and as it
+            is; "generation" is decoding by whole models, DIFF against DiffLlama with the same weights and against the
+            Transformer.
         out: Folder for results.json and attention.svg.
         device: cpu or cuda.
         dtypes: Of attention and of the training step, as [fp32,bf16], the default on the CPU; fp16 too; on cuda [bf16].

@@ -70,6 +70,8 @@ def bench_tables(bench: Bench) -> list[Table]:
             tables.append(_attention_table(bench, mode, column[0], timings))
         else:
             tables += [make(bench, mode, column, timings) for make in (_times_table, _token_rates_table, _work_table)]
+    if bench.peaked:
+        tables.append(_peaked_table(bench))
     if bench.memory:
         tables.append(_memory_table(bench))
     if bench.training:
@@ -314,6 +316,27 @@ def _our_pair(names: Sequence[str]) -> tuple[str, str] | None:
         if family == "softmax" and f"diff {kernel}" in names:
             return f"diff {kernel}", name
     return None
+
+
+def _peaked_table(bench: Bench) -> Table:
+    """A row for each implementation, dtype and mode, a column for each factor."""
+    factors = sorted({timing.score_factor or 1 for timing in bench.peaked})
+    cells: dict[str, dict[float, AttentionTiming]] = {}
+    for timing in bench.peaked:
+        if timing.implementation != BASE:
+            title = f"{timing.implementation}, {timing.dtype} {timing.mode}"
+            cells.setdefault(title, {})[timing.score_factor or 1] = timing
+    rows = [
+        [title, *(_ratio(cell[factor].ratio_to_torch_sdpa) if factor in cell else "-" for factor in factors)]
+        for title, cell in cells.items()
+    ]
+    first = bench.peaked[0]
+    notes = [
+        f"n = {first.length_tokens:,}, h = {first.heads}, d = {first.head_dim}; scores of that standard deviation in nats. "
+        f"Ratios of median times to {BASE} on the same numbers; below 1 is faster."
+    ]
+    titles = [IMPLEMENTATION, *(f"{factor:g}" for factor in factors)]
+    return Table("peaked", "Attention of peaked scores", _groups(titles), rows, notes)
 
 
 def _memory_table(bench: Bench) -> Table:

@@ -22,7 +22,9 @@ class AttentionShape:
     """One piece of attention work: causal, `heads` differential heads or twice as many ordinary ones.
 
     `length_tokens` counts the keys; there are as many queries, in mode "decode" one. `head_dim` is the width of one map.
-    Mode "backward" is the backward pass alone.
+    Mode "backward" is the backward pass alone. `score_factor` multiplies queries of variance 1, whose scores have a standard
+    deviation of 1 nat: at 20 and 60 nearly all exponentials are far below their row's largest. None where that is not the
+    question.
     """
 
     dtype: Dtype
@@ -31,6 +33,12 @@ class AttentionShape:
     heads: int
     head_dim: int
     batch: int = 1
+    score_factor: float | None = None
+
+    @property
+    def is_peaked(self) -> bool:
+        """Whether scores of a given spread are what the shape is about."""
+        return self.score_factor is not None
 
     @property
     def queries_tokens(self) -> int:
@@ -177,3 +185,4 @@ class Bench:
     training_skipped: list[TrainingSkip] = dataclasses.field(default_factory=list)
     diffllama: list[DiffLlamaTiming] = dataclasses.field(default_factory=list)
     generation: list[GenerationTiming] = dataclasses.field(default_factory=list)
+    peaked: list[AttentionTiming] = dataclasses.field(default_factory=list)
