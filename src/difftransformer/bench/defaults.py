@@ -35,7 +35,7 @@ class Defaults:
         lengths_tokens: Of attention.
         head_dims: Widths of one map.
         modes: Of attention.
-        score_factors: What queries of PEAKED_SIZE and PEAKED_TOKENS are multiplied with, where processors have denormal numbers.
+        score_factors: What queries of PEAKED_SIZE and PEAKED_TOKENS are multiplied with; processors alone have denormals.
         size: (length, width) -> size of a call.
         decode_lengths_tokens: Keys of a decoding step.
         decode_sizes: Widths -> sizes of a decoding step.
