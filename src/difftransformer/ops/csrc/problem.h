@@ -234,7 +234,10 @@ Operand<Type> make_operand(Runtime& runtime, const Problem& p, const View<const 
   out.tiles = p.tiles();
   out.tile_keys = p.tile_keys;
   const int64_t pack = Type::kPack;
-  const bool in_place = std::is_same_v<In, Element> && width % pack == 0 && offset % pack == 0 &&
+  // Every block reads all rows again. Rows far apart, as in (B, S, G, width), take a page each and few sets of a cache;
+  // to gather them first pays from 1,000 rows on, and where the other map's half lies between them from 2,000.
+  const bool scattered = p.rows() >= (from.strides[2] > 4 * width ? 1024 : 2048) && from.strides[2] > width;
+  const bool in_place = std::is_same_v<In, Element> && !scattered && width % pack == 0 && offset % pack == 0 &&
                         from.strides[0] % pack == 0 && from.strides[1] % pack == 0 && from.strides[2] % pack == 0;
   if (in_place) {
     out.rows = reinterpret_cast<const Unit*>(from.data + offset);
