@@ -96,6 +96,10 @@ class Differential(Attention):
         options: Departures from the variant's `defaults`.
     """
 
+    lambda_q1: Tensor
+    lambda_k1: Tensor
+    lambda_q2: Tensor
+    lambda_k2: Tensor
     defaults: ClassVar[DifferentialOptions]
     twin_heads: ClassVar[int]  # heads of the same-size Transformer that one differential head stands for
 
@@ -222,8 +226,12 @@ class Differential(Attention):
             return None
         if form == "constant":
             return torch.tensor(self.lambda_init, device=self.q_proj.weight.device)
-        q1, k1, q2, k2 = (v.float() if v.dtype in LOW_PRECISION else v for v in self._lambda_vectors())
-        return torch.exp((q1 * k1).sum(-1)) - torch.exp((q2 * k2).sum(-1)) + self.lambda_init
+        # In a decoding step of a small model each of these calls is seen: as few as there can be.
+        q1, k1, q2, k2 = self.lambda_q1, self.lambda_k1, self.lambda_q2, self.lambda_k2
+        if q1.dtype in LOW_PRECISION:
+            q1, k1, q2, k2 = q1.float(), k1.float(), q2.float(), k2.float()
+        first, second = (q1.dot(k1), q2.dot(k2)) if form == "layer" else ((q1 * k1).sum(-1), (q2 * k2).sum(-1))
+        return first.exp() - second.exp() + self.lambda_init
 
     def head_lam(self, hidden: Tensor) -> Tensor | float:
         """What the op takes: lam(), a float where it is constant, or (B, H, T) by token."""

@@ -17,6 +17,7 @@ from ..results import (
     GenerationTiming,
     MemoryPoint,
     Mode,
+    ModelTiming,
     TrainingSkip,
     TrainingTiming,
 )
@@ -25,13 +26,27 @@ from .attention import NO_BACKEND, geometric_means, problem_of, time_attention
 from .defaults import DEFAULTS, PEAKED_SIZE, PEAKED_TOKENS, Defaults, Size
 from .generation import time_generation
 from .memory import peak_attention_bytes
+from .models import SIZES, time_models
+from .models import WORKS as MODEL_WORKS
 from .timing import MIN_ROUNDS
 from .training import IMPLEMENTATIONS, time_training
 from .trial import Failure, attempt
 
-Part = Literal["attention", "peaked", "decode", "memory", "training", "train", "diffllama", "generation", "all"]
+Part = Literal[
+    "attention", "peaked", "decode", "memory", "training", "train", "diffllama", "generation", "models", "all"
+]
+MODEL_SIZES = ("0.5M", "5M", "20M")  # 135M, with its moments five times over, takes 12 GB
 OTHER_NAMES: dict[Part, Part] = {"train": "training"}
-Row = AttentionTiming | AttentionSkip | MemoryPoint | TrainingTiming | TrainingSkip | DiffLlamaTiming | GenerationTiming
+Row = (
+    AttentionTiming
+    | AttentionSkip
+    | MemoryPoint
+    | TrainingTiming
+    | TrainingSkip
+    | DiffLlamaTiming
+    | GenerationTiming
+    | ModelTiming
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +64,7 @@ class Settings:
         budget_seconds: Time for a shape, after which no round begins but the first MIN_ROUNDS.
         threads: CPU threads of the processes that measure memory.
         long_memory: Whether memory is measured at the device's long lengths too.
+        sizes: Of whole models, names in `models.SIZES`; None means those of `MODEL_SIZES`.
     """
 
     device: str = "cpu"
@@ -61,6 +77,7 @@ class Settings:
     budget_seconds: float = 8.0
     threads: int = 1
     long_memory: bool = False
+    sizes: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
         for name in ("dtypes", "lengths_tokens", "head_dims"):
@@ -76,6 +93,10 @@ class Settings:
             raise ConfigError(
                 f"--backends: no backend is named {unknown[0]!r}; choose from {', '.join(backend_names())}"
             )
+
+        unknown = [size for size in self.sizes or () if size not in SIZES]
+        if unknown:
+            raise ConfigError(f"--sizes: {unknown[0]!r} is none of {', '.join(SIZES)}")
 
     @property
     def defaults(self) -> Defaults:
@@ -102,7 +123,8 @@ def plan(part: Part, settings: Settings) -> list[Step]:
         "training": _training,
     }
     part = OTHER_NAMES.get(part, part)
-    apart = {"diffllama": _diffllama, "generation": _generation}  # by name alone: they time another package's model
+    # By name alone: they time another package's models.
+    apart = {"diffllama": _diffllama, "generation": _generation, "models": _models}
     if part in apart:
         return apart[part](settings)
     return [step for name, steps in parts.items() if part in (name, "all") for step in steps(settings)]
@@ -123,6 +145,7 @@ def sort_rows(rows: Iterable[Row], by_width: bool = False) -> dict[str, Any]:
         "training_skipped": [row for row in rows if isinstance(row, TrainingSkip)],
         "diffllama": [row for row in rows if isinstance(row, DiffLlamaTiming)],
         "generation": [row for row in rows if isinstance(row, GenerationTiming)],
+        "models": [row for row in rows if isinstance(row, ModelTiming)],
     }
 
 
@@ -271,6 +294,27 @@ def _generation(settings: Settings) -> list[Step]:
                 budget_seconds=settings.budget_seconds,
             ),
         )
+        for dtype in settings.dtypes
+    ]
+
+
+def _models(settings: Settings) -> list[Step]:
+    return [
+        Step(
+            f"{work} of {size}, {dtype}",
+            settings.budget_seconds,
+            partial(
+                time_models,
+                size,
+                dtype,
+                work,
+                device=settings.device,
+                rounds=settings.rounds,
+                budget_seconds=settings.budget_seconds,
+            ),
+        )
+        for work in MODEL_WORKS
+        for size in settings.sizes or MODEL_SIZES
         for dtype in settings.dtypes
     ]
 

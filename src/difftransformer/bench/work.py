@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import deterministic
+from transformers import PreTrainedModel
 
-from ..model import DiffTransformerForCausalLM
 from ..model.nll import next_token_nll
 from ..ops import differential_attention, normed_differential_attention, softmax_attention
 from ..results import AttentionShape, Dtype
@@ -159,9 +159,7 @@ def _by_head(data: Data, shape: AttentionShape, maps: int) -> tuple[Tensor, Tens
     return query, key, value
 
 
-def training_work(
-    model: DiffTransformerForCausalLM, rows: int, context: int, dtype: str = "fp32"
-) -> Callable[[], None]:
+def training_work(model: PreTrainedModel, rows: int, context: int, dtype: str = "fp32") -> Callable[[], None]:
     """One training step with AdamW on random tokens, `rows` rows of `context` tokens; "bf16" and "fp16" mean autocast."""
     model.train()
     device = model.device.type
@@ -178,9 +176,9 @@ def training_work(
     return step
 
 
-def prefill_work(model: DiffTransformerForCausalLM, rows: int, context: int) -> Callable[[], None]:
+def prefill_work(model: PreTrainedModel, rows: int, context: int) -> Callable[[], None]:
     """Read `rows` prompts of `context` tokens into a cache."""
-    ids = torch.randint(model.config.vocab_size, (rows, context))
+    ids = torch.randint(model.config.vocab_size, (rows, context), device=model.device)
     model.eval()
 
     @torch.inference_mode()
@@ -190,9 +188,9 @@ def prefill_work(model: DiffTransformerForCausalLM, rows: int, context: int) -> 
     return call
 
 
-def decode_work(model: DiffTransformerForCausalLM, rows: int, context: int, tokens: int) -> Callable[[], None]:
+def decode_work(model: PreTrainedModel, rows: int, context: int, tokens: int) -> Callable[[], None]:
     """Make `tokens` tokens one by one after `rows` prompts of `context` tokens."""
-    ids = torch.randint(model.config.vocab_size, (rows, context))
+    ids = torch.randint(model.config.vocab_size, (rows, context), device=model.device)
     model.eval()
     with torch.inference_mode():
         cache = model(input_ids=ids, use_cache=True, logits_to_keep=1).past_key_values

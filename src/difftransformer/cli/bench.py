@@ -34,6 +34,7 @@ def run(
     seconds: float = Settings.budget_seconds,
     threads: int | None = None,
     long_memory: bool = False,
+    sizes: list[str] | None = None,
 ) -> int:
     """Time attention and a training step of DIFF against the same-size Transformer, interleaved in one run.
 
@@ -41,7 +42,8 @@ def run(
         part: "attention" forward and backward, the same with "peaked" scores, "decode" of one token, peak "memory", a
             "training" (or "train") step, or "all" of these; "diffllama" is transformers' DiffLlama, accelerated and as it
             is; "generation" is decoding by whole models, DIFF against DiffLlama with the same weights and against the
-            Transformer.
+            Transformer; "models" is a training step, prefill and decoding of DIFF, its twin, transformers' Llama and its
+            DiffLlama, all of one shape.
         out: Folder for results.json and attention.svg.
         device: cpu or cuda.
         dtypes: Of attention and of the training step, as [fp32,bf16], the default on the CPU; fp16 too; on cuda [bf16].
@@ -53,10 +55,11 @@ def run(
         seconds: Time for a shape, after which no round begins but the first 3.
         threads: CPU threads; all by default.
         long_memory: Whether memory is measured up to 65,536 tokens too, on cuda up to 131,072.
+        sizes: Of "models", as [135M], which needs 12 GB; by default 0.5M, 5M and 20M.
     """
     use_threads(threads)
     check_device(device)
-    sizes: dict[str, Any] = {"dtypes": dtypes, "lengths_tokens": lengths, "head_dims": head_dims}
+    attention: dict[str, Any] = {"dtypes": dtypes, "lengths_tokens": lengths, "head_dims": head_dims}
     settings = Settings(
         device=device,
         backends=backends,
@@ -65,7 +68,8 @@ def run(
         budget_seconds=seconds,
         threads=torch.get_num_threads(),
         long_memory=long_memory,
-        **sizes,  # None means the device's
+        sizes=sizes,
+        **attention,  # None means the device's
     )
     # Work on a GPU does not wait for the CPU, where its compilers leave processes of their own.
     begun, foreign = time.monotonic(), foreign_cpu_seconds() if device == "cpu" else None

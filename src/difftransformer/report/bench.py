@@ -18,6 +18,7 @@ from difftransformer.results import (
     AttentionTiming,
     Bench,
     DiffLlamaTiming,
+    ModelTiming,
     TrainingTiming,
 )
 
@@ -80,6 +81,8 @@ def bench_tables(bench: Bench) -> list[Table]:
         tables.append(_diffllama_table(bench))
     if bench.generation:
         tables.append(_generation_table(bench))
+    if bench.models:
+        tables.append(_models_table(bench))
     return tables
 
 
@@ -415,6 +418,29 @@ def _generation_table(bench: Bench) -> Table:
         "DiffLlama and over the Transformer, both with a static cache; above 1 is faster."
     ]
     return Table("generation", "Decoding by whole models", _groups(titles), rows, notes)
+
+
+def _models_table(bench: Bench) -> Table:
+    cells: dict[str, dict[str, ModelTiming]] = {}
+    for timing in bench.models:
+        title = f"{timing.work}, {timing.model}, {timing.dtype}, {timing.batch} x {timing.context_tokens}"
+        cells.setdefault(title, {})[timing.implementation] = timing
+    names = list(dict.fromkeys(timing.implementation for timing in bench.models))
+    rows = [
+        [
+            title,
+            *(_milliseconds(cell[name].median_seconds) for name in names),
+            f"{cell['DIFF'].ratio_to_twin:.3f}",
+            _ratio(cell["twin"].ratio_to_llama),
+            _ratio(cell["DIFF"].ratio_to_diffllama),
+        ]
+        for title, cell in cells.items()
+    ]
+    ratios = ["DIFF over twin", "twin over Llama", "DIFF over DiffLlama"]
+    notes = [
+        "Ratios of median times, to the faster DiffLlama; below 1 is faster. A call of decoding makes several tokens."
+    ]
+    return Table("models", "Whole models", _groups(["work", *(f"{name}, ms" for name in names), *ratios]), rows, notes)
 
 
 def _is_gpu(bench: Bench) -> bool:

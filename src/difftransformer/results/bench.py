@@ -165,6 +165,29 @@ class GenerationTiming(Timing):
     median_cpu_seconds: float | None = None
 
 
+ModelWork = Literal["training step", "prefill", "decoding"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelTiming(Timing):
+    """Time of a whole model at some work, and its ratios of medians to others of the same shape at the same.
+
+    These are the twin, transformers' Llama on PyTorch's attention, and the faster of transformers' DiffLlamas.
+    `context_tokens` are those of a row of `batch`, or in decoding those in the cache.
+    """
+
+    model: str
+    parameters: int
+    dtype: Dtype
+    work: ModelWork
+    batch: int
+    context_tokens: int
+    implementation: str
+    ratio_to_twin: float
+    ratio_to_llama: float
+    ratio_to_diffllama: float
+
+
 @dataclass(frozen=True, kw_only=True)
 class Bench:
     """What `bench` measured in one run.
@@ -186,3 +209,4 @@ class Bench:
     diffllama: list[DiffLlamaTiming] = dataclasses.field(default_factory=list)
     generation: list[GenerationTiming] = dataclasses.field(default_factory=list)
     peaked: list[AttentionTiming] = dataclasses.field(default_factory=list)
+    models: list[ModelTiming] = dataclasses.field(default_factory=list)
