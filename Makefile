@@ -5,6 +5,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 JOBS   ?= 2
 DEMO   ?= reports/demo
+DIST   ?= dist
 PIP    := -m pip install --quiet --disable-pip-version-check
 
 ifdef PY
@@ -23,7 +24,7 @@ LAYER := $(VENV)/tools
 RUN_TOOLS := $(if $(PY),$(PY),$(LAYER)/bin/python)
 
 .DEFAULT_GOAL := help
-.PHONY: demo test test-all test-data lint bench sanitize help clean
+.PHONY: demo test test-all test-data lint bench dist sanitize help clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
@@ -38,18 +39,22 @@ test-all: $(DEV) $(TOOLS) test-data ## The heavier tests, those with PEFT, TRL, 
 	$(RUN) -m pytest -n $(JOBS) --dist worksteal -m "slow and not gpu and not tools"
 	$(RUN_TOOLS) -m pytest -n $(JOBS) --dist worksteal -m "tools and not gpu"
 
-test-data: $(TOOLS) ## Install the packages whose data heavier tests read, check folder DIFFTRANSFORMER_DATA; under CI a missing set is a failure
+test-data: $(TOOLS) ## Install what heavier tests read (packages with data; as root with apt-get, compilers too), check folder DIFFTRANSFORMER_DATA; under CI a missing set is a failure
 	$(RUN_TOOLS) tests/check_data.py
+	$(RUN_TOOLS) tests/check_compilers.py
 
 lint: $(DEV) ## ruff, clang-format, mypy, import-linter
-	$(RUN) -m ruff format --check src tests
-	$(RUN) -m ruff check src tests
-	$(RUN) -c "import clang_format; clang_format.clang_format()" --dry-run -Werror src/difftransformer/ops/csrc/*
+	$(RUN) -m ruff format --check src tests hatch_build.py
+	$(RUN) -m ruff check src tests hatch_build.py
+	$(RUN) -c "import clang_format; clang_format.clang_format()" --dry-run -Werror src/difftransformer/ops/csrc/* tests/ops/standalone.cpp
 	$(RUN) -m mypy
 	$(RUN) -c "from importlinter.cli import lint_imports_command; lint_imports_command()"
 
 bench: $(READY) ## Time attention, decoding, memory and a training step of DIFF and its twin on this machine; write reports/bench/results.json
 	$(RUN) -m difftransformer bench all --out reports/bench
+
+dist: $(DEV) ## Write dist/*.whl, with the CPU kernels of this machine's architecture where there is a C++ compiler, and dist/*.tar.gz
+	$(RUN) hatch_build.py $(DIST)
 
 sanitize: $(DEV) ## Op, layer and model tests with uninitialised memory filled with NaN and autograd's anomaly detection; the C++ kernels under ASan and UBSan
 	DIFFTRANSFORMER_SANITIZE=1 $(RUN) -m pytest -n $(JOBS) -m "not slow and not gpu" tests/ops tests/attention tests/model

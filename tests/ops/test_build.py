@@ -174,7 +174,9 @@ def test_what_goes_into_the_library_is_in_its_path(place, monkeypatch, change):
         ("x86_64", "AVX512", TILES | {"_init_amx": False}, "avx512_bf16"),  # no permission
         ("x86_64", "AVX2", TILES, "avx2"),
         ("x86_64", "DEFAULT", {}, None),
-        ("aarch64", "SVE256", {}, "neon"),
+        ("aarch64", "SVE256", {}, "sve256"),
+        ("aarch64", "SVE128", {}, "neon"),
+        ("aarch64", "DEFAULT", {}, "neon"),
         ("arm64", "DEFAULT", {}, "neon"),
         ("riscv64", "DEFAULT", {}, None),
     ],
@@ -188,6 +190,21 @@ def test_instruction_set(monkeypatch, machine, capability, private, expected):
         else:  # a torch without this private function
             monkeypatch.delattr(torch.cpu, name, raising=False)
     assert processor.instruction_set() == expected
+
+
+@pytest.mark.parametrize(
+    ("machine", "platform", "expected"),
+    [
+        ("x86_64", "linux", {"avx2", "avx512", "avx512_bf16", "amx"}),
+        ("aarch64", "linux", {"neon", "sve256"}),
+        ("arm64", "darwin", {"neon"}),
+        ("riscv64", "linux", set()),
+    ],
+)
+def test_a_wheel_has_the_sets_of_its_architecture(monkeypatch, machine, platform, expected):
+    monkeypatch.setattr("platform.machine", lambda: machine)
+    monkeypatch.setattr("sys.platform", platform)
+    assert set(processor.of_architecture()) == expected
 
 
 def test_an_instruction_set_by_name(monkeypatch):
@@ -349,6 +366,40 @@ def test_a_damaged_library_is_built_again(place, damage, caplog):
     assert answer(path) == 42
     assert place.count_calls() == 6
     assert not failures(caplog)
+
+
+def prebuilt(place, monkeypatch, tmp_path):
+    """A library in the place of a wheel's."""
+    monkeypatch.setattr(build, "PREBUILT", tmp_path)
+    path = tmp_path / f"{processor.instruction_set()}.so"
+    place.write("answer.h", "#define ANSWER 41\n")
+    build.build_ahead(processor.instruction_set(), path)
+    place.write("answer.h", "#define ANSWER 42\n")
+    return path
+
+
+def test_a_wheels_library_is_taken_as_it_is(place, monkeypatch, tmp_path, caplog):
+    path = prebuilt(place, monkeypatch, tmp_path)
+    words = place.calls.read_text()
+    assert "-rpath" not in words
+    library = build.open_library()
+    assert (library.path, library.is_new, answer(library.path)) == (path, False, 41)
+    assert place.calls.read_text() == words
+    assert not place.cache.exists()
+    assert not caplog.records
+    assert answer(build.open_library(force=True).path) == 42
+
+
+@pytest.mark.parametrize("damage", [lambda data: b"", lambda data: data[:-100], lambda data: b"\x7fELF" + data[5:]])
+def test_a_damaged_library_of_a_wheel_is_not_taken(place, monkeypatch, tmp_path, caplog, damage):
+    path = prebuilt(place, monkeypatch, tmp_path)
+    path.write_bytes(damage(path.read_bytes()))
+    assert answer(build.open_library().path) == 42
+    told, building = [record.getMessage() for record in caplog.records]
+    assert told == f"the wheel's kernels are not taken: the kernels cannot be loaded: {path} is damaged"
+    assert building.startswith("building the CPU attention kernels")
+    assert build.open_library().path.is_relative_to(place.cache)
+    assert place.count_calls() == 6
 
 
 def test_a_library_that_never_loads_is_built_twice_at_most(place, monkeypatch, caplog):

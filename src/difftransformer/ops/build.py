@@ -124,6 +124,21 @@ def build(isa: str, *, force: bool = False) -> Path:
     return path
 
 
+def build_ahead(isa: str, library: Path) -> None:
+    """Build the library for an instruction set that a wheel is to carry: it finds torch's where that is loaded already.
+
+    Raises:
+        BackendUnavailable: why it cannot be built, on one line.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        made = Path(folder) / library.name
+        try:
+            compile_library(_compiler(), compile_flags(isa), link_flags(for_a_wheel=True), made)
+        except _CompilerError as error:
+            raise BackendUnavailable(f"the kernels cannot be compiled: {_first_error(str(error))}") from None
+        shutil.copyfile(made, library)
+
+
 def open_library(*, force: bool = False) -> Library:
     """Load the wheel's library, or build one where needed and load it.
 
@@ -249,12 +264,14 @@ def compile_flags(isa: str) -> list[str]:
     return [*FLAGS, *FLAGS_OF[isa], *_sanitizer_flags(), *includes]
 
 
-def link_flags() -> list[str]:
-    """What the linker is told: torch's library is found where it lies now."""
+def link_flags(*, for_a_wheel: bool = False) -> list[str]:
+    """What the linker is told: torch's library is found where it lies now, or in a wheel by its name alone."""
     from torch.utils.cpp_extension import library_paths
 
     folders = library_paths()
-    places = [word for folder in folders for word in (f"-L{folder}", f"-Wl,-rpath,{folder}")]
+    places = [f"-L{folder}" for folder in folders]
+    if not for_a_wheel:
+        places += [f"-Wl,-rpath,{folder}" for folder in folders]
     # A symbol that is missing shall fail here and not in the middle of a run; macOS' linker always sees to that.
     strict = [] if sys.platform == "darwin" else ["-Wl,-z,defs,-z,now"]
     return ["-shared", *strict, *_sanitizer_flags(), *places, "-ltorch_cpu"]

@@ -13,7 +13,7 @@ from torch import Tensor
 from . import build, fused
 from .problem import Problem, Restrictions
 
-DESCRIPTION = "fused C++ for x86-64 (AVX2, AVX-512, AMX), built on first use; subtracts in fp32, once"
+DESCRIPTION = "fused C++ for x86-64 (AVX2, AVX-512, AMX) and AArch64, built on first use; subtracts in fp32, once"
 
 _library = fused.define("cpu", ("lse", "plain", "inverse_rms"))
 

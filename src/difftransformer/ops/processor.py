@@ -18,6 +18,7 @@ FLAGS_OF: dict[str, tuple[str, ...]] = {
     "avx512_bf16": _AVX512_BF16,
     "amx": (*_AVX512_BF16, "-mamx-tile", "-mamx-bf16"),
     "neon": (),
+    "sve256": ("-march=armv8.2-a+sve", "-msve-vector-bits=256"),
 }
 # Takes kernels for less than the machine has.
 VARIABLE = "DIFFTRANSFORMER_INSTRUCTION_SET"
@@ -40,12 +41,20 @@ def instruction_set() -> str | None:
     return wish
 
 
+def of_architecture() -> tuple[str, ...]:
+    """Those of this machine's architecture, best last: it can build for all, whichever it has."""
+    if _is_aarch64():
+        return ("neon",) if sys.platform == "darwin" else ("neon", "sve256")
+    return tuple(isa for isa in FLAGS_OF if isa not in ("neon", "sve256")) if platform.machine() == "x86_64" else ()
+
+
 def available() -> tuple[str, ...]:
     """Those that this machine has, best last."""
     if sys.platform not in ("linux", "darwin"):
         return ()
-    if platform.machine() in ("aarch64", "arm64"):
-        return ("neon",)
+    if _is_aarch64():
+        # Code for vectors of 256 bits is wrong on longer and shorter ones.
+        return ("neon", "sve256") if torch.backends.cpu.get_cpu_capability() == "SVE256" else ("neon",)
     if platform.machine() != "x86_64":
         return ()
     capability = torch.backends.cpu.get_cpu_capability()
@@ -60,6 +69,10 @@ def available() -> tuple[str, ...]:
         if _has("_is_amx_tile_supported") and _has("_init_amx"):
             sets = (*sets, "amx")
     return sets
+
+
+def _is_aarch64() -> bool:
+    return platform.machine() in ("aarch64", "arm64")
 
 
 def _has(name: str) -> bool:

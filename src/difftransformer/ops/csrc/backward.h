@@ -40,7 +40,7 @@ class Turns {
       // The tasks before `other` that add to the tile have been waited for by `other` itself.
       for (int spins = 0; done_[other].load(std::memory_order_acquire) <= tile; spins++) {
         if (spins < 4096)
-          _mm_pause();
+          spin_pause();
         else
           std::this_thread::yield();
       }

@@ -121,7 +121,7 @@ struct Decode {
 
   // Both maps' weighted sums of the chunk's values.
   void weigh(const Block& block, int64_t first, int64_t keys, const float* weights, float* record_) const {
-    constexpr int most = W == 16 ? 8 : 4;  // vectors of a pass, so that the sums stay in registers
+    constexpr int most = kRegisters == 32 ? 8 : 4;  // vectors of a pass, so that the sums stay in registers
     int64_t e = 0;
     for (; e + most * W <= p.value_width; e += most * W)
       weigh_columns<most>(block, first, keys, weights, e, W, record_);

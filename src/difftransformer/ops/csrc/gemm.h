@@ -70,13 +70,11 @@ inline void micro(int64_t K, const typename Type::Unit* A, int64_t a_stride, con
 
 // Rows of C that a strip of so many vectors keeps in registers.
 constexpr int strip_rows(int vectors) {
-#if defined(__AVX512F__)
-  return vectors == 4 ? 6 : vectors == 3 ? 8 : vectors == 2 ? 12 : 14;
-#else
-  return vectors == 2 ? 6 : 10;
-#endif
+  if (kRegisters == 16) return vectors == 2 ? 6 : 10;
+  // NEON's loads leave fewer registers to the sums.
+  return vectors == 4 ? (W == 4 ? 5 : 6) : vectors == 3 ? 8 : vectors == 2 ? 12 : 14;
 }
-constexpr int kStripVectors = W == 16 ? 4 : 2;
+constexpr int kStripVectors = kRegisters == 32 ? 4 : 2;
 
 template <class Type, int rows, int vectors, bool ByColumn, bool partial>
 inline void last_rows(int64_t left, int64_t K, const typename Type::Unit* A, int64_t a_stride,

@@ -48,6 +48,15 @@ class FlushDenormals {
 #endif
 };
 
+// Between two looks at a value that another thread is to change.
+inline void spin_pause() {
+#if defined(__x86_64__)
+  _mm_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
 template <class Work>
 void parallel_for(Runtime& runtime, int64_t count, const Work& work) {
   runtime.run(count, [&](int64_t begin, int64_t end) {

@@ -1,8 +1,14 @@
-// Vectors of fp32 lanes: loads and stores that convert, 2^x, transposition. AVX-512 (16 lanes) or AVX2 (8).
+// Vectors of fp32 lanes: loads and stores that convert, 2^x, transposition. AVX-512 (16 lanes), AVX2 or SVE of 256 bits
+// (8), NEON (4).
 #pragma once
 
 #if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#if __ARM_FEATURE_SVE_BITS == 256
+#include <arm_sve.h>
+#endif
 #endif
 
 #include <torch/headeronly/util/BFloat16.h>
@@ -10,15 +16,21 @@
 
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 namespace difftransformer {
 
+// Lanes, and the vectors that registers hold.
 #if defined(__AVX512F__)
-constexpr int W = 16;  // lanes
+constexpr int W = 16, kRegisters = 32;
 #elif defined(__AVX2__)
-constexpr int W = 8;
+constexpr int W = 8, kRegisters = 16;
+#elif __ARM_FEATURE_SVE_BITS == 256
+constexpr int W = 8, kRegisters = 32;
+#elif defined(__aarch64__)
+constexpr int W = 4, kRegisters = 32;
 #else
-#error "the CPU kernels are written for x86-64 with AVX2 or AVX-512"
+#error "the CPU kernels are written for x86-64 with AVX2 or AVX-512, and for AArch64"
 #endif
 
 using Vec = float __attribute__((vector_size(4 * W)));
@@ -74,7 +86,7 @@ inline void store(BFloat16* p, Vec v) {
 #endif
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), u);
 }
-#else
+#elif defined(__AVX2__)
 inline Vec load(const BFloat16* p) {
   const __m256i u = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
   return (Vec)_mm256_slli_epi32(u, 16);
@@ -88,6 +100,22 @@ inline void store(BFloat16* p, Vec v) {
   const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(u, u), 0b1000);
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_castsi256_si128(packed));
 }
+#elif __ARM_FEATURE_SVE_BITS == 256
+inline svuint32_t load_halves(const void* p) { return svld1uh_u32(svptrue_b32(), static_cast<const uint16_t*>(p)); }
+inline void store_halves(void* p, svuint32_t u) { svst1h_u32(svptrue_b32(), static_cast<uint16_t*>(p), u); }
+
+inline Vec load(const BFloat16* p) { return svreinterpret_f32_u32(svlsl_n_u32_x(svptrue_b32(), load_halves(p), 16)); }
+inline Vec load(const Half* p) { return svcvt_f32_f16_x(svptrue_b32(), svreinterpret_f16_u32(load_halves(p))); }
+inline void store(Half* p, Vec v) { store_halves(p, svreinterpret_u32_f16(svcvt_f16_f32_x(svptrue_b32(), v))); }
+inline void store(BFloat16* p, Vec v) { store_halves(p, svreinterpret_u32_s32(round_to_bf16(v))); }
+#else
+inline uint16x4_t load_halves(const void* p) { return vld1_u16(static_cast<const uint16_t*>(p)); }
+inline void store_halves(void* p, uint16x4_t u) { vst1_u16(static_cast<uint16_t*>(p), u); }
+
+inline Vec load(const BFloat16* p) { return (Vec)vshll_n_u16(load_halves(p), 16); }
+inline Vec load(const Half* p) { return (Vec)vcvt_f32_f16(vreinterpret_f16_u16(load_halves(p))); }
+inline void store(Half* p, Vec v) { store_halves(p, vreinterpret_u16_f16(vcvt_f16_f32((float32x4_t)v))); }
+inline void store(BFloat16* p, Vec v) { store_halves(p, vmovn_u32((uint32x4_t)round_to_bf16(v))); }
 #endif
 
 template <class T>
@@ -149,21 +177,26 @@ inline Vec exp2(Vec x) {
 #endif
 }
 
+// Interleaves the halves of two vectors: (first[0], second[0], first[1], ...) and the same of the upper lanes.
+template <int... i>
+inline void zip(Int first, Int second, Int& low, Int& high, std::integer_sequence<int, i...>) {
+#if defined(__clang__)
+  low = __builtin_shufflevector(first, second, (i / 2 + i % 2 * W)...);
+  high = __builtin_shufflevector(first, second, (W / 2 + i / 2 + i % 2 * W)...);
+#else
+  low = __builtin_shuffle(first, second, Int{(i / 2 + i % 2 * W)...});
+  high = __builtin_shuffle(first, second, Int{(W / 2 + i / 2 + i % 2 * W)...});
+#endif
+}
+
 // W x W block of 32-bit units.
 inline void transpose_block(const uint32_t* from, int64_t from_stride, uint32_t* to, int64_t to_stride) {
   Int rows[W], next[W];
   for (int i = 0; i < W; i++) rows[i] = load_bits<Int>(from + i * from_stride);
   // Each stage interleaves row i with row i + W/2; log2(W) stages transpose.
-  Int low, high;
-  for (int i = 0; i < W; i++) {
-    low[i] = i / 2 + (i % 2) * W;
-    high[i] = W / 2 + i / 2 + (i % 2) * W;
-  }
   for (int stage = 1; stage < W; stage *= 2) {
-    for (int i = 0; i < W / 2; i++) {
-      next[2 * i] = __builtin_shuffle(rows[i], rows[i + W / 2], low);
-      next[2 * i + 1] = __builtin_shuffle(rows[i], rows[i + W / 2], high);
-    }
+    for (int i = 0; i < W / 2; i++)
+      zip(rows[i], rows[i + W / 2], next[2 * i], next[2 * i + 1], std::make_integer_sequence<int, W>());
     std::memcpy(rows, next, sizeof(rows));
   }
   for (int i = 0; i < W; i++) std::memcpy(to + i * to_stride, &rows[i], sizeof(Int));

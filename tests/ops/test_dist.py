@@ -1,0 +1,129 @@
+"""What `make dist` writes: a wheel whose CPU kernels nobody has to build, and a source package."""
+
+import importlib
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+from cases import needs_kernels
+
+from difftransformer.ops import processor
+
+pytestmark = [pytest.mark.slow, needs_kernels]
+
+ROOT = Path(__file__).parents[2]
+MOST_MIB = 700  # of one compiler process, for small machines
+
+PROGRAM = """
+import logging, torch
+from difftransformer.ops import build, differential_attention
+torch.manual_seed(0)
+query, key, value = (torch.randn(1, 2, 70, 32, requires_grad=True) for _ in range(3))
+def run(backend):
+    out = differential_attention(query, key, value, 0.5, is_causal=True, backend=backend)
+    return out, *torch.autograd.grad(out.sum(), (query, key, value))
+for made, right in zip(run("cpu"), run("reference")):
+    torch.testing.assert_close(made, right, rtol=1e-4, atol=1e-5)
+print(build.open_library().path)
+"""
+
+
+def run(*command, cwd=ROOT, status=0, **environment):
+    """Output and errors of a process."""
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        command,
+        env=kept | environment,
+        cwd=cwd,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == status, done.stdout
+    return done.stdout
+
+
+def make_dist(folder, compiler, status=0):
+    """With this environment as it is: `make` is not to install anything."""
+    words = ["make", "-o", ".venv/.ready-dev", "PY=", f"RUN={sys.executable}", f"DIST={folder}", "dist"]
+    return run(*words, status=status, CXX=compiler, PYTHONPATH=str(ROOT / "src"))
+
+
+def environment_with(wheel, folder):
+    """The interpreter of a virtual environment that has this one's packages and a wheel."""
+    run(sys.executable, "-m", "venv", "--without-pip", folder)
+    python = folder / "bin" / "python"
+    site = run(python, "-c", "import site; print(site.getsitepackages()[0])").strip()
+    Path(site, "below.pth").write_text(sysconfig.get_paths()["purelib"])
+    run(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", wheel)
+    return python
+
+
+def test_a_wheel_with_kernels(tmp_path):
+    peaks = tmp_path / "peaks"
+    make_dist(tmp_path, f"{sys.executable} {Path(__file__).with_name('measured.py')} {peaks} c++")
+    assert max(int(line.split()[0]) for line in peaks.read_text().splitlines()) < MOST_MIB
+
+    (wheel,) = tmp_path.glob("*.whl")
+    assert re.search(r"-py3-none-(manylinux_2_\d+|linux|macosx_\d+_\d+)_\w+\.whl$", wheel.name)
+    with zipfile.ZipFile(wheel) as archive:
+        names = {Path(name).name for name in archive.namelist() if "/prebuilt/" in name}
+    assert (
+        names == {f"{isa}.so" for isa in processor.of_architecture()} >= {f"{isa}.so" for isa in processor.available()}
+    )
+    (package,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(package) as archive:
+        inside = archive.getnames()
+    assert not [name for name in inside if name.endswith(".so") or "prebuilt" in name]
+    assert any(name.endswith("/hatch_build.py") for name in inside)
+
+    # No compiler, nowhere to write: nothing is built.
+    python = environment_with(wheel, tmp_path / "environment")
+    cache = tmp_path / "cache"
+    alone = {"CXX": "/nonexistent", "TORCH_EXTENSIONS_DIR": str(cache)}
+    for isa in processor.available():
+        library = Path(run(python, "-c", PROGRAM, cwd=tmp_path, **alone, **{processor.VARIABLE: isa}).strip())
+        assert library.is_relative_to(tmp_path / "environment")
+        assert library.name == f"{isa}.so"
+    assert not cache.exists()
+
+
+def test_without_a_compiler_the_wheel_is_for_any_machine(tmp_path):
+    assert "the wheel is without CPU kernels" in make_dist(tmp_path, "/nonexistent")
+    (wheel,) = tmp_path.glob("*.whl")
+    assert wheel.name.endswith("-py3-none-any.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+    assert "difftransformer/ops/csrc/forward.cpp" in names
+    assert not [name for name in names if name.endswith(".so")]
+
+
+def test_a_compiler_that_fails_makes_no_wheel(tmp_path):
+    assert "the kernels cannot be compiled" in make_dist(tmp_path / "made", "false", status=2)
+    assert not (tmp_path / "made").exists()
+
+
+@pytest.mark.parametrize(
+    ("symbols", "tag"),
+    [
+        (b"GLIBC_2.14 GLIBC_2.32 GLIBCXX_3.4.21", "manylinux_2_32"),
+        (b"GLIBC_2.14 GLIBC_2.17 GLIBCXX_3.4.29", "manylinux_2_34"),
+        (b"GLIBC_2.14 GLIBCXX_3.4.30", "manylinux_2_35"),
+        (b"GLIBC_2.38 GLIBCXX_3.4.24", "manylinux_2_38"),
+        (b"GLIBC_2.38 GLIBCXX_3.4.99", ""),
+        (b"", ""),
+    ],
+)
+def test_the_wheels_name_says_what_it_needs(symbols, tag, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT)
+    hatch_build = importlib.import_module("hatch_build")
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    monkeypatch.setattr("sysconfig.get_platform", lambda: "macosx-11.0-arm64")
+    assert hatch_build.platform_tag([b"", symbols]) == (f"{tag}_x86_64" if tag else "macosx_11_0_arm64")
