@@ -34,15 +34,17 @@ struct Decode {
   void run() const {
     const int64_t rows = p.rows(), groups = p.batch * p.groups;
     auto* records = static_cast<float*>(runtime.allocate(groups * chunks() * rows * record() * 4));
-    const int64_t queries = rows * maps * round_up(p.width, W);
-    for_each_task(
-        runtime, p, chunks(), queries + rows * maps * kDecodeChunk, [&](int64_t bg, int64_t index, float* scratch) {
-          const Block block(p, bg / p.groups, bg % p.groups, 0);
-          chunk(block, index, scratch, scratch + queries, records + (bg * chunks() + index) * rows * record());
-        });
-    for_each_task(runtime, p, 1, 2 * width(), [&](int64_t bg, int64_t, float* scratch) {
-      merge(Block(p, bg / p.groups, bg % p.groups, 0), records + bg * chunks() * rows * record(), scratch);
-    });
+    const int64_t queries = rows * maps * round_up(p.width, W), scores = rows * maps * kDecodeChunk;
+    std::vector<std::atomic<int64_t>> left(groups);
+    for (auto& count : left) count.store(chunks(), std::memory_order_relaxed);
+    for_each_task(runtime, p, chunks(), std::max(queries + scores, 2 * width()),
+                  [&](int64_t bg, int64_t index, float* scratch) {
+                    const Block block(p, bg / p.groups, bg % p.groups, 0);
+                    float* group = records + bg * chunks() * rows * record();
+                    chunk(block, index, scratch, scratch + queries, group + index * rows * record());
+                    // The last to finish a group's chunks merges them, in their own order.
+                    if (left[bg].fetch_sub(1, std::memory_order_acq_rel) == 1) merge(block, group, scratch);
+                  });
   }
 
   void chunk(const Block& block, int64_t index, float* q, float* scores, float* records) const {

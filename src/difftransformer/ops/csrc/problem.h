@@ -56,6 +56,11 @@ struct Problem {
   int64_t lanes() const { return std::min(block_rows, round_up(rows(), lane_multiple)); }
   float exponent() const { return scale * 1.44269504088896341f; }  // the kernels work in powers of two
 
+  // Whether the call is over before another thread would have begun.
+  bool is_small() const {
+    constexpr int64_t multiply_adds = 1 << 16;
+    return batch * heads * queries * keys * (maps * width + value_width) < multiply_adds;
+  }
   // Whether a group's keys, values and their gradients fill a core's own cache.
   bool is_large() const {
     constexpr int64_t own_cache_bytes = 2 << 20, bytes = 2 + 4;
@@ -312,8 +317,7 @@ struct NoSession {};
 template <class Session = NoSession, class Work>
 void for_each_task(Runtime& runtime, const Problem& p, int64_t per_group, int64_t scratch_floats, const Work& work) {
   const int64_t groups = p.batch * p.groups;
-  const int64_t threads = std::min<int64_t>(runtime.threads(), groups * per_group);
-  if (!threads) return;
+  const int64_t threads = p.is_small() ? 1 : std::min<int64_t>(runtime.threads(), groups * per_group);
   const int64_t stride = round_up(scratch_floats, 16) + 16;
   float* base = static_cast<float*>(runtime.allocate(threads * stride * 4));
   std::vector<std::atomic<int64_t>> next(groups);
