@@ -81,7 +81,7 @@ ARGUMENTS = {
     "tokenize": {"source", "--tokenizer", "--vocab_size", "--validation_share", "--split_seed", "--out"},
     "info": {"model"},
     "bench": {"--out", "--device", "--dtypes", "--lengths", "--head_dims", "--backends", "--peers", "--repeats"}
-    | {"--seconds", "--threads", "--long_memory"},
+    | {"--seconds", "--threads", "--long_memory", "--sizes"},
     "build-kernels": {"--force"},
 }
 

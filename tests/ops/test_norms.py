@@ -48,25 +48,7 @@ def test_gradcheck(with_weight):
     if weight is None:
         assert torch.autograd.gradcheck(lambda x: rms_norm(x, None, 1e-5), x)
     else:
-        inputs_of_both = x, weight.double().requires_grad_()
-        assert torch.autograd.gradcheck(lambda x, w: rms_norm(x, w, 1e-5), inputs_of_both)
-        assert torch.autograd.gradgradcheck(lambda x, w: rms_norm(x, w, 1e-5), inputs_of_both)
-
-
-def test_a_single_row_has_gradients():
-    x, weight = torch.tensor([3.0, 4.0], requires_grad=True), torch.tensor([1.0, 2.0], requires_grad=True)
-    rms_norm(x, weight, 0.0).sum().backward()
-    expected = torch.autograd.functional.jacobian(lambda x, w: (definition(x, w, 0.0)).sum(), (x, weight))
-    torch.testing.assert_close((x.grad, weight.grad), expected)
-
-
-def test_gradients_under_autocast_are_not_rounded():
-    x, weight = inputs(torch.float32, True)
-    x.requires_grad_(), weight.requires_grad_()
-    expected = torch.autograd.grad(rms_norm(x, weight, 1e-5).square().sum(), (x, weight))
-    with torch.autocast("cpu", torch.bfloat16):
-        grads = torch.autograd.grad(rms_norm(x, weight, 1e-5).square().sum(), (x, weight))
-    torch.testing.assert_close(grads, expected)
+        assert torch.autograd.gradcheck(lambda x, w: rms_norm(x, w, 1e-5), (x, weight.double().requires_grad_()))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

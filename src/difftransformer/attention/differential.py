@@ -230,8 +230,8 @@ class Differential(Attention):
         q1, k1, q2, k2 = self.lambda_q1, self.lambda_k1, self.lambda_q2, self.lambda_k2
         if q1.dtype in LOW_PRECISION:
             q1, k1, q2, k2 = q1.float(), k1.float(), q2.float(), k2.float()
-        first, second = (q1.dot(k1), q2.dot(k2)) if form == "layer" else ((q1 * k1).sum(-1), (q2 * k2).sum(-1))
-        return first.exp() - second.exp() + self.lambda_init
+        # Not q1.dot(k1): its last bit depends on where in memory a checkpoint's vectors lie.
+        return (q1 * k1).sum(-1).exp() - (q2 * k2).sum(-1).exp() + self.lambda_init
 
     def head_lam(self, hidden: Tensor) -> Tensor | float:
         """What the op takes: lam(), a float where it is constant, or (B, H, T) by token."""
