@@ -32,7 +32,8 @@ from difftransformer.bench.work import attention_work, decode_work, prefill_work
 from difftransformer.cli.main import main
 from difftransformer.errors import ConfigError, DiffTransformerError
 from difftransformer.ops import backend_names, differential_attention
-from difftransformer.report.bench import bench_tables, draw_bench, print_bench
+from difftransformer.report.bench import bench_tables, print_bench
+from difftransformer.report.bench_figures import draw_attention
 from difftransformer.results import (
     AttentionShape,
     AttentionSkip,
@@ -387,7 +388,7 @@ def test_tables_by_hand(capsys):
         ["32/2/8", "10.00", "1.00", "0.50", "-", "2.00"],
         ["geometric mean", "", "0.50", "0.50", "4.00*", "1.00"],
     ]
-    assert draw_bench(bench).svg == draw_bench(bench).svg
+    assert draw_attention(bench).svg == draw_attention(bench).svg
     print_bench(bench, Console(width=120))
     assert "Other processes took 25% of this machine meanwhile" in capsys.readouterr().out
 
@@ -435,7 +436,8 @@ def test_the_verb(tmp_path, capsys, monkeypatch):
         assert words in text
     assert "geometric" in text
     assert "17 of 17, about 1 min left: training step of 5M, fp32" in text
-    assert (tmp_path / "attention.svg").read_text().startswith("<?xml")
+    for name in ("attention", "peaked"):
+        assert (tmp_path / f"{name}.svg").read_text().startswith("<?xml")
     assert result.environment.threads == 1
 
 

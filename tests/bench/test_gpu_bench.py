@@ -22,7 +22,8 @@ from difftransformer.bench.trial import LONGEST_REASON, Failure, attempt
 from difftransformer.bench.work import DETERMINISTIC, attention_work, deterministically, draw, pinned, training_work
 from difftransformer.cli.main import main
 from difftransformer.ops import BACKENDS
-from difftransformer.report.bench import bench_tables, draw_bench, print_bench
+from difftransformer.report.bench import bench_tables, print_bench
+from difftransformer.report.bench_figures import draw_attention
 from difftransformer.results import (
     AttentionShape,
     AttentionSkip,
@@ -493,7 +494,7 @@ def test_tables_of_a_gpu(made_up, tmp_path, capsys):
         "model", "twin sdpa, ms", "diff auto", "twin sdpa, GiB", "diff auto, memory"
     ]  # fmt: skip
     assert tables["training"].rows[0] == ["125M, bf16, 8 x 2048", "100.00", "1.04", "25.00", "1.03"]
-    assert draw_bench(made_up).svg == draw_bench(made_up).svg
+    assert draw_attention(made_up).svg == draw_attention(made_up).svg
     print_bench(made_up, Console(width=120))
     text = capsys.readouterr().out
     assert "Left out: twin auto in the training step of 125M, bf16, 4 x 4,096 tokens: no such kernel" in text

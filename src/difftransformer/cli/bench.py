@@ -12,7 +12,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from ..bench import Settings, plan, sort_rows
 from ..bench.steps import Part, Row, Step
 from ..bench.timing import foreign_cpu_seconds
-from ..report.bench import draw_bench, print_bench
+from ..report.bench import print_bench
+from ..report.bench_figures import bench_drawings
 from ..results import Bench, Dtype, write_result, write_text_atomically
 from ..studies.environment import command_line, environment, now
 from .console import console, say
@@ -44,7 +45,7 @@ def run(
             is; "generation" is decoding by whole models, DIFF against DiffLlama with the same weights and against the
             Transformer; "models" is a training step, prefill and decoding of DIFF, its twin, transformers' Llama and its
             DiffLlama, all of one shape.
-        out: Folder for results.json and attention.svg.
+        out: Folder for results.json, and attention.svg, peaked.svg and models.svg where these were measured.
         device: cpu or cuda.
         dtypes: Of attention and of the training step, as [fp32,bf16], the default on the CPU; fp16 too; on cuda [bf16].
         lengths: Tokens, as [512,2048]; by default 512 to 8,192, on cuda 2,048 to 65,536.
@@ -87,8 +88,7 @@ def run(
     )
     path = write_result(result, Path(out) / "results.json")
     print_bench(result, console)
-    drawing = draw_bench(result)
-    if drawing is not None:
+    for drawing in bench_drawings(result):
         figure = path.with_name(f"{drawing.name}.svg")
         write_text_atomically(figure, drawing.svg)
         console.print(f"Figure: {figure}", markup=False, highlight=False, soft_wrap=True)

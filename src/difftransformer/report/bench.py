@@ -1,15 +1,10 @@
-"""The tables and the figure of a benchmark: times as ratios to PyTorch's kernel, shape by shape."""
+"""The tables of a benchmark: times as ratios to PyTorch's kernel, shape by shape."""
 
 from collections.abc import Callable, Iterable, Sequence
 
-import matplotlib
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 from rich.console import Console
 
-from difftransformer.report.figures import _STYLE, INK, WIDTH_INCHES, Drawing, _finish, _legend_above
+from difftransformer.report.figures import INK
 from difftransformer.report.tables import Group, Table
 from difftransformer.report.terminal import _rich
 from difftransformer.results import (
@@ -30,7 +25,7 @@ QUIET_SHARE = 0.03  # of the CPU time to others, above which the tables end with
 
 # Okabe and Ito's colours, and a violet; an implementation keeps its own, whichever others were timed. In the order of tables
 # and legends.
-_LOOKS = {
+LOOKS = {
     "diff cpu": ("#0072B2", "o"),
     "diff triton": ("#0072B2", "o"),
     "diff triton deterministic": ("#0072B2", "d"),
@@ -47,11 +42,7 @@ _LOOKS = {
     "DiffLlama sdpa": ("#D55E00", "P"),
     "DiffLlama eager": ("#CC79A7", "X"),
 }
-_OTHER_LOOK = (INK, "*")
-
-_ROW_INCHES = 0.36
-_MARKER_INCHES = 0.045  # of a row's height for each implementation, where there are many
-_SPREAD = 0.6  # of a row, over which the implementations are laid out
+OTHER_LOOK = (INK, "*")
 
 Place = tuple[int, int, int, int]  # length, width of a map, heads, batch
 Column = tuple[str, int | None]  # of the figure: dtype, and width of a map where each has a column
@@ -65,8 +56,8 @@ def bench_tables(bench: Bench) -> list[Table]:
     and FLOPs or bytes a second.
     """
     tables = []
-    for mode, column in _panels(bench):
-        timings = _in_panel(bench, mode, column)
+    for mode, column in panels(bench):
+        timings = in_panel(bench, mode, column)
         if column[1] is None:
             tables.append(_attention_table(bench, mode, column[0], timings))
         else:
@@ -116,110 +107,14 @@ def print_bench(bench: Bench, console: Console) -> None:
         console.print(text, style="bold", highlight=False, soft_wrap=True)
 
 
-def draw_bench(bench: Bench, png: bool = False) -> Drawing | None:
-    """Dots of every implementation's ratio to PyTorch's kernel: a panel for each mode and dtype, a row for each shape.
-
-    Where means are of each width, widths have panels of their own too.
-    """
-    if not bench.attention:
-        return None
-    modes = list(dict.fromkeys(timing.mode for timing in bench.attention))
-    columns = list(dict.fromkeys(column for _, column in _panels(bench)))
-    names = [name for name in _implementations(bench.attention) if name != BASE]
-    rows = {
-        mode: list(
-            dict.fromkeys(_row(place, columns[0]) for place in _places(t for t in bench.attention if t.mode == mode))
-        )
-        for mode in modes
-    }
-    heights = [1 + len(rows[mode]) for mode in modes]
-    row_inches = max(_ROW_INCHES, _MARKER_INCHES * len(names))
-    with matplotlib.rc_context(_STYLE):
-        figure = Figure(
-            figsize=(WIDTH_INCHES, row_inches * sum(heights) + 0.75 * len(modes) + 0.8), layout="constrained"
-        )
-        axes = figure.subplots(
-            len(modes), len(columns), squeeze=False, sharex=True, sharey="row", height_ratios=heights
-        )
-        for down, mode in enumerate(modes):
-            for across, column in enumerate(columns):
-                ax = axes[down, across]
-                for name in names:
-                    _draw_dots(ax, bench, mode, column, rows[mode], name, _shift(name, names))
-                _dress(ax, mode, column, rows[mode])
-            axes[down, 0].set_ylabel(SHAPE if columns[0][1] is None else "n")
-        for ax in axes[-1]:
-            ax.set_xlabel("time over that of torch sdpa (logarithmic; left of 1 is faster)")
-        _legend_above(figure, [_handle(name) for name in names])
-        return _finish("attention", "Time of attention", _caption(bench), figure, png)
-
-
-def _caption(bench: Bench) -> str:
-    clock = "Wall time"
-    kernel, rows = "", "A row is a shape: n tokens, h differential heads, maps of width d."
-    if _is_gpu(bench):
-        clock, kernel = "Time on the GPU", "flash kernel in "
-        rows = "A row is a length; 8x2048 is 8 rows of 2,048 tokens. A token rate is the inverse of a ratio."
-    return (
-        f"{clock} over that of PyTorch's {kernel}scaled_dot_product_attention with 2 h heads, the attention of a "
-        f"Transformer of the same size: medians of interleaved rounds, with quartiles. {rows} Lowest row: the geometric "
-        "mean; hollow where the implementation was not timed on every shape."
-    )
-
-
-def _draw_dots(ax: Axes, bench: Bench, mode: str, column: Column, rows: Sequence[str], name: str, shift: float) -> None:
-    """One implementation in one panel: its ratios with quartiles, and in the lowest row their mean."""
-    timings = _in_panel(bench, mode, column)
-    base = {_place(timing): timing.median_seconds for timing in timings if timing.implementation == BASE}
-    colour, marker = _LOOKS.get(name, _OTHER_LOOK)
-    for timing in timings:
-        if timing.implementation == name:
-            place = _place(timing)
-            y = rows.index(_row(place, column)) + shift
-            quartiles = [timing.low_seconds / base[place], timing.high_seconds / base[place]]
-            ax.plot(quartiles, [y, y], color=colour, linewidth=1.2)
-            ax.plot(timing.ratio_to_torch_sdpa, y, marker, color=colour, markersize=5)
-    for mean in bench.means:
-        if (mean.mode, mean.dtype, mean.head_dim, mean.implementation, mean.against) == (mode, *column, name, BASE):
-            face = colour if mean.shapes == len(base) else "white"
-            ax.plot(mean.ratio, len(rows) + shift, marker, color=colour, markerfacecolor=face, markersize=6.5)
-
-
-def _dress(ax: Axes, mode: str, column: Column, rows: Sequence[str]) -> None:
-    ax.axvline(1, color=INK, linewidth=1)
-    ax.axhline(len(rows) - 0.5, color="#555555", linewidth=0.7)
-    ax.set_xscale("log", base=2)
-    ax.xaxis.set_major_locator(LogLocator(2))
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda ratio, _: f"{ratio:g}"))
-    ax.xaxis.set_minor_locator(NullLocator())
-    ax.set_yticks(range(len(rows) + 1), [*rows, MEAN])
-    ax.set_ylim(len(rows) + 0.5, -0.5)
-    ax.grid(axis="y", visible=False)
-    for y in range(0, len(rows), 2):
-        ax.axhspan(y - 0.5, y + 0.5, color="#f4f4f4", linewidth=0, zorder=0)
-    dtype, width = column
-    ax.set_title(f"{mode}, {dtype}" + ("" if width is None else f", d = {width}"), loc="left")
-    ax.tick_params(axis="x", labelbottom=True)
-
-
-def _shift(name: str, names: Sequence[str]) -> float:
-    """Of an implementation's dots within a row."""
-    return _SPREAD * (names.index(name) / max(1, len(names) - 1) - 0.5)
-
-
-def _handle(name: str) -> Line2D:
-    colour, marker = _LOOKS.get(name, _OTHER_LOOK)
-    return Line2D([], [], color=colour, marker=marker, markersize=5, linestyle="none", label=name)
-
-
 def _attention_table(bench: Bench, mode: str, dtype: str, timings: Sequence[AttentionTiming]) -> Table:
     """A row for each shape, a column for each implementation."""
-    names = [name for name in _implementations(timings) if name != BASE]
+    names = [name for name in implementations(timings) if name != BASE]
     pair = _our_pair(names)
     cell = _cells(timings)
     means = _means(bench, mode, (dtype, None), timings)
     rows = []
-    for place in _places(timings):
+    for place in places_of(timings):
         row = [_label(place), _milliseconds(cell[place, BASE].median_seconds)]
         row += [_ratio(cell[place, name].ratio_to_torch_sdpa) if (place, name) in cell else "-" for name in names]
         if pair:
@@ -235,10 +130,10 @@ def _attention_table(bench: Bench, mode: str, dtype: str, timings: Sequence[Atte
 
 def _times_table(bench: Bench, mode: str, column: Column, timings: Sequence[AttentionTiming]) -> Table:
     """A row for each implementation, a column for each length: there are more of the former."""
-    cell, places = _cells(timings), _places(timings)
+    cell, places = _cells(timings), places_of(timings)
     rows = [[f"{BASE}, ms", *(_milliseconds(cell[place, BASE].median_seconds) for place in places), ""]]
     rows += _ratio_rows(bench, mode, column, timings, lambda ratio: ratio)
-    pair = _our_pair(_implementations(timings))
+    pair = _our_pair(implementations(timings))
     if pair:
         ratios = [
             cell[place, pair[0]].ratio_to_softmax_kernel if (place, pair[0]) in cell else None for place in places
@@ -253,7 +148,7 @@ def _token_rates_table(bench: Bench, mode: str, column: Column, timings: Sequenc
     rows = _ratio_rows(bench, mode, column, timings, lambda ratio: 1 / ratio)
     notes = [f"Tokens a second over those of {BASE}, the inverse of times; above 1 is faster.", *_stars(rows)]
     title = f"Token rate, {_words(mode, column, timings)}"
-    return Table(_name("token-rates", mode, column), title, _across(_places(timings)), rows, notes)
+    return Table(_name("token-rates", mode, column), title, _across(places_of(timings)), rows, notes)
 
 
 def _ratio_rows(
@@ -264,9 +159,9 @@ def _ratio_rows(
     turn: Callable[[float], float],
 ) -> list[list[str]]:
     """A row for each implementation of what `turn` makes of its ratios, with their geometric mean."""
-    cell, places, means = _cells(timings), _places(timings), _means(bench, mode, column, timings)
+    cell, places, means = _cells(timings), places_of(timings), _means(bench, mode, column, timings)
     rows = []
-    for name in _implementations(timings):
+    for name in implementations(timings):
         if name != BASE:
             found = [cell.get((place, name)) for place in places]
             mean, star = means[name, BASE]
@@ -277,11 +172,11 @@ def _ratio_rows(
 
 def _work_table(bench: Bench, mode: str, column: Column, timings: Sequence[AttentionTiming]) -> Table:
     """Arithmetic a second, in decoding traffic, with the time over the floor; last the work over the floor."""
-    cell, places = _cells(timings), _places(timings)
+    cell, places = _cells(timings), places_of(timings)
     work = {timing.implementation: timing.work_over_floor for timing in timings}
     unit, what = ("TB/s", "bytes") if mode == "decode" else ("TFLOP/s", "FLOPs")
     rows = []
-    for name in [BASE, *(name for name in _implementations(timings) if name != BASE)]:
+    for name in [BASE, *(name for name in implementations(timings) if name != BASE)]:
         row = [name]
         for place in places:
             timing = cell.get((place, name))
@@ -290,7 +185,7 @@ def _work_table(bench: Bench, mode: str, column: Column, timings: Sequence[Atten
             row += [_rate(rate) if rate else "-", f"{over:.1f}" if over else ""]
         known = work[name]
         rows.append([*row, f"{known:.2f}x" if known else "-"])
-    lengths = (Group(_row(place, column), (unit, "over the floor"), "ratio") for place in places)
+    lengths = (Group(row_of(place, column), (unit, "over the floor"), "ratio") for place in places)
     groups = (Group(IMPLEMENTATION, numeric=False), *lengths, Group(f"{what} by formula"))
     notes = [
         f"{unit} on the {what} of {BASE}, so that they compare as token rates do. In brackets: time over the least that the "
@@ -304,7 +199,7 @@ def _means(
     bench: Bench, mode: str, column: Column, timings: Sequence[AttentionTiming]
 ) -> dict[tuple[str, str], tuple[float, str]]:
     """(implementation, what the ratio is to) -> mean, and a star where a shape is missing."""
-    shapes = len(_places(timings))
+    shapes = len(places_of(timings))
     return {
         (mean.implementation, mean.against): (mean.ratio, "*" if mean.shapes < shapes else "")
         for mean in bench.means
@@ -344,13 +239,13 @@ def _peaked_table(bench: Bench) -> Table:
 
 def _memory_table(bench: Bench) -> Table:
     names = list(dict.fromkeys(point.implementation for point in bench.memory))
-    cell = {(_place(point), point.implementation): point.peak_bytes for point in bench.memory}
+    cell = {(place_of(point), point.implementation): point.peak_bytes for point in bench.memory}
     rows = []
     for place in sorted({place for place, _ in cell}):
         sizes = [f"{cell[place, name] / 2**20:,.1f}" if (place, name) in cell else "-" for name in names]
         rows.append([_label(place), *sizes])
     first = bench.memory[0]
-    how = "by PyTorch's count" if _is_gpu(bench) else "in a fresh process"
+    how = "by PyTorch's count" if is_gpu(bench) else "in a fresh process"
     notes = [f"Above the inputs: outputs, gradients and workspace, {how}."]
     return Table("memory", f"Peak memory, {first.mode}, {first.dtype}, MiB", _groups([SHAPE, *names]), rows, notes)
 
@@ -376,7 +271,7 @@ def _training_table(bench: Bench) -> Table:
             row += [_ratio(peaks[name] / peaks[base]) if has else "-" for name, has in zip(others, both, strict=True)]
         rows.append(row)
     titles = ["model", f"{base}, ms", *others]
-    notes = [f"Ratios of median {'' if _is_gpu(bench) else 'wall '}times to {base}; below 1 is faster."]
+    notes = [f"Ratios of median {'' if is_gpu(bench) else 'wall '}times to {base}; below 1 is faster."]
     if has_peaks:
         titles += [f"{base}, GiB", *(f"{name}, memory" for name in others)]
         notes.append("Memory: the peak of a step, weights, gradients and moments included; ratios to the same.")
@@ -443,16 +338,16 @@ def _models_table(bench: Bench) -> Table:
     return Table("models", "Whole models", _groups(["work", *(f"{name}, ms" for name in names), *ratios]), rows, notes)
 
 
-def _is_gpu(bench: Bench) -> bool:
+def is_gpu(bench: Bench) -> bool:
     return bench.environment.device != "cpu"
 
 
-def _panels(bench: Bench) -> list[tuple[str, Column]]:
+def panels(bench: Bench) -> list[tuple[str, Column]]:
     """Mode, dtype, and width where means are of each width, as they were measured."""
     return list(dict.fromkeys((mean.mode, (mean.dtype, mean.head_dim)) for mean in bench.means))
 
 
-def _in_panel(bench: Bench, mode: str, column: Column) -> list[AttentionTiming]:
+def in_panel(bench: Bench, mode: str, column: Column) -> list[AttentionTiming]:
     dtype, width = column
     return [
         timing
@@ -485,10 +380,10 @@ def _stars(rows: Iterable[Sequence[str]]) -> list[str]:
 
 
 def _cells(timings: Iterable[AttentionTiming]) -> dict[Key, AttentionTiming]:
-    return {(_place(timing), timing.implementation): timing for timing in timings}
+    return {(place_of(timing), timing.implementation): timing for timing in timings}
 
 
-def _place(shape: AttentionShape) -> Place:
+def place_of(shape: AttentionShape) -> Place:
     return shape.length_tokens, shape.head_dim, shape.heads, shape.batch
 
 
@@ -497,19 +392,19 @@ def _label(place: Place) -> str:
     return f"{f'{batch}x' if batch > 1 else ''}{length}/{heads}/{width}"
 
 
-def _row(place: Place, column: Column) -> str:
+def row_of(place: Place, column: Column) -> str:
     """The figure's row for a place: the column says the width already, if it is of one."""
     return _label(place) if column[1] is None else _label(place).partition("/")[0]
 
 
-def _places(timings: Iterable[AttentionTiming]) -> list[Place]:
-    return sorted({_place(timing) for timing in timings})
+def places_of(timings: Iterable[AttentionTiming]) -> list[Place]:
+    return sorted({place_of(timing) for timing in timings})
 
 
-def _implementations(timings: Iterable[AttentionTiming]) -> list[str]:
-    """In the order of `_LOOKS`, then as they come."""
+def implementations(timings: Iterable[AttentionTiming]) -> list[str]:
+    """In the order of `LOOKS`, then as they come."""
     names = dict.fromkeys(timing.implementation for timing in timings)
-    return [*(name for name in _LOOKS if name in names), *(name for name in names if name not in _LOOKS)]
+    return [*(name for name in LOOKS if name in names), *(name for name in names if name not in LOOKS)]
 
 
 def _listed(words: Iterable[str]) -> str:
