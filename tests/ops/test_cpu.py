@@ -585,17 +585,43 @@ def test_wrong_shapes_never_reach_the_kernels(changes, monkeypatch):
 
 # The other instruction sets.
 
-PROGRAM = """
-import ctypes, sys, pytest
+WITH_EMULATOR = """
+import ctypes, sys
 from difftransformer.ops import build, processor
 wanted, emulator, *arguments = sys.argv[1:]
 if emulator:
-    ctypes.CDLL(emulator)
+    emulator = ctypes.CDLL(emulator)
+    emulator.tile_emulator_count.restype = ctypes.c_uint64
     found = processor.available()
     processor.available = lambda: (*found, wanted)
-assert processor.instruction_set() == wanted and build.load() is None
-sys.exit(pytest.main(arguments))
 """
+PROGRAM = (
+    WITH_EMULATOR
+    + """
+import pytest
+assert processor.instruction_set() == wanted and build.load() is None
+before = emulator and emulator.tile_emulator_count()
+status = pytest.main(arguments)
+assert not emulator or emulator.tile_emulator_count() > 100 * before  # the tests went by tiles, and not the check alone
+sys.exit(status)
+"""
+)
+WRONG = (
+    WITH_EMULATOR
+    + """
+import logging, torch
+logging.basicConfig()
+ctypes.c_int.in_dll(emulator, "tile_emulator_is_wrong").value = 1
+assert build.load() is None
+counted = emulator.tile_emulator_count()
+assert counted > 0
+x = torch.randn(1, 2, 300, 64).bfloat16()
+from difftransformer.ops import differential_attention
+ours, plain = (differential_attention(x, x, x, 0.5, is_causal=True, backend=name) for name in ("cpu", "reference"))
+torch.testing.assert_close(ours, plain, rtol=2e-2, atol=1e-2)
+assert emulator.tile_emulator_count() == counted
+"""
+)
 FILES = ("test_cpu.py", "test_attention.py", "test_normed_attention.py")
 
 
@@ -630,3 +656,15 @@ def test_on_other_instruction_sets(wanted, request):
         timeout=900,
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+
+
+@pytest.mark.slow
+def test_tiles_that_disagree_are_not_taken(tile_emulator):
+    """On a processor that multiplies wrongly one line says so, and the other form takes over."""
+    if "avx512_bf16" not in processor.available():
+        pytest.skip("the tiled kernels need AVX512_BF16 beside the tiles")
+    environment = os.environ | {processor.VARIABLE: "amx", "PYTHONPATH": os.pathsep.join(sys.path)}
+    words = [sys.executable, "-c", WRONG, "amx", str(tile_emulator)]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "the kernels for AMX tiles disagree with the others on this machine" in done.stderr

@@ -201,6 +201,9 @@ static inline VECTORS void split(const uint8_t* row, int half, __m512* even, __m
   }
 }
 
+// A processor that multiplies wrongly, for those who check that.
+int tile_emulator_is_wrong = 0;
+
 // The operation as the instruction set reference gives it for TDPBF16PS and TDPFP16PS:
 //
 //     for each row m of C:
@@ -233,6 +236,7 @@ static __attribute__((noinline)) VECTORS void multiply(int c, int a, int b, int 
       }
     for (int i = 0; i < 4 && m + i < M; i++) {
       float* row = (float*)state->tile[c][m + i];
+      if (tile_emulator_is_wrong) odd[i] = _mm512_setzero_ps();
       _mm512_store_ps(row, _mm512_maskz_add_ps(columns, _mm512_load_ps(row), _mm512_add_ps(even[i], odd[i])));
     }
   }

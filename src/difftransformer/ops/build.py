@@ -212,10 +212,16 @@ def _load_library(path: Path, isa: str) -> None:
     except OSError as error:
         cause = " ".join(str(error.__cause__ or error).split())
         raise BackendUnavailable(f"the kernels cannot be loaded: {cause}") from error
-    if isa == "amx" and not ctypes.CDLL(str(path)).difftransformer_use_tiles():
+    if isa == "amx" and not _agree_on_tiles(path):
         logger.warning(
             "the kernels for AMX tiles disagree with the others on this machine, which are taken in their place"
         )
+
+
+def _agree_on_tiles(path: Path) -> bool:
+    use_tiles = ctypes.CDLL(str(path)).difftransformer_use_tiles
+    use_tiles.restype = ctypes.c_bool
+    return bool(use_tiles())
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:
