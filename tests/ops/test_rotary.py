@@ -68,19 +68,6 @@ def test_low_precision_is_rounded_once():
     assert torch.equal(apply_rotary(x_BTHD, *tables), expected)
 
 
-def test_gradients_and_second_derivatives():
-    x_BTHD = normal(2, 3, 2, 8, dtype=torch.float64).requires_grad_()
-    tables = rotary_tables(torch.arange(3), inverse_frequencies(8))
-    assert torch.autograd.gradcheck(lambda x: apply_rotary(x, *tables), x_BTHD)
-    assert torch.autograd.gradgradcheck(lambda x: apply_rotary(x, *tables).pow(3), x_BTHD)
-
-
-def test_tables_get_gradients_where_they_are_asked_for():
-    x_BTHD = normal(1, 3, 2, 8, dtype=torch.float64).requires_grad_()
-    tables = [normal(3, 4, dtype=torch.float64, seed=seed).requires_grad_() for seed in (1, 2)]
-    assert torch.autograd.gradcheck(apply_rotary, (x_BTHD, *tables))
-
-
 def test_scores_depend_on_distance_alone():
     query, key = normal(1, 1, 1, 32, dtype=torch.float64), normal(1, 1, 1, 32, dtype=torch.float64, seed=1)
 

@@ -4,8 +4,6 @@ Dimensions: B batch, T positions, H heads, D head width, F = D/2 pairs. A name t
 those dimensions.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -58,51 +56,9 @@ def apply_rotary(x_BTHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     Returns:
         (B, T, H, D) in the dtype of x; low precision is rotated in fp32 and rounded once.
     """
-    if torch.compiler.is_compiling() or (torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad)):
-        return _rotated(x_BTHD, cos, sin)
-    if torch.is_grad_enabled() and x_BTHD.requires_grad:
-        rotated: Tensor = _Rotation.apply(x_BTHD, cos, sin)
-        return rotated
-    return _rotate(x_BTHD, cos, sin)
-
-
-class _Rotation(torch.autograd.Function):
-    """Backward, gradients are turned by the opposite angles: one pass, where autograd would undo each operation in its own."""
-
-    @staticmethod
-    def forward(x_BTHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        return _rotate(x_BTHD, cos, sin)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs[1:])
-
-    @staticmethod
-    def backward(ctx: Any, grad_BTHD: Tensor) -> tuple[Tensor, None, None]:
-        cos, sin = ctx.saved_tensors
-        return apply_rotary(grad_BTHD, cos, -sin), None, None
-
-
-def _rotate(x_BTHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The rotation written where it belongs, without a copy at the end; no gradients go through it."""
-    cos_BT1F, sin_BT1F = _for_heads(cos, x_BTHD), _for_heads(sin, x_BTHD)
-    first, second = x_BTHD.chunk(2, -1)
-    rotated_BTHD = torch.empty_like(x_BTHD, memory_format=torch.contiguous_format)
-    turned_first, turned_second = rotated_BTHD.chunk(2, -1)
-    torch.addcmul(first * cos_BT1F, second, sin_BT1F, value=-1, out=turned_first)
-    torch.addcmul(second * cos_BT1F, first, sin_BT1F, out=turned_second)
-    return rotated_BTHD
-
-
-def _rotated(x_BTHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The same for autograd and for compilers, which fuse it themselves."""
-    cos_BT1F, sin_BT1F = _for_heads(cos, x_BTHD), _for_heads(sin, x_BTHD)
+    cos_BT1F, sin_BT1F = cos.unsqueeze(-2), sin.unsqueeze(-2)
+    if x_BTHD.dtype not in LOW_PRECISION:
+        cos_BT1F, sin_BT1F = cos_BT1F.to(x_BTHD.dtype), sin_BT1F.to(x_BTHD.dtype)
     first, second = x_BTHD.chunk(2, -1)
     rotated = torch.cat((first * cos_BT1F - second * sin_BT1F, second * cos_BT1F + first * sin_BT1F), -1)
     return rotated.to(x_BTHD.dtype)
-
-
-def _for_heads(table: Tensor, x_BTHD: Tensor) -> Tensor:
-    """A table (..., T, F) as (..., T, 1, F), in fp32 for low precision and else in the dtype of x."""
-    table = table.unsqueeze(-2)
-    return table if x_BTHD.dtype in LOW_PRECISION else table.to(x_BTHD.dtype)
