@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from ..ops import build
-from ..report import print_comparison, write_report
+from ..report import print_study, write_report
 from ..studies import compare, load_recipe
 from ..train import Interrupted
 from .console import console, say
@@ -39,6 +39,6 @@ def run(
         )
         return 130
     page = write_report(comparison, folder)
-    print_comparison(comparison, console)
+    print_study(comparison, console)
     console.print(f"Report: {page}\nResults: {folder / 'results.json'}", markup=False, highlight=False, soft_wrap=True)
     return 0

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Literal
 
 from ..errors import ConfigError
+from ..report import write_suite
 from ..report.tasks import measurement_table
-from ..report.tasks.page import write_suite
-from ..report.terminal import _rich
+from ..report.terminal import rich_table
 from ..studies.suite import load_suite, run_suite
 from .console import console, say
 from .hardware import check_device
@@ -61,7 +61,7 @@ def run(
         return EXIT_INTERRUPTED
     for results in found.values():
         if results:
-            console.print(_rich(measurement_table(results, brief=True)))
+            console.print(rich_table(measurement_table(results, brief=True)))
     reasons = [(row.name, row.model, row.reason) for row in missing]
     page = write_suite(suite.name, found, reasons, folder)
     console.print(f"Report: {page}", markup=False, highlight=False, soft_wrap=True)

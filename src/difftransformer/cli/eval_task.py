@@ -9,7 +9,7 @@ from typing import Any, Literal
 from ..errors import ConfigError
 from ..evals.tasks import options_class
 from ..report.tasks import measurement_table, write_picture
-from ..report.terminal import _rich
+from ..report.terminal import rich_table
 from ..studies.opening import opened_model
 from ..studies.tasks import evaluate_task
 from .console import console, say
@@ -76,7 +76,7 @@ def run(
         again = shlex.join(["difftransformer", *sys.argv[1:]])
         say(f"Stopped; every answer is saved. Go on with: {again}")
         return EXIT_INTERRUPTED
-    console.print(_rich(measurement_table([result], brief=True)))
+    console.print(rich_table(measurement_table([result], brief=True)))
     picture = write_picture([result], folder / f"{name}.svg")
     if picture is not None:
         console.print(f"Figure: {picture}", markup=False, highlight=False, soft_wrap=True)

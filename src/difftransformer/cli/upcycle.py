@@ -11,7 +11,7 @@ from ..convert.source import source_folder
 from ..convert.upcycle import measure_drift, upcycle_folder
 from ..data import Tokenizer, read_documents
 from ..errors import ConfigError
-from ..report import print_upcycling, write_upcycling
+from ..report import print_study, write_report
 from ..studies import load_recipe, upcycling_study
 from ..train import Interrupted
 from .console import console, say
@@ -88,7 +88,7 @@ def _study(model: str, out: Path, kinds: list[str], train: str, overrides: list[
             f"Stopped; every run is saved. Go on with: {again}", markup=False, highlight=False, soft_wrap=True
         )
         return 130
-    figure = write_upcycling(result, out)
-    print_upcycling(result, console)
-    console.print(f"Figure: {figure}\nResults: {out / 'results.json'}", markup=False, highlight=False, soft_wrap=True)
+    page = write_report(result, out)
+    print_study(result, console)
+    console.print(f"Report: {page}\nResults: {out / 'results.json'}", markup=False, highlight=False, soft_wrap=True)
     return 0

@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 from rich.console import Console
 
-from difftransformer.report.figures import INK
+from difftransformer.plots.style import INK
 from difftransformer.report.tables import Group, Table
-from difftransformer.report.terminal import _rich
+from difftransformer.report.terminal import rich_table
 from difftransformer.results import (
     AttentionShape,
     AttentionSkip,
@@ -97,7 +97,7 @@ def skipped_lines(bench: Bench) -> list[str]:
 def print_bench(bench: Bench, console: Console) -> None:
     """Print the tables, and what is not in them and why."""
     for table in bench_tables(bench):
-        console.print(_rich(table))
+        console.print(rich_table(table))
     for line in skipped_lines(bench):
         console.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
     if (bench.foreign_cpu_share or 0.0) > QUIET_SHARE:

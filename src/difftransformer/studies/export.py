@@ -24,11 +24,10 @@ from ..errors import CheckpointError, ConfigError, ResultsError
 from ..model import DiffTransformerConfig, DiffTransformerForCausalLM
 from ..model.card import CARD_FILE, Training, is_ours, model_card, training_section
 from ..model.progress import without_progress_bars
-from ..results import Evaluation, read_result
+from ..results import TaskResult, read_result, summary_rows
 from ..train import latest_checkpoint, verify_checkpoint
 from ..train.checkpoint import STATE_FILE
 from ..train.record import recorded_training
-from .figures import evaluation_rows
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 GENERATION_FILE = "generation_config.json"
@@ -175,20 +174,17 @@ def _training(folder: Path) -> Training | str | None:
         run, step = folder.parent.parent, int(folder.name.removeprefix("step-"))
         recorded = recorded_training(run, step)
         if recorded is not None:
-            found = [result for path in (run / "evals").glob("*.json") if (result := _evaluation(path, folder.name))]
-            newest = max(found, key=lambda result: result.created, default=None)
-            rows = evaluation_rows(newest) if newest is not None else []
+            rows = [row for path in sorted((run / "evals" / folder.name).glob("*.json")) for row in _figures(path)]
             return replace(recorded, figures=[*recorded.figures, *rows])
     path = folder / CARD_FILE
     return training_section(path.read_text(encoding="utf-8", errors="replace")) if path.is_file() else None
 
 
-def _evaluation(path: Path, checkpoint: str) -> Evaluation | None:
+def _figures(path: Path) -> list[tuple[str, str]]:
     try:
-        result = read_result(path, Evaluation)
-    except ResultsError:  # another kind of file, or of another release
-        return None
-    return result if Path(result.checkpoint).name == checkpoint else None
+        return summary_rows(read_result(path, TaskResult))
+    except ResultsError:  # another kind of file
+        return []
 
 
 def _card_of_a_person(folder: Path) -> str | None:

@@ -1,52 +1,18 @@
 """Several experiments on several models: a preset says which, and every result stays on disk by itself."""
 
 import dataclasses
-import re
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ..errors import ConfigError, DiffTransformerError, ResultsError
 from ..evals.task import Watch
-from ..evals.tasks import TASKS, options_class
 from ..results import TaskResult, read_result
 from ..typed import build
 from .opening import OpenedModel, opened_model
-from .recipe import read_mapping, shipped_recipes
+from .recipe import TaskSpec, check_specs, read_mapping, shipped_recipes
 from .tasks import evaluate_task
-
-
-@dataclass(frozen=True, kw_only=True)
-class SuiteTask:
-    """One experiment of a suite.
-
-    Attributes:
-        task: One of `evals.tasks.TASKS`.
-        label: Its name in the report, and of its files; the task's by default.
-        options: Fields of the task's Options; the others keep their defaults.
-    """
-
-    task: str
-    label: str = ""
-    options: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def name(self) -> str:
-        """The label, or the task."""
-        return self.label or self.task
-
-    def built(self) -> Any:
-        """The task's options.
-
-        Raises:
-            ConfigError: no such task, or options that it does not take.
-        """
-        if self.task not in TASKS:
-            raise ConfigError(f"{self.name}: no task {self.task!r}; choose one of {', '.join(TASKS)}")
-        return build(options_class(self.task), self.options, source=self.name, error=ConfigError)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,17 +25,12 @@ class Suite:
     """
 
     name: str
-    tasks: list[SuiteTask]
+    tasks: list[TaskSpec]
 
     def __post_init__(self) -> None:
-        twice = [name for name, count in Counter(task.name for task in self.tasks).items() if count > 1]
-        if not self.tasks or twice:
-            raise ConfigError(f"tasks: {twice[0]!r} stands twice; give labels" if twice else "tasks: give at least one")
-        for task in self.tasks:
-            if not re.fullmatch(r"[\w.-]+( [\w.-]+)*", task.name):
-                raise ConfigError(
-                    f"label {task.name!r}: it names files; use letters, digits, points, hyphens and spaces"
-                )
+        if not self.tasks:
+            raise ConfigError("tasks: give at least one")
+        check_specs(self.tasks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,10 +49,7 @@ def load_suite(preset: str) -> Suite:
         ConfigError: no such file, or a task or an option that does not exist.
     """
     document = read_mapping(preset, shipped_recipes("suites"), "a suite is a mapping with name and tasks")
-    suite = build(Suite, document, source=preset, error=ConfigError)
-    for task in suite.tasks:
-        task.built()
-    return suite
+    return build(Suite, document, source=preset, error=ConfigError)
 
 
 def run_suite(
@@ -154,7 +112,7 @@ def run_suite(
     return found, missing
 
 
-def _found(path: Path, task: SuiteTask, model: OpenedModel) -> TaskResult | None:
+def _found(path: Path, task: TaskSpec, model: OpenedModel) -> TaskResult | None:
     try:
         result = read_result(path, TaskResult)
     except ResultsError:

@@ -3,21 +3,41 @@
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+from ..data import prepare_shards
 from ..evals.runner import requests_sha256, run_task
-from ..evals.task import Watch, unwatched
+from ..evals.task import Task, Watch, unwatched
 from ..evals.tasks import load_task
+from ..evals.texts import Setting
 from ..results import DataIdentity, TaskResult, write_result
+from ..train.record import RECIPE_FILE
 from .environment import command_line, environment, now
 from .opening import OpenedModel
+from .recipe import load_recipe
+
+
+def setting_of(model: OpenedModel) -> Setting:
+    """Return what tasks are drawn for: a model of a run knows the text that the run held out."""
+    path = Path(model.identity.name)
+    run = path.parent.parent if path.parent.name == "checkpoints" else path
+    recipe = run / RECIPE_FILE
+    return Setting(
+        tokenizer=model.language_model.tokenizer,
+        context_tokens=model.language_model.context_tokens,
+        validation=(lambda: prepare_shards(load_recipe(recipe).data).tokens("validation"))
+        if recipe.is_file()
+        else None,
+    )
 
 
 def evaluate_task(
     name: str,
-    options: object,
+    options: Any,
     model: OpenedModel,
     folder: Path,
     *,
+    task: Task | None = None,
     label: str | None = None,
     device: str = "cpu",
     watch: Watch = unwatched,
@@ -28,12 +48,13 @@ def evaluate_task(
     Args:
         name: One of `evals.tasks.TASKS`.
         options: The task's `Options`.
-        model: Opened.
-        folder: Where results go; answers that are there count.
+        model: The opened model.
+        folder: Folder for results; answers that are there count.
+        task: The task, where it has been drawn already.
         label: Name of the files in place of the task's, where a folder holds several results of one task.
-        device: Where the model is, for the record.
-        watch: Told tokens asked and tokens in all, then how far a long scoring is.
-        say: Told what is going on.
+        device: Device of the model, for the result.
+        watch: Called with the tokens asked and in all, then with the progress of a long scoring.
+        say: Called with what is being done.
 
     Raises:
         DataError: the task's data cannot be read, or does not fit the model.
@@ -41,8 +62,9 @@ def evaluate_task(
         CheckpointError: the folder holds answers of another model or to other questions.
     """
     label = label or name
-    say(f"{label}: reading data")
-    task = load_task(name, options, model.language_model)
+    if task is None:
+        say(f"{label}: reading data")
+        task = load_task(name, options, setting_of(model))
     scores = run_task(
         model.language_model,
         task,
@@ -54,7 +76,7 @@ def evaluate_task(
         task=name,
         model=model.identity,
         data=DataIdentity(name=task.data_name, sha256=requests_sha256(task.requests), requests=len(task.requests)),
-        options=dataclasses.asdict(options),  # type: ignore[call-overload]
+        options=dataclasses.asdict(options),
         choices=list(task.choices),
         seed=int(getattr(options, "seed", 0)),
         command=command_line(),

@@ -1,9 +1,10 @@
-"""The tasks. Each is one file with a dataclass `Options` and a function `make(options, model)`, and one line here."""
+"""The tasks. Each is one file with a dataclass `Options` and a function `make(options, setting)`, and one line here."""
 
 import importlib
 from typing import Any
 
-from ..task import LanguageModel, Task
+from ..task import Task
+from ..texts import Setting
 
 TASKS = (
     "perplexity",
@@ -27,13 +28,13 @@ def options_class(name: str) -> type:
     return cls
 
 
-def load_task(name: str, options: Any, model: LanguageModel) -> Task:
+def load_task(name: str, options: Any, setting: Setting) -> Task:
     """Read a task's data and turn it into requests for a model.
 
     Raises:
         DataError: the data cannot be read, or does not fit the model.
     """
-    task: Task = _module(name).make(options, model)
+    task: Task = _module(name).make(options, setting)
     return task
 
 

@@ -9,25 +9,22 @@ weights of all heads and layers of the last prompt token are added up by segment
     positive    sum of max(w, 0) / sum of all max(w, 0)
 
 For softmax attention the three agree.
-
-`evaluate_allocation` asks a model that was trained here, on its own validation text. `make` asks any model, on any text.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from ...data import CITIES_SEEN, CITIES_UNSEEN, NeedleQuestion, Shards, Tokenizer, evaluation_document
+from ...data import NeedleQuestion
 from ...errors import ConfigError
-from ...results import AllocationResult, AllocationShare, Form, Grid, ItemScore, Measurement, Segment
-from ..config import AllocationConfig
+from ...results import Form, Grid, ItemScore, Measurement, Segment
+from ..haystack import Kind, check_documents, draw_documents
 from ..scores import details, mean
 from ..segments import FORMS
-from ..task import LanguageModel, LastRow, Scores, answers_to
-from ..texts import HAYSTACK_TOKENS, token_stream
+from ..task import LastRow, Scores
+from ..texts import HAYSTACK_TOKENS, VALIDATION, Setting
 
 SEGMENTS: tuple[Segment, ...] = ("first", "before", "answer", "after", "query")
 
@@ -51,75 +48,6 @@ def edges_of(question: NeedleQuestion) -> tuple[int, ...]:
     return 0, 1, max(1, start), end, question.query_starts[0], len(question.prompts[0])
 
 
-def allocation_questions(
-    shards: Shards, config: AllocationConfig, *, context_tokens: int
-) -> dict[float, list[NeedleQuestion]]:
-    """Depth -> documents: a function of the configuration's seed and the shards, so every model gets the same.
-
-    Raises:
-        DataError: needles and question do not fit into the length.
-    """
-    length = config.length_tokens or context_tokens
-    haystack = shards.tokens("validation")
-    questions = {}
-    for depth in config.depths:
-        rng = np.random.default_rng([config.seed, length, config.needles, round(depth * 1000)])
-        questions[depth] = [
-            evaluation_document(
-                rng,
-                shards.tokenizer,
-                haystack,
-                length_tokens=length,
-                depth=depth,
-                needles=config.needles,
-                asked=1,
-                digits=config.digits,
-                cities=CITIES_SEEN,
-            )
-            for _ in range(config.documents)
-        ]
-    return questions
-
-
-def evaluate_allocation(
-    model: LanguageModel, shards: Shards, config: AllocationConfig, *, context_tokens: int
-) -> AllocationResult:
-    """Mean share of each segment over documents, with its standard error, at every depth of the answer.
-
-    Args:
-        model: The model.
-        shards: Validation text and tokenizer.
-        config: Needles, depths and documents.
-        context_tokens: Length where the configuration names none.
-
-    Raises:
-        DataError: needles and question do not fit into the length.
-    """
-    shares: list[AllocationShare] = []
-    for depth, questions in allocation_questions(shards, config, context_tokens=context_tokens).items():
-        requests = [LastRow(tuple(question.prompts[0]), edges_of(question)) for question in questions]
-        documents = [segment_shares(sums) for sums in answers_to(model, requests)]
-        for form in FORMS:
-            for index, segment in enumerate(SEGMENTS):
-                values = np.array([document[form][index] for document in documents])
-                error = values.std(ddof=1) / math.sqrt(len(values)) if len(values) > 1 else 0.0
-                shares.append(
-                    AllocationShare(
-                        depth=depth,
-                        form=form,
-                        segment=segment,
-                        share=float(values.mean()),
-                        standard_error=float(error),
-                    )
-                )
-    return AllocationResult(
-        length_tokens=config.length_tokens or context_tokens,
-        needles=config.needles,
-        documents=config.documents,
-        shares=shares,
-    )
-
-
 DEFAULT_LENGTH = 2048
 
 _CHOICES = [
@@ -129,8 +57,6 @@ _CHOICES = [
     "paper's bars go below zero, so that its own reading is likely the signed one.",
     "The prompt is a needle document that ends with the beginning of the needle's own sentence; that sentence is the "
     "query.",
-    f"The haystack is the first {HAYSTACK_TOKENS:,} tokens of the text named in the options.",
-    "The same needles in the same haystack stand at every depth: depths are paired, not independent.",
     "By layer and head, at the depth nearest to the middle: signed weights as they are summed (a differential head's total "
     "is 1 - lambda), absolute and positive ones over the head's own total.",
     "The paper states neither the number of needles nor the length.",
@@ -147,8 +73,12 @@ class Options:
         depths: Places of the answer, 0 (start of the context) to 1 (its end).
         documents: Documents at each depth.
         digits: Digits of a number.
-        text: The haystack: python-stdlib, a text file, a folder of them, or hf:NAME[:CONFIG][:SPLIT].
-        seed: Of places, cities and numbers.
+        text: The haystack: python-stdlib, a text file, a folder of them, hf:NAME[:CONFIG][:SPLIT], or validation for the
+            text that a run held out.
+        cities: Cities to name: all, those that training documents name (seen), or the others (unseen).
+        paired: Whether the same needles in the same haystack stand at every depth; otherwise every depth draws its own
+            documents.
+        seed: Seed of places, cities and numbers.
     """
 
     length: int | None = None
@@ -157,37 +87,43 @@ class Options:
     documents: int = 10
     digits: int = 7
     text: str = "python-stdlib"
+    cities: Kind = "all"
+    paired: bool = True
     seed: int = 0
 
     def __post_init__(self) -> None:
         if self.length is not None and self.length < 1:
             raise ConfigError(f"length={self.length}: give at least 1, or leave it out for the model's context")
-        AllocationConfig(
-            needles=self.needles, depths=self.depths, documents=self.documents, digits=self.digits, seed=self.seed
-        )
+        if self.needles < 1:
+            raise ConfigError(f"needles={self.needles}: give at least 1")
+        check_documents(self.depths, self.documents, self.digits, self.seed)
 
 
 class AllocationTask:
     """Needle documents, and where each prompt's last token looks. See `Task`."""
 
-    def __init__(self, options: Options, tokenizer: Tokenizer, context_tokens: int) -> None:
-        self.options, self.data_name, self.choices = options, options.text, _CHOICES
-        haystack = token_stream(tokenizer, options.text, enough=HAYSTACK_TOKENS)
+    def __init__(self, options: Options, setting: Setting) -> None:
+        self.options, self.data_name, self.choices = options, options.text, _choices(options)
+        haystack = setting.tokens(options.text, enough=HAYSTACK_TOKENS)
+        length = options.length or min(setting.context_tokens, DEFAULT_LENGTH)
         self._places = [(depth, document) for depth in options.depths for document in range(options.documents)]
         self.requests: list[LastRow] = []
-        for depth, document in self._places:
-            question = evaluation_document(
-                np.random.default_rng([options.seed, options.needles, document]),
-                tokenizer,
+        for depth in options.depths:
+            own = [options.seed, length, options.needles, round(depth * 1000)]
+            for question in draw_documents(
+                setting,
                 haystack,
-                length_tokens=options.length or min(context_tokens, DEFAULT_LENGTH),
+                shared=[options.seed, options.needles],
+                own=None if options.paired else own,
+                documents=options.documents,
+                length_tokens=length,
                 depth=depth,
                 needles=options.needles,
                 asked=1,
                 digits=options.digits,
-                cities=CITIES_SEEN + CITIES_UNSEEN,
-            )
-            self.requests.append(LastRow(tuple(question.prompts[0]), edges_of(question)))
+                cities=options.cities,
+            ):
+                self.requests.append(LastRow(tuple(question.prompts[0]), edges_of(question)))
 
     def score(self, answers: Sequence[Any]) -> Scores:
         """Shares by depth, form and segment; on the answer over all depths; by layer and head at the middle depth."""
@@ -215,6 +151,17 @@ class AllocationTask:
         return Scores(measurements=measurements, items=items, grids=_by_head(sums, middle))
 
 
+def _choices(options: Options) -> list[str]:
+    part = "whole held-out text" if options.text == VALIDATION else f"first {HAYSTACK_TOKENS:,} tokens of the text"
+    return [
+        *_CHOICES,
+        f"The haystack is the {part} named in the options.",
+        "The same needles in the same haystack stand at every depth: depths are paired, not independent."
+        if options.paired
+        else "Every depth draws its own documents: depths are independent.",
+    ]
+
+
 def _by_head(answers: Sequence[Any], depth: float) -> list[Grid]:
     """Layer by head, a grid for each form and segment."""
     grids = []
@@ -237,10 +184,10 @@ def _by_head(answers: Sequence[Any], depth: float) -> list[Grid]:
     return grids
 
 
-def make(options: Options, model: LanguageModel) -> AllocationTask:
-    """The task for a model. See `AllocationTask`.
+def make(options: Options, setting: Setting) -> AllocationTask:
+    """Return the task for a model. See `AllocationTask`.
 
     Raises:
         DataError: needles and question do not fit into the length, or the text cannot be read.
     """
-    return AllocationTask(options, model.tokenizer, model.context_tokens)
+    return AllocationTask(options, setting)

@@ -15,8 +15,8 @@ from ...errors import ConfigError, DataError
 from ...results import Measurement
 from ..magnitudes import Spread, merged
 from ..scores import details
-from ..task import LanguageModel, Magnitudes, Scores
-from ..texts import token_stream
+from ..task import Magnitudes, Scores
+from ..texts import Setting
 
 PARTS = 20
 """Requests that the rows are asked in: what is kept of each is small, and a run that was stopped goes on at the next."""
@@ -63,11 +63,11 @@ class Options:
 class OutliersTask:
     """Rows of text, and what is largest in the model as it reads them. See `Task`."""
 
-    def __init__(self, options: Options, model: LanguageModel) -> None:
+    def __init__(self, options: Options, setting: Setting) -> None:
         self.options, self.data_name, self.choices = options, options.text, _CHOICES
-        window = options.window or min(model.context_tokens, DEFAULT_WINDOW)
+        window = options.window or min(setting.context_tokens, DEFAULT_WINDOW)
         wanted = max(1, options.tokens // window)
-        stream = token_stream(model.tokenizer, options.text)
+        stream = setting.tokens(options.text)
         there = len(stream) // window
         if there < wanted:
             raise DataError(
@@ -115,10 +115,10 @@ def ranks(largest: int) -> list[int]:
     return sorted({*found, largest})
 
 
-def make(options: Options, model: LanguageModel) -> OutliersTask:
-    """The task for a model. See `OutliersTask`.
+def make(options: Options, setting: Setting) -> OutliersTask:
+    """Return the task for a model. See `OutliersTask`.
 
     Raises:
         DataError: the text cannot be read, or is too short.
     """
-    return OutliersTask(options, model)
+    return OutliersTask(options, setting)

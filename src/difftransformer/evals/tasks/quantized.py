@@ -7,7 +7,8 @@ from typing import Any, Literal
 from ...errors import ConfigError
 from ...results import ItemScore, Measurement
 from ...typed import build
-from ..task import Granularity, LanguageModel, Quantized, Scores, Task, Watch, Watched, unwatched
+from ..task import Granularity, Quantized, Scores, Task, Watch, Watched, unwatched
+from ..texts import Setting
 from . import TASKS, load_task, options_class
 
 _CHOICES = [
@@ -70,8 +71,8 @@ class Options:
 class QuantizedTask:
     """A task's requests once for each setting. See `Task`."""
 
-    def __init__(self, options: Options, model: LanguageModel) -> None:
-        self.task: Task = load_task(options.task, options.inner(), model)
+    def __init__(self, options: Options, setting: Setting) -> None:
+        self.task: Task = load_task(options.task, options.inner(), setting)
         self.data_name = f"{options.task} on {self.task.data_name}"
         self.choices = [*_CHOICES, *self.task.choices]
         # 16 bits are left alone whatever shares a step, so they are asked once.
@@ -108,11 +109,11 @@ class QuantizedTask:
         return Scores(measurements=measurements, items=items)
 
 
-def make(options: Options, model: LanguageModel) -> QuantizedTask:
+def make(options: Options, setting: Setting) -> QuantizedTask:
     """The task for a model. See `QuantizedTask`.
 
     Raises:
         ConfigError: options that the task does not have.
         DataError: the task's data cannot be read, or does not fit the model.
     """
-    return QuantizedTask(options, model)
+    return QuantizedTask(options, setting)

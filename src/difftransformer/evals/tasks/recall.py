@@ -17,8 +17,8 @@ from ...data import Shards, Tokenizer, read_documents
 from ...errors import ConfigError, DataError
 from ...results import ItemScore
 from ..scores import mean
-from ..task import LanguageModel, Loss, Scores
-from ..texts import token_stream
+from ..task import Loss, Scores
+from ..texts import Setting
 from .perplexity import DEFAULT_WINDOW
 
 _CHUNK_TOKENS = 1 << 22
@@ -60,17 +60,17 @@ class Options:
 class RecallTask:
     """Windows of a text, and which of their tokens are AR-hits. See `Task`."""
 
-    def __init__(self, options: Options, model: LanguageModel) -> None:
-        tokenizer, self.data_name = model.tokenizer, options.text
+    def __init__(self, options: Options, setting: Setting) -> None:
+        tokenizer, self.data_name = setting.tokenizer, options.text
         if tokenizer.vocab_size**options.ngram > 2**63:
             raise ConfigError(
                 f"ngram={options.ngram}: with {tokenizer.vocab_size} tokens n-grams do not fit into 64 bits; give less"
             )
-        window = options.window or min(model.context_tokens, DEFAULT_WINDOW)
+        window = options.window or min(setting.context_tokens, DEFAULT_WINDOW)
         if window < options.ngram:
             raise ConfigError(f"window={window} is shorter than an n-gram of {options.ngram} tokens; give more")
         wanted = window * options.windows + 1
-        stream = token_stream(tokenizer, options.text, window + 1, enough=wanted)
+        stream = setting.tokens(options.text, window + 1, enough=wanted)
         starts = range(0, min(len(stream), wanted) - window, window)
         rows = np.stack([stream[start : start + window + 1] for start in starts])
         self.requests = [Loss(tuple(row)) for row in rows.tolist()]
@@ -105,14 +105,14 @@ class RecallTask:
         return Scores(measurements=[*measurements, share], items=items)
 
 
-def make(options: Options, model: LanguageModel) -> RecallTask:
-    """The task for a model. See `RecallTask`.
+def make(options: Options, setting: Setting) -> RecallTask:
+    """Return the task for a model. See `RecallTask`.
 
     Raises:
         ConfigError: n-grams too long to count.
         DataError: a text cannot be read, is shorter than one window, or has no AR-hit.
     """
-    return RecallTask(options, model)
+    return RecallTask(options, setting)
 
 
 def packed(ids: Ids, ngram: int, vocab_size: int) -> Ids:

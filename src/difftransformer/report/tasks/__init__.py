@@ -9,7 +9,8 @@ from pathlib import Path
 
 import matplotlib
 
-from difftransformer.report.figures import _STYLE, Drawing, _finish
+from difftransformer.plots.curves import labels
+from difftransformer.plots.style import STYLE, Drawing, finish
 from difftransformer.report.tables import Group, Table
 from difftransformer.results import Measurement, TaskResult, write_text_atomically
 
@@ -33,9 +34,9 @@ def draw_task(results: Sequence[TaskResult], png: bool = False, *, name: str | N
     if (file := PICTURES.get(results[0].task)) is None:
         return None
     module = importlib.import_module(f".{file}", __package__)
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         title, caption, figure = module.draw(results)
-        return _finish(name or results[0].task, title, caption, figure, png)
+        return finish(name or results[0].task, title, caption, figure, png)
 
 
 def write_picture(results: Sequence[TaskResult], path: Path) -> Path | None:
@@ -51,12 +52,13 @@ def write_picture(results: Sequence[TaskResult], path: Path) -> Path | None:
     return path
 
 
-def measurement_table(results: Sequence[TaskResult], *, brief: bool = False) -> Table:
+def measurement_table(results: Sequence[TaskResult], *, brief: bool = False, seeds: int = 1) -> Table:
     """A row a figure, a column a model; value and standard error.
 
     Args:
         results: Of one task, a model each.
         brief: Whether details are left out.
+        seeds: Training seeds that the results are pooled over.
     """
     keys: list[tuple[str, tuple[tuple[str, object], ...]]] = []
     cells: dict[tuple[int, object], Measurement] = {}
@@ -88,20 +90,13 @@ def measurement_table(results: Sequence[TaskResult], *, brief: bool = False) -> 
                 " / ".join(dict.fromkeys(f"{cell.n:,}" for cell in found if cell is not None)),
             ]
         )
-    notes = [
-        "± is one standard error over items, brackets Wilson's interval of 95 %; neither tells of another training seed."
-    ]
-    return Table(results[0].task, f"{results[0].task}: {results[0].data.name}", groups, rows, notes)
-
-
-def labels(results: Sequence[TaskResult]) -> list[str]:
-    """A short name for each model: the end of its path, longer where two would be the same."""
-    paths = [Path(result.model.name) for result in results]
-    for length in range(1, max(len(path.parts) for path in paths) + 1):
-        names = ["/".join(path.parts[-length:]) for path in paths]
-        if len(set(names)) == len(names):
-            return names
-    return [str(path) for path in paths]
+    note = "± is one standard error over items, brackets Wilson's interval of 95 %; neither tells of another training seed."
+    if seeds > 1:
+        note = (
+            f"± is one standard error over {seeds} seeds. Brackets: Wilson's interval of 95 % of the answers of all seeds, as "
+            "if they were independent."
+        )
+    return Table(results[0].task, f"{results[0].task}: {results[0].data.name}", groups, rows, [note])
 
 
 def _place(value: object) -> str:

@@ -4,9 +4,8 @@ from collections.abc import Sequence
 
 from matplotlib.figure import Figure
 
-from difftransformer.report.tasks import labels
-from difftransformer.report.tasks.bars import bars, sets_of
-from difftransformer.report.tasks.plots import select
+from difftransformer.plots.bars import bars, sets_of
+from difftransformer.plots.curves import labels, select
 from difftransformer.results import TaskResult
 
 

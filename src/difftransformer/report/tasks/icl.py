@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from matplotlib.figure import Figure
 
-from difftransformer.report.figures import INK
-from difftransformer.report.tasks.plots import curves, select
+from difftransformer.plots.curves import curves, select
+from difftransformer.plots.style import INK
 from difftransformer.results import TaskResult
 
 

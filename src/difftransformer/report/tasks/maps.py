@@ -10,9 +10,8 @@ from matplotlib.colors import LinearSegmentedColormap, Normalize
 from matplotlib.figure import Figure, SubFigure
 from matplotlib.ticker import MaxNLocator
 
-from difftransformer.report.figures import COLOURS, DASHES, MARKERS, WIDTH_INCHES
-from difftransformer.report.tasks import labels
-from difftransformer.report.tasks.plots import handles
+from difftransformer.plots.curves import handles, labels
+from difftransformer.plots.style import COLOURS, DASHES, MARKERS, WIDTH_INCHES
 from difftransformer.results import Grid, TaskResult
 
 _COLOURS = LinearSegmentedColormap.from_list("signed", ["#8a3b00", "#e98a3d", "#ffffff", "#4a94c8", "#08306b"], N=48)

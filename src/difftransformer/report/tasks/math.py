@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from matplotlib.figure import Figure
 
-from difftransformer.report.tasks.bars import bars, sets_of
-from difftransformer.report.tasks.plots import curves, select
+from difftransformer.plots.bars import bars, sets_of
+from difftransformer.plots.curves import curves, select
 from difftransformer.results import TaskResult
 
 _CHECKPOINT = re.compile(r"(?P<run>.+)[/\\]checkpoints[/\\]step-(?P<step>\d+)[/\\]?")

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from matplotlib.figure import Figure
 
-from difftransformer.report.figures import COLOURS, INK, MARKERS, WIDTH_INCHES, _legend_above
-from difftransformer.report.tasks.plots import handles, select
+from difftransformer.plots.curves import handles, select
+from difftransformer.plots.style import COLOURS, INK, MARKERS, WIDTH_INCHES, legend_above
 from difftransformer.results import TaskResult
 
 
@@ -43,7 +43,7 @@ def draw(results: Sequence[TaskResult]) -> tuple[str, str, Figure]:
     margins.set_ylim(0, max(margins.get_ylim()[1] * 1.18, 0.05))
     margins.set_ylabel("best minus worst")
     margins.grid(axis="x", visible=False)
-    _legend_above(figure, handles(results))
+    legend_above(figure, handles(results))
     margin = select(results[0], "best minus worst")[0]
     at, items = margin.at, len(results[0].items)
     caption = (

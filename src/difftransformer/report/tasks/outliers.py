@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
-from difftransformer.report.figures import COLOURS, DASHES, MARKERS, WIDTH_INCHES, _legend_above
-from difftransformer.report.tasks.plots import handles, select
+from difftransformer.plots.curves import handles, select
+from difftransformer.plots.style import COLOURS, DASHES, MARKERS, WIDTH_INCHES, legend_above
 from difftransformer.results import TaskResult
 
 _KINDS = ("attention logits", "hidden states")
@@ -50,7 +50,7 @@ def draw(results: Sequence[TaskResult]) -> tuple[str, str, Figure]:
         ax.set_title(kind, loc="left")
         ax.set_xlabel("rank, from the largest")
     figure.axes[0].set_ylabel("absolute value")
-    _legend_above(figure, handles(results))
+    legend_above(figure, handles(results))
     counts = ", ".join(f"{select(result, _KINDS[0], rank='median')[0].n:.3g}" for result in results)
     caption = (
         f"The largest absolute values in order, and the median of all as a line, over {results[0].options['tokens']:,} "

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from difftransformer.report.figures import COLOURS, DASHES, MARKERS, WIDTH_INCHES, _legend_above
-from difftransformer.report.tasks.plots import handles
+from difftransformer.plots.curves import handles
+from difftransformer.plots.style import COLOURS, DASHES, MARKERS, WIDTH_INCHES, legend_above
 from difftransformer.results import Measurement, TaskResult
 
 Place = tuple[tuple[str, str], ...]
@@ -32,7 +32,7 @@ def draw(results: Sequence[TaskResult]) -> tuple[str, str, Figure]:
         row_of_axes[0].set_ylabel(f"{name} ({unit})")
     for ax in axes[-1]:
         ax.set_xlabel("bits of the attention logits")
-    _legend_above(figure, handles(results))
+    legend_above(figure, handles(results))
     options = results[0].options
     left_out = f" The first {len(drawn)} of {len(places)} places." if len(drawn) < len(places) else ""
     caption = (

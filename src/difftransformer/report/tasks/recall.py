@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from matplotlib.figure import Figure
 
-from difftransformer.report.tasks.bars import bars
-from difftransformer.report.tasks.plots import select
+from difftransformer.plots.bars import bars
+from difftransformer.plots.curves import select
 from difftransformer.results import TaskResult
 
 _GROUPS = {"AR-hits": "nll of AR-hits", "others": "nll of others", "all tokens": "nll"}
