@@ -31,31 +31,35 @@ class Setting:
     context_tokens: int
     validation: Callable[[], Any] | None = None
 
-    def tokens(self, source: str, at_least: int = 0, *, enough: int | None = None) -> npt.NDArray[np.int64]:
-        """Return the first documents of a source one after another, each followed by the end of text.
 
-        Args:
-            source: What `read_documents` takes, or `validation`, which is always returned whole.
-            at_least: Tokens that are needed.
-            enough: Number of tokens after which to stop; None reads the whole source.
+def token_stream(
+    setting: Setting, source: str, at_least: int = 0, *, enough: int | None = None
+) -> npt.NDArray[np.int64]:
+    """Return the first documents of a source one after another, each followed by the end of text.
 
-        Raises:
-            DataError: the source cannot be read, or has fewer tokens.
-        """
-        parts, count = [], 0
-        if source == VALIDATION:
-            if self.validation is None:
-                raise DataError(
-                    "text=validation: only a run's folder tells which text was held out; name a run, or another text"
-                )
-            parts, count = [np.asarray(self.validation()[:]).astype(np.int64)], len(self.validation())
-        else:
-            for document in read_documents(source):
-                ids = [*self.tokenizer.encode(document.text), self.tokenizer.end_of_text]
-                parts.append(np.asarray(ids, np.int64))
-                count += len(ids)
-                if enough is not None and count >= enough:
-                    break
-        if count < at_least:
-            raise DataError(f"{source}: {count} tokens, and {at_least} are needed; name a longer text or ask for less")
-        return np.concatenate(parts)
+    Args:
+        setting: The tokenizer, and the held-out text.
+        source: What `read_documents` takes, or `validation`, which is always returned whole.
+        at_least: Tokens that are needed.
+        enough: Number of tokens after which to stop; None reads the whole source.
+
+    Raises:
+        DataError: the source cannot be read, or has fewer tokens.
+    """
+    parts, count = [], 0
+    if source == VALIDATION:
+        if setting.validation is None:
+            raise DataError(
+                "text=validation: only a run's folder tells which text was held out; name a run, or another text"
+            )
+        parts, count = [np.asarray(setting.validation()[:]).astype(np.int64)], len(setting.validation())
+    else:
+        for document in read_documents(source):
+            ids = [*setting.tokenizer.encode(document.text), setting.tokenizer.end_of_text]
+            parts.append(np.asarray(ids, np.int64))
+            count += len(ids)
+            if enough is not None and count >= enough:
+                break
+    if count < at_least:
+        raise DataError(f"{source}: {count} tokens, and {at_least} are needed; name a longer text or ask for less")
+    return np.concatenate(parts)

@@ -80,7 +80,9 @@ def draw_loss(study: Study) -> Unfinished | None:
     (bottom or top).set_xlabel("training step")
     caption = f"Loss over training in nats a token. {_seed_words(study)} The first steps may lie above the drawn range."
     if any(train):
-        caption += f" Thin lines: training loss, a moving mean over {window} points. Lines with markers: validation loss."
+        caption += (
+            f" Thin lines: training loss, a moving mean over {window} points. Lines with markers: validation loss."
+        )
     if bottom:
         others = ", ".join(study.models[index].label for index, _ in differences)
         title = f"Validation loss of {others} minus {study.models[-1].label}"

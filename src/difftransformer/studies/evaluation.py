@@ -5,7 +5,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from ..data import Shards
+from ..data import Shards, validation_windows
 from ..errors import ConfigError, ResultsError
 from ..evals.language_model import UNBOUNDED
 from ..evals.runner import requests_sha256
@@ -27,6 +27,7 @@ def draw_tasks(recipe: Recipe, shards: Shards) -> dict[str, Task]:
         ConfigError: options that the task does not take, or that cannot be met.
         DataError: text or data that cannot be read, or is too short.
     """
+    validation_windows(shards, recipe.training.context_tokens, 1)  # training asks for these
     setting = Setting(
         tokenizer=shards.tokenizer,
         context_tokens=recipe.training.context_tokens,

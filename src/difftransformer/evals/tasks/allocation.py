@@ -24,7 +24,7 @@ from ..haystack import Kind, check_documents, draw_documents
 from ..scores import details, mean
 from ..segments import FORMS
 from ..task import LastRow, Scores
-from ..texts import HAYSTACK_TOKENS, VALIDATION, Setting
+from ..texts import HAYSTACK_TOKENS, VALIDATION, Setting, token_stream
 
 SEGMENTS: tuple[Segment, ...] = ("first", "before", "answer", "after", "query")
 
@@ -104,7 +104,7 @@ class AllocationTask:
 
     def __init__(self, options: Options, setting: Setting) -> None:
         self.options, self.data_name, self.choices = options, options.text, _choices(options)
-        haystack = setting.tokens(options.text, enough=HAYSTACK_TOKENS)
+        haystack = token_stream(setting, options.text, enough=HAYSTACK_TOKENS)
         length = options.length or min(setting.context_tokens, DEFAULT_LENGTH)
         self._places = [(depth, document) for depth in options.depths for document in range(options.documents)]
         self.requests: list[LastRow] = []

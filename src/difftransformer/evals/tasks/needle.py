@@ -19,7 +19,7 @@ from ..chat import chat_frame
 from ..haystack import CITIES, Kind, check_documents, draw_documents
 from ..scores import details, mean, proportion
 from ..task import Continuation, Scores
-from ..texts import HAYSTACK_TOKENS, VALIDATION, Setting
+from ..texts import HAYSTACK_TOKENS, VALIDATION, Setting, token_stream
 
 _CHAT_INSTRUCTION = (
     "Somewhere in the text below are sentences that give cities a special magic number. Read it, then answer the question "
@@ -90,7 +90,7 @@ class NeedleTask:
         self._trials: list[_Trial] = []
         self._frame = chat_frame(setting.tokenizer) if options.prompt == "chat" else None
         tokens = _CHAT_ANSWER_TOKENS if self._frame else NeedleFormat(digits=options.digits).answer_tokens - 1
-        haystack = setting.tokens(options.text, enough=HAYSTACK_TOKENS)
+        haystack = token_stream(setting, options.text, enough=HAYSTACK_TOKENS)
         kinds: tuple[Kind, ...] = ("seen", "unseen") if options.cities == "apart" else (options.cities,)
         cells = [
             (needles, asked, length, depth, kind)

@@ -16,7 +16,7 @@ from ...results import Measurement
 from ..magnitudes import Spread, merged
 from ..scores import details
 from ..task import Magnitudes, Scores
-from ..texts import Setting
+from ..texts import Setting, token_stream
 
 PARTS = 20
 """Requests that the rows are asked in: what is kept of each is small, and a run that was stopped goes on at the next."""
@@ -67,7 +67,7 @@ class OutliersTask:
         self.options, self.data_name, self.choices = options, options.text, _CHOICES
         window = options.window or min(setting.context_tokens, DEFAULT_WINDOW)
         wanted = max(1, options.tokens // window)
-        stream = setting.tokens(options.text)
+        stream = token_stream(setting, options.text)
         there = len(stream) // window
         if there < wanted:
             raise DataError(

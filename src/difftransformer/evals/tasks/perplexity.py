@@ -12,7 +12,7 @@ from ...errors import ConfigError
 from ...results import ItemScore, Measurement
 from ..scores import details, mean
 from ..task import Loss, Scores
-from ..texts import Setting
+from ..texts import Setting, token_stream
 
 DEFAULT_WINDOW = 4096
 
@@ -68,7 +68,7 @@ class PerplexityTask:
         if self.stride > window:
             raise ConfigError(f"stride={self.stride} is above the window's {window} tokens; give less")
         wanted = window + 1 + self.stride * (options.windows - 1)
-        stream = setting.tokens(options.text, window + 1, enough=None if options.spread else wanted)
+        stream = token_stream(setting, options.text, window + 1, enough=None if options.spread else wanted)
         if options.spread:
             there = (len(stream) - 1) // window
             count = min(options.windows, there)

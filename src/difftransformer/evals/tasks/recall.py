@@ -18,7 +18,7 @@ from ...errors import ConfigError, DataError
 from ...results import ItemScore
 from ..scores import mean
 from ..task import Loss, Scores
-from ..texts import Setting
+from ..texts import Setting, token_stream
 from .perplexity import DEFAULT_WINDOW
 
 _CHUNK_TOKENS = 1 << 22
@@ -70,7 +70,7 @@ class RecallTask:
         if window < options.ngram:
             raise ConfigError(f"window={window} is shorter than an n-gram of {options.ngram} tokens; give more")
         wanted = window * options.windows + 1
-        stream = setting.tokens(options.text, window + 1, enough=wanted)
+        stream = token_stream(setting, options.text, window + 1, enough=wanted)
         starts = range(0, min(len(stream), wanted) - window, window)
         rows = np.stack([stream[start : start + window + 1] for start in starts])
         self.requests = [Loss(tuple(row)) for row in rows.tolist()]
