@@ -2,7 +2,7 @@
 
 import pytest
 
-from difftransformer.bench import Settings, models, plan
+from difftransformer.bench import Settings, models, steps_of
 from difftransformer.bench.models import DIFF, DIFFLLAMAS, LLAMA, TWIN, WORKS, ModelSize, build_models, time_models
 from difftransformer.cli.main import main
 from difftransformer.errors import ConfigError
@@ -54,10 +54,10 @@ def test_ratios(tiny, work, dtype):
 
 
 def test_sizes_are_chosen_by_name():
-    assert len(plan("models", Settings())) == len(WORKS) * 3 * 2
-    assert len(plan("models", Settings(sizes=["135M"], dtypes=["bf16"]))) == len(WORKS)
-    assert not any("prefill" in step.label for step in plan("all", Settings()))
-    with pytest.raises(ConfigError, match="'1B' is none of"):
+    assert len(steps_of("models", Settings())) == len(WORKS) * 3 * 2
+    assert len(steps_of("models", Settings(sizes=["135M"], dtypes=["bf16"]))) == len(WORKS)
+    assert not any("prefill" in step.label for step in steps_of("all", Settings()))
+    with pytest.raises(ConfigError, match=r"--sizes: '1B' is unknown; choose from 0\.5M, "):
         Settings(sizes=["1B"])
 
 
