@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from copy import deepcopy
-from typing import Any
 
 import torch
 from transformers import DiffLlamaConfig, DiffLlamaForCausalLM
@@ -10,23 +9,11 @@ from transformers import DiffLlamaConfig, DiffLlamaForCausalLM
 from ..model import accelerate
 from ..results import DiffLlamaTiming, Dtype
 from .timing import time_interleaved
-from .work import DTYPES, SPARE_TOKENS, next_token_work
+from .work import CACHED_TOKENS, DTYPES, SMALL_MODEL, SPARE_TOKENS, next_token_work
 
 THEIRS, OURS = "DiffLlama", "DiffLlama accelerated"
-# 38M parameters with heads of width 64; DiffLlama needs an even number of heads.
-MODEL: dict[str, Any] = {
-    "vocab_size": 8192,
-    "hidden_size": 512,
-    "intermediate_size": 1376,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-    "max_position_embeddings": 8192,
-    "attn_implementation": "sdpa",
-}
+MODEL = SMALL_MODEL | {"hidden_size": 512, "intermediate_size": 1376, "attn_implementation": "sdpa"}  # 38M parameters
 CONTEXT_TOKENS = 2048  # length of a training row
-CACHED_TOKENS = 4096  # in the cache when decoding starts
 WORKS = ("attention layer, forward+backward", "training step", "decoding, dynamic cache", "decoding, static cache")
 
 

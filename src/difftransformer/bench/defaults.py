@@ -43,10 +43,8 @@ class Defaults:
         means_by_width: Whether geometric means are taken for each width.
         memory_dtype: Data type of the memory measurement.
         memory_size: Size of the memory measurement.
-        memory_lengths_tokens: Lengths of the memory measurement.
-        long_memory_lengths_tokens: Lengths that --long_memory adds.
-        memory_implementations: Implementations whose memory is measured.
-        long_memory_implementations: The same at the long lengths.
+        memory: Lengths of the memory measurement, and the implementations.
+        long_memory: Lengths and implementations that --long_memory adds.
         models: Arguments of `DiffTransformerConfig` of the trained models, by name.
         training_tokens: Tokens of one training step.
         training_contexts_tokens: Tokens of a training row.
@@ -71,10 +69,8 @@ class Defaults:
     means_by_width: bool = False
     memory_dtype: Dtype
     memory_size: Size
-    memory_lengths_tokens: tuple[int, ...]
-    long_memory_lengths_tokens: tuple[int, ...]
-    memory_implementations: tuple[str, ...]
-    long_memory_implementations: tuple[str, ...]
+    memory: tuple[tuple[int, ...], tuple[str, ...]]
+    long_memory: tuple[tuple[int, ...], tuple[str, ...]]
     models: Mapping[str, dict[str, Any]]
     training_tokens: int
     training_contexts_tokens: tuple[int, ...]
@@ -116,10 +112,8 @@ DEFAULTS: dict[str, Defaults] = {
         decode_sizes=lambda _: [Size(1, 2, 64), Size(1, 8, 64)],
         memory_dtype="fp32",
         memory_size=Size(1, 4, 64),
-        memory_lengths_tokens=(2048, 8192),
-        long_memory_lengths_tokens=(32_768, 65_536),
-        memory_implementations=("diff cpu", "diff chunked", "torch sdpa"),
-        long_memory_implementations=("diff cpu",),  # the others would take minutes
+        memory=((2048, 8192), ("diff cpu", "diff chunked", "torch sdpa")),
+        long_memory=((32_768, 65_536), ("diff cpu",)),  # the others would take minutes
         models={"5M": {"hidden_size": 256, **_SMALL}, "20M": {"hidden_size": 512, **_SMALL}},
         training_tokens=8 * 512,
         training_contexts_tokens=(512,),
@@ -144,14 +138,11 @@ DEFAULTS: dict[str, Defaults] = {
         means_by_width=True,
         memory_dtype="bf16",
         memory_size=Size(1, _gpu_heads(64), 64),
-        memory_lengths_tokens=(8192, 32_768, 65_536),
-        long_memory_lengths_tokens=(131_072,),
-        memory_implementations=(
-            *(f"diff {name}" for name in ("triton", "flex", "flash", "sdpa", "chunked")),
-            "torch sdpa",
-            "DiffLlama sdpa",
+        memory=(
+            (8192, 32_768, 65_536),
+            ("diff triton", "diff flex", "diff flash", "diff sdpa", "diff chunked", "torch sdpa", "DiffLlama sdpa"),
         ),
-        long_memory_implementations=("diff triton", "torch sdpa"),
+        long_memory=((131_072,), ("diff triton", "torch sdpa")),
         models={
             "125M": {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, **_LARGE},
             "350M": _LARGE

@@ -9,7 +9,6 @@ embedding is also the output layer) and caches 2 x 8 x 64 numbers a layer and to
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,24 +17,13 @@ from transformers import DiffLlamaConfig, DiffLlamaForCausalLM, PreTrainedModel
 from ..model import DiffTransformerConfig, DiffTransformerForCausalLM
 from ..results import Dtype, GenerationTiming
 from .timing import time_interleaved
-from .work import DTYPES, SPARE_TOKENS, CacheKind, next_token_work
+from .work import CACHED_TOKENS, DTYPES, SMALL_MODEL, SPARE_TOKENS, CacheKind, next_token_work
 
 OURS, TWIN = "DIFF", "Transformer"
 THEIRS = ("DiffLlama sdpa", "DiffLlama eager")
 # With heads of width 64 a model 576 wide would have 9 heads, which neither DiffLlama nor DIFF can pair. 8 heads cache fewer
 # keys and values, and copying those is where DiffLlama spends its time.
-MODEL: dict[str, Any] = {
-    "vocab_size": 8192,
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-    "max_position_embeddings": 8192,
-    "tie_word_embeddings": True,
-}
-CACHED_TOKENS = 4096  # in the cache when decoding starts
+MODEL = SMALL_MODEL | {"hidden_size": 576, "intermediate_size": 1536, "tie_word_embeddings": True}
 SAME_LOGITS = 1e-4  # largest difference of DIFF and DiffLlama on one row, over the largest logit
 
 

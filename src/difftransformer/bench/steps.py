@@ -1,6 +1,7 @@
 """What `bench` measures, as a list of steps with an estimate of their time, so that the time left can be shown."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -194,13 +195,9 @@ def _seconds(shape: AttentionShape, defaults: Defaults) -> float:
 
 def _memory(settings: Settings) -> list[Step]:
     defaults = settings.defaults
-    wanted = [(length, name) for length in defaults.memory_lengths_tokens for name in defaults.memory_implementations]
+    wanted = [*itertools.product(*defaults.memory)]
     if settings.long_memory:
-        wanted += [
-            (length, name)
-            for length in defaults.long_memory_lengths_tokens
-            for name in defaults.long_memory_implementations
-        ]
+        wanted += itertools.product(*defaults.long_memory)
     steps = []
     for length, name in wanted:
         shape = _shape(defaults.memory_dtype, "forward+backward", length, defaults.memory_size)

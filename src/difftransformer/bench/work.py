@@ -24,6 +24,16 @@ LAMBDA = 0.8  # close to lambda in most layers, at the start and after training 
 DETERMINISTIC = " deterministic"  # suffix of an implementation's name
 SPARE_TOKENS = 256  # of a static cache, for the timed rounds
 
+CACHED_TOKENS = 4096  # in the cache when the decoding of `SMALL_MODEL` starts
+# Fields of the models that are compared with transformers' DiffLlama, which needs an even number of heads.
+SMALL_MODEL: dict[str, Any] = {
+    "vocab_size": 8192,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "max_position_embeddings": 8192,
+}
 CacheKind = Literal["static", "dynamic"]
 Data = tuple[Tensor, Tensor, Tensor]  # the numbers of query, key and value, each in one dimension
 Attend = tuple[

@@ -1,4 +1,4 @@
-"""What attention weights of other modules share: sizes read off their shapes, and layers filled with converted tensors."""
+"""Helpers for the attention weights of other modules: sizes from shapes, and layers filled with converted tensors."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,16 +12,16 @@ from ..attention.differential import LAMBDA_VECTORS, Differential, DifferentialO
 from ..attention.differential import lambda_init as lambda_init_of
 from ..errors import CheckpointError, ConfigError, ShapeError
 from ..ops.problem import LOW_PRECISION
-from .plan import Shape
+from .conversion import Shape
 
 LayerT = TypeVar("LayerT", bound=Differential)
-THE_OTHERS = "the shapes of the others"  # what a lone attention's shapes are measured by
+THE_OTHERS = "the shapes of the others"  # what determines the shapes of an attention without a configuration
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Of one attention layer: M, H, G and D of the package's legend."""
+    """The sizes of one attention layer: M, H, G and D."""
 
     embed_dim: int
     num_heads: int
@@ -30,11 +30,11 @@ class Sizes:
 
 
 def quotient(state: Mapping[str, Tensor], name: str, width: int, what: str) -> int:
-    """How many groups of `width` rows a tensor has.
+    """Return the number of groups of `width` rows in a tensor.
 
     Raises:
-        CheckpointError: there is no such tensor.
-        ShapeError: its rows do not divide.
+        CheckpointError: There is no such tensor.
+        ShapeError: The number of rows is not a multiple of `width`.
     """
     rows = tensor_of(state, name).shape[0]
     if rows == 0 or rows % width:
@@ -43,10 +43,10 @@ def quotient(state: Mapping[str, Tensor], name: str, width: int, what: str) -> i
 
 
 def tensor_of(state: Mapping[str, Tensor], name: str) -> Tensor:
-    """A tensor of a state dict.
+    """Return a tensor of a state dict.
 
     Raises:
-        CheckpointError: there is none of this name.
+        CheckpointError: There is no such tensor.
     """
     if name not in state:
         raise CheckpointError(
@@ -56,11 +56,11 @@ def tensor_of(state: Mapping[str, Tensor], name: str) -> Tensor:
 
 
 def v1_sizes(state: Mapping[str, Tensor], *, prefix: str = "") -> Sizes:
-    """Sizes of a V1 module with a q_proj and a k_proj, whose lambda vectors are as wide as one map.
+    """Return the sizes of a V1 module with a q_proj and a k_proj; its lambda vectors are as wide as one map.
 
     Args:
         state: The module's tensors.
-        prefix: Of the lambdas' names.
+        prefix: Prefix of the names of the lambda vectors.
     """
     head_dim = tensor_of(state, prefix + LAMBDA_VECTORS[0]).shape[-1]
     return Sizes(
@@ -72,22 +72,37 @@ def v1_sizes(state: Mapping[str, Tensor], *, prefix: str = "") -> Sizes:
 
 
 def v1_shapes(sizes: Sizes, *, output: str, biased: bool, state: Mapping[str, Tensor]) -> dict[str, Shape]:
-    """Names and shapes of a V1 module: q_proj, k_proj, v_proj, `output`, the lambdas and `subln.weight`.
+    """Return names and shapes of a V1 module: q_proj, k_proj, v_proj, `output`, the lambdas and `subln.weight`.
 
     Args:
-        sizes: Of the layer.
+        sizes: Sizes of the layer.
         output: Name of the output projection.
-        biased: Whether projections may have a bias; those that `state` has are expected.
+        biased: Whether projections may have a bias; the biases in `state` are expected.
         state: The module's tensors.
     """
-    heads, keys, width = sizes.num_heads, sizes.num_key_value_heads, 2 * sizes.head_dim
-    rows = {"q_proj": heads * width, "k_proj": keys * width, "v_proj": keys * width, output: sizes.embed_dim}
+    queries, keys = (2 * sizes.head_dim * heads for heads in (sizes.num_heads, sizes.num_key_value_heads))
+    rows = {"q_proj": queries, "k_proj": keys, "v_proj": keys, output: sizes.embed_dim}
+    shapes = module_shapes(rows, columns=queries, head_dim=sizes.head_dim, state=state)
+    return {name: shape for name, shape in shapes.items() if biased or not name.endswith(".bias")}
+
+
+def module_shapes(
+    rows: Mapping[str, int], *, columns: int, head_dim: int, state: Mapping[str, Tensor]
+) -> dict[str, Shape]:
+    """Return names and shapes of projections, the lambdas and `subln.weight`.
+
+    Args:
+        rows: Rows of each projection, the output projection last; its rows are the module's width.
+        columns: Columns of the output projection.
+        head_dim: Width of one map.
+        state: The module's tensors; a bias in it is expected.
+    """
+    output, width = list(rows.items())[-1]
     shapes: dict[str, Shape] = {
-        f"{name}.weight": (count, heads * width if name == output else sizes.embed_dim) for name, count in rows.items()
+        f"{name}.weight": (count, columns if name == output else width) for name, count in rows.items()
     }
-    if biased:
-        shapes |= {f"{name}.bias": (count,) for name, count in rows.items() if f"{name}.bias" in state}
-    return shapes | dict.fromkeys(LAMBDA_VECTORS, (sizes.head_dim,)) | {"subln.weight": (width,)}
+    shapes |= {f"{name}.bias": (count,) for name, count in rows.items() if f"{name}.bias" in state}
+    return shapes | dict.fromkeys(LAMBDA_VECTORS, (head_dim,)) | {"subln.weight": (2 * head_dim,)}
 
 
 def v1_layer(
@@ -99,7 +114,7 @@ def v1_layer(
     options: DifferentialOptions | None = None,
     backend: str = "auto",
 ) -> DifferentialAttention:
-    """A V1 layer that holds copies of tensors by our names, biases included; `head_norm.weight` may be absent."""
+    """Make a V1 layer with copies of tensors under our names, biases included; `head_norm.weight` may be absent."""
     options = options or DifferentialOptions()
     if "head_norm.weight" not in state:
         options = DifferentialOptions(head_norm="plain").over(options)
@@ -118,7 +133,7 @@ def v1_layer(
 
 
 def filled(layer: LayerT, state: Mapping[str, Tensor]) -> LayerT:
-    """The layer with copies of these tensors; projections get a bias where the state has one, lambda stays fp32."""
+    """Fill a layer with copies of the tensors; a projection gets a bias if the state has one, and lambda stays fp32."""
     tensors = {}
     for name, tensor in state.items():
         wide = name.startswith("lambda_") and not name.startswith("lambda_proj") and tensor.dtype in LOW_PRECISION
@@ -134,17 +149,17 @@ def filled(layer: LayerT, state: Mapping[str, Tensor]) -> LayerT:
 def refuse_other_than_v1(
     layer: Differential, target: str, *, eps: float | None, init: float | None = None, shared_noise: bool = False
 ) -> RMSNorm:
-    """Refuse a layer that no V1 module of others can hold, and return its headwise norm.
+    """Check that a V1 module of another project can hold a layer, and return the layer's headwise norm.
 
     Args:
         layer: The layer.
-        target: The layout's name, for messages.
-        eps: eps of their headwise norm; None takes any.
-        init: Their lambda_init for this layer; None means the paper's schedule.
+        target: Name of the layout, for messages.
+        eps: eps of the module's headwise norm; None accepts any.
+        init: lambda_init of the module for this layer; None means the paper's schedule.
         shared_noise: Whether heads may share a noise head.
 
     Raises:
-        ConfigError: the field, its value and the expected one are named.
+        ConfigError: The module cannot hold the layer; the message names the field, its value and the expected one.
     """
     options, layout, norm = layer.options, layer.layout, layer.head_norm
     expected = lambda_init_of(layer.layer_index) if init is None else init
@@ -173,7 +188,7 @@ def refuse_other_than_v1(
 
 
 def v1_own_tensors(layer: Differential, norm: RMSNorm) -> dict[str, Tensor]:
-    """The lambdas, and `subln.weight`: the gain, or ones where there is none, which is the same function."""
+    """Return the lambdas, and `subln.weight`: the gain, or ones if there is none, which is the same function."""
     own = {name: getattr(layer, name).detach() for name in LAMBDA_VECTORS}
     gain = norm.weight
     width, like = norm.dim, layer.o_proj.weight

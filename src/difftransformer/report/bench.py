@@ -45,15 +45,13 @@ RowT = TypeVar("RowT")
 def bench_tables(bench: Bench) -> list[Table]:
     """Make tables for each mode and dtype of attention, then for every other part that was measured.
 
-    On a GPU those of attention are made for each width of a map too: times, token rates (their inverse), and FLOPs or bytes
-    a second.
+    On a GPU those of attention are made for each width of a map too: times with token rates, and FLOPs or bytes a second.
     """
     tables = []
     for mode, column in panels(bench):
         timings = in_panel(bench, mode, column)
         tables.append(_times_table(bench, mode, column, timings))
         if column[1] is not None:
-            tables.append(_token_rates_table(bench, mode, column, timings))
             tables.append(_work_table(mode, column, timings))
     others: list[tuple[Sequence[object], Callable[[Bench], Table]]] = [
         (bench.peaked, _peaked_table),
@@ -96,46 +94,42 @@ def print_bench(bench: Bench, console: Console) -> None:
 
 def _times_table(bench: Bench, mode: str, column: Column, timings: Sequence[AttentionTiming]) -> Table:
     """Make the table of ratios: for one width a row for each implementation, else a row for each shape."""
-    cell, places = _cells(timings), places_of(timings)
-    base = [_milliseconds(cell[place, BASE].median_seconds) for place in places]
-    rows = [[f"{BASE}, ms", *base, ""], *_ratio_rows(bench, mode, column, timings, lambda ratio: ratio)]
-    names = implementations(timings)
-    for softmax in names:
-        diff = softmax.replace("softmax ", "diff ")
-        if diff != softmax and diff in names:
-            found = [cell.get((place, diff)) for place in places]
-            mean = _mean(bench, mode, column, timings, diff, softmax)
-            rows.append(
-                [f"{diff} over {softmax}", *(_ratio(t.ratio_to_softmax_kernel if t else None) for t in found), mean]
-            )
-    clock = "wall times" if column[1] is None else "times on the GPU"
-    notes = [f"Ratios of median {clock} to {BASE} with 2 h heads; below 1 is faster.", *_stars(rows)]
-    if column[1] is None:
+    dtype, width = column
+    cell, places, names = _cells(timings), places_of(timings), implementations(timings)
+    pairs = [(name, BASE) for name in names if name != BASE]
+    pairs += [(diff, name) for name in names if (diff := name.replace("softmax", "diff")) != name and diff in names]
+    means = {
+        (mean.implementation, mean.against): mean
+        for mean in bench.means
+        if (mean.mode, (mean.dtype, mean.head_dim)) == (mode, column)
+    }
+    rows = [[f"{BASE}, ms", *(_milliseconds(cell[place, BASE].median_seconds) for place in places), ""]]
+    rates = [["", *("" for _ in rows[0][1:])]]
+    for name, against in pairs:
+        mean, found = means[name, against], [cell.get((place, name)) for place in places]
+        field = "ratio_to_torch_sdpa" if against == BASE else "ratio_to_softmax_kernel"
+        ratios = [*(getattr(timing, field) if timing else None for timing in found), mean.ratio]
+        rows.append([name if against == BASE else f"{name} over {against}", *map(_ratio, ratios)])
+        rows[-1][-1] += "*" if mean.shapes < len(places) else ""
+        rates.append(["", *(_ratio(1 / ratio) if ratio else "" for ratio in ratios)])
+    clock = "wall times" if width is None else "times on the GPU"
+    notes = [f"Ratios of median {clock} to {BASE} with 2 h heads; below 1 is faster."]
+    if any(row[-1].endswith("*") for row in rows):
+        notes.append("*: not timed on every shape.")
+    if width is None:
         titles, *cells = zip([SHAPE, *map(_label, places), MEAN], *rows, strict=True)
-        return Table(
-            f"{mode}-{column[0]}", f"Attention, {mode}, {column[0]}", _groups(titles), [*map(list, cells)], notes
-        )
-    return Table(_name("times", mode, column), f"Time, {_title(mode, column, timings)}", _across(places), rows, notes)
-
-
-def _token_rates_table(bench: Bench, mode: str, column: Column, timings: Sequence[AttentionTiming]) -> Table:
-    rows = _ratio_rows(bench, mode, column, timings, lambda ratio: 1 / ratio)
-    notes = [f"Tokens a second over those of {BASE}, the inverse of times; above 1 is faster.", *_stars(rows)]
-    title = f"Token rate, {_title(mode, column, timings)}"
-    return Table(_name("token-rates", mode, column), title, _across(places_of(timings)), rows, notes)
-
-
-def _ratio_rows(
-    bench: Bench, mode: str, column: Column, timings: Sequence[AttentionTiming], turn: Callable[[float], float]
-) -> list[list[str]]:
-    """Make a row for each implementation: `turn` of its ratio to BASE at each place, and of their geometric mean."""
-    cell, rows = _cells(timings), []
-    for name in implementations(timings):
-        if name != BASE:
-            found = [cell.get((place, name)) for place in places_of(timings)]
-            ratios = [_ratio(turn(timing.ratio_to_torch_sdpa)) if timing else "-" for timing in found]
-            rows.append([name, *ratios, _mean(bench, mode, column, timings, name, BASE, turn)])
-    return rows
+        return Table(f"{mode}-{dtype}", f"Attention, {mode}, {dtype}", _groups(titles), [*map(list, cells)], notes)
+    notes.append(f"In brackets: tokens a second over those of {BASE}, the inverse of the ratio; above 1 is faster.")
+    columns = [*(row_of(place, column) for place in places), MEAN]
+    groups = [
+        Group(IMPLEMENTATION, numeric=False),
+        *(Group(name, ("time", "token rate"), "remark") for name in columns),
+    ]
+    rows = [
+        [row[0], *(part for pair in zip(row[1:], rate[1:], strict=True) for part in pair)]
+        for row, rate in zip(rows, rates, strict=True)
+    ]
+    return Table(_name("times", mode, column), f"Time, {_title(mode, column, timings)}", tuple(groups), rows, notes)
 
 
 def _work_table(mode: str, column: Column, timings: Sequence[AttentionTiming]) -> Table:
@@ -161,25 +155,6 @@ def _work_table(mode: str, column: Column, timings: Sequence[AttentionTiming]) -
         f"Last column: {what} of the method over the least.",
     ]
     return Table(_name("work", mode, column), f"{unit}, {_title(mode, column, timings)}", groups, rows, notes)
-
-
-def _mean(
-    bench: Bench,
-    mode: str,
-    column: Column,
-    timings: Sequence[AttentionTiming],
-    implementation: str,
-    against: str,
-    turn: Callable[[float], float] = lambda ratio: ratio,
-) -> str:
-    """Format the geometric mean of a ratio, with a star if a shape is missing."""
-    mean = next(
-        mean
-        for mean in bench.means
-        if (mean.mode, (mean.dtype, mean.head_dim)) == (mode, column)
-        and (mean.implementation, mean.against) == (implementation, against)
-    )
-    return _ratio(turn(mean.ratio)) + ("*" if mean.shapes < len(places_of(timings)) else "")
 
 
 def _peaked_table(bench: Bench) -> Table:
@@ -313,11 +288,6 @@ def _groups(titles: Sequence[str]) -> tuple[Group, ...]:
     return tuple(Group(title, numeric=index > 0) for index, title in enumerate(titles))
 
 
-def _across(places: Sequence[Place]) -> tuple[Group, ...]:
-    """Make the columns implementation, lengths and mean."""
-    return _groups([IMPLEMENTATION, *(_label(place).partition("/")[0] for place in places), MEAN])
-
-
 def _name(kind: str, mode: str, column: Column) -> str:
     return f"{kind}-{mode}-{column[0]}-{column[1]}"
 
@@ -325,11 +295,6 @@ def _name(kind: str, mode: str, column: Column) -> str:
 def _title(mode: str, column: Column, timings: Sequence[AttentionTiming]) -> str:
     heads = "/".join(dict.fromkeys(str(timing.heads) for timing in timings))
     return f"{mode}, {column[0]}, h = {heads}, d = {column[1]}"
-
-
-def _stars(rows: Iterable[Sequence[str]]) -> list[str]:
-    """Explain the star if there is one."""
-    return ["*: not timed on every shape."] if any(cell.endswith("*") for row in rows for cell in row) else []
 
 
 def _cells(timings: Iterable[AttentionTiming]) -> Mapping[tuple[Place, str], AttentionTiming]:

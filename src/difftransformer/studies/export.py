@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError
 
 from ..convert import convert_folder
-from ..convert.folder import (
+from ..convert.checkpoint_io import (
     CARRIED,
     CONFIG_FILE,
     INDEX_FILE,
