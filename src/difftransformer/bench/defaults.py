@@ -26,59 +26,33 @@ PEAKED_SIZE, PEAKED_TOKENS = Size(1, 4, 64), 1024
 
 @dataclass(frozen=True, kw_only=True)
 class Defaults:
-    """What is measured on a device, and estimates in seconds that only the progress bar uses.
+    """What is measured on a device, and estimates of its speed that only the progress bar uses."""
 
-    Attributes:
-        kernel: The backend that holds this project's own kernels.
-        baselines: Implementations of PyTorch's own attention; ratios refer to the first.
-        dtypes: Data types of attention and of the training step.
-        lengths_tokens: Sequence lengths of attention.
-        head_dims: Widths of one map.
-        modes: Passes of attention.
-        score_factors: Factors on queries of PEAKED_SIZE and PEAKED_TOKENS; empty on a GPU, where denormals cost nothing.
-        size: Function from (length, width) to the size of a call.
-        decode_lengths_tokens: Numbers of keys of a decoding step.
-        decode_sizes: Function from widths to the sizes of a decoding step.
-        longest_tokens: Length above which a backend takes many times as long as the others, and runs only if it is named.
-        means_by_width: Whether geometric means are taken for each width.
-        memory_dtype: Data type of the memory measurement.
-        memory_size: Size of the memory measurement.
-        memory: Lengths of the memory measurement, and the implementations.
-        long_memory: Lengths and implementations that --long_memory adds.
-        models: Arguments of `DiffTransformerConfig` of the trained models, by name.
-        training_tokens: Tokens of one training step.
-        training_contexts_tokens: Tokens of a training row.
-        seconds_per_unit: Time of PyTorch's kernel over B H T S D, for each mode.
-        round_units: Time of a round of all implementations, in calls of PyTorch's kernel.
-        first_call_seconds: Time that a shape takes before its rounds.
-        training_seconds_per_flop: Time of a training step over its FLOPs.
-        memory_seconds: Time of one memory measurement.
-    """
-
-    kernel: str
-    baselines: tuple[str, ...]
-    dtypes: tuple[Dtype, ...]
+    kernel: str  # the backend that holds this project's own kernels
+    baselines: tuple[str, ...]  # implementations of PyTorch's own attention; ratios refer to the first
+    dtypes: tuple[Dtype, ...]  # of attention and of the training step
     lengths_tokens: tuple[int, ...]
-    head_dims: tuple[int, ...]
+    head_dims: tuple[int, ...]  # widths of one map
     modes: tuple[Mode, ...]
-    size: Callable[[int, int], Size]
-    score_factors: tuple[float, ...] = ()
-    decode_lengths_tokens: tuple[int, ...]
-    decode_sizes: Callable[[Sequence[int]], list[Size]]
-    longest_tokens: Mapping[str, int] = field(default_factory=dict)
-    means_by_width: bool = False
+    size: Callable[[int, int], Size]  # from length and width
+    score_factors: tuple[
+        float, ...
+    ] = ()  # of PEAKED_SIZE and PEAKED_TOKENS; none on a GPU, where denormals cost nothing
+    decode_lengths_tokens: tuple[int, ...]  # keys of a decoding step
+    decode_sizes: Callable[[Sequence[int]], list[Size]]  # from the widths
+    longest_tokens: Mapping[str, int] = field(default_factory=dict)  # above it a backend is too slow unless it is named
+    means_by_width: bool = False  # whether geometric means are taken for each width
     memory_dtype: Dtype
     memory_size: Size
-    memory: tuple[tuple[int, ...], tuple[str, ...]]
-    long_memory: tuple[tuple[int, ...], tuple[str, ...]]
-    models: Mapping[str, dict[str, Any]]
-    training_tokens: int
-    training_contexts_tokens: tuple[int, ...]
-    seconds_per_unit: Mapping[Mode, float]
-    round_units: float
-    first_call_seconds: float
-    training_seconds_per_flop: float
-    memory_seconds: float
+    memory: tuple[tuple[int, ...], tuple[str, ...]]  # lengths and implementations whose memory is measured
+    long_memory: tuple[tuple[int, ...], tuple[str, ...]]  # what --long_memory adds
+    models: Mapping[str, dict[str, Any]]  # arguments of `DiffTransformerConfig`
+    training_tokens: int  # of one training step
+    training_contexts_tokens: tuple[int, ...]  # of a row
+    flops_per_second: float  # of PyTorch's attention and of a training step
+    round_units: float  # time of a round of all implementations, in calls of PyTorch's kernel
+    first_call_seconds: float  # before the rounds of a shape
+    memory_seconds: float  # of one memory measurement
 
 
 def _cpu_size(length_tokens: int, head_dim: int) -> Size:
@@ -117,11 +91,9 @@ DEFAULTS: dict[str, Defaults] = {
         models={"5M": {"hidden_size": 256, **_SMALL}, "20M": {"hidden_size": 512, **_SMALL}},
         training_tokens=8 * 512,
         training_contexts_tokens=(512,),
-        # Measured on two cores.
-        seconds_per_unit={"forward": 3e-11, "backward": 7e-11, "forward+backward": 1e-10, "decode": 3e-10},
+        flops_per_second=1.2e11,  # measured on two cores
         round_units=10,
         first_call_seconds=0.0,
-        training_seconds_per_flop=1e-11,
         memory_seconds=8.0,
     ),
     "cuda": Defaults(
@@ -150,11 +122,9 @@ DEFAULTS: dict[str, Defaults] = {
         },
         training_tokens=16_384,
         training_contexts_tokens=(2048, 4096),
-        # Measured on an H100.
-        seconds_per_unit={"forward": 1e-14, "backward": 3e-14, "forward+backward": 4e-14, "decode": 1e-12},
+        flops_per_second=3.5e14,  # measured on an H100
         round_units=25,
         first_call_seconds=8.0,
-        training_seconds_per_flop=3e-15,
         memory_seconds=3.0,
     ),
 }

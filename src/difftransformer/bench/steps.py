@@ -30,6 +30,7 @@ from .generation import time_generation
 from .memory import peak_attention_bytes
 from .models import SIZES, time_models
 from .models import WORKS as MODEL_WORKS
+from .roofline import attention_flops
 from .timing import MIN_ROUNDS
 from .training import IMPLEMENTATIONS, time_training
 
@@ -182,15 +183,10 @@ def _shape(dtype: Dtype, mode: Mode, length_tokens: int, size: Size) -> Attentio
 
 def _attention_step(settings: Settings, shape: AttentionShape) -> Step:
     defaults = settings.defaults
-    seconds = defaults.first_call_seconds + _expected(settings, defaults.round_units * _seconds(shape, defaults))
+    call_seconds = attention_flops(shape) / defaults.flops_per_second  # of PyTorch's kernel
+    seconds = defaults.first_call_seconds + _expected(settings, defaults.round_units * call_seconds)
     options = {"backends": settings.backends, "peers": settings.peers}
     return _step(settings, _label(shape), seconds, time_attention, shape, **options)
-
-
-def _seconds(shape: AttentionShape, defaults: Defaults) -> float:
-    """Estimate the time of PyTorch's kernel."""
-    units = shape.batch * shape.heads * shape.queries_tokens * shape.length_tokens * shape.head_dim
-    return defaults.seconds_per_unit[shape.mode] * units
 
 
 def _memory(settings: Settings) -> list[Step]:
@@ -201,7 +197,7 @@ def _memory(settings: Settings) -> list[Step]:
     steps = []
     for length, name in wanted:
         shape = _shape(defaults.memory_dtype, "forward+backward", length, defaults.memory_size)
-        expected = defaults.memory_seconds + 2 * _seconds(shape, defaults)
+        expected = defaults.memory_seconds + 2 * attention_flops(shape) / defaults.flops_per_second
         steps.append(Step(f"memory of {name}, {_label(shape)}", expected, partial(_weigh, name, shape, settings)))
     return steps
 
@@ -225,9 +221,8 @@ def _training(settings: Settings) -> list[Step]:
     steps = []
     for model, fields in defaults.models.items():
         weights = 12 * fields["num_hidden_layers"] * fields["hidden_size"] ** 2  # 12 M^2 a layer
-        flops = 6 * weights * defaults.training_tokens
-        round_seconds = len(IMPLEMENTATIONS) * defaults.training_seconds_per_flop * flops
-        seconds = defaults.first_call_seconds + _expected(settings, round_seconds)
+        flops = len(IMPLEMENTATIONS) * 6 * weights * defaults.training_tokens
+        seconds = defaults.first_call_seconds + _expected(settings, flops / defaults.flops_per_second)
         for dtype in settings.dtypes:
             for context in defaults.training_contexts_tokens:
                 length = f" n={context}" if len(defaults.training_contexts_tokens) > 1 else ""

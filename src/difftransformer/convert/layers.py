@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -71,7 +71,9 @@ def v1_sizes(state: Mapping[str, Tensor], *, prefix: str = "") -> Sizes:
     )
 
 
-def v1_shapes(sizes: Sizes, *, output: str, biased: bool, state: Mapping[str, Tensor]) -> dict[str, Shape]:
+def v1_shapes(
+    sizes: Sizes, *, output: str, biased: bool, state: Mapping[str, Tensor], noise_heads: int | None = None
+) -> dict[str, Shape]:
     """Return names and shapes of a V1 module: q_proj, k_proj, v_proj, `output`, the lambdas and `subln.weight`.
 
     Args:
@@ -79,30 +81,16 @@ def v1_shapes(sizes: Sizes, *, output: str, biased: bool, state: Mapping[str, Te
         output: Name of the output projection.
         biased: Whether projections may have a bias; the biases in `state` are expected.
         state: The module's tensors.
+        noise_heads: Queries of the second map; None means one for each head.
     """
-    queries, keys = (2 * sizes.head_dim * heads for heads in (sizes.num_heads, sizes.num_key_value_heads))
+    heads, keys = sizes.num_heads, 2 * sizes.num_key_value_heads * sizes.head_dim
+    queries = (heads + (noise_heads or heads)) * sizes.head_dim
     rows = {"q_proj": queries, "k_proj": keys, "v_proj": keys, output: sizes.embed_dim}
-    shapes = module_shapes(rows, columns=queries, head_dim=sizes.head_dim, state=state)
-    return {name: shape for name, shape in shapes.items() if biased or not name.endswith(".bias")}
-
-
-def module_shapes(
-    rows: Mapping[str, int], *, columns: int, head_dim: int, state: Mapping[str, Tensor]
-) -> dict[str, Shape]:
-    """Return names and shapes of projections, the lambdas and `subln.weight`.
-
-    Args:
-        rows: Rows of each projection, the output projection last; its rows are the module's width.
-        columns: Columns of the output projection.
-        head_dim: Width of one map.
-        state: The module's tensors; a bias in it is expected.
-    """
-    output, width = list(rows.items())[-1]
-    shapes: dict[str, Shape] = {
-        f"{name}.weight": (count, columns if name == output else width) for name, count in rows.items()
-    }
-    shapes |= {f"{name}.bias": (count,) for name, count in rows.items() if f"{name}.bias" in state}
-    return shapes | dict.fromkeys(LAMBDA_VECTORS, (head_dim,)) | {"subln.weight": (2 * head_dim,)}
+    shapes: dict[str, Shape] = {f"{name}.weight": (count, sizes.embed_dim) for name, count in rows.items()}
+    shapes[f"{output}.weight"] = (sizes.embed_dim, 2 * heads * sizes.head_dim)
+    if biased:
+        shapes |= {f"{name}.bias": (count,) for name, count in rows.items() if f"{name}.bias" in state}
+    return shapes | dict.fromkeys(LAMBDA_VECTORS, (sizes.head_dim,)) | {"subln.weight": (2 * sizes.head_dim,)}
 
 
 def v1_layer(
@@ -118,22 +106,20 @@ def v1_layer(
     options = options or DifferentialOptions()
     if "head_norm.weight" not in state:
         options = DifferentialOptions(head_norm="plain").over(options)
+    arguments = {"layer_index": layer_index, "head_norm_eps": head_norm_eps, "backend": backend, "options": options}
+    return make_layer(DifferentialAttention, sizes, state, **arguments)
+
+
+def make_layer(kind: type[LayerT], sizes: Sizes, state: Mapping[str, Tensor], **arguments: Any) -> LayerT:
+    """Make a layer with copies of the tensors; a projection gets a bias if the state has one, and lambda stays fp32."""
     with torch.device("meta"):
-        layer = DifferentialAttention(
+        layer = kind(
             sizes.embed_dim,
             sizes.num_heads,
             num_key_value_heads=sizes.num_key_value_heads,
             head_dim=sizes.head_dim,
-            layer_index=layer_index,
-            head_norm_eps=head_norm_eps,
-            backend=backend,
-            options=options,
+            **arguments,
         )
-    return filled(layer, state)
-
-
-def filled(layer: LayerT, state: Mapping[str, Tensor]) -> LayerT:
-    """Fill a layer with copies of the tensors; a projection gets a bias if the state has one, and lambda stays fp32."""
     tensors = {}
     for name, tensor in state.items():
         wide = name.startswith("lambda_") and not name.startswith("lambda_proj") and tensor.dtype in LOW_PRECISION
@@ -161,20 +147,15 @@ def refuse_other_than_v1(
     Raises:
         ConfigError: The module cannot hold the layer; the message names the field, its value and the expected one.
     """
-    options, layout, norm = layer.options, layer.layout, layer.head_norm
+    layout, norm = layer.layout, layer.head_norm
     expected = lambda_init_of(layer.layer_index) if init is None else init
     if not shared_noise and layout.num_noise_heads not in (None, layout.num_heads):
         raise ConfigError(
             f"num_noise_heads={layout.num_noise_heads}: {target} has V1 attention; expected as many as num_heads="
             f"{layout.num_heads}"
         )
-    for field, value, possible in (
-        ("lambda_form", options.lambda_form, "layer"),
-        ("shared_key", bool(options.shared_key), False),
-        ("value_head_dim", layout.value_head_dim, 2 * layout.head_dim),
-    ):
-        if value != possible:
-            raise ConfigError(f"{field}={value!r}: {target} has V1 attention; expected {field}={possible!r}")
+    possible = {"lambda_form": "layer", "shared_key": False, "value_head_dim": 2 * layout.head_dim}
+    refuse_fields(layer, f"{target} has V1 attention", possible)
     if norm is None:
         raise ConfigError(f"head_norm='none': {target} always normalises heads; expected head_norm='gain' or 'plain'")
     if eps is not None and norm.eps != eps:
@@ -185,6 +166,16 @@ def refuse_other_than_v1(
             f"layer_index={layer.layer_index}"
         )
     return norm
+
+
+def refuse_fields(layer: Differential, reason: str, possible: Mapping[str, object]) -> None:
+    """Raise a ConfigError if an option of the layer or a field of its layout has another value than the possible one."""
+    for field, expected in possible.items():
+        value = getattr(layer.layout if field == "value_head_dim" else layer.options, field)
+        if field == "shared_key":
+            value = bool(value)
+        if value != expected:
+            raise ConfigError(f"{field}={value!r}: {reason}; expected {field}={expected!r}")
 
 
 def v1_own_tensors(layer: Differential, norm: RMSNorm) -> dict[str, Tensor]:

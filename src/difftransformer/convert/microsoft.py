@@ -23,8 +23,9 @@ from .layers import (
     PROJECTIONS,
     THE_OTHERS,
     Sizes,
-    filled,
+    make_layer,
     quotient,
+    refuse_fields,
     refuse_other_than_v1,
     tensor_of,
     v1_layer,
@@ -144,7 +145,8 @@ def _state(layer: Differential) -> dict[str, Tensor]:
     """Return Microsoft's tensors for a layer of any head_dim; only their V1 class fixes head_dim, not a state dict."""
     _refuse_biases(layer)
     if layer.options.lambda_form == "token":
-        _refuse_other_than_v2(layer)
+        possible = {"head_norm": "none", "shared_key": True, "value_head_dim": layer.layout.head_dim}
+        refuse_fields(layer, f"{TARGET} with a projected lambda is V2", possible)
         output, own = "o_proj", {"lambda_proj.weight": layer.lambda_proj.weight.detach()}
     else:
         norm = refuse_other_than_v1(layer, TARGET, eps=HEAD_NORM_EPS)
@@ -177,16 +179,8 @@ def _load_v2(state: Mapping[str, Tensor], layer_index: int, backend: str) -> Dif
         "lambda_proj.weight": (heads, sizes.embed_dim),
     }
     check_tensors(shapes_of(state), shapes, by=THE_OTHERS)
-    with torch.device("meta"):
-        layer = DifferentialAttentionV2(
-            sizes.embed_dim,
-            heads,
-            num_key_value_heads=sizes.num_key_value_heads,
-            head_dim=head_dim,
-            layer_index=layer_index,
-            backend=backend,
-        )
-    return filled(layer, dict(state) | _half_split_projections(state, head_dim))
+    ours = dict(state) | _half_split_projections(state, head_dim)
+    return make_layer(DifferentialAttentionV2, sizes, ours, layer_index=layer_index, backend=backend)
 
 
 def _half_split_projections(state: Mapping[str, Tensor], head_dim: int) -> dict[str, Tensor]:
@@ -197,15 +191,3 @@ def _refuse_biases(layer: Differential) -> None:
     for name in PROJECTIONS:
         if getattr(layer, name).bias is not None:
             raise ConfigError(f"{name}.bias: {TARGET} has projections without bias; expected none")
-
-
-def _refuse_other_than_v2(layer: Differential) -> None:
-    for field, value, possible in (
-        ("head_norm", layer.options.head_norm, "none"),
-        ("shared_key", bool(layer.options.shared_key), True),
-        ("value_head_dim", layer.layout.value_head_dim, layer.layout.head_dim),
-    ):
-        if value != possible:
-            raise ConfigError(
-                f"{field}={value!r}: {TARGET} with a projected lambda is V2; expected {field}={possible!r}"
-            )

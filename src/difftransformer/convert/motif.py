@@ -16,8 +16,8 @@ keys for each noise key, is 1 in the published configurations; other values are 
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..attention import DifferentialAttention, DifferentialOptions, GroupedDifferentialAttention
@@ -27,8 +27,8 @@ from .conversion import check_tensors, shapes_of
 from .layers import (
     PROJECTIONS,
     THE_OTHERS,
-    filled,
-    module_shapes,
+    Sizes,
+    make_layer,
     quotient,
     refuse_other_than_v1,
     tensor_of,
@@ -62,33 +62,20 @@ def load_motif_attention(
         CheckpointError: A tensor is missing, or there is one too many.
         ShapeError: A shape contradicts the others.
     """
-    options = DifferentialOptions(lambda_init=motif_lambda_init(layer_index))
-    ours = {name: tensor for name, tensor in state.items() if name != "subln.weight"}
-    if tensor_of(state, "o_proj.weight").shape[-1] != tensor_of(state, "q_proj.weight").shape[0]:
-        head_dim = tensor_of(state, LAMBDA_VECTORS[0]).shape[-1]
-        signal, noise, groups = _grouped_heads(state, head_dim)
-        keys, width = 2 * groups * head_dim, state["q_proj.weight"].shape[-1]
-        rows = {"q_proj": (signal + noise) * head_dim, "k_proj": keys, "v_proj": keys, "o_proj": width}
-        shapes = module_shapes(rows, columns=2 * signal * head_dim, head_dim=head_dim, state=state)
-        check_tensors(shapes_of(state), shapes, by=THE_OTHERS)
-        ours["head_norm.weight"] = state["subln.weight"]
-        with torch.device("meta"):
-            layer = GroupedDifferentialAttention(
-                width,
-                signal,
-                num_noise_heads=noise,
-                num_key_value_heads=groups,
-                head_dim=head_dim,
-                layer_index=layer_index,
-                head_norm_eps=head_norm_eps,
-                backend=backend,
-                options=options,
-            )
-        return filled(layer, ours)
-    sizes = v1_sizes(state)
-    check_tensors(shapes_of(state), v1_shapes(sizes, output="o_proj", biased=True, state=state), by=THE_OTHERS)
-    ours["head_norm.weight"] = state["subln.weight"]
-    return v1_layer(ours, sizes, layer_index=layer_index, head_norm_eps=head_norm_eps, options=options, backend=backend)
+    arguments: dict[str, Any] = {
+        "layer_index": layer_index,
+        "head_norm_eps": head_norm_eps,
+        "backend": backend,
+        "options": DifferentialOptions(lambda_init=motif_lambda_init(layer_index)),
+    }
+    is_grouped = tensor_of(state, "o_proj.weight").shape[-1] != tensor_of(state, "q_proj.weight").shape[0]
+    sizes, noise = _grouped_sizes(state) if is_grouped else (v1_sizes(state), 0)
+    shapes = v1_shapes(sizes, output="o_proj", biased=True, state=state, noise_heads=noise or sizes.num_heads)
+    check_tensors(shapes_of(state), shapes, by=THE_OTHERS)
+    ours = {name.replace("subln", "head_norm"): tensor for name, tensor in state.items()}
+    if is_grouped:
+        return make_layer(GroupedDifferentialAttention, sizes, ours, num_noise_heads=noise, **arguments)
+    return v1_layer(ours, sizes, **arguments)
 
 
 def motif_attention_state(layer: Differential) -> dict[str, Tensor]:
@@ -117,8 +104,9 @@ def motif_attention_state(layer: Differential) -> dict[str, Tensor]:
     return {name: tensor.detach() for name, tensor in (state | v1_own_tensors(layer, norm)).items()}
 
 
-def _grouped_heads(state: Mapping[str, Tensor], head_dim: int) -> tuple[int, int, int]:
-    """Return the numbers of signal, noise and key/value heads."""
+def _grouped_sizes(state: Mapping[str, Tensor]) -> tuple[Sizes, int]:
+    """Return the sizes, whose heads are signal heads, and the number of noise heads."""
+    head_dim = tensor_of(state, LAMBDA_VECTORS[0]).shape[-1]
     queries = quotient(state, "q_proj.weight", head_dim, "the head_dim")
     columns = tensor_of(state, "o_proj.weight").shape[-1]
     signal, rest = divmod(columns, 2 * head_dim)
@@ -134,4 +122,5 @@ def _grouped_heads(state: Mapping[str, Tensor], head_dim: int) -> tuple[int, int
             f"k_proj.weight has {2 * groups * head_dim} rows, {groups} groups of keys; expected a divisor of the {noise} "
             "noise heads"
         )
-    return signal, noise, groups
+    width = tensor_of(state, "q_proj.weight").shape[-1]
+    return Sizes(embed_dim=width, num_heads=signal, num_key_value_heads=groups, head_dim=head_dim), noise

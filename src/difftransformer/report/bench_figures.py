@@ -3,8 +3,8 @@
 Dots are ratios of times, with their quartiles.
 """
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import matplotlib
@@ -54,15 +54,7 @@ def _dot(ratio: float, timing: Timing, base_seconds: float) -> Dot:
     return Dot(ratio, (timing.low_seconds / base_seconds, timing.high_seconds / base_seconds))
 
 
-@dataclass
-class Panel:
-    """One set of axes: for each implementation, the dot in each row."""
-
-    title: str
-    series: dict[str, dict[str, Dot]] = field(default_factory=dict)
-
-    def add(self, name: str, row: str, dot: Dot) -> None:
-        self.series.setdefault(name, {})[row] = dot
+Panel = defaultdict[str, dict[str, Dot]]  # implementation -> row -> dot
 
 
 def bench_drawings(bench: Bench, png: bool = False) -> list[Drawing]:
@@ -81,21 +73,21 @@ def draw_attention(bench: Bench, png: bool = False) -> Drawing | None:
     names = [name for name in implementations(bench.attention) if name != BASE]
     if not is_gpu(bench):
         names = [name for name in names if name in _CPU_NAMES] or names
-    lines: dict[str, list[Panel]] = {}
+    lines: dict[str, dict[str, Panel]] = {}
     for mode, column in panels(bench):
         dtype, width = column
-        panel = Panel(f"{mode}, {dtype}" + ("" if width is None else f", d = {width}"))
-        lines.setdefault(mode, []).append(panel)
+        title = f"{mode}, {dtype}" + ("" if width is None else f", d = {width}")
+        panel = lines.setdefault(mode, {}).setdefault(title, Panel(dict))
         timings = in_panel(bench, mode, column)
         base = {place_of(timing): timing.median_seconds for timing in timings if timing.implementation == BASE}
         for timing in sorted(timings, key=place_of):
             if timing.implementation in names:
                 dot = _dot(timing.ratio_to_torch_sdpa, timing, base[place_of(timing)])
-                panel.add(timing.implementation, row_of(place_of(timing), column), dot)
+                panel[timing.implementation][row_of(place_of(timing), column)] = dot
         for mean in bench.means:
             measured = (mean.mode, (mean.dtype, mean.head_dim), mean.against)
             if mean.implementation in names and measured == (mode, column, BASE):
-                panel.add(mean.implementation, MEAN, Dot(mean.ratio, is_hollow=mean.shapes < len(base)))
+                panel[mean.implementation][MEAN] = Dot(mean.ratio, is_hollow=mean.shapes < len(base))
     label = SHAPE if panels(bench)[0][1][1] is None else "n"
     parts = "attention", "Time of attention", _caption(bench)
     return _draw_panels(*parts, list(lines.values()), LOOKS, BASE, png, label)
@@ -118,38 +110,38 @@ def draw_peaked(bench: Bench, png: bool = False) -> Drawing | None:
     """Draw our kernels' ratios to PyTorch's over the spread of the scores: a panel for each mode and dtype."""
     if not bench.peaked:
         return None
-    found: dict[str, Panel] = {}
+    found: dict[str, Panel] = defaultdict(lambda: Panel(dict))
     base = {(t.mode, t.dtype, t.score_factor): t.median_seconds for t in bench.peaked if t.implementation == BASE}
     for t in bench.peaked:
         if t.implementation != BASE:
             row = "1 nat" if t.score_factor == 1 else f"{t.score_factor:g} nats"
             dot = _dot(t.ratio_to_torch_sdpa, t, base[t.mode, t.dtype, t.score_factor])
-            found.setdefault(title := f"{t.mode}, {t.dtype}", Panel(title)).add(t.implementation, row, dot)
+            found[f"{t.mode}, {t.dtype}"][t.implementation][row] = dot
     first = bench.peaked[0]
     caption = (
         f"Wall time over that of PyTorch's attention on the same numbers, by the standard deviation of the scores: medians of "
         f"interleaved rounds, with quartiles; n = {first.length_tokens:,}, h = {first.heads}, d = {first.head_dim}."
     )
-    drawn, columns = list(found.values()), 2 if len(found) == 4 else 1
-    lines = [drawn[at : at + columns] for at in range(0, len(drawn), columns)]
+    drawn, columns = list(found.items()), 2 if len(found) == 4 else 1
+    lines = [dict(drawn[at : at + columns]) for at in range(0, len(drawn), columns)]
     return _draw_panels("peaked", "Time of attention on peaked scores", caption, lines, LOOKS, BASE, png)
 
 
 def draw_models(bench: Bench, png: bool = False) -> Drawing | None:
     """Draw the ratios of whole models to transformers' Llama of the same shape: a panel for each kind of work."""
     base = {(t.work, t.model, t.dtype): t.median_seconds for t in bench.models if t.ratio_to_llama == 1}
-    found: dict[str, Panel] = {}
+    found: dict[str, Panel] = defaultdict(lambda: Panel(dict))
     for t in bench.models:
         if t.implementation in _MODEL_LOOKS:
             dot = _dot(t.ratio_to_llama, t, base[t.work, t.model, t.dtype])
-            found.setdefault(t.work, Panel(t.work)).add(t.implementation, f"{t.model}, {t.dtype}", dot)
+            found[t.work][t.implementation][f"{t.model}, {t.dtype}"] = dot
     if not found:
         return None
     caption = (
         "Wall time of whole models over that of transformers' Llama on PyTorch's attention, all of one shape: medians of "
         "interleaved rounds, with quartiles."
     )
-    lines = [[panel] for panel in found.values()]
+    lines = [{title: panel} for title, panel in found.items()]
     return _draw_panels("models", "Time of whole models", caption, lines, _MODEL_LOOKS, "Llama", png)
 
 
@@ -157,17 +149,19 @@ def _draw_panels(
     name: str,
     title: str,
     caption: str,
-    lines: Sequence[Sequence[Panel]],
+    lines: Sequence[Mapping[str, Panel]],
     looks: Mapping[str, tuple[str, str]],
     base: str,
     png: bool,
     label: str = "",
 ) -> Drawing:
     """Draw lines of panels. The panels of a line share their rows; the row of means comes last."""
-    found = {name for line in lines for panel in line for name in panel.series}
+    found = {name for line in lines for panel in line.values() for name in panel}
     names = sorted(found, key=lambda name: list(looks).index(name) if name in looks else len(looks))
     rows = [
-        sorted(dict.fromkeys(row for panel in line for dots in panel.series.values() for row in dots), key=MEAN.__eq__)
+        sorted(
+            dict.fromkeys(row for panel in line.values() for dots in panel.values() for row in dots), key=MEAN.__eq__
+        )
         for line in lines
     ]
     heights = [len(labels) for labels in rows]
@@ -178,11 +172,11 @@ def _draw_panels(
             len(lines), len(lines[0]), squeeze=False, sharex=True, sharey="row", height_ratios=heights
         )
         for axes, line, labels in zip(grid, lines, rows, strict=True):
-            for ax, panel in zip(axes, line, strict=True):
+            for ax, (heading, panel) in zip(axes, line.items(), strict=True):
                 for index, one in enumerate(names):
                     shift = _SPREAD * (index / max(1, len(names) - 1) - 0.5)
-                    _draw_dots(ax, panel.series.get(one, {}), labels, shift, *looks.get(one, OTHER_LOOK))
-                _dress(ax, panel.title, labels)
+                    _draw_dots(ax, panel.get(one, {}), labels, shift, *looks.get(one, OTHER_LOOK))
+                _dress(ax, heading, labels)
             axes[0].set_ylabel(label)
         for ax in grid[-1]:
             ax.set_xlabel(f"time over that of {base} (logarithmic; left of 1 is faster)")

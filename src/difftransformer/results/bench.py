@@ -21,6 +21,15 @@ class Timing:
 
 
 @dataclass(frozen=True, kw_only=True)
+class _ModelTiming(Timing):
+    """What the timings of models share."""
+
+    dtype: Dtype
+    parameters: int
+    implementation: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class AttentionShape:
     """A causal attention call with `heads` differential heads or twice as many ordinary ones.
 
@@ -105,7 +114,7 @@ class MemoryPoint(AttentionShape):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingTiming(Timing):
+class TrainingTiming(_ModelTiming):
     """Time of a training step, and the ratio of its median to that of the twin on PyTorch's attention.
 
     A step has `batch` rows of `context_tokens` tokens. `peak_bytes` is its peak memory, weights, gradients and moments
@@ -113,9 +122,6 @@ class TrainingTiming(Timing):
     """
 
     model: str
-    parameters: int
-    dtype: Dtype
-    implementation: str
     ratio_to_twin: float
     batch: int | None = None
     context_tokens: int | None = None
@@ -135,22 +141,19 @@ class TrainingSkip:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DiffLlamaTiming(Timing):
+class DiffLlamaTiming(_ModelTiming):
     """Time of transformers' DiffLlama, as it is or accelerated, and the ratio of its median to DiffLlama as it is.
 
     `tokens` is the length of the row, or in decoding of the cache.
     """
 
     work: str
-    dtype: Dtype
     tokens: int
-    parameters: int
-    implementation: str
     ratio_to_diffllama: float
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerationTiming(Timing):
+class GenerationTiming(_ModelTiming):
     """Time of a whole model's decoding step, with one row behind `cached_tokens` tokens.
 
     The token rate is divided by two rates with a static cache: that of the faster DiffLlama and that of the same-size
@@ -158,10 +161,7 @@ class GenerationTiming(Timing):
     None on a GPU.
     """
 
-    dtype: Dtype
     cached_tokens: int
-    parameters: int
-    implementation: str
     cache: Literal["static", "dynamic"]
     tokens_per_second: float
     rate_over_diffllama: float
@@ -173,7 +173,7 @@ ModelWork = Literal["training step", "prefill", "decoding"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelTiming(Timing):
+class ModelTiming(_ModelTiming):
     """Time of a whole model, and the ratios of its median to those of other models of the same shape.
 
     The others are the twin, transformers' Llama on PyTorch's attention, and the faster of transformers' DiffLlamas.
@@ -181,12 +181,9 @@ class ModelTiming(Timing):
     """
 
     model: str
-    parameters: int
-    dtype: Dtype
     work: ModelWork
     batch: int
     context_tokens: int
-    implementation: str
     ratio_to_twin: float
     ratio_to_llama: float
     ratio_to_diffllama: float
