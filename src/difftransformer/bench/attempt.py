@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 LONGEST_REASON = 200  # characters
@@ -50,7 +51,7 @@ def attempt_each(
     built: dict[str, T] = {}
     reasons: dict[str, str] = {}
     for name in names:
-        result = build(name) if device == "cpu" else attempt(lambda name=name: build(name))  # type: ignore[misc]
+        result = build(name) if device == "cpu" else attempt(partial(build, name))
         if isinstance(result, Failure):
             reasons[name] = result.reason
         else:

@@ -24,7 +24,6 @@ THEIRS = ("DiffLlama sdpa", "DiffLlama eager")
 # With heads of width 64 a model 576 wide would have 9 heads, which neither DiffLlama nor DIFF can pair. 8 heads cache fewer
 # keys and values, and copying those is where DiffLlama spends its time.
 MODEL = SMALL_MODEL | {"hidden_size": 576, "intermediate_size": 1536, "tie_word_embeddings": True}
-SAME_LOGITS = 1e-4  # largest difference of DIFF and DiffLlama on one row, over the largest logit
 
 
 def time_generation(dtype: Dtype, *, device: str = "cpu", rounds: int, budget_seconds: float) -> list[GenerationTiming]:
@@ -73,7 +72,7 @@ def time_generation(dtype: Dtype, *, device: str = "cpu", rounds: int, budget_se
 
 
 def build_models() -> Mapping[str, PreTrainedModel]:
-    """Build the models in fp32, with the same weights in DIFF and DiffLlama, and check that their logits agree."""
+    """Build the models in fp32, with the same weights in DIFF and DiffLlama."""
     torch.manual_seed(0)
     theirs = {
         name: DiffLlamaForCausalLM(DiffLlamaConfig(**MODEL, attn_implementation=name.split()[1])) for name in THEIRS
@@ -85,12 +84,6 @@ def build_models() -> Mapping[str, PreTrainedModel]:
     config.rms_norm_eps = config.head_norm_eps = first.config.rms_norm_eps
     ours = DiffTransformerForCausalLM(config)
     ours.load_state_dict({name: _our_order(name, tensor) for name, tensor in first.state_dict().items()})
-    with torch.inference_mode():
-        ids = torch.arange(16)[None]
-        expected, logits = first.eval()(ids).logits, ours.eval()(ids).logits
-    error = ((logits - expected).abs().max() / expected.abs().max()).item()
-    if error > SAME_LOGITS:
-        raise AssertionError(f"DIFF with DiffLlama's weights differs from it by {error:.1e} of the largest logit")
     return {OURS: ours, **theirs, TWIN: DiffTransformerForCausalLM(config.twin())}
 
 

@@ -38,16 +38,6 @@ Part = Literal[
     "attention", "peaked", "decode", "memory", "training", "train", "diffllama", "generation", "models", "all"
 ]
 MODEL_SIZES = ("0.5M", "5M", "20M")  # 135M takes 12 GB: there are five models, each with its moments
-Row = (
-    AttentionTiming
-    | AttentionSkip
-    | MemoryPoint
-    | TrainingTiming
-    | TrainingSkip
-    | DiffLlamaTiming
-    | GenerationTiming
-    | ModelTiming
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +95,7 @@ class Step:
 
     label: str
     expected_seconds: float
-    measure: Callable[[], Sequence[Row]]
+    measure: Callable[[], Sequence[object]]
 
 
 def steps_of(part: Part, settings: Settings) -> list[Step]:
@@ -115,7 +105,7 @@ def steps_of(part: Part, settings: Settings) -> list[Step]:
     return (_PARTS_OF_ALL | _OTHER_PARTS)["training" if part == "train" else part](settings)
 
 
-def sort_rows(rows: Iterable[Row], by_width: bool = False) -> dict[str, Any]:
+def sort_rows(rows: Iterable[object], by_width: bool = False) -> dict[str, Any]:
     """Return the rows of all steps as fields of `Bench`, with the geometric means over shapes (or over those of a width)."""
     rows = list(rows)
 
@@ -138,7 +128,12 @@ def sort_rows(rows: Iterable[Row], by_width: bool = False) -> dict[str, Any]:
 
 
 def _step(
-    settings: Settings, label: str, seconds: float, time: Callable[..., Sequence[Row]], *arguments: Any, **options: Any
+    settings: Settings,
+    label: str,
+    seconds: float,
+    time: Callable[..., Sequence[object]],
+    *arguments: Any,
+    **options: Any,
 ) -> Step:
     """Make a step of a function that takes the settings' device, rounds and budget."""
     budget = {"rounds": settings.rounds, "budget_seconds": settings.budget_seconds}

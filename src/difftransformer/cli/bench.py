@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ..bench import Settings, sort_rows, steps_of
-from ..bench.steps import Part, Row, Step
+from ..bench.steps import Part, Step
 from ..bench.timing import foreign_cpu_seconds
 from ..report.bench import print_bench
 from ..report.bench_figures import bench_drawings
@@ -98,9 +98,9 @@ def run(
     return 0
 
 
-def _measure(steps: list[Step]) -> list[Row]:
+def _measure(steps: list[Step]) -> list[object]:
     """Run the steps with a progress bar and the time left; without a terminal, print a line for each step."""
-    rows: list[Row] = []
+    rows: list[object] = []
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TextColumn("{task.fields[left]}"))
     whole, begun = sum(step.expected_seconds for step in steps), time.monotonic()
     with Progress(*columns, console=console, transient=True) as progress:

@@ -50,27 +50,16 @@ CARRIED = (
 
 @dataclass(frozen=True, kw_only=True)
 class Converted:
-    """The result of a conversion.
+    """The result of a conversion."""
 
-    Attributes:
-        folder: The folder that was written.
-        source_layout: The layout that was read.
-        layout: The layout that was written.
-        tensors: Number of tensors.
-        bytes: Size of the tensors.
-        carried: Files and folders that were copied unchanged.
-        left_behind: Files of the source that are neither weights nor copied.
-        notes: Sentences about what the target cannot hold.
-    """
-
-    folder: Path
+    folder: Path  # that was written
     source_layout: str
     layout: str
-    tensors: int
-    bytes: int
-    carried: tuple[str, ...]
-    left_behind: tuple[str, ...]
-    notes: tuple[str, ...]
+    tensors: int  # their number
+    bytes: int  # size of the tensors
+    carried: tuple[str, ...]  # files and folders that were copied unchanged
+    left_behind: tuple[str, ...]  # files of the source that are neither weights nor copied
+    notes: tuple[str, ...]  # sentences about what the target cannot hold
 
 
 def convert_folder(

@@ -41,15 +41,6 @@ SHARED_FIELDS = (
     "eos_token_id",
     "tie_word_embeddings",
 )
-LACKS = {  # the reasons for the values that fields must have
-    "lambda_form": "has one lambda a layer",
-    "lambda_init": "computes lambda_init from the depth and has no setting for it",
-    "head_norm": "always normalises heads",
-    "shared_key": "has a key for each map",
-    "value_head_dim": "has values of twice the head_dim",
-    "head_norm_eps": "uses rms_norm_eps in every norm",
-    "sliding_window": "sees all positions and ignores the field",
-}
 TIES = {"lm_head.weight": "model.embed_tokens.weight"}
 
 
@@ -139,19 +130,18 @@ def _refuse_what_diffllama_lacks(config: DiffTransformerConfig) -> None:
             f"only attention_type={DifferentialAttention.name!r} can be exported"
         )
     options, layout = DifferentialAttention.options_of(config), config.head_layout()
-    for field, value, possible in (
-        ("lambda_form", options.lambda_form, ("layer",)),
-        ("lambda_init", options.lambda_init, (None,)),
-        ("head_norm", options.head_norm, ("gain", "plain")),
-        ("shared_key", options.shared_key, (False,)),
-        ("value_head_dim", layout.value_head_dim, (2 * layout.head_dim,)),
-        ("head_norm_eps", config.head_norm_eps, (config.rms_norm_eps,)),
-        ("sliding_window", config.sliding_window, (None,)),
+    for field, value, possible, reason in (
+        ("lambda_form", options.lambda_form, ("layer",), "has one lambda a layer"),
+        ("lambda_init", options.lambda_init, (None,), "computes lambda_init from the depth and has no setting for it"),
+        ("head_norm", options.head_norm, ("gain", "plain"), "always normalises heads"),
+        ("shared_key", options.shared_key, (False,), "has a key for each map"),
+        ("value_head_dim", layout.value_head_dim, (2 * layout.head_dim,), "has values of twice the head_dim"),
+        ("head_norm_eps", config.head_norm_eps, (config.rms_norm_eps,), "uses rms_norm_eps in every norm"),
+        ("sliding_window", config.sliding_window, (None,), "sees all positions and ignores the field"),
     ):
         if value not in possible:
-            raise ConfigError(
-                f"{field}={value!r}: DiffLlama {LACKS[field]}; it can express {' or '.join(map(repr, possible))} only"
-            )
+            expected = " or ".join(map(repr, possible))
+            raise ConfigError(f"{field}={value!r}: DiffLlama {reason}; it can express {expected} only")
 
 
 def _refuse_what_ours_lacks(config: DiffLlamaConfig) -> None:
