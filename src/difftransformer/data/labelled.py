@@ -19,7 +19,7 @@ from typing import Any
 from ..errors import DataError
 from .hub import CONVERTED, load_set
 from .records import jsonl_rows, text_field
-from .text import _read_text
+from .text import read_text
 
 FOLDER_VARIABLE = "DIFFTRANSFORMER_DATA"
 _FIELDS = ("text", "label")
@@ -178,7 +178,7 @@ def _read_rows(path: Path) -> list[Example]:
 
 
 def _csv_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    reader = csv.DictReader(io.StringIO(_read_text(path), newline=""))
+    reader = csv.DictReader(io.StringIO(read_text(path), newline=""))
     for row in reader:
         yield reader.line_num, row
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..errors import DataError
 from .hub import load_set
-from .text import _read_text
+from .text import read_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ def jsonl_rows(path: Path, fields: Sequence[str]) -> Iterator[tuple[int, dict[st
     if not path.is_file():
         raise DataError(f"{path}: no such file; name a .jsonl file with {_listed(fields)} on each line")
     is_empty = True
-    for number, line in enumerate(_read_text(path).split("\n"), start=1):
+    for number, line in enumerate(read_text(path).split("\n"), start=1):
         if not line.strip():
             continue
         try:

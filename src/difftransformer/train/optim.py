@@ -7,7 +7,7 @@ from .config import OptimizerConfig
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW over the model's parameters: those of two or more dimensions decay; norms and lambdas do not."""
+    """Build AdamW over the trainable parameters, with weight decay on those of two or more dimensions."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},

@@ -4,7 +4,7 @@ from .config import ScheduleConfig
 
 
 def learning_rate(step: int, *, peak: float, steps: int, schedule: ScheduleConfig) -> float:
-    """Rate of a step counted from 0: linear warm-up to `peak`, then linear decay to `floor * peak` at the last step."""
+    """Return the rate of a step, counted from 0: linear warm-up to `peak`, then linear decay to `floor * peak`."""
     if step < schedule.warmup_steps:
         return peak * (step + 1) / schedule.warmup_steps
     decay_steps = max(1, steps - 1 - schedule.warmup_steps)
