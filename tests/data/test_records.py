@@ -6,8 +6,8 @@ import types
 
 import pytest
 
-from difftransformer.data.qa_sets import GROUNDED_SETS, read_grounded, read_grounded_file
 from difftransformer.data.math_sets import MATH_SETS, read_math_problems
+from difftransformer.data.qa_sets import GROUNDED_SETS, read_grounded, read_grounded_file
 from difftransformer.errors import ConfigError, DataError
 
 ROW = {"document": "A.", "reference": "B.", "question": "C?"}
@@ -75,7 +75,7 @@ def test_problems_of_a_file_by_set(lines):
         (ROW | {"reference": ""}, "line 2 has no text in \"reference\" .it holds ''"),
         (ROW | {"document": ["A."]}, 'line 2 has no text in "document"'),
         ("{", "line 2 is not JSON"),
-        ("[1]", 'line 2 is no object; give one with "document" and "reference" and "question"'),
+        ("[1]", "line 2 is a JSON list; give one JSON object per line"),
     ],
 )
 def test_a_bad_line_is_named(lines, row, words):

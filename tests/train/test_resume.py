@@ -41,7 +41,7 @@ def test_interrupted_at_every_step(tmp_path, train_toy, read_run, attention_type
         assert torch.equal(a, b), name
     states = [verify_checkpoint(checkpoints(tmp_path / name)[-1]) for name in ("whole", "cut")]
     assert states[0].loader == states[1].loader
-    assert states[0]["loader"]["step"] == 8
+    assert states[0].loader["step"] == 8
     for file in ("model.safetensors", "optimizer.safetensors"):
         found = [(checkpoints(tmp_path / name)[-1] / file).read_bytes() for name in ("whole", "cut")]
         assert found[0] == found[1], file

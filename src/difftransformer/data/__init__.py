@@ -1,6 +1,6 @@
-"""Text, tokenizers, shards, the loader and needle documents. This layer knows nothing of models.
+"""Text, tokenizers, shards, the loader and needle documents. This layer does not know models.
 
-Names are imported on first use, so that importing the package loads neither torch nor tokenizers.
+Names are imported on first use, so importing the package loads neither torch nor tokenizers.
 """
 
 from .._lazy import lazy_names

@@ -1,9 +1,9 @@
-"""A deterministic loader: the batch of a step is a pure function of (data, settings, seed, step).
+"""A deterministic loader: the batch of a step is a pure function of data, settings, seed and step.
 
-Nothing but the step has to be saved to go on exactly, and w ranks together see the rows of one process. Plain rows are
-windows of the token stream: for each epoch the stream is cut into non-overlapping windows at a random shift, and the
-windows are taken in a random order, each once. Retrieval rows are needle documents (`needles`), drawn afresh from the
-seed, and take the places in the sequence that a stated share gives them, evenly spread.
+To resume exactly, only the step has to be saved. Several ranks together see the same rows as one process. Plain rows are
+windows of the token stream. In each epoch the stream is cut into non-overlapping windows at a random shift, and each window is
+read once, in random order. Retrieval rows are needle documents (`needles`), which are drawn from the seed and spread evenly
+over the sequence of rows according to their share.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,18 +21,18 @@ from ..errors import ConfigError, DataError
 from .needles import CITIES_SEEN, NeedleFormat, check_needles, needle_document_tokens, training_document
 from .shards import Shards, Split
 
-# First word of every seed sequence: what the random numbers are for.
+# The first word of a seed sequence tells what the random numbers are for.
 _FOR_EPOCH, _FOR_RETRIEVAL = 1, 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """Rows of T + 1 tokens, seen as inputs and their next tokens.
+    """Rows of T + 1 tokens, split into inputs and targets.
 
     Attributes:
         input_ids: (B, T) int64.
-        targets: (B, T) int64; targets[:, t] follows input_ids[:, t], so nothing is left to shift.
-        is_retrieval: (B,) bool, the rows that are needle documents.
+        targets: (B, T) int64. targets[:, t] follows input_ids[:, t], so they are already shifted.
+        is_retrieval: (B,) bool. True for rows that are needle documents.
     """
 
     input_ids: torch.Tensor
@@ -42,16 +42,16 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True)
 class RetrievalMix:
-    """What share of training rows are needle documents, and what these are made of.
+    """Share and composition of needle documents among the training rows.
 
     Attributes:
-        share: of all rows, 0 to 1.
-        min_needles: fewest needles in a document.
-        max_needles: most needles in a document; fewer where the context holds fewer.
-        asks: most questions at the end of a document that is not dense.
-        digits: digits of a number, 1 to 9.
-        dense: share of the documents that fill all their room with questions.
-        terse: share of the documents whose needle sentences are shortened at random, down to city and number alone.
+        share: Share of needle documents among all rows, 0 to 1.
+        min_needles: Minimum number of needles in a document.
+        max_needles: Maximum number of needles in a document; fewer if the context is too short.
+        asks: Maximum number of questions at the end of a document that is not dense.
+        digits: Digits of a number, 1 to 9.
+        dense: Share of the documents that fill all remaining space with questions.
+        terse: Share of the documents whose needle sentences are shortened at random, down to city and number.
     """
 
     share: float
@@ -74,19 +74,20 @@ class Loader:
     """An endless iterator over batches, with random access: `batch(step)`.
 
     Args:
-        shards: the data.
-        split: which split to read.
-        batch_tokens: tokens of one step over all ranks; a multiple of every context.
-        context_stages: (first step, context in tokens), ascending, the first at step 0: shorter contexts first make
+        shards: Shards to read.
+        split: Split to read.
+        batch_tokens: Tokens of a step over all ranks, a multiple of every context.
+        context_stages: (first step, context in tokens) pairs with ascending steps from 0. Shorter contexts at first make
             training cheaper. A step has batch_tokens / context rows.
-        seed: everything random follows from it.
-        rank: this process, 0 to world_size - 1.
-        world_size: processes that share a step's rows, in consecutive blocks; it divides the rows of every stage.
-        retrieval: the share of needle documents; None for none.
+        seed: Seed of all random draws.
+        rank: Index of this process, 0 to world_size - 1.
+        world_size: Number of processes that share the rows of a step, in consecutive blocks. It divides the number of rows
+            in every stage.
+        retrieval: Composition of the needle documents; None for none.
 
     Raises:
-        ConfigError: settings that contradict each other.
-        DataError: the split is shorter than a window, or needle documents are longer than a context.
+        ConfigError: The settings contradict each other.
+        DataError: The split is shorter than a window, or needle documents are longer than a context.
     """
 
     def __init__(
@@ -109,7 +110,7 @@ class Loader:
         self.rank = rank
         self.world_size = world_size
         self.retrieval = retrieval if retrieval is not None and retrieval.share > 0 else None
-        # The share as written (0.1 is 1/10), so that the rows it takes are counted in exact integers.
+        # As a fraction (0.1 is 1/10), so that rows are counted in exact integers.
         self._share = Fraction(self.retrieval.share if self.retrieval else 0).limit_denominator(10**9)
         self.step = 0
         self._stream = shards.tokens(split)
@@ -133,8 +134,8 @@ class Loader:
             if context < 1 or self.batch_tokens < 1 or self.batch_tokens % (context * self.world_size):
                 raise ConfigError(
                     f"batch_tokens is {self.batch_tokens}; from step {start} it must be a multiple of "
-                    f"{context * self.world_size} (context {context} x {self.world_size} processes), so that every row "
-                    "is whole and every process has as many"
+                    f"{context * self.world_size} (context {context} x {self.world_size} processes), so that every "
+                    "process gets the same number of complete rows"
                 )
             if len(self._stream) < context + 1:
                 raise DataError(
@@ -159,21 +160,18 @@ class Loader:
                 )
 
     def context_tokens(self, step: int) -> int:
-        """The context at a step.
+        """Return the context at a step.
 
         Raises:
-            ConfigError: a negative step.
+            ConfigError: The step is negative.
         """
         return self.context_stages[self._stage(step)][1]
 
     def batch(self, step: int) -> Batch:
-        """This rank's rows of a step.
-
-        Args:
-            step: from 0.
+        """Return this rank's rows of a step, counted from 0.
 
         Raises:
-            ConfigError: a negative step.
+            ConfigError: The step is negative.
         """
         stage = self._stage(step)
         start, context = self.context_stages[stage]
@@ -206,14 +204,14 @@ class Loader:
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        """The position: the step that comes next, and what it is a position in. It is the same on every rank."""
+        """Return the next step, with the data and settings it refers to. The state is the same on every rank."""
         return {"step": self.step, **self._identity()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved position; the number of ranks may be another.
+        """Continue at a saved position. The number of ranks may have changed.
 
         Raises:
-            DataError: the position was saved with other data, another seed or other settings.
+            DataError: The position was saved with other data, another seed or other settings.
         """
         for key, value in self._identity().items():
             if state.get(key) != value:
@@ -239,7 +237,7 @@ class Loader:
         return max(index for index, (start, _) in enumerate(self.context_stages) if start <= step)
 
     def _draw_epoch(self, stage: int, epoch: int) -> tuple[int, npt.NDArray[np.int64]]:
-        """Shift and order of the windows in one epoch; costs O(windows) once an epoch, and the last two are kept."""
+        """Draw the shift and the order of the windows of an epoch."""
         context = self.context_stages[stage][1]
         rng = np.random.default_rng([_FOR_EPOCH, self.seed, stage, epoch])
         windows = self._windows(context)
@@ -247,11 +245,11 @@ class Loader:
         return shift, rng.permutation(windows)
 
     def _retrieval_rows(self, rows: int) -> int:
-        """Retrieval rows among the first `rows` of a stage: the share, rounded down."""
+        """Return the number of retrieval rows among the first `rows` of a stage: the share, rounded down."""
         return rows * self._share.numerator // self._share.denominator
 
     def _windows(self, context: int) -> int:
-        """Windows an epoch: as many as leave room to shift by at least a window, where the stream allows it."""
+        """Return the number of windows per epoch, which leaves room for a shift by up to a window if possible."""
         return max(1, (len(self._stream) - context) // context)
 
     def _plain_row(self, stage: int, row: int, context: int) -> npt.NDArray[Any]:
@@ -280,21 +278,20 @@ class Loader:
 def validation_windows(
     shards: Shards, context_tokens: int, max_windows: int | None = None, *, split: Split = "validation"
 ) -> Iterator[npt.NDArray[np.int64]]:
-    """Windows for evaluation: always the same, non-overlapping, evenly spread over the split.
+    """Return fixed windows for evaluation, without overlap and evenly spread over the split.
 
     Args:
-        shards: the data.
-        context_tokens: T; neighbouring windows share one token, the last target of one being the first input of the
-            next.
-        max_windows: at most so many; None for all that fit.
-        split: which split to read.
+        shards: Shards to read.
+        context_tokens: Context T. The last target of a window may be the first input of the next one.
+        max_windows: Maximum number of windows; None for all that fit.
+        split: Split to read.
 
     Returns:
         An iterator over (T + 1,) int64 arrays.
 
     Raises:
-        ConfigError: a size is below 1.
-        DataError: the split is shorter than one window.
+        ConfigError: A size is below 1.
+        DataError: The split is shorter than one window.
     """
     if context_tokens < 1 or (max_windows is not None and max_windows < 1):
         raise ConfigError(f"context_tokens is {context_tokens} and max_windows {max_windows}; both must be at least 1")

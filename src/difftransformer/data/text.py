@@ -7,6 +7,7 @@ is missing, empty or not UTF-8 is refused with a one-line error that names the f
 import hashlib
 import json
 import os
+import re
 import sysconfig
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,6 +16,7 @@ from pathlib import Path
 
 from ..errors import ConfigError, DataError
 from .hub import load_set
+from .records import json_lines, read_text
 
 TEXT_SUFFIXES = (".txt", ".md", ".py")
 SOURCES = (
@@ -39,6 +41,7 @@ _STDLIB_SKIPPED_FOLDERS = frozenset(
         "turtledemo",
     }
 )
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _RECENT_SECONDS = 2.0  # the coarsest resolution of file times
 
 
@@ -171,21 +174,6 @@ def _allowed() -> str:
     return "; ".join(SOURCES)
 
 
-def read_text(path: Path) -> str:
-    """Return a file's text without a leading byte-order mark and otherwise unchanged."""
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror}); check the path and its permissions") from None
-    try:
-        return content.decode("utf-8").removeprefix("\ufeff")
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"{path}: not UTF-8 text: byte 0x{content[error.start]:02x} at offset {error.start} ({error.reason}); "
-            "convert the file to UTF-8 (for example with iconv) or leave it out"
-        ) from None
-
-
 def _walk(
     folder: Path, suffixes: Sequence[str], skipped_folders: frozenset[str] = frozenset()
 ) -> list[tuple[str, Path]]:
@@ -217,31 +205,23 @@ def _read_folder(folder: Path) -> list[Document]:
 
 
 def _read_jsonl(path: Path, name: str) -> Iterator[Document]:
-    for number, line in enumerate(read_text(path).split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
+    for number, row in json_lines(path):
+        text, row_name = row.get("text"), row.get("name", f"{name}:{number}")
+        if not isinstance(text, str):
             raise DataError(
-                f"{path}: line {number} is not JSON ({error.msg} at column {error.colno}); correct the line"
-            ) from None
-        if not isinstance(row, dict) or not isinstance(row.get("text"), str):
-            met = sorted(row) if isinstance(row, dict) else type(row).__name__
-            raise DataError(
-                f'{path}: line {number} has no string "text" (met {met}); give an object with a "text" field'
+                f'{path}: line {number} has no string "text" (met {sorted(row)}); give an object with a "text" field'
             )
-        if not row["text"]:
+        if not text:
             raise DataError(f'{path}: line {number} has an empty "text"; give it text or remove the line')
-        row_name = row.get("name", f"{name}:{number}")
         if not isinstance(row_name, str):
             raise DataError(f'{path}: line {number} has the "name" {row_name!r}; it must be a string, or left out')
-        for key, value in (("text", row["text"]), ("name", row_name)):
-            if any("\ud800" <= character <= "\udfff" for character in value):
+        for key, value in (("text", text), ("name", row_name)):
+            if _SURROGATE.search(value):
                 raise DataError(
-                    f'{path}: line {number}: "{key}" holds half a surrogate pair, which is not valid Unicode; correct the line'
+                    f'{path}: line {number}: "{key}" holds half a surrogate pair, which is not valid Unicode; '
+                    "correct the line"
                 )
-        yield Document(row_name, row["text"])
+        yield Document(row_name, text)
 
 
 def _stdlib_folder() -> Path:
