@@ -8,12 +8,13 @@ from .._lazy import lazy_names
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
-        ".loader": ("Batch", "Loader", "RetrievalMix", "validation_windows"),
+        ".loader": ("Batch", "Loader", "check_context_stages", "validation_windows"),
         ".needles": (
             "CITIES_SEEN",
             "CITIES_UNSEEN",
             "NeedleFormat",
             "NeedleQuestion",
+            "RetrievalMix",
             "evaluation_document",
             "needle_document_tokens",
             "training_document",

@@ -29,34 +29,14 @@ OUT_OF_SCOPE = "oos"
 """CLINC150's class of requests without one of its 150 intents, which the paper leaves out too."""
 
 TREC_WORDS = {
-    "ABBR": "abbreviation",
-    "ENTY": "entity",
-    "DESC": "description",
-    "HUM": "human",
-    "LOC": "location",
-    "NUM": "numeric",
-}
+    "ABBR": "abbreviation", "ENTY": "entity", "DESC": "description", "HUM": "human", "LOC": "location", "NUM": "numeric",
+}  # fmt: skip
 TREC_FINE_WORDS = {
-    "abb": "abbreviation",
-    "exp": "expression",
-    "cremat": "creation",
-    "dismed": "disease",
-    "instru": "instrument",
-    "lang": "language",
-    "techmeth": "technique",
-    "termeq": "term",
-    "veh": "vehicle",
-    "def": "definition",
-    "desc": "description",
-    "gr": "group",
-    "ind": "individual",
-    "mount": "mountain",
-    "dist": "distance",
-    "ord": "order",
-    "perc": "percent",
-    "temp": "temperature",
-    "volsize": "size",
-}
+    "abb": "abbreviation", "exp": "expression", "cremat": "creation", "dismed": "disease", "instru": "instrument",
+    "lang": "language", "techmeth": "technique", "termeq": "term", "veh": "vehicle", "def": "definition",
+    "desc": "description", "gr": "group", "ind": "individual", "mount": "mountain", "dist": "distance", "ord": "order",
+    "perc": "percent", "temp": "temperature", "volsize": "size",
+}  # fmt: skip
 """Words for the fine types that are abbreviations."""
 
 

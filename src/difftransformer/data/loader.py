@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 
 from ..errors import ConfigError, DataError
-from .needles import CITIES_SEEN, NeedleFormat, check_needles, needle_document_tokens, training_document
+from .needles import CITIES_SEEN, RetrievalMix, needle_document_tokens, training_document
 from .shards import Shards, Split
 
 # The first word of a seed sequence tells what the random numbers are for.
@@ -38,36 +38,6 @@ class Batch:
     input_ids: torch.Tensor
     targets: torch.Tensor
     is_retrieval: torch.Tensor
-
-
-@dataclass(frozen=True, kw_only=True)
-class RetrievalMix:
-    """Share and composition of needle documents among the training rows.
-
-    Attributes:
-        share: Share of needle documents among all rows, 0 to 1.
-        min_needles: Minimum number of needles in a document.
-        max_needles: Maximum number of needles in a document; fewer if the context is too short.
-        asks: Maximum number of questions at the end of a document that is not dense.
-        digits: Digits of a number, 1 to 9.
-        dense: Share of the documents that fill all remaining space with questions.
-        terse: Share of the documents whose needle sentences are shortened at random, down to city and number.
-    """
-
-    share: float
-    min_needles: int = 1
-    max_needles: int = 4
-    asks: int = 4
-    digits: int = 7
-    dense: float = 0.0
-    terse: float = 0.0
-
-    def __post_init__(self) -> None:
-        for name in ("share", "dense", "terse"):
-            if not 0.0 <= getattr(self, name) <= 1.0:
-                raise ConfigError(f"retrieval {name} is {getattr(self, name)}; it must lie between 0 and 1")
-        NeedleFormat(digits=self.digits)
-        check_needles(min_needles=self.min_needles, max_needles=self.max_needles, asks=self.asks, cities=CITIES_SEEN)
 
 
 class Loader:
@@ -124,19 +94,8 @@ class Loader:
             raise ConfigError(
                 f"rank {self.rank} of world_size {self.world_size}; allowed are ranks 0 to world_size - 1"
             )
-        starts = [start for start, _ in self.context_stages]
-        if not starts or starts[0] != 0 or any(a >= b for a, b in pairwise(starts)):
-            raise ConfigError(
-                f"context_stages is {list(self.context_stages)}; give (first step, context) pairs with ascending steps "
-                "from 0"
-            )
+        check_context_stages(self.context_stages, self.batch_tokens, parts=self.world_size)
         for start, context in self.context_stages:
-            if context < 1 or self.batch_tokens < 1 or self.batch_tokens % (context * self.world_size):
-                raise ConfigError(
-                    f"batch_tokens is {self.batch_tokens}; from step {start} it must be a multiple of "
-                    f"{context * self.world_size} (context {context} x {self.world_size} processes), so that every "
-                    "process gets the same number of complete rows"
-                )
             if len(self._stream) < context + 1:
                 raise DataError(
                     f"{self.shards.folder}: the {self.split} split has {len(self._stream)} tokens, a window takes "
@@ -144,28 +103,17 @@ class Loader:
                 )
             if self.retrieval is None:
                 continue
+            mix, tokenizer = self.retrieval, self.shards.tokenizer
             needed = needle_document_tokens(
-                self.shards.tokenizer,
-                needles=self.retrieval.min_needles,
-                asks=1,
-                digits=self.retrieval.digits,
-                cities=CITIES_SEEN,
+                tokenizer, needles=mix.min_needles, asks=1, digits=mix.digits, cities=CITIES_SEEN
             )
             if needed > context + 1:
                 raise DataError(
-                    f"needle documents are longer than the context: {self.retrieval.min_needles} needles and 1 question "
-                    f"of {self.retrieval.digits} digits take up to {needed} tokens without any corpus text, a row has "
+                    f"needle documents are longer than the context: {mix.min_needles} needles and 1 question "
+                    f"of {mix.digits} digits take up to {needed} tokens without any corpus text, a row has "
                     f"{context + 1} (context {context} from step {start}); lower min_needles or digits, or raise the "
                     "context"
                 )
-
-    def context_tokens(self, step: int) -> int:
-        """Return the context at a step.
-
-        Raises:
-            ConfigError: The step is negative.
-        """
-        return self.context_stages[self._stage(step)][1]
 
     def batch(self, step: int) -> Batch:
         """Return this rank's rows of a step, counted from 0.
@@ -261,18 +209,27 @@ class Loader:
 
     def _retrieval_row(self, stage: int, row: int, context: int) -> list[int]:
         assert self.retrieval is not None
-        return training_document(
-            np.random.default_rng([_FOR_RETRIEVAL, self.seed, stage, row]),
-            self.shards.tokenizer,
-            self._stream,
-            context_tokens=context,
-            min_needles=self.retrieval.min_needles,
-            max_needles=self.retrieval.max_needles,
-            asks=self.retrieval.asks,
-            digits=self.retrieval.digits,
-            dense=self.retrieval.dense,
-            terse=self.retrieval.terse,
+        rng = np.random.default_rng([_FOR_RETRIEVAL, self.seed, stage, row])
+        return training_document(rng, self.shards.tokenizer, self._stream, context_tokens=context, mix=self.retrieval)
+
+
+def check_context_stages(stages: Sequence[tuple[int, int]], batch_tokens: int, *, parts: int) -> None:
+    """Check that stages are in order and that each of the `parts` of a batch has the same number of complete rows.
+
+    Raises:
+        ConfigError: They are not in order, or the batch cannot be divided so.
+    """
+    starts = [start for start, _ in stages]
+    if not starts or starts[0] != 0 or any(a >= b for a, b in pairwise(starts)):
+        raise ConfigError(
+            f"context_stages={list(stages)}: give (first step, context) pairs with ascending steps from 0"
         )
+    for start, context in stages:
+        if context < 1 or batch_tokens < 1 or batch_tokens % (context * parts):
+            raise ConfigError(
+                f"batch_tokens={batch_tokens}: from step {start} it must be a multiple of {context * parts} (context "
+                f"{context} x {parts} parts), so that every part of a batch has the same number of complete rows"
+            )
 
 
 def validation_windows(

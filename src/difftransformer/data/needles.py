@@ -1,7 +1,7 @@
 """Needle documents for multi-needle retrieval of magic numbers (arXiv:2410.05258, section 3.3; the sentence is LWM's).
 
-A document is corpus text, the filler, with needles on lines of their own. Questions follow, which are the beginnings of the same
-sentences:
+A document is corpus text, the filler, with needles on lines of their own. Questions follow, which are the beginnings of the
+same sentences:
 
     <|endoftext|>
     ...corpus text...
@@ -9,12 +9,12 @@ sentences:
     ...corpus text...
     The special magic Lisbon number is:            <- an evaluation prompt ends here; a training row continues
 
-Differences from the sources: Questions are completions, because a base model has no chat format. Training rows ask for several
-needles, which teaches retrieval in far fewer steps than one question per row. An eighth of all numbers is reserved for evaluation
-and never occurs in training needles. Evaluation can use cities that training never names.
+Differences from the sources: Questions are completions, because a base model has no chat format. Training rows ask for
+several needles, which teaches retrieval in far fewer steps than one question per row. An eighth of all numbers is reserved for
+evaluation and never occurs in training needles. Evaluation can use cities that training never names.
 
-Documents are assembled from token pieces, which are encoded once per city. They equal the tokenizer's encoding of the whole text
-around a needle. If a needle has no line end nearby, a corpus token is replaced by one.
+Documents are assembled from token pieces, which are encoded once per city. They equal the tokenizer's encoding of the whole
+text around a needle. If a needle has no line end nearby, a corpus token is replaced by one.
 """
 
 import hashlib
@@ -117,6 +117,36 @@ class NeedleFormat:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RetrievalMix:
+    """Share and composition of needle documents among the training rows.
+
+    Attributes:
+        share: Share of needle documents among all rows, 0 to 1.
+        min_needles: Minimum number of needles in a document.
+        max_needles: Maximum number of needles in a document; fewer if the context is too short.
+        asks: Maximum number of questions at the end of a document that is not dense.
+        digits: Digits of a number, 1 to 9.
+        dense: Share of the documents that fill all remaining space with questions.
+        terse: Share of the documents whose needle sentences are shortened at random, down to city and number.
+    """
+
+    share: float
+    min_needles: int = 1
+    max_needles: int = 4
+    asks: int = 4
+    digits: int = 7
+    dense: float = 0.0
+    terse: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("share", "dense", "terse"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise ConfigError(f"retrieval {name} is {getattr(self, name)}; it must lie between 0 and 1")
+        NeedleFormat(digits=self.digits)
+        check_needles(min_needles=self.min_needles, max_needles=self.max_needles, asks=self.asks, cities=CITIES_SEEN)
+
+
+@dataclass(frozen=True, kw_only=True)
 class NeedleQuestion:
     """An evaluation document, as one prompt per question.
 
@@ -146,18 +176,14 @@ def training_document(
     filler_tokens: Any,
     *,
     context_tokens: int,
-    min_needles: int,
-    max_needles: int,
-    asks: int,
-    digits: int,
-    dense: float = 0.0,
-    terse: float = 0.0,
+    mix: RetrievalMix,
     cities: Sequence[str] = CITIES_SEEN,
 ) -> list[int]:
     """Draw a training row: filler with needles at random places, followed by questions with their answers.
 
-    The number of needles is uniform in min_needles..max_needles, as far as they fit with as many questions. Their cities
-    are distinct and their numbers are not reserved for evaluation. Each question asks for a needle drawn independently.
+    The number of needles is uniform in the range of `mix`, as far as they fit with as many questions. Their cities are
+    distinct and their numbers are not reserved for evaluation. The number of questions is uniform from 1, and each asks for
+    a needle drawn independently.
 
     Args:
         rng: Source of all random draws.
@@ -165,43 +191,35 @@ def training_document(
         filler_tokens: Token ids of the corpus, (N,), an array or a `TokenStream`. It is read from a random place and
             continues at the start after the end.
         context_tokens: Context; the row has one more token, for the last target.
-        min_needles: Minimum number of needles, at least 1.
-        max_needles: Maximum number of needles, at most `len(cities)`; fewer if the context is too short.
-        asks: Maximum number of questions of a document that is not dense, at least 1. Their number is uniform from 1.
-        digits: Digits of a number, 1 to 9.
-        dense: Share of documents that fill all remaining space with questions.
-        terse: Share of documents that use one of the wordings in `TERSE`.
+        mix: Composition of the document.
         cities: Names to draw from.
 
     Returns:
         context_tokens + 1 token ids, which end with the last answer.
 
     Raises:
-        ConfigError: A count, a share or `digits` is out of range.
-        DataError: min_needles and one question do not fit even without filler, or there is no corpus text.
+        ConfigError: There are fewer cities than needles.
+        DataError: The minimum of needles and one question do not fit even without filler, or there is no corpus text.
     """
-    form = NeedleFormat(digits=digits)
-    check_needles(min_needles=min_needles, max_needles=max_needles, asks=asks, cities=cities)
-    for name, share in (("dense", dense), ("terse", terse)):
-        if not 0.0 <= share <= 1.0:
-            raise ConfigError(f"{name} is {share}; it must lie between 0 and 1")
+    form = NeedleFormat(digits=mix.digits)
+    check_needles(min_needles=mix.min_needles, max_needles=mix.max_needles, asks=mix.asks, cities=cities)
     pieces = _pieces(tokenizer)
-    wording = TERSE[int(rng.integers(len(TERSE)))] if rng.random() < terse else FULL
-    chosen = rng.permutation(len(cities))[:max_needles].tolist()
+    wording = TERSE[int(rng.integers(len(TERSE)))] if rng.random() < mix.terse else FULL
+    chosen = rng.permutation(len(cities))[: mix.max_needles].tolist()
     sentences = [
         pieces.stub(cities[index], wording) + pieces.answer(form.draw_training(rng), space=wording.space)
         for index in chosen
     ]
     longest = max(map(len, sentences))
-    most = min(max_needles, max(min_needles, context_tokens // longest // 2))
-    del sentences[int(rng.integers(min_needles, most + 1)) :]
+    most = min(mix.max_needles, max(mix.min_needles, context_tokens // longest // 2))
+    del sentences[int(rng.integers(mix.min_needles, most + 1)) :]
     count = len(sentences)
     room = context_tokens - sum(map(len, sentences))
     if room < longest:
         raise DataError(_too_long(count, 1, context_tokens + 1 - room + longest, context_tokens + 1))
     questions = room // longest
-    if rng.random() >= dense:
-        questions = int(rng.integers(1, min(asks, questions) + 1))
+    if rng.random() >= mix.dense:
+        questions = int(rng.integers(1, min(mix.asks, questions) + 1))
     tail = [token for index in rng.integers(count, size=questions).tolist() for token in sentences[index]]
     filler_length = room - len(tail)
     filler = pieces.filler(rng, filler_tokens, filler_length)
@@ -473,5 +491,6 @@ def _distinct_numbers(rng: np.random.Generator, form: NeedleFormat, count: int) 
 def _too_long(needles: int, asks: int, needed: int, available: int) -> str:
     return (
         f"a needle document is longer than the context: {needles} needles and {asks} questions take {needed} tokens "
-        f"without any corpus text, the context has {available}; use fewer needles or questions, fewer digits, or a longer context"
+        f"without any corpus text, the context has {available}; use fewer needles or questions, fewer digits, or a longer "
+        "context"
     )

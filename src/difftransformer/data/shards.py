@@ -227,9 +227,8 @@ def write_shards(
         file = tokenizer.save(folder / "tokenizer")
         splits: dict[str, SplitManifest] = {}
         for split, documents in zip(SPLITS, (train, validation), strict=True):
-            writer = _SplitWriter(folder, split, np.dtype(dtype), shard_tokens)
             file = folder / f"{split}-*.bin"
-            splits[split] = writer.write(documents, tokenizer)
+            splits[split] = _write_split(folder, split, documents, tokenizer, dtype, shard_tokens)
         manifest = Manifest(
             version=MANIFEST_VERSION,
             source=source,
@@ -256,46 +255,37 @@ def write_shards(
     return manifest
 
 
-class _SplitWriter:
-    """Writer of one split, as files of `shard_tokens` tokens each."""
+def _write_split(
+    folder: Path, split: str, documents: Iterable[Document], tokenizer: Tokenizer, dtype: Dtype, shard_tokens: int
+) -> SplitManifest:
+    """Write a split as files of `shard_tokens` tokens each."""
+    shards: list[ShardFile] = []
 
-    def __init__(self, folder: Path, split: str, dtype: np.dtype[Any], shard_tokens: int) -> None:
-        self.folder, self.split, self.dtype, self.shard_tokens = folder, split, dtype, shard_tokens
-        self.shards: list[ShardFile] = []
-
-    def write(self, documents: Iterable[Document], tokenizer: Tokenizer) -> SplitManifest:
-        count = size = 0
-        pending: list[npt.NDArray[Any]] = []
-        pending_tokens = 0
-        for batch in _batches(documents):
-            count += len(batch)
-            size += sum(len(document.text.encode()) for document in batch)
-            for ids in tokenizer.encode_batch([document.text for document in batch]):
-                pending.append(np.array([*ids, tokenizer.end_of_text], dtype=self.dtype))
-                pending_tokens += len(ids) + 1
-            if pending_tokens >= self.shard_tokens:
-                tokens = np.concatenate(pending)
-                while len(tokens) >= self.shard_tokens:
-                    self._write_shard(tokens[: self.shard_tokens])
-                    tokens = tokens[self.shard_tokens :]
-                pending, pending_tokens = [tokens], len(tokens)
-        if pending_tokens:
-            self._write_shard(np.concatenate(pending))
-        if not count:
-            raise DataError(
-                f"{self.folder}: the {self.split} split has no documents, it needs at least 1; "
-                "give more documents, or another split seed or share"
-            )
-        return SplitManifest(
-            documents=count, tokens=sum(shard.tokens for shard in self.shards), bytes=size, shards=self.shards
-        )
-
-    def _write_shard(self, tokens: npt.NDArray[Any]) -> None:
-        path = self.folder / f"{self.split}-{len(self.shards):05d}.bin"
+    def write(tokens: npt.NDArray[Any]) -> None:
+        path = folder / f"{split}-{len(shards):05d}.bin"
         content = tokens.tobytes()
         with open(path, "wb") as file:
             file.write(content)
-        self.shards.append(ShardFile(file=path.name, tokens=len(tokens), sha256=hashlib.sha256(content).hexdigest()))
+        shards.append(ShardFile(file=path.name, tokens=len(tokens), sha256=hashlib.sha256(content).hexdigest()))
+
+    count = size = 0
+    pending = np.empty(0, dtype)
+    for batch in _batches(documents):
+        count += len(batch)
+        size += sum(len(document.text.encode()) for document in batch)
+        encoded = tokenizer.encode_batch([document.text for document in batch])
+        pending = np.concatenate([pending, *(np.array([*ids, tokenizer.end_of_text], dtype) for ids in encoded)])
+        while len(pending) >= shard_tokens:
+            write(pending[:shard_tokens])
+            pending = pending[shard_tokens:]
+    if len(pending):
+        write(pending)
+    if not count:
+        raise DataError(
+            f"{folder}: the {split} split has no documents, it needs at least 1; "
+            "give more documents, or another split seed or share"
+        )
+    return SplitManifest(documents=count, tokens=sum(shard.tokens for shard in shards), bytes=size, shards=shards)
 
 
 def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:

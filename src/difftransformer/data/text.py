@@ -27,20 +27,10 @@ SOURCES = (
 )
 
 # Tests, bundled wheels, editors and demos are no library sources, or differ between installations.
-_STDLIB_SKIPPED_FOLDERS = frozenset(
-    {
-        "__pycache__",
-        "dist-packages",
-        "ensurepip",
-        "idle_test",
-        "idlelib",
-        "lib-dynload",
-        "site-packages",
-        "test",
-        "tests",
-        "turtledemo",
-    }
-)
+_STDLIB_SKIPPED_FOLDERS = frozenset({
+    "__pycache__", "dist-packages", "ensurepip", "idle_test", "idlelib", "lib-dynload", "site-packages", "test", "tests",
+    "turtledemo",
+})  # fmt: skip
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _RECENT_SECONDS = 2.0  # the coarsest resolution of file times
 

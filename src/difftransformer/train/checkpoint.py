@@ -61,17 +61,11 @@ class CheckpointState:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _FileSum:
-    bytes: int
-    sha256: str
-
-
-@dataclass(frozen=True, kw_only=True)
 class _StateFile(CheckpointState):
     """Contents of state.json."""
 
     version: int
-    files: dict[str, _FileSum]
+    files: dict[str, dict[str, Any]]
 
 
 def checkpoints(run: Path) -> list[Path]:
@@ -218,10 +212,7 @@ def verify_checkpoint(path: Path) -> CheckpointState:
             raise CheckpointError(f"{file}: missing; {_way_out(path)}")
         found = _file_sum(file)
         if found != expected:
-            what = f"{found.bytes} bytes, sha256 {found.sha256}"
-            raise CheckpointError(
-                f"{file}: damaged ({what}; expected {expected.bytes} bytes, sha256 {expected.sha256}); {_way_out(path)}"
-            )
+            raise CheckpointError(f"{file}: damaged (found {found}, expected {expected}); {_way_out(path)}")
     return state
 
 
@@ -269,9 +260,9 @@ def _restore_optimizer(
         }
 
 
-def _file_sum(path: Path) -> _FileSum:
+def _file_sum(path: Path) -> dict[str, Any]:
     with path.open("rb") as file:
-        return _FileSum(bytes=path.stat().st_size, sha256=hashlib.file_digest(file, "sha256").hexdigest())
+        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
 def _flush(path: Path) -> None:

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ..data import RetrievalMix
+from ..data import RetrievalMix, check_context_stages
 from ..errors import ConfigError
 
 
@@ -124,19 +124,9 @@ class TrainingConfig:
         for name in (*counts, "checkpoint_every", "keep_checkpoints"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)}: give at least 1")
-        starts = [start for start, _ in self.context_stages]
         if self.seed < 0:
             raise ConfigError(f"seed={self.seed}: give 0 or more")
-        if not starts or starts[0] != 0 or starts != sorted(set(starts)):
-            raise ConfigError(
-                f"context_stages={self.context_stages}: give [first step, length] pairs, the first at step 0, in rising order"
-            )
-        for _, length in self.context_stages:
-            if length < 1 or self.batch_tokens % (length * self.accumulation):
-                raise ConfigError(
-                    f"batch_tokens={self.batch_tokens} is not a multiple of context {length} x accumulation "
-                    f"{self.accumulation}; every part of a batch holds whole rows"
-                )
+        check_context_stages(self.context_stages, self.batch_tokens, parts=self.accumulation)
 
     @property
     def context_tokens(self) -> int:

@@ -20,8 +20,7 @@ from .checkpoint import CheckpointState, checkpoints, load_checkpoint, save_chec
 from .config import TrainingConfig
 from .lora import add_lora
 from .metrics import METRICS_FILE, Metrics, MetricsLog, StepMetrics, ValidationMetrics
-from .optim import build_optimizer
-from .schedule import learning_rate
+from .optim import build_optimizer, learning_rate
 
 
 class Interrupted(Exception):
@@ -73,15 +72,15 @@ def train(
         The trained model.
 
     Raises:
-        CheckpointError: the newest checkpoint is damaged, or a new one cannot be written.
-        ConfigError: adapters are asked for and cannot be made.
-        DiffTransformerError: the loss or the gradient is not finite any more; nothing is saved after that.
-        Interrupted: after a signal.
+        CheckpointError: The newest checkpoint is damaged, or a new one cannot be written.
+        ConfigError: The adapters do not fit the model, or PEFT is missing.
+        DiffTransformerError: The loss or the gradient is no longer finite. Nothing is saved after that.
+        Interrupted: A signal has stopped the run.
     """
     run.mkdir(parents=True, exist_ok=True)
     model = (build_model(model_config, config.seed) if start is None else start.float()).to(device)
     if config.gradient_checkpointing:
-        # transformers is renaming it, and warns about the old name where it knows the new one.
+        # Newer releases of transformers rename the method and warn about the old name.
         getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
     if config.lora is not None:
         add_lora(model, config.lora, seed=config.seed)

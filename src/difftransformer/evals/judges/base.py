@@ -1,7 +1,7 @@
 """Interface of judges, which decide whether an answer is faithful to its document, and the file of their verdicts.
 
-Each verdict is written to disk at once as a JSON line, under a fingerprint of the judge and of everything it was shown. An answer
-is judged only once, an interrupted run continues, and a person can read the reasons.
+Each verdict is written to disk at once as a JSON line, under a fingerprint of the judge and of everything it was shown. An
+answer is judged only once, an interrupted run continues, and a person can read the reasons.
 """
 
 import hashlib
@@ -80,26 +80,33 @@ def judge_all(
     Raises:
         CheckpointError: The file holds something else.
     """
-    verdicts: list[Judgment | None] = []
+    known: dict[str, Judgment] = {}
+
+    def take(row: Any) -> None:
+        faithful = {"faithful": True, "hallucinated": False}[row["verdict"]]
+        known[row["key"]] = Judgment(faithful=faithful, reasoning=row["reasoning"])
+
+    try:
+        journal = Journal(file, take)
+    except ValueError as line:
+        raise CheckpointError(f"{file}: line {line} is no judgment; name another file with --judgments") from None
     reasons: list[str] = []
-    with Judgments(file) as kept:
-        stopped = False
-        for place, case in enumerate(cases):
+    keys = [fingerprint(judge, case) for case in cases]
+    with journal:
+        for place, (key, case) in enumerate(zip(keys, cases, strict=True)):
             progress(place, len(cases), "judging")
-            key = fingerprint(judge, case)
-            found = kept.known.get(key)
-            if found is None and not stopped:
-                try:
-                    found = judge.judge(case)
-                    kept.add(key, judge, case, found)
-                except Unjudged as reason:
-                    reasons.append(str(reason))
-                except OutOfBudget as reason:
-                    reasons.append(str(reason))
-                    stopped = True
-            verdicts.append(found)
+            if key in known:
+                continue
+            try:
+                known[key] = judge.judge(case)
+                journal.add(_row(key, judge, case, known[key]))
+            except Unjudged as reason:
+                reasons.append(str(reason))
+            except OutOfBudget as reason:
+                reasons.append(str(reason))
+                break
     progress(len(cases), len(cases), "judging")
-    return verdicts, list(dict.fromkeys(reasons))
+    return [known.get(key) for key in keys], list(dict.fromkeys(reasons))
 
 
 def fingerprint(judge: Judge, case: Case) -> str:
@@ -108,43 +115,16 @@ def fingerprint(judge: Judge, case: Case) -> str:
     return hashlib.sha256(json.dumps(seen).encode()).hexdigest()
 
 
-class Judgments:
-    """The file of verdicts. A truncated last line is dropped.
-
-    Raises:
-        CheckpointError: The file is not a file of judgments.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.known: dict[str, Judgment] = {}
-        try:
-            self._journal = Journal(path, self._take)
-        except ValueError as line:
-            raise CheckpointError(f"{path}: line {line} is no judgment; name another file with --judgments") from None
-
-    def __enter__(self) -> "Judgments":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._journal.close()
-
-    def _take(self, row: Any) -> None:
-        verdict = {"faithful": True, "hallucinated": False}[row["verdict"]]
-        self.known[row["key"]] = Judgment(faithful=verdict, reasoning=row["reasoning"])
-
-    def add(self, key: str, judge: Judge, case: Case, verdict: Judgment) -> None:
-        """Write a verdict and flush it to disk."""
-        row = {
-            "set": case.set_name,
-            "item": case.item,
-            "question": case.question,
-            "answer": case.answer,
-            "verdict": "faithful" if verdict.faithful else "hallucinated",
-            "reasoning": verdict.reasoning,
-            "reference": case.reference,
-            "document_begins": case.document[:_DOCUMENT_CHARACTERS],
-            "judge": judge.name,
-            "key": key,
-        }
-        self._journal.add(row)
-        self.known[key] = verdict
+def _row(key: str, judge: Judge, case: Case, verdict: Judgment) -> dict[str, Any]:
+    return {
+        "set": case.set_name,
+        "item": case.item,
+        "question": case.question,
+        "answer": case.answer,
+        "verdict": "faithful" if verdict.faithful else "hallucinated",
+        "reasoning": verdict.reasoning,
+        "reference": case.reference,
+        "document_begins": case.document[:_DOCUMENT_CHARACTERS],
+        "judge": judge.name,
+        "key": key,
+    }
