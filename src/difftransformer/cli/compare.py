@@ -30,8 +30,8 @@ def run(
     folder = Path(out or f"reports/{loaded.name}")
     build.load()  # here, where its line is seen, and not in a run
     try:
-        with training_progress() as progress:
-            comparison = compare(loaded, folder, watch=watch_jobs(progress), say=say)
+        with training_progress() as bars:
+            comparison = compare(loaded, folder, progress=watch_jobs(bars), log=say)
     except Interrupted:
         again = shlex.join(["difftransformer", *sys.argv[1:]])
         console.print(

@@ -10,7 +10,7 @@ from ..results import TaskResult, summary_rows
 from ..studies import evaluate_checkpoint, load_recipe
 from ..studies.evaluation import evaluations_folder
 from ..train import latest_checkpoint
-from ..train.record import RECIPE_FILE
+from ..train.run_summary import RECIPE_FILE
 from .console import console, say
 from .hardware import check_device
 from .progress import evaluation_progress
@@ -35,7 +35,7 @@ def run(
     if recipe is None and not source.exists():
         raise ConfigError(f"{run_folder}: no {RECIPE_FILE} here to say what to evaluate on; pass --recipe FILE")
     loaded = load_recipe(source, set)
-    shards = prepare_shards(loaded.data, say=say)
+    shards = prepare_shards(loaded.data, log=say)
     folder = Path(out) if out else evaluations_folder(checkpoint)
     with evaluation_progress("evaluation") as progress:
         found = evaluate_checkpoint(checkpoint, loaded, shards, folder, device=device, progress=progress, log=say)

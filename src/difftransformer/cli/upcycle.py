@@ -80,8 +80,8 @@ def run(
 def _study(model: str, out: Path, kinds: list[str], train: str, overrides: list[str]) -> int:
     recipe = load_recipe(train, overrides)
     try:
-        with training_progress() as progress:
-            result = upcycling_study(recipe, model, out, to=kinds, watch=watch_jobs(progress), say=say)
+        with training_progress() as bars:
+            result = upcycling_study(recipe, model, out, to=kinds, progress=watch_jobs(bars), log=say)
     except Interrupted:
         again = shlex.join(["difftransformer", *sys.argv[1:]])
         console.print(

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from ..errors import ResultsError
 from ..typed import build
-from .bench import Bench
+from .bench import RENAMED_KEYS, Bench
 from .studies import Comparison, Drift, Study, Upcycling
 from .tasks import TaskResult
 
@@ -76,7 +76,7 @@ def read_document(path: Path | str) -> tuple[str, Any, Any]:
         ResultsError: no such file, or not a results file.
     """
     try:
-        document = json.loads(Path(path).read_text(encoding="utf-8"))
+        document = json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=_with_current_keys)
     except FileNotFoundError:
         raise ResultsError(f"{path}: no such results file; name a results.json that a command wrote") from None
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
@@ -84,3 +84,7 @@ def read_document(path: Path | str) -> tuple[str, Any, Any]:
     if not isinstance(document, dict) or not {"kind", "version", "result"} <= document.keys():
         raise ResultsError(f"{path}: not a results file (no kind, version and result); name one that a command wrote")
     return document["kind"], document["version"], document["result"]
+
+
+def _with_current_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    return {RENAMED_KEYS.get(key, key): value for key, value in pairs}

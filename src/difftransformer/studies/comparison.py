@@ -35,16 +35,16 @@ def compare(
     recipe: Recipe,
     folder: Path,
     *,
-    watch: Callable[[Sequence[Job]], None] = lambda jobs: None,
-    say: Callable[[str], None] = lambda text: None,
+    progress: Callable[[Sequence[Job]], None] = lambda jobs: None,
+    log: Callable[[str], None] = lambda text: None,
 ) -> Comparison:
     """Train, evaluate and compare; write results.json. What is complete in the folder already is not done again.
 
     Args:
         recipe: The recipe.
         folder: Folder for runs/ and results.json.
-        watch: Called again and again with the jobs while they run.
-        say: Called with what is being done.
+        progress: Called again and again with the jobs while they run.
+        log: Called with what is being done.
 
     Raises:
         DiffTransformerError: a run failed, or a task is impossible; its message.
@@ -52,7 +52,7 @@ def compare(
     """
     for attention_type in recipe.compare.models:
         recipe.with_model(attention_type).model_config(vocab_size=1)
-    shards = prepare_shards(recipe.data, say=say)
+    shards = prepare_shards(recipe.data, log=log)
     tasks = draw_tasks(recipe, shards)
     seeds = [recipe.training.seed + index for index in range(recipe.compare.seeds)]
     runs = [
@@ -65,9 +65,9 @@ def compare(
         start_run(place, run)
         label, done = f"{LABELS.get(model, model)}, seed {seed}", is_done(place, run, tasks)
         jobs.append(Job(label=label, folder=place, steps=run.training.steps, threads=threads, done=done))
-    say(f"training {len(jobs)} runs, {recipe.compare.jobs} at a time with {threads} threads each")
-    run_jobs(jobs, at_once=recipe.compare.jobs, watch=watch)
-    say("measuring cost")
+    log(f"training {len(jobs)} runs, {recipe.compare.jobs} at a time with {threads} threads each")
+    run_jobs(jobs, at_once=recipe.compare.jobs, progress=progress)
+    log("measuring cost")
     runs.sort(key=lambda run: recipe.compare.models.index(run[1]))
     results = [run_result(folder, model, run, tasks) for _, model, run in runs]
     comparison = _collect(recipe, shards, seeds, results)

@@ -23,7 +23,7 @@ from ..model import DiffTransformerConfig, DiffTransformerForCausalLM
 from ..model.progress import without_progress_bars
 from ..results import TaskResult
 from ..train import Interrupted, checkpoints, train, verify_checkpoint
-from ..train.record import RECIPE_FILE
+from ..train.run_summary import RECIPE_FILE
 from .evaluation import evaluate_checkpoint, evaluations_folder, forget_evaluations, found_results
 from .recipe import Recipe, load_recipe, recipe_dict, save_recipe
 

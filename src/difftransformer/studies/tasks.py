@@ -11,7 +11,7 @@ from ..evals.task import Task, Watch, unwatched
 from ..evals.tasks import load_task
 from ..evals.texts import Setting
 from ..results import DataIdentity, TaskResult, write_result
-from ..train.record import RECIPE_FILE
+from ..train.run_summary import RECIPE_FILE
 from .environment import command_line, environment, now
 from .opening import OpenedModel
 from .recipe import load_recipe

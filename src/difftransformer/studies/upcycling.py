@@ -32,8 +32,8 @@ def upcycling_study(
     folder: Path,
     *,
     to: Sequence[str],
-    watch: Callable[[Sequence[Job]], None] = lambda jobs: None,
-    say: Callable[[str], None] = lambda text: None,
+    progress: Callable[[Sequence[Job]], None] = lambda jobs: None,
+    log: Callable[[str], None] = lambda text: None,
 ) -> Upcycling:
     """Convert, compare logits, evaluate, train each model on the same batches, evaluate; write results.json.
 
@@ -44,8 +44,8 @@ def upcycling_study(
         source: The pretrained model: a folder, a GGUF file, or owner/name on the hub.
         folder: Folder for models/, runs/ and results.json.
         to: Attention types besides the plain one, which is always trained too.
-        watch: Called again and again with the jobs while they run.
-        say: Called with what is being done.
+        progress: Called again and again with the jobs while they run.
+        log: Called with what is being done.
 
     Raises:
         DiffTransformerError: the source cannot be converted, or a run failed; its message.
@@ -58,19 +58,19 @@ def upcycling_study(
     with source_folder(source) as pretrained:
         for name, place in models.items():
             if not place.exists():
-                say(f"making {name}")
+                log(f"making {name}")
                 upcycle_folder(pretrained, place, to=name)
         recipe = dataclasses.replace(
             recipe, start_from=str(models[PLAIN]), data=dataclasses.replace(recipe.data, tokenizer=str(models[PLAIN]))
         )
-        shards = prepare_shards(recipe.data, say=say)
+        shards = prepare_shards(recipe.data, log=log)
         tasks = draw_tasks(recipe, shards)
         drift = {}
         for name, place in models.items():
-            say(f"comparing the logits of {name} with the source's")
+            log(f"comparing the logits of {name} with the source's")
             drift[name] = _drift(pretrained, place, folder / "drift" / f"{name}.json", shards)
-    say("evaluating before training")
-    before = evaluate_checkpoint(models[PLAIN], recipe, shards, folder / BEFORE, log=say)
+    log("evaluating before training")
+    before = evaluate_checkpoint(models[PLAIN], recipe, shards, folder / BEFORE, log=log)
     runs = {name: dataclasses.replace(recipe, start_from=str(place)) for name, place in models.items()}
     jobs = []
     for name, run in runs.items():
@@ -79,8 +79,8 @@ def upcycling_study(
         threads = max(1, torch.get_num_threads() // recipe.compare.jobs)
         done = is_done(at, run, tasks)
         jobs.append(Job(label=LABELS[name], folder=at, steps=recipe.training.steps, threads=threads, done=done))
-    say(f"training {len(jobs)} models, {recipe.compare.jobs} at a time")
-    run_jobs(jobs, at_once=recipe.compare.jobs, watch=watch)
+    log(f"training {len(jobs)} models, {recipe.compare.jobs} at a time")
+    run_jobs(jobs, at_once=recipe.compare.jobs, progress=progress)
     ends = [run_result(folder, name, run, tasks) for name, run in runs.items()]
     result = _collect(recipe, source, folder, models, ends, drift, before)
     write_result(result, folder / RESULTS_FILE)
