@@ -9,8 +9,8 @@ import pytest
 from test_icl import Reader, figures, truth
 
 from difftransformer.errors import ConfigError, EvaluationError
-from difftransformer.evals.runner import run_task
-from difftransformer.evals.tasks.order import Options, binomial_margin, make
+from difftransformer.evals.engine import run_task
+from difftransformer.evals.tasks.order import Options, OrderTask, binomial_margin
 
 LABELS = ("a", "b", "c")
 ASKED = {"a": 6, "b": 3, "c": 1}  # how many test items a class has, all of them asked
@@ -39,7 +39,7 @@ def shown_labels(prompt):
 
 def evaluate(choose, **options):
     model = Reader(choose, LABELS)
-    task = make(Options(**options), model)
+    task = OrderTask(Options(**options), model)
     return task, run_task(model, task)
 
 
@@ -113,7 +113,7 @@ def test_a_model_that_is_right_behind_one_class_alone(files):
 @pytest.mark.parametrize("form", ["random", "alternating"])
 def test_orders_of_the_same_demonstrations(form, files):
     model = Reader(truth, LABELS)
-    task = make(Options(**files, shots=4, format=form), model)
+    task = OrderTask(Options(**files, shots=4, format=form), model)
     assert len(task.requests) == 10 * {"random": 10, "alternating": 30}[form]
     prompts = first_prompts(task, model.tokenizer)
     blocks = [tuple(prompt.removeprefix("<|endoftext|>").split("\n==\n")[:-1]) for prompt in prompts]
@@ -142,7 +142,7 @@ def test_the_floor_is_exact():
 
 def test_what_fits(files):
     def task(context_tokens, **options):
-        return make(Options(**files | options), Reader(truth, LABELS, context_tokens))
+        return OrderTask(Options(**files | options), Reader(truth, LABELS, context_tokens))
 
     longest = max(len(request.prompt) + 3 for request in task(10**6, shots=4, orders=2).requests)
     assert task(10**6).at == {"format": "random", "shots": 8, "demonstrations": 24}

@@ -3,7 +3,8 @@
 import pytest
 from task_results import task_result
 
-from difftransformer.report.tasks import draw_task, icl, order
+from difftransformer.evals.tasks import icl, order
+from difftransformer.report.tasks import draw_task
 from difftransformer.results import ItemScore, Measurement
 
 

@@ -1,18 +1,18 @@
-"""Evaluations: validation loss, multi-needle retrieval, attention allocation; tasks of lm-eval."""
+"""Evaluations: tasks, the models that answer them, probes of a model's inside, judges, and the engine that runs a task."""
 
 from .._lazy import lazy_names
 
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
-        ".tasks.allocation": ("evaluate_allocation",),
         ".config": ("AllocationConfig", "EvaluationConfig", "NeedleConfig", "NllConfig"),
-        ".lm_harness": ("run_harness",),
-        ".language_model": ("CausalLanguageModel",),
+        ".engine": ("Task", "run_task"),
+        ".models.causal": ("CausalLanguageModel",),
+        ".registry": ("TaskKind", "register"),
+        ".requests": ("LanguageModel",),
+        ".run": ("EvaluationResults", "check_evaluation", "evaluate"),
+        ".tasks.allocation": ("evaluate_allocation",),
         ".tasks.needle": ("evaluate_needle",),
         ".tasks.perplexity": ("evaluate_nll",),
-        ".runner": ("run_task",),
-        ".task": ("LanguageModel",),
-        ".run": ("EvaluationResults", "check_evaluation", "evaluate"),
     },
 )

@@ -8,6 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
+from difftransformer.plots.style import INK, STYLE, WIDTH_INCHES, Drawing, finish, legend_above
 from difftransformer.report.bench import (
     BASE,
     LOOKS,
@@ -23,7 +24,6 @@ from difftransformer.report.bench import (
     places_of,
     row_of,
 )
-from difftransformer.report.figures import _STYLE, INK, WIDTH_INCHES, Drawing, _finish, _legend_above
 from difftransformer.results import Bench
 
 _ROW_INCHES = 0.36
@@ -71,7 +71,7 @@ def draw_attention(bench: Bench, png: bool = False) -> Drawing | None:
     }
     heights = [1 + len(rows[mode]) for mode in modes]
     row_inches = max(_ROW_INCHES, _MARKER_INCHES * len(names))
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         figure = Figure(
             figsize=(WIDTH_INCHES, row_inches * sum(heights) + 0.75 * len(modes) + 0.8), layout="constrained"
         )
@@ -87,8 +87,8 @@ def draw_attention(bench: Bench, png: bool = False) -> Drawing | None:
             axes[down, 0].set_ylabel(SHAPE if columns[0][1] is None else "n")
         for ax in axes[-1]:
             ax.set_xlabel(_RATIO_AXIS.format(BASE))
-        _legend_above(figure, [_handle(name, LOOKS) for name in names])
-        return _finish("attention", "Time of attention", _caption(bench), figure, png)
+        legend_above(figure, [_handle(name, LOOKS) for name in names])
+        return finish("attention", "Time of attention", _caption(bench), figure, png)
 
 
 def _caption(bench: Bench) -> str:
@@ -208,7 +208,7 @@ def _draw_panels(
     }
     names = sorted({one for series in panels_.values() for one in series}, key=list(looks).index)
     height = _ROW_INCHES * max(map(len, rows.values())) * lines + 0.75 * lines + 0.8
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(WIDTH_INCHES, height), layout="constrained")
         axes = figure.subplots(lines, columns, squeeze=False, sharex=True)
         for ax, (panel, series) in zip(axes.flat, panels_.items(), strict=True):
@@ -221,5 +221,5 @@ def _draw_panels(
             _dress_axis(ax, panel, rows[panel])
         for ax in axes[-1]:
             ax.set_xlabel(_RATIO_AXIS.format(base))
-        _legend_above(figure, [_handle(one, looks) for one in names])
-        return _finish(name, title, caption, figure, png)
+        legend_above(figure, [_handle(one, looks) for one in names])
+        return finish(name, title, caption, figure, png)

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ...errors import CheckpointError
-from ..journal import Journal
-from ..task import Watch, unwatched
+from ..engine import Progress, no_progress
+from ..journal import DamagedJournal, Journal
 
 _DOCUMENT_CHARACTERS = 400
 
@@ -70,7 +70,7 @@ class Judge(Protocol):
 
 
 def judge_all(
-    judge: Judge, cases: Sequence[Case], file: Path, watch: Watch = unwatched
+    judge: Judge, cases: Sequence[Case], file: Path, progress: Progress = no_progress
 ) -> tuple[list[Judgment | None], list[str]]:
     """A verdict on every case, from the file where it is there; None where there is none, with the reasons.
 
@@ -82,7 +82,7 @@ def judge_all(
     with Judgments(file) as kept:
         stopped = False
         for place, case in enumerate(cases):
-            watch(place, len(cases), "judging")
+            progress(place, len(cases), "judging")
             key = fingerprint(judge, case)
             found = kept.known.get(key)
             if found is None and not stopped:
@@ -95,7 +95,7 @@ def judge_all(
                     reasons.append(str(reason))
                     stopped = True
             verdicts.append(found)
-    watch(len(cases), len(cases), "judging")
+    progress(len(cases), len(cases), "judging")
     return verdicts, list(dict.fromkeys(reasons))
 
 
@@ -116,8 +116,10 @@ class Judgments:
         self.known: dict[str, Judgment] = {}
         try:
             self._journal = Journal(path, self._take)
-        except ValueError as line:
-            raise CheckpointError(f"{path}: line {line} is no judgment; name another file with --judgments") from None
+        except DamagedJournal as damage:
+            raise CheckpointError(
+                f"{path}: line {damage.line} is no judgment; name another file with --judgments"
+            ) from None
 
     def __enter__(self) -> "Judgments":
         return self

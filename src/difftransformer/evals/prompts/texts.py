@@ -1,28 +1,28 @@
-"""Text of any source as one stream of a model's tokens."""
+"""A text from any source as one stream of a model's tokens."""
 
 import numpy as np
 import numpy.typing as npt
 
-from ..data import Tokenizer, read_documents
-from ..errors import DataError
+from ...data import Tokenizer, read_documents
+from ...errors import DataError
 
 HAYSTACK_TOKENS = 2**20
-"""Of a text in which needles are hidden: more than any one document takes, and read in seconds."""
+"""Tokens of the text in which needles are hidden: more than one document takes, and read within seconds."""
 
 
 def token_stream(
     tokenizer: Tokenizer, source: str, at_least: int = 0, *, enough: int | None = None
 ) -> npt.NDArray[np.int64]:
-    """The first documents of a source behind one another, each followed by the end of text.
+    """Concatenate the first documents of a source, each followed by the end-of-text token.
 
     Args:
-        tokenizer: Of the model.
-        source: What `read_documents` takes.
-        at_least: Tokens that are needed.
-        enough: Stop when there are so many; None takes all.
+        tokenizer: The model's tokenizer.
+        source: A source that `read_documents` accepts.
+        at_least: Number of tokens that are needed.
+        enough: Number of tokens after which to stop; None reads the whole source.
 
     Raises:
-        DataError: the source cannot be read, or has fewer tokens.
+        DataError: The source cannot be read, or has fewer tokens.
     """
     parts, count = [], 0
     for document in read_documents(source):
