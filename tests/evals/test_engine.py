@@ -3,13 +3,13 @@
 import json
 
 import pytest
-from fakes import TensorModel
 
 from difftransformer.errors import CheckpointError, EvaluationError
 from difftransformer.evals.engine import Scores, Task, run_task
 from difftransformer.evals.requests import Choice, Loss, requests_sha256
 from difftransformer.evals.tasks.quantized import Quantized
 from difftransformer.results import Measurement
+from tests.support.fakes import TensorModel
 
 
 class Counting(Task):

@@ -1,4 +1,4 @@
-"""A task defined in this file runs by `eval` and in a suite, resumes, and has its picture and its table; no other file knows it."""
+"""A task defined in this file runs by `eval` and in a suite, resumes, and has its picture and table; no other file knows it."""
 
 import csv
 import subprocess
@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import pytest
 import yaml
-from answering import tiny_model
 from matplotlib.figure import Figure
 
 from difftransformer.cli.main import main
@@ -23,6 +22,7 @@ from difftransformer.evals.scores import proportion
 from difftransformer.plots.bars import bars
 from difftransformer.plots.curves import select
 from difftransformer.results import ItemScore, TaskResult, read_result
+from tests.support.answering import tiny_model
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,6 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from fakes import Oracle
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from difftransformer import DiffTransformerConfig, DiffTransformerForCausalLM
@@ -15,6 +14,7 @@ from difftransformer.evals.models.quantized import quantized_logits
 from difftransformer.evals.requests import Continuation, Loss, answers_to
 from difftransformer.evals.tasks.quantized import Options, QuantizedTask
 from difftransformer.ops.reference import watching_logits
+from tests.support.fakes import Oracle
 
 SIZES = {"vocab_size": 258, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 SIZES |= {"max_position_embeddings": 64, "initializer_range": 0.3}

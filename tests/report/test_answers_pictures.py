@@ -3,11 +3,11 @@
 from dataclasses import replace
 
 import pytest
-from task_results import task_result
 
 from difftransformer.evals.tasks import hallucination, math, recall
 from difftransformer.report.tasks import draw_task
 from difftransformer.results import Measurement
+from tests.support.task_results import task_result
 
 
 def share(name, value, n=100, **at):

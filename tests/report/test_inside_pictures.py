@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 from matplotlib.figure import Figure
-from task_results import task_result
 
 from difftransformer.evals.tasks import allocation, maps, outliers, quantized
 from difftransformer.report.tasks import draw_task, measurement_table
 from difftransformer.results import Grid, Measurement
+from tests.support.task_results import task_result
 
 
 def measured(name, value, **at):
