@@ -15,7 +15,7 @@ import torch
 import yaml
 
 from difftransformer import DiffTransformerForCausalLM, __version__
-from difftransformer.cli.main import VERBS, main, module_name
+from difftransformer.cli.main import main, module_name, verbs
 from difftransformer.results import VERSIONS, TaskResult, read_result
 from difftransformer.train import checkpoints
 
@@ -59,10 +59,10 @@ def test_help(capsys):
     for words in ([], ["--help"], ["-h"], ["help"]):
         assert main(words) == 0
         text = capsys.readouterr().out
-        assert all(re.search(rf"^  {verb} +\w", text, re.MULTILINE) for verb in VERBS)
+        assert all(re.search(rf"^  {verb} +\w", text, re.MULTILINE) for verb in verbs())
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("verb", verbs())
 def test_help_of_every_verb_shows_its_arguments(verb, capsys):
     """Every parameter of the verb's function is offered, a task adds options of its own, and each argument is described."""
     with pytest.raises(SystemExit) as done:

@@ -10,7 +10,7 @@ import yaml
 from difftransformer import DiffTransformerConfig
 from difftransformer.cli.main import main
 from difftransformer.data.tokenizer import byte_tokenizer
-from difftransformer.evals.language_model import CausalLanguageModel
+from difftransformer.evals.models.causal import CausalLanguageModel
 from difftransformer.results import TaskResult, read_result
 from difftransformer.studies import suite as suites
 from difftransformer.train import build_model

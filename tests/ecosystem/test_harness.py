@@ -12,8 +12,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from difftransformer.cli.main import main
 from difftransformer.data.tokenizer import byte_tokenizer
-from difftransformer.evals.lm_harness import run_harness
-from difftransformer.evals.task import Harness
+from difftransformer.evals.tasks.harness import Harness, run_harness
 from difftransformer.results import TaskResult, read_result
 from tests.support.tiny_folders import logits, saved, stock
 

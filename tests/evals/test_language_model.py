@@ -4,13 +4,13 @@ from itertools import pairwise
 
 import pytest
 import torch
+from difftransformer.evals.prefix import PrefixCache
+from difftransformer.evals.task import Choice, Continuation, LastRow, Loss, answers_to
 from transformers.cache_utils import DynamicLayer
 
 from difftransformer import DiffTransformerConfig
 from difftransformer.errors import EvaluationError
 from difftransformer.evals import CausalLanguageModel, language_model, prefix
-from difftransformer.evals.prefix import PrefixCache
-from difftransformer.evals.task import Choice, Continuation, LastRow, Loss, answers_to
 from difftransformer.train import build_model
 
 

@@ -27,22 +27,22 @@ def run(
     batch_tokens: int = 16_384,
     accelerate: bool = True,
 ) -> int:
-    """Run a set of experiments on one or more models and write one report.
+    """Run several tasks on one or more models and write one report.
 
     Args:
         models: Runs, checkpoints, folders of saved models, .gguf files, or owner/name on the hub.
-        preset: quick, paper, or a YAML file of your own.
-        out: Folder for results and index.html. A suite that was stopped goes on there.
+        preset: quick, paper, or your own YAML file.
+        out: Folder for results and index.html. An interrupted suite continues there.
         device: cpu or cuda.
-        dtype: Of the weights; auto is what they were saved in.
-        batch_tokens: Most tokens of rows side by side.
-        accelerate: Whether other models' attention goes through this package's kernels, where these can say it.
+        dtype: Dtype of the weights; auto keeps the one in which they were saved.
+        batch_tokens: Maximum number of tokens of a batch.
+        accelerate: Whether to compute the attention of other models with this package's kernels, where these support it.
     """
     check_device(device)
     if batch_tokens < 1:
         raise ConfigError(f"--batch_tokens {batch_tokens}: give at least 1")
     if len(set(models)) < len(models):
-        raise ConfigError("a model was named twice; name each once")
+        raise ConfigError("a model is given twice; give each model once")
     suite, folder = load_suite(preset), Path(out)
     try:
         found, missing = run_suite(
@@ -53,8 +53,8 @@ def run(
             dtype=dtype,
             batch_tokens=batch_tokens,
             accelerated=accelerate,
-            progress=evaluation_progress,
-            say=say,
+            progress_bar=evaluation_progress,
+            log=say,
         )
     except KeyboardInterrupt:
         say(f"Stopped; every answer is saved. Go on with: {shlex.join(['difftransformer', *sys.argv[1:]])}")

@@ -14,7 +14,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from ..evals.task import Watch
+from ..evals.engine import Progress as Callback
 from ..studies import Job
 from ..train.metrics import Metrics, StepMetrics
 from .console import console
@@ -78,9 +78,11 @@ def watch_steps(progress: Progress, label: str, steps: int) -> Callable[[Metrics
 
 
 @contextmanager
-def evaluation_progress(label: str) -> Iterator[Watch]:
-    """A bar over the tokens that an evaluation shows the model, and one for each later stage; without a terminal, lines at
-    every tenth of the way."""
+def evaluation_progress(label: str) -> Iterator[Callback]:
+    """Show a bar over the tokens that an evaluation shows the model, and one for each later stage.
+
+    Without a terminal, print a line at every tenth of the way.
+    """
     with Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -94,7 +96,7 @@ def evaluation_progress(label: str) -> Iterator[Watch]:
         printed: dict[str, int] = {}
         began = time.monotonic()
 
-        def watch(done: int, total: int, stage: str = "") -> None:
+        def update(done: int, total: int, stage: str = "") -> None:
             title = f"{label}, {stage}" if stage else label
             if stage not in bars:
                 bars[stage] = progress.add_task(title, total=total)
@@ -104,4 +106,4 @@ def evaluation_progress(label: str) -> Iterator[Watch]:
                 printed[stage] = part
                 console.print(f"{title}: {100 * done // total} % after {time.monotonic() - began:.0f} s")
 
-        yield watch
+        yield update

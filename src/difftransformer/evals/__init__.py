@@ -1,14 +1,14 @@
-"""Evaluations: validation loss, multi-needle retrieval, attention allocation; tasks of lm-eval."""
+"""Evaluations: tasks, the models that answer them, probes of a model's inside, judges, and the engine that runs a task."""
 
 from .._lazy import lazy_names
 
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
-        ".lm_harness": ("run_harness",),
-        ".language_model": ("CausalLanguageModel",),
-        ".runner": ("run_task",),
-        ".task": ("LanguageModel",),
-        ".texts": ("Setting",),
+        ".engine": ("Task", "run_task"),
+        ".models.causal": ("CausalLanguageModel",),
+        ".registry": ("TaskKind", "register"),
+        ".prompts.texts": ("Setting",),
+        ".requests": ("LanguageModel",),
     },
 )

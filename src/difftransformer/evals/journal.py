@@ -1,4 +1,4 @@
-"""A file that grows by a line of JSON at a time and survives whatever stops its writer."""
+"""A file that grows by one line of JSON at a time and survives an interruption of its writer."""
 
 import json
 import os
@@ -8,18 +8,30 @@ from pathlib import Path
 from typing import Any
 
 
-class Journal:
-    """Rows on disk, in the order in which they came.
+class DamagedJournal(Exception):
+    """A line of a journal that its reader does not accept.
 
-    A last line that a kill cut short is dropped when the file is opened again.
+    Attributes:
+        line: Number of the line, from 1.
+    """
+
+    def __init__(self, line: int) -> None:
+        super().__init__(f"line {line} is not a row of this journal")
+        self.line = line
+
+
+class Journal:
+    """Rows on disk, in the order in which they were added.
+
+    An incomplete last line, left by a killed writer, is dropped when the file is opened again.
 
     Args:
-        path: The file; made with its folder if it is missing.
-        take: Called with each row that is there; it raises KeyError, TypeError or ValueError for one that it does not know.
-        sync_seconds: Rows survive the process at once, and a loss of power after at most so long (0: at once).
+        path: The file; created with its folder if it is missing.
+        take: Called with each existing row; it raises KeyError, TypeError or ValueError for one that it does not accept.
+        sync_seconds: Rows survive the end of the process at once, and a loss of power after this many seconds.
 
     Raises:
-        ValueError: a whole line is no row that `take` knows; its number.
+        DamagedJournal: A complete line is not a row that `take` accepts.
     """
 
     def __init__(self, path: Path, take: Callable[[Any], None], *, sync_seconds: float = 0.0) -> None:
@@ -32,7 +44,7 @@ class Journal:
                 try:
                     take(json.loads(line))
                 except (KeyError, TypeError, ValueError):
-                    raise ValueError(number) from None
+                    raise DamagedJournal(number) from None
                 whole += len(line)
             os.truncate(path, whole)
         self._file = open(path, "ab")  # noqa: SIM115 - closed by close()

@@ -1,6 +1,7 @@
 """Grouped bars with intervals: a group for each place, a bar for each model."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
@@ -35,7 +36,7 @@ def bars(
     patches = []
     for index, (result, label) in enumerate(zip(results, labels(results), strict=True)):
         hatch = _HATCHES[index % len(_HATCHES)]
-        look = {"alpha": 0.75, "hatch": hatch, "edgecolor": "white", "linewidth": 0}
+        look: dict[str, Any] = {"alpha": 0.75, "hatch": hatch, "edgecolor": "white", "linewidth": 0}
         patches.append(Patch(facecolor=colour_of(index), **look, label=label))
         for place, group in enumerate(groups):
             for row in find(result, group)[:1]:
@@ -44,7 +45,7 @@ def bars(
                 ax.bar(x, row.value, 0.92 * width, color=colour_of(index), **look)
                 ax.plot([x, x], [low, high], color=INK, linewidth=1.3, solid_capstyle="butt")
                 value = f"{row.value:{form}}"
-                above = {"textcoords": "offset points", "ha": "center", "va": "bottom"}
+                above: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "va": "bottom"}
                 ax.annotate(value, (x, high), (0, 2), fontsize=size, **above)
     ax.set_xticks(range(len(groups)), groups)
     ax.set_xlim(-0.6, len(groups) - 0.4)

@@ -1,7 +1,7 @@
 """Colours, marks and sizes of every figure, drawn by matplotlib's object interface: no display, no pyplot, no global state.
 
-The same results give the same bytes. The colours are from Okabe and Ito's palette for colour-blind readers. Each model keeps its
-colour, marker and dash in every figure, so that a grey print can be read too.
+The same results give the same bytes. The colours are from Okabe and Ito's palette for colour-blind readers. Each model keeps
+its colour, marker and dash in every figure, so that a grey print can be read too.
 """
 
 import io

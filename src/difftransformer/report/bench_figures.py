@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
+from difftransformer.plots.style import INK, STYLE, WIDTH_INCHES, Drawing, finish, legend_above
 from difftransformer.report.bench import (
     BASE,
     LOOKS,
@@ -26,7 +27,6 @@ from difftransformer.report.bench import (
     place_of,
     row_of,
 )
-from difftransformer.plots.style import STYLE, INK, WIDTH_INCHES, Drawing, finish, legend_above
 from difftransformer.results import Bench, Timing
 
 _ROW_INCHES = 0.36

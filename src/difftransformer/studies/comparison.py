@@ -8,7 +8,7 @@ import torch
 
 from ..bench import measure_costs
 from ..data import Shards, byte_bigram_bits_per_byte, prepare_shards
-from ..evals.task import Task
+from ..evals.engine import Task
 from ..model import DiffTransformerConfig, count
 from ..report.metrics import compare_metrics
 from ..results import BaselineNll, Comparison, Curve, ModelSummary, RunResult, write_result

@@ -7,11 +7,11 @@ from pathlib import Path
 
 from ..data import Shards, validation_windows
 from ..errors import ConfigError, ResultsError
-from ..evals.language_model import UNBOUNDED
-from ..evals.runner import requests_sha256
-from ..evals.task import Task, Watch, unwatched
-from ..evals.tasks import load_task
-from ..evals.texts import Setting
+from ..evals.engine import Progress, Task, no_progress
+from ..evals.models.causal import UNBOUNDED
+from ..evals.prompts.texts import Setting
+from ..evals.requests import requests_sha256
+from ..evals.tasks import task_kind
 from ..results import TaskResult, read_result
 from .opening import opened_model
 from .recipe import Recipe
@@ -33,7 +33,7 @@ def draw_tasks(recipe: Recipe, shards: Shards) -> dict[str, Task]:
         context_tokens=recipe.training.context_tokens,
         validation=lambda: shards.tokens("validation"),
     )
-    return {spec.name: load_task(spec.task, spec.built(), setting) for spec in recipe.evaluation}
+    return {spec.name: task_kind(spec.task).make(spec.built(), setting) for spec in recipe.evaluation}
 
 
 def evaluate_checkpoint(
@@ -43,7 +43,7 @@ def evaluate_checkpoint(
     folder: Path,
     *,
     device: str = "cpu",
-    progress: Watch = unwatched,
+    progress: Progress = no_progress,
     log: Callable[[str], None] = lambda text: None,
 ) -> dict[str, TaskResult]:
     """Ask a model the recipe's tasks; those whose results are in the folder already are not asked again.
@@ -86,7 +86,7 @@ def evaluate_checkpoint(
                 log(f"{spec.name}: evaluating")
                 found[spec.name] = evaluate_task(
                     spec.task, spec.built(), opened, folder, task=tasks[spec.name], label=spec.name, device=device,
-                    watch=progress,
+                    progress=progress,
                 )  # fmt: skip
                 # The answers have served; other options may follow in the same folder.
                 (folder / f"{spec.name}.answers.jsonl").unlink()

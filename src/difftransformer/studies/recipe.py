@@ -13,7 +13,7 @@ import yaml
 
 from ..data import DataConfig
 from ..errors import ConfigError, DataError
-from ..evals.tasks import TASKS, options_class
+from ..evals.tasks import task_kind
 from ..model import DiffTransformerConfig, preset
 from ..results import write_text_atomically
 from ..train import TrainingConfig
@@ -27,7 +27,7 @@ class TaskSpec:
     """A task with its options, in a recipe or a suite.
 
     Attributes:
-        task: One of `evals.tasks.TASKS`.
+        task: Name of the task.
         label: Name in the report and of its files; the task's name by default.
         options: Fields of the task's Options; the others keep their defaults.
     """
@@ -47,9 +47,11 @@ class TaskSpec:
         Raises:
             ConfigError: no such task, or options that it does not take.
         """
-        if self.task not in TASKS:
-            raise ConfigError(f"{self.name}: no task {self.task!r}; choose one of {', '.join(TASKS)}")
-        return build(options_class(self.task), self.options, source="", key=self.name, error=ConfigError)
+        try:
+            cls = task_kind(self.task).options
+        except ConfigError as error:
+            raise ConfigError(f"{self.name}: {error}") from None
+        return build(cls, self.options, source="", key=self.name, error=ConfigError)
 
 
 def check_specs(specs: Sequence[TaskSpec]) -> None:

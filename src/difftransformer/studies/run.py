@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 
 from ..data import Shards, prepare_shards
 from ..errors import CheckpointError, ConfigError, DiffTransformerError
-from ..evals.task import Task
+from ..evals.engine import Task
 from ..model import DiffTransformerConfig, DiffTransformerForCausalLM
 from ..model.progress import without_progress_bars
 from ..results import TaskResult

@@ -1,4 +1,6 @@
-"""Attention allocation (arXiv:2410.05258 Figure 1 and Table 3): where does the last prompt token look?
+"""Where attention goes: answer, other context, first token and query, by the depth of the answer.
+
+This is arXiv:2410.05258 Figure 1 and Table 3: where does the last prompt token look?
 
 The paper gives its formula as an image only; its authors say that scores are averaged over heads and layers. A
 differential map has negative weights, so a share can be meant in three ways, and all are reported. For each document the
@@ -16,15 +18,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
 
 from ...data import NeedleQuestion
 from ...errors import ConfigError
-from ...results import Form, Grid, ItemScore, Measurement, Segment
-from ..haystack import Kind, check_documents, draw_documents
+from ...plots.curves import labels, select
+from ...plots.style import ACCURACY_COLOURS, COLOURS, INK, WIDTH_INCHES, legend_above
+from ...results import Form, Grid, ItemScore, Measurement, Segment, TaskResult
+from ..engine import Scores
+from ..probes import FORMS, LastRow, ProbeTask
+from ..prompts.haystack import Kind, check_documents, draw_documents
+from ..prompts.texts import HAYSTACK_TOKENS, VALIDATION, Setting, token_stream
+from ..registry import TaskKind, register
 from ..scores import details, mean
-from ..segments import FORMS
-from ..task import LastRow, Scores
-from ..texts import HAYSTACK_TOKENS, VALIDATION, Setting, token_stream
 
 SEGMENTS: tuple[Segment, ...] = ("first", "before", "answer", "after", "query")
 
@@ -99,8 +108,8 @@ class Options:
         check_documents(self.depths, self.documents, self.digits, self.seed)
 
 
-class AllocationTask:
-    """Needle documents, and where each prompt's last token looks. See `Task`."""
+class AllocationTask(ProbeTask):
+    """Needle documents, and where each prompt's last token looks."""
 
     def __init__(self, options: Options, setting: Setting) -> None:
         self.options, self.data_name, self.choices = options, options.text, _choices(options)
@@ -184,10 +193,96 @@ def _by_head(answers: Sequence[Any], depth: float) -> list[Grid]:
     return grids
 
 
-def make(options: Options, setting: Setting) -> AllocationTask:
-    """Return the task for a model. See `AllocationTask`.
+_SEGMENT_WORDS = {
+    "first": "first token",
+    "before": "context before",
+    "answer": "answer",
+    "after": "context after",
+    "query": "query",
+}
+_SEGMENT_COLOURS = dict(zip(SEGMENTS, (COLOURS[4], "#8c8c8c", COLOURS[0], "#c9c9c9", COLOURS[2]), strict=True))
+_BARS = ("signed", "absolute")
+_ROW_INCHES = 3.2
 
-    Raises:
-        DataError: needles and question do not fit into the length, or the text cannot be read.
-    """
-    return AllocationTask(options, setting)
+
+def draw(results: Sequence[TaskResult]) -> tuple[str, str, Figure]:
+    """Draw a row for each model: bars of signed and of absolute weights, and a heat map of the heads if it was kept."""
+    grids = [_grid(result) for result in results]
+    columns = 3 if any(grids) else 2
+    figure = Figure(figsize=(WIDTH_INCHES, _ROW_INCHES * len(results) + 0.6), layout="constrained")
+    widths = (1, 1, 0.9)[:columns]
+    axes = figure.subplots(len(results), columns, squeeze=False, gridspec_kw={"width_ratios": widths})
+    top = max((value for grid in grids if grid for row in grid.values for value in row), default=1.0)
+    image: Any = None
+    for line, result, label, grid in zip(axes, results, labels(results), grids, strict=True):
+        for ax, form in zip(line, _BARS, strict=False):
+            _bars(ax, result, form)
+            ax.set_title(f"{label}: {form}", loc="left")
+        line[0].set_ylabel("share of attention")
+        if grid:
+            image = _heads(line[2], grid, top)
+            line[2].set_title(f"{label}: answer, by head", loc="left")
+        elif columns == 3:
+            line[2].set_visible(False)
+    for ax in axes[-1, :2]:
+        ax.set_xlabel("depth of the answer")
+    options, first = results[0].options, next((grid for grid in grids if grid), None)
+    caption = (
+        f"Where the last prompt token looks, over all heads and layers, mean of {options['documents']} documents with "
+        f"{options['needles']} needles. Signed weights of both signs cancel inside a segment, absolute ones do not; for "
+        "softmax attention both are the same."
+    )
+    if first:
+        axes[-1, 2].set_xlabel("head")
+        figure.colorbar(image, ax=list(axes[:, 2]), label="share of |weights|", fraction=0.06, pad=0.02, aspect=30)
+        depth = _percent(first.at["depth"])
+        caption += f" Right: the answer's share of |weights| in each head, answer at {depth}."
+    legend_above(figure, [Patch(color=_SEGMENT_COLOURS[s], label=_SEGMENT_WORDS[s]) for s in SEGMENTS])
+    return "Attention allocation", caption, figure
+
+
+def _bars(ax: Axes, result: TaskResult, form: str) -> None:
+    rows = select(result, "attention share", form=form)
+    depths = sorted({row.at["depth"] for row in rows})
+    ends = {1: np.zeros(len(depths)), -1: np.zeros(len(depths))}
+    for segment in SEGMENTS:
+        found = {row.at["depth"]: row.value for row in rows if row.at["segment"] == segment}
+        for x, depth in enumerate(depths):
+            value = found[depth]
+            side = ends[-1 if value < 0 else 1]
+            ax.bar(x, value, 0.78, bottom=side[x], color=_SEGMENT_COLOURS[segment])
+            if abs(value) >= 0.06:
+                middle = side[x] + value / 2
+                ax.text(x, middle, f"{value:.2f}", ha="center", va="center", fontsize=8, color=INK)
+            side[x] += value
+    ax.axhline(0, color="#555555", linewidth=0.8)
+    ax.set_xticks(range(len(depths)), [_percent(depth) for depth in depths])
+    ax.grid(axis="x", visible=False)
+
+
+def _heads(ax: Axes, grid: Grid, top: float) -> Any:
+    heads = max(map(len, grid.values))
+    cells = np.full((len(grid.values), heads), np.nan)
+    for layer, row in enumerate(grid.values):
+        cells[layer, : len(row)] = row
+    edges = [np.arange(count + 1) - 0.5 for count in (heads, len(cells))]
+    image = ax.pcolormesh(*edges, np.ma.masked_invalid(cells), cmap=ACCURACY_COLOURS, vmin=0, vmax=top or 1)
+    ax.set_ylim(len(cells) - 0.5, -0.5)
+    ax.set_ylabel("layer")
+    ax.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
+    ax.yaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
+    ax.grid(False)
+    ax.spines[:].set_visible(False)
+    return image
+
+
+def _grid(result: TaskResult) -> Grid | None:
+    found = (grid for grid in result.grids if (grid.at["form"], grid.at["segment"]) == ("absolute", "answer"))
+    return next(found, None)
+
+
+def _percent(depth: float) -> str:
+    return f"{100 * depth:g} %"
+
+
+register(TaskKind(name="allocation", doc=__doc__, options=Options, make=AllocationTask, draw=draw))

@@ -1,8 +1,10 @@
-"""Multi-needle retrieval (arXiv:2410.05258 section 3.3): which magic number was a city's?
+"""Multi-needle retrieval, over lengths and depths.
+
+This is arXiv:2410.05258 section 3.3: which magic number belongs to a city?
 
 The paper states neither the haystack, the prompt of a base model, nor how two answers are scored. Here the prompt ends with
-the start of the needle's own sentence, and every needle asked for is one trial, right when the greedy continuation starts
-with all its digits.
+the start of the needle's own sentence. Every needle asked for is one trial, right when the greedy continuation starts with
+all its digits.
 """
 
 from collections import defaultdict
@@ -10,16 +12,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy as np
 import numpy.typing as npt
+from matplotlib.figure import Figure
 
 from ...data import NeedleFormat, NeedleQuestion
 from ...errors import ConfigError
-from ...results import ItemScore, Measurement
-from ..chat import chat_frame
-from ..haystack import CITIES, Kind, check_documents, draw_documents
+from ...plots.curves import labels, select
+from ...plots.style import ACCURACY_COLOURS, INK, WIDTH_INCHES
+from ...results import ItemScore, Measurement, TaskResult
+from ..engine import Scores, Task
+from ..prompts.chat import chat_frame
+from ..prompts.haystack import CITIES, Kind, check_documents, draw_documents
+from ..prompts.texts import HAYSTACK_TOKENS, VALIDATION, Setting, token_stream
+from ..registry import TaskKind, register
+from ..requests import Continuation
 from ..scores import details, mean, proportion
-from ..task import Continuation, Scores
-from ..texts import HAYSTACK_TOKENS, VALIDATION, Setting, token_stream
 
 _CHAT_INSTRUCTION = (
     "Somewhere in the text below are sentences that give cities a special magic number. Read it, then answer the question "
@@ -80,8 +88,8 @@ class _Trial:
     answer: str
 
 
-class NeedleTask:
-    """The grid's documents, and the share of exact answers in each cell. See `Task`."""
+class NeedleTask(Task):
+    """The grid's documents, and the share of exact answers in each cell."""
 
     def __init__(self, options: Options, setting: Setting) -> None:
         self.options, self.tokenizer, self.data_name = options, setting.tokenizer, options.text
@@ -216,10 +224,74 @@ def _choices(options: Options) -> list[str]:
     ]
 
 
-def make(options: Options, setting: Setting) -> NeedleTask:
-    """Return the task for a model. See `NeedleTask`.
+def draw(results: Sequence[TaskResult]) -> tuple[str, str, Figure]:
+    """Draw a column for each model, and a row for each kind of city and, with several lengths, number of needles."""
+    cells = [[row for row in select(result, "accuracy") if "depth" in row.at] for result in results]
+    found = [row for rows in cells for row in rows]
+    depths = sorted({row.at["depth"] for row in found})
+    by_length = len({row.at["length_tokens"] for row in found}) > 1
+    columns = sorted({_column(row, by_length) for row in found})
+    panels = sorted({_panel(row, by_length) for row in found})
+    figure = Figure(figsize=(WIDTH_INCHES, len(panels) * (1.0 + 0.42 * len(depths)) + 0.4), layout="constrained")
+    axes = figure.subplots(len(panels), len(results), squeeze=False, sharex=True, sharey=True)
+    image: Any = None
+    for line, panel in zip(axes, panels, strict=True):
+        for ax, rows, label in zip(line, cells, labels(results), strict=True):
+            grid = np.full((len(depths), len(columns)), np.nan)
+            for row in rows:
+                if _panel(row, by_length) != panel:
+                    continue
+                y, x = depths.index(row.at["depth"]), columns.index(_column(row, by_length))
+                grid[y, x] = row.value
+                text, colour = f"{round(row.value * row.n)}/{row.n}", "white" if row.value > 0.62 else INK
+                ax.text(x, y, text, ha="center", va="center", fontsize=8.5, color=colour)
+            edges = [np.arange(count + 1) - 0.5 for count in (len(columns), len(depths))]
+            image = ax.pcolormesh(
+                *edges,
+                np.ma.masked_invalid(grid),
+                cmap=ACCURACY_COLOURS,
+                vmin=0,
+                vmax=1,
+                edgecolors="white",
+                linewidth=1,
+            )
+            ax.set_ylim(len(depths) - 0.5, -0.5)  # the start of the context on top
+            ax.set_title(", ".join([label, *_words(panel)]))
+            ax.set_xticks(range(len(columns)), [_tick(column) for column in columns])
+            ax.set_yticks(range(len(depths)), [f"{100 * depth:g} %" for depth in depths])
+            ax.grid(False)
+            ax.spines[:].set_visible(False)
+            ax.tick_params(length=0)
+        line[0].set_ylabel("depth of the answer")
+    figure.supxlabel("length (tokens)" if by_length else "needles hidden (N) and asked for (R)", fontsize=9.5)
+    figure.colorbar(image, ax=list(axes.flat), label="accuracy", fraction=0.03, pad=0.01, aspect=30)
+    digits = results[0].options["digits"]
+    caption = f"Share of {digits}-digit numbers given back exactly; in each cell right answers of all."
+    caption += f" A guess is right with probability {10.0**-digits:g}."
+    if not by_length:
+        caption += f" Contexts of {found[0].at['length_tokens']:,} tokens."
+    if any("cities" in row.at for row in found):
+        caption += " Unseen cities never occur as needles in training."
+    return "Needle retrieval", caption, figure
 
-    Raises:
-        DataError: the needles do not fit into a length, or the text cannot be read.
-    """
-    return NeedleTask(options, setting)
+
+def _column(row: Measurement, by_length: bool) -> tuple[int, ...]:
+    return (row.at["length_tokens"],) if by_length else (row.at["needles"], row.at["asked"])
+
+
+def _panel(row: Measurement, by_length: bool) -> tuple[str, int, int]:
+    """Return kind of city, needles and asked; the last two are 0 where columns tell them."""
+    return row.at.get("cities", ""), row.at["needles"] if by_length else 0, row.at["asked"] if by_length else 0
+
+
+def _words(panel: tuple[str, int, int]) -> list[str]:
+    cities, needles, asked = panel
+    count = ["one needle" if needles == 1 else f"{needles} needles, {asked} asked"] if needles else []
+    return [*([f"{cities} cities"] if cities else []), *count]
+
+
+def _tick(column: tuple[int, ...]) -> str:
+    return f"{column[0]:,}" if len(column) == 1 else f"N{column[0]}R{column[1]}"
+
+
+register(TaskKind(name="needle", doc=__doc__, options=Options, make=NeedleTask, draw=draw))

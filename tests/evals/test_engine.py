@@ -5,13 +5,14 @@ import json
 import pytest
 
 from difftransformer.errors import CheckpointError, EvaluationError
-from difftransformer.evals.runner import requests_sha256, run_task
-from difftransformer.evals.task import Choice, Loss, Quantized, Scores
+from difftransformer.evals.engine import Scores, Task, run_task
+from difftransformer.evals.requests import Choice, Loss, requests_sha256
+from difftransformer.evals.tasks.quantized import Quantized
 from difftransformer.results import Measurement
 from tests.support.fakes import TensorModel
 
 
-class Counting:
+class Counting(Task):
     """A task whose figure is the sum of its answers."""
 
     data_name, choices = "numbers", ()
@@ -49,7 +50,7 @@ def test_a_stopped_evaluation_goes_on(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         run_task(Adding(stop_after=2), task, journal=journal, identity="m")
     told, model = [], Adding()
-    scores = run_task(model, task, journal=journal, identity="m", watch=lambda *numbers: told.append(numbers))
+    scores = run_task(model, task, journal=journal, identity="m", progress=lambda *numbers: told.append(numbers))
     assert scores.measurements[0].value == 4321
     assert model.asked == [20, 1]
     assert told == [(4, 8), (6, 8), (8, 8)]
@@ -92,7 +93,7 @@ def test_answers_of_another_model_or_to_other_questions_are_refused(tmp_path):
         run_task(Adding(), numbers(1), journal=tmp_path / "b.jsonl", identity="m")
 
 
-def test_an_evaluation_without_an_answer_is_in_nobodys_way(tmp_path):
+def test_an_evaluation_without_an_answer_blocks_no_later_one(tmp_path):
     journal = tmp_path / "a.jsonl"
     with pytest.raises(KeyboardInterrupt):
         run_task(Adding(stop_after=0), numbers(1, 20), journal=journal, identity="m")

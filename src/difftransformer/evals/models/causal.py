@@ -1,46 +1,47 @@
 """Any causal language model of transformers as a `LanguageModel`."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..data import Tokenizer
-from ..errors import EvaluationError
-from . import taps
-from .lm_harness import run_harness
+from ...data import Tokenizer
+from ...errors import EvaluationError
+from ..probes import LastRow, Magnitudes, Maps, Probe
+from ..probes.last_row import last_row_weights, row_sums
+from ..probes.magnitudes import magnitudes
+from ..probes.maps import head_maps
+from ..requests import Answers, Choice, Continuation, Loss, Request
 from .prefix import CHUNK_TOKENS, PrefixCache, can_be_cut, growing_cache, shared_tokens
-from .segments import row_sums
-from .task import Choice, Continuation, Harness, LastRow, Loss, Magnitudes, Maps, Quantized, Request, tokens_of
+from .quantized import UNTOUCHED_BITS, quantized_linears, quantized_logits
 
 _WORTH_SHARING, _STEP_TOKENS = 0.25, 32
-"""Prompts go one by one through the prefix cache instead of side by side from this share of common tokens on, and where that
-saves more than the steps of decoding cost, each as much as so many tokens of a prompt."""
+"""Use the prefix cache when prompts share at least this share of their tokens and the saving exceeds the cost of unbatched
+decoding, where one step of decoding costs as much as this number of prompt tokens."""
 
 _WRITTEN_OUT_TOKENS = 4096
-"""Most tokens of rows side by side where the maps are formed: n x n memory."""
+"""Most tokens of a batch where the maps are formed: n x n memory."""
 
 UNBOUNDED = 2**31
 """A context that refuses nothing."""
 
-Answers = Iterator[tuple[int, Any]]
-
 
 class CausalLanguageModel:
-    """Answers requests with a model: rows of one length side by side, or prompts that share a beginning one after another.
+    """Answers requests and probes with a model: rows of equal length in batches, or prompts with a common prefix in sequence.
 
-    No row is ever padded, so an answer depends on its request alone, to the rounding of the kernels.
+    No row is padded, so an answer depends on its request only, up to the rounding of the kernels.
 
     Args:
-        model: A causal language model of transformers' form, on any device.
+        model: A causal language model with the interface of transformers, on any device.
         tokenizer: Its tokenizer.
-        context_tokens: Most tokens of a row; the model's positions where None.
-        batch_tokens: Most tokens of rows side by side.
-        prefix_caching: Whether keys and values of prompts that start the same are computed once.
-        hf_tokenizer: The tokenizer as transformers gives it, for lm-eval.
+        context_tokens: Most tokens of a row; None means the model's positions.
+        batch_tokens: Most tokens of a batch.
+        prefix_caching: Whether to compute keys and values of a common prefix only once.
+        hf_tokenizer: The tokenizer as transformers opens it, for lm-eval.
     """
 
     def __init__(
@@ -59,21 +60,62 @@ class CausalLanguageModel:
         self.context_tokens = int(context_tokens or positions)
 
     def answer(self, requests: Sequence[Request]) -> Answers:
-        """See `LanguageModel.answer`.
+        """Answer every request. See `LanguageModel`.
 
         Raises:
-            EvaluationError: a request longer than the context, or one that the model cannot answer.
+            EvaluationError: A request is longer than the context.
         """
-        groups: dict[Any, list[int]] = defaultdict(list)
+        yield from self._by_kind(
+            requests, {Loss: self._losses, Continuation: self._continuations, Choice: self._choices}
+        )
+
+    def probe(self, probes: Sequence[Probe]) -> Answers:
+        """Answer every probe.
+
+        Raises:
+            EvaluationError: A probe is longer than the context, or the model's attention cannot be observed.
+        """
+        yield from self._by_kind(probes, {LastRow: self._last_rows, Maps: self._maps, Magnitudes: self._magnitudes})
+
+    @contextmanager
+    def quantized(self, bits: int, granularity: str, weights: str, activations: str) -> Iterator["CausalLanguageModel"]:
+        """Open the same model under coarser numbers.
+
+        Args:
+            bits: Bits of the attention logits; see `quantized_logits`.
+            granularity: Which logits share a step size: "row", "head" or "tensor".
+            weights: Weights of the Linear layers; see `quantized_linears`.
+            activations: Inputs of the Linear layers; see `quantized_linears`.
+        """
+        coarse = bits < UNTOUCHED_BITS
+        with (
+            quantized_linears(self.model, weights, activations),
+            quantized_logits(self.model, bits, granularity),
+        ):
+            yield CausalLanguageModel(
+                self.model,
+                self.tokenizer,
+                context_tokens=self.context_tokens,
+                batch_tokens=min(self.batch_tokens, _WRITTEN_OUT_TOKENS) if coarse else self.batch_tokens,
+                # The step size of a whole head or tensor would depend on which tokens are already cached.
+                prefix_caching=self.prefix_caching and not (coarse and granularity != "row"),
+                hf_tokenizer=self.hf_tokenizer,
+            )
+
+    def _by_kind(self, requests: Sequence[Any], kinds: Mapping[type, Callable[[Sequence[Any]], Answers]]) -> Answers:
+        groups: dict[type, list[int]] = defaultdict(list)
         for index, request in enumerate(requests):
-            self._check(request)
-            kind: Any = type(request)
-            if isinstance(request, Quantized):
-                kind = (kind, request.bits, request.granularity, request.weights, request.activations)
-            groups[kind].append(index)
+            if request.row_tokens > self.context_tokens:
+                raise EvaluationError(
+                    f"a prompt with its answer takes {request.row_tokens} tokens, and the model's context has "
+                    f"{self.context_tokens}; ask for less"
+                )
+            if type(request) not in kinds:
+                names = ", ".join(kind.__name__ for kind in kinds)
+                raise EvaluationError(f"a {type(request).__name__} cannot be answered; choose one of {names}")
+            groups[type(request)].append(index)
         for kind, indices in groups.items():
-            answer = _ANSWERS[kind[0] if isinstance(kind, tuple) else kind]
-            found = answer(self, [requests[index] for index in indices])
+            found = kinds[kind]([requests[index] for index in indices])
             while True:
                 with torch.inference_mode():  # left while the caller has the answer
                     pair = next(found, None)
@@ -81,29 +123,14 @@ class CausalLanguageModel:
                     break
                 yield indices[pair[0]], pair[1]
 
-    def _check(self, request: Request) -> None:
-        inner = request.request if isinstance(request, Quantized) else request
-        longest = max(map(len, inner.rows)) if isinstance(inner, Magnitudes) else tokens_of(inner)
-        if isinstance(inner, Continuation):
-            longest += inner.tokens
-        elif isinstance(inner, Choice):
-            longest += max(map(len, inner.options))
-        elif isinstance(inner, Loss):
-            longest -= 1  # the last token is a target alone
-        if longest > self.context_tokens:
-            raise EvaluationError(
-                f"a prompt with its answer takes {longest} tokens, and the model's context has {self.context_tokens}; "
-                "ask for less"
-            )
-
     def _losses(self, requests: Sequence[Loss]) -> Answers:
-        for indices, ids in self._side_by_side([request.ids for request in requests]):
+        for indices, ids in self._batches([request.ids for request in requests]):
             rows = self._row_losses(ids)
             for index, row in zip(indices, rows, strict=True):
                 yield index, row[requests[index].first - 1 :].tolist()
 
     def _row_losses(self, ids: Tensor) -> Tensor:
-        """(B, T) to (B, T - 1), in parts of the row so that no more than a part's logits are ever held."""
+        """Return losses (B, T - 1) of rows (B, T), part by part, so that only the logits of one part are held at a time."""
         length, parts = ids.shape[1] - 1, []
         cache = growing_cache(self.model) if length > CHUNK_TOKENS else None
         for begin in range(0, length, CHUNK_TOKENS):
@@ -125,7 +152,7 @@ class CausalLanguageModel:
             for index in order:
                 yield index, self._continue_one(cache, requests[index])
             return
-        for indices, ids in self._side_by_side(prompts):
+        for indices, ids in self._batches(prompts):
             made = self._continue_rows(ids, [requests[index] for index in indices])
             yield from zip(indices, made, strict=True)
 
@@ -140,9 +167,9 @@ class CausalLanguageModel:
         return made
 
     def _continue_rows(self, ids: Tensor, requests: Sequence[Continuation]) -> list[list[int]]:
-        """Rows side by side; one that is at its end leaves the batch."""
+        """Continue rows in a batch; a finished row leaves it."""
         made: list[list[int]] = [[] for _ in requests]
-        # A model whose layers are of another kind makes the cache that it wants.
+        # A model with other kinds of layers creates its own cache.
         cache = growing_cache(self.model) if can_be_cut(self.model) else None
         left, inputs = list(range(len(requests))), ids
         while left:
@@ -169,40 +196,18 @@ class CausalLanguageModel:
             yield index, _walk(cache, request.prompt, request.options)
 
     def _last_rows(self, requests: Sequence[LastRow]) -> Answers:
-        for indices, ids in self._side_by_side([request.prompt for request in requests]):
-            weights = taps.last_row_weights(self.model, ids)
+        for indices, ids in self._batches([request.prompt for request in requests]):
+            weights = last_row_weights(self.model, ids)
             for row, index in enumerate(indices):
                 yield index, row_sums([layer[row] for layer in weights], requests[index].edges)
 
     def _maps(self, requests: Sequence[Maps]) -> Answers:
         for index, request in enumerate(requests):
-            yield index, taps.head_maps(self.model, self._tensor([request.prompt]), request.layers, request.heads)
+            yield index, head_maps(self.model, self._tensor([request.prompt]), request.layers, request.heads)
 
     def _magnitudes(self, requests: Sequence[Magnitudes]) -> Answers:
         for index, request in enumerate(requests):
-            yield index, taps.magnitudes(self.model, [self._tensor([row]) for row in request.rows], request.largest)
-
-    def _harness(self, requests: Sequence[Harness]) -> Answers:
-        for index, request in enumerate(requests):
-            yield index, run_harness(self.model, self.hf_tokenizer, request)
-
-    def _quantized(self, requests: Sequence[Quantized]) -> Answers:
-        first = requests[0]
-        coarse = first.bits < taps.UNTOUCHED_BITS
-        inner = CausalLanguageModel(
-            self.model,
-            self.tokenizer,
-            context_tokens=self.context_tokens,
-            batch_tokens=min(self.batch_tokens, _WRITTEN_OUT_TOKENS) if coarse else self.batch_tokens,
-            # A step of a whole head or tensor would depend on which tokens are already cached.
-            prefix_caching=self.prefix_caching and not (coarse and first.granularity != "row"),
-            hf_tokenizer=self.hf_tokenizer,
-        )
-        with (
-            taps.quantized_linears(self.model, first.weights, first.activations),
-            taps.quantized_logits(self.model, first.bits, first.granularity),
-        ):
-            yield from inner.answer([request.request for request in requests])
+            yield index, magnitudes(self.model, [self._tensor([row]) for row in request.rows], request.largest)
 
     def _prefix_cache(self) -> PrefixCache:
         return PrefixCache(self.model, enabled=self.prefix_caching)
@@ -210,8 +215,8 @@ class CausalLanguageModel:
     def _tensor(self, rows: Sequence[Sequence[int]]) -> Tensor:
         return torch.tensor(rows, device=self.model.device)
 
-    def _side_by_side(self, rows: Sequence[Sequence[int]]) -> Iterator[tuple[list[int], Tensor]]:
-        """Rows of one length, at most batch_tokens of them at once: their places and ids (B, T)."""
+    def _batches(self, rows: Sequence[Sequence[int]]) -> Iterator[tuple[list[int], Tensor]]:
+        """Yield batches of rows of equal length, at most batch_tokens each: the places of the rows and their ids (B, T)."""
         by_length: dict[int, list[int]] = defaultdict(list)
         for index, row in enumerate(rows):
             by_length[len(row)].append(index)
@@ -223,7 +228,7 @@ class CausalLanguageModel:
 
 
 def _walk(cache: PrefixCache, prompt: tuple[int, ...], options: Sequence[tuple[int, ...]]) -> int:
-    """The option that greedy decoding reaches among the tokens that lead to one; where one token does, nothing is computed."""
+    """Return the option that greedy decoding reaches among the tokens that lead to one; a single such token costs nothing."""
     left, path = list(range(len(options))), list(prompt)
     for place in range(max(map(len, options))):
         allowed = sorted({options[index][place] for index in left})
@@ -234,15 +239,3 @@ def _walk(cache: PrefixCache, prompt: tuple[int, ...], options: Sequence[tuple[i
         if len(left) == 1:
             break
     return left[0]
-
-
-_ANSWERS: dict[type, Callable[[CausalLanguageModel, Sequence[Any]], Answers]] = {
-    Loss: CausalLanguageModel._losses,
-    Continuation: CausalLanguageModel._continuations,
-    Choice: CausalLanguageModel._choices,
-    LastRow: CausalLanguageModel._last_rows,
-    Maps: CausalLanguageModel._maps,
-    Magnitudes: CausalLanguageModel._magnitudes,
-    Harness: CausalLanguageModel._harness,
-    Quantized: CausalLanguageModel._quantized,
-}

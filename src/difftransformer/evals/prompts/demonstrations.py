@@ -1,7 +1,7 @@
-"""Prompts of labelled demonstrations, in tokens, and the labels as continuations among which a model chooses.
+"""Prompts of labelled demonstrations in tokens, and the labels as continuations among which a model chooses.
 
 The form is that of Bertsch et al. (arXiv:2405.00200): a demonstration is `Question: TEXT`, a line end, `Type: LABEL`; a line of
-two equal signs parts it from the next, and the prompt ends with `Type:`.
+two equal signs separates it from the next one, and the prompt ends with `Type:`.
 """
 
 import os
@@ -19,7 +19,7 @@ from ...errors import ConfigError, DataError
 
 SEPARATOR = "\n==\n"
 LABEL_END = "\n"
-"""What follows every label, so that a label which begins another one can be told from it."""
+"""Follows every label, so that a label can be told from a longer one that begins with it."""
 
 SetName = Literal["trec", "trec-fine", "banking77", "clinc150"]
 _WORDS = {
@@ -33,17 +33,17 @@ _OWN_WORDS = ("Text", "Label")
 
 @dataclass(frozen=True, kw_only=True)
 class DataOptions:
-    """Which labelled examples, and in which words they are shown.
+    """Which labelled examples to show, and in which words.
 
     Attributes:
-        data: trec (6 classes), trec-fine (50), banking77 (77) or clinc150 (150); trec where no file is named.
-        folder: Holds the set as its authors publish it, such as trec/train_5500.label; DIFFTRANSFORMER_DATA by default.
-            What it lacks comes by its public name through the datasets library.
-        train_file: Own examples to show instead: .csv or .jsonl with the columns text and label.
-        test_file: Own examples to ask about; a fifth of the train file by default.
-        text_word: What stands before a text; Question, query, utterance or Text by default.
-        label_word: What stands before a label; Type, intent or Label by default.
-        seed: Of all that is drawn.
+        data: trec (6 classes), trec-fine (50), banking77 (77) or clinc150 (150); trec if no file is given.
+        folder: Folder that contains the set as its authors publish it, such as trec/train_5500.label; DIFFTRANSFORMER_DATA by
+            default. What it lacks is loaded by its public name through the datasets library.
+        train_file: Your own examples to show instead: .csv or .jsonl with the columns text and label.
+        test_file: Your own examples to ask about; a fifth of the train file by default.
+        text_word: Word before a text; Question, query, utterance or Text by default.
+        label_word: Word before a label; Type, intent or Label by default.
+        seed: Seed of the random draws.
     """
 
     data: SetName | None = None
@@ -67,34 +67,34 @@ class DataOptions:
                 raise ConfigError(f"{field}={word!r}: give a word")
 
     def read(self) -> LabelledSet:
-        """The examples.
+        """Read the examples.
 
         Raises:
-            DataError: they cannot be read.
+            DataError: They cannot be read.
         """
         if self.train_file is not None:
             return read_labelled_files(self.train_file, self.test_file, seed=self.seed)
         return read_labelled(self.data or "trec", self.folder or os.environ.get(FOLDER_VARIABLE) or None)
 
     def words(self) -> tuple[str, str]:
-        """What stands before a text, and before a label."""
+        """Return the word before a text and the word before a label."""
         text, label = _OWN_WORDS if self.train_file is not None else _WORDS[self.data or "trec"]
         return self.text_word or text, self.label_word or label
 
 
 class PromptForm:
-    """Demonstrations, questions and labels as tokens; together they are the tokens of the whole text.
+    """Demonstrations, questions and labels as tokens, which together are the tokens of the whole text.
 
     Attributes:
-        options: Tokens of each label behind the prompt, its line end included; none begins another.
+        options: Tokens of each label after the prompt, its line end included; none is a prefix of another.
 
     Args:
-        tokenizer: Of the model.
-        labels: Among which it chooses.
-        words: What stands before a text, and before a label.
+        tokenizer: The model's tokenizer.
+        labels: Labels among which the model chooses.
+        words: The word before a text and the word before a label.
 
     Raises:
-        DataError: the tokenizer gives two labels the same tokens, or does not split the text where a prompt ends.
+        DataError: The tokenizer gives two labels the same tokens, or does not split the text where a prompt ends.
     """
 
     def __init__(self, tokenizer: Tokenizer, labels: Sequence[str], words: tuple[str, str]) -> None:
@@ -106,24 +106,24 @@ class PromptForm:
         self._encoded = cache(self._encode)
 
     def demonstrations(self, examples: Iterable[Example]) -> tuple[int, ...]:
-        """Tokens of a text's beginning and of all demonstrations."""
+        """Return the token that begins a text and the tokens of all demonstrations."""
         pieces = (self._encoded(self._shown(example), place == 0) for place, example in enumerate(examples))
         return (self.tokenizer.end_of_text, *chain.from_iterable(pieces))
 
     def question(self, text: str, *, first: bool) -> tuple[int, ...]:
-        """Tokens of what is asked, behind demonstrations or first of all."""
+        """Return the tokens of a question, after demonstrations or at the beginning."""
         return self._encoded(self._question(text), first)
 
     def lengths(self, examples: Iterable[Example]) -> Iterator[int]:
-        """Tokens of the text's beginning, then of each demonstration."""
+        """Yield the number of tokens of the text's beginning, then of each demonstration."""
         stub = self._question("a")
-        # Some tokenizers write the first word of a text in other tokens.
+        # Some tokenizers encode the first word of a text differently.
         yield 1 + max(0, len(self._encoded(stub, True)) - len(self._encoded(stub, False)))
         for example in examples:
             yield len(self._encoded(self._shown(example), False))
 
     def room(self, items: Sequence[Example], context_tokens: int) -> int:
-        """Tokens that are left for demonstrations when question and answer are counted."""
+        """Return the number of tokens that question and answer leave for demonstrations."""
         longest = max(len(self._encoded(self._question(item.text), False)) for item in items)
         return context_tokens - longest - max(map(len, self.options))
 
@@ -137,11 +137,11 @@ class PromptForm:
         return tuple(self.tokenizer.encode(text) if first else self._behind(f"a{SEPARATOR}", text))
 
     def _behind(self, left: str, text: str) -> list[int]:
-        """Tokens of a text behind another, which is not how some tokenizers encode it alone."""
+        """Return the tokens of a text after another text; some tokenizers encode it differently on its own."""
         before, whole = self.tokenizer.encode(left), self.tokenizer.encode(left + text)
         if whole[: len(before)] != before:
             raise DataError(
-                f"the tokenizer does not split {left[-20:] + text[:20]!r} before {text[:20]!r}, so that a prompt which ends "
+                f"the tokenizer does not split {left[-20:] + text[:20]!r} before {text[:20]!r}, so a prompt that ends "
                 "there has other tokens than the whole text; choose another text_word or label_word, or another tokenizer"
             )
         return whole[len(before) :]
@@ -149,7 +149,7 @@ class PromptForm:
 
 def _check_options(labels: Sequence[str], options: Sequence[tuple[int, ...]]) -> None:
     ordered = sorted(zip(options, labels, strict=True))
-    # In sorted order an option that begins another stands right before one that it begins.
+    # In sorted order a prefix stands right before an option that begins with it.
     for (one, first), (other, second) in pairwise(ordered):
         if one == other:
             raise DataError(
@@ -157,15 +157,15 @@ def _check_options(labels: Sequence[str], options: Sequence[tuple[int, ...]]) ->
             )
         if other[: len(one)] == one:
             raise DataError(
-                f"to the tokenizer the label {first!r}, its line end included, begins the label {second!r}, and could not "
+                f"in tokens the label {first!r}, its line end included, is a prefix of the label {second!r} and could not "
                 "be told from it; rename one of them"
             )
 
 
 def balanced(examples: Sequence[Example], rng: np.random.Generator) -> list[list[Example]]:
-    """Rounds of one example a class, all drawn at random: the examples, and the order of classes in a round.
+    """Return rounds of one example per class, with random examples and a random order of the classes in each round.
 
-    A class that has no more examples is left out of the later rounds.
+    A class without further examples is left out of the later rounds.
     """
     by_label: dict[str, list[Example]] = {label: [] for label in sorted({e.label for e in examples})}
     for example in examples:
@@ -179,17 +179,17 @@ def balanced(examples: Sequence[Example], rng: np.random.Generator) -> list[list
 
 
 def draw_items(data: LabelledSet, count: int, seed: int) -> list[Example]:
-    """Test examples, of every class as many, to one or as far as it has them.
+    """Draw test examples, balanced over the classes as far as they have enough.
 
     Raises:
-        DataError: there are not so many.
+        DataError: The set has fewer test examples.
     """
     if count > len(data.test):
-        raise DataError(f"items={count}: {data.name} has {len(data.test)} test examples; ask for at most so many")
+        raise DataError(f"items={count}: {data.name} has {len(data.test)} test examples; ask for at most this number")
     rounds = balanced(data.test, np.random.default_rng([seed, 1]))
     return list(chain.from_iterable(rounds))[:count]
 
 
 def draw_rounds(data: LabelledSet, seed: int, draw: int = 0) -> list[list[Example]]:
-    """Rounds of demonstrations, one of each class: a function of the seed, and of which of several draws."""
+    """Draw rounds of demonstrations with one of each class; a function of the seed and of the number of the draw."""
     return balanced(data.train, np.random.default_rng([seed, 2, draw]))

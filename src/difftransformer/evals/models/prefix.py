@@ -1,8 +1,8 @@
-"""Keys and values of one row of tokens, kept for the next prompt that starts the same.
+"""Keys and values of one row of tokens, kept for the next prompt with the same prefix.
 
-Many-shot prompts share their demonstrations, needle documents their filler. Asked in the order of their tokens, each token
-that several prompts share is computed once: the cache always holds the last prompt, and is cut back to what the next one has
-in common with it.
+Many-shot prompts share their demonstrations, and needle documents share their haystack. When prompts are processed in the
+order of their tokens, a common token is computed once: the cache holds the last prompt and is cropped to the prefix that the
+next prompt shares with it.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,18 +16,18 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 CHUNK_TOKENS = 2048
-"""Tokens of one forward pass over a long row: bounds the memory of its scores and logits."""
+"""Tokens of one forward pass over a long row, to bound the memory of its scores and logits."""
 
 
 class GrowingLayer(DynamicLayer):  # type: ignore[misc]
-    """Keys and values of a layer with room behind them: a step writes its own token, where `DynamicLayer` copies all."""
+    """Keys and values of a layer in a larger buffer: a step writes its own token, where `DynamicLayer` copies all tokens."""
 
     keys: Tensor
     values: Tensor
     _room: tuple[Tensor, Tensor] | None = None
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Add (B, G, T, D) and (B, G, T, E); all keys and values so far, as views."""
+        """Append keys (B, G, T, D) and values (B, G, T, E), and return all keys and values so far as views."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         seen = self.get_seq_length()
@@ -45,7 +45,7 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
         return self.keys, self.values
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep these rows of the batch."""
+        """Keep only these rows of the batch."""
         super().batch_select_indices(indices)
         self._room = None
 
@@ -56,18 +56,18 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
 
 
 def growing_cache(model: Any) -> DynamicCache:
-    """An empty cache for a model whose layers keep room to grow, where they keep everything; for inference alone."""
+    """Return an empty cache for a model, with `GrowingLayer` wherever a layer keeps all tokens; for inference only."""
     cache = DynamicCache(config=model.config)
     cache.layers = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
     return cache
 
 
 class PrefixCache:
-    """A causal model's next-token logits for one row after another.
+    """Computes a causal model's next-token logits for one row after another.
 
     Args:
-        model: A causal language model of transformers' form.
-        enabled: Whether anything is kept from one prompt to the next; within a prompt it always is.
+        model: A causal language model with the interface of transformers.
+        enabled: Whether to keep anything from one prompt to the next; within a prompt tokens are always kept.
     """
 
     def __init__(self, model: Any, *, enabled: bool = True) -> None:
@@ -78,14 +78,14 @@ class PrefixCache:
         self.computed_tokens = 0
 
     def start(self) -> None:
-        """A new prompt: without reuse, forget the last one."""
+        """Begin a new prompt; if the cache is not enabled, forget the last one."""
         if not self.enabled:
             self._cache, self._ids = None, self._ids[:0]
 
     def next_logits(self, row: Sequence[int]) -> Tensor:
-        """Logits (V,) of the token after `row`, in fp32."""
+        """Return the logits (V,) of the token after `row`, in fp32."""
         ids = np.asarray(row, np.int64)
-        # The last token always goes through the model: its logits are what is asked for.
+        # The last token always goes through the model, because its logits are the result.
         keep = 0 if self._cache is None else min(common_prefix(self._ids, ids), len(ids) - 1)
         self._cut(keep)
         logits = None
@@ -107,18 +107,18 @@ class PrefixCache:
 
 
 def can_be_cut(model: Any) -> bool:
-    """Whether a model's cache can go back. One with a sliding window or a recurrent state has forgotten what it would need."""
+    """Return whether a model's cache can be cropped; a sliding window or a recurrent state has lost the earlier tokens."""
     return all(type(layer) is DynamicLayer for layer in DynamicCache(config=model.config).layers)
 
 
 def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
-    """How many first elements two rows share."""
+    """Return the length of the common prefix of two rows."""
     length = min(len(a), len(b))
     different = np.flatnonzero(a[:length] != b[:length])
     return int(different[0]) if len(different) else length
 
 
 def shared_tokens(rows: Iterable[Sequence[int]]) -> int:
-    """How many tokens need not be computed again when these rows, in the order of their tokens, go through the cache."""
+    """Return the number of tokens that prefix reuse saves for these rows, which are in sorted order."""
     ordered = [np.asarray(row, np.int64) for row in rows]
     return sum(common_prefix(a, b) for a, b in pairwise(ordered))

@@ -1,19 +1,19 @@
-"""A chat model's own frame around a user's message, in tokens."""
+"""The tokens that a chat model puts around a user's message."""
 
-from transformers.utils.chat_template_utils import render_jinja_template
-
-from ..data import Tokenizer
-from ..errors import DataError
+from ...data import Tokenizer
+from ...errors import DataError
 
 _PLACE = "\u241eplace of the message\u241e"
 
 
 def chat_frame(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    """Tokens before and after a user's message, up to where the assistant begins to speak.
+    """Return the tokens before and after a user's message, up to the beginning of the assistant's answer.
 
     Raises:
-        DataError: the tokenizer has no chat template, or one that does not write the message as it is.
+        DataError: The tokenizer has no chat template, or its template changes the message.
     """
+    from transformers.utils.chat_template_utils import render_jinja_template  # task files import no transformers
+
     if tokenizer.chat_template is None:
         raise DataError("the tokenizer has no chat template; use --prompt base")
     (text,), _ = render_jinja_template(

@@ -1,13 +1,13 @@
-"""Where a continuation ends, and what text it is until there."""
+"""Where a continuation ends, and its text up to there."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
 
-from ..data import Tokenizer
+from ...data import Tokenizer
 
 
 def stop_tokens(tokenizer: Tokenizer, ending: str | None = None) -> tuple[int, ...]:
-    """Tokens that end a continuation: every special one and, where given, every one whose text holds `ending`."""
+    """Return the tokens that end a continuation: all special ones and, if given, all whose text contains `ending`."""
     added = tokenizer.backend.get_added_tokens_decoder()
     found = {index for index, token in added.items() if token.special}
     if ending is not None:
@@ -16,9 +16,9 @@ def stop_tokens(tokenizer: Tokenizer, ending: str | None = None) -> tuple[int, .
 
 
 def text_until(tokenizer: Tokenizer, ids: Sequence[int], ending: str | None = None) -> tuple[str, int]:
-    """A continuation's text up to `ending`, and how many of its tokens that takes.
+    """Return a continuation's text up to `ending`, and the number of its tokens that this takes.
 
-    Several tokens may write the ending together, so that none of them is a stop token.
+    The ending may be spread over several tokens, none of which is a stop token.
     """
     text = tokenizer.decode(ids)
     if ending is None or ending not in text:

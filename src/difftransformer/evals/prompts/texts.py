@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..data import Tokenizer, read_documents
-from ..errors import DataError
+from ...data import Tokenizer, read_documents
+from ...errors import DataError
 
 HAYSTACK_TOKENS = 2**20
 """Tokens of a text in which needles are hidden: more than any one document takes, and read in seconds."""
@@ -44,7 +44,7 @@ def token_stream(
         enough: Number of tokens after which to stop; None reads the whole source.
 
     Raises:
-        DataError: the source cannot be read, or has fewer tokens.
+        DataError: The source cannot be read, or has fewer tokens.
     """
     parts, count = [], 0
     if source == VALIDATION:

@@ -6,8 +6,8 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from ..data import CITIES_SEEN, CITIES_UNSEEN, NeedleQuestion, evaluation_document
-from ..errors import ConfigError
+from ...data import CITIES_SEEN, CITIES_UNSEEN, NeedleQuestion, evaluation_document
+from ...errors import ConfigError
 from .texts import Setting
 
 Kind = Literal["all", "seen", "unseen"]

@@ -21,7 +21,10 @@ from difftransformer import DiffTransformerConfig, DiffTransformerForCausalLM
 from difftransformer.cli.main import main
 from difftransformer.data.tokenizer import byte_tokenizer
 from difftransformer.errors import EvaluationError
-from difftransformer.evals import taps
+from difftransformer.evals.models.quantized import quantized_linears, quantized_logits
+from difftransformer.evals.probes import magnitudes as measuring
+from difftransformer.evals.probes.hooks import written_out
+from difftransformer.evals.probes.last_row import last_row_weights
 from difftransformer.model import accelerate
 from difftransformer.ops.quantize import quantize_last
 from difftransformer.ops.reference import watching_logits
@@ -78,14 +81,14 @@ def test_written_out_computes_the_same_and_is_put_back(name):
         assert not allowed.triu(1).any()
         return 2 * scores
 
-    with taps.written_out(model) as layers:
+    with written_out(model) as layers:
         torch.testing.assert_close(model(IDS).logits, plain, rtol=1e-4, atol=1e-4)
         with watching_logits(double):
             assert (model(IDS).logits - plain).abs().max() > 1e-3
     maps = 2 if "diff" in name or name == "accelerated" else 1
     assert len(layers) == 2
     assert len(calls) == 2 * maps
-    with pytest.raises(KeyError), taps.written_out(model):
+    with pytest.raises(KeyError), written_out(model):
         raise KeyError
     assert (model.config._attn_implementation, [type(module) for module in model.modules()]) == before
     assert torch.equal(model(IDS).logits, plain)
@@ -94,7 +97,7 @@ def test_written_out_computes_the_same_and_is_put_back(name):
 @pytest.mark.parametrize("name", ["softmax", "diff", "diff_v2", "dex", "grouped_diff", "llama", "mistral", "gpt2"])
 def test_last_row_is_that_of_the_models_own_eager_maps(name):
     model = made(name)
-    found = taps.last_row_weights(model, IDS)
+    found = last_row_weights(model, IDS)
     model.set_attn_implementation("eager")
     for weights, expected in zip(found, model(IDS, output_attentions=True).attentions, strict=True):
         torch.testing.assert_close(weights, expected[:, :, -1], rtol=1e-4, atol=1e-6)
@@ -106,7 +109,7 @@ def test_last_row_is_that_of_the_models_own_eager_maps(name):
 @pytest.mark.parametrize("name", ["diffllama", "accelerated"])
 def test_diffllamas_last_row_by_the_formula_in_float64(name):
     """Maps i and H + i of its own 2 H eager ones, and lambda = exp(q1 k1) - exp(q2 k2) + 0.8 - 0.6 exp(-0.3 layer)."""
-    found = taps.last_row_weights(made(name), IDS)
+    found = last_row_weights(made(name), IDS)
     model = made("diffllama").double()
     model.set_attn_implementation("eager")
     maps = model(IDS, output_attentions=True).attentions
@@ -120,15 +123,15 @@ def test_diffllamas_last_row_by_the_formula_in_float64(name):
 
 
 def test_one_token_looks_at_itself():
-    assert [row.flatten().tolist() for row in taps.last_row_weights(made("llama"), IDS[:1, :1])] == [[1.0] * 4] * 2
+    assert [row.flatten().tolist() for row in last_row_weights(made("llama"), IDS[:1, :1])] == [[1.0] * 4] * 2
 
 
-def test_watchers_inside_one_another():
+def test_nested_observers():
     """An inner one sees what the outer one made of the logits: weights under rounding are rounded maps' weights."""
     model = made("diff")
-    plain = taps.last_row_weights(model, IDS)
-    with taps.quantized_logits(model, 3, "row"):
-        rounded = taps.last_row_weights(model, IDS)
+    plain = last_row_weights(model, IDS)
+    with quantized_logits(model, 3, "row"):
+        rounded = last_row_weights(model, IDS)
         assert len({round(value, 5) for value in rounded[1][0, 0].tolist()}) < 20
     assert not torch.allclose(plain[1], rounded[1])
     assert model.config._attn_implementation == "difftransformer"
@@ -137,20 +140,20 @@ def test_watchers_inside_one_another():
 def test_models_that_cannot_be_seen_from_inside():
     bloom = BloomForCausalLM(BloomConfig(vocab_size=97, hidden_size=32, n_layer=2, n_head=4)).eval()
     with pytest.raises(EvaluationError, match=r"BloomForCausalLM: .*0 of 2 layers form their maps .*Llama, Mistral"):
-        taps.last_row_weights(bloom, IDS)
+        last_row_weights(bloom, IDS)
     gemma = Gemma2ForCausalLM(Gemma2Config(**STOCK | {"attn_implementation": "eager"})).eval()
     with pytest.raises(EvaluationError, match="Gemma2Attention: attention with softcap"):
-        taps.last_row_weights(gemma, IDS)
+        last_row_weights(gemma, IDS)
     assert gemma.config._attn_implementation == "eager"
     llama = made("llama")
-    with taps.written_out(llama), pytest.raises(EvaluationError, match=r"mask is torch.float32, a bias"):
+    with written_out(llama), pytest.raises(EvaluationError, match=r"mask is torch.float32, a bias"):
         llama(IDS, attention_mask=torch.zeros(2, 1, 20, 20))
     bare = torch.nn.Sequential(torch.nn.Linear(2, 2))
     with pytest.raises(EvaluationError, match="Sequential: its layers are in no list"):
-        taps._blocks(bare, bare[0])
+        measuring._blocks(bare, bare[0])
     flash = made("diffllama")
     flash.config._attn_implementation_internal = "flash_attention_2"
-    with pytest.raises(EvaluationError, match="whose masks only its own kernels read"), taps.written_out(flash):
+    with pytest.raises(EvaluationError, match="whose masks only its own kernels read"), written_out(flash):
         pass
 
 
@@ -159,7 +162,7 @@ def test_models_that_cannot_be_seen_from_inside():
 def test_linear_layers_are_rounded_and_put_back(name, weights, expected):
     model = made(name)
     plain, state = model(IDS).logits, {key: value.clone() for key, value in model.state_dict().items()}
-    with torch.inference_mode(), taps.quantized_linears(model, weights, "none"):
+    with torch.inference_mode(), quantized_linears(model, weights, "none"):
         rounded = model(IDS).logits
         for key, value in model.state_dict().items():
             is_linear = "_proj.weight" in key
@@ -167,7 +170,7 @@ def test_linear_layers_are_rounded_and_put_back(name, weights, expected):
     assert (rounded - plain).abs().max() > 1e-3
     assert torch.equal(model(IDS).logits, plain)
     seen = []
-    with taps.quantized_linears(model, "none", "int8"):
+    with quantized_linears(model, "none", "int8"):
         handle = model.model.layers[0].mlp.down_proj.register_forward_pre_hook(lambda m, a: seen.append(a[0]))
         model(IDS)
         handle.remove()
@@ -179,7 +182,7 @@ def test_linear_layers_are_rounded_and_put_back(name, weights, expected):
 def test_a_model_without_linear_layers():
     with (
         pytest.raises(EvaluationError, match="GPT2LMHeadModel: no Linear layer to quantize"),
-        taps.quantized_linears(made("gpt2"), "int8", "none"),
+        quantized_linears(made("gpt2"), "int8", "none"),
     ):
         pass
 
@@ -215,7 +218,7 @@ def test_the_commands(name, tmp_path, monkeypatch, toy_text):
 @pytest.mark.parametrize("at_once", [1, 300, 1 << 22])
 @pytest.mark.parametrize("name", MAKE)
 def test_magnitudes_are_those_of_the_written_out_logits(name, at_once, monkeypatch):
-    monkeypatch.setattr(taps, "_LOGITS_AT_ONCE", at_once)
+    monkeypatch.setattr(measuring, "_LOGITS_AT_ONCE", at_once)
     model, found = made(name), []
     before = model.config._attn_implementation, [type(module) for module in model.modules()]
 
@@ -223,7 +226,7 @@ def test_magnitudes_are_those_of_the_written_out_logits(name, at_once, monkeypat
         found.append((scores, allowed.expand_as(scores)))
         return scores
 
-    with taps.written_out(model) as layers, watching_logits(keep):
+    with written_out(model) as layers, watching_logits(keep):
         model(IDS)
     maps = len(found) // len(layers)
     distinct = [
@@ -232,7 +235,7 @@ def test_magnitudes_are_those_of_the_written_out_logits(name, at_once, monkeypat
     expected = torch.cat(
         [scores[allowed[:, : scores.shape[1]]].abs() for scores, (_, allowed) in zip(distinct, found, strict=True)]
     )
-    measured = taps.magnitudes(model, [IDS[:1], IDS[1:]], 50)["logits"]
+    measured = measuring.magnitudes(model, [IDS[:1], IDS[1:]], 50)["logits"]
     assert sum(measured["counts"]) == len(expected)
     torch.testing.assert_close(torch.tensor(measured["largest"]), expected.topk(50).values, rtol=1e-4, atol=1e-5)
     bins = torch.repeat_interleave(torch.tensor(measured["bins"]), torch.tensor(measured["counts"]))
