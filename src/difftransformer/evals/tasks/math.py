@@ -21,7 +21,7 @@ from ..engine import Scores, Task
 from ..judges.math_answers import is_right
 from ..models.stopping import stop_tokens, text_until
 from ..prompts.chat import chat_frame
-from ..registry import TaskKind, register
+from ..registry import TaskKind, at_least, register
 from ..requests import Continuation, LanguageModel
 from ..scores import mean, mean_of_sets, proportion
 
@@ -76,12 +76,8 @@ class Options:
             raise ConfigError(f"sets=[]: name at least one of {', '.join(PROBLEM_SETS)}, or a .jsonl file")
         if not 0 <= self.shots <= len(EXAMPLES):
             raise ConfigError(f"shots={self.shots}: give 0 to {len(EXAMPLES)}")
-        if self.max_new_tokens < 1 or (self.problems is not None and self.problems < 1):
-            raise ConfigError(
-                f"max_new_tokens={self.max_new_tokens}, problems={self.problems}: give at least 1 of each"
-            )
-        if self.seed < 0:
-            raise ConfigError(f"seed={self.seed}: give 0 or more")
+        at_least(self, 1, "max_new_tokens", "problems")
+        at_least(self, 0, "seed")
 
 
 class MathTask(Task):

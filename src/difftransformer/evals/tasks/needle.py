@@ -22,6 +22,7 @@ from matplotlib.figure import Figure
 from ...data import CITIES_SEEN, CITIES_UNSEEN, NeedleFormat, NeedleQuestion, Shards, Tokenizer, evaluation_document
 from ...errors import ConfigError
 from ...plots.curves import labels, select
+from ...plots.heat_map import heat_map
 from ...plots.style import ACCURACY_COLOURS, INK, WIDTH_INCHES
 from ...results import Cities, ItemScore, NeedleCell, NeedleResult, TaskResult
 from ..config import NeedleConfig
@@ -295,30 +296,12 @@ def draw(results: Sequence[TaskResult]) -> tuple[str, str, Figure]:
                     continue
                 y, x = depths.index(cell.at["depth"]), lengths.index(cell.at["length_tokens"])
                 grid[y, x] = cell.value
-                ax.text(
-                    x,
-                    y,
-                    f"{round(cell.value * cell.n)}/{cell.n}",
-                    ha="center",
-                    va="center",
-                    fontsize=8.5,
-                    color="white" if cell.value > 0.62 else INK,
-                )
-            edges = [np.arange(count + 1) - 0.5 for count in (len(lengths), len(depths))]
-            image = ax.pcolormesh(
-                *edges,
-                np.ma.masked_invalid(grid),
-                cmap=ACCURACY_COLOURS,
-                vmin=0,
-                vmax=1,
-                edgecolors="white",
-                linewidth=1,
-            )
-            ax.set_ylim(len(depths) - 0.5, -0.5)
+                count, colour = f"{round(cell.value * cell.n)}/{cell.n}", "white" if cell.value > 0.62 else INK
+                ax.text(x, y, count, ha="center", va="center", fontsize=8.5, color=colour)
+            image = heat_map(ax, grid, ACCURACY_COLOURS, 0, 1, edgecolors="white", linewidth=1)
             ax.set_title(f"{label}: {needles} needles, {asked} asked" if needles > 1 else f"{label}: one needle")
             ax.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
             ax.set_yticks(range(len(depths)), [f"{100 * depth:g} %" for depth in depths])
-            ax.grid(False)
             ax.spines[:].set_visible(False)
             ax.tick_params(length=0)
         axes[row, 0].set_ylabel("depth of the answer")

@@ -8,22 +8,22 @@ states are the output of each layer, after both residual additions.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
-from ...errors import ConfigError, DataError
+from ...errors import DataError
 from ...plots.curves import handles, select
 from ...plots.style import WIDTH_INCHES, legend_above, line_style
 from ...results import Measurement, TaskResult
 from ..engine import Scores
 from ..probes import BINS, Magnitudes, ProbeTask
 from ..prompts.texts import token_stream
-from ..registry import TaskKind, register
+from ..registry import TaskKind, at_least, register
 from ..requests import LanguageModel
-from ..scores import details
+from ..scores import details, single
 
 PARTS = 20
 """The rows are split into this number of requests, so that an interrupted run loses little and resumes cheaply."""
@@ -61,10 +61,8 @@ class Options:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.window is not None and self.window < 2:
-            raise ConfigError(f"window={self.window}: give at least 2 tokens")
-        if self.tokens < 1 or self.largest < 1:
-            raise ConfigError(f"tokens={self.tokens}, largest={self.largest}: give at least 1 of each")
+        at_least(self, 2, "window")
+        at_least(self, 1, "tokens", "largest")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,15 +108,8 @@ class OutliersTask(ProbeTask):
 
 
 def _figure(name: str, rank: int | str, value: float, spread: Spread) -> Measurement:
-    return Measurement(
-        name=name,
-        unit="absolute value",
-        value=value,
-        standard_error=None,
-        n=spread.count,
-        better=None if rank == "median" else "lower",
-        at={"rank": rank},
-    )
+    better: Literal["lower"] | None = None if rank == "median" else "lower"
+    return single(name, "absolute value", value, spread.count, {"rank": rank}, better)
 
 
 def ranks(largest: int) -> list[int]:

@@ -22,7 +22,7 @@ from ...plots.curves import select
 from ...results import ItemScore, TaskResult
 from ..engine import Scores, Task
 from ..prompts.texts import token_stream
-from ..registry import TaskKind, register
+from ..registry import TaskKind, at_least, register
 from ..requests import LanguageModel, Loss
 from ..scores import mean
 from .perplexity import DEFAULT_WINDOW
@@ -57,12 +57,9 @@ class Options:
     max_train_count: int = 1250
 
     def __post_init__(self) -> None:
-        if self.windows < 1 or (self.window is not None and self.window < 2):
-            raise ConfigError(f"windows={self.windows}, window={self.window}: give at least 1 window of 2 tokens")
-        if self.ngram < 2:
-            raise ConfigError(f"ngram={self.ngram}: give at least 2")
-        if self.max_train_count < 0:
-            raise ConfigError(f"max_train_count={self.max_train_count}: give 0 or more")
+        at_least(self, 1, "windows")
+        at_least(self, 2, "window", "ngram")
+        at_least(self, 0, "max_train_count")
 
 
 class RecallTask(Task):
