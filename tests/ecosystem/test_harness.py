@@ -160,7 +160,7 @@ def test_what_is_wrong_is_said_on_one_line(needs, tasks, tmp_path, monkeypatch, 
     assert "--tasks is empty" in fails(tmp_path / "m", *local, "--tasks", "")
     assert "no such task or group; did you mean tiny_text?" in fails(tmp_path / "m", "--tasks", "tiny_texts", *local)
     assert "no such folder" in fails(tmp_path / "none", "--tasks", "tiny_text", *local)
-    assert "--limit 0: give at least 1" in fails(tmp_path / "m", "--tasks", "tiny_text", "--limit", 0, *local)
+    assert "limit=0: give at least 1" in fails(tmp_path / "m", "--tasks", "tiny_text", "--limit", 0, *local)
     assert "--include_path" in fails(tmp_path / "m", "--tasks", "tiny_text", "--include_path", tmp_path / "none")
     (tasks / "questions.jsonl").unlink()
     assert "tiny_text: cannot be run" in fails(tmp_path / "m", "--tasks", "tiny_text", *local)

@@ -206,7 +206,7 @@ def test_what_fits_into_the_context(files):
         ({"shots": [2, 2]}, ConfigError, r"shots=\[2, 2\]"),
         ({"items": 0}, ConfigError, "items=0: give at least 1"),
         ({"draws": 0}, ConfigError, "draws=0: give at least 1"),
-        ({"seed": -1}, ConfigError, "seed=-1: give 0 or more"),
+        ({"seed": -1}, ConfigError, "seed=-1: give at least 0"),
         ({"data": "trec"}, ConfigError, "data=trec and train_file=.*: give one of the two"),
         ({"train_file": None}, ConfigError, "test_file=.* without a train_file: give both"),
         ({"text_word": "a\nb"}, ConfigError, r"text_word='a\\nb': give a word"),

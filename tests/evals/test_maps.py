@@ -101,5 +101,5 @@ def test_what_cannot_be_drawn(tmp_path):
         scores_of("diff", heads=[2])
     with pytest.raises(ConfigError, match="prompt='': give a text"):
         Options(prompt="")
-    with pytest.raises(ConfigError, match=r"layers=\[-1\].*counted from 0"):
+    with pytest.raises(ConfigError, match=r"layers=\[-1\]: give at least 0"):
         Options(layers=[-1])

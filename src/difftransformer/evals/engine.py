@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -87,61 +88,32 @@ def run_task(
     if not task.requests:
         raise EvaluationError(f"{task.data_name}: nothing to ask; give more data")
     costs = [request.shown_tokens for request in task.requests]
-    kept = AnswerFile(journal, f"{identity} {requests_sha256(task.requests)}") if journal else None
-    answers: dict[int, Any] = dict(kept.known) if kept else {}
+    answers: dict[int, Any] = {}
+    kept = _opened(journal, f"{identity} {requests_sha256(task.requests)}", answers) if journal else None
     left = [index for index in range(len(costs)) if index not in answers]
     done, total = sum(costs) - sum(costs[index] for index in left), sum(costs)
     progress(done, total)
-    try:
+    with kept or nullcontext():
         for place, answer in task.answer(model, [task.requests[index] for index in left]):
             index = left[place]
             answers[index] = answer
             if kept:
-                kept.add(index, answer)
+                kept.add({"request": index, "answer": answer})
             done += costs[index]
             progress(done, total)
-    finally:
-        if kept:
-            kept.close()
     return task.score(task.judge([answers[index] for index in range(len(costs))], progress))
 
 
-class AnswerFile:
-    """A journal of answers, whose first line identifies the model and the requests.
+def _opened(path: Path, identity: str, answers: dict[int, Any]) -> Journal:
+    """Open a journal of answers, whose header identifies the model and the requests, and read it into `answers`."""
 
-    Args:
-        path: The file; created if it is missing.
-        identity: Fingerprint of model and requests.
+    def take(row: Any) -> None:
+        answers[row["request"]] = row["answer"]
 
-    Raises:
-        CheckpointError: The file belongs to another model or to other requests, or holds no answers.
-    """
-
-    def __init__(self, path: Path, identity: str) -> None:
-        self.known: dict[int, Any] = {}
-        self._identity, self._is_known = identity, False
-        try:
-            self._journal = Journal(path, self._take, sync_seconds=_SYNC_SECONDS)
-        except DamagedJournal:
-            raise CheckpointError(
-                f"{path}: holds answers of another model or to other questions, or is damaged; choose another --out, or "
-                "delete the file"
-            ) from None
-
-    def _take(self, row: Any) -> None:
-        if self._is_known:
-            self.known[row["request"]] = row["answer"]
-        elif row["answers_of"] != self._identity:
-            raise ValueError
-        self._is_known = True
-
-    def add(self, index: int, answer: Any) -> None:
-        """Write an answer. The header is written with the first one, so that an empty run blocks no later one."""
-        if not self._is_known:
-            self._journal.add({"answers_of": self._identity})
-            self._is_known = True
-        self._journal.add({"request": index, "answer": answer})
-
-    def close(self) -> None:
-        """Write everything to disk."""
-        self._journal.close()
+    try:
+        return Journal(path, take, header={"answers_of": identity}, sync_seconds=_SYNC_SECONDS)
+    except DamagedJournal:
+        raise CheckpointError(
+            f"{path}: holds answers of another model or to other questions, or is damaged; choose another --out, or "
+            "delete the file"
+        ) from None

@@ -66,3 +66,15 @@ def task_help() -> dict[str, str]:
         with open(path, encoding="utf-8") as file:
             docs.setdefault(path.stem, file.readline().strip().strip('"'))
     return {name: doc.partition("\n")[0].rstrip(".") for name, doc in sorted(docs.items())}
+
+
+def at_least(options: object, least: int, *names: str) -> None:
+    """Check that options are at least `least`; None passes, and a list is checked item by item.
+
+    Raises:
+        ConfigError: An option is smaller.
+    """
+    for name in names:
+        value = getattr(options, name)
+        if any(one is not None and one < least for one in (value if isinstance(value, list) else [value])):
+            raise ConfigError(f"{name}={value}: give at least {least}")

@@ -9,6 +9,13 @@ from ..results import Measurement
 from ..statistics import wilson_interval
 
 
+def single(
+    name: str, unit: str, value: float, n: int, at: dict[str, Any], better: Literal["higher", "lower"] | None = None
+) -> Measurement:
+    """Return a measurement without a standard error."""
+    return Measurement(name=name, unit=unit, value=value, standard_error=None, n=n, better=better, at=at)
+
+
 def proportion(
     name: str, right: Sequence[bool], at: dict[str, Any], *, better: Literal["higher", "lower"] = "higher"
 ) -> Measurement:

@@ -16,6 +16,7 @@ import numpy as np
 from ...data import Tokenizer
 from ...data.labelled import FOLDER_VARIABLE, Example, LabelledSet, read_labelled, read_labelled_files
 from ...errors import ConfigError, DataError
+from ..registry import at_least
 
 SEPARATOR = "\n==\n"
 LABEL_END = "\n"
@@ -59,8 +60,7 @@ class DataOptions:
             raise ConfigError(f"data={self.data} and train_file={self.train_file}: give one of the two")
         if self.test_file is not None and self.train_file is None:
             raise ConfigError(f"test_file={self.test_file} without a train_file: give both")
-        if self.seed < 0:
-            raise ConfigError(f"seed={self.seed}: give 0 or more")
+        at_least(self, 0, "seed")
         for field in ("text_word", "label_word"):
             word = getattr(self, field)
             if word is not None and (not word.strip() or "\n" in word):

@@ -26,6 +26,7 @@ from matplotlib.ticker import MaxNLocator
 from ...data import NeedleQuestion
 from ...errors import ConfigError
 from ...plots.curves import labels, select
+from ...plots.heat_map import heat_map, matrix
 from ...plots.style import ACCURACY_COLOURS, COLOURS, INK, WIDTH_INCHES, legend_above
 from ...results import Form, Grid, ItemScore, Measurement, Segment, TaskResult
 from ..engine import Scores
@@ -261,17 +262,10 @@ def _bars(ax: Axes, result: TaskResult, form: str) -> None:
 
 
 def _heads(ax: Axes, grid: Grid, top: float) -> Any:
-    heads = max(map(len, grid.values))
-    cells = np.full((len(grid.values), heads), np.nan)
-    for layer, row in enumerate(grid.values):
-        cells[layer, : len(row)] = row
-    edges = [np.arange(count + 1) - 0.5 for count in (heads, len(cells))]
-    image = ax.pcolormesh(*edges, np.ma.masked_invalid(cells), cmap=ACCURACY_COLOURS, vmin=0, vmax=top or 1)
-    ax.set_ylim(len(cells) - 0.5, -0.5)
+    image = heat_map(ax, matrix(grid.values), ACCURACY_COLOURS, 0, top or 1)
     ax.set_ylabel("layer")
     ax.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
     ax.yaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
-    ax.grid(False)
     ax.spines[:].set_visible(False)
     return image
 

@@ -24,9 +24,9 @@ from ..judges.endpoint import EndpointJudge, Spending
 from ..judges.overlap import OverlapJudge
 from ..models.stopping import stop_tokens
 from ..prompts.chat import chat_frame
-from ..registry import TaskKind, register
+from ..registry import TaskKind, at_least, register
 from ..requests import Continuation, LanguageModel
-from ..scores import mean_of_sets, proportion
+from ..scores import mean_of_sets, proportion, single
 
 ANSWER_TOKENS = {"xsum": 64, "cnn_dm": 128, "multinews": 512, "qasper": 128, "hotpotqa": 32, "2wikimqa": 32}
 """The caps of LongBench; for XSum and CNN/DM, which are not in it, about twice the length of a reference."""
@@ -96,12 +96,8 @@ class Options:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("items", "max_new_tokens", "max_judgments", "max_cost_tokens"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise ConfigError(f"{name}={value}: give at least 1")
-        for name in ("retries", "backoff_seconds", "seed"):
-            if (value := getattr(self, name)) < 0:
-                raise ConfigError(f"{name}={value}: give 0 or more")
+        at_least(self, 1, "items", "max_new_tokens", "max_judgments", "max_cost_tokens")
+        at_least(self, 0, "retries", "backoff_seconds", "seed")
         if not self.timeout_seconds > 0:
             raise ConfigError(f"timeout_seconds={self.timeout_seconds}: give more than 0")
 
@@ -226,17 +222,8 @@ class HallucinationTask(Task):
         measurements: list[Measurement] = [*accuracies, mean_of_sets("mean accuracy", accuracies)]
         for name, found in empty.items():
             measurements.append(proportion("empty answers", found, {"set": name}, better="lower"))
-            measurements.append(
-                Measurement(
-                    name="unjudged",
-                    unit="answers",
-                    value=float(unjudged[name]),
-                    standard_error=None,
-                    n=len(found),
-                    better="lower",
-                    at={"set": name},
-                )
-            )
+            counted = float(unjudged[name])
+            measurements.append(single("unjudged", "answers", counted, len(found), {"set": name}, "lower"))
         return Scores(measurements=measurements, items=items)
 
     def _choices(self) -> list[str]:

@@ -18,7 +18,7 @@ from typing import Any
 from ...errors import ConfigError, EvaluationError
 from ...results import ItemScore, Measurement
 from ..engine import Scores, Task
-from ..registry import TaskKind, register
+from ..registry import TaskKind, at_least, register
 from ..requests import Answers, LanguageModel
 
 RANDOM_SEED = 1234  # the default of lm-eval
@@ -52,14 +52,8 @@ class Options:
     def __post_init__(self) -> None:
         if not self.names:
             raise ConfigError("--tasks is empty; name tasks of lm-eval, separated by commas")
-        for option, values, least in (
-            ("limit", [self.limit], 1),
-            ("batch_size", [self.batch_size], 1),
-            ("shots", self.shots or [], 0),
-        ):
-            for value in values:
-                if value is not None and value < least:
-                    raise ConfigError(f"--{option} {value}: give at least {least}")
+        at_least(self, 1, "limit", "batch_size")
+        at_least(self, 0, "shots")
         if self.include_path is not None and not Path(self.include_path).is_dir():
             raise ConfigError(f"--include_path {self.include_path}: no such folder; name one with tasks as YAML files")
 

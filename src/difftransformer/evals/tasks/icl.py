@@ -19,9 +19,9 @@ from ...plots.style import INK
 from ...results import ItemScore, Measurement, TaskResult
 from ..engine import Scores, Task
 from ..prompts.demonstrations import DataOptions, PromptForm, draw_items, draw_rounds
-from ..registry import TaskKind, register
+from ..registry import TaskKind, at_least, register
 from ..requests import Choice, LanguageModel
-from ..scores import details, mean, proportion
+from ..scores import details, mean, proportion, single
 
 CHOICES = [
     "A demonstration is its text, a line end and its label, each after a word such as Question and Type; a line of two equal "
@@ -67,9 +67,7 @@ class Options(DataOptions):
             sizes = getattr(self, field)
             if sizes is not None and (not sizes or min(sizes) < least or len(set(sizes)) < len(sizes)):
                 raise ConfigError(f"{field}={sizes}: give different numbers, none below {least}, or leave it out")
-        for field in ("items", "draws"):
-            if getattr(self, field) < 1:
-                raise ConfigError(f"{field}={getattr(self, field)}: give at least 1")
+        at_least(self, 1, "items", "draws")
 
 
 class ShotsTask(Task):
@@ -137,7 +135,7 @@ def item_scores(name: str, right: Sequence[Sequence[bool]]) -> list[ItemScore]:
 
 def chance(classes: int) -> Measurement:
     """Return the accuracy of a guess."""
-    return Measurement(name="chance", unit="share", value=1 / classes, standard_error=None, n=classes, at={})
+    return single("chance", "share", 1 / classes, classes, {})
 
 
 def _prompts(form: PromptForm, shown: Sequence[Example], items: Sequence[Example]) -> list[tuple[int, ...]]:

@@ -21,11 +21,12 @@ from matplotlib.ticker import MaxNLocator
 
 from ...errors import ConfigError, DataError
 from ...plots.curves import handles, labels
+from ...plots.heat_map import heat_map, matrix
 from ...plots.style import WIDTH_INCHES, line_style
 from ...results import Grid, Measurement, TaskResult
 from ..engine import Scores
 from ..probes import Maps, ProbeTask
-from ..registry import TaskKind, register
+from ..registry import TaskKind, at_least, register
 from ..requests import LanguageModel
 from ..scores import details, mean
 
@@ -66,8 +67,7 @@ class Options:
     def __post_init__(self) -> None:
         if self.prompt_file is None and not self.prompt:
             raise ConfigError("prompt='': give a text")
-        if min((*self.layers, *self.heads), default=0) < 0:
-            raise ConfigError(f"layers={self.layers}, heads={self.heads}: both are counted from 0")
+        at_least(self, 0, "layers", "heads")
 
 
 class MapsTask(ProbeTask):
@@ -195,16 +195,9 @@ def _maps(figure: SubFigure, rows: list[list[Grid]], label: str) -> None:
 
 
 def _map(ax: Axes, grid: Grid, *, named: bool) -> None:
-    count = len(grid.values)
-    square = np.full((count, count), np.nan)
-    for index, row in enumerate(grid.values):
-        square[index, : len(row)] = row
-    edges = np.arange(count + 1) - 0.5
-    drawn = np.ma.masked_invalid(np.sign(square) * np.sqrt(np.abs(square)))
-    ax.pcolormesh(edges, edges, drawn, cmap=_COLOURS, vmin=-1, vmax=1, rasterized=True)
-    ax.set_ylim(count - 0.5, -0.5)
+    square, count = matrix(grid.values), len(grid.values)
+    heat_map(ax, np.sign(square) * np.sqrt(np.abs(square)), _COLOURS, -1, 1, rasterized=True)
     ax.set_aspect("equal")
-    ax.grid(False)
     ax.set_title(f"layer {grid.at['layer']}, head {grid.at['head']}: {grid.at['map']}", fontsize=8)
     ax.tick_params(length=1.5, labelsize=6, pad=1)
     if grid.labels and count <= _LABELLED_TOKENS:

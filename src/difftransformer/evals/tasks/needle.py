@@ -19,6 +19,7 @@ from matplotlib.figure import Figure
 from ...data import NeedleFormat, NeedleQuestion
 from ...errors import ConfigError
 from ...plots.curves import labels, select
+from ...plots.heat_map import heat_map
 from ...plots.style import ACCURACY_COLOURS, INK, WIDTH_INCHES
 from ...results import ItemScore, Measurement, TaskResult
 from ..engine import Scores, Task
@@ -245,21 +246,10 @@ def draw(results: Sequence[TaskResult]) -> tuple[str, str, Figure]:
                 grid[y, x] = row.value
                 text, colour = f"{round(row.value * row.n)}/{row.n}", "white" if row.value > 0.62 else INK
                 ax.text(x, y, text, ha="center", va="center", fontsize=8.5, color=colour)
-            edges = [np.arange(count + 1) - 0.5 for count in (len(columns), len(depths))]
-            image = ax.pcolormesh(
-                *edges,
-                np.ma.masked_invalid(grid),
-                cmap=ACCURACY_COLOURS,
-                vmin=0,
-                vmax=1,
-                edgecolors="white",
-                linewidth=1,
-            )
-            ax.set_ylim(len(depths) - 0.5, -0.5)  # the start of the context on top
+            image = heat_map(ax, grid, ACCURACY_COLOURS, 0, 1, edgecolors="white", linewidth=1)
             ax.set_title(", ".join([label, *_words(panel)]))
             ax.set_xticks(range(len(columns)), [_tick(column) for column in columns])
             ax.set_yticks(range(len(depths)), [f"{100 * depth:g} %" for depth in depths])
-            ax.grid(False)
             ax.spines[:].set_visible(False)
             ax.tick_params(length=0)
         line[0].set_ylabel("depth of the answer")

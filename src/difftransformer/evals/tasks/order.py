@@ -15,15 +15,14 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from ...data.labelled import Example
-from ...errors import ConfigError
 from ...plots.curves import handles, select
 from ...plots.style import INK, WIDTH_INCHES, legend_above, line_style
 from ...results import Measurement, TaskResult
 from ..engine import Scores, Task
 from ..prompts.demonstrations import DataOptions, PromptForm, draw_items, draw_rounds
-from ..registry import TaskKind, register
+from ..registry import TaskKind, at_least, register
 from ..requests import Choice, LanguageModel
-from ..scores import details, mean, proportion
+from ..scores import details, mean, proportion, single
 from .icl import CHOICES, accuracy, chance, fitting_shots, item_scores
 
 Format = Literal["random", "alternating"]
@@ -62,10 +61,8 @@ class Options(DataOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for field, least in (("shots", 1), ("orders", 2), ("items", 1)):
-            value = getattr(self, field)
-            if value is not None and value < least:
-                raise ConfigError(f"{field}={value}: give at least {least}")
+        at_least(self, 1, "shots", "items")
+        at_least(self, 2, "orders")
 
 
 class OrderTask(Task):
@@ -115,15 +112,7 @@ class OrderTask(Task):
         return Scores(measurements=measurements, items=item_scores("accuracy", right))
 
     def _figure(self, name: str, value: float) -> Measurement:
-        return Measurement(
-            name=name,
-            unit="share",
-            value=value,
-            standard_error=None,
-            n=self.orders,
-            better=None if "floor" in name else "lower",
-            at=self.at,
-        )
+        return single(name, "share", value, self.orders, self.at, None if "floor" in name else "lower")
 
 
 def arrange(shown: Sequence[Example], form: Format, rng: np.random.Generator) -> list[Example]:
