@@ -75,11 +75,13 @@ def measurement_table(results: Sequence[TaskResult], *, brief: bool = False, see
                 " / ".join(dict.fromkeys(f"{cell.n:,}" for cell in found if cell is not None)),
             ]
         )
-    note = "± is one standard error over items, brackets are 95 % Wilson intervals; neither covers the choice of the training seed."
+    note = (
+        "± is one standard error over items, brackets are 95 % Wilson intervals; neither covers another training seed."
+    )
     if seeds > 1:
         note = (
-            f"± is one standard error over {seeds} seeds. Brackets are 95 % Wilson intervals of the answers of all seeds, as if "
-            "they were independent."
+            f"± is one standard error over {seeds} seeds. Brackets are 95 % Wilson intervals of the answers of all seeds, as "
+            "if they were independent."
         )
     return Table(results[0].task, f"{results[0].task}: {results[0].data.name}", groups, rows, [note])
 
