@@ -1,7 +1,7 @@
 """Needle documents as the tasks draw them: whose cities are named, and which cells share their documents."""
 
 from collections.abc import Iterator, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -33,47 +33,32 @@ def check_documents(depths: Sequence[float], documents: int, digits: int, seed: 
 
 
 def draw_documents(
+    options: Any,
     setting: Setting,
     haystack: npt.NDArray[np.int64],
-    *,
     shared: Sequence[int],
-    own: Sequence[int] | None,
-    documents: int,
-    length_tokens: int,
-    depth: float,
-    needles: int,
-    asked: int,
-    digits: int,
-    cities: Kind,
+    own: Sequence[int],
+    **cell: Any,
 ) -> Iterator[NeedleQuestion]:
     """Draw the documents of one cell.
 
     Args:
+        options: Options of the task with `documents`, `digits`, `cities` and `paired`.
         setting: The tokenizer.
         haystack: Tokens of the text in which needles are hidden.
-        shared: Seed of the documents where cells share them: document i is drawn from [*shared, i].
-        own: Seed of the cell where every cell draws its own documents, one after another; None where cells share them.
-        documents: Number of documents.
-        length_tokens: Tokens of prompt and answer.
-        depth: Place of the answer, 0 (start) to 1 (end).
-        needles: Needles in the context.
-        asked: Needles asked for.
-        digits: Digits of a number.
-        cities: Names to draw from.
+        shared: Seed of the documents where cells share them (`paired`): document i is drawn from [*shared, i].
+        own: Seed of the cell where every cell draws its own documents, one after another.
+        cell: Length, depth, needles and other arguments of `evaluation_document`.
 
     Raises:
-        DataError: needles and question do not fit into the length.
+        DataError: Needles and question do not fit into the length.
     """
-    rng = np.random.default_rng(own) if own is not None else None
-    for document in range(documents):
+    rng = np.random.default_rng(own)
+    for document in range(options.documents):
         yield evaluation_document(
-            rng or np.random.default_rng([*shared, document]),
+            np.random.default_rng([*shared, document]) if options.paired else rng,
             setting.tokenizer,
             haystack,
-            length_tokens=length_tokens,
-            depth=depth,
-            needles=needles,
-            asked=asked,
-            digits=digits,
-            cities=CITIES[cities],
+            digits=options.digits,
+            **{"cities": CITIES.get(options.cities), **cell},
         )

@@ -120,19 +120,8 @@ class AllocationTask(ProbeTask):
         self.requests: list[LastRow] = []
         for depth in options.depths:
             own = [options.seed, length, options.needles, round(depth * 1000)]
-            for question in draw_documents(
-                setting,
-                haystack,
-                shared=[options.seed, options.needles],
-                own=None if options.paired else own,
-                documents=options.documents,
-                length_tokens=length,
-                depth=depth,
-                needles=options.needles,
-                asked=1,
-                digits=options.digits,
-                cities=options.cities,
-            ):
+            cell = {"length_tokens": length, "depth": depth, "needles": options.needles, "asked": 1}
+            for question in draw_documents(options, setting, haystack, [options.seed, options.needles], own, **cell):
                 self.requests.append(LastRow(tuple(question.prompts[0]), edges_of(question)))
 
     def score(self, answers: Sequence[Any]) -> Scores:

@@ -134,21 +134,9 @@ class NeedleTask(Task):
             longest = max(map(len, asking.values()))
             room = len(before) + longest + _CHAT_ANSWER_TOKENS - NeedleFormat(digits=options.digits).answer_tokens
         own = [options.seed, length, needles, asked, round(depth * 1000), len(CITIES[cities])]
-        questions = list(
-            draw_documents(
-                setting,
-                haystack,
-                shared=[options.seed, needles, asked],
-                own=None if options.paired else own,
-                documents=options.documents,
-                length_tokens=length - room,
-                depth=depth,
-                needles=needles,
-                asked=asked,
-                digits=options.digits,
-                cities=cities,
-            )
-        )
+        cell = {"length_tokens": length - room, "depth": depth, "needles": needles, "asked": asked}
+        shared = [options.seed, needles, asked]
+        questions = list(draw_documents(options, setting, haystack, shared, own, **cell, cities=CITIES[cities]))
         if self._frame:
             for question in questions:
                 question.prompts[:] = [
