@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from difftransformer.evals.segments import row_sums
+from difftransformer.evals.probes.last_row import row_sums
 
 from difftransformer.data import CITIES_SEEN, CITIES_UNSEEN
 from difftransformer.errors import ConfigError
