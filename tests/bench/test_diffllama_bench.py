@@ -2,10 +2,10 @@
 
 import pytest
 
+from difftransformer.acceleration import diffllama
 from difftransformer.bench import Settings, accelerate, plan, sort_rows
 from difftransformer.bench.accelerate import OURS, THEIRS, WORKS, time_diffllama
 from difftransformer.cli.main import main
-from difftransformer.model import diffllama
 from difftransformer.report.bench import bench_tables
 from difftransformer.results import Bench, read_result
 

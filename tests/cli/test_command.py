@@ -315,14 +315,15 @@ def test_eval(run, tmp_path, capsys):
     """By default with the run's own recipe, beside the run; the results are those of the evaluations themselves."""
     from difftransformer.data import prepare_shards
     from difftransformer.evals import evaluate
-    from difftransformer.studies import load_recipe, trained_model
+    from difftransformer.hub import open_model
+    from difftransformer.studies import load_recipe
 
     assert main(["eval", str(run)]) == 0
     assert "bits/byte" in capsys.readouterr().out
     found = read_result(run / "evals" / "step-000008.json", Evaluation)
     recipe = load_recipe(run / "config.yaml")
     expected = evaluate(
-        trained_model(checkpoints(run)[-1]), prepare_shards(recipe.data), recipe.evaluation, context_tokens=128
+        open_model(checkpoints(run)[-1]), prepare_shards(recipe.data), recipe.evaluation, context_tokens=128
     )
     assert (found.nll, found.needle, found.allocation) == (expected.nll, expected.needle, expected.allocation)
     older = checkpoints(run)[0]

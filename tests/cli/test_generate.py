@@ -14,9 +14,9 @@ import torch
 from transformers import AutoTokenizer, DiffLlamaConfig, DiffLlamaForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from difftransformer import DiffTransformerConfig, DiffTransformerForCausalLM
+from difftransformer.acceleration import diffllama
 from difftransformer.cli.main import main
 from difftransformer.data import byte_tokenizer
-from difftransformer.model import diffllama
 from difftransformer.model.progress import without_progress_bars
 from difftransformer.train import checkpoints
 
@@ -267,7 +267,9 @@ def test_wrong_folders(saved, fails, tmp_path):
 
 def test_wrong_models(saved, fails):
     folder = saved("llama")
-    assert "a 'llama' model, whose attention is not this package's" in fails(folder, PROMPT, "--backend", "chunked")
+    assert "a 'llama' model, which does not use this package's attention" in fails(
+        folder, PROMPT, "--backend", "chunked"
+    )
     weights = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(weights[: len(weights) // 2])
     assert f"{folder}: cannot be opened as a causal language model" in fails(folder, PROMPT)
@@ -276,7 +278,7 @@ def test_wrong_models(saved, fails):
     config = json.loads((folder / "config.json").read_text())
     (folder / "model.safetensors").write_bytes(weights)
     (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
-    assert "its weights lack model.layers.2." in fails(folder, PROMPT)
+    assert "missing weight model.layers.2." in fails(folder, PROMPT)
     (folder / "config.json").write_text(json.dumps(config | {"model_type": "unheard_of"}))
     assert "cannot be opened" in fails(folder, PROMPT)
 

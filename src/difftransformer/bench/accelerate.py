@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from transformers import Cache, DiffLlamaConfig, DiffLlamaForCausalLM, DynamicCache, StaticCache
 
-from ..model import accelerate
+from ..acceleration import accelerate
+from ..model.dtypes import DTYPES
 from ..results import DiffLlamaTiming, Dtype
 from .timing import time_interleaved
-from .work import DTYPES
 
 THEIRS, OURS = "DiffLlama", "DiffLlama accelerated"
 # 38M parameters with heads of 64, whose number DiffLlama wants even.

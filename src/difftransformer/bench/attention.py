@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..model.dtypes import DTYPES
 from ..ops.backends import BACKENDS, QUADRATIC_MEMORY_MAX_LENGTH, backend_names, explain
 from ..ops.problem import Problem
 from ..results import AttentionShape, AttentionSkip, AttentionTiming, Dtype, GeometricMean, Mode
@@ -15,7 +16,7 @@ from .floor import Peak, attention_bytes, attention_flops, least_seconds, peak_o
 from .peers import ATTN_IMPLEMENTATIONS
 from .timing import time_interleaved, wait_for
 from .trial import Failure, attempt
-from .work import DETERMINISTIC, DTYPES, Data, Work, attention_work, draw
+from .work import DETERMINISTIC, Data, Work, attention_work, draw
 
 TORCH_SDPA = "torch sdpa"
 # An implementation that makes n x n maps holds about so many copies of all of them in fp32 (DiffLlama's eager one, forward

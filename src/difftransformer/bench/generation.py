@@ -17,9 +17,9 @@ from torch import Tensor
 from transformers import Cache, DiffLlamaConfig, DiffLlamaForCausalLM, DynamicCache, PreTrainedModel, StaticCache
 
 from ..model import DiffTransformerConfig, DiffTransformerForCausalLM
+from ..model.dtypes import DTYPES
 from ..results import Dtype, GenerationTiming
 from .timing import time_interleaved
-from .work import DTYPES
 
 CacheKind = Literal["static", "dynamic"]
 

@@ -12,13 +12,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import deterministic
 from transformers import PreTrainedModel
 
+from ..model.dtypes import DTYPES
 from ..model.nll import next_token_nll
 from ..ops import differential_attention, normed_differential_attention, softmax_attention
 from ..results import AttentionShape, Dtype
 from .peers import DiffLlamaCore
 from .timing import Prepared
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 LAMBDA = 0.8  # where most layers' lambda starts and stays (arXiv:2410.05258)
 DETERMINISTIC = " deterministic"  # at the end of an implementation's name
 

@@ -7,10 +7,11 @@ from rich.table import Table
 from ..data import prepare_shards
 from ..errors import ConfigError
 from ..evals import evaluate
+from ..hub import open_model
+from ..hub.summary import evaluation_rows
 from ..results import Evaluation, write_result
-from ..studies import load_recipe, trained_model
+from ..studies import load_recipe
 from ..studies.environment import command_line, environment, now
-from ..studies.figures import evaluation_rows
 from ..train import latest_checkpoint
 from ..train.record import RECIPE_FILE
 from .console import console, say
@@ -37,7 +38,7 @@ def run(
         raise ConfigError(f"{folder}: no {RECIPE_FILE} here to say what to evaluate on; pass --recipe FILE")
     loaded = load_recipe(source, set)
     shards = prepare_shards(loaded.data, say=say)
-    trained = trained_model(checkpoint).to(device)
+    trained = open_model(checkpoint, model_type="difftransformer").to(device)
     vocabulary = shards.tokenizer.vocab_size
     if trained.config.vocab_size != vocabulary:
         raise ConfigError(

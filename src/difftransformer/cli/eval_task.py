@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 from ..errors import ConfigError
 from ..evals.tasks import options_class
+from ..hub import open_language_model
 from ..report.tasks import measurement_table, write_picture
 from ..report.terminal import _rich
-from ..studies.opening import opened_model
 from ..studies.tasks import evaluate_task
 from .console import console, say
 from .hardware import check_device
@@ -60,7 +60,7 @@ def run(
     folder = Path(out) if out else Path("evals", Path(model).resolve().name)
     try:
         with (
-            opened_model(
+            open_language_model(
                 model,
                 device=device,
                 dtype=dtype,

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from ..studies import export_folder
+from ..hub import export_folder
 from .console import say
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import torch
 
 from ..convert.llama import TARGETS
-from ..convert.source import source_folder
-from ..convert.upcycle import measure_drift, upcycle_folder
+from ..convert.upcycle import upcycle_folder
 from ..data import Tokenizer, read_documents
 from ..errors import ConfigError
+from ..hub import measure_drift, source_folder
 from ..report import print_upcycling, write_upcycling
 from ..studies import load_recipe, upcycling_study
 from ..train import Interrupted

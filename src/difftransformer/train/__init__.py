@@ -1,13 +1,23 @@
 """Training: one loop for every attention type, exact resume, atomic checkpoints."""
 
-from .._lazy import lazy_names
+from .checkpoint import checkpoints, latest_checkpoint, load_checkpoint, save_checkpoint, verify_checkpoint
+from .config import OptimizerConfig, ScheduleConfig, TrainingConfig
+from .loop import Interrupted, build_model, train
+from .metrics import StepMetrics, ValidationMetrics, read_metrics
 
-__getattr__, __dir__, __all__ = lazy_names(
-    __name__,
-    {
-        ".checkpoint": ("checkpoints", "latest_checkpoint", "load_checkpoint", "save_checkpoint", "verify_checkpoint"),
-        ".config": ("OptimizerConfig", "ScheduleConfig", "TrainingConfig"),
-        ".loop": ("Interrupted", "build_model", "train"),
-        ".metrics": ("StepMetrics", "ValidationMetrics", "read_metrics"),
-    },
-)
+__all__ = [
+    "Interrupted",
+    "OptimizerConfig",
+    "ScheduleConfig",
+    "StepMetrics",
+    "TrainingConfig",
+    "ValidationMetrics",
+    "build_model",
+    "checkpoints",
+    "latest_checkpoint",
+    "load_checkpoint",
+    "read_metrics",
+    "save_checkpoint",
+    "train",
+    "verify_checkpoint",
+]

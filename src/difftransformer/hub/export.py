@@ -1,13 +1,10 @@
-"""A run or a saved model as a clean Hugging Face folder: weights, configuration, tokenizer, and a card with the figures."""
+"""Export a run or a saved model to a clean Hugging Face folder: weights, configuration, tokenizer and model card."""
 
 import json
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
-
-import torch
-from safetensors import SafetensorError
+from typing import Literal, get_args
 
 from ..convert import convert_folder
 from ..convert.folder import (
@@ -16,36 +13,38 @@ from ..convert.folder import (
     INDEX_FILE,
     SHARD_BYTES,
     WeightsReader,
+    read_config,
     refuse_used,
     whole_or_not_at_all,
     write_weights,
 )
 from ..errors import CheckpointError, ConfigError, ResultsError
-from ..model import DiffTransformerConfig, DiffTransformerForCausalLM
+from ..model import DiffTransformerForCausalLM
 from ..model.card import CARD_FILE, Training, is_ours, model_card, training_section
+from ..model.dtypes import DTYPES
 from ..model.progress import without_progress_bars
 from ..results import Evaluation, read_result
-from ..train import latest_checkpoint, verify_checkpoint
-from ..train.checkpoint import STATE_FILE
+from ..train import latest_checkpoint
 from ..train.record import recorded_training
-from .figures import evaluation_rows
+from .opening import open_model
+from .summary import evaluation_rows
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 GENERATION_FILE = "generation_config.json"
+ExportDtype = Literal["auto", "fp32", "bf16"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Exported:
-    """What was written.
+    """Summary of an export.
 
     Attributes:
-        folder: Where.
-        source: The checkpoint or folder that was read.
-        layout: difftransformer or diffllama.
-        bytes: Of all files.
-        files: Names in the folder.
-        kept_card: Whether the card is the source's own, changed by a person.
-        notes: What the target has no place for.
+        folder: Folder that was written.
+        source: Checkpoint or folder that was read.
+        layout: "difftransformer" or "diffllama".
+        bytes: Size of all files.
+        files: Names of the files in the folder.
+        kept_card: Whether the card was copied from the source because it was edited by hand.
+        notes: Properties of the model that the target layout cannot store.
     """
 
     folder: Path
@@ -61,26 +60,26 @@ def export_folder(
     source: Path | str,
     target: Path | str,
     *,
-    dtype: Literal["auto", "fp32", "bf16"] = "auto",
+    dtype: ExportDtype = "auto",
     to: Literal["difftransformer", "diffllama"] = "difftransformer",
     license: str | None = None,
 ) -> Exported:
-    """Write a model's folder as it should be handed on, whole or not at all.
+    """Write a model to a folder that is ready to be shared. If the export fails, nothing is written.
 
     Args:
-        source: Run folder (its newest checkpoint), checkpoint, or saved model folder of this package.
-        target: The folder to make. It may exist if it is empty.
-        dtype: Of the weights; auto keeps what they were saved in.
-        to: Layout; diffllama opens in stock transformers.
-        license: For the card, if it is known.
+        source: Run folder (its newest checkpoint), checkpoint, or folder of a saved model of this package.
+        target: Folder to write. It must not exist, or be empty.
+        dtype: Floating-point type of the weights. "auto" keeps the type that they were saved in.
+        to: Layout. "diffllama" opens in stock transformers.
+        license: Licence identifier for the card, such as "mit".
 
     Raises:
-        ConfigError: the target is in use, an option is unknown, or the layout cannot express the model.
-        CheckpointError: the source is missing, damaged, or of another model type.
+        ConfigError: The target is in use, an option is unknown, or the layout cannot express the model.
+        CheckpointError: The source is missing, damaged, or has another model type.
     """
     target = Path(target)
     for option, value, allowed in (
-        ("dtype", dtype, ("auto", *DTYPES)),
+        ("dtype", dtype, get_args(ExportDtype)),
         ("to", to, ("difftransformer", "diffllama")),
     ):
         if value not in allowed:
@@ -89,7 +88,9 @@ def export_folder(
     if not Path(source).is_dir():
         raise CheckpointError(f"{source}: no such folder; name a run folder or the folder of a saved model")
     folder = latest_checkpoint(Path(source))
-    model = _whole_model(folder)
+    if read_config(folder).get("quantization_config") is not None:
+        raise CheckpointError(f"{folder}: the model is quantized; export it as it was before quantization")
+    model = open_model(folder, model_type="difftransformer")
     title = target.resolve().name
     card = model_card(model.config, name=title, training=_training(folder), license=license, stock=to == "diffllama")
     notes: tuple[str, ...] = ()
@@ -107,43 +108,16 @@ def export_folder(
             (out / ".diffllama").rmdir()
             if dtype != "auto":
                 _cast(out, dtype)
-        theirs = _card_of_a_person(folder)
-        (out / CARD_FILE).write_text(card if theirs is None else theirs, encoding="utf-8")
+        found = _card(folder)
+        edited = found is not None and not is_ours(found)
+        (out / CARD_FILE).write_text(found if found is not None and edited else card, encoding="utf-8")
         files = sorted(path for path in out.rglob("*") if path.is_file())
         names, size = tuple(str(path.relative_to(out)) for path in files), sum(path.stat().st_size for path in files)
-    return Exported(
-        folder=target, source=folder, layout=to, bytes=size, files=names, kept_card=theirs is not None, notes=notes
-    )
-
-
-def _whole_model(folder: Path) -> DiffTransformerForCausalLM:
-    """A model all of whose weights are in the folder, in the dtype that they were saved in."""
-    if (folder / STATE_FILE).exists():
-        verify_checkpoint(folder)
-    try:
-        document = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
-        model_type = document.get("model_type")
-        if model_type != DiffTransformerConfig.model_type:
-            raise ValueError(f"its model_type is {model_type!r}, not {DiffTransformerConfig.model_type!r}")
-        if document.get("quantization_config") is not None:
-            raise ValueError("it is quantized; export the model as it was before")
-        with WeightsReader(folder), without_progress_bars():  # refuses pickles and files cut short, by name
-            model, found = DiffTransformerForCausalLM.from_pretrained(
-                folder, dtype="auto", local_files_only=True, output_loading_info=True
-            )
-    except (OSError, ValueError, AttributeError, RuntimeError, SafetensorError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(f"{folder}: cannot be opened as a model ({str(error).splitlines()[0]})") from None
-    for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        if found[what]:
-            name = min(map(str, found[what]))
-            raise CheckpointError(f"{folder}: {what.removesuffix('_keys')} weight {name}; save the model again")
-    return model
+    return Exported(folder=target, source=folder, layout=to, bytes=size, files=names, kept_card=edited, notes=notes)
 
 
 def _write(model: DiffTransformerForCausalLM, out: Path, source: Path, dtype: str) -> None:
-    """Weights, configuration and settings of generation, and the source's tokenizer and licence as they are."""
+    """Write weights, configuration and generation settings, and copy the source's tokenizer and licence."""
     if dtype != "auto":
         for name, parameter in model.named_parameters():
             if not any(kept in name for kept in model._keep_in_fp32_modules_strict):
@@ -157,7 +131,7 @@ def _write(model: DiffTransformerForCausalLM, out: Path, source: Path, dtype: st
 
 
 def _cast(folder: Path, dtype: str) -> None:
-    """Rewrite the weights of a folder in another dtype: once they are folded, so that they are rounded once."""
+    """Rewrite the weights of a folder in another dtype. This follows the conversion, so that weights are rounded once."""
     with WeightsReader(folder) as weights:
         tensors = {name: weights.read(name).to(DTYPES[dtype]) for name in weights.shapes}
         files = weights.files
@@ -170,7 +144,7 @@ def _cast(folder: Path, dtype: str) -> None:
 
 
 def _training(folder: Path) -> Training | str | None:
-    """Recipe and figures: of the run that the checkpoint lies in, or what an earlier card of ours says."""
+    """Return recipe and figures from the run that the checkpoint belongs to, or the training section of its card."""
     if folder.parent.name == "checkpoints":
         run, step = folder.parent.parent, int(folder.name.removeprefix("step-"))
         recorded = recorded_training(run, step)
@@ -179,19 +153,18 @@ def _training(folder: Path) -> Training | str | None:
             newest = max(found, key=lambda result: result.created, default=None)
             rows = evaluation_rows(newest) if newest is not None else []
             return replace(recorded, figures=[*recorded.figures, *rows])
-    path = folder / CARD_FILE
-    return training_section(path.read_text(encoding="utf-8", errors="replace")) if path.is_file() else None
+    text = _card(folder)
+    return None if text is None else training_section(text)
 
 
 def _evaluation(path: Path, checkpoint: str) -> Evaluation | None:
     try:
         result = read_result(path, Evaluation)
-    except ResultsError:  # another kind of file, or of another release
+    except ResultsError:  # another kind of file, or another release
         return None
     return result if Path(result.checkpoint).name == checkpoint else None
 
 
-def _card_of_a_person(folder: Path) -> str | None:
+def _card(folder: Path) -> str | None:
     path = folder / CARD_FILE
-    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else None
-    return None if text is None or is_ours(text) else text
+    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else None
