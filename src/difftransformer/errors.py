@@ -4,6 +4,8 @@ Every class also descends from the matching built-in, so that `except ValueError
 The command line prints the message on one line and exits with status 2.
 """
 
+EXIT_ERROR, EXIT_INTERRUPTED = 2, 130  # exit statuses of every command
+
 
 class DiffTransformerError(Exception):
     """Base of every error that this package raises on purpose."""

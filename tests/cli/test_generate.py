@@ -209,7 +209,7 @@ def test_room(saved, generate, fails, capsys):
     text = generate(folder, "x" * 60, "--max_new_tokens", 20)
     assert text == expected(folder, "x" * 60, new=4)
     main(["generate", str(folder), "x" * 60, "--max_new_tokens", "20"])
-    assert "the model's positions end after 4 new tokens" in capsys.readouterr().err
+    assert "the model has positions for 4 new tokens" in capsys.readouterr().err
     for count in (64, 200):
         assert f"the prompt has {count} tokens, and the model 64 positions" in fails(folder, "x" * count)
 
@@ -224,8 +224,8 @@ def test_room(saved, generate, fails, capsys):
         (["--temperature", 1, "--top_p", 0], "--top_p 0"),
         (["--temperature", 1, "--top_p", 1.5], "--top_p 1.5: give a probability"),
         (["--temperature", 1, "--top_k", 0], "--top_k 0: give at least 1"),
-        (["--top_k", 5], "--top_k 5 is for drawing"),
-        (["--top_p", 0.5], "--top_p 0.5 is for drawing"),
+        (["--top_k", 5], "--top_k 5 is for sampling"),
+        (["--top_p", 0.5], "--top_p 0.5 is for sampling"),
         (["--device", "tpu"], "--device tpu"),
         (["--dtype", "int4"], "int4"),
         (["--cache", "paged"], "paged"),

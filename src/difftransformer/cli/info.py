@@ -12,11 +12,11 @@ from .console import console
 
 
 def run(model: str) -> int:
-    """Show parameters, FLOPs and bytes of a model and its twin, by formula.
+    """Show parameters, FLOPs and bytes of a model and its twins, computed by formula.
 
     Args:
-        model: A preset (tiny, small, 830m, 1.4b, 2.8b, 3b, 6.8b, 13.1b), the folder of a saved model, or the word
-            "backends" for the attention backends.
+        model: A preset (tiny, small, 830m, 1.4b, 2.8b, 3b, 6.8b, 13.1b), the folder of a saved model, or
+            "backends" to list the attention backends.
     """
     if model == "backends":
         console.print(_backends())
@@ -36,7 +36,9 @@ def run(model: str) -> int:
 
 
 def _sizes(name: str, source: str, config: DiffTransformerConfig) -> Table:
-    table = Table(title=f"{name} ({source})", caption="By formula; the cache in bf16, FLOPs of matrix products.")
+    table = Table(
+        title=f"{name} ({source})", caption="Computed by formula; the cache in bf16, FLOPs of matrix products."
+    )
     table.add_column("")
     twins = {word: config.twin(word) for word in VARIANTS}
     for word in twins:
@@ -73,7 +75,7 @@ def _beside_the_paper(config: DiffTransformerConfig, stated: float) -> str:
 
 def _backends() -> Table:
     table = Table(title="Attention backends")
-    for column in ("name", "what it is"):
+    for column in ("name", "description"):
         table.add_column(column)
     for name, backend in BACKENDS.items():
         table.add_row(name, backend.description)

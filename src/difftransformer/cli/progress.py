@@ -1,4 +1,4 @@
-"""Progress bars with the time left."""
+"""Progress bars that show the remaining time."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,12 +19,12 @@ from ..studies import Job
 from ..train.metrics import Metrics, StepMetrics
 from .console import console
 
-# Where there is no terminal, a line this often instead of a moving bar, in steps of the whole.
+# Without a terminal, print this many lines in place of a bar.
 QUIET_PARTS = 10
 
 
 def training_progress() -> Progress:
-    """A bar a run: steps, loss, elapsed and remaining time."""
+    """Return a display with one bar per run: steps, loss, elapsed and remaining time."""
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -38,7 +38,7 @@ def training_progress() -> Progress:
 
 
 def watch_jobs(progress: Progress) -> Callable[[Sequence[Job]], None]:
-    """Draw jobs as bars; without a terminal, print a line at every tenth of the way."""
+    """Return a callback that draws jobs as bars, or prints a line at every tenth of the steps without a terminal."""
     bars: dict[str, int] = {}
     printed: dict[str, int] = {}
 
@@ -60,11 +60,11 @@ def watch_jobs(progress: Progress) -> Callable[[Sequence[Job]], None]:
 
 
 def watch_steps(progress: Progress, label: str, steps: int) -> Callable[[Metrics], None]:
-    """Draw one run as a bar."""
+    """Return a callback that draws one run as a bar."""
     bar = progress.add_task(label, total=steps, loss="")
     printed = [0]
 
-    def listen(metrics: Metrics) -> None:
+    def on_metrics(metrics: Metrics) -> None:
         if not isinstance(metrics, StepMetrics):
             return
         loss = f"loss {metrics.loss_nats:.3f}, {metrics.tokens_per_second:,.0f} tokens/s"
@@ -74,13 +74,12 @@ def watch_steps(progress: Progress, label: str, steps: int) -> Callable[[Metrics
             printed[0] = part
             console.print(f"{label}: step {metrics.step} of {steps} {loss}")
 
-    return listen
+    return on_metrics
 
 
 @contextmanager
 def evaluation_progress(label: str) -> Iterator[Watch]:
-    """A bar over the tokens that an evaluation shows the model, and one for each later stage; without a terminal, lines at
-    every tenth of the way."""
+    """Draw a bar over the tokens of an evaluation and one for each later stage, or print lines without a terminal."""
     with Progress(
         TextColumn("{task.description}"),
         BarColumn(),

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from ..data import Shards, prepare_shards
-from ..errors import CheckpointError, ConfigError, DiffTransformerError, ResultsError
+from ..errors import EXIT_ERROR, EXIT_INTERRUPTED, CheckpointError, ConfigError, DiffTransformerError, ResultsError
 from ..evals import evaluate
 from ..hub import open_model
 from ..model import DiffTransformerForCausalLM
@@ -25,7 +25,6 @@ from .environment import command_line, environment, now
 from .recipe import Recipe, load_recipe, recipe_dict, save_recipe
 
 EVALUATION_FILE = "evals/results.json"
-EXIT_ERROR, EXIT_INTERRUPTED = 2, 130
 
 
 def start_run(folder: Path, recipe: Recipe) -> None:
