@@ -17,7 +17,7 @@ from difftransformer import DiffTransformerConfig, DiffTransformerForCausalLM
 from difftransformer.acceleration import diffllama
 from difftransformer.cli.main import main
 from difftransformer.data import byte_tokenizer
-from difftransformer.model.progress import without_progress_bars
+from difftransformer.model.quiet import quietly
 from difftransformer.train import checkpoints
 
 SIZES = {
@@ -55,7 +55,7 @@ def saved(_saved, tmp_path):
                     if "norm" not in name:
                         parameter.mul_(8)
             model.generation_config.eos_token_id = None
-            with without_progress_bars():
+            with quietly():
                 model.save_pretrained(_saved / kind)
             byte_tokenizer().save(_saved / kind)
         shutil.copytree(_saved / kind, tmp_path / kind)

@@ -112,7 +112,7 @@ def test_a_persons_card_travels_as_it_is(run, tmp_path, capsys):
     capsys.readouterr()
     assert main(["export", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
     assert (tmp_path / "b" / "README.md").read_text() == "# Mine\n"
-    assert "changed by a person" in capsys.readouterr().out
+    assert "edited by hand" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("dtype", ["auto", "bf16"])

@@ -3,5 +3,3 @@
 from .attention_function import IMPLEMENTATION
 from .diffllama import AcceleratedDiffLlamaAttention
 from .switch import accelerate, restore
-
-__all__ = ["IMPLEMENTATION", "AcceleratedDiffLlamaAttention", "accelerate", "restore"]

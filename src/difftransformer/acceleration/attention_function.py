@@ -51,7 +51,7 @@ def attention(
     is_causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal) and attention_mask is None
     if (
         dropout
-        or not _is_bool(attention_mask)
+        or (attention_mask is not None and attention_mask.dtype != torch.bool)
         or options.get("output_attentions")
         or any(options.get(name) is not None for name in NOT_IN_THE_OP)
     ):
@@ -113,10 +113,6 @@ def mask(
         allow_is_causal_skip=False,
         **options,
     )
-
-
-def _is_bool(attention_mask: Tensor | None) -> bool:
-    return attention_mask is None or attention_mask.dtype == torch.bool
 
 
 AttentionInterface.register(IMPLEMENTATION, attention)

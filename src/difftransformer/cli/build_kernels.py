@@ -9,11 +9,7 @@ ARGUMENTS = {"--force": {"action": "store_true", "help": "Build the kernels agai
 
 
 def run(force: bool = False) -> int:
-    """Build the CPU attention kernels now instead of on first use.
-
-    Args:
-        force: Build the kernels again even if they exist.
-    """
+    """Build the CPU attention kernels now instead of on first use."""
     start = time.perf_counter()
     library = build.open_library(force=force)
     seconds = time.perf_counter() - start

@@ -22,7 +22,6 @@ def run(
         out: Folder for runs, results.json and the report; reports/NAME of the recipe by default.
         seeds: Number of seeds in place of the recipe's.
         jobs: Runs that train at the same time, in place of the recipe's; each gets an equal share of the threads.
-        set: Values that replace keys of the recipe.
     """
     overrides = list(set or [])
     overrides += [f"compare.{key}={value}" for key, value in (("seeds", seeds), ("jobs", jobs)) if value is not None]

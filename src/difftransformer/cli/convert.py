@@ -14,7 +14,6 @@ def run(source: str, target: str, to: str | None = None, from_: str | None = Non
         source: Folder with config.json and safetensors.
         target: Folder to write. It must not exist, or be empty.
         to: Layout to write: difftransformer or diffllama.
-        from_: Layout to read. Defaults to the one that config.json names.
     """
     if to is None:
         raise ConfigError(f"--to is missing; choose one of {', '.join(n for n, row in LAYOUTS.items() if row.folders)}")

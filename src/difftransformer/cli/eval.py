@@ -30,7 +30,6 @@ def run(
         recipe: YAML file that says on what and how; the run's own by default.
         out: Results file; evals/STEP.json in the run folder by default.
         device: cpu or cuda.
-        set: Values that replace keys of the recipe.
     """
     check_device(device)
     checkpoint = latest_checkpoint(Path(model))

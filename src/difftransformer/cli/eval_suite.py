@@ -32,7 +32,6 @@ def run(
     """Run a set of experiments on one or more models and write one report.
 
     Args:
-        models: Runs, checkpoints, folders of saved models, .gguf files, or owner/name on the hub.
         preset: quick, paper, or a YAML file of your own.
         out: Folder for results and index.html. A suite that was stopped goes on there.
         device: cpu or cuda.

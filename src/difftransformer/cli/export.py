@@ -1,9 +1,7 @@
 """difftransformer export."""
 
-from typing import Literal
-
 from ..hub import export_folder
-from ..hub.export import ExportDtype
+from ..hub.export import ExportDtype, ExportLayout
 from .console import log
 
 
@@ -11,7 +9,7 @@ def run(
     model: str,
     out: str,
     dtype: ExportDtype = "auto",
-    to: Literal["difftransformer", "diffllama"] = "difftransformer",
+    to: ExportLayout = "difftransformer",
     license: str | None = None,
 ) -> int:
     """Write a run or a saved model to a clean Hugging Face folder: weights, tokenizer, model card with recipe and figures.

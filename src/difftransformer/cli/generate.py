@@ -11,8 +11,8 @@ from transformers import TextStreamer
 
 from ..errors import EXIT_INTERRUPTED, CheckpointError, ConfigError, DataError
 from ..hub import open_model, open_tokenizer, source_folder
-from ..hub.opening import quietly
 from ..model.dtypes import WeightsDtype
+from ..model.quiet import quietly
 from ..ops import use_backend
 from .arguments import check_device
 
@@ -46,9 +46,7 @@ def run(
     Args:
         model: Run folder (its newest checkpoint), checkpoint, folder of any causal language model that transformers opens
             without remote code, .gguf file, or owner/name on the Hugging Face hub.
-        prompt: Text to continue. Defaults to the text of --prompt_file or standard input.
         prompt_file: File with the prompt. A newline at the end of the file or of standard input is removed.
-        chat: Put the prompt into the tokenizer's chat template as a user's message.
         max_new_tokens: Largest number of new tokens.
         temperature: 0 takes the most likely token. Above 0, tokens are sampled; higher values make the draw more uniform.
         top_p: Sample from the most likely tokens whose probabilities add up to this value.

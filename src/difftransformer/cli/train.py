@@ -28,7 +28,6 @@ def run(
         seed: Training seed that replaces the recipe's.
         device: cpu or cuda.
         threads: Number of CPU threads. Defaults to all. Losses are bitwise equal for equal numbers of threads.
-        set: Values that replace keys of the recipe.
     """
     overrides = list(set or []) + ([f"training.seed={seed}"] if seed is not None else [])
     loaded = load_recipe(recipe, overrides)

@@ -40,7 +40,6 @@ def run(
         tokens: How many tokens of it; 0 leaves the comparison out.
         head_norm: none; anything else is refused, since a headwise norm could not keep what the model computes.
         seed: Of what is drawn at random.
-        set: With --train, values that replace keys of the recipe.
     """
     if to is None and train is None:
         raise ConfigError(f"--to is missing; choose one of {', '.join(TARGETS)}")

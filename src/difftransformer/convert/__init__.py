@@ -6,20 +6,3 @@ from .microsoft import load_microsoft_attention, load_microsoft_state, microsoft
 from .motif import load_motif_attention, motif_attention_state
 from .phi4flash import load_phi4flash_attention, phi4flash_attention_state
 from .upcycle import Upcycled, upcycle_folder
-
-__all__ = [
-    "LAYOUTS",
-    "Converted",
-    "Layout",
-    "Upcycled",
-    "convert_folder",
-    "load_microsoft_attention",
-    "load_microsoft_state",
-    "load_motif_attention",
-    "load_phi4flash_attention",
-    "microsoft_attention_state",
-    "microsoft_state",
-    "motif_attention_state",
-    "phi4flash_attention_state",
-    "upcycle_folder",
-]

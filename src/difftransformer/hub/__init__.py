@@ -4,14 +4,3 @@ from .drift import measure_drift
 from .export import Exported, export_folder
 from .opening import OpenedModel, open_language_model, open_model, open_tokenizer
 from .source import source_folder
-
-__all__ = [
-    "Exported",
-    "OpenedModel",
-    "export_folder",
-    "measure_drift",
-    "open_language_model",
-    "open_model",
-    "open_tokenizer",
-    "source_folder",
-]

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args
@@ -20,9 +21,9 @@ from ..convert.folder import (
 )
 from ..errors import CheckpointError, ConfigError, ResultsError
 from ..model import DiffTransformerForCausalLM
-from ..model.card import CARD_FILE, Training, is_ours, model_card, training_section
+from ..model.card import CARD_FILE, Training, is_ours, model_card, read_card, training_section
 from ..model.dtypes import DTYPES
-from ..model.progress import without_progress_bars
+from ..model.quiet import quietly
 from ..results import Evaluation, read_result
 from ..train import latest_checkpoint
 from ..train.record import recorded_training
@@ -31,6 +32,7 @@ from .summary import evaluation_rows
 
 GENERATION_FILE = "generation_config.json"
 ExportDtype = Literal["auto", "fp32", "bf16"]
+ExportLayout = Literal["difftransformer", "diffllama"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +63,7 @@ def export_folder(
     target: Path | str,
     *,
     dtype: ExportDtype = "auto",
-    to: Literal["difftransformer", "diffllama"] = "difftransformer",
+    to: ExportLayout = "difftransformer",
     license: str | None = None,
 ) -> Exported:
     """Write a model to a folder that is ready to be shared. If the export fails, nothing is written.
@@ -78,10 +80,7 @@ def export_folder(
         CheckpointError: The source is missing, damaged, or has another model type.
     """
     target = Path(target)
-    for option, value, allowed in (
-        ("dtype", dtype, get_args(ExportDtype)),
-        ("to", to, ("difftransformer", "diffllama")),
-    ):
+    for option, value, allowed in (("dtype", dtype, get_args(ExportDtype)), ("to", to, get_args(ExportLayout))):
         if value not in allowed:
             raise ConfigError(f"{option}={value!r}: choose one of {', '.join(allowed)}")
     refuse_used(target)
@@ -98,22 +97,19 @@ def export_folder(
         if to == "difftransformer":
             _write(model, out, folder, dtype)
         else:
-            between = out / ".difftransformer"
-            between.mkdir()
-            _write(model, between, folder, "auto")
-            notes = convert_folder(between, out / ".diffllama", to="diffllama").notes
-            shutil.rmtree(between)
-            for path in (out / ".diffllama").iterdir():
-                path.rename(out / path.name)
-            (out / ".diffllama").rmdir()
+            with tempfile.TemporaryDirectory(dir=target.parent) as between:
+                _write(model, Path(between), folder, "auto")
+                notes = convert_folder(between, out, to="diffllama").notes
             if dtype != "auto":
                 _cast(out, dtype)
-        found = _card(folder)
-        edited = found is not None and not is_ours(found)
-        (out / CARD_FILE).write_text(found if found is not None and edited else card, encoding="utf-8")
+        found = read_card(folder)
+        kept = found if found is not None and not is_ours(found) else None
+        (out / CARD_FILE).write_text(kept or card, encoding="utf-8")
         files = sorted(path for path in out.rglob("*") if path.is_file())
         names, size = tuple(str(path.relative_to(out)) for path in files), sum(path.stat().st_size for path in files)
-    return Exported(folder=target, source=folder, layout=to, bytes=size, files=names, kept_card=edited, notes=notes)
+    return Exported(
+        folder=target, source=folder, layout=to, bytes=size, files=names, kept_card=kept is not None, notes=notes
+    )
 
 
 def _write(model: DiffTransformerForCausalLM, out: Path, source: Path, dtype: str) -> None:
@@ -122,7 +118,7 @@ def _write(model: DiffTransformerForCausalLM, out: Path, source: Path, dtype: st
         for name, parameter in model.named_parameters():
             if not any(kept in name for kept in model._keep_in_fp32_modules_strict):
                 parameter.data = parameter.data.to(DTYPES[dtype])
-    with without_progress_bars():
+    with quietly():
         model.save_pretrained(out, max_shard_size=SHARD_BYTES)
     for path in sorted({path for pattern in CARRIED for path in source.glob(pattern)}):
         if path.name != GENERATION_FILE:
@@ -153,8 +149,7 @@ def _training(folder: Path) -> Training | str | None:
             newest = max(found, key=lambda result: result.created, default=None)
             rows = evaluation_rows(newest) if newest is not None else []
             return replace(recorded, figures=[*recorded.figures, *rows])
-    text = _card(folder)
-    return None if text is None else training_section(text)
+    return training_section(read_card(folder) or "")
 
 
 def _evaluation(path: Path, checkpoint: str) -> Evaluation | None:
@@ -163,8 +158,3 @@ def _evaluation(path: Path, checkpoint: str) -> Evaluation | None:
     except ResultsError:  # another kind of file, or another release
         return None
     return result if Path(result.checkpoint).name == checkpoint else None
-
-
-def _card(folder: Path) -> str | None:
-    path = folder / CARD_FILE
-    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else None

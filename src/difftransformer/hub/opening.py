@@ -9,7 +9,6 @@ from typing import Any
 
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import logging as transformers_logging
 
 from ..acceleration import IMPLEMENTATION, AcceleratedDiffLlamaAttention, accelerate, restore
 from ..convert.folder import WeightsReader
@@ -18,7 +17,7 @@ from ..errors import CheckpointError, ConfigError, DiffTransformerError
 from ..evals import CausalLanguageModel
 from ..model import DiffTransformerConfig
 from ..model.dtypes import DTYPES, WeightsDtype
-from ..model.progress import without_progress_bars
+from ..model.quiet import quietly
 from ..results import ModelIdentity
 from ..train.checkpoint import STATE_FILE, verify_checkpoint
 from .source import source_folder
@@ -172,18 +171,6 @@ def folder_sha256(folder: Path) -> str:
             with open(path, "rb") as file:
                 digest.update(f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
     return digest.hexdigest()
-
-
-@contextmanager
-def quietly() -> Iterator[None]:
-    """Hide the progress bars and warnings of transformers. Errors are reported once, by this package."""
-    before = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()
-    try:
-        with without_progress_bars():
-            yield
-    finally:
-        transformers_logging.set_verbosity(before)
 
 
 def _text_tokenizer(theirs: Any, folder: Path) -> Tokenizer:

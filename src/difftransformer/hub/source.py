@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ..convert.folder import CARRIED, CONFIG_FILE, INDEX_FILE
 from ..errors import CheckpointError, ConfigError
-from ..model.progress import without_progress_bars
+from ..model.quiet import quietly
 from ..train import latest_checkpoint
 
 HUB_FILES = (CONFIG_FILE, "*.safetensors", INDEX_FILE, *(name for name in CARRIED if not name.endswith(".py")))
@@ -53,7 +53,7 @@ def _from_gguf(path: Path, folder: Path) -> Path:
         raise ConfigError(f"{path}: GGUF files need another package; pip install 'difftransformer[gguf]'") from None
     here: dict[str, Any] = {"gguf_file": path.name, "local_files_only": True}
     try:
-        with without_progress_bars():
+        with quietly():
             model = AutoModelForCausalLM.from_pretrained(
                 path.parent, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32, **here
             )

@@ -5,16 +5,3 @@ from .counts import Counts, count, weights_and_kv_bytes
 from .modeling import DiffTransformerForCausalLM, DiffTransformerModel
 from .presets import PRESETS, Preset, preset
 from .pretrained import DiffTransformerPreTrainedModel
-
-__all__ = [
-    "PRESETS",
-    "Counts",
-    "DiffTransformerConfig",
-    "DiffTransformerForCausalLM",
-    "DiffTransformerModel",
-    "DiffTransformerPreTrainedModel",
-    "Preset",
-    "count",
-    "preset",
-    "weights_and_kv_bytes",
-]

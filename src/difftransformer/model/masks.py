@@ -32,17 +32,21 @@ def arrange_rows(
 
     Args:
         hidden: (B, T, M) embeddings of the new tokens.
-        attention_mask: See `attention_restrictions`.
+        attention_mask: (B, past + T) with 0 for padding; or a bool mask that broadcasts to (B, H, T, S) and replaces
+            every other restriction, causality included; or None.
         position_ids: (B, T), or (1, T) for all rows; None counts on from the cache. A new packed document starts wherever
             the ids do not increase by one.
-        cu_seqlens: See `attention_restrictions`.
-        cache: See `attention_restrictions`.
-        window: See `attention_restrictions`.
+        cu_seqlens: Cumulative lengths of the documents in a single row, or None.
+        cache: Cache of earlier keys and values, or None.
+        window: Sliding window in tokens, or None.
         keep_rows: Keep packed rows apart, for attention maps of shape (B, H, T, S).
 
     Returns:
         Hidden states (B, T, M) or (1, B T, M), position ids that broadcast to their first two dimensions, and the
         keywords of `Attention.forward`.
+
+    Raises:
+        ShapeError: A mask has neither form, or its width fits neither the cache nor the new tokens.
     """
     batch, length = hidden.shape[:2]
     seen = 0 if cache is None else cache.get_seq_length()
@@ -118,24 +122,9 @@ def attention_restrictions(
     cache: Cache | None,
     window: int | None,
 ) -> Restrictions:
-    """Return the keys that each query of one forward pass may attend to.
+    """Return the keywords of `Attention.forward` for T = length new tokens in each of B = batch rows.
 
-    Args:
-        batch: Number of rows B.
-        length: Number of new tokens T in each row.
-        device: Device of the model.
-        attention_mask: (B, past + T) with 0 for padding; or a bool mask that broadcasts to (B, H, T, S) and replaces
-            every other restriction, causality included; or None.
-        starts: Where packed documents start among the new tokens (see `packed_starts`), or None.
-        cu_seqlens: Cumulative lengths of the documents in a single row, or None.
-        cache: Cache of earlier keys and values, or None.
-        window: Sliding window in tokens, or None.
-
-    Returns:
-        Keywords of `Attention.forward`.
-
-    Raises:
-        ShapeError: The mask has neither form, or its width fits neither the cache nor the new tokens.
+    `starts` is True where a packed document starts inside a row (see `packed_starts`). See `arrange_rows` for the rest.
     """
     if attention_mask is not None and attention_mask.dim() == 4:
         if attention_mask.dtype != torch.bool:

@@ -195,14 +195,9 @@ class DiffTransformerForCausalLM(DiffTransformerPreTrainedModel, GenerationMixin
         """Compute the logits of the next token, and the loss if labels are given.
 
         Args:
-            input_ids: See `DiffTransformerModel.forward`.
-            attention_mask: See `DiffTransformerModel.forward`.
-            position_ids: See `DiffTransformerModel.forward`.
-            past_key_values: See `DiffTransformerModel.forward`.
-            inputs_embeds: See `DiffTransformerModel.forward`.
+            input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache: See `DiffTransformerModel`.
             labels: (B, T) token ids, shifted inside; -100 is ignored. The loss is the mean in nats per token, or the sum
                 divided by `num_items_in_batch` if that is given.
-            use_cache: See `DiffTransformerModel.forward`.
             logits_to_keep: Number of last positions to compute logits for (0 = all), or the indices of positions.
             **kwargs: output_attentions, output_hidden_states, cu_seq_lens_q, num_items_in_batch, return_dict.
         """
