@@ -1,4 +1,4 @@
-"""Benchmarks: time as interleaved ratios, memory in fresh processes."""
+"""Benchmarks: interleaved timings, reported as ratios, and peak memory, measured in fresh processes."""
 
 from typing import TYPE_CHECKING
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from .costs import measure_costs
     from .memory import peak_attention_bytes, peak_training_bytes
     from .models import time_models
-    from .steps import Settings, plan, sort_rows
+    from .steps import Settings, sort_rows, steps_of
     from .timing import time_interleaved
     from .training import time_training
 

@@ -1,6 +1,7 @@
 """difftransformer convert."""
 
-from ..convert import LAYOUTS, convert_folder
+from ..convert import convert_folder
+from ..convert.registry import FOLDER_LAYOUTS
 from ..errors import ConfigError
 from .console import log
 
@@ -8,7 +9,7 @@ ARGUMENTS = {"--from": {"dest": "from_", "help": "Layout to read. Defaults to th
 
 
 def run(source: str, target: str, to: str | None = None, from_: str | None = None) -> int:
-    """Convert a model's folder to another layout, with its tokenizer and chat template.
+    """Convert a model's folder to another layout, tokenizer and chat template included.
 
     Args:
         source: Folder with config.json and safetensors.
@@ -16,7 +17,7 @@ def run(source: str, target: str, to: str | None = None, from_: str | None = Non
         to: Layout to write: difftransformer or diffllama.
     """
     if to is None:
-        raise ConfigError(f"--to is missing; choose one of {', '.join(n for n, row in LAYOUTS.items() if row.folders)}")
+        raise ConfigError(f"--to is missing; choose one of {', '.join(FOLDER_LAYOUTS)}")
     done = convert_folder(source, target, to=to, source_layout=from_)
     for note in done.notes:
         log(note)

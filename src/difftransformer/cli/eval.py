@@ -13,7 +13,7 @@ from ..results import Evaluation, write_result
 from ..studies import load_recipe
 from ..studies.environment import command_line, environment, now
 from ..train import latest_checkpoint
-from ..train.record import RECIPE_FILE
+from ..train.run_summary import RECIPE_FILE
 from .arguments import SET, check_device
 from .console import console, log, show
 
@@ -38,7 +38,7 @@ def run(
     if recipe is None and not source.exists():
         raise ConfigError(f"{folder}: no {RECIPE_FILE} here to say what to evaluate on; pass --recipe FILE")
     loaded = load_recipe(source, set)
-    shards = prepare_shards(loaded.data, say=log)
+    shards = prepare_shards(loaded.data, log=log)
     trained = open_model(checkpoint, model_type="difftransformer").to(device)
     vocabulary = shards.tokenizer.vocab_size
     if trained.config.vocab_size != vocabulary:

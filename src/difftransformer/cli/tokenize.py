@@ -30,7 +30,7 @@ def run(
         split_seed=split_seed,
         folder=out,
     )
-    shards = prepare_shards(config, say=log)
+    shards = prepare_shards(config, log=log)
     for name, split in shards.manifest.splits.items():
         show(f"{name}: {split.documents:,} documents, {split.tokens:,} tokens, {split.bytes:,} bytes")
     show(f"Shards: {shards.folder} (vocabulary {shards.tokenizer.vocab_size:,})")

@@ -35,9 +35,9 @@ def run(
     check_device(device)
     folder = Path(out or f"runs/{loaded.name}")
     start_run(folder, loaded)
-    shards = prepare_shards(loaded.data, say=log)
+    shards = prepare_shards(loaded.data, log=log)
     with resumable(), training_progress() as progress:
         on_metrics = watch_steps(progress, loaded.name, loaded.training.steps)
-        train_run(folder, loaded, shards, device=device, listen=on_metrics)
+        train_run(folder, loaded, shards, device=device, on_metrics=on_metrics)
     show(f"Trained: {checkpoints(folder)[-1]}")
     return 0

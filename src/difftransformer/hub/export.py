@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from ..convert import convert_folder
-from ..convert.folder import (
+from ..convert.checkpoint_io import (
     CARRIED,
     CONFIG_FILE,
     INDEX_FILE,
@@ -26,7 +26,7 @@ from ..model.dtypes import DTYPES
 from ..model.quiet import quietly
 from ..results import Evaluation, read_result
 from ..train import latest_checkpoint
-from ..train.record import recorded_training
+from ..train.run_summary import training_summary
 from .opening import open_model
 from .summary import evaluation_rows
 
@@ -143,7 +143,7 @@ def _training(folder: Path) -> Training | str | None:
     """Return recipe and figures from the run that the checkpoint belongs to, or the training section of its card."""
     if folder.parent.name == "checkpoints":
         run, step = folder.parent.parent, int(folder.name.removeprefix("step-"))
-        recorded = recorded_training(run, step)
+        recorded = training_summary(run, step)
         if recorded is not None:
             found = [result for path in (run / "evals").glob("*.json") if (result := _evaluation(path, folder.name))]
             newest = max(found, key=lambda result: result.created, default=None)

@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from ..acceleration import IMPLEMENTATION, AcceleratedDiffLlamaAttention, accelerate, restore
-from ..convert.folder import WeightsReader
+from ..convert.checkpoint_io import WeightsReader
 from ..data import Tokenizer
 from ..errors import CheckpointError, ConfigError, DiffTransformerError
 from ..evals import CausalLanguageModel

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ..convert.folder import CARRIED, CONFIG_FILE, INDEX_FILE
+from ..convert.checkpoint_io import CARRIED, CONFIG_FILE, INDEX_FILE
 from ..errors import CheckpointError, ConfigError
 from ..model.quiet import quietly
 from ..train import latest_checkpoint

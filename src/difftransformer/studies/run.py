@@ -20,7 +20,7 @@ from ..hub import open_model
 from ..model import DiffTransformerForCausalLM
 from ..results import Evaluation, read_result, write_result
 from ..train import Interrupted, checkpoints, train
-from ..train.record import RECIPE_FILE
+from ..train.run_summary import RECIPE_FILE
 from .environment import command_line, environment, now
 from .recipe import Recipe, load_recipe, recipe_dict, save_recipe
 

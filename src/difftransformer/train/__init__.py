@@ -1,4 +1,4 @@
-"""Training: one loop for every attention type, exact resume, atomic checkpoints."""
+"""Training: one loop for every attention type, with exact resume and atomic checkpoints."""
 
 from .checkpoint import checkpoints, latest_checkpoint, load_checkpoint, save_checkpoint, verify_checkpoint
 from .config import OptimizerConfig, ScheduleConfig, TrainingConfig
