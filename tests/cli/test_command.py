@@ -229,7 +229,7 @@ def test_a_full_disk(fails, run, toy_file, monkeypatch):
     monkeypatch.setattr("difftransformer.train.checkpoint.save_file", full)
     line = fails("train", toy_file, "--out", run)
     assert "No space left on device" in line
-    assert "step-000006 is kept and whole" in line
+    assert "step-000006 is kept and complete" in line
     monkeypatch.setattr("difftransformer.results.files.os.fsync", full)
     monkeypatch.undo()
     assert main(["train", str(toy_file), "--out", str(run)]) == 0
