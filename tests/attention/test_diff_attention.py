@@ -2,8 +2,6 @@
 
 import math
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -19,6 +17,7 @@ from difftransformer.attention import (
 )
 from difftransformer.errors import ConfigError, ShapeError
 from difftransformer.ops.rotary import inverse_frequencies, rotary_tables
+from tests.support import fresh
 
 LAMBDAS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
 
@@ -316,6 +315,6 @@ output.sum().backward()
 assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in model.parameters())
 print(tuple(output.shape))
 """
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    ran = fresh.run(code)
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.strip() == "(2, 4, 32)"

@@ -3,8 +3,6 @@
 import json
 import re
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -14,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from difftransformer.cli.main import main
 from difftransformer.results import Evaluation, read_result
+from tests.support import fresh
 
 IDS = torch.arange(3, 43)[None]
 
@@ -187,7 +186,7 @@ def test_harness_says_what_to_install_where_lm_eval_is_missing(run):
         "from difftransformer.cli.main import main\n"
         "sys.exit(main(['eval', 'harness', sys.argv[1], '--tasks', 'piqa']))"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(run)], capture_output=True, text=True, timeout=300)
+    done = fresh.run(code, run)
     assert done.returncode == 2
     last = done.stderr.strip().splitlines()[-1]
     assert last == "difftransformer eval harness: lm-eval is not installed; pip install 'difftransformer[eval]'"
