@@ -4,14 +4,15 @@ import json
 
 import pytest
 import torch
-from public_modules import stock
 from safetensors.torch import load_file
-from tiny_models import relative_error, tiny, tiny_config, tokens
 from transformers import AutoModelForCausalLM, DiffLlamaConfig, DiffLlamaForCausalLM
 
 from difftransformer import DiffTransformerForCausalLM
 from difftransformer.convert import convert_folder
 from difftransformer.convert.diffllama import from_diffllama, to_diffllama
+from tests.support.oracle import relative_error
+from tests.support.public_modules import stock
+from tests.support.tiny_models import tiny, tiny_config, tokens
 
 SHAPES = {
     "MHA": {},
@@ -182,7 +183,7 @@ class TestRoundTrips:
             k: v for k, v in second.items() if k != "_name_or_path"
         }
 
-    def test_plans_work_in_memory(self):
+    def test_conversions_work_in_memory(self):
         model = tiny(seed=5)
         theirs = to_diffllama(model.config).apply(model.state_dict())
         loaded = stock()
@@ -275,7 +276,7 @@ class TestFolders:
         assert (tmp_path / "new" / "deep" / "model.safetensors").is_file()
 
 
-def test_the_plan_needs_what_a_saved_model_has():
+def test_the_conversion_needs_what_a_saved_model_has():
     config = tiny_config(tie_word_embeddings=False)
     state = DiffTransformerForCausalLM(config).state_dict()
     assert {name: tuple(t.shape) for name, t in state.items()} == to_diffllama(config).needs

@@ -301,9 +301,9 @@ class TestRefusals:
             pass
 
 
-def test_the_plan_alone():
-    """What a plan needs and makes is known without any weights."""
-    plan = from_llama(LlamaConfig(**BASE, num_attention_heads=3, tie_word_embeddings=True), to="diff")
-    assert plan.needs["model.layers.0.self_attn.q_proj.weight"] == (48, 48)
-    assert "model.layers.2.self_attn.lambda_k2" in plan.makes
-    assert "lm_head.weight" not in plan.makes
+def test_the_conversion_alone():
+    """What a conversion needs and makes is known without any weights."""
+    conversion = from_llama(LlamaConfig(**BASE, num_attention_heads=3, tie_word_embeddings=True), to="diff")
+    assert conversion.needs["model.layers.0.self_attn.q_proj.weight"] == (48, 48)
+    assert "model.layers.2.self_attn.lambda_k2" in conversion.makes
+    assert "lm_head.weight" not in conversion.makes

@@ -1,4 +1,4 @@
-"""Benchmarks: time as interleaved ratios, memory in fresh processes."""
+"""Benchmarks: interleaved timings, reported as ratios, and peak memory, measured in fresh processes."""
 
 from .._lazy import lazy_names
 
@@ -10,7 +10,7 @@ __getattr__, __dir__, __all__ = lazy_names(
         ".costs": ("measure_costs",),
         ".memory": ("peak_attention_bytes", "peak_training_bytes"),
         ".models": ("time_models",),
-        ".steps": ("Settings", "plan", "sort_rows"),
+        ".steps": ("Settings", "sort_rows", "steps_of"),
         ".timing": ("time_interleaved",),
         ".training": ("time_training",),
     },

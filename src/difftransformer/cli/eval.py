@@ -12,7 +12,7 @@ from ..studies import load_recipe, trained_model
 from ..studies.environment import command_line, environment, now
 from ..studies.figures import evaluation_rows
 from ..train import latest_checkpoint
-from ..train.record import RECIPE_FILE
+from ..train.run_summary import RECIPE_FILE
 from .console import console, say
 from .hardware import check_device
 
@@ -36,7 +36,7 @@ def run(
     if recipe is None and not source.exists():
         raise ConfigError(f"{folder}: no {RECIPE_FILE} here to say what to evaluate on; pass --recipe FILE")
     loaded = load_recipe(source, set)
-    shards = prepare_shards(loaded.data, say=say)
+    shards = prepare_shards(loaded.data, log=say)
     trained = trained_model(checkpoint).to(device)
     vocabulary = shards.tokenizer.vocab_size
     if trained.config.vocab_size != vocabulary:

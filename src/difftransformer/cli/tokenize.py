@@ -30,7 +30,7 @@ def run(
         split_seed=split_seed,
         folder=out,
     )
-    shards = prepare_shards(config, say=say)
+    shards = prepare_shards(config, log=say)
     for name, split in shards.manifest.splits.items():
         console.print(
             f"{name}: {split.documents:,} documents, {split.tokens:,} tokens, {split.bytes:,} bytes",

@@ -36,7 +36,7 @@ def run(
     check_device(device)
     folder = Path(out or f"runs/{loaded.name}")
     start_run(folder, loaded)
-    shards = prepare_shards(loaded.data, say=say)
+    shards = prepare_shards(loaded.data, log=say)
     try:
         with training_progress() as progress:
             train_run(
@@ -44,7 +44,7 @@ def run(
                 loaded,
                 shards,
                 device=device,
-                listen=watch_steps(progress, loaded.name, loaded.training.steps),
+                on_metrics=watch_steps(progress, loaded.name, loaded.training.steps),
             )
     except Interrupted as stopped:
         again = shlex.join(["difftransformer", *sys.argv[1:]])

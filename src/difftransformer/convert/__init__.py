@@ -1,6 +1,6 @@
-"""Models from and to other layouts: folders of language models, and attention weights of modules that others released.
+"""Conversion of models from and to other layouts: folders of language models, and weights of public attention modules.
 
-Names are resolved on first use, so that the table of layouts loads neither torch nor transformers.
+Names are resolved on first use, so that importing the table of layouts loads neither torch nor transformers.
 """
 
 from .._lazy import lazy_names
@@ -8,8 +8,7 @@ from .._lazy import lazy_names
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
-        ".folder": ("Converted", "convert_folder"),
-        ".layouts": ("LAYOUTS", "Layout"),
+        ".checkpoint_io": ("Converted", "convert_folder"),
         ".microsoft": (
             "load_microsoft_attention",
             "load_microsoft_state",
@@ -17,6 +16,7 @@ __getattr__, __dir__, __all__ = lazy_names(
             "microsoft_state",
         ),
         ".motif": ("load_motif_attention", "motif_attention_state"),
+        ".registry": ("LAYOUTS", "Layout"),
         ".source": ("source_folder",),
         ".upcycle": ("Upcycled", "measure_drift", "upcycle_folder"),
         ".phi4flash": ("load_phi4flash_attention", "phi4flash_attention_state"),

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ..errors import CheckpointError, ConfigError
 from ..model.progress import without_progress_bars
-from .folder import CARRIED, CONFIG_FILE, INDEX_FILE
+from .checkpoint_io import CARRIED, CONFIG_FILE, INDEX_FILE
 
 HUB_FILES = (CONFIG_FILE, "*.safetensors", INDEX_FILE, *(name for name in CARRIED if not name.endswith(".py")))
 

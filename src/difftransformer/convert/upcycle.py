@@ -7,15 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from ..errors import ConfigError, DataError, DiffTransformerError
+from ..errors import ConfigError, DataError
 from ..model import DiffTransformerConfig, DiffTransformerForCausalLM, count
 from ..model.progress import without_progress_bars
 from ..results import Drift
-from .folder import CONFIG_FILE, Converted, read_config, refuse_used, write_converted
+from .checkpoint_io import CONFIG_FILE, Converted, naming_config, read_config, refuse_used, write_converted
 from .llama import CLASSES, from_llama
 
 WINDOW_TOKENS = 512  # of one forward pass
@@ -70,25 +69,13 @@ def upcycle_folder(
         )
     if document.get("quantization_config") is not None:
         raise ConfigError(f"{at}: quantization_config is set, expected none; name the model before it is quantized")
-    try:
-        plan = from_llama(
+    with naming_config(at, str(model_type)):
+        conversion = from_llama(
             CLASSES[model_type].from_dict(document), to=to, head_norm=head_norm, dex_heads=dex_heads, seed=seed
         )
-    except DiffTransformerError as error:
-        raise ConfigError(f"{at}: {error}") from None
-    except (
-        ArithmeticError,
-        AttributeError,
-        LookupError,
-        RuntimeError,
-        TypeError,
-        ValueError,
-        StrictDataclassError,
-    ) as error:
-        raise ConfigError(f"{at} describes no {model_type} model ({' '.join(str(error).split())})") from None
-    converted = write_converted(source, target, plan, str(model_type), to)
-    before = sum(math.prod(shape) for name, shape in plan.needs.items() if name not in plan.ties)
-    after = count(DiffTransformerConfig(**plan.config)).parameters
+    converted = write_converted(source, target, conversion, str(model_type), to)
+    before = sum(math.prod(shape) for name, shape in conversion.needs.items() if name not in conversion.ties)
+    after = count(DiffTransformerConfig(**conversion.config)).parameters
     return Upcycled(converted=converted, parameters=after, added_parameters=after - before)
 
 

@@ -1,6 +1,6 @@
-"""Text, tokenizers, shards, the loader and needle documents. This layer knows nothing of models.
+"""Text, tokenizers, shards, the loader and needle documents. This layer does not know models.
 
-Names are imported on first use, so that importing the package loads neither torch nor tokenizers.
+Names are imported on first use, so importing the package loads neither torch nor tokenizers.
 """
 
 from .._lazy import lazy_names
@@ -8,12 +8,13 @@ from .._lazy import lazy_names
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
-        ".loader": ("Batch", "Loader", "RetrievalMix", "validation_windows"),
+        ".loader": ("Batch", "Loader", "check_context_stages", "validation_windows"),
         ".needles": (
             "CITIES_SEEN",
             "CITIES_UNSEEN",
             "NeedleFormat",
             "NeedleQuestion",
+            "RetrievalMix",
             "evaluation_document",
             "needle_document_tokens",
             "training_document",

@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError
 
 from ..convert import convert_folder
-from ..convert.folder import (
+from ..convert.checkpoint_io import (
     CARRIED,
     CONFIG_FILE,
     INDEX_FILE,
@@ -27,7 +27,7 @@ from ..model.progress import without_progress_bars
 from ..results import Evaluation, read_result
 from ..train import latest_checkpoint, verify_checkpoint
 from ..train.checkpoint import STATE_FILE
-from ..train.record import recorded_training
+from ..train.run_summary import training_summary
 from .figures import evaluation_rows
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -173,7 +173,7 @@ def _training(folder: Path) -> Training | str | None:
     """Recipe and figures: of the run that the checkpoint lies in, or what an earlier card of ours says."""
     if folder.parent.name == "checkpoints":
         run, step = folder.parent.parent, int(folder.name.removeprefix("step-"))
-        recorded = recorded_training(run, step)
+        recorded = training_summary(run, step)
         if recorded is not None:
             found = [result for path in (run / "evals").glob("*.json") if (result := _evaluation(path, folder.name))]
             newest = max(found, key=lambda result: result.created, default=None)

@@ -22,7 +22,7 @@ from ..model import DiffTransformerConfig, DiffTransformerForCausalLM
 from ..model.progress import without_progress_bars
 from ..results import Evaluation, read_result, write_result
 from ..train import Interrupted, checkpoints, train, verify_checkpoint
-from ..train.record import RECIPE_FILE
+from ..train.run_summary import RECIPE_FILE
 from .environment import command_line, environment, now
 from .recipe import Recipe, load_recipe, recipe_dict, save_recipe
 

@@ -64,7 +64,7 @@ def upcycling_study(
         recipe = dataclasses.replace(
             recipe, start_from=str(models[PLAIN]), data=dataclasses.replace(recipe.data, tokenizer=str(models[PLAIN]))
         )
-        shards = prepare_shards(recipe.data, say=say)
+        shards = prepare_shards(recipe.data, log=say)
         check_evaluation(shards, recipe.evaluation, context_tokens=recipe.training.context_tokens)
         drift = {}
         for name, place in models.items():

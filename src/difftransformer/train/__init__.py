@@ -1,4 +1,4 @@
-"""Training: one loop for every attention type, exact resume, atomic checkpoints."""
+"""Training: one loop for every attention type, with exact resume and atomic checkpoints."""
 
 from .._lazy import lazy_names
 

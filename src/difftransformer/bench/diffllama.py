@@ -1,4 +1,4 @@
-"""Differential attention as transformers has it: DiffLlama's attention without its projections and its rotation."""
+"""transformers' differential attention: DiffLlama's attention without its projections and its rotary embedding."""
 
 import contextlib
 from collections.abc import Iterator
@@ -11,40 +11,35 @@ from transformers.models.diffllama import modeling_diffllama
 
 from ..ops.problem import Restrictions, allowed_keys
 
-# transformers' attn_implementation -> whether it makes n x n maps.
+# Whether each attn_implementation of transformers makes n x n maps.
 ATTN_IMPLEMENTATIONS = {"sdpa": False, "eager": True}
 
 
 class DiffLlamaCore:
-    """The forward of transformers' `DiffLlamaAttention` from what its projections would return: causal.
+    """The causal forward pass of transformers' `DiffLlamaAttention`, given what its projections would return.
 
-    It repeats the halves of V, calls ordinary attention on each, subtracts and normalises. Differential head i has maps i
-    and H + i, and the value [V_i; V_(H + i)].
+    It repeats the halves of V, calls ordinary attention on each, subtracts and normalises. Differential head i has the maps
+    i and H + i, and the value [V_i; V_(H + i)].
 
     Args:
-        query: (B, T, 2 H D), as the projection lays it out; key and value alike.
-        key: (B, T, 2 H D).
-        value: (B, T, 2 H D).
-        head_dim: D.
+        query: Output of the query projection, (B, T, 2 H D).
+        key: Output of the key projection, (B, T, 2 H D).
+        value: Output of the value projection, (B, T, 2 H D).
+        head_dim: Width D of a map.
         attn_implementation: A name in `ATTN_IMPLEMENTATIONS`.
     """
 
     def __init__(self, query: Tensor, key: Tensor, value: Tensor, *, head_dim: int, attn_implementation: str) -> None:
         length, width = query.shape[1:]
         heads = width // head_dim
-        config = DiffLlamaConfig(
-            hidden_size=width,
-            num_attention_heads=heads,
-            num_key_value_heads=heads,
-            head_dim=head_dim,
-            rms_norm_eps=1e-5,
-        )
+        sizes = {"hidden_size": width, "num_attention_heads": heads, "num_key_value_heads": heads, "head_dim": head_dim}
+        config = DiffLlamaConfig(**sizes, rms_norm_eps=1e-5)
         config._attn_implementation = attn_implementation
         self.layer = modeling_diffllama.DiffLlamaAttention(config, layer_idx=0).to(query.device, query.dtype)
         self.layer.q_proj, self.layer.k_proj, self.layer.v_proj = _Given(query), _Given(key), _Given(value)
         self.layer.o_proj = nn.Identity()
-        self.hidden = query  # of which only the leading dimensions are read
-        # Their model makes the mask once for all layers, and none for SDPA.
+        self.hidden = query  # the layer reads only its leading dimensions
+        # Their model makes the mask once for all layers, and makes none for SDPA.
         allowed = allowed_keys(Restrictions(is_causal=True), length, length, query.device)
         self.mask = None
         if ATTN_IMPLEMENTATIONS[attn_implementation] and allowed is not None:
@@ -52,17 +47,17 @@ class DiffLlamaCore:
             self.mask.masked_fill_(~allowed, torch.finfo(query.dtype).min)
 
     def parameters(self) -> list[nn.Parameter]:
-        """The four lambda vectors, (D,) each."""
+        """Return the four lambda vectors, (D,) each."""
         return list(self.layer.parameters())
 
     def __call__(self) -> Tensor:
-        """(1 - lambda_init) RMSNorm((A1 - lambda A2) V), (B, T, 2 H D)."""
+        """Return (1 - lambda_init) RMSNorm((A1 - lambda A2) V), (B, T, 2 H D)."""
         with _without_rotation():
             return self.layer(self.hidden, (None, None), attention_mask=self.mask)[0]
 
 
 class _Given(nn.Module):
-    """In place of a projection: returns a tensor made before."""
+    """A projection that returns a given tensor."""
 
     def __init__(self, projected: Tensor) -> None:
         super().__init__()

@@ -1,7 +1,8 @@
-"""The least work of attention: FLOPs and bytes of a shape by formula, and the least time that a device could take for them.
+"""The roofline of attention: the least FLOPs and bytes of a shape by formula, and the least time a device needs for them.
 
-A unit is the work of one product of n x n with n x d: 2 n n d FLOPs, half of it in a causal call, as is usual to count. Units
-are for each differential head, which stands for two heads of ordinary attention. A backward pass computes the maps again.
+A unit is the work of one product of an n x n by an n x d matrix: 2 n n d FLOPs, and half of that in a causal call, as is
+usual to count. Units are counted for each differential head, which stands for two heads of ordinary attention. A backward
+pass computes the maps again.
 """
 
 from typing import NamedTuple
@@ -14,29 +15,32 @@ TWO_CALLS, FOUR_CALLS = "two calls", "four calls"
 
 
 class Scheme(NamedTuple):
-    """What a way to compute attention costs, without copies: units, and how often it reads a decoder's keys and values."""
+    """The cost of a method: units forward and backward, and how often decoding reads the keys and values.
+
+    Copies are not counted.
+    """
 
     forward: int
     backward: int
     reads: float
 
 
-# Forward: products for S and O. Backward: for S, dP, dV, dQ and dK.
+# The summands forward are the products for S and O; backward those for S, dP, dV, dQ and dK.
 SCHEMES = {
     PLAIN: Scheme(2 + 2, 2 + 2 + 2 + 2 + 2, 1),
-    # Both maps in one kernel: O1 and O2 are 2 d wide; backward, dP and dV are shared.
+    # Both maps in one kernel: O1 and O2 are 2 d wide, and backward dP and dV are shared.
     FUSED: Scheme(2 + 4, 2 + 2 + 2 + 2 + 2, 1),
-    # The same where dQ has a pass of its own, so that nothing is added in an order that changes: S and dP twice.
+    # The same, but dQ has its own pass, so that sums always run in the same order: S and dP are computed twice.
     SPLIT: Scheme(2 + 4, (2 + 2 + 2 + 2) + (2 + 2 + 2), 1),
-    # And dV a pass of its own, as wide heads make it: S three times, dP twice.
+    # dV has its own pass too, as with wide heads: S is computed three times, dP twice.
     WIDE_SPLIT: Scheme(2 + 4, (2 + 2) + (2 + 2 + 2) + (2 + 2 + 2), 1),
-    # Ordinary attention for each map, with a value of 2 d: that is read twice, and nothing is shared.
+    # Ordinary attention for each map with a value of 2 d: the value is read twice, and nothing is shared.
     TWO_CALLS: Scheme(2 + 4, 2 + 4 + 4 + 2 + 2, 1.5),
-    # For each map and half of the value; or Q and K padded to 2 d, which costs the same.
+    # A call for each map and each half of the value. Q and K padded to 2 d cost the same.
     FOUR_CALLS: Scheme(4 + 4, 4 + 4 + 4 + 4 + 4, 2),
 }
-# Of implementations whose scheme is known; the others may choose by what is installed. Our own kernels choose between two
-# backward passes by the clock, unless they are asked to be deterministic.
+# The implementations whose scheme is known. The others choose by what is installed. Our own kernels choose the faster of
+# two backward passes at run time, unless deterministic algorithms are requested.
 SCHEME_OF = {
     "torch sdpa": PLAIN,
     "torch cudnn": PLAIN,
@@ -48,18 +52,18 @@ SCHEME_OF = {
     "diff sdpa": FOUR_CALLS,
     "DiffLlama sdpa": FOUR_CALLS,
 }
-WIDEST_TOGETHER = 64  # of a map, where its value is twice as wide: above, dV is apart (`ops/triton_kernels/configs.py`)
+WIDEST_TOGETHER = 64  # widest map whose backward computes dV in the pass of dK (`ops/triton_kernels/configs.py`)
 CHOOSE_BACKWARD = ("softmax triton", "diff triton", "normed triton")
 
 
 class Peak(NamedTuple):
-    """The most that a device can do: products of matrices in bf16 or fp16, dense, and memory traffic."""
+    """Peak rates of a device: dense bf16 or fp16 matrix products, and memory traffic."""
 
     flops_per_second: float
     bytes_per_second: float
 
 
-# By the name that CUDA gives a device; NVIDIA's data sheets of H100, H200 and A100 (the rates with sparsity are halved).
+# Keyed by CUDA's device name; from NVIDIA's data sheets of H100, H200 and A100 (their rates with sparsity, halved).
 PEAKS = {
     "NVIDIA H200": Peak(989e12, 4.8e12),
     "NVIDIA H100 80GB HBM3": Peak(989e12, 3.35e12),
@@ -72,12 +76,12 @@ PEAKS = {
 
 
 def peak_of(device_name: str, dtype: Dtype) -> Peak | None:
-    """The peak of a device, or None where it is not known: for other devices, and in fp32."""
+    """Return the peak of a device, or None if it is unknown: for other devices, and in fp32."""
     return None if dtype == "fp32" else PEAKS.get(device_name)
 
 
 def attention_flops(shape: AttentionShape, scheme: str = PLAIN) -> float:
-    """FLOPs of one call in its mode."""
+    """Return the FLOPs of one call in its mode."""
     unit = 2.0 * shape.batch * shape.heads * shape.queries_tokens * shape.length_tokens * shape.head_dim
     if shape.mode != "decode":
         unit /= 2
@@ -85,17 +89,21 @@ def attention_flops(shape: AttentionShape, scheme: str = PLAIN) -> float:
 
 
 def attention_bytes(shape: AttentionShape) -> float:
-    """Bytes that must move: each pass reads its inputs and writes its results once.
+    """Return the bytes that must move if each pass reads its inputs and writes its results once.
 
-    Forward Q, K, V and O; backward these, dO and the three gradients. Sums of softmax and lambda are below a percent.
+    The forward pass moves Q, K, V and O; the backward pass these, dO and the three gradients. The sums of the softmax and
+    lambda are left out; they are below one percent.
     """
     row = 2 * shape.head_dim * shape.heads * shape.batch * BYTES[shape.dtype]
     tokens = 2.0 * (shape.queries_tokens + shape.length_tokens)
     return row * tokens * {"forward": 1, "decode": 1, "backward": 2, "forward+backward": 3}[shape.mode]
 
 
-def least_seconds(shape: AttentionShape, implementation: str, peak: Peak) -> float:
-    """What the peak allows: ordinary attention, or for differential attention both maps fused, whichever limit is higher."""
+def roofline_seconds(shape: AttentionShape, implementation: str, peak: Peak) -> float:
+    """Return the least time that the peak allows: the larger of FLOPs over rate and bytes over bandwidth.
+
+    The FLOPs are those of ordinary attention, or for differential attention those of both maps in one kernel.
+    """
     scheme = FUSED if _is_differential(implementation) else PLAIN
     return max(
         attention_flops(shape, scheme) / peak.flops_per_second,
@@ -103,8 +111,8 @@ def least_seconds(shape: AttentionShape, implementation: str, peak: Peak) -> flo
     )
 
 
-def work_over_floor(shape: AttentionShape, implementation: str) -> float | None:
-    """FLOPs (in decoding, bytes) of an implementation's scheme over the least, by formula; None where it is not known."""
+def work_over_least(shape: AttentionShape, implementation: str) -> float | None:
+    """Return the FLOPs (in decoding, bytes) of an implementation's scheme over the least, or None if it is unknown."""
     name = SCHEME_OF.get(implementation)
     if name == SPLIT and shape.head_dim > WIDEST_TOGETHER:
         name = WIDE_SPLIT

@@ -1,9 +1,12 @@
-"""Folders of models: read without running anything in them, converted tensor by tensor, and written whole or not at all."""
+"""Reading, converting and writing folders of models.
+
+Nothing in a folder is run. Tensors are converted one by one, and the result is written whole or not at all.
+"""
 
 import json
 import secrets
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,15 +21,15 @@ from transformers import DiffLlamaConfig
 
 from ..errors import CheckpointError, ConfigError, DiffTransformerError
 from ..model import DiffTransformerConfig
+from .conversion import Conversion, Shape, check_tensors
 from .diffllama import from_diffllama, to_diffllama
-from .layouts import LAYOUTS
-from .plan import Plan, check_tensors
+from .registry import FOLDER_LAYOUTS, LAYOUTS
 
 CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
 INDEX_FILE = WEIGHTS_FILE + ".index.json"
-SHARD_BYTES = 5 * 10**9  # of one weights file: what hubs and file systems take well
+SHARD_BYTES = 5 * 10**9  # largest weights file; hubs and file systems handle this size well
 PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
-# Tokenizers of every kind, chat templates, settings of generation, and licences travel as they are.
+# Tokenizers of every kind, chat templates, generation settings and licences are copied unchanged.
 CARRIED = (
     "tokenizer*",
     "tokenization_*.py",
@@ -47,27 +50,16 @@ CARRIED = (
 
 @dataclass(frozen=True, kw_only=True)
 class Converted:
-    """What was written.
+    """The result of a conversion."""
 
-    Attributes:
-        folder: Where.
-        source_layout: The layout that was read.
-        layout: The layout that was written.
-        tensors: How many.
-        bytes: Of the tensors.
-        carried: Files and folders copied as they are.
-        left_behind: Files of the source that are neither weights nor carried.
-        notes: What the target has no place for.
-    """
-
-    folder: Path
+    folder: Path  # that was written
     source_layout: str
     layout: str
-    tensors: int
-    bytes: int
-    carried: tuple[str, ...]
-    left_behind: tuple[str, ...]
-    notes: tuple[str, ...]
+    tensors: int  # their number
+    bytes: int  # size of the tensors
+    carried: tuple[str, ...]  # files and folders that were copied unchanged
+    left_behind: tuple[str, ...]  # files of the source that are neither weights nor copied
+    notes: tuple[str, ...]  # sentences about what the target cannot hold
 
 
 def convert_folder(
@@ -83,39 +75,41 @@ def convert_folder(
     Args:
         source: A folder with config.json and safetensors, in one file or several.
         target: The folder to make. It may exist if it is empty.
-        to: Name in `LAYOUTS`.
-        source_layout: Name in `LAYOUTS`; None reads it from config.json.
-        shard_bytes: Largest weights file.
+        to: The layout to write, a name in `LAYOUTS`.
+        source_layout: The layout to read, a name in `LAYOUTS`; None takes it from config.json.
+        shard_bytes: Largest size of a weights file.
 
     Raises:
-        ConfigError: the layouts do not meet, the target cannot express the model, or the target folder is in use.
-        CheckpointError: files are missing or damaged, or tensors are not those of the configuration.
-        ShapeError: a tensor's shape contradicts config.json.
+        ConfigError: The layouts do not convert into one another, the target cannot express the model, or the target folder
+            is in use.
+        CheckpointError: Files are missing or damaged, or tensors contradict the configuration.
+        ShapeError: A tensor's shape contradicts config.json.
     """
     source, target = Path(source), Path(target)
     refuse_used(target)
     document = read_config(source)
     source_layout = _checked_layouts(document, source_layout, to, source)
-    return write_converted(source, target, _plan(document, source_layout, source), source_layout, to, shard_bytes)
+    conversion = _conversion(document, source_layout, source)
+    return write_converted(source, target, conversion, source_layout, to, shard_bytes)
 
 
 def write_converted(
-    source: Path, target: Path, plan: Plan, source_layout: str, layout: str, shard_bytes: int = SHARD_BYTES
+    source: Path, target: Path, conversion: Conversion, source_layout: str, layout: str, shard_bytes: int = SHARD_BYTES
 ) -> Converted:
-    """Carry out a plan from folder to folder, with tokenizer, chat template and licence carried along.
+    """Apply a conversion from folder to folder, and copy tokenizer, chat template and licence.
 
     Raises:
-        CheckpointError: files are missing or damaged, or tensors are not those of the configuration.
-        ShapeError: a tensor's shape contradicts config.json.
+        CheckpointError: Files are missing or damaged, or tensors contradict the configuration.
+        ShapeError: A tensor's shape contradicts config.json.
     """
     with WeightsReader(source) as weights:
-        check_tensors(weights.shapes, plan.needs, optional=plan.ties, source=str(source))
+        check_tensors(weights.shapes, conversion.needs, optional=conversion.ties, source=str(source))
         weights.refuse_quantized()
-        _check_ties(plan, weights)
+        _check_ties(conversion, weights)
         carried = sorted({path.name for pattern in CARRIED for path in source.glob(pattern)})
         with whole_or_not_at_all(target) as folder:
-            (folder / CONFIG_FILE).write_text(json.dumps(plan.config, indent=2) + "\n", encoding="utf-8")
-            tensors = ((name, make(weights.read)) for name, make in plan.makes.items())
+            (folder / CONFIG_FILE).write_text(json.dumps(conversion.config, indent=2) + "\n", encoding="utf-8")
+            tensors = ((name, make(weights.read)) for name, make in conversion.makes.items())
             total = write_weights(folder, tensors, shard_bytes)
             for name in carried:
                 copy = shutil.copytree if (source / name).is_dir() else shutil.copyfile
@@ -125,27 +119,27 @@ def write_converted(
         folder=target,
         source_layout=source_layout,
         layout=layout,
-        tensors=len(plan.makes),
+        tensors=len(conversion.makes),
         bytes=total,
         carried=tuple(carried),
         left_behind=tuple(sorted(path.name for path in source.iterdir() if path.name not in known)),
-        notes=plan.notes,
+        notes=conversion.notes,
     )
 
 
 class WeightsReader:
-    """The safetensors of a folder, opened without loading them. Use it as a context.
+    """A context manager that opens the safetensors of a folder without loading them.
 
     Attributes:
         files: Names of the weights files.
-        shapes: Name to shape of every tensor.
+        shapes: Shape of every tensor, by name.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._stack = ExitStack()
         self._where: dict[str, Any] = {}
-        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.shapes: dict[str, Shape] = {}
         index = _read_json(folder / INDEX_FILE) if (folder / INDEX_FILE).is_file() else None
         self.files = _weights_files(folder, index)
         try:
@@ -168,11 +162,11 @@ class WeightsReader:
         self._stack.close()
 
     def read(self, name: str) -> Tensor:
-        """One tensor, loaded now."""
+        """Load one tensor."""
         return self._where[name].get_tensor(name)
 
     def refuse_quantized(self) -> None:
-        """Only floating-point weights can be permuted and folded."""
+        """Raise a CheckpointError unless all weights are floating-point, as permuting and folding need them."""
         for name, file in self._where.items():
             dtype = file.get_slice(name).get_dtype()
             if dtype not in ("F64", "F32", "F16", "BF16"):
@@ -192,7 +186,7 @@ class WeightsReader:
                 f"{path} is cut short or damaged ({error}); its {path.stat().st_size:,} bytes do not hold what its header "
                 "lists: copy it again"
             ) from None
-        for tensor in file.keys():  # noqa: SIM118 - a file is no mapping
+        for tensor in file.keys():  # noqa: SIM118 - a safetensors file is no mapping
             if tensor in self._where:
                 raise CheckpointError(f"{path}: {tensor} is in two files of {self.folder}; expected it once")
             self._where[tensor] = file
@@ -200,13 +194,13 @@ class WeightsReader:
 
 
 def write_weights(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int) -> int:
-    """Write tensors in files of at most shard_bytes (one tensor at least), with an index where there are several.
+    """Write tensors in files of at most shard_bytes (but at least one tensor each), and an index for several files.
 
     Returns:
-        Bytes of all tensors.
+        The size of all tensors in bytes.
 
     Raises:
-        CheckpointError: a file cannot be written.
+        CheckpointError: A file cannot be written.
     """
     shards: list[list[str]] = []
     pending: dict[str, Tensor] = {}
@@ -245,7 +239,7 @@ def write_weights(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_byt
 
 @contextmanager
 def whole_or_not_at_all(target: Path) -> Iterator[Path]:
-    """A folder beside the target, renamed to it at the end or removed."""
+    """Provide a folder beside the target, which is renamed to the target at the end, or removed after an error."""
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.parent / f".{target.name}.{secrets.token_hex(4)}.tmp"
     temporary.mkdir()
@@ -260,6 +254,7 @@ def whole_or_not_at_all(target: Path) -> Iterator[Path]:
 
 
 def refuse_used(target: Path) -> None:
+    """Raise a ConfigError unless the target does not exist or is an empty folder."""
     if target.is_dir() and not any(target.iterdir()):
         return
     if target.exists():
@@ -278,6 +273,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def read_config(source: Path) -> dict[str, Any]:
+    """Read config.json of a folder."""
     if not source.is_dir():
         raise CheckpointError(f"{source} is not a folder; name one with {CONFIG_FILE} and {WEIGHTS_FILE}")
     if not (source / CONFIG_FILE).is_file():
@@ -286,34 +282,31 @@ def read_config(source: Path) -> dict[str, Any]:
 
 
 def _checked_layouts(document: dict[str, Any], stated: str | None, to: str, source: Path) -> str:
-    """The source's layout, once both are known to be folders that convert into one another."""
+    """Return the source's layout after checking that both layouts have folders that convert into one another."""
     for option, name in (("to", to), ("from", stated)):
         if name is not None and name not in LAYOUTS:
             raise ConfigError(f"--{option} {name!r} is no layout; choose one of {', '.join(LAYOUTS)}")
-    model_type = document.get("model_type")
-    found = next((name for name, layout in LAYOUTS.items() if layout.model_type == model_type), None)
-    if stated is None and (model_type is None or found is None):
-        raise ConfigError(
-            f"{source / CONFIG_FILE}: model_type={model_type!r} is no layout that can be read; expected one of "
-            f"{', '.join(repr(layout.model_type) for layout in LAYOUTS.values() if layout.folders)}"
-        )
-    name = stated or str(found)
+    at, model_type = source / CONFIG_FILE, document.get("model_type")
+    types = {layout.model_type: name for name, layout in LAYOUTS.items() if layout.model_type}
+    name = stated or types.get(str(model_type))
+    if name is None:
+        known = ", ".join(repr(LAYOUTS[name].model_type) for name in FOLDER_LAYOUTS)
+        raise ConfigError(f"{at}: model_type={model_type!r} is no layout that can be read; expected one of {known}")
     for layout in (name, to):
-        if not LAYOUTS[layout].folders:
+        if layout not in FOLDER_LAYOUTS:
+            first, second = LAYOUTS[layout].functions[:2]
             raise ConfigError(
                 f"{layout}: {LAYOUTS[layout].summary} convert as attention weights, not as folders; call "
-                f"difftransformer.convert.{LAYOUTS[layout].functions[0]} or .{LAYOUTS[layout].functions[1]}"
+                f"difftransformer.convert.{first} or .{second}"
             )
     if LAYOUTS[name].model_type != model_type:
-        raise ConfigError(
-            f"{source / CONFIG_FILE}: model_type={model_type!r}, expected {LAYOUTS[name].model_type!r} for --from {name}"
-        )
+        raise ConfigError(f"{at}: model_type={model_type!r}, expected {LAYOUTS[name].model_type!r} for --from {name}")
     if name == to:
         raise ConfigError(f"{source} is a {name} folder already; choose another layout with --to")
     return name
 
 
-def _plan(document: dict[str, Any], layout: str, source: Path) -> Plan:
+def _conversion(document: dict[str, Any], layout: str, source: Path) -> Conversion:
     at = source / CONFIG_FILE
     classes = {"difftransformer": "DiffTransformerForCausalLM", "diffllama": "DiffLlamaForCausalLM"}
     architectures = document.get("architectures") or [classes[layout]]
@@ -323,12 +316,22 @@ def _plan(document: dict[str, Any], layout: str, source: Path) -> Plan:
         )
     if document.get("quantization_config") is not None:
         raise ConfigError(f"{at}: quantization_config is set, expected none; convert the model before it is quantized")
-    makers: dict[str, Callable[[], Plan]] = {
-        "difftransformer": lambda: to_diffllama(DiffTransformerConfig.from_dict(document)),
-        "diffllama": lambda: from_diffllama(DiffLlamaConfig.from_dict(document)),
-    }
+    with naming_config(at, layout):
+        if layout == "diffllama":
+            return from_diffllama(DiffLlamaConfig.from_dict(document))
+        return to_diffllama(DiffTransformerConfig.from_dict(document))
+
+
+@contextmanager
+def naming_config(at: Path, kind: str) -> Iterator[None]:
+    """Turn any error that a configuration causes into a ConfigError that names its file.
+
+    Args:
+        at: The config.json.
+        kind: Kind of model that it should describe.
+    """
     try:
-        return makers[layout]()
+        yield
     except DiffTransformerError as error:
         raise ConfigError(f"{at}: {error}") from None
     except (
@@ -340,7 +343,7 @@ def _plan(document: dict[str, Any], layout: str, source: Path) -> Plan:
         ValueError,
         StrictDataclassError,
     ) as error:
-        raise ConfigError(f"{at} describes no {layout} model ({' '.join(str(error).split())})") from None
+        raise ConfigError(f"{at} describes no {kind} model ({' '.join(str(error).split())})") from None
 
 
 def _weights_files(folder: Path, index: dict[str, Any] | None) -> list[str]:
@@ -367,8 +370,8 @@ def _weights_files(folder: Path, index: dict[str, Any] | None) -> list[str]:
     raise CheckpointError(f"{folder} has neither {WEIGHTS_FILE} nor {INDEX_FILE}; name the folder of a saved model")
 
 
-def _check_ties(plan: Plan, weights: WeightsReader) -> None:
-    for name, same in plan.ties.items():
+def _check_ties(conversion: Conversion, weights: WeightsReader) -> None:
+    for name, same in conversion.ties.items():
         if name in weights.shapes and not torch.equal(weights.read(name), weights.read(same)):
             raise CheckpointError(
                 f"{weights.folder}: {name} differs from {same}, though config.json has tie_word_embeddings=true; expected "

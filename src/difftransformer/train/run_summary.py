@@ -1,4 +1,4 @@
-"""What a run folder says of a step of its training: the recipe and the metrics beside the checkpoints."""
+"""Summary of a run at a given step, for the model card, from the recipe and the metrics in the run folder."""
 
 from pathlib import Path
 from typing import Any
@@ -12,11 +12,11 @@ from .metrics import METRICS_FILE, read_metrics
 RECIPE_FILE = "config.yaml"
 
 
-def recorded_training(run: Path, step: int) -> Training | None:
-    """Recipe and figures of a run after a step; None where the folder holds no recipe.
+def training_summary(run: Path, step: int) -> Training | None:
+    """Return the recipe and figures of a run after a step, or None for a folder without a recipe.
 
     Raises:
-        CheckpointError: the recipe or the metrics cannot be read.
+        CheckpointError: The recipe or the metrics cannot be read.
     """
     path = run / RECIPE_FILE
     if not path.is_file():

@@ -1,4 +1,4 @@
-"""Documents to summarise or to answer from, with what a person wrote: public sets by name, or a user's JSONL.
+"""Documents with reference summaries or with questions and reference answers, from public sets or a user's JSONL file.
 
 The public sets are those of arXiv:2410.05258 section 3.5: news for summaries, LongBench (arXiv:2308.14508) for questions.
 """
@@ -16,7 +16,7 @@ Kind = Literal["summary", "qa"]
 
 @dataclass(frozen=True, kw_only=True)
 class GroundedItem:
-    """A document, what is asked of it (None: its summary), and an answer that a person gave."""
+    """A document, a question about it (None asks for a summary), and a reference that a person wrote."""
 
     name: str
     document: str
@@ -33,16 +33,16 @@ class _Grounded:
 
 
 def read_grounded(name: str, items: int | None = None, seed: int = 0) -> list[GroundedItem]:
-    """Items of a public set.
+    """Read items of a public set.
 
     Args:
         name: One of `GROUNDED_SETS`.
-        items: How many, drawn by the seed; all where None.
-        seed: Of the draw.
+        items: Number of items to draw; None for all.
+        seed: Seed of the draw.
 
     Raises:
-        ConfigError: no such set.
-        DataError: it cannot be loaded, or has other columns.
+        ConfigError: There is no such set.
+        DataError: The set cannot be loaded, or has other columns.
     """
     if name not in GROUNDED_SETS:
         raise ConfigError(f"set {name!r}: choose from {', '.join(GROUNDED_SETS)}, or name your own file with --file")
@@ -54,10 +54,10 @@ def read_grounded(name: str, items: int | None = None, seed: int = 0) -> list[Gr
 
 
 def read_grounded_file(file: str, kind: Kind, items: int | None = None, seed: int = 0) -> list[GroundedItem]:
-    """A user's items: JSONL with `document` and `reference`, for questions also `question`.
+    """Read items of a JSONL file with `document`, `reference` and, for questions, `question` on each line.
 
     Raises:
-        DataError: the file is missing, empty or not of this form.
+        DataError: The file is missing, empty or of another form.
     """
     fields = ("document", "reference", "question") if kind == "qa" else ("document", "reference")
     rows = list(jsonl_rows(Path(file), fields))
@@ -67,7 +67,7 @@ def read_grounded_file(file: str, kind: Kind, items: int | None = None, seed: in
 def _public_item(name: str, source: _Grounded, place: str, row: dict[str, Any]) -> GroundedItem:
     where = f"{name}: row {place} of {source.public.hub_name}"
     answers = row.get(source.reference)
-    if isinstance(answers, list):  # LongBench: several that count alike
+    if isinstance(answers, list):  # LongBench gives several answers of equal rank
         row = row | {source.reference: " | ".join(map(str, answers))}
     return GroundedItem(
         name=place,
@@ -87,7 +87,7 @@ def _news(hub_name: str, document: str, reference: str, config: str | None, revi
 
 
 def _longbench(config: str, kind: Kind) -> _Grounded:
-    # Its authors publish a script, which is not run; lm-eval reads the same copy.
+    # A copy without a script, which lm-eval reads too.
     public = PublicSet(hub_name="Xnhyacinth/LongBench", split="test", configs=(config,))
     return _Grounded(public=public, kind=kind, document="context", reference="answers")
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from difftransformer.bench.floor import (
+from difftransformer.bench.roofline import (
     FOUR_CALLS,
     FUSED,
     PEAKS,
@@ -18,8 +18,8 @@ from difftransformer.bench.floor import (
     Peak,
     attention_bytes,
     attention_flops,
-    least_seconds,
-    work_over_floor,
+    roofline_seconds,
+    work_over_least,
 )
 from difftransformer.results import AttentionShape
 
@@ -134,28 +134,30 @@ def test_bytes_of_every_tensor(dtype, itemsize):
     assert attention_bytes(shape("decode", dtype)) == 2 * tensor + 2 * tensor / N
 
 
-def test_the_higher_limit_is_the_floor():
+def test_the_higher_limit_is_the_roofline():
     """By hand: arithmetic binds a long forward pass, memory binds decoding; differential attention takes 6 units, not 4."""
     peak = Peak(1e12, 1e12)
     long = shape("forward", length_tokens=4096)
-    assert least_seconds(long, "torch sdpa", peak) == attention_flops(long, PLAIN) / 1e12
-    assert least_seconds(long, "diff flex", peak) == pytest.approx(1.5 * least_seconds(long, "softmax triton", peak))
-    assert least_seconds(long, "DiffLlama sdpa", peak) == least_seconds(long, "normed triton", peak)
+    assert roofline_seconds(long, "torch sdpa", peak) == attention_flops(long, PLAIN) / 1e12
+    assert roofline_seconds(long, "diff flex", peak) == pytest.approx(
+        1.5 * roofline_seconds(long, "softmax triton", peak)
+    )
+    assert roofline_seconds(long, "DiffLlama sdpa", peak) == roofline_seconds(long, "normed triton", peak)
     decode = shape("decode", length_tokens=4096)
-    assert least_seconds(decode, "diff triton", Peak(1e15, 1e12)) == attention_bytes(decode) / 1e12
+    assert roofline_seconds(decode, "diff triton", Peak(1e15, 1e12)) == attention_bytes(decode) / 1e12
     assert all(peak.flops_per_second > 100 * peak.bytes_per_second for peak in PEAKS.values())
 
 
-def test_work_over_the_floor():
+def test_work_over_the_least():
     """Of what is known: fused 1, two calls 14 for 10 units backward, four calls twice; K and V read so often in decoding."""
-    assert work_over_floor(shape("forward"), "diff triton") == 1
-    assert work_over_floor(shape("backward"), "diff triton") is None
-    assert work_over_floor(shape("backward"), "diff triton deterministic") == 1.4
+    assert work_over_least(shape("forward"), "diff triton") == 1
+    assert work_over_least(shape("backward"), "diff triton") is None
+    assert work_over_least(shape("backward"), "diff triton deterministic") == 1.4
     wide = dataclasses.replace(shape("backward"), head_dim=128)
-    assert work_over_floor(wide, "diff triton deterministic") == 1.6
-    assert work_over_floor(shape("backward"), "diff flex") == 1.4
-    assert work_over_floor(shape("forward+backward"), "DiffLlama sdpa") == 28 / 16
-    assert work_over_floor(shape("decode"), "diff flex") == 1.5
-    assert work_over_floor(shape("decode"), "diff sdpa") == 2
-    assert work_over_floor(shape("forward"), "torch cudnn") == 1
-    assert work_over_floor(shape("forward"), "diff chunked") is None
+    assert work_over_least(wide, "diff triton deterministic") == 1.6
+    assert work_over_least(shape("backward"), "diff flex") == 1.4
+    assert work_over_least(shape("forward+backward"), "DiffLlama sdpa") == 28 / 16
+    assert work_over_least(shape("decode"), "diff flex") == 1.5
+    assert work_over_least(shape("decode"), "diff sdpa") == 2
+    assert work_over_least(shape("forward"), "torch cudnn") == 1
+    assert work_over_least(shape("forward"), "diff chunked") is None

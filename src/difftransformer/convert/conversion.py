@@ -1,4 +1,4 @@
-"""What a conversion of a whole model does, as data: which tensors it needs, and how each tensor of the result is made."""
+"""The conversion of a whole model as data: which tensors it needs, and how each tensor of the result is made."""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -10,19 +10,19 @@ from ..errors import CheckpointError, ShapeError
 
 Read = Callable[[str], Tensor]
 Shape = tuple[int, ...]
-NAMES_SHOWN = 3  # of a list in a message
+NAMES_SHOWN = 3  # tensor names that a message lists
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
-    """One direction between two layouts for one configuration.
+class Conversion:
+    """The conversion of one configuration from one layout to another.
 
     Attributes:
-        config: The result's config.json.
-        needs: Name and shape of every tensor of the source.
-        ties: Tensors of the source that may be left out, since the tensor named here is the same.
-        makes: Name of every tensor of the result, and what makes it from the source's tensors.
-        notes: What the result has no place for, in sentences.
+        config: config.json of the result.
+        needs: Shape of every tensor of the source, by name.
+        ties: Tensors that the source may leave out, each with the tensor it equals.
+        makes: For every tensor of the result, the function that makes it from the source's tensors.
+        notes: Sentences about what the result cannot hold.
     """
 
     config: dict[str, Any]
@@ -35,11 +35,16 @@ class Plan:
         """Convert a state dict in memory.
 
         Raises:
-            CheckpointError: a tensor is missing or belongs to something else.
-            ShapeError: a tensor's shape is not the configuration's.
+            CheckpointError: A tensor is missing, or there is one too many.
+            ShapeError: A tensor's shape contradicts the configuration.
         """
-        check_tensors({name: tuple(tensor.shape) for name, tensor in state.items()}, self.needs, optional=self.ties)
+        check_tensors(shapes_of(state), self.needs, optional=self.ties)
         return {name: make(state.__getitem__) for name, make in self.makes.items()}
+
+
+def shapes_of(state: Mapping[str, Tensor]) -> dict[str, Shape]:
+    """Return the shape of every tensor, by name."""
+    return {name: tuple(tensor.shape) for name, tensor in state.items()}
 
 
 def check_tensors(
@@ -50,18 +55,18 @@ def check_tensors(
     source: str = "",
     by: str = "config.json",
 ) -> None:
-    """Refuse tensors that are not exactly the expected ones.
+    """Check that the tensors are exactly the expected ones.
 
     Args:
-        found: Name to shape.
-        expected: Name to shape, `optional` included.
+        found: Shapes by name.
+        expected: Shapes by name, those of `optional` included.
         optional: Names that may be absent.
         source: The file or folder, for messages.
-        by: What the expectation follows from, for messages.
+        by: What determines the expected tensors, for messages.
 
     Raises:
-        CheckpointError: names are missing, or there are more.
-        ShapeError: a shape is another one.
+        CheckpointError: Tensors are missing, or there are too many.
+        ShapeError: A shape is wrong.
     """
     at = f"{source}: " if source else ""
     missing = [name for name in expected if name not in found and name not in optional]
