@@ -85,8 +85,8 @@ def test_named_files_and_functions_exist(path):
 
 
 def test_a_wrong_path_and_a_wrong_name_are_found():
-    assert missing("ops/no_such_file.py") and missing("no_such_function") and missing("no_such_folder/")
-    assert not missing("ops/reference.py") and not missing("differential_attention")
+    assert all(missing(name) for name in ("ops/no_such_file.py", "no_such_function", "no_such_folder/"))
+    assert not any(missing(name) for name in ("ops/reference.py", "differential_attention"))
 
 
 @pytest.fixture(scope="module")
