@@ -7,9 +7,9 @@ from pathlib import Path
 from ..evals.engine import Progress, no_progress, run_task
 from ..evals.requests import requests_sha256
 from ..evals.tasks import task_kind
+from ..hub import OpenedModel
 from ..results import DataIdentity, TaskResult, write_result
 from .environment import command_line, environment, now
-from .opening import OpenedModel
 
 
 def evaluate_task(

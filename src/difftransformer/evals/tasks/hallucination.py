@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from matplotlib.figure import Figure
 
-from ...data.grounded import GROUNDED_SETS, GroundedItem, Kind, read_grounded, read_grounded_file
+from ...data.qa_sets import GROUNDED_SETS, GroundedItem, Kind, read_grounded, read_grounded_file
 from ...errors import ConfigError, DataError, EvaluationError
 from ...plots.bars import accuracy_bars
 from ...plots.curves import labels, select

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from matplotlib.figure import Figure
 
-from ...data.problems import PROBLEM_SETS, Problem, read_problems
+from ...data.math_sets import MATH_SETS, MathProblem, read_math_problems
 from ...errors import ConfigError, DataError
 from ...plots.bars import accuracy_bars, sets_of
 from ...plots.curves import curves, select
@@ -64,7 +64,7 @@ class Options:
         seed: Seed of the random draws.
     """
 
-    sets: list[str] = field(default_factory=lambda: list(PROBLEM_SETS))
+    sets: list[str] = field(default_factory=lambda: list(MATH_SETS))
     problems: int | None = None
     shots: int = len(EXAMPLES)
     prompt: Literal["base", "chat"] = "base"
@@ -73,7 +73,7 @@ class Options:
 
     def __post_init__(self) -> None:
         if not self.sets:
-            raise ConfigError(f"sets=[]: name at least one of {', '.join(PROBLEM_SETS)}, or a .jsonl file")
+            raise ConfigError(f"sets=[]: name at least one of {', '.join(MATH_SETS)}, or a .jsonl file")
         if not 0 <= self.shots <= len(EXAMPLES):
             raise ConfigError(f"shots={self.shots}: give 0 to {len(EXAMPLES)}")
         at_least(self, 1, "max_new_tokens", "problems")
@@ -86,7 +86,7 @@ class MathTask(Task):
     def __init__(self, options: Options, model: LanguageModel) -> None:
         self.options, self.tokenizer = options, model.tokenizer
         self.problems = [
-            problem for source in options.sets for problem in read_problems(source, options.problems, options.seed)
+            problem for source in options.sets for problem in read_math_problems(source, options.problems, options.seed)
         ]
         self.data_name = ", ".join(options.sets)
         # A worked example is one line, and what follows is another problem.
@@ -127,7 +127,7 @@ class MathTask(Task):
         return Scores(measurements=measurements, items=items)
 
 
-def _prompt(options: Options, problem: Problem) -> str:
+def _prompt(options: Options, problem: MathProblem) -> str:
     shown = [f"Problem: {question}\nSolution: {solution}" for question, solution in EXAMPLES[: options.shots]]
     if options.prompt == "base":
         return _PARAGRAPH.join([*shown, f"Problem: {problem.question}\nSolution:"])
