@@ -10,11 +10,11 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from difftransformer.convert.source import source_folder
 from difftransformer.data import Tokenizer, read_documents
 from difftransformer.evals.probes.last_row import last_row_weights
 from difftransformer.evals.probes.magnitudes import magnitudes
 from difftransformer.evals.tasks.outliers import merge
+from difftransformer.hub import source_folder
 
 ROWS, TOKENS, LARGEST = 2, 128, 100
 

@@ -5,11 +5,11 @@ from itertools import pairwise
 
 import pytest
 import torch
-from difftransformer.evals.probes.last_row import row_sums
 
 from difftransformer.data import CITIES_SEEN, CITIES_UNSEEN
 from difftransformer.errors import ConfigError
 from difftransformer.evals import Setting, run_task
+from difftransformer.evals.probes.last_row import row_sums
 from difftransformer.evals.tasks.allocation import SEGMENTS, AllocationTask, Options, segment_shares
 from tests.support.fakes import TensorModel
 

@@ -18,6 +18,7 @@ from transformers import (
 )
 
 from difftransformer import DiffTransformerConfig, DiffTransformerForCausalLM
+from difftransformer.acceleration import accelerate
 from difftransformer.cli.main import main
 from difftransformer.data.tokenizer import byte_tokenizer
 from difftransformer.errors import EvaluationError
@@ -25,7 +26,6 @@ from difftransformer.evals.models.quantized import quantized_linears, quantized_
 from difftransformer.evals.probes import magnitudes as measuring
 from difftransformer.evals.probes.hooks import written_out
 from difftransformer.evals.probes.last_row import last_row_weights
-from difftransformer.model import accelerate
 from difftransformer.ops.quantize import quantize_last
 from difftransformer.ops.reference import watching_logits
 from difftransformer.results import TaskResult, read_result

@@ -11,9 +11,11 @@ from ..studies import evaluate_checkpoint, load_recipe
 from ..studies.evaluation import evaluations_folder
 from ..train import latest_checkpoint
 from ..train.run_summary import RECIPE_FILE
-from .console import console, say
-from .hardware import check_device
+from .arguments import SET, check_device
+from .console import console, log, resumable, show
 from .progress import evaluation_progress
+
+ARGUMENTS = SET
 
 
 def run(
@@ -26,7 +28,6 @@ def run(
         recipe: YAML file that names data and tasks; the run's own by default.
         out: Folder for results; evals/STEP in the run folder by default.
         device: cpu or cuda.
-        set: Other values for keys of the recipe, such as evaluation.needle.documents=50.
     """
     check_device(device)
     checkpoint = latest_checkpoint(Path(model))
@@ -35,12 +36,14 @@ def run(
     if recipe is None and not source.exists():
         raise ConfigError(f"{run_folder}: no {RECIPE_FILE} here to say what to evaluate on; pass --recipe FILE")
     loaded = load_recipe(source, set)
-    shards = prepare_shards(loaded.data, log=say)
+    shards = prepare_shards(loaded.data, log=log)
     folder = Path(out) if out else evaluations_folder(checkpoint)
-    with evaluation_progress("evaluation") as progress:
-        found = evaluate_checkpoint(checkpoint, loaded, shards, folder, device=device, progress=progress, log=say)
+    with resumable("stopped; every answer is saved"):
+        found = evaluate_checkpoint(
+            checkpoint, loaded, shards, folder, device=device, progress_bar=evaluation_progress, log=log
+        )
     console.print(_table(str(checkpoint), list(found.values())))
-    console.print(f"Results: {folder}", markup=False, highlight=False, soft_wrap=True)
+    show(f"Results: {folder}")
     return 0
 
 

@@ -1,14 +1,14 @@
 """Evaluations: tasks, the models that answer them, probes of a model's inside, judges, and the engine that runs a task."""
 
+from typing import TYPE_CHECKING
+
 from .._lazy import lazy_names
 
-__getattr__, __dir__, __all__ = lazy_names(
-    __name__,
-    {
-        ".engine": ("Task", "run_task"),
-        ".models.causal": ("CausalLanguageModel",),
-        ".registry": ("TaskKind", "register"),
-        ".prompts.texts": ("Setting",),
-        ".requests": ("LanguageModel",),
-    },
-)
+if TYPE_CHECKING:
+    from .engine import Task, run_task
+    from .models.causal import CausalLanguageModel
+    from .prompts.texts import Setting
+    from .registry import TaskKind, register
+    from .requests import LanguageModel
+
+__getattr__, __dir__, __all__ = lazy_names(__name__)

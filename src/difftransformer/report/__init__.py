@@ -5,5 +5,3 @@
 
 from difftransformer.report.page import write_report, write_suite
 from difftransformer.report.terminal import cost_table, print_study
-
-__all__ = ["cost_table", "print_study", "write_report", "write_suite"]

@@ -3,6 +3,7 @@
 import dataclasses
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from ..data import Shards, validation_windows
@@ -12,8 +13,8 @@ from ..evals.models.causal import UNBOUNDED
 from ..evals.prompts.texts import Setting
 from ..evals.requests import requests_sha256
 from ..evals.tasks import task_kind
+from ..hub import open_language_model
 from ..results import TaskResult, read_result
-from .opening import opened_model
 from .recipe import Recipe
 from .tasks import evaluate_task
 
@@ -43,7 +44,7 @@ def evaluate_checkpoint(
     folder: Path,
     *,
     device: str = "cpu",
-    progress: Progress = no_progress,
+    progress_bar: Callable[[str], AbstractContextManager[Progress]] = lambda label: nullcontext(no_progress),
     log: Callable[[str], None] = lambda text: None,
 ) -> dict[str, TaskResult]:
     """Ask a model the recipe's tasks; those whose results are in the folder already are not asked again.
@@ -54,7 +55,7 @@ def evaluate_checkpoint(
         shards: The recipe's data.
         folder: Folder for results, FOLDER/NAME.json.
         device: cpu or cuda.
-        progress: Called with the tokens asked and in all.
+        progress_bar: Opens a progress bar with a label.
         log: Called with what is being done.
 
     Returns:
@@ -66,7 +67,7 @@ def evaluate_checkpoint(
     """
     tasks = draw_tasks(recipe, shards)
     # A recipe may ask beyond the trained context. Rows side by side: a study's models are small, and their prompts short.
-    with opened_model(
+    with open_language_model(
         str(checkpoint),
         device=device,
         batch_tokens=recipe.evaluation_batch_tokens,
@@ -84,10 +85,17 @@ def evaluate_checkpoint(
             result = found.get(spec.name)
             if result is None or result.model.fingerprint != opened.identity.fingerprint:
                 log(f"{spec.name}: evaluating")
-                found[spec.name] = evaluate_task(
-                    spec.task, spec.built(), opened, folder, task=tasks[spec.name], label=spec.name, device=device,
-                    progress=progress,
-                )  # fmt: skip
+                with progress_bar(spec.name) as progress:
+                    found[spec.name] = evaluate_task(
+                        spec.task,
+                        spec.built(),
+                        opened,
+                        folder,
+                        task=tasks[spec.name],
+                        label=spec.name,
+                        device=device,
+                        progress=progress,
+                    )
                 # The answers have served; other options may follow in the same folder.
                 (folder / f"{spec.name}.answers.jsonl").unlink()
     return {spec.name: found[spec.name] for spec in recipe.evaluation}

@@ -8,9 +8,10 @@ from pathlib import Path
 
 from ..errors import ConfigError, DiffTransformerError, ResultsError
 from ..evals.engine import Progress
+from ..hub import OpenedModel, open_language_model
+from ..model.dtypes import WeightsDtype
 from ..results import TaskResult, read_result
 from ..typed import build
-from .opening import OpenedModel, opened_model
 from .recipe import TaskSpec, check_specs, read_mapping, shipped_recipes
 from .tasks import evaluate_task
 
@@ -58,7 +59,7 @@ def run_suite(
     folder: Path,
     *,
     device: str = "cpu",
-    dtype: str = "auto",
+    dtype: WeightsDtype = "auto",
     batch_tokens: int = 16_384,
     accelerated: bool = True,
     progress_bar: Callable[[str], AbstractContextManager[Progress]],
@@ -70,12 +71,12 @@ def run_suite(
 
     Args:
         suite: The tasks.
-        models: Models that `opened_model` accepts.
+        models: Models that `open_language_model` accepts.
         folder: Results go to FOLDER/models/MODEL/NAME.json.
         device: cpu or cuda.
         dtype: Dtype of the weights.
         batch_tokens: Most tokens of a batch.
-        accelerated: See `opened_model`.
+        accelerated: See `open_language_model`.
         progress_bar: Opens a progress bar with a label.
         log: Called with lines about what is going on.
 
@@ -86,7 +87,7 @@ def run_suite(
     missing = []
     for place, model in enumerate(models):
         log(f"{model}: opening")
-        with opened_model(
+        with open_language_model(
             model, device=device, dtype=dtype, batch_tokens=batch_tokens, accelerated=accelerated
         ) as opened:
             own = folder / "models" / f"{place}-{Path(model).name}"

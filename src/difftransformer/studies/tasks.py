@@ -10,10 +10,10 @@ from ..evals.engine import Progress, Task, no_progress, run_task
 from ..evals.prompts.texts import Setting
 from ..evals.requests import requests_sha256
 from ..evals.tasks import task_kind
+from ..hub import OpenedModel
 from ..results import DataIdentity, TaskResult, write_result
 from ..train.run_summary import RECIPE_FILE
 from .environment import command_line, environment, now
-from .opening import OpenedModel
 from .recipe import load_recipe
 
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import torch
 
-from ..convert.source import source_folder
-from ..convert.upcycle import measure_drift, upcycle_folder
+from ..convert.upcycle import upcycle_folder
 from ..data import Shards, prepare_shards
 from ..errors import ConfigError, ResultsError
+from ..hub import measure_drift, source_folder
 from ..model import DiffTransformerConfig
 from ..report.metrics import compare_metrics
 from ..results import Drift, RunResult, TaskResult, Upcycling, read_result, write_result

@@ -129,10 +129,10 @@ class MathTask(Task):
 
 
 def _prompt(options: Options, problem: MathProblem) -> str:
-    shown = [f"MathProblem: {question}\nSolution: {solution}" for question, solution in EXAMPLES[: options.shots]]
+    shown = [f"Problem: {question}\nSolution: {solution}" for question, solution in EXAMPLES[: options.shots]]
     if options.prompt == "base":
-        return _PARAGRAPH.join([*shown, f"MathProblem: {problem.question}\nSolution:"])
-    return _PARAGRAPH.join([INSTRUCTION, *shown, f"MathProblem: {problem.question}"])
+        return _PARAGRAPH.join([*shown, f"Problem: {problem.question}\nSolution:"])
+    return _PARAGRAPH.join([INSTRUCTION, *shown, f"Problem: {problem.question}"])
 
 
 def _choices(options: Options, ending: str | None) -> list[str]:
