@@ -15,11 +15,10 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.models.diffllama.modeling_diffllama import DiffLlamaAttention
 
+from ..acceleration import IMPLEMENTATION, AcceleratedDiffLlamaAttention, accelerate, restore
+from ..acceleration.attention_function import NOT_IN_THE_OP, attention, mask
 from ..attention import Attention
 from ..errors import ConfigError, EvaluationError
-from ..model import accelerate, restore
-from ..model.attention_function import IMPLEMENTATION, NOT_IN_THE_OP, attention, mask
-from ..model.diffllama import AcceleratedDiffLlamaAttention
 from ..ops import use_backend, watching_inputs
 from ..ops.problem import LOW_PRECISION, Restrictions, allowed_keys
 from ..ops.quantize import quantize_last, quantize_symmetric

@@ -1,8 +1,8 @@
-"""This package's op as one of transformers' attention functions, for its models with ordinary softmax attention.
+"""This package's operator as an attention function of transformers, for models with softmax attention.
 
-transformers' models call a function of a table with queries, keys, values and a mask that the table's other column makes.
-Here the mask is None wherever it would say "causal" and no more, also behind a cache, where SDPA needs it written out. What the
-op cannot say goes through transformers' own "sdpa".
+transformers keeps a table of attention functions and a table of functions that build their masks. Here the mask is None
+wherever attention is only causal, also with a cache, where SDPA needs an explicit mask. Calls that the operator does not
+support go to transformers' own "sdpa".
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ from ..ops import softmax_attention
 
 IMPLEMENTATION = "difftransformer"
 
-# What transformers hands to attention functions beside a mask and the op does not take.
+# Arguments of transformers' attention functions that the operator does not support.
 NOT_IN_THE_OP = ("position_bias", "softcap", "s_aux", "head_mask", "cache")
 
 
@@ -32,37 +32,37 @@ def attention(
     is_causal: bool | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """An attention function of transformers' form.
+    """Compute softmax attention, with the signature that transformers expects of an attention function.
 
     Args:
-        module: The attention layer.
+        module: Attention layer that calls the function.
         query: (B, H, T, D).
         key: (B, G, S, D), H % G == 0.
         value: (B, G, S, E).
-        attention_mask: bool, broadcastable to (B, H, T, S), or additive; None as `mask` makes it.
-        dropout: Of attention weights.
-        scaling: Of the logits; 1/sqrt(D) if None.
-        is_causal: Whether no mask means causal; the layer's own if None.
-        **options: Others that transformers' models give.
+        attention_mask: Bool mask that broadcasts to (B, H, T, S), additive mask, or None (see `mask`).
+        dropout: Dropout probability of attention weights.
+        scaling: Factor of the logits. Defaults to 1/sqrt(D).
+        is_causal: Whether attention without a mask is causal. Defaults to the layer's `is_causal`.
+        **options: Other arguments that models of transformers pass.
 
     Returns:
-        (B, T, H, E), and None in place of the maps.
+        (B, T, H, E), and None in place of the attention maps.
     """
     is_causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal) and attention_mask is None
     if (
         dropout
-        or not _is_bool(attention_mask)
+        or (attention_mask is not None and attention_mask.dtype != torch.bool)
         or options.get("output_attentions")
         or any(options.get(name) is not None for name in NOT_IN_THE_OP)
     ):
         if is_causal and 1 < query.shape[2] < key.shape[2]:
             length = query.shape[2], key.shape[2]
-            # SDPA would align the causal mask to the first key.
+            # SDPA aligns a causal mask to the first key; here the last query sees the last key.
             attention_mask = query.new_ones(length, dtype=torch.bool).tril(length[1] - length[0])[None, None]
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, is_causal, **options)  # type: ignore[no-any-return]
     heads_BHTE = softmax_attention(
         query,
-        key.to(query.dtype),  # what was cached under autocast is in fp32
+        key.to(query.dtype),  # under autocast, the cache holds fp32
         value.to(query.dtype),
         attn_mask=attention_mask,
         is_causal=is_causal,
@@ -82,17 +82,17 @@ def mask(
     allow_is_causal_skip: bool = True,
     **options: Any,
 ) -> Tensor | None:
-    """transformers' bool mask (B, 1, T, S), or None where it would be causal with the last query at the last key.
+    """Return transformers' bool mask (B, 1, T, S), or None if it is only causal and the last query sees the last key.
 
     Args:
-        q_length: T.
-        kv_length: S.
+        q_length: Number of queries T.
+        kv_length: Number of keys S.
         q_offset: Position of the first query.
         kv_offset: Position of the first key.
-        attention_mask: (B, past + T), 0 for padding, or None.
-        local_size: Sliding window or chunk, or None.
-        allow_is_causal_skip: Whether the mask is a causal one, but for padding and window.
-        **options: As transformers' `sdpa_mask` takes them.
+        attention_mask: (B, past + T) with 0 for padding, or None.
+        local_size: Size of the sliding window or chunk, or None.
+        allow_is_causal_skip: Whether the mask is causal apart from padding and window.
+        **options: Other arguments of transformers' `sdpa_mask`.
     """
     is_causal = (
         allow_is_causal_skip
@@ -113,10 +113,6 @@ def mask(
         allow_is_causal_skip=False,
         **options,
     )
-
-
-def _is_bool(attention_mask: Tensor | None) -> bool:
-    return attention_mask is None or attention_mask.dtype == torch.bool
 
 
 AttentionInterface.register(IMPLEMENTATION, attention)

@@ -3,8 +3,6 @@
 import json
 import re
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -14,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from difftransformer.cli.main import main
 from difftransformer.results import Evaluation, read_result
+from tests.support import fresh
 
 IDS = torch.arange(3, 43)[None]
 
@@ -112,7 +111,7 @@ def test_a_persons_card_travels_as_it_is(run, tmp_path, capsys):
     capsys.readouterr()
     assert main(["export", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
     assert (tmp_path / "b" / "README.md").read_text() == "# Mine\n"
-    assert "changed by a person" in capsys.readouterr().out
+    assert "edited by hand" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("dtype", ["auto", "bf16"])
@@ -187,7 +186,7 @@ def test_harness_says_what_to_install_where_lm_eval_is_missing(run):
         "from difftransformer.cli.main import main\n"
         "sys.exit(main(['eval', 'harness', sys.argv[1], '--tasks', 'piqa']))"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(run)], capture_output=True, text=True, timeout=300)
+    done = fresh.run(code, run)
     assert done.returncode == 2
     last = done.stderr.strip().splitlines()[-1]
     assert last == "difftransformer eval harness: lm-eval is not installed; pip install 'difftransformer[eval]'"

@@ -1,4 +1,4 @@
-"""Where a pretrained model comes from: a folder, a GGUF file, or a name on the hub; always a folder in the end."""
+"""Find a model by name: a run, a folder, a GGUF file, or a model on the Hugging Face hub."""
 
 import tempfile
 from collections.abc import Iterator
@@ -9,28 +9,29 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from ..convert.checkpoint_io import CARRIED, CONFIG_FILE, INDEX_FILE
 from ..errors import CheckpointError, ConfigError
-from ..model.progress import without_progress_bars
-from .checkpoint_io import CARRIED, CONFIG_FILE, INDEX_FILE
+from ..model.quiet import quietly
+from ..train import latest_checkpoint
 
 HUB_FILES = (CONFIG_FILE, "*.safetensors", INDEX_FILE, *(name for name in CARRIED if not name.endswith(".py")))
 
 
 @contextmanager
-def source_folder(model: str) -> Iterator[Path]:
-    """A folder with config.json and safetensors of a model.
+def source_folder(model: Path | str) -> Iterator[Path]:
+    """Provide a model as a folder with config.json and safetensors.
 
     Args:
-        model: A folder; a GGUF file, which is dequantized to fp32; or owner/name on the Hugging Face hub, of which no code
-            and no pickle is fetched.
+        model: Run folder, of which the newest checkpoint is taken; checkpoint or folder of a saved model; GGUF file, which
+            is dequantized to fp32; or owner/name on the Hugging Face hub, from where no code and no pickle is fetched.
 
     Raises:
-        CheckpointError: it is none of these, or cannot be read or fetched.
-        ConfigError: a package for GGUF files is missing.
+        CheckpointError: The model is none of these, or cannot be read or fetched.
+        ConfigError: A package that reads GGUF files is missing.
     """
     path = Path(model)
     if path.is_dir():
-        yield path
+        yield latest_checkpoint(path)
     elif path.is_file():
         if path.suffix != ".gguf":
             raise CheckpointError(
@@ -38,10 +39,10 @@ def source_folder(model: str) -> Iterator[Path]:
             )
         with tempfile.TemporaryDirectory() as temporary:
             yield _from_gguf(path, Path(temporary))
-    elif path.is_absolute() or model.count("/") != 1:
+    elif path.is_absolute() or str(model).count("/") != 1:
         raise CheckpointError(f"{model}: no such folder; name a folder, a .gguf file, or owner/name on the hub")
     else:
-        yield _from_hub(model)
+        yield _from_hub(str(model))
 
 
 def _from_gguf(path: Path, folder: Path) -> Path:
@@ -52,11 +53,11 @@ def _from_gguf(path: Path, folder: Path) -> Path:
         raise ConfigError(f"{path}: GGUF files need another package; pip install 'difftransformer[gguf]'") from None
     here: dict[str, Any] = {"gguf_file": path.name, "local_files_only": True}
     try:
-        with without_progress_bars():
+        with quietly():
             model = AutoModelForCausalLM.from_pretrained(
                 path.parent, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32, **here
             )
-            # What says how the file was quantized would make readers take the weights for quantized ones.
+            # Readers of the folder would take its weights for quantized ones.
             if hasattr(model.config, "quantization_config"):
                 del model.config.quantization_config
             model.save_pretrained(folder)
@@ -74,5 +75,5 @@ def _from_hub(name: str) -> Path:
         return Path(snapshot_download(name, allow_patterns=list(HUB_FILES)))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise CheckpointError(
-            f"{name}: no such folder, and the hub has it not ({str(error).splitlines()[0]})"
+            f"{name}: no such folder, and it was not found on the hub ({str(error).splitlines()[0]})"
         ) from None

@@ -1,10 +1,10 @@
-"""The figures of an evaluation as words and numbers, for a terminal and for a model card."""
+"""Summarise an evaluation for a terminal or a model card."""
 
 from ..results import Evaluation
 
 
 def evaluation_rows(result: Evaluation) -> list[tuple[str, str]]:
-    """Name and value of everything that an evaluation measured."""
+    """Return name and value of every figure of an evaluation."""
     rows = []
     if result.nll is not None:
         rows.append(("validation loss, nats/token", f"{result.nll.nll_nats_per_token:.4f}"))

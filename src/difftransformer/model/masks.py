@@ -1,8 +1,8 @@
-"""Which keys a query may see: transformers' masks, caches and packed rows, said as the attention op's keywords.
+"""Positions and masks of one forward pass, in the form that the attention operator takes.
 
-Padding on either side, a partly filled static cache and packed documents become `kv_start`, `kv_lengths` and `cu_seqlens`,
-which kernels use to skip work and which need no T x S mask. What these cannot say (a mask with holes, several packed
-rows beside a cache) becomes a bool mask.
+Padding on either side, a partly filled static cache and packed documents become `kv_start`, `kv_lengths` and `cu_seqlens`.
+Kernels skip work with these and need no T x S mask. The other cases (a mask with holes, several packed rows with a cache)
+become a bool mask.
 """
 
 from typing import Any
@@ -16,15 +16,80 @@ from ..errors import ShapeError
 Restrictions = dict[str, Any]
 
 
+def arrange_rows(
+    hidden: Tensor,
+    *,
+    attention_mask: Tensor | None,
+    position_ids: Tensor | None,
+    cu_seqlens: Tensor | None,
+    cache: Cache | None,
+    window: int | None,
+    keep_rows: bool,
+) -> tuple[Tensor, Tensor, Restrictions]:
+    """Return the rows to compute, their positions, and the keys that each query may attend to.
+
+    Rows of packed documents without cache or padding are laid end to end: as one row they need no T x S mask.
+
+    Args:
+        hidden: (B, T, M) embeddings of the new tokens.
+        attention_mask: (B, past + T) with 0 for padding; or a bool mask that broadcasts to (B, H, T, S) and replaces
+            every other restriction, causality included; or None.
+        position_ids: (B, T), or (1, T) for all rows; None counts on from the cache. A new packed document starts wherever
+            the ids do not increase by one.
+        cu_seqlens: Cumulative lengths of the documents in a single row, or None.
+        cache: Cache of earlier keys and values, or None.
+        window: Sliding window in tokens, or None.
+        keep_rows: Keep packed rows apart, for attention maps of shape (B, H, T, S).
+
+    Returns:
+        Hidden states (B, T, M) or (1, B T, M), position ids that broadcast to their first two dimensions, and the
+        keywords of `Attention.forward`.
+
+    Raises:
+        ShapeError: A mask has neither form, or its width fits neither the cache nor the new tokens.
+    """
+    batch, length = hidden.shape[:2]
+    seen = 0 if cache is None else cache.get_seq_length()
+    places = torch.arange(length, device=hidden.device) + seen
+    starts = None
+    if position_ids is None:
+        position_ids = places.unsqueeze(0)
+    elif length > 1 and cu_seqlens is None:
+        mask = None
+        if attention_mask is not None and attention_mask.dim() == 2 and len(attention_mask) == batch:
+            # Not the last columns: beside a static cache, the mask is as wide as the cache. `_key_padding` refuses a mask
+            # that is too narrow.
+            mask = attention_mask[:, places.clamp(max=attention_mask.shape[1] - 1)]
+        starts = packed_starts(position_ids.expand(batch, length), mask)
+        if not torch.compiler.is_compiling() and not bool(starts.any()):
+            starts = None
+    flatten = starts is not None and cache is None and attention_mask is None and not keep_rows
+    if starts is not None and flatten and not torch.compiler.is_compiling():
+        starts[:, 0] = True
+        hidden, starts = hidden.reshape(1, batch * length, -1), starts.reshape(1, -1)
+        position_ids = position_ids.expand(batch, length).reshape(1, -1)
+    restrictions = attention_restrictions(
+        batch=hidden.shape[0],
+        length=hidden.shape[1],
+        device=hidden.device,
+        attention_mask=attention_mask,
+        starts=starts,
+        cu_seqlens=cu_seqlens,
+        cache=cache,
+        window=window,
+    )
+    return hidden, position_ids, restrictions
+
+
 def packed_starts(position_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
-    """True where a packed document starts: position ids do not go on by one. Padding starts nothing.
+    """Return True where a packed document starts: where position ids do not increase by one, except in padding.
 
     Args:
         position_ids: (B, T).
-        attention_mask: (B, T) or None; 0 marks padding.
+        attention_mask: (B, T) with 0 for padding, or None.
 
     Returns:
-        (B, T) bool; the first column is False, since a row's start needs no saying.
+        (B, T) bool. The first column is False: the start of a row is implied.
     """
     restarts = torch.zeros_like(position_ids, dtype=torch.bool)
     restarts[:, 1:] = position_ids[:, 1:] != position_ids[:, :-1] + 1
@@ -35,7 +100,11 @@ def packed_starts(position_ids: Tensor, attention_mask: Tensor | None) -> Tensor
 
 
 def row_lengths(starts: Tensor) -> Tensor:
-    """Cumulative document lengths (N + 1,) in int32 of the rows laid end to end, given where documents start inside them."""
+    """Return the cumulative document lengths, (N + 1,) in int32, of rows that are laid end to end.
+
+    Args:
+        starts: (B, T) bool, True where a document starts inside a row.
+    """
     starts = starts.clone()
     starts[:, 0] = True
     bounds = starts.flatten().nonzero().flatten()
@@ -53,24 +122,9 @@ def attention_restrictions(
     cache: Cache | None,
     window: int | None,
 ) -> Restrictions:
-    """The op's keywords for one forward pass.
+    """Return the keywords of `Attention.forward` for T = length new tokens in each of B = batch rows.
 
-    Args:
-        batch: B.
-        length: T, new tokens of a row.
-        device: Where the model runs.
-        attention_mask: (B, past + T) with 0 for padding; or a bool mask that broadcasts to (B, H, T, S) and then
-            stands for every restriction, causality included; or None.
-        starts: Where packed documents start in the new tokens (`packed_starts`), or None.
-        cu_seqlens: Cumulative lengths of the documents of a single row, or None.
-        cache: Keys and values seen before, or None.
-        window: Sliding window, or None.
-
-    Returns:
-        Keywords for `Attention.forward`.
-
-    Raises:
-        ShapeError: a mask that is neither, or whose width fits neither the cache nor the new tokens.
+    `starts` is True where a packed document starts inside a row (see `packed_starts`). See `arrange_rows` for the rest.
     """
     if attention_mask is not None and attention_mask.dim() == 4:
         if attention_mask.dtype != torch.bool:
@@ -105,7 +159,7 @@ def attention_restrictions(
         return restrictions | {"cu_seqlens": row_lengths(starts)}
     document = starts.cumsum(1)
     keys_of_past = keys - length if isinstance(seen, Tensor) else seen - offset
-    # Cached tokens belong to the first document of the row; unfilled slots are excluded by kv_lengths.
+    # Cached tokens belong to the first document of the row; kv_lengths excludes slots that are not filled yet.
     key_document = torch.nn.functional.pad(document, (keys_of_past, keys - length - keys_of_past))
     if isinstance(seen, Tensor):
         key_document = torch.zeros(batch, keys, dtype=document.dtype, device=device)
@@ -117,7 +171,7 @@ def attention_restrictions(
 
 
 def _key_padding(attention_mask: Tensor, batch: int, length: int, seen: int | Tensor, keys: int, offset: int) -> Tensor:
-    """The (B, S) part of a 2-D mask that covers the keys of this pass; slots that are not filled yet count as real."""
+    """Return the (B, S) part of a 2-D mask for the keys of this pass. Slots that are not filled yet count as real."""
     if attention_mask.dim() != 2 or attention_mask.shape[0] != batch:
         raise ShapeError(
             f"attention_mask has shape {tuple(attention_mask.shape)}, expected ({batch}, past + new tokens) with 0 for padding"
@@ -134,9 +188,9 @@ def _key_padding(attention_mask: Tensor, batch: int, length: int, seen: int | Te
 
 
 def _padding_restrictions(real: Tensor) -> Restrictions:
-    """Padding as `kv_start` where it is all on the left, as a bool mask elsewhere, as nothing where there is none.
+    """Return `kv_start` if all padding is on the left, nothing if there is none, and a bool mask otherwise.
 
-    Looking at the values makes the device wait, so a compiled model always takes the mask.
+    Reading the values makes the device wait, so a compiled model always takes the mask.
     """
     if not torch.compiler.is_compiling():
         if bool(real.all()):

@@ -17,7 +17,7 @@ from difftransformer.data import byte_tokenizer
 from difftransformer.errors import CheckpointError
 from difftransformer.evals.task import Loss, answers_to
 from difftransformer.evals.tasks import perplexity
-from difftransformer.studies.opening import opened_model
+from difftransformer.hub import open_language_model
 from difftransformer.studies.tasks import evaluate_task
 
 SIZES = {"vocab_size": 258, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -45,7 +45,7 @@ def test_kernels(kind, expected, tmp_path):
     byte_tokenizer().save(tmp_path / "m")
     kernels, losses, request = [], [], Loss(tuple(range(40)))
     for accelerated in (True, False):
-        with opened_model(str(tmp_path / "m"), accelerated=accelerated) as opened, torch.no_grad():
+        with open_language_model(str(tmp_path / "m"), accelerated=accelerated) as opened, torch.no_grad():
             kernels.append(opened.identity.kernels)
             losses.append(answers_to(opened.language_model, [request])[0])
             layers = [type(m) for m in opened.language_model.model.modules() if isinstance(m, DiffLlamaAttention)]
@@ -59,11 +59,11 @@ def test_answers_of_other_kernels_are_not_mixed(tmp_path):
     byte_tokenizer().save(tmp_path / "m")
     (tmp_path / "text.txt").write_text("Kernels round each in its own way. " * 9)
     options = perplexity.Options(text=str(tmp_path / "text.txt"), windows=2, window=32)
-    with opened_model(str(tmp_path / "m")) as opened:
+    with open_language_model(str(tmp_path / "m")) as opened:
         result = evaluate_task("perplexity", options, opened, tmp_path / "out")
     assert result.model.kernels == "difftransformer"
     with (
-        opened_model(str(tmp_path / "m"), accelerated=False) as opened,
+        open_language_model(str(tmp_path / "m"), accelerated=False) as opened,
         pytest.raises(CheckpointError, match="holds answers of another model"),
     ):
         evaluate_task("perplexity", options, opened, tmp_path / "out")

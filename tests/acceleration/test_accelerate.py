@@ -20,8 +20,8 @@ from transformers.masking_utils import sdpa_mask
 from transformers.models.diffllama.modeling_diffllama import DiffLlamaAttention
 
 from difftransformer import DiffTransformerConfig, DiffTransformerForCausalLM, accelerate, restore
+from difftransformer.acceleration import diffllama
 from difftransformer.errors import ConfigError
-from difftransformer.model import diffllama
 
 VOCABULARY = 61
 HEADS = {"multi-head": (8, 8), "grouped": (8, 4), "two keys": (8, 2), "free width": (4, 4)}
@@ -400,7 +400,7 @@ class TestRefused:
         config = DiffTransformerConfig(
             vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8
         )
-        with pytest.raises(ConfigError, match="uses the attention op as it is"):
+        with pytest.raises(ConfigError, match="uses the attention operator already"):
             accelerate(DiffTransformerForCausalLM(config))
 
     def test_other_masks(self):

@@ -1,4 +1,4 @@
-"""transformers' models on this package's attention op, in place: DiffLlama, and those with ordinary softmax attention."""
+"""Switch a model of transformers to this package's attention operator, and back."""
 
 from typing import TypeVar
 
@@ -7,40 +7,40 @@ from transformers import PreTrainedModel
 from transformers.models.diffllama.modeling_diffllama import DiffLlamaAttention
 
 from ..errors import ConfigError
+from ..model import DiffTransformerPreTrainedModel
 from .attention_function import IMPLEMENTATION
 from .diffllama import ATTN_IMPLEMENTATIONS, AcceleratedDiffLlamaAttention
-from .modeling import DiffTransformerPreTrainedModel
 
 Module = TypeVar("Module", bound=nn.Module)
 
 
 def accelerate(model: Module) -> Module:
-    """Let a model of transformers compute its attention with this package's op, until `restore(model)`.
+    """Compute the attention of a model of transformers with this package's operator, until `restore(model)`.
 
-    Outputs, gradients, state dict and caches are those of the model as it was: in fp32 to rounding, in low precision closer to
-    fp32. Generation, training, `save_pretrained`, copies and `torch.compile` work as before. What the op cannot say goes
-    through the model's own code, call by call: attention maps (`output_attentions`), masks that add a bias, dropout of
-    attention weights, and implementations that the model is set to later. Positions that may attend to nothing, such as left
-    padding, give zeros, as under "sdpa"; DiffLlama's "eager" gives them a mean over all keys.
+    Outputs, gradients, state dict and caches stay the same: up to rounding in fp32, and closer to fp32 in low precision.
+    Generation, training, `save_pretrained`, copies and `torch.compile` work as before. Calls that the operator does not
+    support run the model's own code: attention maps (`output_attentions`), masks that add a bias, dropout of attention
+    weights, and any attn_implementation that is set later. Positions that may attend to nothing, such as left padding, give
+    zeros, as with "sdpa"; DiffLlama's "eager" gives them a mean over all keys.
 
     Args:
-        model: A model of transformers, or any module that holds one: a DiffLlama, or one with softmax attention under
-            attn_implementation="sdpa" whose attention functions transformers dispatches (Llama, Mistral, Qwen and others).
-            Changed in place; what is accelerated already stays so.
+        model: Model of transformers, or a module that contains one: a DiffLlama, or a model with softmax attention and
+            attn_implementation="sdpa" that takes its attention function from transformers' table (Llama, Mistral, Qwen and
+            others). It is changed in place; a model that is accelerated already stays so.
 
     Returns:
         The model.
 
     Raises:
-        ConfigError: it holds no such model, or one whose attention layers or attn_implementation are not known here. Nothing
-            is changed.
+        ConfigError: The module contains no such model, or one whose attention layers or attn_implementation are not
+            supported. The model is left unchanged.
     """
     layers = [(name, m) for name, m in _modules_of(model) if isinstance(m, DiffLlamaAttention)]
     networks = [] if layers else _outermost(model)
     if not layers and not networks:
         raise ConfigError(
             f"accelerate: {type(model).__name__} holds no model of transformers; pass one, such as a DiffLlamaForCausalLM or a "
-            "LlamaForCausalLM (a DiffTransformer model uses the attention op as it is)"
+            "LlamaForCausalLM (a DiffTransformer model uses the attention operator already)"
         )
     for name, layer in layers:
         _check_layer(name, layer)
@@ -54,10 +54,10 @@ def accelerate(model: Module) -> Module:
 
 
 def restore(model: Module) -> Module:
-    """Undo `accelerate`: every layer is again what it was. A model that was not accelerated stays as it is.
+    """Undo `accelerate`. A model that was not accelerated stays unchanged.
 
     Args:
-        model: The model, or a copy of it.
+        model: The accelerated model, or a copy of it.
 
     Returns:
         The model.
@@ -75,12 +75,12 @@ def _check_layer(name: str, layer: DiffLlamaAttention) -> None:
     if type(layer) not in (DiffLlamaAttention, AcceleratedDiffLlamaAttention) or "forward" in vars(layer):
         raise ConfigError(
             f"accelerate: layer {name} is a {type(layer).__name__} whose forward was replaced; accelerate the model before "
-            "hooks, sharding or other changes are put on its attention layers"
+            "adding hooks, sharding or other changes to its attention layers"
         )
     implementation = layer.config._attn_implementation
     if implementation not in ATTN_IMPLEMENTATIONS:
         raise ConfigError(
-            f"accelerate: layer {name} has attn_implementation={implementation!r}, whose masks only its own kernels read; "
+            f"accelerate: layer {name} has attn_implementation={implementation!r}, whose masks only its own kernels can read; "
             "call model.set_attn_implementation('sdpa') first"
         )
 
@@ -90,7 +90,7 @@ def _check_network(network: PreTrainedModel) -> None:
     if implementation not in ("sdpa", IMPLEMENTATION):
         raise ConfigError(
             f"accelerate: {kind} has attn_implementation={implementation!r}, which may compute more than softmax attention; "
-            "call model.set_attn_implementation('sdpa') first, where the model allows it"
+            "call model.set_attn_implementation('sdpa') first, if the model allows it"
         )
     if not network._can_set_attn_implementation():
         raise ConfigError(
@@ -104,7 +104,7 @@ def _modules_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _outermost(model: nn.Module) -> list[PreTrainedModel]:
-    """transformers' models in a module, without those inside another one and those of this package."""
+    """Return the models of transformers in a module, except those inside another one and those of this package."""
     found: dict[str, PreTrainedModel] = {}
     for name, module in _modules_of(model):
         if isinstance(module, PreTrainedModel) and not any(

@@ -1,17 +1,27 @@
-"""The words for hardware that several commands take."""
+"""Arguments that several commands share."""
+
+from typing import Any
 
 import torch
 
 from ..errors import ConfigError
 
 DEVICES = ("cpu", "cuda")
+# How a command with a recipe declares `set` (see main.py).
+SET: dict[str, dict[str, Any]] = {
+    "--set": {
+        "action": "append",
+        "metavar": "KEY=VALUE",
+        "help": "Replace a value of the recipe, such as training.steps=100 or model.attention_type=softmax. May be repeated.",
+    }
+}
 
 
 def use_threads(threads: int | None) -> None:
-    """Let torch use so many CPU threads; None leaves it as it is.
+    """Set the number of CPU threads that torch uses. None keeps the current number.
 
     Raises:
-        ConfigError: below 1.
+        ConfigError: The number is below 1.
     """
     if threads is None:
         return
@@ -21,10 +31,10 @@ def use_threads(threads: int | None) -> None:
 
 
 def check_device(device: str) -> None:
-    """Refuse a device that is not here.
+    """Check that a device exists.
 
     Raises:
-        ConfigError: an unknown device, or cuda where torch finds none.
+        ConfigError: The device is unknown, or "cuda" on a machine without a CUDA device.
     """
     if device not in DEVICES:
         raise ConfigError(f"--device {device}: choose one of {', '.join(DEVICES)}")
