@@ -27,8 +27,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTr
 from ..attention.differential import LAMBDA_STD, LAMBDA_VECTORS
 from ..errors import ConfigError
 from ..model import DiffTransformerConfig, DiffTransformerForCausalLM
+from .conversion import Conversion, Read, Shape, shapes_of
 from .diffllama import SHARED_FIELDS, TIES
-from .plan import Plan, Read, Shape
 
 TARGETS = ("diff", "diff_v2", "dex", "softmax")
 CLASSES: dict[str, type[PreTrainedConfig]] = {"llama": LlamaConfig, "mistral": MistralConfig}
@@ -42,8 +42,8 @@ def from_llama(
     head_norm: str | None = None,
     dex_heads: Sequence[Sequence[int]] | None = None,
     seed: int = 0,
-) -> Plan:
-    """Plan for a Llama or Mistral.
+) -> Conversion:
+    """Describe the conversion of a Llama or Mistral.
 
     Args:
         config: The source's configuration.
@@ -88,10 +88,12 @@ def from_llama(
     ours = DiffTransformerConfig(**fields, architectures=["DiffTransformerForCausalLM"], dtype=config.dtype)
     ties = TIES if config.tie_word_embeddings else {}
     with torch.device("meta"):
-        needs = _shapes(AutoModelForCausalLM.from_config(config, attn_implementation="eager"))
-        wanted = _shapes(DiffTransformerForCausalLM(ours))
+        needs = shapes_of(AutoModelForCausalLM.from_config(config, attn_implementation="eager").state_dict())
+        wanted = shapes_of(DiffTransformerForCausalLM(ours).state_dict())
     makes = {name: _make(name, shape, ours, seed) for name, shape in wanted.items() if name not in ties}
-    return Plan(config=json.loads(ours.to_json_string()), needs=needs, ties=ties, makes=makes, notes=_notes(config))
+    return Conversion(
+        config=json.loads(ours.to_json_string()), needs=needs, ties=ties, makes=makes, notes=_notes(config)
+    )
 
 
 def _make(name: str, shape: Shape, config: DiffTransformerConfig, seed: int) -> Callable[[Read], Tensor]:
@@ -123,10 +125,6 @@ def _twice(name: str, heads: int, read: Read) -> Tensor:
 def _normal(shape: Shape, std: float, name: str, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
     return torch.randn(shape, generator=generator) * std
-
-
-def _shapes(model: torch.nn.Module) -> dict[str, Shape]:
-    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
 
 
 def _notes(config: PreTrainedConfig) -> tuple[str, ...]:
