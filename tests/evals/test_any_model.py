@@ -89,7 +89,7 @@ def test_a_chat_models_prompt(text):
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"lengths": []}, "lengths"),
+        ({"lengths": [0]}, "lengths"),
         ({"needles": [[1]]}, "pairs"),
         ({"needles": [[1, 2]]}, "needles"),
         ({"depths": [2.0]}, "depths"),
