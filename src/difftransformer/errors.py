@@ -4,6 +4,8 @@ Every class also derives from the matching built-in error, so `except ValueError
 one line and exits with status 2.
 """
 
+EXIT_ERROR, EXIT_INTERRUPTED = 2, 130  # exit statuses of every command
+
 
 class DiffTransformerError(Exception):
     """Base class of all errors that this package raises on purpose."""

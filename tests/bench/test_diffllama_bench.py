@@ -2,11 +2,11 @@
 
 import pytest
 
+from difftransformer.acceleration import diffllama
 from difftransformer.bench import Settings, accelerate, sort_rows, steps_of
 from difftransformer.bench.accelerate import OURS, THEIRS, WORKS, time_diffllama
 from difftransformer.bench.work import SPARE_TOKENS
 from difftransformer.cli.main import main
-from difftransformer.model import diffllama
 from difftransformer.report.bench import bench_tables
 from difftransformer.results import Bench, read_result
 

@@ -8,10 +8,10 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from difftransformer import DiffTransformerForCausalLM
+from difftransformer.convert import upcycle_folder
 from difftransformer.convert.llama import TARGETS, from_llama
-from difftransformer.convert.source import source_folder
-from difftransformer.convert.upcycle import measure_drift, upcycle_folder
 from difftransformer.errors import CheckpointError, ConfigError, DiffTransformerError, ShapeError
+from difftransformer.hub import measure_drift, source_folder
 
 DIFFERENTIAL = tuple(name for name in TARGETS if name != "softmax")
 BASE = {
@@ -295,7 +295,7 @@ class TestRefusals:
     def test_a_hub_out_of_reach(self, monkeypatch):
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
         with (
-            pytest.raises(CheckpointError, match="owner/model: no such folder, and the hub has it not"),
+            pytest.raises(CheckpointError, match="owner/model: no such folder, and it was not found on the hub"),
             source_folder("owner/model"),
         ):
             pass

@@ -9,7 +9,8 @@ import torch
 from difftransformer.data import CITIES_SEEN, CITIES_UNSEEN
 from difftransformer.errors import ConfigError
 from difftransformer.evals import AllocationConfig, evaluate_allocation, run_task
-from difftransformer.evals.segments import FORMS, row_sums
+from difftransformer.evals.probes import FORMS
+from difftransformer.evals.probes.last_row import row_sums
 from difftransformer.evals.tasks.allocation import SEGMENTS, AllocationTask, Options, make, segment_shares
 from tests.support.fakes import TensorModel
 

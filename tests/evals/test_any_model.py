@@ -10,7 +10,7 @@ import torch
 
 from difftransformer.data.tokenizer import Tokenizer, byte_tokenizer
 from difftransformer.errors import ConfigError, DataError
-from difftransformer.evals.runner import run_task
+from difftransformer.evals.engine import run_task
 from difftransformer.evals.tasks import needle, perplexity
 from tests.support.fakes import Guesser, Oracle, TensorModel, Uniform
 

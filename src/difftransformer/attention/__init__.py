@@ -27,20 +27,3 @@ def variant(attention_type: str) -> type[Attention]:
     if attention_type not in VARIANTS:
         raise ConfigError(f"attention_type={attention_type!r} is unknown; choose one of {', '.join(VARIANTS)}")
     return VARIANTS[attention_type]
-
-
-__all__ = [
-    "VARIANTS",
-    "Attention",
-    "AttentionConfig",
-    "DifferentialAttention",
-    "DifferentialAttentionV2",
-    "DifferentialExtension",
-    "DifferentialOptions",
-    "GroupedDifferentialAttention",
-    "HeadLayout",
-    "KeyValueCache",
-    "RMSNorm",
-    "SoftmaxAttention",
-    "variant",
-]

@@ -6,10 +6,11 @@ from copy import deepcopy
 import torch
 from transformers import DiffLlamaConfig, DiffLlamaForCausalLM
 
-from ..model import accelerate
+from ..acceleration import accelerate
+from ..model.dtypes import DTYPES
 from ..results import DiffLlamaTiming, Dtype
 from .timing import time_interleaved
-from .work import CACHED_TOKENS, DTYPES, SMALL_MODEL, SPARE_TOKENS, next_token_work
+from .work import CACHED_TOKENS, SMALL_MODEL, SPARE_TOKENS, next_token_work
 
 THEIRS, OURS = "DiffLlama", "DiffLlama accelerated"
 MODEL = SMALL_MODEL | {"hidden_size": 512, "intermediate_size": 1376, "attn_implementation": "sdpa"}  # 38M parameters

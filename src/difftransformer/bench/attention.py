@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..model.dtypes import DTYPES
 from ..ops.backends import BACKENDS, QUADRATIC_MEMORY_MAX_LENGTH, backend_names, explain
 from ..ops.problem import Problem
 from ..results import AttentionShape, AttentionSkip, AttentionTiming, Dtype, GeometricMean, Mode
@@ -15,7 +16,7 @@ from .defaults import DEFAULTS
 from .diffllama import ATTN_IMPLEMENTATIONS
 from .roofline import Peak, attention_bytes, attention_flops, peak_of, roofline_seconds, work_over_least
 from .timing import time_interleaved, wait_for
-from .work import DETERMINISTIC, DTYPES, Work, attention_work, draw
+from .work import DETERMINISTIC, Work, attention_work, draw
 
 TORCH_SDPA = "torch sdpa"
 # An implementation that makes n x n maps holds about this many fp32 copies of all of them (measured on DiffLlama's eager

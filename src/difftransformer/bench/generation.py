@@ -15,9 +15,10 @@ from torch import Tensor
 from transformers import DiffLlamaConfig, DiffLlamaForCausalLM, PreTrainedModel
 
 from ..model import DiffTransformerConfig, DiffTransformerForCausalLM
+from ..model.dtypes import DTYPES
 from ..results import Dtype, GenerationTiming
 from .timing import time_interleaved
-from .work import CACHED_TOKENS, DTYPES, SMALL_MODEL, SPARE_TOKENS, CacheKind, next_token_work
+from .work import CACHED_TOKENS, SMALL_MODEL, SPARE_TOKENS, CacheKind, next_token_work
 
 OURS, TWIN = "DIFF", "Transformer"
 THEIRS = ("DiffLlama sdpa", "DiffLlama eager")

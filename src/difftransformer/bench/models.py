@@ -6,9 +6,10 @@ from typing import Any, NamedTuple
 from transformers import DiffLlamaConfig, DiffLlamaForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from ..model import DiffTransformerConfig, DiffTransformerForCausalLM
+from ..model.dtypes import DTYPES
 from ..results import Dtype, ModelTiming, ModelWork
 from .timing import time_interleaved
-from .work import DTYPES, decode_work, prefill_work, training_work
+from .work import decode_work, prefill_work, training_work
 
 DIFF, TWIN, LLAMA = "DIFF", "twin", "Llama sdpa"
 DIFFLLAMAS = ("DiffLlama sdpa", "DiffLlama eager")

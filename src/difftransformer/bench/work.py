@@ -13,13 +13,13 @@ from torch.utils import deterministic
 from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 
 from ..model import DiffTransformerForCausalLM
+from ..model.dtypes import DTYPES
 from ..model.nll import next_token_nll
 from ..ops import differential_attention, normed_differential_attention, softmax_attention
 from ..results import AttentionShape, Dtype
 from .diffllama import DiffLlamaCore
 from .timing import Prepared
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 LAMBDA = 0.8  # close to lambda in most layers, at the start and after training (arXiv:2410.05258)
 DETERMINISTIC = " deterministic"  # suffix of an implementation's name
 SPARE_TOKENS = 256  # of a static cache, for the timed rounds

@@ -16,8 +16,8 @@ from ..report.bench import print_bench
 from ..report.bench_figures import bench_drawings
 from ..results import Bench, Dtype, write_result, write_text_atomically
 from ..studies.environment import command_line, environment, now
-from .console import console, say
-from .hardware import check_device, use_threads
+from .arguments import check_device, use_threads
+from .console import console, log, show
 
 TRUSTED_SECONDS = 30.0  # weight of the estimate against the time measured so far
 
@@ -93,8 +93,8 @@ def run(
     for drawing in bench_drawings(result):
         figure = path.with_name(f"{drawing.name}.svg")
         write_text_atomically(figure, drawing.svg)
-        console.print(f"Figure: {figure}", markup=False, highlight=False, soft_wrap=True)
-    console.print(f"Results: {path}", markup=False, highlight=False, soft_wrap=True)
+        show(f"Figure: {figure}")
+    show(f"Results: {path}")
     return 0
 
 
@@ -112,7 +112,7 @@ def _measure(steps: list[Step]) -> list[object]:
             left = f"about {1 + int(pace * (whole - done) / 60)} min left"
             progress.update(bar, description=escape(step.label), left=left)
             if not console.is_terminal:
-                say(f"{index + 1} of {len(steps)}, {left}: {step.label}")
+                log(f"{index + 1} of {len(steps)}, {left}: {step.label}")
             rows += step.measure()
             progress.advance(bar, step.expected_seconds)
     return rows

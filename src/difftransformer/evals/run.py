@@ -7,7 +7,7 @@ from ..data import Shards, validation_windows
 from ..model import DiffTransformerForCausalLM
 from ..results import AllocationResult, NeedleResult, NllResult
 from .config import EvaluationConfig
-from .language_model import UNBOUNDED, CausalLanguageModel
+from .models.causal import UNBOUNDED, CausalLanguageModel
 from .tasks.allocation import allocation_questions, evaluate_allocation
 from .tasks.needle import evaluate_needle, needle_cells
 from .tasks.perplexity import evaluate_nll

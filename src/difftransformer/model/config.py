@@ -1,7 +1,6 @@
 """The configuration of a model and of its twin: Llama's field names, and one word that chooses the attention."""
 
 import copy
-import importlib
 from typing import Any, Self
 
 from transformers import AutoConfig, PreTrainedConfig
@@ -118,7 +117,6 @@ class DiffTransformerConfig(PreTrainedConfig):
     eos_token_id: int | list[int] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
-        importlib.import_module(".modeling", __package__)  # registers the models with transformers' Auto classes
         for field in COUNTS:
             value = getattr(self, field)
             if value is None and field in UNSET_COUNTS:

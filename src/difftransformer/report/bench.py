@@ -5,7 +5,7 @@ from typing import TypeVar
 
 from rich.console import Console
 
-from difftransformer.report.figures import INK
+from difftransformer.plots.style import INK
 from difftransformer.report.tables import Group, Table
 from difftransformer.report.terminal import _rich
 from difftransformer.results import AttentionShape, AttentionTiming, Bench

@@ -1,36 +1,34 @@
-"""The figures of a comparison, drawn by matplotlib's object interface: no display, no pyplot, no global state changed.
+"""The figures of a comparison."""
 
-The same results give the same bytes. Colours are from Okabe and Ito's set, which colour-blind readers can tell apart;
-each model keeps its colour, marker and dash in every figure, so that a grey print can be read too.
-"""
-
-import io
-import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
-from matplotlib.colors import BoundaryNorm, LinearSegmentedColormap, ListedColormap
+from matplotlib.colors import BoundaryNorm, ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
+from difftransformer.plots.style import (
+    ACCURACY_COLOURS,
+    COLOURS,
+    DASHES,
+    INK,
+    MARKERS,
+    STYLE,
+    WIDTH_INCHES,
+    Drawing,
+    finish,
+    legend_above,
+)
 from difftransformer.report import aggregate
 from difftransformer.report.tables import error_note
 from difftransformer.results import Comparison
 from difftransformer.statistics import CONFIDENCE
-
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00")
-MARKERS = ("o", "s", "^", "D", "v")
-DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
-INK = "#1a1a1a"
-WIDTH_INCHES = 10.0
-PNG_DOTS_PER_INCH = 160
 
 _WARM_UP_SHARE = 0.15
 """Losses of this first part of training may lie above the drawn range, so that the rest can be told apart."""
@@ -41,56 +39,15 @@ _SMOOTHING_SHARE = 0.02
 _NEEDLE_CELLS_ACROSS = 18
 """More cells of needle maps than this do not fit side by side with readable labels."""
 
-_STYLE: dict[str, Any] = {
-    "font.family": "DejaVu Sans",
-    "font.size": 9.5,
-    "axes.titlesize": 10.5,
-    "axes.labelsize": 9.5,
-    "legend.fontsize": 9.5,
-    "xtick.labelsize": 9.0,
-    "ytick.labelsize": 9.0,
-    "text.color": INK,
-    "axes.edgecolor": "#555555",
-    "axes.labelcolor": INK,
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": "#e3e3e3",
-    "grid.linewidth": 0.7,
-    "lines.linewidth": 1.6,
-    "legend.frameon": False,
-    "text.parse_math": False,
-    "svg.hashsalt": "difftransformer",
-    "svg.fonttype": "path",
-}
-
-_ACCURACY_COLOURS = LinearSegmentedColormap.from_list("accuracy", ["#f7fafc", "#9cc4dd", "#2b7bb0", "#08306b"], N=48)
-"""Pale to dark blue; from 50 colours on matplotlib would put a colour bar into an SVG as a bitmap."""
-
-
-@dataclass(frozen=True)
-class Drawing:
-    """A finished figure: SVG text for the page and the folder, PNG bytes where they were asked for."""
-
-    name: str
-    title: str
-    caption: str
-    svg: str
-    png: bytes | None
-
-
 FIGURE_NAMES = ("loss", "positions", "needles", "allocation", "allocation_depths", "lambda")
 
 
 def draw_all(comparison: Comparison, png: bool = False) -> list[Drawing]:
     """Every figure that the results have data for, in the order of the page."""
     draw_functions = (draw_loss, draw_positions, draw_needles, draw_allocation, draw_allocation_depths, draw_lambda)
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         drawn = [function(comparison) for function in draw_functions]
-        return [_finish(*parts, png) for parts in drawn if parts is not None]
+        return [finish(*parts, png) for parts in drawn if parts is not None]
 
 
 Unfinished = tuple[str, str, str, Figure]
@@ -136,7 +93,7 @@ def draw_loss(comparison: Comparison) -> Unfinished | None:
         Line2D([], [], color="#777777", linewidth=0.9, label="training (thin)"),
         Line2D([], [], color="#777777", marker="o", markersize=4, label="validation (with markers)"),
     ]
-    _legend_above(figure, handles)
+    legend_above(figure, handles)
     (bottom or top).set_xlabel("training step")
     caption = (
         f"Loss over training in nats a token. Thin lines: training loss, a moving mean over {window} logged points. "
@@ -185,7 +142,7 @@ def draw_positions(comparison: Comparison) -> Unfinished | None:
     top.xaxis.set_major_formatter(FuncFormatter(lambda position, _: f"{position:g}"))
     top.xaxis.set_minor_locator(NullLocator())
     top.set_ylabel("loss (nats/token)")
-    _legend_above(figure, _model_handles(comparison))
+    legend_above(figure, _model_handles(comparison))
     (bottom or top).set_xlabel("position in the context (tokens, logarithmic)")
     caption = (
         "Validation loss of the tokens in each range of positions (a marker at the range's middle), in nats a token: "
@@ -229,7 +186,7 @@ def draw_needles(comparison: Comparison) -> Unfinished | None:
             columns,
             rows,
             np.ma.masked_invalid(grid),
-            cmap=_ACCURACY_COLOURS,
+            cmap=ACCURACY_COLOURS,
             vmin=0,
             vmax=1,
             edgecolors="white",
@@ -329,7 +286,7 @@ def draw_allocation(comparison: Comparison) -> Unfinished | None:
         ax.set_xticks(range(len(aggregate.SEGMENTS)), [_SEGMENT_WORDS[segment] for segment in aggregate.SEGMENTS])
         ax.tick_params(axis="x", length=0)
     patches = [Patch(color=COLOURS[i % len(COLOURS)], label=m.label) for i, m in enumerate(comparison.models)]
-    _legend_above(figure, patches)
+    legend_above(figure, patches)
     allocation = next(run.allocation for run in comparison.runs if run.allocation)
     caption = (
         "Where the last prompt token looks, in the manner of Figure 1 of the paper (arXiv:2410.05258): the share of "
@@ -389,7 +346,7 @@ def draw_allocation_depths(comparison: Comparison) -> Unfinished | None:
             label="on the context around it",
         ),
     ]
-    _legend_above(figure, handles)
+    legend_above(figure, handles)
     caption = (
         "The share of attention on the answer (filled, solid) and on the context before and after it (hollow, dotted), "
         "over the "
@@ -541,35 +498,3 @@ def _model_handles(comparison: Comparison, line: bool = True) -> list[Line2D]:
         )
         for i, model in enumerate(comparison.models)
     ]
-
-
-def _legend_above(figure: Figure, handles: Sequence[Any]) -> None:
-    figure.legend(handles=list(handles), loc="outside upper left", ncols=min(5, len(handles)), borderaxespad=0.2)
-
-
-def _finish(name: str, title: str, caption: str, figure: Figure, png: bool) -> Drawing:
-    """Save a figure as SVG (no date, no creator) and, if asked for, as PNG."""
-    text = io.StringIO()
-    figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
-    image = None
-    if png:
-        buffer = io.BytesIO()
-        figure.savefig(buffer, format="png", dpi=PNG_DOTS_PER_INCH, metadata={"Software": None})
-        image = buffer.getvalue()
-    return Drawing(name, title, caption, text.getvalue(), image)
-
-
-def inline_svg(drawing: Drawing) -> str:
-    """The SVG as an element of an HTML page: no XML head, ids of its own, as wide as the page, named by its heading."""
-    body = drawing.svg[drawing.svg.index("<svg") :]
-    prefix = f"{drawing.name}-"
-    body = re.sub(r'\bid="', f'id="{prefix}', body)
-    body = re.sub(r'href="#', f'href="#{prefix}', body)
-    body = re.sub(r"url\(#", f"url(#{prefix}", body)
-    body = re.sub(r"^<svg ([^>]*)>", lambda match: _svg_tag(match.group(1), drawing), body, count=1)
-    return re.sub(r"[ \t]+$", "", body, flags=re.MULTILINE).strip()
-
-
-def _svg_tag(attributes: str, drawing: Drawing) -> str:
-    kept = re.sub(r'\b(?:width|height)="[^"]*" ?', "", attributes).strip()
-    return f'<svg {kept} role="img" aria-labelledby="figure-{drawing.name}">'

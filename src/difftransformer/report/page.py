@@ -7,8 +7,9 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from difftransformer.plots.style import Drawing, inline_svg
 from difftransformer.report import tables
-from difftransformer.report.figures import FIGURE_NAMES, Drawing, draw_all, inline_svg
+from difftransformer.report.figures import FIGURE_NAMES, draw_all
 from difftransformer.report.verdict import verdicts
 from difftransformer.results import Comparison, write_text_atomically
 

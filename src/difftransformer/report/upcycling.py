@@ -9,7 +9,7 @@ from matplotlib.lines import Line2D
 from rich.console import Console
 from rich.markup import escape
 
-from difftransformer.report.figures import _STYLE, COLOURS, DASHES, MARKERS, WIDTH_INCHES, _finish, _legend_above
+from difftransformer.plots.style import COLOURS, DASHES, MARKERS, STYLE, WIDTH_INCHES, finish, legend_above
 from difftransformer.report.tables import Group, Table
 from difftransformer.report.terminal import _rich
 from difftransformer.report.verdict import metric_verdict
@@ -79,8 +79,8 @@ def print_upcycling(study: Upcycling, console: Console) -> None:
 
 def write_upcycling(study: Upcycling, folder: Path) -> Path:
     """Draw the validation losses into the folder; the figure's path."""
-    with matplotlib.rc_context(_STYLE):
-        drawing = _finish("loss", "Validation loss", "", _losses(study), False)
+    with matplotlib.rc_context(STYLE):
+        drawing = finish("loss", "Validation loss", "", _losses(study), False)
     write_text_atomically(folder / FIGURE_FILE, drawing.svg)
     return folder / FIGURE_FILE
 
@@ -106,7 +106,7 @@ def _losses(study: Upcycling) -> Figure:
     top.set_ylabel("validation loss\n(nats/token)")
     bottom.set_ylabel(f"minus that of\n{study.models[-1].label}")
     bottom.set_xlabel("training step")
-    _legend_above(figure, handles)
+    legend_above(figure, handles)
     return figure
 
 

@@ -7,7 +7,7 @@ def register() -> None:
     """Register our model with vLLM (entry point `vllm.general_plugins`). vLLM calls this in each process, maybe twice."""
     from vllm import ModelRegistry
 
-    from ..model import DiffTransformerConfig  # noqa: F401  # its import registers it with AutoConfig
+    from ..model import DiffTransformerConfig  # its import registers it with AutoConfig
 
     architecture = MODEL_CLASS.partition(":")[2]
     if architecture not in ModelRegistry.get_supported_archs():

@@ -1,4 +1,4 @@
-"""Several experiments on several models: a preset says which, and every result stays on disk by itself."""
+"""Several tasks on several models, as a preset lists them; every result is a file of its own."""
 
 import dataclasses
 import re
@@ -10,22 +10,23 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError, DiffTransformerError, ResultsError
-from ..evals.task import Watch
-from ..evals.tasks import TASKS, options_class
+from ..evals.engine import Progress
+from ..evals.tasks import task_kind
+from ..hub import OpenedModel, open_language_model
+from ..model.dtypes import WeightsDtype
 from ..results import TaskResult, read_result
 from ..typed import build
-from .opening import OpenedModel, opened_model
 from .recipe import read_mapping, shipped_recipes
 from .tasks import evaluate_task
 
 
 @dataclass(frozen=True, kw_only=True)
 class SuiteTask:
-    """One experiment of a suite.
+    """One task of a suite.
 
     Attributes:
-        task: One of `evals.tasks.TASKS`.
-        label: Its name in the report, and of its files; the task's by default.
+        task: Name of the task.
+        label: Name in the report and of the files; the task's name by default.
         options: Fields of the task's Options; the others keep their defaults.
     """
 
@@ -35,27 +36,25 @@ class SuiteTask:
 
     @property
     def name(self) -> str:
-        """The label, or the task."""
+        """The label, or the task's name."""
         return self.label or self.task
 
     def built(self) -> Any:
-        """The task's options.
+        """Build the task's options.
 
         Raises:
-            ConfigError: no such task, or options that it does not take.
+            ConfigError: There is no such task, or it does not take one of the options.
         """
-        if self.task not in TASKS:
-            raise ConfigError(f"{self.name}: no task {self.task!r}; choose one of {', '.join(TASKS)}")
-        return build(options_class(self.task), self.options, source=self.name, error=ConfigError)
+        return build(task_kind(self.task).options, self.options, source=self.name, error=ConfigError)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Suite:
-    """What a preset holds.
+    """The content of a preset.
 
     Attributes:
-        name: For the report's title.
-        tasks: The experiments, in the order of the report.
+        name: Name for the report's title.
+        tasks: The tasks, in the order of the report.
     """
 
     name: str
@@ -64,7 +63,9 @@ class Suite:
     def __post_init__(self) -> None:
         twice = [name for name, count in Counter(task.name for task in self.tasks).items() if count > 1]
         if not self.tasks or twice:
-            raise ConfigError(f"tasks: {twice[0]!r} stands twice; give labels" if twice else "tasks: give at least one")
+            raise ConfigError(
+                f"tasks: {twice[0]!r} is given twice; give labels" if twice else "tasks: give at least one"
+            )
         for task in self.tasks:
             if not re.fullmatch(r"[\w.-]+( [\w.-]+)*", task.name):
                 raise ConfigError(
@@ -74,7 +75,7 @@ class Suite:
 
 @dataclass(frozen=True, kw_only=True)
 class Missing:
-    """An experiment that was not run on a model, and why."""
+    """A task that was not run on a model, and why."""
 
     name: str
     model: str
@@ -82,10 +83,10 @@ class Missing:
 
 
 def load_suite(preset: str) -> Suite:
-    """Read a suite, or one that is shipped by its name; every option is checked.
+    """Read a suite from a file, or one of this package by its name, and check every option.
 
     Raises:
-        ConfigError: no such file, or a task or an option that does not exist.
+        ConfigError: There is no such file, task or option.
     """
     document = read_mapping(preset, shipped_recipes("suites"), "a suite is a mapping with name and tasks")
     suite = build(Suite, document, source=preset, error=ConfigError)
@@ -100,35 +101,35 @@ def run_suite(
     folder: Path,
     *,
     device: str = "cpu",
-    dtype: str = "auto",
+    dtype: WeightsDtype = "auto",
     batch_tokens: int = 16_384,
     accelerated: bool = True,
-    progress: Callable[[str], AbstractContextManager[Watch]],
-    say: Callable[[str], None] = lambda text: None,
+    progress_bar: Callable[[str], AbstractContextManager[Progress]],
+    log: Callable[[str], None] = lambda text: None,
 ) -> tuple[dict[str, list[TaskResult]], list[Missing]]:
-    """Run every experiment on every model; what is in the folder already is not run again.
+    """Run every task on every model; results that are already in the folder are not computed again.
 
-    An experiment that cannot be run, such as one whose data is out of reach, does not stop the others.
+    A task that cannot be run, such as one whose data is not available, does not stop the others.
 
     Args:
-        suite: Which experiments.
-        models: What `opened_model` takes.
+        suite: The tasks.
+        models: Models that `open_language_model` accepts.
         folder: Results go to FOLDER/models/MODEL/NAME.json.
         device: cpu or cuda.
-        dtype: Of the weights.
-        batch_tokens: Most tokens of rows side by side.
-        accelerated: See `opened_model`.
-        progress: Makes a bar of a label.
-        say: Told what is going on.
+        dtype: Dtype of the weights.
+        batch_tokens: Most tokens of a batch.
+        accelerated: See `open_language_model`.
+        progress_bar: Opens a progress bar with a label.
+        log: Called with lines about what is going on.
 
     Returns:
-        Results by experiment, in the order of the models; and what was not run.
+        Results by task, in the order of the models, and the tasks that were not run.
     """
     found: dict[str, list[TaskResult]] = {task.name: [] for task in suite.tasks}
     missing = []
     for place, model in enumerate(models):
-        say(f"{model}: opening")
-        with opened_model(
+        log(f"{model}: opening")
+        with open_language_model(
             model, device=device, dtype=dtype, batch_tokens=batch_tokens, accelerated=accelerated
         ) as opened:
             own = folder / "models" / f"{place}-{Path(model).name}"
@@ -136,7 +137,7 @@ def run_suite(
                 try:
                     result = _found(own / f"{task.name}.json", task, opened)
                     if result is None:
-                        with progress(f"{Path(model).name}: {task.name}") as watch:
+                        with progress_bar(f"{Path(model).name}: {task.name}") as progress:
                             result = evaluate_task(
                                 task.task,
                                 task.built(),
@@ -144,12 +145,12 @@ def run_suite(
                                 own,
                                 label=task.name,
                                 device=device,
-                                watch=watch,
-                                say=say,
+                                progress=progress,
+                                log=log,
                             )
                     found[task.name].append(result)
                 except DiffTransformerError as error:
-                    say(f"{task.name}: left out: {error}")
+                    log(f"{task.name}: left out: {error}")
                     missing.append(Missing(name=task.name, model=model, reason=str(error)))
     return found, missing
 
@@ -159,7 +160,7 @@ def _found(path: Path, task: SuiteTask, model: OpenedModel) -> TaskResult | None
         result = read_result(path, TaskResult)
     except ResultsError:
         return None
-    # As JSON has it: no tuples.
+    # As JSON stores them, without tuples.
     asked = dataclasses.asdict(task.built())
     same = result.model.fingerprint == model.identity.fingerprint
     return result if same and result.options == asked and result.task == task.task else None

@@ -29,7 +29,7 @@ from ..data import Tokenizer
 from ..errors import CheckpointError, DataError
 from ..model import DiffTransformerForCausalLM
 from ..model.card import CARD_FILE, model_card
-from ..model.progress import without_progress_bars
+from ..model.quiet import quietly
 from ..typed import build
 from .lora import adapter_state, has_lora, merged_state
 from .run_summary import training_summary
@@ -115,7 +115,7 @@ def save_checkpoint(
         for leftover in folder.glob(".step-*.tmp"):
             shutil.rmtree(leftover)
         temporary.mkdir()
-        with without_progress_bars():
+        with quietly():
             model.save_pretrained(temporary, state_dict=merged_state(model) if has_lora(model) else None)
         if has_lora(model):
             save_file(adapter_state(model), temporary / ADAPTER_FILE)

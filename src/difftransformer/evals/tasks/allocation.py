@@ -1,4 +1,6 @@
-"""Attention allocation (arXiv:2410.05258 Figure 1 and Table 3): where does the last prompt token look?
+"""Where attention goes: answer, other context, first token and query, by the depth of the answer.
+
+This is arXiv:2410.05258 Figure 1 and Table 3: where does the last prompt token look?
 
 The paper gives its formula as an image only; its authors say that scores are averaged over heads and layers. A
 differential map has negative weights, so a share can be meant in three ways, and all are reported. For each document the
@@ -19,15 +21,24 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
 
 from ...data import CITIES_SEEN, CITIES_UNSEEN, NeedleQuestion, Shards, Tokenizer, evaluation_document
 from ...errors import ConfigError
-from ...results import AllocationResult, AllocationShare, Form, Grid, ItemScore, Measurement, Segment
+from ...plots.curves import labels, select
+from ...plots.heat_map import heat_map, matrix
+from ...plots.style import ACCURACY_COLOURS, COLOURS, INK, WIDTH_INCHES, legend_above
+from ...results import AllocationResult, AllocationShare, Form, Grid, ItemScore, Measurement, Segment, TaskResult
 from ..config import AllocationConfig
+from ..engine import Scores
+from ..probes import FORMS, LastRow, ProbeTask
+from ..prompts.texts import HAYSTACK_TOKENS, token_stream
+from ..registry import TaskKind, register
+from ..requests import LanguageModel
 from ..scores import details, mean
-from ..segments import FORMS
-from ..task import LanguageModel, LastRow, Scores, answers_to
-from ..texts import HAYSTACK_TOKENS, token_stream
 
 SEGMENTS: tuple[Segment, ...] = ("first", "before", "answer", "after", "query")
 
@@ -36,7 +47,7 @@ def segment_shares(sums: Any) -> dict[Form, list[float]]:
     """Shares of one document by form and segment, over all heads and layers.
 
     Args:
-        sums: `segments.row_sums` of the last prompt token: [layer][head][form][segment].
+        sums: `probes.last_row.row_sums` of the last prompt token: [layer][head][form][segment].
 
     Returns:
         For each form, the shares in the order of SEGMENTS; they sum to 1.
@@ -98,7 +109,8 @@ def evaluate_allocation(
     shares: list[AllocationShare] = []
     for depth, questions in allocation_questions(shards, config, context_tokens=context_tokens).items():
         requests = [LastRow(tuple(question.prompts[0]), edges_of(question)) for question in questions]
-        documents = [segment_shares(sums) for sums in answers_to(model, requests)]
+        answers = dict(model.probe(requests))  # type: ignore[attr-defined]
+        documents = [segment_shares(answers[index]) for index in range(len(requests))]
         for form in FORMS:
             for index, segment in enumerate(SEGMENTS):
                 values = np.array([document[form][index] for document in documents])
@@ -167,7 +179,7 @@ class Options:
         )
 
 
-class AllocationTask:
+class AllocationTask(ProbeTask):
     """Needle documents, and where each prompt's last token looks. See `Task`."""
 
     def __init__(self, options: Options, tokenizer: Tokenizer, context_tokens: int) -> None:
@@ -244,3 +256,82 @@ def make(options: Options, model: LanguageModel) -> AllocationTask:
         DataError: needles and question do not fit into the length, or the text cannot be read.
     """
     return AllocationTask(options, model.tokenizer, model.context_tokens)
+
+
+_SEGMENT_COLOURS = dict(zip(SEGMENTS, (COLOURS[4], "#8c8c8c", COLOURS[0], "#c9c9c9", COLOURS[2]), strict=True))
+_SEGMENT_WORDS = {
+    "first": "first token",
+    "before": "context before",
+    "answer": "answer",
+    "after": "context after",
+    "query": "query",
+}
+_BARS = ("signed", "absolute")
+_ROW_INCHES = 3.2
+
+
+def draw(results: Sequence[TaskResult]) -> tuple[str, str, Figure]:
+    """Draw bars of signed and of absolute weights and a heat map of heads, a row for each model."""
+    figure = Figure(figsize=(WIDTH_INCHES, _ROW_INCHES * len(results) + 0.6), layout="constrained")
+    axes = figure.subplots(len(results), 3, squeeze=False, gridspec_kw={"width_ratios": (1, 1, 0.9)})
+    grids = [_grid(result) for result in results]
+    top = max(value for grid in grids for row in grid.values for value in row)
+    image: Any = None
+    for row, (result, label, grid) in enumerate(zip(results, labels(results), grids, strict=True)):
+        for ax, form in zip(axes[row], _BARS, strict=False):
+            _bars(ax, result, form)
+            ax.set_title(f"{label}: {form}", loc="left")
+        axes[row, 0].set_ylabel("share of attention")
+        image = _heads(axes[row, 2], grid, top)
+        axes[row, 2].set_title(f"{label}: answer, by head", loc="left")
+    for ax in axes[-1, :2]:
+        ax.set_xlabel("depth of the answer")
+    axes[-1, 2].set_xlabel("head")
+    figure.colorbar(image, ax=list(axes[:, 2]), label="share of |weights|", fraction=0.06, pad=0.02, aspect=30)
+    legend_above(figure, [Patch(color=_SEGMENT_COLOURS[s], label=_SEGMENT_WORDS[s]) for s in SEGMENTS])
+    options, depth = results[0].options, _percent(grids[0].at["depth"])
+    caption = (
+        f"Where the last prompt token looks, over all heads and layers, mean of {options['documents']} documents with "
+        f"{options['needles']} needles. Signed weights of both signs cancel inside a segment, absolute ones do not; for "
+        f"softmax attention both are the same. Right: the answer's share of |weights| in each head, answer at {depth}."
+    )
+    return "Attention allocation", caption, figure
+
+
+def _bars(ax: Axes, result: TaskResult, form: str) -> None:
+    rows = select(result, "attention share", form=form)
+    depths = sorted({row.at["depth"] for row in rows})
+    ends = {1: np.zeros(len(depths)), -1: np.zeros(len(depths))}
+    for segment in SEGMENTS:
+        found = {row.at["depth"]: row.value for row in rows if row.at["segment"] == segment}
+        for x, depth in enumerate(depths):
+            value = found[depth]
+            side = ends[-1 if value < 0 else 1]
+            ax.bar(x, value, 0.78, bottom=side[x], color=_SEGMENT_COLOURS[segment])
+            if abs(value) >= 0.06:
+                middle = side[x] + value / 2
+                ax.text(x, middle, f"{value:.2f}", ha="center", va="center", fontsize=8, color=INK)
+            side[x] += value
+    ax.axhline(0, color="#555555", linewidth=0.8)
+    ax.set_xticks(range(len(depths)), [_percent(depth) for depth in depths])
+    ax.grid(axis="x", visible=False)
+
+
+def _heads(ax: Axes, grid: Grid, top: float) -> Any:
+    image = heat_map(ax, matrix(grid.values), ACCURACY_COLOURS, 0, top or 1)
+    ax.set_ylabel("layer")
+    ax.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
+    ax.yaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
+    ax.spines[:].set_visible(False)
+    return image
+
+
+def _grid(result: TaskResult) -> Grid:
+    return next(grid for grid in result.grids if grid.at["form"] == "absolute" and grid.at["segment"] == "answer")
+
+
+def _percent(depth: float) -> str:
+    return f"{100 * depth:g} %"
+
+
+register(TaskKind(name="allocation", doc=__doc__, options=Options, make=make, draw=draw))

@@ -1,4 +1,6 @@
-"""Multi-needle retrieval (arXiv:2410.05258 section 3.3): which magic number was a city's?
+"""Multi-needle retrieval, over lengths and depths.
+
+This is arXiv:2410.05258 section 3.3: which magic number belongs to a city?
 
 The paper states neither the haystack, the prompt of a base model, nor how two answers are scored. Here the haystack is
 validation text, the prompt ends with the start of the needle's own sentence, and every needle asked for is one trial,
@@ -15,15 +17,21 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
+from matplotlib.figure import Figure
 
 from ...data import CITIES_SEEN, CITIES_UNSEEN, NeedleFormat, NeedleQuestion, Shards, Tokenizer, evaluation_document
 from ...errors import ConfigError
-from ...results import Cities, ItemScore, NeedleCell, NeedleResult
-from ..chat import chat_frame
+from ...plots.curves import labels, select
+from ...plots.heat_map import heat_map
+from ...plots.style import ACCURACY_COLOURS, INK, WIDTH_INCHES
+from ...results import Cities, ItemScore, NeedleCell, NeedleResult, TaskResult
 from ..config import NeedleConfig
+from ..engine import Scores, Task
+from ..prompts.chat import chat_frame
+from ..prompts.texts import HAYSTACK_TOKENS, token_stream
+from ..registry import TaskKind, register
+from ..requests import Continuation, LanguageModel, answers_to
 from ..scores import details, mean, proportion
-from ..task import Continuation, LanguageModel, Scores, answers_to
-from ..texts import HAYSTACK_TOKENS, token_stream
 
 CITIES: dict[Cities, tuple[str, ...]] = {"seen": CITIES_SEEN, "unseen": CITIES_UNSEEN}
 
@@ -172,7 +180,7 @@ class _Trial:
     answer: str
 
 
-class NeedleTask:
+class NeedleTask(Task):
     """The grid's documents, and the share of exact answers in each cell. See `Task`."""
 
     def __init__(self, options: Options, tokenizer: Tokenizer) -> None:
@@ -269,3 +277,43 @@ def make(options: Options, model: LanguageModel) -> NeedleTask:
         DataError: the needles do not fit into a length, or the text cannot be read.
     """
     return NeedleTask(options, model.tokenizer)
+
+
+def draw(results: Sequence[TaskResult]) -> tuple[str, str, Figure]:
+    """Draw the accuracy of every cell of depth by length: a row for each number of needles, a column for each model."""
+    cells = [row for result in results for row in select(result, "accuracy") if "depth" in row.at]
+    settings = sorted({(row.at["needles"], row.at["asked"]) for row in cells})
+    lengths, depths = (sorted({row.at[key] for row in cells}) for key in ("length_tokens", "depth"))
+    figure = Figure(figsize=(WIDTH_INCHES, len(settings) * (1.0 + 0.42 * len(depths)) + 0.4), layout="constrained")
+    axes = figure.subplots(len(settings), len(results), squeeze=False, sharex=True, sharey=True)
+    image: Any = None
+    for row, (needles, asked) in enumerate(settings):
+        for column, (result, label) in enumerate(zip(results, labels(results), strict=True)):
+            ax = axes[row, column]
+            grid = np.full((len(depths), len(lengths)), np.nan)
+            for cell in select(result, "accuracy", needles=needles, asked=asked):
+                if "depth" not in cell.at:
+                    continue
+                y, x = depths.index(cell.at["depth"]), lengths.index(cell.at["length_tokens"])
+                grid[y, x] = cell.value
+                count, colour = f"{round(cell.value * cell.n)}/{cell.n}", "white" if cell.value > 0.62 else INK
+                ax.text(x, y, count, ha="center", va="center", fontsize=8.5, color=colour)
+            image = heat_map(ax, grid, ACCURACY_COLOURS, 0, 1, edgecolors="white", linewidth=1)
+            ax.set_title(f"{label}: {needles} needles, {asked} asked" if needles > 1 else f"{label}: one needle")
+            ax.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
+            ax.set_yticks(range(len(depths)), [f"{100 * depth:g} %" for depth in depths])
+            ax.spines[:].set_visible(False)
+            ax.tick_params(length=0)
+        axes[row, 0].set_ylabel("depth of the answer")
+    for ax in axes[-1]:
+        ax.set_xlabel("length (tokens)")
+    figure.colorbar(image, ax=list(axes.flat), label="accuracy", fraction=0.03, pad=0.01, aspect=30)
+    digits = results[0].options["digits"]
+    chance = 10.0**-digits
+    caption = (
+        f"Share of {digits}-digit numbers given back exactly; in each cell right answers of all. A guess: {chance:g}."
+    )
+    return "Needle retrieval", caption, figure
+
+
+register(TaskKind(name="needle", doc=__doc__, options=Options, make=make, draw=draw))

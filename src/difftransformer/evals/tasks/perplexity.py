@@ -1,4 +1,4 @@
-"""Validation loss: nats a token, bits a byte, and by position in the context."""
+"""Loss on a text: nats a token, bits a byte, and by position in the context."""
 
 import math
 from collections.abc import Sequence
@@ -7,15 +7,18 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-import torch
+from matplotlib.figure import Figure
 
-from ...data import Shards, validation_windows
+from ...data import Shards
 from ...errors import ConfigError
-from ...results import DocumentNll, ItemScore, NllResult, PositionBucket
+from ...plots.curves import curves
+from ...results import DocumentNll, ItemScore, NllResult, PositionBucket, TaskResult
 from ..config import NllConfig
+from ..engine import Scores, Task
+from ..prompts.texts import token_stream
+from ..registry import TaskKind, register
+from ..requests import LanguageModel, Loss, answers_to
 from ..scores import details, mean
-from ..task import LanguageModel, Loss, Scores, answers_to
-from ..texts import token_stream
 
 DEFAULT_WINDOW = 4096
 
@@ -32,6 +35,10 @@ def evaluate_nll(model: LanguageModel, shards: Shards, config: NllConfig, *, con
         config: Number of windows and of position buckets.
         context_tokens: T, targets of a window.
     """
+    import torch
+
+    from ...data import validation_windows
+
     windows = torch.from_numpy(np.stack(list(validation_windows(shards, context_tokens, config.windows))))
     targets = windows[:, 1:]
     nll = torch.tensor(answers_to(model, [Loss(tuple(row)) for row in windows.tolist()]), dtype=torch.float64)
@@ -90,7 +97,7 @@ class Options:
             raise ConfigError(f"stride={self.stride}: give at least 1")
 
 
-class PerplexityTask:
+class PerplexityTask(Task):
     """Windows of a text. See `Task`."""
 
     def __init__(self, options: Options, model: LanguageModel) -> None:
@@ -144,3 +151,16 @@ def _positions(length: int) -> list[int]:
     """Powers of sqrt(2) up to the length, and the length."""
     found = {round(2 ** (step / 2)) for step in range(2 * length.bit_length())}
     return sorted({position for position in found if position < length} | {length})
+
+
+def draw(results: Sequence[TaskResult]) -> tuple[str, str, Figure]:
+    """Draw the cumulative loss over the position on a log axis (like arXiv:2410.05258 Figure 4), a line for each model."""
+    figure, ax = curves(results, "cumulative nll", "position", log=True)
+    ax.set_xlabel("position in the window (tokens)")
+    ax.set_ylabel("mean loss up to here (nats/token)")
+    windows, text = " and ".join(sorted({str(result.data.requests) for result in results})), results[0].data.name
+    caption = f"Mean loss of all positions up to each, over {windows} windows of {text}; bands: one standard error."
+    return "Cumulative loss by position", caption, figure
+
+
+register(TaskKind(name="perplexity", doc=__doc__, options=Options, make=PerplexityTask, draw=draw))

@@ -6,7 +6,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from difftransformer.report.figures import inline_svg
+from difftransformer.plots.style import inline_svg
 from difftransformer.report.tasks import draw_task, measurement_table
 from difftransformer.report.tasks.pairs import pairs_table
 from difftransformer.results import TaskResult, write_text_atomically
