@@ -13,8 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
-from difftransformer.report.figures import _STYLE as STYLE
-from difftransformer.report.figures import COLOURS, INK
+from difftransformer.plots.style import COLOURS, INK, STYLE
 
 FOLDER = Path(__file__).parent
 WIDTH_INCHES = 9.0
@@ -22,23 +21,25 @@ CODE = "DejaVu Sans Mono"
 CODE_COLOUR, DISK_COLOUR = "#eaf2f8", "#fdf2e3"
 
 PACKAGES = {
-    "__main__": "",
-    "cli": "one file per verb",
+    "cli": "one file per command",
     "studies": "compare, upcycle --train, suites",
+    "hub": "open, export and compare saved models",
+    "report": "tables and pages from results files",
     "train": "loop, checkpoints",
     "evals": "engine, probes, tasks",
-    "bench": "timing",
-    "report": "tables, figures, pages",
+    "bench": "times and memory",
     "convert": "other layouts",
     "serving": "vLLM",
-    "model": "config, layers, cards",
-    "data": "text, shards, loader",
+    "acceleration": "our attention in transformers' models",
+    "model": "configuration, layers, masks, cards",
+    "data": "text, tokenizers, shards, loader, needles",
     "attention": "one file per variant",
     "ops": "the op and its backends",
+    "plots": "style and parts of figures",
     "statistics": "intervals",
-    "results": "typed JSON files",
-    "typed": "checks of fields",
-    "errors": "one error family",
+    "results": "typed results files",
+    "typed": "checks of fields and types",
+    "errors": "one family of errors",
 }
 
 
@@ -63,26 +64,27 @@ class Step:
 
 QUERY = (
     Step("model/modeling.py", "DiffTransformerForCausalLM.forward", "turns token ids into logits", "ids (B, T)"),
-    Step("model/modeling.py", "DiffTransformerModel.forward", "embeds ids; prepares rotary tables and restrictions", "hidden (B, T, M)"),
-    Step("model/modeling.py", "DecoderLayer.forward", "normalizes, attends, adds the residual, then the MLP", "hidden (B, T, M)"),
+    Step("model/modeling.py", "DiffTransformerModel.forward", "embeds ids, then runs the layers", "hidden (B, T, M)"),
+    Step("model/masks.py", "arrange_rows", "describes masks, packing and cache by one object", "Restrictions"),
+    Step("model/modeling.py", "DecoderLayer.forward", "normalizes, attends, adds the residual", "hidden (B, T, M)"),
     Step("attention/base.py", "Attention.forward", "projects, rotates, appends keys and values to the cache", "query (B, H, T, 2 D)"),
-    Step("attention/differential.py", "Differential.attend", "adds lambda and the weight of the headwise norm", "lam (H,) or (B, H, T)"),
-    Step("ops/attention.py", "normed_differential_attention", "checks shapes; describes the call as a Problem", "Problem"),
-    Step("ops/backends.py", "choose", "takes the first backend that can compute it", "cpu"),
-    Step("ops/cpu.py", "run", "calls the operator cpu_attention", "Restrictions as six arguments"),
-    Step("ops/csrc/operators.cpp", "attention", "checks tensors; gives blocks of 64 queries to threads", "pointers and strides"),
-    Step("ops/csrc/forward.h", "forward", "forms both maps, A = P1 - lam P2, A V and the norm", "heads (B, H, T, E)"),
+    Step("attention/differential.py", "Differential.attend", "adds lambda and the headwise norm", "lam, norm"),
+    Step("ops/attention.py", "attend", "checks shapes, and describes the call", "Call, Problem"),
+    Step("ops/backends.py", "select_backend", "takes the first backend that fits, or the named one", "Backend"),
+    Step("ops/cpu.py", "run", "calls the operator cpu_attention", "tensors and numbers"),
+    Step("ops/csrc/operators.cpp", "attention", "reads shapes and strides, allocates the output", "pointers and strides"),
+    Step("ops/csrc/forward.cpp", "attend", "computes both maps, (P1 - lam P2) V, and the norm", "heads (B, H, T, E)"),
 )
-BACK_TO = 3  # the box that the kernel's output returns to
+BACK_TO = 4  # the box that the kernel's output returns to
 
 TOKEN = (
-    Step("data/text.py", "read_documents", "reads a folder, a file or the hub", "", "tokenize"),
+    Step("data/text.py", "read_documents", "reads a folder, a file or a data set", "", "tokenize"),
     Step("data/shards.py", "write_shards", "tokenizes every document once", "shards/\nmanifest.json, train-00000.bin"),
-    Step("data/loader.py", "Loader.batch", "cuts rows; a function of data, seed and step", "", "train"),
+    Step("data/loader.py", "Loader.batch", "cuts rows: a function of data, seed and step", "", "train"),
     Step("train/loop.py", "train", "optimizer steps, validation, checkpoints", "runs/NAME/\nmetrics.jsonl, checkpoints/step-000500/"),
-    Step("studies/opening.py", "opened_model", "opens a run, a folder or a name on the hub", "", "eval"),
-    Step("evals/runner.py", "run_task", "asks the requests of a task; scores the answers", "evals/\nneedle.answers.jsonl, needle.json"),
-    Step("studies/comparison.py", "compare", "pairs runs by seed", "reports/NAME/\nresults.json", "compare"),
+    Step("hub/opening.py", "open_language_model", "opens a run, a folder or a name on the hub", "", "eval"),
+    Step("evals/engine.py", "run_task", "asks a task's requests, scores the answers", "evals/\nneedle.answers.jsonl, needle.json"),
+    Step("studies/comparison.py", "compare", "pairs the runs of both models by seed", "reports/NAME/\nresults.json", "compare"),
     Step("report/page.py", "write_report", "draws figures and tables", "reports/NAME/\nindex.html, figures/, tables/", "report"),
 )
 

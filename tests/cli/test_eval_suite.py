@@ -10,7 +10,7 @@ import yaml
 from difftransformer import DiffTransformerConfig
 from difftransformer.cli.main import main
 from difftransformer.data.tokenizer import byte_tokenizer
-from difftransformer.evals.language_model import CausalLanguageModel
+from difftransformer.evals.models.causal import CausalLanguageModel
 from difftransformer.results import TaskResult, read_result
 from difftransformer.studies import suite as suites
 from difftransformer.train import build_model
@@ -100,7 +100,7 @@ def open_bytes(preset):
     ("document", "words"),
     [
         ({"name": "x", "tasks": []}, "give at least one"),
-        ({"name": "x", "tasks": [{"task": "needle"}, {"task": "needle"}]}, "'needle' stands twice; give labels"),
+        ({"name": "x", "tasks": [{"task": "needle"}, {"task": "needle"}]}, "'needle' is given twice; give labels"),
         ({"name": "x", "tasks": [{"task": "nothing"}]}, "no task 'nothing'; choose one of"),
         ({"name": "x", "tasks": [{"task": "needle", "options": {"length": [5]}}]}, "did you mean lengths?"),
         ({"name": "x", "tasks": [{"task": "needle", "label": "../a"}]}, "label '../a': it names files"),
@@ -117,7 +117,7 @@ def test_impossible_suites_are_refused(document, words, models, tmp_path, capsys
 
 def test_a_model_named_twice_or_missing_is_refused(models, preset, tmp_path, capsys):
     assert main(["eval", "suite", models[0], models[0], "--preset", str(preset)]) == 2
-    assert "named twice" in capsys.readouterr().err
+    assert "given twice" in capsys.readouterr().err
     assert main(["eval", "suite", str(tmp_path / "none"), "--preset", str(preset), "--out", str(tmp_path / "o")]) == 2
     assert "no such folder" in capsys.readouterr().err
     assert main(["eval", "suite", models[0], "--preset", "unheard", "--out", str(tmp_path / "o")]) == 2

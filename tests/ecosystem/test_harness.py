@@ -12,8 +12,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from difftransformer.cli.main import main
 from difftransformer.data.tokenizer import byte_tokenizer
-from difftransformer.evals.lm_harness import run_harness
-from difftransformer.evals.task import Harness
+from difftransformer.evals.tasks.harness import Harness, run_harness
 from difftransformer.results import TaskResult, read_result
 from tests.support.tiny_folders import logits, saved, stock
 
@@ -161,7 +160,7 @@ def test_what_is_wrong_is_said_on_one_line(needs, tasks, tmp_path, monkeypatch, 
     assert "--tasks is empty" in fails(tmp_path / "m", *local, "--tasks", "")
     assert "no such task or group; did you mean tiny_text?" in fails(tmp_path / "m", "--tasks", "tiny_texts", *local)
     assert "no such folder" in fails(tmp_path / "none", "--tasks", "tiny_text", *local)
-    assert "--limit 0: give at least 1" in fails(tmp_path / "m", "--tasks", "tiny_text", "--limit", 0, *local)
+    assert "limit=0: give at least 1" in fails(tmp_path / "m", "--tasks", "tiny_text", "--limit", 0, *local)
     assert "--include_path" in fails(tmp_path / "m", "--tasks", "tiny_text", "--include_path", tmp_path / "none")
     (tasks / "questions.jsonl").unlink()
     assert "tiny_text: cannot be run" in fails(tmp_path / "m", "--tasks", "tiny_text", *local)

@@ -11,11 +11,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from difftransformer.evals import language_model
-from difftransformer.evals.prefix import PrefixCache
-from difftransformer.evals.runner import run_task
-from difftransformer.evals.task import answers_to
-from difftransformer.evals.tasks.icl import Options, make
+from difftransformer.evals.engine import run_task
+from difftransformer.evals.models import causal
+from difftransformer.evals.models.prefix import PrefixCache
+from difftransformer.evals.requests import answers_to
+from difftransformer.evals.tasks.icl import Options, ShotsTask
 from difftransformer.hub import open_language_model, source_folder
 
 FILES = {
@@ -71,7 +71,7 @@ def masked_decoding(network, prompt, options):
 @pytest.mark.parametrize("name", DEMONSTRATIONS, indirect=True)
 def test_the_labels_of_masked_decoding_without_any_cache(name, smollm, model):
     """All classes compete, on 100 items; few demonstrations, since the plain way computes each of them anew at every step."""
-    task = make(Options(data=name, demonstrations=[DEMONSTRATIONS[name]], items=100), model)
+    task = ShotsTask(Options(data=name, demonstrations=[DEMONSTRATIONS[name]], items=100), model)
     assert len(task.labels) == CLASSES[name]
     network = AutoModelForCausalLM.from_pretrained(smollm, dtype=torch.float32).eval()
     with torch.inference_mode():
@@ -82,7 +82,7 @@ def test_the_labels_of_masked_decoding_without_any_cache(name, smollm, model):
 
 @pytest.mark.parametrize("name", FILES, indirect=True)
 def test_every_label_can_be_reached_and_tokens_are_those_of_the_text(name, model, monkeypatch):
-    task = make(Options(data=name, shots=[1], items=5), model)
+    task = ShotsTask(Options(data=name, shots=[1], items=5), model)
     encode, decode = model.tokenizer.encode, model.tokenizer.decode
     request = task.requests[0]
     text = decode(request.prompt[1:])
@@ -94,7 +94,7 @@ def test_every_label_can_be_reached_and_tokens_are_those_of_the_text(name, model
             logits[target[len(path)]] = 1.0
             return logits
 
-    monkeypatch.setattr(language_model, "PrefixCache", Wanting)
+    monkeypatch.setattr(causal, "PrefixCache", Wanting)
     for index, label in enumerate(task.labels):
         target[:] = [0, *encode(f"{text} {label}\n")]
         assert tuple(target[1:]) == request.prompt[1:] + request.options[index]
@@ -113,8 +113,8 @@ def test_prefix_caching_changes_nothing_but_the_work(model, monkeypatch):
             super().__init__(*args, **options)
             caches.append(self)
 
-    monkeypatch.setattr(language_model, "PrefixCache", Counting)
-    task = make(Options(data="trec", demonstrations=[64], items=8), model)
+    monkeypatch.setattr(causal, "PrefixCache", Counting)
+    task = ShotsTask(Options(data="trec", demonstrations=[64], items=8), model)
     scores = run_task(model, task)
     monkeypatch.setattr(model, "prefix_caching", False)
     assert run_task(model, task) == scores

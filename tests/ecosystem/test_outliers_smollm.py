@@ -11,8 +11,9 @@ from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from difftransformer.data import Tokenizer, read_documents
-from difftransformer.evals import taps
-from difftransformer.evals.magnitudes import merged
+from difftransformer.evals.probes.last_row import last_row_weights
+from difftransformer.evals.probes.magnitudes import magnitudes
+from difftransformer.evals.tasks.outliers import merge
 from difftransformer.hub import source_folder
 
 ROWS, TOKENS, LARGEST = 2, 128, 100
@@ -71,9 +72,9 @@ def plain_pass(model, rows):
 
 def test_outliers_equal_plain_hooks(model, rows):
     with torch.no_grad():
-        parts = [taps.magnitudes(model, [row[None]], LARGEST) for row in rows]
+        parts = [magnitudes(model, [row[None]], LARGEST) for row in rows]
     for key, expected in zip(("logits", "hidden"), plain_pass(model, rows), strict=True):
-        spread = merged([part[key] for part in parts], LARGEST)
+        spread = merge([part[key] for part in parts], LARGEST)
         assert spread.count == len(expected)
         assert spread.largest == pytest.approx(expected.topk(LARGEST).values.tolist(), rel=1e-3)
         assert spread.median == pytest.approx(float(np.median(expected.numpy())), rel=2**-8)
@@ -82,7 +83,7 @@ def test_outliers_equal_plain_hooks(model, rows):
 
 def test_weights_equal_its_own_eager_maps(model, rows):
     with torch.no_grad():
-        found = taps.last_row_weights(model, rows)
+        found = last_row_weights(model, rows)
         before = model.config._attn_implementation
         model.set_attn_implementation("eager")
         own = model(rows, output_attentions=True).attentions

@@ -10,7 +10,7 @@ import torch
 
 from difftransformer.data.tokenizer import Tokenizer, byte_tokenizer
 from difftransformer.errors import ConfigError, DataError
-from difftransformer.evals.runner import run_task
+from difftransformer.evals.engine import run_task
 from difftransformer.evals.tasks import needle, perplexity
 from tests.support.fakes import Guesser, Oracle, TensorModel, Uniform
 
@@ -89,7 +89,7 @@ def test_a_chat_models_prompt(text):
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"lengths": []}, "lengths"),
+        ({"lengths": [0]}, "lengths"),
         ({"needles": [[1]]}, "pairs"),
         ({"needles": [[1, 2]]}, "needles"),
         ({"depths": [2.0]}, "depths"),

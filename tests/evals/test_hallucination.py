@@ -7,9 +7,9 @@ import pytest
 from difftransformer.cli.main import main
 from difftransformer.data.qa_sets import GROUNDED_SETS
 from difftransformer.errors import ConfigError, DataError, EvaluationError
-from difftransformer.evals.runner import run_task
-from difftransformer.evals.tasks import hallucination, load_task, quantized
-from difftransformer.evals.tasks.hallucination import Options, make
+from difftransformer.evals.engine import run_task
+from difftransformer.evals.tasks import hallucination, quantized, task_kind
+from difftransformer.evals.tasks.hallucination import HallucinationTask, Options
 from tests.support.answering import Writer, tiny_model
 from tests.support.judge_server import KEY, judge_server, reply
 
@@ -42,17 +42,17 @@ def figures(scores):
 
 def test_the_oracle_and_the_liar(options):
     oracle = Writer(lambda prompt: f" {document_of(prompt)}\nand nonsense")
-    found = figures(run_task(oracle, make(options(), oracle)))
+    found = figures(run_task(oracle, HallucinationTask(options(), oracle)))
     assert (found["accuracy", "people"].value, found["accuracy", "people"].n) == (1.0, 16)
     assert found["mean accuracy", None].value == 1.0
     liar = Writer(lambda prompt: " Everybody knows better")
-    found = figures(run_task(liar, make(options(), liar)))
+    found = figures(run_task(liar, HallucinationTask(options(), liar)))
     assert (found["accuracy", "people"].value, found["unjudged", "people"].value) == (0.0, 0.0)
 
 
 def test_questions_are_asked_and_empty_answers_are_wrong(options):
     model = Writer(lambda prompt: "\n\n wordp\nwordb" if "Whom did worda meet?" in prompt else "")
-    scores = run_task(model, make(options(kind="qa"), model))
+    scores = run_task(model, HallucinationTask(options(kind="qa"), model))
     found = figures(scores)
     assert found["accuracy", "people"].value == 1 / 16
     assert found["empty answers", "people"].value == 15 / 16
@@ -60,12 +60,12 @@ def test_questions_are_asked_and_empty_answers_are_wrong(options):
 
 
 @pytest.mark.parametrize("within", [False, True], ids=["plain", "quantized"])
-def test_judging_is_watched(within, options):
+def test_judging_reports_progress(within, options):
     name, chosen = "hallucination", options(items=16)
     if within:
         name, chosen = "quantized", quantized.Options(task=name, task_options=vars(chosen), bits=[16])
     told, model = [], Writer(lambda prompt: f" {document_of(prompt)}" if "worda" in prompt else "")
-    run_task(model, load_task(name, chosen, model), watch=lambda *numbers: told.append(numbers))
+    run_task(model, task_kind(name).make(chosen, model), progress=lambda *numbers: told.append(numbers))
     # Two documents name worda; the other answers are empty, and nobody judges them.
     assert [row for row in told if row[2:] == ("judging",)] == [(n, 2, "judging") for n in range(3)]
 
@@ -75,14 +75,14 @@ def test_what_has_no_verdict_is_said(options, monkeypatch):
     with judge_server(lambda text: reply(f"VERDICT: {'worda' in text}")) as (server, address):
         limited = options(judge="openai:tiny", endpoint=address, max_judgments=10, backoff_seconds=0.001)
         model = Writer(lambda prompt: document_of(prompt))
-        task = make(limited, model)
+        task = HallucinationTask(limited, model)
         scores = run_task(model, task)
         found = figures(scores)
         assert found["unjudged", "people"].value == 6
         assert (found["accuracy", "people"].n, found["accuracy", "people"].value) == (10, 0.1)
         assert len(scores.items) == 10
         assert "6 of 16 answers have no verdict and are left out of the accuracy: the limit of 10" in task.choices[-1]
-        task = make(limited, model)
+        task = HallucinationTask(limited, model)
         assert figures(run_task(model, task))["accuracy", "people"].value == 2 / 16
         assert len(server.candidates) == 16
         assert any("verdicts of different judges" in choice for choice in task.choices)
@@ -93,14 +93,14 @@ def test_a_judge_that_says_nothing_at_all(options, monkeypatch):
         one = options(judge="openai:tiny", endpoint=address, key_variable="", retries=0)
         model = Writer(document_of)
         with pytest.raises(EvaluationError, match=r"openai:tiny judged nothing: .* every answer of the model is saved"):
-            run_task(model, make(one, model))
+            run_task(model, HallucinationTask(one, model))
 
 
 def test_a_long_document_loses_its_middle_for_the_model_alone(options, tmp_path):
     path = tmp_path / "long.jsonl"
     path.write_text(json.dumps({"document": "begins " + "x" * 500 + " ends", "reference": "R"}) + "\n")
     model = Writer(lambda prompt: " begins ends", context_tokens=150)
-    task = make(options(file=str(path), max_new_tokens=20), model)
+    task = HallucinationTask(options(file=str(path), max_new_tokens=20), model)
     run_task(model, task)
     (prompt,) = model.prompts
     assert len(task.requests[0].prompt) == 130
@@ -112,7 +112,7 @@ def test_a_long_document_loses_its_middle_for_the_model_alone(options, tmp_path)
     with pytest.raises(
         DataError, match=r"long/1: the prompt without its document takes \d+ tokens .* --max_new_tokens"
     ):
-        make(options(file=str(path), max_new_tokens=90), model)
+        HallucinationTask(options(file=str(path), max_new_tokens=90), model)
 
 
 def test_public_sets_and_their_caps(options, monkeypatch):
@@ -126,12 +126,12 @@ def test_public_sets_and_their_caps(options, monkeypatch):
         return [GroundedItem(name="0", document="D", reference="R", question="Q" if kind == "qa" else None)]
 
     monkeypatch.setattr(hallucination, "read_grounded", read)
-    task = make(options(file=None), Writer(str))
+    task = HallucinationTask(options(file=None), Writer(str))
     assert asked == [(name, 100) for name in GROUNDED_SETS]
     assert [request.tokens for request in task.requests] == [64, 128, 512, 128, 32, 32]
     prompts = [task.tokenizer.decode(request.prompt) for request in task.requests]
     assert ["Q" in prompt.partition("D\n")[2] for prompt in prompts] == [False] * 3 + [True] * 3
-    assert len(make(options(sets=["xsum"]), Writer(str)).requests) == 17  # a set and the file
+    assert len(HallucinationTask(options(sets=["xsum"]), Writer(str)).requests) == 17  # a set and the file
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_public_sets_and_their_caps(options, monkeypatch):
 )
 def test_impossible_options(options, fields, words):
     with pytest.raises(ConfigError, match=words):
-        make(options(**fields), Writer(str))
+        HallucinationTask(options(**fields), Writer(str))
 
 
 def test_the_command(file, tmp_path, monkeypatch, capfd):

@@ -11,11 +11,12 @@ from tokenizers import models, normalizers, pre_tokenizers
 from difftransformer.data import Tokenizer, byte_tokenizer, train_bpe
 from difftransformer.data.labelled import Example
 from difftransformer.errors import ConfigError, DataError, EvaluationError
-from difftransformer.evals import CausalLanguageModel, language_model
-from difftransformer.evals.runner import run_task
-from difftransformer.evals.task import Choice
-from difftransformer.evals.tasks.demonstrations import PromptForm
-from difftransformer.evals.tasks.icl import Options, make
+from difftransformer.evals import CausalLanguageModel
+from difftransformer.evals.engine import run_task
+from difftransformer.evals.models import causal
+from difftransformer.evals.prompts.demonstrations import PromptForm
+from difftransformer.evals.requests import Choice
+from difftransformer.evals.tasks.icl import Options, ShotsTask
 from tests.support.classification import Reader, figures, truth, write_labelled
 
 LABELS = ("new", "new york", "new york city", "rome")
@@ -34,7 +35,7 @@ def files(tmp_path):
 
 def test_the_oracle_is_always_right(files):
     model = Reader(truth, LABELS)
-    scores = run_task(model, make(Options(**files, demonstrations=[0, 5, 40], items=30, draws=2), model))
+    scores = run_task(model, ShotsTask(Options(**files, demonstrations=[0, 5, 40], items=30, draws=2), model))
     found = figures(scores, "accuracy")
     assert [(row.value, row.standard_error, row.n) for row in found] == [(1.0, 0.0, 30)] * 3
     assert [row.at["demonstrations"] for row in found] == [0, 5, 40]
@@ -47,7 +48,7 @@ def test_the_oracle_is_always_right(files):
 def test_a_uniform_model_is_right_by_chance(files):
     rng = np.random.default_rng(0)
     model = Reader(lambda prompt: LABELS[rng.integers(4)], LABELS)
-    scores = run_task(model, make(Options(**files, shots=[1, 2, 3], items=240), model))
+    scores = run_task(model, ShotsTask(Options(**files, shots=[1, 2, 3], items=240), model))
     for row in figures(scores, "accuracy"):
         assert row.standard_error == pytest.approx((row.value * (1 - row.value) / 240) ** 0.5)
         assert abs(row.value - 0.25) < 2 * row.standard_error
@@ -57,7 +58,7 @@ def test_a_uniform_model_is_right_by_chance(files):
 def test_several_draws_of_one_item_are_one_observation(files):
     """Half of the items right in every draw, the others in the first of two alone."""
     model = Reader(truth, LABELS)
-    task = make(Options(**files, shots=[1], items=20, draws=2), model)
+    task = ShotsTask(Options(**files, shots=[1], items=20, draws=2), model)
     assert len({request.prompt for request in task.requests}) == 40
     (right,) = {tuple(sorted(LABELS).index(item.label) for item in task.items)}
     wrong = [(index + 1) % 4 if place >= 10 else index for place, index in enumerate(right)]
@@ -71,7 +72,7 @@ def test_several_draws_of_one_item_are_one_observation(files):
 def test_what_is_shown(files):
     """The form written out, one of each class in a round, more shots after fewer, the same before every item."""
     model = Reader(truth, LABELS)
-    task = make(Options(**files, shots=[1, 2, 5], items=6, seed=3), model)
+    task = ShotsTask(Options(**files, shots=[1, 2, 5], items=6, seed=3), model)
     blocks, prompts = {}, [model.tokenizer.decode(request.prompt) for request in task.requests]
     for place, prompt in enumerate(prompts):
         *shown, question = prompt.removeprefix("<|endoftext|>").split("\n==\n")
@@ -86,7 +87,7 @@ def test_what_is_shown(files):
     assert blocks[1][:4] == blocks[0]
     assert blocks[2][:8] == blocks[1]
     assert {item.label for item in task.items[:4]} == set(LABELS)
-    other = make(Options(**files, shots=[1, 2, 5], items=6, seed=4), model)
+    other = ShotsTask(Options(**files, shots=[1, 2, 5], items=6, seed=4), model)
     assert not {request.prompt for request in other.requests} & {request.prompt for request in task.requests}
 
 
@@ -94,7 +95,7 @@ def test_tokens_are_those_of_the_whole_text(files):
     texts = [f"Text: {word} of new york\nLabel: new york\n==\n" for word in ("some", "words", "here")] * 20
     tokenizer = train_bpe(texts, 400)
     model = Reader(truth, LABELS, tokenizer=tokenizer)
-    task = make(Options(**files, shots=[2], items=5), model)
+    task = ShotsTask(Options(**files, shots=[2], items=5), model)
     for request in task.requests:
         text = tokenizer.decode(request.prompt[1:])
         for label, option in zip(task.labels, request.options, strict=True):
@@ -120,7 +121,7 @@ def wanting(monkeypatch, tokenizer, label):
             logits[target[len(path) - 1]] = 1.0
             return logits
 
-    monkeypatch.setattr(language_model, "PrefixCache", Wanting)
+    monkeypatch.setattr(causal, "PrefixCache", Wanting)
     network = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: None))
     network.eval = lambda: network
     model = CausalLanguageModel(network, tokenizer, context_tokens=1000)
@@ -151,7 +152,7 @@ def test_labels_that_a_tokenizer_cannot_tell_apart():
     with pytest.raises(DataError, match=r"gives the labels 'May' and 'may' the same tokens \[6\]; rename one"):
         PromptForm(lower, ["june", "May", "may"], ("Text", "Label"))
     with pytest.raises(
-        DataError, match=r"the label 'may', its line end included, begins the label 'may june', and could"
+        DataError, match=r"the label 'may', its line end included, is a prefix of the label 'may june' and could"
     ):
         PromptForm(lower, ["may june", "june", "may"], ("Text", "Label"))
 
@@ -160,7 +161,7 @@ def test_a_tokenizer_that_joins_prompt_and_label():
     vocabulary = {character: n for n, character in enumerate("<>abelxtTL:= \n")}
     backend = tokenizers.Tokenizer(models.BPE({**vocabulary, "e": 90, ": ": 91, "<eot>": 92}, [(":", " ")]))
     tokenizer = Tokenizer(backend, end_of_text="<eot>", pad="<eot>")
-    with pytest.raises(DataError, match=r"does not split .*before ' a\\n', so that a prompt which ends there"):
+    with pytest.raises(DataError, match=r"does not split .*before ' a\\n', so a prompt that ends there"):
         PromptForm(tokenizer, ["a", "b"], ("T", "L"))
 
 
@@ -169,7 +170,7 @@ def test_what_fits_into_the_context(files):
 
     def task(context_tokens, **options):
         model = Reader(truth, LABELS, context_tokens=context_tokens)
-        return make(Options(**files, items=8, **options), model)
+        return ShotsTask(Options(**files, items=8, **options), model)
 
     longest = max(len(option) for option in task(10**6, shots=[1]).requests[0].options)
     whole = task(10**6, shots=[7]).requests
@@ -199,13 +200,13 @@ def test_what_fits_into_the_context(files):
         ({"shots": [41]}, EvaluationError, "shots=41: the largest class has 40 training examples"),
         ({"demonstrations": [124]}, EvaluationError, "demonstrations=124: there are 123 training examples"),
         ({"items": 241}, DataError, "items=241: train.jsonl, test.jsonl has 240 test examples"),
-        ({"shots": [1], "demonstrations": [1]}, ConfigError, "give one of the two, a class or in all"),
+        ({"shots": [1], "demonstrations": [1]}, ConfigError, "give one of the two, per class or in total"),
         ({"shots": [0]}, ConfigError, r"shots=\[0\]: give different numbers, none below 1"),
         ({"demonstrations": []}, ConfigError, r"demonstrations=\[\]: give different numbers, none below 0"),
         ({"shots": [2, 2]}, ConfigError, r"shots=\[2, 2\]"),
         ({"items": 0}, ConfigError, "items=0: give at least 1"),
         ({"draws": 0}, ConfigError, "draws=0: give at least 1"),
-        ({"seed": -1}, ConfigError, "seed=-1: give 0 or more"),
+        ({"seed": -1}, ConfigError, "seed=-1: give at least 0"),
         ({"data": "trec"}, ConfigError, "data=trec and train_file=.*: give one of the two"),
         ({"train_file": None}, ConfigError, "test_file=.* without a train_file: give both"),
         ({"text_word": "a\nb"}, ConfigError, r"text_word='a\\nb': give a word"),
@@ -213,7 +214,7 @@ def test_what_fits_into_the_context(files):
 )
 def test_impossible_options_are_refused(options, error, words, files):
     with pytest.raises(error, match=words):
-        make(Options(**files | options), Reader(truth, LABELS))
+        ShotsTask(Options(**files | options), Reader(truth, LABELS))
 
 
 def test_words_of_the_sets(files):

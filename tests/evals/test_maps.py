@@ -7,8 +7,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from difftransformer import DiffTransformerConfig, DiffTransformerForCausalLM
 from difftransformer.data.tokenizer import byte_tokenizer
 from difftransformer.errors import ConfigError, DataError, EvaluationError
-from difftransformer.evals import CausalLanguageModel, run_task, taps
-from difftransformer.evals.tasks.maps import Options, make
+from difftransformer.evals import CausalLanguageModel, run_task
+from difftransformer.evals.probes.maps import head_maps
+from difftransformer.evals.tasks.maps import MapsTask, Options
 
 SIZES = {"vocab_size": 258, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
 SIZES |= {"max_position_embeddings": 200, "initializer_range": 0.3}
@@ -23,7 +24,7 @@ def network(attention_type):
 
 def scores_of(attention_type, **options):
     model = CausalLanguageModel(network(attention_type), byte_tokenizer())
-    return run_task(model, make(Options(**options), model))
+    return run_task(model, MapsTask(Options(**options), model))
 
 
 def square(grid):
@@ -84,7 +85,7 @@ def test_a_window_leaves_zeros():
     torch.manual_seed(1)
     config = DiffTransformerConfig(attention_type="diff", sliding_window=3, **SIZES)
     with torch.no_grad():
-        found = taps.head_maps(DiffTransformerForCausalLM(config).eval(), torch.arange(6).unsqueeze(0))
+        found = head_maps(DiffTransformerForCausalLM(config).eval(), torch.arange(6).unsqueeze(0))
     assert found["maps"][0]["first"][5][:3] == [0.0, 0.0, 0.0]
     assert sum(found["maps"][0]["first"][5][3:]) == pytest.approx(1, abs=1e-3)
 
@@ -100,5 +101,5 @@ def test_what_cannot_be_drawn(tmp_path):
         scores_of("diff", heads=[2])
     with pytest.raises(ConfigError, match="prompt='': give a text"):
         Options(prompt="")
-    with pytest.raises(ConfigError, match=r"layers=\[-1\].*counted from 0"):
+    with pytest.raises(ConfigError, match=r"layers=\[-1\]: give at least 0"):
         Options(layers=[-1])

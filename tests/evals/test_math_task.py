@@ -8,10 +8,10 @@ import pytest
 from difftransformer.cli.main import main
 from difftransformer.data import byte_tokenizer
 from difftransformer.errors import ConfigError, DataError
-from difftransformer.evals.runner import run_task
-from difftransformer.evals.stopping import stop_tokens, text_until
-from difftransformer.evals.tasks.math import Options, make
-from difftransformer.evals.tasks.math_answers import extract_answer, is_right, number_of, same_answer
+from difftransformer.evals.engine import run_task
+from difftransformer.evals.judges.math_answers import extract_answer, is_right, number_of, same_answer
+from difftransformer.evals.models.stopping import stop_tokens, text_until
+from difftransformer.evals.tasks.math import MathTask, Options
 from tests.support.answering import Writer, tiny_model
 
 
@@ -139,12 +139,12 @@ def test_the_oracle_and_the_wrong_model(problems, shots):
     # Without worked examples nothing says where a solution ends but the end of text.
     write = solve if shots else lambda prompt: solve(prompt).partition("\n")[0]
     oracle = Writer(write)
-    found = figures(run_task(oracle, make(options, oracle)))
+    found = figures(run_task(oracle, MathTask(options, oracle)))
     assert (found["accuracy", "odd"].value, found["accuracy", "odd"].n) == (1.0, 10)
     assert (found["mean accuracy", None].value, found["mean accuracy", None].n) == (1.0, 20)
     assert all(prompt.count("Problem: ") == shots + 1 for prompt in oracle.prompts)
     wrong = Writer(lambda prompt: solve(prompt, off=1))
-    assert figures(run_task(wrong, make(options, wrong)))["mean accuracy", None].value == 0
+    assert figures(run_task(wrong, MathTask(options, wrong)))["mean accuracy", None].value == 0
 
 
 def test_an_ending_of_several_tokens():
@@ -157,7 +157,7 @@ def test_an_ending_of_several_tokens():
 
 def test_lengths_and_the_cap(problems):
     model = Writer(lambda prompt: " 1" * (3 if "1000" in prompt else 30) + "\nProblem: more")
-    found = figures(run_task(model, make(Options(sets=[problems], max_new_tokens=20), model)))
+    found = figures(run_task(model, MathTask(Options(sets=[problems], max_new_tokens=20), model)))
     assert found["solution length", "odd"].value == (6 + 20) / 2
     assert found["cut by the cap", "odd"].value == 0.5
 
@@ -169,7 +169,7 @@ def test_a_guesser_scores_chance(problems, tmp_path):
     draw, path = random.Random(0), tmp_path / "digits.jsonl"
     path.write_text("".join(json.dumps({"question": f"{i}?", "answer": i % 10}) + "\n" for i in range(400)))
     model = Writer(lambda prompt: f" {draw.randrange(10)}")
-    found = figures(run_task(model, make(Options(sets=[str(path)], shots=0), model)))["accuracy", "digits"]
+    found = figures(run_task(model, MathTask(Options(sets=[str(path)], shots=0), model)))["accuracy", "digits"]
     assert abs(found.value - 0.1) < 3 * (0.09 / 400) ** 0.5
     assert found.standard_error == pytest.approx((found.value * (1 - found.value) / 400) ** 0.5)
 
@@ -177,7 +177,7 @@ def test_a_guesser_scores_chance(problems, tmp_path):
 def test_chat_prompts(problems):
     model = Writer(lambda prompt: solve(prompt).partition("\n")[0])
     model.tokenizer.chat_template = "<{{ messages[0]['content'] }}>{% if add_generation_prompt %}!{% endif %}"
-    found = figures(run_task(model, make(Options(sets=[problems], prompt="chat", shots=0), model)))
+    found = figures(run_task(model, MathTask(Options(sets=[problems], prompt="chat", shots=0), model)))
     assert found["mean accuracy", None].value == 1.0
     assert model.prompts[0].startswith("<Solve the problem step by step.")
     assert model.prompts[0].endswith(">!")
@@ -203,7 +203,7 @@ def test_a_prompt_longer_than_the_context(problems):
     with pytest.raises(
         DataError, match=r"odd/1: the prompt takes \d+ tokens .* 1024, the model's context has 1200; lower"
     ):
-        make(Options(sets=[problems]), model)
+        MathTask(Options(sets=[problems]), model)
 
 
 def test_the_command(problems, tmp_path, capfd):

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from difftransformer.errors import ConfigError, EvaluationError
-from difftransformer.evals.runner import run_task
-from difftransformer.evals.tasks.order import Options, binomial_margin, make
+from difftransformer.evals.engine import run_task
+from difftransformer.evals.tasks.order import Options, OrderTask, binomial_margin
 from tests.support.classification import Reader, figures, truth, write_labelled
 
 LABELS = ("a", "b", "c")
@@ -30,7 +30,7 @@ def shown_labels(prompt):
 
 def evaluate(choose, **options):
     model = Reader(choose, LABELS)
-    task = make(Options(**options), model)
+    task = OrderTask(Options(**options), model)
     return task, run_task(model, task)
 
 
@@ -104,7 +104,7 @@ def test_a_model_that_is_right_behind_one_class_alone(files):
 @pytest.mark.parametrize("form", ["random", "alternating"])
 def test_orders_of_the_same_demonstrations(form, files):
     model = Reader(truth, LABELS)
-    task = make(Options(**files, shots=4, format=form), model)
+    task = OrderTask(Options(**files, shots=4, format=form), model)
     assert len(task.requests) == 10 * {"random": 10, "alternating": 30}[form]
     prompts = first_prompts(task, model.tokenizer)
     blocks = [tuple(prompt.removeprefix("<|endoftext|>").split("\n==\n")[:-1]) for prompt in prompts]
@@ -133,7 +133,7 @@ def test_the_floor_is_exact():
 
 def test_what_fits(files):
     def task(context_tokens, **options):
-        return make(Options(**files | options), Reader(truth, LABELS, context_tokens))
+        return OrderTask(Options(**files | options), Reader(truth, LABELS, context_tokens))
 
     longest = max(len(request.prompt) + 3 for request in task(10**6, shots=4, orders=2).requests)
     assert task(10**6).at == {"format": "random", "shots": 8, "demonstrations": 24}

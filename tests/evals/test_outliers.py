@@ -10,9 +10,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from difftransformer import DiffTransformerConfig, DiffTransformerForCausalLM
 from difftransformer.data.tokenizer import byte_tokenizer
 from difftransformer.errors import ConfigError, DataError, EvaluationError
-from difftransformer.evals import CausalLanguageModel, run_task, taps
-from difftransformer.evals.magnitudes import Magnitude, merged
-from difftransformer.evals.tasks.outliers import Options, make, ranks
+from difftransformer.evals import CausalLanguageModel, run_task
+from difftransformer.evals.probes.magnitudes import Magnitude, magnitudes
+from difftransformer.evals.tasks.outliers import Options, OutliersTask, merge, ranks
 
 SIZES = {"vocab_size": 258, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 SIZES |= {"max_position_embeddings": 64, "initializer_range": 0.3}
@@ -60,9 +60,9 @@ def plain_pass(model, rows):
 def test_equal_to_plain_hooks():
     model, rows = llama(), rows_of(6, 24)
     logits, hidden = plain_pass(model, rows)
-    found = [taps.magnitudes(model, list(part[:, None]), 20) for part in rows.split(2)]
+    found = [magnitudes(model, list(part[:, None]), 20) for part in rows.split(2)]
     for key, expected in (("logits", logits), ("hidden", hidden)):
-        spread = merged([part[key] for part in found], 20)
+        spread = merge([part[key] for part in found], 20)
         assert spread.count == len(expected)
         assert spread.largest == pytest.approx(expected.topk(20).values.tolist(), rel=1e-5)
         assert spread.median == pytest.approx(statistics.median(expected.tolist()), rel=2**-8)
@@ -76,7 +76,7 @@ def test_both_maps_are_pooled_and_a_shared_one_counts_once():
     grouped = DiffTransformerForCausalLM(DiffTransformerConfig(attention_type="grouped_diff", **grouped)).eval()
     for model, maps in ((diff, 2 * 2), (grouped, 4 + 1)):
         with torch.no_grad():
-            found = taps.magnitudes(model, [rows_of(1, 10)], 5)
+            found = magnitudes(model, [rows_of(1, 10)], 5)
         assert sum(found["logits"]["counts"]) == count * maps
 
 
@@ -91,7 +91,7 @@ def test_a_planted_outlier_is_found_exactly():
     rows = torch.full((1, 8), 9)
     rows[0, [1, 4, 5]] = 7
     with torch.no_grad():
-        found = taps.magnitudes(model, [rows], 8)
+        found = magnitudes(model, [rows], 8)
     assert found["hidden"]["largest"][:6] == [1234.5] * 6
     assert found["hidden"]["largest"][6] <= 1
 
@@ -106,12 +106,12 @@ def test_largest_and_median_over_parts():
         part.add(torch.empty(0))
         part.add(torch.ones(3), torch.zeros(3, dtype=torch.bool))
         parts.append(part.summary())
-    spread = merged(parts, 30)
+    spread = merge(parts, 30)
     assert (spread.count, spread.median) == (101, 51.0)  # whole numbers up to 256 are bf16's
     assert spread.largest == values[:-31:-1]
     even = Magnitude("x", 3)
     even.add(torch.tensor([1.0, -2.0, 4.0, 0.0]))
-    assert merged([even.summary()], 3).median == 1.5
+    assert merge([even.summary()], 3).median == 1.5
     few = Magnitude("x", 5)
     few.add(torch.tensor([[3.0, 9.0], [0.0, 2.0]]), torch.tensor([[True, False], [True, True]]))
     assert few.summary()["largest"] == [3.0, 2.0, 0.0]
@@ -138,7 +138,7 @@ def test_memory_does_not_depend_on_the_tokens():
         gc.collect()
         peaks.append(0)
         with torch.no_grad():
-            answers.append(taps.magnitudes(model, rows, 10))
+            answers.append(magnitudes(model, rows, 10))
         peaks[-1] -= stored
         del rows
     handle.remove()
@@ -151,9 +151,9 @@ def test_the_task(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("".join(chr(33 + 7 * i * i % 89) for i in range(600)))
     model = CausalLanguageModel(llama(), byte_tokenizer())
-    task = make(Options(text=str(text), tokens=330, window=10), model)
+    task = OutliersTask(Options(text=str(text), tokens=330, window=10), model)
     assert [len(request.rows) for request in task.requests] == [2] * 13 + [1] * 7
-    task = make(Options(text=str(text), tokens=69, window=10, largest=12), model)
+    task = OutliersTask(Options(text=str(text), tokens=69, window=10, largest=12), model)
     rows = [row for request in task.requests for row in request.rows]
     assert len(set(rows)) == len(rows) == 6
     assert {len(row) for row in rows} == {10}
@@ -165,7 +165,7 @@ def test_the_task(tmp_path):
     assert figures["attention logits", 1].value == pytest.approx(logits.max().item(), rel=1e-5)
     assert figures["hidden states", "median"].value == pytest.approx(hidden.median().item(), rel=2**-7)
     with pytest.raises(DataError, match=r"601 tokens, and 1000 are needed for 100 rows of 10"):
-        make(Options(text=str(text), tokens=1000, window=10), model)
+        OutliersTask(Options(text=str(text), tokens=1000, window=10), model)
 
 
 def test_ranks_of_the_curve():

@@ -1,5 +1,7 @@
 """A task under coarser numbers: 16 bits change nothing, few bits round the logits as they say, figures carry the setting."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -7,9 +9,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from difftransformer import DiffTransformerConfig, DiffTransformerForCausalLM
 from difftransformer.data.tokenizer import byte_tokenizer
 from difftransformer.errors import ConfigError
-from difftransformer.evals import CausalLanguageModel, run_task, taps
-from difftransformer.evals.task import Continuation, Loss, Quantized, answers_to
-from difftransformer.evals.tasks.quantized import Options, make
+from difftransformer.evals import CausalLanguageModel, run_task
+from difftransformer.evals.models.quantized import quantized_logits
+from difftransformer.evals.requests import Continuation, Loss, answers_to
+from difftransformer.evals.tasks.quantized import Options, QuantizedTask
 from difftransformer.ops.reference import watching_logits
 from tests.support.fakes import Oracle
 
@@ -30,16 +33,18 @@ def requests_of(kind):
     return [kind(tuple(row)) for row in rows]
 
 
+def under(language_model, requests, bits, granularity="row", weights="none", activations="none"):
+    with language_model.quantized(bits, granularity, weights, activations) as coarse:
+        return answers_to(coarse, requests)
+
+
 def test_sixteen_bits_change_nothing(model):
     language_model = CausalLanguageModel(model, None)
     for requests in (requests_of(Loss), requests_of(lambda row: Continuation(row, 4))):
         plain = answers_to(language_model, requests)
-        assert answers_to(language_model, [Quantized(request, 16, "row") for request in requests]) == plain
+        assert under(language_model, requests, 16) == plain
     losses = requests_of(Loss)
-    found = {
-        bits: torch.tensor(answers_to(language_model, [Quantized(request, bits, "row") for request in losses]))
-        for bits in (12, 8, 6, 4)
-    }
+    found = {bits: torch.tensor(under(language_model, losses, bits)) for bits in (12, 8, 6, 4)}
     plain = torch.tensor(answers_to(language_model, losses))
     errors = [(found[bits] - plain).abs().mean().item() for bits in (12, 8, 6, 4)]
     assert errors == sorted(errors)
@@ -50,11 +55,10 @@ def test_sixteen_bits_change_nothing(model):
 
 @pytest.mark.parametrize("granularity", ["row", "head", "tensor"])
 def test_an_answer_does_not_depend_on_what_is_asked_beside_it(model, granularity):
-    requests = [
-        Quantized(request, 5, granularity) for request in requests_of(lambda row: Continuation(row[:12] * 2, 3))
-    ]
+    requests = requests_of(lambda row: Continuation(row[:12] * 2, 3))
     language_model = CausalLanguageModel(model, None)
-    assert [answers_to(language_model, [request])[0] for request in requests] == answers_to(language_model, requests)
+    alone = [under(language_model, [request], 5, granularity)[0] for request in requests]
+    assert alone == under(language_model, requests, 5, granularity)
     assert language_model.prefix_caching
 
 
@@ -67,7 +71,7 @@ def test_the_logits_stand_on_the_grid(model, granularity, shared):
         return scores
 
     ids = torch.tensor([request.ids for request in requests_of(Loss)])
-    with torch.no_grad(), taps.quantized_logits(model, 6, granularity), watching_logits(keep):
+    with torch.no_grad(), quantized_logits(model, 6, granularity), watching_logits(keep):
         model(ids)
     assert len(seen) == (4 if model.config.model_type == "difftransformer" else 2)
     for scores in seen:
@@ -79,7 +83,7 @@ def test_the_logits_stand_on_the_grid(model, granularity, shared):
 def test_weights_and_activations_are_asked_apart(model):
     language_model, (request, *_) = CausalLanguageModel(model, None), requests_of(Loss)
     settings = [("none", "none"), ("int8", "none"), ("int4", "none"), ("none", "int8")]
-    found = answers_to(language_model, [Quantized(request, 16, "row", *setting) for setting in settings])
+    found = [under(language_model, [request], 16, "row", *setting)[0] for setting in settings]
     plain = torch.tensor(found[0])
     assert answers_to(language_model, [request])[0] == found[0]
     errors = [(torch.tensor(row) - plain).abs().mean().item() for row in found]
@@ -88,11 +92,17 @@ def test_weights_and_activations_are_asked_apart(model):
 
 
 class Seer(Oracle):
-    """Is right whatever the setting."""
+    """Is right whatever the setting, which it keeps."""
+
+    opened = ()
+
+    @contextmanager
+    def quantized(self, *setting):
+        self.opened = (*self.opened, setting)
+        yield Oracle(self.tokenizer)
 
     def answer(self, requests):
-        assert all(isinstance(request, Quantized) for request in requests)
-        yield from super().answer([request.request for request in requests])
+        raise AssertionError("asked without a setting")
 
 
 def test_the_figures_are_the_tasks_own_at_each_setting(toy_shards, toy_text):
@@ -107,12 +117,14 @@ def test_the_figures_are_the_tasks_own_at_each_setting(toy_shards, toy_text):
     }
     options = Options(task="needle", task_options=needles, bits=[16, 4], granularity=["row", "tensor"], weights="int4")
     assert options.seed == 4
-    task = make(options, Seer(toy_shards.tokenizer))
+    task = QuantizedTask(options, Seer(toy_shards.tokenizer))
     # 16 bits are asked once, whatever shares a step.
     assert [(r.bits, r.granularity, r.weights) for r in task.requests[::2]] == [
         (16, "row", "int4"), (4, "row", "int4"), (4, "tensor", "int4"),
     ]  # fmt: skip
-    scores = run_task(Seer(toy_shards.tokenizer), task)
+    model = Seer(toy_shards.tokenizer)
+    scores = run_task(model, task)
+    assert model.opened == ((16, "row", "int4", "none"), (4, "row", "int4", "none"), (4, "tensor", "int4", "none"))
     assert all(row.value == 1.0 for row in scores.measurements)
     settings = {(row.at["bits"], row.at["granularity"]) for row in scores.measurements}
     assert settings == {(16, "row"), (16, "tensor"), (4, "row"), (4, "tensor")}
@@ -127,7 +139,9 @@ def test_perplexity_is_the_default(tmp_path):
     options = Options(task_options={"text": str(tmp_path / "text.txt"), "window": 20, "windows": 2}, bits=[8])
     torch.manual_seed(1)
     model = LlamaForCausalLM(LlamaConfig(**SIZES, intermediate_size=48)).eval()
-    scores = run_task(language_model := CausalLanguageModel(model, byte_tokenizer()), make(options, language_model))
+    scores = run_task(
+        language_model := CausalLanguageModel(model, byte_tokenizer()), QuantizedTask(options, language_model)
+    )
     assert scores.measurements[0].name == "nll"
     assert scores.measurements[0].at == {"bits": 8, "granularity": "row"}
 
@@ -135,7 +149,7 @@ def test_perplexity_is_the_default(tmp_path):
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"task": "quantized"}, "task='quantized': choose one of perplexity"),
+        ({"task": "quantized"}, "task='quantized': choose one of allocation, hallucination"),
         ({"task": "none"}, "task='none'"),
         ({"bits": []}, r"bits=\[\]"),
         ({"bits": [1]}, r"bits=\[1\]: give different numbers from 2 to 16"),

@@ -10,8 +10,8 @@ import torch
 from difftransformer.cli.main import main
 from difftransformer.data import byte_tokenizer
 from difftransformer.errors import ConfigError, DataError
-from difftransformer.evals.runner import run_task
-from difftransformer.evals.tasks.recall import Options, counted, make, packed
+from difftransformer.evals.engine import run_task
+from difftransformer.evals.tasks.recall import Options, RecallTask, counted, packed
 from tests.support.answering import tiny_model
 from tests.support.fakes import TensorModel, Uniform
 
@@ -47,7 +47,7 @@ def figures(scores):
 
 
 def test_planted_losses_are_measured_exactly(text):
-    found = figures(run_task(Planted(), make(Options(text=text, window=40, windows=6), Planted())))
+    found = figures(run_task(Planted(), RecallTask(Options(text=text, window=40, windows=6), Planted())))
     assert found["nll of AR-hits"].value == 1.0
     assert found["nll of others"].value == 5.0
     share = found["share of AR-hits"].value
@@ -60,11 +60,11 @@ def test_planted_losses_are_measured_exactly(text):
 def test_hits_of_a_text_by_hand(tmp_path):
     path = tmp_path / "text.txt"
     path.write_text("abcabxaaa")
-    task = make(Options(text=str(path), window=8, windows=1), Planted())
+    task = RecallTask(Options(text=str(path), window=8, windows=1), Planted())
     # Targets b c a b x a a a: the second "ab" and the second "aa".
     assert task.hits.tolist() == [[False, False, False, True, False, False, False, True]]
     path.write_text("abcdabcd")
-    task = make(Options(text=str(path), window=8, windows=1, ngram=3), Planted())
+    task = RecallTask(Options(text=str(path), window=8, windows=1, ngram=3), Planted())
     assert task.hits.tolist() == [[False] * 5 + [True, True, False]]
 
 
@@ -74,20 +74,20 @@ def test_frequent_pairs_are_others(text, tmp_path):
     frequent = {(ord(a), ord(b)) for a, b in ("th", "he", "e ", " t")}
     options = Options(text=text, window=40, windows=6, train_text=str(train), max_train_count=10)
     model = Planted(frequent)
-    found = figures(run_task(model, make(options, model)))
+    found = figures(run_task(model, RecallTask(options, model)))
     assert (found["nll of AR-hits"].value, found["nll of others"].value) == (1.0, 5.0)
     fewer = found["share of AR-hits"].value
-    every = make(Options(text=text, window=40, windows=6), model).hits.mean()
+    every = RecallTask(Options(text=text, window=40, windows=6), model).hits.mean()
     assert fewer < every
     # At most so often is rare still: none of these pairs comes more than 50 times.
     loose = Options(text=text, window=40, windows=6, train_text=str(train), max_train_count=50)
-    assert make(loose, model).hits.mean() == every
+    assert RecallTask(loose, model).hits.mean() == every
 
 
 def test_uniform_model_has_the_same_loss_on_both_sides(text):
     model = Uniform(VOCABULARY)
     model.tokenizer = byte_tokenizer()
-    found = figures(run_task(model, make(Options(text=text, window=40, windows=6), model)))
+    found = figures(run_task(model, RecallTask(Options(text=text, window=40, windows=6), model)))
     assert found["nll of AR-hits"].value == pytest.approx(np.log(VOCABULARY))
     assert found["nll of others"].value == pytest.approx(np.log(VOCABULARY))
 
@@ -115,7 +115,7 @@ def test_shards_count_as_their_text(toy_shards, toy_text):
 
     text = str(next(iter(sorted(toy_text.iterdir()))))
     options = {"text": text, "window": 200, "windows": 3, "max_train_count": 40}
-    task = make(Options(**options, train_text=str(toy_shards.folder)), Toy())
+    task = RecallTask(Options(**options, train_text=str(toy_shards.folder)), Toy())
     stream = toy_shards.tokens("train")[:].tolist()
     counts = Counter(pairwise(stream))
     for request, hits in zip(task.requests, task.hits.tolist(), strict=True):
@@ -123,8 +123,8 @@ def test_shards_count_as_their_text(toy_shards, toy_text):
         for pair, hit in zip(pairwise(request.ids), hits, strict=True):
             assert hit == (pair in seen and counts[pair] <= 40)
             seen.add(pair)
-    with pytest.raises(DataError, match="shards of another tokenizer"):
-        make(Options(**options, train_text=str(toy_shards.folder)), Planted())
+    with pytest.raises(DataError, match="the shards have another tokenizer"):
+        RecallTask(Options(**options, train_text=str(toy_shards.folder)), Planted())
 
 
 @pytest.mark.parametrize(
@@ -138,13 +138,13 @@ def test_impossible_options(fields, words):
 
 def test_what_does_not_fit(text, tmp_path):
     with pytest.raises(ConfigError, match="ngram=8: with 258 tokens"):
-        make(Options(text=text, window=40, ngram=8), Planted())
+        RecallTask(Options(text=text, window=40, ngram=8), Planted())
     with pytest.raises(ConfigError, match="window=2 is shorter than an n-gram of 3"):
-        make(Options(text=text, window=2, ngram=3), Planted())
+        RecallTask(Options(text=text, window=2, ngram=3), Planted())
     path = tmp_path / "new.txt"
     path.write_text("abcdefgh")
     with pytest.raises(DataError, match="0 of 8 tokens are AR-hits"):
-        make(Options(text=str(path), window=8), Planted())
+        RecallTask(Options(text=str(path), window=8), Planted())
 
 
 def test_the_command(text, tmp_path, capfd):

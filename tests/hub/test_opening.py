@@ -15,7 +15,7 @@ from transformers.models.diffllama.modeling_diffllama import DiffLlamaAttention
 from difftransformer import DiffTransformerConfig, DiffTransformerForCausalLM
 from difftransformer.data import byte_tokenizer
 from difftransformer.errors import CheckpointError
-from difftransformer.evals.task import Loss, answers_to
+from difftransformer.evals.requests import Loss, answers_to
 from difftransformer.evals.tasks import perplexity
 from difftransformer.hub import open_language_model
 from difftransformer.studies.tasks import evaluate_task

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from difftransformer.report.tasks import draw_task, hallucination, math, recall
+from difftransformer.evals.tasks import hallucination, math, recall
+from difftransformer.report.tasks import draw_task
 from difftransformer.results import Measurement
 from tests.support.task_results import task_result
 

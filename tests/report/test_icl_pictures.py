@@ -2,7 +2,8 @@
 
 import pytest
 
-from difftransformer.report.tasks import draw_task, icl, order
+from difftransformer.evals.tasks import icl, order
+from difftransformer.report.tasks import draw_task
 from difftransformer.results import ItemScore, Measurement
 from tests.support.task_results import task_result
 

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 from matplotlib.figure import Figure
 
-from difftransformer.report.tasks import allocation, draw_task, maps, measurement_table, outliers, quantized
+from difftransformer.evals.tasks import allocation, maps, outliers, quantized
+from difftransformer.report.tasks import draw_task, measurement_table
 from difftransformer.results import Grid, Measurement
 from tests.support.task_results import task_result
 

@@ -6,8 +6,9 @@ from collections import defaultdict
 
 import torch
 
-from difftransformer.evals.segments import row_sums
-from difftransformer.evals.task import Continuation, LastRow, Loss
+from difftransformer.evals.probes import LastRow
+from difftransformer.evals.probes.last_row import row_sums
+from difftransformer.evals.requests import Continuation, Loss
 
 
 class TensorModel:
@@ -23,6 +24,8 @@ class TensorModel:
                     by_length[len(request.ids if kind is Loss else request.prompt)].append(index)
             for chosen in by_length.values():
                 yield from zip(chosen, self._answers(kind, [requests[index] for index in chosen]), strict=True)
+
+    probe = answer
 
     def _answers(self, kind, requests):
         if kind is Loss:

@@ -4,9 +4,9 @@ from pathlib import Path
 
 from ..errors import EXIT_ERROR, ConfigError
 from ..model.dtypes import WeightsDtype
+from ..report import write_suite
 from ..report.tasks import measurement_table
-from ..report.tasks.page import write_suite
-from ..report.terminal import _rich
+from ..report.terminal import rich_table
 from ..studies.suite import load_suite, run_suite
 from .arguments import check_device
 from .console import console, log, resumable, show
@@ -29,21 +29,21 @@ def run(
     batch_tokens: int = 16_384,
     accelerate: bool = True,
 ) -> int:
-    """Run a set of experiments on one or more models and write one report.
+    """Run several tasks on one or more models and write one report.
 
     Args:
-        preset: quick, paper, or a YAML file of your own.
-        out: Folder for results and index.html. A suite that was stopped goes on there.
+        preset: quick, paper, or your own YAML file.
+        out: Folder for results and index.html. An interrupted suite continues there.
         device: cpu or cuda.
-        dtype: Of the weights; auto is what they were saved in.
-        batch_tokens: Most tokens of rows side by side.
-        accelerate: Whether other models' attention goes through this package's kernels, where these can say it.
+        dtype: Dtype of the weights; auto keeps the one in which they were saved.
+        batch_tokens: Maximum number of tokens of a batch.
+        accelerate: Whether to compute the attention of other models with this package's kernels, where these support it.
     """
     check_device(device)
     if batch_tokens < 1:
         raise ConfigError(f"--batch_tokens {batch_tokens}: give at least 1")
     if len(set(models)) < len(models):
-        raise ConfigError("a model was named twice; name each once")
+        raise ConfigError("a model is given twice; give each model once")
     suite, folder = load_suite(preset), Path(out)
     with resumable("stopped; every answer is saved"):
         found, missing = run_suite(
@@ -54,12 +54,12 @@ def run(
             dtype=dtype,
             batch_tokens=batch_tokens,
             accelerated=accelerate,
-            progress=evaluation_progress,
-            say=log,
+            progress_bar=evaluation_progress,
+            log=log,
         )
     for results in found.values():
         if results:
-            console.print(_rich(measurement_table(results, brief=True)))
+            console.print(rich_table(measurement_table(results, brief=True)))
     reasons = [(row.name, row.model, row.reason) for row in missing]
     page = write_suite(suite.name, found, reasons, folder)
     show(f"Report: {page}")

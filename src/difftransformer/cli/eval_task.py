@@ -1,15 +1,15 @@
-"""difftransformer eval TASK: one experiment on any saved model. The task's own options are the fields of its dataclass."""
+"""difftransformer eval TASK: one task on any saved model. The task's own flags are the fields of its options."""
 
 import dataclasses
 from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
-from ..evals.tasks import options_class
+from ..evals.tasks import task_kind
 from ..hub import open_language_model
 from ..model.dtypes import WeightsDtype
 from ..report.tasks import measurement_table, write_picture
-from ..report.terminal import _rich
+from ..report.terminal import rich_table
 from ..studies.tasks import evaluate_task
 from .arguments import check_device
 from .console import console, log, resumable, show
@@ -17,8 +17,8 @@ from .progress import evaluation_progress
 
 
 def declare(verb: str) -> type:
-    """The dataclass whose fields a verb takes beside `run`'s own arguments."""
-    return options_class(verb.removeprefix("eval "))
+    """Return the dataclass whose fields a command takes beside the arguments of `run`."""
+    return task_kind(verb.removeprefix("eval ")).options
 
 
 def run(
@@ -34,20 +34,20 @@ def run(
     verb: str,
     options: Any,
 ) -> int:
-    """Run one experiment on a model.
+    """Run one task on a model.
 
     Args:
         model: Run folder (its newest checkpoint), checkpoint, folder of any causal language model that transformers opens
-            without code of its own, .gguf file, or owner/name on the Hugging Face hub.
-        out: Folder for results, answers and picture; evals/MODEL by default. An evaluation that was stopped goes on there.
+            without custom code, .gguf file, or owner/name on the Hugging Face hub.
+        out: Folder for results, answers and picture; evals/MODEL by default. An interrupted evaluation continues there.
         device: cpu or cuda.
-        dtype: Of the weights; auto is what they were saved in.
-        context_tokens: Most tokens of a row; the model's positions by default.
-        batch_tokens: Most tokens of rows side by side.
-        prefix_caching: Whether what prompts share at their beginning is computed once.
-        accelerate: Whether other models' attention goes through this package's kernels, where these can say it.
+        dtype: Dtype of the weights; auto keeps the one in which they were saved.
+        context_tokens: Maximum number of tokens of a row; the model's positions by default.
+        batch_tokens: Maximum number of tokens of a batch.
+        prefix_caching: Whether to compute a common prefix of several prompts only once.
+        accelerate: Whether to compute the attention of other models with this package's kernels, where these support it.
         verb: The command.
-        options: The task's own.
+        options: Options of the task.
     """
     check_device(device)
     for flag, value in (("--batch_tokens", batch_tokens), ("--context_tokens", context_tokens)):
@@ -66,10 +66,10 @@ def run(
             prefix_caching=prefix_caching,
             accelerated=accelerate,
         ) as opened,
-        evaluation_progress(name) as watch,
+        evaluation_progress(name) as progress,
     ):
-        result = evaluate_task(name, options, opened, folder, device=device, watch=watch, say=log)
-    console.print(_rich(measurement_table([result], brief=True)))
+        result = evaluate_task(name, options, opened, folder, device=device, progress=progress, log=log)
+    console.print(rich_table(measurement_table([result], brief=True)))
     picture = write_picture([result], folder / f"{name}.svg")
     if picture is not None:
         show(f"Figure: {picture}")
@@ -78,5 +78,5 @@ def run(
 
 
 def options_from(cls: type, values: dict[str, Any]) -> Any:
-    """The options among parsed arguments, taken out of them."""
+    """Take the options out of the parsed arguments."""
     return cls(**{field.name: values.pop(field.name) for field in dataclasses.fields(cls)})

@@ -20,18 +20,6 @@ VERBS = {
     "compare": "Train a model and its same-size twin on identical batches, evaluate both, write a report",
     "train": "Train one model from a recipe, or continue a run",
     "eval": "Evaluate a checkpoint: loss, retrieval, attention allocation",
-    "eval perplexity": "Loss of any saved model on a text, bits a byte, and by position",
-    "eval needle": "Multi-needle retrieval of any saved model, over lengths and depths",
-    "eval allocation": "Where attention goes: answer, other context, first token, query, by the answer's depth",
-    "eval icl": "Many-shot in-context classification of any saved model, by number of demonstrations",
-    "eval order": "How much that accuracy changes with the order of the demonstrations",
-    "eval hallucination": "Summaries and answers of any saved model, judged against their documents",
-    "eval outliers": "The largest and the median of attention logits and hidden states",
-    "eval quantized": "Any task under attention logits of few bits, and int8 or int4 layers",
-    "eval recall": "Loss on tokens that the context tells, and on all others",
-    "eval math": "Mathematical problems: the share that any saved model solves, and at what length",
-    "eval harness": "Score any saved model with lm-eval's tasks",
-    "eval maps": "Attention maps of a prompt, lambda by depth, negative weight and weight near zero",
     "eval suite": "Several of these on several models, and one report",
     "generate": "Continue a prompt with a run or any saved model",
     "report": "Write the report of a results file again",
@@ -43,6 +31,16 @@ VERBS = {
     "bench": "Time attention and a training step of DIFF and its twin on this machine",
     "build-kernels": "Build the CPU attention kernels ahead of their first use",
 }
+
+
+def verbs() -> dict[str, str]:
+    """Return the help line of every command; `eval TASK` is a command for each evaluation task."""
+    from ..evals.registry import task_help
+
+    tasks = {f"eval {name}": line for name, line in task_help().items()}
+    items = list(VERBS.items())
+    place = list(VERBS).index("eval suite")
+    return dict([*items[:place], *tasks.items(), *items[place:]])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -60,8 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Commands draw one progress bar. transformers would draw one for every small file that it writes or reads.
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     verb, words = split_verb(words)
-    if verb not in VERBS:
-        return _fail(f"difftransformer: no command {verb!r}; choose one of {', '.join(VERBS)}")
+    if verb not in (known := verbs()):
+        return _fail(f"difftransformer: no command {verb!r}; choose one of {', '.join(known)}")
     try:
         return _run(verb, words)
     except DiffTransformerError as error:
@@ -80,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def split_verb(words: Sequence[str]) -> tuple[str, list[str]]:
     """Split the arguments into the verb, of one word or two, and the words after it."""
-    length = 2 if " ".join(words[:2]) in VERBS else 1
+    length = 2 if " ".join(words[:2]) in verbs() else 1
     return " ".join(words[:length]), list(words[length:])
 
 
@@ -94,7 +92,7 @@ def _run(verb: str, words: list[str]) -> int:
     from jsonargparse import ArgumentError, ArgumentParser
 
     module = importlib.import_module(f".{module_name(verb)}", __package__)
-    parser = ArgumentParser(prog=f"difftransformer {verb}", description=VERBS[verb], exit_on_error=False)
+    parser = ArgumentParser(prog=f"difftransformer {verb}", description=verbs()[verb], exit_on_error=False)
     own = module.declare(verb) if hasattr(module, "declare") else None
     declared: dict[str, dict[str, Any]] = getattr(module, "ARGUMENTS", {})
     skipped = {options.get("dest", flag.removeprefix("--")) for flag, options in declared.items()}
@@ -121,12 +119,13 @@ def _fail(message: str, status: int = EXIT_ERROR) -> int:
 
 
 def _help() -> str:
-    width = max(map(len, VERBS))
-    verbs = "\n".join(f"  {verb:<{width}}  {summary}" for verb, summary in VERBS.items())
+    known = verbs()
+    width = max(map(len, known))
+    lines = "\n".join(f"  {verb:<{width}}  {summary}" for verb, summary in known.items())
     return (
         "usage: difftransformer COMMAND ...\n\n"
         "Differential Transformer (arXiv:2410.05258): train it, evaluate it, and compare it with a same-size Transformer.\n\n"
-        f"commands:\n{verbs}\n\n"
+        f"commands:\n{lines}\n\n"
         "  difftransformer COMMAND --help   show the arguments of a command\n"
         "  difftransformer --version        show the version\n"
         "  --debug                          with any command: show the traceback of an error"

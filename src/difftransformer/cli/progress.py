@@ -16,7 +16,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from ..evals.task import Watch
+from ..evals.engine import Progress as Callback
 from ..studies import Job
 from ..train.metrics import Metrics, StepMetrics
 from .console import console
@@ -77,17 +77,17 @@ def watch_steps(progress: Progress, label: str, steps: int) -> Callable[[Metrics
 
 
 @contextmanager
-def evaluation_progress(label: str) -> Iterator[Watch]:
+def evaluation_progress(label: str) -> Iterator[Callback]:
     """Draw a bar over the tokens of an evaluation, and one for each later stage."""
     with _display(TextColumn("{task.percentage:>3.0f} %")) as progress:
         bars, began = _Bars(progress), time.monotonic()
 
-        def watch(done: int, total: int, stage: str = "") -> None:
+        def update(done: int, total: int, stage: str = "") -> None:
             title = f"{label}, {stage}" if stage else label
             seconds = time.monotonic() - began
             bars.update(title, done, total, f"{title}: {100 * done // total} % after {seconds:.0f} s")
 
-        yield watch
+        yield update
 
 
 def _display(*columns: ProgressColumn) -> Progress:

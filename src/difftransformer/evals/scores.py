@@ -1,4 +1,4 @@
-"""Figures from items: shares and means with their standard errors."""
+"""Measurements from items: shares and means with their standard errors."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -9,10 +9,17 @@ from ..results import Measurement
 from ..statistics import wilson_interval
 
 
+def single(
+    name: str, unit: str, value: float, n: int, at: dict[str, Any], better: Literal["higher", "lower"] | None = None
+) -> Measurement:
+    """Return a measurement without a standard error."""
+    return Measurement(name=name, unit=unit, value=value, standard_error=None, n=n, better=better, at=at)
+
+
 def proportion(
     name: str, right: Sequence[bool], at: dict[str, Any], *, better: Literal["higher", "lower"] = "higher"
 ) -> Measurement:
-    """The share of right items, its binomial standard error sqrt(p (1 - p) / n), and Wilson's interval."""
+    """Return the share of right items, its binomial standard error sqrt(p (1 - p) / n), and its Wilson interval."""
     n, p = len(right), sum(right) / len(right)
     low, high = wilson_interval(sum(right), n)
     return Measurement(
@@ -37,10 +44,10 @@ def mean(
     weights: Sequence[float] | None = None,
     better: Literal["higher", "lower"] | None = None,
 ) -> Measurement:
-    """A mean over items, or a ratio of sums, sum(values) / sum(weights), with the standard error of that ratio.
+    """Return a mean over items, or a ratio of sums, sum(values) / sum(weights), with its standard error.
 
-    The error is that of the residuals value - mean * weight (a ratio estimator's, W. G. Cochran, Sampling Techniques,
-    section 6.4), which for equal weights is s / sqrt(n); None for one item.
+    The error is that of the residuals value - mean * weight of a ratio estimator (W. G. Cochran, Sampling Techniques,
+    section 6.4). For equal weights it is s / sqrt(n); for one item it is None.
     """
     n = len(values)
     weights = [1.0] * n if weights is None else weights
@@ -54,12 +61,12 @@ def mean(
 
 
 def details(rows: Iterable[Measurement]) -> list[Measurement]:
-    """The same figures, for pictures and full tables alone."""
+    """Return the same measurements, marked for pictures and full tables only."""
     return [replace(row, detail=True) for row in rows]
 
 
 def mean_of_sets(name: str, rows: Sequence[Measurement]) -> Measurement:
-    """The mean over sets and its standard error sqrt(sum of squared errors) / sets; n counts all items."""
+    """Return the mean over sets with its standard error sqrt(sum of squared errors) / sets; n counts all items."""
     errors = [row.standard_error or 0.0 for row in rows]
     return Measurement(
         name=name,

@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
+from difftransformer.plots.style import INK, STYLE, WIDTH_INCHES, Drawing, finish, legend_above
 from difftransformer.report.bench import (
     BASE,
     LOOKS,
@@ -26,7 +27,6 @@ from difftransformer.report.bench import (
     place_of,
     row_of,
 )
-from difftransformer.report.figures import _STYLE, INK, WIDTH_INCHES, Drawing, _finish, _legend_above
 from difftransformer.results import Bench, Timing
 
 _ROW_INCHES = 0.36
@@ -166,7 +166,7 @@ def _draw_panels(
     ]
     heights = [len(labels) for labels in rows]
     inches = max(_ROW_INCHES, _MARKER_INCHES * len(names)) * sum(heights) + 0.75 * len(lines) + 0.8
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(WIDTH_INCHES, inches), layout="constrained")
         grid = figure.subplots(
             len(lines), len(lines[0]), squeeze=False, sharex=True, sharey="row", height_ratios=heights
@@ -184,8 +184,8 @@ def _draw_panels(
         for one in names:
             colour, marker = looks.get(one, OTHER_LOOK)
             handles.append(Line2D([], [], color=colour, marker=marker, markersize=5, linestyle="none", label=one))
-        _legend_above(figure, handles)
-        return _finish(name, title, caption, figure, png)
+        legend_above(figure, handles)
+        return finish(name, title, caption, figure, png)
 
 
 def _draw_dots(ax: Axes, dots: Mapping[str, Dot], rows: Sequence[str], shift: float, colour: str, marker: str) -> None:

@@ -1,81 +1,42 @@
-"""Several experiments on several models: a preset says which, and every result stays on disk by itself."""
+"""Several tasks on several models, as a preset lists them; every result is a file of its own."""
 
 import dataclasses
-import re
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ..errors import ConfigError, DiffTransformerError, ResultsError
-from ..evals.task import Watch
-from ..evals.tasks import TASKS, options_class
+from ..evals.engine import Progress
 from ..hub import OpenedModel, open_language_model
 from ..model.dtypes import WeightsDtype
 from ..results import TaskResult, read_result
 from ..typed import build
-from .recipe import read_mapping, shipped_recipes
+from .recipe import TaskSpec, check_specs, read_mapping, shipped_recipes
 from .tasks import evaluate_task
 
 
 @dataclass(frozen=True, kw_only=True)
-class SuiteTask:
-    """One experiment of a suite.
-
-    Attributes:
-        task: One of `evals.tasks.TASKS`.
-        label: Its name in the report, and of its files; the task's by default.
-        options: Fields of the task's Options; the others keep their defaults.
-    """
-
-    task: str
-    label: str = ""
-    options: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def name(self) -> str:
-        """The label, or the task."""
-        return self.label or self.task
-
-    def built(self) -> Any:
-        """The task's options.
-
-        Raises:
-            ConfigError: no such task, or options that it does not take.
-        """
-        if self.task not in TASKS:
-            raise ConfigError(f"{self.name}: no task {self.task!r}; choose one of {', '.join(TASKS)}")
-        return build(options_class(self.task), self.options, source=self.name, error=ConfigError)
-
-
-@dataclass(frozen=True, kw_only=True)
 class Suite:
-    """What a preset holds.
+    """The content of a preset.
 
     Attributes:
-        name: For the report's title.
-        tasks: The experiments, in the order of the report.
+        name: Name for the report's title.
+        tasks: The tasks, in the order of the report.
     """
 
     name: str
-    tasks: list[SuiteTask]
+    tasks: list[TaskSpec]
 
     def __post_init__(self) -> None:
-        twice = [name for name, count in Counter(task.name for task in self.tasks).items() if count > 1]
-        if not self.tasks or twice:
-            raise ConfigError(f"tasks: {twice[0]!r} stands twice; give labels" if twice else "tasks: give at least one")
-        for task in self.tasks:
-            if not re.fullmatch(r"[\w.-]+( [\w.-]+)*", task.name):
-                raise ConfigError(
-                    f"label {task.name!r}: it names files; use letters, digits, points, hyphens and spaces"
-                )
+        if not self.tasks:
+            raise ConfigError("tasks: give at least one")
+        check_specs(self.tasks)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Missing:
-    """An experiment that was not run on a model, and why."""
+    """A task that was not run on a model, and why."""
 
     name: str
     model: str
@@ -83,16 +44,13 @@ class Missing:
 
 
 def load_suite(preset: str) -> Suite:
-    """Read a suite, or one that is shipped by its name; every option is checked.
+    """Read a suite from a file, or one of this package by its name, and check every option.
 
     Raises:
-        ConfigError: no such file, or a task or an option that does not exist.
+        ConfigError: There is no such file, task or option.
     """
     document = read_mapping(preset, shipped_recipes("suites"), "a suite is a mapping with name and tasks")
-    suite = build(Suite, document, source=preset, error=ConfigError)
-    for task in suite.tasks:
-        task.built()
-    return suite
+    return build(Suite, document, source=preset, error=ConfigError)
 
 
 def run_suite(
@@ -104,31 +62,31 @@ def run_suite(
     dtype: WeightsDtype = "auto",
     batch_tokens: int = 16_384,
     accelerated: bool = True,
-    progress: Callable[[str], AbstractContextManager[Watch]],
-    say: Callable[[str], None] = lambda text: None,
+    progress_bar: Callable[[str], AbstractContextManager[Progress]],
+    log: Callable[[str], None] = lambda text: None,
 ) -> tuple[dict[str, list[TaskResult]], list[Missing]]:
-    """Run every experiment on every model; what is in the folder already is not run again.
+    """Run every task on every model; results that are already in the folder are not computed again.
 
-    An experiment that cannot be run, such as one whose data is out of reach, does not stop the others.
+    A task that cannot be run, such as one whose data is not available, does not stop the others.
 
     Args:
-        suite: Which experiments.
-        models: What `open_language_model` takes.
+        suite: The tasks.
+        models: Models that `open_language_model` accepts.
         folder: Results go to FOLDER/models/MODEL/NAME.json.
         device: cpu or cuda.
-        dtype: Of the weights.
-        batch_tokens: Most tokens of rows side by side.
+        dtype: Dtype of the weights.
+        batch_tokens: Most tokens of a batch.
         accelerated: See `open_language_model`.
-        progress: Makes a bar of a label.
-        say: Told what is going on.
+        progress_bar: Opens a progress bar with a label.
+        log: Called with lines about what is going on.
 
     Returns:
-        Results by experiment, in the order of the models; and what was not run.
+        Results by task, in the order of the models, and the tasks that were not run.
     """
     found: dict[str, list[TaskResult]] = {task.name: [] for task in suite.tasks}
     missing = []
     for place, model in enumerate(models):
-        say(f"{model}: opening")
+        log(f"{model}: opening")
         with open_language_model(
             model, device=device, dtype=dtype, batch_tokens=batch_tokens, accelerated=accelerated
         ) as opened:
@@ -137,7 +95,7 @@ def run_suite(
                 try:
                     result = _found(own / f"{task.name}.json", task, opened)
                     if result is None:
-                        with progress(f"{Path(model).name}: {task.name}") as watch:
+                        with progress_bar(f"{Path(model).name}: {task.name}") as progress:
                             result = evaluate_task(
                                 task.task,
                                 task.built(),
@@ -145,22 +103,22 @@ def run_suite(
                                 own,
                                 label=task.name,
                                 device=device,
-                                watch=watch,
-                                say=say,
+                                progress=progress,
+                                log=log,
                             )
                     found[task.name].append(result)
                 except DiffTransformerError as error:
-                    say(f"{task.name}: left out: {error}")
+                    log(f"{task.name}: left out: {error}")
                     missing.append(Missing(name=task.name, model=model, reason=str(error)))
     return found, missing
 
 
-def _found(path: Path, task: SuiteTask, model: OpenedModel) -> TaskResult | None:
+def _found(path: Path, task: TaskSpec, model: OpenedModel) -> TaskResult | None:
     try:
         result = read_result(path, TaskResult)
     except ResultsError:
         return None
-    # As JSON has it: no tuples.
+    # As JSON stores them, without tuples.
     asked = dataclasses.asdict(task.built())
     same = result.model.fingerprint == model.identity.fingerprint
     return result if same and result.options == asked and result.task == task.task else None

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ...errors import CheckpointError
-from ..journal import Journal
-from ..task import Watch, unwatched
+from ..engine import Progress, no_progress
+from ..journal import DamagedJournal, Journal
 
 _DOCUMENT_CHARACTERS = 400
 
@@ -70,7 +70,7 @@ class Judge(Protocol):
 
 
 def judge_all(
-    judge: Judge, cases: Sequence[Case], file: Path, progress: Watch = unwatched
+    judge: Judge, cases: Sequence[Case], file: Path, progress: Progress = no_progress
 ) -> tuple[list[Judgment | None], list[str]]:
     """Judge all cases whose verdicts are not in the file yet.
 
@@ -88,8 +88,10 @@ def judge_all(
 
     try:
         journal = Journal(file, take)
-    except ValueError as line:
-        raise CheckpointError(f"{file}: line {line} is no judgment; name another file with --judgments") from None
+    except DamagedJournal as damage:
+        raise CheckpointError(
+            f"{file}: line {damage.line} is no judgment; name another file with --judgments"
+        ) from None
     reasons: list[str] = []
     keys = [fingerprint(judge, case) for case in cases]
     with journal:

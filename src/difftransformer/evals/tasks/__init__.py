@@ -1,41 +1,11 @@
-"""The tasks. Each is one file with a dataclass `Options` and a function `make(options, model)`, and one line here."""
+"""The evaluation tasks, one file each. Importing this package registers all of them; see `evals.registry`."""
 
 import importlib
-from typing import Any
+import pkgutil
 
-from ..task import LanguageModel, Task
+from ..registry import registered_tasks, task_kind
 
-TASKS = (
-    "perplexity",
-    "needle",
-    "allocation",
-    "icl",
-    "order",
-    "hallucination",
-    "outliers",
-    "quantized",
-    "recall",
-    "math",
-    "harness",
-    "maps",
-)
+__all__ = ["registered_tasks", "task_kind"]
 
-
-def options_class(name: str) -> type:
-    """The dataclass of a task's options, whose fields are its flags."""
-    cls: type = _module(name).Options
-    return cls
-
-
-def load_task(name: str, options: Any, model: LanguageModel) -> Task:
-    """Read a task's data and turn it into requests for a model.
-
-    Raises:
-        DataError: the data cannot be read, or does not fit the model.
-    """
-    task: Task = _module(name).make(options, model)
-    return task
-
-
-def _module(name: str) -> Any:
-    return importlib.import_module(f".{name}", __package__)
+for _found in pkgutil.iter_modules(__path__):
+    importlib.import_module(f"{__name__}.{_found.name}")

@@ -1,8 +1,8 @@
-"""Many-shot in-context classification (arXiv:2410.05258 section 3.4): does accuracy grow with the demonstrations?
+"""Many-shot in-context classification, over the number of demonstrations.
 
-Test items are labelled one by one behind the same demonstrations. The label is decoded greedily among the tokens that lead to
-a label (N. Ratner et al., arXiv:2212.10947). Demonstrations come in rounds of one a class, and a prompt of more shots starts
-with that of fewer: the whole curve computes its longest prompt once.
+This is arXiv:2410.05258 section 3.4. Test items are labelled one by one after the same demonstrations. The label is decoded
+greedily among the tokens that lead to a label (N. Ratner et al., arXiv:2212.10947). Demonstrations come in rounds of one per
+class, and a prompt with more shots starts with the prompt with fewer, so that the whole curve computes its longest prompt once.
 """
 
 from collections.abc import Sequence
@@ -10,28 +10,35 @@ from dataclasses import dataclass
 from itertools import accumulate, chain
 from typing import Any
 
+from matplotlib.figure import Figure
+
 from ...data.labelled import Example
 from ...errors import ConfigError, EvaluationError
-from ...results import ItemScore, Measurement
-from ..scores import details, mean, proportion
-from ..task import Choice, LanguageModel, Scores
-from .demonstrations import DataOptions, PromptForm, draw_items, draw_rounds
+from ...plots.curves import curves, select
+from ...plots.style import INK
+from ...results import ItemScore, Measurement, TaskResult
+from ..engine import Scores, Task
+from ..prompts.demonstrations import DataOptions, PromptForm, draw_items, draw_rounds
+from ..prompts.texts import Setting
+from ..registry import TaskKind, at_least, register
+from ..requests import Choice
+from ..scores import details, mean, proportion, single
 
 CHOICES = [
-    "A demonstration is its text, a line end and its label, each behind a word of its own; a line of two equal signs parts it "
-    "from the next. The prompt ends with the label's word and a colon.",
-    "A label is decoded greedily among the tokens that lead to a label; the line end that follows every label is part of it, "
-    "so that one which begins another can be reached.",
-    "All test items see the same demonstrations; the paper does not say whether its own do.",
-    "The test items are drawn with as many of each class, as far as it has them; the paper does not say how it chose its 100.",
+    "A demonstration is its text, a line end and its label, each after a word such as Question and Type; a line of two equal "
+    "signs separates it from the next one. The prompt ends with the label's word and a colon.",
+    "A label is decoded greedily among the tokens that lead to a label; the line end after every label is part of it, so that "
+    "a label which is a prefix of another one can be reached.",
+    "All test items see the same demonstrations; the paper does not say whether its items do.",
+    "The test items are balanced over the classes as far as possible; the paper does not say how it chose its 100.",
 ]
 _CHOICES = [
     *CHOICES,
-    "Demonstrations come in rounds of one a class in a drawn order, and more shots begin with the rounds of fewer; which ones "
-    "the paper shows, and whether its sizes share them, is not stated.",
-    "A class with fewer training examples than shots shows all that it has, and none twice: large sizes are less balanced.",
-    "Without shots named, they double from 1 a class on, and end with the most that fit into the model's context.",
-    "No demonstration is left out for its length, as the authors of the protocol do with the longest 1 %.",
+    "Demonstrations come in rounds of one per class in a random order, and more shots begin with the rounds of fewer; the "
+    "paper does not state which ones it shows, and whether its sizes share them.",
+    "A class with fewer training examples than shots shows all of them once, so large sizes are less balanced.",
+    "By default the shots double from 1 per class, and end with the most that fit into the model's context.",
+    "No demonstration is left out for its length; the authors of the protocol leave out the longest 1 %.",
 ]
 
 
@@ -40,10 +47,10 @@ class Options(DataOptions):
     """Many-shot classification.
 
     Attributes:
-        shots: Demonstrations of each class; 1, 2, 4 and so on, and the most that fit into the context, by default.
-        demonstrations: Demonstrations in all, instead of shots: the first of the rounds. 0 shows none.
+        shots: Demonstrations of each class; by default 1, 2, 4 and so on, and the most that fit into the context.
+        demonstrations: Demonstrations in total, instead of shots: the first ones of the rounds. 0 shows none.
         items: Test items; the paper has 100.
-        draws: How often demonstrations are drawn anew; the paper has, as it seems, 1.
+        draws: Number of independent draws of the demonstrations; the paper seems to have 1.
     """
 
     shots: list[int] | None = None
@@ -55,29 +62,27 @@ class Options(DataOptions):
         super().__post_init__()
         if self.shots is not None and self.demonstrations is not None:
             raise ConfigError(
-                f"shots={self.shots} and demonstrations={self.demonstrations}: give one of the two, a class or in all"
+                f"shots={self.shots} and demonstrations={self.demonstrations}: give one of the two, per class or in total"
             )
         for field, least in (("shots", 1), ("demonstrations", 0)):
             sizes = getattr(self, field)
             if sizes is not None and (not sizes or min(sizes) < least or len(set(sizes)) < len(sizes)):
                 raise ConfigError(f"{field}={sizes}: give different numbers, none below {least}, or leave it out")
-        for field in ("items", "draws"):
-            if getattr(self, field) < 1:
-                raise ConfigError(f"{field}={getattr(self, field)}: give at least 1")
+        at_least(self, 1, "items", "draws")
 
 
-class ShotsTask:
-    """Test items behind more and more demonstrations. See `Task`."""
+class ShotsTask(Task):
+    """Test items that follow more and more demonstrations."""
 
-    def __init__(self, options: Options, model: LanguageModel) -> None:
+    def __init__(self, options: Options, setting: Setting) -> None:
         data = options.read()
         self.data_name, self.choices, self.labels = data.name, _CHOICES, data.labels
         self.draws = options.draws
         self.items = draw_items(data, options.items, options.seed)
-        form = PromptForm(model.tokenizer, data.labels, options.words())
+        form = PromptForm(setting.tokenizer, data.labels, options.words())
         draws = [draw_rounds(data, options.seed, draw) for draw in range(options.draws)]
-        room = form.room(self.items, model.context_tokens)
-        self.sizes = _sizes(options, draws, form, room, model.context_tokens)
+        room = form.room(self.items, setting.context_tokens)
+        self.sizes = _sizes(options, draws, form, room, setting.context_tokens)
         self.requests = [
             Choice(prompt, form.options)
             for at in self.sizes
@@ -86,7 +91,7 @@ class ShotsTask:
         ]
 
     def score(self, answers: Sequence[Any]) -> Scores:
-        """Accuracy at each size; what a guess would have."""
+        """Compute the accuracy at each size, and that of a guess."""
         measurements: list[Measurement] = []
         items: list[ItemScore] = []
         place = 0
@@ -111,9 +116,9 @@ class ShotsTask:
 
 
 def accuracy(right: Sequence[Sequence[bool]], at: dict[str, Any], *, name: str = "accuracy") -> Measurement:
-    """The share of right answers over several passes through the same items.
+    """Compute the share of right answers over several passes through the same items.
 
-    One pass has the binomial standard error; of several the unit is the item, whose answers are not independent.
+    One pass has the binomial standard error. With several passes the unit is the item, whose answers are not independent.
     """
     if len(right) == 1:
         return proportion(name, right[0], at)
@@ -122,7 +127,7 @@ def accuracy(right: Sequence[Sequence[bool]], at: dict[str, Any], *, name: str =
 
 
 def item_scores(name: str, right: Sequence[Sequence[bool]]) -> list[ItemScore]:
-    """What each item adds to an accuracy over several passes through the same items."""
+    """Return each item's contribution to an accuracy over several passes through the same items."""
     return [
         ItemScore(name=name, item=f"item {index}", score=float(sum(column)), weight=float(len(column)))
         for index, column in enumerate(zip(*right, strict=True))
@@ -130,8 +135,8 @@ def item_scores(name: str, right: Sequence[Sequence[bool]]) -> list[ItemScore]:
 
 
 def chance(classes: int) -> Measurement:
-    """The accuracy of a guess."""
-    return Measurement(name="chance", unit="share", value=1 / classes, standard_error=None, n=classes, at={})
+    """Return the accuracy of a guess."""
+    return single("chance", "share", 1 / classes, classes, {})
 
 
 def _prompts(form: PromptForm, shown: Sequence[Example], items: Sequence[Example]) -> list[tuple[int, ...]]:
@@ -142,8 +147,8 @@ def _prompts(form: PromptForm, shown: Sequence[Example], items: Sequence[Example
 def _sizes(
     options: Options, draws: Sequence[Sequence[Sequence[Example]]], form: PromptForm, room: int, context_tokens: int
 ) -> list[dict[str, int]]:
-    """The numbers of demonstrations: by class, where asked for so, and in all."""
-    totals = [0, *accumulate(map(len, draws[0]))]  # of each number of shots; the same in every draw
+    """Return the numbers of demonstrations: per class, if requested so, and in total."""
+    totals = [0, *accumulate(map(len, draws[0]))]  # for each number of shots; the same in every draw
     if options.demonstrations is not None:
         most = _fitting(form, draws, room, max(options.demonstrations))
         for count in options.demonstrations:
@@ -163,22 +168,22 @@ def fitting_shots(
     context_tokens: int,
     wanted: int | None = None,
 ) -> int:
-    """How many demonstrations of each class fit into the context; no more are counted than are wanted.
+    """Return how many demonstrations of each class fit into the context, counting no further than `wanted`.
 
     Args:
-        form: Of the prompts.
-        draws: Rounds of demonstrations, one a class; they must fit in every draw.
-        room: Tokens for them.
-        context_tokens: The model's.
-        wanted: So many a class must fit; None asks for one.
+        form: Form of the prompts.
+        draws: Rounds of demonstrations with one per class; they must fit in every draw.
+        room: Tokens for the demonstrations.
+        context_tokens: Tokens of the model's context.
+        wanted: Number per class that must fit; None requires one.
 
     Raises:
-        EvaluationError: fewer fit, or there are fewer examples.
+        EvaluationError: Fewer fit, or there are fewer examples.
     """
     totals = [0, *accumulate(map(len, draws[0]))]
     if wanted is not None and wanted >= len(totals):
         raise EvaluationError(
-            f"shots={wanted}: the largest class has {len(totals) - 1} training examples; ask for at most so many"
+            f"shots={wanted}: the largest class has {len(totals) - 1} training examples; ask for at most this number"
         )
     most = _fitting(form, draws, room, totals[-1 if wanted is None else wanted])
     _check(f"shots={wanted or 1}", totals[wanted or 1], totals, most, context_tokens)
@@ -190,7 +195,7 @@ def _whole_rounds(totals: Sequence[int], most: int) -> int:
 
 
 def _fitting(form: PromptForm, draws: Sequence[Sequence[Sequence[Example]]], room: int, enough: int) -> int:
-    """How many of the first demonstrations fit into so many tokens; -1 where not even a question without any does."""
+    """Return how many of the first demonstrations fit into `room` tokens; -1 if not even a question without any fits."""
     counts = []
     for rounds in draws:
         used, count = 0, -1
@@ -205,7 +210,7 @@ def _fitting(form: PromptForm, draws: Sequence[Sequence[Sequence[Example]]], roo
 
 def _check(what: str, count: int, totals: Sequence[int], most: int, context_tokens: int) -> None:
     if count > totals[-1]:
-        raise EvaluationError(f"{what}: there are {totals[-1]} training examples; ask for at most so many")
+        raise EvaluationError(f"{what}: there are {totals[-1]} training examples; ask for at most this number")
     if most < 0:
         raise EvaluationError(
             f"the longest test item with its answer takes more than the model's context of {context_tokens} tokens, even "
@@ -214,16 +219,50 @@ def _check(what: str, count: int, totals: Sequence[int], most: int, context_toke
     if count > most:
         raise EvaluationError(
             f"{what}: the prompt does not fit into the model's context of {context_tokens} tokens; at most {most} "
-            f"demonstrations do, {_whole_rounds(totals, most)} of each class; ask for fewer (--shots, or --demonstrations "
-            "in all)"
+            f"demonstrations do, {_whole_rounds(totals, most)} of each class; ask for fewer (--shots per class, or "
+            "--demonstrations in total)"
         )
 
 
-def make(options: Options, model: LanguageModel) -> ShotsTask:
-    """The task for a model. See `ShotsTask`.
+def draw(results: Sequence[TaskResult]) -> tuple[str, str, Figure]:
+    """Draw accuracy over the number of demonstrations on a log axis (like arXiv:2410.05258 Figure 6), a line for each model."""
+    figure, ax = curves(results, "accuracy", "demonstrations", log=True)
+    counts = sorted({row.at["demonstrations"] for result in results for row in select(result, "accuracy")})
+    if counts[0] == 0:  # linear up to the first demonstrations, so that 0 has a place
+        ax.set_xscale("symlog", base=2, linthresh=counts[1] if len(counts) > 1 else 1)
+        ax.set_xlim(left=0)
+    ax.set_xticks(_spread(counts), [f"{count:,}" for count in _spread(counts)])
+    ax.minorticks_off()
+    guess = select(results[0], "chance")[0]
+    ax.axhline(guess.value, color=INK, linewidth=1, linestyle=":")
+    ax.annotate(
+        f"chance, 1 of {guess.n}",
+        (1, guess.value),
+        xycoords=("axes fraction", "data"),
+        xytext=(-4, 3),
+        textcoords="offset points",
+        ha="right",
+        fontsize=8.5,
+    )
+    ax.set_ylim(0, 1.02)
+    ax.set_xlabel("demonstrations in the prompt")
+    ax.set_ylabel("accuracy")
+    items, draws = (results[0].options[name] for name in ("items", "draws"))
+    again = f", each behind {draws} draws of demonstrations" if draws > 1 else ""
+    bands = "one standard error over items" if draws > 1 else "Wilson's interval of 95 %"
+    caption = (
+        f"Labels of {items} test items of {results[0].data.name}{again}, decoded among all labels; bands: {bands}."
+    )
+    return "Many-shot in-context classification", caption, figure
 
-    Raises:
-        DataError: the data cannot be read, or the tokenizer cannot tell two labels apart.
-        EvaluationError: demonstrations asked for do not fit into the context.
-    """
-    return ShotsTask(options, model)
+
+def _spread(counts: Sequence[int]) -> list[int]:
+    """Return the sizes that are marked on the axis: those far enough from the one before."""
+    kept: list[int] = []
+    for count in counts:
+        if len(kept) < 1 or kept[-1] == 0 or count >= 1.4 * kept[-1]:
+            kept.append(count)
+    return kept
+
+
+register(TaskKind(name="icl", doc=__doc__, options=Options, make=ShotsTask, draw=draw))

@@ -1,9 +1,10 @@
-"""Attention maps of a prompt: A1, A2 and A1 - lambda A2 (arXiv:2410.05258 eq. 1), lambda by depth, weight below and near zero.
+"""Attention maps of a prompt, lambda by layer, negative weight and weight near zero.
 
-Over all queries of the prompt and the n keys that each may attend to, for a head's weights w:
+The maps are A1, A2 and A1 - lambda A2 of arXiv:2410.05258 eq. 1. Over all queries of the prompt and the n keys to which each
+query may attend, for the weights w of a head:
 
     negative weight    sum of max(-w, 0) / sum of |w|
-    near zero          share of weights with |w| < 1 / (10 n), a tenth of what even attention would give
+    near zero          share of weights with |w| < 1 / (10 n), a tenth of uniform attention
 """
 
 from collections.abc import Sequence
@@ -11,21 +12,39 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ...data import Tokenizer
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import LinearSegmentedColormap, Normalize
+from matplotlib.figure import Figure, SubFigure
+from matplotlib.ticker import MaxNLocator
+
 from ...errors import ConfigError, DataError
-from ...results import Grid, Measurement
+from ...plots.curves import handles, labels
+from ...plots.heat_map import heat_map, matrix
+from ...plots.style import WIDTH_INCHES, line_style
+from ...results import Grid, Measurement, TaskResult
+from ..engine import Scores
+from ..probes import Maps, ProbeTask
+from ..prompts.texts import Setting
+from ..registry import TaskKind, at_least, register
 from ..scores import details, mean
-from ..task import LanguageModel, Maps, Scores
 
 MOST_TOKENS = 128
 DEFAULT_PROMPT = "The magic Lisbon number is: 42\nThe magic Lisbon number is:"
 SHOWN = {"first": "A1", "second": "A2", "weights": "A1 - lambda A2"}
 
+_COLOURS = LinearSegmentedColormap.from_list("signed", ["#8a3b00", "#e98a3d", "#ffffff", "#4a94c8", "#08306b"], N=48)
+_LABELLED_TOKENS = 24
+_COLUMNS = 4
+_COMBINED = ("A1 - lambda A2", "A")
+_CURVES_INCHES, _MAP_INCHES = 3.0, 2.35
+
 _CHOICES = [
-    "The prompt is one row that begins with the end of text, as a document does in training.",
+    "The prompt is one row that begins with the end-of-text token, like a document in training.",
     "Negative weight is its share of the sum of |w|; near zero means |w| < 1 / (10 n) where a query may attend to n keys.",
-    "A lambda that differs by token is given as its mean over the prompt.",
-    "A figure's n and standard error are over heads.",
+    "A lambda that depends on the token is given as its mean over the prompt.",
+    "The n and the standard error of a figure are over heads.",
 ]
 
 
@@ -34,10 +53,10 @@ class Options:
     """Attention maps of any model.
 
     Attributes:
-        prompt: The text, at most 128 tokens with the one that begins it.
-        prompt_file: A file with the text in place of prompt.
-        layers: Whose maps are drawn, from 0; the first, the middle and the last by default.
-        heads: Which of a layer, from 0; the first four by default.
+        prompt: The text; at most 128 tokens with the token that begins it.
+        prompt_file: A file with the text, instead of prompt.
+        layers: Layers whose maps are drawn, from 0; the first, the middle and the last by default.
+        heads: Heads of a layer that are drawn, from 0; the first four by default.
     """
 
     prompt: str = DEFAULT_PROMPT
@@ -48,14 +67,14 @@ class Options:
     def __post_init__(self) -> None:
         if self.prompt_file is None and not self.prompt:
             raise ConfigError("prompt='': give a text")
-        if min((*self.layers, *self.heads), default=0) < 0:
-            raise ConfigError(f"layers={self.layers}, heads={self.heads}: both are counted from 0")
+        at_least(self, 0, "layers", "heads")
 
 
-class MapsTask:
-    """One prompt, and every head's maps of it. See `Task`."""
+class MapsTask(ProbeTask):
+    """One prompt, and the maps that every head forms for it."""
 
-    def __init__(self, options: Options, tokenizer: Tokenizer) -> None:
+    def __init__(self, options: Options, setting: Setting) -> None:
+        tokenizer = setting.tokenizer
         self.options, self.choices = options, _CHOICES
         self.data_name = options.prompt_file or "a prompt"
         ids = (tokenizer.end_of_text, *tokenizer.encode(_text(options)))
@@ -67,7 +86,7 @@ class MapsTask:
         self.requests = [Maps(ids, tuple(options.layers), tuple(options.heads))]
 
     def score(self, answers: Sequence[Any]) -> Scores:
-        """Shares over all heads, by layer and, as grids, by head; the maps of the chosen heads."""
+        """Compute the shares over all heads, by layer and, as grids, by head; return the maps of the chosen heads."""
         (found,) = answers
         measurements: list[Measurement] = []
         grids: list[Grid] = []
@@ -94,15 +113,6 @@ class MapsTask:
         return Scores(measurements=measurements, items=[], grids=grids)
 
 
-def make(options: Options, model: LanguageModel) -> MapsTask:
-    """The task for a model. See `MapsTask`.
-
-    Raises:
-        DataError: the file cannot be read, or the prompt is too long to be drawn.
-    """
-    return MapsTask(options, model.tokenizer)
-
-
 def _text(options: Options) -> str:
     if options.prompt_file is None:
         return options.prompt
@@ -114,3 +124,108 @@ def _text(options: Options) -> str:
 
 def _short(rows: Sequence[Sequence[float]]) -> list[list[float]]:
     return [[round(value, 6) for value in row] for row in rows]
+
+
+def draw(results: Sequence[TaskResult]) -> tuple[str, str, Figure]:
+    """Draw curves over layers and, below them, maps: all maps of a single model, or the combined map of each of several."""
+    shown = [_rows(result, all_maps=len(results) == 1) for result in results]
+    heights = [_CURVES_INCHES, *(_MAP_INCHES * len(rows) + 0.5 for rows in shown)]
+    figure = Figure(figsize=(WIDTH_INCHES, sum(heights)), layout="constrained")
+    parts = figure.subfigures(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0]
+    _curves(parts[0], results)
+    for part, rows, label in zip(parts[1:], shown, labels(results), strict=True):
+        _maps(part, rows, label)
+    caption = (
+        "Attention maps: down the queries, across the keys; blue adds a value, orange subtracts it, and colours follow the "
+        "square root of a weight. Above: by layer, a dot a head and a line through their mean: lambda; negative weight as "
+        "a share of all |weight|; the share of weights below a tenth of even attention (hollow: of A1 alone)."
+    )
+    return "Attention maps", caption, figure
+
+
+def _curves(figure: SubFigure, results: Sequence[TaskResult]) -> None:
+    names = ["negative weight", "near zero"]
+    if any(_grid(result, "lambda") for result in results):
+        names.insert(0, "lambda")
+    for ax, name in zip(figure.subplots(1, len(names)), names, strict=True):
+        for index, result in enumerate(results):
+            if (grid := _grid(result, name)) is not None:
+                _by_layer(ax, grid, index)
+            if name == "near zero" and (alone := _grid(result, "near zero in A1 alone")) is not None:
+                _by_layer(ax, alone, index, hollow=True)
+        ax.set_title(name, loc="left")
+        ax.set_xlabel("layer")
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+        if name != "lambda":
+            ax.set_ylim(-0.02, None)
+    figure.legend(handles=handles(results), loc="outside upper left", ncols=min(5, len(results)))
+
+
+def _by_layer(ax: Axes, grid: Grid, index: int, hollow: bool = False) -> None:
+    style = line_style(index)
+    colour = style["color"]
+    face = "none" if hollow else colour
+    for layer, row in enumerate(grid.values):
+        ax.scatter([layer] * len(row), row, s=9, facecolors=face, edgecolors=colour, linewidths=0.7, alpha=0.6)
+    means = [float(np.mean(row)) for row in grid.values]
+    if hollow:
+        style |= {"linestyle": ":"}
+    ax.plot(means, **style, markersize=4, markerfacecolor="white" if hollow else colour)
+
+
+def _maps(figure: SubFigure, rows: list[list[Grid]], label: str) -> None:
+    columns = max(_COLUMNS, *map(len, rows))
+    axes = figure.subplots(len(rows), columns, squeeze=False)
+    for line, grids in zip(axes, rows, strict=True):
+        for ax in line[len(grids) :]:
+            ax.set_visible(False)
+        for place, (ax, grid) in enumerate(zip(line, grids, strict=False)):
+            _map(ax, grid, named=place == 0)
+    figure.suptitle(label, x=0.01, ha="left", fontsize=10.5)
+    bar = figure.colorbar(
+        ScalarMappable(Normalize(-1, 1), _COLOURS),
+        ax=list(axes.flat),
+        fraction=0.02,
+        pad=0.01,
+        aspect=40,
+        label="weight",
+    )
+    ticks = (-1, -0.25, -0.04, 0, 0.04, 0.25, 1)
+    bar.set_ticks([np.sign(tick) * abs(tick) ** 0.5 for tick in ticks], labels=[f"{tick:g}" for tick in ticks])
+
+
+def _map(ax: Axes, grid: Grid, *, named: bool) -> None:
+    square, count = matrix(grid.values), len(grid.values)
+    heat_map(ax, np.sign(square) * np.sqrt(np.abs(square)), _COLOURS, -1, 1, rasterized=True)
+    ax.set_aspect("equal")
+    ax.set_title(f"layer {grid.at['layer']}, head {grid.at['head']}: {grid.at['map']}", fontsize=8)
+    ax.tick_params(length=1.5, labelsize=6, pad=1)
+    if grid.labels and count <= _LABELLED_TOKENS:
+        words = [_word(label) for label in grid.labels]
+        size = min(6.0, 110 / count)
+        ax.set_yticks(range(count), words if named else [""] * count, fontsize=size)
+        ax.set_xticks(range(count), words, rotation=90, fontsize=size)
+    else:
+        for axis in (ax.xaxis, ax.yaxis):
+            axis.set_major_locator(MaxNLocator(nbins=5, integer=True))
+
+
+def _word(label: str) -> str:
+    shown = label.replace("\n", "\u21b5").strip(" ") or "\u2423"
+    return shown if len(shown) <= 10 else shown[:9] + "\u2026"
+
+
+def _rows(result: TaskResult, *, all_maps: bool) -> list[list[Grid]]:
+    """Return a row for each layer and kind of map, with a column for each head."""
+    rows: dict[tuple[Any, Any], list[Grid]] = {}
+    for grid in result.grids:
+        if grid.name == "map" and (all_maps or grid.at["map"] in _COMBINED):
+            rows.setdefault((grid.at["layer"], grid.at["map"]), []).append(grid)
+    return list(rows.values())
+
+
+def _grid(result: TaskResult, name: str) -> Grid | None:
+    return next((grid for grid in result.grids if grid.name == name), None)
+
+
+register(TaskKind(name="maps", doc=__doc__, options=Options, make=MapsTask, draw=draw))

@@ -1,22 +1,30 @@
-"""Mathematical problems (arXiv:2410.05258 appendix C): the share solved, and how long the reasoning is.
+"""Mathematical problems: the share that a model solves, and the length of its solutions.
 
-A model writes its way to an answer, greedily; the answer is taken from the text and compared exactly (`math_answers`). The
-paper gives neither its prompts nor how it takes answers out of a text, so figures do not compare with its own, only between
-models asked here.
+This is arXiv:2410.05258 appendix C. A model writes a solution greedily; the answer is extracted from its text and compared
+exactly (`judges.math_answers`). The paper gives neither its prompts nor how it extracts answers, so the figures can be
+compared between models that are evaluated here, but not with the paper's.
 """
 
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
+
+from matplotlib.figure import Figure
 
 from ...data.math_sets import MATH_SETS, MathProblem, read_math_problems
 from ...errors import ConfigError, DataError
-from ...results import ItemScore, Measurement
-from ..chat import chat_frame
+from ...plots.bars import accuracy_bars, sets_of
+from ...plots.curves import curves, select
+from ...results import ItemScore, Measurement, TaskResult
+from ..engine import Scores, Task
+from ..judges.math_answers import is_right
+from ..models.stopping import stop_tokens, text_until
+from ..prompts.chat import chat_frame
+from ..prompts.texts import Setting
+from ..registry import TaskKind, at_least, register
+from ..requests import Continuation
 from ..scores import mean, mean_of_sets, proportion
-from ..stopping import stop_tokens, text_until
-from ..task import Continuation, LanguageModel, Scores
-from .math_answers import is_right
 
 EXAMPLES = (
     (
@@ -36,10 +44,11 @@ EXAMPLES = (
         "The product is \\frac{2 * 9}{3 * 4} = \\frac{18}{12} = \\frac{3}{2}. The answer is \\boxed{\\frac{3}{2}}.",
     ),
 )
-"""Worked examples, of our own."""
+"""Worked examples, written for this package."""
 
 INSTRUCTION = "Solve the problem step by step. Then give the final answer alone in \\boxed{}."
 _PARAGRAPH, _LINE = "\n\n", "\n"
+_CHECKPOINT = re.compile(r"(?P<run>.+)[/\\]checkpoints[/\\]step-(?P<step>\d+)[/\\]?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,12 +57,12 @@ class Options:
 
     Attributes:
         sets: Public sets (gsm8k, math, svamp, asdiv, mawps), or .jsonl files with question, answer and optionally set on each
-            line; carp, tabmwp and college_math have files alone.
-        problems: Most problems of each set, drawn by the seed; all by default.
+            line; carp, tabmwp and college_math need a file.
+        problems: Maximum number of problems of each set, drawn at random; all by default.
         shots: Worked examples before the problem, 0 to 4.
-        prompt: base goes on from the problem; chat asks in the chat template.
-        max_new_tokens: Most tokens of a solution; the paper has 1024, and 16384 for long reasoning.
-        seed: Of the draw.
+        prompt: base continues the text of the problem; chat asks in the chat template.
+        max_new_tokens: Maximum number of tokens of a solution; the paper has 1024, and 16384 for long reasoning.
+        seed: Seed of the random draws.
     """
 
     sets: list[str] = field(default_factory=lambda: list(MATH_SETS))
@@ -68,24 +77,20 @@ class Options:
             raise ConfigError(f"sets=[]: name at least one of {', '.join(MATH_SETS)}, or a .jsonl file")
         if not 0 <= self.shots <= len(EXAMPLES):
             raise ConfigError(f"shots={self.shots}: give 0 to {len(EXAMPLES)}")
-        if self.max_new_tokens < 1 or (self.problems is not None and self.problems < 1):
-            raise ConfigError(
-                f"max_new_tokens={self.max_new_tokens}, problems={self.problems}: give at least 1 of each"
-            )
-        if self.seed < 0:
-            raise ConfigError(f"seed={self.seed}: give 0 or more")
+        at_least(self, 1, "max_new_tokens", "problems")
+        at_least(self, 0, "seed")
 
 
-class MathTask:
-    """Problems, and how many come out right. See `Task`."""
+class MathTask(Task):
+    """Problems, and how many of them a model solves."""
 
-    def __init__(self, options: Options, model: LanguageModel) -> None:
-        self.options, self.tokenizer = options, model.tokenizer
+    def __init__(self, options: Options, setting: Setting) -> None:
+        self.options, self.tokenizer = options, setting.tokenizer
         self.problems = [
             problem for source in options.sets for problem in read_math_problems(source, options.problems, options.seed)
         ]
         self.data_name = ", ".join(options.sets)
-        # A worked example is one line: what follows its end is another problem.
+        # A worked example is one line, and what follows is another problem.
         self.ending = _LINE if options.prompt == "base" and options.shots else None
         stop = stop_tokens(self.tokenizer, self.ending)
         frame = chat_frame(self.tokenizer) if options.prompt == "chat" else ([self.tokenizer.end_of_text], [])
@@ -94,16 +99,16 @@ class MathTask:
             for ids in self.tokenizer.encode_batch([_prompt(options, problem) for problem in self.problems])
         ]
         for problem, request in zip(self.problems, self.requests, strict=True):
-            if len(request.prompt) + options.max_new_tokens > model.context_tokens:
+            if len(request.prompt) + options.max_new_tokens > setting.context_tokens:
                 raise DataError(
                     f"{problem.set_name}/{problem.name}: the prompt takes {len(request.prompt)} tokens and the solution up to "
-                    f"{options.max_new_tokens}, the model's context has {model.context_tokens}; lower --max_new_tokens or "
+                    f"{options.max_new_tokens}, the model's context has {setting.context_tokens}; lower --max_new_tokens or "
                     "--shots"
                 )
         self.choices = _choices(options, self.ending)
 
     def score(self, answers: Sequence[Any]) -> Scores:
-        """Accuracy of each set and their mean; the solutions' length, and the share that the cap cut."""
+        """Compute the accuracy on each set and its mean, the length of the solutions, and the share of truncated ones."""
         right: dict[str, list[bool]] = {}
         lengths: dict[str, list[float]] = {}
         capped: dict[str, list[bool]] = {}
@@ -123,16 +128,6 @@ class MathTask:
         return Scores(measurements=measurements, items=items)
 
 
-def make(options: Options, model: LanguageModel) -> MathTask:
-    """The task for a model. See `MathTask`.
-
-    Raises:
-        ConfigError: no such set.
-        DataError: a set cannot be read, or a prompt does not fit into the context.
-    """
-    return MathTask(options, model)
-
-
 def _prompt(options: Options, problem: MathProblem) -> str:
     shown = [f"Problem: {question}\nSolution: {solution}" for question, solution in EXAMPLES[: options.shots]]
     if options.prompt == "base":
@@ -143,11 +138,41 @@ def _prompt(options: Options, problem: MathProblem) -> str:
 def _choices(options: Options, ending: str | None) -> list[str]:
     end = "the end of the line, as the worked examples do, or a special token" if ending else "a special token"
     return [
-        f"The prompt is our own: {options.shots} worked examples, then the problem; the paper gives none.",
-        f"Solutions are greedy and end at {end}, at the latest after {options.max_new_tokens} tokens.",
-        "The answer is what stands in the last \\boxed{}, or follows the last 'answer is', or is the last number. Numbers are "
-        "compared exactly, whatever their separators, units or percent signs; other answers letter by letter without "
-        "LaTeX's spacing, so that equal expressions written otherwise count as wrong.",
-        "ASDiv without its problems of several answers. CARP, TABMWP and CollegeMath have no public name to load them by.",
+        f"The prompt was written for this package: {options.shots} worked examples, then the problem; the paper gives none.",
+        f"Solutions are greedy and end at {end}, or after {options.max_new_tokens} tokens.",
+        "The answer is the content of the last \\boxed{}, or the text after the last 'answer is', or the last number. Numbers "
+        "are compared exactly, without separators, units and percent signs; other answers letter by letter without LaTeX's "
+        "spacing, so an equal expression that is written differently counts as wrong.",
+        "ASDiv is used without its problems that have several answers. CARP, TABMWP and CollegeMath have no public name.",
         "The mean over sets gives each set the same weight.",
     ]
+
+
+def draw(results: Sequence[TaskResult]) -> tuple[str, str, Figure]:
+    """Draw the accuracy on each set; over training steps if all models are checkpoints (arXiv:2410.05258 Figures 9 and 10)."""
+    found = [_CHECKPOINT.fullmatch(result.model.name) for result in results]
+    places = [(match["run"], int(match["step"])) for match in found if match is not None]
+    if len(results) > 1 and len(places) == len(results):
+        figure, ax = curves(_runs(results, places), "mean accuracy", "step")
+        ax.set_xlabel("training step")
+        ax.set_ylabel("mean accuracy over sets")
+        ax.set_ylim(bottom=0)
+        caption = f"Mean accuracy over {', '.join(sets_of(results))} by checkpoint; bands: one standard error."
+    else:
+        figure = accuracy_bars(results, "accuracy")
+        caption = "Share of problems solved, with 95 % Wilson intervals over problems."
+    cap = results[0].options["max_new_tokens"]
+    return "Mathematical problems", f"{caption} At most {cap} tokens a solution.", figure
+
+
+def _runs(results: Sequence[TaskResult], places: Sequence[tuple[str, int]]) -> list[TaskResult]:
+    """Return one result for each run, with the mean accuracy at every step."""
+    by_run: dict[str, TaskResult] = {}
+    for result, (run, step) in zip(results, places, strict=True):
+        rows = [replace(row, at={"step": step}) for row in select(result, "mean accuracy")]
+        whole = by_run.setdefault(run, replace(result, model=replace(result.model, name=run), measurements=[]))
+        whole.measurements.extend(rows)
+    return list(by_run.values())
+
+
+register(TaskKind(name="math", doc=__doc__, options=Options, make=MathTask, draw=draw))

@@ -1,8 +1,8 @@
-"""Robustness to the order of demonstrations (arXiv:2410.05258 section 3.5 and Appendix): how much does accuracy change with it?
+"""How much many-shot accuracy changes with the order of the demonstrations.
 
-The same demonstrations are shown in several orders, and the same test items asked about behind each. A margin between the best
-and the worst order means nothing without the margin that sampling alone would give: the binomial floor is that of as many
-independent draws with the mean accuracy.
+This is the robustness of arXiv:2410.05258 section 3.5 and its appendix. The same demonstrations are shown in several orders,
+each followed by the same test items. A margin between the best and the worst order means nothing without the margin that
+sampling alone would give: the binomial floor is the expected margin of as many independent draws with the mean accuracy.
 """
 
 import math
@@ -12,13 +12,18 @@ from itertools import chain
 from typing import Any, Literal
 
 import numpy as np
+from matplotlib.figure import Figure
 
 from ...data.labelled import Example
-from ...errors import ConfigError
-from ...results import Measurement
-from ..scores import details, mean, proportion
-from ..task import Choice, LanguageModel, Scores
-from .demonstrations import DataOptions, PromptForm, draw_items, draw_rounds
+from ...plots.curves import handles, select
+from ...plots.style import INK, WIDTH_INCHES, legend_above, line_style
+from ...results import Measurement, TaskResult
+from ..engine import Scores, Task
+from ..prompts.demonstrations import DataOptions, PromptForm, draw_items, draw_rounds
+from ..prompts.texts import Setting
+from ..registry import TaskKind, at_least, register
+from ..requests import Choice
+from ..scores import details, mean, proportion, single
 from .icl import CHOICES, accuracy, chance, fitting_shots, item_scores
 
 Format = Literal["random", "alternating"]
@@ -27,15 +32,15 @@ _PAPER_ITEMS = {"random": 100, "alternating": 30}
 _DEFAULT_SHOTS = 16
 _CHOICES = [
     *CHOICES,
-    "The paper does not state the number of demonstrations; without shots named it is the largest power of two a class that "
+    "The paper does not state the number of demonstrations; by default it is the largest power of two for each class that "
     f"fits into the model's context, at most {_DEFAULT_SHOTS}.",
     "random: all demonstrations are shuffled. alternating: one of each class in turn, the classes always in the same order; "
-    "what the seed changes is that order and which demonstration of a class comes when, which the paper leaves open.",
-    "The sd is that of a sample (n - 1).",
+    "the seed changes that order and the sequence of demonstrations within a class, which the paper leaves open.",
+    "The standard deviation (sd) is that of a sample (n - 1).",
     "The floor of best minus worst is its exact expectation for as many independent binomial draws of the mean accuracy as "
-    "there are orders; that of the sd is sqrt(p (1 - p) / items), the root of the exact expected variance.",
-    "The items are the same in every order, so that a model which order does not touch at all has a margin of 0, below the "
-    "floor: the floor is what order would do that changes answers at random and favours no order.",
+    "there are orders; the floor of the sd is sqrt(p (1 - p) / items), the root of the exact expected variance.",
+    "The items are the same in every order, so a model that ignores the order has a margin of 0, below the floor: the floor "
+    "describes a model whose answers change at random with the order and for which no order is better.",
 ]
 
 
@@ -44,10 +49,10 @@ class Options(DataOptions):
     """The same demonstrations in several orders.
 
     Attributes:
-        shots: Demonstrations of each class; as many as fit into the context, at most 16, by default.
+        shots: Demonstrations of each class; by default as many as fit into the context, at most 16.
         format: random shuffles all demonstrations; alternating shows one of each class in turn.
-        orders: How many orders; 10 random or 30 alternating ones, as in the paper, by default.
-        items: Test items; 100, or 30 where classes alternate, as in the paper, by default.
+        orders: Number of orders; by default 10 for random and 30 for alternating, as in the paper.
+        items: Test items; by default 100 for random and 30 for alternating, as in the paper.
     """
 
     shots: int | None = None
@@ -57,24 +62,22 @@ class Options(DataOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for field, least in (("shots", 1), ("orders", 2), ("items", 1)):
-            value = getattr(self, field)
-            if value is not None and value < least:
-                raise ConfigError(f"{field}={value}: give at least {least}")
+        at_least(self, 1, "shots", "items")
+        at_least(self, 2, "orders")
 
 
-class OrderTask:
-    """Test items behind every order of the same demonstrations. See `Task`."""
+class OrderTask(Task):
+    """Test items that follow the same demonstrations in several orders."""
 
-    def __init__(self, options: Options, model: LanguageModel) -> None:
+    def __init__(self, options: Options, setting: Setting) -> None:
         data = options.read()
         self.data_name, self.choices, self.labels = data.name, _CHOICES, data.labels
         self.orders = options.orders or _PAPER_ORDERS[options.format]
         self.items = draw_items(data, options.items or _PAPER_ITEMS[options.format], options.seed)
-        form = PromptForm(model.tokenizer, data.labels, options.words())
+        form = PromptForm(setting.tokenizer, data.labels, options.words())
         rounds = draw_rounds(data, options.seed)
-        room = form.room(self.items, model.context_tokens)
-        fit = fitting_shots(form, [rounds], room, model.context_tokens, options.shots)
+        room = form.room(self.items, setting.context_tokens)
+        fit = fitting_shots(form, [rounds], room, setting.context_tokens, options.shots)
         shots = options.shots or min(_DEFAULT_SHOTS, 2 ** (fit.bit_length() - 1))
         shown = list(chain.from_iterable(rounds[:shots]))
         self.at = {"format": options.format, "shots": shots, "demonstrations": len(shown)}
@@ -87,7 +90,7 @@ class OrderTask:
             self.requests += [Choice(before + question, form.options) for question in questions]
 
     def score(self, answers: Sequence[Any]) -> Scores:
-        """Accuracy in each order, and how far apart the orders are, beside what sampling alone would do."""
+        """Compute the accuracy in each order, and how far the orders differ, beside what sampling alone would give."""
         count = len(self.items)
         chosen = [self.labels[answer] for answer in answers]
         right = [
@@ -110,19 +113,11 @@ class OrderTask:
         return Scores(measurements=measurements, items=item_scores("accuracy", right))
 
     def _figure(self, name: str, value: float) -> Measurement:
-        return Measurement(
-            name=name,
-            unit="share",
-            value=value,
-            standard_error=None,
-            n=self.orders,
-            better=None if "floor" in name else "lower",
-            at=self.at,
-        )
+        return single(name, "share", value, self.orders, self.at, None if "floor" in name else "lower")
 
 
 def arrange(shown: Sequence[Example], form: Format, rng: np.random.Generator) -> list[Example]:
-    """Demonstrations in a drawn order: any, or one of each class in turn as long as it has some."""
+    """Return demonstrations in a random order: any order, or one of each class in turn until the class has no more."""
     if form == "random":
         return [shown[place] for place in rng.permutation(len(shown))]
     labels = sorted({example.label for example in shown})
@@ -145,11 +140,48 @@ def binomial_margin(p: float, n: int, draws: int) -> float:
     return float((1 - below**draws - (1 - below) ** draws).sum()) / n
 
 
-def make(options: Options, model: LanguageModel) -> OrderTask:
-    """The task for a model. See `OrderTask`.
+def draw(results: Sequence[TaskResult]) -> tuple[str, str, Figure]:
+    """Draw the accuracy in each order (like arXiv:2410.05258 Figures 7 and 11), and each model's margin beside its floor."""
+    figure = Figure(figsize=(WIDTH_INCHES, 4.2), layout="constrained")
+    strips, margins = figure.subplots(1, 2, width_ratios=[3, 1.2])
+    for index, result in enumerate(results):
+        rows = sorted(select(result, "accuracy"), key=lambda row: row.at["order"])
+        orders, values = [row.at["order"] for row in rows], [row.value for row in rows]
+        style = line_style(index)
+        colour = style["color"]
+        strips.plot(orders, values, **style | {"linestyle": "none"}, markersize=6, alpha=0.9)
+        (average,) = select(result, "mean accuracy")
+        (floor,) = select(result, "best minus worst, binomial floor")
+        strips.axhline(average.value, color=colour, linewidth=1, linestyle="--")
+        half = floor.value / 2
+        strips.axhspan(average.value - half, average.value + half, color=colour, alpha=0.13, linewidth=0)
+        (margin,) = select(result, "best minus worst")
+        margins.bar(index, margin.value, 0.6, color=colour, alpha=0.75)
+        margins.hlines(floor.value, index - 0.38, index + 0.38, color=INK, linewidth=1.6)
+        margins.annotate(
+            f"{margin.value:.2f}\nfloor {floor.value:.2f}",
+            (index, max(margin.value, floor.value)),
+            xytext=(0, 4),
+            textcoords="offset points",
+            ha="center",
+            fontsize=8.5,
+        )
+    strips.xaxis.get_major_locator().set_params(integer=True)
+    strips.set_xlabel("order of the demonstrations")
+    strips.set_ylabel("accuracy")
+    margins.set_xticks([])
+    margins.set_xlim(-0.8, len(results) - 0.2)
+    margins.set_ylim(0, max(margins.get_ylim()[1] * 1.18, 0.05))
+    margins.set_ylabel("best minus worst")
+    margins.grid(axis="x", visible=False)
+    legend_above(figure, handles(results))
+    margin = select(results[0], "best minus worst")[0]
+    at, items = margin.at, len(results[0].items)
+    caption = (
+        f"{items} test items of {results[0].data.name} behind the same {at['demonstrations']} demonstrations in {margin.n} "
+        f"{at['format']} orders. Dashes: mean. Shaded, and black lines: the margin expected of sampling alone (binomial floor)."
+    )
+    return "Robustness to the order of demonstrations", caption, figure
 
-    Raises:
-        DataError: the data cannot be read, or the tokenizer cannot tell two labels apart.
-        EvaluationError: demonstrations asked for do not fit into the context.
-    """
-    return OrderTask(options, model)
+
+register(TaskKind(name="order", doc=__doc__, options=Options, make=OrderTask, draw=draw))

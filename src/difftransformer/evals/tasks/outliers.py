@@ -1,37 +1,43 @@
-"""Activation outliers (arXiv:2410.05258 section 3.7, Table 5): the largest and the median of logits and hidden states.
+"""The largest and the median of attention logits and hidden states.
 
-Logits are |q . k| / sqrt(d) of every query and every key that it may attend to, in all heads and layers; for differential
-attention those of both maps together. Hidden states are the output of each layer, behind both residual additions.
+These are the activation outliers of arXiv:2410.05258 section 3.7, Table 5. Logits are |q . k| / sqrt(d) of every query and
+every key that it may attend to, in all heads and layers; for differential attention the logits of both maps together. Hidden
+states are the output of each layer, after both residual additions.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
 
-from ...errors import ConfigError, DataError
-from ...results import Measurement
-from ..magnitudes import Spread, merged
-from ..scores import details
-from ..task import LanguageModel, Magnitudes, Scores
-from ..texts import token_stream
+from ...errors import DataError
+from ...plots.curves import handles, select
+from ...plots.style import WIDTH_INCHES, legend_above, line_style
+from ...results import Measurement, TaskResult
+from ..engine import Scores
+from ..probes import BINS, Magnitudes, ProbeTask
+from ..prompts.texts import Setting, token_stream
+from ..registry import TaskKind, at_least, register
+from ..scores import details, single
 
 PARTS = 20
-"""Requests that the rows are asked in: what is kept of each is small, and a run that was stopped goes on at the next."""
+"""The rows are split into this number of requests, so that an interrupted run loses little and resumes cheaply."""
 
 DEFAULT_WINDOW = 2048
 _PAPER_RANKS = (1, 2, 3, 10, 100)
 MEASURED = {"logits": "attention logits", "hidden": "hidden states"}
 
 _CHOICES = [
-    "Pairs of a query and a key that comes later are left out; the paper does not say whether it counts them.",
-    "The text is the one named in the options; the paper does not name its own. Rows are cut from it without overlap, at "
-    "places drawn by the seed, and may begin in the middle of a document.",
-    "The largest values are exact. The median is that of the values rounded to bf16: exact in a bf16 model's hidden "
-    "states, else within 2^-8 of itself.",
-    "Logits are formed in fp32 from the queries and keys as the model computes them, whatever its dtype.",
+    "Pairs of a query and a later key are left out; the paper does not say whether it counts them.",
+    "The text is the one named in the options; the paper does not name its text. Rows are cut from it without overlap, at "
+    "random places, and may begin in the middle of a document.",
+    "The largest values are exact. The median is that of the values rounded to bf16: exact for the hidden states of a bf16 "
+    "model, otherwise within a relative error of 2^-8.",
+    "Logits are computed in fp32 from the model's queries and keys, whatever its dtype.",
 ]
 
 
@@ -40,11 +46,11 @@ class Options:
     """Outliers in any model.
 
     Attributes:
-        text: python-stdlib, a text file, a folder of them, or hf:NAME[:CONFIG][:SPLIT].
-        tokens: Tokens in all, to whole rows; the paper has 400,000.
+        text: The text to read: python-stdlib, a text file, a folder of text files, or hf:NAME[:CONFIG][:SPLIT].
+        tokens: Tokens in total, rounded down to whole rows; the paper has 400,000.
         window: Tokens of a row; the model's context by default, at most 2048.
-        largest: How many of the largest values are reported.
-        seed: Of the rows' places.
+        largest: Number of largest values to report.
+        seed: Seed of the places of the rows.
     """
 
     text: str = "python-stdlib"
@@ -54,20 +60,27 @@ class Options:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.window is not None and self.window < 2:
-            raise ConfigError(f"window={self.window}: give at least 2 tokens")
-        if self.tokens < 1 or self.largest < 1:
-            raise ConfigError(f"tokens={self.tokens}, largest={self.largest}: give at least 1 of each")
+        at_least(self, 2, "window")
+        at_least(self, 1, "tokens", "largest")
 
 
-class OutliersTask:
-    """Rows of text, and what is largest in the model as it reads them. See `Task`."""
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """The number of all values, the largest of them in descending order, and their median."""
 
-    def __init__(self, options: Options, model: LanguageModel) -> None:
+    count: int
+    largest: list[float]
+    median: float
+
+
+class OutliersTask(ProbeTask):
+    """Rows of text, and the largest values inside the model as it reads them."""
+
+    def __init__(self, options: Options, setting: Setting) -> None:
         self.options, self.data_name, self.choices = options, options.text, _CHOICES
-        window = options.window or min(model.context_tokens, DEFAULT_WINDOW)
+        window = options.window or min(setting.context_tokens, DEFAULT_WINDOW)
         wanted = max(1, options.tokens // window)
-        stream = token_stream(model.tokenizer, options.text)
+        stream = token_stream(setting, options.text)
         there = len(stream) // window
         if there < wanted:
             raise DataError(
@@ -80,11 +93,11 @@ class OutliersTask:
         self.requests = [Magnitudes(tuple(part), options.largest) for part in parts]
 
     def score(self, answers: Sequence[Any]) -> Scores:
-        """The largest values by rank, and the median: first the paper's rows, then the other ranks of the curve."""
+        """Return the largest values by rank and the median: first the rows of the paper's table, then the rest of the curve."""
         first: list[Measurement] = []
         others: list[Measurement] = []
         for key, name in MEASURED.items():
-            spread = merged([answer[key] for answer in answers], self.options.largest)
+            spread = merge([answer[key] for answer in answers], self.options.largest)
             for rank in ranks(len(spread.largest)):
                 (first if rank in _PAPER_RANKS else others).append(
                     _figure(name, rank, spread.largest[rank - 1], spread)
@@ -94,19 +107,12 @@ class OutliersTask:
 
 
 def _figure(name: str, rank: int | str, value: float, spread: Spread) -> Measurement:
-    return Measurement(
-        name=name,
-        unit="absolute value",
-        value=value,
-        standard_error=None,
-        n=spread.count,
-        better=None if rank == "median" else "lower",
-        at={"rank": rank},
-    )
+    better: Literal["lower"] | None = None if rank == "median" else "lower"
+    return single(name, "absolute value", value, spread.count, {"rank": rank}, better)
 
 
 def ranks(largest: int) -> list[int]:
-    """1 to 10, then by tens to 100, by hundreds to 1000 and so on, and the last."""
+    """Return the ranks of the curve: 1 to 10, then by tens to 100, by hundreds to 1000 and so on, and the last."""
     found = []
     for power in count():
         found += [digit * 10**power for digit in range(1, 10) if digit * 10**power <= largest]
@@ -115,10 +121,61 @@ def ranks(largest: int) -> list[int]:
     return sorted({*found, largest})
 
 
-def make(options: Options, model: LanguageModel) -> OutliersTask:
-    """The task for a model. See `OutliersTask`.
+def merge(summaries: Sequence[dict[str, Any]], largest: int) -> Spread:
+    """Merge several collections of values.
 
-    Raises:
-        DataError: the text cannot be read, or is too short.
+    Args:
+        summaries: `probes.magnitudes.Magnitude.summary` of each collection.
+        largest: Number of largest values to return; at most what each collection kept.
     """
-    return OutliersTask(options, model)
+    counts = np.zeros(BINS, np.int64)
+    for summary in summaries:
+        counts[summary["bins"]] += summary["counts"]
+    total, below = int(counts.sum()), counts.cumsum()
+    middle = np.searchsorted(below, [(total - 1) // 2, total // 2], side="right")
+    values = (middle.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    top = sorted((value for summary in summaries for value in summary["largest"]), reverse=True)
+    return Spread(count=total, largest=top[:largest], median=float(values.mean()))
+
+
+def draw(results: Sequence[TaskResult]) -> tuple[str, str, Figure]:
+    """Draw the values over their rank, a curve for each model, with the median as a thin line; logits and hidden states."""
+    figure = Figure(figsize=(WIDTH_INCHES, 4.0), layout="constrained")
+    for ax, kind in zip(figure.subplots(1, 2), MEASURED.values(), strict=True):
+        medians = [select(result, kind, rank="median")[0].value for result in results]
+        for index, (result, median) in enumerate(zip(results, medians, strict=True)):
+            top = sorted((row.at["rank"], row.value) for row in select(result, kind) if row.at["rank"] != "median")
+            style = line_style(index)
+            ax.plot(*zip(*top, strict=True), **style, markersize=4)
+            ax.axhline(median, color=style["color"], linewidth=0.9, linestyle=style["linestyle"])
+            above = median == max(medians)
+            ax.annotate(
+                f"median {median:.3g}",
+                (1.0, median),
+                xycoords=("axes fraction", "data"),
+                xytext=(-3, 3 if above else -3),
+                textcoords="offset points",
+                ha="right",
+                va="bottom" if above else "top",
+                fontsize=8,
+                color=style["color"],
+            )
+        ax.set_xscale("log")
+        ax.set_yscale("log")
+        for axis in (ax.xaxis, ax.yaxis):
+            axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axis.set_major_formatter(lambda value, _: f"{value:g}")
+            axis.set_minor_formatter(NullFormatter())
+        ax.set_title(kind, loc="left")
+        ax.set_xlabel("rank, from the largest")
+    figure.axes[0].set_ylabel("absolute value")
+    legend_above(figure, handles(results))
+    counts = ", ".join(f"{select(result, MEASURED['logits'], rank='median')[0].n:.3g}" for result in results)
+    caption = (
+        f"The largest absolute values in order, and the median of all as a line, over {results[0].options['tokens']:,} "
+        f"tokens of {results[0].data.name} ({counts} logits)."
+    )
+    return "Activation outliers", caption, figure
+
+
+register(TaskKind(name="outliers", doc=__doc__, options=Options, make=OutliersTask, draw=draw))

@@ -1,8 +1,9 @@
-"""Loss on tokens that the context can tell (arXiv:2410.05258 Table 6, after Zoology, arXiv:2312.04927).
+"""Loss on tokens that complete a repeated n-gram (AR-hits), and on all other tokens.
 
-An AR-hit is the last token of an n-gram that occurred earlier in the same window and was rare in training, so that the
-context, not the weights, must supply it. All other tokens are "others": their n-gram is new to the window, or frequent.
-The paper gives neither n nor its threshold; those of Zoology are the defaults, 2 and 1250.
+This is the associative recall of arXiv:2410.05258 Table 6, after Zoology (arXiv:2312.04927). An AR-hit is the last token of an
+n-gram that occurred earlier in the same window and was rare in training, so that the model must take it from the context and
+not from its weights. All other tokens are "others": their n-gram is new to the window, or frequent in training. The paper gives
+neither n nor its threshold; the defaults are those of Zoology, 2 and 1250.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,17 +13,24 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from matplotlib.figure import Figure
 
 from ...data import Shards, Tokenizer, read_documents
 from ...errors import ConfigError, DataError
-from ...results import ItemScore
+from ...plots.bars import bars
+from ...plots.curves import select
+from ...results import ItemScore, TaskResult
+from ..engine import Scores, Task
+from ..prompts.texts import Setting, token_stream
+from ..registry import TaskKind, at_least, register
+from ..requests import Loss
 from ..scores import mean
-from ..task import LanguageModel, Loss, Scores
-from ..texts import token_stream
 from .perplexity import DEFAULT_WINDOW
 
 _CHUNK_TOKENS = 1 << 22
-"""Training tokens whose n-grams are counted at once: some 100 MB."""
+"""Training tokens whose n-grams are counted at once: about 100 MB of memory."""
+
+_GROUPS = {"AR-hits": "nll of AR-hits", "others": "nll of others", "all tokens": "nll"}
 
 Ids = npt.NDArray[np.int64]
 
@@ -32,13 +40,13 @@ class Options:
     """Loss on AR-hits and on all other tokens.
 
     Attributes:
-        text: What is scored: python-stdlib, a text file, a folder of them, or hf:NAME[:CONFIG][:SPLIT].
-        train_text: What the model was trained on, to count n-grams in: a text as above, or a folder of shards. Without it no
-            n-gram counts as frequent.
+        text: The text to score: python-stdlib, a text file, a folder of text files, or hf:NAME[:CONFIG][:SPLIT].
+        train_text: The text on which the model was trained, to count n-grams: a text as above, or a folder of shards. Without
+            it no n-gram counts as frequent.
         window: Tokens of a window; the model's context by default, at most 4096.
-        windows: Most windows, from the start of the text.
+        windows: Maximum number of windows, from the start of the text.
         ngram: Tokens of an n-gram.
-        max_train_count: An n-gram that training holds more often than this is no AR-hit.
+        max_train_count: Most occurrences in the training text for an n-gram to count as an AR-hit.
     """
 
     text: str = "python-stdlib"
@@ -49,33 +57,30 @@ class Options:
     max_train_count: int = 1250
 
     def __post_init__(self) -> None:
-        if self.windows < 1 or (self.window is not None and self.window < 2):
-            raise ConfigError(f"windows={self.windows}, window={self.window}: give at least 1 window of 2 tokens")
-        if self.ngram < 2:
-            raise ConfigError(f"ngram={self.ngram}: give at least 2")
-        if self.max_train_count < 0:
-            raise ConfigError(f"max_train_count={self.max_train_count}: give 0 or more")
+        at_least(self, 1, "windows")
+        at_least(self, 2, "window", "ngram")
+        at_least(self, 0, "max_train_count")
 
 
-class RecallTask:
-    """Windows of a text, and which of their tokens are AR-hits. See `Task`."""
+class RecallTask(Task):
+    """Windows of a text, and which of their tokens are AR-hits."""
 
-    def __init__(self, options: Options, model: LanguageModel) -> None:
-        tokenizer, self.data_name = model.tokenizer, options.text
+    def __init__(self, options: Options, setting: Setting) -> None:
+        tokenizer, self.data_name = setting.tokenizer, options.text
         if tokenizer.vocab_size**options.ngram > 2**63:
             raise ConfigError(
                 f"ngram={options.ngram}: with {tokenizer.vocab_size} tokens n-grams do not fit into 64 bits; give less"
             )
-        window = options.window or min(model.context_tokens, DEFAULT_WINDOW)
+        window = options.window or min(setting.context_tokens, DEFAULT_WINDOW)
         if window < options.ngram:
             raise ConfigError(f"window={window} is shorter than an n-gram of {options.ngram} tokens; give more")
         wanted = window * options.windows + 1
-        stream = token_stream(tokenizer, options.text, window + 1, enough=wanted)
+        stream = token_stream(setting, options.text, window + 1, enough=wanted)
         starts = range(0, min(len(stream), wanted) - window, window)
         rows = np.stack([stream[start : start + window + 1] for start in starts])
         self.requests = [Loss(tuple(row)) for row in rows.tolist()]
         grams = np.stack([packed(row, options.ngram, tokenizer.vocab_size) for row in rows])
-        self.hits = np.zeros((len(rows), window), bool)  # of targets: all tokens of a window but the first
+        self.hits = np.zeros((len(rows), window), bool)  # for targets: all tokens of a window but the first
         self.hits[:, options.ngram - 2 :] = [repeated(row) for row in grams]
         if options.train_text is not None:
             kinds, places = np.unique(grams, return_inverse=True)
@@ -84,13 +89,13 @@ class RecallTask:
             self.hits[:, options.ngram - 2 :] &= ~frequent
         if not self.hits.any() or self.hits.all():
             raise DataError(
-                f"{options.text}: {int(self.hits.sum())} of {self.hits.size} tokens are AR-hits, so one side has no loss; "
+                f"{options.text}: {int(self.hits.sum())} of {self.hits.size} tokens are AR-hits, so one group has no loss; "
                 "give longer windows, or another --max_train_count"
             )
         self.choices = _choices(options)
 
     def score(self, answers: Sequence[Any]) -> Scores:
-        """Nats a token on AR-hits, on others and on all, and the share of AR-hits; errors are over windows."""
+        """Compute the loss on AR-hits, on others and on all tokens, and the share of AR-hits; errors are over windows."""
         losses, size = np.array(answers, np.float64), self.hits.shape[1]
         sides = {"nll of AR-hits": self.hits, "nll of others": ~self.hits, "nll": np.ones_like(self.hits)}
         measurements, items = [], []
@@ -105,18 +110,8 @@ class RecallTask:
         return Scores(measurements=[*measurements, share], items=items)
 
 
-def make(options: Options, model: LanguageModel) -> RecallTask:
-    """The task for a model. See `RecallTask`.
-
-    Raises:
-        ConfigError: n-grams too long to count.
-        DataError: a text cannot be read, is shorter than one window, or has no AR-hit.
-    """
-    return RecallTask(options, model)
-
-
 def packed(ids: Ids, ngram: int, vocab_size: int) -> Ids:
-    """Every n-gram of a row as one number, (T - n + 1,)."""
+    """Return every n-gram of a row as one number, (T - n + 1,)."""
     length = len(ids) - ngram + 1
     grams = np.zeros(max(0, length), np.int64)
     for offset in range(ngram if length > 0 else 0):
@@ -125,13 +120,13 @@ def packed(ids: Ids, ngram: int, vocab_size: int) -> Ids:
 
 
 def repeated(grams: Ids) -> npt.NDArray[np.bool_]:
-    """Which n-grams of a row occurred before in it."""
+    """Return which n-grams of a row occurred earlier in it."""
     _, first, places = np.unique(grams, return_index=True, return_inverse=True)
     return first[places] < np.arange(len(grams))
 
 
 def counted(kinds: Ids, parts: Iterable[Ids], ngram: int, vocab_size: int) -> Ids:
-    """How often each of `kinds`, sorted, occurs in a text that comes in parts; no other n-gram is kept."""
+    """Count how often each of the sorted `kinds` occurs in a text that is given in parts; other n-grams are not kept."""
     counts = np.zeros(len(kinds), np.int64)
     before = np.empty(0, np.int64)
     for part in parts:
@@ -148,7 +143,7 @@ def _training_parts(source: str, tokenizer: Tokenizer) -> Iterator[Ids]:
     if Path(source, "manifest.json").is_file():
         shards = Shards.open(source, verify=False)
         if shards.tokenizer.sha256 != tokenizer.sha256:
-            raise DataError(f"{source}: shards of another tokenizer than the model's; name the text itself")
+            raise DataError(f"{source}: the shards have another tokenizer than the model; name the text itself")
         stream = shards.tokens("train")
         for start in range(0, len(stream), _CHUNK_TOKENS):
             yield stream[start : start + _CHUNK_TOKENS].astype(np.int64)
@@ -159,14 +154,31 @@ def _training_parts(source: str, tokenizer: Tokenizer) -> Iterator[Ids]:
 
 def _choices(options: Options) -> list[str]:
     rare = (
-        f"An n-gram that {options.train_text} holds more than {options.max_train_count} times is frequent, and no AR-hit."
+        f"An n-gram that {options.train_text} holds more than {options.max_train_count} times is frequent and no AR-hit."
         if options.train_text is not None
-        else "No training text was named: no n-gram counts as frequent, so that more tokens are AR-hits than in the paper."
+        else "No training text was given, so no n-gram counts as frequent and more tokens are AR-hits than in the paper."
     )
     return [
         f"An AR-hit ends an n-gram of {options.ngram} tokens that occurred earlier in its window; the paper gives no n.",
         rare,
-        "A window may hold several documents, with an end of text between them; it counts as one context.",
-        "Each token is scored given all before it in its window, so early tokens have little context.",
-        "AR-hits depend on the tokenizer: models with different tokenizers do not compare.",
+        "A window may contain several documents with an end-of-text token between them; it counts as one context.",
+        "Each token is scored given all earlier tokens of its window, so the first tokens have little context.",
+        "AR-hits depend on the tokenizer, so models with different tokenizers cannot be compared.",
     ]
+
+
+def draw(results: Sequence[TaskResult]) -> tuple[str, str, Figure]:
+    """Draw the loss on AR-hits, on others and on all tokens (arXiv:2410.05258 Table 6), a bar for each model."""
+    figure = bars(results, list(_GROUPS), lambda result, group: select(result, _GROUPS[group]), form=".3f")
+    figure.axes[0].set_ylabel("loss (nats/token)")
+    rows = (row for result in results for row in select(result, "share of AR-hits"))
+    shares = " and ".join(dict.fromkeys(f"{100 * row.value:.1f} %" for row in rows))
+    ngram = results[0].options["ngram"]
+    caption = (
+        f"Loss on tokens that end an {ngram}-gram which occurred earlier in the window (AR-hits, {shares} "
+        "of tokens) and on all others; bars: one standard error over windows."
+    )
+    return "Associative recall", caption, figure
+
+
+register(TaskKind(name="recall", doc=__doc__, options=Options, make=RecallTask, draw=draw))

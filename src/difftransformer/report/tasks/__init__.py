@@ -1,45 +1,31 @@
-"""A picture for each task, of one model or of several side by side, and the same figures as a table.
+"""The picture of a task, for one model or several side by side, and the same figures as a table.
 
-A picture is one file with a function `draw(results)` and one line in `PICTURES`. Results are of one task, a model each.
+The results that a function takes are of one task, one for each model. The task's own file draws its picture.
 """
 
-import importlib
 from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib
 
-from difftransformer.report.figures import _STYLE, Drawing, _finish
+from difftransformer.evals.tasks import registered_tasks
+from difftransformer.plots.curves import labels
+from difftransformer.plots.style import STYLE, Drawing, finish
 from difftransformer.report.tables import Group, Table
 from difftransformer.results import Measurement, TaskResult, write_text_atomically
 
-PICTURES = {
-    "allocation": "allocation",
-    "maps": "maps",
-    "outliers": "outliers",
-    "quantized": "quantized",
-    "hallucination": "hallucination",
-    "icl": "icl",
-    "math": "math",
-    "needle": "needle",
-    "order": "order",
-    "perplexity": "perplexity",
-    "recall": "recall",
-}
-
 
 def draw_task(results: Sequence[TaskResult], png: bool = False, *, name: str | None = None) -> Drawing | None:
-    """The picture of a task, or None where a table says it all. The name is the task's unless one is given."""
-    if (file := PICTURES.get(results[0].task)) is None:
+    """Draw the picture of a task; None where a table says it all. The drawing is named like the task unless `name` is given."""
+    kind = registered_tasks().get(results[0].task)
+    if kind is None or kind.draw is None:
         return None
-    module = importlib.import_module(f".{file}", __package__)
-    with matplotlib.rc_context(_STYLE):
-        title, caption, figure = module.draw(results)
-        return _finish(name or results[0].task, title, caption, figure, png)
+    with matplotlib.rc_context(STYLE):
+        return finish(name or results[0].task, *kind.draw(results), png)
 
 
 def write_picture(results: Sequence[TaskResult], path: Path) -> Path | None:
-    """Write the picture as SVG, and as PNG beside it; its path, or None where there is none."""
+    """Write a task's picture as SVG and as PNG beside it, and return its path; None where the task has no picture."""
     drawing = draw_task(results, png=True)
     if drawing is None:
         return None
@@ -51,12 +37,13 @@ def write_picture(results: Sequence[TaskResult], path: Path) -> Path | None:
     return path
 
 
-def measurement_table(results: Sequence[TaskResult], *, brief: bool = False) -> Table:
-    """A row a figure, a column a model; value and standard error.
+def measurement_table(results: Sequence[TaskResult], *, brief: bool = False, seeds: int = 1) -> Table:
+    """Build a table with a row for each measurement and a column for each model: value and standard error.
 
     Args:
-        results: Of one task, a model each.
-        brief: Whether details are left out.
+        results: Results of one task, one for each model.
+        brief: Whether to leave out measurements that are details.
+        seeds: Training seeds that each result is pooled over.
     """
     keys: list[tuple[str, tuple[tuple[str, object], ...]]] = []
     cells: dict[tuple[int, object], Measurement] = {}
@@ -88,20 +75,15 @@ def measurement_table(results: Sequence[TaskResult], *, brief: bool = False) -> 
                 " / ".join(dict.fromkeys(f"{cell.n:,}" for cell in found if cell is not None)),
             ]
         )
-    notes = [
-        "± is one standard error over items, brackets Wilson's interval of 95 %; neither tells of another training seed."
-    ]
-    return Table(results[0].task, f"{results[0].task}: {results[0].data.name}", groups, rows, notes)
-
-
-def labels(results: Sequence[TaskResult]) -> list[str]:
-    """A short name for each model: the end of its path, longer where two would be the same."""
-    paths = [Path(result.model.name) for result in results]
-    for length in range(1, max(len(path.parts) for path in paths) + 1):
-        names = ["/".join(path.parts[-length:]) for path in paths]
-        if len(set(names)) == len(names):
-            return names
-    return [str(path) for path in paths]
+    note = (
+        "± is one standard error over items, brackets are 95 % Wilson intervals; neither covers another training seed."
+    )
+    if seeds > 1:
+        note = (
+            f"± is one standard error over {seeds} seeds. Brackets are 95 % Wilson intervals of the answers of all seeds, as "
+            "if they were independent."
+        )
+    return Table(results[0].task, f"{results[0].task}: {results[0].data.name}", groups, rows, [note])
 
 
 def _place(value: object) -> str:

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
+from difftransformer.plots.curves import labels
 from difftransformer.report.tables import Group, Table
-from difftransformer.report.tasks import labels
 from difftransformer.results import ItemScore, PairedDifference, TaskResult
 from difftransformer.statistics import bootstrap_difference
 

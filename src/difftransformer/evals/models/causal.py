@@ -1,0 +1,241 @@
+"""Any causal language model of transformers as a `LanguageModel`."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...data import Tokenizer
+from ...errors import EvaluationError
+from ..probes import LastRow, Magnitudes, Maps, Probe
+from ..probes.last_row import last_row_weights, row_sums
+from ..probes.magnitudes import magnitudes
+from ..probes.maps import head_maps
+from ..requests import Answers, Choice, Continuation, Loss, Request
+from .prefix import CHUNK_TOKENS, PrefixCache, can_be_cut, growing_cache, shared_tokens
+from .quantized import UNTOUCHED_BITS, quantized_linears, quantized_logits
+
+_WORTH_SHARING, _STEP_TOKENS = 0.25, 32
+"""Use the prefix cache when prompts share at least this share of their tokens and the saving exceeds the cost of unbatched
+decoding, where one step of decoding costs as much as this number of prompt tokens."""
+
+_WRITTEN_OUT_TOKENS = 4096
+"""Most tokens of a batch where the maps are formed: n x n memory."""
+
+UNBOUNDED = 2**31
+"""A context that refuses nothing."""
+
+
+class CausalLanguageModel:
+    """Answers requests and probes with a model: rows of equal length in batches, or prompts with a common prefix in sequence.
+
+    No row is padded, so an answer depends on its request only, up to the rounding of the kernels.
+
+    Args:
+        model: A causal language model with the interface of transformers, on any device.
+        tokenizer: Its tokenizer.
+        context_tokens: Most tokens of a row; None means the model's positions.
+        batch_tokens: Most tokens of a batch.
+        prefix_caching: Whether to compute keys and values of a common prefix only once.
+        hf_tokenizer: The tokenizer as transformers opens it, for lm-eval.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Tokenizer,
+        *,
+        context_tokens: int | None = None,
+        batch_tokens: int = 16_384,
+        prefix_caching: bool = True,
+        hf_tokenizer: Any = None,
+    ) -> None:
+        self.model, self.tokenizer, self.batch_tokens = model.eval(), tokenizer, batch_tokens
+        self.prefix_caching, self.hf_tokenizer = prefix_caching, hf_tokenizer
+        positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or UNBOUNDED
+        self.context_tokens = int(context_tokens or positions)
+
+    def answer(self, requests: Sequence[Request]) -> Answers:
+        """Answer every request. See `LanguageModel`.
+
+        Raises:
+            EvaluationError: A request is longer than the context.
+        """
+        yield from self._by_kind(
+            requests, {Loss: self._losses, Continuation: self._continuations, Choice: self._choices}
+        )
+
+    def probe(self, probes: Sequence[Probe]) -> Answers:
+        """Answer every probe.
+
+        Raises:
+            EvaluationError: A probe is longer than the context, or the model's attention cannot be observed.
+        """
+        yield from self._by_kind(probes, {LastRow: self._last_rows, Maps: self._maps, Magnitudes: self._magnitudes})
+
+    @contextmanager
+    def quantized(self, bits: int, granularity: str, weights: str, activations: str) -> Iterator["CausalLanguageModel"]:
+        """Open the same model under coarser numbers.
+
+        Args:
+            bits: Bits of the attention logits; see `quantized_logits`.
+            granularity: Which logits share a step size: "row", "head" or "tensor".
+            weights: Weights of the Linear layers; see `quantized_linears`.
+            activations: Inputs of the Linear layers; see `quantized_linears`.
+        """
+        coarse = bits < UNTOUCHED_BITS
+        with (
+            quantized_linears(self.model, weights, activations),
+            quantized_logits(self.model, bits, granularity),
+        ):
+            yield CausalLanguageModel(
+                self.model,
+                self.tokenizer,
+                context_tokens=self.context_tokens,
+                batch_tokens=min(self.batch_tokens, _WRITTEN_OUT_TOKENS) if coarse else self.batch_tokens,
+                # The step size of a whole head or tensor would depend on which tokens are already cached.
+                prefix_caching=self.prefix_caching and not (coarse and granularity != "row"),
+                hf_tokenizer=self.hf_tokenizer,
+            )
+
+    def _by_kind(self, requests: Sequence[Any], kinds: Mapping[type, Callable[[Sequence[Any]], Answers]]) -> Answers:
+        groups: dict[type, list[int]] = defaultdict(list)
+        for index, request in enumerate(requests):
+            if request.row_tokens > self.context_tokens:
+                raise EvaluationError(
+                    f"a prompt with its answer takes {request.row_tokens} tokens, and the model's context has "
+                    f"{self.context_tokens}; ask for less"
+                )
+            if type(request) not in kinds:
+                names = ", ".join(kind.__name__ for kind in kinds)
+                raise EvaluationError(f"a {type(request).__name__} cannot be answered; choose one of {names}")
+            groups[type(request)].append(index)
+        for kind, indices in groups.items():
+            found = kinds[kind]([requests[index] for index in indices])
+            while True:
+                with torch.inference_mode():  # left while the caller has the answer
+                    pair = next(found, None)
+                if pair is None:
+                    break
+                yield indices[pair[0]], pair[1]
+
+    def _losses(self, requests: Sequence[Loss]) -> Answers:
+        for indices, ids in self._batches([request.ids for request in requests]):
+            rows = self._row_losses(ids)
+            for index, row in zip(indices, rows, strict=True):
+                yield index, row[requests[index].first - 1 :].tolist()
+
+    def _row_losses(self, ids: Tensor) -> Tensor:
+        """Return losses (B, T - 1) of rows (B, T), part by part, so that only the logits of one part are held at a time."""
+        length, parts = ids.shape[1] - 1, []
+        cache = growing_cache(self.model) if length > CHUNK_TOKENS else None
+        for begin in range(0, length, CHUNK_TOKENS):
+            end = min(begin + CHUNK_TOKENS, length)
+            options = {} if cache is None else {"past_key_values": cache}
+            logits = self.model(input_ids=ids[:, begin:end], use_cache=cache is not None, **options).logits
+            targets = ids[:, begin + 1 : end + 1]
+            parts.append(F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none"))
+            parts[-1] = parts[-1].view_as(targets).cpu()
+        return torch.cat(parts, 1)
+
+    def _continuations(self, requests: Sequence[Continuation]) -> Answers:
+        prompts = [request.prompt for request in requests]
+        order = sorted(range(len(prompts)), key=prompts.__getitem__)
+        steps = sum(request.tokens for request in requests)
+        total, shared = sum(map(len, prompts)), shared_tokens(prompts[index] for index in order)
+        if self.prefix_caching and shared >= max(_WORTH_SHARING * total, _STEP_TOKENS * steps):
+            cache = self._prefix_cache()
+            for index in order:
+                yield index, self._continue_one(cache, requests[index])
+            return
+        for indices, ids in self._batches(prompts):
+            made = self._continue_rows(ids, [requests[index] for index in indices])
+            yield from zip(indices, made, strict=True)
+
+    def _continue_one(self, cache: PrefixCache, request: Continuation) -> list[int]:
+        made: list[int] = []
+        cache.start()
+        while len(made) < request.tokens:
+            token = int(cache.next_logits((*request.prompt, *made)).argmax())
+            if request.ends(made, token):
+                break
+            made.append(token)
+        return made
+
+    def _continue_rows(self, ids: Tensor, requests: Sequence[Continuation]) -> list[list[int]]:
+        """Continue rows in a batch; a finished row leaves it."""
+        made: list[list[int]] = [[] for _ in requests]
+        # A model with other kinds of layers creates its own cache.
+        cache = growing_cache(self.model) if can_be_cut(self.model) else None
+        left, inputs = list(range(len(requests))), ids
+        while left:
+            outputs = self.model(input_ids=inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            cache, tokens = outputs.past_key_values, outputs.logits[:, -1].argmax(-1)
+            going = []
+            for place, (row, token) in enumerate(zip(left, tokens.tolist(), strict=True)):
+                if not requests[row].ends(made[row], token):
+                    made[row].append(token)
+                    if len(made[row]) < requests[row].tokens:
+                        going.append(place)
+            if 0 < len(going) < len(left):
+                kept = torch.tensor(going, device=tokens.device)
+                cache.batch_select_indices(kept)
+                tokens = tokens[kept]
+            left, inputs = [left[place] for place in going], tokens.unsqueeze(1)
+        return made
+
+    def _choices(self, requests: Sequence[Choice]) -> Answers:
+        cache = self._prefix_cache()
+        for index in sorted(range(len(requests)), key=lambda index: requests[index].prompt):
+            request = requests[index]
+            cache.start()
+            yield index, _walk(cache, request.prompt, request.options)
+
+    def _last_rows(self, requests: Sequence[LastRow]) -> Answers:
+        for indices, ids in self._batches([request.prompt for request in requests]):
+            weights = last_row_weights(self.model, ids)
+            for row, index in enumerate(indices):
+                yield index, row_sums([layer[row] for layer in weights], requests[index].edges)
+
+    def _maps(self, requests: Sequence[Maps]) -> Answers:
+        for index, request in enumerate(requests):
+            yield index, head_maps(self.model, self._tensor([request.prompt]), request.layers, request.heads)
+
+    def _magnitudes(self, requests: Sequence[Magnitudes]) -> Answers:
+        for index, request in enumerate(requests):
+            yield index, magnitudes(self.model, [self._tensor([row]) for row in request.rows], request.largest)
+
+    def _prefix_cache(self) -> PrefixCache:
+        return PrefixCache(self.model, enabled=self.prefix_caching)
+
+    def _tensor(self, rows: Sequence[Sequence[int]]) -> Tensor:
+        return torch.tensor(rows, device=self.model.device)
+
+    def _batches(self, rows: Sequence[Sequence[int]]) -> Iterator[tuple[list[int], Tensor]]:
+        """Yield batches of rows of equal length, at most batch_tokens each: the places of the rows and their ids (B, T)."""
+        by_length: dict[int, list[int]] = defaultdict(list)
+        for index, row in enumerate(rows):
+            by_length[len(row)].append(index)
+        for length, indices in by_length.items():
+            count = max(1, self.batch_tokens // max(1, length))
+            for begin in range(0, len(indices), count):
+                chosen = indices[begin : begin + count]
+                yield chosen, self._tensor([rows[index] for index in chosen])
+
+
+def _walk(cache: PrefixCache, prompt: tuple[int, ...], options: Sequence[tuple[int, ...]]) -> int:
+    """Return the option that greedy decoding reaches among the tokens that lead to one; a single such token costs nothing."""
+    left, path = list(range(len(options))), list(prompt)
+    for place in range(max(map(len, options))):
+        allowed = sorted({options[index][place] for index in left})
+        best = int(cache.next_logits(path)[allowed].argmax()) if len(allowed) > 1 else 0
+        chosen = allowed[best]
+        path.append(chosen)
+        left = [index for index in left if options[index][place] == chosen]
+        if len(left) == 1:
+            break
+    return left[0]

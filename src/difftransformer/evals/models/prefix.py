@@ -1,0 +1,124 @@
+"""Keys and values of one row of tokens, kept for the next prompt with the same prefix.
+
+Many-shot prompts share their demonstrations, and needle documents share their haystack. When prompts are processed in the
+order of their tokens, a common token is computed once: the cache holds the last prompt and is cropped to the prefix that the
+next prompt shares with it.
+"""
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+CHUNK_TOKENS = 2048
+"""Tokens of one forward pass over a long row, to bound the memory of its scores and logits."""
+
+
+class GrowingLayer(DynamicLayer):  # type: ignore[misc]
+    """Keys and values of a layer in a larger buffer: a step writes its own token, where `DynamicLayer` copies all tokens."""
+
+    keys: Tensor
+    values: Tensor
+    _room: tuple[Tensor, Tensor] | None = None
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Append keys (B, G, T, D) and values (B, G, T, E), and return all keys and values so far as views."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        seen = self.get_seq_length()
+        end = seen + key_states.shape[-2]
+        if self._room is None or end > self._room[0].shape[-2]:
+            self._room = tuple(  # type: ignore[assignment]
+                new.new_empty(*new.shape[:-2], max(end, seen * 3 // 2), new.shape[-1])
+                for new in (key_states, value_states)
+            )
+            if seen:
+                self._write((self.keys, self.values), 0)
+        self._write((key_states, value_states), seen)
+        assert self._room is not None
+        self.keys, self.values = (room[..., :end, :] for room in self._room)
+        return self.keys, self.values
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep only these rows of the batch."""
+        super().batch_select_indices(indices)
+        self._room = None
+
+    def _write(self, states: tuple[Tensor, Tensor], begin: int) -> None:
+        assert self._room is not None
+        for room, new in zip(self._room, states, strict=True):
+            room[..., begin : begin + new.shape[-2], :] = new
+
+
+def growing_cache(model: Any) -> DynamicCache:
+    """Return an empty cache for a model, with `GrowingLayer` wherever a layer keeps all tokens; for inference only."""
+    cache = DynamicCache(config=model.config)
+    cache.layers = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    return cache
+
+
+class PrefixCache:
+    """Computes a causal model's next-token logits for one row after another.
+
+    Args:
+        model: A causal language model with the interface of transformers.
+        enabled: Whether to keep anything from one prompt to the next; within a prompt tokens are always kept.
+    """
+
+    def __init__(self, model: Any, *, enabled: bool = True) -> None:
+        self.model = model
+        self.enabled = enabled and can_be_cut(model)
+        self._ids = np.empty(0, np.int64)
+        self._cache: DynamicCache | None = None
+        self.computed_tokens = 0
+
+    def start(self) -> None:
+        """Begin a new prompt; if the cache is not enabled, forget the last one."""
+        if not self.enabled:
+            self._cache, self._ids = None, self._ids[:0]
+
+    def next_logits(self, row: Sequence[int]) -> Tensor:
+        """Return the logits (V,) of the token after `row`, in fp32."""
+        ids = np.asarray(row, np.int64)
+        # The last token always goes through the model, because its logits are the result.
+        keep = 0 if self._cache is None else min(common_prefix(self._ids, ids), len(ids) - 1)
+        self._cut(keep)
+        logits = None
+        for begin in range(keep, len(ids), CHUNK_TOKENS):
+            part = torch.from_numpy(ids[begin : begin + CHUNK_TOKENS]).to(self.model.device).unsqueeze(0)
+            outputs = self.model(input_ids=part, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
+            self._cache, logits = outputs.past_key_values, outputs.logits
+            self.computed_tokens += part.shape[1]
+        self._ids = ids
+        assert logits is not None
+        return logits[0, -1].float()
+
+    def _cut(self, keep: int) -> None:
+        if keep == 0 or self._cache is None:
+            self._cache, keep = growing_cache(self.model), 0
+        elif keep < len(self._ids):
+            self._cache.crop(keep - len(self._ids))
+        self._ids = self._ids[:keep]
+
+
+def can_be_cut(model: Any) -> bool:
+    """Return whether a model's cache can be cropped; a sliding window or a recurrent state has lost the earlier tokens."""
+    return all(type(layer) is DynamicLayer for layer in DynamicCache(config=model.config).layers)
+
+
+def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
+    """Return the length of the common prefix of two rows."""
+    length = min(len(a), len(b))
+    different = np.flatnonzero(a[:length] != b[:length])
+    return int(different[0]) if len(different) else length
+
+
+def shared_tokens(rows: Iterable[Sequence[int]]) -> int:
+    """Return the number of tokens that prefix reuse saves for these rows, which are in sorted order."""
+    ordered = [np.asarray(row, np.int64) for row in rows]
+    return sum(common_prefix(a, b) for a, b in pairwise(ordered))

@@ -1,0 +1,235 @@
+"""Observe what a model's attention computes: the logits of its maps, the maps, and the operator's inputs.
+
+A model's normal path never forms its maps. Inside `written_out` a model computes attention by the equations of `ops.reference`,
+which pass the logits of every map to an observer (`ops.reference.watching_logits`); this takes n x n memory. Inside
+`on_the_op` a model runs its usual kernels, and an observer gets the inputs of each attention call (`ops.watching_inputs`).
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.models.diffllama.modeling_diffllama import DiffLlamaAttention
+
+from ...acceleration import IMPLEMENTATION, AcceleratedDiffLlamaAttention, accelerate, restore
+from ...acceleration.attention_function import NOT_IN_THE_OP, attention, mask
+from ...attention import Attention
+from ...errors import ConfigError, EvaluationError
+from ...ops import use_backend, watching_inputs
+from ...ops.reference import softmax_of, watching_logits
+
+_WRITTEN_OUT = "difftransformer_written_out"
+
+ObserveMaps = Callable[[int, Tensor, Tensor | None, Tensor | None, Tensor | None], None]
+
+
+@contextmanager
+def written_out(model: Any) -> Iterator[list[nn.Module]]:
+    """Let a model form its maps with `ops.reference` inside the context; the model is restored at its end.
+
+    Args:
+        model: A model of this package, a DiffLlama, or any model whose attention functions transformers dispatches.
+
+    Yields:
+        Its attention layers in the order in which they are called.
+
+    Raises:
+        EvaluationError: A layer does not form its maps here, or has attention that the equations do not describe.
+    """
+    with _on_reference(model):
+        yield _probed(model)
+
+
+@contextmanager
+def _on_reference(model: Any) -> Iterator[None]:
+    kinds = {type(module) for module in model.modules()}
+    if any(issubclass(kind, Attention) for kind in kinds):
+        with _implementation(model, "eager"):
+            yield
+    elif any(issubclass(kind, DiffLlamaAttention) for kind in kinds):
+        with on_the_op(model), use_backend("reference"):
+            yield
+    else:
+        AttentionInterface.register(_WRITTEN_OUT, _attention)
+        AttentionMaskInterface.register(_WRITTEN_OUT, mask)
+        with _implementation(model, _WRITTEN_OUT):
+            yield
+
+
+@contextmanager
+def on_the_op(model: Any) -> Iterator[None]:
+    """Let a model compute attention with this package's operator, on any backend."""
+    kinds = {type(module) for module in model.modules()}
+    if any(issubclass(kind, Attention) for kind in kinds):
+        yield
+    elif any(issubclass(kind, DiffLlamaAttention) for kind in kinds):
+        try:
+            accelerate(model)
+        except ConfigError as error:
+            raise EvaluationError(str(error)) from None
+        try:
+            yield
+        finally:
+            if AcceleratedDiffLlamaAttention not in kinds:
+                restore(model)
+    else:
+        with _implementation(model, IMPLEMENTATION):
+            yield
+
+
+@contextmanager
+def _implementation(model: Any, name: str) -> Iterator[None]:
+    before = model.config._attn_implementation
+    model.set_attn_implementation(name)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *rest: Any,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """The operator's reference as transformers' attention function; refuses arguments that the operator does not have."""
+    for name in NOT_IN_THE_OP:
+        if options.get(name) is not None:
+            raise EvaluationError(
+                f"{type(module).__name__}: attention with {name} is not softmax(Q K^T) V and cannot be seen from inside; "
+                "choose a model without it"
+            )
+    if attention_mask is not None and attention_mask.dtype != torch.bool:
+        raise EvaluationError(
+            f"{type(module).__name__}: its attention mask is {attention_mask.dtype}, a bias beside Q K^T, and cannot be "
+            "seen from inside; choose a model with a bool mask"
+        )
+    with use_backend("reference"):
+        return attention(module, query, key, value, attention_mask, *rest, **options)
+
+
+@torch.no_grad()
+def _probed(model: Any) -> list[nn.Module]:
+    """Find the modules that form maps by a pass over two tokens; each must form every map once."""
+    inside: list[nn.Module] = []
+    formed: dict[nn.Module, int] = {}
+
+    def enter(module: nn.Module, arguments: Any) -> None:
+        inside.append(module)
+
+    def leave(module: nn.Module, arguments: Any, output: Any) -> None:
+        inside.pop()
+
+    def count(scores: Tensor, allowed: Tensor | None) -> Tensor:
+        formed[inside[-1]] = formed.get(inside[-1], 0) + 1
+        return scores
+
+    with ExitStack() as hooks, watching_logits(count):
+        for module in model.modules():
+            hooks.callback(module.register_forward_pre_hook(enter).remove)
+            hooks.callback(module.register_forward_hook(leave).remove)
+        model(input_ids=torch.tensor([[0, 1]], device=model.device), use_cache=False)
+    expected = _attention_layers(model.config.get_text_config())
+    right = [module for module, calls in formed.items() if calls == _maps_of(module)]
+    if not right or len(right) != expected or len(formed) != expected:
+        raise EvaluationError(
+            f"{type(model).__name__}: its attention cannot be seen from inside ({len(right)} of {expected} layers form "
+            "their maps when asked); models of this package, DiffLlama, and those whose attention transformers dispatches "
+            "(Llama, Mistral, Qwen and others) can"
+        )
+    return right
+
+
+def _attention_layers(config: Any) -> int:
+    kinds = getattr(config, "layer_types", None)
+    if not kinds:
+        return int(config.num_hidden_layers)
+    return sum("attention" in kind and "linear" not in kind for kind in kinds)
+
+
+def _maps_of(module: nn.Module) -> int:
+    if isinstance(module, Attention):
+        return module.layout.query_maps
+    return 2 if isinstance(module, DiffLlamaAttention) else 1
+
+
+@contextmanager
+def _counting(layers: Sequence[nn.Module]) -> Iterator[list[int]]:
+    """Yield the layer that is computing at the moment, and a 0 on which the caller may count."""
+    place = [0, 0]
+
+    def entering(layer: int) -> Callable[..., None]:
+        def enter(module: nn.Module, arguments: Any) -> None:
+            place[:] = layer, 0
+
+        return enter
+
+    with ExitStack() as hooks:
+        for index, module in enumerate(layers):
+            hooks.callback(module.register_forward_pre_hook(entering(index)).remove)
+        yield place
+
+
+@contextmanager
+def observing_inputs(layers: Sequence[nn.Module], observe: Callable[..., None]) -> Iterator[None]:
+    """Call observe(layer, maps, restrictions, scale) for every layer; see `ops.watching_inputs`."""
+    with _counting(layers) as place, watching_inputs(lambda *inputs: observe(place[0], *inputs)):
+        yield
+
+
+@contextmanager
+def observing_maps(layers: Sequence[nn.Module], observe: ObserveMaps) -> Iterator[None]:
+    """Call observe(layer, first, second, lam, allowed) for every layer.
+
+    The maps are (B, H, T, S), lam can be broadcast to (B, H, T); second and lam are None for a layer with one map.
+    """
+    lams: list[Tensor | None] = [None] * len(layers)
+    firsts: list[Tensor] = []
+
+    def entering(layer: int) -> Callable[..., None]:
+        def enter(module: nn.Module, arguments: Any, options: dict[str, Any]) -> None:
+            lams[layer] = _lam_of(module, arguments[0] if arguments else options["hidden_states"])
+
+        return enter
+
+    def logits(scores: Tensor, allowed: Tensor | None) -> Tensor:
+        layer, number = place
+        place[1] += 1
+        found = softmax_of(scores, allowed)
+        if _maps_of(layers[layer]) == 1:
+            observe(layer, found, None, None, allowed)
+        elif number == 0:
+            firsts.append(found)
+        else:
+            observe(layer, firsts.pop(), found, lams[layer], allowed)
+        return scores
+
+    with ExitStack() as hooks, _counting(layers) as place, watching_logits(logits):
+        for index, module in enumerate(layers):
+            if _maps_of(module) == 2:
+                hooks.callback(module.register_forward_pre_hook(entering(index), with_kwargs=True).remove)
+        yield
+
+
+def combined(first: Tensor, second: Tensor | None, lam: Tensor | None) -> Tensor:
+    """Return the weights by which a layer adds values: the first map, minus lambda times the second if there is one."""
+    return first if second is None or lam is None else first - lam.unsqueeze(-1) * second
+
+
+def _lam_of(module: nn.Module, hidden: Tensor) -> Tensor:
+    """Return a layer's lambda for these hidden states, with three dimensions."""
+    if isinstance(module, AcceleratedDiffLlamaAttention):
+        lam: Tensor | float | None = module._lam(hidden.dtype)
+    else:
+        assert isinstance(module, Attention)
+        lam = module.head_lam(hidden)
+    assert lam is not None
+    lam = torch.as_tensor(lam, device=hidden.device)
+    return lam if lam.dim() == 3 else lam.reshape(1, -1, 1)

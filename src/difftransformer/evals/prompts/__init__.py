@@ -1,0 +1,1 @@
+"""From texts, demonstrations and chat templates to prompts in tokens."""

@@ -1,0 +1,29 @@
+"""The tokens that a chat model puts around a user's message."""
+
+from ...data import Tokenizer
+from ...errors import DataError
+
+_PLACE = "\u241eplace of the message\u241e"
+
+
+def chat_frame(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """Return the tokens before and after a user's message, up to the beginning of the assistant's answer.
+
+    Raises:
+        DataError: The tokenizer has no chat template, or its template changes the message.
+    """
+    from transformers.utils.chat_template_utils import render_jinja_template  # task files import no transformers
+
+    if tokenizer.chat_template is None:
+        raise DataError("the tokenizer has no chat template; use --prompt base")
+    (text,), _ = render_jinja_template(
+        [[{"role": "user", "content": _PLACE}]],
+        chat_template=tokenizer.chat_template,
+        add_generation_prompt=True,
+        bos_token=tokenizer.end_of_text_token,
+        eos_token=tokenizer.pad_token,
+    )
+    before, place, after = text.partition(_PLACE)
+    if not place:
+        raise DataError("the tokenizer's chat template does not write a user's message as it is; use --prompt base")
+    return tokenizer.encode_special(before), tokenizer.encode_special(after)

@@ -1,0 +1,65 @@
+"""What a task is drawn for: a tokenizer, a context, and text of any source as one stream of tokens."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ...data import Tokenizer, read_documents
+from ...errors import DataError
+
+HAYSTACK_TOKENS = 2**20
+"""Tokens of a text in which needles are hidden: more than any one document takes, and read in seconds."""
+
+VALIDATION = "validation"
+"""The source that stands for the text which a run held out from training."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What a task knows of the model before it asks it anything.
+
+    Attributes:
+        tokenizer: Text to token ids.
+        context_tokens: Tokens of a row where the task's options name none.
+        validation: Return the tokens of the text that the model's run held out; None where no run is known.
+    """
+
+    tokenizer: Tokenizer
+    context_tokens: int
+    validation: Callable[[], Any] | None = None
+
+
+def token_stream(
+    setting: Setting, source: str, at_least: int = 0, *, enough: int | None = None
+) -> npt.NDArray[np.int64]:
+    """Return the first documents of a source one after another, each followed by the end of text.
+
+    Args:
+        setting: The tokenizer, and the held-out text.
+        source: What `read_documents` takes, or `validation`, which is always returned whole.
+        at_least: Tokens that are needed.
+        enough: Number of tokens after which to stop; None reads the whole source.
+
+    Raises:
+        DataError: The source cannot be read, or has fewer tokens.
+    """
+    parts, count = [], 0
+    if source == VALIDATION:
+        if setting.validation is None:
+            raise DataError(
+                "text=validation: only a run's folder tells which text was held out; name a run, or another text"
+            )
+        parts, count = [np.asarray(setting.validation()[:]).astype(np.int64)], len(setting.validation())
+    else:
+        for document in read_documents(source):
+            ids = [*setting.tokenizer.encode(document.text), setting.tokenizer.end_of_text]
+            parts.append(np.asarray(ids, np.int64))
+            count += len(ids)
+            if enough is not None and count >= enough:
+                break
+    if count < at_least:
+        raise DataError(f"{source}: {count} tokens, and {at_least} are needed; name a longer text or ask for less")
+    return np.concatenate(parts)

@@ -1,0 +1,127 @@
+"""The narrow interface between tasks and models: three kinds of requests, and the model that answers them.
+
+A task turns its options into requests, a `LanguageModel` answers them in any order, and the task scores the answers. The task
+never sees a module: tests give it an oracle that is always right, or a uniform model that is right by chance. Requests and
+answers are plain data, so that a journal on disk can keep them and an interrupted evaluation can continue.
+
+`requests_sha256` depends on the names and the fields of these classes: renaming one separates new results from earlier ones.
+"""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from ..data import Tokenizer
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Asks how likely a text is. The answer: negative log-likelihoods in nats of `ids[first:]`, each given all ids before."""
+
+    ids: tuple[int, ...]
+    first: int = 1
+
+    @property
+    def shown_tokens(self) -> int:
+        """Tokens that the model reads, for progress."""
+        return len(self.ids)
+
+    @property
+    def row_tokens(self) -> int:
+        """Positions of the context that the request takes, its answer included."""
+        return len(self.ids) - 1  # the last token is a target only
+
+
+@dataclass(frozen=True)
+class Prompted:
+    """A request about a prompt."""
+
+    prompt: tuple[int, ...]
+
+    @property
+    def shown_tokens(self) -> int:
+        """See `Loss`."""
+        return len(self.prompt)
+
+    @property
+    def row_tokens(self) -> int:
+        """See `Loss`."""
+        return len(self.prompt)
+
+
+@dataclass(frozen=True)
+class Continuation(Prompted):
+    """Asks for the greedy continuation. The answer: `tokens` token ids, or fewer if one of `stop` (excluded) ended it.
+
+    A token of `leading` does not end an answer that holds nothing else so far.
+    """
+
+    tokens: int
+    stop: tuple[int, ...] = ()
+    leading: tuple[int, ...] = ()
+
+    @property
+    def row_tokens(self) -> int:
+        """See `Loss`."""
+        return len(self.prompt) + self.tokens
+
+    def ends(self, made: Sequence[int], token: int) -> bool:
+        """Return whether a token ends an answer that consists of `made` so far."""
+        return token in self.stop and (token not in self.leading or not set(made) <= set(self.leading))
+
+
+@dataclass(frozen=True)
+class Choice(Prompted):
+    """Asks which of some continuations follows. The answer: its index.
+
+    Decoding is greedy, a token at a time, restricted to the tokens that lead to an option (the trie of all options). No
+    option may be a prefix of another.
+    """
+
+    options: tuple[tuple[int, ...], ...]
+
+    @property
+    def row_tokens(self) -> int:
+        """See `Loss`."""
+        return len(self.prompt) + max(map(len, self.options))
+
+
+Request = Loss | Continuation | Choice
+Answers = Iterator[tuple[int, Any]]
+"""Pairs of a request's index and its answer, which JSON can hold, in any order."""
+
+
+class LanguageModel(Protocol):
+    """A model that answers requests.
+
+    Attributes:
+        tokenizer: Converts text to token ids; its `end_of_text` begins a text.
+        context_tokens: Most tokens of a row, the answer included.
+    """
+
+    tokenizer: Tokenizer
+    context_tokens: int
+
+    def answer(self, requests: Sequence[Request]) -> Answers:
+        """Answer every request."""
+        ...
+
+
+def requests_sha256(requests: Sequence[Any]) -> str:
+    """Return the fingerprint of requests: it covers every token that is shown and every option that is given."""
+    digest = hashlib.sha256()
+    for request in requests:
+        document = [type(request).__name__, dataclasses.asdict(request)]
+        digest.update(json.dumps(document, sort_keys=True).encode() + b"\n")
+    return digest.hexdigest()
+
+
+def answers_to(model: LanguageModel, requests: Sequence[Request]) -> list[Any]:
+    """Return all answers, in the order of the requests."""
+    answers: list[Any] = [None] * len(requests)
+    for index, answer in model.answer(requests):
+        answers[index] = answer
+    return answers

@@ -1,0 +1,105 @@
+"""Colours, marks and sizes of every figure, drawn by matplotlib's object interface: no display, no pyplot, no global state.
+
+The same results give the same bytes. The colours are from Okabe and Ito's palette for colour-blind readers. Each model keeps
+its colour, marker and dash in every figure, so that a grey print can be read too.
+"""
+
+import io
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from matplotlib.colors import LinearSegmentedColormap
+from matplotlib.figure import Figure
+
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00")
+MARKERS = ("o", "s", "^", "D", "v")
+DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
+INK = "#1a1a1a"
+WIDTH_INCHES = 10.0
+PNG_DOTS_PER_INCH = 160
+
+STYLE: dict[str, Any] = {
+    "font.family": "DejaVu Sans",
+    "font.size": 9.5,
+    "axes.titlesize": 10.5,
+    "axes.labelsize": 9.5,
+    "legend.fontsize": 9.5,
+    "xtick.labelsize": 9.0,
+    "ytick.labelsize": 9.0,
+    "text.color": INK,
+    "axes.edgecolor": "#555555",
+    "axes.labelcolor": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#e3e3e3",
+    "grid.linewidth": 0.7,
+    "lines.linewidth": 1.6,
+    "legend.frameon": False,
+    "text.parse_math": False,
+    "svg.hashsalt": "difftransformer",
+    "svg.fonttype": "path",
+}
+
+ACCURACY_COLOURS = LinearSegmentedColormap.from_list("accuracy", ["#f7fafc", "#9cc4dd", "#2b7bb0", "#08306b"], N=48)
+"""Pale to dark blue. From 50 colours on, matplotlib would put the colour bar into an SVG as a bitmap."""
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A finished figure: SVG text for the page and the folder, and PNG bytes if they were requested."""
+
+    name: str
+    title: str
+    caption: str
+    svg: str
+    png: bytes | None
+
+
+def colour_of(index: int) -> str:
+    """Return the colour of a figure's model number `index`."""
+    return COLOURS[index % len(COLOURS)]
+
+
+def line_style(index: int) -> dict[str, Any]:
+    """Return colour, dash and marker of a figure's model number `index`, as keywords of `Axes.plot`."""
+    dash, marker = DASHES[index % len(DASHES)], MARKERS[index % len(MARKERS)]
+    return {"color": colour_of(index), "linestyle": dash, "marker": marker}
+
+
+def legend_above(figure: Figure, handles: Sequence[Any]) -> None:
+    """Draw a legend above a figure's panels."""
+    figure.legend(handles=list(handles), loc="outside upper left", ncols=min(5, len(handles)), borderaxespad=0.2)
+
+
+def finish(name: str, title: str, caption: str, figure: Figure, png: bool) -> Drawing:
+    """Save a figure as SVG (without date and creator) and, if requested, as PNG."""
+    text = io.StringIO()
+    figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+    image = None
+    if png:
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format="png", dpi=PNG_DOTS_PER_INCH, metadata={"Software": None})
+        image = buffer.getvalue()
+    return Drawing(name, title, caption, text.getvalue(), image)
+
+
+def inline_svg(drawing: Drawing) -> str:
+    """Return the SVG as an element of an HTML page: no XML header, unique ids, full width, labelled by its heading."""
+    body = drawing.svg[drawing.svg.index("<svg") :]
+    prefix = f"{drawing.name}-"
+    body = re.sub(r'\bid="', f'id="{prefix}', body)
+    body = re.sub(r'href="#', f'href="#{prefix}', body)
+    body = re.sub(r"url\(#", f"url(#{prefix}", body)
+    body = re.sub(r"^<svg ([^>]*)>", lambda match: _svg_tag(match.group(1), drawing), body, count=1)
+    return re.sub(r"[ \t]+$", "", body, flags=re.MULTILINE).strip()
+
+
+def _svg_tag(attributes: str, drawing: Drawing) -> str:
+    kept = re.sub(r'\b(?:width|height)="[^"]*" ?', "", attributes).strip()
+    return f'<svg {kept} role="img" aria-labelledby="figure-{drawing.name}">'

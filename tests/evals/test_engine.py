@@ -1,0 +1,119 @@
+"""Answers on disk: an evaluation that was stopped goes on, asks nothing twice, and takes nothing for what it is not."""
+
+import json
+
+import pytest
+
+from difftransformer.errors import CheckpointError, EvaluationError
+from difftransformer.evals.engine import Scores, Task, run_task
+from difftransformer.evals.requests import Choice, Loss, requests_sha256
+from difftransformer.evals.tasks.quantized import Quantized
+from difftransformer.results import Measurement
+from tests.support.fakes import TensorModel
+
+
+class Counting(Task):
+    """A task whose figure is the sum of its answers."""
+
+    data_name, choices = "numbers", ()
+
+    def __init__(self, requests):
+        self.requests = requests
+
+    def score(self, answers):
+        return Scores(
+            measurements=[Measurement(name="sum", unit="1", value=sum(answers), standard_error=None, n=1, at={})],
+            items=[],
+        )
+
+
+class Adding(TensorModel):
+    """Answers with the first id, backwards; stops after some."""
+
+    def __init__(self, stop_after=10**9):
+        self.asked, self.stop_after = [], stop_after
+
+    def answer(self, requests):
+        for index in reversed(range(len(requests))):
+            if len(self.asked) == self.stop_after:
+                raise KeyboardInterrupt
+            self.asked.append(requests[index].ids[0])
+            yield index, requests[index].ids[0]
+
+
+def numbers(*values):
+    return Counting([Loss((value, value)) for value in values])
+
+
+def test_a_stopped_evaluation_goes_on(tmp_path):
+    journal, task = tmp_path / "a.jsonl", numbers(1, 20, 300, 4000)
+    with pytest.raises(KeyboardInterrupt):
+        run_task(Adding(stop_after=2), task, journal=journal, identity="m")
+    told, model = [], Adding()
+    scores = run_task(model, task, journal=journal, identity="m", progress=lambda *numbers: told.append(numbers))
+    assert scores.measurements[0].value == 4321
+    assert model.asked == [20, 1]
+    assert told == [(4, 8), (6, 8), (8, 8)]
+    again = Adding()
+    assert run_task(again, task, journal=journal, identity="m").measurements[0].value == 4321
+    assert again.asked == []
+
+
+@pytest.mark.parametrize("rest", ['{"request": 1, "ans', '{"request": 0, "answer": 9}', "\x00\x00\x00"])
+def test_a_line_that_a_kill_cut_short_is_dropped(rest, tmp_path):
+    journal, task = tmp_path / "a.jsonl", numbers(1, 20, 300)
+    with pytest.raises(KeyboardInterrupt):
+        run_task(Adding(stop_after=1), task, journal=journal, identity="m")
+    with open(journal, "a", encoding="utf-8") as file:
+        file.write(rest)
+    model = Adding()
+    assert run_task(model, task, journal=journal, identity="m").measurements[0].value == 321
+    assert model.asked == [20, 1]
+    lines = [json.loads(line) for line in journal.read_text().splitlines()]
+    assert [line.get("request") for line in lines] == [None, 2, 1, 0]
+
+
+def test_a_damaged_file_is_refused_and_left_as_it_is(tmp_path):
+    journal, task = tmp_path / "a.jsonl", numbers(1, 20)
+    run_task(Adding(), task, journal=journal, identity="m")
+    journal.write_text(damaged := journal.read_text().replace('"request": 1', '"request: 1'))
+    with pytest.raises(CheckpointError, match="or is damaged; choose another --out, or delete the file"):
+        run_task(Adding(), task, journal=journal, identity="m")
+    assert journal.read_text() == damaged
+
+
+def test_answers_of_another_model_or_to_other_questions_are_refused(tmp_path):
+    journal = tmp_path / "a.jsonl"
+    run_task(Adding(), numbers(1, 2), journal=journal, identity="m")
+    for task, identity in ((numbers(1, 2), "n"), (numbers(1, 3), "m"), (numbers(1, 2, 3), "m")):
+        with pytest.raises(CheckpointError, match="holds answers of another model or to other questions"):
+            run_task(Adding(), task, journal=journal, identity=identity)
+    (tmp_path / "b.jsonl").write_text("not a journal\n")
+    with pytest.raises(CheckpointError, match="another model"):
+        run_task(Adding(), numbers(1), journal=tmp_path / "b.jsonl", identity="m")
+
+
+def test_an_evaluation_without_an_answer_blocks_no_later_one(tmp_path):
+    journal = tmp_path / "a.jsonl"
+    with pytest.raises(KeyboardInterrupt):
+        run_task(Adding(stop_after=0), numbers(1, 20), journal=journal, identity="m")
+    assert run_task(Adding(), numbers(300), journal=journal, identity="n").measurements[0].value == 300
+
+
+def test_nothing_to_ask_is_refused():
+    with pytest.raises(EvaluationError, match="nothing to ask"):
+        run_task(Adding(), numbers())
+
+
+def test_the_fingerprint_sees_every_part_of_a_request():
+    requests = [
+        Loss((1, 2)),
+        Loss((1, 2), first=0),
+        Choice((1,), ((2,), (3,))),
+        Choice((1,), ((2,), (4,))),
+        Quantized(Loss((1, 2)), 8, "row"),
+        Quantized(Loss((1, 2)), 6, "row"),
+        Quantized(Loss((1, 2)), 8, "head"),
+    ]
+    assert len({requests_sha256([request]) for request in requests}) == len(requests)
+    assert requests_sha256(requests[:2]) != requests_sha256(requests[1::-1])
