@@ -36,8 +36,8 @@ def test_there_and_back(ours, tmp_path, capsys):
     assert main(["convert", str(tmp_path / "ours"), str(tmp_path / "theirs"), "--to", "diffllama"]) == 0
     out = capsys.readouterr().out
     assert "theirs: diffllama, 28 tensors" in out
-    assert "carried along: generation_config.json" in out
-    assert "Left behind: README.md" in out
+    assert "copied: generation_config.json" in out
+    assert "Not copied: README.md" in out
     words = ["convert", str(tmp_path / "theirs"), str(tmp_path / "back"), "--to", "difftransformer"]
     assert main([*words, "--from", "diffllama"]) == 0
     assert main([*words[:2], str(tmp_path / "back2"), *words[3:], "--from=diffllama"]) == 0
@@ -68,5 +68,5 @@ def test_in_a_process_of_its_own(ours, tmp_path):
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stderr) == (0, "")
     left, converted = done.stdout.splitlines()
-    assert left == "Left behind: README.md"  # the card says how the source opens
+    assert left == "Not copied: README.md"  # the card says how the source opens
     assert converted.startswith("theirs: diffllama, 28 tensors")
