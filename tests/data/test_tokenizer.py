@@ -156,7 +156,7 @@ def test_byte_fallback_tokens_have_their_bytes():
 
 
 def test_bad_tokenizers_are_refused_in_one_line(tmp_path, corpus):
-    with pytest.raises(DataError, match=r"tokenizer 'nowhere': no such file.*allowed are byte"):
+    with pytest.raises(DataError, match=r"nowhere: no such tokenizer; name a folder .*or byte"):
         load_tokenizer("nowhere")
     with pytest.raises(DataError, match=r"tokenizer\.json: no such tokenizer"):
         load_tokenizer(str(tmp_path))

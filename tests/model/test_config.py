@@ -52,7 +52,7 @@ REFUSED = {
     "no spread": ({"initializer_range": -1.0}, "initializer_range=-1.0: give a standard deviation above 0"),
     "backend": (
         {"attn_backend": "foo"},
-        "attn_backend='foo' is unknown; choose auto or one of reference, cpu, ",
+        "attn_backend='foo' is unknown; choose one of auto, reference, cpu, ",
     ),
     "activation": ({"hidden_act": "foo"}, "hidden_act='foo' is no activation of transformers"),
     "no theta": ({"rope_parameters": {"rope_type": "default"}}, "give rope_theta as a number"),

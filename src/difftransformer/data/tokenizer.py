@@ -85,6 +85,20 @@ class Tokenizer:
         finally:
             self.backend.encode_special_tokens = True
 
+    def encode_after(self, left: str, text: str, advice: str) -> list[int]:
+        """Encode `text` as it is encoded after `left`, which in some tokenizers differs from `text` alone.
+
+        Raises:
+            DataError: The tokenizer does not split between the two. The message ends with `advice`.
+        """
+        before, whole = self.encode(left), self.encode(left + text)
+        if whole[: len(before)] != before:
+            raise DataError(
+                f"the tokenizer does not split {left[-20:] + text[:20]!r} before {text[:20]!r}, so a prompt that ends there "
+                f"has other tokens than the whole text; {advice}"
+            )
+        return whole[len(before) :]
+
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Encode several texts, in parallel if TOKENIZERS_PARALLELISM allows it."""
         return [encoding.ids for encoding in self.backend.encode_batch_fast(list(texts), add_special_tokens=False)]
@@ -185,7 +199,7 @@ class Tokenizer:
             path = path / "tokenizer.json"
         if not path.is_file():
             raise DataError(
-                f"{path}: no such tokenizer; name a folder with a tokenizer.json (Hugging Face format) or use byte"
+                f"{path}: no such tokenizer; name a folder with a tokenizer.json (Hugging Face format), that file, or byte"
             )
         try:
             backend = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
@@ -259,13 +273,7 @@ def load_tokenizer(spec: str) -> Tokenizer:
     Raises:
         DataError: There is no such tokenizer.
     """
-    if spec == "byte":
-        return byte_tokenizer()
-    if not Path(spec).exists():
-        raise DataError(
-            f"tokenizer {spec!r}: no such file or folder; allowed are byte, a folder with tokenizer.json, or that file"
-        )
-    return Tokenizer.load(spec)
+    return byte_tokenizer() if spec == "byte" else Tokenizer.load(spec)
 
 
 def _with_special_tokens(backend: tokenizers.Tokenizer) -> Tokenizer:

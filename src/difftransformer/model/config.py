@@ -140,10 +140,10 @@ class DiffTransformerConfig(PreTrainedConfig):
             self.rope_parameters = {"rope_type": "default", "rope_theta": DEFAULT_ROPE_THETA}
         elif self.rope_parameters is not None and not isinstance(self.rope_parameters.get("rope_theta"), (int, float)):
             raise ConfigError(f"rope_parameters={self.rope_parameters}: give rope_theta as a number")
-        if self.attn_backend != "auto" and self.attn_backend not in backend_names():
-            raise ConfigError(
-                f"attn_backend={self.attn_backend!r} is unknown; choose auto or one of {', '.join(backend_names())}"
-            )
+        choices = {"attn_backend": ("auto", *backend_names()), "initialization": INITIALIZATIONS}
+        for field, allowed in choices.items():
+            if getattr(self, field) not in allowed:
+                raise ConfigError(f"{field}={getattr(self, field)!r} is unknown; choose one of {', '.join(allowed)}")
         if self.hidden_act not in ACT2FN:
             raise ConfigError(
                 f"hidden_act={self.hidden_act!r} is no activation of transformers; use silu, as the paper does"
@@ -151,10 +151,6 @@ class DiffTransformerConfig(PreTrainedConfig):
         if self.sliding_window is not None and self.sliding_window < 1:
             raise ConfigError(
                 f"sliding_window={self.sliding_window}: a window holds at least the query itself; use 1 or more"
-            )
-        if self.initialization not in INITIALIZATIONS:
-            raise ConfigError(
-                f"initialization={self.initialization!r} is unknown; choose one of {', '.join(INITIALIZATIONS)}"
             )
         if self.attention_dropout:
             raise ConfigError(

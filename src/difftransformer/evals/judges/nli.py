@@ -1,6 +1,5 @@
 """A judge that asks a local model of natural language inference (NLI) whether the document entails every sentence."""
 
-import hashlib
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ...data.records import files_sha256
 from ...errors import ConfigError
 from .base import Case, Judgment, Unjudged
 
@@ -38,7 +38,8 @@ class NliJudge:
         self.entailment = found[0]
         positions = getattr(self.model.config, "max_position_embeddings", _MOST_WINDOW_TOKENS)
         self.window_tokens = min(_MOST_WINDOW_TOKENS, positions, self.tokenizer.model_max_length)
-        self.name, self.identity = f"nli:{folder}", f"nli {_sha256(Path(folder))}"
+        hashed = (path for path in Path(folder).iterdir() if path.name in _HASHED or path.suffix == ".safetensors")
+        self.name, self.identity = f"nli:{folder}", f"nli {files_sha256(hashed)}"
         self.rules: Sequence[str] = [
             f"An approximation: an answer counts as faithful when {folder} finds each of its sentences entailed by some "
             f"window of the document ({self.window_tokens} tokens with the sentence, overlapping by a quarter), entailment "
@@ -103,12 +104,3 @@ def _opened(folder: str) -> tuple[Any, Any]:
             "config.json, safetensors and tokenizer.json"
         ) from None
     return model.eval(), tokenizer
-
-
-def _sha256(folder: Path) -> str:
-    digest = hashlib.sha256()
-    for path in sorted(folder.iterdir()):
-        if path.name in _HASHED or path.suffix == ".safetensors":
-            with open(path, "rb") as file:
-                digest.update(f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
-    return digest.hexdigest()

@@ -13,16 +13,12 @@ HAYSTACK_TOKENS = 2**20
 def token_stream(
     tokenizer: Tokenizer, source: str, at_least: int = 0, *, enough: int | None = None
 ) -> npt.NDArray[np.int64]:
-    """Concatenate the first documents of a source, each followed by the end-of-text token.
+    """Concatenate the first documents of a source (see `read_documents`), each followed by the end-of-text token.
 
-    Args:
-        tokenizer: The model's tokenizer.
-        source: A source that `read_documents` accepts.
-        at_least: Number of tokens that are needed.
-        enough: Number of tokens after which to stop; None reads the whole source.
+    Stop after `enough` tokens; None reads the whole source.
 
     Raises:
-        DataError: The source cannot be read, or has fewer tokens.
+        DataError: The source cannot be read, or has fewer than `at_least` tokens.
     """
     parts, count = [], 0
     for document in read_documents(source):
