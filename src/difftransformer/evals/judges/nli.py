@@ -49,13 +49,15 @@ class NliJudge:
     @torch.inference_mode()
     def judge(self, case: Case) -> Judgment:
         """See `Judge.judge`."""
-        found = []
-        for sentence in _sentences(case):
+        sentences = [part for part in re.split(r"(?<=[.!?])\s+|\n+", case.answer.strip()) if part.strip()]
+        if case.question is not None:
+            sentences = [f"{case.question.strip()} {case.answer.strip()}"]
+        faithful, reasons = True, []
+        for sentence in sentences:
             probability, is_entailed = self._entailed(case.document, sentence)
-            found.append(
-                (is_entailed, f"{'entailed' if is_entailed else 'NOT entailed'} ({probability:.2f}): {sentence}")
-            )
-        return Judgment(faithful=all(ok for ok, _ in found), reasoning="\n".join(text for _, text in found))
+            faithful &= is_entailed
+            reasons.append(f"{'entailed' if is_entailed else 'NOT entailed'} ({probability:.2f}): {sentence}")
+        return Judgment(faithful=faithful, reasoning="\n".join(reasons))
 
     def _entailed(self, document: str, sentence: str) -> tuple[float, bool]:
         """Return the largest probability of entailment over windows, and whether it is the top label of any window."""
@@ -80,12 +82,6 @@ class NliJudge:
             best = max(best, float(probabilities[:, self.entailment].max()))
             is_entailed |= bool((probabilities.argmax(-1) == self.entailment).any())
         return best, is_entailed
-
-
-def _sentences(case: Case) -> list[str]:
-    if case.question is not None:
-        return [f"{case.question.strip()} {case.answer.strip()}"]
-    return [part for part in re.split(r"(?<=[.!?])\s+|\n+", case.answer.strip()) if part.strip()]
 
 
 def _opened(folder: str) -> tuple[Any, Any]:
