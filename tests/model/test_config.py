@@ -34,7 +34,7 @@ REFUSED = {
         {"num_differential_heads": 3, "num_differential_key_value_heads": 2},
         "num_heads=3 is not a multiple of num_key_value_heads=2",
     ),
-    "window 0": ({"sliding_window": 0}, "sliding_window=0: a window holds at least the query itself; use 1 or more"),
+    "window 0": ({"sliding_window": 0}, "sliding_window=0: a window holds at least the query; use 1 or more"),
     "window below 0": ({"sliding_window": -4}, "sliding_window=-4"),
     "dropout": ({"attention_dropout": 0.1}, "attention_dropout=0.1: differential attention has no dropout"),
     "type": ({"attention_type": "dif"}, "attention_type='dif' is unknown; choose one of softmax, diff"),

@@ -107,9 +107,7 @@ def _check_numbers(
         raise ConfigError(f"--top_p {top_p}: give a probability above 0 and up to 1")
     for flag, value in (("--top_p", top_p), ("--top_k", top_k)):
         if value is not None and temperature == 0:
-            raise ConfigError(
-                f"{flag} {value} is for sampling, but --temperature 0 takes the most likely token; raise it"
-            )
+            raise ConfigError(f"{flag} {value} is for sampling, but --temperature 0 does not sample; raise it")
 
 
 def _prompt(prompt: str | None, prompt_file: str | None) -> str:

@@ -86,9 +86,7 @@ class Loader:
         if self.seed < 0:
             raise ConfigError(f"seed is {self.seed}; it must be 0 or more")
         if self.world_size < 1 or not 0 <= self.rank < self.world_size:
-            raise ConfigError(
-                f"rank {self.rank} of world_size {self.world_size}; allowed are ranks 0 to world_size - 1"
-            )
+            raise ConfigError(f"rank {self.rank} of world_size {self.world_size}; allowed are 0 to world_size - 1")
         check_context_stages(self.context_stages, self.batch_tokens, parts=self.world_size)
         for start, context in self.context_stages:
             if len(self._stream) < context + 1:

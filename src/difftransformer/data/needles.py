@@ -264,9 +264,7 @@ def evaluation_document(
     if asked > needles:
         raise ConfigError(f"asked is {asked} of {needles} needles; ask for at most as many as there are")
     if needles > (unseen := _reserved_count(digits)):
-        raise ConfigError(
-            f"{needles} needles of {digits} digits: only {unseen} numbers are kept for evaluation; use more digits"
-        )
+        raise ConfigError(f"{needles} needles of {digits} digits: only {unseen} are for evaluation; use more digits")
     pieces = _pieces(tokenizer)
     names = [cities[index] for index in rng.permutation(len(cities))[:needles].tolist()]
     # The length of the filler depends on the numbers, which have different token counts in some tokenizers.
@@ -337,9 +335,7 @@ class _Pieces:
         self.starts_line = np.fromiter((token.startswith(b"\n") for token in table), dtype=bool, count=len(table))
         newline = self._continuation("a", "\n")
         if len(newline) != 1:
-            raise DataError(
-                f"the tokenizer writes a line end as {len(newline)} tokens {newline}; needle documents need 1"
-            )
+            raise DataError(f"the tokenizer writes a line end as {len(newline)} tokens {newline}; needles need 1")
         self.newline = newline[0]
         self.stub = cache(self._stub)
         self._left = NeedleFormat().stub("Paris")
@@ -369,9 +365,7 @@ class _Pieces:
         """Return `length` corpus tokens from a random place. Ends of text and the first token become line ends."""
         total = len(stream)
         if total == 0:
-            raise DataError(
-                "needle documents need corpus text as filler, but the token stream is empty; tokenise a corpus first"
-            )
+            raise DataError("needle documents need corpus text, but the token stream is empty; tokenise a corpus first")
         start = int(rng.integers(total))
         taken = np.asarray(stream[start : start + length]).astype(np.int64)
         while len(taken) < length:

@@ -320,9 +320,7 @@ def _open_shard(folder: Path, shard: ShardFile, dtype: np.dtype[Any], verify: bo
     except FileNotFoundError:
         raise DataError(f"{path}: the file is missing, but the manifest lists it; {_TOKENISE_AGAIN}") from None
     except OSError as error:
-        raise DataError(
-            f"{path}: cannot be read ({error.strerror}); check its permissions, or {_TOKENISE_AGAIN}"
-        ) from None
+        raise DataError(f"{path}: cannot be read ({error.strerror}); check permissions, or {_TOKENISE_AGAIN}") from None
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:

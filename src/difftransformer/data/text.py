@@ -188,9 +188,7 @@ def _read_jsonl(path: Path, name: str) -> Iterator[Document]:
     for number, row in json_lines(path):
         text, row_name = row.get("text"), row.get("name", f"{name}:{number}")
         if not isinstance(text, str):
-            raise DataError(
-                f'{path}: line {number} has no string "text" (met {sorted(row)}); give an object with a "text" field'
-            )
+            raise DataError(f'{path}: line {number} has no string "text" (met {sorted(row)}); give a "text" field')
         if not text:
             raise DataError(f'{path}: line {number} has an empty "text"; give it text or remove the line')
         if not isinstance(row_name, str):
@@ -244,9 +242,7 @@ def _read_hugging_face(source: str) -> Iterator[Document]:
     split = split or "train"
     rows = load_set(f"source {source!r}", name, config=config or None, split=split)
     if "text" not in rows.column_names:
-        raise DataError(
-            f'source {source!r}: no column "text" (met {sorted(rows.column_names)}); write the texts to a .jsonl file'
-        )
+        raise DataError(f'source {source!r}: no column "text" (met {sorted(rows.column_names)}); write a .jsonl file')
     is_empty = True
     for index, text in enumerate(rows["text"]):
         if text is not None and not isinstance(text, str):

@@ -198,15 +198,11 @@ class Tokenizer:
         if path.is_dir():
             path = path / "tokenizer.json"
         if not path.is_file():
-            raise DataError(
-                f"{path}: no such tokenizer; name a folder with a tokenizer.json (Hugging Face format), that file, or byte"
-            )
+            raise DataError(f"{path}: no such tokenizer; name a folder with tokenizer.json, that file, or byte")
         try:
             backend = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
         except Exception as error:  # tokenizers raises bare Exception
-            raise DataError(
-                f"{path}: not a tokenizer of the Hugging Face format ({error}); save it again or name another"
-            ) from None
+            raise DataError(f"{path}: not a Hugging Face tokenizer ({error}); save it again or name another") from None
         named = _special_tokens(path.with_name("tokenizer_config.json"))
         end_of_text = named.get("eos_token") or next(
             (token for token in _KNOWN_END_OF_TEXT if backend.token_to_id(token) is not None), None

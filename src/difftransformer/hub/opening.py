@@ -79,9 +79,7 @@ def open_model(
         except DiffTransformerError:
             raise
         except (OSError, ValueError, KeyError, AttributeError, RuntimeError, ImportError, SafetensorError) as error:
-            raise CheckpointError(
-                f"{folder}: cannot be opened as a causal language model ({_first_line(error)})"
-            ) from None
+            raise CheckpointError(f"{folder}: cannot be opened as a language model ({_first_line(error)})") from None
     for problem in ("missing", "unexpected") if is_ours else ("missing",):
         if names := found[f"{problem}_keys"]:
             raise CheckpointError(f"{folder}: {problem} weight {min(names)}; save the model again")

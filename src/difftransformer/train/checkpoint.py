@@ -86,9 +86,7 @@ def latest_checkpoint(run: Path) -> Path:
         return run
     found = checkpoints(run)
     if not found:
-        raise CheckpointError(
-            f"{run}: no checkpoint here; name a run folder with checkpoints/step-*, or a model folder"
-        )
+        raise CheckpointError(f"{run}: no checkpoint here; name a run with checkpoints/step-*, or a model folder")
     return found[-1]
 
 

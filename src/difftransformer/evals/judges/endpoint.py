@@ -94,9 +94,7 @@ class EndpointJudge:
         try:
             import openai
         except ImportError:
-            raise ConfigError(
-                f"judge=openai:{model} needs the package openai; run pip install 'difftransformer[judge]'"
-            ) from None
+            raise ConfigError(f"judge=openai:{model} needs openai; run pip install 'difftransformer[judge]'") from None
         self.name, self.model, self.spending = f"openai:{model}", model, spending
         self.endpoint, self._key = _checked_endpoint(endpoint), _read_key(key_variable)
         self.identity = json.dumps(["openai", self.endpoint, model, RUBRIC, _REPLY_TOKENS])

@@ -146,9 +146,7 @@ def _check_options(labels: Sequence[str], options: Sequence[tuple[int, ...]]) ->
     # In sorted order a prefix stands right before an option that begins with it.
     for (one, first), (other, second) in pairwise(ordered):
         if one == other:
-            raise DataError(
-                f"the tokenizer gives the labels {first!r} and {second!r} the same tokens {list(one)}; rename one of them"
-            )
+            raise DataError(f"the labels {first!r} and {second!r} have the same tokens {list(one)}; rename one of them")
         if other[: len(one)] == one:
             raise DataError(
                 f"in tokens the label {first!r}, its line end included, is a prefix of the label {second!r} and could not "

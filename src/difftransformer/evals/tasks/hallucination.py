@@ -192,9 +192,7 @@ class HallucinationTask(Task):
         written, file = [case for case in cases if case.answer], Path(self.options.judgments)
         verdicts, reasons = judge_all(self.chosen_judge, written, file, progress)
         if verdicts and not any(verdicts):
-            raise EvaluationError(
-                f"{self.chosen_judge.name} judged nothing: {reasons[0]}; every answer of the model is saved"
-            )
+            raise EvaluationError(f"{self.chosen_judge.name} judged nothing: {reasons[0]}; every answer is saved")
         if left := verdicts.count(None):
             self.choices = [
                 *self.choices,

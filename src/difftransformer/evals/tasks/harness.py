@@ -144,9 +144,7 @@ def run_harness(network: Any, tokenizer: Any, request: Harness) -> dict[str, Any
             )
         except (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError) as error:
             reason = " ".join(str(error).split())[:300] or type(error).__name__
-            raise EvaluationError(
-                f"{request.name}: cannot be run ({reason}); check the task's data and settings"
-            ) from error
+            raise EvaluationError(f"{request.name}: cannot be run ({reason}); check its data and settings") from error
     return {"measurements": _measurements(found), "items": _items(found)}
 
 
