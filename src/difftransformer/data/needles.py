@@ -243,15 +243,12 @@ def evaluation_document(
     and, from 3 digits on, occur nowhere else in the context.
 
     Args:
-        rng: Source of all random draws.
-        tokenizer: Tokenizer of `filler_tokens`.
-        filler_tokens: Token ids of the validation split, (N,).
+        rng, tokenizer, filler_tokens, cities: See `training_document`.
         length_tokens: Context of the model, which holds prompt and answer.
         depth: Depth of the first prompt's needle, 0 (start) to 1 (end).
         needles: Number of needles in the context (N of the paper).
         asked: Number of needles asked for (R of the paper).
         digits: Digits of a number, 1 to 9.
-        cities: Names to draw from.
 
     Raises:
         ConfigError: A count, `depth` or `digits` is out of range, or there are too few reserved numbers.

@@ -202,9 +202,7 @@ def write_shards(
         train: Training documents.
         validation: Validation documents.
         tokenizer: Tokenizer, which is saved into the folder too.
-        source: Name of the source of the documents, for the manifest.
-        source_state: State of the source's files, for the manifest.
-        request: JSON values for the manifest, by which the caller recognises the folder.
+        source, source_state, request: See `Manifest`.
         shard_tokens: Tokens per file. A document may continue in the next file.
 
     Returns:
@@ -241,16 +239,15 @@ def write_shards(
         )
         file = folder / "manifest.json"
         write_manifest(folder, manifest)
-    except OSError as error:
+    except BaseException as error:
         _remove_shards(folder)
+        if not isinstance(error, OSError):
+            raise
         what = "the disk is full" if error.errno == errno.ENOSPC else "cannot write"
         raise DataError(
             f"{folder}: {what} while writing {file.name} ({error.strerror or error}); the partial shards were removed; "
             "free some space or name another folder"
         ) from error
-    except BaseException:
-        _remove_shards(folder)
-        raise
     return manifest
 
 

@@ -102,9 +102,8 @@ def open_language_model(
     """Open a model and its tokenizer for evaluation.
 
     Args:
-        model: See `open_model`.
+        model, dtype: See `open_model`.
         device: "cpu" or "cuda".
-        dtype: See `open_model`.
         batch_tokens: Largest number of tokens in a batch.
         context_tokens: Largest number of tokens in a row. Defaults to the model's number of positions.
         prefix_caching: Whether prompts with a common prefix compute it once.
