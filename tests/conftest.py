@@ -40,11 +40,34 @@ TOY = {
         "optimizer": {"learning_rate": 0.002},
         "schedule": {"warmup_steps": 2},
     },
-    "evaluation": {
-        "nll": {"windows": 4},
-        "needle": {"digits": 2, "documents": 3, "needles": [[1, 1], [2, 1]], "depths": [0.0, 1.0]},
-        "allocation": {"digits": 2, "documents": 3, "needles": 2, "depths": [0.5]},
-    },
+    "evaluation": [
+        {"task": "perplexity", "options": {"text": "validation", "spread": True, "windows": 4, "position_buckets": 8}},
+        {
+            "task": "needle",
+            "options": {
+                "text": "validation",
+                "cities": "apart",
+                "paired": False,
+                "lengths": [],
+                "digits": 2,
+                "documents": 3,
+                "needles": [[1, 1], [2, 1]],
+                "depths": [0.0, 1.0],
+            },
+        },
+        {
+            "task": "allocation",
+            "options": {
+                "text": "validation",
+                "cities": "seen",
+                "paired": False,
+                "digits": 2,
+                "documents": 3,
+                "needles": 2,
+                "depths": [0.5],
+            },
+        },
+    ],
     "compare": {"seeds": 2, "jobs": 1},
 }
 

@@ -1,5 +1,6 @@
 """The typed JSON: what was written is read back, and nothing that is not understood is."""
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -12,10 +13,16 @@ from difftransformer.results import (
     SCHEMA_VERSION,
     AttentionTiming,
     Bench,
+    DataIdentity,
     Environment,
-    Evaluation,
-    NllResult,
+    ItemScore,
+    Measurement,
+    ModelIdentity,
+    TaskResult,
+    headlines,
     read_result,
+    summary_rows,
+    title_of,
     write_result,
     write_text_atomically,
 )
@@ -56,23 +63,46 @@ BENCH = Bench(
     memory=[],
     training=[],
 )
-EVALUATION = Evaluation(
-    checkpoint="runs/x/checkpoints/step-000500",
-    command="difftransformer eval",
+
+
+def measurement(name: str, value: float, **changes: Any) -> Measurement:
+    parts = {"unit": "share", "standard_error": 0.1, "n": 10, "better": "higher", "at": {}} | changes
+    return Measurement(name=name, value=value, **parts)
+
+
+TASK = TaskResult(
+    task="needle",
+    model=ModelIdentity(name="m", architecture="A", attention="diff", parameters=1, dtype="float32", sha256="0"),
+    data=DataIdentity(name="validation", sha256="1", requests=2),
+    options={"digits": 2},
+    choices=["one"],
+    seed=0,
+    command="difftransformer eval needle",
     created="2026-01-02T03:04:05+00:00",
     environment=ENVIRONMENT,
-    nll=NllResult(
-        nll_nats_per_token=0.5,
-        bits_per_byte=0.7,
-        tokens=10,
-        bytes=10,
-        context_tokens=5,
-        by_position=[],
-        documents=[],
-    ),
-    needle=None,
-    allocation=None,
+    measurements=[
+        measurement("accuracy", 0.5, at={"cities": "seen"}, low=0.2, high=0.8),
+        measurement("accuracy", 0.25, at={"cities": "seen", "needles": 4}),
+        measurement("accuracy", 0.125, at={"cities": "seen", "depth": 0.5}, detail=True),
+        measurement("nll", 2.5, unit="nats/token", better="lower"),
+        measurement("share of hits", 0.7, better=None),
+    ],
+    items=[ItemScore(name="accuracy", item="document 0", score=1.0)],
 )
+
+
+def test_headlines_cover_most_of_the_data_and_have_a_better_direction() -> None:
+    assert [(row.name, row.value) for row in headlines(TASK)] == [("accuracy", 0.5), ("nll", 2.5)]
+    assert [title_of(row, TASK) for row in headlines(TASK)] == ["needle accuracy (seen cities)", "validation loss"]
+
+
+def test_a_summary_has_every_figure_but_details() -> None:
+    assert summary_rows(TASK) == [
+        ("needle accuracy (seen cities)", "0.5000 (5 of 10)"),
+        ("needle accuracy (seen cities, needles 4)", "0.2500"),
+        ("validation loss, nats/token", "2.5000"),
+        ("share of hits", "0.7000"),
+    ]
 
 
 @pytest.fixture
@@ -89,8 +119,8 @@ def damage(tmp_path: Path) -> Callable[[Callable[[dict[str, Any]], Any]], Path]:
     return edit_file
 
 
-@pytest.mark.parametrize("result", [BENCH, EVALUATION])
-def test_a_result_is_read_back_as_it_was_written(result: Bench | Evaluation, tmp_path: Path) -> None:
+@pytest.mark.parametrize("result", [BENCH, TASK])
+def test_a_result_is_read_back_as_it_was_written(result: Bench | TaskResult, tmp_path: Path) -> None:
     path = write_result(result, tmp_path / "deep" / "result.json")
     assert read_result(path, type(result)) == result
     assert json.loads(path.read_text())["version"] == SCHEMA_VERSION
@@ -153,12 +183,11 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 
 
 def test_a_number_that_json_does_not_have_is_not_written(tmp_path: Path) -> None:
-    broken = EVALUATION.__class__(**{**vars(EVALUATION), "nll": NllResult(**{**vars(EVALUATION.nll), "tokens": 1,
-                                     "bits_per_byte": float("nan")})})  # fmt: skip
-    path = write_result(EVALUATION, tmp_path / "result.json")
+    broken = dataclasses.replace(TASK, measurements=[measurement("accuracy", float("nan"))])
+    path = write_result(TASK, tmp_path / "result.json")
     with pytest.raises(ValueError, match="JSON"):
         write_result(broken, path)
-    assert read_result(path, Evaluation) == EVALUATION
+    assert read_result(path, TaskResult) == TASK
 
 
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

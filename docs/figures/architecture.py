@@ -13,8 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
-from difftransformer.report.figures import _STYLE as STYLE
-from difftransformer.report.figures import COLOURS, INK
+from difftransformer.plots.style import COLOURS, INK, STYLE
 
 FOLDER = Path(__file__).parent
 WIDTH_INCHES = 9.0
@@ -22,23 +21,25 @@ CODE = "DejaVu Sans Mono"
 CODE_COLOUR, DISK_COLOUR = "#eaf2f8", "#fdf2e3"
 
 PACKAGES = {
-    "__main__": "",
-    "cli": "one file per verb",
+    "cli": "one file per command",
     "studies": "compare, upcycle --train, suites",
+    "hub": "open, export and compare saved models",
+    "report": "tables and pages from results files",
     "train": "loop, checkpoints",
     "evals": "engine, probes, tasks",
-    "bench": "timing",
-    "report": "tables, figures, pages",
+    "bench": "times and memory",
     "convert": "other layouts",
     "serving": "vLLM",
-    "model": "config, layers, cards",
-    "data": "text, shards, loader",
+    "acceleration": "our attention in transformers' models",
+    "model": "configuration, layers, masks, cards",
+    "data": "text, tokenizers, shards, loader, needles",
     "attention": "one file per variant",
     "ops": "the op and its backends",
+    "plots": "style and parts of figures",
     "statistics": "intervals",
-    "results": "typed JSON files",
-    "typed": "checks of fields",
-    "errors": "one error family",
+    "results": "typed results files",
+    "typed": "checks of fields and types",
+    "errors": "one family of errors",
 }
 
 
@@ -63,27 +64,57 @@ class Step:
 
 QUERY = (
     Step("model/modeling.py", "DiffTransformerForCausalLM.forward", "turns token ids into logits", "ids (B, T)"),
-    Step("model/modeling.py", "DiffTransformerModel.forward", "embeds ids; prepares rotary tables and restrictions", "hidden (B, T, M)"),
-    Step("model/modeling.py", "DecoderLayer.forward", "normalizes, attends, adds the residual, then the MLP", "hidden (B, T, M)"),
-    Step("attention/base.py", "Attention.forward", "projects, rotates, appends keys and values to the cache", "query (B, H, T, 2 D)"),
-    Step("attention/differential.py", "Differential.attend", "adds lambda and the weight of the headwise norm", "lam (H,) or (B, H, T)"),
-    Step("ops/attention.py", "normed_differential_attention", "checks shapes; describes the call as a Problem", "Problem"),
-    Step("ops/backends.py", "choose", "takes the first backend that can compute it", "cpu"),
-    Step("ops/cpu.py", "run", "calls the operator cpu_attention", "Restrictions as six arguments"),
-    Step("ops/csrc/operators.cpp", "attention", "checks tensors; gives blocks of 64 queries to threads", "pointers and strides"),
-    Step("ops/csrc/forward.h", "forward", "forms both maps, A = P1 - lam P2, A V and the norm", "heads (B, H, T, E)"),
+    Step("model/modeling.py", "DiffTransformerModel.forward", "embeds ids, then runs the layers", "hidden (B, T, M)"),
+    Step("model/masks.py", "arrange_rows", "describes masks, packing and cache by one object", "Restrictions"),
+    Step("model/modeling.py", "DecoderLayer.forward", "normalizes, attends, adds the residual", "hidden (B, T, M)"),
+    Step(
+        "attention/base.py",
+        "Attention.forward",
+        "projects, rotates, appends keys and values to the cache",
+        "query (B, H, T, 2 D)",
+    ),
+    Step("attention/differential.py", "Differential.attend", "adds lambda and the headwise norm", "lam, norm"),
+    Step("ops/attention.py", "attend", "checks shapes, and describes the call", "Call, Problem"),
+    Step("ops/backends.py", "select_backend", "takes the first backend that fits, or the named one", "Backend"),
+    Step("ops/cpu.py", "run", "calls the operator cpu_attention", "tensors and numbers"),
+    Step(
+        "ops/csrc/operators.cpp", "attention", "reads shapes and strides, allocates the output", "pointers and strides"
+    ),
+    Step("ops/csrc/forward.cpp", "attend", "computes both maps, (P1 - lam P2) V, and the norm", "heads (B, H, T, E)"),
 )
-BACK_TO = 3  # the box that the kernel's output returns to
+BACK_TO = 4  # the box that the kernel's output returns to
 
 TOKEN = (
-    Step("data/text.py", "read_documents", "reads a folder, a file or the hub", "", "tokenize"),
+    Step("data/text.py", "read_documents", "reads a folder, a file or a data set", "", "tokenize"),
     Step("data/shards.py", "write_shards", "tokenizes every document once", "shards/\nmanifest.json, train-00000.bin"),
-    Step("data/loader.py", "Loader.batch", "cuts rows; a function of data, seed and step", "", "train"),
-    Step("train/loop.py", "train", "optimizer steps, validation, checkpoints", "runs/NAME/\nmetrics.jsonl, checkpoints/step-000500/"),
-    Step("studies/opening.py", "opened_model", "opens a run, a folder or a name on the hub", "", "eval"),
-    Step("evals/runner.py", "run_task", "asks the requests of a task; scores the answers", "evals/\nneedle.answers.jsonl, needle.json"),
-    Step("studies/comparison.py", "compare", "pairs runs by seed", "reports/NAME/\nresults.json", "compare"),
-    Step("report/page.py", "write_report", "draws figures and tables", "reports/NAME/\nindex.html, figures/, tables/", "report"),
+    Step("data/loader.py", "Loader.batch", "cuts rows: a function of data, seed and step", "", "train"),
+    Step(
+        "train/loop.py",
+        "train",
+        "optimizer steps, validation, checkpoints",
+        "runs/NAME/\nmetrics.jsonl, checkpoints/step-000500/",
+    ),
+    Step("hub/opening.py", "open_language_model", "opens a run, a folder or a name on the hub", "", "eval"),
+    Step(
+        "evals/engine.py",
+        "run_task",
+        "asks a task's requests, scores the answers",
+        "evals/\nneedle.answers.jsonl, needle.json",
+    ),
+    Step(
+        "studies/comparison.py",
+        "compare",
+        "pairs the runs of both models by seed",
+        "reports/NAME/\nresults.json",
+        "compare",
+    ),
+    Step(
+        "report/page.py",
+        "write_report",
+        "draws figures and tables",
+        "reports/NAME/\nindex.html, figures/, tables/",
+        "report",
+    ),
 )
 
 
@@ -93,14 +124,10 @@ def box(ax: Axes, x: float, y: float, width: float, height: float, colour: str, 
     ax.add_patch(FancyBboxPatch((x, y), width, height, boxstyle=shape, facecolor=colour, edgecolor=edge, linewidth=0.9))
 
 
-def arrow(ax: Axes, start: tuple[float, float], end: tuple[float, float], colour: str = INK, bend: float = 0.0) -> None:
+def arrow(ax: Axes, start: tuple[float, float], end: tuple[float, float], colour: str = INK) -> None:
     """Draw an arrow between two points."""
-    style = f"arc3,rad={bend}"
-    ax.add_patch(
-        FancyArrowPatch(
-            start, end, arrowstyle="-|>", mutation_scale=11, linewidth=1.2, color=colour, connectionstyle=style, shrinkA=0, shrinkB=0
-        )
-    )
+    style = {"arrowstyle": "-|>", "mutation_scale": 11, "shrinkA": 0, "shrinkB": 0}
+    ax.add_patch(FancyArrowPatch(start, end, linewidth=1.2, color=colour, **style))
 
 
 def canvas(height: float) -> tuple[Figure, Axes]:
@@ -115,8 +142,9 @@ def canvas(height: float) -> tuple[Figure, Axes]:
 
 def draw_layers() -> Figure:
     """The layers of the contract, the highest on top: a package imports only from rows below its own."""
-    contracts = tomllib.loads((FOLDER.parents[1] / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]["contracts"]
-    rows = [[name.strip() for name in layer.split("|")] for layer in contracts[0]["layers"]]
+    project = tomllib.loads((FOLDER.parents[1] / "pyproject.toml").read_text(encoding="utf-8"))
+    layers = project["tool"]["importlinter"]["contracts"][0]["layers"]
+    rows = [[name.strip() for name in layer.split("|")] for layer in layers]
     rows = [[name for name in row if not name.startswith("_")] for row in rows]
     rows = [row for row in rows if row]
     step, height, left, right = 0.66, 0.5, 0.9, WIDTH_INCHES - 0.15
@@ -128,7 +156,14 @@ def draw_layers() -> Figure:
             x = left + index * (width + 0.12)
             box(ax, x, y, width, height, CODE_COLOUR)
             ax.text(x + width / 2, y + 0.335, name, ha="center", va="center", family=CODE, weight="bold", fontsize=9.5)
-            ax.text(x + width / 2, y + 0.145, PACKAGES[name], ha="center", va="center", fontsize=7.5 if len(row) > 4 else 8.5)
+            ax.text(
+                x + width / 2,
+                y + 0.145,
+                PACKAGES[name],
+                ha="center",
+                va="center",
+                fontsize=7.5 if len(row) > 4 else 8.5,
+            )
     top = 0.2 + (len(rows) - 1) * step + height
     arrow(ax, (0.5, top), (0.5, 0.2), COLOURS[0])
     ax.text(0.3, (top + 0.2) / 2, "may import", rotation=90, ha="center", va="center", color=COLOURS[0])
@@ -139,7 +174,16 @@ def step_box(ax: Axes, x: float, y: float, width: float, height: float, step: St
     """Draw a step with its name, file and deed."""
     box(ax, x, y, width, height, CODE_COLOUR)
     ax.text(x + 0.12, y + 0.68 * height, step.name, va="center", family=CODE, weight="bold", fontsize=9)
-    ax.text(x + width - 0.12, y + 0.68 * height, step.file, va="center", ha="right", family=CODE, fontsize=7.5, color="#555555")
+    ax.text(
+        x + width - 0.12,
+        y + 0.68 * height,
+        step.file,
+        va="center",
+        ha="right",
+        family=CODE,
+        fontsize=7.5,
+        color="#555555",
+    )
     ax.text(x + 0.12, y + 0.28 * height, step.does, va="center", fontsize=8.5)
 
 
@@ -157,7 +201,15 @@ def draw_query() -> Figure:
     start, end = bottoms[-1] + 0.1, bottoms[BACK_TO] + 0.1
     ax.plot([edge, right, right], [start, start, end], color=COLOURS[1], linewidth=1.3)
     arrow(ax, (right, end), (edge, end), COLOURS[1])
-    ax.text(right + 0.2, (start + end) / 2, "back to the output projection", rotation=90, ha="center", va="center", color=COLOURS[1])
+    ax.text(
+        right + 0.2,
+        (start + end) / 2,
+        "back to the output projection",
+        rotation=90,
+        ha="center",
+        va="center",
+        color=COLOURS[1],
+    )
     return figure
 
 
@@ -171,7 +223,9 @@ def draw_token() -> Figure:
         middle = y + height / 2
         step_box(ax, left, y, width, height, part)
         if part.verb:
-            ax.text(left - 0.12, middle, part.verb, ha="right", va="center", family=CODE, weight="bold", color=COLOURS[1])
+            ax.text(
+                left - 0.12, middle, part.verb, ha="right", va="center", family=CODE, weight="bold", color=COLOURS[1]
+            )
         if reads is not None:
             arrow(ax, (disk + 0.3, reads), (left + width, y + 0.8 * height), COLOURS[0])
         elif place:

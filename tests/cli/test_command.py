@@ -14,7 +14,7 @@ import yaml
 
 from difftransformer import DiffTransformerForCausalLM, __version__
 from difftransformer.cli.main import main, module_name, verbs
-from difftransformer.results import SCHEMA_VERSION, Evaluation, read_result
+from difftransformer.results import VERSIONS, TaskResult, read_result
 from difftransformer.train import checkpoints
 
 
@@ -241,26 +241,38 @@ def test_another_recipe_in_a_run_folder(fails, run, toy_file):
 
 
 def test_eval(run, tmp_path, capsys):
-    """By default with the run's own recipe, beside the run; the results are those of the evaluations themselves."""
-    from difftransformer.data import prepare_shards
-    from difftransformer.evals import evaluate
-    from difftransformer.hub import open_model
-    from difftransformer.studies import load_recipe
-
+    """By default with the run's own recipe, beside the run; what is there already is not asked again."""
     assert main(["eval", str(run)]) == 0
-    assert "bits/byte" in capsys.readouterr().out
-    found = read_result(run / "evals" / "step-000008.json", Evaluation)
-    recipe = load_recipe(run / "config.yaml")
-    expected = evaluate(
-        open_model(checkpoints(run)[-1]), prepare_shards(recipe.data), recipe.evaluation, context_tokens=128
-    )
-    assert (found.nll, found.needle, found.allocation) == (expected.nll, expected.needle, expected.allocation)
+    assert "validation loss, bits/byte" in capsys.readouterr().out
+    folder = run / "evals" / "step-000008"
+    found = {path.stem: read_result(path, TaskResult) for path in folder.iterdir()}
+    assert set(found) == {"perplexity", "needle", "allocation"}
+    before = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
+    assert main(["eval", str(run), "--set", "evaluation.needle.documents=2"]) == 0
+    changed = {path.stem for path, time in before.items() if path.stat().st_mtime_ns != time}
+    assert changed == {"needle"}
     older = checkpoints(run)[0]
     words = ["eval", str(older), "--set", "evaluation.needle=null", "--set", "evaluation.allocation=null"]
-    assert main([*words, "--out", str(tmp_path / "other.json")]) == 0
-    other = read_result(tmp_path / "other.json", Evaluation)
-    assert other.needle is other.allocation is None
-    assert other.nll != found.nll
+    assert main([*words, "--out", str(tmp_path / "other")]) == 0
+    (path,) = (tmp_path / "other").iterdir()
+    other = read_result(path, TaskResult)
+    assert other.data == found["perplexity"].data
+    assert other.measurements != found["perplexity"].measurements
+
+
+def test_a_task_on_the_text_that_a_run_held_out(run, tmp_path, fails):
+    """The same options ask a run the same in a study and by the task's own command."""
+    assert main(["eval", str(run)]) == 0
+    words = ["--text", "validation", "--windows", "4", "--spread", "true", "--position_buckets", "8", "--window", "128"]
+    for model in (run, checkpoints(run)[-1]):
+        assert main(["eval", "perplexity", str(model), *words, "--out", str(tmp_path / model.name)]) == 0
+        result = read_result(tmp_path / model.name / "perplexity.json", TaskResult)
+        study = read_result(run / "evals" / "step-000008" / "perplexity.json", TaskResult)
+        assert result.data == study.data
+        assert result.measurements == study.measurements
+    shutil.copytree(checkpoints(run)[-1], tmp_path / "bare")
+    line = fails("eval", "perplexity", tmp_path / "bare", *words, "--out", tmp_path / "none")
+    assert "only a run's folder tells which text was held out" in line
 
 
 def test_eval_of_what_is_no_model(fails, run, toy_file, tmp_path):
@@ -285,12 +297,10 @@ def test_eval_of_what_is_no_model(fails, run, toy_file, tmp_path):
         (None, "no such results file"),
         ("", "not a results file"),
         ("{}", "not a results file"),
-        ({"kind": "evaluation", "version": SCHEMA_VERSION, "result": {}}, "kind 'evaluation', expected 'comparison'"),
-        (
-            {"kind": "comparison", "version": 99, "result": {}},
-            f"results version 99, this release reads {SCHEMA_VERSION}",
-        ),
-        ({"kind": "comparison", "version": SCHEMA_VERSION, "result": {"name": 3}}, "missing"),
+        ({"kind": "task", "version": 1, "result": {}}, "kind 'task', expected comparison or upcycling"),
+        ({"kind": "comparison", "version": 99, "result": {}}, "results version 99, this release reads version 2"),
+        ({"kind": "comparison", "version": VERSIONS["comparison"], "result": {"name": 3}}, "missing"),
+        ({"kind": "comparison", "version": 1, "result": {"name": 3}}, "a damaged result of release 0.1.0"),
     ],
 )
 def test_report_of_what_is_no_comparison(fails, tmp_path, document, message):
@@ -299,7 +309,7 @@ def test_report_of_what_is_no_comparison(fails, tmp_path, document, message):
         path.write_text(document if isinstance(document, str) else json.dumps(document))
     line = fails("report", tmp_path)
     assert str(path) in line
-    assert message in line or "results version" in line
+    assert message in line
 
 
 def test_info(capsys):

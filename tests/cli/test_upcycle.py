@@ -73,7 +73,7 @@ def test_the_study(llama, text, tmp_path, capfd):
     shorter = {
         "data.source": text, "data.folder": tmp_path / "shards", "training.steps": 3, "training.batch_tokens": 128,
         "training.context_stages": "[[0, 64]]", "training.retrieval": "null", "training.validate_every": 2,
-        "training.validation_windows": 2, "evaluation.nll.windows": 3, "evaluation.needle": "null",
+        "training.validation_windows": 2, "evaluation.perplexity.windows": 3, "evaluation.needle": "null",
     }  # fmt: skip
     words = ["upcycle", str(llama), str(tmp_path / "study"), "--to", "diff_v2,dex", "--train", "recipes/upcycle.yaml"]
     words += [word for key, value in shorter.items() for word in ("--set", f"{key}={value}")]
@@ -89,15 +89,19 @@ def test_the_study(llama, text, tmp_path, capfd):
     )
     first = [run.train_loss_nats.values[0] for run in study.runs]
     assert first == pytest.approx([first[0]] * 3, abs=2e-3)  # the same batch, the same function, in bf16
-    assert study.before.nll is not None
+    assert list(study.before) == ["perplexity"]
     assert all(run.train_tokens == 3 * 128 for run in study.runs)
-    ends = {run.model: run.nll.nll_nats_per_token for run in study.runs}
-    assert set(study.differences) == {"diff_v2", "dex"}
-    for name, metrics in study.differences.items():
-        loss = next(metric for metric in metrics if metric.metric == "validation_nll_nats_per_token")
-        assert loss.difference.mean == pytest.approx(ends[name] - ends["softmax"])
+    ends = {
+        run.model: next(row.value for row in run.evaluations["perplexity"].measurements if row.name == "nll")
+        for run in study.runs
+    }
+    loss = next(metric for metric in study.metrics if metric.unit == "nats/token")
+    assert set(loss.differences) == {"diff_v2", "dex"}
+    for name, difference in loss.differences.items():
+        assert difference.mean == pytest.approx(ends[name] - ends["softmax"])
         assert f"{ends[name]:.4f}" in printed
-    assert (tmp_path / "study" / "loss.svg").read_text().startswith("<?xml")
+    assert (tmp_path / "study" / "figures" / "loss.svg").read_text().startswith("<?xml")
+    assert "unconverted" in (tmp_path / "study" / "index.html").read_text()
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "study" / "runs").rglob("*.safetensors")}
     assert before
     assert main(words) == 0

@@ -48,9 +48,15 @@ def names_in(path):
 
 @cache
 def all_names():
-    """Names that any file of the package defines, methods also without their class."""
-    names = {name for path in SOURCE.rglob("*.py") for name in names_in(path)}
-    return names | {name.rpartition(".")[2] for name in names}
+    """Names that any file of the package defines, methods also without their class, and those of modules and packages."""
+    names = {name for path in SOURCE.rglob("*") if path.suffix in (".py", ".cpp", ".h") for name in names_in(path)}
+    return names | {name.rpartition(".")[2] for name in names} | {path.stem for path in SOURCE.rglob("*")}
+
+
+@cache
+def is_written(name):
+    """Whether a file of the package names a file that it writes or reads."""
+    return any(f'"{name}"' in path.read_text(encoding="utf-8") for path in SOURCE.rglob("*.py"))
 
 
 def place_of(path):
@@ -62,20 +68,14 @@ def missing(span):
     """Why a code span names nothing that exists, or None."""
     if span.split()[0] in COMMANDS or span.startswith("--"):
         return None
-    if re.fullmatch(r"[\w./*-]+\.(py|md|toml|yaml|txt|h|cpp|json|j2)|[\w./-]+/", span):
-        if "NAME" in span:
-            return None
-        return None if place_of(span) or list(ROOT.glob(span)) else "no such path"
+    if re.fullmatch(r"[\w./-]+\.(py|md|toml|yaml|txt|h|cpp|json|j2)|[\w./-]+/", span):
+        return None if place_of(span) or is_written(span) else "no such path"
+    if re.fullmatch(r"_\w+", span):  # the end of names
+        return None if any(name.endswith(span) for name in all_names()) else "no name ends so"
     if re.fullmatch(r"[\w.]+", span):
-        parts = span.split(".")
-        known = span in all_names() or parts[-1] in all_names() or span in RECIPE_WORDS
+        known = span in all_names() or span.rpartition(".")[2] in all_names()
         return None if known else "no such name in the package"
     return None
-
-
-RECIPE_WORDS = frozenset(
-    re.findall(r"[\w.]+", " ".join(path.read_text(encoding="utf-8") for path in (ROOT / "recipes").rglob("*.yaml")))
-)
 
 
 @pytest.mark.parametrize("path", GUIDES, ids=lambda path: path.stem)

@@ -8,13 +8,19 @@ import torch
 
 from difftransformer.data import CITIES_SEEN, CITIES_UNSEEN
 from difftransformer.errors import ConfigError
-from difftransformer.evals import AllocationConfig, evaluate_allocation, run_task
-from difftransformer.evals.probes import FORMS
+from difftransformer.evals import Setting, run_task
 from difftransformer.evals.probes.last_row import row_sums
-from difftransformer.evals.tasks.allocation import SEGMENTS, AllocationTask, Options, make, segment_shares
+from difftransformer.evals.tasks.allocation import SEGMENTS, AllocationTask, Options, segment_shares
 from tests.support.fakes import TensorModel
 
-CONFIG = AllocationConfig(needles=3, depths=[0.0, 0.5, 1.0], documents=5, digits=3)
+OPTIONS = Options(text="validation", length=160, needles=3, depths=[0.0, 0.5, 1.0], documents=3, digits=3)
+
+
+def drawn(shards, options=OPTIONS):
+    return AllocationTask(
+        options,
+        Setting(tokenizer=shards.tokenizer, context_tokens=64, validation=lambda: shards.tokens("validation")),
+    )
 
 
 def answer_span(tokenizer, prompt, cities=CITIES_SEEN):
@@ -43,38 +49,6 @@ class Looking(TensorModel):
         return weights
 
 
-def test_attention_on_the_answer_alone(toy_shards):
-    result = evaluate_allocation(Looking(toy_shards.tokenizer), toy_shards, CONFIG, context_tokens=160)
-    assert len(result.shares) == 3 * 3 * 5
-    for share in result.shares:
-        # At depth 0 the needle follows the first token, which is a segment of its own and holds nothing.
-        assert share.share == pytest.approx(1.0 if share.segment == "answer" else 0.0, abs=1e-9), share
-        assert share.standard_error == pytest.approx(0.0, abs=1e-9)
-
-
-def test_uniform_attention_gives_the_segments_lengths(uniform, toy_shards):
-    seen = []
-    honest = uniform.last_token_weights
-
-    def listen(prompts):
-        seen.append(prompts.tolist())
-        return honest(prompts)
-
-    uniform.last_token_weights = listen
-    result = evaluate_allocation(uniform, toy_shards, CONFIG, context_tokens=160)
-    for depth, prompts in zip(CONFIG.depths, seen, strict=True):
-        expected = dict.fromkeys(SEGMENTS, 0.0)
-        for prompt in prompts:
-            start, end, question = answer_span(toy_shards.tokenizer, prompt)
-            parts = (1, start - 1, end - start, question - end, len(prompt) - question)
-            for segment, length in zip(SEGMENTS, parts, strict=True):
-                expected[segment] += length / len(prompt) / len(prompts)
-        for form in FORMS:
-            found = {s.segment: s.share for s in result.shares if (s.depth, s.form) == (depth, form)}
-            assert found == pytest.approx(expected, abs=1e-6)
-            assert sum(found.values()) == pytest.approx(1.0, abs=1e-6)
-
-
 def test_signed_weights_by_hand():
     """Two heads over 6 tokens; answer at 2 and 3, question from 5."""
     weights = torch.tensor([[0.5, -0.25, 0.25, 0.5, -0.5, 0.0], [0.0, 0.25, 0.25, -0.5, 0.25, 0.25]])
@@ -95,16 +69,28 @@ def test_a_share_is_a_mean_over_documents_with_its_error(toy_shards):
         def last_token_weights(self, prompts):
             return torch.rand(len(prompts), 2, prompts.shape[1], generator=torch.Generator().manual_seed(3))
 
-    config = AllocationConfig(needles=2, depths=[0.5], documents=6, digits=3)
-    result = evaluate_allocation(Drawn(), toy_shards, config, context_tokens=160)
-    one = evaluate_allocation(
-        Drawn(), toy_shards, AllocationConfig(needles=2, depths=[0.5], documents=1, digits=3), context_tokens=160
-    )
-    assert all(0 < share.standard_error < 0.1 for share in result.shares if share.segment in ("before", "after"))
-    assert all(share.standard_error == 0 for share in one.shares)
-    assert {share.segment: share.share for share in result.shares} != {
-        share.segment: share.share for share in one.shares
-    }
+    def shares(documents):
+        options = replace(OPTIONS, needles=2, depths=[0.5], documents=documents, paired=False)
+        return {
+            row.at["segment"]: row
+            for row in run_task(Drawn(), drawn(toy_shards, options)).measurements
+            if row.name == "attention share" and row.at["form"] == "signed"
+        }
+
+    six, one = shares(6), shares(1)
+    assert all(0 < six[segment].standard_error < 0.1 for segment in ("before", "after"))
+    assert all(row.standard_error is None for row in one.values())
+    assert all(six[segment].value != one[segment].value for segment in ("before", "after"))
+
+
+def test_depths_draw_their_own_documents_unless_they_are_paired(toy_shards):
+    for paired in (False, True):
+        task = drawn(toy_shards, replace(OPTIONS, paired=paired))
+        sentences = [
+            tuple(sorted(line for line in toy_shards.tokenizer.decode(request.prompt).split("\n") if "magic" in line))
+            for request in task.requests
+        ]
+        assert len(set(sentences)) == (3 if paired else 9)
 
 
 @pytest.mark.parametrize(
@@ -115,28 +101,20 @@ def test_a_share_is_a_mean_over_documents_with_its_error(toy_shards):
         ({"digits": 0}, "digits=0"),
         ({"depths": [-0.1]}, "depths"),
         ({"depths": []}, "depths"),
-        ({"length_tokens": 0}, "length_tokens=0"),
+        ({"length": 0}, "length=0"),
         ({"seed": -1}, "seed=-1"),
     ],
 )
 def test_impossible_sizes_are_refused(fields, words):
     with pytest.raises(ConfigError, match=words):
-        AllocationConfig(**fields)
+        Options(**fields)
 
 
-OPTIONS = Options(length=160, needles=3, depths=[0.0, 0.5, 1.0], documents=3, digits=3)
-
-
-def asked(model, tokenizer, toy_text, options=OPTIONS):
-    options = replace(options, text=str(toy_text))
-    model.tokenizer = tokenizer
-    task = make(options, model)
-    return task, run_task(model, task)
-
-
-def test_any_model_that_looks_at_the_answer_alone(toy_shards, toy_text):
-    looking = Looking(toy_shards.tokenizer, cities=CITIES_SEEN + CITIES_UNSEEN)
-    task, scores = asked(looking, toy_shards.tokenizer, toy_text)
+@pytest.mark.parametrize(("cities", "paired"), [("all", True), ("seen", False)])
+def test_a_model_that_looks_at_the_answer_alone(toy_shards, cities, paired):
+    looking = Looking(toy_shards.tokenizer, CITIES_SEEN + CITIES_UNSEEN if cities == "all" else CITIES_SEEN)
+    task = drawn(toy_shards, replace(OPTIONS, cities=cities, paired=paired))
+    scores = run_task(looking, task)
     assert {len(request.prompt) for request in task.requests} == {160 - 3 - 2}
     shares = [row for row in scores.measurements if row.name == "attention share"]
     assert len(shares) == 3 * 3 * 5
@@ -152,8 +130,13 @@ def test_any_model_that_looks_at_the_answer_alone(toy_shards, toy_text):
     assert grid.values == [[pytest.approx(1)] * 4]
 
 
-def test_any_model_that_looks_everywhere_alike(toy_shards, toy_text, uniform):
-    task, scores = asked(uniform, toy_shards.tokenizer, toy_text)
+@pytest.mark.parametrize("paired", [True, False])
+def test_a_model_that_looks_everywhere_alike(toy_shards, uniform, paired):
+    task = drawn(toy_shards, replace(OPTIONS, paired=paired, cities="all" if paired else "seen"))
+    scores = run_task(uniform, task)
+    for request in task.requests:  # the edges, found in the text
+        start, end, question = answer_span(toy_shards.tokenizer, request.prompt, CITIES_SEEN + CITIES_UNSEEN)
+        assert request.edges == (0, 1, max(1, start), end, question, len(request.prompt))
     lengths = [[b - a for a, b in pairwise(request.edges)] for request in task.requests]
     for row in scores.measurements:
         if row.name == "attention share":
@@ -173,10 +156,3 @@ def test_heads_of_signed_weights():
     assert found["signed", "answer"] == [[0.75, pytest.approx(-0.2)]]
     assert found["absolute", "after"] == [[0.25, pytest.approx(1 / 6, abs=1e-6)]]
     assert found["positive", "answer"] == [[0.6, 0.0]]
-
-
-def test_an_impossible_length_is_refused():
-    with pytest.raises(ConfigError, match="length=0: give at least 1"):
-        Options(length=0)
-    with pytest.raises(ConfigError, match="needles=0"):
-        Options(needles=0)

@@ -7,8 +7,8 @@ import torch
 from transformers.cache_utils import DynamicLayer
 
 from difftransformer import DiffTransformerConfig
-from difftransformer.errors import ConfigError, EvaluationError
-from difftransformer.evals import CausalLanguageModel, EvaluationConfig
+from difftransformer.errors import EvaluationError
+from difftransformer.evals import CausalLanguageModel
 from difftransformer.evals.models import causal, prefix
 from difftransformer.evals.models.prefix import PrefixCache
 from difftransformer.evals.probes import LastRow
@@ -204,8 +204,3 @@ def test_a_cache_that_grows_holds_what_transformers_own_holds():
 def test_a_row_longer_than_the_context_is_refused(model):
     with pytest.raises(EvaluationError, match="takes 66 tokens, and the model's context has 64"):
         ask(model, [Continuation((1,) * 60, 6)])
-
-
-def test_impossible_batch_is_refused():
-    with pytest.raises(ConfigError, match="batch_tokens=0"):
-        EvaluationConfig(batch_tokens=0)

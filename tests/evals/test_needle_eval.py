@@ -1,33 +1,67 @@
 """Retrieval: an oracle scores everything, a guesser scores chance, and every model gets the same documents."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from difftransformer.data import CITIES_SEEN, CITIES_UNSEEN
 from difftransformer.errors import ConfigError, DataError
-from difftransformer.evals import NeedleConfig, evaluate_needle
-from difftransformer.evals.tasks.needle import needle_cells
+from difftransformer.evals import Setting, run_task
+from difftransformer.evals.tasks.needle import NeedleTask, Options
 from difftransformer.statistics import wilson_interval
-from tests.support.fakes import TensorModel
 
-GRID = NeedleConfig(
-    lengths_tokens=[128, 200], needles=[(1, 1), (2, 2), (4, 2)], depths=[0.0, 0.5, 1.0], documents=4, digits=3
-)
+# As a study asks: each cell with documents of its own, and each kind of city apart.
+GRID = Options(
+    text="validation", cities="apart", paired=False, lengths=[128, 200], needles=[[1, 1], [2, 2], [4, 2]],
+    depths=[0.0, 0.5, 1.0], documents=4, digits=3,
+)  # fmt: skip
+CHOSEN = Options(text="validation", paired=False, lengths=[96], needles=[[2, 1]], documents=3, digits=3)
+
+
+def drawn(shards, options, context_tokens=64):
+    return NeedleTask(
+        options,
+        Setting(
+            tokenizer=shards.tokenizer, context_tokens=context_tokens, validation=lambda: shards.tokens("validation")
+        ),
+    )
+
+
+def cells(model, shards, options):
+    return [row for row in run_task(model, drawn(shards, options)).measurements if "depth" in row.at]
 
 
 def test_the_oracle_is_right_in_every_cell(oracle, toy_shards):
-    result = evaluate_needle(oracle, toy_shards, GRID, context_tokens=64)
-    assert len(result.cells) == 2 * 3 * 3 * 2
-    assert {(c.length_tokens, c.needles, c.asked, c.depth, c.cities) for c in result.cells} == {
-        (length, needles, asked, depth, cities)
-        for length in (128, 200)
+    found = cells(oracle, toy_shards, GRID)
+    assert [row.at for row in found] == [
+        {"cities": cities, "needles": needles, "asked": asked, "length_tokens": length, "depth": depth}
         for needles, asked in ((1, 1), (2, 2), (4, 2))
+        for length in (128, 200)
         for depth in (0.0, 0.5, 1.0)
         for cities in ("seen", "unseen")
-    }
-    for cell in result.cells:
-        assert cell.trials == 4 * cell.asked
-        assert cell.correct == cell.trials, cell
+    ]
+    for row in found:
+        assert (row.n, row.value) == (4 * row.at["asked"], 1), row
+
+
+def test_figures_over_cells_are_those_of_all_their_answers(guesser, toy_shards):
+    """Over each kind of city, number of needles and length the figure follows from the counts of the cells."""
+    options = replace(GRID, digits=1, needles=[[1, 1]])
+    rows = run_task(guesser(1), drawn(toy_shards, options)).measurements
+    cell_rows = [row for row in rows if "depth" in row.at]
+    assert sum(row.value for row in cell_rows) > 0
+    for row in rows:
+        inside = [cell for cell in cell_rows if row.at.items() <= cell.at.items()]
+        assert row.n == sum(cell.n for cell in inside)
+        assert row.value == pytest.approx(sum(cell.value * cell.n for cell in inside) / row.n)
+        assert (row.low, row.high) == wilson_interval(round(row.value * row.n), row.n)
+        assert row.detail == ("depth" in row.at)
+
+
+def test_several_numbers_of_needles_have_a_figure_over_all(oracle, toy_shards):
+    rows = run_task(oracle, drawn(toy_shards, GRID)).measurements
+    assert [(row.at, row.n) for row in rows[:2]] == [({"cities": "seen"}, 2 * 3 * 4 * 5), ({"cities": "unseen"}, 120)]
 
 
 def test_a_right_city_with_one_wrong_digit_is_wrong(oracle, toy_shards):
@@ -41,77 +75,89 @@ def test_a_right_city_with_one_wrong_digit_is_wrong(oracle, toy_shards):
         return made
 
     oracle.continue_greedily = slip
-    result = evaluate_needle(oracle, toy_shards, GRID, context_tokens=64)
-    assert sum(cell.correct for cell in result.cells) == 0
+    assert sum(row.value for row in cells(oracle, toy_shards, GRID)) == 0
 
 
 def test_a_guesser_scores_chance(guesser, toy_shards):
     """300 documents of each kind; the interval of 95 % holds chance with this seed, and is far from 1."""
-    config = NeedleConfig(needles=[(1, 1)], depths=[0.5], documents=300, digits=1)
-    result = evaluate_needle(guesser(1), toy_shards, config, context_tokens=64)
-    assert result.chance == pytest.approx(0.1)
-    correct, trials = (sum(getattr(cell, name) for cell in result.cells) for name in ("correct", "trials"))
+    options = replace(GRID, lengths=[], needles=[[1, 1]], depths=[0.5], documents=300, digits=1)
+    found = cells(guesser(1), toy_shards, options)
+    trials = sum(row.n for row in found)
     assert trials == 600
-    low, high = wilson_interval(correct, trials)
+    low, high = wilson_interval(round(sum(row.value * row.n for row in found)), trials)
     assert low <= 0.1 <= high
     assert 0.05 < low < high < 0.2
 
 
-def test_cities_are_kept_apart(toy_shards):
-    names = {"seen": set(), "unseen": set()}
-    for cell in needle_cells(toy_shards, GRID, context_tokens=64):
-        for question in cell.questions:
-            text = toy_shards.tokenizer.decode(question.prompts[0])
-            names[cell.cities] |= {city for city in CITIES_SEEN + CITIES_UNSEEN if f"magic {city} number" in text}
-    assert names["seen"] <= set(CITIES_SEEN)
-    assert names["unseen"] <= set(CITIES_UNSEEN)
-    assert len(names["seen"]) > 20
-    assert len(names["unseen"]) > 10
+@pytest.mark.parametrize(("cities", "allowed"), [
+    ("seen", CITIES_SEEN), ("unseen", CITIES_UNSEEN), ("all", CITIES_SEEN + CITIES_UNSEEN),
+])  # fmt: skip
+def test_only_cities_of_the_chosen_kind_are_named(cities, allowed, toy_shards):
+    named = set()
+    for request in drawn(toy_shards, replace(GRID, cities=cities)).requests:
+        text = toy_shards.tokenizer.decode(request.prompt)
+        named |= {city for city in CITIES_SEEN + CITIES_UNSEEN if f"magic {city} number" in text}
+    assert named <= set(allowed)
+    assert len(named) > 10
 
 
-def test_every_model_gets_the_same_documents_and_another_seed_others(toy_shards, oracle):
-    def prompts(config):
-        seen = []
-        honest = type(oracle)(toy_shards.tokenizer)
+def test_kinds_of_cities_apart_are_those_of_each_kind_alone(toy_shards):
+    both = drawn(toy_shards, GRID).requests
+    alone = {kind: iter(drawn(toy_shards, replace(GRID, cities=kind)).requests) for kind in ("seen", "unseen")}
+    asked = [request for needles in GRID.needles for _ in range(6) for kind in alone for request in
+             [next(alone[kind]) for _ in range(4 * needles[1])]]  # fmt: skip
+    assert list(both) == asked
 
-        class Listening(TensorModel):
-            def continue_greedily(self, prompts, tokens):
-                seen.append(prompts.clone())
-                return honest.continue_greedily(prompts, tokens)
 
-        evaluate_needle(Listening(), toy_shards, config, context_tokens=96)
-        return seen
-
-    config = NeedleConfig(needles=[(2, 1)], documents=3, digits=3)
-    first, second = prompts(config), prompts(config)
-    other = prompts(NeedleConfig(needles=[(2, 1)], documents=3, digits=3, seed=1))
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-    assert not any(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+def test_every_model_gets_the_same_documents_and_another_seed_others(toy_shards):
+    first, second, other = (
+        [request.prompt for request in drawn(toy_shards, options).requests]
+        for options in (CHOSEN, CHOSEN, replace(CHOSEN, seed=1))
+    )
+    assert first == second
+    assert not set(first) & set(other)
     # No two cells share their documents either.
-    assert not any(torch.equal(a, b) for i, a in enumerate(first) for b in first[:i])
+    assert len(set(first)) == len(first)
+
+
+def test_paired_cells_share_their_needles(toy_shards):
+    """At every depth the same sentences stand in the same haystack, but for their places."""
+    task = drawn(toy_shards, replace(CHOSEN, paired=True))
+    prompts = [toy_shards.tokenizer.decode(request.prompt) for request in task.requests]
+    by_document = [prompts[document :: CHOSEN.documents] for document in range(CHOSEN.documents)]
+    for document in by_document:
+        assert len(document) == 5
+        assert len({tuple(sorted(line for line in text.split("\n") if "magic" in line)) for text in document}) == 1
+        assert len(set(document)) > 1
 
 
 def test_prompt_and_answer_fit_into_the_length(toy_shards):
-    for cell in needle_cells(toy_shards, GRID, context_tokens=64):
-        for question in cell.questions:
-            assert {len(prompt) for prompt in question.prompts} == {cell.length_tokens - 3 - 2}
+    task = drawn(toy_shards, replace(GRID, lengths=[200]))
+    assert {len(request.prompt) for request in task.requests} == {200 - 3 - 2}
+    task = drawn(toy_shards, replace(GRID, lengths=[]), context_tokens=128)
+    assert {len(request.prompt) for request in task.requests} == {128 - 3 - 2}
 
 
-def test_needles_that_do_not_fit(toy_shards, oracle):
-    config = NeedleConfig(lengths_tokens=[40], needles=[(6, 1)], documents=1, digits=7)
+def test_needles_that_do_not_fit(toy_shards):
     with pytest.raises(DataError, match="longer than the context"):
-        evaluate_needle(oracle, toy_shards, config, context_tokens=64)
+        drawn(toy_shards, replace(GRID, lengths=[40], needles=[[6, 1]], digits=7))
+
+
+def test_held_out_text_needs_a_run(toy_shards):
+    with pytest.raises(DataError, match="only a run's folder tells which text was held out"):
+        NeedleTask(GRID, Setting(tokenizer=toy_shards.tokenizer, context_tokens=64))
 
 
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"needles": [(1, 2)]}, r"needles=\[1, 2\]"),
-        ({"needles": [(0, 0)]}, r"needles=\[0, 0\]"),
+        ({"needles": [[1, 2]]}, r"needles=\[1, 2\]"),
+        ({"needles": [[0, 0]]}, r"needles=\[0, 0\]"),
         ({"depths": [1.5]}, r"depths=\[1.5\]"),
         ({"documents": 0}, "documents=0"),
         ({"digits": 10}, "digits=10"),
-        ({"lengths_tokens": [0]}, "lengths_tokens"),
+        ({"lengths": [0]}, "lengths"),
+        ({"needles": [[1]]}, r"needles=\[\[1\]\]"),
         ({"needles": []}, "needles"),
         ({"depths": []}, "depths"),
         ({"seed": -1}, "seed=-1"),
@@ -119,4 +165,4 @@ def test_needles_that_do_not_fit(toy_shards, oracle):
 )
 def test_impossible_grids_are_refused(fields, words):
     with pytest.raises(ConfigError, match=words):
-        NeedleConfig(**fields)
+        Options(**fields)

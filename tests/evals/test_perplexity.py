@@ -8,14 +8,28 @@ import pytest
 import torch
 
 from difftransformer.errors import ConfigError, DataError
-from difftransformer.evals import NllConfig, evaluate_nll
+from difftransformer.evals import Setting, run_task
+from difftransformer.evals.tasks.perplexity import Options, PerplexityTask
+from difftransformer.results import Measurement
 from tests.support.fakes import TensorModel
 
 
+def scored(model, shards, **options):
+    """Scores with the windows spread over the held-out text, as a study asks."""
+    options = Options(**{"text": "validation", "spread": True} | options)
+    setting = Setting(tokenizer=shards.tokenizer, context_tokens=100, validation=lambda: shards.tokens("validation"))
+    return run_task(model, PerplexityTask(options, setting))
+
+
+def figures(scores, name) -> list[Measurement]:
+    return [row for row in scores.measurements if row.name == name]
+
+
 def test_a_uniform_model(uniform, toy_shards):
-    result = evaluate_nll(uniform, toy_shards, NllConfig(windows=5), context_tokens=100)
-    assert result.nll_nats_per_token == pytest.approx(math.log(400), rel=1e-12)
-    assert result.tokens == 500
+    result = scored(uniform, toy_shards, windows=5)
+    (nll,), (bits,) = figures(result, "nll"), figures(result, "bits per byte")
+    assert nll.value == pytest.approx(math.log(400), rel=1e-12)
+    assert sum(item.weight for item in result.items if item.name == "nll") == 500
     # Bytes counted by decoding the windows' targets, ends of text left out.
     stream = np.asarray(toy_shards.tokens("validation")[:]).astype(np.int64)
     fitting = (len(stream) - 1) // 100
@@ -25,8 +39,8 @@ def test_a_uniform_model(uniform, toy_shards):
         targets = stream[start + 1 : start + 101]
         text = targets[targets != toy_shards.tokenizer.end_of_text]
         count += len(toy_shards.tokenizer.decode(text).encode())
-    assert result.bytes == count
-    assert result.bits_per_byte == pytest.approx(500 * math.log2(400) / count, rel=1e-12)
+    assert sum(item.weight for item in result.items if item.name == "bits per byte") == count
+    assert bits.value == pytest.approx(500 * math.log2(400) / count, rel=1e-12)
 
 
 class Sloped(TensorModel):
@@ -37,35 +51,50 @@ class Sloped(TensorModel):
 
 
 def test_parts_add_up(toy_shards):
-    result = evaluate_nll(Sloped(), toy_shards, NllConfig(windows=6, position_buckets=7), context_tokens=100)
-    total = result.nll_nats_per_token * result.tokens
-    assert sum(b.nll_nats_per_token * b.tokens for b in result.by_position) == pytest.approx(total, rel=1e-9)
-    assert sum(document.nll_nats for document in result.documents) == pytest.approx(total, rel=1e-9)
-    for name in ("tokens", "bytes"):
-        assert sum(getattr(document, name) for document in result.documents) == getattr(result, name)
-    assert sum(bucket.tokens for bucket in result.by_position) == result.tokens
-    edges = [(bucket.start_tokens, bucket.end_tokens) for bucket in result.by_position]
+    result = scored(Sloped(), toy_shards, windows=6, position_buckets=7)
+    (nll,), buckets = figures(result, "nll"), figures(result, "nll by position")
+    edges = [(row.at["start"], row.at["end"]) for row in buckets]
+    assert sum(row.value * (end - start) for row, (start, end) in zip(buckets, edges, strict=True)) == pytest.approx(
+        nll.value * 100, rel=1e-9
+    )
+    for row in figures(result, "nll") + figures(result, "bits per byte"):
+        items = [item for item in result.items if item.name == row.name]
+        assert len(items) == 6
+        assert sum(item.score for item in items) / sum(item.weight for item in items) == pytest.approx(row.value)
     assert edges[0][0] == 0
     assert edges[-1][1] == 100
     assert all(a[1] == b[0] for a, b in pairwise(edges))
     assert len(edges) == 7
     # Positions rise by one a token, targets are worth at most 4: a bucket's mean lies beside its middle.
-    for bucket in result.by_position:
-        middle = (bucket.start_tokens + bucket.end_tokens - 1) / 2
-        assert middle <= bucket.nll_nats_per_token <= middle + 4
+    for row, (start, end) in zip(buckets, edges, strict=True):
+        middle = (start + end - 1) / 2
+        assert middle <= row.value <= middle + 4
+    assert figures(scored(Sloped(), toy_shards, windows=6), "nll by position") == []
 
 
 def test_more_buckets_than_positions(toy_shards):
-    result = evaluate_nll(Sloped(), toy_shards, NllConfig(windows=2, position_buckets=50), context_tokens=9)
-    assert [(b.start_tokens, b.end_tokens) for b in result.by_position] == [(i, i + 1) for i in range(9)]
+    result = scored(Sloped(), toy_shards, windows=2, position_buckets=50, window=9)
+    assert [row.at for row in figures(result, "nll by position")] == [{"start": i, "end": i + 1} for i in range(9)]
 
 
-def test_validation_text_shorter_than_the_context(uniform, toy_shards):
-    with pytest.raises(DataError, match="validation split has"):
-        evaluate_nll(uniform, toy_shards, NllConfig(), context_tokens=10**7)
+def test_windows_follow_one_another_unless_they_are_spread(toy_shards):
+    stream = np.asarray(toy_shards.tokens("validation")[:]).astype(np.int64).tolist()
+    setting = Setting(
+        tokenizer=toy_shards.tokenizer, context_tokens=100, validation=lambda: toy_shards.tokens("validation")
+    )
+    for options, starts in (({}, [0, 100, 200]), ({"stride": 50}, [0, 50, 100])):
+        task = PerplexityTask(Options(text="validation", windows=3, **options), setting)
+        assert [list(request.ids) for request in task.requests] == [stream[start : start + 101] for start in starts]
 
 
-@pytest.mark.parametrize("fields", [{"windows": 0}, {"position_buckets": 0}])
+def test_text_shorter_than_the_window(uniform, toy_shards):
+    with pytest.raises(DataError, match="tokens, and 10000001 are needed"):
+        scored(uniform, toy_shards, window=10**7)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"windows": 0}, {"position_buckets": -1}, {"window": 1}, {"stride": 2, "spread": True}]
+)
 def test_impossible_sizes_are_refused(fields):
     with pytest.raises(ConfigError):
-        NllConfig(**fields)
+        Options(**fields)

@@ -6,24 +6,23 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from difftransformer.evals.scores import details, mean, proportion
+from difftransformer.report.metrics import compare_metrics
 from difftransformer.results import (
-    AllocationResult,
-    AllocationShare,
     BaselineNll,
     Comparison,
     CostRow,
     Curve,
-    DocumentNll,
+    DataIdentity,
     Environment,
-    MetricComparison,
+    Grid,
+    ItemScore,
+    Measurement,
+    ModelIdentity,
     ModelSummary,
-    NeedleCell,
-    NeedleResult,
-    NllResult,
-    PositionBucket,
     RunResult,
+    TaskResult,
 )
-from difftransformer.statistics import bootstrap_difference, mean_and_standard_error, paired_difference
 
 ENVIRONMENT = Environment(
     difftransformer="0.1.0",
@@ -39,6 +38,90 @@ LABELS = {"diff": "DIFF", "softmax": "Transformer", "diff_v2": "DIFF V2"}
 STEPS = 600
 
 
+def task_result(task: str, model: str, measurements: list[Measurement], **parts: object) -> TaskResult:
+    return TaskResult(
+        task=task,
+        model=ModelIdentity(name=model, architecture="A", attention=model, parameters=1, dtype="float32", sha256="0"),
+        data=DataIdentity(name="validation", sha256="0", requests=8),
+        options=parts.get("options", {}),
+        choices=["A choice."],
+        seed=0,
+        command=f"difftransformer eval {task}",
+        created="2026-01-02T03:04:05+00:00",
+        environment=ENVIRONMENT,
+        measurements=measurements,
+        items=parts.get("items", []),
+        grids=parts.get("grids", []),
+    )
+
+
+def loss_result(model: str, loss: float, rng: np.random.Generator) -> TaskResult:
+    """Eight windows of 512 tokens, of one byte each."""
+    nats = [512 * (loss + rng_of(k).normal(0, 0.1) + rng.normal(0, 0.01)) for k in range(8)]
+    bits = [value / math.log(2) for value in nats]
+    figures = [
+        mean("nll", "nats/token", nats, {}, weights=[512.0] * 8, better="lower"),
+        mean("bits per byte", "bits/byte", bits, {}, weights=[512.0] * 8, better="lower"),
+    ]
+    for start in [0, 1, 2, 4, 8, 16, 32, 64, 128, 256]:
+        value = loss + 2.0 / math.sqrt(start + 1) + float(rng.normal(0, 0.01))
+        at = {"start": start, "end": 2 * start or 1}
+        figures += details([mean("nll by position", "nats/token", [value] * 2, at, better="lower")])
+    items = [
+        ItemScore(name=name, item=f"window {k}", score=score, weight=512.0)
+        for name, scores in (("nll", nats), ("bits per byte", bits))
+        for k, score in enumerate(scores)
+    ]
+    return task_result("perplexity", model, figures, items=items)
+
+
+def needle_result(
+    model: str, accuracy: float, counts: int, lengths: tuple[int, ...], rng: np.random.Generator
+) -> TaskResult:
+    """Cells of 20 trials for each needle asked, and all of a kind of city together."""
+    cells: dict[str, list[bool]] = {"seen": [], "unseen": []}
+    rows = []
+    for length in lengths:
+        for count, asked in [(1, 1), (2, 2), (4, 2), (6, 2)][:counts]:
+            for depth in (0.0, 0.25, 0.5, 0.75, 1.0):
+                for cities, found in cells.items():
+                    p = np.clip(accuracy - 0.06 * (count - 1) + 0.1 * depth - (0.15 if cities == "unseen" else 0), 0, 1)
+                    right = rng.random(20 * asked) < p
+                    found += right.tolist()
+                    at = {"cities": cities, "needles": count, "asked": asked, "length_tokens": length, "depth": depth}
+                    rows += details([proportion("accuracy", right.tolist(), at)])
+    heads = [proportion("accuracy", found, {"cities": cities}) for cities, found in cells.items()]
+    return task_result("needle", model, [*heads, *rows], options={"digits": 4})
+
+
+def allocation_result(model: str, rng: np.random.Generator) -> TaskResult:
+    rows = []
+    for depth in (0.0, 0.25, 0.5, 0.75, 1.0):
+        for form in ("signed", "absolute", "positive"):
+            focus = {"diff": 0.32, "softmax": 0.05}.get(model, 0.2) * (0.6 if form != "signed" else 1.0) + 0.05 * depth
+            noise = (1 - focus) * ({"diff": -0.04, "softmax": 0.5}.get(model, 0.1) if form == "signed" else 0.4)
+            rest = 1 - focus - noise
+            shares = {
+                "first": 0.4 * rest,
+                "before": noise / 2,
+                "answer": focus,
+                "after": noise / 2,
+                "query": 0.6 * rest,
+            }
+            for segment, share in shares.items():
+                values = (share + rng.normal(0, 0.004, 4)).tolist()
+                at = {"depth": depth, "form": form, "segment": segment}
+                rows += details([mean("attention share", "share", values, at)])
+    head = mean("signed attention on the answer", "share", rng.normal(0.3, 0.01, 4).tolist(), {}, better="higher")
+    at = {"depth": 0.5, "form": "absolute", "segment": "answer"}
+    grid = Grid(name="attention by layer and head", at=at, values=[[0.1, 0.2], [0.3, 0.4]])
+    return task_result("allocation", model, [head, *rows], options={"documents": 50, "needles": 6}, grids=[grid])
+
+
+def rng_of(*seed: int) -> np.random.Generator:
+    return np.random.default_rng(list(seed))
+
+
 def make_run(
     model: str,
     seed: int,
@@ -50,58 +133,20 @@ def make_run(
     needle_counts: int,
     lengths: tuple[int, ...],
 ) -> RunResult:
-    rng = np.random.default_rng([seed, len(model)])
+    rng = rng_of(seed, len(model))
     loss += float(rng.normal(0, 0.004))
 
     def at(step: float, noise: float) -> float:
         return loss + (5.5 - loss) * math.exp(-step / 60) + 0.25 * math.exp(-step / 300) + float(rng.normal(0, noise))
 
     train, validation = list(range(0, STEPS + 1, 2)), list(range(0, STEPS + 1, 30))
-    starts = [0, 1, 2, 4, 8, 16, 32, 64, 128, 256]
     lambdas = [] if model == "softmax" else [0.8 - 0.6 * math.exp(-0.3 * layer) for layer in range(layers)]
     lambda_steps = list(range(0, STEPS + 1, 50)) if lambdas else []
-    pairs = [(1, 1), (2, 2), (4, 2), (6, 2)][:needle_counts]
-    cells = []
-    for length in lengths:
-        for count, asked in pairs:
-            for depth in (0.0, 0.25, 0.5, 0.75, 1.0):
-                for cities in ("seen", "unseen"):
-                    p = np.clip(accuracy - 0.06 * (count - 1) + 0.1 * depth - (0.15 if cities == "unseen" else 0), 0, 1)
-                    trials = 20 * asked
-                    cells.append(
-                        NeedleCell(
-                            length_tokens=length,
-                            depth=depth,
-                            needles=count,
-                            asked=asked,
-                            cities=cities,
-                            correct=int(rng.binomial(trials, p)),
-                            trials=trials,
-                        )
-                    )
-    shares = []
-    for depth in (0.0, 0.25, 0.5, 0.75, 1.0):
-        for form in ("signed", "absolute", "positive"):
-            focus = {"diff": 0.32, "softmax": 0.05}.get(model, 0.2) * (0.6 if form != "signed" else 1.0) + 0.05 * depth
-            noise = (1 - focus) * ({"diff": -0.04, "softmax": 0.5}.get(model, 0.1) if form == "signed" else 0.4)
-            rest = 1 - focus - noise
-            parts = {
-                "first": 0.4 * rest,
-                "before": noise * 0.5,
-                "answer": focus,
-                "after": noise * 0.5,
-                "query": 0.6 * rest,
-            }
-            shares += [
-                AllocationShare(
-                    depth=depth,
-                    form=form,
-                    segment=segment,
-                    share=share + float(rng.normal(0, 0.004)),
-                    standard_error=0.006,
-                )
-                for segment, share in parts.items()
-            ]
+    evaluations = {"perplexity": loss_result(model, loss, rng)}
+    if needle:
+        evaluations["needle"] = needle_result(model, accuracy, needle_counts, lengths, rng)
+    if allocation:
+        evaluations["allocation"] = allocation_result(model, rng)
     return RunResult(
         model=model,
         seed=seed,
@@ -115,32 +160,7 @@ def make_run(
         ],
         train_tokens=4_915_200,
         train_seconds=301.5 + seed,
-        nll=NllResult(
-            nll_nats_per_token=loss,
-            bits_per_byte=loss / math.log(2),
-            tokens=4096,
-            bytes=4096,
-            context_tokens=512,
-            by_position=[
-                PositionBucket(
-                    start_tokens=start,
-                    end_tokens=2 * start or 1,
-                    tokens=100,
-                    nll_nats_per_token=loss + 2.0 / math.sqrt(start + 1) + float(rng.normal(0, 0.01)),
-                )
-                for start in starts
-            ],
-            documents=[
-                DocumentNll(
-                    nll_nats=512 * (loss + float(np.random.default_rng(k).normal(0, 0.1)) + float(rng.normal(0, 0.01))),
-                    tokens=512,
-                    bytes=512,
-                )
-                for k in range(8)
-            ],
-        ),
-        needle=NeedleResult(digits=4, chance=1e-4, cells=cells) if needle else None,
-        allocation=AllocationResult(length_tokens=512, needles=6, documents=50, shares=shares) if allocation else None,
+        evaluations=evaluations,
     )
 
 
@@ -171,33 +191,6 @@ def make_comparison(
         for place, model in enumerate(models)
     ]
 
-    def metric(name: str, unit: str, better: str, value: Callable[[RunResult], float]) -> MetricComparison:
-        values = {model: [value(run) for run in runs if run.model == model] for model in models}
-        first, second = values[models[0]], values[models[min(1, len(models) - 1)]]
-        if seeds == 1 and "bits" in name:
-            a, b = runs[0].nll.documents, runs[1].nll.documents
-            difference = bootstrap_difference(
-                [d.nll_nats / math.log(2) for d in a],
-                [d.nll_nats / math.log(2) for d in b],
-                [d.bytes for d in a],
-                seed=0,
-            )
-        else:
-            difference = paired_difference(first, second)
-        summary = {model: mean_and_standard_error(numbers) for model, numbers in values.items()}
-        return MetricComparison(metric=name, unit=unit, better=better, models=summary, difference=difference)
-
-    def accuracy(cities: str) -> Callable[[RunResult], float]:
-        def share(run: RunResult) -> float:
-            cells = [cell for cell in run.needle.cells if cell.cities == cities or not cities]
-            return sum(cell.correct for cell in cells) / sum(cell.trials for cell in cells)
-
-        return share
-
-    metrics = [metric("validation_bits_per_byte", "bits/byte", "lower", lambda run: run.nll.bits_per_byte)]
-    if needle:
-        metrics += [metric("needle_accuracy", "share", "higher", accuracy(""))]
-        metrics += [metric(f"needle_accuracy_{c}", "share", "higher", accuracy(c)) for c in ("seen", "unseen")]
     sizes = {"diff": 3_157_224, "softmax": 3_157_000, "diff_v2": 3_400_000}
     costs = [
         CostRow(
@@ -251,7 +244,7 @@ def make_comparison(
         baselines=[BaselineNll(name="byte bigram", bits_per_byte=3.4521)],
         runs=runs,
         costs=costs,
-        metrics=metrics,
+        metrics=compare_metrics(runs, models),
     )
 
 

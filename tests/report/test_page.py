@@ -15,11 +15,13 @@ import pytest
 from rich.console import Console
 
 from difftransformer.errors import ResultsError
-from difftransformer.report import comparison_table, cost_table, print_comparison, write_report
-from difftransformer.report.figures import FIGURE_NAMES
-from difftransformer.report.page import build_tables
-from difftransformer.report.tables import TABLE_NAMES, metrics_table
+from difftransformer.report import cost_table, print_study, write_report
+from difftransformer.report.page import all_tables, study_page
+from difftransformer.report.tables import Table, metrics_table
+from difftransformer.report.terminal import rich_table
 from difftransformer.results import Comparison, read_result, write_result
+from difftransformer.statistics import wilson_interval
+from tests.support.missing import without
 
 
 class Page(HTMLParser):
@@ -61,6 +63,17 @@ class Page(HTMLParser):
             self.cells[-1] += data
 
 
+FIGURES = {"loss", "lambda", "perplexity", "needle", "allocation"}
+TABLES = {
+    "metrics", "cost", "models", "runs", "environment", "perplexity", "perplexity_brief", "needle", "needle_brief",
+    "allocation", "allocation_brief",
+}  # fmt: skip
+
+
+def build_tables(comparison: Comparison) -> dict[str, Table]:
+    return {table.name: table for table in all_tables(study_page(comparison))}
+
+
 def terminal_text(*tables: object) -> str:
     console = Console(width=400, record=True, file=io.StringIO())
     for table in tables:
@@ -76,7 +89,7 @@ def written(comparison: Comparison, tmp_path_factory: pytest.TempPathFactory) ->
 def test_every_table_stands_on_the_page_and_in_its_csv(comparison: Comparison, written: Path) -> None:
     page = Page(written.read_text())
     tables = build_tables(comparison)
-    assert set(tables) == set(TABLE_NAMES)
+    assert set(tables) == TABLES
     shown = set(page.cells)
     for name, table in tables.items():
         for row in table.folded():
@@ -97,14 +110,18 @@ def test_the_page_holds_what_was_measured(comparison: Comparison, written: Path)
     for metric in comparison.metrics:
         for statistic in metric.models.values():
             assert f"{statistic.mean:.4f} \u00b1 {statistic.standard_error:.4f}" in cells
-        difference = metric.difference
+        difference = metric.differences["diff"]
         assert f"{difference.mean:+.4f} [{difference.low:+.4f}, {difference.high:+.4f}]" in cells
     for run in comparison.runs:
-        assert f"{run.nll.nll_nats_per_token:.4f}" in cells
+        assert f"{run.evaluations['perplexity'].measurements[0].value:.4f}" in cells
         assert run.run in cells
-    correct = sum(c.correct for run in comparison.runs if run.model == "diff" for c in run.needle.cells
-                  if (c.cities, c.needles) == ("unseen", 4))  # fmt: skip
-    assert f", {correct}/600" in cells
+    # The answers of all seeds are counted together.
+    unseen = [row for run in comparison.runs if run.model == "diff" for row in run.evaluations["needle"].measurements
+              if row.at == {"cities": "unseen"}]  # fmt: skip
+    right, trials = sum(round(row.value * row.n) for row in unseen), sum(row.n for row in unseen)
+    low, high = wilson_interval(right, trials)
+    assert f"{right / trials:.3g} [{low:.2f}, {high:.2f}]" in cells
+    assert f"{trials:,}" in page.cells
     for known in ("3.4521", "462.0 (1.12x)", "not measured", "870.1", "131.7 (0.67x)", "3157224", "DIFF at 62 %"):
         assert known in cells
     for known in (comparison.command, "learning_rate: 0.001", "Example CPU, 2 cores", comparison.created, "0, 1, 2"):
@@ -132,13 +149,13 @@ def test_the_same_results_give_the_same_bytes(comparison: Comparison, written: P
     again = write_report(read_result(path, Comparison), tmp_path / "again")
     files = sorted(path.relative_to(written.parent) for path in written.parent.rglob("*") if path.is_file())
     assert files == sorted(path.relative_to(again.parent) for path in again.parent.rglob("*") if path.is_file())
-    assert len(files) == 1 + len(FIGURE_NAMES) + len(TABLE_NAMES)
+    assert len(files) == 1 + len(FIGURES) + len(TABLES)
     for file in files:
         assert (written.parent / file).read_bytes() == (again.parent / file).read_bytes(), file
 
 
 def test_figures_are_pictures_of_their_own(written: Path) -> None:
-    for name in FIGURE_NAMES:
+    for name in sorted(FIGURES):
         root = ElementTree.parse(written.parent / "figures" / f"{name}.svg").getroot()
         assert root.tag.endswith("}svg")
         assert len(list(root.iter())) > 50
@@ -149,16 +166,16 @@ def test_a_later_report_leaves_nothing_of_an_earlier_one(
 ) -> None:
     write_report(comparison, tmp_path, png=True)
     images = {path.stem for path in (tmp_path / "figures").glob("*.png")}
-    assert images == set(FIGURE_NAMES)
+    assert images == FIGURES
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in (tmp_path / "figures").glob("*.png"))
     write_report(make(seeds=1, needle=False, allocation=False), tmp_path)
-    assert {path.name for path in (tmp_path / "figures").iterdir()} == {"loss.svg", "positions.svg", "lambda.svg"}
+    assert {path.name for path in (tmp_path / "figures").iterdir()} == {"loss.svg", "perplexity.svg", "lambda.svg"}
     assert not (tmp_path / "tables" / "needle.csv").exists()
 
 
 def test_the_terminal_prints_the_same_numbers(comparison: Comparison, written: Path) -> None:
     tables = build_tables(comparison)
-    text = terminal_text(comparison_table(comparison), cost_table(comparison))
+    text = terminal_text(rich_table(metrics_table(comparison)), cost_table(comparison))
     for name in ("metrics", "cost"):
         for row in tables[name].folded():
             for cell in row:
@@ -169,12 +186,12 @@ def test_the_terminal_prints_the_same_numbers(comparison: Comparison, written: P
 
 def test_the_terminal_says_who_won_and_loses_no_digit_when_narrow(comparison: Comparison) -> None:
     console = Console(width=80, record=True, file=io.StringIO())
-    print_comparison(comparison, console)
+    print_study(comparison, console)
     text = console.export_text()
     assert "DIFF reaches a lower validation loss than Transformer" in " ".join(text.split())
     assert "\u2026" not in text
     for metric in comparison.metrics:
-        assert f"{metric.difference.mean:+.4f}" in text
+        assert f"{metric.differences['diff'].mean:+.4f}" in text
 
 
 @pytest.mark.parametrize(
@@ -192,7 +209,7 @@ def test_every_shape_of_comparison_has_a_page(options: dict, make: Callable[...,
     comparison = make(**options)
     page = Page(write_report(comparison, tmp_path).read_text())
     assert not page.stack
-    assert ("needles" in page.ids) == options.get("needle", True)
+    assert ("needle" in page.ids) == options.get("needle", True)
     assert ("allocation" in page.ids) == options.get("allocation", True)
     assert ("lambda" in page.ids) == ("diff" in options.get("models", ("diff",)))
     assert ("One seed: there is no standard error" in page.words) == (options.get("seeds") == 1)
@@ -207,13 +224,11 @@ def test_runs_without_curves_have_a_page(comparison: Comparison, tmp_path: Path)
             validation_loss_nats=empty,
             lambda_steps=[],
             lambda_values=[],
-            nll=dataclasses.replace(run.nll, by_position=[]),
-            needle=None,
-            allocation=None,
+            evaluations={},
         )
         for run in comparison.runs
     ]
-    write_report(dataclasses.replace(comparison, runs=bare), tmp_path)
+    write_report(dataclasses.replace(comparison, runs=bare, metrics=[]), tmp_path)
     assert not (tmp_path / "figures").exists()
 
 
@@ -224,7 +239,7 @@ def test_names_from_outside_are_text_not_markup(comparison: Comparison, tmp_path
     page = Page(write_report(changed, tmp_path).read_text())
     assert "script" not in page.tags
     assert sly in page.words
-    assert sly in terminal_text(comparison_table(changed))
+    assert sly in terminal_text(rich_table(metrics_table(changed)))
 
 
 def test_curves_that_contradict_themselves_are_refused(comparison: Comparison, tmp_path: Path) -> None:
@@ -241,13 +256,12 @@ def test_curves_that_contradict_themselves_are_refused(comparison: Comparison, t
 def test_the_baseline_stands_beside_bits_per_byte_alone(comparison: Comparison) -> None:
     table = metrics_table(comparison)
     column = table.header().index("byte bigram (baseline)")
-    assert [row[column] for row in table.rows] == ["3.4521", "", "", ""]
+    assert [(row[1], row[column]) for row in table.rows if row[column]] == [("bits/byte", "3.4521")]
 
 
 def test_a_report_is_made_without_torch_and_without_a_display(comparison: Comparison, tmp_path: Path) -> None:
     path = write_result(comparison, tmp_path / "results.json")
-    program = (
-        "import sys; sys.modules['torch'] = sys.modules['transformers'] = None;"
+    program = without("torch", "transformers") + (
         "from difftransformer.report import write_report; from difftransformer.results import *;"
         f"write_report(read_result({str(path)!r}, Comparison), {str(tmp_path / 'report')!r});"
         "loaded = {'matplotlib.pyplot', 'tkinter'} & sys.modules.keys();"
@@ -257,3 +271,11 @@ def test_a_report_is_made_without_torch_and_without_a_display(comparison: Compar
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "report" / "index.html").is_file()
+
+
+def test_a_report_leaves_other_files_of_its_folder(comparison: Comparison, tmp_path: Path) -> None:
+    (tmp_path / "figures").mkdir()
+    (tmp_path / "figures" / "mine.svg").write_text("mine")
+    for _ in range(2):
+        write_report(comparison, tmp_path)
+    assert (tmp_path / "figures" / "mine.svg").read_text() == "mine"

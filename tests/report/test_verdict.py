@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from difftransformer.plots.seeds import smooth
 from difftransformer.report import tables
-from difftransformer.report.aggregate import smooth
-from difftransformer.report.verdict import metric_verdict, verdicts
+from difftransformer.report.verdict import Verdict, verdicts
 from difftransformer.results import Comparison, Curve, MetricComparison, PairedDifference, Statistic
 
 
@@ -22,44 +22,57 @@ def with_metric(comparison: Comparison, a: float, b: float, **changes: Any) -> t
         "seeds": 3,
     } | changes
     metric = MetricComparison(
-        metric=parts.get("metric", "validation_bits_per_byte"),
+        task="perplexity",
+        metric=parts.get("metric", "validation loss"),
         unit=parts.get("unit", "bits/byte"),
         better=parts["better"],
         models={
             "diff": Statistic(mean=a, standard_error=None, seeds=parts["seeds"]),
             "softmax": Statistic(mean=b, standard_error=None, seeds=parts["seeds"]),
         },
-        difference=PairedDifference(
-            mean=a - b, low=parts["low"], high=parts["high"], confidence=0.95, interval_method=parts["interval_method"]
-        ),
+        differences={
+            "diff": PairedDifference(
+                mean=a - b,
+                low=parts["low"],
+                high=parts["high"],
+                confidence=0.95,
+                interval_method=parts["interval_method"],
+            )
+        },
     )
-    return dataclasses.replace(comparison, metrics=[metric]), metric
+    return dataclasses.replace(comparison, metrics=[metric], seeds=list(range(parts["seeds"]))), metric
+
+
+def only(comparison: Comparison) -> Verdict:
+    """The verdict on the one metric."""
+    (found,) = verdicts(comparison)
+    return found
 
 
 def test_a_win(comparison: Comparison) -> None:
-    changed, metric = with_metric(comparison, 1.234, 1.25, low=-0.030, high=-0.002)
-    assert metric_verdict(changed, metric, "loss").text == (
+    changed, _ = with_metric(comparison, 1.234, 1.25, low=-0.030, high=-0.002)
+    assert only(changed).text == (
         "DIFF reaches a lower validation loss than Transformer: 1.2340 vs 1.2500 bits/byte, "
         "difference -0.0160 [-0.0300, -0.0020] (95 % Student t over 3 seeds)."
     )
 
 
 def test_a_defeat(comparison: Comparison) -> None:
-    changed, metric = with_metric(comparison, 1.25, 1.234, low=0.002, high=0.030)
-    found = metric_verdict(changed, metric, "loss")
+    changed, _ = with_metric(comparison, 1.25, 1.234, low=0.002, high=0.030)
+    found = only(changed)
     assert found.state == "second"
     assert found.text == (
-        "The twin wins: Transformer reaches a lower validation loss than DIFF: 1.2340 vs 1.2500 bits/byte. "
+        "Transformer reaches a lower validation loss than DIFF: 1.2340 vs 1.2500 bits/byte. "
         "DIFF minus Transformer: difference +0.0160 [+0.0020, +0.0300] (95 % Student t over 3 seeds)."
     )
 
 
 @pytest.mark.parametrize(("low", "high"), [(-0.030, 0.002), (-0.030, 0.0), (0.0, 0.01)])
 def test_no_decision(low: float, high: float, comparison: Comparison) -> None:
-    changed, metric = with_metric(comparison, 1.234, 1.25, low=low, high=high)
-    found = metric_verdict(changed, metric, "loss")
+    changed, _ = with_metric(comparison, 1.234, 1.25, low=low, high=high)
+    found = only(changed)
     assert found.state == "undecided"
-    assert found.text.startswith("No difference in validation loss can be told between DIFF and Transformer: 1.2340 vs")
+    assert found.text.startswith("The validation loss of DIFF and Transformer cannot be told apart: 1.2340 vs")
 
 
 @pytest.mark.parametrize(("better", "sign", "state"), [
@@ -67,40 +80,46 @@ def test_no_decision(low: float, high: float, comparison: Comparison) -> None:
 ])  # fmt: skip
 def test_the_better_direction_decides(better: str, sign: int, state: str, comparison: Comparison) -> None:
     _, metric = with_metric(comparison, 0.5, 0.5, low=sign * 0.1 - 0.01, high=sign * 0.1 + 0.01, better=better)
-    assert tables.outcome(metric) == state
+    assert tables.outcome(metric, "diff") == state
 
 
 def test_one_seed_with_a_bootstrap_is_labelled_and_limited(comparison: Comparison) -> None:
-    changed, metric = with_metric(
+    changed, _ = with_metric(
         comparison, 1.2, 1.3, low=-0.2, high=-0.05, interval_method="bootstrap over evaluation documents", seeds=1
     )
-    text = metric_verdict(changed, metric, "loss").text
+    text = only(changed).text
     assert "(95 % bootstrap over evaluation documents)" in text
     assert "another training seed may differ" in text
     assert "Student" not in text
 
 
 def test_one_seed_without_an_interval_has_no_winner(comparison: Comparison) -> None:
-    changed, metric = with_metric(comparison, 1.2, 1.3, interval_method="none", seeds=1)
-    found = metric_verdict(changed, metric, "loss")
+    changed, _ = with_metric(comparison, 1.2, 1.3, interval_method="none", seeds=1)
+    found = only(changed)
     assert found.state == "unknown"
     assert found.text == (
-        "Nobody can be said to win on validation loss, which has no interval: "
+        "The validation loss has no interval, so neither model can be called better: "
         "DIFF 1.2000, Transformer 1.3000 bits/byte, difference -0.1000."
     )
 
 
-def test_loss_and_retrieval_each_have_a_sentence(make: Callable[..., Comparison]) -> None:
-    loss, retrieval = verdicts(make())
-    assert (loss.state, retrieval.state) == ("first", "first")
-    assert "needle retrieval accuracy" in retrieval.text
-    by_cities = dataclasses.replace(make(), metrics=[m for m in make().metrics if m.metric != "needle_accuracy"])
-    _, seen, unseen = verdicts(by_cities)
-    assert "a higher needle retrieval accuracy (seen cities) than Transformer" in seen.text
-    assert "a higher needle retrieval accuracy (unseen cities) than Transformer" in unseen.text
-    assert verdicts(make(needle=False))[1].text == "Retrieval was not measured."
-    assert [found.state for found in verdicts(make(advantage=-0.05))] == ["second", "second"]
+def test_every_evaluation_has_its_sentences(make: Callable[..., Comparison]) -> None:
+    loss, seen, unseen, answer = verdicts(make())
+    assert (loss.state, seen.state, unseen.state) == ("first", "first", "first")
+    assert "a lower validation loss than Transformer" in loss.text
+    assert "bits/byte" in loss.text
+    assert "a higher needle accuracy (seen cities) than Transformer" in seen.text
+    assert "a higher needle accuracy (unseen cities) than Transformer" in unseen.text
+    assert answer.subject == "signed attention on the answer"
+    assert len(verdicts(make(needle=False, allocation=False))) == 1
+    assert [found.state for found in verdicts(make(advantage=-0.05, allocation=False))] == ["second"] * 3
     assert [found.state for found in verdicts(make(models=("diff",), needle=False))] == ["unknown"]
+
+
+def test_each_of_several_models_is_set_beside_the_last(make: Callable[..., Comparison]) -> None:
+    found = verdicts(make(models=("diff", "diff_v2", "softmax"), needle=False, allocation=False))
+    assert [("DIFF " in one.text, "DIFF V2" in one.text) for one in found] == [(True, False), (True, True)]
+    assert all("Transformer" in one.text for one in found)
 
 
 def test_small_differences_keep_their_digits() -> None:

@@ -15,10 +15,13 @@ import yaml
 from difftransformer.cli.main import main
 from difftransformer.errors import CheckpointError, ConfigError, DataError
 from difftransformer.model import DiffTransformerForCausalLM
-from difftransformer.results import Comparison, Evaluation, read_result
-from difftransformer.studies import compare, compare_metrics, recipe_from, start_run
+from difftransformer.report import write_report
+from difftransformer.report.metrics import compare_metrics
+from difftransformer.results import Comparison, TaskResult, read_result
+from difftransformer.studies import compare, recipe_from, start_run
 from difftransformer.studies.run import main as run_main
 from difftransformer.train import checkpoints, read_metrics
+from tests.support.missing import without
 
 STEPS = 4
 
@@ -31,8 +34,8 @@ def _study(tmp_path_factory):
 @pytest.fixture
 def study_document(toy):
     toy["training"] |= {"steps": STEPS, "checkpoint_every": 2, "context_stages": [[0, 64]]}
-    toy["evaluation"]["needle"]["lengths_tokens"] = [96]
-    toy["evaluation"]["allocation"]["length_tokens"] = 96
+    toy["evaluation"][1]["options"]["lengths"] = [96]
+    toy["evaluation"][2]["options"]["length"] = 96
     toy["compare"] = {"seeds": 2, "jobs": 2}
     return toy
 
@@ -77,8 +80,9 @@ def test_what_it_writes(study, comparison):
         assert run.validation_loss_nats.values == [line.validation_loss_nats for line in validations]
         assert run.train_tokens == STEPS * 256
         assert len(run.lambda_values) == (STEPS if run.model == "diff" else 0)
-        evaluation = read_result(folder / run.run / "evals" / "results.json", Evaluation)
-        assert (evaluation.nll, evaluation.needle, evaluation.allocation) == (run.nll, run.needle, run.allocation)
+        assert list(run.evaluations) == ["perplexity", "needle", "allocation"]
+        for name, result in run.evaluations.items():
+            assert read_result(folder / run.run / "evals" / "step-000004" / f"{name}.json", TaskResult) == result
 
 
 def test_sizes_are_those_of_the_models(study, comparison):
@@ -116,22 +120,31 @@ def test_costs_are_measured_for_both_and_computed_for_the_smaller(comparison):
     assert "formula" in smaller.label
 
 
+def figure(run, task, name, **at):
+    """A figure of a run's evaluation, where it covers all of the data but `at`."""
+    rows = run.evaluations[task].measurements
+    (row,) = [row for row in rows if row.name == name and row.at == at and not row.detail]
+    return row.value
+
+
+VALUES = {
+    ("validation loss", "bits/byte"): lambda run: figure(run, "perplexity", "bits per byte"),
+    ("validation loss", "nats/token"): lambda run: figure(run, "perplexity", "nll"),
+    ("needle accuracy (seen cities)", "share"): lambda run: figure(run, "needle", "accuracy", cities="seen"),
+    ("needle accuracy (unseen cities)", "share"): lambda run: figure(run, "needle", "accuracy", cities="unseen"),
+} | {
+    (f"{form} attention on the answer", "share"): lambda run, form=form: figure(
+        run, "allocation", f"{form} attention on the answer"
+    )
+    for form in ("signed", "absolute", "positive")
+}
+
+
 def test_statistics_are_those_of_the_runs(comparison):
-    values = {
-        "validation_bits_per_byte": lambda run: run.nll.bits_per_byte,
-        "validation_nll_nats_per_token": lambda run: run.nll.nll_nats_per_token,
-        "needle_accuracy_seen": lambda run: share(run, "seen"),
-        "needle_accuracy_unseen": lambda run: share(run, "unseen"),
-    }
-
-    def share(run, cities):
-        cells = [cell for cell in run.needle.cells if cell.cities == cities]
-        return sum(cell.correct for cell in cells) / sum(cell.trials for cell in cells)
-
-    assert {row.metric for row in comparison.metrics} == set(values)
+    assert {(row.metric, row.unit) for row in comparison.metrics} == set(VALUES)
     for row in comparison.metrics:
         found = {
-            model: [values[row.metric](run) for run in comparison.runs if run.model == model]
+            model: [VALUES[row.metric, row.unit](run) for run in comparison.runs if run.model == model]
             for model in ("diff", "softmax")
         }
         for model, numbers in found.items():
@@ -139,11 +152,12 @@ def test_statistics_are_those_of_the_runs(comparison):
             assert row.models[model].standard_error == pytest.approx(statistics.stdev(numbers) / math.sqrt(2))
             assert row.models[model].seeds == 2
         differences = [a - b for a, b in zip(found["diff"], found["softmax"], strict=True)]
-        assert row.difference.mean == pytest.approx(sum(differences) / 2)
-        assert row.difference.interval_method == "student-t over seeds"
+        difference = row.differences["diff"]
+        assert difference.mean == pytest.approx(sum(differences) / 2)
+        assert difference.interval_method == "student-t over seeds"
         # Student's t with one degree of freedom, 97.5 %: 12.7062 (any table).
         half = 12.7062 * statistics.stdev(differences) / math.sqrt(2)
-        assert row.difference.high - row.difference.mean == pytest.approx(half, rel=1e-4, abs=1e-12)
+        assert difference.high - difference.mean == pytest.approx(half, rel=1e-4, abs=1e-12)
         assert row.better == ("lower" if row.unit != "share" else "higher")
 
 
@@ -151,19 +165,26 @@ def test_one_seed_gives_a_bootstrap_for_losses_and_nothing_for_retrieval(compari
     rows = compare_metrics([run for run in comparison.runs if run.seed == 0], ["diff", "softmax"])
     for row in rows:
         assert row.models["diff"].standard_error is None
-        if row.metric.startswith("validation"):
-            assert row.difference.interval_method == "bootstrap over evaluation documents"
-            assert row.difference.low <= row.difference.mean <= row.difference.high
-        else:
-            assert row.difference.interval_method == "none"
-            assert row.difference.low is row.difference.high is None
-    loss = next(row for row in rows if row.metric == "validation_nll_nats_per_token")
+        difference = row.differences["diff"]
+        if row.task == "perplexity":
+            assert difference.interval_method == "bootstrap over evaluation documents"
+            assert difference.low <= difference.mean <= difference.high
+        if row.task == "needle":
+            assert difference.interval_method == "none"
+            assert difference.low is difference.high is None
+    loss = next(row for row in rows if row.unit == "nats/token")
     diff, softmax = (next(r for r in comparison.runs if (r.model, r.seed) == (m, 0)) for m in ("diff", "softmax"))
-    assert loss.difference.mean == pytest.approx(diff.nll.nll_nats_per_token - softmax.nll.nll_nats_per_token)
+    expected = figure(diff, "perplexity", "nll") - figure(softmax, "perplexity", "nll")
+    assert loss.differences["diff"].mean == pytest.approx(expected)
 
 
 def test_a_metric_that_a_run_lacks_has_no_row(comparison):
-    runs = [dataclasses.replace(run, needle=None) for run in comparison.runs]
+    runs = [
+        dataclasses.replace(
+            run, evaluations={name: run.evaluations[name] for name in ("perplexity", "needle")[: 2 - i]}
+        )
+        for i, run in enumerate(comparison.runs[:2])
+    ] + comparison.runs[2:]
     assert {row.unit for row in compare_metrics(runs, ["diff", "softmax"])} == {"bits/byte", "nats/token"}
 
 
@@ -181,6 +202,11 @@ def no_jobs(monkeypatch):
         assert [job.label for job in jobs if not job.done] == []
 
     monkeypatch.setattr("difftransformer.studies.comparison.run_jobs", refuse)
+
+
+def measured(run):
+    """A run without the time and the number of threads of its evaluations."""
+    return run.run, {name: (result.measurements, result.items) for name, result in run.evaluations.items()}
 
 
 def times(folder):
@@ -208,8 +234,8 @@ def test_other_jobs_and_an_own_name_reuse_everything_too(copied, study_document,
 def test_only_what_is_missing_or_damaged_is_done_again(copied, study_document, comparison, monkeypatch, no_costs):
     """An evaluation that is gone or cannot be read is made again from the checkpoint, equal to the first."""
     folder, path = copied
-    (folder / "runs" / "diff-seed0" / "evals" / "results.json").unlink()
-    (folder / "runs" / "softmax-seed1" / "evals" / "results.json").write_text('{"kind": "eval')
+    (folder / "runs" / "diff-seed0" / "evals" / "step-000004" / "needle.json").unlink()
+    (folder / "runs" / "softmax-seed1" / "evals" / "step-000004" / "perplexity.json").write_text('{"kind": "task')
     before = times(folder)
     waiting = []
 
@@ -221,10 +247,13 @@ def test_only_what_is_missing_or_damaged_is_done_again(copied, study_document, c
     monkeypatch.setattr("difftransformer.studies.run._stop_with_parent", lambda parent: None)
     assert main(["compare", str(path), "--out", str(folder)]) == 0
     assert sorted(waiting) == ["diff-seed0", "softmax-seed1"]
-    assert {p: t for p, t in times(folder).items() if p.parent.name != "evals"} == {
-        p: t for p, t in before.items() if p.parent.name != "evals"
+    again = {"needle.json", "perplexity.json"}
+    assert {p: t for p, t in times(folder).items() if p.name not in again} == {
+        p: t for p, t in before.items() if p.name not in again
     }
-    assert read_result(folder / "results.json", Comparison).runs == comparison.runs
+    assert [measured(run) for run in read_result(folder / "results.json", Comparison).runs] == [
+        measured(run) for run in comparison.runs
+    ]
 
 
 @pytest.mark.parametrize(
@@ -263,7 +292,7 @@ def test_a_run_that_fails_says_why_and_the_others_are_stopped(copied, study_docu
     folder, path = copied
     broken = checkpoints(folder / "runs" / "softmax-seed0")[-1]
     (broken / "model.safetensors").write_bytes(b"cut")
-    (folder / "runs" / "softmax-seed0" / "evals" / "results.json").unlink()
+    shutil.rmtree(folder / "runs" / "softmax-seed0" / "evals")
     assert main(["compare", str(path), "--out", str(folder)]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
@@ -276,9 +305,9 @@ def test_a_run_that_fails_says_why_and_the_others_are_stopped(copied, study_docu
 @pytest.mark.parametrize(
     ("part", "change", "error", "words"),
     [
-        ("evaluation", {"nll": None}, ConfigError, "evaluation.nll"),
-        ("evaluation", {"needle": {"lengths_tokens": [30]}}, DataError, "longer than the context"),
-        ("evaluation", {"allocation": {"length_tokens": 40}}, DataError, "longer than the context"),
+        ("needle", {"lengths": [30]}, DataError, "longer than the context"),
+        ("allocation", {"length": 20}, DataError, "longer than the context"),
+        ("perplexity", {"window": 10**7}, DataError, "tokens, and 10000001 are needed"),
         ("compare", {"models": ["diff", "dif"]}, ConfigError, "attention_type='dif'"),
         ("training", {"batch_tokens": 2**17, "context_stages": [[0, 2**17]]}, DataError, "split has"),
     ],
@@ -287,7 +316,8 @@ def test_what_cannot_be_evaluated_is_refused_before_training(
     tmp_path, study_document, monkeypatch, part, change, error, words
 ):
     monkeypatch.setattr("difftransformer.studies.comparison.run_jobs", lambda *args, **options: pytest.fail("trained"))
-    study_document[part] |= change
+    tasks = {spec["task"]: spec["options"] for spec in study_document["evaluation"]}
+    (tasks | study_document)[part].update(change)
     with pytest.raises(error, match=words):
         compare(recipe_from(study_document, source="toy"), tmp_path)
 
@@ -312,14 +342,30 @@ def test_start_run_names_a_nested_difference(copied, study_document):
 
 def test_the_report_is_drawn_again_without_torch(study, tmp_path):
     """In a process where torch and transformers cannot even be imported."""
-    code = (
-        "import sys\n"
-        "sys.modules['torch'] = sys.modules['transformers'] = None\n"
-        "from difftransformer.cli.main import main\n"
-        "raise SystemExit(main(sys.argv[1:]))\n"
+    code = without("torch", "transformers") + (
+        "from difftransformer.cli.main import main\nraise SystemExit(main(sys.argv[1:]))\n"
     )
     words = ["report", str(study[0]), "--out", str(tmp_path / "page")]
     done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "DIFF Transformer" in done.stdout
     assert "DIFF Transformer" in (tmp_path / "page" / "index.html").read_text()
+
+
+def test_any_task_can_be_in_a_study(copied, study_document, no_costs, monkeypatch):
+    """The recipe asks for another task of the trained runs: it is asked, shown on the page and compared."""
+    folder, _ = copied
+    options = {"text": "validation", "window": 64, "windows": 4}
+    study_document["evaluation"].append({"task": "recall", "label": "pairs", "options": options})
+
+    def in_this_process(jobs, **options):
+        assert all(run_main([str(job.folder), "1"]) == 0 for job in jobs if not job.done)
+
+    monkeypatch.setattr("difftransformer.studies.comparison.run_jobs", in_this_process)
+    monkeypatch.setattr("difftransformer.studies.run._stop_with_parent", lambda parent: None)
+    result = compare(recipe_from(study_document, source="toy"), folder)
+    rows = [row for row in result.metrics if row.task == "pairs"]
+    assert [row.metric for row in rows] == ["nll of AR-hits", "nll of others", "validation loss"]
+    write_report(result, folder)
+    assert (folder / "figures" / "pairs.svg").is_file()
+    assert "Associative recall" in (folder / "index.html").read_text()

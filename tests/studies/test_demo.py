@@ -17,17 +17,19 @@ def check_promises(result: Comparison) -> None:
     (bigram,) = result.baselines
     assert len(result.runs) == 2 * len(result.seeds)
     for run in result.runs:
-        assert run.nll.bits_per_byte < bigram.bits_per_byte, f"{run.run} learnt no more than letter pairs"
+        bits = next(row for row in run.evaluations["perplexity"].measurements if row.name == "bits per byte")
+        assert bits.value < bigram.bits_per_byte, f"{run.run} learnt no more than letter pairs"
     retrieved = []
     for model in result.models:
         cells = {}
-        for run in (run for run in result.runs if run.model == model.model):
-            for cell in run.needle.cells:
-                if cell.cities == "seen":
-                    correct, trials = cells.get((cell.needles, cell.depth), (0, 0))
-                    cells[cell.needles, cell.depth] = (correct + cell.correct, trials + cell.trials)
+        for needle in (run.evaluations["needle"] for run in result.runs if run.model == model.model):
+            for row in needle.measurements:
+                if row.detail and row.at["cities"] == "seen":
+                    correct, trials = cells.get((row.at["needles"], row.at["depth"]), (0, 0))
+                    cells[row.at["needles"], row.at["depth"]] = (correct + round(row.value * row.n), trials + row.n)
         assert 0 < sum(c for c, _ in cells.values()) < sum(t for _, t in cells.values()), f"{model.model}: an empty map"
-        retrieved += [wilson_interval(c, t)[0] > run.needle.chance for c, t in cells.values()]
+        chance = 10.0 ** -needle.options["digits"]
+        retrieved += [wilson_interval(c, t)[0] > chance for c, t in cells.values()]
     assert any(retrieved)
 
 

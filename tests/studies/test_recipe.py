@@ -53,6 +53,7 @@ def test_overrides(toy_file):
             "training.context_stages=[[0, 32]]",
             "model.attention_type=softmax",
             "evaluation.needle=null",
+            "evaluation.perplexity.windows=6",
             "name=other",
         ],
     )
@@ -60,7 +61,8 @@ def test_overrides(toy_file):
     assert recipe.training.optimizer.learning_rate == 0.5
     assert recipe.training.context_stages == [(0, 32)]
     assert recipe.model_config(vocab_size=9).attention_type == "softmax"
-    assert recipe.evaluation.needle is None
+    assert [spec.name for spec in recipe.evaluation] == ["perplexity", "allocation"]
+    assert recipe.evaluation[0].options["windows"] == 6
     assert recipe.name == "other"
 
 
@@ -118,6 +120,9 @@ BAD = [
     ("training.retrieval.min_needles=9", "training.retrieval: "),
     ("evaluation.needle.needles=[[1, 2]]", "evaluation.needle: needles=[1, 2]"),
     ("evaluation.allocation.depths=[2]", "evaluation.allocation: depths=[2.0]"),
+    ("evaluation=[{task: needl}]", "evaluation.needl: no task 'needl'; choose one of"),
+    ("evaluation=[{task: needle}, {task: needle}]", "evaluation.'needle' stands twice; give labels"),
+    ("evaluation_batch_tokens=0", "evaluation_batch_tokens=0: give at least 1"),
     ("data.validation_share=2", "data: validation_share=2.0"),
     ("data.vocab_size=10", "data: vocab_size=10"),
     ("compare.models=[diff]", "compare: models=['diff']: name two attention types"),
@@ -140,6 +145,11 @@ def test_mistakes_are_named(toy_file, override, message):
         ("training.steps", "--set training.steps: expected KEY=VALUE"),
         ("training.steps=[", "--set training.steps=[: the value is not valid YAML"),
         ("name.x=3", "--set name.x=3: name is not a mapping in the recipe"),
+        (
+            "evaluation.icl.data=x",
+            "--set evaluation.icl.data=x: the recipe has no evaluation 'icl'; it has perplexity, needle, allocation",
+        ),
+        ("evaluation.needle=3", "--set evaluation.needle=3: give null to leave a task out"),
     ],
 )
 def test_overrides_that_are_none(toy_file, override, message):
@@ -173,3 +183,47 @@ def test_files_that_are_no_recipe(tmp_path, content, message):
 def test_a_folder_is_no_recipe(tmp_path):
     with pytest.raises(ConfigError, match="cannot be read"):
         load_recipe(tmp_path)
+
+
+def of_first_release(toy, **evaluation):
+    toy["evaluation"] = evaluation
+    return recipe_from(toy, source="x").evaluation
+
+
+def test_a_recipe_of_the_first_release_means_the_same(toy):
+    """Its evaluations were a mapping; validation loss was measured unless it was null, cities were always kept apart."""
+    loss, needle, allocation = of_first_release(
+        toy,
+        nll={"windows": 9},
+        needle={"lengths_tokens": [96], "documents": 3},
+        allocation={"digits": 2},
+        batch_tokens=512,
+    )
+    assert recipe_from(toy, source="x").evaluation_batch_tokens == 512
+    options = loss.built()
+    assert (options.text, options.windows, options.spread, options.position_buckets) == ("validation", 9, True, 8)
+    assert options.window == 128
+    options = needle.built()
+    assert (options.text, options.cities, options.paired) == ("validation", "apart", False)
+    assert (options.lengths, options.documents, options.digits) == ([96], 3, 7)
+    assert options.needles == [[1, 1], [2, 1], [4, 1]]
+    options = allocation.built()
+    assert (options.text, options.cities, options.paired) == ("validation", "seen", False)
+    assert (options.length, options.documents, options.digits, options.needles) == (128, 20, 2, 4)
+    assert [spec.name for spec in of_first_release(toy)] == ["perplexity"]
+    assert of_first_release(toy, nll=None) == []
+
+
+@pytest.mark.parametrize(
+    ("evaluation", "message"),
+    [
+        ({"nll": {"window": 3}}, "x: evaluation.nll.window: unknown key; did you mean windows?"),
+        ({"needles": {}}, "x: evaluation.needles: unknown key; did you mean needle?"),
+        ({"needle": {"digits": 12}}, "x: evaluation.needle: documents=20, digits=12"),
+        ({"needle": 3}, "x: evaluation.needle: expected a mapping, got 3"),
+    ],
+)
+def test_mistakes_in_a_recipe_of_the_first_release(toy, evaluation, message):
+    with pytest.raises(ConfigError) as error:
+        of_first_release(toy, **evaluation)
+    assert str(error.value).startswith(message)

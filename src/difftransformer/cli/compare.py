@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from ..ops import build
-from ..report import print_comparison, write_report
+from ..report import print_study, write_report
 from ..studies import compare, load_recipe
 from .arguments import SET
 from .console import console, log, resumable, show
@@ -28,9 +28,9 @@ def run(
     loaded = load_recipe(recipe, overrides)
     folder = Path(out or f"reports/{loaded.name}")
     build.load()  # here, where its line is seen, and not in a run
-    with resumable("stopped; every run is saved"), training_progress() as progress:
-        comparison = compare(loaded, folder, watch=watch_jobs(progress), say=log)
+    with resumable("stopped; every run is saved"), training_progress() as bars:
+        comparison = compare(loaded, folder, progress=watch_jobs(bars), log=log)
     page = write_report(comparison, folder)
-    print_comparison(comparison, console)
+    print_study(comparison, console)
     show(f"Report: {page}\nResults: {folder / 'results.json'}")
     return 0

@@ -6,16 +6,14 @@ from rich.table import Table
 
 from ..data import prepare_shards
 from ..errors import ConfigError
-from ..evals import evaluate
-from ..hub import open_model
-from ..hub.summary import evaluation_rows
-from ..results import Evaluation, write_result
-from ..studies import load_recipe
-from ..studies.environment import command_line, environment, now
+from ..results import TaskResult, summary_rows
+from ..studies import evaluate_checkpoint, load_recipe
+from ..studies.evaluation import evaluations_folder
 from ..train import latest_checkpoint
 from ..train.run_summary import RECIPE_FILE
 from .arguments import SET, check_device
-from .console import console, log, show
+from .console import console, log, resumable, show
+from .progress import evaluation_progress
 
 ARGUMENTS = SET
 
@@ -23,49 +21,37 @@ ARGUMENTS = SET
 def run(
     model: str, recipe: str | None = None, out: str | None = None, device: str = "cpu", set: list[str] | None = None
 ) -> int:
-    """Evaluate a trained model.
+    """Evaluate a trained model with the tasks of its recipe.
 
     Args:
         model: Run folder (its newest checkpoint), checkpoint, or saved model folder.
-        recipe: YAML file that says on what and how; the run's own by default.
-        out: Results file; evals/STEP.json in the run folder by default.
+        recipe: YAML file that names data and tasks; the run's own by default.
+        out: Folder for results; evals/STEP in the run folder by default.
         device: cpu or cuda.
     """
     check_device(device)
     checkpoint = latest_checkpoint(Path(model))
-    folder = checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else checkpoint
-    source = Path(recipe) if recipe else folder / RECIPE_FILE
+    run_folder = checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else checkpoint
+    source = Path(recipe) if recipe else run_folder / RECIPE_FILE
     if recipe is None and not source.exists():
-        raise ConfigError(f"{folder}: no {RECIPE_FILE} here to say what to evaluate on; pass --recipe FILE")
+        raise ConfigError(f"{run_folder}: no {RECIPE_FILE} here to say what to evaluate on; pass --recipe FILE")
     loaded = load_recipe(source, set)
     shards = prepare_shards(loaded.data, log=log)
-    trained = open_model(checkpoint, model_type="difftransformer").to(device)
-    vocabulary = shards.tokenizer.vocab_size
-    if trained.config.vocab_size != vocabulary:
-        raise ConfigError(
-            f"{checkpoint}: vocabulary of {trained.config.vocab_size}, but the recipe's tokenizer has {vocabulary} tokens; "
-            "pass the recipe that the model was trained with"
+    folder = Path(out) if out else evaluations_folder(checkpoint)
+    with resumable("stopped; every answer is saved"):
+        found = evaluate_checkpoint(
+            checkpoint, loaded, shards, folder, device=device, progress_bar=evaluation_progress, log=log
         )
-    measured = evaluate(trained, shards, loaded.evaluation, context_tokens=loaded.training.context_tokens, say=log)
-    result = Evaluation(
-        checkpoint=str(checkpoint),
-        command=command_line(),
-        created=now(),
-        environment=environment(device),
-        nll=measured.nll,
-        needle=measured.needle,
-        allocation=measured.allocation,
-    )
-    path = write_result(result, Path(out) if out else folder / "evals" / f"{checkpoint.name}.json")
-    console.print(_table(result))
-    show(f"Results: {path}")
+    console.print(_table(str(checkpoint), list(found.values())))
+    show(f"Results: {folder}")
     return 0
 
 
-def _table(result: Evaluation) -> Table:
-    table = Table(title=result.checkpoint)
+def _table(title: str, results: list[TaskResult]) -> Table:
+    table = Table(title=title)
     table.add_column("measure")
     table.add_column("value", justify="right")
-    for name, value in evaluation_rows(result):
-        table.add_row(name, value)
+    for result in results:
+        for name, value in summary_rows(result):
+            table.add_row(name, value)
     return table

@@ -4,9 +4,9 @@ from pathlib import Path
 
 from ..errors import EXIT_ERROR, ConfigError
 from ..model.dtypes import WeightsDtype
+from ..report import write_suite
 from ..report.tasks import measurement_table
-from ..report.tasks.page import write_suite
-from ..report.terminal import _rich
+from ..report.terminal import rich_table
 from ..studies.suite import load_suite, run_suite
 from .arguments import check_device, check_positive
 from .console import console, log, resumable, show
@@ -58,7 +58,7 @@ def run(
         )
     for results in found.values():
         if results:
-            console.print(_rich(measurement_table(results, brief=True)))
+            console.print(rich_table(measurement_table(results, brief=True)))
     reasons = [(row.name, row.model, row.reason) for row in missing]
     page = write_suite(suite.name, found, reasons, folder)
     show(f"Report: {page}")

@@ -7,7 +7,7 @@ from ..evals.tasks import task_kind
 from ..hub import open_language_model
 from ..model.dtypes import WeightsDtype
 from ..report.tasks import measurement_table, write_picture
-from ..report.terminal import _rich
+from ..report.terminal import rich_table
 from ..studies.tasks import evaluate_task
 from .arguments import check_device, check_positive
 from .console import console, log, resumable, show
@@ -65,7 +65,7 @@ def run(
         evaluation_progress(name) as progress,
     ):
         result = evaluate_task(name, options, opened, folder, device=device, progress=progress, log=log)
-    console.print(_rich(measurement_table([result], brief=True)))
+    console.print(rich_table(measurement_table([result], brief=True)))
     picture = write_picture([result], folder / f"{name}.svg")
     if picture is not None:
         show(f"Figure: {picture}")

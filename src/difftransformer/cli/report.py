@@ -2,22 +2,27 @@
 
 from pathlib import Path
 
-from ..report import print_comparison, write_report
-from ..results import Comparison, read_result
+from ..report import print_study, write_report
+from ..report.first_release import read_study
+from ..results import write_result
 from .console import console, show
 
 
 def run(results: str, out: str | None = None) -> int:
-    """Draw the report of a comparison again. Needs no torch.
+    """Draw the report of a study again. Results of release 0.1.0 are converted. Needs no torch.
 
     Args:
-        results: results.json that `compare` wrote, or its folder.
-        out: Folder for index.html; beside the results by default.
+        results: results.json that `compare` or `upcycle --train` wrote, or its folder.
+        out: Folder for index.html, and for results.json if it had to be converted; beside the results by default.
     """
     path = Path(results)
     path = path / "results.json" if path.is_dir() else path
-    comparison = read_result(path, Comparison)
-    page = write_report(comparison, Path(out) if out else path.parent)
-    print_comparison(comparison, console)
+    study, is_old = read_study(path)
+    folder = Path(out) if out else path.parent
+    page = write_report(study, folder)
+    print_study(study, console)
     show(f"Report: {page}")
+    target = folder / "results.json"
+    if is_old and (target == path or not target.exists()):
+        show(f"Results, converted: {write_result(study, target)}")
     return 0

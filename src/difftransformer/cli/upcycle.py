@@ -9,7 +9,7 @@ from ..convert.upcycle import upcycle_folder
 from ..data import Tokenizer, read_documents
 from ..errors import ConfigError
 from ..hub import measure_drift, source_folder
-from ..report import print_upcycling, write_upcycling
+from ..report import print_study, write_report
 from ..studies import load_recipe, upcycling_study
 from .arguments import SET
 from .console import console, log, resumable, show
@@ -33,13 +33,14 @@ def run(
 
     Args:
         model: Folder with config.json and safetensors, a .gguf file, or owner/name on the Hugging Face hub.
-        out: Folder to make; it must not exist yet, or be empty. With --train, the folder of the study.
-        to: diff, diff_v2, dex, or softmax for the plain model in this package's layout; with --train several with commas.
-        train: Recipe by which each model, and the unconverted one, is trained on and evaluated before and after.
-        text: What the logits are compared on: a text file or any source of a recipe.
-        tokens: How many tokens of it; 0 leaves the comparison out.
-        head_norm: none; anything else is refused, since a headwise norm could not keep what the model computes.
-        seed: Of what is drawn at random.
+        out: New or empty folder for the model. With --train, the folder of the study.
+        to: diff, diff_v2, dex, or softmax for the plain model in this package's layout; with --train several, separated by
+            commas.
+        train: Recipe to train each model and the unconverted one with; they are evaluated before and after.
+        text: Text for the comparison of logits: a text file or any source of a recipe.
+        tokens: Number of tokens to compare; 0 leaves the comparison out.
+        head_norm: none; anything else is refused, since a headwise norm would change what the model computes.
+        seed: Seed of the random start of new parameters.
     """
     if to is None and train is None:
         raise ConfigError(f"--to is missing; choose one of {', '.join(TARGETS)}")
@@ -50,7 +51,7 @@ def run(
     if train is not None:
         return _study(model, Path(out), kinds, train, set or [])
     if len(kinds) > 1:
-        raise ConfigError(f"--to {to}: several are made with --train alone; choose one of {', '.join(TARGETS)}")
+        raise ConfigError(f"--to {to}: several are made with --train only; choose one of {', '.join(TARGETS)}")
     with source_folder(model) as source:
         ids: list[int] = []
         if tokens:
@@ -78,9 +79,9 @@ def run(
 
 def _study(model: str, out: Path, kinds: list[str], train: str, overrides: list[str]) -> int:
     recipe = load_recipe(train, overrides)
-    with resumable("stopped; every run is saved"), training_progress() as progress:
-        result = upcycling_study(recipe, model, out, to=kinds, watch=watch_jobs(progress), say=log)
-    figure = write_upcycling(result, out)
-    print_upcycling(result, console)
-    show(f"Figure: {figure}\nResults: {out / 'results.json'}")
+    with resumable("stopped; every run is saved"), training_progress() as bars:
+        result = upcycling_study(recipe, model, out, to=kinds, progress=watch_jobs(bars), log=log)
+    page = write_report(result, out)
+    print_study(result, console)
+    show(f"Report: {page}\nResults: {out / 'results.json'}")
     return 0

@@ -87,7 +87,7 @@ class Loader:
             raise ConfigError(f"seed is {self.seed}; it must be 0 or more")
         if self.world_size < 1 or not 0 <= self.rank < self.world_size:
             raise ConfigError(f"rank {self.rank} of world_size {self.world_size}; allowed are 0 to world_size - 1")
-        check_context_stages(self.context_stages, self.batch_tokens, parts=self.world_size)
+        check_context_stages(self.context_stages, self.batch_tokens, parts=self.world_size, divisor="world_size")
         for start, context in self.context_stages:
             if len(self._stream) < context + 1:
                 raise DataError(
@@ -206,8 +206,10 @@ class Loader:
         return training_document(rng, self.shards.tokenizer, self._stream, context_tokens=context, mix=self.retrieval)
 
 
-def check_context_stages(stages: Sequence[tuple[int, int]], batch_tokens: int, *, parts: int) -> None:
+def check_context_stages(stages: Sequence[tuple[int, int]], batch_tokens: int, *, parts: int, divisor: str) -> None:
     """Check that stages are in order and that each of the `parts` of a batch has the same number of complete rows.
+
+    `divisor` names the setting that gives the number of parts, for messages.
 
     Raises:
         ConfigError: They are not in order, or the batch cannot be divided so.
@@ -221,7 +223,7 @@ def check_context_stages(stages: Sequence[tuple[int, int]], batch_tokens: int, *
         if context < 1 or batch_tokens < 1 or batch_tokens % (context * parts):
             raise ConfigError(
                 f"batch_tokens={batch_tokens}: from step {start} it must be a multiple of {context * parts} (context "
-                f"{context} x {parts} parts), so that every part of a batch has the same number of complete rows"
+                f"{context} x {divisor} {parts}), so that every part of a batch has the same number of complete rows"
             )
 
 

@@ -24,11 +24,10 @@ from ..model import DiffTransformerForCausalLM
 from ..model.card import CARD_FILE, Training, is_ours, model_card, read_card, training_section
 from ..model.dtypes import DTYPES
 from ..model.quiet import quietly
-from ..results import Evaluation, read_result
+from ..results import TaskResult, read_result, summary_rows
 from ..train import latest_checkpoint
 from ..train.run_summary import training_summary
 from .opening import open_model
-from .summary import evaluation_rows
 
 GENERATION_FILE = "generation_config.json"
 ExportDtype = Literal["auto", "fp32", "bf16"]
@@ -140,16 +139,13 @@ def _training(folder: Path) -> Training | str | None:
         run, step = folder.parent.parent, int(folder.name.removeprefix("step-"))
         recorded = training_summary(run, step)
         if recorded is not None:
-            found = [result for path in (run / "evals").glob("*.json") if (result := _evaluation(path, folder.name))]
-            newest = max(found, key=lambda result: result.created, default=None)
-            rows = evaluation_rows(newest) if newest is not None else []
+            rows = [row for path in sorted((run / "evals" / folder.name).glob("*.json")) for row in _figures(path)]
             return replace(recorded, figures=[*recorded.figures, *rows])
     return training_section(read_card(folder) or "")
 
 
-def _evaluation(path: Path, checkpoint: str) -> Evaluation | None:
+def _figures(path: Path) -> list[tuple[str, str]]:
     try:
-        result = read_result(path, Evaluation)
-    except ResultsError:  # another kind of file, or another release
-        return None
-    return result if Path(result.checkpoint).name == checkpoint else None
+        return summary_rows(read_result(path, TaskResult))
+    except ResultsError:  # another kind of file
+        return []

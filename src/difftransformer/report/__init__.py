@@ -1,8 +1,7 @@
-"""From results to something to read: `write_report` makes the page, `comparison_table` the same table for a terminal.
+"""From results to a page: `write_report` writes it, `print_study` prints the same tables in a terminal.
 
 `tables` builds every row once; the page, the terminal and the CSV files print those rows. No module here imports torch.
 """
 
-from difftransformer.report.page import write_report
-from difftransformer.report.terminal import comparison_table, cost_table, print_comparison
-from difftransformer.report.upcycling import print_upcycling, upcycling_table, write_upcycling
+from difftransformer.report.page import write_report, write_suite
+from difftransformer.report.terminal import cost_table, print_study

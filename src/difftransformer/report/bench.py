@@ -7,7 +7,7 @@ from rich.console import Console
 
 from difftransformer.plots.style import INK
 from difftransformer.report.tables import Group, Table
-from difftransformer.report.terminal import _rich
+from difftransformer.report.terminal import rich_table
 from difftransformer.results import AttentionShape, AttentionTiming, Bench
 
 BASE = "torch sdpa"
@@ -82,7 +82,7 @@ def skipped_lines(bench: Bench) -> list[str]:
 def print_bench(bench: Bench, console: Console) -> None:
     """Print the tables, then what was left out and why."""
     for table in bench_tables(bench):
-        console.print(_rich(table))
+        console.print(rich_table(table))
     for line in skipped_lines(bench):
         console.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
     if (bench.foreign_cpu_share or 0.0) > QUIET_SHARE:

@@ -1,31 +1,79 @@
-"""The HTML report: one self-contained page, with its figures and tables beside it as SVG, PNG and CSV files."""
+"""The HTML report: one self-contained page, with its figures and tables beside it as SVG, PNG and CSV files.
+
+`compare`, `upcycle --train` and `eval suite` write the same page: a study has sections on its training, its models and its
+cost around the sections of its tasks, a suite has those of its tasks alone.
+"""
 
 import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from difftransformer.plots.seeds import Pooled, pooled
 from difftransformer.plots.style import Drawing, inline_svg
-from difftransformer.report import tables
-from difftransformer.report.figures import FIGURE_NAMES, draw_all
-from difftransformer.report.verdict import verdicts
-from difftransformer.results import Comparison, write_text_atomically
+from difftransformer.report.figures import draw_training, runs_of
+from difftransformer.report.tables import (
+    Table,
+    cost_table,
+    environment_table,
+    metrics_table,
+    models_table,
+    runs_table,
+    upcycling_table,
+)
+from difftransformer.report.tasks import draw_task, measurement_table
+from difftransformer.report.tasks.pairs import pairs_table
+from difftransformer.report.verdict import Verdict, verdicts
+from difftransformer.results import Comparison, Study, TaskResult, Upcycling, write_text_atomically
 
-TEMPLATE = "template.html.j2"
+TEMPLATE = "page.html.j2"
 
 
-def write_report(comparison: Comparison, folder: Path | str, png: bool = False) -> Path:
-    """Write `folder/index.html`, `folder/figures/*.svg` and `folder/tables/*.csv`.
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """A part of the page.
 
-    The page needs nothing beside itself: style and figures are inside it, and it has no scripts and no addresses. The
-    same results give the same bytes. `index.html` is written last, each file whole or not at all.
+    Attributes:
+        slug: Name in addresses and of files.
+        title: Heading.
+        drawing: Figure.
+        notes: Paragraphs.
+        tables: Tables that are shown.
+        details: A long table that the reader opens.
+        texts: Heading, paragraph and preformatted text.
+    """
+
+    slug: str
+    title: str
+    drawing: Drawing | None = None
+    notes: Sequence[str] = ()
+    tables: Sequence[Table] = ()
+    details: Table | None = None
+    texts: Sequence[tuple[str, str, str]] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Page:
+    """A whole page."""
+
+    title: str
+    about: str
+    sections: Sequence[Section]
+    verdicts: Sequence[Verdict] = field(default_factory=list)
+
+
+def write_report(study: Study, folder: Path | str, png: bool = False) -> Path:
+    """Write a study's page.
 
     Args:
-        comparison: what `compare` measured.
-        folder: where the report goes; made if it is missing.
-        png: whether to write `figures/*.png` as well.
+        study: The results.
+        folder: Folder of the report; it is made if it is missing.
+        png: Whether to write `figures/*.png` as well.
 
     Returns:
         The path of `index.html`.
@@ -33,50 +81,33 @@ def write_report(comparison: Comparison, folder: Path | str, png: bool = False) 
     Raises:
         ResultsError: curves that contradict themselves.
     """
-    folder = Path(folder)
-    drawings = draw_all(comparison, png)
-    found = build_tables(comparison)
-    page = render_page(comparison, drawings, found)
-    _remove_earlier(folder)
-    for drawing in drawings:
-        write_text_atomically(folder / "figures" / f"{drawing.name}.svg", drawing.svg)
-        if drawing.png is not None:
-            temporary = folder / "figures" / f".{drawing.name}.png.tmp"
-            temporary.write_bytes(drawing.png)
-            temporary.replace(folder / "figures" / f"{drawing.name}.png")
-    for table in found.values():
-        write_text_atomically(folder / "tables" / f"{table.name}.csv", table.csv())
-    write_text_atomically(folder / "index.html", page)
-    return folder / "index.html"
+    return write_page(study_page(study, png), Path(folder))
 
 
-def _remove_earlier(folder: Path) -> None:
-    """Remove the figures and tables of an earlier report here, so that none outlives the page that it belonged to."""
-    for name in FIGURE_NAMES:
-        for suffix in ("svg", "png"):
-            (folder / "figures" / f"{name}.{suffix}").unlink(missing_ok=True)
-    for name in tables.TABLE_NAMES:
-        (folder / "tables" / f"{name}.csv").unlink(missing_ok=True)
+def write_suite(
+    name: str, found: Mapping[str, Sequence[TaskResult]], missing: Sequence[tuple[str, str, str]], folder: Path
+) -> Path:
+    """Write the page of a suite.
+
+    Args:
+        name: Name of the suite.
+        found: Results by experiment, one for each model.
+        missing: Experiment, model and reason of what was not run.
+        folder: Folder of the report.
+
+    Returns:
+        The path of `index.html`.
+    """
+    return write_page(suite_page(name, found, missing), folder)
 
 
-def build_tables(comparison: Comparison) -> dict[str, tables.Table]:
-    """Every table that the results have data for, by name."""
-    built = (
-        tables.metrics_table(comparison),
-        tables.cost_table(comparison),
-        tables.models_table(comparison),
-        tables.seeds_table(comparison),
-        tables.needle_table(comparison, by_depth=False),
-        tables.needle_table(comparison, by_depth=True),
-        tables.allocation_table(comparison),
-        tables.allocation_segments_table(comparison),
-        tables.environment_table(comparison),
-    )
-    return {table.name: table for table in built if table is not None}
+def write_page(page: Page, folder: Path) -> Path:
+    """Write `index.html`, `figures/*.svg` and `tables/*.csv`.
 
-
-def render_page(comparison: Comparison, drawings: list[Drawing], found: dict[str, tables.Table]) -> str:
-    """The page as text."""
+    The page needs nothing beside itself: style and figures are inside it, and it has no scripts and no addresses. The
+    same results give the same bytes. `index.html` is written last, and each file complete or not at all.
+    """
+    drawings = {section.slug: section.drawing for section in page.sections if section.drawing}
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -85,17 +116,139 @@ def render_page(comparison: Comparison, drawings: list[Drawing], found: dict[str
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    return environment.get_template(TEMPLATE).render(
-        comparison=comparison,
-        verdicts=verdicts(comparison),
-        tables=found,
-        figures=drawings,
-        svg={drawing.name: inline_svg(drawing) for drawing in drawings},
-        recipe=recipe_text(comparison.recipe),
+    svg = {slug: inline_svg(replace(drawing, name=slug)) for slug, drawing in drawings.items()}
+    text = environment.get_template(TEMPLATE).render(page=page, svg=svg)
+    _remove_earlier(folder)
+    for slug, drawing in drawings.items():
+        write_text_atomically(folder / "figures" / f"{slug}.svg", drawing.svg)
+        if drawing.png is not None:
+            temporary = folder / "figures" / f".{slug}.png.tmp"
+            temporary.write_bytes(drawing.png)
+            temporary.replace(folder / "figures" / f"{slug}.png")
+    for table in all_tables(page):
+        write_text_atomically(folder / "tables" / f"{table.name}.csv", table.csv())
+    write_text_atomically(folder / "index.html", text)
+    return folder / "index.html"
+
+
+def _remove_earlier(folder: Path) -> None:
+    """Remove the figures and tables of the page that is there, so that none outlives it."""
+    page = folder / "index.html"
+    text = page.read_text(encoding="utf-8") if page.is_file() else ""
+    for name in re.findall(r'<h2 id="figure-([\w.-]+)"', text):
+        for suffix in ("svg", "png"):
+            (folder / "figures" / f"{name}.{suffix}").unlink(missing_ok=True)
+    for name in re.findall(r'href="tables/([\w.-]+)\.csv"', text):
+        (folder / "tables" / f"{name}.csv").unlink(missing_ok=True)
+
+
+def all_tables(page: Page) -> list[Table]:
+    """Return every table of a page."""
+    return [table for section in page.sections for table in (*section.tables, section.details) if table is not None]
+
+
+def study_page(study: Study, png: bool = False) -> Page:
+    """Build the page of a study."""
+    labels = [model.label for model in study.models]
+    seeds = "with one seed" if len(study.seeds) == 1 else f"for each of {len(study.seeds)} seeds"
+    training = [
+        Section(slug=drawing.name, title=drawing.title, drawing=drawing) for drawing in draw_training(study, png)
+    ]
+    names = dict.fromkeys(name for run in study.runs for name in run.evaluations)
+    evaluations = [
+        _task_section(name, found, png, len(study.seeds)) for name in names if (found := pooled_results(study, name))
+    ]
+    own = []
+    if isinstance(study, Comparison):
+        own.append(Section(slug="cost", title="Cost", tables=[cost_table(study)]))
+    if isinstance(study, Upcycling):
+        own.append(Section(slug="upcycling", title="Before and after", tables=[upcycling_table(study)]))
+    about = (
+        "Every number on this page was measured by this command or follows from the models' sizes by formula. No table holds "
+        "a figure of the paper."
+    )
+    made = Section(
+        slug="made",
+        title="How this was made",
+        tables=[models_table(study), runs_table(study), environment_table(study)],
+        texts=[("Command", about, study.command), ("Recipe", "", recipe_text(study.recipe))],
+    )
+    return Page(
+        title=study.name,
+        about=f"{' and '.join(labels[:-1])}{' against ' if len(labels) > 1 else ''}{labels[-1]}, trained on the same batches "
+        f"{seeds}. {_where(study.environment.device, study.environment.processor, study.created)}",
+        verdicts=verdicts(study),
+        sections=[
+            Section(slug="quality", title="Quality", tables=[metrics_table(study)]),
+            *training,
+            *evaluations,
+            *own,
+            made,
+        ],
     )
 
 
+def pooled_results(study: Study, name: str) -> list[Pooled]:
+    """Return one evaluation's results of every model that has them, each pooled over seeds."""
+    found = {
+        model.label: [run.evaluations[name] for run in runs_of(study, model.model) if name in run.evaluations]
+        for model in study.models
+    }
+    return [pooled(results, label) for label, results in found.items() if results]
+
+
+def suite_page(name: str, found: Mapping[str, Sequence[TaskResult]], missing: Sequence[tuple[str, str, str]]) -> Page:
+    """Build the page of a suite."""
+    sections = [_task_section(label, list(results), False) for label, results in found.items() if results]
+    first = next((results for results in found.values() if results), [])
+    about = ""
+    if missing:
+        notes = [f"{experiment} on {model}: {reason}" for experiment, model, reason in missing]
+        sections.append(Section(slug="missing", title="Not run", notes=notes))
+    if first:
+        environment = first[0].environment
+        about = f"{' against '.join(result.model.name for result in first)}. " + _where(
+            environment.device, environment.processor, first[0].created
+        )
+        notes = [
+            f"{model.name}: {model.architecture} ({model.attention}), {model.parameters:,} parameters, {model.dtype}; sha256 "
+            f"{model.sha256[:16]}."
+            for model in (result.model for result in first)
+        ]
+        sections.append(Section(slug="models", title="Models", notes=notes))
+    return Page(title=f"Suite {name}", about=about, sections=sections)
+
+
+def _task_section(label: str, results: Sequence[TaskResult], png: bool, seeds: int = 1) -> Section:
+    slug, first = label.replace(" ", "-"), results[0]
+    drawing = draw_task(results, png, name=slug)
+    brief, table = (measurement_table(results, brief=brief, seeds=seeds) for brief in (True, False))
+    shown, notes = [replace(brief, name=f"{slug}_brief")], []
+    if not isinstance(first, Pooled):
+        paired = pairs_table(list(results))
+        if paired is not None:
+            shown.append(replace(paired, name=f"{slug}_pairs"))
+        elif len(results) > 1:
+            notes = ["The models were not asked the same tokens or score no items, so nothing is paired."]
+    options = "\n".join(f"{key}: {value}" for key, value in first.options.items())
+    return Section(
+        slug=slug,
+        title=f"{label}: {drawing.title}" if drawing else label,
+        drawing=drawing,
+        notes=notes,
+        tables=shown,
+        details=replace(table, name=slug) if len(table.rows) > len(brief.rows) else None,
+        texts=[
+            ("What the paper leaves open, and how it was asked", " ".join(first.choices), f"{first.command}\n{options}")
+        ],
+    )
+
+
+def _where(device: str, processor: str, created: str) -> str:
+    return f"Measured on {device} ({processor}), {created}."
+
+
 def recipe_text(recipe: dict[str, Any]) -> str:
-    """A recipe as YAML, in its own order."""
+    """Return a recipe as YAML, in its own order."""
     plain = json.loads(json.dumps(recipe, default=str))
     return str(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, width=100)).rstrip()

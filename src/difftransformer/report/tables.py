@@ -1,55 +1,27 @@
-"""The rows of every table, built once. The page and the terminal print them folded, the CSV files cell by cell.
-
-Metric names that the report knows by heart are in `METRIC_TITLES`; any other is printed with spaces for underscores.
-"""
+"""The rows of every table of a study, built once. The page and the terminal print them folded, the CSV files cell by cell."""
 
 import csv
 import io
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from difftransformer.report.aggregate import (
-    CITIES,
-    FORMS,
-    NOISE,
-    SEGMENTS,
-    NeedleSetting,
-    Proportion,
-    allocation_depths,
-    allocation_share,
-    pooled_needles,
-    runs_of,
-)
-from difftransformer.results import Cities, Comparison, MetricComparison, PairedDifference
-
-METRIC_TITLES = {
-    "validation_bits_per_byte": "validation loss",
-    "validation_nll_nats_per_token": "validation loss",
-    "needle_accuracy": "needle retrieval accuracy",
-    "needle_accuracy_seen": "needle retrieval accuracy (seen cities)",
-    "needle_accuracy_unseen": "needle retrieval accuracy (unseen cities)",
-    "allocation_answer_signed": "attention on the answer",
-    "allocation_noise_signed": "attention on the context around the answer",
-}
-"""What a metric is called in tables and sentences."""
-
-TABLE_NAMES = (
-    "metrics",
-    "cost",
-    "models",
-    "seeds",
-    "needle",
-    "needle_cells",
-    "allocation",
-    "allocation_segments",
-    "environment",
+from difftransformer.report.figures import runs_of
+from difftransformer.results import (
+    Comparison,
+    MetricComparison,
+    PairedDifference,
+    Study,
+    TaskResult,
+    Upcycling,
+    headlines,
+    title_of,
 )
 
 NOT_MEASURED = "not measured"
 
-Fold = Literal["plain", "mean", "interval", "metric", "ratio", "remark", "share", "proportion"]
+Fold = Literal["plain", "mean", "interval", "metric", "ratio", "remark"]
 
 _FOLDS: dict[Fold, tuple[str, ...]] = {
     "plain": ("{}",),
@@ -58,15 +30,13 @@ _FOLDS: dict[Fold, tuple[str, ...]] = {
     "metric": ("{}", ", {}", " ({} is better)"),
     "ratio": ("{}", " ({}x)"),
     "remark": ("{}", " ({})"),
-    "share": ("{}", " ({}", "/{})"),
-    "proportion": ("{}", " [{}", ", {}]", ", {}", "/{}"),
 }
-"""How the cells of a group become one: the text around each cell; an empty cell is left out with its text."""
+"""Texts around the cells of a group that become one; an empty cell is left out with its text."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """Columns that belong together: one column for a reader, one a part in the CSV."""
+    """Columns that belong together: one column for a reader, one for each part in the CSV."""
 
     title: str
     parts: tuple[str, ...] = ("",)
@@ -85,11 +55,11 @@ class Table:
     notes: list[str] = field(default_factory=list)
 
     def header(self) -> list[str]:
-        """The CSV's first line."""
+        """Return the first line of the CSV."""
         return [f"{group.title}: {part}" if part else group.title for group in self.groups for part in group.parts]
 
     def folded(self) -> list[list[str]]:
-        """The rows with one cell a group, as the page and the terminal print them."""
+        """Return the rows with one cell for each group, as the page and the terminal print them."""
         folded = []
         for row in self.rows:
             cells, start = [], 0
@@ -103,7 +73,7 @@ class Table:
         return folded
 
     def csv(self) -> str:
-        """The table as CSV text."""
+        """Return the table as CSV text."""
         buffer = io.StringIO()
         writer = csv.writer(buffer, lineterminator="\n")
         writer.writerow(self.header())
@@ -111,14 +81,9 @@ class Table:
         return buffer.getvalue()
 
 
-def metric_title(metric: MetricComparison) -> str:
-    """What a metric is called."""
-    return METRIC_TITLES.get(metric.metric, metric.metric.replace("_", " "))
-
-
-def outcome(metric: MetricComparison) -> Literal["first", "second", "undecided", "unknown"]:
-    """Which model the interval of the difference favours: models[0], models[1], neither, or there is no interval."""
-    low, high = metric.difference.low, metric.difference.high
+def outcome(metric: MetricComparison, model: str) -> Literal["first", "second", "undecided", "unknown"]:
+    """Return which model the interval of a difference favours: the model, the reference, neither, or there is no interval."""
+    low, high = metric.differences[model].low, metric.differences[model].high
     if low is None or high is None:
         return "unknown"
     if low <= 0 <= high:
@@ -127,7 +92,7 @@ def outcome(metric: MetricComparison) -> Literal["first", "second", "undecided",
 
 
 def decimals_for(values: Sequence[float], half_width: float | None = None) -> int:
-    """Decimals to print: five figures of the largest value, and two figures of an interval's half width; at most 6."""
+    """Return the decimals to print: five digits of the largest value, two of an interval's half width, at most 6."""
     largest = max((abs(value) for value in values), default=0.0)
     decimals = 4 if largest == 0 else min(4, max(0, 4 - math.floor(math.log10(largest))))
     while half_width and decimals < 6 and half_width * 10**decimals < 10:
@@ -136,16 +101,15 @@ def decimals_for(values: Sequence[float], half_width: float | None = None) -> in
 
 
 def metric_decimals(metric: MetricComparison) -> int:
-    """Decimals of every number in a metric's row and sentence."""
-    difference = metric.difference
-    half = (
-        (difference.high - difference.low) / 2 if difference.low is not None and difference.high is not None else None
-    )
-    return decimals_for([statistic.mean for statistic in metric.models.values()], half)
+    """Return the decimals of every number in a metric's row and sentence."""
+    halves = [
+        (one.high - one.low) / 2 for one in metric.differences.values() if one.low is not None and one.high is not None
+    ]
+    return decimals_for([statistic.mean for statistic in metric.models.values()], min(halves, default=None))
 
 
 def significant(value: float | None, digits: int = 4) -> str:
-    """A number with so many figures, never in exponent form; empty for None."""
+    """Format a number with that many significant digits, never in exponent form; empty for None."""
     if value is None:
         return ""
     if value == 0 or not math.isfinite(value):
@@ -154,14 +118,14 @@ def significant(value: float | None, digits: int = 4) -> str:
 
 
 def fixed(value: float | None, decimals: int, sign: str = "") -> str:
-    """A number with so many decimals, zero without a minus sign; empty for None."""
+    """Format a number with that many decimals, zero without a minus sign; empty for None."""
     if value is None or math.isnan(value):
         return ""
     return f"{0.0 if round(value, decimals) == 0 else value:{sign}.{decimals}f}"
 
 
 def method_text(difference: PairedDifference, seeds: int) -> str:
-    """How an interval was made, for a table cell."""
+    """Return how an interval was made, for a table cell."""
     match difference.interval_method:
         case "student-t over seeds":
             return f"{100 * difference.confidence:g} % Student t over {seeds} seeds"
@@ -171,47 +135,44 @@ def method_text(difference: PairedDifference, seeds: int) -> str:
             return ""
 
 
-def metrics_table(comparison: Comparison) -> Table:
-    """Every metric: mean and standard error of each model, baselines, and the paired difference with its interval."""
-    models, baselines = comparison.models, comparison.baselines
+def metrics_table(study: Study) -> Table:
+    """Return every metric: mean and standard error of each model, baselines, and the paired differences with intervals."""
+    *others, reference = study.models
+    baselines = study.baselines if isinstance(study, Comparison) else []
     groups = [Group("metric", ("name", "unit", "better"), "metric", numeric=False)]
-    groups += [Group(model.label, ("mean", "standard error"), "mean") for model in models]
+    groups += [Group(model.label, ("mean", "standard error"), "mean") for model in study.models]
     groups += [Group(f"{baseline.name} (baseline)") for baseline in baselines]
-    groups += [
-        Group(
-            f"{models[0].label} minus {models[1].label}" if len(models) > 1 else "difference",
-            ("mean", "low", "high"),
-            "interval",
-        ),
-        Group("result", ("outcome", "interval"), "remark", numeric=False),
-    ]
+    for model in others:
+        groups.append(Group(f"{model.label} minus {reference.label}", ("mean", "low", "high"), "interval"))
+        groups.append(Group("result", ("outcome", "interval"), "remark", numeric=False))
     rows = []
-    for metric in comparison.metrics:
+    for metric in study.metrics:
         decimals = metric_decimals(metric)
-        row = [metric_title(metric), metric.unit, metric.better]
-        for model in models:
-            statistic = metric.models.get(model.model)
-            row += (
-                [fixed(statistic.mean, decimals), fixed(statistic.standard_error, decimals)] if statistic else ["", ""]
-            )
-        row += [fixed(b.bits_per_byte, decimals) if is_bits_per_byte(metric) else "" for b in baselines]
-        difference = metric.difference
-        row += [fixed(value, decimals, "+") for value in (difference.mean, difference.low, difference.high)]
-        row += [_result_text(comparison, metric), method_text(difference, _paired_seeds(comparison, metric))]
+        row = [metric.metric, metric.unit, metric.better]
+        for model in study.models:
+            statistic = metric.models[model.model]
+            row += [fixed(statistic.mean, decimals), fixed(statistic.standard_error, decimals)]
+        row += [fixed(b.bits_per_byte, decimals) if is_baselined(metric) else "" for b in baselines]
+        for model in others:
+            difference = metric.differences[model.model]
+            row += [fixed(value, decimals, "+") for value in (difference.mean, difference.low, difference.high)]
+            row += [
+                _result_text(metric, model.model, model.label, reference.label),
+                method_text(difference, len(study.seeds)),
+            ]
         rows.append(row)
-    return Table("metrics", "Quality", tuple(groups), rows, _metric_notes(comparison))
+    return Table("metrics", "Quality", tuple(groups), rows, _metric_notes(study))
 
 
-def is_bits_per_byte(metric: MetricComparison) -> bool:
-    """Whether a metric can stand beside the n-gram baseline."""
-    name = metric.metric.lower().replace(" ", "_")
-    return "bits_per_byte" in name or metric.unit.lower() in {"bits/byte", "bits per byte", "bits a byte"}
+def is_baselined(metric: MetricComparison) -> bool:
+    """Whether a metric can stand beside the baseline, a byte model scored on the held-out text."""
+    return metric.unit == "bits/byte" and metric.metric.startswith("validation ")
 
 
 def cost_table(comparison: Comparison) -> Table:
-    """What each model costs, with the ratio to the twin (models[1]) wherever both were measured."""
+    """Return each model's cost, with the ratio to the reference wherever both were measured."""
     costs = comparison.costs
-    twin = next((row for row in costs if len(comparison.models) > 1 and row.model == comparison.models[1].model), None)
+    twin = next((row for row in costs if len(comparison.models) > 1 and row.model == comparison.models[-1].model), None)
     memory_unit, memory_scale = _byte_unit(
         [
             value
@@ -246,8 +207,8 @@ def cost_table(comparison: Comparison) -> Table:
     return Table("cost", "Cost", tuple(groups), rows, [note for note in notes if note])
 
 
-def models_table(comparison: Comparison) -> Table:
-    """What was compared."""
+def models_table(study: Study) -> Table:
+    """Return what was compared."""
     rows = [
         [
             model.label,
@@ -256,7 +217,7 @@ def models_table(comparison: Comparison) -> Table:
             str(model.train_flops_per_token),
             str(model.kv_bytes_per_token),
         ]
-        for model in comparison.models
+        for model in study.models
     ]
     groups = (
         Group("model", numeric=False),
@@ -268,133 +229,75 @@ def models_table(comparison: Comparison) -> Table:
     return Table("models", "Models", groups, rows)
 
 
-def seeds_table(comparison: Comparison) -> Table:
-    """Every run on its own."""
+def runs_table(study: Study) -> Table:
+    """Return every run by itself, with the headline figures of its evaluations."""
+    names = list(dict.fromkeys(name for run in study.runs for name, _ in _figures(run.evaluations)))
     rows = []
-    for model in comparison.models:
-        for run in runs_of(comparison, model.model):
-            needles = _sum(pooled_needles([run]).values())
+    for model in study.models:
+        for run in runs_of(study, model.model):
+            found = dict(_figures(run.evaluations))
+            values = [found.get(name, NOT_MEASURED) for name in names]
             rows.append(
-                [
-                    model.label,
-                    str(run.seed),
-                    fixed(run.nll.nll_nats_per_token, 4),
-                    fixed(run.nll.bits_per_byte, 4),
-                    *(
-                        [fixed(needles.accuracy, 4), str(needles.correct), str(needles.trials)]
-                        if needles.trials
-                        else [NOT_MEASURED, "", ""]
-                    ),
-                    str(run.train_tokens),
-                    significant(run.train_seconds),
-                    run.run,
-                ]
+                [model.label, str(run.seed), *values, str(run.train_tokens), significant(run.train_seconds), run.run]
             )
     groups = (
         Group("model", numeric=False),
         Group("seed"),
-        Group("validation loss (nats/token)"),
-        Group("validation loss (bits/byte)"),
-        Group("needles found", ("share", "correct", "asked"), "share"),
+        *(Group(name) for name in names),
         Group("training tokens"),
         Group("training time (s)"),
         Group("run", numeric=False),
     )
-    return Table("seeds", "Every run", groups, rows)
+    return Table("runs", "Every run", groups, rows)
 
 
-def needle_table(comparison: Comparison, by_depth: bool) -> Table | None:
-    """Needle accuracy with Wilson intervals, for each cell or summed over depths; None where nothing was asked."""
-    pooled = {model.model: pooled_needles(runs_of(comparison, model.model)) for model in comparison.models}
-    keys = sorted({key for cells in pooled.values() for key in cells}, key=lambda key: (CITIES.index(key[0]), *key[1:]))
-    if not keys:
-        return None
-    places: list[tuple[Cities, NeedleSetting, float | None]] = (
-        [*keys] if by_depth else [(*pair, None) for pair in dict.fromkeys((key[0], key[1]) for key in keys)]
-    )
-    rows = []
-    for cities, setting, depth in places:
-        row = [cities, str(setting.length_tokens), setting.name, *([f"{depth:g}"] if depth is not None else [])]
-        for model in comparison.models:
-            total = _sum(
-                [
-                    value
-                    for key, value in pooled[model.model].items()
-                    if key[:2] == (cities, setting) and depth in (None, key[2])
-                ]
-            )
-            row += _proportion_cells(total)
-        rows.append(row)
-    groups = [Group("cities", numeric=False), Group("context (tokens)"), Group("needles", numeric=False)]
-    groups += [Group("depth")] if by_depth else []
-    groups += [
-        Group(model.label, ("accuracy", "low", "high", "correct", "asked"), "proportion") for model in comparison.models
+def _figures(evaluations: dict[str, TaskResult]) -> list[tuple[str, str]]:
+    return [
+        (f"{title_of(row, result)} ({row.unit})", fixed(row.value, 4))
+        for result in evaluations.values()
+        for row in headlines(result)
     ]
-    notes = [
-        "Accuracy [95 % Wilson interval], right answers/questions, pooled over seeds"
-        + ("." if by_depth else " and depths.")
-        + " N: needles hidden, R: needles asked for. The interval treats questions as independent; the models'"
-        " difference over seeds is in the table of metrics."
-    ]
-    if by_depth:
-        return Table("needle_cells", "Needle retrieval, every cell", tuple(groups), rows, notes)
-    return Table("needle", "Needle retrieval", tuple(groups), rows, notes)
 
 
-def allocation_table(comparison: Comparison) -> Table | None:
-    """Share of attention on the answer and on the context around it, by depth; None where it was not measured."""
+def upcycling_table(study: Upcycling) -> Table:
+    """Return a row for each model: its new parameters, the drift of its logits, and each metric before and after."""
+    before = [(result, row) for result in study.before.values() for row in headlines(result)]
+    before = [(result, row) for result, row in before if not row.name.startswith("bits")]
+    groups = (
+        Group("model", numeric=False),
+        Group("parameters"),
+        Group("added"),
+        Group("largest logit difference at the start"),
+        Group("same greedy tokens"),
+        *(Group(f"{title_of(row, result)} before and after") for result, row in before),
+        Group("seconds a step"),
+    )
     rows = []
-    for form in FORMS:
-        for depth in allocation_depths(comparison):
-            row = [form, f"{depth:g}"]
-            for model in comparison.models:
-                runs = runs_of(comparison, model.model)
-                for segments in (("answer",), NOISE):
-                    share = allocation_share(runs, form, depth, segments)
-                    row.append(fixed(share.mean, 3) if share else NOT_MEASURED)
-            rows.append(row)
-    if not rows:
-        return None
-    groups = [Group("form", numeric=False), Group("answer depth")]
-    groups += [Group(f"{model.label}, {part}") for model in comparison.models for part in ("answer", "noise")]
-    note = "Noise: the context before and after the answer together. " + (
-        "Mean over seeds." if len(comparison.seeds) > 1 else "One seed."
-    )
-    return Table("allocation", "Attention allocation by depth", tuple(groups), rows, [note])
+    for model, run in zip(study.models, study.runs, strict=True):
+        drift, added = study.drift[model.model], study.added_parameters[model.model]
+        after = dict(_figures(run.evaluations))
+        rows.append(
+            [
+                model.label,
+                f"{model.parameters:,}",
+                f"{added / (model.parameters - added):.1%}",
+                f"{drift.largest_logit_difference:.1e}",
+                f"{drift.greedy_same_tokens} of {drift.greedy_tokens}",
+                *(
+                    f"{fixed(row.value, 4)}, {after.get(f'{title_of(row, result)} ({row.unit})', NOT_MEASURED)}"
+                    for result, row in before
+                ),
+                f"{run.train_seconds / run.train_loss_nats.steps[-1]:.1f}",
+            ]
+        )
+    tokens = study.drift[study.models[0].model].tokens
+    title = f"{study.source} trained on for {study.runs[0].train_tokens:,} tokens"
+    return Table("upcycling", title, groups, rows, [f"Logits on {tokens} tokens, fp32."])
 
 
-def allocation_segments_table(comparison: Comparison) -> Table | None:
-    """Share of attention on every segment; None where it was not measured."""
-    rows = []
-    for form in FORMS:
-        for depth in allocation_depths(comparison):
-            for segment in SEGMENTS:
-                row = [form, f"{depth:g}", segment]
-                for model in comparison.models:
-                    share = allocation_share(runs_of(comparison, model.model), form, depth, (segment,))
-                    row += [fixed(share.mean, 4), fixed(share.error, 4)] if share else ["", ""]
-                rows.append(row)
-    if not rows:
-        return None
-    groups = [Group("form", numeric=False), Group("answer depth"), Group("segment", numeric=False)]
-    groups += [Group(model.label, ("share", "standard error"), "mean") for model in comparison.models]
-    return Table(
-        "allocation_segments", "Attention allocation, every segment", tuple(groups), rows, [error_note(comparison)]
-    )
-
-
-def error_note(comparison: Comparison) -> str:
-    """What the standard error of an allocation share is over."""
-    return (
-        "Standard errors are over seeds."
-        if len(comparison.seeds) > 1
-        else "One seed: standard errors are over evaluation documents."
-    )
-
-
-def environment_table(comparison: Comparison) -> Table:
-    """Where it was measured."""
-    environment = comparison.environment
+def environment_table(study: Study) -> Table:
+    """Return where it was measured."""
+    environment = study.environment
     rows = [
         ["difftransformer", environment.difftransformer],
         ["Python", environment.python],
@@ -404,62 +307,32 @@ def environment_table(comparison: Comparison) -> Table:
         ["processor", environment.processor],
         ["device", environment.device],
         ["threads", str(environment.threads)],
-        ["seeds", ", ".join(map(str, comparison.seeds))],
-        ["created", comparison.created],
+        ["seeds", ", ".join(map(str, study.seeds))],
+        ["created", study.created],
     ]
     return Table("environment", "Environment", (Group("what", numeric=False), Group("value", numeric=False)), rows)
 
 
-def _proportion_cells(proportion: Proportion) -> list[str]:
-    if not proportion.trials:
-        return ["", "", "", "", ""]
-    low, high = proportion.interval
-    return [
-        fixed(proportion.accuracy, 3),
-        fixed(low, 3),
-        fixed(high, 3),
-        str(proportion.correct),
-        str(proportion.trials),
-    ]
+def _result_text(metric: MetricComparison, model: str, first: str, second: str) -> str:
+    words = {
+        "first": f"{first} better",
+        "second": f"{second} better",
+        "undecided": "undecided",
+        "unknown": "no interval",
+    }
+    return words[outcome(metric, model)]
 
 
-def _sum(proportions: Iterable[Proportion]) -> Proportion:
-    proportions = list(proportions)
-    return Proportion(sum(p.correct for p in proportions), sum(p.trials for p in proportions))
-
-
-def _paired_seeds(comparison: Comparison, metric: MetricComparison) -> int:
-    return min(
-        (metric.models[model.model].seeds for model in comparison.models[:2] if model.model in metric.models),
-        default=len(comparison.seeds),
-    )
-
-
-def _result_text(comparison: Comparison, metric: MetricComparison) -> str:
-    labels = [model.label for model in comparison.models]
-    match outcome(metric):
-        case "first":
-            return f"{labels[0]} better"
-        case "second":
-            return f"{labels[1]} better" if len(labels) > 1 else "worse"
-        case "undecided":
-            return "undecided"
-        case _:
-            return "no interval"
-
-
-def _metric_notes(comparison: Comparison) -> list[str]:
-    if len(comparison.seeds) == 1:
+def _metric_notes(study: Study) -> list[str]:
+    if len(study.seeds) == 1:
         notes = [
-            "One seed: there is no standard error and no interval over training. A bootstrap interval says how far "
-            "other "
+            "One seed: there is no standard error and no interval over training. A bootstrap interval says how far other "
             "evaluation documents might move the difference; it says nothing about another training seed."
         ]
     else:
         notes = [
-            f"Mean \u00b1 standard error over {len(comparison.seeds)} seeds. The difference is taken seed by seed: "
-            "both "
-            "models of a seed saw the same batches in the same order. Its interval is Student's t over seeds."
+            f"Mean \u00b1 standard error over {len(study.seeds)} seeds. The difference is taken seed by seed: the models of a "
+            "seed saw the same batches in the same order. Its interval is Student's t over seeds."
         ]
     notes.append("Undecided: the interval holds zero.")
     return notes

@@ -7,38 +7,38 @@ from rich.table import Table as RichTable
 
 from difftransformer.report import tables
 from difftransformer.report.verdict import verdicts
-from difftransformer.results import Comparison
+from difftransformer.results import Comparison, Study, Upcycling
 
 LONGEST_UNBROKEN_WORD = 14
 """A column stays wide enough for words up to this many characters, also in a narrow terminal."""
 
 
-def comparison_table(comparison: Comparison) -> RichTable:
-    """The table of metrics: mean and standard error for each model, and the paired difference with its interval."""
-    return _rich(tables.metrics_table(comparison))
+def print_study(study: Study, console: Console | None = None) -> None:
+    """Print the verdicts, the table of metrics, and the costs of a comparison or the drift of upcycled models."""
+    console = console or Console()
+    for verdict in verdicts(study):
+        console.print(escape(verdict.text), highlight=False)
+    if isinstance(study, Upcycling):  # with its many models the table of metrics is too wide for a terminal
+        console.print(rich_table(tables.upcycling_table(study)))
+    else:
+        console.print(rich_table(tables.metrics_table(study)))
+    if isinstance(study, Comparison):
+        console.print(cost_table(study))
 
 
 def cost_table(comparison: Comparison) -> RichTable:
-    """The table of costs, a row for each quantity: models are fewer than quantities, and a terminal is narrow."""
+    """Return the table of costs with a row for each quantity: there are fewer models than quantities."""
     table = tables.cost_table(comparison)
     rows = table.folded()
     titles = [group.title for group in table.groups]
     turned = [[title, *cells] for title, *cells in zip(titles, *rows, strict=True)]
     groups = tuple(tables.Group(title, numeric=index > 0) for index, title in enumerate(turned[0]))
-    return _rich(tables.Table(table.name, table.title, groups, turned[1:], table.notes))
+    return rich_table(tables.Table(table.name, table.title, groups, turned[1:], table.notes))
 
 
-def print_comparison(comparison: Comparison, console: Console | None = None) -> None:
-    """Print the verdicts, the table of metrics and the table of costs."""
-    console = console or Console()
-    for verdict in verdicts(comparison):
-        console.print(escape(verdict.text), highlight=False)
-    for table in (comparison_table(comparison), cost_table(comparison)):
-        console.print(table)
-
-
-def _rich(table: tables.Table) -> RichTable:
-    rich_table = RichTable(
+def rich_table(table: tables.Table) -> RichTable:
+    """Return a table as rich prints it."""
+    made = RichTable(
         title=escape(table.title),
         caption=escape(" ".join(table.notes)),
         title_justify="left",
@@ -50,12 +50,12 @@ def _rich(table: tables.Table) -> RichTable:
     rows = table.folded()
     for group, cells in zip(table.groups, zip(*rows, strict=True) if rows else [()] * len(table.groups), strict=True):
         longest_word = max(len(word) for text in (group.title, *cells) for word in text.split() or [""])
-        rich_table.add_column(
+        made.add_column(
             escape(group.title),
             justify="right" if group.numeric else "left",
             overflow="fold",
             min_width=min(longest_word, LONGEST_UNBROKEN_WORD),
         )
     for row in rows:
-        rich_table.add_row(*map(escape, row))
-    return rich_table
+        made.add_row(*map(escape, row))
+    return made

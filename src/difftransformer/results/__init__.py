@@ -32,29 +32,24 @@ from .bench import (
 )
 from .files import (
     SCHEMA_VERSION,
+    VERSIONS,
+    read_document,
     read_result,
     write_result,
     write_text_atomically,
 )
 from .studies import (
-    AllocationResult,
-    AllocationShare,
     BaselineNll,
     Comparison,
     CostRow,
     Curve,
-    DocumentNll,
     Drift,
-    Evaluation,
     MetricComparison,
     ModelSummary,
-    NeedleCell,
-    NeedleResult,
-    NllResult,
     PairedDifference,
-    PositionBucket,
     RunResult,
     Statistic,
+    Study,
     Upcycling,
 )
 from .tasks import (
@@ -64,4 +59,7 @@ from .tasks import (
     Measurement,
     ModelIdentity,
     TaskResult,
+    headlines,
+    summary_rows,
+    title_of,
 )

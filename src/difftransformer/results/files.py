@@ -9,21 +9,22 @@ from typing import Any, TypeVar
 from ..errors import ResultsError
 from ..typed import build
 from .bench import RENAMED_KEYS, Bench
-from .studies import Comparison, Drift, Evaluation, Upcycling
+from .studies import Comparison, Drift, Study, Upcycling
 from .tasks import TaskResult
 
 SCHEMA_VERSION = 1
+VERSIONS = {"comparison": 2, "upcycling": 2}
+"""Versions of the kinds that have changed since the first release; the others are at SCHEMA_VERSION."""
 
 KINDS: dict[str, type] = {
     "comparison": Comparison,
     "drift": Drift,
     "upcycling": Upcycling,
-    "evaluation": Evaluation,
     "bench": Bench,
     "task": TaskResult,
 }
 
-Result = Comparison | Evaluation | Bench | TaskResult | Drift | Upcycling
+Result = Study | Bench | TaskResult | Drift
 T = TypeVar("T")
 
 
@@ -31,7 +32,7 @@ def write_result(result: Result, path: Path | str) -> Path:
     """Write a result as JSON, whole or not at all (a temporary file in the same folder, then a rename)."""
     path = Path(path)
     kind = next(name for name, cls in KINDS.items() if isinstance(result, cls))
-    document = {"kind": kind, "version": SCHEMA_VERSION, "result": dataclasses.asdict(result)}
+    document = {"kind": kind, "version": VERSIONS.get(kind, SCHEMA_VERSION), "result": dataclasses.asdict(result)}
     write_text_atomically(path, json.dumps(document, indent=1, allow_nan=False) + "\n")
     return path
 
@@ -56,26 +57,33 @@ def read_result(path: Path | str, cls: type[T]) -> T:
     Raises:
         ResultsError: no such file, not JSON, another kind, another version, or a field missing, unknown or mistyped.
     """
-    path = Path(path)
+    kind, version, result = read_document(path)
+    expected = next(name for name, known in KINDS.items() if known is cls)
+    if kind != expected:
+        raise ResultsError(f"{path}: holds a result of kind {kind!r}, expected {expected!r}; name another file")
+    newest = VERSIONS.get(kind, SCHEMA_VERSION)
+    if version != newest:
+        older = version == SCHEMA_VERSION
+        advice = f"convert it with difftransformer report {path}" if older else "use the release that wrote it"
+        raise ResultsError(f"{path}: results version {version!r}, this release reads version {newest}; {advice}")
+    return build(cls, result, source=str(path), error=ResultsError)
+
+
+def read_document(path: Path | str) -> tuple[str, Any, Any]:
+    """Read kind, version and plain data of a results file.
+
+    Raises:
+        ResultsError: no such file, or not a results file.
+    """
     try:
-        document = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_with_current_keys)
+        document = json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=_with_current_keys)
     except FileNotFoundError:
         raise ResultsError(f"{path}: no such results file; name a results.json that a command wrote") from None
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ResultsError(f"{path}: not a results file ({error}); run the command that wrote it again") from None
     if not isinstance(document, dict) or not {"kind", "version", "result"} <= document.keys():
         raise ResultsError(f"{path}: not a results file (no kind, version and result); name one that a command wrote")
-    expected = next(name for name, known in KINDS.items() if known is cls)
-    if document["kind"] != expected:
-        raise ResultsError(
-            f"{path}: holds a result of kind {document['kind']!r}, expected {expected!r}; name another file"
-        )
-    if document["version"] != SCHEMA_VERSION:
-        raise ResultsError(
-            f"{path}: results version {document['version']!r}, this release reads version {SCHEMA_VERSION}; "
-            "run the command again or use the release that wrote it"
-        )
-    return build(cls, document["result"], source=str(path), error=ResultsError)
+    return document["kind"], document["version"], document["result"]
 
 
 def _with_current_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

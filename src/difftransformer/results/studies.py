@@ -1,84 +1,10 @@
-"""Results of training and of studies: one model's evaluations, runs, comparisons, upcycling."""
+"""Results of studies: runs with their evaluations, comparisons, upcycling."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from .base import Cities, Environment, Form, Segment
-
-
-@dataclass(frozen=True, kw_only=True)
-class DocumentNll:
-    """Summed loss of one evaluation window: the unit of the bootstrap."""
-
-    nll_nats: float
-    tokens: int
-    bytes: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class PositionBucket:
-    """Mean loss of the targets at positions start_tokens <= t < end_tokens of a window."""
-
-    start_tokens: int
-    end_tokens: int
-    nll_nats_per_token: float
-    tokens: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class NllResult:
-    """Validation loss of one model."""
-
-    nll_nats_per_token: float
-    bits_per_byte: float
-    tokens: int
-    bytes: int
-    context_tokens: int
-    by_position: list[PositionBucket]
-    documents: list[DocumentNll]
-
-
-@dataclass(frozen=True, kw_only=True)
-class NeedleCell:
-    """Exact answers in one cell of the needle grid. `depth` is the answer's place, 0 (start) to 1 (end)."""
-
-    length_tokens: int
-    depth: float
-    needles: int
-    asked: int
-    cities: Cities
-    correct: int
-    trials: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class NeedleResult:
-    """Multi-needle retrieval: every needle asked for is one trial, right when all its digits are."""
-
-    digits: int
-    chance: float
-    cells: list[NeedleCell]
-
-
-@dataclass(frozen=True, kw_only=True)
-class AllocationShare:
-    """Mean share of attention that the last prompt token gives to a segment, over heads, layers and documents."""
-
-    depth: float
-    form: Form
-    segment: Segment
-    share: float
-    standard_error: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class AllocationResult:
-    """Attention allocation (arXiv:2410.05258, Figure 1 and Table 3), in three forms of a signed map."""
-
-    length_tokens: int
-    needles: int
-    documents: int
-    shares: list[AllocationShare]
+from .base import Environment
+from .tasks import TaskResult
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +17,7 @@ class Curve:
 
 @dataclass(frozen=True, kw_only=True)
 class RunResult:
-    """One trained model with its training curves and evaluations."""
+    """One trained model with its training curves and its evaluations, by their names in the recipe."""
 
     model: str
     seed: int
@@ -102,14 +28,12 @@ class RunResult:
     lambda_values: list[list[float]]
     train_tokens: int
     train_seconds: float
-    nll: NllResult
-    needle: NeedleResult | None
-    allocation: AllocationResult | None
+    evaluations: dict[str, TaskResult]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSummary:
-    """What a model is and what it costs by formula. `label` is the name that a report prints."""
+    """A model's size and its cost by formula. `label` is the name that a report prints."""
 
     model: str
     label: str
@@ -121,7 +45,7 @@ class ModelSummary:
 
 @dataclass(frozen=True, kw_only=True)
 class CostRow:
-    """What a model costs. Measured figures are None where nothing was measured (a size known by formula only)."""
+    """A model's cost. Measured figures are None where nothing was measured (a size known by formula only)."""
 
     model: str
     label: str
@@ -164,18 +88,28 @@ class PairedDifference:
 
 @dataclass(frozen=True, kw_only=True)
 class MetricComparison:
-    """One row of the comparison table. `better` says which direction is an improvement."""
+    """One row of a study's table of metrics.
 
+    Attributes:
+        task: Name of the evaluation in the recipe.
+        metric: Name for tables and sentences.
+        unit: Unit of the values.
+        better: The direction that is an improvement.
+        models: Each model's mean over seeds.
+        differences: Each model minus the study's last one.
+    """
+
+    task: str
     metric: str
     unit: str
     better: Literal["lower", "higher"]
     models: dict[str, Statistic]
-    difference: PairedDifference
+    differences: dict[str, PairedDifference]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
-    """What `compare` measured: `models[0]` against `models[1]`, on the same batches for each seed."""
+class Study:
+    """Models trained on the same batches for each seed, and evaluated alike. The last model is the reference."""
 
     name: str
     command: str
@@ -184,36 +118,29 @@ class Comparison:
     recipe: dict[str, Any]
     seeds: list[int]
     models: list[ModelSummary]
-    baselines: list[BaselineNll]
     runs: list[RunResult]
-    costs: list[CostRow]
     metrics: list[MetricComparison]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evaluation:
-    """What `eval` measured on one checkpoint."""
+class Comparison(Study):
+    """The result of `compare`: a model against its same-size twin."""
 
-    checkpoint: str
-    command: str
-    created: str
-    environment: Environment
-    nll: NllResult | None
-    needle: NeedleResult | None
-    allocation: AllocationResult | None
+    baselines: list[BaselineNll]
+    costs: list[CostRow]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Drift:
-    """How far a converted model is from its source, both in fp32 and with the attention written out.
+    """The distance of a converted model from its source, both in fp32 and with the attention written out.
 
     Attributes:
         tokens: Positions compared.
-        largest_logit_difference: Over all positions and the whole vocabulary.
+        largest_logit_difference: The largest over all positions and the whole vocabulary.
         largest_logit: The largest absolute logit of the source, for scale.
-        mean_kl_nats: Kullback-Leibler divergence of the next token's distribution, source to result, a token.
+        mean_kl_nats: Kullback-Leibler divergence of the next token's distribution, source to result, averaged over tokens.
         greedy_tokens: Length of the greedy continuations compared, with each model's own kernels.
-        greedy_same_tokens: How many of them, from the first, are the same.
+        greedy_same_tokens: Number of them, from the first, that are the same.
     """
 
     tokens: int
@@ -225,22 +152,17 @@ class Drift:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Upcycling:
-    """What `upcycle --train` measured: one pretrained model, trained on as it was and in each differential form.
+class Upcycling(Study):
+    """The result of `upcycle --train`: one pretrained model, trained on in each differential form and unconverted.
 
-    `models[-1]` is the unconverted one, `before` its evaluation before the training, and `differences` compares every other
-    model's end with its end.
+    Attributes:
+        source: Name of the pretrained model.
+        added_parameters: Parameters that a form has beyond the unconverted model.
+        drift: Distance of each form from the source before the training.
+        before: Evaluations of the unconverted model before the training.
     """
 
-    name: str
-    command: str
-    created: str
-    environment: Environment
-    recipe: dict[str, Any]
     source: str
-    models: list[ModelSummary]
     added_parameters: dict[str, int]
     drift: dict[str, Drift]
-    before: Evaluation
-    runs: list[RunResult]
-    differences: dict[str, list[MetricComparison]]
+    before: dict[str, TaskResult]

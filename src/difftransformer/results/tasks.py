@@ -1,4 +1,4 @@
-"""Results of single tasks on any saved model."""
+"""Results of single tasks."""
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -8,7 +8,7 @@ from .base import Environment
 
 @dataclass(frozen=True, kw_only=True)
 class ModelIdentity:
-    """Which model was asked. `sha256` is of its configuration, weights and tokenizer files, in the order of their names.
+    """The model that was asked. `sha256` covers its configuration, weights and tokenizer files, in the order of their names.
 
     `kernels` is its attn_implementation: "difftransformer" where attention went through this package's op.
     """
@@ -23,13 +23,13 @@ class ModelIdentity:
 
     @property
     def fingerprint(self) -> str:
-        """Of all that its answers depend on: those of one fingerprint stand for each other."""
+        """Everything that its answers depend on: answers of models with equal fingerprints are interchangeable."""
         return f"{self.sha256} {self.dtype} {self.kernels}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataIdentity:
-    """On what. `sha256` is of the requests, which hold all that the model was shown."""
+    """The data. `sha256` is that of the requests, which hold everything that the model was shown."""
 
     name: str
     sha256: str
@@ -59,7 +59,7 @@ class Measurement:
 
 @dataclass(frozen=True, kw_only=True)
 class ItemScore:
-    """What one item adds to the measurement `name`: the unit on which two models are paired.
+    """The contribution of one item to the measurement `name`: the unit on which two models are paired.
 
     The measurement is the sum of scores over the sum of weights.
     """
@@ -72,7 +72,7 @@ class ItemScore:
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """Rows of numbers that a picture shows, too many to be figures in a table. `at` says where, as a measurement's does.
+    """Rows of numbers that a picture shows, too many to be figures in a table. `at` is that of a measurement.
 
     Rows may differ in length. `labels` name rows and columns where they are the same things, such as the tokens of a prompt.
     """
@@ -85,9 +85,9 @@ class Grid:
 
 @dataclass(frozen=True, kw_only=True)
 class TaskResult:
-    """What `eval TASK` measured on one model.
+    """The result of a task on one model.
 
-    `options` are those of the task, `choices` what the paper leaves open and how it was settled here.
+    `options` are those of the task. `choices` say what the paper leaves open and how it was settled here.
     """
 
     task: str
@@ -102,3 +102,34 @@ class TaskResult:
     measurements: list[Measurement]
     items: list[ItemScore]
     grids: list[Grid] = field(default_factory=list)
+
+
+def headlines(result: TaskResult) -> list[Measurement]:
+    """Return the figures that stand for a result: those with a better direction, each where it covers most of the data."""
+    rows = [row for row in result.measurements if row.better is not None and not row.detail]
+    fewest = {name: min(len(row.at) for row in rows if row.name == name) for name in {row.name for row in rows}}
+    return [row for row in rows if len(row.at) == fewest[row.name]]
+
+
+def title_of(row: Measurement, result: TaskResult) -> str:
+    """Return the name of a figure for tables and sentences, such as "validation loss" or "needle accuracy (seen cities)"."""
+    if row.unit in ("nats/token", "bits/byte") and row.name in ("nll", "bits per byte"):
+        return f"{result.data.name} loss"
+    words = [
+        f"{value} {place}" if isinstance(value, str) else f"{place.removesuffix('_tokens')} {value}"
+        for place, value in row.at.items()
+    ]
+    name = f"{result.task} {row.name}" if row.name == "accuracy" else row.name
+    return name + (f" ({', '.join(words)})" if words else "")
+
+
+def summary_rows(result: TaskResult) -> list[tuple[str, str]]:
+    """Return name and value of every figure of a result but its details, for a terminal or a model card."""
+    rows = []
+    for row in result.measurements:
+        if row.detail:
+            continue
+        unit = "" if row.unit == "share" else f", {row.unit}"
+        count = f" ({round(row.value * row.n)} of {row.n})" if row.low is not None else ""
+        rows.append((title_of(row, result) + unit, f"{row.value:.4f}{count}"))
+    return rows

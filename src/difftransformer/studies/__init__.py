@@ -5,10 +5,11 @@ from typing import TYPE_CHECKING
 from .._lazy import lazy_names
 
 if TYPE_CHECKING:
-    from .comparison import compare, compare_metrics
+    from .comparison import compare
+    from .evaluation import draw_tasks, evaluate_checkpoint
     from .jobs import Job
     from .recipe import CompareConfig, Recipe, load_recipe, recipe_dict, recipe_from, save_recipe
-    from .run import evaluate_run, start_run, train_run
+    from .run import start_run, train_run
     from .upcycling import upcycling_study
 
 __getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -68,7 +68,7 @@ class Job:
         return lines[-1] if lines else "no message"
 
 
-def run_jobs(jobs: Sequence[Job], *, at_once: int, watch: Callable[[Sequence[Job]], None]) -> None:
+def run_jobs(jobs: Sequence[Job], *, at_once: int, progress: Callable[[Sequence[Job]], None]) -> None:
     """Run jobs, `at_once` at a time, until all are done.
 
     Raises:
@@ -106,7 +106,7 @@ def run_jobs(jobs: Sequence[Job], *, at_once: int, watch: Callable[[Sequence[Job
                     raise DiffTransformerError(f"{job.label}: {job.failure()} (see {job.folder / LOG_FILE})")
                 else:
                     job.done, job.step = True, job.steps
-            watch(jobs)
+            progress(jobs)
         if stop["asked"]:
             _end(running)
             saved = [path for job in jobs for path in checkpoints(job.folder)[-1:]]

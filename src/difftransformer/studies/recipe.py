@@ -2,6 +2,9 @@
 
 import dataclasses
 import json
+import re
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,7 +13,7 @@ import yaml
 
 from ..data import DataConfig
 from ..errors import ConfigError, DataError
-from ..evals import EvaluationConfig
+from ..evals.tasks import task_kind
 from ..model import DiffTransformerConfig, preset
 from ..results import write_text_atomically
 from ..train import TrainingConfig
@@ -20,8 +23,62 @@ FROM_TOKENIZER = ("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id")
 
 
 @dataclass(frozen=True, kw_only=True)
+class TaskSpec:
+    """A task with its options, in a recipe or a suite.
+
+    Attributes:
+        task: Name of the task.
+        label: Name in the report and of its files; the task's name by default.
+        options: Fields of the task's Options; the others keep their defaults.
+    """
+
+    task: str
+    label: str = ""
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """The label, or the task."""
+        return self.label or self.task
+
+    def built(self) -> Any:
+        """Return the task's options.
+
+        Raises:
+            ConfigError: no such task, or options that it does not take.
+        """
+        try:
+            cls = task_kind(self.task).options
+        except ConfigError as error:
+            raise ConfigError(f"{self.name}: {error}") from None
+        return build(cls, self.options, source="", key=self.name, error=ConfigError)
+
+
+def check_specs(specs: Sequence[TaskSpec]) -> None:
+    """Refuse tasks that share a name, names that cannot name files, and options that a task does not take.
+
+    Raises:
+        ConfigError: one of these.
+    """
+    for name, count in Counter(spec.name for spec in specs).items():
+        if count > 1:
+            raise ConfigError(f"{name!r} stands twice; give labels")
+        if not re.fullmatch(r"[\w.-]+( [\w.-]+)*", name):
+            raise ConfigError(f"label {name!r}: it names files; use letters, digits, points, hyphens and spaces")
+    for spec in specs:
+        spec.built()
+
+
+def _validation_loss(**options: Any) -> TaskSpec:
+    return TaskSpec(
+        task="perplexity",
+        options={"text": "validation", "windows": 64, "spread": True, "position_buckets": 8} | options,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class CompareConfig:
-    """What `compare` trains.
+    """The models that `compare` trains.
 
     Attributes:
         models: Attention types; the first is compared with the second.
@@ -45,12 +102,13 @@ class Recipe:
     """Everything that a command needs to know.
 
     Attributes:
-        name: For titles and default folders.
+        name: Name for titles and default folders.
         model: Fields of DiffTransformerConfig, and optionally `preset`, whose fields come first. Heads describe the
             same-size Transformer. vocab_size comes from the tokenizer.
         data: Text, tokenizer, split.
         training: Steps, batches, optimiser.
-        evaluation: Which evaluations, how large.
+        evaluation: Tasks that a trained model is evaluated with.
+        evaluation_batch_tokens: Largest number of tokens in a batch of an evaluation.
         compare: Models, seeds, jobs.
         start_from: Folder of a saved model of this package whose weights training starts from; `model` is then empty.
     """
@@ -59,11 +117,18 @@ class Recipe:
     model: dict[str, Any]
     data: DataConfig
     training: TrainingConfig
-    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    evaluation: list[TaskSpec] = field(default_factory=lambda: [_validation_loss()])
+    evaluation_batch_tokens: int = 16_384
     compare: CompareConfig = field(default_factory=CompareConfig)
     start_from: str | None = None
 
     def __post_init__(self) -> None:
+        try:
+            check_specs(self.evaluation)
+        except ConfigError as error:
+            raise ConfigError(f"evaluation.{error}") from None
+        if self.evaluation_batch_tokens < 1:
+            raise ConfigError(f"evaluation_batch_tokens={self.evaluation_batch_tokens}: give at least 1")
         if self.start_from is None:
             self.model_config(vocab_size=1)  # impossible models are refused when the recipe is read
         elif self.model:
@@ -184,9 +249,19 @@ def read_mapping(path: Path | str, shipped: dict[str, Path], expected: str) -> d
 
 
 def recipe_from(document: dict[str, Any], *, source: str) -> Recipe:
-    """Build a recipe from plain data; `source` is what messages call it."""
+    """Build a recipe from plain data; messages begin with `source`."""
+    old = document.get("evaluation")
     try:
-        return build(Recipe, document, source=source, error=ConfigError)
+        if not isinstance(old, dict):
+            return build(Recipe, document, source=source, error=ConfigError)
+        rest = {key: value for key, value in document.items() if key != "evaluation"}
+        if "batch_tokens" in old:
+            rest["evaluation_batch_tokens"] = old["batch_tokens"]
+        recipe = build(Recipe, rest, source=source, error=ConfigError)
+        try:
+            return dataclasses.replace(recipe, evaluation=_of_first_release(old, recipe.training.context_tokens))
+        except ConfigError as error:
+            raise ConfigError(f"{source}: {error}") from None
     except DataError as error:
         raise ConfigError(f"{source}: {error}") from None
 
@@ -210,17 +285,68 @@ def _plain(value: Any) -> Any:
 
 
 def _override(document: dict[str, Any], override: str) -> None:
-    key, separator, value = override.partition("=")
+    key, separator, text = override.partition("=")
     if not separator:
         raise ConfigError(f"--set {override}: expected KEY=VALUE, such as training.steps=100")
-    *parents, last = key.split(".")
-    place = document
-    for parent in parents:
-        inner = place.setdefault(parent, {})
-        if not isinstance(inner, dict):
-            raise ConfigError(f"--set {override}: {parent} is not a mapping in the recipe")
-        place = inner
     try:
-        place[last] = yaml.safe_load(value)
+        value = yaml.safe_load(text)
     except yaml.YAMLError:
         raise ConfigError(f"--set {override}: the value is not valid YAML") from None
+    *parents, last = key.split(".")
+    place: Any = document
+    if isinstance(specs := document.get("evaluation"), list) and parents[:1] == ["evaluation"]:
+        place, parents = _task_options(specs, [*parents[1:], last][0], override), parents[2:]
+        if key.count(".") == 1:
+            if value is not None:
+                raise ConfigError(f"--set {override}: give null to leave a task out, or name one of its options")
+            specs[:] = [spec for spec in specs if spec.get("options") is not place]
+            return
+    for parent in parents:
+        place = place.setdefault(parent, {})
+        if not isinstance(place, dict):
+            raise ConfigError(f"--set {override}: {parent} is not a mapping in the recipe")
+    place[last] = value
+
+
+def _task_options(specs: list[Any], name: str, override: str) -> dict[str, Any]:
+    """Return the options of the task of that name, as evaluation.needle.documents=50 means them."""
+    named = {spec.get("label") or spec.get("task"): spec for spec in specs if isinstance(spec, dict)}
+    if name not in named:
+        raise ConfigError(
+            f"--set {override}: the recipe has no evaluation {name!r}; it has {', '.join(map(str, named))}"
+        )
+    options: dict[str, Any] = named[name].setdefault("options", {})
+    return options
+
+
+_DOCUMENTS = {"depths": [0.0, 0.25, 0.5, 0.75, 1.0], "documents": 20, "digits": 7, "seed": 0}
+_FIRST_RELEASE: dict[str, dict[str, Any]] = {
+    "nll": {"windows": 64, "position_buckets": 8},
+    "needle": {"lengths_tokens": [], "needles": [[1, 1], [2, 1], [4, 1]], **_DOCUMENTS},
+    "allocation": {"length_tokens": None, "needles": 4, **_DOCUMENTS},
+}
+"""The evaluations of a recipe of release 0.1.0 with their defaults."""
+
+
+def _of_first_release(old: dict[str, Any], context_tokens: int) -> list[TaskSpec]:
+    """Return the tasks that the `evaluation` of a recipe of release 0.1.0 means."""
+    specs = []
+    for name, given in ({"nll": {}} | old).items():
+        if name == "batch_tokens" or given is None:
+            continue
+        if name not in _FIRST_RELEASE:
+            raise ConfigError(f"evaluation.{name}: {unknown_key(name, [*_FIRST_RELEASE, 'batch_tokens'])}")
+        if not isinstance(given, dict):
+            raise ConfigError(f"evaluation.{name}: expected a mapping, got {given!r}")
+        for key in given:
+            if key not in _FIRST_RELEASE[name]:
+                raise ConfigError(f"evaluation.{name}.{key}: {unknown_key(key, _FIRST_RELEASE[name])}")
+        options = {key.removesuffix("_tokens"): value for key, value in (_FIRST_RELEASE[name] | given).items()}
+        if name == "nll":
+            specs.append(_validation_loss(**options, window=context_tokens))
+            continue
+        if name == "allocation":
+            options["length"] = options["length"] or context_tokens
+        kind = "apart" if name == "needle" else "seen"
+        specs.append(TaskSpec(task=name, options=options | {"text": "validation", "cities": kind, "paired": False}))
+    return specs

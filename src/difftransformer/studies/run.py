@@ -9,29 +9,28 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
 from ..data import Shards, prepare_shards
-from ..errors import EXIT_ERROR, EXIT_INTERRUPTED, CheckpointError, ConfigError, DiffTransformerError, ResultsError
-from ..evals import evaluate
+from ..errors import EXIT_ERROR, EXIT_INTERRUPTED, CheckpointError, ConfigError, DiffTransformerError
+from ..evals.engine import Task
 from ..hub import open_model
 from ..model import DiffTransformerForCausalLM
-from ..results import Evaluation, read_result, write_result
+from ..results import TaskResult
 from ..train import Interrupted, checkpoints, train
 from ..train.run_summary import RECIPE_FILE
-from .environment import command_line, environment, now
+from .evaluation import EVALUATIONS, evaluate_checkpoint, evaluations_folder, found_results
 from .recipe import Recipe, load_recipe, recipe_dict, save_recipe
-
-EVALUATION_FILE = "evals/results.json"
 
 
 def start_run(folder: Path, recipe: Recipe) -> None:
-    """Put a recipe into a run folder; a folder with checkpoints goes on if its recipe trains the same.
+    """Put a recipe into a run folder; a run in a folder with checkpoints continues if its recipe trains the same.
 
     Raises:
-        CheckpointError: the folder holds a run of another recipe; the message names the first difference.
+        CheckpointError: The folder holds a run of another recipe; the message names the first difference.
     """
     path = folder / RECIPE_FILE
     if not path.exists() or not checkpoints(folder):
@@ -48,11 +47,12 @@ def start_run(folder: Path, recipe: Recipe) -> None:
     if before != after:
         save_recipe(recipe, path)
     if before["evaluation"] != after["evaluation"]:
-        (folder / EVALUATION_FILE).unlink(missing_ok=True)
+        for answers in folder.glob(f"{EVALUATIONS}/*/*.answers.jsonl"):  # to other questions
+            answers.unlink()
 
 
 def train_run(folder: Path, recipe: Recipe, shards: Shards, **options: object) -> DiffTransformerForCausalLM:
-    """Train the recipe's model in a run folder, or go on where it was stopped."""
+    """Train the recipe's model in a run folder, or continue where it was stopped."""
     tokenizer = shards.tokenizer
     start = None if recipe.start_from is None else open_model(recipe.start_from, model_type="difftransformer")
     if start is not None and start.config.vocab_size < tokenizer.vocab_size:
@@ -69,37 +69,14 @@ def train_run(folder: Path, recipe: Recipe, shards: Shards, **options: object) -
     return train(recipe.training, config, shards, folder, start=start, **options)  # type: ignore[arg-type]
 
 
-def found_evaluation(folder: Path) -> Evaluation | None:
-    """The evaluation of a run's newest checkpoint, if there is one that can be read."""
-    try:
-        found = read_result(folder / EVALUATION_FILE, Evaluation)
-    except ResultsError:
-        return None
-    return found if found.checkpoint == checkpoints(folder)[-1].name else None
+def run_results(folder: Path, recipe: Recipe, tasks: Mapping[str, Task]) -> dict[str, TaskResult]:
+    """Return the results of a run's newest checkpoint that are there."""
+    return found_results(evaluations_folder(checkpoints(folder)[-1]), recipe, tasks)
 
 
-def evaluate_run(folder: Path, recipe: Recipe, shards: Shards, model: DiffTransformerForCausalLM | None) -> Evaluation:
-    """Evaluate a run's newest checkpoint, or read the evaluation that is there."""
-    if found := found_evaluation(folder):
-        return found
-    checkpoint = checkpoints(folder)[-1]
-    measured = evaluate(
-        model or open_model(checkpoint, model_type="difftransformer"),
-        shards,
-        recipe.evaluation,
-        context_tokens=recipe.training.context_tokens,
-    )
-    result = Evaluation(
-        checkpoint=checkpoint.name,
-        command=command_line(),
-        created=now(),
-        environment=environment(),
-        nll=measured.nll,
-        needle=measured.needle,
-        allocation=measured.allocation,
-    )
-    write_result(result, folder / EVALUATION_FILE)
-    return result
+def is_done(folder: Path, recipe: Recipe, tasks: Mapping[str, Task]) -> bool:
+    """Whether a run is trained and has every result of its recipe."""
+    return is_trained(folder, recipe) and len(run_results(folder, recipe, tasks)) == len(recipe.evaluation)
 
 
 def is_trained(folder: Path, recipe: Recipe) -> bool:
@@ -116,8 +93,10 @@ def main(arguments: list[str]) -> int:
     try:
         recipe = load_recipe(folder / RECIPE_FILE)
         shards = prepare_shards(recipe.data)
-        model = None if is_trained(folder, recipe) else train_run(folder, recipe, shards)
-        evaluate_run(folder, recipe, shards, model)
+        if not is_trained(folder, recipe):
+            train_run(folder, recipe, shards)
+        newest = checkpoints(folder)[-1]
+        evaluate_checkpoint(newest, recipe, shards, evaluations_folder(newest))
     except Interrupted as stopped:
         sys.stderr.write(f"{stopped}\n")
         return EXIT_INTERRUPTED

@@ -1,51 +1,19 @@
 """Several tasks on several models, as a preset lists them; every result is a file of its own."""
 
 import dataclasses
-import re
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ..errors import ConfigError, DiffTransformerError, ResultsError
 from ..evals.engine import Progress
-from ..evals.tasks import task_kind
 from ..hub import OpenedModel, open_language_model
 from ..model.dtypes import WeightsDtype
 from ..results import TaskResult, read_result
 from ..typed import build
-from .recipe import read_mapping, shipped_recipes
+from .recipe import TaskSpec, check_specs, read_mapping, shipped_recipes
 from .tasks import evaluate_task
-
-
-@dataclass(frozen=True, kw_only=True)
-class SuiteTask:
-    """One task of a suite.
-
-    Attributes:
-        task: Name of the task.
-        label: Name in the report and of the files; the task's name by default.
-        options: Fields of the task's Options; the others keep their defaults.
-    """
-
-    task: str
-    label: str = ""
-    options: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def name(self) -> str:
-        """The label, or the task's name."""
-        return self.label or self.task
-
-    def built(self) -> Any:
-        """Build the task's options.
-
-        Raises:
-            ConfigError: There is no such task, or it does not take one of the options.
-        """
-        return build(task_kind(self.task).options, self.options, source=self.name, error=ConfigError)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,19 +26,12 @@ class Suite:
     """
 
     name: str
-    tasks: list[SuiteTask]
+    tasks: list[TaskSpec]
 
     def __post_init__(self) -> None:
-        twice = [name for name, count in Counter(task.name for task in self.tasks).items() if count > 1]
-        if not self.tasks or twice:
-            raise ConfigError(
-                f"tasks: {twice[0]!r} is given twice; give labels" if twice else "tasks: give at least one"
-            )
-        for task in self.tasks:
-            if not re.fullmatch(r"[\w.-]+( [\w.-]+)*", task.name):
-                raise ConfigError(
-                    f"label {task.name!r}: it names files; use letters, digits, points, hyphens and spaces"
-                )
+        if not self.tasks:
+            raise ConfigError("tasks: give at least one")
+        check_specs(self.tasks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,10 +50,7 @@ def load_suite(preset: str) -> Suite:
         ConfigError: There is no such file, task or option.
     """
     document = read_mapping(preset, shipped_recipes("suites"), "a suite is a mapping with name and tasks")
-    suite = build(Suite, document, source=preset, error=ConfigError)
-    for task in suite.tasks:
-        task.built()
-    return suite
+    return build(Suite, document, source=preset, error=ConfigError)
 
 
 def run_suite(
@@ -155,7 +113,7 @@ def run_suite(
     return found, missing
 
 
-def _found(path: Path, task: SuiteTask, model: OpenedModel) -> TaskResult | None:
+def _found(path: Path, task: TaskSpec, model: OpenedModel) -> TaskResult | None:
     try:
         result = read_result(path, TaskResult)
     except ResultsError:

@@ -3,21 +3,41 @@
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from ..evals.engine import Progress, no_progress, run_task
+from ..data import prepare_shards
+from ..evals.engine import Progress, Task, no_progress, run_task
+from ..evals.prompts.texts import Setting
 from ..evals.requests import requests_sha256
 from ..evals.tasks import task_kind
 from ..hub import OpenedModel
 from ..results import DataIdentity, TaskResult, write_result
+from ..train.run_summary import RECIPE_FILE
 from .environment import command_line, environment, now
+from .recipe import load_recipe
+
+
+def setting_of(model: OpenedModel) -> Setting:
+    """Return what tasks are drawn for: a model of a run knows the text that the run held out."""
+    path = Path(model.identity.name)
+    run = path.parent.parent if path.parent.name == "checkpoints" else path
+    recipe = run / RECIPE_FILE
+    return Setting(
+        tokenizer=model.language_model.tokenizer,
+        context_tokens=model.language_model.context_tokens,
+        validation=(lambda: prepare_shards(load_recipe(recipe).data).tokens("validation"))
+        if recipe.is_file()
+        else None,
+    )
 
 
 def evaluate_task(
     name: str,
-    options: object,
+    options: Any,
     model: OpenedModel,
     folder: Path,
     *,
+    task: Task | None = None,
     label: str | None = None,
     device: str = "cpu",
     progress: Progress = no_progress,
@@ -30,6 +50,7 @@ def evaluate_task(
         options: The task's `Options`.
         model: The opened model.
         folder: Folder of the results; requests that it already answers are not asked again.
+        task: The task, if it has been drawn already.
         label: Name of the files; the task's name by default. A folder may hold several results of one task.
         device: The model's device, for the record.
         progress: Called with the tokens asked and the tokens in total, then by a long judging.
@@ -42,8 +63,9 @@ def evaluate_task(
         CheckpointError: The folder holds answers of another model or to other questions.
     """
     label = label or name
-    log(f"{label}: reading data")
-    task = task_kind(name).make(options, model.language_model)
+    if task is None:
+        log(f"{label}: reading data")
+        task = task_kind(name).make(options, setting_of(model))
     scores = run_task(
         model.language_model,
         task,
@@ -55,7 +77,7 @@ def evaluate_task(
         task=name,
         model=model.identity,
         data=DataIdentity(name=task.data_name, sha256=requests_sha256(task.requests), requests=len(task.requests)),
-        options=dataclasses.asdict(options),  # type: ignore[call-overload]
+        options=dataclasses.asdict(options),
         choices=list(task.choices),
         seed=int(getattr(options, "seed", 0)),
         command=command_line(),

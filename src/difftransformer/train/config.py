@@ -126,7 +126,7 @@ class TrainingConfig:
                 raise ConfigError(f"{name}={getattr(self, name)}: give at least 1")
         if self.seed < 0:
             raise ConfigError(f"seed={self.seed}: give 0 or more")
-        check_context_stages(self.context_stages, self.batch_tokens, parts=self.accumulation)
+        check_context_stages(self.context_stages, self.batch_tokens, parts=self.accumulation, divisor="accumulation")
 
     @property
     def context_tokens(self) -> int:

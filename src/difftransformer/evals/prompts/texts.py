@@ -1,4 +1,8 @@
-"""A text from any source as one stream of a model's tokens."""
+"""What a task is drawn for: a tokenizer, a context, and text of any source as one stream of tokens."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -7,26 +11,52 @@ from ...data import Tokenizer, read_documents
 from ...errors import DataError
 
 HAYSTACK_TOKENS = 2**20
-"""Tokens of the text in which needles are hidden: more than one document takes, and read within seconds."""
+"""Tokens of a text in which needles are hidden: more than any one document takes, and read in seconds."""
+
+VALIDATION = "validation"
+"""The source that stands for the text which a run held out from training."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What a task knows of the model before it asks it anything.
+
+    Attributes:
+        tokenizer: Text to token ids.
+        context_tokens: Tokens of a row where the task's options name none.
+        validation: Return the tokens of the text that the model's run held out; None where no run is known.
+    """
+
+    tokenizer: Tokenizer
+    context_tokens: int
+    validation: Callable[[], Any] | None = None
 
 
 def token_stream(
-    tokenizer: Tokenizer, source: str, at_least: int = 0, *, enough: int | None = None
+    setting: Setting, source: str, at_least: int = 0, *, enough: int | None = None
 ) -> npt.NDArray[np.int64]:
-    """Concatenate the first documents of a source (see `read_documents`), each followed by the end-of-text token.
+    """Concatenate the first documents of a source, each followed by the end of text.
 
-    Stop after `enough` tokens; None reads the whole source.
+    The source is one of `read_documents`, of which no more than about `enough` tokens are read (None reads all of it); or
+    `validation`, the held-out text of the setting, which is always returned whole.
 
     Raises:
         DataError: The source cannot be read, or has fewer than `at_least` tokens.
     """
     parts, count = [], 0
-    for document in read_documents(source):
-        ids = [*tokenizer.encode(document.text), tokenizer.end_of_text]
-        parts.append(np.asarray(ids, np.int64))
-        count += len(ids)
-        if enough is not None and count >= enough:
-            break
+    if source == VALIDATION:
+        if setting.validation is None:
+            raise DataError(
+                "text=validation: only a run's folder tells which text was held out; name a run, or another text"
+            )
+        parts, count = [np.asarray(setting.validation()[:]).astype(np.int64)], len(setting.validation())
+    else:
+        for document in read_documents(source):
+            ids = [*setting.tokenizer.encode(document.text), setting.tokenizer.end_of_text]
+            parts.append(np.asarray(ids, np.int64))
+            count += len(ids)
+            if enough is not None and count >= enough:
+                break
     if count < at_least:
         raise DataError(f"{source}: {count} tokens, and {at_least} are needed; name a longer text or ask for less")
     return np.concatenate(parts)

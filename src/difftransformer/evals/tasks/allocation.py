@@ -11,11 +11,8 @@ weights of all heads and layers of the last prompt token are added up by segment
     positive    sum of max(w, 0) / sum of all max(w, 0)
 
 For softmax attention the three agree.
-
-`evaluate_allocation` asks a model that was trained here, on its own validation text. `make` asks any model, on any text.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,18 +23,17 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from ...data import CITIES_SEEN, CITIES_UNSEEN, NeedleQuestion, Shards, Tokenizer, evaluation_document
+from ...data import NeedleQuestion
 from ...errors import ConfigError
 from ...plots.curves import labels, select
 from ...plots.heat_map import heat_map, matrix
 from ...plots.style import ACCURACY_COLOURS, COLOURS, INK, WIDTH_INCHES, legend_above
-from ...results import AllocationResult, AllocationShare, Form, Grid, ItemScore, Measurement, Segment, TaskResult
-from ..config import AllocationConfig
+from ...results import Form, Grid, ItemScore, Measurement, Segment, TaskResult
 from ..engine import Scores
 from ..probes import FORMS, LastRow, ProbeTask
-from ..prompts.texts import HAYSTACK_TOKENS, token_stream
+from ..prompts.haystack import Kind, check_documents, draw_documents
+from ..prompts.texts import HAYSTACK_TOKENS, VALIDATION, Setting, token_stream
 from ..registry import TaskKind, register
-from ..requests import LanguageModel
 from ..scores import details, mean
 
 SEGMENTS: tuple[Segment, ...] = ("first", "before", "answer", "after", "query")
@@ -47,7 +43,7 @@ def segment_shares(sums: Any) -> dict[Form, list[float]]:
     """Shares of one document by form and segment, over all heads and layers.
 
     Args:
-        sums: `probes.last_row.row_sums` of the last prompt token: [layer][head][form][segment].
+        sums: `segments.row_sums` of the last prompt token: [layer][head][form][segment].
 
     Returns:
         For each form, the shares in the order of SEGMENTS; they sum to 1.
@@ -62,76 +58,6 @@ def edges_of(question: NeedleQuestion) -> tuple[int, ...]:
     return 0, 1, max(1, start), end, question.query_starts[0], len(question.prompts[0])
 
 
-def allocation_questions(
-    shards: Shards, config: AllocationConfig, *, context_tokens: int
-) -> dict[float, list[NeedleQuestion]]:
-    """Depth -> documents: a function of the configuration's seed and the shards, so every model gets the same.
-
-    Raises:
-        DataError: needles and question do not fit into the length.
-    """
-    length = config.length_tokens or context_tokens
-    haystack = shards.tokens("validation")
-    questions = {}
-    for depth in config.depths:
-        rng = np.random.default_rng([config.seed, length, config.needles, round(depth * 1000)])
-        questions[depth] = [
-            evaluation_document(
-                rng,
-                shards.tokenizer,
-                haystack,
-                length_tokens=length,
-                depth=depth,
-                needles=config.needles,
-                asked=1,
-                digits=config.digits,
-                cities=CITIES_SEEN,
-            )
-            for _ in range(config.documents)
-        ]
-    return questions
-
-
-def evaluate_allocation(
-    model: LanguageModel, shards: Shards, config: AllocationConfig, *, context_tokens: int
-) -> AllocationResult:
-    """Mean share of each segment over documents, with its standard error, at every depth of the answer.
-
-    Args:
-        model: The model.
-        shards: Validation text and tokenizer.
-        config: Needles, depths and documents.
-        context_tokens: Length where the configuration names none.
-
-    Raises:
-        DataError: needles and question do not fit into the length.
-    """
-    shares: list[AllocationShare] = []
-    for depth, questions in allocation_questions(shards, config, context_tokens=context_tokens).items():
-        requests = [LastRow(tuple(question.prompts[0]), edges_of(question)) for question in questions]
-        answers = dict(model.probe(requests))  # type: ignore[attr-defined]
-        documents = [segment_shares(answers[index]) for index in range(len(requests))]
-        for form in FORMS:
-            for index, segment in enumerate(SEGMENTS):
-                values = np.array([document[form][index] for document in documents])
-                error = values.std(ddof=1) / math.sqrt(len(values)) if len(values) > 1 else 0.0
-                shares.append(
-                    AllocationShare(
-                        depth=depth,
-                        form=form,
-                        segment=segment,
-                        share=float(values.mean()),
-                        standard_error=float(error),
-                    )
-                )
-    return AllocationResult(
-        length_tokens=config.length_tokens or context_tokens,
-        needles=config.needles,
-        documents=config.documents,
-        shares=shares,
-    )
-
-
 DEFAULT_LENGTH = 2048
 
 _CHOICES = [
@@ -141,8 +67,6 @@ _CHOICES = [
     "paper's bars go below zero, so that its own reading is likely the signed one.",
     "The prompt is a needle document that ends with the beginning of the needle's own sentence; that sentence is the "
     "query.",
-    f"The haystack is the first {HAYSTACK_TOKENS:,} tokens of the text named in the options.",
-    "The same needles in the same haystack stand at every depth: depths are paired, not independent.",
     "By layer and head, at the depth nearest to the middle: signed weights as they are summed (a differential head's total "
     "is 1 - lambda), absolute and positive ones over the head's own total.",
     "The paper states neither the number of needles nor the length.",
@@ -159,8 +83,12 @@ class Options:
         depths: Places of the answer, 0 (start of the context) to 1 (its end).
         documents: Documents at each depth.
         digits: Digits of a number.
-        text: The haystack: python-stdlib, a text file, a folder of them, or hf:NAME[:CONFIG][:SPLIT].
-        seed: Of places, cities and numbers.
+        text: The haystack: python-stdlib, a text file, a folder of them, hf:NAME[:CONFIG][:SPLIT], or validation for the
+            text that a run held out.
+        cities: Cities to name: all, those that training documents name (seen), or the others (unseen).
+        paired: Whether the same needles in the same haystack stand at every depth; otherwise every depth draws its own
+            documents.
+        seed: Seed of places, cities and numbers.
     """
 
     length: int | None = None
@@ -169,37 +97,32 @@ class Options:
     documents: int = 10
     digits: int = 7
     text: str = "python-stdlib"
+    cities: Kind = "all"
+    paired: bool = True
     seed: int = 0
 
     def __post_init__(self) -> None:
         if self.length is not None and self.length < 1:
             raise ConfigError(f"length={self.length}: give at least 1, or leave it out for the model's context")
-        AllocationConfig(
-            needles=self.needles, depths=self.depths, documents=self.documents, digits=self.digits, seed=self.seed
-        )
+        if self.needles < 1:
+            raise ConfigError(f"needles={self.needles}: give at least 1")
+        check_documents(self.depths, self.documents, self.digits, self.seed)
 
 
 class AllocationTask(ProbeTask):
-    """Needle documents, and where each prompt's last token looks. See `Task`."""
+    """Needle documents, and where each prompt's last token looks."""
 
-    def __init__(self, options: Options, tokenizer: Tokenizer, context_tokens: int) -> None:
-        self.options, self.data_name, self.choices = options, options.text, _CHOICES
-        haystack = token_stream(tokenizer, options.text, enough=HAYSTACK_TOKENS)
+    def __init__(self, options: Options, setting: Setting) -> None:
+        self.options, self.data_name, self.choices = options, options.text, _choices(options)
+        haystack = token_stream(setting, options.text, enough=HAYSTACK_TOKENS)
+        length = options.length or min(setting.context_tokens, DEFAULT_LENGTH)
         self._places = [(depth, document) for depth in options.depths for document in range(options.documents)]
         self.requests: list[LastRow] = []
-        for depth, document in self._places:
-            question = evaluation_document(
-                np.random.default_rng([options.seed, options.needles, document]),
-                tokenizer,
-                haystack,
-                length_tokens=options.length or min(context_tokens, DEFAULT_LENGTH),
-                depth=depth,
-                needles=options.needles,
-                asked=1,
-                digits=options.digits,
-                cities=CITIES_SEEN + CITIES_UNSEEN,
-            )
-            self.requests.append(LastRow(tuple(question.prompts[0]), edges_of(question)))
+        for depth in options.depths:
+            own = [options.seed, length, options.needles, round(depth * 1000)]
+            cell = {"length_tokens": length, "depth": depth, "needles": options.needles, "asked": 1}
+            for question in draw_documents(options, setting, haystack, [options.seed, options.needles], own, **cell):
+                self.requests.append(LastRow(tuple(question.prompts[0]), edges_of(question)))
 
     def score(self, answers: Sequence[Any]) -> Scores:
         """Shares by depth, form and segment; on the answer over all depths; by layer and head at the middle depth."""
@@ -227,6 +150,17 @@ class AllocationTask(ProbeTask):
         return Scores(measurements=measurements, items=items, grids=_by_head(sums, middle))
 
 
+def _choices(options: Options) -> list[str]:
+    part = "whole held-out text" if options.text == VALIDATION else f"first {HAYSTACK_TOKENS:,} tokens of the text"
+    return [
+        *_CHOICES,
+        f"The haystack is the {part} named in the options.",
+        "The same needles in the same haystack stand at every depth: depths are paired, not independent."
+        if options.paired
+        else "Every depth draws its own documents: depths are independent.",
+    ]
+
+
 def _by_head(answers: Sequence[Any], depth: float) -> list[Grid]:
     """Layer by head, a grid for each form and segment."""
     grids = []
@@ -249,16 +183,6 @@ def _by_head(answers: Sequence[Any], depth: float) -> list[Grid]:
     return grids
 
 
-def make(options: Options, model: LanguageModel) -> AllocationTask:
-    """The task for a model. See `AllocationTask`.
-
-    Raises:
-        DataError: needles and question do not fit into the length, or the text cannot be read.
-    """
-    return AllocationTask(options, model.tokenizer, model.context_tokens)
-
-
-_SEGMENT_COLOURS = dict(zip(SEGMENTS, (COLOURS[4], "#8c8c8c", COLOURS[0], "#c9c9c9", COLOURS[2]), strict=True))
 _SEGMENT_WORDS = {
     "first": "first token",
     "before": "context before",
@@ -266,35 +190,44 @@ _SEGMENT_WORDS = {
     "after": "context after",
     "query": "query",
 }
+_SEGMENT_COLOURS = dict(zip(SEGMENTS, (COLOURS[4], "#8c8c8c", COLOURS[0], "#c9c9c9", COLOURS[2]), strict=True))
 _BARS = ("signed", "absolute")
 _ROW_INCHES = 3.2
 
 
 def draw(results: Sequence[TaskResult]) -> tuple[str, str, Figure]:
-    """Draw bars of signed and of absolute weights and a heat map of heads, a row for each model."""
-    figure = Figure(figsize=(WIDTH_INCHES, _ROW_INCHES * len(results) + 0.6), layout="constrained")
-    axes = figure.subplots(len(results), 3, squeeze=False, gridspec_kw={"width_ratios": (1, 1, 0.9)})
+    """Draw a row for each model: bars of signed and of absolute weights, and a heat map of the heads if it was kept."""
     grids = [_grid(result) for result in results]
-    top = max(value for grid in grids for row in grid.values for value in row)
+    columns = 3 if any(grids) else 2
+    figure = Figure(figsize=(WIDTH_INCHES, _ROW_INCHES * len(results) + 0.6), layout="constrained")
+    widths = (1, 1, 0.9)[:columns]
+    axes = figure.subplots(len(results), columns, squeeze=False, gridspec_kw={"width_ratios": widths})
+    top = max((value for grid in grids if grid for row in grid.values for value in row), default=1.0)
     image: Any = None
-    for row, (result, label, grid) in enumerate(zip(results, labels(results), grids, strict=True)):
-        for ax, form in zip(axes[row], _BARS, strict=False):
+    for line, result, label, grid in zip(axes, results, labels(results), grids, strict=True):
+        for ax, form in zip(line, _BARS, strict=False):
             _bars(ax, result, form)
             ax.set_title(f"{label}: {form}", loc="left")
-        axes[row, 0].set_ylabel("share of attention")
-        image = _heads(axes[row, 2], grid, top)
-        axes[row, 2].set_title(f"{label}: answer, by head", loc="left")
+        line[0].set_ylabel("share of attention")
+        if grid:
+            image = _heads(line[2], grid, top)
+            line[2].set_title(f"{label}: answer, by head", loc="left")
+        elif columns == 3:
+            line[2].set_visible(False)
     for ax in axes[-1, :2]:
         ax.set_xlabel("depth of the answer")
-    axes[-1, 2].set_xlabel("head")
-    figure.colorbar(image, ax=list(axes[:, 2]), label="share of |weights|", fraction=0.06, pad=0.02, aspect=30)
-    legend_above(figure, [Patch(color=_SEGMENT_COLOURS[s], label=_SEGMENT_WORDS[s]) for s in SEGMENTS])
-    options, depth = results[0].options, _percent(grids[0].at["depth"])
+    options, first = results[0].options, next((grid for grid in grids if grid), None)
     caption = (
         f"Where the last prompt token looks, over all heads and layers, mean of {options['documents']} documents with "
         f"{options['needles']} needles. Signed weights of both signs cancel inside a segment, absolute ones do not; for "
-        f"softmax attention both are the same. Right: the answer's share of |weights| in each head, answer at {depth}."
+        "softmax attention both are the same."
     )
+    if first:
+        axes[-1, 2].set_xlabel("head")
+        figure.colorbar(image, ax=list(axes[:, 2]), label="share of |weights|", fraction=0.06, pad=0.02, aspect=30)
+        depth = _percent(first.at["depth"])
+        caption += f" Right: the answer's share of |weights| in each head, answer at {depth}."
+    legend_above(figure, [Patch(color=_SEGMENT_COLOURS[s], label=_SEGMENT_WORDS[s]) for s in SEGMENTS])
     return "Attention allocation", caption, figure
 
 
@@ -326,12 +259,13 @@ def _heads(ax: Axes, grid: Grid, top: float) -> Any:
     return image
 
 
-def _grid(result: TaskResult) -> Grid:
-    return next(grid for grid in result.grids if grid.at["form"] == "absolute" and grid.at["segment"] == "answer")
+def _grid(result: TaskResult) -> Grid | None:
+    found = (grid for grid in result.grids if (grid.at["form"], grid.at["segment"]) == ("absolute", "answer"))
+    return next(found, None)
 
 
 def _percent(depth: float) -> str:
     return f"{100 * depth:g} %"
 
 
-register(TaskKind(name="allocation", doc=__doc__, options=Options, make=make, draw=draw))
+register(TaskKind(name="allocation", doc=__doc__, options=Options, make=AllocationTask, draw=draw))

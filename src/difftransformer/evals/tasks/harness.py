@@ -18,8 +18,9 @@ from ...data.hub import errors_only
 from ...errors import ConfigError, EvaluationError
 from ...results import ItemScore, Measurement
 from ..engine import Scores, Task
+from ..prompts.texts import Setting
 from ..registry import TaskKind, at_least, register
-from ..requests import Answers, LanguageModel
+from ..requests import Answers
 
 RANDOM_SEED = 1234  # the default of lm-eval
 PAPER_TASKS = "arc_challenge,arc_easy,boolq,hellaswag,openbookqa,piqa,winogrande"
@@ -83,7 +84,7 @@ class Harness:
 class HarnessTask(Task):
     """Tasks of lm-eval, which asks the model by itself."""
 
-    def __init__(self, options: Options, model: LanguageModel) -> None:
+    def __init__(self, options: Options, setting: Setting) -> None:
         if importlib.util.find_spec("lm_eval") is None:
             raise EvaluationError("lm-eval is not installed; pip install 'difftransformer[eval]'")
         with _quietly():

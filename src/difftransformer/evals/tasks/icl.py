@@ -18,8 +18,9 @@ from ...plots.style import INK, note
 from ...results import ItemScore, Measurement, TaskResult
 from ..engine import Scores, Task
 from ..prompts.demonstrations import DataOptions, PromptForm, draw_items, draw_rounds
+from ..prompts.texts import Setting
 from ..registry import TaskKind, at_least, register
-from ..requests import Choice, LanguageModel
+from ..requests import Choice
 from ..scores import details, mean, proportion, single
 
 CHOICES = [
@@ -72,15 +73,15 @@ class Options(DataOptions):
 class ShotsTask(Task):
     """Test items that follow more and more demonstrations."""
 
-    def __init__(self, options: Options, model: LanguageModel) -> None:
+    def __init__(self, options: Options, setting: Setting) -> None:
         data = options.read()
         self.data_name, self.choices, self.labels = data.name, _CHOICES, data.labels
         self.draws = options.draws
         self.items = draw_items(data, options.items, options.seed)
-        form = PromptForm(model.tokenizer, data.labels, options.words())
+        form = PromptForm(setting.tokenizer, data.labels, options.words())
         draws = [draw_rounds(data, options.seed, draw) for draw in range(options.draws)]
-        room = form.room(self.items, model.context_tokens)
-        self.sizes = _sizes(options, draws, form, room, model.context_tokens)
+        room = form.room(self.items, setting.context_tokens)
+        self.sizes = _sizes(options, draws, form, room, setting.context_tokens)
         self.requests = [
             Choice(prompt, form.options)
             for at in self.sizes

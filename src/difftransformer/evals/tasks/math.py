@@ -21,8 +21,9 @@ from ..engine import Scores, Task
 from ..judges.math_answers import is_right
 from ..models.stopping import stop_tokens, text_until
 from ..prompts.chat import chat_frame
+from ..prompts.texts import Setting
 from ..registry import TaskKind, at_least, register
-from ..requests import Continuation, LanguageModel
+from ..requests import Continuation
 from ..scores import mean, mean_of_sets, proportion
 
 EXAMPLES = (
@@ -83,8 +84,8 @@ class Options:
 class MathTask(Task):
     """Problems, and how many of them a model solves."""
 
-    def __init__(self, options: Options, model: LanguageModel) -> None:
-        self.options, self.tokenizer = options, model.tokenizer
+    def __init__(self, options: Options, setting: Setting) -> None:
+        self.options, self.tokenizer = options, setting.tokenizer
         self.problems = [
             problem for source in options.sets for problem in read_math_problems(source, options.problems, options.seed)
         ]
@@ -98,10 +99,10 @@ class MathTask(Task):
             for ids in self.tokenizer.encode_batch([_prompt(options, problem) for problem in self.problems])
         ]
         for problem, request in zip(self.problems, self.requests, strict=True):
-            if len(request.prompt) + options.max_new_tokens > model.context_tokens:
+            if len(request.prompt) + options.max_new_tokens > setting.context_tokens:
                 raise DataError(
                     f"{problem.set_name}/{problem.name}: the prompt takes {len(request.prompt)} tokens and the solution up to "
-                    f"{options.max_new_tokens}, the model's context has {model.context_tokens}; lower --max_new_tokens or "
+                    f"{options.max_new_tokens}, the model's context has {setting.context_tokens}; lower --max_new_tokens or "
                     "--shots"
                 )
         self.choices = _choices(options, self.ending)

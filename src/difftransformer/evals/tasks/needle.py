@@ -2,133 +2,39 @@
 
 This is arXiv:2410.05258 section 3.3: which magic number belongs to a city?
 
-The paper states neither the haystack, the prompt of a base model, nor how two answers are scored. Here the haystack is
-validation text, the prompt ends with the start of the needle's own sentence, and every needle asked for is one trial,
-right when the greedy continuation starts with all its digits.
-
-`evaluate_needle` asks a model that was trained here, on its own validation text, and keeps cities apart that training names.
-`make` asks any model, on any text: the same needles in the same haystack are placed at every depth and length, so that what
-differs between cells is depth and length alone; and prompts share most of their tokens, which are then computed once.
+The paper states neither the haystack, the prompt of a base model, nor how two answers are scored. Here the prompt ends with
+the start of the needle's own sentence. Every needle asked for is one trial, right when the greedy continuation starts with
+all its digits.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 from matplotlib.figure import Figure
 
-from ...data import CITIES_SEEN, CITIES_UNSEEN, NeedleFormat, NeedleQuestion, Shards, Tokenizer, evaluation_document
+from ...data import NeedleFormat, NeedleQuestion
 from ...errors import ConfigError
 from ...plots.curves import labels, select
 from ...plots.heat_map import heat_map
 from ...plots.style import ACCURACY_COLOURS, INK, WIDTH_INCHES
-from ...results import Cities, ItemScore, NeedleCell, NeedleResult, TaskResult
-from ..config import NeedleConfig
+from ...results import ItemScore, Measurement, TaskResult
 from ..engine import Scores, Task
 from ..prompts.chat import chat_frame
-from ..prompts.texts import HAYSTACK_TOKENS, token_stream
+from ..prompts.haystack import CITIES, Kind, check_documents, draw_documents
+from ..prompts.texts import HAYSTACK_TOKENS, VALIDATION, Setting, token_stream
 from ..registry import TaskKind, register
-from ..requests import Continuation, LanguageModel, answers_to
+from ..requests import Continuation
 from ..scores import details, mean, proportion
-
-CITIES: dict[Cities, tuple[str, ...]] = {"seen": CITIES_SEEN, "unseen": CITIES_UNSEEN}
-
-
-@dataclass(frozen=True, kw_only=True)
-class CellQuestions:
-    """The documents of one cell of the grid."""
-
-    length_tokens: int
-    depth: float
-    needles: int
-    asked: int
-    cities: Cities
-    questions: list[NeedleQuestion]
-
-
-def needle_cells(shards: Shards, config: NeedleConfig, *, context_tokens: int) -> Iterator[CellQuestions]:
-    """Every cell's documents: a function of the configuration's seed and the shards, so every model gets the same."""
-    haystack = shards.tokens("validation")
-    for length in config.lengths_tokens or [context_tokens]:
-        for needles, asked in config.needles:
-            for depth in config.depths:
-                for cities, names in CITIES.items():
-                    identity = [config.seed, length, needles, asked, round(depth * 1000), len(names)]
-                    rng = np.random.default_rng(identity)
-                    questions = [
-                        evaluation_document(
-                            rng,
-                            shards.tokenizer,
-                            haystack,
-                            length_tokens=length,
-                            depth=depth,
-                            needles=needles,
-                            asked=asked,
-                            digits=config.digits,
-                            cities=names,
-                        )
-                        for _ in range(config.documents)
-                    ]
-                    yield CellQuestions(
-                        length_tokens=length,
-                        depth=depth,
-                        needles=needles,
-                        asked=asked,
-                        cities=cities,
-                        questions=questions,
-                    )
-
-
-def evaluate_needle(model: LanguageModel, shards: Shards, config: NeedleConfig, *, context_tokens: int) -> NeedleResult:
-    """The share of exact answers in every cell of needles x depth x cities.
-
-    Args:
-        model: The model.
-        shards: Validation text and tokenizer.
-        config: The grid.
-        context_tokens: Length where the configuration names none.
-
-    Raises:
-        DataError: needles and question do not fit into the length.
-    """
-    # A space and one token for each digit, whatever the tokenizer merges.
-    answer_tokens = config.digits + 1
-    cells = []
-    for cell in needle_cells(shards, config, context_tokens=context_tokens):
-        prompts = [tuple(prompt) for question in cell.questions for prompt in question.prompts]
-        answers = [answer for question in cell.questions for answer in question.answers]
-        continuations = answers_to(model, [Continuation(prompt, answer_tokens) for prompt in prompts])
-        texts = [shards.tokenizer.decode(ids) for ids in continuations]
-        cells.append(
-            NeedleCell(
-                length_tokens=cell.length_tokens,
-                depth=cell.depth,
-                needles=cell.needles,
-                asked=cell.asked,
-                cities=cell.cities,
-                correct=sum(text.strip().startswith(answer) for text, answer in zip(texts, answers, strict=True)),
-                trials=len(answers),
-            )
-        )
-    return NeedleResult(digits=config.digits, chance=10.0**-config.digits, cells=cells)
-
 
 _CHAT_INSTRUCTION = (
     "Somewhere in the text below are sentences that give cities a special magic number. Read it, then answer the question "
     "with the number alone.\n\n"
 )
 _CHAT_ANSWER_TOKENS = 32
-_ALL = 0  # in place of a length: over all of them
-_CHOICES = [
-    f"The haystack is the first {HAYSTACK_TOKENS:,} tokens of the text named in the options; documents begin at random places.",
-    "The same needles in the same haystack stand at every depth and length: cells are paired, not independent.",
-    "The first needle asked for stands at the depth of its cell, the others at random places.",
-    "Each needle asked for is one trial. A base model's continuation must start with all its digits; a chat model's answer "
-    "must contain them.",
-    "Lengths include the question and room for the answer.",
-]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,14 +42,18 @@ class Options:
     """Multi-needle retrieval on any model.
 
     Attributes:
-        lengths: Prompt lengths in tokens, question and answer included.
+        lengths: Prompt lengths in tokens, question and answer included; an empty list means the model's context.
         needles: [needles in the context, needles asked for] pairs; the paper has [1,1], [2,2], [4,2], [6,2] and [8,1].
         depths: Places of the answer, 0 (start of the context) to 1 (its end).
         documents: Documents in a cell; the paper has 50.
         digits: Digits of a number.
-        text: The haystack: python-stdlib, a text file, a folder of them, or hf:NAME[:CONFIG][:SPLIT].
+        text: The haystack: python-stdlib, a text file, a folder of them, hf:NAME[:CONFIG][:SPLIT], or validation for the
+            text that a run held out.
+        cities: Cities to name: all, those that training documents name (seen), the others (unseen), or both kinds apart.
+        paired: Whether the same needles in the same haystack stand at every depth and length; otherwise every cell draws
+            its own documents.
         prompt: base ends with the beginning of the needle's own sentence; chat asks a question in the chat template.
-        seed: Of places, cities and numbers.
+        seed: Seed of places, cities and numbers.
     """
 
     lengths: list[int] = field(default_factory=lambda: [1024, 2048, 4096, 8192])
@@ -152,26 +62,25 @@ class Options:
     documents: int = 10
     digits: int = 7
     text: str = "python-stdlib"
+    cities: Literal["all", "seen", "unseen", "apart"] = "all"
+    paired: bool = True
     prompt: Literal["base", "chat"] = "base"
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if any(len(pair) != 2 for pair in self.needles):
+        if any(length < 1 for length in self.lengths):
+            raise ConfigError(f"lengths={self.lengths}: give lengths of at least 1 token")
+        if not self.needles or any(len(pair) != 2 for pair in self.needles):
             raise ConfigError(f"needles={self.needles}: give [needles, asked] pairs, such as [[1,1],[4,2]]")
-        if not self.lengths:
-            raise ConfigError("lengths=[]: give at least one length in tokens")
-        NeedleConfig(
-            lengths_tokens=self.lengths,
-            needles=[(pair[0], pair[1]) for pair in self.needles],
-            depths=self.depths,
-            documents=self.documents,
-            digits=self.digits,
-            seed=self.seed,
-        )
+        for needles, asked in self.needles:
+            if not 1 <= asked <= needles:
+                raise ConfigError(f"needles={[needles, asked]}: ask for at least 1 and at most all of the needles")
+        check_documents(self.depths, self.documents, self.digits, self.seed)
 
 
 @dataclass(frozen=True)
 class _Trial:
+    cities: Kind
     length: int
     needles: int
     asked: int
@@ -181,139 +90,186 @@ class _Trial:
 
 
 class NeedleTask(Task):
-    """The grid's documents, and the share of exact answers in each cell. See `Task`."""
+    """The grid's documents, and the share of exact answers in each cell."""
 
-    def __init__(self, options: Options, tokenizer: Tokenizer) -> None:
-        self.options, self.tokenizer = options, tokenizer
-        self.data_name, self.choices = options.text, _CHOICES
+    def __init__(self, options: Options, setting: Setting) -> None:
+        self.options, self.tokenizer, self.data_name = options, setting.tokenizer, options.text
+        self.choices = _choices(options)
         self.requests: list[Continuation] = []
         self._trials: list[_Trial] = []
-        frame = chat_frame(tokenizer) if options.prompt == "chat" else None
-        haystack = token_stream(tokenizer, options.text, enough=HAYSTACK_TOKENS)
-        for needles, asked in options.needles:
-            for length in options.lengths:
-                for depth in options.depths:
-                    for document in range(options.documents):
-                        question = self._document(haystack, needles, asked, length, depth, document, frame)
-                        for prompt, answer in zip(question.prompts, question.answers, strict=True):
-                            tokens = (
-                                _CHAT_ANSWER_TOKENS if frame else NeedleFormat(digits=options.digits).answer_tokens - 1
-                            )
-                            self.requests.append(Continuation(tuple(prompt), tokens))
-                            self._trials.append(_Trial(length, needles, asked, depth, document, answer))
+        self._frame = chat_frame(setting.tokenizer) if options.prompt == "chat" else None
+        tokens = _CHAT_ANSWER_TOKENS if self._frame else NeedleFormat(digits=options.digits).answer_tokens - 1
+        haystack = token_stream(setting, options.text, enough=HAYSTACK_TOKENS)
+        kinds: tuple[Kind, ...] = ("seen", "unseen") if options.cities == "apart" else (options.cities,)
+        cells = [
+            (needles, asked, length, depth, kind)
+            for needles, asked in options.needles
+            for length in options.lengths or [setting.context_tokens]
+            for depth in options.depths
+            for kind in kinds
+        ]
+        for needles, asked, length, depth, kind in cells:
+            questions = self._questions(setting, haystack, needles, asked, length, depth, kind)
+            for document, question in enumerate(questions):
+                for prompt, answer in zip(question.prompts, question.answers, strict=True):
+                    self.requests.append(Continuation(tuple(prompt), tokens))
+                    self._trials.append(_Trial(kind, length, needles, asked, depth, document, answer))
 
-    def _document(
+    def _questions(
         self,
-        haystack: Any,
+        setting: Setting,
+        haystack: npt.NDArray[Any],
         needles: int,
         asked: int,
         length: int,
         depth: float,
-        document: int,
-        frame: tuple[list[int], list[int]] | None,
-    ) -> NeedleQuestion:
-        before, questions, room = [], {}, 0
-        if frame:
-            before = [*frame[0], *self.tokenizer.encode(_CHAT_INSTRUCTION)]
-            for city in CITIES_SEEN + CITIES_UNSEEN:
+        cities: Kind,
+    ) -> list[NeedleQuestion]:
+        options, before, asking, room = self.options, [], {}, 0
+        if self._frame:
+            before = [*self._frame[0], *self.tokenizer.encode(_CHAT_INSTRUCTION)]
+            for city in CITIES[cities]:
                 text = f"\n\nQuestion: What is the special magic number for {city}?"
-                questions[city] = [*self.tokenizer.encode(text), *frame[1]]
-            longest = max(map(len, questions.values()))
-            room = len(before) + longest + _CHAT_ANSWER_TOKENS - NeedleFormat(digits=self.options.digits).answer_tokens
-        question = evaluation_document(
-            np.random.default_rng([self.options.seed, needles, asked, document]),
-            self.tokenizer,
-            haystack,
-            length_tokens=length - room,
-            depth=depth,
-            needles=needles,
-            asked=asked,
-            digits=self.options.digits,
-            cities=CITIES_SEEN + CITIES_UNSEEN,
-        )
-        if frame:
-            question.prompts[:] = [
-                [*before, *prompt[1:start], *questions[city]]
-                for prompt, start, city in zip(question.prompts, question.query_starts, question.cities, strict=True)
-            ]
-        return question
+                asking[city] = [*self.tokenizer.encode(text), *self._frame[1]]
+            longest = max(map(len, asking.values()))
+            room = len(before) + longest + _CHAT_ANSWER_TOKENS - NeedleFormat(digits=options.digits).answer_tokens
+        own = [options.seed, length, needles, asked, round(depth * 1000), len(CITIES[cities])]
+        cell = {"length_tokens": length - room, "depth": depth, "needles": needles, "asked": asked}
+        shared = [options.seed, needles, asked]
+        questions = list(draw_documents(options, setting, haystack, shared, own, **cell, cities=CITIES[cities]))
+        if self._frame:
+            for question in questions:
+                question.prompts[:] = [
+                    [*before, *prompt[1:start], *asking[city]]
+                    for prompt, start, city in zip(
+                        question.prompts, question.query_starts, question.cities, strict=True
+                    )
+                ]
+        return questions
 
     def score(self, answers: Sequence[Any]) -> Scores:
-        """Accuracy in every cell, and over all depths, over all lengths: there with the standard error over documents."""
-        cells: dict[tuple[int, int, int, float], list[bool]] = defaultdict(list)
-        documents: dict[tuple[int, int, int], dict[int, list[bool]]] = defaultdict(lambda: defaultdict(list))
+        """Return the accuracy over everything, for each number of needles, for each length, and in each cell."""
+        groups: dict[tuple[tuple[str, Any], ...], list[tuple[int, bool]]] = defaultdict(list)
+        several = len(self.options.needles) > 1
         for trial, ids in zip(self._trials, answers, strict=True):
             text = self.tokenizer.decode(ids).strip()
-            correct = trial.answer in text if self.options.prompt == "chat" else text.startswith(trial.answer)
-            cells[trial.needles, trial.asked, trial.length, trial.depth].append(correct)
-            for length in (trial.length, _ALL):
-                documents[trial.needles, trial.asked, length][trial.document].append(correct)
-        measurements = []
-        for (needles, asked, length), found in sorted(documents.items()):
-            at = {"needles": needles, "asked": asked} | ({} if length == _ALL else {"length_tokens": length})
-            right, trials = [float(sum(row)) for row in found.values()], [float(len(row)) for row in found.values()]
-            measurements.append(mean("accuracy", "share", right, at, weights=trials, better="higher"))
-        for (needles, asked, length, depth), cell in cells.items():
-            place = {"needles": needles, "asked": asked, "length_tokens": length, "depth": depth}
-            measurements += details([proportion("accuracy", cell, place)])
-        items = [
-            ItemScore(
-                name=f"accuracy N={needles} R={asked}",
-                item=f"document {document}",
-                score=float(sum(right)),
-                weight=float(len(right)),
-            )
-            for (needles, asked, length), found in documents.items()
-            if length == _ALL
-            for document, right in found.items()
+            right = trial.answer in text if self.options.prompt == "chat" else text.startswith(trial.answer)
+            place: dict[str, Any] = {} if trial.cities == "all" else {"cities": trial.cities}
+            places = [place] if several else []
+            for name, value in (("needles", trial.needles), ("asked", trial.asked)):
+                place = place | {name: value}
+            places += [place, place | {"length_tokens": trial.length}]
+            places.append(places[-1] | {"depth": trial.depth})
+            for at in places:
+                groups[tuple(at.items())].append((trial.document, right))
+        # Rows of few places first, as a reader wants them.
+        rows = [
+            self._accuracy(dict(at), found) for at, found in sorted(groups.items(), key=lambda group: len(group[0]))
         ]
-        return Scores(measurements=measurements, items=items)
+        items = [
+            item for at, found in groups.items() if at and at[-1][0] == "asked" for item in _items(dict(at), found)
+        ]
+        return Scores(measurements=rows, items=items)
+
+    def _accuracy(self, at: dict[str, Any], found: list[tuple[int, bool]]) -> Measurement:
+        """A cell's answers are independent; over cells that share documents the error is over documents."""
+        if "depth" in at:
+            return details([proportion("accuracy", [right for _, right in found], at)])[0]
+        if not self.options.paired:
+            return proportion("accuracy", [right for _, right in found], at)
+        right, trials = _by_document(found)
+        return mean("accuracy", "share", list(right.values()), at, weights=list(trials.values()), better="higher")
 
 
-def make(options: Options, model: LanguageModel) -> NeedleTask:
-    """The task for a model. See `NeedleTask`.
+def _by_document(found: list[tuple[int, bool]]) -> tuple[dict[int, float], dict[int, float]]:
+    right: dict[int, float] = defaultdict(float)
+    trials: dict[int, float] = defaultdict(float)
+    for document, is_right in found:
+        right[document] += is_right
+        trials[document] += 1
+    return right, trials
 
-    Raises:
-        DataError: the needles do not fit into a length, or the text cannot be read.
-    """
-    return NeedleTask(options, model.tokenizer)
+
+def _items(at: dict[str, Any], found: list[tuple[int, bool]]) -> list[ItemScore]:
+    name = f"accuracy N={at['needles']} R={at['asked']}" + (f", {at['cities']} cities" if "cities" in at else "")
+    right, trials = _by_document(found)
+    return [
+        ItemScore(name=name, item=f"document {document}", score=score, weight=trials[document])
+        for document, score in right.items()
+    ]
+
+
+def _choices(options: Options) -> list[str]:
+    part = "whole held-out text" if options.text == VALIDATION else f"first {HAYSTACK_TOKENS:,} tokens of the text"
+    return [
+        f"The haystack is the {part} named in the options; documents begin at random places.",
+        "The same needles in the same haystack stand at every depth and length: cells are paired, not independent."
+        if options.paired
+        else "Every cell draws its own documents: cells are independent.",
+        "The first needle asked for stands at the depth of its cell, the others at random places.",
+        "Each needle asked for is one trial. A base model's continuation must start with all its digits; a chat model's "
+        "answer must contain them.",
+        "Lengths include the question and room for the answer.",
+    ]
 
 
 def draw(results: Sequence[TaskResult]) -> tuple[str, str, Figure]:
-    """Draw the accuracy of every cell of depth by length: a row for each number of needles, a column for each model."""
-    cells = [row for result in results for row in select(result, "accuracy") if "depth" in row.at]
-    settings = sorted({(row.at["needles"], row.at["asked"]) for row in cells})
-    lengths, depths = (sorted({row.at[key] for row in cells}) for key in ("length_tokens", "depth"))
-    figure = Figure(figsize=(WIDTH_INCHES, len(settings) * (1.0 + 0.42 * len(depths)) + 0.4), layout="constrained")
-    axes = figure.subplots(len(settings), len(results), squeeze=False, sharex=True, sharey=True)
+    """Draw a column for each model, and a row for each kind of city and, with several lengths, number of needles."""
+    cells = [[row for row in select(result, "accuracy") if "depth" in row.at] for result in results]
+    found = [row for rows in cells for row in rows]
+    depths = sorted({row.at["depth"] for row in found})
+    by_length = len({row.at["length_tokens"] for row in found}) > 1
+    columns = sorted({_column(row, by_length) for row in found})
+    panels = sorted({_panel(row, by_length) for row in found})
+    figure = Figure(figsize=(WIDTH_INCHES, len(panels) * (1.0 + 0.42 * len(depths)) + 0.4), layout="constrained")
+    axes = figure.subplots(len(panels), len(results), squeeze=False, sharex=True, sharey=True)
     image: Any = None
-    for row, (needles, asked) in enumerate(settings):
-        for column, (result, label) in enumerate(zip(results, labels(results), strict=True)):
-            ax = axes[row, column]
-            grid = np.full((len(depths), len(lengths)), np.nan)
-            for cell in select(result, "accuracy", needles=needles, asked=asked):
-                if "depth" not in cell.at:
+    for line, panel in zip(axes, panels, strict=True):
+        for ax, rows, label in zip(line, cells, labels(results), strict=True):
+            grid = np.full((len(depths), len(columns)), np.nan)
+            for row in rows:
+                if _panel(row, by_length) != panel:
                     continue
-                y, x = depths.index(cell.at["depth"]), lengths.index(cell.at["length_tokens"])
-                grid[y, x] = cell.value
-                count, colour = f"{round(cell.value * cell.n)}/{cell.n}", "white" if cell.value > 0.62 else INK
-                ax.text(x, y, count, ha="center", va="center", fontsize=8.5, color=colour)
+                y, x = depths.index(row.at["depth"]), columns.index(_column(row, by_length))
+                grid[y, x] = row.value
+                text, colour = f"{round(row.value * row.n)}/{row.n}", "white" if row.value > 0.62 else INK
+                ax.text(x, y, text, ha="center", va="center", fontsize=8.5, color=colour)
             image = heat_map(ax, grid, ACCURACY_COLOURS, 0, 1, edgecolors="white", linewidth=1)
-            ax.set_title(f"{label}: {needles} needles, {asked} asked" if needles > 1 else f"{label}: one needle")
-            ax.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
+            ax.set_title(", ".join([label, *_words(panel)]))
+            ax.set_xticks(range(len(columns)), [_tick(column) for column in columns])
             ax.set_yticks(range(len(depths)), [f"{100 * depth:g} %" for depth in depths])
             ax.spines[:].set_visible(False)
             ax.tick_params(length=0)
-        axes[row, 0].set_ylabel("depth of the answer")
-    for ax in axes[-1]:
-        ax.set_xlabel("length (tokens)")
+        line[0].set_ylabel("depth of the answer")
+    figure.supxlabel("length (tokens)" if by_length else "needles hidden (N) and asked for (R)", fontsize=9.5)
     figure.colorbar(image, ax=list(axes.flat), label="accuracy", fraction=0.03, pad=0.01, aspect=30)
     digits = results[0].options["digits"]
-    chance = 10.0**-digits
-    caption = (
-        f"Share of {digits}-digit numbers given back exactly; in each cell right answers of all. A guess: {chance:g}."
-    )
+    caption = f"Share of {digits}-digit numbers given back exactly; in each cell right answers of all."
+    caption += f" A guess is right with probability {10.0**-digits:g}."
+    if not by_length:
+        caption += f" Contexts of {found[0].at['length_tokens']:,} tokens."
+    if any("cities" in row.at for row in found):
+        caption += " Unseen cities never occur as needles in training."
     return "Needle retrieval", caption, figure
 
 
-register(TaskKind(name="needle", doc=__doc__, options=Options, make=make, draw=draw))
+def _column(row: Measurement, by_length: bool) -> tuple[int, ...]:
+    return (row.at["length_tokens"],) if by_length else (row.at["needles"], row.at["asked"])
+
+
+def _panel(row: Measurement, by_length: bool) -> tuple[str, int, int]:
+    """Return kind of city, needles and asked; the last two are 0 where columns tell them."""
+    return row.at.get("cities", ""), row.at["needles"] if by_length else 0, row.at["asked"] if by_length else 0
+
+
+def _words(panel: tuple[str, int, int]) -> list[str]:
+    cities, needles, asked = panel
+    count = ["one needle" if needles == 1 else f"{needles} needles, {asked} asked"] if needles else []
+    return [*([f"{cities} cities"] if cities else []), *count]
+
+
+def _tick(column: tuple[int, ...]) -> str:
+    return f"{column[0]:,}" if len(column) == 1 else f"N{column[0]}R{column[1]}"
+
+
+register(TaskKind(name="needle", doc=__doc__, options=Options, make=NeedleTask, draw=draw))

@@ -19,9 +19,8 @@ from ...plots.style import WIDTH_INCHES, legend_above, line_style, note
 from ...results import Measurement, TaskResult
 from ..engine import Scores
 from ..probes import BINS, Magnitudes, ProbeTask
-from ..prompts.texts import token_stream
+from ..prompts.texts import Setting, token_stream
 from ..registry import TaskKind, at_least, register
-from ..requests import LanguageModel
 from ..scores import details, single
 
 PARTS = 20
@@ -76,11 +75,11 @@ class Spread:
 class OutliersTask(ProbeTask):
     """Rows of text, and the largest values inside the model as it reads them."""
 
-    def __init__(self, options: Options, model: LanguageModel) -> None:
+    def __init__(self, options: Options, setting: Setting) -> None:
         self.options, self.data_name, self.choices = options, options.text, _CHOICES
-        window = options.window or min(model.context_tokens, DEFAULT_WINDOW)
+        window = options.window or min(setting.context_tokens, DEFAULT_WINDOW)
         wanted = max(1, options.tokens // window)
-        stream = token_stream(model.tokenizer, options.text)
+        stream = token_stream(setting, options.text)
         there = len(stream) // window
         if there < wanted:
             raise DataError(

@@ -8,64 +8,20 @@ from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, NullLocator
 
-from ...data import Shards
 from ...errors import ConfigError
-from ...plots.curves import curves
-from ...results import DocumentNll, ItemScore, NllResult, PositionBucket, TaskResult
-from ..config import NllConfig
+from ...plots.curves import curves, handles, labels, select
+from ...plots.seeds import band, difference_band, difference_words, draw_differences, over_difference, seeds_of
+from ...plots.style import colour_of, legend_above, line_style
+from ...results import Curve, ItemScore, Measurement, TaskResult
 from ..engine import Scores, Task
-from ..prompts.texts import token_stream
+from ..prompts.texts import Setting, token_stream
 from ..registry import TaskKind, register
-from ..requests import LanguageModel, Loss, answers_to
+from ..requests import Loss
 from ..scores import details, mean
 
 DEFAULT_WINDOW = 4096
-
-
-def evaluate_nll(model: LanguageModel, shards: Shards, config: NllConfig, *, context_tokens: int) -> NllResult:
-    """Loss on fixed, evenly spread windows of the validation text.
-
-    Bits a byte do not depend on the tokenizer: the summed loss over the bytes that the targets stand for. A window is one
-    unit of the bootstrap.
-
-    Args:
-        model: The model.
-        shards: Tokens and tokenizer.
-        config: Number of windows and of position buckets.
-        context_tokens: T, targets of a window.
-    """
-    import torch
-
-    from ...data import validation_windows
-
-    windows = torch.from_numpy(np.stack(list(validation_windows(shards, context_tokens, config.windows))))
-    targets = windows[:, 1:]
-    nll = torch.tensor(answers_to(model, [Loss(tuple(row)) for row in windows.tolist()]), dtype=torch.float64)
-    byte_lengths = torch.from_numpy(shards.tokenizer.token_byte_lengths()).long()[targets]
-    total_nats, total_bytes = nll.sum().item(), int(byte_lengths.sum())
-    edges = torch.linspace(0, context_tokens, min(config.position_buckets, context_tokens) + 1).round().int().tolist()
-    return NllResult(
-        nll_nats_per_token=total_nats / nll.numel(),
-        bits_per_byte=total_nats / math.log(2) / total_bytes,
-        tokens=nll.numel(),
-        bytes=total_bytes,
-        context_tokens=context_tokens,
-        by_position=[
-            PositionBucket(
-                start_tokens=start,
-                end_tokens=end,
-                nll_nats_per_token=nll[:, start:end].mean().item(),
-                tokens=nll[:, start:end].numel(),
-            )
-            for start, end in pairwise(edges)
-        ],
-        documents=[
-            DocumentNll(nll_nats=row.sum().item(), tokens=row.numel(), bytes=int(row_bytes.sum()))
-            for row, row_bytes in zip(nll, byte_lengths, strict=True)
-        ],
-    )
-
 
 _CHOICES = [
     "Documents follow one another with an end of text between them; a window may hold several.",
@@ -79,72 +35,95 @@ class Options:
     """Loss on any text.
 
     Attributes:
-        text: python-stdlib, a text file, a folder of them, or hf:NAME[:CONFIG][:SPLIT].
+        text: python-stdlib, a text file, a folder of them, hf:NAME[:CONFIG][:SPLIT], or validation for the text that a run
+            held out.
         window: Tokens of a window; the model's context by default, at most 4096.
         stride: Targets that each window scores, its last ones, with all before as context; the whole window by default.
-        windows: Most windows, from the start of the text.
+        windows: Largest number of windows.
+        spread: Whether windows stand at even distances over the whole text; otherwise they follow one another from its
+            start.
+        position_buckets: Parts of the window whose mean losses are reported; 0 for none.
     """
 
     text: str = "python-stdlib"
     window: int | None = None
     stride: int | None = None
     windows: int = 32
+    spread: bool = False
+    position_buckets: int = 0
 
     def __post_init__(self) -> None:
         if self.windows < 1 or (self.window is not None and self.window < 2):
             raise ConfigError(f"windows={self.windows}, window={self.window}: give at least 1 window of 2 tokens")
         if self.stride is not None and self.stride < 1:
             raise ConfigError(f"stride={self.stride}: give at least 1")
+        if self.spread and self.stride is not None:
+            raise ConfigError(
+                f"stride={self.stride}: windows that are spread score every target; leave one of the two out"
+            )
+        if self.position_buckets < 0:
+            raise ConfigError(f"position_buckets={self.position_buckets}: give 0 or more")
 
 
 class PerplexityTask(Task):
-    """Windows of a text. See `Task`."""
+    """Windows of a text."""
 
-    def __init__(self, options: Options, model: LanguageModel) -> None:
-        self.data_name, self.choices = options.text, _CHOICES
-        window = options.window or min(model.context_tokens, DEFAULT_WINDOW)
+    def __init__(self, options: Options, setting: Setting) -> None:
+        self.options, self.data_name, self.choices = options, options.text, _CHOICES
+        window = options.window or min(setting.context_tokens, DEFAULT_WINDOW)
         self.stride = window if options.stride is None else options.stride
         if self.stride > window:
             raise ConfigError(f"stride={self.stride} is above the window's {window} tokens; give less")
         wanted = window + 1 + self.stride * (options.windows - 1)
-        stream = token_stream(model.tokenizer, options.text, window + 1, enough=wanted)
-        starts = range(0, min(len(stream), wanted) - window, self.stride)
+        stream = token_stream(setting, options.text, window + 1, enough=None if options.spread else wanted)
+        if options.spread:
+            there = (len(stream) - 1) // window
+            count = min(options.windows, there)
+            starts = [index * there // count * window for index in range(count)]
+        else:
+            starts = list(range(0, min(len(stream), wanted) - window, self.stride))
         self.requests = [Loss(tuple(stream[start : start + window + 1].tolist())) for start in starts]
-        self.byte_lengths = model.tokenizer.token_byte_lengths()
+        self.byte_lengths = setting.tokenizer.token_byte_lengths()
 
     def score(self, answers: Sequence[Any]) -> Scores:
-        """Nats a token, bits a byte and perplexity over all windows; the cumulative loss by position."""
-        nats, tokens, sizes, items = [], [], [], []
+        """Return nats a token and bits a byte over all windows, and the loss by position."""
+        nats, tokens, bits, sizes = [], [], [], []
         for index, (request, losses) in enumerate(zip(self.requests, answers, strict=True)):
             scored = len(losses) if index == 0 else min(self.stride, len(losses))
             nats.append(math.fsum(losses[-scored:]))
             tokens.append(float(scored))
+            bits.append(nats[-1] / math.log(2))
             sizes.append(float(self.byte_lengths[list(request.ids[-scored:])].sum()))
-            items.append(ItemScore(name="nll", item=f"window {index}", score=nats[-1], weight=tokens[-1]))
-        nll = mean("nll", "nats/token", nats, {}, weights=tokens, better="lower")
-        bits = mean("bits per byte", "bits/byte", [n / math.log(2) for n in nats], {}, weights=sizes, better="lower")
-        length = len(answers[0])
-        cumulative = np.cumsum(np.array(answers, np.float64), axis=1) / np.arange(1, length + 1)
-        curve = [
-            mean(
-                "cumulative nll",
-                "nats/token",
-                cumulative[:, position - 1].tolist(),
-                {"position": position},
-                better="lower",
-            )
-            for position in _positions(length)
+        figures = [
+            mean("nll", "nats/token", nats, {}, weights=tokens, better="lower"),
+            mean("bits per byte", "bits/byte", bits, {}, weights=sizes, better="lower"),
         ]
-        return Scores(measurements=[nll, bits, *details(curve)], items=items)
+        items = [
+            ItemScore(name=name, item=f"window {index}", score=score, weight=weight)
+            for name, scores, weights in (("nll", nats, tokens), ("bits per byte", bits, sizes))
+            for index, (score, weight) in enumerate(zip(scores, weights, strict=True))
+        ]
+        table = np.array(answers, np.float64)
+        curves = [*self._by_position(table), *_cumulative(table)]
+        return Scores(measurements=[*figures, *details(curves)], items=items)
+
+    def _by_position(self, table: np.ndarray) -> list[Measurement]:
+        length = table.shape[1]
+        edges = np.linspace(0, length, min(self.options.position_buckets, length) + 1).round().astype(int).tolist()
+        return [
+            mean("nll by position", "nats/token", table[:, start:end].mean(1).tolist(), {"start": start, "end": end},
+                 better="lower")
+            for start, end in pairwise(edges)
+        ]  # fmt: skip
 
 
-def make(options: Options, model: LanguageModel) -> PerplexityTask:
-    """The task for a model. See `PerplexityTask`.
-
-    Raises:
-        DataError: the text cannot be read, or is shorter than one window.
-    """
-    return PerplexityTask(options, model)
+def _cumulative(table: np.ndarray) -> list[Measurement]:
+    length = table.shape[1]
+    means = np.cumsum(table, axis=1) / np.arange(1, length + 1)
+    return [
+        mean("cumulative nll", "nats/token", means[:, position - 1].tolist(), {"position": position}, better="lower")
+        for position in _positions(length)
+    ]
 
 
 def _positions(length: int) -> list[int]:
@@ -154,13 +133,54 @@ def _positions(length: int) -> list[int]:
 
 
 def draw(results: Sequence[TaskResult]) -> tuple[str, str, Figure]:
-    """Draw the cumulative loss over the position on a log axis (like arXiv:2410.05258 Figure 4), a line for each model."""
+    """Draw a line for each model, positions on a log axis; for ranges also each model's minus the last one's."""
+    windows, text = " and ".join(sorted({str(result.data.requests) for result in results})), results[0].data.name
+    if any(select(result, "nll by position") for result in results):
+        return _by_range(results, f"{windows} windows of {text}")
     figure, ax = curves(results, "cumulative nll", "position", log=True)
     ax.set_xlabel("position in the window (tokens)")
     ax.set_ylabel("mean loss up to here (nats/token)")
-    windows, text = " and ".join(sorted({str(result.data.requests) for result in results})), results[0].data.name
     caption = f"Mean loss of all positions up to each, over {windows} windows of {text}; bands: one standard error."
     return "Cumulative loss by position", caption, figure
+
+
+def _by_range(results: Sequence[TaskResult], where: str) -> tuple[str, str, Figure]:
+    found = [[_curve(seed) for seed in seeds_of(result)] for result in results]
+    differences = [(index, difference_band(group, found[-1])) for index, group in enumerate(found[:-1])]
+    figure, top, bottom = over_difference(len(differences))
+    for index, group in enumerate(found):
+        drawn = band(group)
+        if drawn is None:
+            continue
+        if drawn.seeds > 1:
+            top.fill_between(drawn.x, drawn.low, drawn.high, color=colour_of(index), alpha=0.2, linewidth=0)
+        top.plot(drawn.x, drawn.mean, **line_style(index), markersize=5)
+    top.set_xscale("log", base=2)
+    top.xaxis.set_major_formatter(FuncFormatter(lambda position, _: f"{position:g}"))
+    top.xaxis.set_minor_locator(NullLocator())
+    top.set_ylabel("loss (nats/token)")
+    legend_above(figure, handles(results))
+    (bottom or top).set_xlabel("position in the context (tokens, logarithmic)")
+    seeds = len(found[0])
+    caption = (
+        f"Loss of the tokens in each range of positions (a marker at the range's middle), in nats a token, over {where}: how "
+        "far a longer context helps."
+    )
+    if seeds > 1:
+        caption += f" Lines are means over {seeds} seeds, bands go from the smallest to the largest seed."
+    if bottom:
+        names = labels(results)
+        shown = [(index, difference) for index, difference in differences if difference is not None]
+        draw_differences(bottom, shown, f"Loss of {', '.join(names[:-1])} minus {names[-1]}")
+        caption += difference_words("loss", names[-1], seeds)
+    return "Loss by position in the context", caption, figure
+
+
+def _curve(result: TaskResult) -> Curve:
+    """Return the loss over the middle of each range, geometric and counted from 1 so that a logarithm exists."""
+    rows = sorted(select(result, "nll by position"), key=lambda row: row.at["start"])
+    middles = [((row.at["start"] + 1) * max(row.at["end"], row.at["start"] + 1)) ** 0.5 for row in rows]
+    return Curve(steps=middles, values=[row.value for row in rows])  # type: ignore[arg-type]
 
 
 register(TaskKind(name="perplexity", doc=__doc__, options=Options, make=PerplexityTask, draw=draw))

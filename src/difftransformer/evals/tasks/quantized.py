@@ -17,8 +17,9 @@ from ...plots.style import WIDTH_INCHES, legend_above, line_style
 from ...results import ItemScore, Measurement, TaskResult
 from ...typed import build
 from ..engine import Progress, Scores, Task
+from ..prompts.texts import Setting
 from ..registry import TaskKind, register, registered_tasks, task_kind
-from ..requests import Answers, LanguageModel
+from ..requests import Answers
 
 Granularity = Literal["tensor", "head", "row"]
 _Place = tuple[tuple[str, str], ...]
@@ -105,8 +106,8 @@ class Quantized:
 class QuantizedTask(Task):
     """The requests of another task, once for each setting."""
 
-    def __init__(self, options: Options, model: LanguageModel) -> None:
-        self.task: Task = task_kind(options.task).make(options.inner(), model)
+    def __init__(self, options: Options, setting: Setting) -> None:
+        self.task: Task = task_kind(options.task).make(options.inner(), setting)
         self.data_name = f"{options.task} on {self.task.data_name}"
         self.choices = [*_CHOICES, *self.task.choices]
         # 16 bits change nothing whatever the granularity, so they are asked once.

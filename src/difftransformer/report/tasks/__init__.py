@@ -37,12 +37,13 @@ def write_picture(results: Sequence[TaskResult], path: Path) -> Path | None:
     return path
 
 
-def measurement_table(results: Sequence[TaskResult], *, brief: bool = False) -> Table:
+def measurement_table(results: Sequence[TaskResult], *, brief: bool = False, seeds: int = 1) -> Table:
     """Build a table with a row for each measurement and a column for each model: value and standard error.
 
     Args:
         results: Results of one task, one for each model.
         brief: Whether to leave out measurements that are details.
+        seeds: Training seeds that each result is pooled over.
     """
     keys: list[tuple[str, tuple[tuple[str, object], ...]]] = []
     cells: dict[tuple[int, object], Measurement] = {}
@@ -74,10 +75,15 @@ def measurement_table(results: Sequence[TaskResult], *, brief: bool = False) -> 
                 " / ".join(dict.fromkeys(f"{cell.n:,}" for cell in found if cell is not None)),
             ]
         )
-    notes = [
+    note = (
         "± is one standard error over items, brackets are 95 % Wilson intervals; neither covers another training seed."
-    ]
-    return Table(results[0].task, f"{results[0].task}: {results[0].data.name}", groups, rows, notes)
+    )
+    if seeds > 1:
+        note = (
+            f"± is one standard error over {seeds} seeds. Brackets are 95 % Wilson intervals of the answers of all seeds, as "
+            "if they were independent."
+        )
+    return Table(results[0].task, f"{results[0].task}: {results[0].data.name}", groups, rows, [note])
 
 
 def _place(value: object) -> str:

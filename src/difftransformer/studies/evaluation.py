@@ -1,0 +1,121 @@
+"""The evaluations of a study: the recipe's tasks, asked of a run's checkpoint."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+from ..data import Shards, validation_windows
+from ..errors import ConfigError, ResultsError
+from ..evals.engine import Progress, Task, no_progress
+from ..evals.models.causal import UNBOUNDED
+from ..evals.prompts.texts import Setting
+from ..evals.requests import requests_sha256
+from ..evals.tasks import task_kind
+from ..hub import open_language_model
+from ..results import TaskResult, read_result
+from .recipe import Recipe
+from .tasks import evaluate_task
+
+EVALUATIONS = "evals"
+
+
+def draw_tasks(recipe: Recipe, shards: Shards) -> dict[str, Task]:
+    """Draw every task of a recipe, so that an impossible one is refused before training.
+
+    Raises:
+        ConfigError: options that the task does not take, or that cannot be met.
+        DataError: text or data that cannot be read, or is too short.
+    """
+    validation_windows(shards, recipe.training.context_tokens, 1)  # training asks for these
+    setting = Setting(
+        tokenizer=shards.tokenizer,
+        context_tokens=recipe.training.context_tokens,
+        validation=lambda: shards.tokens("validation"),
+    )
+    return {spec.name: task_kind(spec.task).make(spec.built(), setting) for spec in recipe.evaluation}
+
+
+def evaluate_checkpoint(
+    checkpoint: Path,
+    recipe: Recipe,
+    shards: Shards,
+    folder: Path,
+    *,
+    device: str = "cpu",
+    progress_bar: Callable[[str], AbstractContextManager[Progress]] = lambda label: nullcontext(no_progress),
+    log: Callable[[str], None] = lambda text: None,
+) -> dict[str, TaskResult]:
+    """Ask a model the recipe's tasks; those whose results are in the folder already are not asked again.
+
+    Args:
+        checkpoint: Folder of a saved model.
+        recipe: The recipe that names the tasks.
+        shards: The recipe's data.
+        folder: Folder for results, FOLDER/NAME.json.
+        device: cpu or cuda.
+        progress_bar: Opens a progress bar with a label.
+        log: Called with what is being done.
+
+    Returns:
+        The results by the tasks' names.
+
+    Raises:
+        ConfigError: the data's tokenizer is not the model's.
+        CheckpointError: the folder holds no model, or a damaged one.
+    """
+    tasks = draw_tasks(recipe, shards)
+    # A recipe may ask beyond the trained context. Rows side by side: a study's models are small, and their prompts short.
+    with open_language_model(
+        str(checkpoint),
+        device=device,
+        batch_tokens=recipe.evaluation_batch_tokens,
+        context_tokens=UNBOUNDED,
+        prefix_caching=False,
+    ) as opened:
+        vocabulary, wanted = opened.language_model.tokenizer.vocab_size, shards.tokenizer.vocab_size
+        if vocabulary != wanted:
+            raise ConfigError(
+                f"{checkpoint}: vocabulary of {vocabulary}, but the recipe's tokenizer has {wanted} tokens; pass the recipe "
+                "that the model was trained with"
+            )
+        found = found_results(folder, recipe, tasks)
+        for spec in recipe.evaluation:
+            result = found.get(spec.name)
+            if result is None or result.model.fingerprint != opened.identity.fingerprint:
+                log(f"{spec.name}: evaluating")
+                with progress_bar(spec.name) as progress:
+                    found[spec.name] = evaluate_task(
+                        spec.task,
+                        spec.built(),
+                        opened,
+                        folder,
+                        task=tasks[spec.name],
+                        label=spec.name,
+                        device=device,
+                        progress=progress,
+                    )
+                # The answers have served; other options may follow in the same folder.
+                (folder / f"{spec.name}.answers.jsonl").unlink(missing_ok=True)
+    return {spec.name: found[spec.name] for spec in recipe.evaluation}
+
+
+def found_results(folder: Path, recipe: Recipe, tasks: Mapping[str, Task]) -> dict[str, TaskResult]:
+    """Return the results in a folder that answer the recipe's tasks."""
+    found = {}
+    for spec in recipe.evaluation:
+        try:
+            result = read_result(folder / f"{spec.name}.json", TaskResult)
+        except ResultsError:
+            continue
+        same = result.task == spec.task and result.options == dataclasses.asdict(spec.built())
+        if same and result.data.sha256 == requests_sha256(tasks[spec.name].requests):
+            found[spec.name] = result
+    return found
+
+
+def evaluations_folder(checkpoint: Path) -> Path:
+    """Return the folder for a checkpoint's results: evals/STEP of its run, or evals of a saved model's folder."""
+    if checkpoint.parent.name == "checkpoints":
+        return checkpoint.parent.parent / EVALUATIONS / checkpoint.name
+    return checkpoint / EVALUATIONS
