@@ -53,7 +53,6 @@ def test_the_cities_are_distinct_and_no_name_is_part_of_another():
 def test_the_sentence_is_the_one_of_the_paper_s_protocol():
     form = NeedleFormat(digits=7)
     assert form.stub("Paris") == "\nThe special magic Paris number is:"
-    assert form.chance == pytest.approx(1e-7)
 
 
 def needles_and_questions(text):
@@ -329,7 +328,7 @@ def test_impossible_requests_are_refused(bpe, corpus):
         evaluate(bpe, stream, depth=1.5)
     with pytest.raises(ConfigError, match="asked is 3 of 2 needles"):
         evaluate(bpe, stream, needles=2, asked=3)
-    with pytest.raises(ConfigError, match="needles of 1 digits: only 1 numbers are kept"):
+    with pytest.raises(ConfigError, match="needles of 1 digits: only 1 are kept"):
         evaluate(bpe, stream, digits=1)
     with pytest.raises(DataError, match="the token stream is empty"):
         train_row(bpe, stream[:0], 0)

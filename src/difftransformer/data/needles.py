@@ -88,11 +88,6 @@ class NeedleFormat:
         """Maximum number of tokens of an answer: a space, the digits and the line end."""
         return self.digits + 2
 
-    @property
-    def chance(self) -> float:
-        """Probability that random digits are correct."""
-        return 10.0**-self.digits
-
     def draw(self, rng: np.random.Generator, *, reserved: bool) -> str:
         """Draw a uniformly random number: one of those reserved for evaluation (see `is_reserved`), or one of the others."""
         while True:
@@ -261,7 +256,7 @@ def evaluation_document(
     if asked > needles:
         raise ConfigError(f"asked is {asked} of {needles} needles; ask for at most as many as there are")
     if needles > (unseen := _reserved_count(digits)):
-        raise ConfigError(f"{needles} needles of {digits} digits: only {unseen} are for evaluation; use more digits")
+        raise ConfigError(f"{needles} needles of {digits} digits: only {unseen} are kept for evaluation; add digits")
     pieces = _pieces(tokenizer)
     names = [cities[index] for index in rng.permutation(len(cities))[:needles].tolist()]
     # The length of the filler depends on the numbers, which have different token counts in some tokenizers.

@@ -67,5 +67,5 @@ def count(config: DiffTransformerConfig, *, context_tokens: int | None = None, c
 
 
 def weights_and_kv_bytes(counts: Counts, length_tokens: int, *, batch: int = 1, itemsize: int = 2) -> int:
-    """Memory that generation holds: weights and a cache of `length_tokens` for each of `batch` sequences."""
+    """Return the memory that generation holds: weights and a cache of `length_tokens` for each of `batch` sequences."""
     return counts.parameters * itemsize + batch * length_tokens * counts.kv_bytes_per_token

@@ -66,9 +66,8 @@ class CausalLanguageModel:
         Raises:
             EvaluationError: A request is longer than the context.
         """
-        yield from self._by_kind(
-            requests, {Loss: self._losses, Continuation: self._continuations, Choice: self._choices}
-        )
+        kinds = {Loss: self._losses, Continuation: self._continuations, Choice: self._choices}
+        yield from self._by_kind(requests, kinds)
 
     def probe(self, probes: Sequence[Probe]) -> Answers:
         """Answer every probe.

@@ -84,9 +84,8 @@ class OrderTask(Task):
         questions = [form.question(item.text, first=False) for item in self.items]
         self.requests = []
         for order in range(self.orders):
-            before = form.demonstrations(
-                arrange(shown, options.format, np.random.default_rng([options.seed, 3, order]))
-            )
+            rng = np.random.default_rng([options.seed, 3, order])
+            before = form.demonstrations(arrange(shown, options.format, rng))
             self.requests += [Choice(before + question, form.options) for question in questions]
 
     def score(self, answers: Sequence[Any]) -> Scores:
