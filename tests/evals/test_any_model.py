@@ -27,7 +27,7 @@ def text(toy_text, tmp_path):
 
 def test_the_oracle_finds_every_needle(text):
     model = Oracle(byte_tokenizer())
-    task = needle.make(needle.Options(text=text, **NEEDLES), model)
+    task = needle.NeedleTask(needle.Options(text=text, **NEEDLES), model)
     scores = run_task(model, task)
     assert {row.value for row in scores.measurements} == {1.0}
     cells = [row for row in scores.measurements if "depth" in row.at]
@@ -39,7 +39,7 @@ def test_the_oracle_finds_every_needle(text):
 def test_a_guesser_finds_them_by_chance(text):
     model = Guesser(byte_tokenizer(), 1)
     options = needle.Options(text=text, lengths=[200], depths=[0.5], documents=400, digits=1)
-    whole = run_task(model, needle.make(options, model)).measurements[0]
+    whole = run_task(model, needle.NeedleTask(options, model)).measurements[0]
     assert whole.n == 400
     assert abs(whole.value - 0.1) < 3 * whole.standard_error
     assert whole.standard_error == pytest.approx(math.sqrt(0.1 * 0.9 / 400), rel=0.2)
@@ -47,7 +47,7 @@ def test_a_guesser_finds_them_by_chance(text):
 
 def test_cells_differ_in_length_and_depth_alone(text):
     """The same city, number and haystack; the answer where the cell says; length for prompt and answer together."""
-    task = needle.make(needle.Options(text=text, lengths=[200, 320], documents=2), Oracle(byte_tokenizer()))
+    task = needle.NeedleTask(needle.Options(text=text, lengths=[200, 320], documents=2), Oracle(byte_tokenizer()))
     rows = [bytes(id for id in request.prompt[1:]).decode() for request in task.requests]
     assert [len(request.prompt) + request.tokens + 1 for request in task.requests] == [200] * 10 + [320] * 10
     for document in range(2):
@@ -70,7 +70,7 @@ def chatting(template):
 def test_a_chat_models_prompt(text):
     tokenizer = chatting("{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}<assistant>")
     options = needle.Options(text=text, lengths=[600], depths=[0.5], documents=2, prompt="chat")
-    task = needle.make(options, Oracle(tokenizer))
+    task = needle.NeedleTask(options, Oracle(tokenizer))
     for request in task.requests:
         prompt = tokenizer.decode(request.prompt)
         assert prompt.startswith("<user>Somewhere in the text")
@@ -81,9 +81,9 @@ def test_a_chat_models_prompt(text):
     assert task.score(answers).measurements[0].value == 1
     assert task.score([tokenizer.encode("1234567")] * 2).measurements[0].value == 0
     with pytest.raises(DataError, match="no chat template"):
-        needle.make(options, Oracle(byte_tokenizer()))
+        needle.NeedleTask(options, Oracle(byte_tokenizer()))
     with pytest.raises(DataError, match="does not write a user's message as it is"):
-        needle.make(options, Oracle(chatting("{{ messages[0].content | upper }}")))
+        needle.NeedleTask(options, Oracle(chatting("{{ messages[0].content | upper }}")))
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_impossible_grids_are_refused(fields, words):
 
 def test_needles_longer_than_the_length(text):
     with pytest.raises(DataError, match="longer than the context"):
-        needle.make(needle.Options(text=text, lengths=[40]), Oracle(byte_tokenizer()))
+        needle.NeedleTask(needle.Options(text=text, lengths=[40]), Oracle(byte_tokenizer()))
 
 
 class Position(TensorModel):
@@ -119,7 +119,7 @@ class Position(TensorModel):
 def test_a_uniform_model_has_the_entropy_of_its_vocabulary(text):
     model = Uniform(258)
     model.tokenizer = byte_tokenizer()
-    scores = run_task(model, perplexity.make(perplexity.Options(text=text, window=64, windows=5), model))
+    scores = run_task(model, perplexity.PerplexityTask(perplexity.Options(text=text, window=64, windows=5), model))
     by_name = {row.name: row for row in scores.measurements if not row.at}
     assert by_name["nll"].value == pytest.approx(math.log(258))
     assert by_name["nll"].standard_error == pytest.approx(0, abs=1e-12)
@@ -130,14 +130,14 @@ def test_a_uniform_model_has_the_entropy_of_its_vocabulary(text):
 def test_sliding_windows_score_each_token_once(text):
     """Window 10, stride 4: the first window scores its ten targets, each other its last four."""
     model = Position()
-    task = perplexity.make(perplexity.Options(text=text, window=10, stride=4, windows=3), model)
+    task = perplexity.PerplexityTask(perplexity.Options(text=text, window=10, stride=4, windows=3), model)
     stream = [*Path(text).read_bytes()]
     assert [list(request.ids) for request in task.requests] == [stream[start : start + 11] for start in (0, 4, 8)]
     scores = run_task(model, task)
     expected = (sum(range(1, 11)) + 2 * sum(range(7, 11))) / (10 + 4 + 4)
     nll = next(row for row in scores.measurements if row.name == "nll")
     assert nll.value == pytest.approx(expected)
-    assert [item.weight for item in scores.items] == [10, 4, 4]
+    assert [item.weight for item in scores.items if item.name == "nll"] == [10, 4, 4]
     curve = {row.at["position"]: row.value for row in scores.measurements if row.at}
     assert curve == {position: pytest.approx(np.mean(range(1, position + 1))) for position in curve}
 
@@ -147,6 +147,6 @@ def test_impossible_windows_are_refused(text):
         with pytest.raises(ConfigError, match=words):
             perplexity.Options(**fields)
     with pytest.raises(ConfigError, match="above the window"):
-        perplexity.make(perplexity.Options(text=text, window=8, stride=9), Position())
+        perplexity.PerplexityTask(perplexity.Options(text=text, window=8, stride=9), Position())
     with pytest.raises(DataError, match="are needed"):
-        perplexity.make(perplexity.Options(text=text, window=10**6), Position())
+        perplexity.PerplexityTask(perplexity.Options(text=text, window=10**6), Position())

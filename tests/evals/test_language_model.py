@@ -4,13 +4,15 @@ from itertools import pairwise
 
 import pytest
 import torch
-from difftransformer.evals.prefix import PrefixCache
-from difftransformer.evals.task import Choice, Continuation, LastRow, Loss, answers_to
 from transformers.cache_utils import DynamicLayer
 
 from difftransformer import DiffTransformerConfig
 from difftransformer.errors import EvaluationError
-from difftransformer.evals import CausalLanguageModel, language_model, prefix
+from difftransformer.evals import CausalLanguageModel
+from difftransformer.evals.models import causal, prefix
+from difftransformer.evals.models.prefix import PrefixCache
+from difftransformer.evals.probes import LastRow
+from difftransformer.evals.requests import Choice, Continuation, Loss, answers_to
 from difftransformer.train import build_model
 
 
@@ -100,7 +102,8 @@ def test_a_leading_token_stops_a_row_only_behind_others(model, prompts, prefix_c
 def test_last_row_is_the_sum_of_the_maps_last_row(model, prompts, batch_tokens):
     edges = (0, 1, 7, 20)
     requests = [LastRow(row, edges) for row in rows_of(prompts)]
-    found = torch.tensor(ask(model, requests, batch_tokens=batch_tokens))
+    probed = dict(CausalLanguageModel(model, None, batch_tokens=batch_tokens).probe(requests))
+    found = torch.tensor([probed[index] for index in range(5)])
     assert model.config._attn_implementation != "eager"  # put back
     model.set_attn_implementation("eager")
     maps = model(input_ids=prompts, output_attentions=True).attentions
@@ -133,7 +136,7 @@ def test_loss_is_the_models(model, prompts, batch_tokens):
 def test_a_long_row_in_parts(model, prompts, monkeypatch):
     row = rows_of(prompts)[0]
     whole = ask(model, [Loss(row)])[0]
-    monkeypatch.setattr(language_model, "CHUNK_TOKENS", 7)
+    monkeypatch.setattr(causal, "CHUNK_TOKENS", 7)
     monkeypatch.setattr(prefix, "CHUNK_TOKENS", 7)
     assert ask(model, [Loss(row)])[0] == pytest.approx(whole, rel=1e-4)
     assert ask(model, [Choice(row, ((3, 4), (3, 5), (6,)))]) == [plain_choice(model, row, ((3, 4), (3, 5), (6,)))]

@@ -1,21 +1,13 @@
 """A whole model on the Triton kernels, in Triton's interpreter: what it gives on the equations."""
 
-import importlib.util
-import os
-
 import pytest
 import torch
 
+from tests.support.cases import needs_interpreter, overflow_is_fine
 from tests.support.oracle import relative_error
 from tests.support.tiny_models import tiny, tokens
 
-pytestmark = [
-    pytest.mark.skipif(
-        importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") != "1",
-        reason="needs Triton's interpreter, for which there must be no GPU",
-    ),
-    pytest.mark.filterwarnings("ignore:overflow|invalid value|All-NaN:RuntimeWarning"),
-]
+pytestmark = [needs_interpreter, overflow_is_fine]
 
 
 def pair(**fields):
@@ -60,7 +52,7 @@ def test_logits_and_gradients(compiled):
 def test_generation_left_padded(cache, fields):
     ours, plain = pair(**fields)
     ids, mask = padded()
-    how = {"attention_mask": mask, "do_sample": False, "max_new_tokens": 5}
+    how = {"attention_mask": mask, "do_sample": False, "max_new_tokens": 3}
     if cache == "static":
         how["cache_implementation"] = "static"
     expected = plain.generate(ids, **how)

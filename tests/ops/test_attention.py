@@ -290,7 +290,14 @@ def test_softmax_maps():
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", ["shared key", "both ends, causal mask", "documents", "softmax"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "both ends, causal mask",
+        "documents",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("shared key", "softmax")),
+    ],
+)
 def test_compiles_without_a_graph_break(name, backend):
     torch.compiler.reset()
     case = BY_NAME[name]

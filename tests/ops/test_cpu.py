@@ -545,8 +545,17 @@ def test_compiles_to_the_same_bits(case, norm):
     assert_compiles_to_the_same_bits("cpu", case, norm)
 
 
-@pytest.mark.parametrize("norm", [None, "gain", "no gain"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "norm"),
+    [
+        (torch.float32, None),
+        (torch.bfloat16, "gain"),
+        pytest.param(torch.float32, "gain", marks=pytest.mark.slow),
+        pytest.param(torch.float32, "no gain", marks=pytest.mark.slow),
+        pytest.param(torch.bfloat16, None, marks=pytest.mark.slow),
+        pytest.param(torch.bfloat16, "no gain", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("case", OPCHECK, ids=by_name)
 def test_opcheck(case, dtype, norm):
     assert build.load() is None

@@ -24,6 +24,7 @@ from tests.support.cases import (
     op,
     problem,
     random_mask,
+    slow_but_for,
 )
 from tests.support.oracle import Case, attention, dense_mask, output_and_gradients, relative_error
 
@@ -42,7 +43,14 @@ def as_on_a_gpu(monkeypatch):
     monkeypatch.setattr(flex, "_compiled", lambda: compiled)
 
 
-@pytest.mark.parametrize("case", CASES, ids=by_name)
+QUICK = (
+    "one position", "257 window", "grouped, cross, narrow value", "one group, decoding", "more queries than keys",
+    "shared key", "float lam, scale", "mask with empty rows", "mask by head", "left padding", "cache, window",
+    "both ends, causal mask", "documents, window, mask", "softmax 130, wide value", "softmax, documents",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("case", slow_but_for(CASES, *QUICK), ids=by_name)
 @pytest.mark.usefixtures("as_on_a_gpu")
 def test_equals_the_equations(case):
     """All of these in one process: more forms than PyTorch compiles of a function by default."""

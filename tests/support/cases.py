@@ -2,8 +2,6 @@
 
 import contextlib
 import dataclasses
-import importlib.util
-import os
 import shutil
 from functools import cache
 
@@ -17,7 +15,7 @@ from difftransformer.ops import (
     processor,
     softmax_attention,
 )
-from tests.support import oracle
+from tests.support import interpreter, oracle
 from tests.support.oracle import Case, output_and_gradients, relative_error
 
 needs_kernels = pytest.mark.skipif(
@@ -25,9 +23,10 @@ needs_kernels = pytest.mark.skipif(
 )
 # tests/conftest.py asks for it.
 needs_interpreter = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") != "1",
-    reason="needs Triton's interpreter, for which there must be no GPU",
+    not interpreter.IS_USED, reason="needs Triton's interpreter, for which there must be no GPU"
 )
+if interpreter.IS_USED:
+    interpreter.patch_once()
 FLOAT64_BACKENDS = ("reference", "chunked", "sdpa")
 # What a mask then takes away may overflow, and numpy warns of it.
 overflow_is_fine = pytest.mark.filterwarnings("ignore:overflow|invalid value|All-NaN:RuntimeWarning")

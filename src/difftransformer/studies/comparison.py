@@ -1,4 +1,4 @@
-"""The comparison: a model and its same-size twin, trained on identical batches for each seed, and set side by side."""
+"""The comparison of a model and its same-size twin, trained on identical batches for each seed."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,6 @@
 """The evaluations of a study: the recipe's tasks, asked of a run's checkpoint."""
 
 import dataclasses
-import shutil
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -97,7 +96,7 @@ def evaluate_checkpoint(
                         progress=progress,
                     )
                 # The answers have served; other options may follow in the same folder.
-                (folder / f"{spec.name}.answers.jsonl").unlink()
+                (folder / f"{spec.name}.answers.jsonl").unlink(missing_ok=True)
     return {spec.name: found[spec.name] for spec in recipe.evaluation}
 
 
@@ -120,8 +119,3 @@ def evaluations_folder(checkpoint: Path) -> Path:
     if checkpoint.parent.name == "checkpoints":
         return checkpoint.parent.parent / EVALUATIONS / checkpoint.name
     return checkpoint / EVALUATIONS
-
-
-def forget_evaluations(run: Path) -> None:
-    """Remove all results of a run, whose recipe asks for others now."""
-    shutil.rmtree(run / EVALUATIONS, ignore_errors=True)

@@ -319,24 +319,11 @@ def _task_options(specs: list[Any], name: str, override: str) -> dict[str, Any]:
     return options
 
 
+_DOCUMENTS = {"depths": [0.0, 0.25, 0.5, 0.75, 1.0], "documents": 20, "digits": 7, "seed": 0}
 _FIRST_RELEASE: dict[str, dict[str, Any]] = {
     "nll": {"windows": 64, "position_buckets": 8},
-    "needle": {
-        "lengths_tokens": [],
-        "needles": [[1, 1], [2, 1], [4, 1]],
-        "depths": [0.0, 0.25, 0.5, 0.75, 1.0],
-        "documents": 20,
-        "digits": 7,
-        "seed": 0,
-    },
-    "allocation": {
-        "length_tokens": None,
-        "needles": 4,
-        "depths": [0.0, 0.25, 0.5, 0.75, 1.0],
-        "documents": 20,
-        "digits": 7,
-        "seed": 0,
-    },
+    "needle": {"lengths_tokens": [], "needles": [[1, 1], [2, 1], [4, 1]], **_DOCUMENTS},
+    "allocation": {"length_tokens": None, "needles": 4, **_DOCUMENTS},
 }
 """The evaluations of a recipe of release 0.1.0 with their defaults."""
 

@@ -22,15 +22,15 @@ from ..model import DiffTransformerForCausalLM
 from ..results import TaskResult
 from ..train import Interrupted, checkpoints, train
 from ..train.run_summary import RECIPE_FILE
-from .evaluation import evaluate_checkpoint, evaluations_folder, forget_evaluations, found_results
+from .evaluation import EVALUATIONS, evaluate_checkpoint, evaluations_folder, found_results
 from .recipe import Recipe, load_recipe, recipe_dict, save_recipe
 
 
 def start_run(folder: Path, recipe: Recipe) -> None:
-    """Put a recipe into a run folder; a folder with checkpoints goes on if its recipe trains the same.
+    """Put a recipe into a run folder; a run in a folder with checkpoints continues if its recipe trains the same.
 
     Raises:
-        CheckpointError: the folder holds a run of another recipe; the message names the first difference.
+        CheckpointError: The folder holds a run of another recipe; the message names the first difference.
     """
     path = folder / RECIPE_FILE
     if not path.exists() or not checkpoints(folder):
@@ -47,11 +47,12 @@ def start_run(folder: Path, recipe: Recipe) -> None:
     if before != after:
         save_recipe(recipe, path)
     if before["evaluation"] != after["evaluation"]:
-        forget_evaluations(folder)
+        for answers in folder.glob(f"{EVALUATIONS}/*/*.answers.jsonl"):  # to other questions
+            answers.unlink()
 
 
 def train_run(folder: Path, recipe: Recipe, shards: Shards, **options: object) -> DiffTransformerForCausalLM:
-    """Train the recipe's model in a run folder, or go on where it was stopped."""
+    """Train the recipe's model in a run folder, or continue where it was stopped."""
     tokenizer = shards.tokenizer
     start = None if recipe.start_from is None else open_model(recipe.start_from, model_type="difftransformer")
     if start is not None and start.config.vocab_size < tokenizer.vocab_size:
