@@ -32,7 +32,10 @@ def run(model: str) -> int:
         config, source, stated = DiffTransformerConfig.from_pretrained(model), model, None
     console.print(_sizes(model, source, config))
     if stated is not None:
-        console.print(_beside_the_paper(config, stated), highlight=False)
+        tied = count(config).parameters
+        untied = tied + config.vocab_size * config.hidden_size
+        text = f"The paper states {stated / 1e9:.3g}B. This shape has {tied / 1e9:.2f}B with a tied embedding"
+        console.print(f"{text}, {untied / 1e9:.2f}B untied.", highlight=False)
     return 0
 
 
@@ -47,17 +50,8 @@ def _sizes(name: str, source: str, config: DiffTransformerConfig) -> Table:
     return table
 
 
-def _beside_the_paper(config: DiffTransformerConfig, stated: float) -> str:
-    tied = count(config).parameters
-    untied = tied + config.vocab_size * config.hidden_size
-    text = f"The paper states {stated / 1e9:.3g}B. This shape has {tied / 1e9:.2f}B with a tied embedding"
-    return f"{text}, {untied / 1e9:.2f}B untied."
-
-
 def _backends() -> Table:
-    table = Table(title="Attention backends")
-    for column in ("name", "description"):
-        table.add_column(column)
+    table = Table("name", "description", title="Attention backends")
     for name, backend in BACKENDS.items():
         table.add_row(name, backend.description)
     return table

@@ -86,9 +86,12 @@ def model_card(
     if isinstance(training, str):
         parts.append(training)
     elif training is not None:
-        parts.append(_training(training))
+        recipe = yaml.safe_dump(_without_places(training.recipe), sort_keys=False)
+        parts.append(f"{_table(TRAINING_HEADING.strip(), training.figures)}\n```yaml\n{recipe}```\n")
     parts.append(f"{NEXT_HEADING}\n{CITATION}")
-    return _sealed(f"---\n{yaml.safe_dump(front, sort_keys=False)}---\n", "\n".join(parts))
+    head, body = f"---\n{yaml.safe_dump(front, sort_keys=False)}---\n", "\n".join(parts)
+    seal = f"<!-- Written by difftransformer; edit it freely: a changed card is kept. sha256 {_sum(head + body)} -->\n"
+    return head + seal + body
 
 
 def is_ours(text: str) -> bool:
@@ -148,11 +151,6 @@ def size_rows(config: DiffTransformerConfig) -> dict[str, int]:
     }
 
 
-def _sealed(front: str, body: str) -> str:
-    seal = f"<!-- Written by difftransformer; edit it freely: a changed card is kept. sha256 {_sum(front + body)} -->\n"
-    return front + seal + body
-
-
 def _sum(text: str) -> str:
     return hashlib.sha256(text.replace("\r\n", "\n").encode()).hexdigest()
 
@@ -176,17 +174,10 @@ def _layout(config: DiffTransformerConfig) -> str:
 
 def _usage(architecture: str, stock: bool) -> str:
     auto = "AutoModelForCausalLM" if architecture.endswith("ForCausalLM") else "AutoModel"
-    lines = ["```python"]
-    if not stock:
-        lines.append("import difftransformer  # makes the model type known to transformers")
-    lines += [f"from transformers import {auto}", "", f'model = {auto}.from_pretrained("FOLDER")', "```"]
     where = "It opens in stock transformers." if stock else "It opens once the package `difftransformer` is imported."
-    return "## Use\n\n" + where + "\n\n" + "\n".join(lines) + "\n"
-
-
-def _training(training: Training) -> str:
-    recipe = yaml.safe_dump(_without_places(training.recipe), sort_keys=False)
-    return f"{_table(TRAINING_HEADING.strip(), training.figures)}\n```yaml\n{recipe}```\n"
+    first = "" if stock else "import difftransformer  # makes the model type known to transformers\n"
+    code = f'{first}from transformers import {auto}\n\nmodel = {auto}.from_pretrained("FOLDER")\n'
+    return f"## Use\n\n{where}\n\n```python\n{code}```\n"
 
 
 def _without_places(recipe: Mapping[str, Any]) -> dict[str, Any]:

@@ -34,41 +34,35 @@ class DiffTransformerConfig(PreTrainedConfig):
     Args:
         attention_type: "diff" (DIFF V1, arXiv:2410.05258), "diff_v2" (DIFF V2), "grouped_diff" (arXiv:2510.06949),
             "dex" (arXiv:2505.16333) or "softmax" (the Transformer).
-        vocab_size: Tokens.
-        hidden_size: Width.
+        vocab_size, hidden_size, num_hidden_layers, hidden_act, rms_norm_eps, tie_word_embeddings, use_cache: See `LlamaConfig`.
         intermediate_size: Inner width of SwiGLU; None means round(8/3 hidden_size) (arXiv:2410.05258 section 2.2).
-        num_hidden_layers: Layers.
         num_attention_heads: Heads of the plain Transformer; "diff" makes half as many differential heads, "diff_v2" as many.
-        num_key_value_heads: Key/value heads of the plain Transformer; None means num_attention_heads.
+        num_key_value_heads: Number of key/value heads of the plain Transformer; None means num_attention_heads.
         head_dim: Width of a head of the plain Transformer and of one differential map; None means
             hidden_size / num_attention_heads.
-        num_differential_heads: Differential heads where they are not the attention type's own number.
-        num_differential_key_value_heads: The same for keys and values.
-        num_noise_heads: For "grouped_diff", the heads whose maps are subtracted, each shared by equally many others; None
-            means one of five, or of four where five does not divide.
+        num_differential_heads: Number of differential heads; None means the attention type's own number.
+        num_differential_key_value_heads: Number of differential key/value heads; None means the attention type's own.
+        num_noise_heads: For "grouped_diff", the number of heads whose maps are subtracted, each shared by equally many
+            others; None means one of five, or of four where five does not divide.
         value_head_dim: Width of a differential head's value; None means 2 head_dim for "diff" and "grouped_diff", head_dim
             for "diff_v2".
         lambda_form: "layer", "head", "token" or "constant" (`DifferentialOptions`); None means the attention type's own.
-        lambda_init: What lambda starts from; None means the paper's schedule by depth.
+        lambda_init: Initial lambda; None means the paper's schedule by depth.
         head_norm: "gain", "plain" or "none"; None means the attention type's own.
-        shared_key: Whether both maps read one key; None means the attention type's own.
+        shared_key: Whether both maps use the same key; None means the attention type's own.
         dex_heads: For "dex", the heads that each layer extends, equally many in each; None means all.
-        head_norm_eps: eps of the headwise norm.
-        rms_norm_eps: eps of the other norms.
-        hidden_act: Activation of the gated MLP.
-        max_position_embeddings: Longest trained length, in tokens.
+        head_norm_eps: Epsilon of the headwise norm.
+        max_position_embeddings: Maximum length in tokens.
         rope_parameters: transformers' rotary settings; None means the default type with rope_theta 10,000.
-        sliding_window: A query sees this many last positions, itself included; None means all.
+        sliding_window: Number of last positions that a query attends to, its own included; None means all.
         initializer_range: Standard deviation of the initial weights (the paper does not state its own).
         initialization: "normal", or "mimetic" to start attention as a lookup of like tokens (`Attention.init_mimetic`), which
             teaches small models retrieval in far fewer steps. The same for every attention type.
-        tie_word_embeddings: Whether the output layer is the embedding.
-        use_cache: Whether generation keeps keys and values.
         attn_backend: Backend of the attention op: "auto" or a name that `difftransformer info backends` lists.
         attention_dropout: Must be 0: the paper uses none, and a fused map cannot drop weights.
 
     Raises:
-        ConfigError: an impossible combination, named.
+        ConfigError: A field or a combination of fields is impossible.
     """
 
     model_type = "difftransformer"
@@ -140,22 +134,14 @@ class DiffTransformerConfig(PreTrainedConfig):
             self.rope_parameters = {"rope_type": "default", "rope_theta": DEFAULT_ROPE_THETA}
         elif self.rope_parameters is not None and not isinstance(self.rope_parameters.get("rope_theta"), (int, float)):
             raise ConfigError(f"rope_parameters={self.rope_parameters}: give rope_theta as a number")
-        if self.attn_backend != "auto" and self.attn_backend not in backend_names():
-            raise ConfigError(
-                f"attn_backend={self.attn_backend!r} is unknown; choose auto or one of {', '.join(backend_names())}"
-            )
+        choices = {"attn_backend": ("auto", *backend_names()), "initialization": INITIALIZATIONS}
+        for field, allowed in choices.items():
+            if getattr(self, field) not in allowed:
+                raise ConfigError(f"{field}={getattr(self, field)!r} is unknown; choose one of {', '.join(allowed)}")
         if self.hidden_act not in ACT2FN:
-            raise ConfigError(
-                f"hidden_act={self.hidden_act!r} is no activation of transformers; use silu, as the paper does"
-            )
+            raise ConfigError(f"hidden_act={self.hidden_act!r} is no activation of transformers; the paper uses silu")
         if self.sliding_window is not None and self.sliding_window < 1:
-            raise ConfigError(
-                f"sliding_window={self.sliding_window}: a window holds at least the query itself; use 1 or more"
-            )
-        if self.initialization not in INITIALIZATIONS:
-            raise ConfigError(
-                f"initialization={self.initialization!r} is unknown; choose one of {', '.join(INITIALIZATIONS)}"
-            )
+            raise ConfigError(f"sliding_window={self.sliding_window}: a window holds at least the query; use 1 or more")
         if self.attention_dropout:
             raise ConfigError(
                 f"attention_dropout={self.attention_dropout}: differential attention has no dropout on its maps; set 0"
@@ -171,11 +157,11 @@ class DiffTransformerConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
 
     def head_layout(self) -> HeadLayout:
-        """Heads and widths of this attention type."""
+        """Return heads and widths of this attention type."""
         return variant(self.attention_type).layout_of(self)
 
     def twin(self, attention_type: str = "softmax") -> Self:
-        """The same model with another attention type: equal width, depth, MLP and initialisation."""
+        """Return the same model with another attention type: equal width, depth, MLP and initialisation."""
         twin = copy.deepcopy(self)
         twin.attention_type = attention_type
         twin.head_layout()

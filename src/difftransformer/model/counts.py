@@ -13,13 +13,13 @@ class Counts:
     """Sizes of a model.
 
     Attributes:
-        parameters: All weights, a tied embedding once.
-        embedding_parameters: Those of the input embedding.
-        attention_parameters: Those of all attention layers.
-        forward_flops_per_token: Multiply-adds times two of one token's forward pass at `context_tokens`, causal.
-        train_flops_per_token: The same for forward and backward.
-        kv_bytes_per_token: What the cache holds for a token, all layers, in `cache_itemsize` bytes a number.
-        context_tokens: Length that the FLOPs are for.
+        parameters: Number of weights; a tied embedding counts once.
+        embedding_parameters: Number of weights of the input embedding.
+        attention_parameters: Number of weights of all attention layers.
+        forward_flops_per_token: FLOPs of one token's causal forward pass at `context_tokens`; a multiply-add is two.
+        train_flops_per_token: FLOPs of forward and backward.
+        kv_bytes_per_token: Bytes of one token in the cache of all layers.
+        context_tokens: Context that the FLOPs are for.
     """
 
     parameters: int
@@ -67,5 +67,5 @@ def count(config: DiffTransformerConfig, *, context_tokens: int | None = None, c
 
 
 def weights_and_kv_bytes(counts: Counts, length_tokens: int, *, batch: int = 1, itemsize: int = 2) -> int:
-    """Memory that generation holds: weights and a cache of `length_tokens` for each of `batch` sequences."""
+    """Return the memory that generation holds: weights and a cache of `length_tokens` for each of `batch` sequences."""
     return counts.parameters * itemsize + batch * length_tokens * counts.kv_bytes_per_token

@@ -68,17 +68,7 @@ def arrange_rows(
         starts[:, 0] = True
         hidden, starts = hidden.reshape(1, batch * length, -1), starts.reshape(1, -1)
         position_ids = position_ids.expand(batch, length).reshape(1, -1)
-    restrictions = attention_restrictions(
-        batch=hidden.shape[0],
-        length=hidden.shape[1],
-        device=hidden.device,
-        attention_mask=attention_mask,
-        starts=starts,
-        cu_seqlens=cu_seqlens,
-        cache=cache,
-        window=window,
-    )
-    return hidden, position_ids, restrictions
+    return hidden, position_ids, attention_restrictions(hidden, attention_mask, starts, cu_seqlens, cache, window)
 
 
 def packed_starts(position_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
@@ -100,11 +90,7 @@ def packed_starts(position_ids: Tensor, attention_mask: Tensor | None) -> Tensor
 
 
 def row_lengths(starts: Tensor) -> Tensor:
-    """Return the cumulative document lengths, (N + 1,) in int32, of rows that are laid end to end.
-
-    Args:
-        starts: (B, T) bool, True where a document starts inside a row.
-    """
+    """Return the cumulative document lengths, (N + 1,) in int32, of rows laid end to end (see `packed_starts`)."""
     starts = starts.clone()
     starts[:, 0] = True
     bounds = starts.flatten().nonzero().flatten()
@@ -112,20 +98,14 @@ def row_lengths(starts: Tensor) -> Tensor:
 
 
 def attention_restrictions(
-    *,
-    batch: int,
-    length: int,
-    device: torch.device,
+    hidden: Tensor,
     attention_mask: Tensor | None,
     starts: Tensor | None,
     cu_seqlens: Tensor | None,
     cache: Cache | None,
     window: int | None,
 ) -> Restrictions:
-    """Return the keywords of `Attention.forward` for T = length new tokens in each of B = batch rows.
-
-    `starts` is True where a packed document starts inside a row (see `packed_starts`). See `arrange_rows` for the rest.
-    """
+    """Return the keywords of `Attention.forward`. See `packed_starts` for `starts`, and `arrange_rows` for the rest."""
     if attention_mask is not None and attention_mask.dim() == 4:
         if attention_mask.dtype != torch.bool:
             raise ShapeError(
@@ -134,6 +114,7 @@ def attention_restrictions(
             )
         return {"attn_mask": attention_mask, "is_causal": False}
 
+    (batch, length), device = hidden.shape[:2], hidden.device
     keys, offset = (length, 0) if cache is None else cache.get_mask_sizes(length, 0)
     seen = 0 if cache is None else cache.get_seq_length()
     restrictions: Restrictions = {"is_causal": True}

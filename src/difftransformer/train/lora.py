@@ -27,14 +27,10 @@ def add_lora(model: DiffTransformerForCausalLM, config: LoraConfig, *, seed: int
         raise ConfigError("training.lora needs the package peft; pip install 'difftransformer[tools]'") from None
     linear = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     if unknown := [name for name in config.targets if name not in linear]:
-        raise ConfigError(
-            f"training.lora.targets: no layer is called {unknown[0]!r}; choose from {', '.join(sorted(linear))}"
-        )
+        raise ConfigError(f"training.lora.targets: no layer {unknown[0]!r}; choose from {', '.join(sorted(linear))}")
     own = [name for name, _ in model.named_parameters()]
     if unused := [part for part in config.also if not any(part in name for name in own)]:
-        raise ConfigError(
-            f"training.lora.also: no parameter's name contains {unused[0]!r}; print(model) shows the names"
-        )
+        raise ConfigError(f"training.lora.also: no parameter's name contains {unused[0]!r}; print(model) shows them")
     adapters = PeftConfig(r=config.rank, lora_alpha=config.alpha, target_modules=list(config.targets))
     with torch.random.fork_rng():
         torch.manual_seed(seed)

@@ -56,16 +56,12 @@ def quantized_linears(model: Any, weights: str, activations: str) -> Iterator[No
                 raise EvaluationError(f"{type(model).__name__}: no Linear layer to quantize; use --weights none")
             for linear in linears:
                 if weights != "none":
-                    undo.callback(_restore, linear, linear.weight.data)
+                    undo.callback(setattr, linear.weight, "data", linear.weight.data)
                     with torch.inference_mode(False), torch.no_grad():
                         linear.weight.data = quantize_last(linear.weight.data, *groups[weights])
                 if activations != "none":
                     undo.callback(linear.register_forward_pre_hook(_int8_input).remove)
         yield
-
-
-def _restore(linear: nn.Linear, weight: Tensor) -> None:
-    linear.weight.data = weight
 
 
 def _int8_input(module: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

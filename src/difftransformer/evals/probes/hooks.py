@@ -7,6 +7,7 @@ which pass the logits of every map to an observer (`ops.reference.watching_logit
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,24 +40,17 @@ def written_out(model: Any) -> Iterator[list[nn.Module]]:
     Raises:
         EvaluationError: A layer does not form its maps here, or has attention that the equations do not describe.
     """
-    with _on_reference(model):
+    with ExitStack() as changes:
+        if any(isinstance(module, Attention) for module in model.modules()):
+            changes.enter_context(_implementation(model, "eager"))
+        elif any(isinstance(module, DiffLlamaAttention) for module in model.modules()):
+            changes.enter_context(on_the_op(model))
+            changes.enter_context(use_backend("reference"))
+        else:
+            AttentionInterface.register(_WRITTEN_OUT, _attention)
+            AttentionMaskInterface.register(_WRITTEN_OUT, mask)
+            changes.enter_context(_implementation(model, _WRITTEN_OUT))
         yield _probed(model)
-
-
-@contextmanager
-def _on_reference(model: Any) -> Iterator[None]:
-    kinds = {type(module) for module in model.modules()}
-    if any(issubclass(kind, Attention) for kind in kinds):
-        with _implementation(model, "eager"):
-            yield
-    elif any(issubclass(kind, DiffLlamaAttention) for kind in kinds):
-        with on_the_op(model), use_backend("reference"):
-            yield
-    else:
-        AttentionInterface.register(_WRITTEN_OUT, _attention)
-        AttentionMaskInterface.register(_WRITTEN_OUT, mask)
-        with _implementation(model, _WRITTEN_OUT):
-            yield
 
 
 @contextmanager
@@ -100,12 +94,11 @@ def _attention(
     **options: Any,
 ) -> tuple[Tensor, None]:
     """The operator's reference as transformers' attention function; refuses arguments that the operator does not have."""
-    for name in NOT_IN_THE_OP:
-        if options.get(name) is not None:
-            raise EvaluationError(
-                f"{type(module).__name__}: attention with {name} is not softmax(Q K^T) V and cannot be seen from inside; "
-                "choose a model without it"
-            )
+    if added := [name for name in NOT_IN_THE_OP if options.get(name) is not None]:
+        raise EvaluationError(
+            f"{type(module).__name__}: attention with {added[0]} is not softmax(Q K^T) V and cannot be seen from inside; "
+            "choose a model without it"
+        )
     if attention_mask is not None and attention_mask.dtype != torch.bool:
         raise EvaluationError(
             f"{type(module).__name__}: its attention mask is {attention_mask.dtype}, a bias beside Q K^T, and cannot be "
@@ -136,7 +129,9 @@ def _probed(model: Any) -> list[nn.Module]:
             hooks.callback(module.register_forward_pre_hook(enter).remove)
             hooks.callback(module.register_forward_hook(leave).remove)
         model(input_ids=torch.tensor([[0, 1]], device=model.device), use_cache=False)
-    expected = _attention_layers(model.config.get_text_config())
+    config = model.config.get_text_config()
+    kinds = getattr(config, "layer_types", None) or ["attention"] * config.num_hidden_layers
+    expected = sum("attention" in kind and "linear" not in kind for kind in kinds)
     right = [module for module, calls in formed.items() if calls == _maps_of(module)]
     if not right or len(right) != expected or len(formed) != expected:
         raise EvaluationError(
@@ -145,13 +140,6 @@ def _probed(model: Any) -> list[nn.Module]:
             "(Llama, Mistral, Qwen and others) can"
         )
     return right
-
-
-def _attention_layers(config: Any) -> int:
-    kinds = getattr(config, "layer_types", None)
-    if not kinds:
-        return int(config.num_hidden_layers)
-    return sum("attention" in kind and "linear" not in kind for kind in kinds)
 
 
 def _maps_of(module: nn.Module) -> int:
@@ -165,15 +153,12 @@ def _counting(layers: Sequence[nn.Module]) -> Iterator[list[int]]:
     """Yield the layer that is computing at the moment, and a 0 on which the caller may count."""
     place = [0, 0]
 
-    def entering(layer: int) -> Callable[..., None]:
-        def enter(module: nn.Module, arguments: Any) -> None:
-            place[:] = layer, 0
-
-        return enter
+    def enter(layer: int, module: nn.Module, arguments: Any) -> None:
+        place[:] = layer, 0
 
     with ExitStack() as hooks:
         for index, module in enumerate(layers):
-            hooks.callback(module.register_forward_pre_hook(entering(index)).remove)
+            hooks.callback(module.register_forward_pre_hook(partial(enter, index)).remove)
         yield place
 
 
@@ -193,11 +178,8 @@ def observing_maps(layers: Sequence[nn.Module], observe: ObserveMaps) -> Iterato
     lams: list[Tensor | None] = [None] * len(layers)
     firsts: list[Tensor] = []
 
-    def entering(layer: int) -> Callable[..., None]:
-        def enter(module: nn.Module, arguments: Any, options: dict[str, Any]) -> None:
-            lams[layer] = _lam_of(module, arguments[0] if arguments else options["hidden_states"])
-
-        return enter
+    def enter(layer: int, module: nn.Module, arguments: Any, options: dict[str, Any]) -> None:
+        lams[layer] = _lam_of(module, arguments[0] if arguments else options["hidden_states"])
 
     def logits(scores: Tensor, allowed: Tensor | None) -> Tensor:
         layer, number = place
@@ -214,7 +196,7 @@ def observing_maps(layers: Sequence[nn.Module], observe: ObserveMaps) -> Iterato
     with ExitStack() as hooks, _counting(layers) as place, watching_logits(logits):
         for index, module in enumerate(layers):
             if _maps_of(module) == 2:
-                hooks.callback(module.register_forward_pre_hook(entering(index), with_kwargs=True).remove)
+                hooks.callback(module.register_forward_pre_hook(partial(enter, index), with_kwargs=True).remove)
         yield
 
 
