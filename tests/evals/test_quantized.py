@@ -11,7 +11,7 @@ from difftransformer.errors import ConfigError
 from difftransformer.evals import CausalLanguageModel, run_task, taps
 from difftransformer.evals.task import Continuation, Loss, Quantized, answers_to
 from difftransformer.evals.tasks.quantized import Options, make
-from difftransformer.ops.reference import watching_logits
+from difftransformer.ops.reference import observe_logits
 
 SIZES = {"vocab_size": 258, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 SIZES |= {"max_position_embeddings": 64, "initializer_range": 0.3}
@@ -67,7 +67,7 @@ def test_the_logits_stand_on_the_grid(model, granularity, shared):
         return scores
 
     ids = torch.tensor([request.ids for request in requests_of(Loss)])
-    with torch.no_grad(), taps.quantized_logits(model, 6, granularity), watching_logits(keep):
+    with torch.no_grad(), taps.quantized_logits(model, 6, granularity), observe_logits(keep):
         model(ids)
     assert len(seen) == (4 if model.config.model_type == "difftransformer" else 2)
     for scores in seen:

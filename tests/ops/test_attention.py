@@ -35,9 +35,9 @@ from difftransformer.ops import (
     attention_maps,
     chunked,
     differential_attention,
+    observe_inputs,
     softmax_attention,
     softmax_maps,
-    watching_inputs,
 )
 
 
@@ -435,7 +435,7 @@ def test_watched_inputs_are_those_of_the_maps(shared, scale):
         torch.randn(2, 2, 7, 3, generator=generator),
     )
     seen = []
-    with watching_inputs(lambda *inputs: seen.append(inputs)):
+    with observe_inputs(lambda *inputs: seen.append(inputs)):
         found = differential_attention(query, key, value, 0.4, is_causal=True, scale=scale)
         softmax_attention(query[..., :3], key[..., :3], value, window=2, is_causal=True)
     assert torch.equal(differential_attention(query, key, value, 0.4, is_causal=True, scale=scale), found)

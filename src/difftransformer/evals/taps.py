@@ -1,8 +1,8 @@
 """What a model's attention looks like from inside: maps, logits, hidden states; and the same model with coarser numbers.
 
 A model's normal path never forms its maps. `written_out` lets it compute attention by the equations of `ops.reference` for
-a while, which shows every map's logits to who asks (`ops.reference.watching_logits`); that takes n x n memory. `magnitudes`
-needs logits alone and forms them beside the model's own kernels (`ops.watching_inputs`).
+a while, which shows every map's logits to who asks (`ops.reference.observe_logits`); that takes n x n memory. `magnitudes`
+needs logits alone and forms them beside the model's own kernels (`ops.observe_inputs`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,10 +20,10 @@ from ..errors import ConfigError, EvaluationError
 from ..model import accelerate, restore
 from ..model.attention_function import IMPLEMENTATION, NOT_IN_THE_OP, attention, mask
 from ..model.diffllama import AcceleratedDiffLlamaAttention
-from ..ops import use_backend, watching_inputs
+from ..ops import observe_inputs, use_backend
 from ..ops.problem import LOW_PRECISION, Restrictions, allowed_keys
 from ..ops.quantize import quantize_last, quantize_symmetric
-from ..ops.reference import softmax_of, watching_logits
+from ..ops.reference import observe_logits, softmax_of
 from .magnitudes import Magnitude
 
 UNTOUCHED_BITS = 16
@@ -175,7 +175,7 @@ def magnitudes(model: Any, rows: Sequence[Tensor], largest: int) -> dict[str, An
     def leave(module: nn.Module, arguments: Any, output: Any) -> None:
         hidden.add(output[0] if isinstance(output, tuple) else output)
 
-    with _on_the_op(model), ExitStack() as hooks, _watching_inputs(tapped, see):
+    with _on_the_op(model), ExitStack() as hooks, _observe_inputs(tapped, see):
         for block in _blocks(model, tapped[0]):
             hooks.callback(block.register_forward_hook(leave).remove)
         for row in rows:
@@ -216,7 +216,7 @@ def quantized_logits(model: Any, bits: int, granularity: str) -> Iterator[None]:
     if bits >= UNTOUCHED_BITS:
         yield
         return
-    with written_out(model), watching_logits(lambda x, allowed: quantize_symmetric(x, bits, allowed, granularity)):
+    with written_out(model), observe_logits(lambda x, allowed: quantize_symmetric(x, bits, allowed, granularity)):
         yield
 
 
@@ -345,7 +345,7 @@ def _probed(model: Any) -> list[nn.Module]:
         formed[inside[-1]] = formed.get(inside[-1], 0) + 1
         return scores
 
-    with ExitStack() as hooks, watching_logits(count):
+    with ExitStack() as hooks, observe_logits(count):
         for module in model.modules():
             hooks.callback(module.register_forward_pre_hook(enter).remove)
             hooks.callback(module.register_forward_hook(leave).remove)
@@ -376,9 +376,7 @@ def _maps_of(module: nn.Module) -> int:
 
 def _copies(module: nn.Module) -> int:
     """How often the op forms one second map: once for each head that shares it (grouped differential attention)."""
-    if not isinstance(module, Attention) or module.layout.num_noise_heads is None:
-        return 1
-    return module.layout.num_heads // module.layout.num_noise_heads
+    return module.layout.heads_per_second_map if isinstance(module, Attention) else 1
 
 
 @contextmanager
@@ -407,14 +405,14 @@ def _watching_logits(layers: Sequence[nn.Module], see: SeeLogits) -> Iterator[No
         place[1] += 1
         return scores
 
-    with _counting(layers) as place, watching_logits(watch):
+    with _counting(layers) as place, observe_logits(watch):
         yield
 
 
 @contextmanager
-def _watching_inputs(layers: Sequence[nn.Module], see: Callable[..., None]) -> Iterator[None]:
-    """Call see(layer, maps, restrictions, scale) for every layer; see `ops.watching_inputs`."""
-    with _counting(layers) as place, watching_inputs(lambda *inputs: see(place[0], *inputs)):
+def _observe_inputs(layers: Sequence[nn.Module], see: Callable[..., None]) -> Iterator[None]:
+    """Call see(layer, maps, restrictions, scale) for every layer; see `ops.observe_inputs`."""
+    with _counting(layers) as place, observe_inputs(lambda *inputs: see(place[0], *inputs)):
         yield
 
 

@@ -25,7 +25,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.utils.generic import can_return_tuple
 
-from ..attention import Attention, RMSNorm, variant
+from ..attention import Attention, RMSNorm
 from ..errors import ConfigError, ShapeError
 from ..ops.problem import LOW_PRECISION
 from .card import inherited_training, model_card, write_card
@@ -83,7 +83,7 @@ class DecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
 
     def __init__(self, config: DiffTransformerConfig, layer_index: int) -> None:
         super().__init__()
-        self.self_attn = variant(config.attention_type).from_config(config, layer_index)
+        self.self_attn = config.attention.from_config(config, layer_index)
         self.mlp = SwiGLU(config)
         self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
@@ -108,9 +108,12 @@ class DiffTransformerPreTrainedModel(PreTrainedModel):  # type: ignore[misc]
     supports_gradient_checkpointing = True
     _no_split_modules = ["DecoderLayer"]
     _skip_keys_device_placement = ["past_key_values"]
-    _keep_in_fp32_modules_strict = ["lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"]
     _supports_sdpa = True
     _can_compile_fullgraph = True
+
+    def __init__(self, config: DiffTransformerConfig, *arguments: Any, **options: Any) -> None:
+        super().__init__(config, *arguments, **options)
+        self._keep_in_fp32_modules_strict = list(config.attention.fp32_parameters)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -262,7 +265,7 @@ class DiffTransformerModel(DiffTransformerPreTrainedModel):
             starts[:, 0] = True
             hidden, starts = hidden.reshape(1, batch * length, -1), starts.reshape(1, -1)
             position_ids = position_ids.expand(batch, length).reshape(1, -1)
-        attention = attention_restrictions(
+        restrictions = attention_restrictions(
             batch=hidden.shape[0],
             length=hidden.shape[1],
             device=hidden.device,
@@ -272,13 +275,19 @@ class DiffTransformerModel(DiffTransformerPreTrainedModel):
             cache=past_key_values,
             window=self.config.sliding_window,
         )
-        attention["position_embeddings"] = self.rotary_emb(position_ids)
+        position_embeddings = self.rotary_emb(position_ids)
 
         all_hidden, all_maps = [], []
         for layer in self.layers:
             if need_hidden:
                 all_hidden.append(hidden.view(batch, length, -1))
-            hidden, attention_map = layer(hidden, past_key_values=past_key_values, need_map=need_maps, **attention)
+            hidden, attention_map = layer(
+                hidden,
+                past_key_values=past_key_values,
+                need_map=need_maps,
+                restrictions=restrictions,
+                position_embeddings=position_embeddings,
+            )
             if need_maps:
                 all_maps.append(attention_map)
         hidden = self.norm(hidden).view(batch, length, -1)

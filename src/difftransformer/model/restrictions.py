@@ -1,19 +1,16 @@
-"""Which keys a query may see: transformers' masks, caches and packed rows, said as the attention op's keywords.
+"""The keys that each query may attend to: transformers' masks, caches and packed rows as the op's `Restrictions`.
 
 Padding on either side, a partly filled static cache and packed documents become `kv_start`, `kv_lengths` and `cu_seqlens`,
-which kernels use to skip work and which need no T x S mask. What these cannot say (a mask with holes, several packed
-rows beside a cache) becomes a bool mask.
+which kernels use to skip work and which need no T x S mask. Everything else (a mask with holes, several packed rows beside
+a cache) becomes a bool mask.
 """
-
-from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import Cache
 
 from ..errors import ShapeError
-
-Restrictions = dict[str, Any]
+from ..ops import Restrictions
 
 
 def packed_starts(position_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
@@ -53,7 +50,7 @@ def attention_restrictions(
     cache: Cache | None,
     window: int | None,
 ) -> Restrictions:
-    """The op's keywords for one forward pass.
+    """Return the restrictions of one forward pass.
 
     Args:
         batch: B.
@@ -67,7 +64,7 @@ def attention_restrictions(
         window: Sliding window, or None.
 
     Returns:
-        Keywords for `Attention.forward`.
+        The restrictions for every attention layer.
 
     Raises:
         ShapeError: a mask that is neither, or whose width fits neither the cache nor the new tokens.
@@ -78,19 +75,17 @@ def attention_restrictions(
                 f"a 4-D attention_mask has dtype {attention_mask.dtype}, expected bool (True = may attend); "
                 "pass `mask == 0` for an additive mask, or a (batch, length) mask"
             )
-        return {"attn_mask": attention_mask, "is_causal": False}
+        return Restrictions(attn_mask=attention_mask)
 
     keys, offset = (length, 0) if cache is None else cache.get_mask_sizes(length, 0)
     seen = 0 if cache is None else cache.get_seq_length()
-    restrictions: Restrictions = {"is_causal": True}
-    if window is not None:
-        restrictions["window"] = window
+    restrictions = Restrictions(is_causal=True, window=window)
     if isinstance(seen, Tensor) or keys != seen + length - offset:
         filled = torch.as_tensor(seen, device=device) + (length - offset)
-        restrictions["kv_lengths"] = filled.to(torch.int32).expand(batch)
+        restrictions = restrictions._replace(kv_lengths=filled.to(torch.int32).expand(batch))
     if attention_mask is not None:
         padding = _key_padding(attention_mask, batch, length, seen, keys, offset)
-        restrictions.update(_padding_restrictions(padding))
+        restrictions = _with_padding(restrictions, padding)
 
     if cu_seqlens is not None:
         if batch != 1 or (cache is not None and not (isinstance(seen, int) and seen == 0 and keys == length)):
@@ -98,11 +93,12 @@ def attention_restrictions(
                 f"cu_seq_lens_q with a batch of {batch} and {seen} cached tokens: cumulative lengths describe one row "
                 "without a past; use restarting position_ids for several rows"
             )
-        return restrictions | {"cu_seqlens": cu_seqlens.to(torch.int32)}
+        return restrictions._replace(cu_seqlens=cu_seqlens.to(torch.int32))
     if starts is None:
         return restrictions
-    if not torch.compiler.is_compiling() and batch == 1 and keys == length and seen == 0 and len(restrictions) == 1:
-        return restrictions | {"cu_seqlens": row_lengths(starts)}
+    only_causal = all(restriction is None or restriction is True for restriction in restrictions)
+    if not torch.compiler.is_compiling() and batch == 1 and keys == length and seen == 0 and only_causal:
+        return restrictions._replace(cu_seqlens=row_lengths(starts))
     document = starts.cumsum(1)
     keys_of_past = keys - length if isinstance(seen, Tensor) else seen - offset
     # Cached tokens belong to the first document of the row; unfilled slots are excluded by kv_lengths.
@@ -112,8 +108,8 @@ def attention_restrictions(
         place = seen + torch.arange(length, device=device)
         key_document = key_document.index_copy(1, place, document)
     same = document[:, None, :, None] == key_document[:, None, None, :]
-    mask = restrictions.get("attn_mask")
-    return restrictions | {"attn_mask": same if mask is None else same & mask}
+    mask = restrictions.attn_mask
+    return restrictions._replace(attn_mask=same if mask is None else same & mask)
 
 
 def _key_padding(attention_mask: Tensor, batch: int, length: int, seen: int | Tensor, keys: int, offset: int) -> Tensor:
@@ -133,14 +129,14 @@ def _key_padding(attention_mask: Tensor, batch: int, length: int, seen: int | Te
     )
 
 
-def _padding_restrictions(real: Tensor) -> Restrictions:
-    """Padding as `kv_start` where it is all on the left, as a bool mask elsewhere, as nothing where there is none.
+def _with_padding(restrictions: Restrictions, real: Tensor) -> Restrictions:
+    """Add padding as `kv_start` where it is all on the left, and as a bool mask elsewhere.
 
-    Looking at the values makes the device wait, so a compiled model always takes the mask.
+    Reading the values waits for the device, so a compiled model always takes the mask.
     """
     if not torch.compiler.is_compiling():
         if bool(real.all()):
-            return {}
+            return restrictions
         if bool((real == (real.cumsum(1) > 0)).all()):
-            return {"kv_start": (~real).sum(1).to(torch.int32)}
-    return {"attn_mask": real[:, None, None, :]}
+            return restrictions._replace(kv_start=(~real).sum(1).to(torch.int32))
+    return restrictions._replace(attn_mask=real[:, None, None, :])

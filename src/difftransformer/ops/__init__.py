@@ -4,19 +4,20 @@ from .attention import (
     attention_maps,
     differential_attention,
     normed_differential_attention,
+    observe_inputs,
     softmax_attention,
     softmax_maps,
-    watching_inputs,
 )
 from .backends import BACKENDS, Backend, backend_names, explain, select_backend, use_backend
 from .norms import rms_norm
-from .problem import Problem
+from .problem import Problem, Restrictions
 from .rotary import apply_rotary, inverse_frequencies, rotary_tables
 
 __all__ = [
     "BACKENDS",
     "Backend",
     "Problem",
+    "Restrictions",
     "apply_rotary",
     "attention_maps",
     "backend_names",
@@ -24,11 +25,11 @@ __all__ = [
     "explain",
     "inverse_frequencies",
     "normed_differential_attention",
+    "observe_inputs",
     "rms_norm",
     "rotary_tables",
     "select_backend",
     "softmax_attention",
     "softmax_maps",
     "use_backend",
-    "watching_inputs",
 ]

@@ -1,9 +1,9 @@
 """Attention in Triton (`triton_kernels/`): fused forward and backward for GPUs, O(n) memory, decoding split over the cache.
 
-Work in units of 2 n n D, for one differential head or the Transformer's two: forward 6 against 4, since each map needs a
-product with V of its own (`triton_kernels/forward.py`); backward 10 against 10 in one kernel, which adds dQ in no fixed order,
-or 14 in two, which give the same bits every time (`torch.use_deterministic_algorithms`). Decoding reads each cached number
-once, as the Transformer does.
+Work in units of 2 n n D, for one differential head and for the Transformer's two: the forward takes 6 and 4 units, since each
+map needs its own product with V (`triton_kernels/forward.py`). The backward takes 10 and 10 in one kernel, which adds dQ in no
+fixed order, or 14 in two, which give the same bits every time (`torch.use_deterministic_algorithms`). Decoding reads each
+cached number once, as the Transformer does.
 
 With TRITON_INTERPRET=1, set before Python starts, the kernels run on the CPU in Triton's interpreter: slowly, for tests.
 """
@@ -21,11 +21,11 @@ DESCRIPTION = "fused Triton kernels for GPUs, forward, backward and decoding; su
 MAX_WIDTH, MAX_VALUE_WIDTH = 128, 256
 MIN_CAPABILITY = (8, 0)  # matrix instructions for bf16
 
-_library = fused.define("triton", ("lse", "second", "plain", "inverse_rms"), keeps_out=True, more="bool save")
+_library = fused.define("triton", ("lse", "second", "plain", "inverse_rms"), keeps_out=True, more=("bool save",))
 
 
 def supports(problem: Problem) -> str | None:
-    """Why this backend cannot run the problem, or None."""
+    """Return why this backend cannot run the problem, or None."""
     if problem.dtype == torch.float64:
         return "takes bfloat16, float16 and float32, not float64"
     if problem.width > MAX_WIDTH or problem.value_width > MAX_VALUE_WIDTH:
@@ -34,7 +34,7 @@ def supports(problem: Problem) -> str | None:
 
 
 def has_quadratic_memory(problem: Problem) -> bool:
-    """Never: a mask is read where it lies."""
+    """Return False: a mask is read in place."""
     return False
 
 
@@ -44,14 +44,12 @@ def run(
     value: Tensor,
     lam: Tensor | None,
     restrictions: Restrictions,
-    scale: float | None,
+    scale: float,
     weight: Tensor | None = None,
     eps: float | None = None,
     factor: float = 1.0,
 ) -> Tensor:
-    """Arguments and result as in `reference.run`; with `eps`, heads go through factor * RMSNorm(head) * weight."""
-    if scale is None:
-        scale = (query.shape[-1] if lam is None else query.shape[-1] // 2) ** -0.5
+    """Attend as `reference.run` does; with `eps`, return factor * RMSNorm(head) * weight for each head."""
     query, scale = fused.positive_scale(query, scale)
     save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (query, key, value, lam, weight))
     out: Tensor = torch.ops.difftransformer.triton_attention(
@@ -105,7 +103,7 @@ def _backward(
 
 
 def _unpack(arguments: Any) -> Any:
-    """The operator's arguments as `launch` wants them."""
+    """Convert the operator's arguments to those of `launch`."""
     from .triton_kernels import launch
 
     query, key, value, lam, *restrictions, scale, weight, eps, factor = arguments
@@ -115,7 +113,7 @@ def _unpack(arguments: Any) -> Any:
 
 
 def _device_of(tensor: Tensor) -> Any:
-    """Triton launches on the current device, which need not be the tensor's."""
+    """Make the tensor's device the current one, on which Triton launches."""
     return torch.cuda.device(tensor.device if tensor.is_cuda else -1)
 
 

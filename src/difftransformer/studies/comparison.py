@@ -8,6 +8,7 @@ from typing import Literal
 
 import torch
 
+from ..attention import label
 from ..bench import measure_costs
 from ..data import Shards, byte_bigram_bits_per_byte, prepare_shards
 from ..errors import ConfigError
@@ -35,13 +36,6 @@ from .recipe import Recipe, recipe_dict
 from .run import EVALUATION_FILE, found_evaluation, is_trained, start_run
 
 RESULTS_FILE = "results.json"
-LABELS = {
-    "diff": "DIFF Transformer",
-    "diff_v2": "DIFF V2",
-    "grouped_diff": "grouped DIFF",
-    "dex": "DEX",
-    "softmax": "Transformer",
-}
 CURVE_POINTS = 400  # of a training curve that a results file keeps
 BOOTSTRAP_SEED = 0
 
@@ -81,7 +75,7 @@ def compare(
             start_run(place, run)
             jobs.append(
                 Job(
-                    label=f"{LABELS.get(attention_type, attention_type)}, seed {seed}",
+                    label=f"{label(attention_type)}, seed {seed}",
                     folder=place,
                     steps=run.training.steps,
                     threads=threads,
@@ -117,7 +111,7 @@ def _collect(recipe: Recipe, folder: Path, shards: Shards, seeds: list[int]) -> 
             configs,
             rows=max(1, recipe.training.batch_tokens // recipe.training.context_tokens),
             context_tokens=recipe.training.context_tokens,
-            labels=LABELS,
+            labels={model: label(model) for model in models},
         ),
         metrics=compare_metrics(runs, models),
     )
@@ -128,7 +122,7 @@ def summary(model: str, config: DiffTransformerConfig, context_tokens: int) -> M
     counts = count(config, context_tokens=context_tokens)
     return ModelSummary(
         model=model,
-        label=LABELS.get(model, model),
+        label=label(model),
         attention_type=config.attention_type,
         parameters=counts.parameters,
         train_flops_per_token=counts.train_flops_per_token,

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from ..attention import label
 from ..convert.source import source_folder
 from ..convert.upcycle import measure_drift, upcycle_folder
 from ..data import Shards, prepare_shards
@@ -21,7 +22,6 @@ from .run import found_evaluation, is_trained, start_run, trained_model
 
 PLAIN = "softmax"
 RESULTS_FILE, BEFORE_FILE = "results.json", "before.json"
-LABELS = {"diff": "DIFF", "diff_v2": "DIFF V2", "dex": "DEX", "softmax": "unconverted"}
 DRIFT_TOKENS = 2000
 
 
@@ -79,12 +79,16 @@ def upcycling_study(
         start_run(at, run)
         done = is_trained(at, run) and found_evaluation(at) is not None
         threads = max(1, torch.get_num_threads() // recipe.compare.jobs)
-        jobs.append(Job(label=LABELS[name], folder=at, steps=recipe.training.steps, threads=threads, done=done))
+        jobs.append(Job(label=_label(name), folder=at, steps=recipe.training.steps, threads=threads, done=done))
     say(f"training {len(jobs)} models, {recipe.compare.jobs} at a time")
     run_jobs(jobs, at_once=recipe.compare.jobs, watch=watch)
     result = _collect(recipe, source, folder, models, drift, before)
     write_result(result, folder / RESULTS_FILE)
     return result
+
+
+def _label(name: str) -> str:
+    return "unconverted" if name == PLAIN else label(name)
 
 
 def _drift(source: Path, target: Path, cached: Path, shards: Shards) -> Drift:
@@ -122,7 +126,7 @@ def _collect(
     runs = [run_result(folder, name, recipe.training.seed) for name in models]
     configs = {name: DiffTransformerConfig.from_pretrained(place) for name, place in models.items()}
     summaries = [
-        dataclasses.replace(summary(name, config, recipe.training.context_tokens), label=LABELS[name])
+        dataclasses.replace(summary(name, config, recipe.training.context_tokens), label=_label(name))
         for name, config in configs.items()
     ]
     plain = summaries[-1].parameters
