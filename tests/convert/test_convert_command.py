@@ -5,10 +5,10 @@ import sys
 
 import pytest
 import torch
-from tiny_models import tiny, tokens
 from transformers import AutoModelForCausalLM
 
 from difftransformer.cli.main import main
+from tests.support.tiny_models import tiny, tokens
 
 
 @pytest.fixture

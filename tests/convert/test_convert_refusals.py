@@ -5,12 +5,12 @@ import os
 
 import pytest
 import torch
-from public_modules import stock
 from safetensors.torch import load_file, save_file
-from tiny_models import tiny
 
 from difftransformer.convert import convert_folder, folder
 from difftransformer.errors import CheckpointError, ConfigError, DiffTransformerError, ShapeError
+from tests.support.public_modules import stock
+from tests.support.tiny_models import tiny
 
 
 def refusal(tmp_path, error, source="source", to="diffllama", **options):

@@ -2,17 +2,6 @@
 
 import pytest
 import torch
-from public_modules import (
-    draw,
-    language_model,
-    microsoft_v1,
-    microsoft_v2,
-    tables,
-    v1_module_shapes,
-    v2_module_shapes,
-    whole_shapes,
-)
-from tiny_models import VOCABULARY, tiny_config, tokens
 from transformers import AutoModelForCausalLM
 
 from difftransformer import DiffTransformerForCausalLM
@@ -25,6 +14,17 @@ from difftransformer.convert import (
     microsoft_state,
 )
 from difftransformer.errors import CheckpointError, ConfigError, ShapeError
+from tests.support.public_modules import (
+    draw,
+    language_model,
+    microsoft_v1,
+    microsoft_v2,
+    tables,
+    v1_module_shapes,
+    v2_module_shapes,
+    whole_shapes,
+)
+from tests.support.tiny_models import VOCABULARY, tiny_config, tokens
 
 V1 = {
     "MHA": v1_module_shapes(32, 4, 4),

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from public_modules import draw, grouped_motif, motif, phi4flash, phi4flash_shapes, tables, v1_module_shapes
 
 from difftransformer.attention import DifferentialAttention, DifferentialOptions, GroupedDifferentialAttention
 from difftransformer.convert import (
@@ -14,6 +13,15 @@ from difftransformer.convert import (
 )
 from difftransformer.convert.motif import motif_lambda_init
 from difftransformer.errors import CheckpointError, ConfigError, ShapeError
+from tests.support.public_modules import (
+    draw,
+    grouped_motif,
+    motif,
+    phi4flash,
+    phi4flash_shapes,
+    tables,
+    v1_module_shapes,
+)
 
 
 def doubled(state):

@@ -7,7 +7,6 @@ import sys
 
 import pytest
 import torch
-from tiny_folders import logits, saved, stock
 from transformers import AutoTokenizer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -16,6 +15,7 @@ from difftransformer.data.tokenizer import byte_tokenizer
 from difftransformer.evals.lm_harness import run_harness
 from difftransformer.evals.task import Harness
 from difftransformer.results import TaskResult, read_result
+from tests.support.tiny_folders import logits, saved, stock
 
 pytestmark = [
     # lm-eval and datasets leave a file of a task open

@@ -10,7 +10,8 @@ import urllib.request
 
 import pytest
 import torch
-from tiny_folders import logits, stock, tokens
+
+from tests.support.tiny_folders import logits, stock, tokens
 
 # On the path before anything else: an import of ours fails.
 BLOCK = """import sys

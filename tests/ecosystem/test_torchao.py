@@ -5,9 +5,10 @@ import json
 
 import pytest
 import torch
-from tiny_folders import logits, saved, tokens
 from torch import nn
 from transformers import AutoModelForCausalLM
+
+from tests.support.tiny_folders import logits, saved, tokens
 
 
 @torch.no_grad()

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from tiny_folders import SENTENCES, logits, model, saved, stock, tokens
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
 from difftransformer.attention import VARIANTS
+from tests.support.tiny_folders import SENTENCES, logits, model, saved, stock, tokens
 
 TRAINED_TYPES = ("diff", "diff_v2")
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj"]

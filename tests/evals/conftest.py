@@ -1,7 +1,8 @@
 """The models that are no networks, on the toy corpus."""
 
 import pytest
-from fakes import Guesser, Oracle, Uniform
+
+from tests.support.fakes import Guesser, Oracle, Uniform
 
 
 @pytest.fixture

@@ -5,13 +5,13 @@ from itertools import pairwise
 
 import pytest
 import torch
-from fakes import TensorModel
 
 from difftransformer.data import CITIES_SEEN, CITIES_UNSEEN
 from difftransformer.errors import ConfigError
 from difftransformer.evals import AllocationConfig, evaluate_allocation, run_task
 from difftransformer.evals.segments import FORMS, row_sums
 from difftransformer.evals.tasks.allocation import SEGMENTS, AllocationTask, Options, make, segment_shares
+from tests.support.fakes import TensorModel
 
 CONFIG = AllocationConfig(needles=3, depths=[0.0, 0.5, 1.0], documents=5, digits=3)
 

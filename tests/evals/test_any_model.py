@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from fakes import Guesser, Oracle, TensorModel, Uniform
 
 from difftransformer.data.tokenizer import Tokenizer, byte_tokenizer
 from difftransformer.errors import ConfigError, DataError
 from difftransformer.evals.runner import run_task
 from difftransformer.evals.tasks import needle, perplexity
+from tests.support.fakes import Guesser, Oracle, TensorModel, Uniform
 
 NEEDLES = {"lengths": [240, 320], "needles": [[1, 1], [4, 2]], "depths": [0.0, 0.5, 1.0], "documents": 4, "digits": 3}
 

@@ -3,8 +3,6 @@
 import json
 
 import pytest
-from answering import Writer, tiny_model
-from judge_server import KEY, judge_server, reply
 
 from difftransformer.cli.main import main
 from difftransformer.data.grounded import GROUNDED_SETS
@@ -12,6 +10,8 @@ from difftransformer.errors import ConfigError, DataError, EvaluationError
 from difftransformer.evals.runner import run_task
 from difftransformer.evals.tasks import hallucination, load_task, quantized
 from difftransformer.evals.tasks.hallucination import Options, make
+from tests.support.answering import Writer, tiny_model
+from tests.support.judge_server import KEY, judge_server, reply
 
 WORDS = [f"word{letter}" for letter in "abcdefghijklmnop"]
 

@@ -1,6 +1,5 @@
 """Many-shot classification: what is shown, who scores what, which labels can be reached, and what does not fit."""
 
-import json
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,51 +16,24 @@ from difftransformer.evals.runner import run_task
 from difftransformer.evals.task import Choice
 from difftransformer.evals.tasks.demonstrations import PromptForm
 from difftransformer.evals.tasks.icl import Options, make
+from tests.support.classification import Reader, figures, truth, write_labelled
 
 LABELS = ("new", "new york", "new york city", "rome")
-
-
-class Reader:
-    """Chooses the label that a function of the prompt's text names."""
-
-    def __init__(self, choose, labels=LABELS, context_tokens=10**6, tokenizer=None):
-        self.choose, self.labels, self.context_tokens = choose, sorted(labels), context_tokens
-        self.tokenizer = tokenizer or byte_tokenizer()
-
-    def answer(self, requests):
-        for index, request in enumerate(requests):
-            yield index, self.labels.index(self.choose(self.tokenizer.decode(request.prompt)))
 
 
 @pytest.fixture
 def files(tmp_path):
     """40 texts a label to show, but 3 of one of them; 60 a label to ask about. A text tells its label."""
 
-    def write(name, counts):
-        path = tmp_path / name
-        rows = [
-            {"text": f"{name[:2]} {n} of {label}", "label": label} for label in counts for n in range(counts[label])
-        ]
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return str(path)
-
     shown = dict.fromkeys(LABELS, 40) | {"rome": 3}
     return {
-        "train_file": write("train.jsonl", shown),
-        "test_file": write("test.jsonl", dict.fromkeys(LABELS, 60)),
+        "train_file": write_labelled(tmp_path / "train.jsonl", shown),
+        "test_file": write_labelled(tmp_path / "test.jsonl", dict.fromkeys(LABELS, 60)),
     }
 
 
-def truth(prompt):
-    return prompt.rsplit("\n==\n", 1)[-1].partition(" of ")[2].removesuffix("\nLabel:")
-
-
-def figures(scores, name):
-    return [row for row in scores.measurements if row.name == name]
-
-
 def test_the_oracle_is_always_right(files):
-    model = Reader(truth)
+    model = Reader(truth, LABELS)
     scores = run_task(model, make(Options(**files, demonstrations=[0, 5, 40], items=30, draws=2), model))
     found = figures(scores, "accuracy")
     assert [(row.value, row.standard_error, row.n) for row in found] == [(1.0, 0.0, 30)] * 3
@@ -74,7 +46,7 @@ def test_the_oracle_is_always_right(files):
 
 def test_a_uniform_model_is_right_by_chance(files):
     rng = np.random.default_rng(0)
-    model = Reader(lambda prompt: LABELS[rng.integers(4)])
+    model = Reader(lambda prompt: LABELS[rng.integers(4)], LABELS)
     scores = run_task(model, make(Options(**files, shots=[1, 2, 3], items=240), model))
     for row in figures(scores, "accuracy"):
         assert row.standard_error == pytest.approx((row.value * (1 - row.value) / 240) ** 0.5)
@@ -84,7 +56,7 @@ def test_a_uniform_model_is_right_by_chance(files):
 
 def test_several_draws_of_one_item_are_one_observation(files):
     """Half of the items right in every draw, the others in the first of two alone."""
-    model = Reader(truth)
+    model = Reader(truth, LABELS)
     task = make(Options(**files, shots=[1], items=20, draws=2), model)
     assert len({request.prompt for request in task.requests}) == 40
     (right,) = {tuple(sorted(LABELS).index(item.label) for item in task.items)}
@@ -98,7 +70,7 @@ def test_several_draws_of_one_item_are_one_observation(files):
 
 def test_what_is_shown(files):
     """The form written out, one of each class in a round, more shots after fewer, the same before every item."""
-    model = Reader(truth)
+    model = Reader(truth, LABELS)
     task = make(Options(**files, shots=[1, 2, 5], items=6, seed=3), model)
     blocks, prompts = {}, [model.tokenizer.decode(request.prompt) for request in task.requests]
     for place, prompt in enumerate(prompts):
@@ -121,7 +93,7 @@ def test_what_is_shown(files):
 def test_tokens_are_those_of_the_whole_text(files):
     texts = [f"Text: {word} of new york\nLabel: new york\n==\n" for word in ("some", "words", "here")] * 20
     tokenizer = train_bpe(texts, 400)
-    model = Reader(truth, tokenizer=tokenizer)
+    model = Reader(truth, LABELS, tokenizer=tokenizer)
     task = make(Options(**files, shots=[2], items=5), model)
     for request in task.requests:
         text = tokenizer.decode(request.prompt[1:])
@@ -196,7 +168,7 @@ def test_what_fits_into_the_context(files):
     """Without shots named they double up to the context's end; the longest prompt and label just fit, one more would not."""
 
     def task(context_tokens, **options):
-        model = Reader(truth, context_tokens=context_tokens)
+        model = Reader(truth, LABELS, context_tokens=context_tokens)
         return make(Options(**files, items=8, **options), model)
 
     longest = max(len(option) for option in task(10**6, shots=[1]).requests[0].options)
@@ -241,7 +213,7 @@ def test_what_fits_into_the_context(files):
 )
 def test_impossible_options_are_refused(options, error, words, files):
     with pytest.raises(error, match=words):
-        make(Options(**files | options), Reader(truth))
+        make(Options(**files | options), Reader(truth, LABELS))
 
 
 def test_words_of_the_sets(files):

@@ -7,7 +7,6 @@ import traceback
 
 import pytest
 import torch
-from judge_server import KEY, judge_server, reply
 from transformers import BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast
 
 from difftransformer.errors import CheckpointError, ConfigError, DiffTransformerError, EvaluationError
@@ -17,6 +16,7 @@ from difftransformer.evals.judges.base import Case, OutOfBudget, Unjudged, judge
 from difftransformer.evals.judges.endpoint import EndpointJudge, Spending
 from difftransformer.evals.judges.nli import NliJudge
 from difftransformer.evals.judges.overlap import OverlapJudge
+from tests.support.judge_server import KEY, judge_server, reply
 
 VARIABLE = "DIFFTRANSFORMER_TEST_KEY"
 

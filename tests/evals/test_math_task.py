@@ -4,7 +4,6 @@ import json
 import re
 
 import pytest
-from answering import Writer, tiny_model
 
 from difftransformer.cli.main import main
 from difftransformer.data import byte_tokenizer
@@ -13,6 +12,7 @@ from difftransformer.evals.runner import run_task
 from difftransformer.evals.stopping import stop_tokens, text_until
 from difftransformer.evals.tasks.math import Options, make
 from difftransformer.evals.tasks.math_answers import extract_answer, is_right, number_of, same_answer
+from tests.support.answering import Writer, tiny_model
 
 
 @pytest.mark.parametrize(

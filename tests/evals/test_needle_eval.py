@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from fakes import TensorModel
 
 from difftransformer.data import CITIES_SEEN, CITIES_UNSEEN
 from difftransformer.errors import ConfigError, DataError
 from difftransformer.evals import NeedleConfig, evaluate_needle
 from difftransformer.evals.tasks.needle import needle_cells
 from difftransformer.statistics import wilson_interval
+from tests.support.fakes import TensorModel
 
 GRID = NeedleConfig(
     lengths_tokens=[128, 200], needles=[(1, 1), (2, 2), (4, 2)], depths=[0.0, 0.5, 1.0], documents=4, digits=3

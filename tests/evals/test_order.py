@@ -1,16 +1,15 @@
 """Order of demonstrations: a planted bias is measured exactly, and the floor is what sampling alone would give."""
 
 import itertools
-import json
 import math
 
 import numpy as np
 import pytest
-from test_icl import Reader, figures, truth
 
 from difftransformer.errors import ConfigError, EvaluationError
 from difftransformer.evals.runner import run_task
 from difftransformer.evals.tasks.order import Options, binomial_margin, make
+from tests.support.classification import Reader, figures, truth, write_labelled
 
 LABELS = ("a", "b", "c")
 ASKED = {"a": 6, "b": 3, "c": 1}  # how many test items a class has, all of them asked
@@ -18,17 +17,9 @@ ASKED = {"a": 6, "b": 3, "c": 1}  # how many test items a class has, all of them
 
 @pytest.fixture
 def files(tmp_path):
-    def write(name, counts):
-        path = tmp_path / name
-        rows = [
-            {"text": f"{name[:2]} {n} of {label}", "label": label} for label in counts for n in range(counts[label])
-        ]
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return str(path)
-
     return {
-        "train_file": write("train.jsonl", dict.fromkeys(LABELS, 9)),
-        "test_file": write("test.jsonl", ASKED),
+        "train_file": write_labelled(tmp_path / "train.jsonl", dict.fromkeys(LABELS, 9)),
+        "test_file": write_labelled(tmp_path / "test.jsonl", ASKED),
         "items": 10,
     }
 

@@ -6,10 +6,10 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from fakes import TensorModel
 
 from difftransformer.errors import ConfigError, DataError
 from difftransformer.evals import NllConfig, evaluate_nll
+from tests.support.fakes import TensorModel
 
 
 def test_a_uniform_model(uniform, toy_shards):

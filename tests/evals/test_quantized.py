@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from fakes import Oracle
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from difftransformer import DiffTransformerConfig, DiffTransformerForCausalLM
@@ -12,6 +11,7 @@ from difftransformer.evals import CausalLanguageModel, run_task, taps
 from difftransformer.evals.task import Continuation, Loss, Quantized, answers_to
 from difftransformer.evals.tasks.quantized import Options, make
 from difftransformer.ops.reference import observe_logits
+from tests.support.fakes import Oracle
 
 SIZES = {"vocab_size": 258, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 SIZES |= {"max_position_embeddings": 64, "initializer_range": 0.3}

@@ -6,14 +6,14 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from answering import tiny_model
-from fakes import TensorModel, Uniform
 
 from difftransformer.cli.main import main
 from difftransformer.data import byte_tokenizer
 from difftransformer.errors import ConfigError, DataError
 from difftransformer.evals.runner import run_task
 from difftransformer.evals.tasks.recall import Options, counted, make, packed
+from tests.support.answering import tiny_model
+from tests.support.fakes import TensorModel, Uniform
 
 VOCABULARY = byte_tokenizer().vocab_size
 

@@ -3,12 +3,12 @@
 import json
 
 import pytest
-from fakes import TensorModel
 
 from difftransformer.errors import CheckpointError, EvaluationError
 from difftransformer.evals.runner import requests_sha256, run_task
 from difftransformer.evals.task import Choice, Loss, Quantized, Scores
 from difftransformer.results import Measurement
+from tests.support.fakes import TensorModel
 
 
 class Counting:

@@ -5,7 +5,8 @@ import subprocess
 import sys
 
 import pytest
-from tiny_models import tiny
+
+from tests.support.tiny_models import tiny
 
 ORDERS = {
     "ours first, from_pretrained": """

@@ -5,13 +5,13 @@ import re
 import pytest
 import torch
 import yaml
-from tiny_models import tiny, tiny_config, tokens
 from transformers import AutoModelForCausalLM
 
 from difftransformer import DiffTransformerModel
 from difftransformer.attention import VARIANTS
 from difftransformer.errors import ConfigError
 from difftransformer.model.card import CARD_FILE, Training, is_ours, model_card, training_section, write_card
+from tests.support.tiny_models import tiny, tiny_config, tokens
 
 TRAINED = Training(
     figures=[("steps", "8"), ("validation loss, nats/token", "1.2345")],

@@ -3,10 +3,10 @@
 import re
 
 import pytest
-from tiny_models import tiny_config
 
 from difftransformer import DiffTransformerConfig
 from difftransformer.errors import ConfigError, DiffTransformerError
+from tests.support.tiny_models import tiny_config
 
 REFUSED = {
     "odd heads": (

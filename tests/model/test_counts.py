@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from tiny_models import tiny, tiny_config, tokens
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import DynamicCache
 
 from difftransformer import DiffTransformerConfig, DiffTransformerForCausalLM
 from difftransformer.errors import ConfigError
 from difftransformer.model import PRESETS, count, preset, weights_and_kv_bytes
+from tests.support.tiny_models import tiny, tiny_config, tokens
 
 TABLE_10 = {"830m": 0.83e9, "1.4b": 1.4e9, "2.8b": 2.8e9, "6.8b": 6.8e9, "13.1b": 13.1e9}
 CONFIGS = {

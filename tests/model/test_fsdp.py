@@ -7,9 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import fsdp_steps
 import pytest
 import torch
+
+from tests.support import fsdp_steps
 
 WORLD = 2
 
@@ -21,7 +22,8 @@ def two_processes(tmp_path_factory):
     environment = os.environ | {"WORLD_SIZE": str(WORLD), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     workers = [
         subprocess.Popen(
-            [sys.executable, str(Path(fsdp_steps.__file__)), str(meeting)],
+            [sys.executable, "-m", fsdp_steps.__name__, str(meeting)],
+            cwd=Path(__file__).parents[2],
             env=environment | {"RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

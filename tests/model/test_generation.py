@@ -1,12 +1,13 @@
 """Caches and generation: every way to reach a token gives the same token."""
 
-import independent_model
 import pytest
 import torch
-from independent_model import causal
-from tiny_models import relative_error, shape_of, tokens
-from tiny_models import tiny as tied
-from transformers import DynamicCache, StaticCache
+
+from tests.support import independent_model
+from tests.support.generation import WAYS, cache_of, greedy, tiny
+from tests.support.independent_model import causal
+from tests.support.oracle import relative_error
+from tests.support.tiny_models import shape_of, tokens
 
 IMPLEMENTATIONS = ("difftransformer", "eager", "sdpa")
 TYPES = ("diff", "diff_v2", "grouped_diff", "softmax")
@@ -25,15 +26,6 @@ FIELDS = {
 TOLERANCE = 1e-5
 
 
-def tiny(**fields):
-    """An untied model: drawn weights with a tied output repeat the last token for ever."""
-    return tied(tie_word_embeddings=False, **fields)
-
-
-def cache_of(kind, model, length):
-    return DynamicCache(config=model.config) if kind == "dynamic" else StaticCache(model.config, max_cache_len=length)
-
-
 def expected_logits(model, ids, **kwargs):
     weights = model.state_dict()
     return torch.stack([independent_model.run(weights, shape_of(model.config), row, **kwargs)[0] for row in ids])
@@ -48,18 +40,6 @@ def independent_greedy(model, row, new, window=None):
         ][-1]
         row = torch.cat((row, last.argmax()[None]))
     return row[-new:]
-
-
-def greedy(model, ids, new=8, **kwargs):
-    out = model.generate(ids, max_new_tokens=new, do_sample=False, **kwargs)
-    return out[:, ids.shape[1] :]
-
-
-WAYS = {
-    "uncached": {"use_cache": False},
-    "dynamic": {},
-    "static": {"cache_implementation": "static"},
-}
 
 
 class TestGreedy:

@@ -4,8 +4,6 @@ import string
 
 import pytest
 import torch
-from test_generation import WAYS, cache_of, greedy, tiny
-from tiny_models import VOCABULARY, relative_error, tokens
 from tokenizers import Tokenizer
 from tokenizers.decoders import Fuse
 from tokenizers.models import BPE
@@ -14,6 +12,9 @@ from transformers.generation.streamers import BaseStreamer
 
 from difftransformer import ops
 from difftransformer.attention import VARIANTS, differential, softmax
+from tests.support.generation import WAYS, cache_of, greedy, tiny
+from tests.support.oracle import relative_error
+from tests.support.tiny_models import VOCABULARY, tokens
 
 GROUPS = {"MHA": 4, "GQA": 2}
 models = pytest.mark.parametrize(

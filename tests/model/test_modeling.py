@@ -1,16 +1,17 @@
 """The model against the paper's equations written a second time, transformers' Llama, and hand-computed losses."""
 
-import independent_model
 import pytest
 import torch
-from independent_model import causal
-from tiny_models import VOCABULARY, relative_error, scramble, shape_of, tiny, tiny_config, tokens
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from difftransformer import DiffTransformerForCausalLM
 from difftransformer.errors import BackendUnavailable, ConfigError, ShapeError
 from difftransformer.model.modeling import ATTN_IMPLEMENTATIONS
 from difftransformer.ops import attention_maps
+from tests.support import independent_model
+from tests.support.independent_model import causal
+from tests.support.oracle import relative_error
+from tests.support.tiny_models import VOCABULARY, scramble, shape_of, tiny, tiny_config, tokens
 
 IMPLEMENTATIONS = ("difftransformer", "eager", "sdpa")
 TYPES = ("diff", "diff_v2", "grouped_diff", "softmax")

@@ -5,7 +5,9 @@ import os
 
 import pytest
 import torch
-from tiny_models import relative_error, tiny, tokens
+
+from tests.support.oracle import relative_error
+from tests.support.tiny_models import tiny, tokens
 
 pytestmark = [
     pytest.mark.skipif(

@@ -5,10 +5,11 @@ import math
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_models import VOCABULARY, relative_error, tiny, tiny_config, tokens
 from transformers import AutoModel, AutoModelForCausalLM
 
 from difftransformer import DiffTransformerConfig, DiffTransformerForCausalLM
+from tests.support.oracle import relative_error
+from tests.support.tiny_models import VOCABULARY, tiny, tiny_config, tokens
 
 TYPES = ("diff", "diff_v2", "grouped_diff", "dex", "softmax")
 LAMBDAS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")

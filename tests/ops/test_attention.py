@@ -5,11 +5,22 @@ import os
 import subprocess
 import sys
 
-import oracle
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import (
+
+from difftransformer.errors import ConfigError, ShapeError
+from difftransformer.ops import (
+    attention,
+    attention_maps,
+    chunked,
+    differential_attention,
+    observe_inputs,
+    softmax_attention,
+    softmax_maps,
+)
+from tests.support import oracle
+from tests.support.cases import (
     BACKENDS,
     BY_NAME,
     CASES,
@@ -27,18 +38,7 @@ from cases import (
     op,
     random_mask,
 )
-from oracle import Case, output_and_gradients, relative_error
-
-from difftransformer.errors import ConfigError, ShapeError
-from difftransformer.ops import (
-    attention,
-    attention_maps,
-    chunked,
-    differential_attention,
-    observe_inputs,
-    softmax_attention,
-    softmax_maps,
-)
+from tests.support.oracle import Case, output_and_gradients, relative_error
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -5,11 +5,9 @@ import logging
 
 import pytest
 import torch
-from oracle import Case
 
 from difftransformer.errors import BackendUnavailable
 from difftransformer.ops import (
-    Problem,
     backend_names,
     backends,
     build,
@@ -23,24 +21,8 @@ from difftransformer.ops import (
     triton,
     use_backend,
 )
-
-BASE = Problem(
-    op="differential",
-    device_type="cpu",
-    dtype=torch.float32,
-    batch=1,
-    heads=2,
-    groups=2,
-    queries=256,
-    keys=256,
-    width=32,
-    value_width=64,
-    is_causal=True,
-)
-
-
-def problem(length=256, **changes):
-    return dataclasses.replace(BASE, queries=length, keys=length, **changes)
+from tests.support.cases import PROBLEM, problem
+from tests.support.oracle import Case
 
 
 @pytest.fixture
@@ -72,7 +54,7 @@ def no_packages(monkeypatch):
 def test_auto_takes_the_kernels_on_the_cpu(op, dtype, changes):
     for length in (0, 1, 64, 65, 512, 100_000):
         assert select_backend(problem(length, op=op, dtype=dtype, **changes)).name == "cpu"
-    assert select_backend(dataclasses.replace(BASE, op=op, queries=1, keys=4096)).name == "cpu"
+    assert select_backend(dataclasses.replace(PROBLEM, op=op, queries=1, keys=4096)).name == "cpu"
 
 
 @pytest.mark.parametrize(
@@ -99,7 +81,7 @@ def test_auto_where_the_kernels_do_not_serve(asked, taken):
         (problem(64, dtype=torch.bfloat16), "reference"),
         (problem(512, dtype=torch.bfloat16), "chunked"),
         (problem(2048, dtype=torch.bfloat16), "chunked"),
-        (dataclasses.replace(BASE, queries=1, keys=4096), "chunked"),
+        (dataclasses.replace(PROBLEM, queries=1, keys=4096), "chunked"),
         (problem(op="softmax"), "sdpa"),
         (problem(8192, op="softmax"), "sdpa"),
         (problem(op="softmax", is_causal=False), "sdpa"),
@@ -107,7 +89,7 @@ def test_auto_where_the_kernels_do_not_serve(asked, taken):
         (problem(8192, op="softmax", kv_range=True), "chunked"),
         (problem(8192, op="softmax", attn_mask=True), "chunked"),
         (problem(8192, op="softmax", cu_seqlens=True), "chunked"),
-        (dataclasses.replace(BASE, op="softmax", queries=1, keys=4096), "chunked"),
+        (dataclasses.replace(PROBLEM, op="softmax", queries=1, keys=4096), "chunked"),
         (problem(8192, device_type="cuda"), "sdpa"),
         (problem(8192, device_type="cuda", attn_mask=True), "chunked"),
         (problem(0), "reference"),
@@ -196,8 +178,8 @@ def test_needs_mask():
     assert not problem(is_causal=False).needs_mask
     assert not problem(window=256).needs_mask
     assert problem(window=255).needs_mask
-    assert dataclasses.replace(BASE, queries=5).needs_mask
-    assert not dataclasses.replace(BASE, queries=1).needs_mask
+    assert dataclasses.replace(PROBLEM, queries=5).needs_mask
+    assert not dataclasses.replace(PROBLEM, queries=1).needs_mask
     for name in ("attn_mask", "kv_range", "cu_seqlens"):
         assert problem(**{name: True}).needs_mask
 

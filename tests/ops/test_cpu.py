@@ -8,12 +8,24 @@ import time
 from functools import partial
 from pathlib import Path
 
-import fused_calls
-import oracle
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import (
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
+
+from difftransformer.errors import BackendUnavailable, DiffTransformerError
+from difftransformer.ops import (
+    build,
+    differential_attention,
+    normed_differential_attention,
+    processor,
+    softmax_attention,
+)
+from tests.support import fused_calls, oracle
+from tests.support.cases import (
     BY_NAME,
     CAUSAL,
     assert_close,
@@ -25,7 +37,7 @@ from cases import (
     random_mask,
     threads,
 )
-from fused_calls import (
+from tests.support.fused_calls import (
     OPCHECK,
     UNSEEN,
     assert_any_call_as_good,
@@ -42,20 +54,7 @@ from fused_calls import (
     quick,
     tensors,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from oracle import Case, output_and_gradients
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.checkpoint import checkpoint
-
-from difftransformer.errors import BackendUnavailable, DiffTransformerError
-from difftransformer.ops import (
-    build,
-    differential_attention,
-    normed_differential_attention,
-    processor,
-    softmax_attention,
-)
+from tests.support.oracle import Case, output_and_gradients
 
 pytestmark = needs_kernels
 

@@ -1,6 +1,5 @@
 """What `make dist` writes: a wheel whose CPU kernels nobody has to build, and a source package."""
 
-import importlib
 import os
 import re
 import subprocess
@@ -11,9 +10,10 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from cases import needs_kernels
 
 from difftransformer.ops import processor
+from tests.support import peak_memory
+from tests.support.cases import needs_kernels
 
 pytestmark = [pytest.mark.slow, needs_kernels]
 
@@ -68,7 +68,7 @@ def environment_with(wheel, folder):
 
 def test_a_wheel_with_kernels(tmp_path):
     peaks = tmp_path / "peaks"
-    make_dist(tmp_path, f"{sys.executable} {Path(__file__).with_name('measured.py')} {peaks} c++")
+    make_dist(tmp_path, f"{sys.executable} {peak_memory.__file__} {peaks} c++")
     assert max(int(line.split()[0]) for line in peaks.read_text().splitlines()) < MOST_MIB
 
     (wheel,) = tmp_path.glob("*.whl")
@@ -122,8 +122,8 @@ def test_a_compiler_that_fails_makes_no_wheel(tmp_path):
     ],
 )
 def test_the_wheels_name_says_what_it_needs(symbols, tag, monkeypatch):
-    monkeypatch.syspath_prepend(ROOT)
-    hatch_build = importlib.import_module("hatch_build")
+    import hatch_build
+
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
     monkeypatch.setattr("sysconfig.get_platform", lambda: "macosx-11.0-arm64")
     assert hatch_build.platform_tag([b"", symbols]) == (f"{tag}_x86_64" if tag else "macosx_11_0_arm64")

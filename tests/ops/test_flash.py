@@ -10,12 +10,23 @@ import types
 
 import pytest
 import torch
-from cases import BY_NAME, CASES, CAUSAL, assert_as_good_as_eager, assert_close, by_name, eager, expected, ints, op
-from oracle import Case, attention, dense_mask, output_and_gradients, relative_error
-from test_backends import problem
 
 from difftransformer.errors import BackendUnavailable
 from difftransformer.ops import differential_attention, flash, select_backend, softmax_attention
+from tests.support.cases import (
+    BY_NAME,
+    CASES,
+    CAUSAL,
+    assert_as_good_as_eager,
+    assert_close,
+    by_name,
+    eager,
+    expected,
+    ints,
+    op,
+    problem,
+)
+from tests.support.oracle import Case, attention, dense_mask, output_and_gradients, relative_error
 
 
 def one_row(q, k, v, scale, causal, window):

@@ -4,7 +4,14 @@ import dataclasses
 
 import pytest
 import torch
-from cases import (
+from torch.nn.attention import flex_attention as torch_flex
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from difftransformer.errors import BackendUnavailable
+from difftransformer.ops import differential_attention, flex, normed_differential_attention
+from difftransformer.ops import reference as equations
+from difftransformer.ops.problem import Restrictions
+from tests.support.cases import (
     BY_NAME,
     CASES,
     CAUSAL,
@@ -15,17 +22,10 @@ from cases import (
     expected,
     ints,
     op,
+    problem,
     random_mask,
 )
-from oracle import Case, attention, dense_mask, output_and_gradients, relative_error
-from test_backends import problem
-from torch.nn.attention import flex_attention as torch_flex
-from torch.utils._python_dispatch import TorchDispatchMode
-
-from difftransformer.errors import BackendUnavailable
-from difftransformer.ops import differential_attention, flex, normed_differential_attention
-from difftransformer.ops import reference as equations
-from difftransformer.ops.problem import Restrictions
+from tests.support.oracle import Case, attention, dense_mask, output_and_gradients, relative_error
 
 # torch.compile hides this warning of its own, unless warnings are errors.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")

@@ -2,10 +2,13 @@
 
 import dataclasses
 
-import oracle
 import pytest
 import torch
-from cases import (
+
+from difftransformer.errors import ConfigError, ShapeError
+from difftransformer.ops import backends, differential_attention, normed_differential_attention
+from tests.support import oracle
+from tests.support.cases import (
     BACKENDS,
     BY_NAME,
     EPS,
@@ -21,10 +24,7 @@ from cases import (
     normed_op,
     normed_results,
 )
-from oracle import Case
-
-from difftransformer.errors import ConfigError, ShapeError
-from difftransformer.ops import backends, differential_attention, normed_differential_attention
+from tests.support.oracle import Case
 
 NAMES = [
     "63 own heads causal",

@@ -7,10 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from cases import needs_kernels
 
-from check_compilers import are_required, missing
 from difftransformer.ops import build, processor
+from tests.check_compilers import are_required, missing
+from tests.support import peak_memory
+from tests.support.cases import needs_kernels
 
 pytestmark = [pytest.mark.slow, needs_kernels]
 
@@ -29,7 +30,7 @@ def compile_and_run(folder, compiler, isa, runner):
     peaks = folder / "peaks"
     sources = [*(path for path in build.SOURCES.glob("*.cpp") if path.name != "operators.cpp"), HERE / "standalone.cpp"]
     objects = [folder / f"{source.stem}.o" for source in sources]
-    words = [sys.executable, str(HERE / "measured.py"), str(peaks), *shlex.split(compiler)]
+    words = [sys.executable, peak_memory.__file__, str(peaks), *shlex.split(compiler)]
     flags = [*build.compile_flags(isa), f"-I{build.SOURCES}"]
     with ThreadPoolExecutor(2) as pool:
         list(

@@ -6,11 +6,13 @@ The interpreter rounds to bf16 towards zero, so what is here is fp32 and fp16; `
 import dataclasses
 from functools import partial
 
-import fused_calls
-import oracle
 import pytest
 import torch
-from cases import (
+from hypothesis import given, settings
+
+from difftransformer.ops import softmax_attention
+from tests.support import fused_calls, oracle
+from tests.support.cases import (
     BY_NAME,
     CASES,
     CAUSAL,
@@ -30,7 +32,7 @@ from cases import (
     random_mask,
     slow_but_for,
 )
-from fused_calls import (
+from tests.support.fused_calls import (
     UNSEEN,
     assert_any_call_as_good,
     assert_as_good_as_flash,
@@ -46,10 +48,7 @@ from fused_calls import (
     unseen_keys,
     with_unseen,
 )
-from hypothesis import given, settings
-from oracle import Case, output_and_gradients, relative_error
-
-from difftransformer.ops import softmax_attention
+from tests.support.oracle import Case, output_and_gradients, relative_error
 
 configs = pytest.importorskip("difftransformer.ops.triton_kernels.configs")
 launch = pytest.importorskip("difftransformer.ops.triton_kernels.launch")

@@ -7,7 +7,11 @@ import dataclasses
 
 import pytest
 import torch
-from cases import (
+from torch.utils.checkpoint import checkpoint
+
+from difftransformer import DiffTransformerConfig, DiffTransformerForCausalLM
+from difftransformer.ops.problem import Restrictions, allowed_keys
+from tests.support.cases import (
     CASES,
     CAUSAL,
     assert_close,
@@ -22,12 +26,8 @@ from cases import (
     op,
     overflow_is_fine,
 )
-from fused_calls import assert_as_good_as_flash, assert_same_bits, errors_of
-from oracle import Case, output_and_gradients, relative_error
-from torch.utils.checkpoint import checkpoint
-
-from difftransformer import DiffTransformerConfig, DiffTransformerForCausalLM
-from difftransformer.ops.problem import Restrictions, allowed_keys
+from tests.support.fused_calls import assert_as_good_as_flash, assert_same_bits, errors_of
+from tests.support.oracle import Case, output_and_gradients, relative_error
 
 configs = pytest.importorskip("difftransformer.ops.triton_kernels.configs")
 

@@ -6,10 +6,15 @@ import subprocess
 import sys
 from functools import partial
 
-import fused_calls
 import pytest
 import torch
-from cases import (
+from torch.utils.checkpoint import checkpoint
+
+from difftransformer.errors import BackendUnavailable
+from difftransformer.ops import normed_differential_attention
+from difftransformer.ops import triton as triton_backend
+from tests.support import fused_calls
+from tests.support.cases import (
     BY_NAME,
     CAUSAL,
     assert_close,
@@ -21,19 +26,14 @@ from cases import (
     random_mask,
     slow_but_for,
 )
-from fused_calls import (
+from tests.support.fused_calls import (
     OPCHECK,
     assert_compiles_to_the_same_bits,
     assert_same_bits,
     operator_inputs,
     tensors,
 )
-from oracle import Case, relative_error
-from torch.utils.checkpoint import checkpoint
-
-from difftransformer.errors import BackendUnavailable
-from difftransformer.ops import normed_differential_attention
-from difftransformer.ops import triton as triton_backend
+from tests.support.oracle import Case, relative_error
 
 configs = pytest.importorskip("difftransformer.ops.triton_kernels.configs")
 launch = pytest.importorskip("difftransformer.ops.triton_kernels.launch")

@@ -3,10 +3,10 @@
 from dataclasses import replace
 
 import pytest
-from task_results import task_result
 
 from difftransformer.report.tasks import draw_task, hallucination, math, recall
 from difftransformer.results import Measurement
+from tests.support.task_results import task_result
 
 
 def share(name, value, n=100, **at):

@@ -1,10 +1,10 @@
 """Pictures of many-shot classification and of order: what is drawn is what was measured."""
 
 import pytest
-from task_results import task_result
 
 from difftransformer.report.tasks import draw_task, icl, order
 from difftransformer.results import ItemScore, Measurement
+from tests.support.task_results import task_result
 
 
 def share(name, value, at, n=10):

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 from matplotlib.figure import Figure
-from task_results import task_result
 
 from difftransformer.report.tasks import allocation, draw_task, maps, measurement_table, outliers, quantized
 from difftransformer.results import Grid, Measurement
+from tests.support.task_results import task_result
 
 
 def measured(name, value, **at):

@@ -9,16 +9,14 @@ import types
 from pathlib import Path
 
 import pytest
-import stub_vllm
 import torch
 from safetensors import safe_open
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "model"))
-from tiny_models import scramble, tiny_config, tokens
 
 from difftransformer import DiffTransformerForCausalLM
 from difftransformer.errors import ConfigError
 from difftransformer.serving import MODEL_CLASS, register
+from tests.support import stub_vllm
+from tests.support.tiny_models import scramble, tiny_config, tokens
 
 LENGTH = 9
 SHAPES = {

@@ -1,6 +1,5 @@
 """Training on real text, and the check of the data that such tests read."""
 
-import importlib.util
 import math
 import os
 import subprocess
@@ -13,11 +12,7 @@ import pytest
 from difftransformer.data import prepare_shards
 from difftransformer.studies import recipe_from, train_run
 from difftransformer.train import read_metrics
-
-CHECK = Path(__file__).parents[1] / "check_data.py"
-_spec = importlib.util.spec_from_file_location("check_data", CHECK)
-check_data = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(check_data)
+from tests import check_data
 
 
 @pytest.mark.slow
@@ -52,7 +47,9 @@ def test_tinyshakespeare(tmp_path, toy):
 
 def run_check(**environment):
     environment = {"PATH": os.environ["PATH"], **environment}
-    return subprocess.run([sys.executable, str(CHECK)], env=environment, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [sys.executable, check_data.__file__], env=environment, capture_output=True, text=True, check=False
+    )
 
 
 @pytest.fixture

@@ -25,6 +25,24 @@ VARIANTS: dict[str, type[Attention]] = {
     "dex": DifferentialExtension,
 }
 VARIABLE = "DIFFTRANSFORMER_VARIANTS"
+_unregistered = os.environ.get(VARIABLE, "").replace(" ", "").split(",") if os.environ.get(VARIABLE) else []
+
+
+def variants() -> dict[str, type[Attention]]:
+    """Return the table of variants, with those that the environment names.
+
+    Raises:
+        ConfigError: the environment names a class that cannot be imported.
+    """
+    # Not when this module is imported: a variant's module may import the whole package.
+    while _unregistered:
+        place = _unregistered.pop()
+        module, _, name = place.partition(":")
+        try:
+            register(getattr(importlib.import_module(module), name))
+        except (ImportError, AttributeError, ValueError) as error:
+            raise ConfigError(f"{VARIABLE}={place}: {error}; give module:Class") from None
+    return VARIANTS
 
 
 def variant(attention_type: str) -> type[Attention]:
@@ -33,7 +51,7 @@ def variant(attention_type: str) -> type[Attention]:
     Raises:
         ConfigError: there is no such variant.
     """
-    if attention_type not in VARIANTS:
+    if attention_type not in variants():
         raise ConfigError(
             f"attention_type={attention_type!r} is unknown; choose one of {', '.join(VARIANTS)}, or register another "
             f"(the variable {VARIABLE} or difftransformer.attention.register)"
@@ -59,24 +77,13 @@ def register(cls: type[Attention]) -> type[Attention]:
 
 def config_options() -> dict[str, Option]:
     """Return the options of all variants, which are fields of every model's configuration."""
-    return {name: option for cls in VARIANTS.values() for name, option in cls.config_options.items()}
+    return {name: option for cls in variants().values() for name, option in cls.config_options.items()}
 
 
 def label(attention_type: str) -> str:
     """Return the name of an attention type in reports; an unknown one is its own label."""
-    return VARIANTS[attention_type].label if attention_type in VARIANTS else attention_type
+    return VARIANTS[attention_type].label if attention_type in variants() else attention_type
 
-
-def _register_from_environment() -> None:
-    for place in filter(None, os.environ.get(VARIABLE, "").split(",")):
-        module, _, name = place.strip().partition(":")
-        try:
-            register(getattr(importlib.import_module(module), name))
-        except (ImportError, AttributeError, ValueError) as error:
-            raise ConfigError(f"{VARIABLE}={place}: {error}; give module:Class") from None
-
-
-_register_from_environment()
 
 __all__ = [
     "VARIANTS",
@@ -98,4 +105,5 @@ __all__ = [
     "label",
     "register",
     "variant",
+    "variants",
 ]

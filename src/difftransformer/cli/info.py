@@ -4,7 +4,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from ..attention import VARIANTS
+from ..attention import variants
 from ..errors import ConfigError
 from ..model import PRESETS, DiffTransformerConfig, count, preset
 from ..ops import BACKENDS
@@ -38,7 +38,7 @@ def run(model: str) -> int:
 def _sizes(name: str, source: str, config: DiffTransformerConfig) -> Table:
     table = Table(title=f"{name} ({source})", caption="By formula; the cache in bf16, FLOPs of matrix products.")
     table.add_column("")
-    twins = {word: config.twin(word) for word in VARIANTS}
+    twins = {word: config.twin(word) for word in variants()}
     for word in twins:
         table.add_column(word, justify="right")
     layouts = [twin.head_layout() for twin in twins.values()]

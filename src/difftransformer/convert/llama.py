@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedConfig
 
-from ..attention import VARIANTS, PlainLayer, variant
+from ..attention import PlainLayer, variant, variants
 from ..errors import ConfigError
 from ..model import DiffTransformerConfig, DiffTransformerForCausalLM
 from .diffllama import SHARED_FIELDS, TIES
@@ -35,7 +35,7 @@ MUST_BE = {"attention_bias": False, "mlp_bias": False, "partial_rotary_factor": 
 
 def targets() -> list[str]:
     """Return the attention types that a pretrained Transformer can be given without changing its function."""
-    return [name for name, kind in VARIANTS.items() if kind.can_upcycle]
+    return [name for name, kind in variants().items() if kind.can_upcycle]
 
 
 def from_llama(

@@ -1,22 +1,24 @@
 """Calls that the tests of every backend share, and how their results are held against the equations."""
 
 import contextlib
+import dataclasses
 import importlib.util
 import os
 import shutil
 from functools import cache
 
-import oracle
 import pytest
 import torch
-from oracle import Case, output_and_gradients, relative_error
 
 from difftransformer.ops import (
+    Problem,
     differential_attention,
     normed_differential_attention,
     processor,
     softmax_attention,
 )
+from tests.support import oracle
+from tests.support.oracle import Case, output_and_gradients, relative_error
 
 needs_kernels = pytest.mark.skipif(
     not processor.available() or shutil.which("c++") is None, reason="needs AVX2 or NEON and a compiler"
@@ -223,3 +225,25 @@ def threads(count):
         yield
     finally:
         torch.set_num_threads(before)
+
+
+# What backends choose by.
+
+PROBLEM = Problem(
+    op="differential",
+    device_type="cpu",
+    dtype=torch.float32,
+    batch=1,
+    heads=2,
+    groups=2,
+    queries=256,
+    keys=256,
+    width=32,
+    value_width=64,
+    is_causal=True,
+)
+
+
+def problem(length=256, **changes):
+    """Return `PROBLEM` with as many queries and keys, and other changes."""
+    return dataclasses.replace(PROBLEM, queries=length, keys=length, **changes)

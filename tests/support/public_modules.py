@@ -6,8 +6,9 @@ Nothing of the package is imported. `weights` are the module's tensors by their 
 import math
 
 import torch
-from independent_model import causal, root_mean_square, rotate, softmax_map
 from transformers import DiffLlamaConfig, DiffLlamaForCausalLM
+
+from tests.support.independent_model import causal, root_mean_square, rotate, softmax_map
 
 
 def draw(shapes, seed=0):

@@ -1,8 +1,8 @@
 """Compiles the Triton kernels for Hopper without a GPU and prints what each takes of one, as JSON.
 
-    python tests/ops/compile_kernels.py            # every call of CALLS
-    python tests/ops/compile_kernels.py "wide"     # those whose name has the word
-    python tests/ops/compile_kernels.py --write    # rewrites tests/ops/kernel_budget.json
+    python -m tests.support.compile_kernels            # every call of CALLS
+    python -m tests.support.compile_kernels "wide"     # those whose name has the word
+    python -m tests.support.compile_kernels --write    # rewrites tests/ops/kernel_budget.json
 
 The calls go through `launch` itself, with tensors that have shapes and no storage, so the compiler gets the arguments that it
 gets on a GPU: which sizes and strides are multiples of 16, which are 1, what is None. Every form of a pass is compiled.
@@ -22,7 +22,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
-BUDGET = Path(__file__).with_name("kernel_budget.json")
+BUDGET = Path(__file__).parents[1] / "ops" / "kernel_budget.json"
 TARGET = ("cuda", 90, 32)
 PROCESSORS = 132  # of an H200: the shares of a decoding call depend on them
 
@@ -311,6 +311,4 @@ def main(arguments):
 if __name__ == "__main__":
     # Triton reads it when it is imported: with the interpreter there would be nothing to compile.
     os.environ.pop("TRITON_INTERPRET", None)
-    sys.path.insert(0, str(Path(__file__).parents[2] / "src"))
-    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # for the processes that compile
     main(sys.argv[1:])

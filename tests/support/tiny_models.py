@@ -1,9 +1,9 @@
 """Small models whose every weight matters: no gain is 1, no lambda is near its start, and logits are of order one."""
 
 import torch
-from independent_model import Shape
 
 from difftransformer import DiffTransformerConfig, DiffTransformerForCausalLM
+from tests.support.independent_model import Shape
 
 VOCABULARY = 61
 BASE = {
@@ -83,8 +83,3 @@ def shape_of(config):
 
 def tokens(*shape, seed=1):
     return torch.randint(1, VOCABULARY, shape, generator=torch.Generator().manual_seed(seed))
-
-
-def relative_error(x, reference):
-    """max|x - reference| / max|reference|."""
-    return ((x.double() - reference.double()).abs().max() / reference.abs().max()).item()

@@ -2,15 +2,15 @@
 
 import dataclasses
 
-import oracle
 import torch
 import torch.nn.functional as F
-from cases import CAUSAL, assert_as_good_as_eager, assert_close, eager, ints, op, random_mask
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from oracle import Case, output_and_gradients, relative_error
 
 from difftransformer.ops import normed_differential_attention
+from tests.support import oracle
+from tests.support.cases import CAUSAL, assert_as_good_as_eager, assert_close, eager, ints, op, random_mask
+from tests.support.oracle import Case, output_and_gradients, relative_error
 
 quick = settings(max_examples=80, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 

@@ -9,9 +9,10 @@ import sys
 
 import torch
 import torch.distributed as dist
-from tiny_models import tiny, tokens
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from tests.support.tiny_models import tiny, tokens
 
 CASES = {
     "diff": {},
