@@ -18,11 +18,18 @@ from ..errors import ShapeError
 from . import reference
 from .backends import select_backend
 from .norms import rms_norm
-from .problem import Problem, Restrictions, allowed_keys, check_restrictions, without_autocast
+from .problem import (
+    Call,
+    Norm,
+    Problem,
+    Restrictions,
+    allowed_keys,
+    check_restrictions,
+    inputs_of_maps,
+    without_autocast,
+)
 
 _FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-
-Norm = tuple[Tensor | None, float, float]  # weight, eps, factor
 
 InputsObserver = Callable[[tuple[tuple[Tensor, Tensor], ...], Restrictions, float], None]
 _inputs_observer: ContextVar[InputsObserver | None] = ContextVar("difftransformer_inputs_observer", default=None)
@@ -235,21 +242,18 @@ def attend(
         backend: "auto" or a name of `backend_names()`.
     """
     scale = _check(query, key, value, restrictions, 1 if lam is None else 2, scale)
-    if lam is not None:
-        lam = _lam_BHT(lam, query)
-    problem = Problem.of(query, key, value, lam, restrictions, None if norm is None else norm[0])
-    chosen = select_backend(problem, backend)
+    call = Call(query, key, value, None if lam is None else _lam_BHT(lam, query), restrictions, scale, norm)
+    chosen = select_backend(Problem.of(call), backend)
     observer = _observer()
     if observer is not None:
-        observer(((query, key),) if lam is None else reference.inputs_of_maps(query, key), restrictions, scale)
+        observer(call.maps(), restrictions, scale)
     # The caller chooses the dtypes: autocast acts on the layers above, not in here.
-    with without_autocast(problem.device_type):
-        if norm is None:
-            return chosen.run(query, key, value, lam, restrictions, scale)
-        if chosen.run_normed is not None:
-            return chosen.run_normed(query, key, value, lam, restrictions, scale, *norm)
+    with without_autocast(query.device.type):
+        heads_BHTE = chosen.run(call)
+        if norm is None or chosen.norms:
+            return heads_BHTE
         weight, eps, factor = norm
-        return rms_norm(chosen.run(query, key, value, lam, restrictions, scale), weight, eps) * factor
+        return rms_norm(heads_BHTE, weight, eps) * factor
 
 
 def maps(
@@ -258,7 +262,7 @@ def maps(
     """The `count` softmax maps (1 or 2) of a query and a key, (B, H, T, S) each; see `attention_maps`."""
     scale = _check(query, key, None, restrictions, count, scale)
     allowed_BHTS = allowed_keys(restrictions, query.shape[2], key.shape[2], query.device)
-    pairs = ((query, key),) if count == 1 else reference.inputs_of_maps(query, key)
+    pairs = ((query, key),) if count == 1 else inputs_of_maps(query, key)
     with without_autocast(query.device.type):
         return tuple(reference.softmax_map(*pair, scale, allowed_BHTS) for pair in pairs)
 

@@ -16,15 +16,12 @@ from torch import Tensor
 
 from ..errors import BackendUnavailable
 from . import chunked, cpu, flash, flex, reference, sdpa, triton
-from .problem import LOW_PRECISION, Problem, Restrictions
+from .problem import LOW_PRECISION, Call, Problem
 
 logger = logging.getLogger("difftransformer")
 
 # Above this many positions squared, `auto` takes no backend that materialises a map or a mask.
 QUADRATIC_MEMORY_MAX_LENGTH = 1024
-
-Run = Callable[[Tensor, Tensor, Tensor, Tensor | None, Restrictions, float], Tensor]
-RunNormed = Callable[[Tensor, Tensor, Tensor, Tensor | None, Restrictions, float, Tensor | None, float, float], Tensor]
 
 
 @dataclass(frozen=True)
@@ -36,17 +33,16 @@ class Backend:
         description: One line for the command line.
         supports: Returns why a problem cannot be run, or None.
         has_quadratic_memory: Returns whether a problem would take O(n^2) memory.
-        run: (query, key, value, lam or None, restrictions, scale) -> output; the arguments are already checked.
-        run_normed: `run` with further arguments weight (or None), eps and factor, which normalises heads in the same pass.
-            None where the backend cannot.
+        run: Returns the output (B, H, T, E) of a call, in the value's dtype.
+        norms: Whether `run` also normalises the heads. The caller does it otherwise.
     """
 
     name: str
     description: str
     supports: Callable[[Problem], str | None]
     has_quadratic_memory: Callable[[Problem], bool]
-    run: Run
-    run_normed: RunNormed | None = None
+    run: Callable[[Call], Tensor]
+    norms: bool = False
 
 
 @dataclass(frozen=True)
@@ -83,16 +79,15 @@ class Row:
         )
 
 
-def _backend(module: ModuleType, *, normed: bool = False) -> Backend:
+def _backend(module: ModuleType, *, norms: bool = False) -> Backend:
     name = module.__name__.rpartition(".")[2]
-    run_normed = module.run if normed else None
-    return Backend(name, module.DESCRIPTION, module.supports, module.has_quadratic_memory, module.run, run_normed)
+    return Backend(name, module.DESCRIPTION, module.supports, module.has_quadratic_memory, module.run, norms)
 
 
 BACKENDS: dict[str, Backend] = {
     "reference": _backend(reference),
-    "cpu": _backend(cpu, normed=True),
-    "triton": _backend(triton, normed=True),
+    "cpu": _backend(cpu, norms=True),
+    "triton": _backend(triton, norms=True),
     "chunked": _backend(chunked),
     "sdpa": _backend(sdpa),
     "flash": _backend(flash),

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from . import fused
-from .problem import LOW_PRECISION, Problem, Restrictions, allowed_keys, without_autocast
+from .problem import LOW_PRECISION, Call, Problem, Restrictions, allowed_keys, without_autocast
 
 DESCRIPTION = "row blocks in plain PyTorch, O(n) memory, hand-written backward; subtracts in fp32, once"
 
@@ -235,22 +235,13 @@ class Tiling:
 class Maps:
     """The tensors of one call, addressed by tile, and buffers that the tiles share."""
 
-    def __init__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        lam: Tensor | None,
-        restrictions: Restrictions,
-        scale: float,
-        num_buffers: int,
-    ) -> None:
+    def __init__(self, call: Call, num_buffers: int) -> None:
+        query, key, value, lam, restrictions, self.scale, _ = call
         self.tiling = tiling = Tiling(query, value, restrictions)
         flat, per_group = tiling.batch * tiling.groups, tiling.per_group
         self.low = query.dtype in LOW_PRECISION
         self.map_dtype = torch.float32 if self.low else query.dtype
-        self.width = query.shape[-1] if lam is None else query.shape[-1] // 2
-        self.scale = scale
+        self.width = call.width
         self.q_NRTC = query.reshape(flat, per_group, tiling.queries, query.shape[-1])
         self.k_NSC = key.reshape(flat, tiling.keys, key.shape[-1])
         self.v_NSE = value.reshape(flat, tiling.keys, value.shape[-1])
@@ -304,12 +295,10 @@ def _accumulate(total: Tensor, left: Tensor, right: Tensor, alpha: float = 1.0) 
         total.add_(torch.bmm(left, right), alpha=alpha)
 
 
-def _forward(
-    query: Tensor, key: Tensor, value: Tensor, lam: Tensor | None, restrictions: Restrictions, scale: float
-) -> Tensor:
-    maps = Maps(query, key, value, lam, restrictions, scale, num_buffers=2 if lam is None else 3)
-    tiling, width_E = maps.tiling, value.shape[-1]
-    new = value.new_empty if tiling.covers_all else value.new_zeros
+def _forward(call: Call) -> Tensor:
+    maps = Maps(call, num_buffers=2 if call.lam is None else 3)
+    tiling, width_E = maps.tiling, call.value.shape[-1]
+    new = call.value.new_empty if tiling.covers_all else call.value.new_zeros
     out_NRTE = new(tiling.batch * tiling.groups, tiling.per_group, tiling.queries, width_E)
     for tile in tiling.tiles:
         blocked = tiling.blocked(tile)
@@ -327,16 +316,9 @@ def _forward(
     return out_NRTE.view(tiling.batch, tiling.heads, tiling.queries, width_E)
 
 
-def _backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    lam: Tensor | None,
-    restrictions: Restrictions,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    maps = Maps(query, key, value, lam, restrictions, scale, num_buffers=3 if lam is None else 4)
+def _backward(grad: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    query, key, value, lam, _, scale, _ = call
+    maps = Maps(call, num_buffers=3 if lam is None else 4)
     tiling, width = maps.tiling, maps.width
     dtype, map_dtype = query.dtype, maps.map_dtype
     new_like = torch.empty_like if tiling.covers_all else torch.zeros_like
@@ -401,22 +383,21 @@ def _backward(
 _library = fused.define("chunked", normed=False)
 
 
-def _run_forward(query: Tensor, key: Tensor, value: Tensor, lam: Tensor | None, *rest: Any) -> Tensor:
+def _call_of(query: Tensor, key: Tensor, value: Tensor, lam: Tensor | None, *rest: Any) -> Call:
     *restrictions, scale = rest
+    return Call(query, key, value, lam, Restrictions(*restrictions), scale)
+
+
+@torch.library.impl(_library, "chunked_attention", "CompositeExplicitAutograd")
+def _(query: Tensor, *rest: Any) -> Tensor:
     with without_autocast(query.device.type):
-        return _forward(query, key, value, lam, Restrictions(*restrictions), scale)
+        return _forward(_call_of(query, *rest))
 
 
-def _run_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, lam: Tensor | None, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    *restrictions, scale = rest
-    with without_autocast(query.device.type):
-        return _backward(grad, query, key, value, lam, Restrictions(*restrictions), scale)
-
-
-_library.impl("chunked_attention", _run_forward, "CompositeExplicitAutograd")
-_library.impl("chunked_attention_backward", _run_backward, "CompositeExplicitAutograd")
+@torch.library.impl(_library, "chunked_attention_backward", "CompositeExplicitAutograd")
+def _(grad: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    with without_autocast(grad.device.type):
+        return _backward(grad, _call_of(*arguments))
 
 
 @torch.library.register_fake("difftransformer::chunked_attention")
@@ -433,9 +414,7 @@ def _(
     return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape), dlam
 
 
-def run(
-    query: Tensor, key: Tensor, value: Tensor, lam: Tensor | None, restrictions: Restrictions, scale: float
-) -> Tensor:
+def run(call: Call) -> Tensor:
     """Attend as `reference.run` does."""
-    out: Tensor = torch.ops.difftransformer.chunked_attention(query, key, value, lam, *restrictions, scale)
+    out: Tensor = torch.ops.difftransformer.chunked_attention(*call[:4], *call.restrictions, call.scale)
     return out

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from . import build, fused
-from .problem import Problem, Restrictions
+from .problem import Call, Problem
 
 DESCRIPTION = "fused C++ for x86-64 (AVX2, AVX-512, AMX) and AArch64, built on first use; subtracts in fp32, once"
 
@@ -32,22 +32,9 @@ def has_quadratic_memory(problem: Problem) -> bool:
     return False
 
 
-def run(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    lam: Tensor | None,
-    restrictions: Restrictions,
-    scale: float,
-    weight: Tensor | None = None,
-    eps: float | None = None,
-    factor: float = 1.0,
-) -> Tensor:
-    """Attend as `reference.run` does; with `eps`, return factor * RMSNorm(head) * weight for each head."""
-    query, scale = fused.positive_scale(query, scale)
-    out: Tensor = torch.ops.difftransformer.cpu_attention(
-        query, key, value, lam, *restrictions, scale, weight, eps, factor
-    )[0]
+def run(call: Call) -> Tensor:
+    """Attend as `reference.run` does, and normalise heads in the same pass."""
+    out: Tensor = torch.ops.difftransformer.cpu_attention(*fused.arguments_of(call))[0]
     return out
 
 

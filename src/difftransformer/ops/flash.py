@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .fused import positive_scale
-from .problem import LOW_PRECISION, Problem, Restrictions
+from .problem import LOW_PRECISION, Call, Problem, Restrictions
 
 DESCRIPTION = "the flash-attn package, two or four calls; subtracts outputs that are already rounded"
 
@@ -64,12 +64,10 @@ def has_quadratic_memory(problem: Problem) -> bool:
     return False
 
 
-def run(
-    query: Tensor, key: Tensor, value: Tensor, lam: Tensor | None, restrictions: Restrictions, scale: float
-) -> Tensor:
+def run(call: Call) -> Tensor:
     """Attend as `reference.run` does; the two rounded outputs are subtracted in fp32, and the result is rounded again."""
-    width = query.shape[-1] if lam is None else query.shape[-1] // 2
-    value_width = value.shape[-1]
+    query, key, value, lam, restrictions, scale, _ = call
+    width, value_width = call.width, value.shape[-1]
     query, scale = positive_scale(query, scale)
     wide = _takes_wide_value(width, value_width, restrictions.kv_lengths is not None)
     queries = query.transpose(1, 2).split(width, -1)

@@ -22,8 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from .problem import Problem, Restrictions
-from .reference import inputs_of_maps
+from .problem import Call, Problem, Restrictions
 
 DESCRIPTION = "two FlexAttention calls, one a map, compiled on CUDA; subtracts outputs that are already rounded"
 
@@ -58,19 +57,18 @@ def has_quadratic_memory(problem: Problem) -> bool:
     return not _has_kernel(problem.device_type)
 
 
-def run(
-    query: Tensor, key: Tensor, value: Tensor, lam: Tensor | None, restrictions: Restrictions, scale: float
-) -> Tensor:
+def run(call: Call) -> Tensor:
     """Attend as `reference.run` does; the two rounded outputs are subtracted in fp32, and the result is rounded again."""
-    if not _has_kernel(query.device.type):
+    if not _has_kernel(call.query.device.type):
         # FlexAttention refuses inputs that require a gradient even where none is recorded.
-        query, key, value = query.detach(), key.detach(), value.detach()
-    mask = _block_mask(restrictions, query.shape[0], query.shape[2], key.shape[2], query.device)
-    if lam is None:
-        return _attend(query, key, value, mask, scale)
-    out_1_BHTE, out_2_BHTE = (_attend(*pair, value, mask, scale) for pair in inputs_of_maps(query, key))
+        call = call._replace(query=call.query.detach(), key=call.key.detach(), value=call.value.detach())
+    query, key, value = call[:3]
+    mask = _block_mask(call.restrictions, query.shape[0], query.shape[2], key.shape[2], query.device)
+    out_BHTE, *second_BHTE = (_attend(*inputs, value, mask, call.scale) for inputs in call.maps())
+    if call.lam is None:
+        return out_BHTE
     # lam stays fp32: the product and the difference are formed there and rounded once.
-    return (out_1_BHTE - lam.unsqueeze(-1) * out_2_BHTE).to(value.dtype)
+    return (out_BHTE - call.lam.unsqueeze(-1) * second_BHTE[0]).to(value.dtype)
 
 
 def _has_kernel(device_type: str) -> bool:

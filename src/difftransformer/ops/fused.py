@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..errors import BackendUnavailable
-from .problem import SCHEMA
+from .problem import SCHEMA, Call
 
 _INPUTS = ("Tensor query", "Tensor key", "Tensor value", "Tensor? lam", *SCHEMA, "float scale")
 _NORM = ("Tensor? norm_weight", "float? norm_eps", "float norm_factor")
@@ -70,6 +70,12 @@ def define(
     torch.library.register_autograd(f"difftransformer::{name}", differentiate, setup_context=save)
     torch.library.register_autograd(f"difftransformer::{name}_backward", refuse)
     return library
+
+
+def arguments_of(call: Call) -> tuple[Any, ...]:
+    """Return a call as the arguments of an operator that takes a norm, with a positive scale."""
+    query, scale = positive_scale(call.query, call.scale)
+    return (query, *call[1:4], *call.restrictions, scale, *(call.norm or (None, None, 1.0)))
 
 
 def positive_scale(query: Tensor, scale: float) -> tuple[Tensor, float]:

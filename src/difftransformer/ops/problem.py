@@ -59,6 +59,49 @@ SCHEMA = (
 """The fields of `Restrictions` in the language of operator schemas."""
 
 
+Norm = tuple[Tensor | None, float, float]
+"""Weight or None, eps and factor of a norm of each head's output."""
+
+
+class Call(NamedTuple):
+    """The checked arguments of one call, as a backend takes them.
+
+    Attributes:
+        query: (B, H, T, 2D); (B, H, T, D) without `lam`.
+        key: (B, G, S, 2D), or (B, G, S, D) shared by both maps.
+        value: (B, G, S, E).
+        lam: fp32 or float64, three-dimensional, broadcastable to (B, H, T); None for ordinary attention.
+        restrictions: The keys that each query may attend to.
+        scale: s, which multiplies the logits.
+        norm: The norm of each head's output, or None.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    lam: Tensor | None
+    restrictions: Restrictions
+    scale: float
+    norm: Norm | None = None
+
+    @property
+    def width(self) -> int:
+        """D."""
+        return self.query.shape[-1] // (1 if self.lam is None else 2)
+
+    def maps(self) -> tuple[tuple[Tensor, Tensor], ...]:
+        """Return the query (B, H, T, D) and the key (B, G, S, D) of each map."""
+        return ((self.query, self.key),) if self.lam is None else inputs_of_maps(self.query, self.key)
+
+
+def inputs_of_maps(query: Tensor, key: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Return the query (B, H, T, D) and the key (B, G, S, D) of each map of differential attention."""
+    width = query.shape[-1] // 2
+    query_1, query_2 = query.split(width, -1)
+    key_1, key_2 = (key, key) if key.shape[-1] == width else key.split(width, -1)
+    return (query_1, key_1), (query_2, key_2)
+
+
 @dataclass(frozen=True)
 class Problem:
     """What the choice of a backend may depend on: shapes and flags, never the values in a tensor.
@@ -104,18 +147,10 @@ class Problem:
     needs_grad: bool = False
 
     @classmethod
-    def of(
-        cls,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        lam: Tensor | None,
-        restrictions: Restrictions,
-        norm_weight: Tensor | None = None,
-    ) -> "Problem":
-        """Describe a call whose arguments are already checked; without `lam` it is ordinary attention."""
-        width = query.shape[-1] if lam is None else query.shape[-1] // 2
-        inputs = (query, key, value, lam, norm_weight)
+    def of(cls, call: Call) -> "Problem":
+        """Describe a call."""
+        query, key, value, lam, restrictions, _, norm = call
+        inputs = (query, key, value, lam, None if norm is None else norm[0])
         return cls(
             op="softmax" if lam is None else "differential",
             device_type=query.device.type,
@@ -125,9 +160,9 @@ class Problem:
             groups=key.shape[1],
             queries=query.shape[2],
             keys=key.shape[2],
-            width=width,
+            width=call.width,
             value_width=value.shape[3],
-            shared_key=lam is not None and key.shape[3] == width,
+            shared_key=lam is not None and key.shape[3] == call.width,
             is_causal=restrictions.is_causal,
             window=restrictions.window,
             attn_mask=restrictions.attn_mask is not None,

@@ -12,7 +12,7 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor
 
-from .problem import LOW_PRECISION, Problem, Restrictions, allowed_keys
+from .problem import LOW_PRECISION, Call, Problem, allowed_keys
 
 DESCRIPTION = "the equations in plain PyTorch, n x n maps; subtracts in fp32, once; any order of derivative"
 
@@ -84,40 +84,16 @@ def softmax_of(scores_BHTS: Tensor, allowed_BHTS: Tensor | None) -> Tensor:
     return scores_BHTS.masked_fill(~allowed_BHTS, lowest).softmax(-1).masked_fill(~allowed_BHTS, 0.0)
 
 
-def inputs_of_maps(query: Tensor, key: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Return the query (B, H, T, D) and the key (B, G, S, D) of each map of differential attention."""
-    width = query.shape[-1] // 2
-    query_1, query_2 = query.split(width, -1)
-    key_1, key_2 = (key, key) if key.shape[-1] == width else key.split(width, -1)
-    return (query_1, key_1), (query_2, key_2)
-
-
-def run(
-    query: Tensor, key: Tensor, value: Tensor, lam: Tensor | None, restrictions: Restrictions, scale: float
-) -> Tensor:
+def run(call: Call) -> Tensor:
     """(softmax(s Q1 K1^T) - lam softmax(s Q2 K2^T)) V (arXiv:2410.05258 eq. 1), or softmax(s Q K^T) V without `lam`.
 
     Scores, softmax and difference are formed in fp32 (float64 for float64), then rounded once to the value's dtype.
-
-    Args:
-        query: (B, H, T, 2D); (B, H, T, D) without `lam`.
-        key: (B, G, S, 2D), or (B, G, S, D) shared by both maps.
-        value: (B, G, S, E).
-        lam: fp32 or float64, three-dimensional, broadcastable to (B, H, T), or None.
-        restrictions: The keys that each query may attend to.
-        scale: s.
-
-    Returns:
-        (B, H, T, E) in the value's dtype.
     """
-    batch, heads, queries = query.shape[:3]
-    groups, keys, value_width = value.shape[1:]
-    allowed_BHTS = allowed_keys(restrictions, queries, keys, query.device)
-    if lam is None:
-        map_BHTS = softmax_map(query, key, scale, allowed_BHTS)
-    else:
-        first, second = inputs_of_maps(query, key)
-        map_1_BHTS = softmax_map(*first, scale, allowed_BHTS)
-        map_BHTS = map_1_BHTS - lam.unsqueeze(-1) * softmax_map(*second, scale, allowed_BHTS)
-    map_BGRS = map_BHTS.to(value.dtype).view(batch, groups, heads // groups * queries, keys)
-    return (map_BGRS @ value).view(batch, heads, queries, value_width)
+    batch, heads, queries = call.query.shape[:3]
+    groups, keys, value_width = call.value.shape[1:]
+    allowed_BHTS = allowed_keys(call.restrictions, queries, keys, call.query.device)
+    map_BHTS, *second_BHTS = (softmax_map(*inputs, call.scale, allowed_BHTS) for inputs in call.maps())
+    if call.lam is not None:
+        map_BHTS = map_BHTS - call.lam.unsqueeze(-1) * second_BHTS[0]
+    map_BGRS = map_BHTS.to(call.value.dtype).view(batch, groups, heads // groups * queries, keys)
+    return (map_BGRS @ call.value).view(batch, heads, queries, value_width)

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .problem import Problem, Restrictions, allowed_keys
+from .problem import Call, Problem, Restrictions, allowed_keys
 
 DESCRIPTION = "one padded F.scaled_dot_product_attention over 2H heads; subtracts outputs that are already rounded"
 
@@ -32,14 +32,12 @@ def has_quadratic_memory(problem: Problem) -> bool:
     return problem.needs_mask
 
 
-def run(
-    query: Tensor, key: Tensor, value: Tensor, lam: Tensor | None, restrictions: Restrictions, scale: float
-) -> Tensor:
+def run(call: Call) -> Tensor:
     """Attend as `reference.run` does; the two rounded outputs are subtracted in fp32, and the result is rounded again."""
-    batch, heads, queries, width = query.shape
+    query, key, value, lam, restrictions, scale, _ = call
+    batch, heads, queries = query.shape[:3]
     groups, keys, value_width = value.shape[1:]
-    maps = 1 if lam is None else 2
-    width //= maps
+    width = call.width
 
     # Heads in the order (map, group, head of the group), so that torch's own grouped queries read the right group.
     if lam is None:

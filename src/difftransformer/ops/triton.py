@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from . import fused
-from .problem import Problem, Restrictions
+from .problem import Call, Problem, Restrictions
 
 DESCRIPTION = "fused Triton kernels for GPUs, forward, backward and decoding; subtracts in fp32, once"
 MAX_WIDTH, MAX_VALUE_WIDTH = 128, 256
@@ -38,23 +38,10 @@ def has_quadratic_memory(problem: Problem) -> bool:
     return False
 
 
-def run(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    lam: Tensor | None,
-    restrictions: Restrictions,
-    scale: float,
-    weight: Tensor | None = None,
-    eps: float | None = None,
-    factor: float = 1.0,
-) -> Tensor:
-    """Attend as `reference.run` does; with `eps`, return factor * RMSNorm(head) * weight for each head."""
-    query, scale = fused.positive_scale(query, scale)
-    save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (query, key, value, lam, weight))
-    out: Tensor = torch.ops.difftransformer.triton_attention(
-        query, key, value, lam, *restrictions, scale, weight, eps, factor, save
-    )[0]
+def run(call: Call) -> Tensor:
+    """Attend as `reference.run` does, and normalise heads in the same pass."""
+    save = Problem.of(call).needs_grad
+    out: Tensor = torch.ops.difftransformer.triton_attention(*fused.arguments_of(call), save)[0]
     return out
 
 
