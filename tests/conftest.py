@@ -4,6 +4,11 @@ import copy
 import os
 import random
 
+# Each process of `pytest -n` gets one thread, unless the environment says otherwise: processes with as many threads as
+# there are cores wait for one another. torch reads it when it is first imported. Tests of threads set their own number.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import pytest
 import torch
 import yaml

@@ -1,27 +1,36 @@
 """Differential Transformer: exact and fast differential attention, a language model, training, and fair comparisons.
 
-Importing this package loads neither torch nor transformers; names are resolved on first use. transformers' Auto classes
-know the model type after it, in either order.
+Importing this package also imports transformers, so that transformers' Auto classes know the model type "difftransformer".
+Only the command `difftransformer` postpones this until it needs a model. Without transformers, `difftransformer.ops` and
+`difftransformer.attention` need only torch, and `difftransformer.report` needs neither.
 """
 
-from ._auto_classes import register_auto_classes
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
 from ._lazy import lazy_names
 from ._version import __version__
 
-register_auto_classes()
+if TYPE_CHECKING:
+    from .acceleration import accelerate, restore
+    from .attention import DifferentialAttention, SoftmaxAttention
+    from .model import DiffTransformerConfig, DiffTransformerForCausalLM, DiffTransformerModel
+    from .ops import attention_maps, differential_attention, softmax_attention
 
-__getattr__, __dir__, __all__ = lazy_names(
-    __name__,
-    {
-        ".attention": ("DifferentialAttention", "SoftmaxAttention"),
-        ".model": (
-            "DiffTransformerConfig",
-            "DiffTransformerForCausalLM",
-            "DiffTransformerModel",
-            "accelerate",
-            "restore",
-        ),
-        ".ops": ("attention_maps", "differential_attention", "softmax_attention"),
-    },
-)
+__getattr__, __dir__, __all__ = lazy_names(__name__)
 __all__ += ["__version__"]
+
+
+def _is_command() -> bool:
+    """Whether this process is `difftransformer ...` or `python -m difftransformer ...`."""
+    program = sys.argv[0] if getattr(sys, "argv", None) else ""
+    if program == "-m":  # Python imports the package before it sets the path of the module to run
+        return "difftransformer" in sys.orig_argv
+    return Path(program).stem == "difftransformer"
+
+
+if not _is_command():
+    with suppress(ImportError):  # without a suitable transformers; the model then raises this error on first use
+        from . import model

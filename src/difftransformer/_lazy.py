@@ -1,22 +1,31 @@
-"""Names of a package that are imported on first use (PEP 562), so that `--help` loads neither torch nor transformers."""
+"""Import the public names of a package on first use (PEP 562), so that importing the package stays cheap."""
 
+import ast
 import importlib
 import sys
 from collections.abc import Callable
 from typing import Any
 
 
-def lazy_names(
-    package: str, modules: dict[str, tuple[str, ...]]
-) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """`__getattr__`, `__dir__` and `__all__` of a package.
+def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """Return `__getattr__`, `__dir__` and `__all__` of a package that imports its names under `if TYPE_CHECKING:`.
+
+    The block is read from the package's source. So the names are written once, as imports that type checkers and
+    import-linter see.
 
     Args:
-        package: The package's `__name__`.
-        modules: Relative module name -> public names that it defines.
+        package: `__name__` of the package.
     """
-    home = {name: module for module, names in modules.items() for name in names}
-    public = sorted(home)
+    spec = sys.modules[package].__spec__
+    source: str = spec.loader.get_source(package)  # type: ignore[union-attr]
+    home = {
+        alias.name: f".{statement.module}"
+        for block in ast.parse(source).body
+        if isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING"
+        for statement in block.body
+        if isinstance(statement, ast.ImportFrom)
+        for alias in statement.names
+    }
 
     def __getattr__(name: str) -> Any:
         if name not in home:
@@ -25,7 +34,5 @@ def lazy_names(
         setattr(sys.modules[package], name, value)
         return value
 
-    def __dir__() -> list[str]:
-        return public
-
-    return __getattr__, __dir__, public
+    public = sorted(home)
+    return __getattr__, lambda: public, public

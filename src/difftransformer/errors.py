@@ -1,12 +1,14 @@
-"""One family of errors. Each message says what failed, the value met, what is allowed and what to do.
+"""Errors of this package. Each message says what failed, the value met, what is allowed and what to do.
 
-Every class also descends from the matching built-in, so that `except ValueError` keeps working.
-The command line prints the message on one line and exits with status 2.
+Every class also derives from the matching built-in error, so `except ValueError` works. The command line prints the message on
+one line and exits with status 2.
 """
+
+EXIT_ERROR, EXIT_INTERRUPTED = 2, 130  # exit statuses of every command
 
 
 class DiffTransformerError(Exception):
-    """Base of every error that this package raises on purpose."""
+    """Base class of all errors that this package raises on purpose."""
 
 
 class ConfigError(DiffTransformerError, ValueError):
@@ -14,7 +16,7 @@ class ConfigError(DiffTransformerError, ValueError):
 
 
 class ShapeError(DiffTransformerError, ValueError):
-    """A tensor's shape or dtype breaks a rule of the function it was given to."""
+    """The shape or dtype of a tensor does not fit the function it was given to."""
 
 
 class DataError(DiffTransformerError, ValueError):
@@ -26,11 +28,11 @@ class CheckpointError(DiffTransformerError, RuntimeError):
 
 
 class BackendUnavailable(DiffTransformerError, RuntimeError):
-    """A backend that was asked for by name cannot run this problem."""
+    """A backend that was selected by name cannot run this call."""
 
 
 class EvaluationError(DiffTransformerError, RuntimeError):
-    """An evaluation cannot be run as asked."""
+    """An evaluation cannot be run as requested."""
 
 
 class ResultsError(DiffTransformerError, ValueError):

@@ -1,6 +1,6 @@
-"""Strict building of dataclasses from plain data (JSON results, YAML recipes), with errors that name file, key and value.
+"""Build dataclasses from plain data (JSON files, YAML recipes), with errors that name file, key and value.
 
-Unknown keys, missing keys and wrong types are refused. A field with a default may be left out.
+Unknown keys, missing keys and wrong types are refused. Fields with a default may be left out.
 """
 
 import dataclasses
@@ -20,20 +20,20 @@ def build(cls: type[T], value: Any, *, source: str, error: type[DiffTransformerE
     """Build a dataclass from a mapping.
 
     Args:
-        cls: A dataclass; its fields may be dataclasses, lists, tuples, dicts, literals, optionals and plain types.
-        value: What the file holds.
-        source: The file's name, for messages; may be empty.
-        error: The error to raise.
+        cls: Dataclass whose fields are dataclasses, lists, tuples, dicts, literals, optionals and plain types.
+        value: Content of the file.
+        source: Name of the file, for messages; may be empty.
+        error: Class of the error to raise.
         key: Dotted key of `value` in the file, for messages.
 
     Raises:
-        DiffTransformerError: of the class `error`.
+        DiffTransformerError: The value does not fit the dataclass. The error is of class `error`.
     """
     return _Builder(source, error).build(cls, value, key)
 
 
 def unknown_key(name: str, allowed: Collection[str]) -> str:
-    """What is said of a key that is not among the allowed ones."""
+    """Return the error message for a key that is not among the allowed ones."""
     near = difflib.get_close_matches(name, allowed, n=1)
     return f"unknown key; {f'did you mean {near[0]}? ' if near else ''}allowed: {', '.join(allowed)}"
 
@@ -107,7 +107,7 @@ class _Builder:
         built = {name: self.build(hints[name], item, _join(key, name)) for name, item in value.items()}
         try:
             return cls(**built)
-        except DiffTransformerError as problem:  # a dataclass's own check of impossible combinations
+        except DiffTransformerError as problem:  # from the dataclass's own checks
             raise self.fail(key, str(problem)) from None
 
     def sequence(self, value: Any, key: str) -> list[Any]:

@@ -1,8 +1,5 @@
 """The layers alone, as they are dropped into another model."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch import nn
@@ -10,6 +7,7 @@ from torch import nn
 from difftransformer.attention import VARIANTS, DifferentialAttention, SoftmaxAttention, variant
 from difftransformer.errors import ConfigError, ShapeError
 from difftransformer.ops import inverse_frequencies, rotary_tables
+from tests.support import fresh
 
 
 def rotation(length, head_dim, start=0):
@@ -92,7 +90,7 @@ def test_the_layer_needs_torch_alone():
         "from difftransformer.attention import DifferentialAttention;"
         "print(DifferentialAttention(16, 2)(torch.randn(1, 3, 16))[0].shape)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = fresh.run(code)
     assert done.stdout.strip() == "torch.Size([1, 3, 16])", done.stderr[-800:]
 
 

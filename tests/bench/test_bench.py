@@ -1,6 +1,7 @@
 """Benchmarks: ratios by hand, memory that grows with the length, costs by formula."""
 
 import io
+import math
 import time
 from dataclasses import replace
 
@@ -13,8 +14,8 @@ from difftransformer.bench import (
     Settings,
     geometric_means,
     peak_attention_bytes,
-    plan,
     sort_rows,
+    steps_of,
     time_attention,
     time_interleaved,
     time_training,
@@ -23,10 +24,10 @@ from difftransformer.bench import attention as attention_module
 from difftransformer.bench import timing as timing_module
 from difftransformer.bench import training as training_module
 from difftransformer.bench import work as work_module
-from difftransformer.bench.attention import MAP_COPIES
+from difftransformer.bench.attention import MAP_COPIES, _implementations
 from difftransformer.bench.costs import measure_costs
 from difftransformer.bench.defaults import DEFAULTS
-from difftransformer.bench.peers import ATTN_IMPLEMENTATIONS, DiffLlamaCore
+from difftransformer.bench.diffllama import ATTN_IMPLEMENTATIONS, DiffLlamaCore
 from difftransformer.bench.timing import MIN_ROUNDS, foreign_cpu_seconds
 from difftransformer.bench.work import attention_work, decode_work, prefill_work, training_work
 from difftransformer.cli.main import main
@@ -146,7 +147,7 @@ def test_attention_work_is_the_attention_of_same_size_models(implementation, fun
 
 
 @pytest.mark.parametrize("attn_implementation", ATTN_IMPLEMENTATIONS)
-def test_the_peer_computes_causal_differential_attention(attn_implementation):
+def test_diffllama_computes_causal_differential_attention(attn_implementation):
     """transformers' core and our reference, joined by what the paper says of head pairs, norm and lambda."""
     torch.manual_seed(0)
     length, heads, width = 24, 3, 8
@@ -168,7 +169,7 @@ def test_the_peer_computes_causal_differential_attention(attn_implementation):
 
 
 @pytest.mark.parametrize("attn_implementation", ATTN_IMPLEMENTATIONS)
-def test_the_peer_runs_both_calls_and_no_rotation(attn_implementation, monkeypatch):
+def test_diffllama_runs_both_calls_and_no_rotation(attn_implementation, monkeypatch):
     """Two calls of the attention that was asked for, gradients for q, k, v and four vectors, and their module as it was."""
     from transformers.models.diffllama import modeling_diffllama
 
@@ -185,57 +186,39 @@ def test_the_peer_runs_both_calls_and_no_rotation(attn_implementation, monkeypat
     assert (out.shape, out.dtype) == ((1, 16, 32), torch.bfloat16)
 
 
-def fake_times(monkeypatch, seconds):
-    """Every implementation takes what is said of it, and is not run."""
-    monkeypatch.setattr(attention_module, "attention_work", lambda name, *_: name)
-    monkeypatch.setattr(
-        attention_module,
-        "time_interleaved",
-        lambda work, **_: {
-            name: Timing(
-                median_seconds=seconds.get(name, 9), low_seconds=1.0, high_seconds=1.0, rounds=3
-            ) for name in work
-        },
-    )  # fmt: skip
-
-
-def test_ratios_to_both_and_their_geometric_means(monkeypatch):
-    """By hand: 3 and 12 s over 2 s of PyTorch, over 4 s of our plain attention; the mean of 1.5 and 6 is 3."""
+def test_ratios_to_both_kernels_and_their_geometric_means(monkeypatch):
+    """Ratios are those of the medians; a mean is the exponential of the mean logarithm over shapes."""
     monkeypatch.setitem(DEFAULTS, "cpu", replace(DEFAULTS["cpu"], kernel="chunked"))
-    rows = []
-    for length, ours in ((16, 3.0), (32, 12.0)):
-        fake_times(monkeypatch, {"torch sdpa": 2.0, "softmax chunked": 4.0, "diff chunked": ours})
-        rows += time_attention(shape(length_tokens=length), rounds=3, budget_seconds=1.0)
-    timed = [row for row in rows if isinstance(row, AttentionTiming)]
-    ours = [row for row in timed if row.implementation == "diff chunked"]
-    assert [(row.ratio_to_torch_sdpa, row.ratio_to_softmax_kernel) for row in ours] == [(1.5, 0.75), (6.0, 3.0)]
-    means = {(mean.implementation, mean.against): mean for mean in geometric_means(timed)}
-    assert means["diff chunked", "torch sdpa"].ratio == pytest.approx(3.0)
-    assert means["diff chunked", "softmax chunked"].ratio == pytest.approx(1.5)
-    assert means["diff chunked", "torch sdpa"].shapes == 2
-    assert {row.implementation for row in timed} >= {"DiffLlama sdpa", "DiffLlama eager", "diff reference", "diff sdpa"}
+    runs = [time_attention(shape(length_tokens=length), rounds=3, budget_seconds=1.0) for length in (16, 32)]
+    timed = [[row for row in rows if isinstance(row, AttentionTiming)] for rows in runs]
+    for rows in timed:
+        seconds = {row.implementation: row.median_seconds for row in rows}
+        assert seconds.keys() >= {"DiffLlama sdpa", "DiffLlama eager", "diff reference", "diff sdpa", "normed chunked"}
+        for row in rows:
+            assert row.ratio_to_torch_sdpa == row.median_seconds / seconds["torch sdpa"]
+            assert row.ratio_to_softmax_kernel == row.median_seconds / seconds["softmax chunked"]
+    means = {(mean.implementation, mean.against): mean for mean in geometric_means(timed[0] + timed[1])}
+    ours = [row for rows in timed for row in rows if row.implementation == "diff chunked"]
+    for base, field in (("torch sdpa", "ratio_to_torch_sdpa"), ("softmax chunked", "ratio_to_softmax_kernel")):
+        logarithm = sum(math.log(getattr(row, field)) for row in ours) / 2
+        assert means["diff chunked", base].ratio == pytest.approx(math.exp(logarithm))
+        assert means["diff chunked", base].shapes == 2
 
 
-def test_what_is_left_out_is_said(monkeypatch):
+def test_what_is_left_out_is_said():
     """Five fp32 copies of 2 x 2 maps of 8,192 x 8,192 are 5 GiB; n x n backends run above 1,024 tokens only if named."""
-    fake_times(monkeypatch, {})
-    rows = time_attention(shape(length_tokens=8192), rounds=3, budget_seconds=1.0)
-    reasons = {row.implementation: row.reason for row in rows if isinstance(row, AttentionSkip)}
+    reasons = _implementations(shape(length_tokens=8192), "cpu", None, True)
     assert "5.0 GiB, more than the budget of 2 GiB" in reasons["DiffLlama eager"]
     assert "above 1,024 tokens only where --backends names it" in reasons["diff reference"]
-    assert "DiffLlama sdpa" not in reasons
-    rows = time_attention(
-        shape(length_tokens=2048, heads=4), backends=["reference"], peers=False, rounds=3, budget_seconds=1.0
-    )
-    assert {row.implementation for row in rows} >= {"torch sdpa", "diff reference"}
-    assert not any("DiffLlama" in row.implementation or row.implementation == "diff chunked" for row in rows)
-    assert "diff reference" not in {row.implementation for row in rows if isinstance(row, AttentionSkip)}
-    rows = time_attention(shape(length_tokens=8192), backends=["reference"], rounds=3, budget_seconds=1.0)
-    assert "GiB" in next(row.reason for row in rows if row.implementation == "diff reference")
+    assert reasons["DiffLlama sdpa"] is reasons["torch sdpa"] is None
+    reasons = _implementations(shape(length_tokens=2048, heads=4), "cpu", ["reference"], False)
+    assert reasons.keys() == {"torch sdpa", "softmax cpu", "diff reference"}
+    assert reasons["diff reference"] is None
+    reasons = _implementations(shape(length_tokens=8192), "cpu", ["reference"], True)
+    assert "GiB" in reasons["diff reference"]
 
 
 def test_a_backend_that_cannot_is_said(monkeypatch):
-    fake_times(monkeypatch, {})
     monkeypatch.setattr(
         attention_module, "explain", lambda problem: dict.fromkeys(backend_names(), f"no {problem.op} today")
     )
@@ -245,9 +228,9 @@ def test_a_backend_that_cannot_is_said(monkeypatch):
     assert reasons["diff chunked"] == "no differential today"
 
 
-def test_the_plan_of_the_whole():
+def test_the_steps_of_all():
     """Lengths with their heads, both passes, decoding, memory and training; long memory for our kernel alone."""
-    steps = plan("all", Settings(dtypes=["bf16"], head_dims=[32]))
+    steps = steps_of("all", Settings(dtypes=["bf16"], head_dims=[32]))
     labels = [step.label for step in steps]
     assert labels == [
         *(f"bf16 {mode} n={n} h={h} d=32" for mode in ("forward", "forward+backward")
@@ -260,35 +243,29 @@ def test_the_plan_of_the_whole():
         "training step of 5M, bf16", "training step of 20M, bf16",
     ]  # fmt: skip
     assert all(step.expected_seconds > 0 for step in steps)
-    longer = [step.label for step in plan("memory", Settings(long_memory=True))][6:]
+    longer = [step.label for step in steps_of("memory", Settings(long_memory=True))][6:]
     assert longer == [f"memory of diff cpu, fp32 forward+backward n={n} h=4 d=64" for n in (32768, 65536)]
-    with pytest.raises(ConfigError, match="no backend is named 'flying'; choose from reference, "):
+    with pytest.raises(ConfigError, match="--backends: 'flying' is unknown; choose from reference, "):
         Settings(backends=["flying"])
 
 
 def test_a_training_step_against_its_twin(monkeypatch):
-    """DIFF and both twins hold the same model; ratios are to the twin on PyTorch's attention."""
+    """DIFF and both twins have the model's shape; ratios are to the twin on PyTorch's attention."""
     seen = {}
-
-    def times(work, **_):
-        return {
-            name: Timing(median_seconds=2.0 + index, low_seconds=1.0, high_seconds=1.0, rounds=3)
-            for index, name in enumerate(work)
-        }
 
     def listen(model, rows, context, dtype):
         config = model.config
         seen[config.attention_type, config.attn_backend] = (config.hidden_size, config.head_dim, rows, context, dtype)
-        return print
+        return lambda: time.sleep(0.001)
 
-    monkeypatch.setattr(training_module, "time_interleaved", times)
     monkeypatch.setattr(training_module, "training_work", listen)
     rows = time_training("20M", "bf16", rounds=3, budget_seconds=1.0)
     assert seen == dict.fromkeys(
         (("diff", "auto"), ("softmax", "sdpa"), ("softmax", "auto")), (512, 64, 8, 512, "bf16")
     )
-    ratios = {row.implementation: row.ratio_to_twin for row in rows}
-    assert ratios == {"diff auto": 2 / 3, "twin sdpa": 1.0, "twin auto": 4 / 3}
+    seconds = {row.implementation: row.median_seconds for row in rows}
+    assert list(seconds) == ["diff auto", "twin sdpa", "twin auto"]
+    assert all(row.ratio_to_twin == row.median_seconds / seconds["twin sdpa"] for row in rows)
     assert all(19e6 < row.parameters < 20e6 for row in rows)
 
 

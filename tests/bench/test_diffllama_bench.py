@@ -2,10 +2,11 @@
 
 import pytest
 
-from difftransformer.bench import Settings, accelerate, plan, sort_rows
+from difftransformer.acceleration import diffllama
+from difftransformer.bench import Settings, accelerate, sort_rows, steps_of
 from difftransformer.bench.accelerate import OURS, THEIRS, WORKS, time_diffllama
+from difftransformer.bench.work import SPARE_TOKENS
 from difftransformer.cli.main import main
-from difftransformer.model import diffllama
 from difftransformer.report.bench import bench_tables
 from difftransformer.results import Bench, read_result
 
@@ -37,13 +38,13 @@ def test_times_of_both(work, monkeypatch):
     if work == "decoding, dynamic cache":
         assert keys == {41, 42, 43, 44}
     elif work == "decoding, static cache":
-        assert keys == {40 + accelerate.SPARE_TOKENS}
+        assert keys == {40 + SPARE_TOKENS}
 
 
 def test_the_part_is_measured_by_its_name_alone():
     settings = Settings(dtypes=["fp32", "bf16"])
-    assert len(plan("diffllama", settings)) == 2 * len(WORKS)
-    assert not any("DiffLlama" in step.label for step in plan("all", settings))
+    assert len(steps_of("diffllama", settings)) == 2 * len(WORKS)
+    assert not any("DiffLlama" in step.label for step in steps_of("all", settings))
 
 
 def test_the_command(tmp_path, capsys):

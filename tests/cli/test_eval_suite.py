@@ -75,7 +75,7 @@ def test_two_models_on_one_page(models, preset, tmp_path, capsys, monkeypatch):
     # The figure is the model's own loss on the text's first bytes.
     with torch.no_grad():
         for result, folder in zip(results, models, strict=True):
-            network = suites.opened_model(folder)
+            network = suites.open_language_model(folder)
             with network as opened:
                 ids = torch.tensor([[*open_bytes(preset)[:65]]])
                 loss = opened.language_model.model(input_ids=ids, labels=ids).loss.item()

@@ -14,10 +14,10 @@ import torch
 from transformers import AutoTokenizer, DiffLlamaConfig, DiffLlamaForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from difftransformer import DiffTransformerConfig, DiffTransformerForCausalLM
+from difftransformer.acceleration import diffllama
 from difftransformer.cli.main import main
 from difftransformer.data import byte_tokenizer
-from difftransformer.model import diffllama
-from difftransformer.model.progress import without_progress_bars
+from difftransformer.model.quiet import quietly
 from difftransformer.train import checkpoints
 
 SIZES = {
@@ -55,7 +55,7 @@ def saved(_saved, tmp_path):
                     if "norm" not in name:
                         parameter.mul_(8)
             model.generation_config.eos_token_id = None
-            with without_progress_bars():
+            with quietly():
                 model.save_pretrained(_saved / kind)
             byte_tokenizer().save(_saved / kind)
         shutil.copytree(_saved / kind, tmp_path / kind)
@@ -209,7 +209,7 @@ def test_room(saved, generate, fails, capsys):
     text = generate(folder, "x" * 60, "--max_new_tokens", 20)
     assert text == expected(folder, "x" * 60, new=4)
     main(["generate", str(folder), "x" * 60, "--max_new_tokens", "20"])
-    assert "the model's positions end after 4 new tokens" in capsys.readouterr().err
+    assert "the model has positions for 4 new tokens" in capsys.readouterr().err
     for count in (64, 200):
         assert f"the prompt has {count} tokens, and the model 64 positions" in fails(folder, "x" * count)
 
@@ -224,8 +224,8 @@ def test_room(saved, generate, fails, capsys):
         (["--temperature", 1, "--top_p", 0], "--top_p 0"),
         (["--temperature", 1, "--top_p", 1.5], "--top_p 1.5: give a probability"),
         (["--temperature", 1, "--top_k", 0], "--top_k 0: give at least 1"),
-        (["--top_k", 5], "--top_k 5 is for drawing"),
-        (["--top_p", 0.5], "--top_p 0.5 is for drawing"),
+        (["--top_k", 5], "--top_k 5 is for sampling"),
+        (["--top_p", 0.5], "--top_p 0.5 is for sampling"),
         (["--device", "tpu"], "--device tpu"),
         (["--dtype", "int4"], "int4"),
         (["--cache", "paged"], "paged"),
@@ -267,7 +267,9 @@ def test_wrong_folders(saved, fails, tmp_path):
 
 def test_wrong_models(saved, fails):
     folder = saved("llama")
-    assert "a 'llama' model, whose attention is not this package's" in fails(folder, PROMPT, "--backend", "chunked")
+    assert "a 'llama' model, which does not use this package's attention" in fails(
+        folder, PROMPT, "--backend", "chunked"
+    )
     weights = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(weights[: len(weights) // 2])
     assert f"{folder}: cannot be opened as a causal language model" in fails(folder, PROMPT)
@@ -276,7 +278,7 @@ def test_wrong_models(saved, fails):
     config = json.loads((folder / "config.json").read_text())
     (folder / "model.safetensors").write_bytes(weights)
     (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
-    assert "its weights lack model.layers.2." in fails(folder, PROMPT)
+    assert "missing weight model.layers.2." in fails(folder, PROMPT)
     (folder / "config.json").write_text(json.dumps(config | {"model_type": "unheard_of"}))
     assert "cannot be opened" in fails(folder, PROMPT)
 

@@ -89,16 +89,16 @@ def test_train_stopped_and_killed_goes_on_bitwise(toy, tmp_path, start):
     process = start(*command)
     wait_until(lambda: steps_done(run) >= 20, process)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=PATIENCE_SECONDS)
+    _, err = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 130, err
     newest = checkpoints(run)[-1]
     stopped = steps_done(run)
     assert stopped < 150
     assert newest.name == f"step-{stopped:06d}"
-    assert f"Stopped after step {stopped}; saved {newest}." in out
+    assert f"stopped after step {stopped}; saved {newest}." in err
     assert (
-        f"Go on with: difftransformer train {path} --out {run} --threads 1 --set 'compare.models=[diff, softmax]'"
-        in out
+        f"Continue with: difftransformer train {path} --out {run} --threads 1 --set 'compare.models=[diff, softmax]'"
+        in err
     )
     assert "Traceback" not in err
 
@@ -134,9 +134,9 @@ def test_compare_stopped_and_killed_goes_on_with_the_same_results(toy, tmp_path,
     process = start(*command)
     wait_until(lambda: all(steps_done(run) >= 5 for run in runs), process)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=PATIENCE_SECONDS)
+    _, err = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 130, err
-    assert f"Go on with: difftransformer compare {path} --out {study}" in out
+    assert f"Continue with: difftransformer compare {path} --out {study}" in err
     for run in runs:
         assert checkpoints(run)[-1].name == f"step-{steps_done(run):06d}"
 

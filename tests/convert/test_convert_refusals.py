@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from difftransformer.convert import convert_folder, folder
+from difftransformer.convert import checkpoint_io, convert_folder
 from difftransformer.errors import CheckpointError, ConfigError, DiffTransformerError, ShapeError
 from tests.support.public_modules import stock
 from tests.support.tiny_models import tiny
@@ -265,7 +265,7 @@ class TestFolders:
         def fail(*_, **__):
             raise error
 
-        monkeypatch.setattr(folder, "save_file", fail)
+        monkeypatch.setattr(checkpoint_io, "save_file", fail)
         with pytest.raises(type(error)):
             convert_folder(tmp_path / "source", tmp_path / "target", to="diffllama")
         assert [path.name for path in tmp_path.iterdir()] == ["source"]

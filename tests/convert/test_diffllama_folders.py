@@ -183,7 +183,7 @@ class TestRoundTrips:
             k: v for k, v in second.items() if k != "_name_or_path"
         }
 
-    def test_plans_work_in_memory(self):
+    def test_conversions_work_in_memory(self):
         model = tiny(seed=5)
         theirs = to_diffllama(model.config).apply(model.state_dict())
         loaded = stock()
@@ -276,7 +276,7 @@ class TestFolders:
         assert (tmp_path / "new" / "deep" / "model.safetensors").is_file()
 
 
-def test_the_plan_needs_what_a_saved_model_has():
+def test_the_conversion_needs_what_a_saved_model_has():
     config = tiny_config(tie_word_embeddings=False)
     state = DiffTransformerForCausalLM(config).state_dict()
     assert {name: tuple(t.shape) for name, t in state.items()} == to_diffllama(config).needs

@@ -8,10 +8,10 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from difftransformer import DiffTransformerForCausalLM
+from difftransformer.convert import upcycle_folder
 from difftransformer.convert.llama import from_llama, targets
-from difftransformer.convert.source import source_folder
-from difftransformer.convert.upcycle import measure_drift, upcycle_folder
 from difftransformer.errors import CheckpointError, ConfigError, DiffTransformerError, ShapeError
+from difftransformer.hub import measure_drift, source_folder
 
 TARGETS = tuple(targets())
 DIFFERENTIAL = tuple(name for name in TARGETS if name != "softmax")
@@ -296,15 +296,15 @@ class TestRefusals:
     def test_a_hub_out_of_reach(self, monkeypatch):
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
         with (
-            pytest.raises(CheckpointError, match="owner/model: no such folder, and the hub has it not"),
+            pytest.raises(CheckpointError, match="owner/model: no such folder, and it was not found on the hub"),
             source_folder("owner/model"),
         ):
             pass
 
 
-def test_the_plan_alone():
-    """What a plan needs and makes is known without any weights."""
-    plan = from_llama(LlamaConfig(**BASE, num_attention_heads=3, tie_word_embeddings=True), to="diff")
-    assert plan.needs["model.layers.0.self_attn.q_proj.weight"] == (48, 48)
-    assert "model.layers.2.self_attn.lambda_k2" in plan.makes
-    assert "lm_head.weight" not in plan.makes
+def test_the_conversion_alone():
+    """What a conversion needs and makes is known without any weights."""
+    conversion = from_llama(LlamaConfig(**BASE, num_attention_heads=3, tie_word_embeddings=True), to="diff")
+    assert conversion.needs["model.layers.0.self_attn.q_proj.weight"] == (48, 48)
+    assert "model.layers.2.self_attn.lambda_k2" in conversion.makes
+    assert "lm_head.weight" not in conversion.makes

@@ -81,7 +81,7 @@ def test_public_sets_by_name(folder, monkeypatch):
 
     published["CogComp/trec"] = ({"train": [("A?", 0)], "test": [("A?", 0)]}, {"other": ["x"]})
     with pytest.raises(
-        DataError, match=r"trec: CogComp/trec is not in the form that is known here \('coarse_label'\), or name"
+        DataError, match=r"trec: CogComp/trec has another form than expected \('coarse_label'\), or name"
     ):
         read_labelled("trec")
 

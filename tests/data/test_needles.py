@@ -10,6 +10,7 @@ from difftransformer.data import (
     CITIES_SEEN,
     CITIES_UNSEEN,
     NeedleFormat,
+    RetrievalMix,
     Tokenizer,
     evaluation_document,
     needle_document_tokens,
@@ -36,9 +37,9 @@ def scale(tokenizer):
 
 
 def train_row(tokenizer, stream, seed, **keywords):
-    settings = {"min_needles": 1, "max_needles": 3, "asks": 4, "digits": 5, **keywords}
-    settings.setdefault("context_tokens", 320 * scale(tokenizer))
-    return training_document(np.random.default_rng(seed), tokenizer, stream, **settings)
+    context_tokens = keywords.pop("context_tokens", 320 * scale(tokenizer))
+    mix = RetrievalMix(**{"share": 1.0, "min_needles": 1, "max_needles": 3, "asks": 4, "digits": 5, **keywords})
+    return training_document(np.random.default_rng(seed), tokenizer, stream, context_tokens=context_tokens, mix=mix)
 
 
 def test_the_cities_are_distinct_and_no_name_is_part_of_another():

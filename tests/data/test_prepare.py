@@ -1,10 +1,13 @@
 """From a request to shards: made once, reused, and made again when the text changes."""
 
 import dataclasses
+import json
+import os
+import time
 
 import pytest
 
-from difftransformer.data import DataConfig, prepare_shards
+from difftransformer.data import DataConfig, prepare, prepare_shards, read_documents
 from difftransformer.errors import ConfigError
 
 
@@ -31,10 +34,10 @@ def request(text, tmp_path, **fields):
 
 def test_the_same_request_is_tokenised_once(text, tmp_path):
     first = prepare_shards(request(text, tmp_path))
-    stamp = (first.folder / "manifest.json").stat().st_mtime_ns
+    stamp = (first.folder / "train-00000.bin").stat().st_mtime_ns
     again = prepare_shards(request(text, tmp_path))
     assert again.folder == first.folder
-    assert (again.folder / "manifest.json").stat().st_mtime_ns == stamp
+    assert (again.folder / "train-00000.bin").stat().st_mtime_ns == stamp
 
 
 def test_changed_text_and_changed_requests_get_shards_of_their_own(text, tmp_path):
@@ -76,3 +79,75 @@ def test_the_request_is_recorded_without_its_place(text, tmp_path):
     del expected["folder"]
     assert {key: recorded[key] for key in expected} == expected
     assert str(tmp_path / "shards") not in str(recorded)
+
+
+def count_reads(monkeypatch):
+    """A list that grows with every reading of the source."""
+    reads = []
+
+    def read(source):
+        reads.append(source)
+        return read_documents(source)
+
+    monkeypatch.setattr(prepare, "read_documents", read)
+    return reads
+
+
+def test_unchanged_text_is_not_read_again(text, tmp_path, monkeypatch):
+    monkeypatch.setattr("difftransformer.data.text._RECENT_SECONDS", 0)
+    reads = count_reads(monkeypatch)
+    first = prepare_shards(request(text, tmp_path))
+    assert prepare_shards(request(text, tmp_path)).folder == first.folder
+    assert len(reads) == 1
+    os.utime(text / "00.txt", (1, 1))  # touched, but the same text: read once more, then known again
+    for _ in range(2):
+        assert prepare_shards(request(text, tmp_path)).folder == first.folder
+    assert len(reads) == 2
+    prepare_shards(request(text, tmp_path, split_seed=1))
+    assert len(reads) == 3
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda text: (text / "00.txt").write_text("longer than it was before\n" * 99),
+        lambda text: (text / "00.txt").unlink(),
+        lambda text: (text / "more.txt").write_text("more"),
+        lambda text: (text / "00.txt").rename(text / "99.txt"),
+        lambda text: same_size_and_time(text / "00.txt"),
+    ],
+)
+def test_any_change_of_the_files_is_seen(text, tmp_path, monkeypatch, change):
+    monkeypatch.setattr("difftransformer.data.text._RECENT_SECONDS", 0)
+    first = prepare_shards(request(text, tmp_path))
+    change(text)
+    assert prepare_shards(request(text, tmp_path)).folder != first.folder
+
+
+def same_size_and_time(path):
+    """Change a byte of a file, and put its time of modification back."""
+    before = path.stat()
+    time.sleep(0.05)  # longer than a tick of the file system's clock
+    path.write_bytes(path.read_bytes().replace(b"document 0", b"document 9"))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert (path.stat().st_size, path.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+
+
+def test_files_that_have_just_changed_are_always_read(text, tmp_path, monkeypatch):
+    """Another change within the resolution of the file system's clock would leave size and times as they are."""
+    reads = count_reads(monkeypatch)
+    for _ in range(2):
+        prepare_shards(request(text, tmp_path))
+    assert len(reads) == 2
+
+
+def test_shards_of_an_older_release_are_used(text, tmp_path, monkeypatch):
+    first = prepare_shards(request(text, tmp_path))
+    path = first.folder / "manifest.json"
+    manifest = json.loads(path.read_text())
+    del manifest["source_state"]
+    path.write_text(json.dumps(manifest))
+    stamp = (first.folder / "train-00000.bin").stat().st_mtime_ns
+    again = prepare_shards(request(text, tmp_path))
+    assert again.folder == first.folder
+    assert (again.folder / "train-00000.bin").stat().st_mtime_ns == stamp

@@ -6,8 +6,8 @@ import types
 
 import pytest
 
-from difftransformer.data.grounded import GROUNDED_SETS, read_grounded, read_grounded_file
-from difftransformer.data.problems import PROBLEM_SETS, read_problems
+from difftransformer.data.math_sets import MATH_SETS, read_math_problems
+from difftransformer.data.qa_sets import GROUNDED_SETS, read_grounded, read_grounded_file
 from difftransformer.errors import ConfigError, DataError
 
 ROW = {"document": "A.", "reference": "B.", "question": "C?"}
@@ -59,10 +59,10 @@ def test_a_draw_is_the_seeds_and_in_order(lines):
 
 def test_problems_of_a_file_by_set(lines):
     rows = [{"question": f"{i}?", "answer": i, "set": "ab"[i % 2]} for i in range(1, 9)]
-    found = read_problems(lines(*rows), 2)
+    found = read_math_problems(lines(*rows), 2)
     assert [problem.set_name for problem in found] == ["b", "b", "a", "a"]
     assert {type(problem.answer) for problem in found} == {str}
-    assert read_problems(lines({"question": "?", "answer": "1"}, name="carp.jsonl"))[0].set_name == "carp"
+    assert read_math_problems(lines({"question": "?", "answer": "1"}, name="carp.jsonl"))[0].set_name == "carp"
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_problems_of_a_file_by_set(lines):
         (ROW | {"reference": ""}, "line 2 has no text in \"reference\" .it holds ''"),
         (ROW | {"document": ["A."]}, 'line 2 has no text in "document"'),
         ("{", "line 2 is not JSON"),
-        ("[1]", 'line 2 is no object; give one with "document" and "reference" and "question"'),
+        ("[1]", "line 2 is a JSON list; give one JSON object per line"),
     ],
 )
 def test_a_bad_line_is_named(lines, row, words):
@@ -91,7 +91,7 @@ def test_files_that_cannot_be(lines, tmp_path):
     with pytest.raises(ConfigError, match=r"set 'xsums': choose from xsum, .*--file"):
         read_grounded("xsums")
     with pytest.raises(ConfigError, match=r"set 'tabmwp' \(it has no public name: give its file\)"):
-        read_problems("tabmwp")
+        read_math_problems("tabmwp")
 
 
 GROUNDED_ROWS = {
@@ -123,13 +123,13 @@ PROBLEM_ROWS = {
 }
 
 
-@pytest.mark.parametrize("name", PROBLEM_SETS)
+@pytest.mark.parametrize("name", MATH_SETS)
 def test_public_problems(hub, name):
     held, asked = hub
-    public = PROBLEM_SETS[name][0]
+    public = MATH_SETS[name][0]
     rows = [PROBLEM_ROWS[name]] + ([PROBLEM_ROWS[name] | {"answer": "1 (a); 2 (b)"}] if name == "asdiv" else [])
     held[public.hub_name] = rows
-    found = read_problems(name)
+    found = read_math_problems(name)
     assert len(found) == len(asked) == (7 if name == "math" else 1)
     assert len({problem.name for problem in found}) == len(found)
     assert found[0].question == ("B Q" if name in ("svamp", "asdiv") else "Q")
@@ -146,7 +146,7 @@ def test_public_sets_that_cannot_be_had(hub, monkeypatch):
     with pytest.raises(DataError, match=r"cnn_dm: .* holds no items"):
         read_grounded("cnn_dm")
     with pytest.raises(DataError, match=r"gsm8k: .* holds no problems"):
-        read_problems("gsm8k")
+        read_math_problems("gsm8k")
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(DataError, match=r"the package datasets is not installed"):
         read_grounded("xsum")

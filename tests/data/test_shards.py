@@ -140,11 +140,11 @@ def test_a_truncated_or_missing_file_is_found_without_reading_it(damaged, verify
     [
         (lambda m: m.update(version=99), r"manifest version 99, this release reads version 1"),
         (lambda m: m.pop("version"), r"manifest version None"),
-        (lambda m: m.pop("dtype"), r"damaged manifest.*dtype"),
-        (lambda m: m.update(surprise=1), r"damaged manifest.*surprise"),
-        (lambda m: m.update(dtype="<f4"), r"dtype is '<f4', allowed are <u2, <u4"),
-        (lambda m: m["splits"].pop("validation"), r"damaged manifest \('validation'\)"),
-        (lambda m: m["splits"]["train"]["shards"][0].pop("sha256"), r"damaged manifest.*sha256"),
+        (lambda m: m.pop("dtype"), r"dtype: missing \(Manifest needs it\); tokenise"),
+        (lambda m: m.update(surprise=1), r"surprise: unknown key; allowed: .*; tokenise again"),
+        (lambda m: m.update(dtype="<f4"), r"dtype: '<f4' is not allowed; choose one of <u2, <u4"),
+        (lambda m: m["splits"].pop("validation"), r"splits.validation: missing; tokenise again"),
+        (lambda m: m["splits"]["train"]["shards"][0].pop("sha256"), r"splits.train.shards\[0\].sha256: missing"),
         (lambda m: m.update(tokenizer_sha256="0"), r"the shards were made with 0; tokenise again"),
     ],
 )

@@ -55,7 +55,7 @@ def test_jsonl_keeps_line_separators_inside_a_text(tmp_path):
         ("empty.jsonl", b"\n\n", ["empty.jsonl", "the file is empty", '"text"']),
         ("a.jsonl", b'{"text": "x"}\n{"text": ', ["a.jsonl", "line 2 is not JSON", "column 10"]),
         ("b.jsonl", b'{"body": "x"}', ["line 1", 'no string "text"', "['body']"]),
-        ("c.jsonl", b'["x"]', ["line 1", 'no string "text"', "list"]),
+        ("c.jsonl", b'["x"]', ["line 1", "is a JSON list"]),
         ("d.jsonl", b'{"text": ""}', ["line 1", 'an empty "text"']),
         ("e.jsonl", b'{"text": "x", "name": 3}', ["line 1", '"name" 3', "must be a string"]),
         ("f.jsonl", b'\n{"text": "\\ud800"}', ["line 2", "surrogate"]),

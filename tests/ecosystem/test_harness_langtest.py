@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from difftransformer.cli.main import main
-from difftransformer.convert.source import source_folder
+from difftransformer.hub import source_folder
 from difftransformer.results import TaskResult, read_result
 
 pytestmark = [

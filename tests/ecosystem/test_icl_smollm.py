@@ -11,13 +11,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from difftransformer.convert.source import source_folder
 from difftransformer.evals import language_model
 from difftransformer.evals.prefix import PrefixCache
 from difftransformer.evals.runner import run_task
 from difftransformer.evals.task import answers_to
 from difftransformer.evals.tasks.icl import Options, make
-from difftransformer.studies.opening import opened_model
+from difftransformer.hub import open_language_model, source_folder
 
 FILES = {
     "trec": "trec/TREC_10.label",
@@ -41,7 +40,7 @@ def smollm(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def model(smollm):
-    with opened_model(str(smollm), dtype="fp32") as opened:
+    with open_language_model(str(smollm), dtype="fp32") as opened:
         yield opened.language_model
 
 

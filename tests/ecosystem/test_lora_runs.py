@@ -7,8 +7,9 @@ import torch
 from safetensors.torch import load_file
 
 from difftransformer.errors import ConfigError
+from difftransformer.hub import open_model
 from difftransformer.model import DiffTransformerForCausalLM
-from difftransformer.studies import train_run, trained_model
+from difftransformer.studies import train_run
 from difftransformer.train import checkpoints
 from difftransformer.train.config import LoraConfig
 from difftransformer.train.lora import add_lora, merged_state
@@ -47,7 +48,7 @@ def test_what_is_trained(attention_type, start, toy_recipe, toy_shards, tmp_path
     moved = {name for name in before if not torch.equal(before[name], after[name])}
     parts = ("q_proj", "o_proj", "input_layernorm", "lambda_", "dex_", "head_norm")
     assert moved == {name for name in before if any(part in name for part in parts)}
-    opened = trained_model(checkpoints(tmp_path / "run")[-1]).eval()
+    opened = open_model(checkpoints(tmp_path / "run")[-1]).eval()
     torch.testing.assert_close(opened(IDS).logits, model.eval()(IDS).logits, rtol=0, atol=1e-5)
     low = after["model.layers.0.self_attn.q_proj.weight"] - before["model.layers.0.self_attn.q_proj.weight"]
     assert torch.linalg.matrix_rank(low.double(), rtol=1e-4) <= 4
@@ -66,11 +67,11 @@ def test_resumes_bitwise(start, toy_recipe, toy_shards, tmp_path):
 
 
 def test_starts_as_the_model_it_adapts(start, toy_recipe):
-    model = trained_model(start("diff"))
+    model = open_model(start("diff"))
     before = model(IDS).logits
     add_lora(model, LoraConfig(), seed=0)
     assert torch.equal(model(IDS).logits, before)
-    assert set(merged_state(model)) == set(trained_model(start("diff")).state_dict())
+    assert set(merged_state(model)) == set(open_model(start("diff")).state_dict())
 
 
 @pytest.mark.parametrize(
@@ -85,7 +86,7 @@ def test_starts_as_the_model_it_adapts(start, toy_recipe):
 )
 def test_names_that_fit_nothing(lora, words, start, toy_recipe):
     with pytest.raises(ConfigError, match=words):
-        add_lora(trained_model(start("diff")), LoraConfig(**lora), seed=0)
+        add_lora(open_model(start("diff")), LoraConfig(**lora), seed=0)
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,10 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from difftransformer.convert.source import source_folder
 from difftransformer.data import Tokenizer, read_documents
 from difftransformer.evals import taps
 from difftransformer.evals.magnitudes import merged
+from difftransformer.hub import source_folder
 
 ROWS, TOKENS, LARGEST = 2, 128, 100
 

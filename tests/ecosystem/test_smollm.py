@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from difftransformer.convert.source import source_folder
-from difftransformer.convert.upcycle import measure_drift, upcycle_folder
+from difftransformer.convert import upcycle_folder
 from difftransformer.data import Tokenizer, read_documents
+from difftransformer.hub import measure_drift, source_folder
 
 TOKENS = 2000
 

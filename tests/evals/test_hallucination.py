@@ -5,7 +5,7 @@ import json
 import pytest
 
 from difftransformer.cli.main import main
-from difftransformer.data.grounded import GROUNDED_SETS
+from difftransformer.data.qa_sets import GROUNDED_SETS
 from difftransformer.errors import ConfigError, DataError, EvaluationError
 from difftransformer.evals.runner import run_task
 from difftransformer.evals.tasks import hallucination, load_task, quantized
@@ -116,7 +116,7 @@ def test_a_long_document_loses_its_middle_for_the_model_alone(options, tmp_path)
 
 
 def test_public_sets_and_their_caps(options, monkeypatch):
-    from difftransformer.data.grounded import GroundedItem
+    from difftransformer.data.qa_sets import GroundedItem
 
     asked = []
 

@@ -2,6 +2,7 @@
 
 import email.utils
 import json
+import sys
 import time
 import traceback
 
@@ -250,10 +251,35 @@ def test_an_address_that_cannot_be(monkeypatch, address):
     assert "secret" not in str(caught.value)
 
 
-def test_no_key_is_sent_where_none_is_named(server):
+def test_no_key_is_sent_where_none_is_named(server, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-of-another-endpoint")
+    monkeypatch.setenv("OPENAI_ORG_ID", "org-of-another-endpoint")
     stub, address = server
     assert EndpointJudge("tiny", address, "", Spending()).judge(CASES[1]).faithful
     assert "Authorization" not in stub.headers[0]
+    assert "another-endpoint" not in str(stub.headers[0])
+
+
+def test_without_the_client_one_line_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "openai", None)
+    with pytest.raises(ConfigError, match=r"judge=openai:tiny needs the package openai; run pip install 'difft.*judge"):
+        judge("http://127.0.0.1:1/v1")
+
+
+def test_a_reply_that_trickles_is_too_slow(server):
+    """Every byte comes in time, and the whole does not."""
+    stub, address = server
+    stub.script = ["trickle"] * 2
+    with pytest.raises(Unjudged, match=r"no verdict in 2 tries \(no answer within 0.3 s\)"):
+        judge(address, retries=1).judge(CASES[0])
+
+
+def test_a_reply_without_end_is_given_up(server, monkeypatch):
+    monkeypatch.setattr(endpoint, "_MOST_REPLY_BYTES", 1000)
+    stub, address = server
+    stub.script = [reply("x" * 2000)]
+    with pytest.raises(Unjudged, match="a reply that is too long"):
+        judge(address, retries=0).judge(CASES[0])
 
 
 def test_a_file_of_something_else_is_refused(tmp_path):

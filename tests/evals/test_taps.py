@@ -18,11 +18,11 @@ from transformers import (
 )
 
 from difftransformer import DiffTransformerConfig, DiffTransformerForCausalLM
+from difftransformer.acceleration import accelerate
 from difftransformer.cli.main import main
 from difftransformer.data.tokenizer import byte_tokenizer
 from difftransformer.errors import EvaluationError
 from difftransformer.evals import taps
-from difftransformer.model import accelerate
 from difftransformer.ops.quantize import quantize_last
 from difftransformer.ops.reference import observe_logits
 from difftransformer.results import TaskResult, read_result

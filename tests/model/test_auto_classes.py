@@ -1,11 +1,12 @@
-"""transformers' Auto classes know the model in either order of import, and importing the package stays light."""
+"""transformers' Auto classes know the model in either order of import, and the command stays light."""
 
-import os
 import subprocess
 import sys
+import textwrap
 
 import pytest
 
+from tests.support import fresh
 from tests.support.tiny_models import tiny
 
 ORDERS = {
@@ -38,13 +39,19 @@ ORDERS = {
 }
 
 
-def python(code, *, folder="", arguments=()):
-    code = f"FOLDER = {str(folder)!r}\n" + "\n".join(line.removeprefix(" " * 8) for line in code.splitlines())
-    ran = subprocess.run(
-        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False, env=os.environ
-    )
+def python(code, *arguments):
+    """What the code prints in a new interpreter."""
+    words = [sys.executable, "-c", textwrap.dedent(code), *arguments]
+    ran = subprocess.run(words, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
     return ran.stdout.strip()
+
+
+def last_line(code, folder):
+    """The last line that the code prints in a process that knows torch and neither transformers nor this package."""
+    ran = fresh.run(f"FOLDER = {str(folder)!r}\n" + textwrap.dedent(code))
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout.strip().splitlines()[-1]
 
 
 @pytest.fixture(scope="module")
@@ -56,11 +63,11 @@ def folder(tmp_path_factory):
 
 @pytest.mark.parametrize("name", ORDERS)
 def test_orders_of_import(name, folder):
-    assert python(ORDERS[name], folder=folder).splitlines()[-1] == "DiffTransformerForCausalLM"
+    assert last_line(ORDERS[name], folder) == "DiffTransformerForCausalLM"
 
 
 def test_other_auto_classes(folder):
-    names = python(
+    names = last_line(
         """
         import difftransformer
         from transformers import AutoConfig, AutoModel
@@ -68,14 +75,14 @@ def test_other_auto_classes(folder):
         made = AutoConfig.for_model("difftransformer", hidden_size=32, num_attention_heads=4)
         print(type(config).__name__, type(made).__name__, type(AutoModel.from_pretrained(FOLDER)).__name__)
         """,
-        folder=folder,
+        folder,
     )
-    assert names.splitlines()[-1] == "DiffTransformerConfig DiffTransformerConfig DiffTransformerModel"
+    assert names == "DiffTransformerConfig DiffTransformerConfig DiffTransformerModel"
 
 
 def test_transformers_alone_does_not_know_it(folder):
     """Else the tests above would show nothing."""
-    kind = python(
+    kind = last_line(
         """
         from transformers import AutoConfig
         try:
@@ -83,25 +90,37 @@ def test_transformers_alone_does_not_know_it(folder):
         except (ValueError, KeyError) as error:
             print(type(error).__name__)
         """,
-        folder=folder,
+        folder,
     )
-    assert kind.splitlines()[-1] in ("ValueError", "KeyError")
+    assert kind in ("ValueError", "KeyError")
 
 
-HEAVY = ("torch", "transformers", "numpy")
+HEAVY = ("torch", "transformers", "numpy", "jsonargparse")
 
 
-def test_import_is_light():
-    loaded = python(
-        f"""
-        import sys
-        import difftransformer, difftransformer.model
-        from difftransformer.model.presets import PRESETS
-        assert "DiffTransformerForCausalLM" in dir(difftransformer)
-        print([name for name in {HEAVY} if name in sys.modules])
+@pytest.mark.parametrize("missing", [("transformers",), ("torch", "transformers")])
+def test_names_that_need_less_work_where_less_is_installed(missing):
+    """What needs transformers says so, on first use."""
+    printed = python(
         """
+        import sys
+        missing = sys.argv[1:]
+        sys.modules.update(dict.fromkeys(missing))
+        import difftransformer, difftransformer.report
+        assert "DiffTransformerForCausalLM" in dir(difftransformer)
+        if "torch" not in missing:
+            import torch
+            layer = difftransformer.DifferentialAttention(32, 2)
+            assert layer(torch.zeros(1, 3, 32))[0].shape == (1, 3, 32)
+            assert difftransformer.softmax_attention(*torch.zeros(3, 1, 1, 2, 8)).shape == (1, 1, 2, 8)
+        try:
+            difftransformer.DiffTransformerConfig
+        except ImportError as error:
+            print(error)
+        """,
+        arguments=missing,
     )
-    assert loaded == "[]"
+    assert "transformers" in printed
 
 
 @pytest.mark.parametrize("arguments", [("--help",), ("--version",)])
@@ -117,7 +136,7 @@ def test_command_line_is_light(arguments):
         print()
         print([name for name in {HEAVY} if name in sys.modules])
         """,
-        arguments=arguments,
+        *arguments,
     )
     assert loaded.splitlines()[-1] == "[]"
     assert len(loaded.splitlines()) > 1

@@ -2,15 +2,11 @@
 
 import json
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-from tests.support import fsdp_steps
+from tests.support import fresh, fsdp_steps
 
 WORLD = 2
 
@@ -19,26 +15,14 @@ WORLD = 2
 def two_processes(tmp_path_factory):
     """Results of every case, from both processes at once."""
     meeting = tmp_path_factory.mktemp("fsdp") / "meeting"
-    environment = os.environ | {"WORLD_SIZE": str(WORLD), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    code = "from tests.support import fresh, fsdp_steps; fsdp_steps.main()"
     workers = [
-        subprocess.Popen(
-            [sys.executable, "-m", fsdp_steps.__name__, str(meeting)],
-            cwd=Path(__file__).parents[2],
-            env=environment | {"RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        fresh.Fresh(code, meeting, WORLD_SIZE=str(WORLD), RANK=str(rank), GLOO_SOCKET_IFNAME="lo")
         for rank in range(WORLD)
     ]
-    try:
-        output = [worker.communicate(timeout=240) for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
-    for worker, (_, errors) in zip(workers, output, strict=True):
-        assert worker.returncode == 0, errors
-    return json.loads(output[0][0].splitlines()[-1])
+    done = [worker.finish(timeout=240) for worker in workers]
+    assert [worker.returncode for worker in done] == [0] * WORLD, done[0].stderr + done[1].stderr
+    return json.loads(done[0].stdout.splitlines()[-1])
 
 
 @pytest.mark.parametrize("name", ["diff", "diff_v2", "grouped_diff", "dex", "softmax", "diff, untied, grouped"])

@@ -6,7 +6,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from difftransformer import DiffTransformerForCausalLM
 from difftransformer.errors import BackendUnavailable, ConfigError, ShapeError
-from difftransformer.model.modeling import ATTN_IMPLEMENTATIONS
+from difftransformer.model.pretrained import ATTN_IMPLEMENTATIONS
 from difftransformer.ops import attention_maps
 from tests.support import independent_model
 from tests.support.independent_model import causal
@@ -504,7 +504,7 @@ class TestOutputs:
     @pytest.mark.parametrize("implementation", ["difftransformer", "sdpa"])
     def test_maps_need_eager(self, implementation):
         model = tiny(implementation=implementation)
-        with pytest.raises(ConfigError, match=f"'{implementation}': only 'eager' forms the maps"):
+        with pytest.raises(ConfigError, match=f"'{implementation}': only 'eager' computes the maps"):
             model(tokens(1, 3), output_attentions=True)
         model.set_attn_implementation("eager")
         assert len(model(tokens(1, 3), output_attentions=True).attentions) == 2

@@ -76,6 +76,6 @@ def test_what_may_spill(found):
     """fp32, which is multiplied without matrix instructions; elsewhere one register; each with a reason in the budget."""
     for name, row in found["kernels"].items():
         if row["spilled"] or row["serialized"]:
-            assert BUDGET["kernels"].get(name, {}).get("reason"), name
+            assert BUDGET["kernels"][name].get("reason"), name
         if "fp32" not in name:
             assert row["spilled"] <= 8, name  # stored and read once

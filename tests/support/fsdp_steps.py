@@ -59,6 +59,8 @@ def train(name, rank, world):
 
 
 def main():
+    """Be the process of a rank; the file where the processes meet is the only argument."""
+    torch.set_num_threads(1)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if world > 1:
         dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=rank, world_size=world)
@@ -70,8 +72,3 @@ def main():
         dist.destroy_process_group()
         # gloo's threads sometimes outlive the group and abort the interpreter's own teardown; all work is done here.
         os._exit(0)
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    main()

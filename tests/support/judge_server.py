@@ -23,7 +23,7 @@ class Server:
     def respond(self, handler):
         body = json.loads(handler.rfile.read(int(handler.headers["Content-Length"])))
         self.bodies.append(body)
-        self.headers.append(dict(handler.headers))
+        self.headers.append(handler.headers)
         candidate = body["messages"][1]["content"].partition("<candidate>\n")[2].partition("\n</candidate>")[0]
         self.candidates.append(candidate)
         step = self.script.pop(0) if self.script else self.answer(candidate)
@@ -32,6 +32,13 @@ class Server:
             return
         if step == "drop":
             handler.connection.close()
+            return
+        if step == "trickle":
+            handler.send_response(200)
+            handler.end_headers()
+            for _ in range(30):
+                handler.wfile.write(b" ")
+                time.sleep(0.05)
             return
         status, headers, text = step
         handler.send_response(status)

@@ -39,7 +39,7 @@ class LinearBase(nn.Module):
         super().__init__()
         assert bias is False
         assert quant_config is None
-        # As uninitialised memory may be: what is not loaded shows.
+        # NaN, as uninitialised memory may hold: what is not loaded shows.
         self.weight = nn.Parameter(torch.full((output_size, input_size), math.nan), requires_grad=False)
         self.weight.weight_loader = self.weight_loader
 
@@ -51,39 +51,15 @@ class LinearBase(nn.Module):
 
 
 class ColumnParallelLinear(LinearBase):
-    def __init__(
-        self,
-        input_size,
-        output_size,
-        bias=True,
-        gather_output=False,
-        skip_bias_add=False,
-        params_dtype=None,
-        quant_config=None,
-        output_sizes=None,
-        prefix="",
-        *,
-        return_bias=True,
-        disable_tp=False,
-    ):
+    def __init__(self, input_size, output_size, bias=True, gather_output=False, skip_bias_add=False,
+                 params_dtype=None, quant_config=None, output_sizes=None, prefix="", *, return_bias=True,
+                 disable_tp=False):  # fmt: skip
         super().__init__(input_size, output_size, bias, quant_config)
 
 
 class MergedColumnParallelLinear(LinearBase):
-    def __init__(
-        self,
-        input_size,
-        output_sizes,
-        bias=True,
-        gather_output=False,
-        skip_bias_add=False,
-        params_dtype=None,
-        quant_config=None,
-        prefix="",
-        *,
-        return_bias=True,
-        disable_tp=False,
-    ):
+    def __init__(self, input_size, output_sizes, bias=True, gather_output=False, skip_bias_add=False,
+                 params_dtype=None, quant_config=None, prefix="", *, return_bias=True, disable_tp=False):  # fmt: skip
         self.output_sizes = output_sizes
         super().__init__(input_size, sum(output_sizes), bias, quant_config)
 
@@ -93,21 +69,9 @@ class MergedColumnParallelLinear(LinearBase):
 
 
 class RowParallelLinear(LinearBase):
-    def __init__(
-        self,
-        input_size,
-        output_size,
-        bias=True,
-        input_is_parallel=True,
-        skip_bias_add=False,
-        params_dtype=None,
-        reduce_results=True,
-        quant_config=None,
-        prefix="",
-        *,
-        return_bias=True,
-        disable_tp=False,
-    ):
+    def __init__(self, input_size, output_size, bias=True, input_is_parallel=True, skip_bias_add=False,
+                 params_dtype=None, reduce_results=True, quant_config=None, prefix="", *, return_bias=True,
+                 disable_tp=False):  # fmt: skip
         super().__init__(input_size, output_size, bias, quant_config)
 
 
@@ -133,16 +97,8 @@ class SiluAndMul(nn.Module):
 
 
 class VocabParallelEmbedding(nn.Module):
-    def __init__(
-        self,
-        num_embeddings,
-        embedding_dim,
-        params_dtype=None,
-        org_num_embeddings=None,
-        padding_size=PADDING,
-        quant_config=None,
-        prefix="",
-    ):
+    def __init__(self, num_embeddings, embedding_dim, params_dtype=None, org_num_embeddings=None,
+                 padding_size=PADDING, quant_config=None, prefix=""):  # fmt: skip
         super().__init__()
         self.num_embeddings = num_embeddings
         rows = math.ceil(num_embeddings / padding_size) * padding_size
@@ -158,17 +114,8 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class ParallelLMHead(VocabParallelEmbedding):
-    def __init__(
-        self,
-        num_embeddings,
-        embedding_dim,
-        bias=False,
-        params_dtype=None,
-        org_num_embeddings=None,
-        padding_size=PADDING,
-        quant_config=None,
-        prefix="",
-    ):
+    def __init__(self, num_embeddings, embedding_dim, bias=False, params_dtype=None, org_num_embeddings=None,
+                 padding_size=PADDING, quant_config=None, prefix=""):  # fmt: skip
         super().__init__(num_embeddings, embedding_dim, params_dtype, org_num_embeddings, padding_size, quant_config)
 
     def tie_weights(self, embed_tokens):
@@ -218,24 +165,10 @@ def get_rope(
 class Attention(nn.Module):
     """Grouped-query attention of one request, written out, with the keys and values of all tokens so far."""
 
-    def __init__(
-        self,
-        num_heads,
-        head_size,
-        scale,
-        num_kv_heads=None,
-        alibi_slopes=None,
-        use_alibi_sqrt=None,
-        cache_config=None,
-        quant_config=None,
-        logits_soft_cap=None,
-        per_layer_sliding_window=None,
-        prefix="",
-        attn_type="decoder",
-        kv_sharing_target_layer_name=None,
-        attn_backend=None,
-        head_size_v=None,
-    ):
+    def __init__(self, num_heads, head_size, scale, num_kv_heads=None, alibi_slopes=None, use_alibi_sqrt=None,
+                 cache_config=None, quant_config=None, logits_soft_cap=None, per_layer_sliding_window=None,
+                 prefix="", attn_type="decoder", kv_sharing_target_layer_name=None, attn_backend=None,
+                 head_size_v=None):  # fmt: skip
         super().__init__()
         assert num_heads % num_kv_heads == 0
         assert head_size_v in (None, head_size)
@@ -265,7 +198,7 @@ class PPMissingLayer(nn.Identity):
 
 
 class AutoWeightsLoader:
-    """Gives each child the tensors under its name, in the order of the file, as vLLM's does."""
+    """Give each child the tensors under its name, in the order of the file, as vLLM does."""
 
     def __init__(self, module, *, skip_prefixes=None):
         self.module, self.skipped = module, tuple(skip_prefixes or ())
@@ -299,7 +232,7 @@ def make_layers(num_hidden_layers, layer_fn, prefix):
 
 
 def install(monkeypatch, ranks=1):
-    """Put the stand-in where `import vllm` finds it; returns its registry."""
+    """Put the stand-in where `import vllm` finds it, and return its registry."""
     registry = Registry()
     group = types.SimpleNamespace(is_first_rank=True, is_last_rank=True)
     modules = {

@@ -66,6 +66,27 @@ def test_damage_is_named_with_the_way_out(run, train_toy, file, damage):
     assert "step-000006, which is kept" in message
 
 
+def test_every_changed_byte_of_the_state_is_found(run):
+    path = checkpoints(run)[-1] / "state.json"
+    data = path.read_bytes()
+    for place in range(len(data)):
+        path.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
+        with pytest.raises(CheckpointError, match=re.escape(str(path.parent))):
+            verify_checkpoint(path.parent)
+
+
+def test_a_checkpoint_of_an_older_release_opens(run, train_toy, read_run):
+    """Without the sum of the state, and with keys in another order."""
+    before = read_run(run)
+    shutil.rmtree(run / "checkpoints" / "step-000008")
+    path = run / "checkpoints" / "step-000006" / "state.json"
+    content = json.loads(path.read_text())
+    del content["sha256"]
+    path.write_text(json.dumps(dict(sorted(content.items(), reverse=True))))
+    train_toy(run)
+    assert read_run(run) == before
+
+
 def test_the_way_out_works(run, train_toy, read_run):
     before = read_run(run)
     cut(run / "checkpoints" / "step-000008" / "model.safetensors")
@@ -162,7 +183,7 @@ def test_a_full_disk_keeps_and_names_the_older_checkpoint(run, train_toy, monkey
     message = str(error.value)
     assert "step-000008" in message
     assert "o space left on device" in message
-    assert f"{kept} is kept and whole" in message
+    assert f"{kept} is kept and complete" in message
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-000006"]
     assert {path.name: path.read_bytes() for path in kept.iterdir()} == before
     train_toy(run)  # there is room again

@@ -12,8 +12,7 @@ from difftransformer.attention import RMSNorm
 from difftransformer.errors import ConfigError, DiffTransformerError
 from difftransformer.train import OptimizerConfig, ScheduleConfig, TrainingConfig, build_model
 from difftransformer.train.loop import validate
-from difftransformer.train.optim import build_optimizer
-from difftransformer.train.schedule import learning_rate
+from difftransformer.train.optim import build_optimizer, learning_rate
 
 
 @pytest.mark.parametrize("attention_type", ["diff", "softmax"])
@@ -207,11 +206,11 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, train_toy, toy_recipe
         ({"steps": 0}, "steps=0"),
         ({"batch_tokens": 0}, "batch_tokens=0"),
         ({"keep_checkpoints": 0}, "keep_checkpoints=0"),
-        ({"batch_tokens": 200}, "200 is not a multiple of context 64"),
+        ({"batch_tokens": 200}, "batch_tokens=200: from step 0 it must be a multiple of 64"),
         ({"accumulation": 3}, "accumulation 3"),
         ({"context_stages": []}, "context_stages"),
-        ({"context_stages": [(1, 64)]}, "first at step 0"),
-        ({"context_stages": [(0, 64), (0, 128)]}, "rising order"),
+        ({"context_stages": [(1, 64)]}, "ascending steps from 0"),
+        ({"context_stages": [(0, 64), (0, 128)]}, "ascending steps from 0"),
         ({"context_stages": [(0, 0)]}, "context 0"),
     ],
 )

@@ -16,11 +16,11 @@ from difftransformer.train.optim import build_optimizer
 def stop_after(step):
     """A listener that sends SIGINT when a step is done."""
 
-    def listen(metrics):
+    def on_metrics(metrics):
         if metrics.step == step and hasattr(metrics, "loss_nats"):
             os.kill(os.getpid(), signal.SIGINT)
 
-    return listen
+    return on_metrics
 
 
 @pytest.mark.parametrize("attention_type", ["diff", "softmax"])
@@ -31,7 +31,7 @@ def test_interrupted_at_every_step(tmp_path, train_toy, read_run, attention_type
     assert [line["step"] for line in validations] == [3, 6, 8]
     for step in range(1, 8):
         with pytest.raises(Interrupted) as stopped:
-            train_toy(tmp_path / "cut", attention_type=attention_type, listen=stop_after(step))
+            train_toy(tmp_path / "cut", attention_type=attention_type, on_metrics=stop_after(step))
         assert stopped.value.step == step
         assert stopped.value.checkpoint == checkpoints(tmp_path / "cut")[-1]
         assert stopped.value.checkpoint.name == f"step-{step:06d}"
@@ -40,8 +40,8 @@ def test_interrupted_at_every_step(tmp_path, train_toy, read_run, attention_type
     for (name, a), (_, b) in zip(whole.state_dict().items(), resumed.state_dict().items(), strict=True):
         assert torch.equal(a, b), name
     states = [verify_checkpoint(checkpoints(tmp_path / name)[-1]) for name in ("whole", "cut")]
-    assert states[0]["loader"] == states[1]["loader"]
-    assert states[0]["loader"]["step"] == 8
+    assert states[0].loader == states[1].loader
+    assert states[0].loader["step"] == 8
     for file in ("model.safetensors", "optimizer.safetensors"):
         found = [(checkpoints(tmp_path / name)[-1] / file).read_bytes() for name in ("whole", "cut")]
         assert found[0] == found[1], file
@@ -59,7 +59,7 @@ def test_goes_on_from_an_older_checkpoint_and_writes_the_lines_after_it_again(tm
     with (tmp_path / "killed" / "metrics.jsonl").open("a", encoding="utf-8") as file:
         file.write('{"step": 9, "loss_na')
     seen = []
-    train_toy(tmp_path / "killed", keep_checkpoints=9, listen=lambda metrics: seen.append(metrics.step))
+    train_toy(tmp_path / "killed", keep_checkpoints=9, on_metrics=lambda metrics: seen.append(metrics.step))
     assert min(seen) == 4
     assert read_run(tmp_path / "killed") == read_run(tmp_path / "whole")
 
@@ -68,7 +68,7 @@ def test_a_finished_run_is_not_trained_again(tmp_path, train_toy):
     train_toy(tmp_path)
     before = (tmp_path / "metrics.jsonl").read_bytes()
     seen = []
-    train_toy(tmp_path, listen=seen.append)
+    train_toy(tmp_path, on_metrics=seen.append)
     assert seen == []
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
 
@@ -81,7 +81,7 @@ def test_the_second_signal_interrupts_at_once(tmp_path, train_toy):
             time.sleep(0.05)
 
     with pytest.raises(KeyboardInterrupt):
-        train_toy(tmp_path, listen=twice)
+        train_toy(tmp_path, on_metrics=twice)
     assert checkpoints(tmp_path) == []
 
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from difftransformer.errors import CheckpointError, ConfigError
-from difftransformer.studies import recipe_from, start_run, train_run, trained_model
+from difftransformer.hub import open_model
+from difftransformer.studies import recipe_from, start_run, train_run
 from difftransformer.train import checkpoints
 
 
@@ -25,7 +26,7 @@ def recipe(toy_recipe, start):
 
 def test_goes_on_from_the_weights(recipe, start, toy_shards, tmp_path):
     """With a learning rate of almost nothing the weights stay what they were."""
-    before = trained_model(start)
+    before = open_model(start)
     still = dataclasses.replace(recipe.training.optimizer, learning_rate=1e-30, weight_decay=0.0)
     recipe = dataclasses.replace(recipe, training=dataclasses.replace(recipe.training, optimizer=still))
     start_run(tmp_path / "second", recipe)

@@ -83,27 +83,3 @@ def config_options() -> dict[str, Option]:
 def label(attention_type: str) -> str:
     """Return the name of an attention type in reports; an unknown one is its own label."""
     return VARIANTS[attention_type].label if attention_type in variants() else attention_type
-
-
-__all__ = [
-    "VARIANTS",
-    "Attention",
-    "AttentionConfig",
-    "DifferentialAttention",
-    "DifferentialAttentionV2",
-    "DifferentialExtension",
-    "DifferentialOptions",
-    "GroupedDifferentialAttention",
-    "GroupedLayout",
-    "HeadLayout",
-    "KeyValueCache",
-    "Option",
-    "PlainLayer",
-    "RMSNorm",
-    "SoftmaxAttention",
-    "config_options",
-    "label",
-    "register",
-    "variant",
-    "variants",
-]

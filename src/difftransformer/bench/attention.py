@@ -1,25 +1,26 @@
-"""Attention of every implementation on one shape: who takes part, who is left out and why, and the ratios."""
+"""Time every implementation of attention on one shape, and say which ones are left out and why."""
 
-import dataclasses
+import functools
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
+from ..model.dtypes import DTYPES
 from ..ops.backends import BACKENDS, QUADRATIC_MEMORY_MAX_LENGTH, backend_names, explain
 from ..ops.problem import Problem
 from ..results import AttentionShape, AttentionSkip, AttentionTiming, Dtype, GeometricMean, Mode
+from .attempt import attempt_each
 from .defaults import DEFAULTS
-from .floor import Peak, attention_bytes, attention_flops, least_seconds, peak_of, work_over_floor
-from .peers import ATTN_IMPLEMENTATIONS
+from .diffllama import ATTN_IMPLEMENTATIONS
+from .roofline import Peak, attention_bytes, attention_flops, peak_of, roofline_seconds, work_over_least
 from .timing import time_interleaved, wait_for
-from .trial import Failure, attempt
-from .work import DETERMINISTIC, DTYPES, Data, Work, attention_work, draw
+from .work import DETERMINISTIC, Work, attention_work, draw
 
 TORCH_SDPA = "torch sdpa"
-# An implementation that makes n x n maps holds about so many copies of all of them in fp32 (DiffLlama's eager one, forward
-# and backward); it is left out where they would take more than the budget.
+# An implementation that makes n x n maps holds about this many fp32 copies of all of them (measured on DiffLlama's eager
+# attention, forward and backward). It is left out where they would exceed the budget.
 MAP_COPIES = 5
 MAPS_BUDGET_BYTES = 2 * 2**30
 NO_BACKEND = "there is no such backend here"
@@ -34,36 +35,45 @@ def time_attention(
     rounds: int,
     budget_seconds: float,
 ) -> list[AttentionTiming | AttentionSkip]:
-    """Time one shape, every implementation in one interleaved run.
+    """Time all implementations on one shape in one interleaved run.
 
     Args:
-        shape: What is computed.
+        shape: The attention call to time.
         device: "cpu" or "cuda".
-        backends: Of differential attention; None means all that suit the length.
-        peers: Whether transformers' DiffLlama takes part.
-        rounds: Timed rounds at most.
+        backends: Backends of differential attention; None means all that suit the length.
+        peers: Whether to time transformers' DiffLlama too.
+        rounds: Largest number of timed rounds.
         budget_seconds: As in `time_interleaved`.
     """
-    reasons = _implementations(shape, device, backends, peers)
-    work = _work(shape, device, reasons)
-    if TORCH_SDPA not in work:
-        lost = f"{TORCH_SDPA}, which ratios are to, did not run ({reasons[TORCH_SDPA]})"
-        return [_skip(shape, name, reason or lost) for name, reason in reasons.items()]
-    timings = time_interleaved(work, rounds=rounds, budget_seconds=budget_seconds, device=device)
+    unsuited = _implementations(shape, device, backends, peers)
+    shared = functools.cache(lambda: draw(shape, device))
+
+    def first_call(name: str) -> Work:
+        if device == "cpu":
+            return attention_work(name, shape)
+        work = attention_work(name, shape, device, shared())  # one copy: the keys and values of decoding take gigabytes
+        work()
+        wait_for(device)
+        return work
+
+    candidates = [name for name, reason in unsuited.items() if reason is None]
+    work, reasons = attempt_each(candidates, first_call, base=TORCH_SDPA, device=device)
+    timings = time_interleaved(work, rounds=rounds, budget_seconds=budget_seconds, device=device) if work else {}
     peak = None if device == "cpu" else peak_of(torch.cuda.get_device_name(device), shape.dtype)
-    base, softmax = timings[TORCH_SDPA].median_seconds, timings.get(_softmax(device))
+    softmax = timings.get(f"softmax {DEFAULTS[device].kernel}")
     rows: list[AttentionTiming | AttentionSkip] = []
-    for name, reason in reasons.items():
-        if reason is not None:
-            rows.append(_skip(shape, name, reason))
+    for name, reason in unsuited.items():
+        if name not in timings:
+            reason = reason or reasons[name]
+            rows.append(AttentionSkip(**vars(shape), implementation=name, reason=reason))
             continue
         median = timings[name].median_seconds
         rows.append(
             AttentionTiming(
-                **dataclasses.asdict(shape),
-                **dataclasses.asdict(timings[name]),
+                **vars(shape),
+                **vars(timings[name]),
                 implementation=name,
-                ratio_to_torch_sdpa=median / base,
+                ratio_to_torch_sdpa=median / timings[TORCH_SDPA].median_seconds,
                 ratio_to_softmax_kernel=median / softmax.median_seconds if softmax else None,
                 **({} if device == "cpu" else rates(shape, name, median, peak)),
             )
@@ -72,21 +82,21 @@ def time_attention(
 
 
 def rates(shape: AttentionShape, implementation: str, seconds: float, peak: Peak | None) -> dict[str, Any]:
-    """The fields of `AttentionTiming` that follow from a time by formula."""
+    """Return the fields of `AttentionTiming` that follow from a time by formula."""
     return {
         "teraflops_per_second": attention_flops(shape) / seconds / 1e12,
         "terabytes_per_second": attention_bytes(shape) / seconds / 1e12,
-        "time_over_floor": seconds / least_seconds(shape, implementation, peak) if peak else None,
-        "work_over_floor": work_over_floor(shape, implementation),
+        "time_over_roofline": seconds / roofline_seconds(shape, implementation, peak) if peak else None,
+        "work_over_least": work_over_least(shape, implementation),
     }
 
 
 def geometric_means(timings: Iterable[AttentionTiming], by_width: bool = False) -> list[GeometricMean]:
-    """Means of the ratios to PyTorch's kernel and to our softmax kernel over shapes, for each dtype and mode.
+    """Average the ratios to PyTorch's kernel and to our softmax kernel over shapes, for each dtype and mode.
 
     Args:
-        timings: Of several shapes.
-        by_width: Whether those of each width have a mean of their own.
+        timings: Timings of several shapes.
+        by_width: Whether to average each head width separately.
     """
     timings = list(timings)
     softmax = next((timing.implementation for timing in timings if timing.implementation.startswith("softmax ")), "")
@@ -111,7 +121,7 @@ def geometric_means(timings: Iterable[AttentionTiming], by_width: bool = False) 
 
 
 def problem_of(shape: AttentionShape, op: str, device: str) -> Problem:
-    """The shape as the choice of a backend sees it; op is "differential" or "softmax"."""
+    """Return the shape as the choice of a backend sees it; op is "differential" or "softmax"."""
     maps = 2 if op == "differential" else 1
     heads = 2 * shape.heads // maps
     return Problem(
@@ -130,76 +140,41 @@ def problem_of(shape: AttentionShape, op: str, device: str) -> Problem:
     )
 
 
-def _softmax(device: str) -> str:
-    """Our own kernel for plain attention, the second thing that ratios are to."""
-    return f"softmax {DEFAULTS[device].kernel}"
-
-
 def _implementations(
     shape: AttentionShape, device: str, backends: Sequence[str] | None, peers: bool
 ) -> dict[str, str | None]:
-    """Implementation -> why it is not timed on this shape, or None where it is."""
+    """Map each implementation to the reason why it is not timed on this shape, or to None."""
     kernel = DEFAULTS[device].kernel
     can = explain(problem_of(shape, "differential", device))
     found: dict[str, str | None] = dict.fromkeys(DEFAULTS[device].baselines)
-    found[_softmax(device)] = explain(problem_of(shape, "softmax", device)).get(kernel, NO_BACKEND)
+    found[f"softmax {kernel}"] = explain(problem_of(shape, "softmax", device)).get(kernel, NO_BACKEND)
     for name in backends or backend_names():
         found[f"diff {name}"] = can[name] or _unsuited(name, shape, device, is_named=backends is not None)
         if name == kernel and device != "cpu" and shape.has_backward:
-            # On a GPU a sum over blocks is faster in any order; on the CPU the order is always the same.
+            # On a GPU, adding blocks up in any order is faster. On the CPU the order is always the same.
             found[f"diff {name}{DETERMINISTIC}"] = found[f"diff {name}"]
     if peers and shape.mode != "decode":
-        # DiffLlama's attention has the headwise norm: this is its like.
+        # DiffLlama's attention includes the headwise norm, so it is compared with our kernel with the norm fused.
         found[f"normed {kernel}"] = can.get(kernel, NO_BACKEND)
         for name, makes_maps in ATTN_IMPLEMENTATIONS.items():
             found[f"DiffLlama {name}"] = _too_large(shape) if makes_maps else None
     return found
 
 
-def _work(shape: AttentionShape, device: str, reasons: dict[str, str | None]) -> dict[str, Work]:
-    """The work of every implementation that takes part; on a GPU each is tried once, and `reasons` says what failed."""
-    names = [name for name, reason in reasons.items() if reason is None]
-    if device == "cpu":
-        return {name: attention_work(name, shape, device) for name in names}
-    work: dict[str, Work] = {}
-    data = attempt(lambda: draw(shape, device))  # one for all: a decoder's keys and values take gigabytes
-    for name in names:
-        tried = data if isinstance(data, Failure) else attempt(_first_call(name, shape, device, data))
-        if isinstance(tried, Failure):
-            reasons[name] = tried.reason
-        else:
-            work[name] = tried
-    return work
-
-
-def _first_call(name: str, shape: AttentionShape, device: str, data: Data) -> Callable[[], Work]:
-    def first_call() -> Work:
-        work = attention_work(name, shape, device, data)
-        work()
-        wait_for(device)
-        return work
-
-    return first_call
-
-
-def _skip(shape: AttentionShape, implementation: str, reason: str) -> AttentionSkip:
-    return AttentionSkip(**dataclasses.asdict(shape), implementation=implementation, reason=reason)
-
-
 def _unsuited(backend: str, shape: AttentionShape, device: str, is_named: bool) -> str | None:
-    """Why a backend that could run the shape is left out of it."""
+    """Return why a backend that could run the shape is left out, or None."""
     if BACKENDS[backend].has_quadratic_memory(problem_of(shape, "differential", device)):
         return _too_large(shape) if is_named else _too_long(shape, QUADRATIC_MEMORY_MAX_LENGTH, "takes O(n^2) memory")
     longest = DEFAULTS[device].longest_tokens.get(backend)
     if longest is None or is_named:
         return None
-    return _too_long(shape, longest, "takes many times the others' time")
+    return _too_long(shape, longest, "takes many times as long as the others")
 
 
-def _too_long(shape: AttentionShape, longest_tokens: int, trouble: str) -> str | None:
+def _too_long(shape: AttentionShape, longest_tokens: int, problem: str) -> str | None:
     if shape.queries_tokens * shape.length_tokens <= longest_tokens**2:
         return None
-    return f"{trouble}: above {longest_tokens:,} tokens only where --backends names it"
+    return f"{problem}: above {longest_tokens:,} tokens only where --backends names it"
 
 
 def _too_large(shape: AttentionShape) -> str | None:

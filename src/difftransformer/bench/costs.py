@@ -1,18 +1,18 @@
-"""What a model costs beside its twin: training step, prefill, decode, memory. The first question about two attention maps."""
+"""What a model costs compared with its twin: training step, prefill, decoding and memory."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
 from ..model import DiffTransformerConfig, DiffTransformerForCausalLM, count, weights_and_kv_bytes
-from ..results import CostRow
+from ..results import CostRow, Timing
 from .memory import peak_training_bytes
 from .timing import time_interleaved
 from .work import decode_work, prefill_work, training_work
 
 REPEATS = 7
 DECODE_TOKENS = 16
-SHORT, LONG = 4096, 65_536  # lengths of the memory columns, in tokens
+SHORT, LONG = 4096, 65_536  # context lengths of the memory columns, in tokens
 # arXiv:2410.05258 section 3.2: a 6.8B DIFF matches the loss of an 11B Transformer (62.2 %), by the fitted curves.
 PAPER_SHARE = 0.62
 
@@ -24,28 +24,23 @@ def measure_costs(
     context_tokens: int,
     labels: Mapping[str, str],
 ) -> list[CostRow]:
-    """Time both models in one interleaved run, weigh each in a process of its own, and add a smaller DIFF by formula.
+    """Time both models in one interleaved run, measure the memory of each in its own process, add a smaller DIFF by formula.
 
     Args:
-        configs: Model -> configuration; the first is the model under test, the second its twin.
-        rows: Rows of a training step, of a prefill and of a decode step.
+        configs: Configuration of each model by name; the first is the model under test, the second its twin.
+        rows: Rows of a training step, of a prefill and of a decoding step.
         context_tokens: Tokens of a row.
-        labels: Model -> name in the report.
+        labels: The name of each model in the report.
     """
     models = {name: DiffTransformerForCausalLM(config) for name, config in configs.items()}
-    train = time_interleaved(
-        {name: training_work(model, rows, context_tokens) for name, model in models.items()},
-        rounds=REPEATS,
-        warmup=2,
-    )
-    prefill = time_interleaved(
-        {name: prefill_work(model, rows, context_tokens) for name, model in models.items()},
-        rounds=REPEATS,
-    )
-    decode = time_interleaved(
-        {name: decode_work(model, rows, context_tokens, DECODE_TOKENS) for name, model in models.items()},
-        rounds=REPEATS,
-    )
+
+    def time_all(work: Callable[..., Callable[[], None]], *arguments: int, warmup: int = 1) -> dict[str, Timing]:
+        calls = {name: work(model, rows, context_tokens, *arguments) for name, model in models.items()}
+        return time_interleaved(calls, rounds=REPEATS, warmup=warmup)
+
+    train = time_all(training_work, warmup=2)
+    prefill = time_all(prefill_work)
+    decode = time_all(decode_work, DECODE_TOKENS)
     result = []
     for name, config in configs.items():
         counts = count(config)
@@ -68,9 +63,9 @@ def measure_costs(
 
 
 def _smaller(name: str, configs: Mapping[str, DiffTransformerConfig], labels: Mapping[str, str]) -> CostRow:
-    """The model under test at PAPER_SHARE of the twin's parameters.
+    """Compute the costs of the model under test at PAPER_SHARE of the twin's parameters.
 
-    Width and depth shrink alike: parameters go with their cube, keys and values with their square.
+    Width and depth shrink by the same factor: parameters scale with its cube, keys and values with its square.
     """
     twin, under_test = count(list(configs.values())[1]), count(configs[name])
     parameters = round(PAPER_SHARE * twin.parameters)

@@ -1,4 +1,4 @@
-"""What `bench` measures where the command does not say: sizes that suit a few CPU cores, and sizes that fill a GPU."""
+"""What `bench` measures by default: sizes that suit a few CPU cores, and sizes that fill a GPU."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from ..results import Dtype, Mode
 
-# On a GPU every call has so many tokens and its heads are so wide together, as in FlashAttention's benchmarks
+# On a GPU every call has this many tokens, and its heads together are this wide, as in FlashAttention's benchmarks
 # (arXiv:2307.08691 section 4.1: 16k tokens, hidden dimension 2048), so that batch x heads fills the device at every length.
 GPU_CALL_TOKENS = 16_384
 GPU_HIDDEN_SIZE = 2048
@@ -14,7 +14,7 @@ GPU_DECODE_BATCH = 8
 
 
 class Size(NamedTuple):
-    """Batch rows, differential heads, width of one map."""
+    """Batch rows, differential heads, and the width of one map."""
 
     batch: int
     heads: int
@@ -26,67 +26,37 @@ PEAKED_SIZE, PEAKED_TOKENS = Size(1, 4, 64), 1024
 
 @dataclass(frozen=True, kw_only=True)
 class Defaults:
-    """What is measured on a device, and guesses in seconds that only the progress bar uses.
+    """What is measured on a device, and estimates of its speed that only the progress bar uses."""
 
-    Attributes:
-        kernel: The backend with this project's own kernels there.
-        baselines: Implementations of PyTorch's own attention, the first the one that ratios are to.
-        dtypes: Of attention and of the training step.
-        lengths_tokens: Of attention.
-        head_dims: Widths of one map.
-        modes: Of attention.
-        score_factors: What queries of PEAKED_SIZE and PEAKED_TOKENS are multiplied with; processors alone have denormals.
-        size: (length, width) -> size of a call.
-        decode_lengths_tokens: Keys of a decoding step.
-        decode_sizes: Widths -> sizes of a decoding step.
-        longest_tokens: Backend -> length above which it takes many times the others' time, and runs only if it is named.
-        means_by_width: Whether geometric means are over the shapes of one width.
-        memory_dtype: Of the memory measurement, as the four that follow.
-        memory_size: Batch, heads and width.
-        memory_lengths_tokens: Lengths.
-        long_memory_lengths_tokens: Lengths that are asked for with --long_memory.
-        memory_implementations: What is weighed.
-        long_memory_implementations: The same at the long lengths.
-        models: Name -> arguments of `DiffTransformerConfig` of a training step.
-        training_tokens: Of one training step.
-        training_contexts_tokens: Of a row.
-        seconds_per_unit: Mode -> time of PyTorch's kernel over B H T S D.
-        round_units: A round of all implementations, in calls of PyTorch's kernel.
-        first_call_seconds: What a shape takes before its rounds.
-        training_seconds_per_flop: The same of a training step.
-        memory_seconds: Of one measurement of memory.
-    """
-
-    kernel: str
-    baselines: tuple[str, ...]
-    dtypes: tuple[Dtype, ...]
+    kernel: str  # the backend that holds this project's own kernels
+    baselines: tuple[str, ...]  # implementations of PyTorch's own attention; ratios refer to the first
+    dtypes: tuple[Dtype, ...]  # of attention and of the training step
     lengths_tokens: tuple[int, ...]
-    head_dims: tuple[int, ...]
+    head_dims: tuple[int, ...]  # widths of one map
     modes: tuple[Mode, ...]
-    size: Callable[[int, int], Size]
-    score_factors: tuple[float, ...] = ()
-    decode_lengths_tokens: tuple[int, ...]
-    decode_sizes: Callable[[Sequence[int]], list[Size]]
-    longest_tokens: Mapping[str, int] = field(default_factory=dict)
-    means_by_width: bool = False
+    size: Callable[[int, int], Size]  # from length and width
+    score_factors: tuple[
+        float, ...
+    ] = ()  # of PEAKED_SIZE and PEAKED_TOKENS; none on a GPU, where denormals cost nothing
+    decode_lengths_tokens: tuple[int, ...]  # keys of a decoding step
+    decode_sizes: Callable[[Sequence[int]], list[Size]]  # from the widths
+    longest_tokens: Mapping[str, int] = field(default_factory=dict)  # above it a backend is too slow unless it is named
+    means_by_width: bool = False  # whether geometric means are taken for each width
     memory_dtype: Dtype
     memory_size: Size
-    memory_lengths_tokens: tuple[int, ...]
-    long_memory_lengths_tokens: tuple[int, ...]
-    memory_implementations: tuple[str, ...]
-    long_memory_implementations: tuple[str, ...]
-    models: Mapping[str, dict[str, Any]]
-    training_tokens: int
-    training_contexts_tokens: tuple[int, ...]
-    seconds_per_unit: Mapping[Mode, float]
-    round_units: float
-    first_call_seconds: float
-    training_seconds_per_flop: float
-    memory_seconds: float
+    memory: tuple[tuple[int, ...], tuple[str, ...]]  # lengths and implementations whose memory is measured
+    long_memory: tuple[tuple[int, ...], tuple[str, ...]]  # what --long_memory adds
+    models: Mapping[str, dict[str, Any]]  # arguments of `DiffTransformerConfig`
+    training_tokens: int  # of one training step
+    training_contexts_tokens: tuple[int, ...]  # of a row
+    flops_per_second: float  # of PyTorch's attention and of a training step
+    round_units: float  # time of a round of all implementations, in calls of PyTorch's kernel
+    first_call_seconds: float  # before the rounds of a shape
+    memory_seconds: float  # of one memory measurement
 
 
 def _cpu_size(length_tokens: int, head_dim: int) -> Size:
-    """Fewer heads at longer lengths, so that none takes minutes."""
+    """Take fewer heads at longer lengths, so that no call takes minutes."""
     return Size(1, 8 if length_tokens <= 1024 else 4 if length_tokens <= 4096 else 2, head_dim)
 
 
@@ -99,7 +69,7 @@ def _gpu_size(length_tokens: int, head_dim: int) -> Size:
 
 
 _SMALL = {"vocab_size": 256, "num_hidden_layers": 6, "num_attention_heads": 8, "max_position_embeddings": 512}
-# GPT-3's two smallest shapes (arXiv:2005.14165 Table 2.1) with GPT-2's vocabulary, padded; inner widths in whole 16s.
+# GPT-3's two smallest shapes (arXiv:2005.14165 Table 2.1) with GPT-2's vocabulary, padded; inner widths are multiples of 16.
 _LARGE = {"vocab_size": 50_304, "max_position_embeddings": 4096}
 
 DEFAULTS: dict[str, Defaults] = {
@@ -116,18 +86,14 @@ DEFAULTS: dict[str, Defaults] = {
         decode_sizes=lambda _: [Size(1, 2, 64), Size(1, 8, 64)],
         memory_dtype="fp32",
         memory_size=Size(1, 4, 64),
-        memory_lengths_tokens=(2048, 8192),
-        long_memory_lengths_tokens=(32_768, 65_536),
-        memory_implementations=("diff cpu", "diff chunked", "torch sdpa"),
-        long_memory_implementations=("diff cpu",),  # the others take minutes there
+        memory=((2048, 8192), ("diff cpu", "diff chunked", "torch sdpa")),
+        long_memory=((32_768, 65_536), ("diff cpu",)),  # the others would take minutes
         models={"5M": {"hidden_size": 256, **_SMALL}, "20M": {"hidden_size": 512, **_SMALL}},
         training_tokens=8 * 512,
         training_contexts_tokens=(512,),
-        # For two cores.
-        seconds_per_unit={"forward": 3e-11, "backward": 7e-11, "forward+backward": 1e-10, "decode": 3e-10},
+        flops_per_second=1.2e11,  # measured on two cores
         round_units=10,
         first_call_seconds=0.0,
-        training_seconds_per_flop=1e-11,
         memory_seconds=8.0,
     ),
     "cuda": Defaults(
@@ -144,35 +110,21 @@ DEFAULTS: dict[str, Defaults] = {
         means_by_width=True,
         memory_dtype="bf16",
         memory_size=Size(1, _gpu_heads(64), 64),
-        memory_lengths_tokens=(8192, 32_768, 65_536),
-        long_memory_lengths_tokens=(131_072,),
-        memory_implementations=(
-            "diff triton",
-            "diff flex",
-            "diff flash",
-            "diff sdpa",
-            "diff chunked",
-            "torch sdpa",
-            "DiffLlama sdpa",
+        memory=(
+            (8192, 32_768, 65_536),
+            ("diff triton", "diff flex", "diff flash", "diff sdpa", "diff chunked", "torch sdpa", "DiffLlama sdpa"),
         ),
-        long_memory_implementations=("diff triton", "torch sdpa"),
+        long_memory=((131_072,), ("diff triton", "torch sdpa")),
         models={
             "125M": {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, **_LARGE},
-            "350M": {
-                "hidden_size": 1024,
-                "intermediate_size": 2736,
-                "num_hidden_layers": 24,
-                "num_attention_heads": 16,
-                **_LARGE,
-            },
+            "350M": _LARGE
+            | {"hidden_size": 1024, "intermediate_size": 2736, "num_hidden_layers": 24, "num_attention_heads": 16},
         },
         training_tokens=16_384,
         training_contexts_tokens=(2048, 4096),
-        # For an H100.
-        seconds_per_unit={"forward": 1e-14, "backward": 3e-14, "forward+backward": 4e-14, "decode": 1e-12},
+        flops_per_second=3.5e14,  # measured on an H100
         round_units=25,
         first_call_seconds=8.0,
-        training_seconds_per_flop=3e-15,
         memory_seconds=3.0,
     ),
 }

@@ -1,6 +1,7 @@
-"""What `bench` measures, as a list of steps with a guess of their time, so that the time left can be told."""
+"""What `bench` measures, as a list of steps with an estimate of their time, so that the time left can be shown."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,31 +23,21 @@ from ..results import (
     TrainingTiming,
 )
 from .accelerate import WORKS, time_diffllama
+from .attempt import Failure, attempt
 from .attention import NO_BACKEND, geometric_means, problem_of, time_attention
 from .defaults import DEFAULTS, PEAKED_SIZE, PEAKED_TOKENS, Defaults, Size
 from .generation import time_generation
 from .memory import peak_attention_bytes
 from .models import SIZES, time_models
 from .models import WORKS as MODEL_WORKS
+from .roofline import attention_flops
 from .timing import MIN_ROUNDS
 from .training import IMPLEMENTATIONS, time_training
-from .trial import Failure, attempt
 
 Part = Literal[
     "attention", "peaked", "decode", "memory", "training", "train", "diffllama", "generation", "models", "all"
 ]
-MODEL_SIZES = ("0.5M", "5M", "20M")  # 135M, with its moments five times over, takes 12 GB
-OTHER_NAMES: dict[Part, Part] = {"train": "training"}
-Row = (
-    AttentionTiming
-    | AttentionSkip
-    | MemoryPoint
-    | TrainingTiming
-    | TrainingSkip
-    | DiffLlamaTiming
-    | GenerationTiming
-    | ModelTiming
-)
+MODEL_SIZES = ("0.5M", "5M", "20M")  # 135M takes 12 GB: there are five models, each with its moments
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,16 +46,16 @@ class Settings:
 
     Attributes:
         device: "cpu" or "cuda".
-        dtypes: Of attention and of the training step; None means the device's, as with the next two.
-        lengths_tokens: Of attention.
-        head_dims: Widths of one map.
-        backends: Of differential attention; None means all.
-        peers: Whether transformers' DiffLlama takes part.
-        rounds: Timed rounds of a shape at most.
-        budget_seconds: Time for a shape, after which no round begins but the first MIN_ROUNDS.
+        dtypes: Data types of attention and of the training step; None means the device's defaults.
+        lengths_tokens: Sequence lengths of attention; None means the device's defaults.
+        head_dims: Widths of one map; None means the device's defaults.
+        backends: Backends of differential attention; None means all.
+        peers: Whether to time transformers' DiffLlama too.
+        rounds: Largest number of timed rounds of a shape.
+        budget_seconds: Time for a shape; after it no round begins, but at least MIN_ROUNDS are timed.
         threads: CPU threads of the processes that measure memory.
-        long_memory: Whether memory is measured at the device's long lengths too.
-        sizes: Of whole models, names in `models.SIZES`; None means those of `MODEL_SIZES`.
+        long_memory: Whether to measure memory at the device's long lengths too.
+        sizes: Sizes of whole models, names in `models.SIZES`; None means `MODEL_SIZES`.
     """
 
     device: str = "cpu"
@@ -85,68 +76,68 @@ class Settings:
                 object.__setattr__(self, name, getattr(self.defaults, name))
         if self.rounds < MIN_ROUNDS:
             raise ConfigError(f"--repeats {self.rounds}: give at least {MIN_ROUNDS}")
-        for flag, values in (("--lengths", self.lengths_tokens), ("--head_dims", self.head_dims)):
-            if min(values, default=0) < 1:
-                raise ConfigError(f"{flag} {list(values)}: give whole numbers of at least 1")
-        unknown = [name for name in self.backends or () if name not in backend_names()]
-        if unknown:
-            raise ConfigError(
-                f"--backends: no backend is named {unknown[0]!r}; choose from {', '.join(backend_names())}"
-            )
-
-        unknown = [size for size in self.sizes or () if size not in SIZES]
-        if unknown:
-            raise ConfigError(f"--sizes: {unknown[0]!r} is none of {', '.join(SIZES)}")
+        for flag, numbers in (("--lengths", self.lengths_tokens), ("--head_dims", self.head_dims)):
+            if min(numbers, default=0) < 1:
+                raise ConfigError(f"{flag} {list(numbers)}: give whole numbers of at least 1")
+        for flag, names, known in (("--backends", self.backends, backend_names()), ("--sizes", self.sizes, SIZES)):
+            if unknown := [name for name in names or () if name not in known]:
+                raise ConfigError(f"{flag}: {unknown[0]!r} is unknown; choose from {', '.join(known)}")
 
     @property
     def defaults(self) -> Defaults:
-        """What suits the device."""
+        """The defaults of the device."""
         return DEFAULTS[self.device]
 
 
 @dataclass(frozen=True)
 class Step:
-    """One measurement: what to say of it, a guess of its time, and the function that makes it."""
+    """One measurement: its label, an estimate of its time, and the function that makes it."""
 
     label: str
     expected_seconds: float
-    measure: Callable[[], Sequence[Row]]
+    measure: Callable[[], Sequence[object]]
 
 
-def plan(part: Part, settings: Settings) -> list[Step]:
-    """The steps of a part, in the order in which they are made."""
-    parts: dict[str, Callable[[Settings], list[Step]]] = {
-        "attention": _attention,
-        "peaked": _peaked,
-        "decode": _decode,
-        "memory": _memory,
-        "training": _training,
-    }
-    part = OTHER_NAMES.get(part, part)
-    # By name alone: they time another package's models.
-    apart = {"diffllama": _diffllama, "generation": _generation, "models": _models}
-    if part in apart:
-        return apart[part](settings)
-    return [step for name, steps in parts.items() if part in (name, "all") for step in steps(settings)]
+def steps_of(part: Part, settings: Settings) -> list[Step]:
+    """List the steps of a part in the order in which they run."""
+    if part == "all":
+        return [step for make in _PARTS_OF_ALL.values() for step in make(settings)]
+    return (_PARTS_OF_ALL | _OTHER_PARTS)["training" if part == "train" else part](settings)
 
 
-def sort_rows(rows: Iterable[Row], by_width: bool = False) -> dict[str, Any]:
-    """The rows of all steps as fields of `Bench`, with the geometric means over shapes, of all or of each width."""
+def sort_rows(rows: Iterable[object], by_width: bool = False) -> dict[str, Any]:
+    """Return the rows of all steps as fields of `Bench`, with the geometric means over shapes (or over those of a width)."""
     rows = list(rows)
-    timings = [row for row in rows if isinstance(row, AttentionTiming)]
-    attention = [timing for timing in timings if not timing.is_peaked]
+
+    def of(kind: type) -> list[Any]:
+        return [row for row in rows if isinstance(row, kind)]
+
+    attention = [timing for timing in of(AttentionTiming) if not timing.is_peaked]
     return {
         "attention": attention,
-        "skipped": [row for row in rows if isinstance(row, AttentionSkip)],
-        "peaked": [timing for timing in timings if timing.is_peaked],
+        "skipped": of(AttentionSkip),
+        "peaked": [timing for timing in of(AttentionTiming) if timing.is_peaked],
         "means": geometric_means(attention, by_width),
-        "memory": [row for row in rows if isinstance(row, MemoryPoint)],
-        "training": [row for row in rows if isinstance(row, TrainingTiming)],
-        "training_skipped": [row for row in rows if isinstance(row, TrainingSkip)],
-        "diffllama": [row for row in rows if isinstance(row, DiffLlamaTiming)],
-        "generation": [row for row in rows if isinstance(row, GenerationTiming)],
-        "models": [row for row in rows if isinstance(row, ModelTiming)],
+        "memory": of(MemoryPoint),
+        "training": of(TrainingTiming),
+        "training_skipped": of(TrainingSkip),
+        "diffllama": of(DiffLlamaTiming),
+        "generation": of(GenerationTiming),
+        "models": of(ModelTiming),
     }
+
+
+def _step(
+    settings: Settings,
+    label: str,
+    seconds: float,
+    time: Callable[..., Sequence[object]],
+    *arguments: Any,
+    **options: Any,
+) -> Step:
+    """Make a step of a function that takes the settings' device, rounds and budget."""
+    budget = {"rounds": settings.rounds, "budget_seconds": settings.budget_seconds}
+    return Step(label, seconds, partial(time, *arguments, device=settings.device, **budget, **options))
 
 
 def _attention(settings: Settings) -> list[Step]:
@@ -160,7 +151,7 @@ def _attention(settings: Settings) -> list[Step]:
 
 
 def _peaked(settings: Settings) -> list[Step]:
-    """Our own kernels and PyTorch's, on scores of several spreads."""
+    """Time our own kernels and PyTorch's on scores of several spreads."""
     defaults = settings.defaults
     ours = dataclasses.replace(settings, backends=[defaults.kernel], peers=False)
     return [
@@ -187,54 +178,37 @@ def _shape(dtype: Dtype, mode: Mode, length_tokens: int, size: Size) -> Attentio
 
 def _attention_step(settings: Settings, shape: AttentionShape) -> Step:
     defaults = settings.defaults
-    measure = partial(
-        time_attention,
-        shape,
-        device=settings.device,
-        backends=settings.backends,
-        peers=settings.peers,
-        rounds=settings.rounds,
-        budget_seconds=settings.budget_seconds,
-    )
-    expected = _expected(settings, defaults.round_units * _seconds(shape, defaults))
-    return Step(_words(shape), defaults.first_call_seconds + expected, measure)
-
-
-def _seconds(shape: AttentionShape, defaults: Defaults) -> float:
-    """A guess of the time of PyTorch's kernel."""
-    units = shape.batch * shape.heads * shape.queries_tokens * shape.length_tokens * shape.head_dim
-    return defaults.seconds_per_unit[shape.mode] * units
+    call_seconds = attention_flops(shape) / defaults.flops_per_second  # of PyTorch's kernel
+    seconds = defaults.first_call_seconds + _expected(settings, defaults.round_units * call_seconds)
+    options = {"backends": settings.backends, "peers": settings.peers}
+    return _step(settings, _label(shape), seconds, time_attention, shape, **options)
 
 
 def _memory(settings: Settings) -> list[Step]:
     defaults = settings.defaults
-    wanted = [(length, name) for length in defaults.memory_lengths_tokens for name in defaults.memory_implementations]
+    wanted = [*itertools.product(*defaults.memory)]
     if settings.long_memory:
-        wanted += [
-            (length, name)
-            for length in defaults.long_memory_lengths_tokens
-            for name in defaults.long_memory_implementations
-        ]
+        wanted += itertools.product(*defaults.long_memory)
     steps = []
     for length, name in wanted:
         shape = _shape(defaults.memory_dtype, "forward+backward", length, defaults.memory_size)
-        expected = defaults.memory_seconds + 2 * _seconds(shape, defaults)
-        steps.append(Step(f"memory of {name}, {_words(shape)}", expected, partial(_weigh, name, shape, settings)))
+        expected = defaults.memory_seconds + 2 * attention_flops(shape) / defaults.flops_per_second
+        steps.append(Step(f"memory of {name}, {_label(shape)}", expected, partial(_weigh, name, shape, settings)))
     return steps
 
 
 def _weigh(implementation: str, shape: AttentionShape, settings: Settings) -> list[MemoryPoint | AttentionSkip]:
-    fields = dataclasses.asdict(shape) | {"implementation": implementation}
     family, _, backend = implementation.partition(" ")
+    reason = None
     if family == "diff":
         reason = explain(problem_of(shape, "differential", settings.device)).get(backend, NO_BACKEND)
-        if reason is not None:
-            return [AttentionSkip(**fields, reason=f"memory: {reason}")]
-    weigh = partial(peak_attention_bytes, implementation, shape, threads=settings.threads, device=settings.device)
-    peak = weigh() if settings.device == "cpu" else attempt(weigh)
-    if isinstance(peak, Failure):
-        return [AttentionSkip(**fields, reason=f"memory: {peak.reason}")]
-    return [MemoryPoint(**fields, peak_bytes=peak)]
+    if reason is None:
+        weigh = partial(peak_attention_bytes, implementation, shape, threads=settings.threads, device=settings.device)
+        peak = weigh() if settings.device == "cpu" else attempt(weigh)
+        if not isinstance(peak, Failure):
+            return [MemoryPoint(**vars(shape), implementation=implementation, peak_bytes=peak)]
+        reason = peak.reason
+    return [AttentionSkip(**vars(shape), implementation=implementation, reason=f"memory: {reason}")]
 
 
 def _training(settings: Settings) -> list[Step]:
@@ -242,90 +216,65 @@ def _training(settings: Settings) -> list[Step]:
     steps = []
     for model, fields in defaults.models.items():
         weights = 12 * fields["num_hidden_layers"] * fields["hidden_size"] ** 2  # 12 M^2 a layer
-        expected = defaults.first_call_seconds + _expected(
-            settings,
-            len(IMPLEMENTATIONS) * defaults.training_seconds_per_flop * 6 * weights * defaults.training_tokens,
-        )
+        flops = len(IMPLEMENTATIONS) * 6 * weights * defaults.training_tokens
+        seconds = defaults.first_call_seconds + _expected(settings, flops / defaults.flops_per_second)
         for dtype in settings.dtypes:
             for context in defaults.training_contexts_tokens:
-                measure = partial(
-                    time_training,
-                    model,
-                    dtype,
-                    device=settings.device,
-                    context_tokens=context,
-                    rounds=settings.rounds,
-                    budget_seconds=settings.budget_seconds,
-                )
                 length = f" n={context}" if len(defaults.training_contexts_tokens) > 1 else ""
-                steps.append(Step(f"training step of {model}, {dtype}{length}", expected, measure))
+                label = f"training step of {model}, {dtype}{length}"
+                steps.append(_step(settings, label, seconds, time_training, model, dtype, context_tokens=context))
     return steps
 
 
 def _diffllama(settings: Settings) -> list[Step]:
+    seconds = 2 * settings.budget_seconds
     return [
-        Step(
-            f"DiffLlama, {work}, {dtype}",
-            2 * settings.budget_seconds,
-            partial(
-                time_diffllama,
-                work,
-                dtype,
-                device=settings.device,
-                rounds=settings.rounds,
-                budget_seconds=settings.budget_seconds,
-            ),
-        )
+        _step(settings, f"DiffLlama, {work}, {dtype}", seconds, time_diffllama, work, dtype)
         for dtype in settings.dtypes
         for work in WORKS
     ]
 
 
 def _generation(settings: Settings) -> list[Step]:
+    seconds = settings.budget_seconds
     return [
-        Step(
-            f"decoding by whole models, {dtype}",
-            settings.budget_seconds,
-            partial(
-                time_generation,
-                dtype,
-                device=settings.device,
-                rounds=settings.rounds,
-                budget_seconds=settings.budget_seconds,
-            ),
-        )
+        _step(settings, f"decoding by whole models, {dtype}", seconds, time_generation, dtype)
         for dtype in settings.dtypes
     ]
 
 
 def _models(settings: Settings) -> list[Step]:
+    seconds = settings.budget_seconds
     return [
-        Step(
-            f"{work} of {size}, {dtype}",
-            settings.budget_seconds,
-            partial(
-                time_models,
-                size,
-                dtype,
-                work,
-                device=settings.device,
-                rounds=settings.rounds,
-                budget_seconds=settings.budget_seconds,
-            ),
-        )
+        _step(settings, f"{work} of {size}, {dtype}", seconds, time_models, size, dtype, work)
         for work in MODEL_WORKS
         for size in settings.sizes or MODEL_SIZES
         for dtype in settings.dtypes
     ]
 
 
+_PARTS_OF_ALL: dict[str, Callable[[Settings], list[Step]]] = {
+    "attention": _attention,
+    "peaked": _peaked,
+    "decode": _decode,
+    "memory": _memory,
+    "training": _training,
+}
+# These run by name only, because they time another package's models.
+_OTHER_PARTS: dict[str, Callable[[Settings], list[Step]]] = {
+    "diffllama": _diffllama,
+    "generation": _generation,
+    "models": _models,
+}
+
+
 def _expected(settings: Settings, round_seconds: float) -> float:
-    """With a warm-up round: as long as the rounds take, but not above the budget once MIN_ROUNDS are done."""
+    """Estimate the time of all rounds and a warm-up, which ends with the budget once MIN_ROUNDS are done."""
     least, most = (1 + MIN_ROUNDS) * round_seconds, (1 + settings.rounds) * round_seconds
     return max(least, min(most, settings.budget_seconds))
 
 
-def _words(shape: AttentionShape) -> str:
+def _label(shape: AttentionShape) -> str:
     batch = f"b={shape.batch} " if shape.batch > 1 else ""
     factor = f" factor {shape.score_factor:g}" if shape.score_factor else ""
     return f"{shape.dtype} {shape.mode} {batch}n={shape.length_tokens} h={shape.heads} d={shape.head_dim}{factor}"

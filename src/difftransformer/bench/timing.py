@@ -1,4 +1,4 @@
-"""Interleaved timing: every candidate once, then again, so that a busy moment of the machine hits all of them."""
+"""Interleaved timing: all candidates take turns, so that a busy moment of the machine slows all of them."""
 
 import math
 import os
@@ -15,8 +15,8 @@ from torch import Tensor
 from ..results import Timing
 
 MIN_ROUNDS = 3
-# Written on a GPU before each timed call: it empties the L2 cache, and while it runs (half a millisecond at 4 TB/s) the host
-# launches the call, so that for a call of few kernels the time between the two events is the device's own.
+# Bytes written on a GPU before each timed call. The write empties the L2 cache, and while it runs (half a millisecond at
+# 4 TB/s) the host launches the call, so that for a call of few kernels the time between the two events is the device's own.
 GPU_FILL_BYTES = 2**31
 
 T = TypeVar("T")
@@ -24,18 +24,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Prepared(Generic[T]):
-    """Work in two parts, of which only the second is timed.
-
-    Attributes:
-        prepare: Makes what one call of `use` needs.
-        use: The timed part.
-    """
+    """Work in two parts: `prepare` makes what one call of `use` needs, and only `use` is timed."""
 
     prepare: Callable[[], T]
     use: Callable[[T], T]
 
     def __call__(self) -> T:
-        """Both parts."""
+        """Run both parts."""
         return self.use(self.prepare())
 
 
@@ -47,14 +42,14 @@ def time_interleaved(
     budget_seconds: float = math.inf,
     device: str = "cpu",
 ) -> dict[str, Timing]:
-    """Time of each candidate: median and quartiles over rounds of all of them.
+    """Time all candidates in turn and return the median and quartiles of each over the rounds.
 
     Args:
-        candidates: Name -> what to call; of `Prepared` work only the second part is timed.
-        rounds: Timed rounds at most.
-        warmup: Rounds before them.
-        budget_seconds: Once so long has passed, the warm-up counted, no further round begins after the first MIN_ROUNDS.
-        device: "cpu": wall time; "cuda": time between two events on the device, from cold caches.
+        candidates: Functions to call, by name; of `Prepared` work only the second part is timed.
+        rounds: Largest number of timed rounds.
+        warmup: Rounds before the timed ones.
+        budget_seconds: After this time, warm-up included, no further round begins, but at least MIN_ROUNDS are timed.
+        device: "cpu" for wall time; "cuda" for the time between two events on the device, from cold caches.
     """
     seconds: dict[str, list[float]] = {name: [] for name in candidates}
     clock = _host_clock if device == "cpu" else _device_clock(device)
@@ -74,24 +69,24 @@ def time_interleaved(
 
 
 def wait_for(device: str) -> None:
-    """Until the device has done all that was asked of it."""
+    """Wait until the device has finished its work."""
     if device == "cuda":
         torch.cuda.synchronize()
 
 
 def foreign_cpu_seconds() -> float | None:
-    """CPU time, of all cores, that went to other processes and other machines since this one started; None if not Linux."""
+    """Return the CPU seconds of all cores that other processes and other machines took since the start; None if not Linux."""
     try:
         with open("/proc/stat", encoding="ascii") as file:
             user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, file.readline().split()[1:9])
     except OSError:
         return None
     busy = (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
-    return busy - sum(os.times()[:4])  # this process and the finished ones that it started
+    return busy - sum(os.times()[:4])  # of this process and its finished children
 
 
 def _host_clock(call: Callable[[], object]) -> Callable[[], float]:
-    """Make a call; what is returned reads its time."""
+    """Make a call and return a function that reads its time."""
     started = time.perf_counter()
     call()
     seconds = time.perf_counter() - started
@@ -99,7 +94,7 @@ def _host_clock(call: Callable[[], object]) -> Callable[[], float]:
 
 
 def _device_clock(device: str) -> Callable[[Callable[[], object]], Callable[[], float]]:
-    """The same on a GPU. Nothing is waited for before a time is read, so that the host runs ahead of the device."""
+    """Return the clock of a GPU. It waits only when a time is read, so that the host runs ahead of the device."""
     fill = torch.empty(GPU_FILL_BYTES, dtype=torch.uint8, device=device)
     return partial(_time_on_device, fill)
 
@@ -113,7 +108,7 @@ def _time_on_device(fill: Tensor, call: Callable[[], object]) -> Callable[[], fl
 
     def read() -> float:
         end.synchronize()
-        return begin.elapsed_time(end) / 1e3  # it counts milliseconds
+        return begin.elapsed_time(end) / 1e3  # elapsed_time counts milliseconds
 
     return read
 

@@ -1,6 +1,5 @@
-"""A training step of DIFF beside its twin's: the twin on PyTorch's attention is the Transformer as PyTorch runs it."""
+"""A training step of DIFF beside its twin's. The twin on PyTorch's attention is the Transformer as PyTorch runs it."""
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -8,14 +7,14 @@ import torch
 
 from ..model import DiffTransformerConfig, DiffTransformerForCausalLM, count
 from ..results import Dtype, TrainingSkip, TrainingTiming
+from .attempt import attempt_each
 from .defaults import DEFAULTS
 from .memory import device_peak_bytes
 from .timing import time_interleaved
-from .trial import Failure, attempt
 from .work import pinned, training_work
 
 TWIN = "twin sdpa"
-# Implementation -> attention_type and attn_backend.
+# attention_type and attn_backend of each implementation.
 IMPLEMENTATIONS = {"diff auto": ("diff", "auto"), TWIN: ("softmax", "sdpa"), "twin auto": ("softmax", "auto")}
 
 
@@ -40,38 +39,25 @@ def time_training(
 
     Args:
         model: A name in the device's `Defaults.models`.
-        dtype: "bf16" and "fp16" mean autocast.
+        dtype: "fp32", or "bf16" and "fp16" for autocast.
         device: "cpu" or "cuda".
-        context_tokens: Tokens of a row; None means the device's first. The rows are so many that a step has the device's
+        context_tokens: Tokens of a row; None means the device's first. A step has as many rows as make up the device's
             `training_tokens`.
-        rounds: Timed rounds at most.
+        rounds: Largest number of timed rounds.
         budget_seconds: As in `time_interleaved`.
     """
     context = context_tokens or DEFAULTS[device].training_contexts_tokens[0]
     batch = max(1, DEFAULTS[device].training_tokens // context)
-    candidates: dict[str, _Candidate] = {}
-    reasons: dict[str, str] = {}
-    for name in IMPLEMENTATIONS:
-
-        def build(name: str = name) -> _Candidate:
-            return _candidate(name, model, dtype, device, batch, context)
-
-        tried = build() if device == "cpu" else attempt(build)
-        if isinstance(tried, Failure):
-            reasons[name] = tried.reason
-        else:
-            candidates[name] = tried
-    if TWIN in reasons:
-        lost = f"{TWIN}, which ratios are to, did not run ({reasons[TWIN]})"
-        reasons |= dict.fromkeys(candidates, lost)
-        candidates.clear()
+    candidates, reasons = attempt_each(
+        IMPLEMENTATIONS, lambda name: _candidate(name, model, dtype, device, batch, context), base=TWIN, device=device
+    )
     steps = {name: candidate.step for name, candidate in candidates.items()}
     timings = time_interleaved(steps, rounds=rounds, budget_seconds=budget_seconds, device=device) if steps else {}
-    what: dict[str, Any] = {"model": model, "dtype": dtype, "batch": batch, "context_tokens": context}
+    shared: dict[str, Any] = {"model": model, "dtype": dtype, "batch": batch, "context_tokens": context}
     rows: list[TrainingTiming | TrainingSkip] = [
         TrainingTiming(
-            **dataclasses.asdict(timing),
-            **what,
+            **vars(timing),
+            **shared,
             parameters=candidates[name].parameters,
             implementation=name,
             ratio_to_twin=timing.median_seconds / timings[TWIN].median_seconds,
@@ -79,7 +65,7 @@ def time_training(
         )
         for name, timing in timings.items()
     ]
-    return rows + [TrainingSkip(**what, implementation=name, reason=reason) for name, reason in reasons.items()]
+    return rows + [TrainingSkip(**shared, implementation=name, reason=reason) for name, reason in reasons.items()]
 
 
 def _candidate(name: str, model: str, dtype: Dtype, device: str, batch: int, context_tokens: int) -> _Candidate:
@@ -94,8 +80,8 @@ def _candidate(name: str, model: str, dtype: Dtype, device: str, batch: int, con
         return _Candidate(work, count(config).parameters, None)
 
     def step() -> None:
-        with pinned("sdpa", dtype, device):  # what calls no PyTorch attention does not notice
+        with pinned("sdpa", dtype, device):  # affects only models that call PyTorch's attention
             work()
 
-    step()  # makes the moments, and compiles; the second step is like all that follow
+    step()  # creates the optimizer's moments and compiles; all later steps are alike
     return _Candidate(step, count(config).parameters, device_peak_bytes(step, before))

@@ -1,55 +1,70 @@
-"""The pieces of work that benchmarks time and weigh."""
+"""The calls that benchmarks time, and whose memory they measure."""
 
 import contextlib
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import deterministic
-from transformers import PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 
+from ..model import DiffTransformerForCausalLM
+from ..model.dtypes import DTYPES
 from ..model.nll import next_token_nll
 from ..ops import differential_attention, normed_differential_attention, softmax_attention
 from ..results import AttentionShape, Dtype
-from .peers import DiffLlamaCore
+from .diffllama import DiffLlamaCore
 from .timing import Prepared
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-LAMBDA = 0.8  # where most layers' lambda starts and stays (arXiv:2410.05258)
-DETERMINISTIC = " deterministic"  # at the end of an implementation's name
+LAMBDA = 0.8  # close to lambda in most layers, at the start and after training (arXiv:2410.05258)
+DETERMINISTIC = " deterministic"  # suffix of an implementation's name
+SPARE_TOKENS = 256  # of a static cache, for the timed rounds
 
-Data = tuple[Tensor, Tensor, Tensor]  # all numbers of query, key and value, in no shape yet
-Attend = tuple[Callable[[], Tensor], list[Tensor]]  # what computes an output, and the tensors that get gradients
+CACHED_TOKENS = 4096  # in the cache when the decoding of `SMALL_MODEL` starts
+# Fields of the models that are compared with transformers' DiffLlama, which needs an even number of heads.
+SMALL_MODEL: dict[str, Any] = {
+    "vocab_size": 8192,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "max_position_embeddings": 8192,
+}
+CacheKind = Literal["static", "dynamic"]
+Data = tuple[Tensor, Tensor, Tensor]  # the numbers of query, key and value, each in one dimension
+Attend = tuple[
+    Callable[[], Tensor], list[Tensor]
+]  # a function that computes the output, and the tensors with gradients
 Work = Callable[[], Tensor] | Prepared[Tensor]
 
 
 def attention_work(implementation: str, shape: AttentionShape, device: str = "cpu", data: Data | None = None) -> Work:
-    """One causal call; in mode "forward+backward" with the gradients of query, key, value and lambda.
+    """Return one causal call; in mode "forward+backward" it computes the gradients of query, key, value and lambda.
 
     Args:
-        implementation: "diff BACKEND", our op with H heads of 2 D and a lambda for each; "normed BACKEND", the same with
-            the headwise norm, without gain as in DiffLlama; "softmax BACKEND", our op for the
-            same-size Transformer, 2 H heads of D; "torch sdpa" or "torch cudnn", PyTorch's function for the same, as
-            `pinned` says; "DiffLlama sdpa" or "DiffLlama eager", `DiffLlamaCore`. With " deterministic" at the end,
-            under torch.use_deterministic_algorithms.
-        shape: What is computed.
+        implementation: "diff BACKEND", our op with H heads of width 2 D and a lambda for each; "normed BACKEND", the same
+            with the headwise norm, without gain as in DiffLlama; "softmax BACKEND", our op for the same-size Transformer
+            with 2 H heads of width D; "torch sdpa" or "torch cudnn", PyTorch's function for the same, see `pinned`;
+            "DiffLlama sdpa" or "DiffLlama eager", see `DiffLlamaCore`. The suffix " deterministic" runs the call under
+            torch.use_deterministic_algorithms.
+        shape: The attention call.
         device: "cpu" or "cuda".
-        data: What `draw` returned, to be shared between implementations; None draws anew.
+        data: Result of `draw`, to be shared between implementations; None draws new numbers.
 
     Returns:
-        A function that does the work and returns the output; in mode "backward", whose forward pass comes before, in two
-        parts.
+        A function that does the work and returns the output; in mode "backward" a `Prepared`, whose first part is the
+        forward pass.
     """
     family, _, name = implementation.removesuffix(DETERMINISTIC).partition(" ")
     guard = deterministically if implementation.endswith(DETERMINISTIC) else contextlib.nullcontext
     attend, inputs = _FAMILIES[family](name, shape, data or draw(shape, device))
     for tensor in inputs:
         tensor.requires_grad_(shape.has_backward)
-    grad = torch.randn_like(inputs[2]) if shape.has_backward else None  # outputs are shaped like the value
+    grad = torch.randn_like(inputs[2]) if shape.has_backward else None  # outputs have the value's shape
 
     def forward() -> Tensor:
         with torch.set_grad_enabled(shape.has_backward), guard():
@@ -66,7 +81,7 @@ def attention_work(implementation: str, shape: AttentionShape, device: str = "cp
 
 
 def draw(shape: AttentionShape, device: str) -> Data:
-    """Normal numbers for query, key and value: as many for H heads of 2 D as for 2 H heads of D."""
+    """Draw normal numbers for query, key and value; H heads of 2 D and 2 H heads of D have equally many."""
     numbers = 2 * shape.batch * shape.heads * shape.head_dim
     lengths = (shape.queries_tokens, shape.length_tokens, shape.length_tokens)
     query, key, value = (torch.randn(numbers * n, device=device).to(DTYPES[shape.dtype]) for n in lengths)
@@ -74,8 +89,9 @@ def draw(shape: AttentionShape, device: str) -> Data:
 
 
 def pinned(name: str, dtype: Dtype, device: str) -> contextlib.AbstractContextManager[None]:
-    """Hold PyTorch's attention on a GPU to one kernel: "sdpa" to flash, which in fp32 there is not, so there to the
-    memory-efficient one; "cudnn" to cuDNN's. On the CPU there is nothing to choose.
+    """Restrict PyTorch's attention on a GPU to one kernel; on the CPU there is nothing to choose.
+
+    "sdpa" means the flash kernel, or in fp32, which that lacks, the memory-efficient one. "cudnn" means cuDNN's.
     """
     if device == "cpu":
         return contextlib.nullcontext()
@@ -85,12 +101,12 @@ def pinned(name: str, dtype: Dtype, device: str) -> contextlib.AbstractContextMa
 
 @contextlib.contextmanager
 def deterministically() -> Iterator[None]:
-    """Ask for deterministic algorithms alone: filling new memory, which the same switch turns on, would be timed too."""
+    """Request deterministic algorithms, but do not fill new memory, which the same switch turns on and would be timed."""
     enabled, warn_only = (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
     )
-    memory: Any = deterministic  # a module that types do not know the switches of
+    memory: Any = deterministic  # the type stubs lack this module's switch
     fill = memory.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)
     memory.fill_uninitialized_memory = False
@@ -101,23 +117,13 @@ def deterministically() -> Iterator[None]:
         memory.fill_uninitialized_memory = fill
 
 
-def _diff(backend: str, shape: AttentionShape, data: Data) -> Attend:
+def _diff(backend: str, shape: AttentionShape, data: Data, is_normed: bool = False) -> Attend:
     query, key, value = _by_head(data, shape, maps=2)
     lam = torch.full((shape.heads,), LAMBDA, device=query.device)
-    attend = partial(differential_attention, query, key, value, lam, is_causal=True, backend=backend)
-    return attend, [query, key, value, lam]
-
-
-def _normed(backend: str, shape: AttentionShape, data: Data) -> Attend:
-    query, key, value = _by_head(data, shape, maps=2)
-    lam = torch.full((shape.heads,), LAMBDA, device=query.device)
-
-    def attend() -> Tensor:
-        return normed_differential_attention(
-            query, key, value, lam, None, eps=1e-5, factor=1 - LAMBDA, is_causal=True, backend=backend
-        )
-
-    return attend, [query, key, value, lam]
+    attend: Callable[..., Tensor] = differential_attention
+    if is_normed:
+        attend = partial(normed_differential_attention, weight=None, eps=1e-5, factor=1 - LAMBDA)
+    return partial(attend, query, key, value, lam, is_causal=True, backend=backend), [query, key, value, lam]
 
 
 def _softmax(backend: str, shape: AttentionShape, data: Data) -> Attend:
@@ -127,7 +133,7 @@ def _softmax(backend: str, shape: AttentionShape, data: Data) -> Attend:
 
 def _torch(name: str, shape: AttentionShape, data: Data) -> Attend:
     query, key, value = _by_head(data, shape, maps=1)
-    is_causal = shape.mode != "decode"  # PyTorch aligns causal top-left: one query would see one key
+    is_causal = shape.mode != "decode"  # PyTorch aligns a causal mask top-left: one query would see one key
 
     def attend() -> Tensor:
         with pinned(name, shape.dtype, query.device.type):
@@ -145,7 +151,7 @@ def _diffllama(attn_implementation: str, shape: AttentionShape, data: Data) -> A
 
 _FAMILIES: dict[str, Callable[[str, AttentionShape, Data], Attend]] = {
     "diff": _diff,
-    "normed": _normed,
+    "normed": partial(_diff, is_normed=True),
     "softmax": _softmax,
     "torch": _torch,
     "DiffLlama": _diffllama,
@@ -153,14 +159,14 @@ _FAMILIES: dict[str, Callable[[str, AttentionShape, Data], Attend]] = {
 
 
 def _by_head(data: Data, shape: AttentionShape, maps: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Query (B, heads, T, width), key and value (B, heads, S, width), of two maps H heads of 2 D, of one 2 H of D."""
+    """Return query (B, heads, T, width), key and value (B, heads, S, width): H heads of 2 D for two maps, else 2 H of D."""
     heads, width = 2 * shape.heads // maps, maps * shape.head_dim
     query, key, value = (x.detach().view(shape.batch, heads, -1, width) for x in data)
     return query, key, value
 
 
 def training_work(model: PreTrainedModel, rows: int, context: int, dtype: str = "fp32") -> Callable[[], None]:
-    """One training step with AdamW on random tokens, `rows` rows of `context` tokens; "bf16" and "fp16" mean autocast."""
+    """Return a training step with AdamW on `rows` rows of `context` random tokens; "bf16" and "fp16" mean autocast."""
     model.train()
     device = model.device.type
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
@@ -177,7 +183,7 @@ def training_work(model: PreTrainedModel, rows: int, context: int, dtype: str = 
 
 
 def prefill_work(model: PreTrainedModel, rows: int, context: int) -> Callable[[], None]:
-    """Read `rows` prompts of `context` tokens into a cache."""
+    """Return a call that reads `rows` prompts of `context` tokens into a cache."""
     ids = torch.randint(model.config.vocab_size, (rows, context), device=model.device)
     model.eval()
 
@@ -189,7 +195,7 @@ def prefill_work(model: PreTrainedModel, rows: int, context: int) -> Callable[[]
 
 
 def decode_work(model: PreTrainedModel, rows: int, context: int, tokens: int) -> Callable[[], None]:
-    """Make `tokens` tokens one by one after `rows` prompts of `context` tokens."""
+    """Return a call that decodes `tokens` tokens one by one after `rows` prompts of `context` tokens."""
     ids = torch.randint(model.config.vocab_size, (rows, context), device=model.device)
     model.eval()
     with torch.inference_mode():
@@ -200,5 +206,31 @@ def decode_work(model: PreTrainedModel, rows: int, context: int, tokens: int) ->
         for _ in range(tokens):
             model(input_ids=ids[:, :1], past_key_values=cache, use_cache=True)
         cache.crop(-tokens)
+
+    return call
+
+
+def next_token_work(model: PreTrainedModel, cached_tokens: int, kind: CacheKind) -> Callable[[], Tensor]:
+    """Return a call that decodes one token and returns its logits.
+
+    At first the cache holds random keys and values of `cached_tokens` tokens; every call adds one token. A static cache has
+    room for SPARE_TOKENS calls.
+    """
+    model.eval()
+    cache: Cache = DynamicCache(config=model.config)
+    if kind == "static":
+        cache = StaticCache(model.config, max_cache_len=cached_tokens + SPARE_TOKENS)
+    heads, width = model.config.num_key_value_heads, model.config.head_dim
+    if isinstance(model, DiffTransformerForCausalLM):
+        layout = model.config.head_layout()
+        heads, width = layout.num_key_value_heads, layout.key_width
+    for index in range(model.config.num_hidden_layers):
+        key, value = torch.randn(2, 1, heads, cached_tokens, width, device=model.device, dtype=model.dtype)
+        cache.update(key, value, index)
+    token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+
+    @torch.inference_mode()
+    def call() -> Tensor:
+        return model(token, past_key_values=cache).logits
 
     return call

@@ -9,17 +9,17 @@ import torch
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from ..bench import Settings, plan, sort_rows
-from ..bench.steps import Part, Row, Step
+from ..bench import Settings, sort_rows, steps_of
+from ..bench.steps import Part, Step
 from ..bench.timing import foreign_cpu_seconds
 from ..report.bench import print_bench
 from ..report.bench_figures import bench_drawings
 from ..results import Bench, Dtype, write_result, write_text_atomically
 from ..studies.environment import command_line, environment, now
-from .console import console, say
-from .hardware import check_device, use_threads
+from .arguments import check_device, use_threads
+from .console import console, log, show
 
-TRUSTED_SECONDS = 30.0  # so much of the guessed time outweighs what has been seen, at the start
+TRUSTED_SECONDS = 30.0  # weight of the estimate against the time measured so far
 
 
 def run(
@@ -40,23 +40,25 @@ def run(
     """Time attention and a training step of DIFF against the same-size Transformer, interleaved in one run.
 
     Args:
-        part: "attention" forward and backward, the same with "peaked" scores, "decode" of one token, peak "memory", a
-            "training" (or "train") step, or "all" of these; "diffllama" is transformers' DiffLlama, accelerated and as it
-            is; "generation" is decoding by whole models, DIFF against DiffLlama with the same weights and against the
-            Transformer; "models" is a training step, prefill and decoding of DIFF, its twin, transformers' Llama and its
-            DiffLlama, all of one shape.
-        out: Folder for results.json, and attention.svg, peaked.svg and models.svg where these were measured.
+        part: What to measure: "attention" forward and backward, the same with "peaked" scores, "decode" of one token, peak
+            "memory", a "training" (or "train") step, or "all" of these; "diffllama" times transformers' DiffLlama,
+            accelerated and as it is; "generation" times decoding by whole models, DIFF against DiffLlama with the same
+            weights and against the Transformer; "models" times a training step, prefill and decoding of DIFF, its twin,
+            transformers' Llama and DiffLlama, all of one shape.
+        out: Folder for results.json, and for attention.svg, peaked.svg and models.svg if these parts were measured.
         device: cpu or cuda.
-        dtypes: Of attention and of the training step, as [fp32,bf16], the default on the CPU; fp16 too; on cuda [bf16].
-        lengths: Tokens, as [512,2048]; by default 512 to 8,192, on cuda 2,048 to 65,536.
-        head_dims: Widths of one map, as [64]; by default 32, 64, 128, on cuda 64, 128.
-        backends: Of differential attention, as [chunked]; by default all, those with n x n maps up to 1,024 tokens.
-        peers: Whether transformers' DiffLlama is timed too.
-        repeats: Timed rounds of a shape at most, at least 3.
-        seconds: Time for a shape, after which no round begins but the first 3.
+        dtypes: Data types of attention and of the training step, such as [fp32,bf16], the default on the CPU; fp16 is
+            possible too; the default on cuda is [bf16].
+        lengths: Sequence lengths in tokens, such as [512,2048]; by default 512 to 8,192, on cuda 2,048 to 65,536.
+        head_dims: Widths of one map, such as [64]; by default 32, 64, 128, on cuda 64, 128.
+        backends: Backends of differential attention, such as [chunked]; by default all, but those with n x n maps only up
+            to 1,024 tokens.
+        peers: Whether to time transformers' DiffLlama too.
+        repeats: Largest number of timed rounds of a shape, at least 3.
+        seconds: Time for a shape; after it no round begins, but at least 3 are timed.
         threads: CPU threads; all by default.
-        long_memory: Whether memory is measured up to 65,536 tokens too, on cuda up to 131,072.
-        sizes: Of "models", as [135M], which needs 12 GB; by default 0.5M, 5M and 20M.
+        long_memory: Whether to measure memory up to 65,536 tokens too, on cuda up to 131,072.
+        sizes: Sizes of "models", such as [135M], which needs 12 GB; by default 0.5M, 5M and 20M.
     """
     use_threads(threads)
     check_device(device)
@@ -70,11 +72,11 @@ def run(
         threads=torch.get_num_threads(),
         long_memory=long_memory,
         sizes=sizes,
-        **attention,  # None means the device's
+        **attention,  # None means the device's defaults
     )
-    # Work on a GPU does not wait for the CPU, where its compilers leave processes of their own.
+    # On a GPU the load of the CPU does not matter, and compilers leave processes there.
     begun, foreign = time.monotonic(), foreign_cpu_seconds() if device == "cpu" else None
-    rows = _measure(plan(part, settings))
+    rows = _measure(steps_of(part, settings))
     share = None
     if foreign is not None:
         cpu_seconds = (time.monotonic() - begun) * (os.cpu_count() or 1)
@@ -91,26 +93,26 @@ def run(
     for drawing in bench_drawings(result):
         figure = path.with_name(f"{drawing.name}.svg")
         write_text_atomically(figure, drawing.svg)
-        console.print(f"Figure: {figure}", markup=False, highlight=False, soft_wrap=True)
-    console.print(f"Results: {path}", markup=False, highlight=False, soft_wrap=True)
+        show(f"Figure: {figure}")
+    show(f"Results: {path}")
     return 0
 
 
-def _measure(steps: list[Step]) -> list[Row]:
-    """Make the steps under a bar with the time left; without a terminal, print a line for each."""
-    rows: list[Row] = []
+def _measure(steps: list[Step]) -> list[object]:
+    """Run the steps with a progress bar and the time left; without a terminal, print a line for each step."""
+    rows: list[object] = []
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TextColumn("{task.fields[left]}"))
     whole, begun = sum(step.expected_seconds for step in steps), time.monotonic()
     with Progress(*columns, console=console, transient=True) as progress:
         bar = progress.add_task("", total=whole, left="")
         for index, step in enumerate(steps):
             done = progress.tasks[bar].completed
-            # The guesses are of another machine: what the steps so far have taken corrects them.
+            # The estimates come from another machine; the time of the steps so far corrects them.
             pace = (time.monotonic() - begun + TRUSTED_SECONDS) / (done + TRUSTED_SECONDS)
             left = f"about {1 + int(pace * (whole - done) / 60)} min left"
             progress.update(bar, description=escape(step.label), left=left)
             if not console.is_terminal:
-                say(f"{index + 1} of {len(steps)}, {left}: {step.label}")
+                log(f"{index + 1} of {len(steps)}, {left}: {step.label}")
             rows += step.measure()
             progress.advance(bar, step.expected_seconds)
     return rows

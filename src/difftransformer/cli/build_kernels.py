@@ -3,19 +3,16 @@
 import time
 
 from ..ops import build
-from .console import console
+from .console import show
+
+ARGUMENTS = {"--force": {"action": "store_true", "help": "Build the kernels again even if they exist."}}
 
 
 def run(force: bool = False) -> int:
-    """Build the CPU attention kernels now, not on first use.
-
-    Args:
-        force: Build them again where they are there.
-    """
+    """Build the CPU attention kernels now instead of on first use."""
     start = time.perf_counter()
     library = build.open_library(force=force)
     seconds = time.perf_counter() - start
-    how = f"built in {seconds:.1f} s" if library.is_new else "were there already"
-    text = f"CPU attention kernels for {library.instruction_set}: {how}; {library.path}"
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
+    how = f"built in {seconds:.1f} s" if library.is_new else "built before"
+    show(f"CPU attention kernels for {library.instruction_set}: {how}; {library.path}")
     return 0

@@ -1,15 +1,15 @@
 """difftransformer compare."""
 
-import shlex
-import sys
 from pathlib import Path
 
 from ..ops import build
 from ..report import print_comparison, write_report
 from ..studies import compare, load_recipe
-from ..train import Interrupted
-from .console import console, say
+from .arguments import SET
+from .console import console, log, resumable, show
 from .progress import training_progress, watch_jobs
+
+ARGUMENTS = SET
 
 
 def run(
@@ -22,23 +22,15 @@ def run(
         out: Folder for runs, results.json and the report; reports/NAME of the recipe by default.
         seeds: Number of seeds in place of the recipe's.
         jobs: Runs that train at the same time, in place of the recipe's; each gets an equal share of the threads.
-        set: Other values for keys of the recipe, such as training.steps=100.
     """
     overrides = list(set or [])
     overrides += [f"compare.{key}={value}" for key, value in (("seeds", seeds), ("jobs", jobs)) if value is not None]
     loaded = load_recipe(recipe, overrides)
     folder = Path(out or f"reports/{loaded.name}")
     build.load()  # here, where its line is seen, and not in a run
-    try:
-        with training_progress() as progress:
-            comparison = compare(loaded, folder, watch=watch_jobs(progress), say=say)
-    except Interrupted:
-        again = shlex.join(["difftransformer", *sys.argv[1:]])
-        console.print(
-            f"Stopped; every run is saved. Go on with: {again}", markup=False, highlight=False, soft_wrap=True
-        )
-        return 130
+    with resumable("stopped; every run is saved"), training_progress() as progress:
+        comparison = compare(loaded, folder, watch=watch_jobs(progress), say=log)
     page = write_report(comparison, folder)
     print_comparison(comparison, console)
-    console.print(f"Report: {page}\nResults: {folder / 'results.json'}", markup=False, highlight=False, soft_wrap=True)
+    show(f"Report: {page}\nResults: {folder / 'results.json'}")
     return 0

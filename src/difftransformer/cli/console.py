@@ -1,14 +1,38 @@
-"""What commands print to."""
+"""Print to the terminal, and stop a command so that it can be continued."""
 
+import shlex
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from rich.console import Console
 
-WIDTH_WITHOUT_TERMINAL = 120  # of a log, where nothing tells the width
+WIDTH_WITHOUT_TERMINAL = 120  # for logs, which have no width of their own
 
 console = Console(width=None if sys.stdout.isatty() else WIDTH_WITHOUT_TERMINAL)
 
 
-def say(text: str) -> None:
-    """One quiet line."""
+def show(text: str) -> None:
+    """Print a result exactly as it is, without wrapping lines."""
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def log(text: str) -> None:
+    """Print a dimmed line about progress."""
     console.print(text, style="dim", markup=False, highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def resumable(saved: str = "") -> Iterator[None]:
+    """Raise KeyboardInterrupt with the command that continues the work, if the block is interrupted.
+
+    Args:
+        saved: Sentence that says what is saved. Defaults to that of `train.Interrupted`.
+    """
+    from ..train import Interrupted
+
+    try:
+        yield
+    except (Interrupted, KeyboardInterrupt) as stop:
+        command = shlex.join(["difftransformer", *sys.argv[1:]])
+        raise KeyboardInterrupt(f"{saved or stop}. Continue with: {command}") from None

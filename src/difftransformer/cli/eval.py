@@ -7,14 +7,17 @@ from rich.table import Table
 from ..data import prepare_shards
 from ..errors import ConfigError
 from ..evals import evaluate
+from ..hub import open_model
+from ..hub.summary import evaluation_rows
 from ..results import Evaluation, write_result
-from ..studies import load_recipe, trained_model
+from ..studies import load_recipe
 from ..studies.environment import command_line, environment, now
-from ..studies.figures import evaluation_rows
 from ..train import latest_checkpoint
-from ..train.record import RECIPE_FILE
-from .console import console, say
-from .hardware import check_device
+from ..train.run_summary import RECIPE_FILE
+from .arguments import SET, check_device
+from .console import console, log, show
+
+ARGUMENTS = SET
 
 
 def run(
@@ -27,7 +30,6 @@ def run(
         recipe: YAML file that says on what and how; the run's own by default.
         out: Results file; evals/STEP.json in the run folder by default.
         device: cpu or cuda.
-        set: Other values for keys of the recipe, such as evaluation.needle.documents=50.
     """
     check_device(device)
     checkpoint = latest_checkpoint(Path(model))
@@ -36,15 +38,15 @@ def run(
     if recipe is None and not source.exists():
         raise ConfigError(f"{folder}: no {RECIPE_FILE} here to say what to evaluate on; pass --recipe FILE")
     loaded = load_recipe(source, set)
-    shards = prepare_shards(loaded.data, say=say)
-    trained = trained_model(checkpoint).to(device)
+    shards = prepare_shards(loaded.data, log=log)
+    trained = open_model(checkpoint, model_type="difftransformer").to(device)
     vocabulary = shards.tokenizer.vocab_size
     if trained.config.vocab_size != vocabulary:
         raise ConfigError(
             f"{checkpoint}: vocabulary of {trained.config.vocab_size}, but the recipe's tokenizer has {vocabulary} tokens; "
             "pass the recipe that the model was trained with"
         )
-    measured = evaluate(trained, shards, loaded.evaluation, context_tokens=loaded.training.context_tokens, say=say)
+    measured = evaluate(trained, shards, loaded.evaluation, context_tokens=loaded.training.context_tokens, say=log)
     result = Evaluation(
         checkpoint=str(checkpoint),
         command=command_line(),
@@ -56,7 +58,7 @@ def run(
     )
     path = write_result(result, Path(out) if out else folder / "evals" / f"{checkpoint.name}.json")
     console.print(_table(result))
-    console.print(f"Results: {path}", markup=False, highlight=False, soft_wrap=True)
+    show(f"Results: {path}")
     return 0
 
 

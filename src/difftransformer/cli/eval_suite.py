@@ -1,21 +1,23 @@
 """difftransformer eval suite."""
 
-import shlex
-import sys
 from pathlib import Path
-from typing import Literal
 
-from ..errors import ConfigError
+from ..errors import EXIT_ERROR, ConfigError
+from ..model.dtypes import WeightsDtype
 from ..report.tasks import measurement_table
 from ..report.tasks.page import write_suite
 from ..report.terminal import _rich
 from ..studies.suite import load_suite, run_suite
-from .console import console, say
-from .hardware import check_device
+from .arguments import check_device
+from .console import console, log, resumable, show
 from .progress import evaluation_progress
 
-EXIT_INTERRUPTED = 130
-SEVERAL_POSITIONALS = {"models": "Runs, checkpoints, folders of saved models, .gguf files, or owner/name on the hub."}
+ARGUMENTS = {
+    "models": {
+        "nargs": "+",
+        "help": "Runs, checkpoints, folders of saved models, .gguf files, or owner/name on the hub.",
+    }
+}
 
 
 def run(
@@ -23,14 +25,13 @@ def run(
     preset: str = "quick",
     out: str = "reports/suite",
     device: str = "cpu",
-    dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto",
+    dtype: WeightsDtype = "auto",
     batch_tokens: int = 16_384,
     accelerate: bool = True,
 ) -> int:
     """Run a set of experiments on one or more models and write one report.
 
     Args:
-        models: Runs, checkpoints, folders of saved models, .gguf files, or owner/name on the hub.
         preset: quick, paper, or a YAML file of your own.
         out: Folder for results and index.html. A suite that was stopped goes on there.
         device: cpu or cuda.
@@ -44,7 +45,7 @@ def run(
     if len(set(models)) < len(models):
         raise ConfigError("a model was named twice; name each once")
     suite, folder = load_suite(preset), Path(out)
-    try:
+    with resumable("stopped; every answer is saved"):
         found, missing = run_suite(
             suite,
             models,
@@ -54,15 +55,12 @@ def run(
             batch_tokens=batch_tokens,
             accelerated=accelerate,
             progress=evaluation_progress,
-            say=say,
+            say=log,
         )
-    except KeyboardInterrupt:
-        say(f"Stopped; every answer is saved. Go on with: {shlex.join(['difftransformer', *sys.argv[1:]])}")
-        return EXIT_INTERRUPTED
     for results in found.values():
         if results:
             console.print(_rich(measurement_table(results, brief=True)))
     reasons = [(row.name, row.model, row.reason) for row in missing]
     page = write_suite(suite.name, found, reasons, folder)
-    console.print(f"Report: {page}", markup=False, highlight=False, soft_wrap=True)
-    return 0 if any(found.values()) else 2
+    show(f"Report: {page}")
+    return 0 if any(found.values()) else EXIT_ERROR

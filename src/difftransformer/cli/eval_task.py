@@ -1,22 +1,19 @@
 """difftransformer eval TASK: one experiment on any saved model. The task's own options are the fields of its dataclass."""
 
 import dataclasses
-import shlex
-import sys
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from ..errors import ConfigError
 from ..evals.tasks import options_class
+from ..hub import open_language_model
+from ..model.dtypes import WeightsDtype
 from ..report.tasks import measurement_table, write_picture
 from ..report.terminal import _rich
-from ..studies.opening import opened_model
 from ..studies.tasks import evaluate_task
-from .console import console, say
-from .hardware import check_device
+from .arguments import check_device
+from .console import console, log, resumable, show
 from .progress import evaluation_progress
-
-EXIT_INTERRUPTED = 130
 
 
 def declare(verb: str) -> type:
@@ -28,7 +25,7 @@ def run(
     model: str,
     out: str | None = None,
     device: str = "cpu",
-    dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto",
+    dtype: WeightsDtype = "auto",
     context_tokens: int | None = None,
     batch_tokens: int = 16_384,
     prefix_caching: bool = True,
@@ -58,29 +55,25 @@ def run(
             raise ConfigError(f"{flag} {value}: give at least 1")
     name = verb.removeprefix("eval ")
     folder = Path(out) if out else Path("evals", Path(model).resolve().name)
-    try:
-        with (
-            opened_model(
-                model,
-                device=device,
-                dtype=dtype,
-                batch_tokens=batch_tokens,
-                context_tokens=context_tokens,
-                prefix_caching=prefix_caching,
-                accelerated=accelerate,
-            ) as opened,
-            evaluation_progress(name) as watch,
-        ):
-            result = evaluate_task(name, options, opened, folder, device=device, watch=watch, say=say)
-    except KeyboardInterrupt:
-        again = shlex.join(["difftransformer", *sys.argv[1:]])
-        say(f"Stopped; every answer is saved. Go on with: {again}")
-        return EXIT_INTERRUPTED
+    with (
+        resumable("stopped; every answer is saved"),
+        open_language_model(
+            model,
+            device=device,
+            dtype=dtype,
+            batch_tokens=batch_tokens,
+            context_tokens=context_tokens,
+            prefix_caching=prefix_caching,
+            accelerated=accelerate,
+        ) as opened,
+        evaluation_progress(name) as watch,
+    ):
+        result = evaluate_task(name, options, opened, folder, device=device, watch=watch, say=log)
     console.print(_rich(measurement_table([result], brief=True)))
     picture = write_picture([result], folder / f"{name}.svg")
     if picture is not None:
-        console.print(f"Figure: {picture}", markup=False, highlight=False, soft_wrap=True)
-    console.print(f"Results: {folder / f'{name}.json'}", markup=False, highlight=False, soft_wrap=True)
+        show(f"Figure: {picture}")
+    show(f"Results: {folder / f'{name}.json'}")
     return 0
 
 

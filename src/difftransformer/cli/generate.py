@@ -9,13 +9,20 @@ import torch
 from torch import Tensor
 from transformers import TextStreamer
 
-from ..errors import CheckpointError, ConfigError, DataError
+from ..errors import EXIT_INTERRUPTED, CheckpointError, ConfigError, DataError
+from ..hub import open_model, open_tokenizer, source_folder
+from ..model.dtypes import WeightsDtype
+from ..model.quiet import quietly
 from ..ops import use_backend
-from ..studies.opening import open_network, open_tokenizer, quietly, saved_folder
-from .hardware import check_device
+from .arguments import check_device
 
-INTERRUPTED = 130
-OPTIONAL_POSITIONALS = {"prompt": "Text to go on from; without it, --prompt_file or standard input."}
+ARGUMENTS = {
+    "prompt": {"nargs": "?", "help": "Text to continue. Defaults to the text of --prompt_file or standard input."},
+    "--chat": {
+        "action": "store_true",
+        "help": "Put the prompt into the tokenizer's chat template as a user's message.",
+    },
+}
 
 
 def run(
@@ -30,45 +37,42 @@ def run(
     seed: int = 0,
     num_beams: int = 1,
     device: str = "cpu",
-    dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto",
+    dtype: WeightsDtype = "auto",
     cache: Literal["dynamic", "static"] = "dynamic",
     backend: str = "auto",
 ) -> int:
-    """Go on from a prompt and print what comes, word by word.
+    """Continue a prompt and print the text word by word.
 
     Args:
-        model: Run folder (its newest checkpoint), checkpoint, or the folder of any causal language model that transformers
-            opens without code of its own.
-        prompt: Text to go on from; without it, --prompt_file or standard input.
-        prompt_file: File with the prompt. A newline at its end, or at that of standard input, is dropped.
-        chat: Put the prompt as a user's message into the tokenizer's chat template.
-        max_new_tokens: Tokens to make at most.
-        temperature: 0 takes the likeliest token; above 0 draws, the more evenly the higher.
-        top_p: Draw from the likeliest tokens that have this probability together.
-        top_k: Draw from so many likeliest tokens.
-        seed: Of the draws.
-        num_beams: Beams of a search; above 1 the text is printed at the end.
+        model: Run folder (its newest checkpoint), checkpoint, folder of any causal language model that transformers opens
+            without remote code, .gguf file, or owner/name on the Hugging Face hub.
+        prompt_file: File with the prompt. A newline at the end of the file or of standard input is removed.
+        max_new_tokens: Largest number of new tokens.
+        temperature: 0 takes the most likely token. Above 0, tokens are sampled; higher values make the draw more uniform.
+        top_p: Sample from the most likely tokens whose probabilities add up to this value.
+        top_k: Sample from this many most likely tokens.
+        seed: Seed of the sampling.
+        num_beams: Number of beams of a beam search. Above 1, the text is printed at the end.
         device: cpu or cuda.
-        dtype: Of the weights; auto is what they were saved in.
+        dtype: Floating-point type of the weights. auto keeps the type that they were saved in.
         cache: dynamic grows with the text; static has its full size from the start.
-        backend: Attention backend of a DIFF model or a DiffLlama (`difftransformer info backends`).
+        backend: Attention backend of a DIFF model or a DiffLlama (see `difftransformer info backends`).
     """
     _check_numbers(max_new_tokens, temperature, top_p, top_k, num_beams)
     check_device(device)
     text = _prompt(prompt, prompt_file)
-    folder = saved_folder(model)
-    with quietly(), use_backend(backend):
+    with source_folder(model) as folder, quietly(), use_backend(backend):
         tokenizer = open_tokenizer(folder)
         ids = _token_ids(tokenizer, text, chat, folder)
-        network = open_network(folder, dtype, backend).to(device)
+        network = open_model(folder, dtype=dtype, backend=backend).to(device)
         room = _room(network, ids, folder)
         if room is not None and room < max_new_tokens:
-            print(f"difftransformer generate: the model's positions end after {room} new tokens", file=sys.stderr)
+            print(f"difftransformer generate: the model has positions for {room} new tokens", file=sys.stderr)
             max_new_tokens = room
         streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
         torch.manual_seed(seed)
         if hasattr(sys.stdout, "reconfigure"):
-            sys.stdout.reconfigure(errors="replace")  # a terminal may lack a character
+            sys.stdout.reconfigure(errors="replace")  # the terminal may not have every character
         options: dict[str, Any] = {"do_sample": temperature > 0, "temperature": None, "top_p": None, "top_k": None}
         if temperature > 0:
             options |= {"temperature": temperature, "top_p": top_p or 1.0, "top_k": top_k or 0}
@@ -87,7 +91,7 @@ def run(
             )
         except KeyboardInterrupt:
             streamer.end()
-            return INTERRUPTED
+            return EXIT_INTERRUPTED
     if num_beams > 1:
         print(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
     return 0
@@ -100,12 +104,14 @@ def _check_numbers(
         if count is not None and count < 1:
             raise ConfigError(f"{flag} {count}: give at least 1")
     if not isfinite(temperature) or temperature < 0:
-        raise ConfigError(f"--temperature {temperature}: give 0 for the likeliest token, or a number above it")
+        raise ConfigError(f"--temperature {temperature}: give 0 for the most likely token, or a number above 0")
     if top_p is not None and not 0 < top_p <= 1:
         raise ConfigError(f"--top_p {top_p}: give a probability above 0 and up to 1")
     for flag, value in (("--top_p", top_p), ("--top_k", top_k)):
         if value is not None and temperature == 0:
-            raise ConfigError(f"{flag} {value} is for drawing, and --temperature 0 takes the likeliest token; raise it")
+            raise ConfigError(
+                f"{flag} {value} is for sampling, but --temperature 0 takes the most likely token; raise it"
+            )
 
 
 def _prompt(prompt: str | None, prompt_file: str | None) -> str:
@@ -122,7 +128,7 @@ def _prompt(prompt: str | None, prompt_file: str | None) -> str:
             raise DataError(f"{where}: not UTF-8 ({error.reason} at byte {error.start}); convert it") from None
         prompt = prompt.removesuffix("\n")
     if not prompt.strip():
-        raise ConfigError(f"{where} is empty; give some text to go on from")
+        raise ConfigError(f"{where} is empty; give a text to continue")
     try:
         prompt.encode("utf-8")
     except UnicodeEncodeError:
@@ -131,11 +137,11 @@ def _prompt(prompt: str | None, prompt_file: str | None) -> str:
 
 
 def _token_ids(tokenizer: Any, text: str, chat: bool, folder: Path) -> Tensor:
-    """(1, T)."""
+    """Return the token ids of the prompt, (1, T)."""
     if not chat:
         return tokenizer(text, return_tensors="pt").input_ids
     if tokenizer.chat_template is None:
-        raise ConfigError(f"--chat: the tokenizer in {folder} has no chat template; leave --chat out")
+        raise ConfigError(f"--chat: the tokenizer in {folder} has no chat template; omit --chat")
     message = [{"role": "user", "content": text}]
     return tokenizer.apply_chat_template(
         message, add_generation_prompt=True, return_tensors="pt", return_dict=True
@@ -143,19 +149,19 @@ def _token_ids(tokenizer: Any, text: str, chat: bool, folder: Path) -> Tensor:
 
 
 def _room(network: Any, ids: Tensor, folder: Path) -> int | None:
-    """How many tokens the model has positions for after the prompt; None where it does not say."""
+    """Return the number of positions after the prompt, or None if the model's configuration does not limit them."""
     rows, length = network.get_input_embeddings().num_embeddings, ids.shape[1]
     if length == 0:
-        raise ConfigError("the prompt has no tokens; give some text to go on from")
+        raise ConfigError("the prompt has no tokens; give a text to continue")
     if int(ids.max()) >= rows:
         raise CheckpointError(
-            f"{folder}: the tokenizer gives token {int(ids.max())}, and the model has {rows}; the two do not belong together"
+            f"{folder}: the tokenizer gives token {int(ids.max())}, and the model has {rows}; they do not belong together"
         )
     positions = getattr(network.config, "max_position_embeddings", None)
     if positions is None:
         return None
     if length >= positions:
         raise ConfigError(
-            f"the prompt has {length} tokens, and the model {positions} positions, one of them for what follows; shorten it"
+            f"the prompt has {length} tokens, and the model {positions} positions, one of them for the next token; shorten it"
         )
     return int(positions - length)

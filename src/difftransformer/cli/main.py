@@ -1,6 +1,7 @@
-"""The command `difftransformer VERB ...`. Each verb is one file with a function `run`; its signature is its command line.
+"""The command `difftransformer VERB ...`. Each verb is one file with a function `run`, whose signature is the command line.
 
-Nothing heavy is imported before a verb is chosen. Errors that this package raises are printed on one line with exit
+A verb's `ARGUMENTS` declare what a signature cannot express: repeated options, switches and positionals that are optional or
+repeated. Nothing heavy is imported before a verb is chosen. Errors of this package are printed on one line with exit
 status 2; `--debug` shows the traceback.
 """
 
@@ -10,13 +11,14 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from .._version import __version__
-from ..errors import DiffTransformerError
+from ..errors import EXIT_ERROR, EXIT_INTERRUPTED, DiffTransformerError
 
 VERBS = {
     "compare": "Train a model and its same-size twin on identical batches, evaluate both, write a report",
-    "train": "Train one model from a recipe, or go on with a run",
+    "train": "Train one model from a recipe, or continue a run",
     "eval": "Evaluate a checkpoint: loss, retrieval, attention allocation",
     "eval perplexity": "Loss of any saved model on a text, bits a byte, and by position",
     "eval needle": "Multi-needle retrieval of any saved model, over lengths and depths",
@@ -31,8 +33,8 @@ VERBS = {
     "eval harness": "Score any saved model with lm-eval's tasks",
     "eval maps": "Attention maps of a prompt, lambda by depth, negative weight and weight near zero",
     "eval suite": "Several of these on several models, and one report",
-    "generate": "Go on from a prompt with a run or any saved model, and print what comes",
-    "report": "Draw the report of a results file again",
+    "generate": "Continue a prompt with a run or any saved model",
+    "report": "Write the report of a results file again",
     "upcycle": "Make a pretrained Llama or Mistral differential without changing what it computes",
     "convert": "Convert a model's folder to another layout and back",
     "export": "Write a run or a saved model as a clean Hugging Face folder, with a model card",
@@ -41,8 +43,6 @@ VERBS = {
     "bench": "Time attention and a training step of DIFF and its twin on this machine",
     "build-kernels": "Build the CPU attention kernels ahead of their first use",
 }
-SWITCHES = ("--force", "--chat")
-EXIT_ERROR, EXIT_INTERRUPTED = 2, 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if words[0] == "--version":
         print(__version__)
         return 0
-    # Commands draw one bar of their own; transformers would draw one for every small file that it writes or reads.
+    # Commands draw one progress bar. transformers would draw one for every small file that it writes or reads.
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     verb, words = split_verb(words)
     if verb not in VERBS:
@@ -74,18 +74,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         advice = "; make room and run again" if error.errno == errno.ENOSPC else ""
         place = f"{error.filename}: " if error.filename else ""
         return _fail(f"difftransformer {verb}: {place}{error.strerror or error}{advice}")
-    except KeyboardInterrupt:
-        return _fail(f"difftransformer {verb}: interrupted", EXIT_INTERRUPTED)
+    except KeyboardInterrupt as stop:
+        return _fail(f"difftransformer {verb}: {stop or 'interrupted'}", EXIT_INTERRUPTED)
 
 
 def split_verb(words: Sequence[str]) -> tuple[str, list[str]]:
-    """The verb, of one word or two, and the words after it."""
+    """Split the arguments into the verb, of one word or two, and the words after it."""
     length = 2 if " ".join(words[:2]) in VERBS else 1
     return " ".join(words[:length]), list(words[length:])
 
 
 def module_name(verb: str) -> str:
-    """The module of this package that holds a verb's `run`."""
+    """Return the name of the module with a verb's `run`."""
     is_task = verb.startswith("eval ") and verb != "eval suite"
     return "eval_task" if is_task else re.sub("[- ]", "_", verb)
 
@@ -94,32 +94,25 @@ def _run(verb: str, words: list[str]) -> int:
     from jsonargparse import ArgumentError, ArgumentParser
 
     module = importlib.import_module(f".{module_name(verb)}", __package__)
-    function, optional = module.run, getattr(module, "OPTIONAL_POSITIONALS", {})
-    several = getattr(module, "SEVERAL_POSITIONALS", {})
     parser = ArgumentParser(prog=f"difftransformer {verb}", description=VERBS[verb], exit_on_error=False)
     own = module.declare(verb) if hasattr(module, "declare") else None
-    skipped = {*optional, *several, *(("verb", "options") if own else ())}
-    parser.add_function_arguments(function, as_positional=True, skip=skipped)
-    for name, summary in several.items():
-        parser.add_argument(name, nargs="+", help=summary)
+    declared: dict[str, dict[str, Any]] = getattr(module, "ARGUMENTS", {})
+    skipped = {options.get("dest", flag.removeprefix("--")) for flag, options in declared.items()}
+    parser.add_function_arguments(
+        module.run, as_positional=True, skip=skipped | ({"verb", "options"} if own else set())
+    )
     if own is not None:
         parser.add_class_arguments(own)
-    for name, summary in optional.items():
-        parser.add_argument(name, nargs="?", help=summary)
-    # `--set` may be given several times; jsonargparse writes adding to a list with a plus, and wants a
-    # value after a switch.
-    words = [re.sub(r"^--set(?==|$)", "--set+", word) for word in words]
-    words = [f"{word}=true" if word in SWITCHES else word for word in words]
-    words = [re.sub(r"^--from(?==|$)", "--from_", word) for word in words]  # `from` names no argument in Python
+    for flag, options in declared.items():
+        parser.add_argument(flag, **options)
     try:
-        options = parser.parse_args(words)
+        values = parser.parse_args(words).as_dict()
     except ArgumentError as error:
         text = " ".join(str(error).split())
         return _fail(f"difftransformer {verb}: {text}; see difftransformer {verb} --help")
-    values = options.as_dict()
     if own is not None:
         values["verb"], values["options"] = verb, module.options_from(own, values)
-    return int(function(**values) or 0)
+    return int(module.run(**values) or 0)
 
 
 def _fail(message: str, status: int = EXIT_ERROR) -> int:
@@ -134,7 +127,7 @@ def _help() -> str:
         "usage: difftransformer COMMAND ...\n\n"
         "Differential Transformer (arXiv:2410.05258): train it, evaluate it, and compare it with a same-size Transformer.\n\n"
         f"commands:\n{verbs}\n\n"
-        "  difftransformer COMMAND --help   what a command takes\n"
-        "  difftransformer --version        this release\n"
+        "  difftransformer COMMAND --help   show the arguments of a command\n"
+        "  difftransformer --version        show the version\n"
         "  --debug                          with any command: show the traceback of an error"
     )

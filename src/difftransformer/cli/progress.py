@@ -1,13 +1,15 @@
-"""Progress bars with the time left."""
+"""Progress bars that show the remaining time, and their replacement by lines where there is no terminal."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
     TaskID,
     TextColumn,
     TimeElapsedColumn,
@@ -19,89 +21,75 @@ from ..studies import Job
 from ..train.metrics import Metrics, StepMetrics
 from .console import console
 
-# Where there is no terminal, a line this often instead of a moving bar, in steps of the whole.
-QUIET_PARTS = 10
+PRINTED_PARTS = 10  # number of lines that are printed in place of a bar
+
+
+class _Bars:
+    """Bars by title. Without a terminal, print a line for each tenth of the work."""
+
+    def __init__(self, progress: Progress) -> None:
+        self.progress = progress
+        self.ids: dict[str, TaskID] = {}
+        self.parts: dict[str, int] = {}
+
+    def update(self, title: str, done: int, total: int, line: str, *, started: bool = True, **fields: Any) -> None:
+        if title not in self.ids:
+            self.ids[title] = self.progress.add_task(title, total=total, start=False, **fields)
+        bar = self.progress.tasks[self.ids[title]]
+        if started and not bar.started:
+            self.progress.start_task(bar.id)
+        self.progress.update(bar.id, completed=done, total=total, **fields)
+        part = PRINTED_PARTS * done // max(1, total)
+        if not console.is_terminal and part > self.parts.get(title, 0):
+            self.parts[title] = part
+            console.print(line)
 
 
 def training_progress() -> Progress:
-    """A bar a run: steps, loss, elapsed and remaining time."""
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[loss]}"),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(elapsed_when_finished=True),
-        console=console,
-    )
+    """Return a display with one bar per run: steps, loss, elapsed and remaining time."""
+    return _display(MofNCompleteColumn(), TextColumn("{task.fields[loss]}"))
 
 
 def watch_jobs(progress: Progress) -> Callable[[Sequence[Job]], None]:
-    """Draw jobs as bars; without a terminal, print a line at every tenth of the way."""
-    bars: dict[str, int] = {}
-    printed: dict[str, int] = {}
+    """Return a callback that draws jobs as bars."""
+    bars = _Bars(progress)
 
     def watch(jobs: Sequence[Job]) -> None:
         for job in jobs:
-            if job.label not in bars:
-                bars[job.label] = progress.add_task(job.label, total=job.steps, loss="", start=False)
-            bar = progress.tasks[bars[job.label]]
-            if job.process is not None and not bar.started:
-                progress.start_task(bar.id)
             loss = "" if job.loss_nats is None else f"loss {job.loss_nats:.3f}"
-            progress.update(bar.id, completed=job.step, loss=loss)
-            part = QUIET_PARTS * job.step // job.steps
-            if not console.is_terminal and part > printed.get(job.label, 0):
-                printed[job.label] = part
-                console.print(f"{job.label}: step {job.step} of {job.steps} {loss}")
+            line = f"{job.label}: step {job.step} of {job.steps} {loss}"
+            bars.update(job.label, job.step, job.steps, line, started=job.process is not None, loss=loss)
 
     return watch
 
 
 def watch_steps(progress: Progress, label: str, steps: int) -> Callable[[Metrics], None]:
-    """Draw one run as a bar."""
-    bar = progress.add_task(label, total=steps, loss="")
-    printed = [0]
+    """Return a callback that draws one run as a bar."""
+    bars = _Bars(progress)
+    bars.update(label, 0, steps, "", loss="")
 
-    def listen(metrics: Metrics) -> None:
-        if not isinstance(metrics, StepMetrics):
-            return
-        loss = f"loss {metrics.loss_nats:.3f}, {metrics.tokens_per_second:,.0f} tokens/s"
-        progress.update(bar, completed=metrics.step, loss=loss)
-        part = QUIET_PARTS * metrics.step // steps
-        if not console.is_terminal and part > printed[0]:
-            printed[0] = part
-            console.print(f"{label}: step {metrics.step} of {steps} {loss}")
+    def on_metrics(metrics: Metrics) -> None:
+        if isinstance(metrics, StepMetrics):
+            loss = f"loss {metrics.loss_nats:.3f}, {metrics.tokens_per_second:,.0f} tokens/s"
+            bars.update(label, metrics.step, steps, f"{label}: step {metrics.step} of {steps} {loss}", loss=loss)
 
-    return listen
+    return on_metrics
 
 
 @contextmanager
 def evaluation_progress(label: str) -> Iterator[Watch]:
-    """A bar over the tokens that an evaluation shows the model, and one for each later stage; without a terminal, lines at
-    every tenth of the way."""
-    with Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.percentage:>3.0f} %"),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(elapsed_when_finished=True),
-        console=console,
-    ) as progress:
-        bars: dict[str, TaskID] = {}
-        printed: dict[str, int] = {}
-        began = time.monotonic()
+    """Draw a bar over the tokens of an evaluation, and one for each later stage."""
+    with _display(TextColumn("{task.percentage:>3.0f} %")) as progress:
+        bars, began = _Bars(progress), time.monotonic()
 
         def watch(done: int, total: int, stage: str = "") -> None:
             title = f"{label}, {stage}" if stage else label
-            if stage not in bars:
-                bars[stage] = progress.add_task(title, total=total)
-            progress.update(bars[stage], completed=done, total=total)
-            part = QUIET_PARTS * done // max(1, total)
-            if not console.is_terminal and part > printed.get(stage, 0):
-                printed[stage] = part
-                console.print(f"{title}: {100 * done // total} % after {time.monotonic() - began:.0f} s")
+            seconds = time.monotonic() - began
+            bars.update(title, done, total, f"{title}: {100 * done // total} % after {seconds:.0f} s")
 
         yield watch
+
+
+def _display(*columns: ProgressColumn) -> Progress:
+    times = (TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(elapsed_when_finished=True))
+    return Progress(TextColumn("{task.description}"), BarColumn(), *columns, *times, console=console)

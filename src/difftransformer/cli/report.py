@@ -4,7 +4,7 @@ from pathlib import Path
 
 from ..report import print_comparison, write_report
 from ..results import Comparison, read_result
-from .console import console
+from .console import console, show
 
 
 def run(results: str, out: str | None = None) -> int:
@@ -19,5 +19,5 @@ def run(results: str, out: str | None = None) -> int:
     comparison = read_result(path, Comparison)
     page = write_report(comparison, Path(out) if out else path.parent)
     print_comparison(comparison, console)
-    console.print(f"Report: {page}", markup=False, highlight=False, soft_wrap=True)
+    show(f"Report: {page}")
     return 0

@@ -1,7 +1,7 @@
 """difftransformer tokenize."""
 
 from ..data import DataConfig, prepare_shards
-from .console import console, say
+from .console import log, show
 
 
 def run(
@@ -12,15 +12,15 @@ def run(
     split_seed: int = 0,
     out: str = "shards",
 ) -> int:
-    """Turn text into token shards that training maps into memory.
+    """Turn text into token shards, which training maps into memory.
 
     Args:
-        source: python-stdlib, a folder, a .txt or .jsonl file, or hf:NAME of a Hugging Face data set.
-        tokenizer: bpe to train one on the text, byte, or a folder of any pretrained tokenizer.
-        vocab_size: Tokens of a trained BPE.
-        validation_share: Share of the documents that is held out.
-        split_seed: Of the split.
-        out: Folder; the shards get a folder of their own in it, named after the request and the text.
+        source: python-stdlib, a folder, a .txt or .jsonl file, or hf:NAME for a Hugging Face data set.
+        tokenizer: bpe to train one on the text, byte, or the folder of a pretrained tokenizer.
+        vocab_size: Vocabulary size of a trained BPE.
+        validation_share: Share of the documents that is held out for validation.
+        split_seed: Seed of the split.
+        out: Folder for shards. A subfolder is named after the options and the text.
     """
     config = DataConfig(
         source=source,
@@ -30,18 +30,8 @@ def run(
         split_seed=split_seed,
         folder=out,
     )
-    shards = prepare_shards(config, say=say)
+    shards = prepare_shards(config, log=log)
     for name, split in shards.manifest.splits.items():
-        console.print(
-            f"{name}: {split.documents:,} documents, {split.tokens:,} tokens, {split.bytes:,} bytes",
-            markup=False,
-            highlight=False,
-            soft_wrap=True,
-        )
-    console.print(
-        f"Shards: {shards.folder} (vocabulary {shards.tokenizer.vocab_size:,})",
-        markup=False,
-        highlight=False,
-        soft_wrap=True,
-    )
+        show(f"{name}: {split.documents:,} documents, {split.tokens:,} tokens, {split.bytes:,} bytes")
+    show(f"Shards: {shards.folder} (vocabulary {shards.tokenizer.vocab_size:,})")
     return 0

@@ -1,21 +1,21 @@
 """difftransformer upcycle."""
 
-import shlex
-import sys
 from pathlib import Path
 
 import torch
 
 from ..convert.llama import targets
-from ..convert.source import source_folder
-from ..convert.upcycle import measure_drift, upcycle_folder
+from ..convert.upcycle import upcycle_folder
 from ..data import Tokenizer, read_documents
 from ..errors import ConfigError
+from ..hub import measure_drift, source_folder
 from ..report import print_upcycling, write_upcycling
 from ..studies import load_recipe, upcycling_study
-from ..train import Interrupted
-from .console import console, say
+from .arguments import SET
+from .console import console, log, resumable, show
 from .progress import training_progress, watch_jobs
+
+ARGUMENTS = SET
 
 
 def run(
@@ -40,7 +40,6 @@ def run(
         tokens: How many tokens of it; 0 leaves the comparison out.
         head_norm: none; anything else is refused, since a headwise norm could not keep what the model computes.
         seed: Of what is drawn at random.
-        set: With --train, other values for keys of the recipe, such as training.steps=100.
     """
     if to is None and train is None:
         raise ConfigError(f"--to is missing; choose one of {', '.join(targets())}")
@@ -64,7 +63,7 @@ def run(
                     break
         done = upcycle_folder(source, out, to=kinds[0], head_norm=head_norm, seed=seed)
         for note in done.converted.notes:
-            say(note)
+            log(note)
         share = done.added_parameters / (done.parameters - done.added_parameters)
         print(
             f"{out}: {kinds[0]}, {done.parameters:,} parameters, {done.added_parameters:,} of them new ({share:+.1%})"
@@ -81,16 +80,9 @@ def run(
 
 def _study(model: str, out: Path, kinds: list[str], train: str, overrides: list[str]) -> int:
     recipe = load_recipe(train, overrides)
-    try:
-        with training_progress() as progress:
-            result = upcycling_study(recipe, model, out, to=kinds, watch=watch_jobs(progress), say=say)
-    except Interrupted:
-        again = shlex.join(["difftransformer", *sys.argv[1:]])
-        console.print(
-            f"Stopped; every run is saved. Go on with: {again}", markup=False, highlight=False, soft_wrap=True
-        )
-        return 130
+    with resumable("stopped; every run is saved"), training_progress() as progress:
+        result = upcycling_study(recipe, model, out, to=kinds, watch=watch_jobs(progress), say=log)
     figure = write_upcycling(result, out)
     print_upcycling(result, console)
-    console.print(f"Figure: {figure}\nResults: {out / 'results.json'}", markup=False, highlight=False, soft_wrap=True)
+    show(f"Figure: {figure}\nResults: {out / 'results.json'}")
     return 0

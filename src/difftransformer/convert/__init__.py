@@ -1,24 +1,8 @@
-"""Models from and to other layouts: folders of language models, and attention weights of modules that others released.
+"""Conversion of models from and to other layouts: folders of language models, and weights of public attention modules."""
 
-Names are resolved on first use, so that the table of layouts loads neither torch nor transformers.
-"""
-
-from .._lazy import lazy_names
-
-__getattr__, __dir__, __all__ = lazy_names(
-    __name__,
-    {
-        ".folder": ("Converted", "convert_folder"),
-        ".layouts": ("LAYOUTS", "Layout"),
-        ".microsoft": (
-            "load_microsoft_attention",
-            "load_microsoft_state",
-            "microsoft_attention_state",
-            "microsoft_state",
-        ),
-        ".motif": ("load_motif_attention", "motif_attention_state"),
-        ".source": ("source_folder",),
-        ".upcycle": ("Upcycled", "measure_drift", "upcycle_folder"),
-        ".phi4flash": ("load_phi4flash_attention", "phi4flash_attention_state"),
-    },
-)
+from .checkpoint_io import Converted, convert_folder
+from .microsoft import load_microsoft_attention, load_microsoft_state, microsoft_attention_state, microsoft_state
+from .motif import load_motif_attention, motif_attention_state
+from .phi4flash import load_phi4flash_attention, phi4flash_attention_state
+from .registry import LAYOUTS, Layout
+from .upcycle import Upcycled, upcycle_folder

@@ -1,8 +1,8 @@
-"""What attention weights of other modules share: sizes read off their shapes, and layers filled with converted tensors."""
+"""Helpers for the attention weights of other modules: sizes from shapes, and layers filled with converted tensors."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -12,16 +12,16 @@ from ..attention.differential import LAMBDA_VECTORS, Differential, DifferentialO
 from ..attention.differential import lambda_init as lambda_init_of
 from ..errors import CheckpointError, ConfigError, ShapeError
 from ..ops.problem import LOW_PRECISION
-from .plan import Shape
+from .conversion import Shape
 
 LayerT = TypeVar("LayerT", bound=Differential)
-THE_OTHERS = "the shapes of the others"  # what a lone attention's shapes are measured by
+THE_OTHERS = "the shapes of the others"  # what determines the shapes of an attention without a configuration
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Of one attention layer: M, H, G and D of the package's legend."""
+    """The sizes of one attention layer: M, H, G and D."""
 
     embed_dim: int
     num_heads: int
@@ -30,11 +30,11 @@ class Sizes:
 
 
 def quotient(state: Mapping[str, Tensor], name: str, width: int, what: str) -> int:
-    """How many groups of `width` rows a tensor has.
+    """Return the number of groups of `width` rows in a tensor.
 
     Raises:
-        CheckpointError: there is no such tensor.
-        ShapeError: its rows do not divide.
+        CheckpointError: There is no such tensor.
+        ShapeError: The number of rows is not a multiple of `width`.
     """
     rows = tensor_of(state, name).shape[0]
     if rows == 0 or rows % width:
@@ -43,10 +43,10 @@ def quotient(state: Mapping[str, Tensor], name: str, width: int, what: str) -> i
 
 
 def tensor_of(state: Mapping[str, Tensor], name: str) -> Tensor:
-    """A tensor of a state dict.
+    """Return a tensor of a state dict.
 
     Raises:
-        CheckpointError: there is none of this name.
+        CheckpointError: There is no such tensor.
     """
     if name not in state:
         raise CheckpointError(
@@ -56,11 +56,11 @@ def tensor_of(state: Mapping[str, Tensor], name: str) -> Tensor:
 
 
 def v1_sizes(state: Mapping[str, Tensor], *, prefix: str = "") -> Sizes:
-    """Sizes of a V1 module with a q_proj and a k_proj, whose lambda vectors are as wide as one map.
+    """Return the sizes of a V1 module with a q_proj and a k_proj; its lambda vectors are as wide as one map.
 
     Args:
         state: The module's tensors.
-        prefix: Of the lambdas' names.
+        prefix: Prefix of the names of the lambda vectors.
     """
     head_dim = tensor_of(state, prefix + LAMBDA_VECTORS[0]).shape[-1]
     return Sizes(
@@ -71,23 +71,26 @@ def v1_sizes(state: Mapping[str, Tensor], *, prefix: str = "") -> Sizes:
     )
 
 
-def v1_shapes(sizes: Sizes, *, output: str, biased: bool, state: Mapping[str, Tensor]) -> dict[str, Shape]:
-    """Names and shapes of a V1 module: q_proj, k_proj, v_proj, `output`, the lambdas and `subln.weight`.
+def v1_shapes(
+    sizes: Sizes, *, output: str, biased: bool, state: Mapping[str, Tensor], noise_heads: int | None = None
+) -> dict[str, Shape]:
+    """Return names and shapes of a V1 module: q_proj, k_proj, v_proj, `output`, the lambdas and `subln.weight`.
 
     Args:
-        sizes: Of the layer.
+        sizes: Sizes of the layer.
         output: Name of the output projection.
-        biased: Whether projections may have a bias; those that `state` has are expected.
+        biased: Whether projections may have a bias; the biases in `state` are expected.
         state: The module's tensors.
+        noise_heads: Queries of the second map; None means one for each head.
     """
-    heads, keys, width = sizes.num_heads, sizes.num_key_value_heads, 2 * sizes.head_dim
-    rows = {"q_proj": heads * width, "k_proj": keys * width, "v_proj": keys * width, output: sizes.embed_dim}
-    shapes: dict[str, Shape] = {
-        f"{name}.weight": (count, heads * width if name == output else sizes.embed_dim) for name, count in rows.items()
-    }
+    heads, keys = sizes.num_heads, 2 * sizes.num_key_value_heads * sizes.head_dim
+    queries = (heads + (noise_heads or heads)) * sizes.head_dim
+    rows = {"q_proj": queries, "k_proj": keys, "v_proj": keys, output: sizes.embed_dim}
+    shapes: dict[str, Shape] = {f"{name}.weight": (count, sizes.embed_dim) for name, count in rows.items()}
+    shapes[f"{output}.weight"] = (sizes.embed_dim, 2 * heads * sizes.head_dim)
     if biased:
         shapes |= {f"{name}.bias": (count,) for name, count in rows.items() if f"{name}.bias" in state}
-    return shapes | dict.fromkeys(LAMBDA_VECTORS, (sizes.head_dim,)) | {"subln.weight": (width,)}
+    return shapes | dict.fromkeys(LAMBDA_VECTORS, (sizes.head_dim,)) | {"subln.weight": (2 * sizes.head_dim,)}
 
 
 def v1_layer(
@@ -99,26 +102,24 @@ def v1_layer(
     options: DifferentialOptions | None = None,
     backend: str = "auto",
 ) -> DifferentialAttention:
-    """A V1 layer that holds copies of tensors by our names, biases included; `head_norm.weight` may be absent."""
+    """Make a V1 layer with copies of tensors under our names, biases included; `head_norm.weight` may be absent."""
     options = options or DifferentialOptions()
     if "head_norm.weight" not in state:
         options = DifferentialOptions(head_norm="plain").over(options)
+    arguments = {"layer_index": layer_index, "head_norm_eps": head_norm_eps, "backend": backend, "options": options}
+    return make_layer(DifferentialAttention, sizes, state, **arguments)
+
+
+def make_layer(kind: type[LayerT], sizes: Sizes, state: Mapping[str, Tensor], **arguments: Any) -> LayerT:
+    """Make a layer with copies of the tensors; a projection gets a bias if the state has one, and lambda stays fp32."""
     with torch.device("meta"):
-        layer = DifferentialAttention(
+        layer = kind(
             sizes.embed_dim,
             sizes.num_heads,
             num_key_value_heads=sizes.num_key_value_heads,
             head_dim=sizes.head_dim,
-            layer_index=layer_index,
-            head_norm_eps=head_norm_eps,
-            backend=backend,
-            options=options,
+            **arguments,
         )
-    return filled(layer, state)
-
-
-def filled(layer: LayerT, state: Mapping[str, Tensor]) -> LayerT:
-    """The layer with copies of these tensors; projections get a bias where the state has one, lambda stays fp32."""
     tensors = {}
     for name, tensor in state.items():
         wide = name.startswith("lambda_") and not name.startswith("lambda_proj") and tensor.dtype in LOW_PRECISION
@@ -134,32 +135,27 @@ def filled(layer: LayerT, state: Mapping[str, Tensor]) -> LayerT:
 def refuse_other_than_v1(
     layer: Differential, target: str, *, eps: float | None, init: float | None = None, shared_noise: bool = False
 ) -> RMSNorm:
-    """Refuse a layer that no V1 module of others can hold, and return its headwise norm.
+    """Check that a V1 module of another project can hold a layer, and return the layer's headwise norm.
 
     Args:
         layer: The layer.
-        target: The layout's name, for messages.
-        eps: eps of their headwise norm; None takes any.
-        init: Their lambda_init for this layer; None means the paper's schedule.
+        target: Name of the layout, for messages.
+        eps: eps of the module's headwise norm; None accepts any.
+        init: lambda_init of the module for this layer; None means the paper's schedule.
         shared_noise: Whether heads may share a noise head.
 
     Raises:
-        ConfigError: the field, its value and the expected one are named.
+        ConfigError: The module cannot hold the layer; the message names the field, its value and the expected one.
     """
-    options, layout, norm = layer.options, layer.layout, layer.head_norm
+    layout, norm = layer.layout, layer.head_norm
     expected = lambda_init_of(layer.layer_index) if init is None else init
     if not shared_noise and layout.heads_per_second_map > 1:
         raise ConfigError(
             f"num_noise_heads={layout.query_groups}: {target} has V1 attention; expected as many as num_heads="
             f"{layout.num_heads}"
         )
-    for field, value, possible in (
-        ("lambda_form", options.lambda_form, "layer"),
-        ("shared_key", bool(options.shared_key), False),
-        ("value_head_dim", layout.value_head_dim, 2 * layout.head_dim),
-    ):
-        if value != possible:
-            raise ConfigError(f"{field}={value!r}: {target} has V1 attention; expected {field}={possible!r}")
+    possible = {"lambda_form": "layer", "shared_key": False, "value_head_dim": 2 * layout.head_dim}
+    refuse_fields(layer, f"{target} has V1 attention", possible)
     if norm is None:
         raise ConfigError(f"head_norm='none': {target} always normalises heads; expected head_norm='gain' or 'plain'")
     if eps is not None and norm.eps != eps:
@@ -172,8 +168,18 @@ def refuse_other_than_v1(
     return norm
 
 
+def refuse_fields(layer: Differential, reason: str, possible: Mapping[str, object]) -> None:
+    """Raise a ConfigError if an option of the layer or a field of its layout has another value than the possible one."""
+    for field, expected in possible.items():
+        value = getattr(layer.layout if field == "value_head_dim" else layer.options, field)
+        if field == "shared_key":
+            value = bool(value)
+        if value != expected:
+            raise ConfigError(f"{field}={value!r}: {reason}; expected {field}={expected!r}")
+
+
 def v1_own_tensors(layer: Differential, norm: RMSNorm) -> dict[str, Tensor]:
-    """The lambdas, and `subln.weight`: the gain, or ones where there is none, which is the same function."""
+    """Return the lambdas, and `subln.weight`: the gain, or ones if there is none, which is the same function."""
     own = {name: getattr(layer, name).detach() for name in LAMBDA_VECTORS}
     gain = norm.weight
     width, like = norm.dim, layer.o_proj.weight

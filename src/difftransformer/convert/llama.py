@@ -26,8 +26,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTr
 from ..attention import PlainLayer, variant, variants
 from ..errors import ConfigError
 from ..model import DiffTransformerConfig, DiffTransformerForCausalLM
+from .conversion import Conversion, Read, Shape, shapes_of
 from .diffllama import SHARED_FIELDS, TIES
-from .plan import Plan, Read, Shape
 
 CLASSES: dict[str, type[PreTrainedConfig]] = {"llama": LlamaConfig, "mistral": MistralConfig}
 MUST_BE = {"attention_bias": False, "mlp_bias": False, "partial_rotary_factor": 1.0}
@@ -45,8 +45,8 @@ def from_llama(
     head_norm: str | None = None,
     seed: int = 0,
     **options: Any,
-) -> Plan:
-    """Plan for a Llama or Mistral.
+) -> Conversion:
+    """Describe the conversion of a Llama or Mistral.
 
     Args:
         config: The source's configuration.
@@ -84,10 +84,12 @@ def from_llama(
     ours = DiffTransformerConfig(**fields, architectures=["DiffTransformerForCausalLM"], dtype=config.dtype)
     ties = TIES if config.tie_word_embeddings else {}
     with torch.device("meta"):
-        needs = _shapes(AutoModelForCausalLM.from_config(config, attn_implementation="eager"))
-        wanted = _shapes(DiffTransformerForCausalLM(ours))
+        needs = shapes_of(AutoModelForCausalLM.from_config(config, attn_implementation="eager").state_dict())
+        wanted = shapes_of(DiffTransformerForCausalLM(ours).state_dict())
     makes = {name: _make(name, shape, ours, seed) for name, shape in wanted.items() if name not in ties}
-    return Plan(config=json.loads(ours.to_json_string()), needs=needs, ties=ties, makes=makes, notes=_notes(config))
+    return Conversion(
+        config=json.loads(ours.to_json_string()), needs=needs, ties=ties, makes=makes, notes=_notes(config)
+    )
 
 
 def _make(name: str, shape: Shape, config: DiffTransformerConfig, seed: int) -> Callable[[Read], Tensor]:
@@ -109,10 +111,6 @@ def _make(name: str, shape: Shape, config: DiffTransformerConfig, seed: int) -> 
 def _normal(shape: Shape, std: float, name: str, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
     return torch.randn(shape, generator=generator) * std
-
-
-def _shapes(model: torch.nn.Module) -> dict[str, Shape]:
-    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
 
 
 def _notes(config: PreTrainedConfig) -> tuple[str, ...]:

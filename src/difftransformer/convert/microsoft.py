@@ -1,11 +1,11 @@
 """Attention modules of microsoft/unilm, folder Diff-Transformer: V1 (`multihead_diffattn.py`, `multihead_flashdiff_1.py`,
 `multihead_flashdiff_2.py`) and V2 (`Diff-Transformer-V2/multihead_flashdiffv2.py`).
 
-They release modules and no checkpoint format, so these are functions on state dicts. Their heads pair as ours do, head i
-with its neighbour; their rotary embedding is interleaved and ours half-split, so rows of q_proj and k_proj are reordered.
+Microsoft released modules but no checkpoint format, so these functions convert state dicts. Heads pair with their neighbours
+as ours do. Microsoft's rotary embedding is interleaved and ours half-split, so the rows of q_proj and k_proj are reordered.
 
 V1: q_proj, k_proj, v_proj, out_proj, lambda_{q1,k1,q2,k2}, subln.weight; eps 1e-5; head_dim = embed_dim / (2 num_heads).
-    Modules of before 25 October 2024 have no subln.weight; they are read as head_norm="plain".
+    Modules from before 25 October 2024 have no subln.weight; they are read as head_norm="plain".
 V2: q_proj (2 queries a head), k_proj, v_proj, o_proj, lambda_proj.
 """
 
@@ -18,11 +18,14 @@ from ..attention import DifferentialAttention, DifferentialAttentionV2
 from ..attention.differential import HEAD_NORM_EPS, LAMBDA_VECTORS, Differential
 from ..errors import ConfigError
 from ..model import DiffTransformerConfig, DiffTransformerForCausalLM
+from .conversion import Shape, check_tensors, shapes_of
 from .layers import (
+    PROJECTIONS,
     THE_OTHERS,
     Sizes,
-    filled,
+    make_layer,
     quotient,
+    refuse_fields,
     refuse_other_than_v1,
     tensor_of,
     v1_layer,
@@ -30,23 +33,22 @@ from .layers import (
     v1_shapes,
     v1_sizes,
 )
-from .plan import Shape, check_tensors
-from .rows import half_split, interleaved
+from .permute import half_split, interleaved
 
 TARGET = "Microsoft's module"
 
 
 def microsoft_attention_state(layer: Differential) -> dict[str, Tensor]:
-    """The state dict of Microsoft's module that computes what this layer does.
+    """Return the state dict of a Microsoft module that computes the same as a layer.
 
     Args:
         layer: A V1 or a V2 layer.
 
     Returns:
-        Tensors by their names: V2's if lambda is projected, else V1's.
+        Tensors under Microsoft's names: those of V2 if lambda is projected, else those of V1.
 
     Raises:
-        ConfigError: neither module can express the layer; the field, its value and the expected one are named.
+        ConfigError: Neither module can express the layer; the message names the field, its value and the expected one.
     """
     if layer.options.lambda_form != "token":
         heads = layer.layout.num_heads
@@ -61,22 +63,22 @@ def microsoft_attention_state(layer: Differential) -> dict[str, Tensor]:
 def load_microsoft_attention(
     state: Mapping[str, Tensor], *, layer_index: int, backend: str = "auto"
 ) -> DifferentialAttention | DifferentialAttentionV2:
-    """A layer that computes what Microsoft's module with this state dict does. Sizes are read off the shapes.
+    """Make a layer that computes the same as Microsoft's module with this state dict. Sizes follow from the shapes.
 
     Args:
-        state: The module's tensors, V2's if `lambda_proj.weight` is among them.
-        layer_index: Their `depth`, from 0; V1's lambda_init depends on it.
+        state: The module's tensors; with `lambda_proj.weight` it is a V2 module.
+        layer_index: Microsoft's `depth`, from 0; V1's lambda_init depends on it.
         backend: The op's backend, or "auto".
 
     Raises:
-        CheckpointError: a tensor is missing, or there are more.
-        ShapeError: a shape contradicts the others.
+        CheckpointError: A tensor is missing, or there is one too many.
+        ShapeError: A shape contradicts the others.
     """
     if "lambda_proj.weight" in state:
         return _load_v2(state, layer_index, backend)
     sizes = v1_sizes(state)
     shapes = v1_shapes(sizes, output="out_proj", biased=False, state=state)
-    check_tensors(_shapes_of(state), shapes, optional=("subln.weight",), by=THE_OTHERS)
+    check_tensors(shapes_of(state), shapes, optional=("subln.weight",), by=THE_OTHERS)
     ours = {name: state[name] for name in ("v_proj.weight", *LAMBDA_VECTORS)}
     ours |= _half_split_projections(state, sizes.head_dim) | {"o_proj.weight": state["out_proj.weight"]}
     if "subln.weight" in state:
@@ -85,31 +87,31 @@ def load_microsoft_attention(
 
 
 def microsoft_state(model: DiffTransformerForCausalLM) -> dict[str, Tensor]:
-    """A whole model's tensors, with Microsoft's attention tensors in the place of ours; all else keeps its name."""
+    """Return the tensors of a whole model with Microsoft's attention tensors instead of ours; the others keep their names."""
     return _whole_state(model, microsoft_attention_state)
 
 
 def load_microsoft_state(state: Mapping[str, Tensor], config: DiffTransformerConfig) -> DiffTransformerForCausalLM:
-    """A model from tensors named as `microsoft_state` names them.
+    """Make a model from tensors named as in `microsoft_state`.
 
     Args:
-        state: All tensors; lm_head.weight may be absent where embeddings are tied.
-        config: Of the model; its attention fields must describe what the tensors hold.
+        state: All tensors; lm_head.weight may be absent if embeddings are tied.
+        config: The configuration; its attention fields must describe the tensors.
 
     Returns:
         The model in eval mode, in the dtype of the embedding.
 
     Raises:
-        ConfigError: Microsoft's module cannot be what the configuration describes.
-        CheckpointError: a tensor is missing, or there are more.
-        ShapeError: a shape is not the configuration's.
+        ConfigError: Microsoft's module cannot express the configuration.
+        CheckpointError: A tensor is missing, or there is one too many.
+        ShapeError: A shape contradicts the configuration.
     """
     with torch.device("meta"):
-        expected = _shapes_of(_whole_state(DiffTransformerForCausalLM(config), _state))
-    if config.head_norm == "plain":  # a gain would have no place; its absence is what plain means
+        expected = shapes_of(_whole_state(DiffTransformerForCausalLM(config), _state))
+    if config.head_norm == "plain":  # a plain norm has no gain
         expected = {name: shape for name, shape in expected.items() if not name.endswith(".subln.weight")}
     check_tensors(
-        _shapes_of(state),
+        shapes_of(state),
         expected,
         optional=("lm_head.weight",) if config.tie_word_embeddings else (),
         by="the configuration",
@@ -140,10 +142,11 @@ def _whole_state(
 
 
 def _state(layer: Differential) -> dict[str, Tensor]:
-    """Their tensors for a layer of any head_dim: a state dict tells it by its shapes, their V1 class alone fixes it."""
+    """Return Microsoft's tensors for a layer of any head_dim; only their V1 class fixes head_dim, not a state dict."""
     _refuse_biases(layer)
     if layer.options.lambda_form == "token":
-        _refuse_other_than_v2(layer)
+        possible = {"head_norm": "none", "shared_key": True, "value_head_dim": layer.layout.head_dim}
+        refuse_fields(layer, f"{TARGET} with a projected lambda is V2", possible)
         output, own = "o_proj", {"lambda_proj.weight": layer.lambda_proj.weight.detach()}
     else:
         norm = refuse_other_than_v1(layer, TARGET, eps=HEAD_NORM_EPS)
@@ -175,40 +178,16 @@ def _load_v2(state: Mapping[str, Tensor], layer_index: int, backend: str) -> Dif
         "o_proj.weight": (sizes.embed_dim, heads * head_dim),
         "lambda_proj.weight": (heads, sizes.embed_dim),
     }
-    check_tensors(_shapes_of(state), shapes, by=THE_OTHERS)
-    with torch.device("meta"):
-        layer = DifferentialAttentionV2(
-            sizes.embed_dim,
-            heads,
-            num_key_value_heads=sizes.num_key_value_heads,
-            head_dim=head_dim,
-            layer_index=layer_index,
-            backend=backend,
-        )
-    return filled(layer, dict(state) | _half_split_projections(state, head_dim))
+    check_tensors(shapes_of(state), shapes, by=THE_OTHERS)
+    ours = dict(state) | _half_split_projections(state, head_dim)
+    return make_layer(DifferentialAttentionV2, sizes, ours, layer_index=layer_index, backend=backend)
 
 
 def _half_split_projections(state: Mapping[str, Tensor], head_dim: int) -> dict[str, Tensor]:
     return {name: half_split(state[name], head_dim) for name in ("q_proj.weight", "k_proj.weight")}
 
 
-def _shapes_of(state: Mapping[str, Tensor]) -> dict[str, Shape]:
-    return {name: tuple(tensor.shape) for name, tensor in state.items()}
-
-
 def _refuse_biases(layer: Differential) -> None:
-    for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+    for name in PROJECTIONS:
         if getattr(layer, name).bias is not None:
             raise ConfigError(f"{name}.bias: {TARGET} has projections without bias; expected none")
-
-
-def _refuse_other_than_v2(layer: Differential) -> None:
-    for field, value, possible in (
-        ("head_norm", layer.options.head_norm, "none"),
-        ("shared_key", bool(layer.options.shared_key), True),
-        ("value_head_dim", layer.layout.value_head_dim, layer.layout.head_dim),
-    ):
-        if value != possible:
-            raise ConfigError(
-                f"{field}={value!r}: {TARGET} with a projected lambda is V2; expected {field}={possible!r}"
-            )

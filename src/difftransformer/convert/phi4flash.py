@@ -3,9 +3,9 @@
 
 Names below `model.layers.N.attn.`: Wqkv.{weight,bias} (rows of q, then k, then v), out_proj.{weight,bias},
 inner_cross_attn.lambda_{q1,k1,q2,k2}, inner_cross_attn.subln.weight. Heads pair with their neighbours, as ours do, and eps is
-1e-5. There is no rotary embedding: call the layer without position_embeddings. Where config.json gives the layer a sliding
-window, pass it as `window`. The model's other layers (Mamba, gated memory) are nothing that this package has, so a whole
-model does not convert.
+1e-5. There is no rotary embedding: call the layer without position_embeddings. If config.json gives the layer a sliding
+window, pass it as `window`. The package lacks the model's other layers (Mamba, gated memory), so a whole model does not
+convert.
 """
 
 from collections.abc import Mapping
@@ -16,8 +16,8 @@ from torch import Tensor
 from ..attention import DifferentialAttention
 from ..attention.differential import HEAD_NORM_EPS, LAMBDA_VECTORS, Differential
 from ..errors import ConfigError, ShapeError
+from .conversion import Shape, check_tensors, shapes_of
 from .layers import THE_OTHERS, Sizes, refuse_other_than_v1, tensor_of, v1_layer, v1_own_tensors
-from .plan import Shape, check_tensors
 
 INNER = "inner_cross_attn."
 
@@ -25,16 +25,16 @@ INNER = "inner_cross_attn."
 def load_phi4flash_attention(
     state: Mapping[str, Tensor], *, layer_index: int, backend: str = "auto"
 ) -> DifferentialAttention:
-    """A layer that computes what Phi-4-mini-flash's attention with these tensors does, biases included.
+    """Make a layer that computes the same as Phi-4-mini-flash's attention with these tensors, biases included.
 
     Args:
-        state: Tensors by their names, without the layer's prefix.
-        layer_index: Place in the whole model, from 0, other kinds of layers counted.
+        state: Tensors under that model's names, without the layer's prefix.
+        layer_index: Place in the whole model, from 0; other kinds of layers count too.
         backend: The op's backend, or "auto".
 
     Raises:
-        CheckpointError: a tensor is missing, or there are more.
-        ShapeError: a shape contradicts the others, or the layer has no keys of its own.
+        CheckpointError: A tensor is missing, or there is one too many.
+        ShapeError: A shape contradicts the others, or the layer has no keys of its own.
     """
     sizes = _sizes(state)
     queries, keys = 2 * sizes.num_heads * sizes.head_dim, 2 * sizes.num_key_value_heads * sizes.head_dim
@@ -46,12 +46,7 @@ def load_phi4flash_attention(
         INNER + "subln.weight": (2 * sizes.head_dim,),
         **{INNER + name: (sizes.head_dim,) for name in LAMBDA_VECTORS},
     }
-    check_tensors(
-        {name: tuple(tensor.shape) for name, tensor in state.items()},
-        shapes,
-        optional=("Wqkv.bias", "out_proj.bias"),
-        by=THE_OTHERS,
-    )
+    check_tensors(shapes_of(state), shapes, optional=("Wqkv.bias", "out_proj.bias"), by=THE_OTHERS)
     ours = {name: state[INNER + name] for name in LAMBDA_VECTORS}
     ours["head_norm.weight"] = state[INNER + "subln.weight"]
     for kind in ("weight", "bias"):
@@ -64,12 +59,12 @@ def load_phi4flash_attention(
 
 
 def phi4flash_attention_state(layer: Differential) -> dict[str, Tensor]:
-    """The tensors with which Phi-4-mini-flash's attention computes what this layer does without rotary embedding.
+    """Return the tensors with which Phi-4-mini-flash's attention computes the same as a layer without rotary embedding.
 
-    Its projections always have a bias: zeros where the layer has none.
+    Its projections always have a bias, which is zero if the layer has none.
 
     Raises:
-        ConfigError: their attention cannot express the layer; the field, its value and the expected one are named.
+        ConfigError: That attention cannot express the layer; the message names the field, its value and the expected one.
     """
     norm = refuse_other_than_v1(layer, "Phi-4-mini-flash", eps=HEAD_NORM_EPS)
     width = 2 * layer.layout.num_heads * layer.layout.head_dim

@@ -1,4 +1,4 @@
-"""Public data sets by name, through the `datasets` library. Nothing of a set is run."""
+"""Public data sets by name, through the `datasets` library. No code of a data set is run."""
 
 import logging
 from collections.abc import Iterator
@@ -8,24 +8,24 @@ from typing import Any
 from ..errors import DataError
 
 CONVERTED = "refs/convert/parquet"
-"""The hub's own conversion of a set to Parquet, for sets that are published as a script: scripts are not run."""
+"""Branch with the hub's conversion to Parquet, for sets that are published as a script. Scripts are not run."""
 
 
 def load_set(
     name: str, hub_name: str, *, config: str | None, split: str, revision: str | None = None, otherwise: str = ""
 ) -> Any:
-    """One split of a set, as `datasets` gives it.
+    """Load a split of a data set with `datasets`.
 
     Args:
-        name: What the user asked for, for messages.
-        hub_name: Its name on the Hugging Face hub.
-        config: Its configuration, where it has several.
-        split: Which part.
-        revision: A branch of it.
-        otherwise: What else the user can do, as a message goes on with it: ", or ...".
+        name: Name that the user gave, for messages.
+        hub_name: Name of the set on the Hugging Face hub.
+        config: Configuration, for a set that has several.
+        split: Name of the split.
+        revision: Branch of the set.
+        otherwise: End of error messages, which names an alternative: ", or ...".
 
     Raises:
-        DataError: the library is missing, or cannot load the set.
+        DataError: The library is missing or cannot load the set.
     """
     try:
         import datasets
@@ -36,7 +36,7 @@ def load_set(
     try:
         with _quietly():
             return datasets.load_dataset(hub_name, config, split=split, revision=revision)
-    except Exception as error:  # datasets raises many kinds: of its own, of the hub's client, of the network
+    except Exception as error:  # datasets raises its own errors, those of the hub's client and those of the network
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise DataError(
             f"{name}: datasets cannot load {hub_name} ({reason}); check name, configuration, split and network{otherwise}"
@@ -45,7 +45,7 @@ def load_set(
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Without a warning for each time that the hub's client tries again: what matters is said at the end, on one line."""
+    """Silence the warnings of the hub's client about retries. The final error is reported once."""
     logger = logging.getLogger("huggingface_hub")
     before = logger.level
     logger.setLevel(logging.ERROR)

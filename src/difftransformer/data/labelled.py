@@ -1,8 +1,8 @@
-"""Labelled examples for classification: public sets by name, or a user's own files.
+"""Labelled examples for classification, from public sets or a user's files.
 
-The public sets are those of many-shot in-context learning (arXiv:2410.05258 section 3.4 with the label words of Bertsch et al.,
-arXiv:2405.00200): questions by the type of their answer (TREC, 6 coarse and 50 fine types), and requests to a bank or an
-assistant by intent (Banking77, CLINC150 without its out-of-scope class).
+The public sets are those of many-shot in-context learning in arXiv:2410.05258 section 3.4, with the label words of Bertsch et
+al. (arXiv:2405.00200). TREC labels questions by the type of the answer (6 coarse and 50 fine types). Banking77 and CLINC150,
+without its out-of-scope class, label requests to a bank or an assistant by intent.
 """
 
 import csv
@@ -18,52 +18,31 @@ from typing import Any
 
 from ..errors import DataError
 from .hub import CONVERTED, load_set
-from .records import jsonl_rows, text_field
-from .text import _read_text
+from .records import jsonl_rows, read_text, text_field
 
 FOLDER_VARIABLE = "DIFFTRANSFORMER_DATA"
 _FIELDS = ("text", "label")
 TEST_SHARE = 0.2
-"""Of a single file's texts, those kept for testing."""
+"""Share of the texts of a single file that are used for testing."""
 
 OUT_OF_SCOPE = "oos"
-"""CLINC150's class of what belongs to none of its 150 intents: left out, as in the paper's 150 classes."""
+"""CLINC150's class of requests without one of its 150 intents, which the paper leaves out too."""
 
 TREC_WORDS = {
-    "ABBR": "abbreviation",
-    "ENTY": "entity",
-    "DESC": "description",
-    "HUM": "human",
-    "LOC": "location",
-    "NUM": "numeric",
-}
+    "ABBR": "abbreviation", "ENTY": "entity", "DESC": "description", "HUM": "human", "LOC": "location", "NUM": "numeric",
+}  # fmt: skip
 TREC_FINE_WORDS = {
-    "abb": "abbreviation",
-    "exp": "expression",
-    "cremat": "creation",
-    "dismed": "disease",
-    "instru": "instrument",
-    "lang": "language",
-    "techmeth": "technique",
-    "termeq": "term",
-    "veh": "vehicle",
-    "def": "definition",
-    "desc": "description",
-    "gr": "group",
-    "ind": "individual",
-    "mount": "mountain",
-    "dist": "distance",
-    "ord": "order",
-    "perc": "percent",
-    "temp": "temperature",
-    "volsize": "size",
-}
-"""Fine types that are not words already."""
+    "abb": "abbreviation", "exp": "expression", "cremat": "creation", "dismed": "disease", "instru": "instrument",
+    "lang": "language", "techmeth": "technique", "termeq": "term", "veh": "vehicle", "def": "definition",
+    "desc": "description", "gr": "group", "ind": "individual", "mount": "mountain", "dist": "distance", "ord": "order",
+    "perc": "percent", "temp": "temperature", "volsize": "size",
+}  # fmt: skip
+"""Words for the fine types that are abbreviations."""
 
 
 @dataclass(frozen=True)
 class Example:
-    """A text and the label that belongs to it."""
+    """A text and its label."""
 
     text: str
     label: str
@@ -71,15 +50,15 @@ class Example:
 
 @dataclass(frozen=True, kw_only=True)
 class LabelledSet:
-    """Examples to show and examples to ask about. Every label of the second occurs in the first.
+    """Training and test examples. Every test label occurs in the training examples.
 
     Args:
-        name: What it is, for the result.
-        train: To show.
-        test: To ask about.
+        name: Name of the set, for results.
+        train: Examples that serve as demonstrations.
+        test: Examples to classify.
 
     Raises:
-        DataError: a part is empty, or a label occurs in `test` alone.
+        DataError: One part is empty, or a label occurs only in `test`.
     """
 
     name: str
@@ -100,13 +79,13 @@ class LabelledSet:
 
     @cached_property
     def labels(self) -> tuple[str, ...]:
-        """All labels, sorted."""
+        """The sorted labels."""
         return tuple(sorted({example.label for example in self.train}))
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Public:
-    """Where a public set is: files below a folder and their reader, or a name of the datasets library."""
+    """Location of a public set: files in a folder with their reader, and a name for the datasets library."""
 
     train_file: str
     test_file: str
@@ -119,14 +98,14 @@ class _Public:
 
 
 def read_labelled(name: str, folder: str | None = None) -> LabelledSet:
-    """A public set, from a folder or, where the folder has it not, through the `datasets` library.
+    """Read a public set from a folder, or from the `datasets` library if the folder does not hold it.
 
     Args:
         name: One of `LABELLED_SETS`.
-        folder: Holds trec/, banking77/ or clinc150/ with the files as their authors publish them.
+        folder: Folder with trec/, banking77/ or clinc150/, which hold the files as published.
 
     Raises:
-        DataError: the set is in neither place, or damaged.
+        DataError: The set is in neither place, or is damaged.
     """
     public = LABELLED_SETS[name]
     if folder is not None and not Path(folder).is_dir():
@@ -140,15 +119,16 @@ def read_labelled(name: str, folder: str | None = None) -> LabelledSet:
 
 
 def read_labelled_files(train_file: str, test_file: str | None = None, *, seed: int = 0) -> LabelledSet:
-    """A user's examples: CSV with a header, or JSONL, each row with `text` and `label`.
+    """Read a user's examples from CSV files with a header or JSONL files, whose rows have `text` and `label`.
 
     Args:
-        train_file: To show; without a test file it is split by a hash of (seed, text), so that equal texts keep together.
-        test_file: To ask about.
-        seed: Of the split.
+        train_file: Training examples. Without a test file it is split by a hash of (seed, text), which keeps equal texts
+            together.
+        test_file: Test examples.
+        seed: Seed of the split.
 
     Raises:
-        DataError: a file is missing, empty, not UTF-8, not of this form, or its labels cannot be told apart on a line.
+        DataError: A file is missing, empty, not UTF-8 or of another form, or a label has several lines.
     """
     train, name = _read_rows(Path(train_file)), Path(train_file).name
     if test_file is not None:
@@ -170,7 +150,7 @@ def _read_rows(path: Path) -> list[Example]:
     for number, row in readers[path.suffix](path):
         text, label = (text_field(row, field, f"{path}: line {number}").strip() for field in _FIELDS)
         if "\n" in label:
-            raise DataError(f"{path}: line {number} ends a label of several lines, {label!r}; write it on one")
+            raise DataError(f"{path}: line {number} ends a label of several lines, {label!r}; write it on one line")
         examples.append(Example(text, label))
     if not examples:
         raise DataError(f"{path}: no examples; give rows with a text and a label")
@@ -178,7 +158,7 @@ def _read_rows(path: Path) -> list[Example]:
 
 
 def _csv_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    reader = csv.DictReader(io.StringIO(_read_text(path), newline=""))
+    reader = csv.DictReader(io.StringIO(read_text(path), newline=""))
     for row in reader:
         yield reader.line_num, row
 
@@ -207,13 +187,11 @@ def _read_hub(name: str, public: _Public, split: str, folder: str | None) -> tup
         names = map(rows.features[public.hub_column].int2str, rows[public.hub_column])
         return _examples(zip(map(str.strip, rows["text"]), names, strict=True), public)
     except (KeyError, ValueError, AttributeError, TypeError) as error:
-        raise DataError(
-            f"{name}: {public.hub_name} is not in the form that is known here ({error}){elsewhere}"
-        ) from None
+        raise DataError(f"{name}: {public.hub_name} has another form than expected ({error}){elsewhere}") from None
 
 
 def _read_trec(path: Path, split: str) -> list[tuple[str, str]]:
-    """Lines "COARSE:fine question" in latin-1."""
+    """Read lines of the form "COARSE:fine question" in Latin-1."""
     lines = path.read_bytes().decode("latin-1").split("\n")
     rows = [line.split(" ", 1) for line in lines if line.strip()]
     return [(text.strip(), label) for label, text in rows]
@@ -225,7 +203,7 @@ def _read_banking(path: Path, split: str) -> list[tuple[str, str]]:
 
 
 def _read_clinc(path: Path, split: str) -> list[tuple[str, str]]:
-    """One JSON object of splits; the out-of-scope ones are apart."""
+    """Read a JSON object of splits, in which the out-of-scope examples are separate."""
     return [(text, label) for text, label in json.loads(path.read_bytes())[split]]
 
 
@@ -276,4 +254,4 @@ LABELLED_SETS = {
         words=_spaced,
     ),
 }
-"""The public sets. The hub's scripts are not run: its own conversion to Parquet is read."""
+"""The public sets. For sets with a script the hub's conversion to Parquet is read."""

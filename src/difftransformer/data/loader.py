@@ -1,9 +1,9 @@
-"""A deterministic loader: the batch of a step is a pure function of (data, settings, seed, step).
+"""A deterministic loader: the batch of a step is a pure function of data, settings, seed and step.
 
-Nothing but the step has to be saved to go on exactly, and w ranks together see the rows of one process. Plain rows are
-windows of the token stream: for each epoch the stream is cut into non-overlapping windows at a random shift, and the
-windows are taken in a random order, each once. Retrieval rows are needle documents (`needles`), drawn afresh from the
-seed, and take the places in the sequence that a stated share gives them, evenly spread.
+To resume exactly, only the step has to be saved. Several ranks together see the same rows as one process. Plain rows are
+windows of the token stream. In each epoch the stream is cut into non-overlapping windows at a random shift, and each window is
+read once, in random order. Retrieval rows are needle documents (`needles`), which are drawn from the seed and spread evenly
+over the sequence of rows according to their share.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,21 +18,21 @@ import numpy.typing as npt
 import torch
 
 from ..errors import ConfigError, DataError
-from .needles import CITIES_SEEN, NeedleFormat, check_needles, needle_document_tokens, training_document
+from .needles import CITIES_SEEN, RetrievalMix, needle_document_tokens, training_document
 from .shards import Shards, Split
 
-# First word of every seed sequence: what the random numbers are for.
+# The first word of a seed sequence tells what the random numbers are for.
 _FOR_EPOCH, _FOR_RETRIEVAL = 1, 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """Rows of T + 1 tokens, seen as inputs and their next tokens.
+    """Rows of T + 1 tokens, split into inputs and targets.
 
     Attributes:
         input_ids: (B, T) int64.
-        targets: (B, T) int64; targets[:, t] follows input_ids[:, t], so nothing is left to shift.
-        is_retrieval: (B,) bool, the rows that are needle documents.
+        targets: (B, T) int64. targets[:, t] follows input_ids[:, t], so they are already shifted.
+        is_retrieval: (B,) bool. True for rows that are needle documents.
     """
 
     input_ids: torch.Tensor
@@ -40,53 +40,24 @@ class Batch:
     is_retrieval: torch.Tensor
 
 
-@dataclass(frozen=True, kw_only=True)
-class RetrievalMix:
-    """What share of training rows are needle documents, and what these are made of.
-
-    Attributes:
-        share: of all rows, 0 to 1.
-        min_needles: fewest needles in a document.
-        max_needles: most needles in a document; fewer where the context holds fewer.
-        asks: most questions at the end of a document that is not dense.
-        digits: digits of a number, 1 to 9.
-        dense: share of the documents that fill all their room with questions.
-        terse: share of the documents whose needle sentences are shortened at random, down to city and number alone.
-    """
-
-    share: float
-    min_needles: int = 1
-    max_needles: int = 4
-    asks: int = 4
-    digits: int = 7
-    dense: float = 0.0
-    terse: float = 0.0
-
-    def __post_init__(self) -> None:
-        for name in ("share", "dense", "terse"):
-            if not 0.0 <= getattr(self, name) <= 1.0:
-                raise ConfigError(f"retrieval {name} is {getattr(self, name)}; it must lie between 0 and 1")
-        NeedleFormat(digits=self.digits)
-        check_needles(min_needles=self.min_needles, max_needles=self.max_needles, asks=self.asks, cities=CITIES_SEEN)
-
-
 class Loader:
     """An endless iterator over batches, with random access: `batch(step)`.
 
     Args:
-        shards: the data.
-        split: which split to read.
-        batch_tokens: tokens of one step over all ranks; a multiple of every context.
-        context_stages: (first step, context in tokens), ascending, the first at step 0: shorter contexts first make
+        shards: Shards to read.
+        split: Split to read.
+        batch_tokens: Tokens of a step over all ranks, a multiple of every context.
+        context_stages: (first step, context in tokens) pairs with ascending steps from 0. Shorter contexts at first make
             training cheaper. A step has batch_tokens / context rows.
-        seed: everything random follows from it.
-        rank: this process, 0 to world_size - 1.
-        world_size: processes that share a step's rows, in consecutive blocks; it divides the rows of every stage.
-        retrieval: the share of needle documents; None for none.
+        seed: Seed of all random draws.
+        rank: Index of this process, 0 to world_size - 1.
+        world_size: Number of processes that share the rows of a step, in consecutive blocks. It divides the number of rows
+            in every stage.
+        retrieval: Composition of the needle documents; None for none.
 
     Raises:
-        ConfigError: settings that contradict each other.
-        DataError: the split is shorter than a window, or needle documents are longer than a context.
+        ConfigError: The settings contradict each other.
+        DataError: The split is shorter than a window, or needle documents are longer than a context.
     """
 
     def __init__(
@@ -109,7 +80,7 @@ class Loader:
         self.rank = rank
         self.world_size = world_size
         self.retrieval = retrieval if retrieval is not None and retrieval.share > 0 else None
-        # The share as written (0.1 is 1/10), so that the rows it takes are counted in exact integers.
+        # As a fraction (0.1 is 1/10), so that rows are counted in exact integers.
         self._share = Fraction(self.retrieval.share if self.retrieval else 0).limit_denominator(10**9)
         self.step = 0
         self._stream = shards.tokens(split)
@@ -123,19 +94,8 @@ class Loader:
             raise ConfigError(
                 f"rank {self.rank} of world_size {self.world_size}; allowed are ranks 0 to world_size - 1"
             )
-        starts = [start for start, _ in self.context_stages]
-        if not starts or starts[0] != 0 or any(a >= b for a, b in pairwise(starts)):
-            raise ConfigError(
-                f"context_stages is {list(self.context_stages)}; give (first step, context) pairs with ascending steps "
-                "from 0"
-            )
+        check_context_stages(self.context_stages, self.batch_tokens, parts=self.world_size)
         for start, context in self.context_stages:
-            if context < 1 or self.batch_tokens < 1 or self.batch_tokens % (context * self.world_size):
-                raise ConfigError(
-                    f"batch_tokens is {self.batch_tokens}; from step {start} it must be a multiple of "
-                    f"{context * self.world_size} (context {context} x {self.world_size} processes), so that every row "
-                    "is whole and every process has as many"
-                )
             if len(self._stream) < context + 1:
                 raise DataError(
                     f"{self.shards.folder}: the {self.split} split has {len(self._stream)} tokens, a window takes "
@@ -143,37 +103,23 @@ class Loader:
                 )
             if self.retrieval is None:
                 continue
+            mix, tokenizer = self.retrieval, self.shards.tokenizer
             needed = needle_document_tokens(
-                self.shards.tokenizer,
-                needles=self.retrieval.min_needles,
-                asks=1,
-                digits=self.retrieval.digits,
-                cities=CITIES_SEEN,
+                tokenizer, needles=mix.min_needles, asks=1, digits=mix.digits, cities=CITIES_SEEN
             )
             if needed > context + 1:
                 raise DataError(
-                    f"needle documents are longer than the context: {self.retrieval.min_needles} needles and 1 question "
-                    f"of {self.retrieval.digits} digits take up to {needed} tokens without any corpus text, a row has "
+                    f"needle documents are longer than the context: {mix.min_needles} needles and 1 question "
+                    f"of {mix.digits} digits take up to {needed} tokens without any corpus text, a row has "
                     f"{context + 1} (context {context} from step {start}); lower min_needles or digits, or raise the "
                     "context"
                 )
 
-    def context_tokens(self, step: int) -> int:
-        """The context at a step.
-
-        Raises:
-            ConfigError: a negative step.
-        """
-        return self.context_stages[self._stage(step)][1]
-
     def batch(self, step: int) -> Batch:
-        """This rank's rows of a step.
-
-        Args:
-            step: from 0.
+        """Return this rank's rows of a step, counted from 0.
 
         Raises:
-            ConfigError: a negative step.
+            ConfigError: The step is negative.
         """
         stage = self._stage(step)
         start, context = self.context_stages[stage]
@@ -206,14 +152,14 @@ class Loader:
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        """The position: the step that comes next, and what it is a position in. It is the same on every rank."""
+        """Return the next step, with the data and settings it refers to. The state is the same on every rank."""
         return {"step": self.step, **self._identity()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved position; the number of ranks may be another.
+        """Continue at a saved position. The number of ranks may have changed.
 
         Raises:
-            DataError: the position was saved with other data, another seed or other settings.
+            DataError: The position was saved with other data, another seed or other settings.
         """
         for key, value in self._identity().items():
             if state.get(key) != value:
@@ -239,7 +185,7 @@ class Loader:
         return max(index for index, (start, _) in enumerate(self.context_stages) if start <= step)
 
     def _draw_epoch(self, stage: int, epoch: int) -> tuple[int, npt.NDArray[np.int64]]:
-        """Shift and order of the windows in one epoch; costs O(windows) once an epoch, and the last two are kept."""
+        """Draw the shift and the order of the windows of an epoch."""
         context = self.context_stages[stage][1]
         rng = np.random.default_rng([_FOR_EPOCH, self.seed, stage, epoch])
         windows = self._windows(context)
@@ -247,11 +193,11 @@ class Loader:
         return shift, rng.permutation(windows)
 
     def _retrieval_rows(self, rows: int) -> int:
-        """Retrieval rows among the first `rows` of a stage: the share, rounded down."""
+        """Return the number of retrieval rows among the first `rows` of a stage: the share, rounded down."""
         return rows * self._share.numerator // self._share.denominator
 
     def _windows(self, context: int) -> int:
-        """Windows an epoch: as many as leave room to shift by at least a window, where the stream allows it."""
+        """Return the number of windows per epoch, which leaves room for a shift by up to a window if possible."""
         return max(1, (len(self._stream) - context) // context)
 
     def _plain_row(self, stage: int, row: int, context: int) -> npt.NDArray[Any]:
@@ -263,38 +209,46 @@ class Loader:
 
     def _retrieval_row(self, stage: int, row: int, context: int) -> list[int]:
         assert self.retrieval is not None
-        return training_document(
-            np.random.default_rng([_FOR_RETRIEVAL, self.seed, stage, row]),
-            self.shards.tokenizer,
-            self._stream,
-            context_tokens=context,
-            min_needles=self.retrieval.min_needles,
-            max_needles=self.retrieval.max_needles,
-            asks=self.retrieval.asks,
-            digits=self.retrieval.digits,
-            dense=self.retrieval.dense,
-            terse=self.retrieval.terse,
+        rng = np.random.default_rng([_FOR_RETRIEVAL, self.seed, stage, row])
+        return training_document(rng, self.shards.tokenizer, self._stream, context_tokens=context, mix=self.retrieval)
+
+
+def check_context_stages(stages: Sequence[tuple[int, int]], batch_tokens: int, *, parts: int) -> None:
+    """Check that stages are in order and that each of the `parts` of a batch has the same number of complete rows.
+
+    Raises:
+        ConfigError: They are not in order, or the batch cannot be divided so.
+    """
+    starts = [start for start, _ in stages]
+    if not starts or starts[0] != 0 or any(a >= b for a, b in pairwise(starts)):
+        raise ConfigError(
+            f"context_stages={list(stages)}: give (first step, context) pairs with ascending steps from 0"
         )
+    for start, context in stages:
+        if context < 1 or batch_tokens < 1 or batch_tokens % (context * parts):
+            raise ConfigError(
+                f"batch_tokens={batch_tokens}: from step {start} it must be a multiple of {context * parts} (context "
+                f"{context} x {parts} parts), so that every part of a batch has the same number of complete rows"
+            )
 
 
 def validation_windows(
     shards: Shards, context_tokens: int, max_windows: int | None = None, *, split: Split = "validation"
 ) -> Iterator[npt.NDArray[np.int64]]:
-    """Windows for evaluation: always the same, non-overlapping, evenly spread over the split.
+    """Return fixed windows for evaluation, without overlap and evenly spread over the split.
 
     Args:
-        shards: the data.
-        context_tokens: T; neighbouring windows share one token, the last target of one being the first input of the
-            next.
-        max_windows: at most so many; None for all that fit.
-        split: which split to read.
+        shards: Shards to read.
+        context_tokens: Context T. The last target of a window may be the first input of the next one.
+        max_windows: Maximum number of windows; None for all that fit.
+        split: Split to read.
 
     Returns:
         An iterator over (T + 1,) int64 arrays.
 
     Raises:
-        ConfigError: a size is below 1.
-        DataError: the split is shorter than one window.
+        ConfigError: A size is below 1.
+        DataError: The split is shorter than one window.
     """
     if context_tokens < 1 or (max_windows is not None and max_windows < 1):
         raise ConfigError(f"context_tokens is {context_tokens} and max_windows {max_windows}; both must be at least 1")

@@ -1,20 +1,20 @@
-"""Magic-number needle documents for multi-needle retrieval (arXiv:2410.05258, section 3.3; the sentence is LWM's).
+"""Needle documents for multi-needle retrieval of magic numbers (arXiv:2410.05258, section 3.3; the sentence is LWM's).
 
-A document is corpus text (the filler) with needles on lines of their own, followed by questions that are the beginning
-of the same sentence:
+A document is corpus text, the filler, with needles on lines of their own. Questions follow, which are the beginnings of the
+same sentences:
 
     <|endoftext|>
     ...corpus text...
     The special magic Lisbon number is: 4071923
     ...corpus text...
-    The special magic Lisbon number is:            <- an evaluation prompt ends here; a training row goes on
+    The special magic Lisbon number is:            <- an evaluation prompt ends here; a training row continues
 
-Departures from the sources: questions are completions, as a base model has no chat format; training rows ask back
-several needles, which teaches retrieval in far fewer steps than one question a row; an eighth of all numbers is kept
-for evaluation and never occurs in a training needle; evaluation can use cities that training never names.
+Differences from the sources: Questions are completions, because a base model has no chat format. Training rows ask for
+several needles, which teaches retrieval in far fewer steps than one question per row. An eighth of all numbers is reserved for
+evaluation and never occurs in training needles. Evaluation can use cities that training never names.
 
-Documents are put together from token pieces, encoded once a city, and equal what the tokenizer makes of the whole text
-around a needle. Corpus tokens may be overwritten by a line end where a needle needs a line of its own and none is near.
+Documents are assembled from token pieces, which are encoded once per city. They equal the tokenizer's encoding of the whole
+text around a needle. If a needle has no line end nearby, a corpus token is replaced by one.
 """
 
 import hashlib
@@ -44,16 +44,16 @@ CITIES_UNSEEN = (
     "Stockholm", "Tunis", "Warsaw", "Zurich",
 )  # fmt: skip
 
-# A line end this near to the place drawn is taken; else the token there becomes a line end.
+# Needles move to a line end within this distance. Farther from one, the token at the drawn place becomes a line end.
 _NEAR_TOKENS = 16
 _NEAR_SHARE = 1 / 64
 _RESERVED_OF = 8
-# With fewer digits nearly every number occurs in ordinary text, so that its absence cannot be asked for.
+# With fewer digits nearly every number occurs in ordinary text, so the filler cannot be free of the needles' numbers.
 _FEWEST_ABSENT_DIGITS = 3
 
 
 class Sentence(NamedTuple):
-    """Wording of a needle: what stands before the city, what between it and the number, and whether a space follows."""
+    """Wording of a needle: the texts before and after the city, and whether a space precedes the number."""
 
     before: str
     after: str
@@ -61,7 +61,7 @@ class Sentence(NamedTuple):
 
 
 FULL = Sentence("\nThe special magic", " number is:", True)
-# Shorter wordings of the same fact: they bring city and number closer, down to neighbours.
+# Shorter wordings, in which the city and the number are closer together, down to neighbours.
 TERSE = tuple(
     Sentence(before, after, space)
     for before in ("\n", FULL.before)
@@ -71,7 +71,7 @@ TERSE = tuple(
 
 @dataclass(frozen=True, kw_only=True)
 class NeedleFormat:
-    """The needle sentence and its number space. `digits` random digits, leading zeros allowed, 1 to 9 (LWM: 7)."""
+    """The needle sentence and its numbers, which have 1 to 9 random digits (LWM: 7) and may begin with zeros."""
 
     digits: int = 7
 
@@ -80,54 +80,85 @@ class NeedleFormat:
             raise ConfigError(f"digits is {self.digits}; a magic number has 1 to 9 digits")
 
     def stub(self, city: str, sentence: Sentence = FULL) -> str:
-        """The sentence up to the number, on a new line: the question."""
+        """Return the question: the sentence up to the number, on a new line."""
         return f"{sentence.before} {city}{sentence.after}"
 
     def sentence(self, city: str, number: str) -> str:
-        """The whole needle, on a new line."""
+        """Return the needle, on a new line."""
         return f"{self.stub(city)} {number}"
 
     @property
     def answer_tokens(self) -> int:
-        """Room that an answer needs at most: a space, the digits and the line end."""
+        """Maximum number of tokens of an answer: a space, the digits and the line end."""
         return self.digits + 2
 
     @property
     def chance(self) -> float:
-        """How often a guess of random digits is right."""
+        """Probability that random digits are correct."""
         return 10.0**-self.digits
 
     def is_reserved(self, number: str) -> bool:
-        """Whether a number is kept for evaluation: about one in eight, by its hash."""
+        """Whether a number is reserved for evaluation. Its hash selects about one in eight."""
         return _is_reserved(self.digits, int(number))
 
     def draw_training(self, rng: np.random.Generator) -> str:
-        """A uniformly random number that is not reserved."""
-        while True:
-            number = int(rng.integers(10**self.digits))
-            if not _is_reserved(self.digits, number):
-                return f"{number:0{self.digits}d}"
+        """Draw a uniformly random number that is not reserved."""
+        return self._draw(rng, reserved=False)
 
     def draw_evaluation(self, rng: np.random.Generator) -> str:
-        """A uniformly random reserved number."""
+        """Draw a uniformly random reserved number."""
+        return self._draw(rng, reserved=True)
+
+    def _draw(self, rng: np.random.Generator, *, reserved: bool) -> str:
         while True:
             number = int(rng.integers(10**self.digits))
-            if _is_reserved(self.digits, number):
+            if _is_reserved(self.digits, number) == reserved:
                 return f"{number:0{self.digits}d}"
 
 
 @dataclass(frozen=True, kw_only=True)
-class NeedleQuestion:
-    """One evaluation document: the same context with one question after it, once for each needle asked.
+class RetrievalMix:
+    """Share and composition of needle documents among the training rows.
 
     Attributes:
-        prompts: token ids, all of the same length; each begins with the end of text and ends with the question's colon.
-        answers: the digits that should follow, after a space.
-        cities: the city each prompt asks for.
-        spans: [start, end) of the needle that answers, its leading line end included, in tokens of its prompt.
-        query_starts: where the question begins in each prompt.
-        length_tokens: prompt and room for the answer together.
-        depth: the place asked for of the first prompt's needle, 0 (start) to 1 (end); the others lie at random.
+        share: Share of needle documents among all rows, 0 to 1.
+        min_needles: Minimum number of needles in a document.
+        max_needles: Maximum number of needles in a document; fewer if the context is too short.
+        asks: Maximum number of questions at the end of a document that is not dense.
+        digits: Digits of a number, 1 to 9.
+        dense: Share of the documents that fill all remaining space with questions.
+        terse: Share of the documents whose needle sentences are shortened at random, down to city and number.
+    """
+
+    share: float
+    min_needles: int = 1
+    max_needles: int = 4
+    asks: int = 4
+    digits: int = 7
+    dense: float = 0.0
+    terse: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("share", "dense", "terse"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise ConfigError(f"retrieval {name} is {getattr(self, name)}; it must lie between 0 and 1")
+        NeedleFormat(digits=self.digits)
+        check_needles(min_needles=self.min_needles, max_needles=self.max_needles, asks=self.asks, cities=CITIES_SEEN)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NeedleQuestion:
+    """An evaluation document, as one prompt per question.
+
+    Attributes:
+        prompts: Token ids, of the same length for all prompts. Each begins with the end of text and ends with the colon of
+            the question.
+        answers: Digits that should follow after a space.
+        cities: City that each prompt asks for.
+        spans: [start, end) of the needle asked for, including its leading line end, in tokens of the prompt.
+        query_starts: Start of the question in each prompt.
+        length_tokens: Number of tokens of a prompt together with the space for its answer.
+        depth: Requested depth of the first prompt's needle, from 0 (start) to 1 (end). The other needles are at random places.
     """
 
     prompts: list[list[int]]
@@ -145,61 +176,50 @@ def training_document(
     filler_tokens: Any,
     *,
     context_tokens: int,
-    min_needles: int,
-    max_needles: int,
-    asks: int,
-    digits: int,
-    dense: float = 0.0,
-    terse: float = 0.0,
+    mix: RetrievalMix,
     cities: Sequence[str] = CITIES_SEEN,
 ) -> list[int]:
-    """A training row: filler with needles at random places, then some of the needles asked back and answered.
+    """Draw a training row: filler with needles at random places, followed by questions with their answers.
 
-    The number of needles is uniform in min_needles..max_needles, as far as they fit with as many questions; their
-    cities are distinct, their numbers are not reserved for evaluation. Each question asks a needle drawn anew.
+    The number of needles is uniform in the range of `mix`, as far as they fit with as many questions. Their cities are
+    distinct and their numbers are not reserved for evaluation. The number of questions is uniform from 1, and each asks for
+    a needle drawn independently.
 
     Args:
-        rng: everything random is drawn from it.
-        tokenizer: the tokenizer of `filler_tokens`.
-        filler_tokens: corpus token ids, (N,): an array or a `TokenStream`; read from a random place on, around its end.
-        context_tokens: the row has one more token, for the last target.
-        min_needles: fewest needles, at least 1.
-        max_needles: most needles, at most `len(cities)`; fewer where the context holds fewer.
-        asks: most questions of a document that is not dense, at least 1; their number is uniform from 1 on.
-        digits: digits of a number, 1 to 9.
-        dense: share of documents that fill all room with questions.
-        terse: share of documents whose sentences are one of `TERSE`.
-        cities: names to draw from.
+        rng: Source of all random draws.
+        tokenizer: Tokenizer of `filler_tokens`.
+        filler_tokens: Token ids of the corpus, (N,), an array or a `TokenStream`. It is read from a random place and
+            continues at the start after the end.
+        context_tokens: Context; the row has one more token, for the last target.
+        mix: Composition of the document.
+        cities: Names to draw from.
 
     Returns:
-        context_tokens + 1 token ids; the last is the end of the last answer.
+        context_tokens + 1 token ids, which end with the last answer.
 
     Raises:
-        ConfigError: a count, a share or `digits` is out of range.
-        DataError: min_needles and one question do not fit even without filler, or there is no corpus text.
+        ConfigError: There are fewer cities than needles.
+        DataError: The minimum of needles and one question do not fit even without filler, or there is no corpus text.
     """
-    form = NeedleFormat(digits=digits)
-    check_needles(min_needles=min_needles, max_needles=max_needles, asks=asks, cities=cities)
-    for name, share in (("dense", dense), ("terse", terse)):
-        if not 0.0 <= share <= 1.0:
-            raise ConfigError(f"{name} is {share}; it must lie between 0 and 1")
+    form = NeedleFormat(digits=mix.digits)
+    check_needles(min_needles=mix.min_needles, max_needles=mix.max_needles, asks=mix.asks, cities=cities)
     pieces = _pieces(tokenizer)
-    wording = TERSE[int(rng.integers(len(TERSE)))] if rng.random() < terse else FULL
-    chosen = rng.permutation(len(cities))[:max_needles].tolist()
+    wording = TERSE[int(rng.integers(len(TERSE)))] if rng.random() < mix.terse else FULL
+    chosen = rng.permutation(len(cities))[: mix.max_needles].tolist()
     sentences = [
         pieces.stub(cities[index], wording) + pieces.answer(form.draw_training(rng), space=wording.space)
         for index in chosen
     ]
     longest = max(map(len, sentences))
-    most = min(max_needles, max(min_needles, context_tokens // longest // 2))
-    del sentences[int(rng.integers(min_needles, most + 1)) :]
+    most = min(mix.max_needles, max(mix.min_needles, context_tokens // longest // 2))
+    del sentences[int(rng.integers(mix.min_needles, most + 1)) :]
     count = len(sentences)
     room = context_tokens - sum(map(len, sentences))
     if room < longest:
         raise DataError(_too_long(count, 1, context_tokens + 1 - room + longest, context_tokens + 1))
     questions = room // longest
-    if rng.random() >= dense:
-        questions = int(rng.integers(1, min(asks, questions) + 1))
+    if rng.random() >= mix.dense:
+        questions = int(rng.integers(1, min(mix.asks, questions) + 1))
     tail = [token for index in rng.integers(count, size=questions).tolist() for token in sentences[index]]
     filler_length = room - len(tail)
     filler = pieces.filler(rng, filler_tokens, filler_length)
@@ -210,7 +230,7 @@ def training_document(
 
 
 def needle_document_tokens(tokenizer: Tokenizer, *, needles: int, asks: int, digits: int, cities: Sequence[str]) -> int:
-    """Most tokens that a training row without filler can take, the last target included."""
+    """Return the maximum number of tokens of a training row without filler, including the last target."""
     form, pieces = NeedleFormat(digits=digits), _pieces(tokenizer)
     lengths = sorted((len(pieces.stub(city)) + form.answer_tokens - 1 for city in cities), reverse=True)
     asked = [lengths[index % needles] for index in range(asks)]
@@ -229,28 +249,28 @@ def evaluation_document(
     digits: int,
     cities: Sequence[str] = CITIES_SEEN,
 ) -> NeedleQuestion:
-    """An evaluation document: filler with needles of unseen numbers, and one prompt for each needle asked.
+    """Draw an evaluation document: filler with needles of reserved numbers, and one prompt for each needle asked for.
 
-    The first prompt's needle starts at `depth` of the context (exactly at depths 0 and 1, else at the nearest line
-    end); all others are at random places. All prompts have length_tokens minus the answer's room tokens, whatever their
-    cities, so that prompts of equal `length_tokens` and `digits` batch without padding; prompts of one document differ
-    in their question and in the last few tokens of filler, which make up for the cities' lengths. The numbers are
-    distinct and, from 3 digits on, occur nowhere else in the context.
+    The first prompt's needle starts at `depth` of the context, exactly so at depths 0 and 1 and otherwise at the nearest line
+    end. The other needles are at random places. All prompts have length_tokens minus the space for the answer tokens, so
+    prompts of equal `length_tokens` and `digits` need no padding in a batch. The prompts of a document differ in the question
+    and in the last few tokens of filler, which compensate for the different lengths of the cities. The numbers are distinct
+    and, from 3 digits on, occur nowhere else in the context.
 
     Args:
-        rng: everything random is drawn from it.
-        tokenizer: the tokenizer of `filler_tokens`.
-        filler_tokens: corpus token ids, (N,), of the validation split.
-        length_tokens: the model's context: prompt and answer fit into it.
-        depth: 0 (start) to 1 (end).
-        needles: needles in the context (N of the paper).
-        asked: how many of them are asked for (R of the paper).
-        digits: digits of a number, 1 to 9.
-        cities: names to draw from.
+        rng: Source of all random draws.
+        tokenizer: Tokenizer of `filler_tokens`.
+        filler_tokens: Token ids of the validation split, (N,).
+        length_tokens: Context of the model, which holds prompt and answer.
+        depth: Depth of the first prompt's needle, 0 (start) to 1 (end).
+        needles: Number of needles in the context (N of the paper).
+        asked: Number of needles asked for (R of the paper).
+        digits: Digits of a number, 1 to 9.
+        cities: Names to draw from.
 
     Raises:
-        ConfigError: a count, `depth` or `digits` is out of range, or there are not so many unseen numbers.
-        DataError: the document does not fit even without filler, or there is no corpus text.
+        ConfigError: A count, `depth` or `digits` is out of range, or there are too few reserved numbers.
+        DataError: The document does not fit even without filler, or there is no corpus text.
     """
     form = NeedleFormat(digits=digits)
     check_needles(min_needles=needles, max_needles=needles, asks=asked, cities=cities)
@@ -264,7 +284,7 @@ def evaluation_document(
         )
     pieces = _pieces(tokenizer)
     names = [cities[index] for index in rng.permutation(len(cities))[:needles].tolist()]
-    # Numbers may differ in tokens with some tokenizers, so the filler's length is known only once they are drawn.
+    # The length of the filler depends on the numbers, which have different token counts in some tokenizers.
     for _ in range(20):
         numbers = _distinct_numbers(rng, form, needles)
         sentences = [pieces.stub(city) + pieces.answer(number) for city, number in zip(names, numbers, strict=True)]
@@ -282,13 +302,12 @@ def evaluation_document(
     else:
         raise DataError(
             f"needle numbers of {digits} digits: 20 draws of {needles} all occur in {max(lengths)} tokens of corpus "
-            "text as well; "
-            "use more digits or a shorter context"
+            "text as well; use more digits or a shorter context"
         )
     shortest = min(lengths)
     places = pieces.places(filler[:shortest], rng.random(needles) * shortest)
     places[0] = _place_at_depth(pieces, filler[:shortest], places[1:], sentences, depth)
-    # At one place the answer goes first or last as its depth says; at the ends that makes the depth exact.
+    # Of needles at the same place the answer is first if depth < 0.5, else last. This makes depths 0 and 1 exact.
     rank = np.array([-1.0 if depth < 0.5 else 2.0, *rng.random(needles - 1)])
     order = np.lexsort((rank, places)).tolist()
     prompts, spans, query_starts = [], [], []
@@ -313,7 +332,7 @@ def check_needles(*, min_needles: int, max_needles: int, asks: int, cities: Sequ
     """Check the counts of a needle document.
 
     Raises:
-        ConfigError: a count is out of range.
+        ConfigError: A count is out of range.
     """
     if not 1 <= min_needles <= max_needles <= len(cities):
         raise ConfigError(
@@ -325,7 +344,7 @@ def check_needles(*, min_needles: int, max_needles: int, asks: int, cities: Sequ
 
 
 class _Pieces:
-    """Token pieces of one tokenizer: encoded once, glued together many times."""
+    """Token pieces of a tokenizer, which are encoded once and joined many times."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
@@ -339,7 +358,7 @@ class _Pieces:
         self.newline = newline[0]
         self._stubs: dict[tuple[str, Sentence], list[int]] = {}
         self._left = NeedleFormat().stub("Paris")
-        # Where digits are tokens of their own behind a space, a number is looked up; else it is encoded each time.
+        # If digits are single tokens after a space, numbers are looked up. Otherwise each number is encoded.
         pieces = [self._continuation(self._left, f" {digit}") for digit in range(10)]
         self._space, self._digits = pieces[0][:-1], [piece[-1] for piece in pieces]
         pairs = "".join(f"{pair:02d}" for pair in range(100))
@@ -350,14 +369,12 @@ class _Pieces:
         )
 
     def _continuation(self, left: str, text: str) -> list[int]:
-        """Tokens of `text` behind `left`, which is not how some tokenizers encode it alone."""
+        """Encode `text` as it is encoded after `left`, which in some tokenizers differs from `text` alone."""
         before, whole = self.tokenizer.encode(left), self.tokenizer.encode(left + text)
         if whole[: len(before)] != before:
             raise DataError(
-                f"the tokenizer does not split {left[-20:] + text!r} before {text!r}, so that a prompt ending there "
-                "has other "
-                "tokens than the text it came from; use the byte tokenizer, a BPE trained here, or another pretrained "
-                "one"
+                f"the tokenizer does not split {left[-20:] + text!r} before {text!r}, so a prompt that ends there has "
+                "other tokens than the full text; use the byte tokenizer, a BPE trained here, or another pretrained one"
             )
         return whole[len(before) :]
 
@@ -373,11 +390,11 @@ class _Pieces:
         return self._continuation(self._left, f" {number}" if space else number)
 
     def filler(self, rng: np.random.Generator, stream: Any, length: int) -> npt.NDArray[np.int64]:
-        """`length` corpus tokens from a random place on; ends of text become line ends, and so does the first token."""
+        """Return `length` corpus tokens from a random place. Ends of text and the first token become line ends."""
         total = len(stream)
         if total == 0:
             raise DataError(
-                "needle documents need corpus text as filler, the token stream is empty; tokenise a corpus first"
+                "needle documents need corpus text as filler, but the token stream is empty; tokenise a corpus first"
             )
         start = int(rng.integers(total))
         taken = np.asarray(stream[start : start + length]).astype(np.int64)
@@ -389,11 +406,11 @@ class _Pieces:
         return taken
 
     def line_ends(self, filler: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Places before which a line of the filler ends, its own end included."""
+        """Return the places in front of which a line of the filler ends, including the end of the filler."""
         return np.append(np.flatnonzero(self.starts_line[filler]), len(filler))
 
     def places(self, filler: npt.NDArray[np.int64], targets: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
-        """Where to insert lines: at the line end nearest to each target, or at the target, then made a line end."""
+        """Return places to insert lines: the line end nearest to each target, or else the target made a line end."""
         ends = self.line_ends(filler)
         right = np.minimum(np.searchsorted(ends, targets), len(ends) - 1)
         left = np.maximum(right - 1, 0)
@@ -417,14 +434,14 @@ def _place_at_depth(
     sentences: list[list[int]],
     depth: float,
 ) -> int:
-    """The place in the filler that starts the first sentence at `depth` of the context, other needles counted."""
+    """Return the place in the filler that puts the first sentence at `depth` of the context with all needles."""
     if depth in (0.0, 1.0):
         return int(depth * len(filler))
     target = depth * (len(filler) + sum(map(len, sentences[1:])))
     order = np.argsort(others, kind="stable")
     before = np.cumsum([0, *(len(sentences[1 + index]) for index in order.tolist())])
     candidates = np.arange(len(filler) + 1)
-    # At the same place the answer comes first in the front half and last in the back half.
+    # Of needles at the same place the answer is first in the front half of the context and last in the back half.
     count = np.searchsorted(others[order], candidates, side="right" if depth >= 0.5 else "left")
     errors = np.abs(candidates + before[count] - target)
     ends = pieces.line_ends(filler)
@@ -442,7 +459,7 @@ def _near_tokens(filler: npt.NDArray[np.int64]) -> float:
 def _insert(
     first: int, filler: npt.NDArray[np.int64], placed: list[tuple[int, list[int]]]
 ) -> tuple[list[int], list[tuple[int, int]]]:
-    """`first`, then the filler with sentences at ascending places, and each sentence's [start, end) in the row."""
+    """Return `first` and the filler with sentences at ascending places, and each sentence's [start, end) in the row."""
     text = filler.tolist()
     row, spans, taken = [first], [], 0
     for place, sentence in placed:
@@ -460,7 +477,7 @@ def _is_reserved(digits: int, number: int) -> bool:
 @lru_cache(maxsize=16)
 def _reserved_count(digits: int) -> int:
     if digits > 3:
-        return 10**digits // (_RESERVED_OF * 2)  # far more than there are cities; a count would take long
+        return 10**digits // (_RESERVED_OF * 2)  # far more than there are cities; counting would take long
     return sum(_is_reserved(digits, number) for number in range(10**digits))
 
 
@@ -474,6 +491,6 @@ def _distinct_numbers(rng: np.random.Generator, form: NeedleFormat, count: int) 
 def _too_long(needles: int, asks: int, needed: int, available: int) -> str:
     return (
         f"a needle document is longer than the context: {needles} needles and {asks} questions take {needed} tokens "
-        "without any "
-        f"corpus text, the context has {available}; use fewer needles or questions, fewer digits, or a longer context"
+        f"without any corpus text, the context has {available}; use fewer needles or questions, fewer digits, or a longer "
+        "context"
     )

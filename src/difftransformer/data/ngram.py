@@ -1,4 +1,4 @@
-"""A byte bigram model: the baseline that shows whether a trained model has learnt more than letter pairs."""
+"""A byte bigram model, the baseline that shows whether a trained model has learned more than pairs of letters."""
 
 import numpy as np
 import numpy.typing as npt
@@ -9,29 +9,29 @@ _CHUNK_BYTES = 2**24
 
 
 def byte_bigram_bits_per_byte(train_bytes: bytes, validation_bytes: bytes) -> float:
-    """Bits per byte of a byte bigram fitted to one text and scored on another.
+    """Fit a byte bigram to one text and return its bits per byte on another.
 
-    With c the counts in the training text of n bytes, and T(a) the number of distinct bytes that follow a there, the
-    bigram is interpolated with a smoothed unigram by Witten-Bell's rule, which has nothing to tune:
+    The bigram is interpolated with a smoothed unigram by Witten-Bell's rule, which has no parameters. With the counts c in
+    the training text of n bytes and the number T(a) of distinct bytes that follow a in it:
 
         p(b)     = (c(b) + 1) / (n + 256)
         p(b | a) = (c(a, b) + T(a) p(b)) / (c(a) + T(a)), or p(b) where nothing follows a
 
-    The first validation byte is scored by p(b), every other by p(b | a).
+    The first validation byte is scored by p(b), all others by p(b | a).
 
     Args:
-        train_bytes: the text to count.
-        validation_bytes: the text to score.
+        train_bytes: Text to fit.
+        validation_bytes: Text to score.
 
     Returns:
         Mean of -log2 p, in bits per byte.
 
     Raises:
-        DataError: a text is empty.
+        DataError: A text is empty.
     """
     for name, text in (("training", train_bytes), ("validation", validation_bytes)):
         if not text:
-            raise DataError(f"the byte bigram baseline met an empty {name} text; give text with at least one byte")
+            raise DataError(f"byte bigram baseline: empty {name} text; give a text of at least one byte")
     train, validation = np.frombuffer(train_bytes, np.uint8), np.frombuffer(validation_bytes, np.uint8)
     unigram = (np.bincount(train, minlength=256) + 1.0) / (len(train) + 256.0)
     pairs = _pair_counts(train)
@@ -44,7 +44,7 @@ def byte_bigram_bits_per_byte(train_bytes: bytes, validation_bytes: bytes) -> fl
 
 
 def _pair_counts(text: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
-    """Counts of (byte, next byte), (256, 256)."""
+    """Count (byte, next byte) pairs, (256, 256)."""
     counts = np.zeros(256 * 256, dtype=np.int64)
     for start in range(0, len(text) - 1, _CHUNK_BYTES):
         chunk = text[start : start + _CHUNK_BYTES + 1].astype(np.uint16)

@@ -1,16 +1,18 @@
-"""From a recipe's words about data to open shards: read, split, train a tokenizer, tokenise, once."""
+"""Prepare shards from a recipe: read the text, split it, train a tokenizer, and tokenise once."""
 
+import contextlib
 import dataclasses
 import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ..errors import ConfigError, DataError
 from .needles import CITIES_SEEN, NeedleFormat
-from .shards import Shards, write_shards
-from .text import Document, read_documents, split_documents
+from .shards import Shards, read_manifest, write_manifest, write_shards
+from .text import Document, read_documents, source_state, split_documents
 from .tokenizer import BYTE_VOCABULARY, Tokenizer, load_tokenizer, train_bpe
 
 DEFAULT_FOLDER = "shards"
@@ -18,17 +20,17 @@ DEFAULT_FOLDER = "shards"
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Which text, which tokenizer, which split.
+    """Text, tokenizer and split of a run.
 
     Attributes:
         source: "python-stdlib", a folder, a .txt or .jsonl file, or hf:NAME (see `read_documents`).
-        tokenizer: "bpe" to train a byte-level BPE on the training text, "byte", or a folder of a pretrained tokenizer.
-        vocab_size: Tokens of a trained BPE.
-        needle_words: Times that each training city's needle sentence is added to the text that the BPE is trained on,
-            so that the sentence's words become tokens; 0 for none.
-        validation_share: Share of the documents that is held out.
-        split_seed: Of the split.
-        folder: Where shards are written; each request gets a folder of its own in it.
+        tokenizer: "bpe" to train a byte-level BPE on the training text, "byte", or the folder of a pretrained tokenizer.
+        vocab_size: Number of tokens of a trained BPE.
+        needle_words: How often the needle sentence of each training city is added to the text that the BPE is trained
+            on, so that its words become tokens; 0 to add none.
+        validation_share: Share of the documents held out for validation.
+        split_seed: Seed of the split.
+        folder: Folder for shards. Each request gets a subfolder of its own.
     """
 
     source: str = "python-stdlib"
@@ -48,32 +50,60 @@ class DataConfig:
             raise ConfigError(f"needle_words={self.needle_words}: give 0 or more")
 
 
-def prepare_shards(config: DataConfig, *, say: Callable[[str], None] = lambda text: None) -> Shards:
-    """Open the shards of a request, making them first if they are not there.
+def prepare_shards(config: DataConfig, *, log: Callable[[str], None] = lambda text: None) -> Shards:
+    """Open the shards of a request, and make them first if they do not exist.
 
-    The source is read every time, so that text that has changed is tokenised again: what is reused is named after the
-    request and the text's SHA-256.
+    Shards are named after the request and the SHA-256 of the text, so changed text is tokenised again. The text is not
+    even read if its files are unchanged, by name, size and times, since the shards were made.
 
     Args:
         config: The request.
-        say: Told what is being done.
+        log: Called with a line of text at each step.
 
     Raises:
-        DataError: text that is missing, empty or unreadable, or shards that cannot be written or are damaged.
+        DataError: The text is missing, empty or unreadable, or the shards are damaged or cannot be written.
     """
-    say(f"reading {config.source}")
+    request = {key: value for key, value in dataclasses.asdict(config).items() if key != "folder"}
+    state = source_state(config.source)
+    if state is not None and (folder := _find_shards(Path(config.folder), request, state)):
+        log(f"using {folder}")
+        return Shards.open(folder)
+    log(f"reading {config.source}")
     documents = read_documents(config.source)
-    request = {**dataclasses.asdict(config), "text_sha256": _text_sha256(documents)}
-    del request["folder"]
+    request["text_sha256"] = _text_sha256(documents)
     name = hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()[:12]
     folder = Path(config.folder) / name
     if (folder / "manifest.json").exists():
-        say(f"using {folder}")
-        return Shards.open(folder)
+        log(f"using {folder}")
+        shards = Shards.open(folder)
+        with contextlib.suppress(OSError):  # the folder may be read-only
+            write_manifest(folder, dataclasses.replace(shards.manifest, source_state=state))
+        return shards
     train, validation = split_documents(documents, validation_share=config.validation_share, seed=config.split_seed)
-    say(f"tokenising {len(train)} + {len(validation)} documents into {folder}")
-    write_shards(folder, train, validation, _tokenizer(config, train), source=config.source, request=request)
+    log(f"tokenising {len(train)} + {len(validation)} documents into {folder}")
+    write_shards(
+        folder,
+        train,
+        validation,
+        _tokenizer(config, train),
+        source=config.source,
+        source_state=state,
+        request=request,
+    )
     return Shards.open(folder)
+
+
+def _find_shards(folder: Path, request: dict[str, Any], state: str) -> Path | None:
+    """Return the shard folder that was made by this request from the source in this state."""
+    for path in sorted(folder.glob("*/manifest.json")):
+        try:
+            manifest = read_manifest(path.parent)
+        except DataError:
+            continue
+        made_by = {key: value for key, value in manifest.request.items() if key != "text_sha256"}
+        if manifest.source_state == state and made_by == request:
+            return path.parent
+    return None
 
 
 def _tokenizer(config: DataConfig, train: list[Document]) -> Tokenizer:
@@ -85,8 +115,6 @@ def _tokenizer(config: DataConfig, train: list[Document]) -> Tokenizer:
 
 
 def _text_sha256(documents: list[Document]) -> str:
-    if not documents:
-        raise DataError("the source holds no documents; name a source with text in it")
     digest = hashlib.sha256()
     for document in documents:
         for part in (document.name, document.text):

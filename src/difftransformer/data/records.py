@@ -1,4 +1,4 @@
-"""Rows of a user's JSONL file or of a public data set, with the fields that a reader asks for."""
+"""Text files, rows of JSONL files, and rows of public data sets."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -10,18 +10,17 @@ import numpy as np
 
 from ..errors import DataError
 from .hub import load_set
-from .text import _read_text
 
 
 @dataclass(frozen=True, kw_only=True)
 class PublicSet:
-    """Where a set is on the Hugging Face hub.
+    """Location of a data set on the Hugging Face hub.
 
     Attributes:
-        hub_name: What `datasets.load_dataset` opens.
-        split: The part that is evaluated.
-        configs: Its configurations, read one after another.
-        revision: A branch of it.
+        hub_name: Name for `datasets.load_dataset`.
+        split: Split to evaluate on.
+        configs: Configurations to read, one after another.
+        revision: Branch to read.
     """
 
     hub_name: str
@@ -30,37 +29,74 @@ class PublicSet:
     revision: str | None = None
 
 
-def jsonl_rows(path: Path, fields: Sequence[str]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Lines of a JSONL file, counted from 1, each an object with text in every one of `fields`.
+def read_text(path: Path) -> str:
+    """Read a UTF-8 file unchanged, except for a leading byte-order mark, which is dropped.
 
     Raises:
-        DataError: the file is missing, empty, not UTF-8 or not JSONL, or a line lacks a field.
+        DataError: The file cannot be read or is not UTF-8.
     """
-    if not path.is_file():
-        raise DataError(f"{path}: no such file; name a .jsonl file with {_listed(fields)} on each line")
-    is_empty = True
-    for number, line in enumerate(_read_text(path).split("\n"), start=1):
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror}); check the path and its permissions") from None
+    try:
+        return content.decode("utf-8").removeprefix("\ufeff")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{path}: not UTF-8 text: byte 0x{content[error.start]:02x} at offset {error.start} ({error.reason}); "
+            "convert the file to UTF-8 (for example with iconv) or leave it out"
+        ) from None
+
+
+def json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield (line number, object) for the lines of a JSONL file that are not blank. The first line is line 1.
+
+    Raises:
+        DataError: The file cannot be read, or a line is not a JSON object.
+    """
+    for number, line in enumerate(read_text(path).split("\n"), start=1):
         if not line.strip():
             continue
         try:
             row = json.loads(line)
-        except ValueError as error:
-            raise DataError(f"{path}: line {number} is not JSON ({error}); mend the line") from None
+        except json.JSONDecodeError as error:
+            raise DataError(
+                f"{path}: line {number} is not JSON ({error.msg} at column {error.colno}); correct the line"
+            ) from None
         if not isinstance(row, dict):
-            raise DataError(f"{path}: line {number} is no object; give one with {_listed(fields)}")
+            raise DataError(f"{path}: line {number} is a JSON {type(row).__name__}; give one JSON object per line")
+        yield number, row
+
+
+def jsonl_rows(path: Path, fields: Sequence[str]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield (line number, object) for the lines of a JSONL file, each of which has text in all of `fields`.
+
+    Raises:
+        DataError: The file is missing, empty, not UTF-8 or not JSONL, or a line lacks a field.
+    """
+    listed = " and ".join(f'"{field}"' for field in fields)
+    if not path.is_file():
+        raise DataError(f"{path}: no such file; name a .jsonl file with {listed} on each line")
+    is_empty = True
+    for number, row in json_lines(path):
         for field in fields:
             text_field(row, field, f"{path}: line {number}")
         is_empty = False
         yield number, row
     if is_empty:
-        raise DataError(f"{path}: the file is empty; give one JSON object with {_listed(fields)} on each line")
+        raise DataError(f"{path}: the file is empty; give one JSON object with {listed} on each line")
 
 
 def text_field(row: dict[str, Any], field: str, place: str) -> str:
-    """A field that must hold text; a number counts as what it is written like.
+    """Return a field that must hold text. Numbers are converted to text.
+
+    Args:
+        row: Row with the field.
+        field: Name of the field.
+        place: Where the row is, for messages.
 
     Raises:
-        DataError: it is missing, empty or something else.
+        DataError: The field is missing, empty or of another type.
     """
     value = row.get(field)
     if isinstance(value, int | float) and not isinstance(value, bool):
@@ -72,10 +108,10 @@ def text_field(row: dict[str, Any], field: str, place: str) -> str:
 
 
 def public_rows(name: str, public: PublicSet) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Rows of a public set through the `datasets` library, each with a name that is its own.
+    """Yield (name of the row, row) for the rows of a public set. The names are unique in the set.
 
     Raises:
-        DataError: the library is missing, or cannot load the set.
+        DataError: The `datasets` library is missing or cannot load the set.
     """
     for config in public.configs:
         rows = load_set(
@@ -91,11 +127,7 @@ def public_rows(name: str, public: PublicSet) -> Iterator[tuple[str, dict[str, A
 
 
 def chosen(count: int, wanted: int | None, seed: int) -> list[int]:
-    """Which of `count` items are asked: all of them, or `wanted` drawn by the seed, in their order."""
+    """Return the ascending indices of `wanted` items drawn from `count`, or of all items if `wanted` is None."""
     if wanted is None or wanted >= count:
         return list(range(count))
     return sorted(np.random.default_rng(seed).choice(count, wanted, replace=False).tolist())
-
-
-def _listed(fields: Sequence[str]) -> str:
-    return " and ".join(f'"{field}"' for field in fields)

@@ -1,11 +1,10 @@
-"""Shards: a corpus tokenised once into flat binary files, read back as one memory-mapped stream a split.
-
-A folder is a shard folder only when it holds `manifest.json`, which is written last and atomically: whatever stopped
-the writer before that (a full disk, a signal) leaves nothing that could be taken for whole.
+"""Shards: a corpus that is tokenised once into flat binary files and read as one memory-mapped stream per split.
 
     manifest.json   tokenizer/   train-00000.bin   train-00001.bin ...   validation-00000.bin ...
 
-A `.bin` file is a little-endian array of token ids without a header; every document is followed by the end of text.
+The manifest is written last and atomically, so a writer that was stopped (by a full disk or a signal) leaves no folder
+that passes for complete. A `.bin` file is a little-endian array of token ids without a header. Every document is followed by
+the end-of-text token.
 """
 
 import dataclasses
@@ -22,21 +21,22 @@ import numpy.typing as npt
 
 from ..errors import ConfigError, DataError
 from ..results import write_text_atomically
+from ..typed import build
 from .text import Document
 from .tokenizer import Tokenizer
 
 MANIFEST_VERSION = 1
 Split = Literal["train", "validation"]
 SPLITS: tuple[Split, ...] = ("train", "validation")
-_DTYPES = ("<u2", "<u4")  # for a vocabulary below 2**16, and above
+Dtype = Literal["<u2", "<u4"]
 
 _TOKENISE_AGAIN = "tokenise again with difftransformer tokenize"
-_BATCH_CHARACTERS = 2**22  # texts are tokenised in batches of about this size: parallel, yet bounded in memory
+_BATCH_CHARACTERS = 2**22  # size of a batch of texts that is tokenised in parallel; bounds the memory
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardFile:
-    """One `.bin` file: its name in the folder, its length and the SHA-256 of its bytes."""
+    """One `.bin` file: name in the folder, number of tokens and SHA-256 of the bytes."""
 
     file: str
     tokens: int
@@ -45,7 +45,7 @@ class ShardFile:
 
 @dataclass(frozen=True, kw_only=True)
 class SplitManifest:
-    """One split. `tokens` counts the ends of text, one a document; `bytes` is the UTF-8 size of the texts alone."""
+    """One split. `tokens` includes one end-of-text token per document; `bytes` is the UTF-8 size of the texts alone."""
 
     documents: int
     tokens: int
@@ -55,7 +55,19 @@ class SplitManifest:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a shard folder holds. `request` is what the caller recorded, to know the folder again."""
+    """Contents of a shard folder.
+
+    Attributes:
+        version: Version of this format.
+        source: Name of the source of the documents.
+        request: Values that the caller recorded to recognise the folder.
+        tokenizer_sha256: Fingerprint of the tokenizer.
+        vocab_size: Number of token ids.
+        end_of_text: Id of the token after every document.
+        dtype: numpy name of the dtype of the token ids.
+        splits: Splits by name.
+        source_state: State of the source's files when they were read (see `source_state`), if it is known.
+    """
 
     version: int
     source: str
@@ -63,19 +75,20 @@ class Manifest:
     tokenizer_sha256: str
     vocab_size: int
     end_of_text: int
-    dtype: str
+    dtype: Dtype
     splits: dict[str, SplitManifest]
+    source_state: str | None = None
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of the tokenizer and of every shard: equal for equal data, wherever the folder lies."""
+        """SHA-256 over the tokenizer and all shards: equal for equal data, wherever the folder is."""
         parts = [self.tokenizer_sha256, self.dtype]
         parts += [f"{split}:{shard.sha256}" for split in SPLITS for shard in self.splits[split].shards]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
 class TokenStream:
-    """Several one-dimensional arrays read as one: `len`, an integer index, and slices with step 1."""
+    """Several one-dimensional arrays that are read as one, by an integer index or a slice with step 1."""
 
     def __init__(self, parts: Sequence[npt.NDArray[Any]]) -> None:
         self.parts = list(parts)
@@ -85,11 +98,11 @@ class TokenStream:
         return int(self._starts[-1])
 
     def __getitem__(self, index: int | slice) -> Any:
-        """Tokens in the dtype of the shards; a slice inside one file is a view of it.
+        """Return tokens in the dtype of the shards. A slice inside one file is a view of it.
 
         Raises:
-            IndexError: an integer outside the stream.
-            ValueError: a slice with another step than 1.
+            IndexError: The integer lies outside the stream.
+            ValueError: The step of the slice is not 1.
         """
         if not isinstance(index, slice):
             position = index + len(self) if index < 0 else index
@@ -116,9 +129,9 @@ class Shards:
     """An open shard folder.
 
     Attributes:
-        folder: where it lies.
-        manifest: what it says it holds.
-        tokenizer: the tokenizer that made it.
+        folder: Path of the folder.
+        manifest: Its manifest.
+        tokenizer: Tokenizer of the token ids.
     """
 
     def __init__(
@@ -131,18 +144,18 @@ class Shards:
 
     @classmethod
     def open(cls, folder: Path | str, *, verify: bool = True) -> "Shards":
-        """Open a folder that `write_shards` wrote.
+        """Open a folder written by `write_shards`.
 
         Args:
-            folder: the shard folder.
-            verify: read every file once and compare its SHA-256 with the manifest's; sizes are always compared.
+            folder: Path of the shard folder.
+            verify: Whether to read every file and compare its SHA-256 with the manifest. Sizes are always compared.
 
         Raises:
-            DataError: no manifest, a damaged one or one of another version; a file missing, cut short or changed;
-                another tokenizer than the one that made the shards.
+            DataError: The manifest is missing, damaged or of another version; a file is missing, truncated or changed;
+                or the tokenizer is not the one that made the shards.
         """
         folder = Path(folder)
-        manifest = _read_manifest(folder)
+        manifest = read_manifest(folder)
         tokenizer = Tokenizer.load(folder / "tokenizer")
         if tokenizer.sha256 != manifest.tokenizer_sha256:
             raise DataError(
@@ -157,17 +170,17 @@ class Shards:
         return cls(folder, manifest, tokenizer, streams)
 
     def tokens(self, split: Split) -> TokenStream:
-        """The token ids of a split, memory-mapped: all documents, each followed by the end of text.
+        """Return the memory-mapped token ids of a split: all documents, each followed by the end-of-text token.
 
         Raises:
-            ConfigError: no such split.
+            ConfigError: There is no such split.
         """
         if split not in self._streams:
             raise ConfigError(f"split is {split!r}; allowed are {', '.join(SPLITS)}")
         return self._streams[split]
 
     def text_bytes(self, split: Split) -> bytes:
-        """The UTF-8 text of a split, documents joined without a separator."""
+        """Return the UTF-8 text of a split, with the documents joined without a separator."""
         table = self.tokenizer.token_bytes
         return b"".join(table[index] for part in self.tokens(split).parts for index in part.tolist())
 
@@ -179,31 +192,33 @@ def write_shards(
     tokenizer: Tokenizer,
     *,
     source: str = "",
+    source_state: str | None = None,
     request: Mapping[str, Any] | None = None,
     shard_tokens: int = 2**24,
 ) -> Manifest:
-    """Tokenise documents into a shard folder; shards that lie there already are replaced.
+    """Tokenise documents into a shard folder, replacing the shards in it.
 
     Args:
-        folder: made where it is missing.
-        train: training documents.
-        validation: validation documents.
-        tokenizer: saved into the folder too.
-        source: what the documents were read from, for the manifest.
-        request: JSON values to record in the manifest (seed, share ...), by which a caller knows the folder again.
-        shard_tokens: tokens a file; a document may go on in the next file.
+        folder: Folder to write; created if it is missing.
+        train: Training documents.
+        validation: Validation documents.
+        tokenizer: Tokenizer, which is saved into the folder too.
+        source: Name of the source of the documents, for the manifest.
+        source_state: State of the source's files, for the manifest.
+        request: JSON values for the manifest, by which the caller recognises the folder.
+        shard_tokens: Tokens per file. A document may continue in the next file.
 
     Returns:
         The manifest as written.
 
     Raises:
         ConfigError: `shard_tokens` is below 1.
-        DataError: a split without documents; the folder cannot be written to, or the disk is full.
+        DataError: A split has no documents, the folder cannot be written to, or the disk is full.
     """
     if shard_tokens < 1:
         raise ConfigError(f"shard_tokens is {shard_tokens}; it must be at least 1")
     folder = Path(folder)
-    dtype = np.dtype(_DTYPES[tokenizer.vocab_size >= 2**16])
+    dtype: Dtype = "<u2" if tokenizer.vocab_size < 2**16 else "<u4"
     file = folder / "manifest.json"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -212,21 +227,21 @@ def write_shards(
         file = tokenizer.save(folder / "tokenizer")
         splits: dict[str, SplitManifest] = {}
         for split, documents in zip(SPLITS, (train, validation), strict=True):
-            writer = _SplitWriter(folder, split, dtype, shard_tokens)
             file = folder / f"{split}-*.bin"
-            splits[split] = writer.write(documents, tokenizer)
+            splits[split] = _write_split(folder, split, documents, tokenizer, dtype, shard_tokens)
         manifest = Manifest(
             version=MANIFEST_VERSION,
             source=source,
+            source_state=source_state,
             request=dict(request or {}),
             tokenizer_sha256=tokenizer.sha256,
             vocab_size=tokenizer.vocab_size,
             end_of_text=tokenizer.end_of_text,
-            dtype=dtype.str,
+            dtype=dtype,
             splits=splits,
         )
         file = folder / "manifest.json"
-        write_text_atomically(file, json.dumps(dataclasses.asdict(manifest), indent=1) + "\n")
+        write_manifest(folder, manifest)
     except OSError as error:
         _remove_shards(folder)
         what = "the disk is full" if error.errno == errno.ENOSPC else "cannot write"
@@ -240,46 +255,37 @@ def write_shards(
     return manifest
 
 
-class _SplitWriter:
-    """Writes one split as a row of files of `shard_tokens` tokens each."""
+def _write_split(
+    folder: Path, split: str, documents: Iterable[Document], tokenizer: Tokenizer, dtype: Dtype, shard_tokens: int
+) -> SplitManifest:
+    """Write a split as files of `shard_tokens` tokens each."""
+    shards: list[ShardFile] = []
 
-    def __init__(self, folder: Path, split: str, dtype: np.dtype[Any], shard_tokens: int) -> None:
-        self.folder, self.split, self.dtype, self.shard_tokens = folder, split, dtype, shard_tokens
-        self.shards: list[ShardFile] = []
-
-    def write(self, documents: Iterable[Document], tokenizer: Tokenizer) -> SplitManifest:
-        count = size = 0
-        pending: list[npt.NDArray[Any]] = []
-        pending_tokens = 0
-        for batch in _batches(documents):
-            count += len(batch)
-            size += sum(len(document.text.encode()) for document in batch)
-            for ids in tokenizer.encode_batch([document.text for document in batch]):
-                pending.append(np.array([*ids, tokenizer.end_of_text], dtype=self.dtype))
-                pending_tokens += len(ids) + 1
-            if pending_tokens >= self.shard_tokens:
-                tokens = np.concatenate(pending)
-                while len(tokens) >= self.shard_tokens:
-                    self._write_shard(tokens[: self.shard_tokens])
-                    tokens = tokens[self.shard_tokens :]
-                pending, pending_tokens = [tokens], len(tokens)
-        if pending_tokens:
-            self._write_shard(np.concatenate(pending))
-        if not count:
-            raise DataError(
-                f"{self.folder}: the {self.split} split has no documents, it needs at least 1; "
-                "give more documents, or another split seed or share"
-            )
-        return SplitManifest(
-            documents=count, tokens=sum(shard.tokens for shard in self.shards), bytes=size, shards=self.shards
-        )
-
-    def _write_shard(self, tokens: npt.NDArray[Any]) -> None:
-        path = self.folder / f"{self.split}-{len(self.shards):05d}.bin"
+    def write(tokens: npt.NDArray[Any]) -> None:
+        path = folder / f"{split}-{len(shards):05d}.bin"
         content = tokens.tobytes()
         with open(path, "wb") as file:
             file.write(content)
-        self.shards.append(ShardFile(file=path.name, tokens=len(tokens), sha256=hashlib.sha256(content).hexdigest()))
+        shards.append(ShardFile(file=path.name, tokens=len(tokens), sha256=hashlib.sha256(content).hexdigest()))
+
+    count = size = 0
+    pending = np.empty(0, dtype)
+    for batch in _batches(documents):
+        count += len(batch)
+        size += sum(len(document.text.encode()) for document in batch)
+        encoded = tokenizer.encode_batch([document.text for document in batch])
+        pending = np.concatenate([pending, *(np.array([*ids, tokenizer.end_of_text], dtype) for ids in encoded)])
+        while len(pending) >= shard_tokens:
+            write(pending[:shard_tokens])
+            pending = pending[shard_tokens:]
+    if len(pending):
+        write(pending)
+    if not count:
+        raise DataError(
+            f"{folder}: the {split} split has no documents, it needs at least 1; "
+            "give more documents, or another split seed or share"
+        )
+    return SplitManifest(documents=count, tokens=sum(shard.tokens for shard in shards), bytes=size, shards=shards)
 
 
 def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
@@ -312,17 +318,27 @@ def _open_shard(path: Path, shard: ShardFile, dtype: np.dtype[Any], verify: bool
                 met = hashlib.file_digest(file, "sha256").hexdigest()
             if met != shard.sha256:
                 raise DataError(f"{path}: wrong checksum: expected sha256 {shard.sha256}, got {met}; {_TOKENISE_AGAIN}")
-        # A plain array over the map: slicing np.memmap itself costs several times more.
+        # A plain array, because slicing np.memmap itself costs several times more.
         return np.asarray(np.memmap(path, dtype=dtype, mode="r"))
     except FileNotFoundError:
-        raise DataError(f"{path}: the file is missing, though the manifest lists it; {_TOKENISE_AGAIN}") from None
+        raise DataError(f"{path}: the file is missing, but the manifest lists it; {_TOKENISE_AGAIN}") from None
     except OSError as error:
         raise DataError(
             f"{path}: cannot be read ({error.strerror}); check its permissions, or {_TOKENISE_AGAIN}"
         ) from None
 
 
-def _read_manifest(folder: Path) -> Manifest:
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write the manifest of a shard folder atomically."""
+    write_text_atomically(folder / "manifest.json", json.dumps(dataclasses.asdict(manifest), indent=1) + "\n")
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read the manifest of a shard folder.
+
+    Raises:
+        DataError: There is no manifest, or it is damaged or of another version.
+    """
     path = folder / "manifest.json"
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -340,18 +356,9 @@ def _read_manifest(folder: Path) -> Manifest:
             f"{_TOKENISE_AGAIN}, or use the release that wrote it"
         )
     try:
-        splits: dict[str, SplitManifest] = {
-            split: SplitManifest(
-                **{
-                    **content["splits"][split],
-                    "shards": [ShardFile(**shard) for shard in content["splits"][split]["shards"]],
-                }
-            )
-            for split in SPLITS
-        }
-        manifest = Manifest(**{**content, "splits": splits})
-    except (AttributeError, KeyError, TypeError) as error:
-        raise DataError(f"{path}: a damaged manifest ({error}); {_TOKENISE_AGAIN}") from None
-    if manifest.dtype not in _DTYPES:
-        raise DataError(f"{path}: dtype is {manifest.dtype!r}, allowed are {', '.join(_DTYPES)}; {_TOKENISE_AGAIN}")
+        manifest = build(Manifest, content, source=str(path), error=DataError)
+    except DataError as error:
+        raise DataError(f"{error}; {_TOKENISE_AGAIN}") from None
+    if missing := [split for split in SPLITS if split not in manifest.splits]:
+        raise DataError(f"{path}: splits.{missing[0]}: missing; {_TOKENISE_AGAIN}")
     return manifest

@@ -1,19 +1,22 @@
-"""Documents: where text comes from, and how it is split into training and validation.
+"""Read documents from a source, and split them into training and validation.
 
-A source is one of `SOURCES`. Every reader gives whole documents in an order that depends on nothing but their names,
-and refuses text that is missing, empty or not UTF-8 with one line that names the file and the place.
+A source is one of `SOURCES`. Every reader returns whole documents in an order that depends on their names alone. Text that
+is missing, empty or not UTF-8 is refused with a one-line error that names the file and the place.
 """
 
 import hashlib
 import json
 import os
+import re
 import sysconfig
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import ConfigError, DataError
 from .hub import load_set
+from .records import json_lines, read_text
 
 TEXT_SUFFIXES = (".txt", ".md", ".py")
 SOURCES = (
@@ -23,45 +26,37 @@ SOURCES = (
     "hf:NAME[:CONFIG][:SPLIT] (a Hugging Face datasets name)",
 )
 
-# Tests, vendored wheels, editors and demonstrations: not library sources, or not the same on two installations.
-_STDLIB_SKIPPED_FOLDERS = frozenset(
-    {
-        "__pycache__",
-        "dist-packages",
-        "ensurepip",
-        "idle_test",
-        "idlelib",
-        "lib-dynload",
-        "site-packages",
-        "test",
-        "tests",
-        "turtledemo",
-    }
-)
+# Tests, bundled wheels, editors and demos are no library sources, or differ between installations.
+_STDLIB_SKIPPED_FOLDERS = frozenset({
+    "__pycache__", "dist-packages", "ensurepip", "idle_test", "idlelib", "lib-dynload", "site-packages", "test", "tests",
+    "turtledemo",
+})  # fmt: skip
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_RECENT_SECONDS = 2.0  # the coarsest resolution of file times
 
 
 @dataclass(frozen=True)
 class Document:
-    """One text with a name that is unique in its source (a path, or a path with a line number)."""
+    """A text and its name, which is unique in the source (a path, or a path with a line number)."""
 
     name: str
     text: str
 
 
 def read_documents(source: str) -> list[Document]:
-    """Read every document of a source, in an order fixed by their names.
+    """Read all documents of a source, in an order fixed by their names.
 
     Args:
-        source: `python-stdlib`; a folder (read recursively; hidden and empty files are left out); a `.txt`, `.md` or
-            `.py` file (one document); a `.jsonl` file (one object a line with a string `text`, and an optional string
-            `name`); or `hf:NAME[:CONFIG][:SPLIT]` (extra `data`; the split is `train` unless given, and an empty CONFIG
-            is none: `hf:NAME::validation`).
+        source: `python-stdlib`; a folder, which is read recursively without hidden and empty files; a `.txt`, `.md` or
+            `.py` file, which is one document; a `.jsonl` file with one object per line that has a string `text` and
+            optionally a string `name`; or `hf:NAME[:CONFIG][:SPLIT]`, which needs the extra `data`. The split defaults
+            to `train`, and CONFIG may be empty, as in `hf:NAME::validation`.
 
     Returns:
-        At least one document; none is empty.
+        At least one document. No document is empty.
 
     Raises:
-        DataError: the source is none of these, is missing or empty, or holds text that is not UTF-8.
+        DataError: The source is none of these, is missing or empty, or holds text that is not UTF-8.
     """
     if source == "python-stdlib":
         return _read_python_stdlib()
@@ -73,7 +68,7 @@ def read_documents(source: str) -> list[Document]:
     if path.is_dir():
         return _read_folder(path)
     if path.suffix in TEXT_SUFFIXES:
-        text = _read_text(path)
+        text = read_text(path)
         if not text:
             raise DataError(f"{path}: the file is empty; name a file with text in it")
         return [Document(path.name, text)]
@@ -85,28 +80,52 @@ def read_documents(source: str) -> list[Document]:
     raise DataError(f"source {source!r}: files ending in {path.suffix!r} are not read; allowed are {_allowed()}")
 
 
+def source_state(source: str) -> str | None:
+    """Return a fingerprint of the names, sizes and times of a source's files: while it stays equal, so does the text.
+
+    Returns None for a source without local files, and for files changed so recently that a further change might leave
+    their times as they are.
+    """
+    if source == "python-stdlib":
+        folder = _stdlib_folder()
+        files = _walk(folder, (".py",), _STDLIB_SKIPPED_FOLDERS)
+    else:
+        folder = Path(source)
+        files = _walk(folder, (*TEXT_SUFFIXES, ".jsonl")) if folder.is_dir() else [(folder.name, folder)]
+    states: list[object] = [str(folder.absolute())]
+    try:
+        for name, path in files:
+            status = path.stat()
+            if max(status.st_mtime, status.st_ctime) > time.time() - _RECENT_SECONDS:
+                return None
+            states.append((name, status.st_size, status.st_mtime_ns, status.st_ctime_ns))
+    except OSError:
+        return None
+    return hashlib.sha256(json.dumps(states).encode()).hexdigest()
+
+
 def split_documents(
     documents: Iterable[Document], *, validation_share: float, seed: int
 ) -> tuple[list[Document], list[Document]]:
     """Split documents into training and validation by a hash of (seed, name).
 
-    A document's side depends on nothing else, so it keeps its side when documents are added, removed or reordered. A
-    single document cannot be split so: its last `validation_share` is the validation document, cut at a line end.
+    A document stays on its side when other documents are added, removed or reordered. A single document is cut at a line
+    end instead, and its last `validation_share` becomes the validation document.
 
     Args:
-        documents: what `read_documents` returns.
-        validation_share: expected share of documents for validation, 0 < share < 1.
-        seed: any integer.
+        documents: Documents as returned by `read_documents`.
+        validation_share: Expected share of validation documents, 0 < share < 1.
+        seed: Any integer.
 
     Returns:
-        (train, validation), each in the order given.
+        (train, validation), each in the given order.
 
     Raises:
-        ConfigError: the share is not between 0 and 1.
-        DataError: a side would be empty.
+        ConfigError: The share is not between 0 and 1.
+        DataError: One side would be empty.
     """
     if not 0.0 < validation_share < 1.0:
-        raise ConfigError(f"validation_share is {validation_share}; it must lie between 0 and 1, for example 0.05")
+        raise ConfigError(f"validation_share is {validation_share}; give a share between 0 and 1, for example 0.05")
     documents = list(documents)
     if len(documents) == 1:
         return _cut_document(documents[0], validation_share)
@@ -145,25 +164,10 @@ def _allowed() -> str:
     return "; ".join(SOURCES)
 
 
-def _read_text(path: Path) -> str:
-    """A file's text, byte for byte but for a leading byte-order mark."""
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror}); check the path and its permissions") from None
-    try:
-        return content.decode("utf-8").removeprefix("\ufeff")
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"{path}: not UTF-8 text: byte 0x{content[error.start]:02x} at offset {error.start} ({error.reason}); "
-            "convert the file to UTF-8 (for example with iconv) or leave it out"
-        ) from None
-
-
 def _walk(
     folder: Path, suffixes: Sequence[str], skipped_folders: frozenset[str] = frozenset()
 ) -> list[tuple[str, Path]]:
-    """(name, path) of the files below a folder, sorted by name; hidden files and folders are left out."""
+    """Return (name, path) of the files below a folder, sorted by name, without hidden files and folders."""
     found = []
     for current, folders, files in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".") and name not in skipped_folders]
@@ -183,7 +187,7 @@ def _read_folder(folder: Path) -> list[Document]:
     for name, path in files:
         if path.suffix == ".jsonl":
             documents.extend(_read_jsonl(path, name))
-        elif text := _read_text(path):
+        elif text := read_text(path):
             documents.append(Document(name, text))
     if not documents:
         raise DataError(f"{folder}: all {len(files)} text files are empty; name a folder that holds text")
@@ -191,43 +195,39 @@ def _read_folder(folder: Path) -> list[Document]:
 
 
 def _read_jsonl(path: Path, name: str) -> Iterator[Document]:
-    for number, line in enumerate(_read_text(path).split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
+    for number, row in json_lines(path):
+        text, row_name = row.get("text"), row.get("name", f"{name}:{number}")
+        if not isinstance(text, str):
             raise DataError(
-                f"{path}: line {number} is not JSON ({error.msg} at column {error.colno}); mend the line"
-            ) from None
-        if not isinstance(row, dict) or not isinstance(row.get("text"), str):
-            met = sorted(row) if isinstance(row, dict) else type(row).__name__
-            raise DataError(
-                f'{path}: line {number} has no string "text" (met {met}); give an object with a "text" field'
+                f'{path}: line {number} has no string "text" (met {sorted(row)}); give an object with a "text" field'
             )
-        if not row["text"]:
+        if not text:
             raise DataError(f'{path}: line {number} has an empty "text"; give it text or remove the line')
-        row_name = row.get("name", f"{name}:{number}")
         if not isinstance(row_name, str):
             raise DataError(f'{path}: line {number} has the "name" {row_name!r}; it must be a string, or left out')
-        for key, value in (("text", row["text"]), ("name", row_name)):
-            if any("\ud800" <= character <= "\udfff" for character in value):
+        for key, value in (("text", text), ("name", row_name)):
+            if _SURROGATE.search(value):
                 raise DataError(
-                    f'{path}: line {number}: "{key}" holds half a surrogate pair; it is not valid Unicode text'
+                    f'{path}: line {number}: "{key}" holds half a surrogate pair, which is not valid Unicode; '
+                    "correct the line"
                 )
-        yield Document(row_name, row["text"])
+        yield Document(row_name, text)
+
+
+def _stdlib_folder() -> Path:
+    return Path(sysconfig.get_paths()["stdlib"])
 
 
 def _read_python_stdlib() -> list[Document]:
-    """The running interpreter's library sources without tests, and the topics of its `help()`."""
-    folder = Path(sysconfig.get_paths()["stdlib"])
+    """Read the running interpreter's library sources without tests, and the topics of its `help()`."""
+    folder = _stdlib_folder()
     documents = []
     for name, path in _walk(folder, (".py",), _STDLIB_SKIPPED_FOLDERS):
-        # The topics come below as documents of their own; _sysconfigdata records how this one interpreter was built.
+        # The topics become documents of their own below. _sysconfigdata records how this interpreter was built.
         if name == "pydoc_data/topics.py" or path.name.startswith("_sysconfigdata") or name.startswith("config-"):
             continue
         try:
-            text = _read_text(path)
+            text = read_text(path)
         except DataError:
             continue
         if text:

@@ -1,8 +1,7 @@
-"""Tokenizers: bytes, a byte-level BPE that we train, or any pretrained one, all saved in the Hugging Face format.
+"""Tokenizers in the Hugging Face format: bytes, a byte-level BPE trained here, or any pretrained tokenizer.
 
-Every tokenizer here is lossless on any text, adds no special token by itself, and never turns the text of a special
-token
-that occurs in the corpus into that token: a document cannot forge a document boundary.
+Tokenizers add no special tokens by themselves. The name of a special token in a document is encoded as ordinary text, so a
+document cannot forge a document boundary.
 """
 
 import hashlib
@@ -25,8 +24,7 @@ PAD = "<|pad|>"
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
 BYTE_VOCABULARY = 258  # 256 bytes, end of text, pad
 
-# Names under which published tokenizers keep their end of text, in the order of trust when their own configuration is
-# silent.
+# Names of the end-of-text token in published tokenizers, most reliable first, for those that do not configure it.
 _KNOWN_END_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[EOS]")
 
 
@@ -34,13 +32,13 @@ class Tokenizer:
     """A `tokenizers.Tokenizer` with a document separator.
 
     Args:
-        backend: the tokenizer; truncation and padding are switched off in it.
-        end_of_text: the token that follows every document, also begin and end of a sequence.
-        pad: the token for padding; the same as `end_of_text` where a tokenizer has none.
-        chat_template: how a pretrained chat model writes messages (Jinja); kept for who saves the tokenizer again.
+        backend: The tokenizer. Its truncation and padding are turned off.
+        end_of_text: Token after every document, which also serves as the token for begin and end of a sequence.
+        pad: Token for padding; the same as `end_of_text` for a tokenizer without one.
+        chat_template: Jinja template of a chat model, which is saved with the tokenizer.
 
     Raises:
-        DataError: a token is not in the vocabulary.
+        DataError: A token is not in the vocabulary.
     """
 
     def __init__(
@@ -72,15 +70,15 @@ class Tokenizer:
 
     @cached_property
     def vocab_size(self) -> int:
-        """Number of rows that an embedding needs: the largest id plus one."""
+        """Number of embedding rows: the largest id plus one."""
         return max(self.backend.get_vocab(with_added_tokens=True).values()) + 1
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text; no special token is added or recognised."""
+        """Encode a text without adding or recognising special tokens."""
         return self.backend.encode(text, add_special_tokens=False).ids
 
     def encode_special(self, text: str) -> list[int]:
-        """Token ids of a text in which the names of special tokens stand for them: a chat template's, never a document's."""
+        """Encode the text of a chat template, in which the names of special tokens stand for these tokens."""
         self.backend.encode_special_tokens = False
         try:
             return self.encode(text)
@@ -88,12 +86,11 @@ class Tokenizer:
             self.backend.encode_special_tokens = True
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of several texts, in parallel where TOKENIZERS_PARALLELISM allows."""
-        encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [encoding.ids for encoding in encodings]
+        """Encode several texts, in parallel if TOKENIZERS_PARALLELISM allows it."""
+        return [encoding.ids for encoding in self.backend.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of token ids; special tokens appear as they are written, broken UTF-8 as U+FFFD."""
+        """Decode token ids. Special tokens appear by name, and invalid UTF-8 appears as U+FFFD."""
         return self.backend.decode([int(index) for index in ids], skip_special_tokens=False)
 
     @cached_property
@@ -103,10 +100,10 @@ class Tokenizer:
 
     @cached_property
     def token_bytes(self) -> list[bytes]:
-        """The bytes that each id stands for, `vocab_size` of them; empty for special tokens and unused ids.
+        """The bytes of each of the `vocab_size` ids; empty for special tokens and unused ids.
 
         Raises:
-            DataError: the tokenizer is not byte-level and has no byte fallback, so that a token has no fixed bytes.
+            DataError: The tokenizer is not byte-level and has no byte fallback, so its tokens have no fixed bytes.
         """
         settings = self._settings
         parts = {part.get("type") for key in ("pre_tokenizer", "decoder") for part in _flatten(settings.get(key))}
@@ -115,9 +112,8 @@ class Tokenizer:
         elif not settings["model"].get("byte_fallback"):
             raise DataError(
                 f"the tokenizer (model {settings['model'].get('type')}, decoder parts {sorted(filter(None, parts))}) "
-                "is neither "
-                "byte-level nor has byte fallback, so its tokens have no fixed bytes; use such a tokenizer, or train a "
-                "BPE"
+                "is neither byte-level nor has byte fallback, so its tokens have no fixed bytes; use such a tokenizer, "
+                "or train a BPE"
             )
         else:
             byte_of = {}
@@ -135,12 +131,12 @@ class Tokenizer:
         return table
 
     def token_byte_lengths(self) -> npt.NDArray[np.int32]:
-        """Bytes that each token stands for, (vocab_size,) int32; 0 for special tokens."""
+        """Return the number of bytes of each token, (vocab_size,) int32; 0 for special tokens."""
         return np.fromiter(map(len, self.token_bytes), dtype=np.int32, count=self.vocab_size)
 
     @cached_property
     def sha256(self) -> str:
-        """Fingerprint of everything that decides which ids a text gets; the same before and after saving."""
+        """Fingerprint of everything that determines the ids of a text. Saving does not change it."""
         settings = self._settings
         identity = {key: settings.get(key) for key in ("model", "normalizer", "pre_tokenizer", "decoder")}
         identity["added_tokens"] = sorted((t["id"], t["content"], t["special"]) for t in settings["added_tokens"])
@@ -148,10 +144,10 @@ class Tokenizer:
         return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
     def save(self, folder: Path | str) -> Path:
-        """Write `tokenizer.json` and `tokenizer_config.json`, which `AutoTokenizer.from_pretrained(folder)` opens.
+        """Write a folder that `AutoTokenizer.from_pretrained` opens: `tokenizer.json` and `tokenizer_config.json`.
 
         Raises:
-            DataError: the folder cannot be written to.
+            DataError: The folder cannot be written to.
         """
         folder = Path(folder)
         configuration = {
@@ -176,13 +172,13 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path | str) -> "Tokenizer":
-        """Open a folder with a `tokenizer.json`, or that file itself.
+        """Open a folder with a `tokenizer.json`, or the file itself.
 
-        The end of text is the `eos_token` of `tokenizer_config.json` beside it, or else the first known name in the
-        vocabulary.
+        The end-of-text token is the `eos_token` of `tokenizer_config.json` beside the file, or else the first known name in
+        the vocabulary.
 
         Raises:
-            DataError: no such file, not a tokenizer, or no end of text in it.
+            DataError: There is no such file, it is not a tokenizer, or it has no end-of-text token.
         """
         path = Path(folder)
         if path.is_dir():
@@ -204,8 +200,7 @@ class Tokenizer:
         if end_of_text is None:
             raise DataError(
                 f"{path}: no end of text: tokenizer_config.json beside it names no eos_token, and the vocabulary holds "
-                "none of "
-                f"{', '.join(_KNOWN_END_OF_TEXT)}; add eos_token to tokenizer_config.json"
+                f"none of {', '.join(_KNOWN_END_OF_TEXT)}; add eos_token to tokenizer_config.json"
             )
         pad = named.get("pad_token") or (PAD if backend.token_to_id(PAD) is not None else end_of_text)
         template = path.with_name(CHAT_TEMPLATE_FILE)
@@ -214,25 +209,24 @@ class Tokenizer:
 
 
 def byte_tokenizer() -> Tokenizer:
-    """The tokenizer of 258 tokens whose id is the byte itself; 256 is the end of text and 257 is padding."""
+    """Return the tokenizer whose ids are the bytes; id 256 is the end of text and 257 is padding."""
     vocabulary = {character: value for value, character in enumerate(_byte_characters())}
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    # Splitting keeps each word short, which keeps BPE quick; it changes no id where there are no merges.
+    # Without merges splitting into words changes no id, but it keeps BPE fast.
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     backend.decoder = decoders.ByteLevel()
     return _with_special_tokens(backend)
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Train a byte-level BPE, in which every digit is a token of its own.
+    """Train a byte-level BPE in which every digit is a separate token.
 
-    The same texts give the same tokenizer. Where the texts hold too few words for so many merges the vocabulary is
-    smaller
-    than asked: read `vocab_size` of what is returned.
+    The same texts give the same tokenizer. The vocabulary is smaller than `vocab_size` if the texts have too few words for
+    so many merges.
 
     Args:
-        texts: the training documents.
-        vocab_size: tokens in all, at least 258 (256 bytes, the end of text and padding).
+        texts: Training documents.
+        vocab_size: Total number of tokens, at least 258 (256 bytes, the end of text and padding).
 
     Raises:
         ConfigError: `vocab_size` is below 258.
@@ -260,10 +254,10 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def load_tokenizer(spec: str) -> Tokenizer:
-    """Open a tokenizer by what a recipe says: `byte`, or a folder or `tokenizer.json` of any pretrained one.
+    """Open the tokenizer that a recipe names: `byte`, or the folder or `tokenizer.json` of a pretrained tokenizer.
 
     Raises:
-        DataError: no such tokenizer.
+        DataError: There is no such tokenizer.
     """
     if spec == "byte":
         return byte_tokenizer()
@@ -280,7 +274,7 @@ def _with_special_tokens(backend: tokenizers.Tokenizer) -> Tokenizer:
 
 
 def _byte_characters() -> list[str]:
-    """The character by which byte-level tokenizers write each byte: itself if it prints, else the next from U+0100."""
+    """Return the character that byte-level tokenizers write for each byte: itself if printable, else one from U+0100."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     characters, following = [], 0x100
     for value in range(256):
@@ -297,7 +291,7 @@ def _flatten(part: dict[str, Any] | None) -> list[dict[str, Any]]:
 
 
 def _special_tokens(path: Path) -> dict[str, str]:
-    """`eos_token`, `pad_token` and `chat_template` of a `tokenizer_config.json`, where it has them."""
+    """Read `eos_token`, `pad_token` and `chat_template` of a `tokenizer_config.json`, as far as it has them."""
     try:
         configuration = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

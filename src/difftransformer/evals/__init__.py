@@ -1,18 +1,18 @@
 """Evaluations: validation loss, multi-needle retrieval, attention allocation; tasks of lm-eval."""
 
+from typing import TYPE_CHECKING
+
 from .._lazy import lazy_names
 
-__getattr__, __dir__, __all__ = lazy_names(
-    __name__,
-    {
-        ".tasks.allocation": ("evaluate_allocation",),
-        ".config": ("AllocationConfig", "EvaluationConfig", "NeedleConfig", "NllConfig"),
-        ".lm_harness": ("run_harness",),
-        ".language_model": ("CausalLanguageModel",),
-        ".tasks.needle": ("evaluate_needle",),
-        ".tasks.perplexity": ("evaluate_nll",),
-        ".runner": ("run_task",),
-        ".task": ("LanguageModel",),
-        ".run": ("EvaluationResults", "check_evaluation", "evaluate"),
-    },
-)
+if TYPE_CHECKING:
+    from .config import AllocationConfig, EvaluationConfig, NeedleConfig, NllConfig
+    from .language_model import CausalLanguageModel
+    from .lm_harness import run_harness
+    from .run import EvaluationResults, check_evaluation, evaluate
+    from .runner import run_task
+    from .task import LanguageModel
+    from .tasks.allocation import evaluate_allocation
+    from .tasks.needle import evaluate_needle
+    from .tasks.perplexity import evaluate_nll
+
+__getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -15,11 +15,10 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.models.diffllama.modeling_diffllama import DiffLlamaAttention
 
+from ..acceleration import IMPLEMENTATION, AcceleratedDiffLlamaAttention, accelerate, restore
+from ..acceleration.attention_function import NOT_IN_THE_OP, attention, mask
 from ..attention import Attention
 from ..errors import ConfigError, EvaluationError
-from ..model import accelerate, restore
-from ..model.attention_function import IMPLEMENTATION, NOT_IN_THE_OP, attention, mask
-from ..model.diffllama import AcceleratedDiffLlamaAttention
 from ..ops import observe_inputs, use_backend
 from ..ops.problem import LOW_PRECISION, Restrictions, allowed_keys
 from ..ops.quantize import quantize_last, quantize_symmetric
@@ -175,7 +174,7 @@ def magnitudes(model: Any, rows: Sequence[Tensor], largest: int) -> dict[str, An
     def leave(module: nn.Module, arguments: Any, output: Any) -> None:
         hidden.add(output[0] if isinstance(output, tuple) else output)
 
-    with _on_the_op(model), ExitStack() as hooks, _observe_inputs(tapped, see):
+    with _on_the_op(model), ExitStack() as hooks, _watching_inputs(tapped, see):
         for block in _blocks(model, tapped[0]):
             hooks.callback(block.register_forward_hook(leave).remove)
         for row in rows:
@@ -410,7 +409,7 @@ def _watching_logits(layers: Sequence[nn.Module], see: SeeLogits) -> Iterator[No
 
 
 @contextmanager
-def _observe_inputs(layers: Sequence[nn.Module], see: Callable[..., None]) -> Iterator[None]:
+def _watching_inputs(layers: Sequence[nn.Module], see: Callable[..., None]) -> Iterator[None]:
     """Call see(layer, maps, restrictions, scale) for every layer; see `ops.observe_inputs`."""
     with _counting(layers) as place, observe_inputs(lambda *inputs: see(place[0], *inputs)):
         yield

@@ -1,14 +1,7 @@
-"""The language model, its configuration, sizes and counts. Names are resolved on first use, so that presets need no torch."""
+"""The language model, its configuration, presets and counts. Importing it registers the model with transformers."""
 
-from .._lazy import lazy_names
-
-__getattr__, __dir__, __all__ = lazy_names(
-    __name__,
-    {
-        ".acceleration": ("accelerate", "restore"),
-        ".config": ("DiffTransformerConfig",),
-        ".counts": ("Counts", "count", "weights_and_kv_bytes"),
-        ".modeling": ("DiffTransformerForCausalLM", "DiffTransformerModel", "DiffTransformerPreTrainedModel"),
-        ".presets": ("PRESETS", "Preset", "preset"),
-    },
-)
+from .config import DiffTransformerConfig
+from .counts import Counts, count, weights_and_kv_bytes
+from .modeling import DiffTransformerForCausalLM, DiffTransformerModel
+from .presets import PRESETS, Preset, preset
+from .pretrained import DiffTransformerPreTrainedModel

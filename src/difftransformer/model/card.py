@@ -1,6 +1,7 @@
-"""The model card: README.md of a saved model. Written once, and again only while nobody has changed it.
+"""The model card: README.md of a saved model.
 
-A card of ours holds a line with the sha256 of the rest. A card without that line, or with another sum, is a person's.
+A card that this package writes contains a line with the sha256 of the rest. A card without that line, or with another sum,
+was edited by hand and is never overwritten.
 """
 
 import hashlib
@@ -35,10 +36,10 @@ CITATION = """```bibtex
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """What a card says of how a model was trained.
+    """Training section of a card.
 
     Attributes:
-        figures: Names and values, as they are to be read.
+        figures: Names and formatted values.
         recipe: The recipe as plain data.
     """
 
@@ -55,18 +56,18 @@ def model_card(
     license: str | None = None,
     stock: bool = False,
 ) -> str:
-    """A card as text: what the model is, its layout and sizes, how it opens, how it was trained.
+    """Return the text of a card: summary, layout and sizes, how to open the model, and how it was trained.
 
     Args:
-        config: The model.
-        name: Its title.
-        architecture: Class that was saved.
-        training: Recipe and figures, or the section that another card of ours has on them.
-        license: Identifier such as "mit" or "apache-2.0"; left out where it is not known.
-        stock: Whether the folder is a `diffllama` one, which opens without this package.
+        config: Configuration of the model.
+        name: Title of the card.
+        architecture: Name of the class that was saved.
+        training: Recipe and figures, or the training section of another card.
+        license: Licence identifier such as "mit" or "apache-2.0", if it is known.
+        stock: Whether the folder has the `diffllama` layout, which opens without this package.
 
     Raises:
-        ConfigError: the licence is no identifier.
+        ConfigError: The licence is not an identifier.
     """
     if license is not None and not _LICENSE.fullmatch(license):
         raise ConfigError(f"license={license!r}: give an identifier in small letters, such as mit or apache-2.0")
@@ -76,10 +77,7 @@ def model_card(
         front["pipeline_tag"] = "text-generation"
     if license is not None:
         front["license"] = license
-    front["tags"] = [
-        "difftransformer",
-        *config.attention.tags,
-    ]
+    front["tags"] = ["difftransformer", *config.attention.tags]
     parts = [f"# {name}\n\n{_summary(config, causal)}\n", _layout(config), _usage(architecture, stock)]
     if isinstance(training, str):
         parts.append(training)
@@ -90,37 +88,60 @@ def model_card(
 
 
 def is_ours(text: str) -> bool:
-    """Whether a card was written here and not changed since."""
+    """Whether a card was written by this package and not changed since."""
     seal = _SEAL.search(text)
     return seal is not None and seal[1] == _sum(text[: seal.start()] + text[seal.end() :])
 
 
 def training_section(text: str) -> str | None:
-    """What a card of ours says of training; None where it says nothing, or is a person's."""
+    """Return the training section of a card, or None if it has none or was edited by hand."""
     start, end = text.find("\n" + TRAINING_HEADING), text.rfind("\n" + NEXT_HEADING)
     return text[start + 1 : end] if is_ours(text) and 0 <= start < end else None
 
 
 def inherited_training(folder: Path) -> str | None:
-    """What the card in a folder says of training, for a model that was loaded from there and may have changed since."""
-    path = folder / CARD_FILE
-    section = training_section(path.read_text(encoding="utf-8", errors="replace")) if path.is_file() else None
+    """Return the training section of a folder's card, for a model that was loaded from there and may have changed since."""
+    section = training_section(read_card(folder) or "")
     if section is None or LOADED_FROM in section:
         return section
     return section.replace(TRAINING_HEADING, f"{TRAINING_HEADING}\n{LOADED_FROM}\n", 1)
 
 
-def write_card(folder: Path, text: str) -> bool:
-    """Write a card, unless a person's is there.
-
-    Returns:
-        Whether it was written.
-    """
+def read_card(folder: Path) -> str | None:
+    """Return the text of a folder's card, or None if there is none."""
     path = folder / CARD_FILE
-    if path.exists() and not is_ours(path.read_text(encoding="utf-8", errors="replace")):
+    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else None
+
+
+def write_card(folder: Path, text: str) -> bool:
+    """Write a card unless the folder has one that was edited by hand. Return whether it was written."""
+    found = read_card(folder)
+    if found is not None and not is_ours(found):
         return False
-    path.write_text(text, encoding="utf-8")
+    (folder / CARD_FILE).write_text(text, encoding="utf-8")
     return True
+
+
+def size_rows(config: DiffTransformerConfig) -> dict[str, int]:
+    """Return layout and sizes of a model by name, computed by formula."""
+    layout, counts = config.head_layout(), count(config)
+    return {
+        "layers": config.num_hidden_layers,
+        "hidden size": config.hidden_size,
+        "FFN width": config.intermediate_size,
+        "heads": layout.num_heads,
+        "key/value heads": layout.num_key_value_heads,
+        "width of a map": layout.head_dim,
+        "width of a value": layout.value_head_dim,
+        "vocabulary": config.vocab_size,
+        "positions": config.max_position_embeddings,
+        "parameters": counts.parameters,
+        "of these, embedding": counts.embedding_parameters,
+        "of these, attention": counts.attention_parameters,
+        f"forward FLOPs/token at {counts.context_tokens:,}": counts.forward_flops_per_token,
+        f"training FLOPs/token at {counts.context_tokens:,}": counts.train_flops_per_token,
+        "KV bytes/token in bf16": counts.kv_bytes_per_token,
+    }
 
 
 def _sealed(front: str, body: str) -> str:
@@ -139,32 +160,15 @@ def _summary(config: DiffTransformerConfig, causal: bool) -> str:
 
 
 def _layout(config: DiffTransformerConfig) -> str:
-    layout, counts = config.head_layout(), count(config)
-    options = {
-        name: value
-        for name, option in config.attention.config_options.items()
-        if (value := getattr(config, name)) != option.default
-    }
-    if config.sliding_window is not None:
-        options["sliding_window"] = config.sliding_window
+    defaults = {name: option.default for name, option in config.attention.config_options.items()}
+    chosen = {name: getattr(config, name) for name in (*defaults, "sliding_window")}
     rows = {
         "attention type": f"`{config.attention_type}`",
-        **{name.replace("_", " "): f"`{value}`" for name, value in options.items()},
-        "layers": config.num_hidden_layers,
-        "hidden size": config.hidden_size,
-        "FFN width": config.intermediate_size,
-        "heads": layout.num_heads,
-        "key/value heads": layout.num_key_value_heads,
-        "width of a map": layout.head_dim,
-        "width of a value": layout.value_head_dim,
-        "vocabulary": config.vocab_size,
-        "positions": config.max_position_embeddings,
+        **{name.replace("_", " "): f"`{v}`" for name, v in chosen.items() if v != defaults.get(name)},
         "tied embedding": "yes" if config.tie_word_embeddings else "no",
-        "parameters": counts.parameters,
-        "of these, attention": counts.attention_parameters,
-        "KV bytes/token in bf16": counts.kv_bytes_per_token,
+        **{name: f"{size:,}" for name, size in size_rows(config).items()},
     }
-    return _table("## Layout", ((name, f"{v:,}" if isinstance(v, int) else v) for name, v in rows.items()))
+    return _table("## Layout", rows.items())
 
 
 def _usage(architecture: str, stock: bool) -> str:
@@ -183,7 +187,7 @@ def _training(training: Training) -> str:
 
 
 def _without_places(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """A recipe without the folders of the machine that trained it: a card is made to be shown."""
+    """Remove the folders of the training machine from a recipe: cards are published."""
     plain = dict(recipe)
     if isinstance(plain.get("data"), dict):
         data = {key: value for key, value in plain["data"].items() if key != "folder"}

@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import importlib
 from typing import Any, Self, get_args
 
 from transformers import AutoConfig, PreTrainedConfig
@@ -83,7 +82,6 @@ class DiffTransformerConfig(PreTrainedConfig):
     eos_token_id: int | list[int] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
-        importlib.import_module(".modeling", __package__)  # registers the models with transformers' Auto classes
         counts, unset = [*COUNTS], [*UNSET_COUNTS]
         for name, option in config_options().items():
             value = kwargs.pop(name, option.default)

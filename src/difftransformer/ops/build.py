@@ -1,7 +1,7 @@
-"""Builds the C++ sources of `csrc/` once, on first use, keeps the library in torch's extension cache and loads it.
+"""Build the C++ sources of `csrc/` on first use, keep the library in torch's extension cache, and load it.
 
-Not `torch.utils.cpp_extension.load`: it needs ninja on PATH, and its lock file stays locked when a build is killed.
-Here the lock is a `flock`, which ends with its process, and a build works in a folder of its own until it is whole.
+`torch.utils.cpp_extension.load` is not used because it needs ninja, and because its lock stays locked when a build is killed.
+Here the lock is a `flock`, which ends with its process, and the finished library is renamed into its place.
 """
 
 import contextlib
@@ -13,6 +13,7 @@ import platform
 import re
 import shlex
 import shutil
+import struct
 import subprocess
 import sys
 import tempfile
@@ -30,10 +31,10 @@ from .processor import FLAGS_OF, instruction_set
 logger = logging.getLogger("difftransformer")
 
 SOURCES = Path(__file__).parent / "csrc"
-# Where `make dist` puts the libraries of a wheel: one for each instruction set, so that its users compile nothing.
+# `make dist` puts one library per instruction set here, so that users of the wheel need no compiler.
 PREBUILT = Path(__file__).parent / "prebuilt"
-# The interface of torch 2.11, which later releases keep. Nothing here depends on the machine that compiles, and NaN and
-# infinity keep their meaning.
+# TORCH_TARGET_VERSION selects the interface of torch 2.11, which later releases keep. No flag depends on the machine that
+# compiles, and none changes the meaning of NaN and infinity.
 FLAGS = (
     "-std=c++20",
     "-O3",
@@ -51,11 +52,10 @@ SANITIZER_FLAGS = (
     "-g",
     "-O1",
 )
-DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 class Library(NamedTuple):
-    """The kernels that this process has loaded."""
+    """The library that this process has loaded."""
 
     path: Path
     instruction_set: str
@@ -67,10 +67,9 @@ class _CompilerError(Exception):
 
 
 def library_path(isa: str) -> Path:
-    """Where the library for an instruction set is kept.
+    """Return the path of the library for an instruction set.
 
-    The folder's name holds all that goes into the library, for home folders that different machines and environments
-    share.
+    The folder's name covers everything that goes into the library, because machines and environments may share a home folder.
     """
     from torch.utils.cpp_extension import get_default_build_root
 
@@ -82,28 +81,27 @@ def library_path(isa: str) -> Path:
 
 
 def build(isa: str, *, force: bool = False) -> Path:
-    """Build the library for an instruction set unless it is there; processes that start together build once.
+    """Build the library for an instruction set unless it exists. Processes that start together build it once.
 
     Raises:
-        BackendUnavailable: why it cannot be built, on one line.
+        BackendUnavailable: The library cannot be built; the reason is one line.
     """
     path = library_path(isa)
     log = path.with_name("build.log")
+    if os.path.exists(path) and not force:
+        return path
+    compiler = _compiler()
     try:
-        library_before, log_before = _stamp(path), _stamp(log)
-        if library_before and not force:
-            return path
-        compiler = _compiler()
         path.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(path.parent):
-            if _stamp(path) not in (None, library_before):
+        with _locked(path.parent) as has_waited:
+            if os.path.exists(path) and not force:
                 return path
-            if _stamp(log) not in (None, log_before):  # the build that this one waited for has failed
-                raise _unbuilt(log.read_text("utf-8"), log)
-            for left_by_a_kill in path.parent.glob("build-*"):
-                shutil.rmtree(left_by_a_kill, ignore_errors=True)
+            if has_waited and log.exists():  # the other process has failed
+                raise _build_error(log.read_text("utf-8"), log)
+            for leftover in path.parent.glob("build-*"):  # of a build that was killed
+                shutil.rmtree(leftover, ignore_errors=True)
             log.unlink(missing_ok=True)
-            # A warning, so that nobody waits without a word.
+            # A warning, because it explains why the program seems to hang.
             logger.warning(
                 "building the CPU attention kernels for %s, once, about half a minute; kept in %s", isa, path.parent
             )
@@ -114,21 +112,23 @@ def build(isa: str, *, force: bool = False) -> Path:
                 except _CompilerError as error:
                     with contextlib.suppress(OSError):
                         log.write_text(str(error), "utf-8")
-                    raise _unbuilt(str(error), log) from None
+                    raise _build_error(str(error), log) from None
+                with library.open("rb") as file:
+                    os.fsync(file.fileno())
                 library.replace(path)
     except OSError as error:
         raise BackendUnavailable(
             f"cannot write the cache folder {path.parent}: {error.strerror or error}; "
-            "name another place in the variable TORCH_EXTENSIONS_DIR"
+            "name another folder in the variable TORCH_EXTENSIONS_DIR"
         ) from error
     return path
 
 
 def build_ahead(isa: str, library: Path) -> None:
-    """Build the library for an instruction set that a wheel is to carry: it finds torch's where that is loaded already.
+    """Build the library for an instruction set for a wheel. It uses the torch library that the process has loaded.
 
     Raises:
-        BackendUnavailable: why it cannot be built, on one line.
+        BackendUnavailable: The library cannot be built; the reason is one line.
     """
     with tempfile.TemporaryDirectory() as folder:
         made = Path(folder) / library.name
@@ -140,40 +140,37 @@ def build_ahead(isa: str, library: Path) -> None:
 
 
 def open_library(*, force: bool = False) -> Library:
-    """Load the wheel's library, or build one where needed and load it.
-
-    A built one that is there but cannot be loaded is built again, once.
+    """Load the wheel's library, or else the one in the cache, which is built first if it is missing or cannot be loaded.
 
     Args:
-        force: Build in any case, also where the wheel has one.
+        force: Whether to build the library in any case.
 
     Raises:
-        BackendUnavailable: why not, on one line.
+        BackendUnavailable: No library can be loaded; the reason is one line.
     """
     isa = instruction_set()
     if isa is None:
         raise BackendUnavailable(
-            "this machine has no instruction set that they are written for: AVX2 on x86-64 or NEON on AArch64, "
-            "under Linux or macOS"
+            "the kernels need AVX2 on x86-64 or NEON on AArch64, under Linux or macOS, and this machine has neither"
         )
     prebuilt = PREBUILT / f"{isa}.so"
-    if prebuilt.exists() and not force:
+    if os.path.exists(prebuilt) and not force:
         try:
             _load_library(prebuilt, isa)
             return Library(prebuilt, isa, is_new=False)
         except BackendUnavailable as error:
-            logger.warning("the wheel's kernels are not taken: %s", error)
+            logger.warning("the wheel's kernels are not used: %s", error)
     path = library_path(isa)
-    before = _stamp(path)
+    if os.path.exists(path) and not force:
+        try:
+            _load_library(path, isa)
+            return Library(path, isa, is_new=False)
+        except BackendUnavailable:
+            with contextlib.suppress(OSError):
+                path.unlink()
     build(isa, force=force)
-    try:
-        _load_library(path, isa)
-    except BackendUnavailable:
-        if _stamp(path) != before:
-            raise
-        build(isa, force=True)
-        _load_library(path, isa)
-    return Library(path, isa, is_new=_stamp(path) != before)
+    _load_library(path, isa)
+    return Library(path, isa, is_new=True)
 
 
 _outcome: list[str | None] = []
@@ -182,7 +179,7 @@ _outcome_lock = threading.Lock()
 
 @torch.compiler.assume_constant_result
 def load() -> str | None:
-    """Build where needed and load, once per process: None, or why not (logged, once)."""
+    """Build and load the library once per process. Return None, or the reason for a failure, which is logged once."""
     with _outcome_lock:
         if not _outcome:
             try:
@@ -190,31 +187,21 @@ def load() -> str | None:
                 _outcome.append(None)
             except BackendUnavailable as error:
                 _outcome.append(str(error))
-                logger.warning("no CPU attention kernels, other backends take over: %s", error)
+                logger.warning("no CPU attention kernels, other backends are used: %s", error)
     return _outcome[0]
-
-
-def _seal(library: Path) -> None:
-    """Append the digest of the library, which loaders do not read: to load a part of a library can end the process."""
-    digest = hashlib.sha256(library.read_bytes()).digest()
-    with library.open("ab") as file:
-        file.write(digest)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _load_library(path: Path, isa: str) -> None:
     try:
-        data = path.read_bytes()
-        if hashlib.sha256(data[:-DIGEST_BYTES]).digest() != data[-DIGEST_BYTES:]:
-            raise OSError(f"{path} is damaged")
+        if _is_truncated(path):
+            raise OSError(f"{path} is truncated")
         torch.ops.load_library(path)
     except OSError as error:
         cause = " ".join(str(error.__cause__ or error).split())
         raise BackendUnavailable(f"the kernels cannot be loaded: {cause}") from error
     if isa == "amx" and not _agree_on_tiles(path):
         logger.warning(
-            "the kernels for AMX tiles disagree with the others on this machine, which are taken in their place"
+            "the kernels for AMX tiles disagree with the others on this machine; the others are used instead"
         )
 
 
@@ -224,26 +211,31 @@ def _agree_on_tiles(path: Path) -> bool:
     return bool(use_tiles())
 
 
-def _stamp(path: Path) -> tuple[int, int] | None:
-    """What tells one version of a file from the next, or None where there is none."""
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return status.st_ino, status.st_mtime_ns
+def _is_truncated(path: Path) -> bool:
+    """Whether an ELF file ends before its section headers, the last part: the loader would map it and die of SIGBUS."""
+    with path.open("rb") as file:
+        header = file.read(64)
+    if header[:4] != b"\x7fELF" or len(header) < 64:
+        return False  # the loader refuses it, or it is no ELF file, as on macOS
+    (offset,) = struct.unpack_from("<Q", header, 40)
+    size, count = struct.unpack_from("<2H", header, 58)
+    return bool(path.stat().st_size < offset + size * count)
 
 
 @contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    import fcntl  # only where there is something to build
+def _locked(folder: Path) -> Iterator[bool]:
+    """Hold the lock of a build folder. Yield whether another process held it before."""
+    import fcntl  # not on Windows
 
     with (folder / "lock").open("a") as lock:
+        has_waited = False
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
+            has_waited = True
             logger.warning("waiting for another process, which builds the CPU attention kernels in %s", folder)
             fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+        yield has_waited
 
 
 def _compiler() -> list[str]:
@@ -262,29 +254,29 @@ def _sanitizer_flags() -> tuple[str, ...]:
 
 
 def compile_flags(isa: str) -> list[str]:
-    """What the compiler is told for an instruction set."""
+    """Return the compiler's flags for an instruction set."""
     from torch.utils.cpp_extension import include_paths
 
-    # As system headers, so that torch's own do not warn.
+    # System headers cause no warnings.
     includes = [word for folder in include_paths() for word in ("-isystem", folder)]
     return [*FLAGS, *FLAGS_OF[isa], *_sanitizer_flags(), *includes]
 
 
 def link_flags(*, for_a_wheel: bool = False) -> list[str]:
-    """What the linker is told: torch's library is found where it lies now, or in a wheel by its name alone."""
+    """Return the linker's flags. In a wheel torch's library is found by its name alone, else in its present folder."""
     from torch.utils.cpp_extension import library_paths
 
     folders = library_paths()
     places = [f"-L{folder}" for folder in folders]
     if not for_a_wheel:
         places += [f"-Wl,-rpath,{folder}" for folder in folders]
-    # A symbol that is missing shall fail here and not in the middle of a run; macOS' linker always sees to that.
+    # A missing symbol must fail here and not in the middle of a run. The linker of macOS does so by itself.
     strict = [] if sys.platform == "darwin" else ["-Wl,-z,defs,-z,now"]
     return ["-shared", *strict, *_sanitizer_flags(), *places, "-ltorch_cpu"]
 
 
 def compile_library(compiler: Sequence[str], flags: Sequence[str], link: Sequence[str], library: Path) -> None:
-    """Compile all sources, as many at once as there are cores, and link them; objects are left beside the library."""
+    """Compile all sources in parallel and link them. The objects stay beside the library."""
     sources = sorted(SOURCES.glob("*.cpp"))
     if not sources:
         raise BackendUnavailable(f"no C++ sources in {SOURCES}: install the package again")
@@ -298,7 +290,6 @@ def compile_library(compiler: Sequence[str], flags: Sequence[str], link: Sequenc
             task.result()
             _show_progress(done, len(tasks))
     _execute([*compiler, *map(str, objects), *link, "-o", str(library)])
-    _seal(library)
 
 
 def _show_progress(done: int, total: int) -> None:
@@ -308,7 +299,7 @@ def _show_progress(done: int, total: int) -> None:
 
 
 def _execute(command: list[str]) -> None:
-    # In English, for `_first_error`, and without what a sanitizer preloads.
+    # English output is for `_first_error`; a sanitizer's preloaded library would break the compiler.
     environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"} | {"LC_ALL": "C"}
     try:
         done = subprocess.run(
@@ -327,7 +318,7 @@ def _execute(command: list[str]) -> None:
         raise _CompilerError(f"{shlex.join(command)}\n{done.stdout}\nexit status {done.returncode}\n")
 
 
-def _unbuilt(output: str, log: Path) -> BackendUnavailable:
+def _build_error(output: str, log: Path) -> BackendUnavailable:
     where = f"; the compiler's output is in {log}" if log.exists() else ""
     return BackendUnavailable(f"the kernels cannot be compiled: {_first_error(output)}{where}")
 

@@ -1,4 +1,4 @@
-"""The instruction sets that the C++ kernels are built for, and which of them this machine takes."""
+"""Instruction sets that the C++ kernels are built for, and those that this machine supports."""
 
 import os
 import platform
@@ -11,7 +11,7 @@ from ..errors import BackendUnavailable
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512")
 _AVX512_BF16 = (*_AVX512, "-mavx512bf16")
-# Best last. Each includes those above it of the same architecture.
+# The best comes last. Each set includes the ones above it of the same architecture.
 FLAGS_OF: dict[str, tuple[str, ...]] = {
     "avx2": _AVX2,
     "avx512": _AVX512,
@@ -20,17 +20,17 @@ FLAGS_OF: dict[str, tuple[str, ...]] = {
     "neon": (),
     "sve256": ("-march=armv8.2-a+sve", "-msve-vector-bits=256"),
 }
-# Takes kernels for less than the machine has.
+# An environment variable that selects a lower set than the best.
 VARIABLE = "DIFFTRANSFORMER_INSTRUCTION_SET"
 
 
 def instruction_set() -> str | None:
-    """The best set that this machine has, by torch's view of it (ATEN_CPU_CAPABILITY lowers it), or None.
+    """Return the best instruction set that torch finds on this machine, or None.
 
-    The variable DIFFTRANSFORMER_INSTRUCTION_SET names another.
+    ATEN_CPU_CAPABILITY lowers what torch finds. The variable DIFFTRANSFORMER_INSTRUCTION_SET selects another set.
 
     Raises:
-        BackendUnavailable: the variable names one that this machine has not.
+        BackendUnavailable: This machine does not support the selected set.
     """
     found = available()
     wish = os.environ.get(VARIABLE)
@@ -42,18 +42,18 @@ def instruction_set() -> str | None:
 
 
 def of_architecture() -> tuple[str, ...]:
-    """Those of this machine's architecture, best last: it can build for all, whichever it has."""
+    """Return the sets of this machine's architecture, best last. It can build for all of them, even if it lacks some."""
     if _is_aarch64():
         return ("neon",) if sys.platform == "darwin" else ("neon", "sve256")
     return tuple(isa for isa in FLAGS_OF if isa not in ("neon", "sve256")) if platform.machine() == "x86_64" else ()
 
 
 def available() -> tuple[str, ...]:
-    """Those that this machine has, best last."""
+    """Return the sets that this machine supports, best last."""
     if sys.platform not in ("linux", "darwin"):
         return ()
     if _is_aarch64():
-        # Code for vectors of 256 bits is wrong on longer and shorter ones.
+        # Code for 256-bit vectors is wrong for any other length.
         return ("neon", "sve256") if torch.backends.cpu.get_cpu_capability() == "SVE256" else ("neon",)
     if platform.machine() != "x86_64":
         return ()
@@ -65,7 +65,7 @@ def available() -> tuple[str, ...]:
     sets: tuple[str, ...] = ("avx2", "avx512")
     if _has("_is_avx512_bf16_supported"):
         sets = (*sets, "avx512_bf16")
-        # The second asks the kernel for permission to use tiles.
+        # The second call asks the operating system for permission to use tiles.
         if _has("_is_amx_tile_supported") and _has("_init_amx"):
             sets = (*sets, "amx")
     return sets

@@ -6,13 +6,3 @@
 from difftransformer.report.page import write_report
 from difftransformer.report.terminal import comparison_table, cost_table, print_comparison
 from difftransformer.report.upcycling import print_upcycling, upcycling_table, write_upcycling
-
-__all__ = [
-    "comparison_table",
-    "cost_table",
-    "print_comparison",
-    "print_upcycling",
-    "upcycling_table",
-    "write_report",
-    "write_upcycling",
-]

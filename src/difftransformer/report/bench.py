@@ -1,30 +1,23 @@
 """The tables of a benchmark: times as ratios to PyTorch's kernel, shape by shape."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeVar
 
 from rich.console import Console
 
 from difftransformer.report.figures import INK
 from difftransformer.report.tables import Group, Table
 from difftransformer.report.terminal import _rich
-from difftransformer.results import (
-    AttentionShape,
-    AttentionSkip,
-    AttentionTiming,
-    Bench,
-    DiffLlamaTiming,
-    ModelTiming,
-    TrainingTiming,
-)
+from difftransformer.results import AttentionShape, AttentionTiming, Bench
 
 BASE = "torch sdpa"
 MEAN, SHAPE = "geometric mean", "n/h/d"
 IMPLEMENTATION = "implementation"
 
-QUIET_SHARE = 0.03  # of the CPU time to others, above which the tables end with a warning
+QUIET_SHARE = 0.03  # share of the CPU time for other processes above which a warning is printed
 
-# Okabe and Ito's colours, and a violet; an implementation keeps its own, whichever others were timed. In the order of tables
-# and legends.
+# Colour and marker of each implementation, in the order of tables and legends. They stay the same whichever others were
+# timed. The colours are Okabe and Ito's, and a violet.
 LOOKS = {
     "diff cpu": ("#0072B2", "o"),
     "diff triton": ("#0072B2", "o"),
@@ -45,43 +38,35 @@ LOOKS = {
 OTHER_LOOK = (INK, "*")
 
 Place = tuple[int, int, int, int]  # length, width of a map, heads, batch
-Column = tuple[str, int | None]  # of the figure: dtype, and width of a map where each has a column
-Key = tuple[Place, str]  # where, and which implementation
+Column = tuple[str, int | None]  # column of the figure: dtype, and the width of a map if each width has its own column
+RowT = TypeVar("RowT")
 
 
 def bench_tables(bench: Bench) -> list[Table]:
-    """Tables for each mode and dtype of attention, then peak memory and the training step, where they were measured.
+    """Make tables for each mode and dtype of attention, then for every other part that was measured.
 
-    On a GPU those of attention are for each width of a map too: times, token rates, which say the same the other way round,
-    and FLOPs or bytes a second.
+    On a GPU those of attention are made for each width of a map too: times with token rates, and FLOPs or bytes a second.
     """
     tables = []
     for mode, column in panels(bench):
         timings = in_panel(bench, mode, column)
-        if column[1] is None:
-            tables.append(_attention_table(bench, mode, column[0], timings))
-        else:
-            tables += [make(bench, mode, column, timings) for make in (_times_table, _token_rates_table, _work_table)]
-    if bench.peaked:
-        tables.append(_peaked_table(bench))
-    if bench.memory:
-        tables.append(_memory_table(bench))
-    if bench.training:
-        tables.append(_training_table(bench))
-    if bench.diffllama:
-        tables.append(_diffllama_table(bench))
-    if bench.generation:
-        tables.append(_generation_table(bench))
-    if bench.models:
-        tables.append(_models_table(bench))
-    return tables
+        tables.append(_times_table(bench, mode, column, timings))
+        if column[1] is not None:
+            tables.append(_work_table(mode, column, timings))
+    others: list[tuple[Sequence[object], Callable[[Bench], Table]]] = [
+        (bench.peaked, _peaked_table),
+        (bench.memory, _memory_table),
+        (bench.training, _training_table),
+        (bench.diffllama, _diffllama_table),
+        (bench.generation, _generation_table),
+        (bench.models, _models_table),
+    ]
+    return tables + [make(bench) for rows, make in others if rows]
 
 
 def skipped_lines(bench: Bench) -> list[str]:
-    """A sentence for each implementation and reason of what was not measured."""
-    found: dict[tuple[str, str], list[AttentionSkip]] = {}
-    for skip in bench.skipped:
-        found.setdefault((skip.implementation, skip.reason), []).append(skip)
+    """Write a sentence for each implementation that was left out and each reason."""
+    found = _grouped(bench.skipped, lambda skip: (skip.implementation, skip.reason))
     lines = [
         f"Left out: {implementation} at n = {_listed(f'{skip.length_tokens:,}' for skip in skips)} "
         f"({_listed(f'{skip.dtype} {skip.mode}' for skip in skips)}): {reason}"
@@ -95,85 +80,62 @@ def skipped_lines(bench: Bench) -> list[str]:
 
 
 def print_bench(bench: Bench, console: Console) -> None:
-    """Print the tables, and what is not in them and why."""
+    """Print the tables, then what was left out and why."""
     for table in bench_tables(bench):
         console.print(_rich(table))
     for line in skipped_lines(bench):
         console.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
     if (bench.foreign_cpu_share or 0.0) > QUIET_SHARE:
         text = (
-            f"Other processes took {bench.foreign_cpu_share:.0%} of this machine meanwhile; time again when it is idle."
+            f"Other processes took {bench.foreign_cpu_share:.0%} of this machine meanwhile; repeat it when it is idle."
         )
         console.print(text, style="bold", highlight=False, soft_wrap=True)
 
 
-def _attention_table(bench: Bench, mode: str, dtype: str, timings: Sequence[AttentionTiming]) -> Table:
-    """A row for each shape, a column for each implementation."""
-    names = [name for name in implementations(timings) if name != BASE]
-    pair = _our_pair(names)
-    cell = _cells(timings)
-    means = _means(bench, mode, (dtype, None), timings)
-    rows = []
-    for place in places_of(timings):
-        row = [_label(place), _milliseconds(cell[place, BASE].median_seconds)]
-        row += [_ratio(cell[place, name].ratio_to_torch_sdpa) if (place, name) in cell else "-" for name in names]
-        if pair:
-            ours = cell.get((place, pair[0]))
-            row.append(_ratio(ours.ratio_to_softmax_kernel) if ours and ours.ratio_to_softmax_kernel else "-")
-        rows.append(row)
-    keys = [(name, BASE) for name in names] + ([pair] if pair else [])
-    rows.append([MEAN, "", *(_ratio(means[key][0]) + means[key][1] for key in keys)])
-    titles = [SHAPE, f"{BASE}, ms", *names, *([f"{pair[0]} over {pair[1]}"] if pair else [])]
-    notes = [f"Ratios of median wall times to {BASE} with 2 h heads; below 1 is faster.", *_stars(rows)]
-    return Table(f"{mode}-{dtype}", f"Attention, {mode}, {dtype}", _groups(titles), rows, notes)
-
-
 def _times_table(bench: Bench, mode: str, column: Column, timings: Sequence[AttentionTiming]) -> Table:
-    """A row for each implementation, a column for each length: there are more of the former."""
-    cell, places = _cells(timings), places_of(timings)
+    """Make the table of ratios: for one width a row for each implementation, else a row for each shape."""
+    dtype, width = column
+    cell, places, names = _cells(timings), places_of(timings), implementations(timings)
+    pairs = [(name, BASE) for name in names if name != BASE]
+    pairs += [(diff, name) for name in names if (diff := name.replace("softmax", "diff")) != name and diff in names]
+    means = {
+        (mean.implementation, mean.against): mean
+        for mean in bench.means
+        if (mean.mode, (mean.dtype, mean.head_dim)) == (mode, column)
+    }
     rows = [[f"{BASE}, ms", *(_milliseconds(cell[place, BASE].median_seconds) for place in places), ""]]
-    rows += _ratio_rows(bench, mode, column, timings, lambda ratio: ratio)
-    pair = _our_pair(implementations(timings))
-    if pair:
-        ratios = [
-            cell[place, pair[0]].ratio_to_softmax_kernel if (place, pair[0]) in cell else None for place in places
-        ]
-        mean, star = _means(bench, mode, column, timings)[pair]
-        rows.append([f"{pair[0]} over {pair[1]}", *(_ratio(r) if r else "-" for r in ratios), _ratio(mean) + star])
-    notes = [f"Ratios of median times on the GPU to {BASE} with 2 h heads; below 1 is faster.", *_stars(rows)]
-    return Table(_name("times", mode, column), f"Time, {_words(mode, column, timings)}", _across(places), rows, notes)
+    rates = [["", *("" for _ in rows[0][1:])]]
+    for name, against in pairs:
+        mean, found = means[name, against], [cell.get((place, name)) for place in places]
+        field = "ratio_to_torch_sdpa" if against == BASE else "ratio_to_softmax_kernel"
+        ratios = [*(getattr(timing, field) if timing else None for timing in found), mean.ratio]
+        rows.append([name if against == BASE else f"{name} over {against}", *map(_ratio, ratios)])
+        rows[-1][-1] += "*" if mean.shapes < len(places) else ""
+        rates.append(["", *(_ratio(1 / ratio) if ratio else "" for ratio in ratios)])
+    clock = "wall times" if width is None else "times on the GPU"
+    notes = [f"Ratios of median {clock} to {BASE} with 2 h heads; below 1 is faster."]
+    if any(row[-1].endswith("*") for row in rows):
+        notes.append("*: not timed on every shape.")
+    if width is None:
+        titles, *cells = zip([SHAPE, *map(_label, places), MEAN], *rows, strict=True)
+        return Table(f"{mode}-{dtype}", f"Attention, {mode}, {dtype}", _groups(titles), [*map(list, cells)], notes)
+    notes.append(f"In brackets: tokens a second over those of {BASE}, the inverse of the ratio; above 1 is faster.")
+    columns = [*(row_of(place, column) for place in places), MEAN]
+    groups = [
+        Group(IMPLEMENTATION, numeric=False),
+        *(Group(name, ("time", "token rate"), "remark") for name in columns),
+    ]
+    rows = [
+        [row[0], *(part for pair in zip(row[1:], rate[1:], strict=True) for part in pair)]
+        for row, rate in zip(rows, rates, strict=True)
+    ]
+    return Table(_name("times", mode, column), f"Time, {_title(mode, column, timings)}", tuple(groups), rows, notes)
 
 
-def _token_rates_table(bench: Bench, mode: str, column: Column, timings: Sequence[AttentionTiming]) -> Table:
-    rows = _ratio_rows(bench, mode, column, timings, lambda ratio: 1 / ratio)
-    notes = [f"Tokens a second over those of {BASE}, the inverse of times; above 1 is faster.", *_stars(rows)]
-    title = f"Token rate, {_words(mode, column, timings)}"
-    return Table(_name("token-rates", mode, column), title, _across(places_of(timings)), rows, notes)
-
-
-def _ratio_rows(
-    bench: Bench,
-    mode: str,
-    column: Column,
-    timings: Sequence[AttentionTiming],
-    turn: Callable[[float], float],
-) -> list[list[str]]:
-    """A row for each implementation of what `turn` makes of its ratios, with their geometric mean."""
-    cell, places, means = _cells(timings), places_of(timings), _means(bench, mode, column, timings)
-    rows = []
-    for name in implementations(timings):
-        if name != BASE:
-            found = [cell.get((place, name)) for place in places]
-            mean, star = means[name, BASE]
-            ratios = [_ratio(turn(timing.ratio_to_torch_sdpa)) if timing else "-" for timing in found]
-            rows.append([name, *ratios, _ratio(turn(mean)) + star])
-    return rows
-
-
-def _work_table(bench: Bench, mode: str, column: Column, timings: Sequence[AttentionTiming]) -> Table:
-    """Arithmetic a second, in decoding traffic, with the time over the floor; last the work over the floor."""
+def _work_table(mode: str, column: Column, timings: Sequence[AttentionTiming]) -> Table:
+    """Make the table of FLOPs (in decoding, bytes) a second with the time over the roofline, and the work over the least."""
     cell, places = _cells(timings), places_of(timings)
-    work = {timing.implementation: timing.work_over_floor for timing in timings}
+    work = {timing.implementation: timing.work_over_least for timing in timings}
     unit, what = ("TB/s", "bytes") if mode == "decode" else ("TFLOP/s", "FLOPs")
     rows = []
     for name in [BASE, *(name for name in implementations(timings) if name != BASE)]:
@@ -181,57 +143,33 @@ def _work_table(bench: Bench, mode: str, column: Column, timings: Sequence[Atten
         for place in places:
             timing = cell.get((place, name))
             rate = timing and (timing.terabytes_per_second if mode == "decode" else timing.teraflops_per_second)
-            over = timing and timing.time_over_floor
+            over = timing and timing.time_over_roofline
             row += [_rate(rate) if rate else "-", f"{over:.1f}" if over else ""]
         known = work[name]
         rows.append([*row, f"{known:.2f}x" if known else "-"])
-    lengths = (Group(row_of(place, column), (unit, "over the floor"), "ratio") for place in places)
+    lengths = (Group(row_of(place, column), (unit, "over the roofline"), "ratio") for place in places)
     groups = (Group(IMPLEMENTATION, numeric=False), *lengths, Group(f"{what} by formula"))
     notes = [
-        f"{unit} on the {what} of {BASE}, so that they compare as token rates do. In brackets: time over the least that the "
-        "device's peak allows, where that is known: of plain attention, or of both maps in one kernel.",
-        f"Last column: {what} of the method over that least.",
+        f"{unit} count the {what} of {BASE} for every row, so they compare as token rates do. In brackets: time over the "
+        "least that the device's peak allows, where the peak is known: of plain attention, or of both maps in one kernel.",
+        f"Last column: {what} of the method over the least.",
     ]
-    return Table(_name("work", mode, column), f"{unit}, {_words(mode, column, timings)}", groups, rows, notes)
-
-
-def _means(
-    bench: Bench, mode: str, column: Column, timings: Sequence[AttentionTiming]
-) -> dict[tuple[str, str], tuple[float, str]]:
-    """(implementation, what the ratio is to) -> mean, and a star where a shape is missing."""
-    shapes = len(places_of(timings))
-    return {
-        (mean.implementation, mean.against): (mean.ratio, "*" if mean.shapes < shapes else "")
-        for mean in bench.means
-        if (mean.mode, mean.dtype, mean.head_dim) == (mode, *column)
-    }
-
-
-def _our_pair(names: Sequence[str]) -> tuple[str, str] | None:
-    """Differential and plain attention by our own kernels, where both were timed."""
-    for name in names:
-        family, _, kernel = name.partition(" ")
-        if family == "softmax" and f"diff {kernel}" in names:
-            return f"diff {kernel}", name
-    return None
+    return Table(_name("work", mode, column), f"{unit}, {_title(mode, column, timings)}", groups, rows, notes)
 
 
 def _peaked_table(bench: Bench) -> Table:
-    """A row for each implementation, dtype and mode, a column for each factor."""
+    """Make a row for each implementation, dtype and mode, and a column for each factor."""
     factors = sorted({timing.score_factor or 1 for timing in bench.peaked})
-    cells: dict[str, dict[float, AttentionTiming]] = {}
-    for timing in bench.peaked:
-        if timing.implementation != BASE:
-            title = f"{timing.implementation}, {timing.dtype} {timing.mode}"
-            cells.setdefault(title, {})[timing.score_factor or 1] = timing
-    rows = [
-        [title, *(_ratio(cell[factor].ratio_to_torch_sdpa) if factor in cell else "-" for factor in factors)]
-        for title, cell in cells.items()
-    ]
+    timed = [timing for timing in bench.peaked if timing.implementation != BASE]
+    cells = _grouped(timed, lambda t: f"{t.implementation}, {t.dtype} {t.mode}")
+    rows = []
+    for title, timings in cells.items():
+        ratios = {timing.score_factor or 1: timing.ratio_to_torch_sdpa for timing in timings}
+        rows.append([title, *(_ratio(ratios.get(factor)) for factor in factors)])
     first = bench.peaked[0]
     notes = [
-        f"n = {first.length_tokens:,}, h = {first.heads}, d = {first.head_dim}; scores of that standard deviation in nats. "
-        f"Ratios of median times to {BASE} on the same numbers; below 1 is faster."
+        f"n = {first.length_tokens:,}, h = {first.heads}, d = {first.head_dim}. Columns: standard deviation of the scores in "
+        f"nats. Ratios of median times to {BASE} on the same numbers; below 1 is faster."
     ]
     titles = [IMPLEMENTATION, *(f"{factor:g}" for factor in factors)]
     return Table("peaked", "Attention of peaked scores", _groups(titles), rows, notes)
@@ -239,11 +177,9 @@ def _peaked_table(bench: Bench) -> Table:
 
 def _memory_table(bench: Bench) -> Table:
     names = list(dict.fromkeys(point.implementation for point in bench.memory))
-    cell = {(place_of(point), point.implementation): point.peak_bytes for point in bench.memory}
-    rows = []
-    for place in sorted({place for place, _ in cell}):
-        sizes = [f"{cell[place, name] / 2**20:,.1f}" if (place, name) in cell else "-" for name in names]
-        rows.append([_label(place), *sizes])
+    cell = {(place_of(point), point.implementation): f"{point.peak_bytes / 2**20:,.1f}" for point in bench.memory}
+    places = sorted({place for place, _ in cell})
+    rows = [[_label(place), *(cell.get((place, name), "-") for name in names)] for place in places]
     first = bench.memory[0]
     how = "by PyTorch's count" if is_gpu(bench) else "in a fresh process"
     notes = [f"Above the inputs: outputs, gradients and workspace, {how}."]
@@ -256,35 +192,33 @@ def _training_table(bench: Bench) -> Table:
     others = [name for name in names if name != base]
     has_sizes = len({timing.context_tokens for timing in bench.training}) > 1
     has_peaks = any(timing.peak_bytes for timing in bench.training)
-    steps: dict[str, dict[str, TrainingTiming]] = {}
-    for timing in bench.training:
-        size = f", {timing.batch} x {timing.context_tokens}" if has_sizes else ""
-        steps.setdefault(f"{timing.model}, {timing.dtype}{size}", {})[timing.implementation] = timing
+    steps = _grouped(
+        bench.training,
+        lambda t: f"{t.model}, {t.dtype}" + (f", {t.batch} x {t.context_tokens}" if has_sizes else ""),
+    )
     rows = []
-    for title, cell in steps.items():
+    for title, timings in steps.items():
+        cell = {timing.implementation: timing for timing in timings}
         row = [title, _milliseconds(cell[base].median_seconds)]
-        row += [_ratio(cell[name].ratio_to_twin) if name in cell else "-" for name in others]
+        row += [_ratio(cell[name].ratio_to_twin if name in cell else None) for name in others]
         if has_peaks:
             peaks = {name: timing.peak_bytes for name, timing in cell.items() if timing.peak_bytes}
-            row.append(f"{peaks[base] / 2**30:.2f}" if base in peaks else "-")
-            both = [base in peaks and name in peaks for name in others]
-            row += [_ratio(peaks[name] / peaks[base]) if has else "-" for name, has in zip(others, both, strict=True)]
+            whole = peaks.get(base)
+            row.append(f"{whole / 2**30:.2f}" if whole else "-")
+            row += [_ratio(peaks[name] / whole if whole and name in peaks else None) for name in others]
         rows.append(row)
     titles = ["model", f"{base}, ms", *others]
     notes = [f"Ratios of median {'' if is_gpu(bench) else 'wall '}times to {base}; below 1 is faster."]
     if has_peaks:
         titles += [f"{base}, GiB", *(f"{name}, memory" for name in others)]
-        notes.append("Memory: the peak of a step, weights, gradients and moments included; ratios to the same.")
+        notes.append(f"Memory: the peak of a step, weights, gradients and moments included; ratios to {base}.")
     return Table("training", "Training step", _groups(titles), rows, notes)
 
 
 def _diffllama_table(bench: Bench) -> Table:
-    cells: dict[str, list[DiffLlamaTiming]] = {}
-    for timing in bench.diffllama:
-        cells.setdefault(f"{timing.work}, {timing.dtype}, {timing.tokens:,}", []).append(timing)
     rows = [
         [title, *(_milliseconds(timing.median_seconds) for timing in cell), _ratio(cell[-1].ratio_to_diffllama)]
-        for title, cell in cells.items()
+        for title, cell in _grouped(bench.diffllama, lambda t: f"{t.work}, {t.dtype}, {t.tokens:,}").items()
     ]
     names = list(dict.fromkeys(timing.implementation for timing in bench.diffllama))
     titles = ["work, dtype, tokens", *(f"{name}, ms" for name in names), "ratio"]
@@ -316,26 +250,20 @@ def _generation_table(bench: Bench) -> Table:
 
 
 def _models_table(bench: Bench) -> Table:
-    cells: dict[str, dict[str, ModelTiming]] = {}
-    for timing in bench.models:
-        title = f"{timing.work}, {timing.model}, {timing.dtype}, {timing.batch} x {timing.context_tokens}"
-        cells.setdefault(title, {})[timing.implementation] = timing
     names = list(dict.fromkeys(timing.implementation for timing in bench.models))
-    rows = [
-        [
-            title,
-            *(_milliseconds(cell[name].median_seconds) for name in names),
-            f"{cell['DIFF'].ratio_to_twin:.3f}",
-            _ratio(cell["twin"].ratio_to_llama),
-            _ratio(cell["DIFF"].ratio_to_diffllama),
-        ]
-        for title, cell in cells.items()
-    ]
-    ratios = ["DIFF over twin", "twin over Llama", "DIFF over DiffLlama"]
+    rows = []
+    cells = _grouped(bench.models, lambda t: f"{t.work}, {t.model}, {t.dtype}, {t.batch} x {t.context_tokens}")
+    for title, timings in cells.items():
+        cell = {timing.implementation: timing for timing in timings}
+        ratios = [f"{cell['DIFF'].ratio_to_twin:.3f}", _ratio(cell["twin"].ratio_to_llama)]
+        ratios.append(_ratio(cell["DIFF"].ratio_to_diffllama))
+        rows.append([title, *(_milliseconds(cell[name].median_seconds) for name in names), *ratios])
+    titles = [*(f"{name}, ms" for name in names), "DIFF over twin", "twin over Llama", "DIFF over DiffLlama"]
     notes = [
-        "Ratios of median times, to the faster DiffLlama; below 1 is faster. A call of decoding makes several tokens."
+        "Ratios of median times; DiffLlama means the faster of the two. Below 1 is faster. A decoding call makes several "
+        "tokens."
     ]
-    return Table("models", "Whole models", _groups(["work", *(f"{name}, ms" for name in names), *ratios]), rows, notes)
+    return Table("models", "Whole models", _groups(["work", *titles]), rows, notes)
 
 
 def is_gpu(bench: Bench) -> bool:
@@ -343,7 +271,7 @@ def is_gpu(bench: Bench) -> bool:
 
 
 def panels(bench: Bench) -> list[tuple[str, Column]]:
-    """Mode, dtype, and width where means are of each width, as they were measured."""
+    """List mode and column of each panel in the order in which they were measured."""
     return list(dict.fromkeys((mean.mode, (mean.dtype, mean.head_dim)) for mean in bench.means))
 
 
@@ -360,27 +288,27 @@ def _groups(titles: Sequence[str]) -> tuple[Group, ...]:
     return tuple(Group(title, numeric=index > 0) for index, title in enumerate(titles))
 
 
-def _across(places: Sequence[Place]) -> tuple[Group, ...]:
-    """Columns: implementation, lengths, mean."""
-    return _groups([IMPLEMENTATION, *(_label(place).partition("/")[0] for place in places), MEAN])
-
-
 def _name(kind: str, mode: str, column: Column) -> str:
     return f"{kind}-{mode}-{column[0]}-{column[1]}"
 
 
-def _words(mode: str, column: Column, timings: Sequence[AttentionTiming]) -> str:
+def _title(mode: str, column: Column, timings: Sequence[AttentionTiming]) -> str:
     heads = "/".join(dict.fromkeys(str(timing.heads) for timing in timings))
     return f"{mode}, {column[0]}, h = {heads}, d = {column[1]}"
 
 
-def _stars(rows: Iterable[Sequence[str]]) -> list[str]:
-    """What a star means, where there is one."""
-    return ["*: not timed on every shape."] if any(cell.endswith("*") for row in rows for cell in row) else []
-
-
-def _cells(timings: Iterable[AttentionTiming]) -> dict[Key, AttentionTiming]:
+def _cells(timings: Iterable[AttentionTiming]) -> Mapping[tuple[Place, str], AttentionTiming]:
     return {(place_of(timing), timing.implementation): timing for timing in timings}
+
+
+KeyT = TypeVar("KeyT")
+
+
+def _grouped(rows: Iterable[RowT], key: Callable[[RowT], KeyT]) -> dict[KeyT, list[RowT]]:
+    groups: dict[KeyT, list[RowT]] = {}
+    for row in rows:
+        groups.setdefault(key(row), []).append(row)
+    return groups
 
 
 def place_of(shape: AttentionShape) -> Place:
@@ -393,7 +321,7 @@ def _label(place: Place) -> str:
 
 
 def row_of(place: Place, column: Column) -> str:
-    """The figure's row for a place: the column says the width already, if it is of one."""
+    """Return the label of a place's row in the figure, without the width if the column states it."""
     return _label(place) if column[1] is None else _label(place).partition("/")[0]
 
 
@@ -402,7 +330,7 @@ def places_of(timings: Iterable[AttentionTiming]) -> list[Place]:
 
 
 def implementations(timings: Iterable[AttentionTiming]) -> list[str]:
-    """In the order of `LOOKS`, then as they come."""
+    """List the names in the order of `LOOKS`, then the others as they come."""
     names = dict.fromkeys(timing.implementation for timing in timings)
     return [*(name for name in LOOKS if name in names), *(name for name in names if name not in LOOKS)]
 
@@ -411,8 +339,8 @@ def _listed(words: Iterable[str]) -> str:
     return ", ".join(dict.fromkeys(words))
 
 
-def _ratio(ratio: float) -> str:
-    return f"{ratio:.2f}"
+def _ratio(ratio: float | None) -> str:
+    return f"{ratio:.2f}" if ratio else "-"
 
 
 def _rate(rate: float) -> str:

@@ -1,4 +1,4 @@
-"""Results of `bench`: times, memory, and what was not timed."""
+"""Results of `bench`: times, peak memory, and what was left out."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -6,10 +6,13 @@ from typing import Literal
 
 from .base import Dtype, Environment, Mode
 
+# Keys of earlier results files.
+RENAMED_KEYS = {"time_over_floor": "time_over_roofline", "work_over_floor": "work_over_least"}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """Time of one call over interleaved rounds, median and quartiles: wall time, on a GPU time on the device."""
+    """Median and quartiles of the time of one call over interleaved rounds: wall time, or on a GPU time on the device."""
 
     median_seconds: float
     low_seconds: float
@@ -18,13 +21,22 @@ class Timing:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttentionShape:
-    """One piece of attention work: causal, `heads` differential heads or twice as many ordinary ones.
+class _ModelTiming(Timing):
+    """What the timings of models share."""
 
-    `length_tokens` counts the keys; there are as many queries, in mode "decode" one. `head_dim` is the width of one map.
-    Mode "backward" is the backward pass alone. `score_factor` multiplies queries of variance 1, whose scores have a standard
-    deviation of 1 nat: at 20 and 60 nearly all exponentials are far below their row's largest. None where that is not the
-    question.
+    dtype: Dtype
+    parameters: int
+    implementation: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionShape:
+    """A causal attention call with `heads` differential heads or twice as many ordinary ones.
+
+    `length_tokens` counts the keys. There are as many queries, or one in mode "decode". `head_dim` is the width of one map.
+    Mode "backward" is the backward pass alone. `score_factor` multiplies queries whose scores have a standard deviation of
+    1 nat; at 20 and 60 nearly all exponentials are far below their row's largest. None means that peaked scores are not
+    tested.
     """
 
     dtype: Dtype
@@ -37,27 +49,27 @@ class AttentionShape:
 
     @property
     def is_peaked(self) -> bool:
-        """Whether scores of a given spread are what the shape is about."""
+        """Whether the shape tests scores of a given spread."""
         return self.score_factor is not None
 
     @property
     def queries_tokens(self) -> int:
-        """T."""
+        """Number of queries, T."""
         return 1 if self.mode == "decode" else self.length_tokens
 
     @property
     def has_backward(self) -> bool:
-        """Whether gradients of all inputs are part of the work."""
+        """Whether the call computes the gradients of all inputs."""
         return self.mode in ("backward", "forward+backward")
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionTiming(Timing, AttentionShape):
-    """Time of one implementation, and its ratio of medians to PyTorch's kernel and to our own kernel for plain attention.
+    """Time of one implementation, and the ratios of its median to PyTorch's kernel and to our kernel for plain attention.
 
-    On a GPU also rates, in which every implementation counts as having done the FLOPs and moved the bytes of plain attention
-    of the same shape, so that they compare as tokens per second do; and the time and the work over the least that they could
-    be (`bench/floor.py`), where the device's peak and the implementation's scheme are known.
+    On a GPU there are rates too. They count the FLOPs and bytes of plain attention of the same shape for every
+    implementation, so that they compare as tokens per second do. Where the device's peak and the implementation's scheme are
+    known (`bench/roofline.py`), there are the time over the roofline and the work over the least work.
     """
 
     implementation: str
@@ -65,13 +77,13 @@ class AttentionTiming(Timing, AttentionShape):
     ratio_to_softmax_kernel: float | None
     teraflops_per_second: float | None = None
     terabytes_per_second: float | None = None
-    time_over_floor: float | None = None
-    work_over_floor: float | None = None
+    time_over_roofline: float | None = None
+    work_over_least: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionSkip(AttentionShape):
-    """An implementation that was not timed, and why."""
+    """An implementation that was left out, and the reason."""
 
     implementation: str
     reason: str
@@ -81,7 +93,7 @@ class AttentionSkip(AttentionShape):
 class GeometricMean:
     """Geometric mean of an implementation's ratios to `against` over the shapes where both were timed.
 
-    Over those with maps of width `head_dim`, or over all where that is None.
+    If `head_dim` is given, only shapes with maps of that width count.
     """
 
     dtype: Dtype
@@ -95,24 +107,21 @@ class GeometricMean:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPoint(AttentionShape):
-    """Peak memory above the inputs of one call: on the CPU of a fresh process, on a GPU by PyTorch's count."""
+    """Peak memory of one call above its inputs: on the CPU that of a fresh process, on a GPU by PyTorch's count."""
 
     implementation: str
     peak_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingTiming(Timing):
-    """Time of a training step, and its ratio of medians to the twin's on PyTorch's attention.
+class TrainingTiming(_ModelTiming):
+    """Time of a training step, and the ratio of its median to that of the twin on PyTorch's attention.
 
-    `batch` rows of `context_tokens` tokens. `peak_bytes` is the most memory that the step held, weights, gradients and
-    moments included; None where it was not measured.
+    A step has `batch` rows of `context_tokens` tokens. `peak_bytes` is its peak memory, weights, gradients and moments
+    included, or None if it was not measured.
     """
 
     model: str
-    parameters: int
-    dtype: Dtype
-    implementation: str
     ratio_to_twin: float
     batch: int | None = None
     context_tokens: int | None = None
@@ -121,7 +130,7 @@ class TrainingTiming(Timing):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingSkip:
-    """A training step that was not timed, and why."""
+    """A training step that was left out, and the reason."""
 
     model: str
     dtype: Dtype
@@ -132,32 +141,27 @@ class TrainingSkip:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DiffLlamaTiming(Timing):
-    """Time of transformers' DiffLlama at some work, as it is or accelerated, and its ratio of medians to DiffLlama as it is.
+class DiffLlamaTiming(_ModelTiming):
+    """Time of transformers' DiffLlama, as it is or accelerated, and the ratio of its median to DiffLlama as it is.
 
-    `tokens` are those of the row, or in decoding those in the cache.
+    `tokens` is the length of the row, or in decoding of the cache.
     """
 
     work: str
-    dtype: Dtype
     tokens: int
-    parameters: int
-    implementation: str
     ratio_to_diffllama: float
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerationTiming(Timing):
-    """Time of a whole model's decoding step, one row behind `cached_tokens` tokens.
+class GenerationTiming(_ModelTiming):
+    """Time of a whole model's decoding step, with one row behind `cached_tokens` tokens.
 
-    Ratios are of token rates, to those with a static cache: of the faster DiffLlama, and of the same-size Transformer.
-    `median_cpu_seconds` is CPU time of all threads, which waiting for a core does not lengthen; None on a GPU.
+    The token rate is divided by two rates with a static cache: that of the faster DiffLlama and that of the same-size
+    Transformer. `median_cpu_seconds` is the CPU time of all threads, which does not grow while a thread waits for a core;
+    None on a GPU.
     """
 
-    dtype: Dtype
     cached_tokens: int
-    parameters: int
-    implementation: str
     cache: Literal["static", "dynamic"]
     tokens_per_second: float
     rate_over_diffllama: float
@@ -169,20 +173,17 @@ ModelWork = Literal["training step", "prefill", "decoding"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelTiming(Timing):
-    """Time of a whole model at some work, and its ratios of medians to others of the same shape at the same.
+class ModelTiming(_ModelTiming):
+    """Time of a whole model, and the ratios of its median to those of other models of the same shape.
 
-    These are the twin, transformers' Llama on PyTorch's attention, and the faster of transformers' DiffLlamas.
-    `context_tokens` are those of a row of `batch`, or in decoding those in the cache.
+    The others are the twin, transformers' Llama on PyTorch's attention, and the faster of transformers' DiffLlamas.
+    `context_tokens` is the length of a row, or in decoding of the cache.
     """
 
     model: str
-    parameters: int
-    dtype: Dtype
     work: ModelWork
     batch: int
     context_tokens: int
-    implementation: str
     ratio_to_twin: float
     ratio_to_llama: float
     ratio_to_diffllama: float
@@ -190,10 +191,10 @@ class ModelTiming(Timing):
 
 @dataclass(frozen=True, kw_only=True)
 class Bench:
-    """What `bench` measured in one run.
+    """The result of one run of `bench`.
 
-    `foreign_cpu_share` is the share of the machine's CPU time that other processes took meanwhile; None where that is not
-    known. Spinning threads suffer from it out of proportion: above a few per cent the times say little.
+    `foreign_cpu_share` is the share of the machine's CPU time that other processes took meanwhile, or None if unknown.
+    Threads that wait in a loop slow down by more than that share: above a few per cent the times mean little.
     """
 
     command: str

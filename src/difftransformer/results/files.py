@@ -4,11 +4,11 @@ import dataclasses
 import json
 import os
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ..errors import ResultsError
 from ..typed import build
-from .bench import Bench
+from .bench import RENAMED_KEYS, Bench
 from .studies import Comparison, Drift, Evaluation, Upcycling
 from .tasks import TaskResult
 
@@ -58,7 +58,7 @@ def read_result(path: Path | str, cls: type[T]) -> T:
     """
     path = Path(path)
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_with_current_keys)
     except FileNotFoundError:
         raise ResultsError(f"{path}: no such results file; name a results.json that a command wrote") from None
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
@@ -76,3 +76,7 @@ def read_result(path: Path | str, cls: type[T]) -> T:
             "run the command again or use the release that wrote it"
         )
     return build(cls, document["result"], source=str(path), error=ResultsError)
+
+
+def _with_current_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    return {RENAMED_KEYS.get(key, key): value for key, value in pairs}

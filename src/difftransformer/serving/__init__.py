@@ -1,13 +1,13 @@
-"""Our models in inference servers. vLLM is imported only by `vllm_model`, which vLLM itself loads by name."""
+"""Models of this package in inference servers. Only `vllm_model` imports vLLM, and vLLM loads it by name."""
 
 MODEL_CLASS = "difftransformer.serving.vllm_model:DiffTransformerForCausalLM"
 
 
 def register() -> None:
-    """Tell vLLM of our model (entry point `vllm.general_plugins`); vLLM calls it in each of its processes, maybe twice."""
+    """Register our model with vLLM (entry point `vllm.general_plugins`). vLLM calls this in each process, maybe twice."""
     from vllm import ModelRegistry
 
-    from ..model import DiffTransformerConfig  # noqa: F401  # its import registers it with AutoConfig
+    from ..model import DiffTransformerConfig  # its import registers it with AutoConfig
 
     architecture = MODEL_CLASS.partition(":")[2]
     if architecture not in ModelRegistry.get_supported_archs():

@@ -1,15 +1,15 @@
-"""Our language model of vLLM's layers, with its paged cache, for the attention types "diff", "diff_v2" and "softmax".
+"""Our language model made of vLLM's layers, with its paged cache, for the attention types "diff", "diff_v2" and "softmax".
 
-vLLM's `Attention` is ordinary grouped-query attention whose keys and values are equally wide. Both maps go through one call
-of it, exactly: softmax(Q K^T) V is taken part by part of V, and the maps are subtracted afterwards in fp32.
+vLLM's `Attention` is ordinary grouped-query attention whose keys and values are equally wide. One call of it computes both
+maps exactly: softmax(Q K^T) V is computed for each part of V, and the maps are subtracted afterwards in fp32.
 
     keys      shared by the maps             own for each map
     kv heads  (group, part)                  (group, map, part)
     queries   (group, part, head, map)       (group, map, part, head)
 
-"diff_v2" has a shared key and one part: its rows as they are, 2 H query heads over G key/value heads. "diff" has own keys and a
-value of 2 D: two parts, so 4 H query heads over 4 G key/value heads; each key is cached twice and each value twice, 8 D numbers
-a group and token where our own cache holds 4 D, and the scores are formed twice.
+"diff_v2" has a shared key and one part: 2 H query heads over G key/value heads, in the order of its rows. "diff" has a key
+for each map and a value of 2 D, which makes two parts: 4 H query heads over 4 G key/value heads. Each key and each value is
+cached twice, 8 D numbers a group and token where our own cache holds 4 D, and the scores are computed twice.
 
 Dimensions: N tokens of all requests, H heads and G key/value heads of this rank, R = H / G, P parts of D in a value.
 """
@@ -43,27 +43,30 @@ from vllm.model_executor.models.utils import (
 )
 from vllm.sequence import IntermediateTensors
 
-from ..attention import DifferentialOptions, HeadLayout, variant
+from ..attention import HeadLayout, variant
 from ..attention.differential import LAMBDA_VECTORS, Differential, lambda_init
 from ..errors import ConfigError
 from ..model import DiffTransformerConfig
 
 SERVED_TYPES = ("softmax", "diff", "diff_v2")
-STACKED = {"gate_proj": ("gate_up_proj", 0), "up_proj": ("gate_up_proj", 1)}  # ours -> vLLM's, and its place there
+STACKED = {
+    "gate_proj": ("gate_up_proj", 0),
+    "up_proj": ("gate_up_proj", 1),
+}  # our names -> vLLM's layer, and the place in it
 
 
 def check_served(config: DiffTransformerConfig, ranks: int) -> HeadLayout:
-    """The model's heads.
+    """Check that vLLM can serve the model, and return the model's heads.
 
     Raises:
-        ConfigError: vLLM's attention cannot say the model, or its heads do not divide among the ranks.
+        ConfigError: vLLM's attention cannot express the model, or its heads do not divide among the ranks.
     """
     if config.attention_type not in SERVED_TYPES:
         raise ConfigError(
-            f"vLLM: attention_type={config.attention_type!r} is not served; its attention can say {', '.join(SERVED_TYPES)}"
+            f"vLLM: attention_type={config.attention_type!r} is not served; its attention can express {', '.join(SERVED_TYPES)}"
         )
     if config.hidden_act != "silu":
-        raise ConfigError(f"vLLM: hidden_act={config.hidden_act!r} is not served; its gated layer has silu")
+        raise ConfigError(f"vLLM: hidden_act={config.hidden_act!r} is not served; its gated layer uses silu")
     layout = config.head_layout()
     if layout.value_head_dim % layout.head_dim:
         raise ConfigError(
@@ -79,7 +82,7 @@ def check_served(config: DiffTransformerConfig, ranks: int) -> HeadLayout:
 
 
 class ServedAttention(nn.Module):
-    """One attention layer, on this rank's heads."""
+    """An attention layer with this rank's heads."""
 
     def __init__(self, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__()
@@ -94,7 +97,7 @@ class ServedAttention(nn.Module):
         def project(name: str, rows: int) -> nn.Module:
             return ColumnParallelLinear(width, rows, bias=False, quant_config=quant, prefix=f"{prefix}.{name}")
 
-        # Apart, since keys and values of a head may differ in width, which vLLM's joint layer has no place for.
+        # These are separate, because vLLM's joint layer needs keys and values of one width.
         self.q_proj = project("q_proj", heads * layout.query_width)
         self.k_proj = project("k_proj", groups * layout.key_width)
         self.v_proj = project("v_proj", groups * layout.value_head_dim)
@@ -122,11 +125,10 @@ class ServedAttention(nn.Module):
             self.options = kind.options_of(config)
             start = self.options.lambda_init
             self.lambda_init = lambda_init(extract_layer_index(prefix)) if start is None else start
-            self._add_own_parameters(config, layout, self.options, prefix)
+            self._add_own_parameters(config, layout, prefix)
 
-    def _add_own_parameters(
-        self, config: DiffTransformerConfig, layout: HeadLayout, options: DifferentialOptions, prefix: str
-    ) -> None:
+    def _add_own_parameters(self, config: DiffTransformerConfig, layout: HeadLayout, prefix: str) -> None:
+        options = self.options
         if options.lambda_form in ("layer", "head"):
             shape = (layout.head_dim,) if options.lambda_form == "layer" else (layout.num_heads, layout.head_dim)
             for name in LAMBDA_VECTORS:
@@ -142,7 +144,7 @@ class ServedAttention(nn.Module):
             )
 
     def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
-        """(N, M) to (N, M)."""
+        """Map (N, M) to (N, M)."""
         tokens = hidden_states.shape[0]
         query, key, value = (projection(hidden_states)[0] for projection in (self.q_proj, self.k_proj, self.v_proj))
         query, key = self.rotary_emb(positions, query, key)
@@ -156,7 +158,7 @@ class ServedAttention(nn.Module):
         value = value.view(tokens, groups, 1, parts, width).expand(-1, -1, self.key_maps, -1, -1)
         query, key, value = (states.reshape(tokens, -1) for states in (query, key, value))
         attended = self.attn(query, key, value)
-        # (N, G, R, maps, P, D), so that heads are in the order of o_proj's columns.
+        # Make it (N, G, R, maps, P, D), so that heads are in the order of o_proj's columns.
         if self.key_maps == 2:
             attended = attended.view(tokens, groups, maps, parts, -1, width).permute(0, 1, 4, 2, 3, 5)
         else:
@@ -166,7 +168,7 @@ class ServedAttention(nn.Module):
         return self.o_proj(heads.reshape(tokens, -1))[0]
 
     def _subtract(self, heads: Tensor, hidden_states: Tensor) -> Tensor:
-        """The second map's heads times lambda from the first one's, and the norm: (N, H, 2, E) to (N, H, E)."""
+        """Subtract lambda times the second map's heads from the first's, and normalise: (N, H, 2, E) to (N, H, E)."""
         first, second = heads.float().unbind(2)
         result = (first - self._lam(hidden_states) * second).to(heads.dtype)
         if self.head_norm is not None:
@@ -175,7 +177,7 @@ class ServedAttention(nn.Module):
         return result
 
     def _lam(self, hidden_states: Tensor) -> Tensor | float:
-        """Lambda in fp32, as it multiplies (N, H, E)."""
+        """Return lambda in fp32, broadcastable to (N, H, E)."""
         form = self.options.lambda_form
         if form == "constant":
             return self.lambda_init
@@ -190,7 +192,7 @@ class ServedAttention(nn.Module):
 
 
 class ServedMlp(nn.Module):
-    """SwiGLU."""
+    """The SwiGLU layer."""
 
     def __init__(self, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__()
@@ -205,12 +207,12 @@ class ServedMlp(nn.Module):
         self.activation = SiluAndMul()
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """(N, M) to (N, M)."""
+        """Map (N, M) to (N, M)."""
         return self.down_proj(self.activation(self.gate_up_proj(hidden_states)[0]))[0]
 
 
 class ServedLayer(nn.Module):
-    """One decoder layer. vLLM's norms add the residual themselves and return both."""
+    """A decoder layer. vLLM's norms add the residual themselves and return both."""
 
     def __init__(self, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__()
@@ -221,7 +223,7 @@ class ServedLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def forward(self, positions: Tensor, hidden_states: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The layer's output, still to be added to the residual stream, and that stream."""
+        """Return the output, which is not yet added to the residual stream, and that stream."""
         if residual is None:
             residual = hidden_states
             hidden_states = self.input_layernorm(hidden_states)
@@ -239,26 +241,20 @@ class ServedModel(nn.Module):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
         config = vllm_config.model_config.hf_config
-        group = get_pp_group()
+        group, width, quant = get_pp_group(), config.hidden_size, vllm_config.quant_config
         self.embed_tokens: nn.Module = PPMissingLayer()
         if group.is_first_rank or (config.tie_word_embeddings and group.is_last_rank):
-            self.embed_tokens = VocabParallelEmbedding(
-                config.vocab_size, config.hidden_size, quant_config=vllm_config.quant_config
-            )
+            self.embed_tokens = VocabParallelEmbedding(config.vocab_size, width, quant_config=quant)
         self.start_layer, self.end_layer, self.layers = make_layers(
-            config.num_hidden_layers,
-            lambda prefix: ServedLayer(vllm_config, prefix),
-            prefix=f"{prefix}.layers",
+            config.num_hidden_layers, lambda prefix: ServedLayer(vllm_config, prefix), prefix=f"{prefix}.layers"
         )
-        self.norm: nn.Module = PPMissingLayer()
-        if group.is_last_rank:
-            self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.norm: nn.Module = RMSNorm(width, eps=config.rms_norm_eps) if group.is_last_rank else PPMissingLayer()
         self.make_empty_intermediate_tensors = make_empty_intermediate_tensors_factory(
-            ["hidden_states", "residual"], config.hidden_size
+            ["hidden_states", "residual"], width
         )
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
-        """(N,) to (N, M)."""
+        """Embed token ids, (N,) to (N, M)."""
         return self.embed_tokens(input_ids)
 
     def forward(
@@ -268,7 +264,7 @@ class ServedModel(nn.Module):
         intermediate_tensors: IntermediateTensors | None = None,
         inputs_embeds: Tensor | None = None,
     ) -> Tensor | IntermediateTensors:
-        """Hidden states (N, M), or on all but the last pipeline rank what the next one goes on from."""
+        """Return hidden states (N, M), or on all but the last pipeline rank the input of the next rank."""
         residual = None
         if not get_pp_group().is_first_rank:
             assert intermediate_tensors is not None
@@ -285,7 +281,7 @@ class ServedModel(nn.Module):
         return self.norm(hidden_states, residual)[0]
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Copy a checkpoint's tensors in, by name; returns the names of what was filled."""
+        """Copy a checkpoint's tensors by name and return the names of the filled parameters."""
         parameters, filled = dict(self.named_parameters()), set()
         for name, tensor in weights:
             shard: tuple[Any, ...] = ()
@@ -327,7 +323,7 @@ class DiffTransformerForCausalLM(nn.Module, SupportsPP):  # type: ignore[misc]
         self.make_empty_intermediate_tensors = self.model.make_empty_intermediate_tensors
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
-        """(N,) to (N, M)."""
+        """Embed token ids, (N,) to (N, M)."""
         return self.model.embed_input_ids(input_ids)
 
     def forward(
@@ -337,14 +333,14 @@ class DiffTransformerForCausalLM(nn.Module, SupportsPP):  # type: ignore[misc]
         intermediate_tensors: IntermediateTensors | None = None,
         inputs_embeds: Tensor | None = None,
     ) -> Tensor | IntermediateTensors:
-        """As `ServedModel.forward`."""
+        """Run the decoder; see `ServedModel.forward`."""
         return self.model(input_ids, positions, intermediate_tensors, inputs_embeds)
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor | None:
-        """(N, M) to (N, vocabulary); None on ranks that do not sample."""
+        """Return logits (N, vocabulary), or None on ranks that do not sample."""
         return self.logits_processor(self.lm_head, hidden_states)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Copy a checkpoint's tensors in, by name; returns the names of what was filled."""
+        """Copy a checkpoint's tensors by name and return the names of the filled parameters."""
         tied = ["lm_head."] if self.config.tie_word_embeddings else None
         return AutoWeightsLoader(self, skip_prefixes=tied).load_weights(weights)

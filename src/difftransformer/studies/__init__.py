@@ -1,15 +1,14 @@
 """Studies: axes to runs to statistics."""
 
+from typing import TYPE_CHECKING
+
 from .._lazy import lazy_names
 
-__getattr__, __dir__, __all__ = lazy_names(
-    __name__,
-    {
-        ".comparison": ("compare", "compare_metrics"),
-        ".export": ("Exported", "export_folder"),
-        ".jobs": ("Job",),
-        ".recipe": ("CompareConfig", "Recipe", "load_recipe", "recipe_dict", "recipe_from", "save_recipe"),
-        ".upcycling": ("upcycling_study",),
-        ".run": ("evaluate_run", "start_run", "train_run", "trained_model"),
-    },
-)
+if TYPE_CHECKING:
+    from .comparison import compare, compare_metrics
+    from .jobs import Job
+    from .recipe import CompareConfig, Recipe, load_recipe, recipe_dict, recipe_from, save_recipe
+    from .run import evaluate_run, start_run, train_run
+    from .upcycling import upcycling_study
+
+__getattr__, __dir__, __all__ = lazy_names(__name__)

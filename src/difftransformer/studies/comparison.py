@@ -63,7 +63,7 @@ def compare(
         recipe.with_model(attention_type).model_config(vocab_size=1)
     if recipe.evaluation.nll is None:
         raise ConfigError("evaluation.nll: null leaves out the validation loss, which a comparison always needs")
-    shards = prepare_shards(recipe.data, say=say)
+    shards = prepare_shards(recipe.data, log=say)
     check_evaluation(shards, recipe.evaluation, context_tokens=recipe.training.context_tokens)
     seeds = [recipe.training.seed + index for index in range(recipe.compare.seeds)]
     threads = max(1, torch.get_num_threads() // recipe.compare.jobs)

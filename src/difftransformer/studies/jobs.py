@@ -10,10 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..errors import DiffTransformerError
+from ..errors import EXIT_INTERRUPTED, DiffTransformerError
 from ..train import Interrupted, checkpoints
 from ..train.metrics import METRICS_FILE
-from .run import EXIT_INTERRUPTED
 
 LOG_FILE = "log.txt"
 WATCH_SECONDS = 0.5

@@ -3,7 +3,6 @@
 The folder holds the resolved recipe; what is whole in it already is not done again, so a study that was stopped goes on.
 """
 
-import json
 import os
 import shutil
 import signal
@@ -13,21 +12,19 @@ import time
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 
 from ..data import Shards, prepare_shards
-from ..errors import CheckpointError, ConfigError, DiffTransformerError, ResultsError
+from ..errors import EXIT_ERROR, EXIT_INTERRUPTED, CheckpointError, ConfigError, DiffTransformerError, ResultsError
 from ..evals import evaluate
-from ..model import DiffTransformerConfig, DiffTransformerForCausalLM
-from ..model.progress import without_progress_bars
+from ..hub import open_model
+from ..model import DiffTransformerForCausalLM
 from ..results import Evaluation, read_result, write_result
-from ..train import Interrupted, checkpoints, train, verify_checkpoint
-from ..train.record import RECIPE_FILE
+from ..train import Interrupted, checkpoints, train
+from ..train.run_summary import RECIPE_FILE
 from .environment import command_line, environment, now
 from .recipe import Recipe, load_recipe, recipe_dict, save_recipe
 
 EVALUATION_FILE = "evals/results.json"
-EXIT_ERROR, EXIT_INTERRUPTED = 2, 130
 
 
 def start_run(folder: Path, recipe: Recipe) -> None:
@@ -57,7 +54,7 @@ def start_run(folder: Path, recipe: Recipe) -> None:
 def train_run(folder: Path, recipe: Recipe, shards: Shards, **options: object) -> DiffTransformerForCausalLM:
     """Train the recipe's model in a run folder, or go on where it was stopped."""
     tokenizer = shards.tokenizer
-    start = None if recipe.start_from is None else trained_model(Path(recipe.start_from))
+    start = None if recipe.start_from is None else open_model(recipe.start_from, model_type="difftransformer")
     if start is not None and start.config.vocab_size < tokenizer.vocab_size:
         raise ConfigError(
             f"data.tokenizer has {tokenizer.vocab_size} tokens and the model of start_from {start.config.vocab_size}; "
@@ -70,25 +67,6 @@ def train_run(folder: Path, recipe: Recipe, shards: Shards, **options: object) -
         pad_token_id=tokenizer.pad,
     )
     return train(recipe.training, config, shards, folder, start=start, **options)  # type: ignore[arg-type]
-
-
-def trained_model(path: Path) -> DiffTransformerForCausalLM:
-    """Load a checkpoint or any saved model folder; damage is refused.
-
-    Raises:
-        CheckpointError: the folder is damaged or holds no model of this package.
-    """
-    if (path / "state.json").exists():
-        verify_checkpoint(path)
-    try:
-        model_type = json.loads((path / "config.json").read_text(encoding="utf-8")).get("model_type")
-        if model_type != DiffTransformerConfig.model_type:
-            raise ValueError(f"its model_type is {model_type!r}, not {DiffTransformerConfig.model_type!r}")
-        with without_progress_bars():
-            model: DiffTransformerForCausalLM = DiffTransformerForCausalLM.from_pretrained(path, local_files_only=True)
-    except (OSError, ValueError, AttributeError, RuntimeError, SafetensorError) as error:
-        raise CheckpointError(f"{path}: cannot be opened as a model ({str(error).splitlines()[0]})") from None
-    return model
 
 
 def found_evaluation(folder: Path) -> Evaluation | None:
@@ -106,7 +84,10 @@ def evaluate_run(folder: Path, recipe: Recipe, shards: Shards, model: DiffTransf
         return found
     checkpoint = checkpoints(folder)[-1]
     measured = evaluate(
-        model or trained_model(checkpoint), shards, recipe.evaluation, context_tokens=recipe.training.context_tokens
+        model or open_model(checkpoint, model_type="difftransformer"),
+        shards,
+        recipe.evaluation,
+        context_tokens=recipe.training.context_tokens,
     )
     result = Evaluation(
         checkpoint=checkpoint.name,

@@ -12,9 +12,10 @@ from typing import Any
 from ..errors import ConfigError, DiffTransformerError, ResultsError
 from ..evals.task import Watch
 from ..evals.tasks import TASKS, options_class
+from ..hub import OpenedModel, open_language_model
+from ..model.dtypes import WeightsDtype
 from ..results import TaskResult, read_result
 from ..typed import build
-from .opening import OpenedModel, opened_model
 from .recipe import read_mapping, shipped_recipes
 from .tasks import evaluate_task
 
@@ -100,7 +101,7 @@ def run_suite(
     folder: Path,
     *,
     device: str = "cpu",
-    dtype: str = "auto",
+    dtype: WeightsDtype = "auto",
     batch_tokens: int = 16_384,
     accelerated: bool = True,
     progress: Callable[[str], AbstractContextManager[Watch]],
@@ -112,12 +113,12 @@ def run_suite(
 
     Args:
         suite: Which experiments.
-        models: What `opened_model` takes.
+        models: What `open_language_model` takes.
         folder: Results go to FOLDER/models/MODEL/NAME.json.
         device: cpu or cuda.
         dtype: Of the weights.
         batch_tokens: Most tokens of rows side by side.
-        accelerated: See `opened_model`.
+        accelerated: See `open_language_model`.
         progress: Makes a bar of a label.
         say: Told what is going on.
 
@@ -128,7 +129,7 @@ def run_suite(
     missing = []
     for place, model in enumerate(models):
         say(f"{model}: opening")
-        with opened_model(
+        with open_language_model(
             model, device=device, dtype=dtype, batch_tokens=batch_tokens, accelerated=accelerated
         ) as opened:
             own = folder / "models" / f"{place}-{Path(model).name}"

@@ -7,9 +7,9 @@ from pathlib import Path
 from ..evals.runner import requests_sha256, run_task
 from ..evals.task import Watch, unwatched
 from ..evals.tasks import load_task
+from ..hub import OpenedModel
 from ..results import DataIdentity, TaskResult, write_result
 from .environment import command_line, environment, now
-from .opening import OpenedModel
 
 
 def evaluate_task(

@@ -7,18 +7,18 @@ from pathlib import Path
 import torch
 
 from ..attention import label
-from ..convert.source import source_folder
-from ..convert.upcycle import measure_drift, upcycle_folder
+from ..convert.upcycle import upcycle_folder
 from ..data import Shards, prepare_shards
 from ..errors import ConfigError, ResultsError
 from ..evals import check_evaluation, evaluate
+from ..hub import measure_drift, open_model, source_folder
 from ..model import DiffTransformerConfig
 from ..results import Drift, Evaluation, Upcycling, read_result, write_result
 from .comparison import compare_metrics, run_result, summary
 from .environment import command_line, environment, now
 from .jobs import Job, run_jobs
 from .recipe import Recipe, recipe_dict
-from .run import found_evaluation, is_trained, start_run, trained_model
+from .run import found_evaluation, is_trained, start_run
 
 PLAIN = "softmax"
 RESULTS_FILE, BEFORE_FILE = "results.json", "before.json"
@@ -64,7 +64,7 @@ def upcycling_study(
         recipe = dataclasses.replace(
             recipe, start_from=str(models[PLAIN]), data=dataclasses.replace(recipe.data, tokenizer=str(models[PLAIN]))
         )
-        shards = prepare_shards(recipe.data, say=say)
+        shards = prepare_shards(recipe.data, log=say)
         check_evaluation(shards, recipe.evaluation, context_tokens=recipe.training.context_tokens)
         drift = {}
         for name, place in models.items():
@@ -106,7 +106,9 @@ def _before(recipe: Recipe, cached: Path, shards: Shards, plain: Path) -> Evalua
         return read_result(cached, Evaluation)
     except ResultsError:
         context = recipe.training.context_tokens
-        measured = evaluate(trained_model(plain), shards, recipe.evaluation, context_tokens=context)
+        measured = evaluate(
+            open_model(plain, model_type="difftransformer"), shards, recipe.evaluation, context_tokens=context
+        )
         result = Evaluation(
             checkpoint=plain.name,
             command=command_line(),

@@ -1,13 +1,6 @@
-"""Training: one loop for every attention type, exact resume, atomic checkpoints."""
+"""Training: one loop for every attention type, with exact resume and atomic checkpoints."""
 
-from .._lazy import lazy_names
-
-__getattr__, __dir__, __all__ = lazy_names(
-    __name__,
-    {
-        ".checkpoint": ("checkpoints", "latest_checkpoint", "load_checkpoint", "save_checkpoint", "verify_checkpoint"),
-        ".config": ("OptimizerConfig", "ScheduleConfig", "TrainingConfig"),
-        ".loop": ("Interrupted", "build_model", "train"),
-        ".metrics": ("StepMetrics", "ValidationMetrics", "read_metrics"),
-    },
-)
+from .checkpoint import checkpoints, latest_checkpoint, load_checkpoint, save_checkpoint, verify_checkpoint
+from .config import OptimizerConfig, ScheduleConfig, TrainingConfig
+from .loop import Interrupted, build_model, train
+from .metrics import StepMetrics, ValidationMetrics, read_metrics

@@ -1,15 +1,16 @@
-"""Checkpoints that are whole or not there: a folder that transformers opens, with what resuming needs beside it.
+"""Checkpoints: a model folder that transformers opens, together with the state that resuming needs.
 
 runs/NAME/checkpoints/step-000500/
-    config.json, model.safetensors, tokenizer files      a Hugging Face model folder
-    trained.safetensors                                   adapters, in a run with training.lora; the model above has them merged
-    optimizer.safetensors                                 moments of AdamW, state of the random generators
-    state.json                                            step, loader, size and sha256 of every other file and of itself
+    config.json, model.safetensors, tokenizer files    Hugging Face model folder
+    trained.safetensors                                adapters of a run with training.lora, which the model has merged
+    optimizer.safetensors                              moments of AdamW and states of the random generators
+    state.json                                         step, loader, size and SHA-256 of every other file and of itself
 
-A checkpoint is written under another name, flushed to disk and renamed, so a folder called step-* was once whole. What
-damages it later (a full disk elsewhere, a cut copy) is found by the sizes and sums in state.json.
+A checkpoint is written under another name, flushed to disk and renamed, so a folder called step-* was once complete. The
+sizes and sums in state.json reveal later damage, such as a truncated copy.
 """
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -28,9 +29,10 @@ from ..data import Tokenizer
 from ..errors import CheckpointError, DataError
 from ..model import DiffTransformerForCausalLM
 from ..model.card import CARD_FILE, model_card
-from ..model.progress import without_progress_bars
+from ..model.quiet import quietly
+from ..typed import build
 from .lora import adapter_state, has_lora, merged_state
-from .record import recorded_training
+from .run_summary import training_summary
 
 STATE_FILE = "state.json"
 STATE_VERSION = 1
@@ -43,13 +45,13 @@ _NAME = re.compile(r"step-(\d{6,})")
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointState:
-    """What a checkpoint holds beside weights and moments.
+    """State of a run beside weights and moments.
 
     Attributes:
-        step: Steps done.
-        tokens: Tokens trained on.
+        step: Number of finished steps.
+        tokens: Number of tokens trained on.
         seconds: Time spent in training steps.
-        loader: The loader's position.
+        loader: State of the loader.
     """
 
     step: int
@@ -58,8 +60,16 @@ class CheckpointState:
     loader: dict[str, Any]
 
 
+@dataclass(frozen=True, kw_only=True)
+class _StateFile(CheckpointState):
+    """Contents of state.json."""
+
+    version: int
+    files: dict[str, dict[str, Any]]
+
+
 def checkpoints(run: Path) -> list[Path]:
-    """Checkpoint folders of a run, oldest first."""
+    """Return the checkpoint folders of a run, oldest first."""
     folder = run / "checkpoints"
     if not folder.is_dir():
         return []
@@ -67,10 +77,10 @@ def checkpoints(run: Path) -> list[Path]:
 
 
 def latest_checkpoint(run: Path) -> Path:
-    """The newest checkpoint of a run folder, or the folder itself if it is a checkpoint or a model folder.
+    """Return the newest checkpoint of a run folder, or the folder itself if it is a checkpoint or a model folder.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: There is no checkpoint.
     """
     if (run / "config.json").is_file():
         return run
@@ -91,10 +101,11 @@ def save_checkpoint(
     tokenizer: Tokenizer,
     keep: int,
 ) -> Path:
-    """Write a checkpoint whole, then drop all but the `keep` newest.
+    """Write a checkpoint atomically, then delete all but the `keep` newest.
 
     Raises:
-        CheckpointError: it cannot be written (a full disk, say); older checkpoints stay, and the message names the newest.
+        CheckpointError: The checkpoint cannot be written, for example because the disk is full. Older checkpoints are kept,
+            and the message names the newest.
     """
     folder = run / "checkpoints"
     final = folder / f"step-{state.step:06d}"
@@ -104,32 +115,25 @@ def save_checkpoint(
         for leftover in folder.glob(".step-*.tmp"):
             shutil.rmtree(leftover)
         temporary.mkdir()
-        with without_progress_bars():
+        with quietly():
             model.save_pretrained(temporary, state_dict=merged_state(model) if has_lora(model) else None)
         if has_lora(model):
             save_file(adapter_state(model), temporary / ADAPTER_FILE)
         tokenizer.save(temporary)
-        training = recorded_training(run, state.step)
+        training = training_summary(run, state.step)
         (temporary / CARD_FILE).write_text(
             model_card(model.config, name=run.resolve().name, training=training), "utf-8"
         )
         save_file(_optimizer_tensors(model, optimizer), temporary / OPTIMIZER_FILE)
-        # The card is left out: who edits it damages nothing.
+        # The sums leave out the card, which users may edit.
         files = {
-            path.name: _fingerprint(path)
+            path.name: _file_sum(path)
             for path in sorted(temporary.iterdir())
             if path.is_file() and path.name != CARD_FILE
         }
-        document = {
-            "version": STATE_VERSION,
-            "step": state.step,
-            "tokens": state.tokens,
-            "seconds": state.seconds,
-            "loader": state.loader,
-            "files": files,
-        }
-        document["sha256"] = _seal(document)
-        (temporary / STATE_FILE).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        content = dataclasses.asdict(_StateFile(**vars(state), version=STATE_VERSION, files=files))
+        content["sha256"] = _content_sha256(content)
+        (temporary / STATE_FILE).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         for path in [*temporary.iterdir(), temporary]:
             _flush(path)
         if final.exists():
@@ -138,8 +142,8 @@ def save_checkpoint(
         _flush(folder)
     except (OSError, SafetensorError, DataError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        whole = [path for path in checkpoints(run) if path != final]
-        kept = f"{whole[-1]} is kept and whole" if whole else "no earlier checkpoint exists"
+        complete = [path for path in checkpoints(run) if path != final]
+        kept = f"{complete[-1]} is kept and complete" if complete else "no earlier checkpoint exists"
         cause = error.__cause__ if isinstance(error, DataError) else error
         reason = cause.strerror if isinstance(cause, OSError) and cause.strerror else str(error)
         raise CheckpointError(
@@ -153,12 +157,12 @@ def save_checkpoint(
 def load_checkpoint(
     path: Path, *, model: DiffTransformerForCausalLM, optimizer: torch.optim.Optimizer
 ) -> CheckpointState:
-    """Put a checkpoint's weights, moments and random state back.
+    """Restore weights, moments and random state from a checkpoint.
 
     Raises:
-        CheckpointError: it is damaged or of another model; the message names the file and the newest whole checkpoint.
+        CheckpointError: The checkpoint is damaged or of another model. The message names the file and what to do.
     """
-    document = verify_checkpoint(path)
+    state = verify_checkpoint(path)
     adapted = has_lora(model)
     file = path / (ADAPTER_FILE if adapted else WEIGHTS_FILE)
     weights = load_file(file) if file.exists() else {}
@@ -174,57 +178,57 @@ def load_checkpoint(
         )
     model.load_state_dict(weights, strict=False)
     _restore_optimizer(load_file(path / OPTIMIZER_FILE), model, optimizer)
-    return CheckpointState(**{name: document[name] for name in ("step", "tokens", "seconds", "loader")})
+    return state
 
 
-def verify_checkpoint(path: Path) -> dict[str, Any]:
-    """Check every file of a checkpoint against state.json, and return that.
+def verify_checkpoint(path: Path) -> CheckpointState:
+    """Check every file of a checkpoint against state.json, and return the state.
 
     Raises:
-        CheckpointError: a file is missing, cut off or changed.
+        CheckpointError: A file is missing, truncated or changed.
     """
+    file = path / STATE_FILE
     try:
-        document = json.loads((path / STATE_FILE).read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise CheckpointError(f"{path / STATE_FILE}: unreadable ({error}); {_way_out(path)}") from None
-    if not isinstance(document, dict):
-        raise CheckpointError(f"{path / STATE_FILE}: damaged (no mapping); {_way_out(path)}")
-    if document.get("version") != STATE_VERSION:
+        raise CheckpointError(f"{file}: unreadable ({error}); {_way_out(path)}") from None
+    version = content.get("version") if isinstance(content, dict) else None
+    if version != STATE_VERSION:
         raise CheckpointError(
-            f"{path / STATE_FILE}: version {document.get('version')!r}, this release reads {STATE_VERSION}; "
-            f"use the release that wrote it, or {_way_out(path)}"
+            f"{file}: version {version!r}, this release reads {STATE_VERSION}; use the release that wrote it, or "
+            f"{_way_out(path)}"
         )
-    seal = document.pop("sha256", None)
-    if seal is not None and seal != _seal(document):
-        raise CheckpointError(f"{path / STATE_FILE}: damaged (its sha256 is another); {_way_out(path)}")
-    if not document.keys() >= {"step", "tokens", "seconds", "loader"} or not isinstance(document.get("files"), dict):
-        raise CheckpointError(f"{path / STATE_FILE}: damaged (keys are missing); {_way_out(path)}")
-    for name, expected in document["files"].items():
+    # state.json has no other file to vouch for it. Early checkpoints lack the sum.
+    expected_sum = content.pop("sha256", None)
+    if expected_sum not in (None, _content_sha256(content)):
+        raise CheckpointError(f"{file}: damaged (its sha256 is another); {_way_out(path)}")
+    try:
+        state = build(_StateFile, content, source=str(file), error=CheckpointError)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; {_way_out(path)}") from None
+    for name, expected in state.files.items():
         file = path / name
         if not file.is_file():
             raise CheckpointError(f"{file}: missing; {_way_out(path)}")
-        found = _fingerprint(file)
+        found = _file_sum(file)
         if found != expected:
-            what = "bytes" if found["bytes"] != expected["bytes"] else "sha256"
-            raise CheckpointError(
-                f"{file}: damaged ({what} {found[what]}, expected {expected[what]}); {_way_out(path)}"
-            )
-    return document
+            raise CheckpointError(f"{file}: damaged (found {found}, expected {expected}); {_way_out(path)}")
+    return state
 
 
 def _step(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
 
 
-def _seal(document: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
+def _content_sha256(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def _way_out(path: Path) -> str:
     run = path.parent.parent
     older = [other for other in checkpoints(run) if _NAME.fullmatch(path.name) and _step(other) < _step(path)]
     if older:
-        return f"delete {path} and run again to go on from {older[-1].name}, which is kept"
+        return f"delete {path} and run again to continue from {older[-1].name}, which is kept"
     return f"delete {path} and run again from the start; no earlier checkpoint exists"
 
 
@@ -256,7 +260,7 @@ def _restore_optimizer(
         }
 
 
-def _fingerprint(path: Path) -> dict[str, Any]:
+def _file_sum(path: Path) -> dict[str, Any]:
     with path.open("rb") as file:
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 

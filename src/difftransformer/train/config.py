@@ -1,23 +1,23 @@
-"""How a run is trained: steps, batches, optimiser, schedule, and when to look and save."""
+"""Configuration of a training run: steps, batches, optimiser, schedule, validation and checkpoints."""
 
 import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ..data import RetrievalMix
+from ..data import RetrievalMix, check_context_stages
 from ..errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW. The defaults are the paper's 3B run (arXiv:2410.05258 Table 9), except the clip, which it does not state.
+    """AdamW. The defaults are those of the paper's 3B run (arXiv:2410.05258 Table 9), which states no clipping.
 
     Attributes:
-        learning_rate: Peak.
+        learning_rate: Peak learning rate.
         betas: Decay rates of the two moments.
-        eps: Added to the denominator.
-        weight_decay: On matrices; norms and lambdas have none.
-        clip_norm: Largest gradient norm; None leaves gradients as they are.
+        eps: Term added to the denominator.
+        weight_decay: Weight decay of matrices. Norms and lambdas have none.
+        clip_norm: Maximum gradient norm; None turns clipping off.
     """
 
     learning_rate: float = 3.2e-4
@@ -35,15 +35,15 @@ class OptimizerConfig:
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ConfigError(f"betas={list(self.betas)}: each is a decay rate, at least 0 and below 1")
         if self.clip_norm is not None and not 0 < self.clip_norm < math.inf:
-            raise ConfigError(f"clip_norm={self.clip_norm}: give a norm above 0, or null to clip nothing")
+            raise ConfigError(f"clip_norm={self.clip_norm}: give a norm above 0, or null for no clipping")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig:
-    """Linear warm-up, then linear decay to a floor (arXiv:2410.05258 section 3.1).
+    """Linear warm-up and linear decay to a floor (arXiv:2410.05258 section 3.1).
 
     Attributes:
-        warmup_steps: Steps until the peak.
+        warmup_steps: Number of steps until the peak.
         floor: Last learning rate as a share of the peak (1.28e-5 / 3.2e-4 in Table 9).
     """
 
@@ -59,13 +59,14 @@ class ScheduleConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LoraConfig:
-    """Low-rank adapters in place of whole weights (arXiv:2106.09685).
+    """Low-rank adapters, which are trained in place of the full weights (arXiv:2106.09685).
 
     Attributes:
-        rank: Of the adapters.
-        alpha: Their product is scaled by alpha / rank.
-        targets: Projections that get one.
-        also: Parts of names of parameters that are trained whole; lambda, W_D of DEX and the headwise gain always are.
+        rank: Rank of the adapters.
+        alpha: Scale: the product of the two adapter matrices is multiplied by alpha / rank.
+        targets: Names of the projections that get an adapter.
+        also: Parts of names of further parameters to train in full. Lambda, W_D of DEX and the headwise gain are always
+            trained in full.
     """
 
     rank: int = 16
@@ -85,21 +86,21 @@ class TrainingConfig:
     """One training run.
 
     Attributes:
-        steps: Optimiser steps.
-        batch_tokens: Tokens of one step, over all rows.
-        context_stages: (first step, row length in tokens), in order: short contexts first teach retrieval sooner.
-        accumulation: Parts that a batch is split into, for memory.
+        steps: Number of optimiser steps.
+        batch_tokens: Number of tokens per step, over all rows.
+        context_stages: (first step, row length in tokens) pairs in order. Retrieval is learned sooner from short contexts.
+        accumulation: Number of parts that a batch is split into to save memory.
         precision: "fp32", or "bf16" for autocast with fp32 weights.
-        seed: Of weights and batches. A DIFF model and its twin with one seed see the same batches.
+        seed: Seed of weights and batches. A DIFF model and its twin with the same seed see the same batches.
         retrieval: Needle documents among the rows, or None.
-        lora: Adapters that are trained in place of the weights, or None; a model to start from makes sense of them.
-        optimizer: AdamW.
-        schedule: Learning rate.
-        validate_every: Steps between validations; the last step is always validated.
-        validation_windows: Windows of the last stage's length that a validation reads.
-        checkpoint_every: Steps between checkpoints; the last step is always saved.
-        keep_checkpoints: Newest checkpoints that are kept.
-        gradient_checkpointing: Trade time for memory: recompute activations in the backward pass.
+        lora: Adapters to train in place of the weights, or None. They are meant for a pretrained model.
+        optimizer: Settings of AdamW.
+        schedule: Schedule of the learning rate.
+        validate_every: Steps between validations. The last step is always validated.
+        validation_windows: Number of validation windows, each of the last stage's length.
+        checkpoint_every: Steps between checkpoints. The last step is always saved.
+        keep_checkpoints: Number of checkpoints to keep.
+        gradient_checkpointing: Whether to recompute activations in the backward pass, which saves memory and takes time.
     """
 
     steps: int
@@ -119,32 +120,15 @@ class TrainingConfig:
     gradient_checkpointing: bool = False
 
     def __post_init__(self) -> None:
-        for name in (
-            "steps",
-            "batch_tokens",
-            "accumulation",
-            "validate_every",
-            "validation_windows",
-            "checkpoint_every",
-            "keep_checkpoints",
-        ):
+        counts = ("steps", "batch_tokens", "accumulation", "validate_every", "validation_windows")
+        for name in (*counts, "checkpoint_every", "keep_checkpoints"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)}: give at least 1")
-        starts = [start for start, _ in self.context_stages]
         if self.seed < 0:
             raise ConfigError(f"seed={self.seed}: give 0 or more")
-        if not starts or starts[0] != 0 or starts != sorted(set(starts)):
-            raise ConfigError(
-                f"context_stages={self.context_stages}: give [first step, length] pairs, the first at step 0, in rising order"
-            )
-        for _, length in self.context_stages:
-            if length < 1 or self.batch_tokens % (length * self.accumulation):
-                raise ConfigError(
-                    f"batch_tokens={self.batch_tokens} is not a multiple of context {length} x accumulation "
-                    f"{self.accumulation}; every part of a batch holds whole rows"
-                )
+        check_context_stages(self.context_stages, self.batch_tokens, parts=self.accumulation)
 
     @property
     def context_tokens(self) -> int:
-        """Row length of the last stage: the length that the model is evaluated at."""
+        """Row length of the last stage, at which the model is evaluated."""
         return self.context_stages[-1][1]

@@ -1,4 +1,4 @@
-"""The training loop: batches to steps, steps to metrics and checkpoints. It resumes bitwise and stops gently."""
+"""The training loop, which resumes bit for bit and saves a checkpoint when it is stopped."""
 
 import math
 import signal
@@ -20,12 +20,11 @@ from .checkpoint import CheckpointState, checkpoints, load_checkpoint, save_chec
 from .config import TrainingConfig
 from .lora import add_lora
 from .metrics import METRICS_FILE, Metrics, MetricsLog, StepMetrics, ValidationMetrics
-from .optim import build_optimizer
-from .schedule import learning_rate
+from .optim import build_optimizer, learning_rate
 
 
 class Interrupted(Exception):
-    """Training was asked to stop; a checkpoint of the step that was done is on disk."""
+    """Training was asked to stop, and has saved a checkpoint of the last step."""
 
     def __init__(self, checkpoint: Path, step: int) -> None:
         super().__init__(f"stopped after step {step}; saved {checkpoint}")
@@ -33,14 +32,14 @@ class Interrupted(Exception):
 
 
 def build_model(config: DiffTransformerConfig, seed: int) -> DiffTransformerForCausalLM:
-    """A fresh model whose weights depend on the seed alone."""
+    """Build a new model whose weights depend on the seed alone."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return DiffTransformerForCausalLM(config)
 
 
 def layer_lambdas(model: DiffTransformerForCausalLM) -> list[float]:
-    """Each layer's lambda now, the mean of its heads'; empty where there is none or it depends on the token."""
+    """Return each layer's lambda, averaged over heads. Layers without lambda or with one per token are left out."""
     lambdas = [module.lam() for module in model.modules() if isinstance(module, Attention)]
     return [lam.mean().item() for lam in lambdas if lam is not None]
 
@@ -53,35 +52,35 @@ def train(
     *,
     device: str = "cpu",
     start: DiffTransformerForCausalLM | None = None,
-    listen: Callable[[Metrics], None] = lambda metrics: None,
+    on_metrics: Callable[[Metrics], None] = lambda metrics: None,
 ) -> DiffTransformerForCausalLM:
-    """Train a model to the last step, going on from the run's newest checkpoint if there is one.
+    """Train a model to the last step, from the run's newest checkpoint if there is one.
 
-    Ctrl-C (SIGINT) and SIGTERM finish the step, save a checkpoint and raise Interrupted. The losses of a run that was
-    interrupted are bitwise those of one that was not (CPU, fp32, the same number of threads).
+    Ctrl-C (SIGINT) and SIGTERM finish the step, save a checkpoint and raise Interrupted. The losses of an interrupted run
+    are bit for bit those of an uninterrupted one, on CPU in fp32 with the same number of threads.
 
     Args:
-        config: Steps, batches, optimiser.
-        model_config: The model.
-        shards: Tokens.
+        config: Training configuration.
+        model_config: Model configuration.
+        shards: Tokens to train on.
         run: Folder for metrics.jsonl and checkpoints/.
-        device: Where to train.
-        start: A model to train on, of that configuration; None draws a new one from the seed.
-        listen: Called with every line of metrics.
+        device: Device to train on.
+        start: Model of that configuration to start from; None builds a new one from the seed.
+        on_metrics: Called with all metrics of the run.
 
     Returns:
         The trained model.
 
     Raises:
-        CheckpointError: the newest checkpoint is damaged, or a new one cannot be written.
-        ConfigError: adapters are asked for and cannot be made.
-        DiffTransformerError: the loss or the gradient is not finite any more; nothing is saved after that.
-        Interrupted: after a signal.
+        CheckpointError: The newest checkpoint is damaged, or a new one cannot be written.
+        ConfigError: The adapters do not fit the model, or PEFT is missing.
+        DiffTransformerError: The loss or the gradient is no longer finite. Nothing is saved after that.
+        Interrupted: A signal has stopped the run.
     """
     run.mkdir(parents=True, exist_ok=True)
     model = (build_model(model_config, config.seed) if start is None else start.float()).to(device)
     if config.gradient_checkpointing:
-        # transformers is renaming it, and warns about the old name where it knows the new one.
+        # Newer releases of transformers rename the method and warn about the old name.
         getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
     if config.lora is not None:
         add_lora(model, config.lora, seed=config.seed)
@@ -104,7 +103,7 @@ def train(
 
     def report(metrics: Metrics) -> None:
         log.write(metrics)
-        listen(metrics)
+        on_metrics(metrics)
 
     def save() -> Path:
         state = CheckpointState(step=step, tokens=tokens, seconds=seconds, loader=loader.state_dict())
@@ -160,7 +159,7 @@ def _step(
     config: TrainingConfig,
     device: str,
 ) -> tuple[float, float]:
-    """One optimiser step: mean loss in nats a token, and the gradient's norm before clipping."""
+    """Make one optimiser step. Return the mean loss in nats per token and the gradient norm before clipping."""
     batch = next(loader)
     loss = torch.zeros((), device=device)
     for input_ids, targets in zip(
@@ -180,7 +179,7 @@ def _step(
 
 @torch.no_grad()
 def validate(model: DiffTransformerForCausalLM, shards: Shards, config: TrainingConfig, device: str) -> float:
-    """Mean loss in nats a token over the run's fixed validation windows."""
+    """Return the mean loss in nats per token over the run's fixed validation windows."""
     windows = torch.from_numpy(
         np.stack(list(validation_windows(shards, config.context_tokens, config.validation_windows)))
     )
@@ -196,7 +195,7 @@ def validate(model: DiffTransformerForCausalLM, shards: Shards, config: Training
 
 @contextmanager
 def _signals() -> Iterator[Callable[[], bool]]:
-    """Turn SIGINT and SIGTERM into a flag while training; a second one interrupts at once."""
+    """Turn SIGINT and SIGTERM into a flag. A second signal interrupts at once."""
     received: list[int] = []
 
     def handle(number: int, frame: FrameType | None) -> None:
@@ -204,10 +203,10 @@ def _signals() -> Iterator[Callable[[], bool]]:
             raise KeyboardInterrupt
         received.append(number)
 
-    watched = (signal.SIGINT, signal.SIGTERM)
+    numbers = (signal.SIGINT, signal.SIGTERM)
     try:
-        before = {number: signal.signal(number, handle) for number in watched}
-    except ValueError:  # not the main thread: signals belong to somebody else
+        before = {number: signal.signal(number, handle) for number in numbers}
+    except ValueError:  # signals can only be handled in the main thread
         yield lambda: False
         return
     try:

@@ -1,4 +1,4 @@
-"""Low-rank adapters (arXiv:2106.09685), by PEFT: what is trained of a model, and the model that they make of it."""
+"""Low-rank adapters (arXiv:2106.09685) by PEFT: adding them to a model, saving them and merging them."""
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +12,12 @@ BASE, ADAPTER = ".base_layer", "default"  # PEFT's names
 
 
 def add_lora(model: DiffTransformerForCausalLM, config: LoraConfig, *, seed: int) -> None:
-    """Freeze a model but for what `config` names, and put adapters beside its projections; the function is the same at first.
+    """Freeze a model except for the parameters that `config` names, and add adapters to its projections.
+
+    The model computes the same function as before.
 
     Raises:
-        ConfigError: PEFT is missing, or a name fits nothing in the model.
+        ConfigError: PEFT is missing, or a name matches nothing in the model.
     """
     try:
         from peft import LoraConfig as PeftConfig
@@ -29,8 +31,10 @@ def add_lora(model: DiffTransformerForCausalLM, config: LoraConfig, *, seed: int
         )
     own = [name for name, _ in model.named_parameters()]
     if unused := [part for part in config.also if not any(part in name for name in own)]:
-        raise ConfigError(f"training.lora.also: no parameter's name holds {unused[0]!r}; print(model) shows them")
-    # What attention has besides its projections: small, and what an upcycled model has to learn.
+        raise ConfigError(
+            f"training.lora.also: no parameter's name contains {unused[0]!r}; print(model) shows the names"
+        )
+    # The few parameters that attention has besides its projections are always trained: an upcycled model has to learn them.
     whole = {
         f"{path}.{name}"
         for path, module in model.named_modules()
@@ -47,18 +51,18 @@ def add_lora(model: DiffTransformerForCausalLM, config: LoraConfig, *, seed: int
 
 
 def has_lora(model: nn.Module) -> bool:
-    """Whether adapters were put into a model."""
+    """Whether a model has adapters."""
     return any(BASE in name for name, _ in model.named_parameters())
 
 
 def adapter_state(model: nn.Module) -> dict[str, Tensor]:
-    """What is trained, by its name in the model with adapters."""
+    """Return the trained parameters by their names in the model with adapters."""
     return {name: parameter.detach() for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 @torch.no_grad()
 def merged_state(model: nn.Module) -> dict[str, Tensor]:
-    """The plain model's tensors, adapters added to what they stand beside: W + (alpha / rank) B A."""
+    """Return the tensors of the plain model with the adapters merged: W + (alpha / rank) B A."""
     state = {}
     for name, tensor in model.state_dict().items():
         if "lora_" in name:

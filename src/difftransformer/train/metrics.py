@@ -1,4 +1,4 @@
-"""What a run reports: one JSON object a line in metrics.jsonl, and the same objects to whoever listens."""
+"""Metrics of a run, one JSON object per line in metrics.jsonl."""
 
 import dataclasses
 import json
@@ -9,23 +9,24 @@ from typing import Any
 
 from ..errors import CheckpointError
 from ..results import write_text_atomically
+from ..typed import build
 
 METRICS_FILE = "metrics.jsonl"
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepMetrics:
-    """One optimiser step.
+    """Metrics of an optimiser step.
 
     Attributes:
-        step: Steps done, this one included.
-        loss_nats: Mean over the batch's tokens.
-        gradient_norm: Before clipping.
-        learning_rate: Of this step.
-        tokens: Tokens trained on so far.
-        seconds: Spent in training steps so far, over all sittings.
-        tokens_per_second: Of this step.
-        lambdas: Each layer's lambda after the step; empty for attention without one.
+        step: Number of finished steps, including this one.
+        loss_nats: Mean loss over the batch's tokens.
+        gradient_norm: Gradient norm before clipping.
+        learning_rate: Learning rate of this step.
+        tokens: Number of tokens trained on so far.
+        seconds: Time spent in training steps so far, including earlier processes of the run.
+        tokens_per_second: Speed of this step.
+        lambdas: Lambda of each layer after the step; empty for attention without lambda.
     """
 
     step: int
@@ -50,21 +51,20 @@ Metrics = StepMetrics | ValidationMetrics
 
 
 class MetricsLog:
-    """metrics.jsonl, appended line by line.
+    """Writer of metrics.jsonl.
 
     Args:
-        path: The file.
-        step: Lines of later steps are dropped: a run that goes on from a checkpoint writes them again.
+        path: Path of the file.
+        step: Step at which the run continues. Lines of later steps are dropped, because they will be written again.
     """
 
     def __init__(self, path: Path, *, step: int) -> None:
         kept = [line for line in read_lines(path) if line["step"] <= step] if path.exists() else []
-        text = "".join(json.dumps(line) + "\n" for line in kept)
-        write_text_atomically(path, text)
+        write_text_atomically(path, "".join(json.dumps(line) + "\n" for line in kept))
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, metrics: Metrics) -> None:
-        """Append one line."""
+        """Append a line."""
         self._file.write(json.dumps(dataclasses.asdict(metrics)) + "\n")
         self._file.flush()
 
@@ -74,10 +74,10 @@ class MetricsLog:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a metrics file; a last line that was cut off is left out.
+    """Yield the objects of a metrics file, without a truncated last line.
 
     Raises:
-        CheckpointError: there is no such file, or a line that is not the last is damaged.
+        CheckpointError: The file cannot be read, or a line other than the last is damaged.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -88,15 +88,19 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
             yield json.loads(line)
         except json.JSONDecodeError:
             if number < len(lines):
-                raise CheckpointError(f"{path}: line {number} is damaged; delete it to go on") from None
+                raise CheckpointError(f"{path}: line {number} is damaged; delete the line to continue") from None
 
 
 def read_metrics(path: Path) -> tuple[list[StepMetrics], list[ValidationMetrics]]:
-    """A run's metrics: training steps and validations."""
+    """Read the training steps and the validations of a metrics file.
+
+    Raises:
+        CheckpointError: The file cannot be read, or a line is damaged.
+    """
     steps, validations = [], []
     for line in read_lines(path):
         if "validation_loss_nats" in line:
-            validations.append(ValidationMetrics(**line))
+            validations.append(build(ValidationMetrics, line, source=str(path), error=CheckpointError))
         else:
-            steps.append(StepMetrics(**line))
+            steps.append(build(StepMetrics, line, source=str(path), error=CheckpointError))
     return steps, validations

@@ -1,1 +1,1 @@
-"""Who says whether an answer keeps to its document: word overlap, a local model of natural language inference, an endpoint."""
+"""Judges that decide whether an answer is faithful to its document: word overlap, a local NLI model, or an endpoint."""

@@ -1,7 +1,7 @@
-"""Who says whether an answer keeps to its document, and the file of what was said.
+"""Interface of judges, which decide whether an answer is faithful to its document, and the file of their verdicts.
 
-Verdicts are kept one JSON line each, written to disk as they come, under a fingerprint of the judge and of all that it saw: an
-answer is judged once, a stopped judging goes on, and a person can read why.
+Each verdict is written to disk at once as a JSON line, under a fingerprint of the judge and of everything it was shown. An
+answer is judged only once, an interrupted run continues, and a person can read the reasons.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ _DOCUMENT_CHARACTERS = 400
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """An answer to judge. The question is None where the answer is a summary."""
+    """An answer to judge. The question is None if the answer is a summary."""
 
     set_name: str
     item: str
@@ -32,27 +32,27 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Judgment:
-    """A verdict and why."""
+    """A verdict and its reasoning."""
 
     faithful: bool
     reasoning: str
 
 
 class OutOfBudget(Exception):
-    """A judge's limit of spending is reached, or it cannot be asked any more."""
+    """The judge has reached a spending limit or is unreachable."""
 
 
 class Unjudged(Exception):
-    """A judge gave no verdict on one answer."""
+    """The judge gave no verdict on one answer."""
 
 
 class Judge(Protocol):
-    """Whoever gives verdicts.
+    """Interface of a judge.
 
     Attributes:
-        name: What it is, for the result.
-        identity: Everything that its verdict depends on besides the case.
-        rules: Sentences: how it decides.
+        name: Name of the judge, for results.
+        identity: Everything that a verdict depends on besides the case.
+        rules: Sentences that describe how the judge decides.
     """
 
     name: str
@@ -60,88 +60,71 @@ class Judge(Protocol):
     rules: Sequence[str]
 
     def judge(self, case: Case) -> Judgment:
-        """A verdict.
+        """Return a verdict.
 
         Raises:
-            Unjudged: none on this case.
-            OutOfBudget: none on any other case either.
+            Unjudged: There is no verdict on this case.
+            OutOfBudget: There will be no verdict on any other case either.
         """
         ...
 
 
 def judge_all(
-    judge: Judge, cases: Sequence[Case], file: Path, watch: Watch = unwatched
+    judge: Judge, cases: Sequence[Case], file: Path, progress: Watch = unwatched
 ) -> tuple[list[Judgment | None], list[str]]:
-    """A verdict on every case, from the file where it is there; None where there is none, with the reasons.
+    """Judge all cases whose verdicts are not in the file yet.
+
+    Returns:
+        The verdict on each case, or None for a case without one, and the reasons for missing verdicts.
 
     Raises:
-        CheckpointError: the file holds something else.
+        CheckpointError: The file holds something else.
     """
-    verdicts: list[Judgment | None] = []
+    known: dict[str, Judgment] = {}
+
+    def take(row: Any) -> None:
+        faithful = {"faithful": True, "hallucinated": False}[row["verdict"]]
+        known[row["key"]] = Judgment(faithful=faithful, reasoning=row["reasoning"])
+
+    try:
+        journal = Journal(file, take)
+    except ValueError as line:
+        raise CheckpointError(f"{file}: line {line} is no judgment; name another file with --judgments") from None
     reasons: list[str] = []
-    with Judgments(file) as kept:
-        stopped = False
-        for place, case in enumerate(cases):
-            watch(place, len(cases), "judging")
-            key = fingerprint(judge, case)
-            found = kept.known.get(key)
-            if found is None and not stopped:
-                try:
-                    found = judge.judge(case)
-                    kept.add(key, judge, case, found)
-                except Unjudged as reason:
-                    reasons.append(str(reason))
-                except OutOfBudget as reason:
-                    reasons.append(str(reason))
-                    stopped = True
-            verdicts.append(found)
-    watch(len(cases), len(cases), "judging")
-    return verdicts, list(dict.fromkeys(reasons))
+    keys = [fingerprint(judge, case) for case in cases]
+    with journal:
+        for place, (key, case) in enumerate(zip(keys, cases, strict=True)):
+            progress(place, len(cases), "judging")
+            if key in known:
+                continue
+            try:
+                known[key] = judge.judge(case)
+                journal.add(_row(key, judge, case, known[key]))
+            except Unjudged as reason:
+                reasons.append(str(reason))
+            except OutOfBudget as reason:
+                reasons.append(str(reason))
+                break
+    progress(len(cases), len(cases), "judging")
+    return [known.get(key) for key in keys], list(dict.fromkeys(reasons))
 
 
 def fingerprint(judge: Judge, case: Case) -> str:
-    """Of a judge and what it is shown."""
+    """Return the SHA-256 of a judge and of everything it is shown of a case."""
     seen = [judge.identity, case.document, case.question, case.reference, case.answer]
     return hashlib.sha256(json.dumps(seen).encode()).hexdigest()
 
 
-class Judgments:
-    """The file of verdicts. A line that a kill cut short is dropped, all whole ones count.
-
-    Raises:
-        CheckpointError: the file is no file of judgments.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.known: dict[str, Judgment] = {}
-        try:
-            self._journal = Journal(path, self._take)
-        except ValueError as line:
-            raise CheckpointError(f"{path}: line {line} is no judgment; name another file with --judgments") from None
-
-    def __enter__(self) -> "Judgments":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._journal.close()
-
-    def _take(self, row: Any) -> None:
-        verdict = {"faithful": True, "hallucinated": False}[row["verdict"]]
-        self.known[row["key"]] = Judgment(faithful=verdict, reasoning=row["reasoning"])
-
-    def add(self, key: str, judge: Judge, case: Case, verdict: Judgment) -> None:
-        """Write a verdict; it survives a loss of power at once."""
-        row = {
-            "set": case.set_name,
-            "item": case.item,
-            "question": case.question,
-            "answer": case.answer,
-            "verdict": "faithful" if verdict.faithful else "hallucinated",
-            "reasoning": verdict.reasoning,
-            "reference": case.reference,
-            "document_begins": case.document[:_DOCUMENT_CHARACTERS],
-            "judge": judge.name,
-            "key": key,
-        }
-        self._journal.add(row)
-        self.known[key] = verdict
+def _row(key: str, judge: Judge, case: Case, verdict: Judgment) -> dict[str, Any]:
+    return {
+        "set": case.set_name,
+        "item": case.item,
+        "question": case.question,
+        "answer": case.answer,
+        "verdict": "faithful" if verdict.faithful else "hallucinated",
+        "reasoning": verdict.reasoning,
+        "reference": case.reference,
+        "document_begins": case.document[:_DOCUMENT_CHARACTERS],
+        "judge": judge.name,
+        "key": key,
+    }

@@ -1,4 +1,4 @@
-"""A judge that is a local model of natural language inference: does the document entail every sentence of the answer?"""
+"""A judge that asks a local model of natural language inference (NLI) whether the document entails every sentence."""
 
 import hashlib
 import re
@@ -17,13 +17,13 @@ _HASHED = ("config.json", "tokenizer.json")
 
 
 class NliJudge:
-    """Faithful is an answer each of whose sentences some window of the document entails.
+    """A judge for which an answer is faithful if each of its sentences is entailed by some window of the document.
 
     Args:
-        folder: Of a sequence-classification model of transformers, as safetensors, with an entailment label.
+        folder: Folder of a sequence-classification model of transformers in safetensors, with an entailment label.
 
     Raises:
-        ConfigError: it cannot be opened, or has no such label.
+        ConfigError: The model cannot be opened, or has no such label.
     """
 
     def __init__(self, folder: str) -> None:
@@ -57,7 +57,7 @@ class NliJudge:
         return Judgment(faithful=all(ok for ok, _ in found), reasoning="\n".join(text for _, text in found))
 
     def _entailed(self, document: str, sentence: str) -> tuple[float, bool]:
-        """The largest probability of entailment over windows, and whether it is any window's most probable label."""
+        """Return the largest probability of entailment over windows, and whether it is the top label of any window."""
         room = self.window_tokens - len(self.tokenizer(sentence, add_special_tokens=False)["input_ids"])
         if room < 16:
             raise Unjudged(f"{self.name}: a sentence longer than the model's window of {self.window_tokens} tokens")
@@ -96,7 +96,7 @@ def _opened(folder: str) -> tuple[Any, Any]:
     try:
         model = AutoModelForSequenceClassification.from_pretrained(folder, use_safetensors=True, **safe)
         tokenizer = AutoTokenizer.from_pretrained(folder, **safe)
-    except Exception as error:  # transformers, safetensors and tokenizers raise many kinds
+    except Exception as error:  # transformers, safetensors and tokenizers raise many classes
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConfigError(
             f"judge nli:{folder}: cannot be opened as a sequence classifier with its tokenizer ({reason}); name a folder with "

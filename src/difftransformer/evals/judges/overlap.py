@@ -1,4 +1,4 @@
-"""Words that an answer shares with its document: a judge that costs nothing."""
+"""A judge that counts the words which an answer shares with its document."""
 
 import re
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from ...errors import ConfigError
 from .base import Case, Judgment
 
-_LITTLE_WORDS = """
+_STOP_WORDS = """
 a about after all also am an and any are as at be been before being but by can could did do does for from had has have he her
 here him his how i if in into is it its just may me might more most my no nor not of off on one only or other our out over own
 said same she should so some such than that the their them then there these they this those through to too under until up us
@@ -15,10 +15,12 @@ very was we were what when where which while who whom why will with would you yo
 
 
 class OverlapJudge:
-    """Words of the answer that occur in the document: fast, blind to meaning.
+    """A judge for which an answer is faithful if enough of its content words occur in the document.
+
+    It is fast and knows nothing of meaning.
 
     Args:
-        threshold: Share of the answer's content words that must occur.
+        threshold: Minimum share of the answer's content words that occur in the document or the question.
     """
 
     def __init__(self, threshold: float) -> None:
@@ -32,7 +34,7 @@ class OverlapJudge:
 
     def judge(self, case: Case) -> Judgment:
         """See `Judge.judge`."""
-        words = sorted(set(_words(case.answer)) - set(_LITTLE_WORDS.split()))
+        words = sorted(set(_words(case.answer)) - set(_STOP_WORDS.split()))
         given = set(_words(case.document)) | set(_words(case.question or ""))
         missing = [word for word in words if word not in given]
         if not words:

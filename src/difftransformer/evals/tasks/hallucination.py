@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from ...data.grounded import GROUNDED_SETS, GroundedItem, Kind, read_grounded, read_grounded_file
+from ...data.qa_sets import GROUNDED_SETS, GroundedItem, Kind, read_grounded, read_grounded_file
 from ...errors import ConfigError, DataError, EvaluationError
 from ...results import ItemScore, Measurement
 from ..chat import chat_frame

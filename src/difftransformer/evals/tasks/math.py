@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ...data.problems import PROBLEM_SETS, Problem, read_problems
+from ...data.math_sets import MATH_SETS, MathProblem, read_math_problems
 from ...errors import ConfigError, DataError
 from ...results import ItemScore, Measurement
 from ..chat import chat_frame
@@ -56,7 +56,7 @@ class Options:
         seed: Of the draw.
     """
 
-    sets: list[str] = field(default_factory=lambda: list(PROBLEM_SETS))
+    sets: list[str] = field(default_factory=lambda: list(MATH_SETS))
     problems: int | None = None
     shots: int = len(EXAMPLES)
     prompt: Literal["base", "chat"] = "base"
@@ -65,7 +65,7 @@ class Options:
 
     def __post_init__(self) -> None:
         if not self.sets:
-            raise ConfigError(f"sets=[]: name at least one of {', '.join(PROBLEM_SETS)}, or a .jsonl file")
+            raise ConfigError(f"sets=[]: name at least one of {', '.join(MATH_SETS)}, or a .jsonl file")
         if not 0 <= self.shots <= len(EXAMPLES):
             raise ConfigError(f"shots={self.shots}: give 0 to {len(EXAMPLES)}")
         if self.max_new_tokens < 1 or (self.problems is not None and self.problems < 1):
@@ -82,7 +82,7 @@ class MathTask:
     def __init__(self, options: Options, model: LanguageModel) -> None:
         self.options, self.tokenizer = options, model.tokenizer
         self.problems = [
-            problem for source in options.sets for problem in read_problems(source, options.problems, options.seed)
+            problem for source in options.sets for problem in read_math_problems(source, options.problems, options.seed)
         ]
         self.data_name = ", ".join(options.sets)
         # A worked example is one line: what follows its end is another problem.
@@ -133,7 +133,7 @@ def make(options: Options, model: LanguageModel) -> MathTask:
     return MathTask(options, model)
 
 
-def _prompt(options: Options, problem: Problem) -> str:
+def _prompt(options: Options, problem: MathProblem) -> str:
     shown = [f"Problem: {question}\nSolution: {solution}" for question, solution in EXAMPLES[: options.shots]]
     if options.prompt == "base":
         return _PARAGRAPH.join([*shown, f"Problem: {problem.question}\nSolution:"])

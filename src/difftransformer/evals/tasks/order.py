@@ -134,18 +134,14 @@ def arrange(shown: Sequence[Example], form: Format, rng: np.random.Generator) ->
 
 
 def binomial_margin(p: float, n: int, draws: int) -> float:
-    """Expected largest minus smallest of independent shares, each of n trials with probability p; exact.
+    """Return the expected range (largest minus smallest) of `draws` independent shares of n trials with probability p.
 
-    For whole numbers from 0 to n the expected maximum is the sum of 1 - F(k)^draws over k < n, the minimum's that of
-    (1 - F(k))^draws, with F the binomial distribution.
+    The expected maximum of the counts is the sum of 1 - F(k)^draws over k < n, and the expected minimum is that of
+    (1 - F(k))^draws, where F is the binomial distribution. The result is exact.
     """
-    if p <= 0.0 or p >= 1.0:
-        return 0.0
-    logs = [
-        math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1) + k * math.log(p) + (n - k) * math.log1p(-p)
-        for k in range(n)
-    ]
-    below = np.minimum(np.cumsum(np.exp(logs)), 1.0)
+    from scipy.special import bdtr
+
+    below = bdtr(np.arange(n), n, p)
     return float((1 - below**draws - (1 - below) ** draws).sum()) / n
 
 

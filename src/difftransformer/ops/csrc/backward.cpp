@@ -6,7 +6,7 @@
 namespace difftransformer {
 namespace {
 
-// Where sums in fp32 end up as gradients of some type, without a copy where that is fp32 itself.
+// Converts sums in fp32 to gradients of some type; gradients in fp32 need no copy.
 template <class In>
 struct Sums {
   Runtime& runtime;

@@ -3,12 +3,12 @@
 //   dP = dO V^T                 dS_1 = P_1 * (dP - d_1)       dS_2 = -lam P_2 * (dP - d_2)       dlam = -d_2
 //   dV += (P_1 - lam P_2)^T dO          dQ_m = s dS_m K_m           dK_m += s dS_m^T Q_m
 //
-// A block keeps P_1, P_2 and dP of all its keys: a first pass makes them and d_m, a second forms dS: 10 units, the
-// count of ordinary attention over 2H heads.
+// A block keeps P_1, P_2 and dP of all its keys: a first pass computes them and d_m, a second computes dS. This takes
+// 10 units, as many as ordinary attention over 2H heads.
 //
-// dK and dV of a tile of keys are added up over blocks in one fixed order, that in which threads claim the blocks; a
-// block waits for its turn at each tile. All blocks of a group walk the tiles in the same direction, so they follow
-// each other like a wave, and the result has the same bits for any number of threads.
+// dK and dV of a tile of keys are summed over blocks in one fixed order, the order in which threads claim the blocks. A
+// block waits for its turn at each tile. All blocks of a group visit the tiles in the same direction, one behind the
+// other, and the result has the same bits for any number of threads.
 #pragma once
 
 #include <thread>
@@ -17,7 +17,7 @@
 
 namespace difftransformer {
 
-// Whose turn it is to add to the keys of a tile.
+// The order in which blocks add to the keys of a tile.
 class Turns {
  public:
   explicit Turns(const Problem& p)
@@ -37,7 +37,7 @@ class Turns {
     for (int64_t other = task - 1; other >= first_task; other--) {
       const auto [first, last] = ranges_[batch * blocks_ + block_of(other)];
       if (tile < first || tile >= last) continue;
-      // The tasks before `other` that add to the tile have been waited for by `other` itself.
+      // `other` itself has waited for the earlier tasks that add to the tile.
       for (int spins = 0; done_[other].load(std::memory_order_acquire) <= tile; spins++) {
         if (spins < 4096)
           spin_pause();
@@ -55,7 +55,7 @@ class Turns {
   std::vector<std::atomic<int64_t>> done_;
 };
 
-// A tile's scores become P, and the sums of P * dP grow.
+// Turns a tile's scores into P and adds to the sums of P * dP.
 template <int degree, bool masked, int maps>
 inline void differentiate(float* const* p, float* dp, const Tile& tile, const Block& block, const int32_t* mask,
                           float exponent, float* const* lse, float* const* d, float* const* total) {
@@ -213,7 +213,7 @@ struct Backward {
                y + first * width, width, C, stride, true);
   }
 
-  // Queries and output gradients in the layouts that the products want.
+  // Stores queries and output gradients in the layouts that the products need.
   void stage(const Block& block, Scratch& s, int64_t task) const {
     const int64_t lanes = block.lanes;
     for (int m = 0; m < maps; m++) {

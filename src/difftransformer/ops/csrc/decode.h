@@ -1,11 +1,11 @@
-// Few queries, many keys: each key and value is read once, by chunks that run in parallel and are merged in order.
+// Few queries and many keys. Chunks of keys run in parallel, read each key and value once, and are merged in order.
 #pragma once
 
 #include "forward.h"
 
 namespace difftransformer {
 
-constexpr int64_t kDecodeRows = 8;     // rows of a group (heads x queries) up to which this is the faster way
+constexpr int64_t kDecodeRows = 8;     // most rows of a group (heads x queries) for which this is the faster kernel
 constexpr int64_t kDecodeChunk = 256;  // keys of a task
 
 inline bool is_decoding(const Problem& p) { return p.rows() <= kDecodeRows && p.keys > kDecodeChunk / 2; }
@@ -26,7 +26,7 @@ struct Decode {
   Output<In> output;
   float* lse;  // (maps, B, H, T), to the base 2
 
-  // What a chunk leaves for a row and map: the maximum, the sum, and the weighted values.
+  // The result of a chunk for a row and map: the maximum, the sum, and the weighted values.
   int64_t width() const { return round_up(p.value_width, W); }
   int64_t record() const { return maps * (2 + width()); }
   int64_t chunks() const { return ceil_div(p.keys, kDecodeChunk); }
@@ -42,7 +42,7 @@ struct Decode {
                     const Block block(p, bg / p.groups, bg % p.groups, 0);
                     float* group = records + bg * chunks() * rows * record();
                     chunk(block, index, scratch, scratch + queries, group + index * rows * record());
-                    // The last to finish a group's chunks merges them, in their own order.
+                    // The thread that finishes a group's last chunk merges all of them in order.
                     if (left[bg].fetch_sub(1, std::memory_order_acq_rel) == 1) merge(block, group, scratch);
                   });
   }
@@ -68,7 +68,8 @@ struct Decode {
       weigh(block, first, keys, scores + row * maps * kDecodeChunk, records + row * record());
   }
 
-  // Dot products of a row's queries with the chunk's keys, which are read from end to end, both maps' halves in turn.
+  // Computes dot products of a row's queries with the chunk's keys. A key is read as a whole, both maps' halves in
+  // turn.
   void score_rows(const Block& block, int64_t first, int64_t keys, const float* q, float* scores) const {
     const int64_t padded = round_up(p.width, W);
     float sums[maps][W * W], turned[W * W];
@@ -93,7 +94,7 @@ struct Decode {
     }
   }
 
-  // Scores to powers of two below the chunk's maximum; masked ones to zero.
+  // Turns scores into powers of two relative to the chunk's maximum, and masked scores into zero.
   void soften_row(const Block& block, int64_t row, int64_t first, int64_t keys, float* scores, float* record_) const {
     float maximum = kMasked, sum = 0;
     const bool* mask = !p.mask ? nullptr
@@ -121,9 +122,9 @@ struct Decode {
     record_[1] = sum;
   }
 
-  // Both maps' weighted sums of the chunk's values.
+  // Computes both maps' weighted sums of the chunk's values.
   void weigh(const Block& block, int64_t first, int64_t keys, const float* weights, float* record_) const {
-    constexpr int most = kRegisters == 32 ? 8 : 4;  // vectors of a pass, so that the sums stay in registers
+    constexpr int most = kRegisters == 32 ? 8 : 4;  // vectors of a pass; with more the sums would leave the registers
     int64_t e = 0;
     for (; e + most * W <= p.value_width; e += most * W)
       weigh_columns<most>(block, first, keys, weights, e, W, record_);
@@ -149,7 +150,7 @@ struct Decode {
       for (int j = 0; j < vectors; j++) store(record_ + m * (2 + width()) + 2 + e + j * W, sum[m][j]);
   }
 
-  // The chunks of a group, in order, weighted to one maximum.
+  // Merges the chunks of a group in order, scaled to one maximum.
   void merge(const Block& block, const float* records, float* sums) const {
     for (int64_t i = 0; i < block.count; i++) {
       float* result = sums + width();

@@ -1,9 +1,9 @@
 // Forward: O = (P1 - lam P2) V, by blocks of queries.
 //
-// Scores are computed as K Q^T, queries in the lanes: softmax runs down the lanes without shuffles, and K is read where
-// it lies. Each tile's P = 2^(s - m) is kept with the maximum m of its time; the combination of a row's two maps needs
-// both whole sums, so A = P1 c1 - P2 c2 is formed after the last tile, c_i = 2^(m - m_last) / sum, and V is multiplied
-// once: 4 units of 2 n n d, the count of ordinary attention over 2H heads.
+// Scores are computed as K Q^T with queries in the lanes, so that softmax needs no shuffles and K is read in place.
+// Each tile keeps P = 2^(s - m) with the maximum m so far. Combining a row's two maps needs both complete sums, so A =
+// P1 c1 - P2 c2 with c_i = 2^(m - m_last) / sum is computed after the last tile, and V is multiplied once. This takes
+// 4 units of 2 n n d, as many as ordinary attention over 2H heads.
 #pragma once
 
 #include <cmath>
@@ -12,7 +12,7 @@
 
 namespace difftransformer {
 
-// A tile of scores [rows][lanes] of one map becomes 2^(score * exponent - reference).
+// Turns a tile of scores [rows][lanes] of one map into 2^(score * exponent - reference).
 template <int degree, bool masked>
 inline void soften(float* scores, const Tile& tile, const Block& block, const int32_t* mask, float exponent,
                    float* maximum, float* sum, float* reference) {
@@ -47,8 +47,8 @@ inline void soften(float* scores, const Tile& tile, const Block& block, const in
   }
 }
 
-// Rows k and k + 1 of fp32 lanes as operands of the next product: fp32 as they are; bf16 as pairs for the right side,
-// and by row for the left where that is asked for.
+// Stores rows k and k + 1 of fp32 lanes as operands of the next product: in fp32 unchanged; in bf16 as pairs for the
+// right operand, and on request by row for the left operand.
 template <class Type>
 struct Rounded;
 template <>
@@ -114,7 +114,7 @@ struct Forward {
 
   void run() const {
     const int64_t blocks = p.blocks();
-    // Later blocks see more keys under a causal mask: they go first, so that no thread is left with a long one.
+    // Under a causal mask later blocks see more keys. They run first, so that no long block is left at the end.
     for_each_task(runtime, p, blocks, Scratch(p, nullptr).floats, [&](int64_t bg, int64_t index, float* base) {
       Scratch scratch(p, base);
       attend(Block(p, bg / p.groups, bg % p.groups, blocks - 1 - index), scratch);
@@ -158,7 +158,7 @@ struct Forward {
     finish(block, s);
   }
 
-  // A of one tile, as right operand.
+  // Computes A of one tile as a right operand.
   const Unit* combine(const Scratch& s, int64_t index, const Tile& tile, int64_t lanes) const {
     const int64_t rows = tile.rows;
     float* first = s.exponentials[0] + index * p.tile_keys * lanes;
@@ -187,7 +187,7 @@ struct Forward {
       return s.combined;
   }
 
-  // O^T [E][lanes] to rows of the output.
+  // Writes O^T [E][lanes] to rows of the output.
   void finish(const Block& block, const Scratch& s) const {
     const int64_t lanes = block.lanes, width = p.value_width;
     transpose(s.out, lanes, width, lanes, s.rows, width);

@@ -1,7 +1,7 @@
-// C = A B or C += A B on blocks that live in the caches, in fp32, or in bf16 with fp32 sums.
+// C = A B or C += A B on blocks that fit into the caches, in fp32, or in bf16 with fp32 sums.
 //
 // Operands are counted in 32-bit units along the inner dimension K: one fp32, or two bf16 neighbours. A is row-major,
-// or (ByColumn, fp32 alone) column-major, so that keys and values are read where they lie. B is [K][N] units,
+// or (ByColumn, only fp32) column-major, so that keys and values are read in place. B is [K][N] units,
 // row-major.
 #pragma once
 
@@ -18,7 +18,7 @@ struct Fp32 {
 };
 
 #if defined(__AVX512BF16__)
-// bf16 by AVX512_BF16's dot product of pairs.
+// bf16 with AVX512_BF16's dot product of pairs.
 struct Bf16 {
   using Element = BFloat16;
   using Unit = uint32_t;
@@ -68,10 +68,10 @@ inline void micro(int64_t K, const typename Type::Unit* A, int64_t a_stride, con
     }
 }
 
-// Rows of C that a strip of so many vectors keeps in registers.
+// The number of rows of C that a strip of this many vectors keeps in registers.
 constexpr int strip_rows(int vectors) {
   if (kRegisters == 16) return vectors == 2 ? 6 : 10;
-  // NEON's loads leave fewer registers to the sums.
+  // NEON's loads leave fewer registers for the sums.
   return vectors == 4 ? (W == 4 ? 5 : 6) : vectors == 3 ? 8 : vectors == 2 ? 12 : 14;
 }
 constexpr int kStripVectors = kRegisters == 32 ? 4 : 2;

@@ -1,4 +1,4 @@
-// The kernels' own interface: one call of attention and of its backward pass, in pointers and strides.
+// The interface of the kernels: one call of attention and of its backward pass, in pointers and strides.
 #pragma once
 
 #include "problem.h"
@@ -19,8 +19,8 @@ struct Outputs {
   float *lse, *inverse_rms;
 };
 
-// out and query: as the output and the query. key and value: as key and value, contiguous. lam: (B, H, T). weight: (E),
-// written where there is a norm.
+// out and query have the shapes of the output and the query; key and value those of key and value, contiguous. lam is
+// (B, H, T). weight is (E), and written only if there is a norm.
 struct Gradients {
   Rows out, query;
   void *key, *value;
@@ -32,7 +32,7 @@ void attend(const Inputs&, const Outputs&, Runtime&);
 template <class In>
 void differentiate(const Inputs&, const Outputs&, const Gradients&, Runtime&);
 
-// fp32 products, or those of the type where the processor has them.
+// Products in fp32, or in the given type if the processor supports it.
 template <class In>
 struct ProductsOf {
   using Type = Fp32;

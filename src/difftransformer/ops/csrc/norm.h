@@ -1,4 +1,4 @@
-// The output's rows, with the headwise norm fused into their store, and their gradients.
+// Stores the output's rows, with the headwise norm fused in, and computes their gradients.
 #pragma once
 
 #include <cmath>
@@ -7,10 +7,10 @@
 
 namespace difftransformer {
 
-// Where finished rows go, normalised where asked.
+// Stores finished rows, normalised on request.
 template <class In>
 struct Output {
-  View<In> out, plain;  // plain: before the norm, kept for the backward
+  View<In> out, plain;  // plain: the output before the norm, kept for the backward pass
   float* inverse_rms;   // (B, H, T)
   Norm norm;
 
@@ -40,7 +40,7 @@ struct OutputGradient {
   const float* inverse_rms;
   Norm norm;
 
-  // Reads a row; its share of the weight's gradient is added. scratch has as many numbers as the row.
+  // Reads a row and adds its part to the weight's gradient. scratch has as many numbers as the row.
   void load_row(const Problem& p, int64_t b, int64_t h, int64_t t, float* row, float* scratch,
                 float* weight_gradient) const {
     const int64_t width = p.value_width;

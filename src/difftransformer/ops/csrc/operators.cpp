@@ -1,5 +1,5 @@
-// The operators difftransformer::cpu_attention and cpu_attention_backward (their schemas are in ops/cpu.py), by torch's
-// stable interface alone: a library built with one release of torch runs with the next.
+// The operators difftransformer::cpu_attention and cpu_attention_backward (their schemas are in ops/cpu.py). They use
+// only torch's stable interface, so that a library built with one release of torch runs with the next.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -29,11 +29,11 @@ Tensor empty(const Sizes& sizes, ScalarType dtype = ScalarType::Float) {
   for (size_t i = sizes.size(); i-- > 1;) strides[i - 1] = strides[i] * sizes[i];
   return empty(sizes, strides, dtype);
 }
-// (B, H, T, width), but (B, T, H, width) in memory: the layer's next product reads it without a copy.
+// Makes a tensor (B, H, T, width) that is (B, T, H, width) in memory, so that the layer's next product needs no copy.
 Tensor empty_by_token(int64_t batch, const Problem& p, int64_t width, ScalarType dtype) {
   return empty({batch, p.heads, p.queries, width}, {p.heads * p.queries * width, width, p.heads * width, 1}, dtype);
 }
-// Contiguous.
+// Makes a contiguous tensor.
 Tensor contiguous_like(const Tensor& x) { return empty(Sizes(x.sizes().begin(), x.sizes().end()), x.scalar_type()); }
 Tensor zeros(const Tensor& like) {
   Tensor made = empty(Sizes(like.sizes().begin(), like.sizes().end()));
@@ -43,7 +43,7 @@ Tensor zeros(const Tensor& like) {
 float* floats(const Tensor& x) { return static_cast<float*>(x.data_ptr()); }
 Rows rows_of(const Tensor& x) { return {x.data_ptr(), {x.stride(0), x.stride(1), x.stride(2)}}; }
 
-// Threads and memory by torch.
+// Threads and memory from torch.
 class TorchRuntime final : public Runtime {
  public:
   int64_t threads() const override { return torch::stable::get_num_threads(); }
@@ -56,7 +56,7 @@ class TorchRuntime final : public Runtime {
   std::vector<Tensor> memory_;
 };
 
-// The arguments of a call in the forms that the kernels read, and what keeps them alive.
+// The arguments of a call as the kernels read them, and the tensors that keep them alive.
 struct Call : Inputs {
   std::vector<Tensor> kept;
 
@@ -83,7 +83,7 @@ struct Call : Inputs {
     STD_TORCH_CHECK(p.keys < INT32_MAX, "the CPU kernels take fewer than 2^31 keys, got ", p.keys);
     p.first_key = kv_start ? numbers(*kv_start, "kv_start") : Sizes(p.batch, 0);
     p.last_key = kv_lengths ? numbers(*kv_lengths, "kv_lengths") : Sizes(p.batch, p.keys);
-    // Values are checked by the caller where they can be read; a wrong one must not reach outside the tensors.
+    // The caller checks values if it can read them; here a wrong value must not lead outside the tensors.
     for (auto* bounds : {&p.first_key, &p.last_key})
       for (auto& bound : *bounds) bound = std::clamp<int64_t>(bound, 0, p.keys);
     if (cu_seqlens) {
@@ -128,7 +128,7 @@ struct Call : Inputs {
     const auto* from = static_cast<const int64_t*>(wide.data_ptr());
     return {from, from + wide.numel()};
   }
-  // Strides as expand() gives them.
+  // Strides as after expand().
   static void broadcast(const Tensor& x, const Sizes& sizes, int64_t* strides) {
     const int64_t missing = static_cast<int64_t>(sizes.size()) - x.dim();
     for (int64_t i = 0; i < static_cast<int64_t>(sizes.size()); i++)
@@ -139,7 +139,7 @@ struct Call : Inputs {
   }
 };
 
-// Calls work with a number of the type of the inputs.
+// Calls `work` with a value of the inputs' type.
 template <class Work>
 void by_type(ScalarType dtype, const Work& work) {
   switch (dtype) {
@@ -179,7 +179,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention(Tensor query, Tensor key, T
   return {out, lse, plain, inverse_rms};
 }
 
-// Sums (B, H, T) to the shape that lam was given in, in one order whatever the number of threads.
+// Sums (B, H, T) to the shape in which lam was given, in the same order for any number of threads.
 Tensor sum_to_lam(const Problem& p, const Tensor& grad, const Tensor& lam) {
   const int64_t sizes[3] = {lam.size(0), lam.size(1), lam.size(2)};
   if (sizes[0] == p.batch && sizes[1] == p.heads && sizes[2] == p.queries) return grad;

@@ -1,7 +1,7 @@
-// One attention call as the kernels see it: sizes, who may attend to whom, and where keys and values lie.
+// One attention call as the kernels see it: sizes, which keys a query may see, and the layout of keys and values.
 //
-// The H/G heads that share a group's keys and values make one list of R*T rows (row = head of the group * T + query). A
-// block is up to block_rows of these rows: its queries sit in the lanes of vectors, its keys come in tiles of
+// The H/G heads that share a group's keys and values form one list of R*T rows (row = head of the group * T + query). A
+// block is up to block_rows of these rows: its queries are the lanes of vectors, and its keys come in tiles of
 // tile_keys.
 #pragma once
 
@@ -56,18 +56,18 @@ struct Problem {
   int64_t lanes() const { return std::min(block_rows, round_up(rows(), lane_multiple)); }
   float exponent() const { return scale * 1.44269504088896341f; }  // the kernels work in powers of two
 
-  // Whether the call is over before another thread would have begun.
+  // Whether the call ends before another thread could have started.
   bool is_small() const {
     constexpr int64_t multiply_adds = 1 << 16;
     return batch * heads * queries * keys * (maps * width + value_width) < multiply_adds;
   }
-  // Whether a group's keys, values and their gradients fill a core's own cache.
+  // Whether a group's keys, values and their gradients fill the cache of a core.
   bool is_large() const {
     constexpr int64_t own_cache_bytes = 2 << 20, bytes = 2 + 4;
     return keys * (maps * width + value_width) * bytes >= own_cache_bytes;
   }
-  // Gradients of keys and values are read and written once for each block: longer blocks where that is what leaves the
-  // cache most. In narrow heads the maps do.
+  // Gradients of keys and values are read and written once for each block. Blocks are longer where this traffic exceeds
+  // the cache most; with narrow heads the maps do.
   void arrange_for_backward() {
     if (is_large() && maps * width + value_width >= 384) block_rows = 128, tile_keys = 64;
   }
@@ -75,12 +75,12 @@ struct Problem {
   float lam_of(int64_t b, int64_t h, int64_t t) const {
     return lam[b * lam_strides[0] + h * lam_strides[1] + t * lam_strides[2]];
   }
-  // Of (maps, B, H, T).
+  // Index into (maps, B, H, T).
   int64_t lse_index(int64_t map, int64_t b, int64_t h, int64_t t) const {
     return ((map * batch + b) * heads + h) * queries + t;
   }
 
-  // The keys low <= j < high that a query may see, attn_mask aside.
+  // Finds the keys low <= j < high that a query may see, apart from attn_mask.
   void range(int64_t b, int64_t query, int64_t& low, int64_t& high) const {
     low = first_key[b];
     high = last_key[b];
@@ -108,7 +108,7 @@ struct Norm {
 // block sees, and their results are dropped.
 struct Block {
   int64_t batch, group, first, count, lanes;
-  int64_t head[kMaxLanes], query[kMaxLanes];  // head: of the whole call
+  int64_t head[kMaxLanes], query[kMaxLanes];  // head counts over the whole call
   alignas(64) int32_t low[kMaxLanes], high[kMaxLanes];
   int64_t first_key, last_key;   // the keys that any lane may see
   int64_t whole_from, whole_to;  // the keys that every lane may see
@@ -170,7 +170,7 @@ struct Tile {
   }
 };
 
-// attn_mask of a tile, -1 where a lane may attend: [rows][lanes].
+// attn_mask of a tile, [rows][lanes]: -1 if a lane may attend.
 inline void read_mask(const Problem& p, const Block& block, const Tile& tile, int32_t* out) {
   for (int64_t i = 0; i < block.lanes; i++) {
     const bool* mask = p.mask + block.batch * p.mask_strides[0] + block.head[i] * p.mask_strides[1] +
@@ -179,15 +179,15 @@ inline void read_mask(const Problem& p, const Block& block, const Tile& tile, in
   }
 }
 
-// All lanes' bits where the lanes from `lane` on may attend to a key.
+// A mask with the bits of all lanes, from `lane` on, that may attend to a key.
 inline Int may_attend(const Block& block, int64_t lane, int64_t key_, const int32_t* mask) {
   const auto key = static_cast<int32_t>(key_);
   Int keep = (load_bits<Int>(block.low + lane) <= key) & (load_bits<Int>(block.high + lane) > key);
   return mask ? keep & load_bits<Int>(mask) : keep;
 }
 
-// The keys of one map or the values, (B, G, S, width), as left operands: by row where they lie (or converted), and by
-// column: for fp32 the same memory, for bf16 tiles [width][tile_keys / 2] of pairs of keys.
+// The keys of one map or the values, (B, G, S, width), as left operands: by row in place (or converted), and by column,
+// in fp32 from the same memory, in bf16 from tiles [width][tile_keys / 2] of pairs of keys.
 template <class Type>
 struct Operand {
   using Unit = typename Type::Unit;
@@ -239,8 +239,8 @@ Operand<Type> make_operand(Runtime& runtime, const Problem& p, const View<const 
   out.tiles = p.tiles();
   out.tile_keys = p.tile_keys;
   const int64_t pack = Type::kPack;
-  // Every block reads all rows again. Rows far apart, as in (B, S, G, width), take a page each and few sets of a cache;
-  // to gather them first pays from 1,000 rows on, and where the other map's half lies between them from 2,000.
+  // Every block reads all rows again. Rows far apart, as in (B, S, G, width), take a page each and use few sets of a
+  // cache. Gathering them first pays off from 1,000 rows, or from 2,000 if the other map's half lies between them.
   const bool scattered = p.rows() >= (from.strides[2] > 4 * width ? 1024 : 2048) && from.strides[2] > width;
   const bool in_place = std::is_same_v<In, Element> && !scattered && width % pack == 0 && offset % pack == 0 &&
                         from.strides[0] % pack == 0 && from.strides[1] % pack == 0 && from.strides[2] % pack == 0;
@@ -276,7 +276,7 @@ Operand<Type> make_operand(Runtime& runtime, const Problem& p, const View<const 
         }
       if constexpr (std::is_same_v<In, BFloat16> && pack == 2)
         if (by_column) {
-          // Keys that nobody may see are zero: what lies there is not the caller's.
+          // Keys that no query may see are set to zero, since their memory may hold anything.
           const auto row = [&](int64_t key) {
             return key >= p.first_key[b] && key < std::min(last, p.last_key[b]) ? from.at(b, g, key) + offset
                                                                                 : zeros.data();
@@ -310,9 +310,9 @@ void stage_rows(const Block& block, const View<const In>& x, int64_t offset, int
   }
 }
 
-// Calls work(group, index, scratch) for all indices of all groups; a group's indices are claimed in order. Where a
-// group's keys, values and gradients fill a core's own cache, threads work on one group together and find them in the
-// shared cache; smaller groups are kept apart, each in one core. A Session lives as long as a thread works.
+// Calls work(group, index, scratch) for all indices of all groups; a group's indices are claimed in order. If a group's
+// keys, values and gradients fill the cache of a core, threads work on one group together and share the larger cache;
+// smaller groups stay in one core each. A Session lives as long as a thread works.
 struct NoSession {};
 template <class Session = NoSession, class Work>
 void for_each_task(Runtime& runtime, const Problem& p, int64_t per_group, int64_t scratch_floats, const Work& work) {
@@ -332,7 +332,7 @@ void for_each_task(Runtime& runtime, const Problem& p, int64_t per_group, int64_
   });
 }
 
-// Hands out consecutive pieces of scratch memory; with no base it only counts.
+// Hands out consecutive pieces of scratch memory; without a base it only counts bytes.
 struct Carver {
   float* next;
   int64_t floats = 0;

@@ -1,5 +1,5 @@
-// What the kernels ask of the process around them: threads and memory. They know nothing of torch, so one built library
-// serves all its later releases, and a small program can run them.
+// What the kernels need from the process around them: threads and memory. They do not depend on torch, so that one
+// built library works with its later releases, and a small program can run them.
 #pragma once
 
 #include <cstdint>
@@ -17,12 +17,12 @@ class Runtime {
   virtual int64_t threads() const = 0;
   // Calls work(begin, end) for ranges that cover 0 .. count, in parallel.
   virtual void run(int64_t count, const std::function<void(int64_t, int64_t)>& work) = 0;
-  // Uninitialised, aligned to 64 bytes, there until the call ends.
+  // Returns uninitialised memory, aligned to 64 bytes and valid until the call ends.
   virtual void* allocate(int64_t bytes) = 0;
 };
 
-// Denormal numbers count as zero while this lives: peaked scores leave exponentials far below a row's largest, and each
-// such number would cost the processor over a hundred cycles.
+// Flushes denormal numbers to zero while it lives. Peaked scores leave exponentials far below a row's largest, and each
+// denormal number would cost the processor over a hundred cycles.
 class FlushDenormals {
  public:
   FlushDenormals(const FlushDenormals&) = delete;
@@ -48,7 +48,7 @@ class FlushDenormals {
 #endif
 };
 
-// Between two looks at a value that another thread is to change.
+// Pauses between two reads of a value that another thread will change.
 inline void spin_pause() {
 #if defined(__x86_64__)
   _mm_pause();

@@ -71,8 +71,8 @@ class OneThread final : public Runtime {
   std::vector<void*> memory_;
 };
 
-// A call with more than one block, step and tile in every direction, keys of their own for each map, grouped heads and
-// a causal mask: output and all gradients, one after the other.
+// Runs a call with more than one block, step and tile in every direction, keys for each map, grouped heads and a causal
+// mask, and returns the output and all gradients, one after the other.
 std::vector<float> try_call() {
   constexpr int64_t H = 2, T = 150, S = 300, D = 40, E = 72;
   const auto numbers = [](int64_t count, uint32_t seed) {
@@ -127,7 +127,7 @@ bool agree(const std::vector<float>& a, const std::vector<float>& b) {
     apart += (a[i] - b[i]) * (a[i] - b[i]);
     whole += b[i] * b[i];
   }
-  return apart <= 1e-4 * whole;  // two roundings to bf16 are 4e-3 apart; NaN agrees with nothing
+  return apart <= 1e-4 * whole;  // neighbouring bf16 numbers are 4e-3 apart; NaN agrees with nothing
 }
 
 }  // namespace
@@ -141,8 +141,8 @@ void differentiate_tiled(const Inputs&, const Outputs&, const Gradients&, Runtim
 
 }  // namespace difftransformer
 
-// Lets bf16 calls go by AMX tiles from now on if both forms agree on a call made here and now. The process needs the
-// system's permission to use tiles.
+// Lets later bf16 calls use AMX tiles if the tiled and the buffered kernel agree on a call made here. The process needs
+// the system's permission to use tiles.
 extern "C" __attribute__((visibility("default"))) bool difftransformer_use_tiles() {
   using namespace difftransformer;
 #if defined(__AMX_BF16__)

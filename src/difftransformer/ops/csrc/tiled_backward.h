@@ -1,7 +1,7 @@
-// Backward by AMX tiles, from the two log-sum-exps alone (the equations are in backward.h). Nothing is kept of a block
-// but sums: a first pass over its keys makes rowsum(P_m) and rowsum(P_m * dP), a second makes everything once more and
-// forms the gradients, 4 + 10 units of 2 n n d. To save rounded outputs in place of the first pass would cost accuracy:
-// dP - d cancels where attention is peaked.
+// Backward with AMX tiles, from the two log-sum-exps alone (the equations are in backward.h). Only sums of a block are
+// kept: a first pass over its keys computes rowsum(P_m) and rowsum(P_m * dP), a second computes everything again and
+// forms the gradients, 4 + 10 units of 2 n n d. Saving rounded outputs instead of the first pass would lose accuracy,
+// because dP - d cancels where attention is peaked.
 #pragma once
 
 #include "backward.h"
@@ -32,7 +32,7 @@ struct TiledBackward {
   int64_t of_key(int64_t bg, int m) const { return (bg * t.key_maps() + m % t.key_maps()) * t.keys * t.width; }
   int64_t of_value(int64_t bg) const { return bg * t.keys * t.value_width; }
 
-  // What is known of a strip's rows, times the factors that the gradients take.
+  // Statistics of a strip's rows, multiplied by the factors that the gradients need.
   struct Lanes {
     alignas(64) float lse[2][kStrip], d[2][kStrip], factor[2][kStrip], lam[kStrip];
     alignas(64) float sums[4][kStrip];  // rowsum(P_m), rowsum(P_m * dP)
@@ -104,7 +104,7 @@ struct TiledBackward {
     std::fill_n(value_sums + at, count * t.value_width, 0.f);
   }
 
-  // The sums, [keys / 16][width / 16] tiles, to rows of the gradients.
+  // Writes the sums, [keys / 16][width / 16] tiles, to rows of the gradients.
   void unpack(int64_t bg, int64_t first) const {
     const int64_t last = std::min(first + t.p.tile_keys, t.p.keys), all = t.key_maps() * t.p.width;
     std::vector<float> row(std::max(t.width, t.value_width));
@@ -142,7 +142,7 @@ struct TiledBackward {
       for (int m = 0; m < maps; m++) store_grad_query(strips[i], m, s, i);
   }
 
-  // Queries, output gradients, and what the forward kept, of strip i.
+  // Loads queries, output gradients, and what the forward pass kept, of strip i.
   void load_rows(const Block& strip, const Scratch& s, int64_t i, int64_t task) const {
     const Problem& p = t.p;
     for (int m = 0; m < maps; m++) {
@@ -179,7 +179,7 @@ struct TiledBackward {
     }
   }
 
-  // Scores of both maps and dP of 32 keys and a strip.
+  // Computes scores of both maps and dP of 32 keys and a strip.
   void products(int64_t bg, int64_t at, const Scratch& s, int64_t i) const {
     const int64_t K = t.width / 32, E = t.value_width / 32;
     for (int m = 0; m < maps; m++)
@@ -247,7 +247,7 @@ struct TiledBackward {
     }
   }
 
-  // A step of 64 keys for one or two strips, i and i + 1 of the task: dV, dK and dQ grow.
+  // Adds a step of 64 keys to dV, dK and dQ for one or two strips, i and i + 1 of the task.
   void add_step(int64_t bg, const Block* strips, int64_t L, const Scratch& s, int64_t i, int64_t step) const {
     const int64_t first = step * kPair, R = std::min(kPair, t.keys - first) / kStrip;
     bool any = false;
@@ -294,8 +294,8 @@ struct TiledBackward {
                         2 * L, s.grad_query + ((i + l) * maps + m) * kStrip * t.width + c * kTile, 2);
   }
 
-  // 32 keys x 32 lanes: A and dS_m as left operands, a tile row of 32 lanes for each key, and dS_m as right operands,
-  // whose lanes unpacking leaves in the order 0-3, 8-11, 16-19, 24-27 | 4-7, 12-15, 20-23, 28-31.
+  // Stores 32 keys x 32 lanes: A and dS_m as left operands, a tile row of 32 lanes for each key, and dS_m as right
+  // operands, whose lanes are, after unpacking, in the order 0-3, 8-11, 16-19, 24-27 | 4-7, 12-15, 20-23, 28-31.
   template <bool masked>
   void form(const float* scores, const Lanes& lanes, const Keep* keep, uint16_t* const* left, uint16_t* const* right,
             int64_t L) const {
@@ -332,7 +332,7 @@ struct TiledBackward {
     }
   }
 
-  // dQ of a strip, [width / 32] blocks of 2 x 2 tiles, to rows.
+  // Writes dQ of a strip, [width / 32] blocks of 2 x 2 tiles, to rows.
   void store_grad_query(const Block& strip, int m, const Scratch& s, int64_t i) const {
     const float* from = s.grad_query + (i * maps + m) * kStrip * t.width;
     for (int64_t c = 0; c < t.width; c += 16)

@@ -1,10 +1,10 @@
-// Forward by AMX tiles in the flash form: O_m += P_m V for each map, O = O_1 / sum_1 - lam O_2 / sum_2 at the end. No
-// buffer of scores grows with n; 6 units of 2 n n d, which the tiles' rate pays for.
+// Forward with AMX tiles as in FlashAttention: O_m += P_m V for each map, and O = O_1 / sum_1 - lam O_2 / sum_2 at the
+// end. No buffer of scores grows with n. It takes 6 units of 2 n n d, but the rate of the tiles outweighs that.
 //
-// There is no running maximum. A row's reference is the largest score of the first keys that it sees, and need only be
-// within 2^kSlack of the true maximum, since fp32 and bf16 have the range. Norms of queries and keys say where a score
-// might be above that; only there scores are computed once more to find their maximum, and O is rescaled where the
-// reference rose. So it is exact for all data, and ordinary data pays for neither.
+// There is no running maximum. A row's reference is the largest score of the first keys that it sees. It only needs to
+// be within 2^kSlack of the true maximum, since fp32 and bf16 have the range. Norms of queries and keys tell where a
+// score might be larger. Only there are scores computed again to find their maximum, and O is rescaled if the reference
+// rises. The result is exact for all data, and ordinary data needs neither step.
 #pragma once
 
 #include "forward.h"
@@ -77,7 +77,7 @@ struct TiledForward {
       std::vector<uint16_t> staged(kStepKeys * std::max(t.width, t.value_width));
       for (int64_t task = begin; task < end; task++) pack(task / steps(), task % steps(), staged.data());
     });
-    // Later blocks see more keys under a causal mask: they go first, so that no thread is left with a long one.
+    // Under a causal mask later blocks see more keys. They run first, so that no long block is left at the end.
     for_each_task<TileSession>(runtime, p, blocks, Scratch(t, nullptr).floats,
                                [&](int64_t bg, int64_t index, float* base) {
                                  attend(bg, t.cut(bg / p.groups, bg % p.groups, blocks - 1 - index), Scratch(t, base));
@@ -167,7 +167,7 @@ struct TiledForward {
     product<false>(K, key_tiles(bg, m, at), K, 1, lanes.query, 2, s.scores, 2);
   }
 
-  // Whether a lane that sees keys of from .. to has no reference yet.
+  // Whether some lane that sees keys in from .. to has no reference yet.
   static bool misses_reference(const Lanes& lanes, int64_t from, int64_t to) {
     for (int64_t i = 0; i < kStrip; i += W) {
       const Int seen = (load_bits<Int>(lanes.strip.low + i) < static_cast<int32_t>(to)) &
@@ -187,7 +187,7 @@ struct TiledForward {
     return true;
   }
 
-  // References rise to the largest score of the keys where that is new or lies more than kSlack / 2 above.
+  // Raises references to the largest score of the keys if there is none yet or the score is more than kSlack / 2 above.
   void refer(int64_t bg, int m, int64_t from, int64_t to, const Lanes& lanes, const Scratch& s) const {
     Vec top[2] = {splat(kMasked), splat(kMasked)};
     for (int64_t at = from; at < to; at += kStrip) {
@@ -214,7 +214,7 @@ struct TiledForward {
     }
   }
 
-  // 32 x 32 scores become P, a right operand of two tiles.
+  // Turns 32 x 32 scores into P, a right operand of two tiles.
   template <bool masked>
   void soften(const float* scores, const Lanes& lanes, const Keep* keep, uint16_t* weights) const {
     const Vec exponent = splat(t.p.exponent());

@@ -1,7 +1,7 @@
-// Products of bf16 by AMX tiles, and the layouts that they read.
+// Products of bf16 with AMX tiles, and the layouts that they read.
 //
-// A tile is 1 KiB: 16 rows of 32 bf16, or of 16 fp32. Operands are packed into whole tiles once; rows and columns that
-// are not there are zero. A product makes 2 x 2 tiles of C from two tiles of A and two of B at each step of K.
+// A tile is 1 KiB: 16 rows of 32 bf16, or of 16 fp32. Operands are packed into whole tiles once; missing rows
+// and columns are zero. A product makes 2 x 2 tiles of C from two tiles of A and two of B at each step of K.
 #pragma once
 
 #include "problem.h"
@@ -13,11 +13,10 @@ namespace difftransformer {
 constexpr int64_t kTile = 512;  // bf16 of a tile
 constexpr int64_t kStrip = 32;  // rows (lanes) and keys of a 2 x 2 block of scores
 
-// gcc's tile intrinsics do not say that they read and write memory.
+// gcc's tile intrinsics do not declare that they read and write memory.
 #define DIFFTRANSFORMER_FENCE asm volatile("" ::: "memory")
 
-// The calling thread's tiles, as long as this lives. oneDNN has a configuration of its own, which it loads for each of
-// its calls.
+// Configures the calling thread's tiles while it lives. oneDNN has its own configuration and loads it in each call.
 class TileSession {
  public:
   TileSession() {
@@ -71,9 +70,9 @@ inline void product(int64_t K, const uint16_t* a, int64_t a_below, int64_t a_nex
 // The places of a 2 x 2 block of C, [2][2][16][16], by row 0-31 and half of the columns.
 inline int64_t place(int64_t row, int64_t half) { return (row / 16 * 2 + half) * (kTile / 2) + row % 16 * 16; }
 
-// fp32 pairs to bf16: the first's 16 lanes, then the second's.
+// Converts two fp32 vectors to bf16: the 16 lanes of the first, then those of the second.
 inline __m512i rounded(Vec first, Vec second) { return (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first); }
-// The same with the lanes of both in turn.
+// The same, with the lanes of both alternating.
 inline __m512i in_pairs(__m512i both) {
   alignas(64) static constexpr uint16_t order[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
                                                      8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
@@ -133,7 +132,8 @@ inline void copy_row(const BFloat16* from, int64_t width, int64_t padded, uint16
   std::memset(to + width, 0, sizeof(uint16_t) * (padded - width));
 }
 
-// Keys first .. first + count of a group, zero where nobody may see them: what lies there is not the caller's.
+// Copies keys first .. first + count of a group; keys that no query may see are zero, since their memory may hold
+// anything.
 inline void copy_keys(const Problem& p, const View<const BFloat16>& x, int64_t b, int64_t g, int64_t offset,
                       int64_t width, int64_t padded, int64_t first, int64_t count, uint16_t* to) {
   for (int64_t key = first; key < first + count; key++, to += padded) {
@@ -182,7 +182,7 @@ struct Keep {
   }
 };
 
-// A call as the tiled kernels cut it: tasks of block_rows rows of a group, which are strips of 32 rows each.
+// A call as the tiled kernels divide it: tasks of block_rows rows of a group, in strips of 32 rows.
 struct Tiled {
   Problem p, strips;
   int64_t width, value_width, keys;  // padded to whole tiles

@@ -1,4 +1,4 @@
-// Vectors of fp32 lanes: loads and stores that convert, 2^x, transposition. AVX-512 (16 lanes), AVX2 or SVE of 256 bits
+// Vectors of fp32 lanes: converting loads and stores, 2^x, transposition. AVX-512 (16 lanes), AVX2 or SVE of 256 bits
 // (8), NEON (4).
 #pragma once
 
@@ -20,7 +20,7 @@
 
 namespace difftransformer {
 
-// Lanes, and the vectors that registers hold.
+// Number of lanes, and number of vector registers.
 #if defined(__AVX512F__)
 constexpr int W = 16, kRegisters = 32;
 #elif defined(__AVX2__)
@@ -38,7 +38,7 @@ using Int = int32_t __attribute__((vector_size(4 * W)));
 using BFloat16 = c10::BFloat16;
 using Half = c10::Half;
 
-// What a masked score is set to: it never wins a row's maximum against a real score, and stays finite when scaled.
+// The value of a masked score: never a row's maximum beside a real score, and finite when scaled.
 constexpr float kMasked = -1e30f;
 
 inline Vec splat(float x) { return x - Vec{}; }
@@ -53,7 +53,7 @@ inline V load_bits(const void* p) {
 inline Vec load(const float* p) { return load_bits<Vec>(p); }
 inline void store(float* p, Vec v) { std::memcpy(p, &v, sizeof(v)); }
 
-// The first n lanes; the others are zero, or are not written.
+// Loads or stores the first n lanes; the others become zero, or are not written.
 inline Vec load(const float* p, int n) {
   Vec v{};
   std::memcpy(&v, p, sizeof(float) * n);
@@ -61,7 +61,7 @@ inline Vec load(const float* p, int n) {
 }
 inline void store(float* p, Vec v, int n) { std::memcpy(p, &v, sizeof(float) * n); }
 
-// fp32 to the upper half of its bits, to nearest, ties to even; NaN stays NaN.
+// Rounds fp32 to the upper half of its bits, to nearest, ties to even; NaN stays NaN.
 inline Int round_to_bf16(Vec v) {
   Int u;
   std::memcpy(&u, &v, sizeof(u));
@@ -132,7 +132,7 @@ inline void convert_row(const float* from, int64_t n, T* to) {
 }
 inline void convert_row(const float* from, int64_t n, float* to) { std::memcpy(to, from, sizeof(float) * n); }
 
-// 2^r for -1/2 <= r <= 1/2 by a minimax polynomial found by Remez' exchange: relative error 2.1e-7 of degree 5, 2.7e-6
+// 2^r for -1/2 <= r <= 1/2 by a minimax polynomial from the Remez algorithm: relative error 2.1e-7 of degree 5, 2.7e-6
 // of degree 4, 7.7e-5 of degree 3.
 template <int degree>
 inline Vec exp2_of_rest(Vec r) {
@@ -158,11 +158,12 @@ inline Vec exp2_of_rest(Vec r) {
   }
 }
 
-// 2^x for x <= 0 and a little above; 0 below 2^-126, NaN stays NaN. Denormal numbers are to be flushed (runtime.h).
+// 2^x for x <= 0 and a little above. Results below 2^-126 are 0, and NaN stays NaN. The caller flushes denormal numbers
+// (runtime.h).
 template <int degree>
 inline Vec exp2(Vec x) {
 #if defined(__AVX512DQ__)
-  const Vec r = (Vec)_mm512_reduce_ps((__m512)x, 0);  // x less the integer nearest to it
+  const Vec r = (Vec)_mm512_reduce_ps((__m512)x, 0);  // x minus the nearest integer
   return (Vec)_mm512_scalef_ps((__m512)exp2_of_rest<degree>(r), (__m512)(x - r));
 #else
   x = (x < splat(-127.f)) ? splat(-127.f) : x;
@@ -177,7 +178,7 @@ inline Vec exp2(Vec x) {
 #endif
 }
 
-// Interleaves the halves of two vectors: (first[0], second[0], first[1], ...) and the same of the upper lanes.
+// Interleaves the halves of two vectors: (first[0], second[0], first[1], ...), and the upper lanes likewise.
 template <int... i>
 inline void zip(Int first, Int second, Int& low, Int& high, std::integer_sequence<int, i...>) {
 #if defined(__clang__)

@@ -1,0 +1,42 @@
+"""Arguments that several commands share."""
+
+from typing import Any
+
+import torch
+
+from ..errors import ConfigError
+
+DEVICES = ("cpu", "cuda")
+# How a command with a recipe declares `set` (see main.py).
+SET: dict[str, dict[str, Any]] = {
+    "--set": {
+        "action": "append",
+        "metavar": "KEY=VALUE",
+        "help": "Replace a value of the recipe, such as training.steps=100 or model.attention_type=softmax. May be repeated.",
+    }
+}
+
+
+def use_threads(threads: int | None) -> None:
+    """Set the number of CPU threads that torch uses. None keeps the current number.
+
+    Raises:
+        ConfigError: The number is below 1.
+    """
+    if threads is None:
+        return
+    if threads < 1:
+        raise ConfigError(f"--threads {threads}: give at least 1")
+    torch.set_num_threads(threads)
+
+
+def check_device(device: str) -> None:
+    """Check that a device exists.
+
+    Raises:
+        ConfigError: The device is unknown, or "cuda" on a machine without a CUDA device.
+    """
+    if device not in DEVICES:
+        raise ConfigError(f"--device {device}: choose one of {', '.join(DEVICES)}")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda: torch finds no CUDA device here; use --device cpu")

@@ -1,0 +1,379 @@
+"""Reading, converting and writing folders of models.
+
+Nothing in a folder is run. Tensors are converted one by one, and the result is written whole or not at all.
+"""
+
+import json
+import secrets
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import DiffLlamaConfig
+
+from ..errors import CheckpointError, ConfigError, DiffTransformerError
+from ..model import DiffTransformerConfig
+from .conversion import Conversion, Shape, check_tensors
+from .diffllama import from_diffllama, to_diffllama
+from .registry import FOLDER_LAYOUTS, LAYOUTS
+
+CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
+INDEX_FILE = WEIGHTS_FILE + ".index.json"
+SHARD_BYTES = 5 * 10**9  # largest weights file; hubs and file systems handle this size well
+PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+# Tokenizers of every kind, chat templates, generation settings and licences are copied unchanged.
+CARRIED = (
+    "tokenizer*",
+    "tokenization_*.py",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab*",
+    "merges.txt",
+    "*.tiktoken",
+    "spiece.model",
+    "sentencepiece*.model",
+    "chat_template*",
+    "additional_chat_templates",
+    "generation_config.json",
+    "LICENSE*",
+    "NOTICE*",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Converted:
+    """The result of a conversion."""
+
+    folder: Path  # that was written
+    source_layout: str
+    layout: str
+    tensors: int  # their number
+    bytes: int  # size of the tensors
+    carried: tuple[str, ...]  # files and folders that were copied unchanged
+    left_behind: tuple[str, ...]  # files of the source that are neither weights nor copied
+    notes: tuple[str, ...]  # sentences about what the target cannot hold
+
+
+def convert_folder(
+    source: Path | str,
+    target: Path | str,
+    *,
+    to: str,
+    source_layout: str | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> Converted:
+    """Convert a model's folder to another layout.
+
+    Args:
+        source: A folder with config.json and safetensors, in one file or several.
+        target: The folder to make. It may exist if it is empty.
+        to: The layout to write, a name in `LAYOUTS`.
+        source_layout: The layout to read, a name in `LAYOUTS`; None takes it from config.json.
+        shard_bytes: Largest size of a weights file.
+
+    Raises:
+        ConfigError: The layouts do not convert into one another, the target cannot express the model, or the target folder
+            is in use.
+        CheckpointError: Files are missing or damaged, or tensors contradict the configuration.
+        ShapeError: A tensor's shape contradicts config.json.
+    """
+    source, target = Path(source), Path(target)
+    refuse_used(target)
+    document = read_config(source)
+    source_layout = _checked_layouts(document, source_layout, to, source)
+    conversion = _conversion(document, source_layout, source)
+    return write_converted(source, target, conversion, source_layout, to, shard_bytes)
+
+
+def write_converted(
+    source: Path, target: Path, conversion: Conversion, source_layout: str, layout: str, shard_bytes: int = SHARD_BYTES
+) -> Converted:
+    """Apply a conversion from folder to folder, and copy tokenizer, chat template and licence.
+
+    Raises:
+        CheckpointError: Files are missing or damaged, or tensors contradict the configuration.
+        ShapeError: A tensor's shape contradicts config.json.
+    """
+    with WeightsReader(source) as weights:
+        check_tensors(weights.shapes, conversion.needs, optional=conversion.ties, source=str(source))
+        weights.refuse_quantized()
+        _check_ties(conversion, weights)
+        carried = sorted({path.name for pattern in CARRIED for path in source.glob(pattern)})
+        with whole_or_not_at_all(target) as folder:
+            (folder / CONFIG_FILE).write_text(json.dumps(conversion.config, indent=2) + "\n", encoding="utf-8")
+            tensors = ((name, make(weights.read)) for name, make in conversion.makes.items())
+            total = write_weights(folder, tensors, shard_bytes)
+            for name in carried:
+                copy = shutil.copytree if (source / name).is_dir() else shutil.copyfile
+                copy(source / name, folder / name)
+        known = {CONFIG_FILE, INDEX_FILE, *weights.files, *carried}
+    return Converted(
+        folder=target,
+        source_layout=source_layout,
+        layout=layout,
+        tensors=len(conversion.makes),
+        bytes=total,
+        carried=tuple(carried),
+        left_behind=tuple(sorted(path.name for path in source.iterdir() if path.name not in known)),
+        notes=conversion.notes,
+    )
+
+
+class WeightsReader:
+    """A context manager that opens the safetensors of a folder without loading them.
+
+    Attributes:
+        files: Names of the weights files.
+        shapes: Shape of every tensor, by name.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._stack = ExitStack()
+        self._where: dict[str, Any] = {}
+        self.shapes: dict[str, Shape] = {}
+        index = _read_json(folder / INDEX_FILE) if (folder / INDEX_FILE).is_file() else None
+        self.files = _weights_files(folder, index)
+        try:
+            for name in self.files:
+                self._open(name)
+        except BaseException:
+            self._stack.close()
+            raise
+        listed = set() if index is None else set(index["weight_map"])
+        if absent := sorted(listed - self.shapes.keys()):
+            self._stack.close()
+            raise CheckpointError(
+                f"{folder / INDEX_FILE}: {absent[0]} is listed but in none of the files; copy them again"
+            )
+
+    def __enter__(self) -> "WeightsReader":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def read(self, name: str) -> Tensor:
+        """Load one tensor."""
+        return self._where[name].get_tensor(name)
+
+    def refuse_quantized(self) -> None:
+        """Raise a CheckpointError unless all weights are floating-point, as permuting and folding need them."""
+        for name, file in self._where.items():
+            dtype = file.get_slice(name).get_dtype()
+            if dtype not in ("F64", "F32", "F16", "BF16"):
+                raise CheckpointError(
+                    f"{self.folder}: {name} has dtype {dtype}, expected F64, F32, F16 or BF16; convert the model before it "
+                    "is quantized"
+                )
+
+    def _open(self, name: str) -> None:
+        path = self.folder / name
+        if not path.is_file():
+            raise CheckpointError(f"{path} is missing, though {INDEX_FILE} lists it; copy the folder again")
+        try:
+            file = self._stack.enter_context(safe_open(str(path), framework="pt"))
+        except SafetensorError as error:
+            raise CheckpointError(
+                f"{path} is cut short or damaged ({error}); its {path.stat().st_size:,} bytes do not hold what its header "
+                "lists: copy it again"
+            ) from None
+        for tensor in file.keys():  # noqa: SIM118 - a safetensors file is no mapping
+            if tensor in self._where:
+                raise CheckpointError(f"{path}: {tensor} is in two files of {self.folder}; expected it once")
+            self._where[tensor] = file
+            self.shapes[tensor] = tuple(file.get_slice(tensor).get_shape())
+
+
+def write_weights(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int) -> int:
+    """Write tensors in files of at most shard_bytes (but at least one tensor each), and an index for several files.
+
+    Returns:
+        The size of all tensors in bytes.
+
+    Raises:
+        CheckpointError: A file cannot be written.
+    """
+    shards: list[list[str]] = []
+    pending: dict[str, Tensor] = {}
+    total = size = 0
+
+    def flush() -> None:
+        try:
+            save_file(pending, folder / f"shard-{len(shards)}", metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise CheckpointError(
+                f"{folder}: the weights cannot be written ({error}); make room and run again"
+            ) from None
+        shards.append(list(pending))
+        pending.clear()
+
+    for name, tensor in tensors:
+        weight = tensor.numel() * tensor.element_size()
+        if pending and size + weight > shard_bytes:
+            flush()
+            size = 0
+        pending[name] = tensor.contiguous()
+        size, total = size + weight, total + weight
+    flush()
+    if len(shards) == 1:
+        (folder / "shard-0").rename(folder / WEIGHTS_FILE)
+        return total
+    weight_map: dict[str, str] = {}
+    for place, names in enumerate(shards):
+        file = f"model-{place + 1:05d}-of-{len(shards):05d}.safetensors"
+        (folder / f"shard-{place}").rename(folder / file)
+        weight_map |= dict.fromkeys(names, file)
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    return total
+
+
+@contextmanager
+def whole_or_not_at_all(target: Path) -> Iterator[Path]:
+    """Provide a folder beside the target, which is renamed to the target at the end, or removed after an error."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.parent / f".{target.name}.{secrets.token_hex(4)}.tmp"
+    temporary.mkdir()
+    try:
+        yield temporary
+        if target.exists():
+            target.rmdir()
+        temporary.rename(target)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def refuse_used(target: Path) -> None:
+    """Raise a ConfigError unless the target does not exist or is an empty folder."""
+    if target.is_dir() and not any(target.iterdir()):
+        return
+    if target.exists():
+        what = "is a folder that is not empty" if target.is_dir() else "is a file"
+        raise ConfigError(f"{target} {what}; name a folder that does not exist yet")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read as JSON ({error}); copy it again") from None
+    if not isinstance(document, dict):
+        raise CheckpointError(f"{path} holds a {type(document).__name__}, expected a JSON object")
+    return document
+
+
+def read_config(source: Path) -> dict[str, Any]:
+    """Read config.json of a folder."""
+    if not source.is_dir():
+        raise CheckpointError(f"{source} is not a folder; name one with {CONFIG_FILE} and {WEIGHTS_FILE}")
+    if not (source / CONFIG_FILE).is_file():
+        raise CheckpointError(f"{source} has no {CONFIG_FILE}; name the folder of a saved model")
+    return _read_json(source / CONFIG_FILE)
+
+
+def _checked_layouts(document: dict[str, Any], stated: str | None, to: str, source: Path) -> str:
+    """Return the source's layout after checking that both layouts have folders that convert into one another."""
+    for option, name in (("to", to), ("from", stated)):
+        if name is not None and name not in LAYOUTS:
+            raise ConfigError(f"--{option} {name!r} is no layout; choose one of {', '.join(LAYOUTS)}")
+    at, model_type = source / CONFIG_FILE, document.get("model_type")
+    types = {layout.model_type: name for name, layout in LAYOUTS.items() if layout.model_type}
+    name = stated or types.get(str(model_type))
+    if name is None:
+        known = ", ".join(repr(LAYOUTS[name].model_type) for name in FOLDER_LAYOUTS)
+        raise ConfigError(f"{at}: model_type={model_type!r} is no layout that can be read; expected one of {known}")
+    for layout in (name, to):
+        if layout not in FOLDER_LAYOUTS:
+            first, second = LAYOUTS[layout].functions[:2]
+            raise ConfigError(
+                f"{layout}: {LAYOUTS[layout].summary} convert as attention weights, not as folders; call "
+                f"difftransformer.convert.{first} or .{second}"
+            )
+    if LAYOUTS[name].model_type != model_type:
+        raise ConfigError(f"{at}: model_type={model_type!r}, expected {LAYOUTS[name].model_type!r} for --from {name}")
+    if name == to:
+        raise ConfigError(f"{source} is a {name} folder already; choose another layout with --to")
+    return name
+
+
+def _conversion(document: dict[str, Any], layout: str, source: Path) -> Conversion:
+    at = source / CONFIG_FILE
+    classes = {"difftransformer": "DiffTransformerForCausalLM", "diffllama": "DiffLlamaForCausalLM"}
+    architectures = document.get("architectures") or [classes[layout]]
+    if architectures != [classes[layout]]:
+        raise ConfigError(
+            f"{at}: architectures={architectures}, expected [{classes[layout]!r}], a causal language model"
+        )
+    if document.get("quantization_config") is not None:
+        raise ConfigError(f"{at}: quantization_config is set, expected none; convert the model before it is quantized")
+    with naming_config(at, layout):
+        if layout == "diffllama":
+            return from_diffllama(DiffLlamaConfig.from_dict(document))
+        return to_diffllama(DiffTransformerConfig.from_dict(document))
+
+
+@contextmanager
+def naming_config(at: Path, kind: str) -> Iterator[None]:
+    """Turn any error that a configuration causes into a ConfigError that names its file.
+
+    Args:
+        at: The config.json.
+        kind: Kind of model that it should describe.
+    """
+    try:
+        yield
+    except DiffTransformerError as error:
+        raise ConfigError(f"{at}: {error}") from None
+    except (
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+        StrictDataclassError,
+    ) as error:
+        raise ConfigError(f"{at} describes no {kind} model ({' '.join(str(error).split())})") from None
+
+
+def _weights_files(folder: Path, index: dict[str, Any] | None) -> list[str]:
+    if index is not None:
+        weight_map = index.get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise CheckpointError(
+                f"{folder / INDEX_FILE}: weight_map is missing, expected tensor names and their files"
+            )
+        files = set(map(str, weight_map.values()))
+        if outside := sorted(name for name in files if Path(name).name != name):
+            raise CheckpointError(
+                f"{folder / INDEX_FILE}: {outside[0]!r} is no file of this folder; expected plain names"
+            )
+        return sorted(files)
+    if (folder / WEIGHTS_FILE).is_file():
+        return [WEIGHTS_FILE]
+    pickles = sorted(path.name for pattern in PICKLES for path in folder.glob(pattern))
+    if pickles:
+        raise CheckpointError(
+            f"{folder / pickles[0]} is a pickle, which can run code when it is opened, and is not read; load the model with "
+            "transformers where you trust it, save_pretrained it as safetensors, and convert that folder"
+        )
+    raise CheckpointError(f"{folder} has neither {WEIGHTS_FILE} nor {INDEX_FILE}; name the folder of a saved model")
+
+
+def _check_ties(conversion: Conversion, weights: WeightsReader) -> None:
+    for name, same in conversion.ties.items():
+        if name in weights.shapes and not torch.equal(weights.read(name), weights.read(same)):
+            raise CheckpointError(
+                f"{weights.folder}: {name} differs from {same}, though config.json has tie_word_embeddings=true; expected "
+                "equal tensors, or tie_word_embeddings=false"
+            )

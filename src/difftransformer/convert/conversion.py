@@ -1,0 +1,86 @@
+"""The conversion of a whole model as data: which tensors it needs, and how each tensor of the result is made."""
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from ..errors import CheckpointError, ShapeError
+
+Read = Callable[[str], Tensor]
+Shape = tuple[int, ...]
+NAMES_SHOWN = 3  # tensor names that a message lists
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversion:
+    """The conversion of one configuration from one layout to another.
+
+    Attributes:
+        config: config.json of the result.
+        needs: Shape of every tensor of the source, by name.
+        ties: Tensors that the source may leave out, each with the tensor it equals.
+        makes: For every tensor of the result, the function that makes it from the source's tensors.
+        notes: Sentences about what the result cannot hold.
+    """
+
+    config: dict[str, Any]
+    needs: Mapping[str, Shape]
+    ties: Mapping[str, str]
+    makes: Mapping[str, Callable[[Read], Tensor]]
+    notes: tuple[str, ...] = ()
+
+    def apply(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Convert a state dict in memory.
+
+        Raises:
+            CheckpointError: A tensor is missing, or there is one too many.
+            ShapeError: A tensor's shape contradicts the configuration.
+        """
+        check_tensors(shapes_of(state), self.needs, optional=self.ties)
+        return {name: make(state.__getitem__) for name, make in self.makes.items()}
+
+
+def shapes_of(state: Mapping[str, Tensor]) -> dict[str, Shape]:
+    """Return the shape of every tensor, by name."""
+    return {name: tuple(tensor.shape) for name, tensor in state.items()}
+
+
+def check_tensors(
+    found: Mapping[str, Shape],
+    expected: Mapping[str, Shape],
+    *,
+    optional: Collection[str] = (),
+    source: str = "",
+    by: str = "config.json",
+) -> None:
+    """Check that the tensors are exactly the expected ones.
+
+    Args:
+        found: Shapes by name.
+        expected: Shapes by name, those of `optional` included.
+        optional: Names that may be absent.
+        source: The file or folder, for messages.
+        by: What determines the expected tensors, for messages.
+
+    Raises:
+        CheckpointError: Tensors are missing, or there are too many.
+        ShapeError: A shape is wrong.
+    """
+    at = f"{source}: " if source else ""
+    missing = [name for name in expected if name not in found and name not in optional]
+    if missing:
+        raise CheckpointError(f"{at}{_listed(missing)} missing; expected {len(expected) - len(optional)} tensors")
+    extra = [name for name in found if name not in expected]
+    if extra:
+        raise CheckpointError(f"{at}{_listed(extra)} not part of this layout, by {by}")
+    for name, shape in expected.items():
+        if name in found and found[name] != shape:
+            raise ShapeError(f"{at}{name} has shape {found[name]}, expected {shape} by {by}")
+
+
+def _listed(names: list[str]) -> str:
+    rest = len(names) - NAMES_SHOWN
+    text = ", ".join(names[:NAMES_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
+    return f"{text} {'is' if len(names) == 1 else 'are'}"

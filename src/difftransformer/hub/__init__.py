@@ -1,0 +1,6 @@
+"""Open models from any source, compare a model with its conversion, and export models."""
+
+from .drift import measure_drift
+from .export import Exported, export_folder
+from .opening import OpenedModel, open_language_model, open_model, open_tokenizer
+from .source import source_folder

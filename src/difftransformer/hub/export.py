@@ -1,0 +1,160 @@
+"""Export a run or a saved model to a clean Hugging Face folder: weights, configuration, tokenizer and model card."""
+
+import json
+import shutil
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal, get_args
+
+from ..convert import convert_folder
+from ..convert.checkpoint_io import (
+    CARRIED,
+    CONFIG_FILE,
+    INDEX_FILE,
+    SHARD_BYTES,
+    WeightsReader,
+    read_config,
+    refuse_used,
+    whole_or_not_at_all,
+    write_weights,
+)
+from ..errors import CheckpointError, ConfigError, ResultsError
+from ..model import DiffTransformerForCausalLM
+from ..model.card import CARD_FILE, Training, is_ours, model_card, read_card, training_section
+from ..model.dtypes import DTYPES
+from ..model.quiet import quietly
+from ..results import Evaluation, read_result
+from ..train import latest_checkpoint
+from ..train.run_summary import training_summary
+from .opening import open_model
+from .summary import evaluation_rows
+
+GENERATION_FILE = "generation_config.json"
+ExportDtype = Literal["auto", "fp32", "bf16"]
+ExportLayout = Literal["difftransformer", "diffllama"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exported:
+    """Summary of an export.
+
+    Attributes:
+        folder: Folder that was written.
+        source: Checkpoint or folder that was read.
+        layout: "difftransformer" or "diffllama".
+        bytes: Size of all files.
+        files: Names of the files in the folder.
+        kept_card: Whether the card was copied from the source because it was edited by hand.
+        notes: Properties of the model that the target layout cannot store.
+    """
+
+    folder: Path
+    source: Path
+    layout: str
+    bytes: int
+    files: tuple[str, ...]
+    kept_card: bool
+    notes: tuple[str, ...]
+
+
+def export_folder(
+    source: Path | str,
+    target: Path | str,
+    *,
+    dtype: ExportDtype = "auto",
+    to: ExportLayout = "difftransformer",
+    license: str | None = None,
+) -> Exported:
+    """Write a model to a folder that is ready to be shared. If the export fails, nothing is written.
+
+    Args:
+        source: Run folder (its newest checkpoint), checkpoint, or folder of a saved model of this package.
+        target: Folder to write. It must not exist, or be empty.
+        dtype: Floating-point type of the weights. "auto" keeps the type that they were saved in.
+        to: Layout. "diffllama" opens in stock transformers.
+        license: Licence identifier for the card, such as "mit".
+
+    Raises:
+        ConfigError: The target is in use, an option is unknown, or the layout cannot express the model.
+        CheckpointError: The source is missing, damaged, or has another model type.
+    """
+    target = Path(target)
+    for option, value, allowed in (("dtype", dtype, get_args(ExportDtype)), ("to", to, get_args(ExportLayout))):
+        if value not in allowed:
+            raise ConfigError(f"{option}={value!r}: choose one of {', '.join(allowed)}")
+    refuse_used(target)
+    if not Path(source).is_dir():
+        raise CheckpointError(f"{source}: no such folder; name a run folder or the folder of a saved model")
+    folder = latest_checkpoint(Path(source))
+    if read_config(folder).get("quantization_config") is not None:
+        raise CheckpointError(f"{folder}: the model is quantized; export it as it was before quantization")
+    model = open_model(folder, model_type="difftransformer")
+    title = target.resolve().name
+    card = model_card(model.config, name=title, training=_training(folder), license=license, stock=to == "diffllama")
+    notes: tuple[str, ...] = ()
+    with whole_or_not_at_all(target) as out:
+        if to == "difftransformer":
+            _write(model, out, folder, dtype)
+        else:
+            with tempfile.TemporaryDirectory(dir=target.parent) as between:
+                _write(model, Path(between), folder, "auto")
+                notes = convert_folder(between, out, to="diffllama").notes
+            if dtype != "auto":
+                _cast(out, dtype)
+        found = read_card(folder)
+        kept = found if found is not None and not is_ours(found) else None
+        (out / CARD_FILE).write_text(kept or card, encoding="utf-8")
+        files = sorted(path for path in out.rglob("*") if path.is_file())
+        names, size = tuple(str(path.relative_to(out)) for path in files), sum(path.stat().st_size for path in files)
+    return Exported(
+        folder=target, source=folder, layout=to, bytes=size, files=names, kept_card=kept is not None, notes=notes
+    )
+
+
+def _write(model: DiffTransformerForCausalLM, out: Path, source: Path, dtype: str) -> None:
+    """Write weights, configuration and generation settings, and copy the source's tokenizer and licence."""
+    if dtype != "auto":
+        for name, parameter in model.named_parameters():
+            if not any(kept in name for kept in model._keep_in_fp32_modules_strict):
+                parameter.data = parameter.data.to(DTYPES[dtype])
+    with quietly():
+        model.save_pretrained(out, max_shard_size=SHARD_BYTES)
+    for path in sorted({path for pattern in CARRIED for path in source.glob(pattern)}):
+        if path.name != GENERATION_FILE:
+            copy = shutil.copytree if path.is_dir() else shutil.copyfile
+            copy(path, out / path.name)
+
+
+def _cast(folder: Path, dtype: str) -> None:
+    """Rewrite the weights of a folder in another dtype. This follows the conversion, so that weights are rounded once."""
+    with WeightsReader(folder) as weights:
+        tensors = {name: weights.read(name).to(DTYPES[dtype]) for name in weights.shapes}
+        files = weights.files
+    for name in [*files, INDEX_FILE]:
+        (folder / name).unlink(missing_ok=True)
+    write_weights(folder, tensors.items(), SHARD_BYTES)
+    document = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+    document["dtype"] = str(DTYPES[dtype]).removeprefix("torch.")
+    (folder / CONFIG_FILE).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+
+
+def _training(folder: Path) -> Training | str | None:
+    """Return recipe and figures from the run that the checkpoint belongs to, or the training section of its card."""
+    if folder.parent.name == "checkpoints":
+        run, step = folder.parent.parent, int(folder.name.removeprefix("step-"))
+        recorded = training_summary(run, step)
+        if recorded is not None:
+            found = [result for path in (run / "evals").glob("*.json") if (result := _evaluation(path, folder.name))]
+            newest = max(found, key=lambda result: result.created, default=None)
+            rows = evaluation_rows(newest) if newest is not None else []
+            return replace(recorded, figures=[*recorded.figures, *rows])
+    return training_section(read_card(folder) or "")
+
+
+def _evaluation(path: Path, checkpoint: str) -> Evaluation | None:
+    try:
+        result = read_result(path, Evaluation)
+    except ResultsError:  # another kind of file, or another release
+        return None
+    return result if Path(result.checkpoint).name == checkpoint else None

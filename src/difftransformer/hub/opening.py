@@ -1,0 +1,191 @@
+"""Open a saved model: the network alone, or a language model with its tokenizer that evaluations can query."""
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from ..acceleration import IMPLEMENTATION, AcceleratedDiffLlamaAttention, accelerate, restore
+from ..convert.checkpoint_io import WeightsReader
+from ..data import Tokenizer
+from ..errors import CheckpointError, ConfigError, DiffTransformerError
+from ..evals import CausalLanguageModel
+from ..model import DiffTransformerConfig
+from ..model.dtypes import DTYPES, WeightsDtype
+from ..model.quiet import quietly
+from ..results import ModelIdentity
+from ..train.checkpoint import STATE_FILE, verify_checkpoint
+from .source import source_folder
+
+# A Hugging Face folder with a tokenizer has at least one of these files.
+VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+_HASHED_SUFFIXES = (".json", ".safetensors", ".model", ".jinja", ".txt")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenedModel:
+    """A language model that answers requests, its identity for results files, and its folder."""
+
+    language_model: CausalLanguageModel
+    identity: ModelIdentity
+    folder: Path
+
+
+def open_model(
+    model: Path | str, *, dtype: WeightsDtype = "auto", backend: str = "auto", model_type: str | None = None
+) -> Any:
+    """Open a causal language model with complete weights. A DiffLlama is accelerated (see `accelerate`).
+
+    Args:
+        model: Run folder, of which the newest checkpoint is opened; checkpoint or folder of any causal language model that
+            transformers opens without remote code; .gguf file; or owner/name on the Hugging Face hub.
+        dtype: Floating-point type of the weights. "auto" keeps the type that they were saved in.
+        backend: Attention backend of a model of this package or of a DiffLlama.
+        model_type: The only `model_type` to accept, such as "difftransformer". None accepts all.
+
+    Raises:
+        CheckpointError: The model is damaged, incomplete or of another type, or cannot be opened.
+        ConfigError: A backend is given for a model that does not use this package's attention.
+    """
+    with source_folder(model) as folder, quietly():
+        if (folder / STATE_FILE).exists():
+            verify_checkpoint(folder)
+        local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+        try:
+            config = AutoConfig.from_pretrained(folder, **local)
+            if model_type not in (None, config.model_type):
+                raise ValueError(f"its model_type is {config.model_type!r}, not {model_type!r}")
+            is_ours = isinstance(config, DiffTransformerConfig)
+            if is_ours and backend != "auto":
+                config.attn_backend = backend
+            elif backend != "auto" and config.model_type != "diffllama":
+                raise ConfigError(
+                    f"--backend {backend}: {folder} holds a {config.model_type!r} model, which does not use this package's "
+                    "attention; omit --backend"
+                )
+            with WeightsReader(folder) if is_ours else nullcontext():  # refuses pickles, names damaged files
+                network, found = AutoModelForCausalLM.from_pretrained(
+                    folder,
+                    config=config,
+                    dtype="auto" if dtype == "auto" else DTYPES[dtype],
+                    output_loading_info=True,
+                    **local,
+                )
+        except DiffTransformerError:
+            raise
+        except (OSError, ValueError, KeyError, AttributeError, RuntimeError, ImportError, SafetensorError) as error:
+            raise CheckpointError(
+                f"{folder}: cannot be opened as a causal language model ({_first_line(error)})"
+            ) from None
+    for problem in ("missing", "unexpected") if is_ours else ("missing",):
+        if names := found[f"{problem}_keys"]:
+            raise CheckpointError(f"{folder}: {problem} weight {min(names)}; save the model again")
+    if config.model_type == "diffllama":
+        accelerate(network)
+    return network
+
+
+@contextmanager
+def open_language_model(
+    model: str,
+    *,
+    device: str = "cpu",
+    dtype: WeightsDtype = "auto",
+    batch_tokens: int = 16_384,
+    context_tokens: int | None = None,
+    prefix_caching: bool = True,
+    accelerated: bool = True,
+) -> Iterator[OpenedModel]:
+    """Open a model and its tokenizer for evaluation.
+
+    Args:
+        model: See `open_model`.
+        device: "cpu" or "cuda".
+        dtype: See `open_model`.
+        batch_tokens: Largest number of tokens in a batch.
+        context_tokens: Largest number of tokens in a row. Defaults to the model's number of positions.
+        prefix_caching: Whether prompts with a common prefix compute it once.
+        accelerated: Whether to accelerate a model of another package (see `accelerate`) where that is supported.
+
+    Raises:
+        CheckpointError: The model or its tokenizer is missing, damaged or cannot be opened, or the two do not match.
+    """
+    with source_folder(model) as folder, quietly():
+        theirs = open_tokenizer(folder)
+        tokenizer = _text_tokenizer(theirs, folder)
+        network = open_model(folder, dtype=dtype).to(device)
+        if accelerated:
+            with suppress(ConfigError):
+                accelerate(network)
+        else:
+            restore(network)
+        rows = network.get_input_embeddings().num_embeddings
+        if tokenizer.vocab_size > rows:
+            raise CheckpointError(
+                f"{model}: the tokenizer has {tokenizer.vocab_size} tokens, the model {rows}; they do not belong together"
+            )
+        language_model = CausalLanguageModel(
+            network,
+            tokenizer,
+            context_tokens=context_tokens,
+            batch_tokens=batch_tokens,
+            prefix_caching=prefix_caching,
+            hf_tokenizer=theirs,
+        )
+        identity = ModelIdentity(
+            name=model,
+            architecture=type(network).__name__,
+            attention=str(getattr(network.config, "attention_type", None) or network.config.model_type),
+            parameters=sum(parameter.numel() for parameter in network.parameters()),
+            dtype=str(network.dtype).removeprefix("torch."),
+            sha256=folder_sha256(folder),
+            kernels=_kernels(network),
+        )
+        yield OpenedModel(language_model=language_model, identity=identity, folder=folder)
+
+
+def open_tokenizer(folder: Path) -> Any:
+    """Return the tokenizer of a saved model as transformers opens it.
+
+    Raises:
+        CheckpointError: There is none, or it cannot be opened.
+    """
+    if not any((folder / name).is_file() for name in VOCABULARY_FILES):
+        raise CheckpointError(f"{folder}: no tokenizer here; save the model's tokenizer into the folder")
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # tokenizers raises bare Exception
+        raise CheckpointError(f"{folder}: its tokenizer cannot be opened ({_first_line(error)})") from None
+
+
+def folder_sha256(folder: Path) -> str:
+    """Return a fingerprint of a model's files: names and contents of configuration, weights and tokenizer."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.iterdir()):
+        if path.is_file() and path.suffix in _HASHED_SUFFIXES and path.name != STATE_FILE:
+            with open(path, "rb") as file:
+                digest.update(f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
+    return digest.hexdigest()
+
+
+def _text_tokenizer(theirs: Any, folder: Path) -> Tokenizer:
+    # The token that begins a sequence also ends a text.
+    start, pad = theirs.bos_token or theirs.eos_token, theirs.pad_token or theirs.eos_token
+    if not getattr(theirs, "is_fast", False) or start is None:
+        raise CheckpointError(f"{folder}: its tokenizer has no tokenizer.json, or no token that begins or ends a text")
+    return Tokenizer(theirs.backend_tokenizer, end_of_text=start, pad=pad or start, chat_template=theirs.chat_template)
+
+
+def _kernels(network: Any) -> str:
+    if any(isinstance(module, AcceleratedDiffLlamaAttention) for module in network.modules()):
+        return IMPLEMENTATION
+    return str(network.config._attn_implementation)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,100 @@
+"""The base class of both models: how transformers initialises them, chooses their attention, saves and pads them."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache, PreTrainedModel
+from transformers import initialization as init
+
+from ..attention import Attention
+from ..errors import ConfigError
+from .card import inherited_training, model_card, write_card
+from .config import DiffTransformerConfig
+
+# transformers' attn_implementation -> backend of the attention operator. None leaves the choice to config.attn_backend.
+ATTN_IMPLEMENTATIONS: dict[str, str | None] = {
+    "difftransformer": None,
+    "eager": "reference",
+    "sdpa": "sdpa",
+    "flash_attention_2": "flash",
+    "flex_attention": "flex",
+}
+
+
+class DiffTransformerPreTrainedModel(PreTrainedModel):  # type: ignore[misc]
+    """Base class of `DiffTransformerModel` and `DiffTransformerForCausalLM`."""
+
+    config: DiffTransformerConfig
+    config_class = DiffTransformerConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["DecoderLayer"]
+    _skip_keys_device_placement = ["past_key_values"]
+    _supports_sdpa = True
+    _can_compile_fullgraph = True
+
+    def __init__(self, config: DiffTransformerConfig, *arguments: Any, **options: Any) -> None:
+        super().__init__(config, *arguments, **options)
+        self._keep_in_fp32_modules_strict = list(config.attention.fp32_parameters)
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, Attention):
+            module.init_own_parameters(init.normal_)
+            if self.config.initialization == "mimetic":
+                module.init_mimetic(init.normal_, init.copy_)
+
+    def _initialize_weights(self, module: nn.Module, *_: Any) -> None:
+        # For classes outside transformers, the base class skips modules without parameters of their own. An attention layer
+        # may have none, but its projections still need values. The functions of `init` leave loaded weights alone.
+        super()._initialize_weights(module)
+
+    def _check_and_adjust_attn_implementation(self, attn_implementation: str | None, *_: Any, **__: Any) -> str:
+        # transformers passes no mask at all for a name that it does not know, so every accepted name has a backend here.
+        name = attn_implementation or "difftransformer"
+        if name not in ATTN_IMPLEMENTATIONS:
+            raise ConfigError(
+                f"attn_implementation={name!r} is not supported; choose one of {', '.join(ATTN_IMPLEMENTATIONS)}"
+            )
+        backend = ATTN_IMPLEMENTATIONS[name] or self.config.attn_backend
+        for module in self.modules():
+            if isinstance(module, Attention):
+                module.backend = backend
+        return name
+
+    @classmethod
+    def _can_set_attn_implementation(cls) -> bool:
+        return True
+
+    def save_pretrained(
+        self, save_directory: str | os.PathLike[str], is_main_process: bool = True, *arguments: Any, **options: Any
+    ) -> None:
+        """Save the model as `PreTrainedModel.save_pretrained` does, and write a model card (README.md).
+
+        A card that was edited by hand is kept. Adapters and pushes to the hub get the cards of PEFT and transformers.
+        """
+        super().save_pretrained(save_directory, is_main_process, *arguments, **options)
+        adapters, pushed = getattr(self, "_hf_peft_config_loaded", False), options.get("push_to_hub", False)
+        folder = Path(save_directory)
+        if is_main_process and folder.is_dir() and not adapters and not pushed:
+            training = inherited_training(Path(self.name_or_path)) if self.name_or_path else None
+            name, architecture = folder.resolve().name, type(self).__name__
+            write_card(folder, model_card(self.config, name=name, architecture=architecture, training=training))
+
+    @staticmethod
+    def create_masks_for_generate(
+        *,
+        inputs_embeds: Tensor,
+        attention_mask: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        **_: Any,
+    ) -> Tensor | None:
+        """Return the 2-D mask, padded to the width of a static cache so that its shape is the same in every step."""
+        if attention_mask is None or past_key_values is None or bool(attention_mask.all()):
+            return None
+        keys, offset = past_key_values.get_mask_sizes(inputs_embeds.shape[1], 0)
+        return nn.functional.pad(attention_mask, (0, max(0, keys + offset - attention_mask.shape[1])), value=1)

@@ -1,0 +1,49 @@
+"""Summary of a run at a given step, for the model card, from the recipe and the metrics in the run folder."""
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ..errors import CheckpointError
+from ..model.card import Training
+from .metrics import METRICS_FILE, read_metrics
+
+RECIPE_FILE = "config.yaml"
+
+
+def training_summary(run: Path, step: int) -> Training | None:
+    """Return the recipe and figures of a run after a step, or None for a folder without a recipe.
+
+    Raises:
+        CheckpointError: The recipe or the metrics cannot be read.
+    """
+    path = run / RECIPE_FILE
+    if not path.is_file():
+        return None
+    try:
+        recipe: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise CheckpointError(
+            f"{path} cannot be read as YAML ({' '.join(str(error).split())}); copy it again"
+        ) from None
+    if not isinstance(recipe, dict):
+        raise CheckpointError(f"{path} holds a {type(recipe).__name__}, expected a recipe, a mapping; copy it again")
+    metrics = run / METRICS_FILE
+    steps, validations = read_metrics(metrics) if metrics.exists() else ([], [])
+    figures = []
+    if done := [line for line in steps if line.step <= step]:
+        last = done[-1]
+        figures += [
+            ("steps", f"{last.step:,}"),
+            ("tokens", f"{last.tokens:,}"),
+            ("seconds in training steps", f"{last.seconds:,.1f}"),
+            ("training loss of the last step, nats/token", f"{last.loss_nats:.4f}"),
+        ]
+        if last.lambdas:
+            figures.append(("lambda of each layer", ", ".join(f"{value:.3f}" for value in last.lambdas)))
+    if seen := [line for line in validations if line.step <= step]:
+        figures.append(
+            (f"validation loss at step {seen[-1].step:,}, nats/token", f"{seen[-1].validation_loss_nats:.4f}")
+        )
+    return Training(figures=figures, recipe=recipe)

@@ -1,0 +1,119 @@
+"""What the architecture page and the contributor's guide name exists, and their figures show what the script says."""
+
+import ast
+import importlib.util
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "src" / "difftransformer"
+GUIDES = [ROOT / "docs" / "architecture.md", ROOT / "CONTRIBUTING.md"]
+FIGURES = ROOT / "docs" / "figures"
+COMMANDS = ("difftransformer", "make", "python", "pip")
+
+
+def code_spans(path):
+    """Everything between backticks, outside of code blocks."""
+    text = re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    return sorted(set(re.findall(r"`([^`\n]+)`", text)))
+
+
+@cache
+def names_in(path):
+    """Names that a Python file defines, methods as Class.method; words that a C++ file holds."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix != ".py":
+        return frozenset(re.findall(r"\w+", text))
+    found = set()
+
+    def visit(node, prefix):
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.FunctionDef | ast.ClassDef):
+                found.add(prefix + child.name)
+                visit(child, f"{prefix}{child.name}." if isinstance(child, ast.ClassDef) else prefix)
+            elif isinstance(child, ast.Assign | ast.AnnAssign):
+                targets = child.targets if isinstance(child, ast.Assign) else [child.target]
+                found.update(prefix + target.id for target in targets if isinstance(target, ast.Name))
+            elif isinstance(child, ast.arg):
+                found.add(child.arg)
+            else:
+                visit(child, prefix)
+
+    visit(ast.parse(text), "")
+    return frozenset(found)
+
+
+@cache
+def all_names():
+    """Names that any file of the package defines, methods also without their class."""
+    names = {name for path in SOURCE.rglob("*.py") for name in names_in(path)}
+    return names | {name.rpartition(".")[2] for name in names}
+
+
+def place_of(path):
+    """A path as the guides write it: from the repository's root, or from the package's."""
+    return next((base / path for base in (ROOT, SOURCE) if (base / path).exists()), None)
+
+
+def missing(span):
+    """Why a code span names nothing that exists, or None."""
+    if span.split()[0] in COMMANDS or span.startswith("--"):
+        return None
+    if re.fullmatch(r"[\w./*-]+\.(py|md|toml|yaml|txt|h|cpp|json|j2)|[\w./-]+/", span):
+        if "NAME" in span:
+            return None
+        return None if place_of(span) or list(ROOT.glob(span)) else "no such path"
+    if re.fullmatch(r"[\w.]+", span):
+        parts = span.split(".")
+        known = span in all_names() or parts[-1] in all_names() or span in RECIPE_WORDS
+        return None if known else "no such name in the package"
+    return None
+
+
+RECIPE_WORDS = frozenset(
+    re.findall(r"[\w.]+", " ".join(path.read_text(encoding="utf-8") for path in (ROOT / "recipes").rglob("*.yaml")))
+)
+
+
+@pytest.mark.parametrize("path", GUIDES, ids=lambda path: path.stem)
+def test_named_files_and_functions_exist(path):
+    found = {span: missing(span) for span in code_spans(path)}
+    assert {span: why for span, why in found.items() if why} == {}
+
+
+def test_a_wrong_path_and_a_wrong_name_are_found():
+    assert missing("ops/no_such_file.py") and missing("no_such_function") and missing("no_such_folder/")
+    assert not missing("ops/reference.py") and not missing("differential_attention")
+
+
+@pytest.fixture(scope="module")
+def script():
+    spec = importlib.util.spec_from_file_location("architecture", FIGURES / "architecture.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_steps_of_both_walks_exist(script):
+    for step in (*script.QUERY, *script.TOKEN):
+        assert (SOURCE / step.file).is_file(), step.file
+        assert step.name in names_in(SOURCE / step.file), f"{step.file}: {step.name}"
+
+
+def test_committed_figures_show_the_texts_of_the_script(script):
+    for name, draw in script.FIGURES.items():
+        written = (FIGURES / f"{name}.svg").read_text(encoding="utf-8")
+        shown = {text.strip() for text in re.findall(r"<!--(.*?)-->", written, re.DOTALL)}
+        drawn = {text.get_text() for axes in draw().axes for text in axes.texts if text.get_text()}
+        assert {text.replace("--", "- -") for text in drawn} == {text.replace("--", "- -") for text in shown}, (
+            f"{name}.svg is not what docs/figures/architecture.py draws; run the script"
+        )
+
+
+def test_the_readme_lists_every_page():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    for page in [*(ROOT / "docs").glob("*.md"), ROOT / "CONTRIBUTING.md"]:
+        assert str(page.relative_to(ROOT)) in readme, f"README.md does not list {page.name}"

@@ -1,0 +1,192 @@
+"""`difftransformer export`: a run or a saved model as a clean folder, whole or not at all."""
+
+import json
+import re
+import shutil
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from difftransformer.cli.main import main
+from difftransformer.results import Evaluation, read_result
+from tests.support import fresh
+
+IDS = torch.arange(3, 43)[None]
+
+
+@pytest.fixture(scope="session")
+def _trained(tmp_path_factory):
+    return tmp_path_factory.mktemp("export") / "run"
+
+
+@pytest.fixture
+def run(_trained, toy_file, tmp_path):
+    """A copy of a trained and evaluated run."""
+    if not _trained.exists():
+        assert main(["train", str(toy_file), "--out", str(_trained)]) == 0
+        assert main(["eval", str(_trained)]) == 0
+    shutil.copytree(_trained, tmp_path / "run")
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def fails(capsys):
+    def check(*words):
+        capsys.readouterr()
+        assert main(["export", *map(str, words)]) == 2
+        captured = capsys.readouterr()
+        assert captured.err.count("\n") == 1, captured.err
+        return captured.err
+
+    return check
+
+
+def rows(folder):
+    return dict(re.findall(r"^\| (.+?) \| (.+?) \|$", (folder / "README.md").read_text(), re.MULTILINE))
+
+
+def logits(folder):
+    with torch.no_grad():
+        return AutoModelForCausalLM.from_pretrained(folder)(IDS).logits
+
+
+def test_a_run_becomes_a_clean_folder_with_its_recipe_and_figures(run, toy_file, tmp_path, capsys):
+    out = tmp_path / "model"
+    assert main(["export", str(run), str(out), "--license", "apache-2.0"]) == 0
+    printed = capsys.readouterr().out
+    names = {path.name for path in out.iterdir()}
+    assert names == {
+        "README.md", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
+    }  # fmt: skip
+    assert all(name in printed for name in names)
+    newest = run / "checkpoints" / "step-000008"
+    before, after = load_file(newest / "model.safetensors"), load_file(out / "model.safetensors")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert (out / "tokenizer.json").read_bytes() == (newest / "tokenizer.json").read_bytes()
+    assert AutoTokenizer.from_pretrained(out).encode("abc") == AutoTokenizer.from_pretrained(newest).encode("abc")
+    text, table = (out / "README.md").read_text(), rows(out)
+    assert yaml.safe_load(text.split("---\n")[1])["license"] == "apache-2.0"
+    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in metrics if "loss_nats" in line]
+    assert table["tokens"] == f"{8 * 256:,}"
+    assert table["training loss of the last step, nats/token"] == f"{steps[-1]['loss_nats']:.4f}"
+    validation = [line for line in metrics if "validation_loss_nats" in line][-1]
+    assert table["validation loss at step 8, nats/token"] == f"{validation['validation_loss_nats']:.4f}"
+    evaluation = read_result(run / "evals" / "step-000008.json", Evaluation)
+    assert table["validation loss, bits/byte"] == f"{evaluation.nll.bits_per_byte:.4f}"
+    recipe = yaml.safe_load(re.search(r"```yaml\n(.*?)```", text, re.DOTALL)[1])
+    expected = yaml.safe_load((run / "config.yaml").read_text())
+    assert recipe["training"] == expected["training"]
+    assert recipe["model"] == expected["model"]
+    assert str(tmp_path.parent) not in text
+
+
+def test_a_checkpoint_has_the_recipe_in_its_own_card_and_may_be_edited(run):
+    first, last = run / "checkpoints" / "step-000006", run / "checkpoints" / "step-000008"
+    assert rows(last)["steps"] == "8"
+    assert rows(first)["steps"] == "6"
+    (last / "README.md").write_text("# Mine\n")
+    assert main(["eval", str(run), "--set", "evaluation.needle=null", "--set", "evaluation.allocation=null"]) == 0
+
+
+def test_an_exported_folder_can_be_exported_again_in_bf16(run, tmp_path):
+    assert main(["export", str(run / "checkpoints" / "step-000006"), str(tmp_path / "a")]) == 0
+    assert main(["export", str(tmp_path / "a"), str(tmp_path / "b"), "--dtype", "bf16"]) == 0
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in "ab")
+    for name, tensor in before.items():
+        dtype = torch.float32 if "lambda" in name else torch.bfloat16
+        assert after[name].dtype == dtype, name
+        assert torch.equal(after[name], tensor.to(dtype)), name
+    assert json.loads((tmp_path / "b" / "config.json").read_text())["dtype"] == "bfloat16"
+    assert rows(tmp_path / "b")["steps"] == "6"
+
+
+def test_a_persons_card_travels_as_it_is(run, tmp_path, capsys):
+    assert main(["export", str(run), str(tmp_path / "a")]) == 0
+    (tmp_path / "a" / "README.md").write_text("# Mine\n")
+    capsys.readouterr()
+    assert main(["export", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    assert (tmp_path / "b" / "README.md").read_text() == "# Mine\n"
+    assert "edited by hand" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("dtype", ["auto", "bf16"])
+def test_to_diffllama(run, tmp_path, dtype):
+    out = tmp_path / "stock"
+    assert main(["export", str(run), str(out), "--to", "diffllama", "--dtype", dtype]) == 0
+    assert {path.name for path in out.iterdir()} >= {"README.md", "config.json", "model.safetensors", "tokenizer.json"}
+    assert not list(out.glob(".*"))
+    assert "import difftransformer" not in (out / "README.md").read_text()
+    assert rows(out)["steps"] == "8"
+    ours, stock = logits(run / "checkpoints" / "step-000008"), logits(out)
+    if dtype == "auto":
+        assert torch.allclose(ours, stock, atol=1e-5)
+    else:
+        tensors = load_file(out / "model.safetensors")
+        assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
+        full = tmp_path / "full"
+        assert main(["export", str(run), str(full), "--to", "diffllama"]) == 0
+        expected = load_file(full / "model.safetensors")
+        assert all(torch.equal(tensors[name], expected[name].bfloat16()) for name in expected)
+
+
+def test_what_cannot_be_exported_is_refused_without_a_part_of_it(run, tmp_path, fails):
+    model, out = run / "checkpoints" / "step-000008", tmp_path / "out"
+    before = set(tmp_path.iterdir())
+    assert "no such folder" in fails(tmp_path / "none", out)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "x").write_text("x")
+    assert "is a folder that is not empty" in fails(run, tmp_path / "full")
+    assert "such as mit" in fails(run, out, "--license", "MIT license")
+    assert 'key "dtype"' in fails(run, out, "--dtype", "int3")
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    assert "model.safetensors: damaged (bytes" in fails(run, out)
+    (model / "state.json").unlink()
+    assert "is cut short or damaged" in fails(model, out)
+    assert set(tmp_path.iterdir()) == before | {tmp_path / "full"}
+
+
+def test_weights_that_are_not_the_models_are_named(run, tmp_path, fails):
+    assert main(["export", str(run), str(tmp_path / "a")]) == 0
+    path = tmp_path / "a" / "model.safetensors"
+    tensors = load_file(path)
+    save_file({k: v for k, v in tensors.items() if "layers.1.mlp.up" not in k}, path, {"format": "pt"})
+    assert "missing weight model.layers.1.mlp.up_proj.weight" in fails(tmp_path / "a", tmp_path / "b")
+    save_file(tensors | {"extra": torch.ones(1)}, path, {"format": "pt"})
+    assert "unexpected weight extra" in fails(tmp_path / "a", tmp_path / "b")
+    path.rename(tmp_path / "a" / "pytorch_model.bin")
+    assert "is a pickle" in fails(tmp_path / "a", tmp_path / "b")
+    document = json.loads((tmp_path / "a" / "config.json").read_text())
+    (tmp_path / "a" / "config.json").write_text(json.dumps(document | {"model_type": "llama"}))
+    assert "its model_type is 'llama', not 'difftransformer'" in fails(tmp_path / "a", tmp_path / "b")
+    assert not (tmp_path / "b").exists()
+
+
+def test_a_model_that_diffllama_cannot_express_leaves_nothing(run, tmp_path, fails):
+    from difftransformer import DiffTransformerConfig, DiffTransformerForCausalLM
+
+    config = DiffTransformerConfig(
+        attention_type="diff_v2", vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=2
+    )
+    DiffTransformerForCausalLM(config).save_pretrained(tmp_path / "v2")
+    before = set(tmp_path.iterdir())
+    assert "attention_type" in fails(tmp_path / "v2", tmp_path / "out", "--to", "diffllama")
+    assert set(tmp_path.iterdir()) == before
+
+
+def test_harness_says_what_to_install_where_lm_eval_is_missing(run):
+    code = (
+        "import sys, importlib.util as u; find = u.find_spec\n"
+        "u.find_spec = lambda name, *rest: None if name == 'lm_eval' else find(name, *rest)\n"
+        "from difftransformer.cli.main import main\n"
+        "sys.exit(main(['eval', 'harness', sys.argv[1], '--tasks', 'piqa']))"
+    )
+    done = fresh.run(code, run)
+    assert done.returncode == 2
+    last = done.stderr.strip().splitlines()[-1]
+    assert last == "difftransformer eval harness: lm-eval is not installed; pip install 'difftransformer[eval]'"

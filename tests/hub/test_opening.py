@@ -1,0 +1,69 @@
+"""A saved model opened to be asked: whose kernels its attention uses, and that its answers are the same either way."""
+
+import pytest
+import torch
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    DiffLlamaConfig,
+    DiffLlamaForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
+from transformers.models.diffllama.modeling_diffllama import DiffLlamaAttention
+
+from difftransformer import DiffTransformerConfig, DiffTransformerForCausalLM
+from difftransformer.data import byte_tokenizer
+from difftransformer.errors import CheckpointError
+from difftransformer.evals.task import Loss, answers_to
+from difftransformer.evals.tasks import perplexity
+from difftransformer.hub import open_language_model
+from difftransformer.studies.tasks import evaluate_task
+
+SIZES = {"vocab_size": 258, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+STOCK = SIZES | {"intermediate_size": 48, "num_key_value_heads": 2}
+KINDS = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**STOCK)),
+    "diffllama": lambda: DiffLlamaForCausalLM(DiffLlamaConfig(**STOCK)),
+    "ours": lambda: DiffTransformerForCausalLM(DiffTransformerConfig(**SIZES)),
+    "bloom": lambda: BloomForCausalLM(BloomConfig(vocab_size=258, hidden_size=32, n_layer=2, n_head=4)),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("llama", ["difftransformer", "sdpa"]),
+        ("diffllama", ["difftransformer", "sdpa"]),
+        ("ours", ["difftransformer"] * 2),
+        ("bloom", ["eager"] * 2),  # its attention adds a bias: nothing is said, it is asked as it is
+    ],
+)
+def test_kernels(kind, expected, tmp_path):
+    torch.manual_seed(0)
+    KINDS[kind]().save_pretrained(tmp_path / "m")
+    byte_tokenizer().save(tmp_path / "m")
+    kernels, losses, request = [], [], Loss(tuple(range(40)))
+    for accelerated in (True, False):
+        with open_language_model(str(tmp_path / "m"), accelerated=accelerated) as opened, torch.no_grad():
+            kernels.append(opened.identity.kernels)
+            losses.append(answers_to(opened.language_model, [request])[0])
+            layers = [type(m) for m in opened.language_model.model.modules() if isinstance(m, DiffLlamaAttention)]
+            assert (DiffLlamaAttention in layers) == (kind == "diffllama" and not accelerated)
+    assert kernels == expected
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_answers_of_other_kernels_are_not_mixed(tmp_path):
+    KINDS["llama"]().save_pretrained(tmp_path / "m")
+    byte_tokenizer().save(tmp_path / "m")
+    (tmp_path / "text.txt").write_text("Kernels round each in its own way. " * 9)
+    options = perplexity.Options(text=str(tmp_path / "text.txt"), windows=2, window=32)
+    with open_language_model(str(tmp_path / "m")) as opened:
+        result = evaluate_task("perplexity", options, opened, tmp_path / "out")
+    assert result.model.kernels == "difftransformer"
+    with (
+        open_language_model(str(tmp_path / "m"), accelerated=False) as opened,
+        pytest.raises(CheckpointError, match="holds answers of another model"),
+    ):
+        evaluate_task("perplexity", options, opened, tmp_path / "out")
