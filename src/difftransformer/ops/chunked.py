@@ -383,21 +383,16 @@ def _backward(grad: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor]
 _library = fused.define("chunked", normed=False)
 
 
-def _call_of(query: Tensor, key: Tensor, value: Tensor, lam: Tensor | None, *rest: Any) -> Call:
-    *restrictions, scale = rest
-    return Call(query, key, value, lam, Restrictions(*restrictions), scale)
-
-
 @torch.library.impl(_library, "chunked_attention", "CompositeExplicitAutograd")
 def _(query: Tensor, *rest: Any) -> Tensor:
     with without_autocast(query.device.type):
-        return _forward(_call_of(query, *rest))
+        return _forward(fused.call_of(query, *rest))
 
 
 @torch.library.impl(_library, "chunked_attention_backward", "CompositeExplicitAutograd")
 def _(grad: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     with without_autocast(grad.device.type):
-        return _backward(grad, _call_of(*arguments))
+        return _backward(grad, fused.call_of(*arguments))
 
 
 @torch.library.register_fake("difftransformer::chunked_attention")

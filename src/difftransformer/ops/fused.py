@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..errors import BackendUnavailable
-from .problem import SCHEMA, Call
+from .problem import SCHEMA, Call, Restrictions
 
 _INPUTS = ("Tensor query", "Tensor key", "Tensor value", "Tensor? lam", *SCHEMA, "float scale")
 _NORM = ("Tensor? norm_weight", "float? norm_eps", "float norm_factor")
@@ -76,6 +76,16 @@ def arguments_of(call: Call) -> tuple[Any, ...]:
     """Return a call as the arguments of an operator that takes a norm, with a positive scale."""
     query, scale = positive_scale(call.query, call.scale)
     return (query, *call[1:4], *call.restrictions, scale, *(call.norm or (None, None, 1.0)))
+
+
+def call_of(query: Tensor, key: Tensor, value: Tensor, lam: Tensor | None, *rest: Any) -> Call:
+    """Return the call that an operator's arguments describe."""
+    restrictions, (scale, *norm) = Restrictions(*rest[: len(SCHEMA)]), rest[len(SCHEMA) :]
+    if not norm or norm[1] is None:
+        return Call(query, key, value, lam, restrictions, scale)
+    weight, eps, factor = norm
+    weight = None if weight is None else weight.contiguous()
+    return Call(query, key, value, lam, restrictions, scale, (weight, eps, factor))
 
 
 def positive_scale(query: Tensor, scale: float) -> tuple[Tensor, float]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from . import fused
-from .problem import Call, Problem, Restrictions
+from .problem import Call, Problem
 
 DESCRIPTION = "fused Triton kernels for GPUs, forward, backward and decoding; subtracts in fp32, once"
 MAX_WIDTH, MAX_VALUE_WIDTH = 128, 256
@@ -71,9 +71,10 @@ def _reason(device_type: str) -> str | None:
 def _attention(*arguments: Any) -> tuple[Tensor, ...]:
     from .triton_kernels import launch
 
-    inputs, norm = _unpack(arguments[:-1])
-    with _device_of(inputs.query):
-        return tuple(launch.forward(inputs, norm, save=arguments[-1]))
+    *flat, save = arguments
+    call = fused.call_of(*flat)
+    with _device_of(call.query):
+        return tuple(launch.forward(launch.Inputs(call), call.norm, save=save))
 
 
 def _backward(
@@ -81,22 +82,12 @@ def _backward(
 ) -> tuple[Tensor, ...]:
     from .triton_kernels import launch
 
-    inputs, norm = _unpack(arguments[:-1])
-    lam = arguments[3]
-    with _device_of(inputs.query):
-        found = launch.backward(inputs, norm, launch.Forward(out, lse, second, plain, inverse_rms), grad)
-    dlam = found.lam if lam is None else found.lam.sum_to_size(lam.shape)
+    call = fused.call_of(*arguments[:-1])
+    with _device_of(call.query):
+        saved = launch.Forward(out, lse, second, plain, inverse_rms)
+        found = launch.backward(launch.Inputs(call), call.norm, saved, grad)
+    dlam = found.lam if call.lam is None else found.lam.sum_to_size(call.lam.shape)
     return found.query, found.key, found.value, dlam, found.weight
-
-
-def _unpack(arguments: Any) -> Any:
-    """Convert the operator's arguments to those of `launch`."""
-    from .triton_kernels import launch
-
-    query, key, value, lam, *restrictions, scale, weight, eps, factor = arguments
-    inputs = launch.Inputs(query, key, value, lam, Restrictions(*restrictions), scale)
-    weight = weight if weight is None else weight.contiguous()
-    return inputs, None if eps is None else (weight, eps, factor)
 
 
 def _device_of(tensor: Tensor) -> Any:

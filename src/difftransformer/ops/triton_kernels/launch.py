@@ -11,7 +11,7 @@ import torch
 import triton
 from torch import Tensor
 
-from ..problem import LOW_PRECISION, Restrictions
+from ..problem import LOW_PRECISION, Call, Norm, Restrictions
 from . import backward as backward_kernels
 from . import decode as decode_kernels
 from . import forward as forward_kernels
@@ -31,8 +31,6 @@ LOG2_E = math.log2(math.e)
 # Rows of a program that only reads and writes rows, and its options.
 ROWS = 32
 ROWS_OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
-
-Norm = tuple[Tensor | None, float, float]  # gain, eps, factor
 
 
 class Forward(NamedTuple):
@@ -56,27 +54,19 @@ class Forward(NamedTuple):
 class Inputs:
     """The tensors of a call as the kernels take them: last dimensions of stride 1, lambda spread over (B, H, T)."""
 
-    def __init__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        lam: Tensor | None,
-        restrictions: Restrictions,
-        scale: float,
-    ) -> None:
+    def __init__(self, call: Call) -> None:
+        query, key, value, lam, restrictions, self.scale, _ = call
         self.query, self.key, self.value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
         self.is_differential = lam is not None
         self.batch, self.heads, self.queries = query.shape[:3]
         self.groups, self.keys, self.value_width = value.shape[1:]
         self.maps = 2 if self.is_differential else 1
-        self.width = query.shape[3] // self.maps
+        self.width = call.width
         self.shape = (self.batch, self.heads, self.queries)
         self.lam = None if lam is None else lam.expand(self.shape)
         self.lam_strides = (0, 0, 0) if self.lam is None else self.lam.stride()
         # Where the second map's key begins; 0 where the maps share one.
         self.key_2 = self.width if self.is_differential and key.shape[3] != self.width else 0
-        self.scale = scale
         self.is_causal = restrictions.is_causal
         self.seen = seen_of(restrictions, self.shape, self.keys)
         self.low = query.dtype in LOW_PRECISION
