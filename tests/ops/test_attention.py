@@ -11,7 +11,6 @@ import torch.nn.functional as F
 
 from difftransformer.errors import ConfigError, ShapeError
 from difftransformer.ops import (
-    attention,
     attention_maps,
     chunked,
     differential_attention,
@@ -61,7 +60,7 @@ def test_chunked_where_lengths_cannot_be_read(case, monkeypatch):
     function = op(case, "chunked")
     with monkeypatch.context() as patch:
         # The checks of the public function read values on the CPU; the backend alone must not.
-        patch.setattr(attention, "_is_readable", lambda tensor: False)
+        patch.setattr("difftransformer.ops.problem._is_readable", lambda tensor: False)
         for method in ("tolist", "item", "__bool__", "__int__"):
             patch.setattr(torch.Tensor, method, refuse)
         out = function(query, key, value, lam)

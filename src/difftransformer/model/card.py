@@ -161,7 +161,7 @@ def _summary(config: DiffTransformerConfig, causal: bool) -> str:
 
 def _layout(config: DiffTransformerConfig) -> str:
     defaults = {name: option.default for name, option in config.attention.config_options.items()}
-    chosen = {name: getattr(config, name) for name in (*defaults, "sliding_window")}
+    chosen = {name: getattr(config, name, defaults.get(name)) for name in (*defaults, "sliding_window")}
     rows = {
         "attention type": f"`{config.attention_type}`",
         **{name.replace("_", " "): f"`{v}`" for name, v in chosen.items() if v != defaults.get(name)},

@@ -140,7 +140,9 @@ class DiffTransformerConfig(PreTrainedConfig):
 
     def __eq__(self, other: object) -> bool:
         names = [*(field.name for field in dataclasses.fields(self)), *config_options()]
-        return type(other) is type(self) and all(getattr(self, name) == getattr(other, name) for name in names)
+        return type(other) is type(self) and all(
+            getattr(self, name, None) == getattr(other, name, None) for name in names
+        )
 
     @classmethod
     def field_types(cls) -> dict[str, Any]:
