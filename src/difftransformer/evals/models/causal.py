@@ -66,8 +66,9 @@ class CausalLanguageModel:
         Raises:
             EvaluationError: A request is longer than the context.
         """
-        kinds = {Loss: self._losses, Continuation: self._continuations, Choice: self._choices}
-        yield from self._by_kind(requests, kinds)
+        yield from self._by_kind(
+            requests, {Loss: self._losses, Continuation: self._continuations, Choice: self._choices}
+        )
 
     def probe(self, probes: Sequence[Probe]) -> Answers:
         """Answer every probe.
