@@ -4,7 +4,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from ..attention import VARIANTS
+from ..attention import variants
 from ..errors import ConfigError
 from ..model import PRESETS, DiffTransformerConfig, count, preset
 from ..model.card import size_rows
@@ -42,8 +42,8 @@ def run(model: str) -> int:
 def _sizes(name: str, source: str, config: DiffTransformerConfig) -> Table:
     table = Table(title=f"{name} ({source})", caption="Computed by formula; FLOPs of matrix products.")
     table.add_column("")
-    twins = [size_rows(config.twin(word)) for word in VARIANTS]
-    for word in VARIANTS:
+    twins = [size_rows(config.twin(word)) for word in variants()]
+    for word in variants():
         table.add_column(word, justify="right")
     for label in twins[0]:
         table.add_row(label, *(f"{rows[label]:,}" for rows in twins))

@@ -19,7 +19,6 @@ from .counts import count
 
 CARD_FILE = "README.md"
 TRAINING_HEADING, NEXT_HEADING = "## Training\n", "## Citation\n"
-OPTIONS = ("lambda_form", "lambda_init", "head_norm", "shared_key", "num_noise_heads", "dex_heads", "sliding_window")
 LOADED_FROM = "Of the model that this one was loaded from:"
 _SEAL = re.compile(r"<!-- Written by difftransformer; edit it freely: a changed card is kept\. sha256 (\w+) -->\n")
 _LICENSE = re.compile(r"[a-z0-9][a-z0-9.+-]*")
@@ -78,10 +77,7 @@ def model_card(
         front["pipeline_tag"] = "text-generation"
     if license is not None:
         front["license"] = license
-    front["tags"] = [
-        "difftransformer",
-        *(["differential-transformer", "arxiv:2410.05258"] if config.attention_type != "softmax" else []),
-    ]
+    front["tags"] = ["difftransformer", *config.attention.tags]
     parts = [f"# {name}\n\n{_summary(config, causal)}\n", _layout(config), _usage(architecture, stock)]
     if isinstance(training, str):
         parts.append(training)
@@ -157,15 +153,16 @@ def _sum(text: str) -> str:
 
 def _summary(config: DiffTransformerConfig, causal: bool) -> str:
     what = "decoder-only language model" if causal else "decoder without its output layer"
-    if config.attention_type == "softmax":
-        return f"A {what} with softmax attention: the same-size twin of a [Differential Transformer]({PAPER})."
-    return f"A {what} with differential attention (`{config.attention_type}`, [Differential Transformer]({PAPER}))."
+    kind = config.attention
+    return f"A {what} with {kind.description} ({kind.label}, `{config.attention_type}`; [Differential Transformer]({PAPER}))."
 
 
 def _layout(config: DiffTransformerConfig) -> str:
+    defaults = {name: option.default for name, option in config.attention.config_options.items()}
+    chosen = {name: getattr(config, name, defaults.get(name)) for name in (*defaults, "sliding_window")}
     rows = {
         "attention type": f"`{config.attention_type}`",
-        **{name.replace("_", " "): f"`{value}`" for name in OPTIONS if (value := getattr(config, name)) is not None},
+        **{name.replace("_", " "): f"`{v}`" for name, v in chosen.items() if v != defaults.get(name)},
         "tied embedding": "yes" if config.tie_word_embeddings else "no",
         **{name: f"{size:,}" for name, size in size_rows(config).items()},
     }

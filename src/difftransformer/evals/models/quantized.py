@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ...errors import EvaluationError
 from ...ops.quantize import quantize_last, quantize_symmetric
-from ...ops.reference import watching_logits
+from ...ops.reference import observe_logits
 from ..probes.hooks import written_out
 
 UNTOUCHED_BITS = 16
@@ -31,7 +31,7 @@ def quantized_logits(model: Any, bits: int, granularity: str) -> Iterator[None]:
     if bits >= UNTOUCHED_BITS:
         yield
         return
-    with written_out(model), watching_logits(lambda x, allowed: quantize_symmetric(x, bits, allowed, granularity)):
+    with written_out(model), observe_logits(lambda x, allowed: quantize_symmetric(x, bits, allowed, granularity)):
         yield
 
 

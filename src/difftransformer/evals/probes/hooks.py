@@ -1,8 +1,8 @@
 """Observe what a model's attention computes: the logits of its maps, the maps, and the operator's inputs.
 
 A model's normal path never forms its maps. Inside `written_out` a model computes attention by the equations of `ops.reference`,
-which pass the logits of every map to an observer (`ops.reference.watching_logits`); this takes n x n memory. Inside
-`on_the_op` a model runs its usual kernels, and an observer gets the inputs of each attention call (`ops.watching_inputs`).
+which pass the logits of every map to an observer (`ops.reference.observe_logits`); this takes n x n memory. Inside
+`on_the_op` a model runs its usual kernels, and an observer gets the inputs of each attention call (`ops.observe_inputs`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,8 +19,8 @@ from ...acceleration import IMPLEMENTATION, AcceleratedDiffLlamaAttention, accel
 from ...acceleration.attention_function import NOT_IN_THE_OP, attention, mask
 from ...attention import Attention
 from ...errors import ConfigError, EvaluationError
-from ...ops import use_backend, watching_inputs
-from ...ops.reference import softmax_of, watching_logits
+from ...ops import observe_inputs, use_backend
+from ...ops.reference import observe_logits, softmax_of
 
 _WRITTEN_OUT = "difftransformer_written_out"
 
@@ -124,7 +124,7 @@ def _probed(model: Any) -> list[nn.Module]:
         formed[inside[-1]] = formed.get(inside[-1], 0) + 1
         return scores
 
-    with ExitStack() as hooks, watching_logits(count):
+    with ExitStack() as hooks, observe_logits(count):
         for module in model.modules():
             hooks.callback(module.register_forward_pre_hook(enter).remove)
             hooks.callback(module.register_forward_hook(leave).remove)
@@ -164,8 +164,8 @@ def _counting(layers: Sequence[nn.Module]) -> Iterator[list[int]]:
 
 @contextmanager
 def observing_inputs(layers: Sequence[nn.Module], observe: Callable[..., None]) -> Iterator[None]:
-    """Call observe(layer, maps, restrictions, scale) for every layer; see `ops.watching_inputs`."""
-    with _counting(layers) as place, watching_inputs(lambda *inputs: observe(place[0], *inputs)):
+    """Call observe(layer, maps, restrictions, scale) for every layer; see `ops.observe_inputs`."""
+    with _counting(layers) as place, observe_inputs(lambda *inputs: observe(place[0], *inputs)):
         yield
 
 
@@ -193,7 +193,7 @@ def observing_maps(layers: Sequence[nn.Module], observe: ObserveMaps) -> Iterato
             observe(layer, firsts.pop(), found, lams[layer], allowed)
         return scores
 
-    with ExitStack() as hooks, _counting(layers) as place, watching_logits(logits):
+    with ExitStack() as hooks, _counting(layers) as place, observe_logits(logits):
         for index, module in enumerate(layers):
             if _maps_of(module) == 2:
                 hooks.callback(module.register_forward_pre_hook(partial(enter, index), with_kwargs=True).remove)

@@ -122,10 +122,8 @@ def _logits_of_rows(
 
 
 def _copies(module: nn.Module) -> int:
-    """Return how many heads share one second map (grouped differential attention): the operator forms it for each."""
-    if not isinstance(module, Attention) or module.layout.num_noise_heads is None:
-        return 1
-    return module.layout.num_heads // module.layout.num_noise_heads
+    """Return how many heads share one second map; the operator forms it for each of them."""
+    return module.layout.heads_per_second_map if isinstance(module, Attention) else 1
 
 
 def _blocks(model: nn.Module, attention: nn.Module) -> list[nn.Module]:
