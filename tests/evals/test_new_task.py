@@ -22,8 +22,8 @@ from difftransformer.evals.scores import proportion
 from difftransformer.plots.bars import bars
 from difftransformer.plots.curves import select
 from difftransformer.results import ItemScore, TaskResult, read_result
-from tests.support.absent import WITHOUT_TORCH
 from tests.support.answering import tiny_model
+from tests.support.missing import without
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +144,7 @@ def test_under_coarser_numbers(tmp_path, asked):
 
 def test_tasks_and_reports_load_neither_torch_nor_transformers():
     """A report draws the picture of every task, on a machine with Python and matplotlib."""
-    code = WITHOUT_TORCH + (
+    code = without("torch", "transformers") + (
         "import difftransformer.report\n"
         "from difftransformer.evals.tasks import registered_tasks\n"
         "assert len(registered_tasks()) == 12 and registered_tasks()['maps'].draw is not None"

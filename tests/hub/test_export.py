@@ -148,7 +148,7 @@ def test_what_cannot_be_exported_is_refused_without_a_part_of_it(run, tmp_path, 
     assert 'key "dtype"' in fails(run, out, "--dtype", "int3")
     weights = model / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
-    assert "model.safetensors: damaged (found " in fails(run, out)
+    assert "model.safetensors: damaged (found" in fails(run, out)
     (model / "state.json").unlink()
     assert "is cut short or damaged" in fails(model, out)
     assert set(tmp_path.iterdir()) == before | {tmp_path / "full"}

@@ -21,7 +21,7 @@ from difftransformer.report.tables import Table, metrics_table
 from difftransformer.report.terminal import rich_table
 from difftransformer.results import Comparison, read_result, write_result
 from difftransformer.statistics import wilson_interval
-from tests.support.absent import WITHOUT_TORCH
+from tests.support.missing import without
 
 
 class Page(HTMLParser):
@@ -261,7 +261,7 @@ def test_the_baseline_stands_beside_bits_per_byte_alone(comparison: Comparison) 
 
 def test_a_report_is_made_without_torch_and_without_a_display(comparison: Comparison, tmp_path: Path) -> None:
     path = write_result(comparison, tmp_path / "results.json")
-    program = WITHOUT_TORCH + (
+    program = without("torch", "transformers") + (
         "from difftransformer.report import write_report; from difftransformer.results import *;"
         f"write_report(read_result({str(path)!r}, Comparison), {str(tmp_path / 'report')!r});"
         "loaded = {'matplotlib.pyplot', 'tkinter'} & sys.modules.keys();"

@@ -21,7 +21,7 @@ from difftransformer.results import Comparison, TaskResult, read_result
 from difftransformer.studies import compare, recipe_from, start_run
 from difftransformer.studies.run import main as run_main
 from difftransformer.train import checkpoints, read_metrics
-from tests.support.absent import WITHOUT_TORCH
+from tests.support.missing import without
 
 STEPS = 4
 
@@ -341,8 +341,10 @@ def test_start_run_names_a_nested_difference(copied, study_document):
 
 
 def test_the_report_is_drawn_again_without_torch(study, tmp_path):
-    """In a process where torch and transformers are not installed."""
-    code = WITHOUT_TORCH + ("from difftransformer.cli.main import main\nraise SystemExit(main(sys.argv[1:]))\n")
+    """In a process where torch and transformers cannot even be imported."""
+    code = without("torch", "transformers") + (
+        "from difftransformer.cli.main import main\nraise SystemExit(main(sys.argv[1:]))\n"
+    )
     words = ["report", str(study[0]), "--out", str(tmp_path / "page")]
     done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
