@@ -272,7 +272,7 @@ def test_wrong_models(saved, fails):
     )
     weights = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(weights[: len(weights) // 2])
-    assert f"{folder}: cannot be opened as a causal language model" in fails(folder, PROMPT)
+    assert f"{folder}: cannot be opened as a language model" in fails(folder, PROMPT)
     (folder / "model.safetensors").unlink()
     assert "cannot be opened" in fails(folder, PROMPT)
     config = json.loads((folder / "config.json").read_text())

@@ -9,10 +9,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 
 from difftransformer import DiffTransformerForCausalLM
 from difftransformer.convert import upcycle_folder
-from difftransformer.convert.llama import TARGETS, from_llama
+from difftransformer.convert.llama import from_llama, targets
 from difftransformer.errors import CheckpointError, ConfigError, DiffTransformerError, ShapeError
 from difftransformer.hub import measure_drift, source_folder
 
+TARGETS = tuple(targets())
 DIFFERENTIAL = tuple(name for name in TARGETS if name != "softmax")
 BASE = {
     "vocab_size": 61,
@@ -222,7 +223,7 @@ class TestRefusals:
         ("options", "words"),
         [
             ({"to": "grouped"}, "--to 'grouped' is unknown; choose one of diff, diff_v2, dex, softmax"),
-            ({"to": "diff", "dex_heads": [[0]] * 3}, "dex_heads is of 'dex' alone"),
+            ({"to": "diff", "dex_heads": [[0]] * 3}, "dex_heads is not an option of --to 'diff'"),
             ({"to": "dex", "dex_heads": [[0]] * 2}, "for each of the 3 layers"),
             ({"to": "dex", "dex_heads": [[0], [1], [0, 1]]}, "equally long"),
             ({"to": "dex", "dex_heads": [[0], [1], [4]]}, "name heads from 0 to 3"),

@@ -16,6 +16,7 @@ from difftransformer.data import (
     needle_document_tokens,
     training_document,
 )
+from difftransformer.data.needles import is_reserved
 from difftransformer.errors import ConfigError, DataError
 
 SENTENCE = re.compile(r"^The special magic ([A-Z][a-z]+) number is: (\d+)$", re.MULTILINE)
@@ -51,9 +52,7 @@ def test_the_cities_are_distinct_and_no_name_is_part_of_another():
 
 def test_the_sentence_is_the_one_of_the_paper_s_protocol():
     form = NeedleFormat(digits=7)
-    assert form.sentence("Paris", "0123456") == "\nThe special magic Paris number is: 0123456"
-    assert form.sentence("Paris", "0123456").startswith(form.stub("Paris"))
-    assert form.chance == pytest.approx(1e-7)
+    assert form.stub("Paris") == "\nThe special magic Paris number is:"
 
 
 def needles_and_questions(text):
@@ -100,7 +99,7 @@ def test_counts_of_needles_and_questions_are_drawn_from_their_ranges(bpe, corpus
 
 
 def test_a_dense_document_fills_its_room_with_questions(tokenizer, stream):
-    longest = max(len(tokenizer.encode(NeedleFormat().sentence(city, "01234"))) for city in CITIES_SEEN)
+    longest = max(len(tokenizer.encode(f"{NeedleFormat().stub(city)} 01234")) for city in CITIES_SEEN)
     for seed in range(8):
         row = train_row(tokenizer, stream, seed, min_needles=2, dense=1.0)
         needles, asked = needles_and_questions(tokenizer.decode(row))
@@ -183,8 +182,7 @@ def test_numbers_of_training_and_evaluation_are_disjoint(bpe, corpus):
         question = evaluate(bpe, stream, seed=seed, digits=3, needles=4)
         asked |= {number for _, number in SENTENCE.findall(bpe.decode(question.prompts[0]))}
     assert not trained & asked
-    form = NeedleFormat(digits=3)
-    reserved = {f"{number:03d}" for number in range(1000) if form.is_reserved(f"{number:03d}")}
+    reserved = {f"{number:03d}" for number in range(1000) if is_reserved(3, number)}
     assert 80 < len(reserved) < 170
     assert asked <= reserved
     assert len(asked) > 0.7 * len(reserved)
@@ -195,11 +193,11 @@ def test_numbers_of_training_and_evaluation_are_disjoint(bpe, corpus):
 @pytest.mark.parametrize("digits", [1, 2, 7, 9])
 def test_drawn_numbers_have_their_digits_and_their_side(digits):
     form, rng = NeedleFormat(digits=digits), np.random.default_rng(0)
-    training = [form.draw_training(rng) for _ in range(300)]
-    evaluation = [form.draw_evaluation(rng) for _ in range(300)]
+    training = [form.draw(rng, reserved=False) for _ in range(300)]
+    evaluation = [form.draw(rng, reserved=True) for _ in range(300)]
     assert {len(number) for number in training + evaluation} == {digits}
-    assert not any(map(form.is_reserved, training))
-    assert all(map(form.is_reserved, evaluation))
+    assert not any(is_reserved(digits, int(number)) for number in training)
+    assert all(is_reserved(digits, int(number)) for number in evaluation)
     assert digits == 1 or any(number.startswith("0") for number in training)
 
 
@@ -301,7 +299,7 @@ def test_a_document_longer_than_the_context_says_how_much_it_needs(bpe, corpus):
     stream = stream_of(bpe, corpus)
     settings = {"min_needles": 3, "max_needles": 3}
     with pytest.raises(
-        DataError, match=r"longer than the context: 3 needles and 1 questions take (\d+).*has 65"
+        DataError, match=r"longer than the context: 3 needles and 1 question take (\d+).*has 65"
     ) as caught:
         train_row(bpe, stream, 0, context_tokens=64, **settings)
     needed = int(re.search(r"take (\d+)", str(caught.value)).group(1))
@@ -311,7 +309,7 @@ def test_a_document_longer_than_the_context_says_how_much_it_needs(bpe, corpus):
     most = needle_document_tokens(bpe, needles=3, asks=1, digits=5, cities=CITIES_SEEN)
     for seed in range(30):
         assert len(train_row(bpe, stream, seed, context_tokens=most - 1, **settings)) == most
-    with pytest.raises(DataError, match=r"longer than the context: 4 needles and 1 questions take \d+ .*has 100"):
+    with pytest.raises(DataError, match=r"longer than the context: 4 needles and 1 question take \d+ .*has 100"):
         evaluate(bpe, stream, length_tokens=100)
 
 
@@ -330,7 +328,7 @@ def test_impossible_requests_are_refused(bpe, corpus):
         evaluate(bpe, stream, depth=1.5)
     with pytest.raises(ConfigError, match="asked is 3 of 2 needles"):
         evaluate(bpe, stream, needles=2, asked=3)
-    with pytest.raises(ConfigError, match="needles of 1 digits: only 1 numbers are kept"):
+    with pytest.raises(ConfigError, match="needles of 1 digits: only 1 are kept"):
         evaluate(bpe, stream, digits=1)
     with pytest.raises(DataError, match="the token stream is empty"):
         train_row(bpe, stream[:0], 0)

@@ -156,12 +156,12 @@ def test_byte_fallback_tokens_have_their_bytes():
 
 
 def test_bad_tokenizers_are_refused_in_one_line(tmp_path, corpus):
-    with pytest.raises(DataError, match=r"tokenizer 'nowhere': no such file.*allowed are byte"):
+    with pytest.raises(DataError, match=r"nowhere: no such tokenizer; name a folder .*or byte"):
         load_tokenizer("nowhere")
     with pytest.raises(DataError, match=r"tokenizer\.json: no such tokenizer"):
         load_tokenizer(str(tmp_path))
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(DataError, match=r"not a tokenizer of the Hugging Face format") as caught:
+    with pytest.raises(DataError, match=r"not a Hugging Face tokenizer") as caught:
         load_tokenizer(str(tmp_path))
     assert "\n" not in str(caught.value)
     backend = gpt2_like(tmp_path, corpus, eos_token="<gone>")

@@ -92,7 +92,7 @@ def test_a_judge_that_says_nothing_at_all(options, monkeypatch):
     with judge_server(lambda text: reply("?")) as (_, address):
         one = options(judge="openai:tiny", endpoint=address, key_variable="", retries=0)
         model = Writer(document_of)
-        with pytest.raises(EvaluationError, match=r"openai:tiny judged nothing: .* every answer of the model is saved"):
+        with pytest.raises(EvaluationError, match=r"openai:tiny judged nothing: .* every answer is saved"):
             run_task(model, HallucinationTask(one, model))
 
 

@@ -262,7 +262,7 @@ def test_no_key_is_sent_where_none_is_named(server, monkeypatch):
 
 def test_without_the_client_one_line_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "openai", None)
-    with pytest.raises(ConfigError, match=r"judge=openai:tiny needs the package openai; run pip install 'difft.*judge"):
+    with pytest.raises(ConfigError, match=r"judge=openai:tiny needs openai; run pip install 'difft.*judge"):
         judge("http://127.0.0.1:1/v1")
 
 
@@ -284,7 +284,7 @@ def test_a_reply_without_end_is_given_up(server, monkeypatch):
 
 def test_a_file_of_something_else_is_refused(tmp_path):
     (tmp_path / "j.jsonl").write_text('{"answers_of": "x"}\n')
-    with pytest.raises(CheckpointError, match="line 1 is no judgment; name another file with --judgments"):
+    with pytest.raises(CheckpointError, match="line 1 is no judgment; choose another with --judgments"):
         judge_all(OverlapJudge(0.5), CASES, tmp_path / "j.jsonl")
 
 

@@ -27,7 +27,7 @@ from difftransformer.evals.probes import magnitudes as measuring
 from difftransformer.evals.probes.hooks import written_out
 from difftransformer.evals.probes.last_row import last_row_weights
 from difftransformer.ops.quantize import quantize_last
-from difftransformer.ops.reference import watching_logits
+from difftransformer.ops.reference import observe_logits
 from difftransformer.results import TaskResult, read_result
 
 SIZES = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -83,7 +83,7 @@ def test_written_out_computes_the_same_and_is_put_back(name):
 
     with written_out(model) as layers:
         torch.testing.assert_close(model(IDS).logits, plain, rtol=1e-4, atol=1e-4)
-        with watching_logits(double):
+        with observe_logits(double):
             assert (model(IDS).logits - plain).abs().max() > 1e-3
     maps = 2 if "diff" in name or name == "accelerated" else 1
     assert len(layers) == 2
@@ -153,7 +153,7 @@ def test_models_that_cannot_be_seen_from_inside():
         measuring._blocks(bare, bare[0])
     flash = made("diffllama")
     flash.config._attn_implementation_internal = "flash_attention_2"
-    with pytest.raises(EvaluationError, match="whose masks only its own kernels read"), written_out(flash):
+    with pytest.raises(EvaluationError, match="whose masks only its own kernels can read"), written_out(flash):
         pass
 
 
@@ -226,7 +226,7 @@ def test_magnitudes_are_those_of_the_written_out_logits(name, at_once, monkeypat
         found.append((scores, allowed.expand_as(scores)))
         return scores
 
-    with written_out(model) as layers, watching_logits(keep):
+    with written_out(model) as layers, observe_logits(keep):
         model(IDS)
     maps = len(found) // len(layers)
     distinct = [

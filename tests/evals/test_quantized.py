@@ -13,7 +13,7 @@ from difftransformer.evals import CausalLanguageModel, run_task
 from difftransformer.evals.models.quantized import quantized_logits
 from difftransformer.evals.requests import Continuation, Loss, answers_to
 from difftransformer.evals.tasks.quantized import Options, QuantizedTask
-from difftransformer.ops.reference import watching_logits
+from difftransformer.ops.reference import observe_logits
 from tests.support.fakes import Oracle
 
 SIZES = {"vocab_size": 258, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -71,7 +71,7 @@ def test_the_logits_stand_on_the_grid(model, granularity, shared):
         return scores
 
     ids = torch.tensor([request.ids for request in requests_of(Loss)])
-    with torch.no_grad(), quantized_logits(model, 6, granularity), watching_logits(keep):
+    with torch.no_grad(), quantized_logits(model, 6, granularity), observe_logits(keep):
         model(ids)
     assert len(seen) == (4 if model.config.model_type == "difftransformer" else 2)
     for scores in seen:

@@ -34,7 +34,7 @@ REFUSED = {
         {"num_differential_heads": 3, "num_differential_key_value_heads": 2},
         "num_heads=3 is not a multiple of num_key_value_heads=2",
     ),
-    "window 0": ({"sliding_window": 0}, "sliding_window=0: a window holds at least the query itself; use 1 or more"),
+    "window 0": ({"sliding_window": 0}, "sliding_window=0: a window holds at least the query; use 1 or more"),
     "window below 0": ({"sliding_window": -4}, "sliding_window=-4"),
     "dropout": ({"attention_dropout": 0.1}, "attention_dropout=0.1: differential attention has no dropout"),
     "type": ({"attention_type": "dif"}, "attention_type='dif' is unknown; choose one of softmax, diff"),
@@ -52,7 +52,7 @@ REFUSED = {
     "no spread": ({"initializer_range": -1.0}, "initializer_range=-1.0: give a standard deviation above 0"),
     "backend": (
         {"attn_backend": "foo"},
-        "attn_backend='foo' is unknown; choose auto or one of reference, cpu, ",
+        "attn_backend='foo' is unknown; choose one of auto, reference, cpu, ",
     ),
     "activation": ({"hidden_act": "foo"}, "hidden_act='foo' is no activation of transformers"),
     "no theta": ({"rope_parameters": {"rope_type": "default"}}, "give rope_theta as a number"),

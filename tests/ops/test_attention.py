@@ -11,13 +11,12 @@ import torch.nn.functional as F
 
 from difftransformer.errors import ConfigError, ShapeError
 from difftransformer.ops import (
-    attention,
     attention_maps,
     chunked,
     differential_attention,
+    observe_inputs,
     softmax_attention,
     softmax_maps,
-    watching_inputs,
 )
 from tests.support import oracle
 from tests.support.cases import (
@@ -61,7 +60,7 @@ def test_chunked_where_lengths_cannot_be_read(case, monkeypatch):
     function = op(case, "chunked")
     with monkeypatch.context() as patch:
         # The checks of the public function read values on the CPU; the backend alone must not.
-        patch.setattr(attention, "_is_readable", lambda tensor: False)
+        patch.setattr("difftransformer.ops.problem._is_readable", lambda tensor: False)
         for method in ("tolist", "item", "__bool__", "__int__"):
             patch.setattr(torch.Tensor, method, refuse)
         out = function(query, key, value, lam)
@@ -442,7 +441,7 @@ def test_watched_inputs_are_those_of_the_maps(shared, scale):
         torch.randn(2, 2, 7, 3, generator=generator),
     )
     seen = []
-    with watching_inputs(lambda *inputs: seen.append(inputs)):
+    with observe_inputs(lambda *inputs: seen.append(inputs)):
         found = differential_attention(query, key, value, 0.4, is_causal=True, scale=scale)
         softmax_attention(query[..., :3], key[..., :3], value, window=2, is_causal=True)
     assert torch.equal(differential_attention(query, key, value, 0.4, is_causal=True, scale=scale), found)

@@ -111,11 +111,11 @@ def test_the_kernels_round_once():
 def test_the_backends_own_pass_is_taken_where_there_is_one(name, monkeypatch):
     calls = []
 
-    def run_normed(*arguments):
-        calls.append(arguments[-3:])
-        return arguments[2][:, :, :1]
+    def run(call):
+        calls.append(call.norm)
+        return call.value[:, :, :1]
 
-    mine = dataclasses.replace(backends.BACKENDS["reference"], name="mine", run_normed=run_normed)
+    mine = dataclasses.replace(backends.BACKENDS["reference"], name="mine", run=run, norms=True)
     monkeypatch.setitem(backends.BACKENDS, "mine", mine)
     query, key, value, lam, _ = Case("x").inputs()
     weight = torch.ones(8)

@@ -95,6 +95,7 @@ def problem(call):
     """The call's inputs, norm and gradient, of tensors without storage."""
     import torch
 
+    from difftransformer.ops.problem import Call as AttentionCall
     from difftransformer.ops.problem import Restrictions
     from difftransformer.ops.triton_kernels import launch
 
@@ -116,7 +117,7 @@ def problem(call):
     }
     restrictions = Restrictions(is_causal=call.causal, **{name: given[name] for name in call.restrictions})
     lam = torch.empty(*((batch, heads, call.queries) if call.lam == "query" else (1, heads, 1)), device="meta")
-    inputs = launch.Inputs(
+    arguments = AttentionCall(
         new(call.queries, heads, call.maps * call.width),
         new(call.keys, call.groups, call.width if call.shared_key else call.maps * call.width),
         new(call.keys, call.groups, wide),
@@ -126,7 +127,7 @@ def problem(call):
     )
     weight = torch.empty(wide, device="meta") if call.norm == "weight" else None
     norm = (weight, 1e-5, 0.2) if call.norm else None
-    return inputs, norm, new(call.queries, heads, wide)
+    return launch.Inputs(arguments), norm, new(call.queries, heads, wide)
 
 
 class Device:

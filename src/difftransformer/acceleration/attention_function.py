@@ -36,9 +36,7 @@ def attention(
 
     Args:
         module: Attention layer that calls the function.
-        query: (B, H, T, D).
-        key: (B, G, S, D), H % G == 0.
-        value: (B, G, S, E).
+        query, key, value: (B, H, T, D), (B, G, S, D) and (B, G, S, E) with H % G == 0.
         attention_mask: Bool mask that broadcasts to (B, H, T, S), additive mask, or None (see `mask`).
         dropout: Dropout probability of attention weights.
         scaling: Factor of the logits. Defaults to 1/sqrt(D).
@@ -84,15 +82,8 @@ def mask(
 ) -> Tensor | None:
     """Return transformers' bool mask (B, 1, T, S), or None if it is only causal and the last query sees the last key.
 
-    Args:
-        q_length: Number of queries T.
-        kv_length: Number of keys S.
-        q_offset: Position of the first query.
-        kv_offset: Position of the first key.
-        attention_mask: (B, past + T) with 0 for padding, or None.
-        local_size: Size of the sliding window or chunk, or None.
-        allow_is_causal_skip: Whether the mask is causal apart from padding and window.
-        **options: Other arguments of transformers' `sdpa_mask`.
+    The arguments are those of transformers' `sdpa_mask`. The offsets are the positions of the first query and key; the
+    `attention_mask` is (B, past + T) with 0 for padding.
     """
     is_causal = (
         allow_is_causal_skip

@@ -62,7 +62,9 @@ class AcceleratedDiffLlamaAttention(DiffLlamaAttention):
             key_BGSX, value_BGSX = (
                 _by_pairs(cached.transpose(1, 2)).transpose(1, 2).flatten(3) for cached in (key, value)
             )
-        mask = None if attention_mask is None else _allowed(attention_mask)
+        mask = attention_mask
+        if mask is not None and mask.dtype != torch.bool:
+            mask = ~_is_forbidding(mask)
         if mask is not None and length == key_BGSX.shape[2] and _is_causal(mask):
             is_causal = True  # so that kernels skip what the mask forbids
         norm = self.groupnorm
@@ -119,10 +121,6 @@ def _only_allows_and_forbids(mask: Tensor) -> bool:
     if not mask.is_floating_point() or torch.compiler.is_compiling():
         return False
     return bool(((mask == 0) | _is_forbidding(mask)).all())
-
-
-def _allowed(mask: Tensor) -> Tensor:
-    return mask if mask.dtype == torch.bool else ~_is_forbidding(mask)
 
 
 def _is_forbidding(mask: Tensor) -> Tensor:

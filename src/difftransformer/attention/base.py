@@ -1,64 +1,97 @@
-"""What every attention variant is: a layer that projects, rotates, caches and attends, and the formulas of its size.
+"""The base of the attention variants: a layer that projects, rotates, caches and attends, and the formulas of its size.
 
-A variant is one file that subclasses `Attention` and one line in the table of `difftransformer.attention`. It states its
-`HeadLayout`, the parameters it adds beside the four projections, and `attend`, the call of an op. This folder needs
-torch alone, so that a layer can be dropped into any model.
+A variant is one file that subclasses `Attention`, and one line in the table of `difftransformer.attention`. Everything that
+is particular to it stands in its file: its options, its `HeadLayout`, the parameters it adds to the four projections, how it
+attends, its words on model cards and reports, and how it starts from a pretrained Transformer. This folder needs torch
+alone, so that a layer can be used in any model.
 
 Dimensions in tensor names: B batch, T query positions, S key positions, H heads, G key/value heads, D width of one map's
 query, E value width, M model width.
 """
 
 from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self, cast
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import ConfigError, ShapeError
+from ..ops.attention import attend, maps
 from ..ops.norms import rms_norm
+from ..ops.problem import Restrictions
 from ..ops.rotary import apply_rotary
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 class AttentionConfig(Protocol):
-    """The fields that a variant reads. The three head fields describe the same-size plain Transformer."""
+    """The fields of a configuration that every variant reads. The three head fields describe the same-size Transformer."""
 
     hidden_size: int
+    num_hidden_layers: int
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
-    num_differential_heads: int | None
-    num_differential_key_value_heads: int | None
-    num_noise_heads: int | None
-    value_head_dim: int | None
-    dex_heads: list[list[int]] | None
-    head_norm_eps: float
     attn_backend: str
 
 
+@dataclass(frozen=True)
+class Option:
+    """A field that a variant adds to a model's configuration.
+
+    Attributes:
+        type: The field's type, such as `float | None`. Whole numbers are counts and must be at least 1.
+        default: The field's value where a configuration does not set it.
+    """
+
+    type: Any
+    default: Any = None
+
+
 class KeyValueCache(Protocol):
-    """Any object that appends keys and values of a layer and returns all of them (transformers' caches do)."""
+    """Any object that appends keys and values of a layer and returns all of them, as transformers' caches do."""
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """Append (B, G, T, width) keys and values of one layer; return everything cached for it."""
+        """Append (B, G, T, width) keys and values of one layer, and return everything cached for it."""
         ...
+
+
+@dataclass(frozen=True)
+class PlainLayer:
+    """The attention layer of a pretrained Transformer, from which a variant's layer is made.
+
+    Attributes:
+        config: Configuration of the new model.
+        read: Returns the pretrained tensor of a name such as "q_proj.weight".
+        normal: normal(key, shape, std) draws a tensor from N(0, std^2), the same for the same key.
+    """
+
+    config: AttentionConfig
+    read: Callable[[str], Tensor]
+    normal: Callable[[str, tuple[int, ...], float], Tensor]
+
+    def zeros(self, shape: tuple[int, ...]) -> Tensor:
+        """Return zeros in the dtype of the pretrained layer."""
+        return torch.zeros(shape, dtype=self.read("o_proj.weight").dtype)
+
+    def twice(self, name: str, heads: int) -> Tensor:
+        """Return a projection with the rows of each head repeated: (head, D) becomes (head, map, D)."""
+        return self.read(name).unflatten(0, (heads, 1, -1)).expand(-1, 2, -1, -1).flatten(0, 2)
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeadLayout:
-    """How one layer's projections divide into heads.
+    """How one layer's projections divide into heads. A variant whose heads divide otherwise subclasses it.
 
     Attributes:
         num_heads: H, heads of the op.
         num_key_value_heads: G, key/value heads; H is a multiple of it.
         head_dim: D, width of one map's query and key.
-        query_maps: softmax maps of a head, 1 or 2; a head's query has query_maps * D values.
-        key_maps: keys of a head, 1 (shared by the maps) or 2.
+        query_maps: Softmax maps of a head, 1 or 2; a head's query has query_maps * D values.
+        key_maps: Keys of a head, 1 (shared by the maps) or 2.
         value_head_dim: E, width of a head's value and output.
-        num_noise_heads: N, second maps of a layer whose heads share them, H / N consecutive heads each; None where every
-            head has its own. Then rows of q_proj are N groups of H / N first queries and the second one that they share,
-            and rows of k_proj and v_proj, as what the cache holds, are min(G, N) groups of the first keys, one second key
-            and the values.
     """
 
     num_heads: int
@@ -67,7 +100,6 @@ class HeadLayout:
     query_maps: int
     key_maps: int
     value_head_dim: int
-    num_noise_heads: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_heads", "num_key_value_heads", "head_dim", "value_head_dim"):
@@ -80,75 +112,61 @@ class HeadLayout:
             )
         if self.head_dim % 2:
             raise ConfigError(f"head_dim={self.head_dim} is odd; rotary embedding turns pairs, so use an even head_dim")
-        noise = self.num_noise_heads
-        if noise is None:
-            return
-        if noise < 1 or self.num_heads % noise:
-            raise ConfigError(
-                f"num_noise_heads={noise} does not divide num_heads={self.num_heads}; every noise head serves the same number "
-                "of heads"
-            )
-        if noise % self.num_key_value_heads and self.num_key_value_heads % noise:
-            raise ConfigError(
-                f"num_key_value_heads={self.num_key_value_heads} with num_noise_heads={noise}: give a multiple or a divisor "
-                "of it, so that heads share keys in whole groups"
-            )
 
     @property
     def query_groups(self) -> int:
-        """Groups that q_proj's rows divide into: heads, or noise heads with the heads that share them."""
-        return self.num_heads if self.num_noise_heads is None else self.num_noise_heads
+        """Number of groups that q_proj's rows divide into."""
+        return self.num_heads
 
     @property
     def query_width(self) -> int:
         """Width of one group's queries."""
-        if self.num_noise_heads is None:
-            return self.query_maps * self.head_dim
-        return (self.num_heads // self.num_noise_heads + 1) * self.head_dim
+        return self.query_maps * self.head_dim
 
     @property
     def cache_heads(self) -> int:
-        """Heads of the cached tensors: key/value heads, or groups of them that share the second key."""
-        if self.num_noise_heads is None:
-            return self.num_key_value_heads
-        return min(self.num_key_value_heads, self.num_noise_heads)
+        """Number of heads of the cached tensors."""
+        return self.num_key_value_heads
 
     @property
     def key_width(self) -> int:
         """Width of one cached head's keys."""
-        if self.num_noise_heads is None:
-            return self.key_maps * self.head_dim
-        return (self.num_key_value_heads // self.cache_heads + 1) * self.head_dim
+        return self.key_maps * self.head_dim
 
     @property
     def value_width(self) -> int:
         """Width of one cached head's values."""
-        return self.num_key_value_heads // self.cache_heads * self.value_head_dim
+        return self.value_head_dim
+
+    @property
+    def heads_per_second_map(self) -> int:
+        """Number of heads that share one second map, each of which passes it to the op again."""
+        return 1
 
     def projection_parameters(self, hidden_size: int) -> int:
-        """Weights of q_proj, k_proj, v_proj and o_proj."""
+        """Count the weights of q_proj, k_proj, v_proj and o_proj."""
         rows = self.query_groups * self.query_width + self.cached_values_per_token()
         return hidden_size * (rows + self.num_heads * self.value_head_dim)
 
     def cached_values_per_token(self) -> int:
-        """Numbers that one layer's cache holds for a token."""
+        """Count the numbers that one layer's cache holds for a token."""
         return self.cache_heads * (self.key_width + self.value_width)
 
     def map_flops_per_pair(self) -> int:
-        """Multiply-adds times two, forward, for one (query, key) pair: all heads' logits and one product with V a head.
+        """Count the forward FLOPs (two for a multiply-add) of one (query, key) pair: all logits, and one product with V a head.
 
-        A shared second map is formed anew for every head, and counted so.
+        A second map that heads share is counted for each of them, since the op forms it again.
         """
         return 2 * self.num_heads * (self.query_maps * self.head_dim + self.value_head_dim)
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm over the last dimension, with an optional gain; computed in fp32.
+    """Root-mean-square norm over the last dimension, with an optional gain, computed in fp32.
 
     Args:
         dim: Size of the last dimension.
         eps: Added to the mean square.
-        gain: Whether there is a learned weight of size dim.
+        gain: Whether to learn a weight of size dim.
     """
 
     weight: nn.Parameter | None
@@ -166,21 +184,38 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight, self.eps)
 
     def extra_repr(self) -> str:
-        """What `print(module)` shows."""
+        """Describe the module for `print`."""
         return f"{self.dim}, eps={self.eps}"
 
 
 class Attention(nn.Module):
-    """Base of the variants: projections without bias, rotary embedding, cache, and the call of an op.
+    """Base of the variants: projections without bias, rotary embedding, cache, and the call of the op.
 
     Args:
         embed_dim: M, width of the hidden states.
         layout: Heads and widths.
-        layer_index: Place in the model, from 0 (the paper's l is layer_index + 1).
+        layer_index: Index of the layer in the model, from 0 (the paper's l is layer_index + 1).
         backend: The op's backend, or "auto".
+
+    Attributes:
+        name: The value of `attention_type` that selects the variant.
+        label: The variant's name in reports.
+        description: The variant in a few words, for model cards.
+        tags: Tags of a model card.
+        config_options: Fields that the variant adds to a model's configuration.
+        fp32_parameters: Names of parameters that stay in fp32 whatever dtype the model is loaded in.
+        tensor_parallel: transformers' tensor-parallel plan of the layer, by module name.
+        can_upcycle: Whether a layer can start as a pretrained Transformer's, computing the same function.
     """
 
     name: ClassVar[str]
+    label: ClassVar[str]
+    description: ClassVar[str] = "differential attention"
+    tags: ClassVar[tuple[str, ...]] = ("differential-transformer", "arxiv:2410.05258")
+    config_options: ClassVar[dict[str, Option]] = {}
+    fp32_parameters: ClassVar[tuple[str, ...]] = ()
+    tensor_parallel: ClassVar[dict[str, str]] = dict.fromkeys(PROJECTIONS[:3], "colwise") | {"o_proj": "rowwise"}
+    can_upcycle: ClassVar[bool] = False
 
     def __init__(self, embed_dim: int, layout: HeadLayout, *, layer_index: int, backend: str = "auto") -> None:
         super().__init__()
@@ -197,51 +232,97 @@ class Attention(nn.Module):
     @classmethod
     @abstractmethod
     def layout_of(cls, config: AttentionConfig) -> HeadLayout:
-        """The heads that this variant makes of a configuration that describes the plain Transformer."""
+        """Derive the variant's heads from a configuration that describes the plain Transformer.
+
+        Raises:
+            ConfigError: the variant cannot have these heads or options.
+        """
 
     @classmethod
-    @abstractmethod
+    def option(cls, config: AttentionConfig, name: str) -> Any:
+        """Return the value of one of the variant's options in a configuration, or its default."""
+        return getattr(config, name, cls.config_options[name].default)
+
+    @classmethod
+    def arguments_of(cls, config: AttentionConfig, layer_index: int) -> dict[str, Any]:
+        """Return the constructor's arguments that `from_config` does not pass to every variant."""
+        return {}
+
+    @classmethod
     def from_config(cls, config: AttentionConfig, layer_index: int) -> Self:
         """Build the layer of a model."""
+        layout = cls.layout_of(config)
+        return cast(Any, cls)(
+            config.hidden_size,
+            layout.num_heads,
+            num_key_value_heads=layout.num_key_value_heads,
+            head_dim=layout.head_dim,
+            layer_index=layer_index,
+            backend=config.attn_backend,
+            **cls.arguments_of(config, layer_index),
+        )
 
     @classmethod
     def own_parameters(cls, config: AttentionConfig) -> int:
-        """Parameters of a layer beside its four projections, by formula."""
+        """Count by formula the parameters that a layer has besides its four projections."""
         return 0
 
+    @classmethod
+    def upcycled_options(cls, config: AttentionConfig) -> dict[str, Any]:
+        """Return the options with which a pretrained Transformer's model keeps its function."""
+        return {}
+
+    @classmethod
+    def upcycled(cls, name: str, shape: tuple[int, ...], plain: PlainLayer) -> Tensor:
+        """Make the parameter `name` of a layer that computes what a pretrained Transformer's layer computes."""
+        return plain.read(name)
+
+    def own_parameter_names(self) -> list[str]:
+        """Return the names of the parameters that are not part of the four projections."""
+        return [name for name, _ in self.named_parameters() if name.partition(".")[0] not in PROJECTIONS]
+
     def head_lam(self, hidden: Tensor) -> Tensor | float | None:
-        """The lambda with which these hidden states (B, T, M) attend, as the op takes it; None where there is none."""
+        """Return the lambda with which these hidden states (B, T, M) attend, as the op takes it; None without a second map."""
         return None
 
-    @abstractmethod
-    def attend(
-        self, query_BHTX: Tensor, key_BGSX: Tensor, value_BGSE: Tensor, lam: Tensor | float | None, **restrictions: Any
-    ) -> Tensor:
-        """Call the op and whatever follows it before the output projection. Returns (B, H, T, E).
+    def op_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Convert heads from the layout's form to the op's: (B, H, T, X), (B, G, S, X) and (B, G, S, E).
 
-        Query, key and value come as the layout divides them: (B, query_groups, T, query_width), (B, cache_heads, S, key_width)
-        and (B, cache_heads, S, value_width), which are (B, H, T, X), (B, G, S, X) and (B, G, S, E) but for shared noise heads.
+        In the layout's form they are (B, query_groups, T, query_width), (B, cache_heads, S, key_width) and (B, cache_heads,
+        S, value_width).
         """
+        return query, key, value
 
-    @abstractmethod
-    def combined_map(
-        self, query_BHTX: Tensor, key_BGSX: Tensor, lam: Tensor | float | None, **restrictions: Any
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, lam: Tensor | float | None, restrictions: Restrictions
     ) -> Tensor:
-        """The weights that multiply V, (B, H, T, S) in fp32, for analysis."""
+        """Call the op, and compute what follows it before the output projection. Returns (B, H, T, E)."""
+        return attend(query, key, value, lam, restrictions, backend=self.backend)
+
+    def combined_map(
+        self, query: Tensor, key: Tensor, lam: Tensor | float | None, restrictions: Restrictions
+    ) -> Tensor:
+        """Return the weights that multiply V, (B, H, T, S) in fp32, for analysis: the map, or A1 - lambda A2."""
+        first_BHTS, *second_BHTS = maps(query, key, restrictions, count=self.layout.query_maps)
+        if lam is None or not second_BHTS:
+            return first_BHTS
+        if isinstance(lam, Tensor) and lam.dim():
+            lam = lam.unsqueeze(-1) if lam.dim() == 3 else lam.view(-1, 1, 1)
+        return first_BHTS - lam * second_BHTS[0]
 
     def lam(self) -> Tensor | None:
-        """The layer's lambda now, one number or (H,); None where there is none, or where it depends on the token."""
+        """Return the layer's lambda now, one number or one for each head; None without one, or where it is by token."""
         return None
 
     def init_own_parameters(self, normal_: Any = nn.init.normal_) -> None:
-        """Draw the parameters that are neither projections nor norms. `normal_(tensor, mean, std)` fills in place."""
+        """Initialise the parameters that are neither projections nor norms. `normal_(tensor, mean, std)` fills in place."""
 
     def init_mimetic(self, normal_: Any = nn.init.normal_, copy_: Any = Tensor.copy_) -> None:
         """Start as attention that looks for tokens like its own and copies them (mimetic initialisation, arXiv:2305.09828).
 
-        Keys start as the queries' projection, so that W_Q^T W_K is positive, and the output projection as the transpose of
-        the values', so that W_O W_V is: with random weights a small model spends most of a short training on finding either.
-        Nothing is tied afterwards. Q and V are drawn from N(0, 1 / M).
+        Keys start as the queries' projection, so that W_Q^T W_K is positive, and the output projection starts as the
+        transpose of the values' projection, so that W_O W_V is positive. From random weights, a small model spends most of a
+        short training on finding either. The weights are not tied afterwards. Q and V are drawn from N(0, 1 / M).
         """
         layout, width = self.layout, self.embed_dim
         for projection in (self.q_proj, self.v_proj):
@@ -253,7 +334,7 @@ class Attention(nn.Module):
         copy_(self.o_proj.weight, value.reshape(-1, width).T)
 
     def _keys_like(self, query: Tensor) -> Tensor:
-        # Rows of q_proj, those of the first head that reads a key, in the order of k_proj's.
+        """Return the rows of q_proj of the first head that reads each key, in the order of k_proj's rows."""
         layout = self.layout
         shared = layout.num_heads // layout.num_key_value_heads
         query = query.view(layout.num_key_value_heads, shared, layout.query_maps, layout.head_dim, -1)
@@ -268,20 +349,22 @@ class Attention(nn.Module):
         context_position_embeddings: tuple[Tensor, Tensor] | None = None,
         cache: KeyValueCache | None = None,
         need_map: bool = False,
+        restrictions: Restrictions | None = None,
         is_causal: bool = True,
-        **restrictions: Any,
+        **keywords: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Attend from hidden to itself, or to `context`.
 
         Args:
             hidden: (B, T, M).
             context: (B, S, M) for cross-attention (pass is_causal=False); None attends to `hidden`.
-            position_embeddings: Cosine and sine, (B or 1, T, D / 2) each, from `ops.rotary_tables`; None leaves rotation out.
+            position_embeddings: Cosine and sine, (B or 1, T, D / 2) each, from `ops.rotary_tables`; None for no rotation.
             context_position_embeddings: The same for `context`; None leaves its keys unrotated.
-            cache: Keys and values seen before; the new ones are appended.
-            need_map: Also return the combined attention map. It costs a second pass with O(T * S) memory.
-            is_causal: Bottom-right aligned, as in the op.
-            **restrictions: attn_mask, window, kv_start, kv_lengths, cu_seqlens, as in the op.
+            cache: Keys and values of earlier positions; the new ones are appended.
+            need_map: Whether to return the combined attention map too. It costs a second pass with O(T * S) memory.
+            restrictions: The keys that each query may attend to. None takes them from the following arguments.
+            is_causal: Whether attention is causal, bottom-right aligned.
+            **keywords: attn_mask, window, kv_start, kv_lengths and cu_seqlens, as in `differential_attention`.
 
         Returns:
             The output (B, T, M), and the map (B, H, T, S) in fp32 or None.
@@ -289,6 +372,10 @@ class Attention(nn.Module):
         Raises:
             ShapeError: the last dimension of hidden or context is not M.
         """
+        if restrictions is None:
+            restrictions = Restrictions(is_causal=is_causal, **keywords)
+        elif keywords:
+            raise ConfigError(f"{', '.join(keywords)} and restrictions were given together; pass one of the two")
         source = hidden if context is None else context
         for name, states in (("hidden", hidden), ("context", source)):
             if states.dim() != 3 or states.shape[-1] != self.embed_dim:
@@ -298,7 +385,7 @@ class Attention(nn.Module):
                 )
         batch, length = hidden.shape[:2]
         layout = self.layout
-        # -1 heads: a tensor-parallel shard holds some of them.
+        # The number of heads is -1: a tensor-parallel shard holds only some of them.
         query = self.q_proj(hidden).view(batch, length, -1, layout.head_dim)
         key = self.k_proj(source).view(batch, source.shape[1], -1, layout.head_dim)
         value_BGSE = self.v_proj(source).view(batch, source.shape[1], -1, layout.value_width).transpose(1, 2)
@@ -311,14 +398,14 @@ class Attention(nn.Module):
         key_BGSX = key.view(batch, source.shape[1], -1, layout.key_width).transpose(1, 2)
         if cache is not None:
             key_BGSX, value_BGSE = cache.update(key_BGSX, value_BGSE, self.layer_index)
-        restrictions["is_causal"] = is_causal
         lam = self.head_lam(hidden)
-        heads_BHTE = self.attend(query_BHTX, key_BGSX, value_BGSE, lam, **restrictions)
+        query_BHTX, key_BGSX, value_BGSE = self.op_heads(query_BHTX, key_BGSX, value_BGSE)
+        heads_BHTE = self.attend(query_BHTX, key_BGSX, value_BGSE, lam, restrictions)
         output = self.o_proj(heads_BHTE.transpose(1, 2).reshape(batch, length, -1))
-        return output, self.combined_map(query_BHTX, key_BGSX, lam, **restrictions) if need_map else None
+        return output, self.combined_map(query_BHTX, key_BGSX, lam, restrictions) if need_map else None
 
     def extra_repr(self) -> str:
-        """What `print(module)` shows."""
+        """Describe the module for `print`."""
         layout = self.layout
         return (
             f"heads={layout.num_heads}, key_value_heads={layout.num_key_value_heads}, head_dim={layout.head_dim}, "

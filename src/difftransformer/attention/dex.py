@@ -2,88 +2,114 @@
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import ConfigError
-from .base import AttentionConfig
+from ..ops.problem import Restrictions
+from .base import AttentionConfig, HeadLayout, Option, PlainLayer
 from .softmax import SoftmaxAttention
 
 
 class DifferentialExtension(SoftmaxAttention):
-    """DEX, for models that are trained already (arXiv:2505.16333, O' = O - lambda O W_D on chosen heads).
+    """DEX, for pretrained models (arXiv:2505.16333, O' = O - lambda O W_D on chosen heads).
 
     head = softmax(Q K^T / sqrt(D)) V
     head' = head - lambda_h head W_h
     output = concat(head') W_O
 
-    The scores are the Transformer's own, so the map is one and costs what it did; a chosen head adds E^2 + 1 parameters.
-    lambda_h starts at 0, where the layer is the Transformer's to the bit, and W_h as N(0, 1 / E), so that lambda_h has a
-    gradient from the first step. The paper anneals lambda over the first steps; here it is learned from 0, with no schedule.
+    The scores are the Transformer's own, so there is one map at the same cost. A chosen head adds E^2 + 1 parameters.
+    lambda_h starts at 0, where the layer equals the Transformer's bit for bit. W_h is drawn from N(0, 1 / E), so that lambda_h
+    has a gradient from the first step. The paper anneals lambda over the first steps; here it is learned from 0, without a
+    schedule.
 
     head' is linear in head: (I - lambda_h W_h) could be multiplied into W_O without changing the function.
 
     Args:
         embed_dim: M, width of the hidden states.
         num_heads: H.
-        dex_heads: Which heads are extended, from 0; None means all.
+        dex_heads: The heads that are extended, counted from 0; None means all. In a model's configuration, one list for
+            each layer, all of one length.
         **options: As in `SoftmaxAttention`.
 
     Raises:
-        ConfigError: a head that does not exist, or one named twice.
+        ConfigError: a head does not exist or is listed twice.
     """
 
     name: ClassVar[str] = "dex"
+    label: ClassVar[str] = "DEX"
+    description: ClassVar[str] = "differential attention"
+    tags: ClassVar[tuple[str, ...]] = ("differential-transformer", "arxiv:2410.05258")
+    config_options: ClassVar[dict[str, Option]] = {"dex_heads": Option(list[list[int]] | None)}
 
     def __init__(
         self, embed_dim: int, num_heads: int, *, dex_heads: Sequence[int] | None = None, **options: Any
     ) -> None:
         super().__init__(embed_dim, num_heads, **options)
         self.dex_heads = tuple(range(num_heads)) if dex_heads is None else tuple(sorted(dex_heads))
-        if len(set(self.dex_heads)) < len(self.dex_heads) or not set(self.dex_heads) <= set(range(num_heads)):
-            raise ConfigError(f"dex_heads={dex_heads}: name heads from 0 to {num_heads - 1}, each once")
+        _check_heads(self.dex_heads, num_heads)
         chosen, width = len(self.dex_heads), self.layout.value_head_dim
         self.dex_lambda = nn.Parameter(torch.empty(chosen))
         self.dex_proj = nn.Parameter(torch.empty(chosen, width, width))
         self.init_own_parameters()
 
     @classmethod
-    def from_config(cls, config: AttentionConfig, layer_index: int) -> Self:
-        """Build the layer of a model; its heads are entry `layer_index` of the configuration's dex_heads."""
-        layout = cls.layout_of(config)
-        return cls(
-            config.hidden_size,
-            layout.num_heads,
-            num_key_value_heads=layout.num_key_value_heads,
-            head_dim=layout.head_dim,
-            layer_index=layer_index,
-            backend=config.attn_backend,
-            dex_heads=None if config.dex_heads is None else config.dex_heads[layer_index],
-        )
+    def layout_of(cls, config: AttentionConfig) -> HeadLayout:
+        """Return the configuration's heads unchanged.
+
+        Raises:
+            ConfigError: dex_heads does not list equally many of the heads for each layer.
+        """
+        layers, layout = cls.option(config, "dex_heads"), super().layout_of(config)
+        if layers is not None:
+            if len(layers) != config.num_hidden_layers or len({len(set(heads)) for heads in layers}) != 1:
+                raise ConfigError(
+                    f"dex_heads={layers}: give a list of heads for each of the {config.num_hidden_layers} layers, "
+                    "equally long"
+                )
+            for heads in layers:
+                _check_heads(heads, layout.num_heads)
+        return layout
+
+    @classmethod
+    def arguments_of(cls, config: AttentionConfig, layer_index: int) -> dict[str, Any]:
+        """Pass entry `layer_index` of the configuration's dex_heads."""
+        layers = cls.option(config, "dex_heads")
+        return {"dex_heads": None if layers is None else layers[layer_index]}
 
     @classmethod
     def own_parameters(cls, config: AttentionConfig) -> int:
-        """lambda and W of the chosen heads; every layer has equally many."""
-        layout = cls.layout_of(config)
-        chosen = layout.num_heads if config.dex_heads is None else len(config.dex_heads[0])
+        """Count lambda and W of the chosen heads; every layer has equally many."""
+        layout, layers = cls.layout_of(config), cls.option(config, "dex_heads")
+        chosen = layout.num_heads if layers is None else len(layers[0])
         return chosen * (layout.value_head_dim**2 + 1)
 
+    @classmethod
+    def upcycled(cls, name: str, shape: tuple[int, ...], plain: PlainLayer) -> Tensor:
+        """Copy the Transformer's projections; lambda starts at 0."""
+        if name == "dex_lambda":
+            return plain.zeros(shape)
+        if name == "dex_proj":
+            drawn = plain.normal("self_attn.dex_proj", shape, plain.config.head_dim**-0.5)
+            return drawn.to(plain.read("o_proj.weight").dtype)
+        return plain.read(name)
+
     def init_own_parameters(self, normal_: Any = nn.init.normal_) -> None:
-        """lambda 0 and W from N(0, 1 / E)."""
+        """Set lambda to 0 and draw W from N(0, 1 / E)."""
         normal_(self.dex_lambda, mean=0.0, std=0.0)
         normal_(self.dex_proj, mean=0.0, std=self.layout.value_head_dim**-0.5)
 
     def lam(self) -> Tensor:
-        """lambda of the chosen heads, (len(dex_heads),)."""
+        """Return lambda of the chosen heads, (len(dex_heads),)."""
         return self.dex_lambda
 
     def attend(
-        self, query_BHTX: Tensor, key_BGSX: Tensor, value_BGSE: Tensor, lam: Tensor | float | None, **restrictions: Any
+        self, query: Tensor, key: Tensor, value: Tensor, lam: Tensor | float | None, restrictions: Restrictions
     ) -> Tensor:
-        """O - lambda O W_D on the chosen heads, O on the others."""
-        heads_BHTE = super().attend(query_BHTX, key_BGSX, value_BGSE, lam, **restrictions)
+        """Return O - lambda O W_D on the chosen heads, O on the others."""
+        heads_BHTE = super().attend(query, key, value, lam, restrictions)
         parts, place = [], 0
         for start, stop, chosen in _runs(self.dex_heads, self.layout.num_heads):
             part = heads_BHTE[:, start:stop]
@@ -97,8 +123,13 @@ class DifferentialExtension(SoftmaxAttention):
         return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
 
 
+def _check_heads(chosen: Sequence[int], heads: int) -> None:
+    if len(set(chosen)) < len(chosen) or not set(chosen) <= set(range(heads)):
+        raise ConfigError(f"dex_heads={list(chosen)}: name heads from 0 to {heads - 1}, each once")
+
+
 def _runs(chosen: Sequence[int], heads: int) -> list[tuple[int, int, bool]]:
-    """(start, stop, whether chosen) of consecutive heads of one kind: slices need no index tensor on the device."""
+    """Return (start, stop, whether chosen) of consecutive heads of one kind: slices need no index tensor on the device."""
     inside = [head in set(chosen) for head in range(heads)]
     edges = [0, *(head for head in range(1, heads) if inside[head] != inside[head - 1]), heads]
     return [(start, stop, inside[start]) for start, stop in pairwise(edges)]

@@ -1,8 +1,11 @@
 """Differential attention, V1 (arXiv:2410.05258): the difference of two softmax maps, normalised head by head."""
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from .differential import Differential, DifferentialOptions
+from torch import Tensor
+
+from .base import AttentionConfig, PlainLayer
+from .differential import LAMBDA_STD, LAMBDA_VECTORS, Differential, DifferentialOptions
 
 
 class DifferentialAttention(Differential):
@@ -12,12 +15,39 @@ class DifferentialAttention(Differential):
     output = concat((1 - lambda_init) RMSNorm(head)) W_O
     lambda = exp(lambda_q1 . lambda_k1) - exp(lambda_q2 . lambda_k2) + lambda_init
 
-    Two heads of the same-size Transformer make one, with a value of 2 D, so parameters are equal but for lambda and the gain.
-    lambda is one number a layer, shared by the heads, and may leave (0, 1).
+    Two heads of the same-size Transformer make one, with a value of 2 D, so the number of parameters is equal except for
+    lambda and the gain. lambda is one number for each layer, shared by the heads, and may leave (0, 1).
     """
 
     name: ClassVar[str] = "diff"
+    label: ClassVar[str] = "DIFF Transformer"
+    can_upcycle: ClassVar[bool] = True
     twin_heads: ClassVar[int] = 2
     defaults: ClassVar[DifferentialOptions] = DifferentialOptions(
         lambda_form="layer", head_norm="gain", shared_key=False
     )
+
+    @classmethod
+    def upcycled_options(cls, config: AttentionConfig) -> dict[str, Any]:
+        """Keep every head as one differential head with a value of D, without a norm, and start at lambda 0.
+
+        A headwise norm would discard the size of each row, which W_O has learned to read.
+        """
+        return {
+            "num_differential_heads": config.num_attention_heads,
+            "num_differential_key_value_heads": config.num_key_value_heads,
+            "value_head_dim": config.head_dim,
+            "head_norm": "none",
+            "lambda_init": 0.0,
+        }
+
+    @classmethod
+    def upcycled(cls, name: str, shape: tuple[int, ...], plain: PlainLayer) -> Tensor:
+        """Give both maps the Transformer's queries and keys. Both exponents of lambda are equal, so that they cancel."""
+        if name == "q_proj.weight":
+            return plain.twice(name, plain.config.num_attention_heads)
+        if name == "k_proj.weight":
+            return plain.twice(name, plain.config.num_key_value_heads)
+        if name in LAMBDA_VECTORS:
+            return plain.normal(name[:-1], shape, LAMBDA_STD)  # one draw for lambda_q1 and lambda_q2
+        return plain.read(name)

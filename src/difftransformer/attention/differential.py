@@ -1,7 +1,8 @@
-"""What the differential variants share: forms of lambda, the headwise norm, the call of the op.
+"""What the differential variants share: forms of lambda, the headwise norm, and the call of the op.
 
-A variant states its `HeadLayout` and the default of each `DifferentialOptions` field. Between V1 and V2 lie four choices (own
-or shared keys, norm or none, lambda by layer or by token, a value of 2 D or D), which options set one by one.
+A variant sets the default of each `DifferentialOptions` field, and how many heads of the Transformer make one of its heads.
+V1 and V2 differ in four choices (own or shared keys, norm or none, lambda by layer or by token, a value of 2 D or D). Each
+choice is an option of its own.
 """
 
 import math
@@ -13,31 +14,32 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ConfigError
-from ..ops import attention_maps, differential_attention, normed_differential_attention
-from ..ops.problem import LOW_PRECISION
-from .base import Attention, AttentionConfig, HeadLayout, RMSNorm
+from ..ops.attention import attend
+from ..ops.problem import LOW_PRECISION, Restrictions
+from .base import Attention, AttentionConfig, HeadLayout, Option, RMSNorm
 
 LambdaForm = Literal["layer", "head", "token", "constant"]
 HeadNorm = Literal["gain", "plain", "none"]
 
-LAMBDA_STD = 0.1  # of the lambda vectors at the start (the paper's code)
-HEAD_NORM_EPS = 1e-5  # of the headwise norm (the paper's code)
+LAMBDA_STD = 0.1  # standard deviation of the initial lambda vectors (the paper's code)
+HEAD_NORM_EPS = 1e-5  # eps of the headwise norm (the paper's code)
 LAMBDA_VECTORS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
 
 
 def lambda_init(layer_index: int) -> float:
-    """0.8 - 0.6 exp(-0.3 layer_index), layers counted from 0 (arXiv:2410.05258 section 2.1, where l = layer_index + 1)."""
+    """Return 0.8 - 0.6 exp(-0.3 layer_index), layers counted from 0 (arXiv:2410.05258 section 2.1: l = layer_index + 1)."""
     return 0.8 - 0.6 * math.exp(-0.3 * layer_index)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DifferentialOptions:
-    """The choices that tell differential layers apart; None leaves a choice to the variant.
+    """The choices in which differential layers differ; None leaves a choice to the variant.
 
     Attributes:
-        lambda_form: "layer", one number of the layer by eq. 2; "head", the same with vectors for each head; "token", the
-            sigmoid of a projection of the hidden states, one for each token and head (DIFF V2); "constant", lambda_init.
-        lambda_init: What eq. 2 starts from; None means the paper's schedule by depth.
+        lambda_form: "layer", one number for the layer by eq. 2; "head", the same with vectors for each head; "token", the
+            sigmoid of a projection of the hidden states, one number for each token and head (DIFF V2); "constant",
+            lambda_init.
+        lambda_init: The constant term of eq. 2; None means the paper's schedule by depth.
         head_norm: "gain", a headwise RMSNorm with one learned gain, times (1 - lambda_init); "plain", the same without the
             gain; "none", neither norm nor factor.
         shared_key: Whether both maps read one key.
@@ -60,14 +62,14 @@ class DifferentialOptions:
             )
 
     def over(self, defaults: "DifferentialOptions") -> "DifferentialOptions":
-        """These choices, and the defaults where there is none."""
+        """Return these choices, with the defaults for those that are None."""
         chosen = {field.name: getattr(self, field.name) for field in fields(self)}
         return DifferentialOptions(
             **{name: getattr(defaults, name) if value is None else value for name, value in chosen.items()}
         )
 
     def parameters(self, layout: HeadLayout, hidden_size: int) -> int:
-        """Of a layer beside its four projections, by formula."""
+        """Count by formula the parameters that a layer has besides its four projections."""
         lambdas = {
             "layer": 4 * layout.head_dim,
             "head": 4 * layout.num_heads * layout.head_dim,
@@ -81,8 +83,11 @@ class Differential(Attention):
     """Base of the differential variants (arXiv:2410.05258 eq. 1-3): head = norm((A1 - lambda A2) V).
 
     Rows of q_proj and, with own keys, of k_proj are ordered (head, map, D). In grouped-query attention each map keeps its own
-    key. Lambda vectors stay in fp32 whatever the module is cast to: in bf16 their dot products would move in steps as large as
-    what they learn.
+    key. Lambda vectors stay in fp32 whatever dtype the module is cast to: in bf16 the rounding of their dot products would be
+    as large as what they learn.
+
+    A model's configuration may set num_differential_heads and num_differential_key_value_heads, where they do not follow from
+    the Transformer's heads, and value_head_dim, head_norm_eps and the fields of `DifferentialOptions`.
 
     Args:
         embed_dim: M, width of the hidden states.
@@ -90,11 +95,23 @@ class Differential(Attention):
         num_key_value_heads: Differential key/value heads; None means num_heads.
         head_dim: D, width of one map; None means embed_dim / (num_heads * twin_heads).
         value_head_dim: E; None means twin_heads * D.
-        layer_index: Place in the model, from 0; sets lambda_init.
+        layer_index: Index of the layer in the model, from 0; sets lambda_init.
         head_norm_eps: eps of the headwise norm.
         backend: The op's backend, or "auto".
-        options: Departures from the variant's `defaults`.
+        options: Choices that differ from the variant's `defaults`.
     """
+
+    config_options: ClassVar[dict[str, Option]] = {
+        "num_differential_heads": Option(int | None),
+        "num_differential_key_value_heads": Option(int | None),
+        "value_head_dim": Option(int | None),
+        "lambda_form": Option(str | None),
+        "lambda_init": Option(float | None),
+        "head_norm": Option(str | None),
+        "shared_key": Option(bool | None),
+        "head_norm_eps": Option(float, HEAD_NORM_EPS),
+    }
+    fp32_parameters: ClassVar[tuple[str, ...]] = LAMBDA_VECTORS
 
     lambda_q1: Tensor
     lambda_k1: Tensor
@@ -155,45 +172,39 @@ class Differential(Attention):
 
     @classmethod
     def options_of(cls, config: AttentionConfig) -> DifferentialOptions:
-        """The choices of a configuration, with the variant's own where it makes none."""
-        chosen = {field.name: getattr(config, field.name, None) for field in fields(DifferentialOptions)}
+        """Return the choices of a configuration, with the variant's defaults for those it leaves open."""
+        chosen = {field.name: cls.option(config, field.name) for field in fields(DifferentialOptions)}
         return DifferentialOptions(**chosen).over(cls.defaults)
 
     @classmethod
     def layout_of(cls, config: AttentionConfig) -> HeadLayout:
-        """Heads of the twin become differential heads, twin_heads at a time, unless the configuration states their number.
+        """Make each `twin_heads` heads of the Transformer one differential head, unless the configuration sets their number.
 
         Raises:
-            ConfigError: heads that do not go in pairs, or a head_dim that was already halved.
+            ConfigError: an odd number of heads, or a head_dim that is already halved.
         """
         return HeadLayout(
-            num_heads=config.num_differential_heads or cls._share(config, "num_attention_heads"),
-            num_key_value_heads=config.num_differential_key_value_heads or cls._share(config, "num_key_value_heads"),
+            num_heads=cls.option(config, "num_differential_heads") or cls._share(config, "num_attention_heads"),
+            num_key_value_heads=cls.option(config, "num_differential_key_value_heads")
+            or cls._share(config, "num_key_value_heads"),
             head_dim=config.head_dim,
             query_maps=2,
             key_maps=1 if cls.options_of(config).shared_key else 2,
-            value_head_dim=config.value_head_dim or cls.twin_heads * config.head_dim,
+            value_head_dim=cls.option(config, "value_head_dim") or cls.twin_heads * config.head_dim,
         )
 
     @classmethod
-    def from_config(cls, config: AttentionConfig, layer_index: int) -> Self:
-        """Build the layer of a model."""
-        layout = cls.layout_of(config)
-        return cls(
-            config.hidden_size,
-            layout.num_heads,
-            num_key_value_heads=layout.num_key_value_heads,
-            head_dim=layout.head_dim,
-            value_head_dim=layout.value_head_dim,
-            layer_index=layer_index,
-            head_norm_eps=config.head_norm_eps,
-            backend=config.attn_backend,
-            options=cls.options_of(config),
-        )
+    def arguments_of(cls, config: AttentionConfig, layer_index: int) -> dict[str, Any]:
+        """Pass the width of values, the norm's eps and the chosen options."""
+        return {
+            "value_head_dim": cls.layout_of(config).value_head_dim,
+            "head_norm_eps": cls.option(config, "head_norm_eps"),
+            "options": cls.options_of(config),
+        }
 
     @classmethod
     def own_parameters(cls, config: AttentionConfig) -> int:
-        """Lambda's, and the gain of the norm."""
+        """Count the parameters of lambda and the gain of the norm."""
         return cls.options_of(config).parameters(cls.layout_of(config), config.hidden_size)
 
     @classmethod
@@ -220,21 +231,21 @@ class Differential(Attention):
             normal_(vector, mean=0.0, std=LAMBDA_STD)
 
     def lam(self) -> Tensor | None:
-        """The layer's lambda now (arXiv:2410.05258 eq. 2): 0-dim or (H,), fp32 (float64 in a float64 layer); None by token."""
+        """Return the layer's lambda now (arXiv:2410.05258 eq. 2): 0-dim or (H,), fp32 or float64; None where it is by token."""
         form = self.options.lambda_form
         if form == "token":
             return None
         if form == "constant":
             return torch.tensor(self.lambda_init, device=self.q_proj.weight.device)
-        # In a decoding step of a small model each of these calls is seen: as few as there can be.
+        # As few calls as possible: they count in a decoding step of a small model.
         q1, k1, q2, k2 = self.lambda_q1, self.lambda_k1, self.lambda_q2, self.lambda_k2
         if q1.dtype in LOW_PRECISION:
             q1, k1, q2, k2 = q1.float(), k1.float(), q2.float(), k2.float()
-        # Not q1.dot(k1): its last bit depends on where in memory a checkpoint's vectors lie.
+        # Not q1.dot(k1), whose last bit depends on the memory addresses of the vectors.
         return (q1 * k1).sum(-1).exp() - (q2 * k2).sum(-1).exp() + self.lambda_init
 
     def head_lam(self, hidden: Tensor) -> Tensor | float:
-        """What the op takes: lam(), a float where it is constant, or (B, H, T) by token."""
+        """Return lam(), a float where it is constant, or (B, H, T) where it is by token."""
         form = self.options.lambda_form
         if form == "constant":
             return self.lambda_init
@@ -246,39 +257,12 @@ class Differential(Attention):
         return lam
 
     def attend(
-        self,
-        query_BHTX: Tensor,
-        key_BGSX: Tensor,
-        value_BGSE: Tensor,
-        lam: Tensor | float | None,
-        **restrictions: Any,
+        self, query: Tensor, key: Tensor, value: Tensor, lam: Tensor | float | None, restrictions: Restrictions
     ) -> Tensor:
-        """(A1 - lambda A2) V, normalised where the layer does."""
-        assert lam is not None
+        """Return (A1 - lambda A2) V, normalised where the layer has a headwise norm."""
         norm = self.head_norm
-        if norm is None:
-            return differential_attention(query_BHTX, key_BGSX, value_BGSE, lam, backend=self.backend, **restrictions)
-        return normed_differential_attention(
-            query_BHTX,
-            key_BGSX,
-            value_BGSE,
-            lam,
-            norm.weight,
-            eps=norm.eps,
-            factor=1.0 - self.lambda_init,
-            backend=self.backend,
-            **restrictions,
-        )
-
-    def combined_map(
-        self, query_BHTX: Tensor, key_BGSX: Tensor, lam: Tensor | float | None, **restrictions: Any
-    ) -> Tensor:
-        """A1 - lambda A2."""
-        assert lam is not None
-        first_BHTS, second_BHTS = attention_maps(query_BHTX, key_BGSX, **restrictions)
-        if isinstance(lam, Tensor) and lam.dim():
-            lam = lam.unsqueeze(-1) if lam.dim() == 3 else lam.view(-1, 1, 1)
-        return first_BHTS - lam * second_BHTS
+        of_heads = None if norm is None else (norm.weight, norm.eps, 1.0 - self.lambda_init)
+        return attend(query, key, value, lam, restrictions, norm=of_heads, backend=self.backend)
 
     def _lambda_vectors(self) -> tuple[nn.Parameter, ...]:
         return tuple(getattr(self, name) for name in LAMBDA_VECTORS if hasattr(self, name))

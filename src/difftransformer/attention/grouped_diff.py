@@ -1,15 +1,74 @@
 """Grouped differential attention: many signal heads, and few noise heads that they share."""
 
-from typing import Any, ClassVar, Self
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from ..errors import ConfigError
-from .base import AttentionConfig, HeadLayout
+from .base import AttentionConfig, HeadLayout, Option
 from .differential import HEAD_NORM_EPS, Differential, DifferentialOptions
 
-SIGNAL_HEADS_PER_NOISE_HEAD = (4, 3)  # of arXiv:2510.06949's best ratios, Motif-2-12.7B's first
+SIGNAL_HEADS_PER_NOISE_HEAD = (4, 3)  # among the best ratios of arXiv:2510.06949; Motif-2-12.7B has 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupedLayout(HeadLayout):
+    """Heads of which H / N consecutive ones share a second map.
+
+    Rows of q_proj are N groups of H / N first queries and the second query that they share. Rows of k_proj and v_proj, and
+    the cache, are min(G, N) groups of the first keys, one second key, and the values.
+
+    Attributes:
+        num_noise_heads: N, second maps of a layer; H is a multiple of it.
+    """
+
+    num_noise_heads: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        noise = self.num_noise_heads
+        if noise < 1 or self.num_heads % noise:
+            raise ConfigError(
+                f"num_noise_heads={noise} does not divide num_heads={self.num_heads}; every noise head serves the same number "
+                "of heads"
+            )
+        if noise % self.num_key_value_heads and self.num_key_value_heads % noise:
+            raise ConfigError(
+                f"num_key_value_heads={self.num_key_value_heads} with num_noise_heads={noise}: give a multiple or a divisor "
+                "of it, so that heads share keys in whole groups"
+            )
+
+    @property
+    def query_groups(self) -> int:
+        """Number of noise heads, each in a group with the heads that share it."""
+        return self.num_noise_heads
+
+    @property
+    def query_width(self) -> int:
+        """Width of one group's queries."""
+        return (self.heads_per_second_map + 1) * self.head_dim
+
+    @property
+    def cache_heads(self) -> int:
+        """Number of groups of key/value heads that share the second key."""
+        return min(self.num_key_value_heads, self.num_noise_heads)
+
+    @property
+    def key_width(self) -> int:
+        """Width of one group's keys."""
+        return (self.num_key_value_heads // self.cache_heads + 1) * self.head_dim
+
+    @property
+    def value_width(self) -> int:
+        """Width of one group's values."""
+        return self.num_key_value_heads // self.cache_heads * self.value_head_dim
+
+    @property
+    def heads_per_second_map(self) -> int:
+        """Number of heads that share one noise head."""
+        return self.num_heads // self.num_noise_heads
 
 
 class GroupedDifferentialAttention(Differential):
@@ -20,18 +79,18 @@ class GroupedDifferentialAttention(Differential):
         g = h // (H / G) its key/value head, and j' = j // (N / min(G, N)) the noise head's key
     output = concat((1 - lambda_init) RMSNorm(head)) W_O
 
-    lambda and the norm are DIFF V1's, and so is the value of 2 D; with N = H this is V1. Rows of q_proj are ordered (noise
-    head, H / N signal queries and the noise query, D), those of k_proj (noise key, its signal keys and itself, D).
+    lambda, the norm and the value of 2 D are those of DIFF V1. With N = H this is V1. Rows of q_proj are ordered (noise head,
+    H / N signal queries and the noise query, D), those of k_proj (noise key, its signal keys and the noise key itself, D).
 
-    A configuration's num_attention_heads are H + N and its num_key_value_heads the keys G + min(G, N), so that W_Q and W_K are
-    the same-size Transformer's. Values are wider, 2 D for every signal head: with n and k heads and key/value heads of the
-    Transformer, W_V and W_O together have (2 (H + G) - n - k) D M numbers more. value_head_dim = (n + k) D / (H + G) makes
-    them equal where that is a whole number.
+    A configuration's num_attention_heads is H + N and its num_key_value_heads is the number of keys, G + min(G, N), so W_Q and
+    W_K have the shapes of the same-size Transformer. Values are wider, 2 D for every signal head: with n heads and k key/value
+    heads in the Transformer, W_V and W_O together have (2 (H + G) - n - k) D M more numbers. value_head_dim =
+    (n + k) D / (H + G) makes them equal where that is a whole number.
 
-    The op forms one pair of maps a head, so the noise map is formed again for every head that shares it. Its query is copied
-    to each of them, T positions long. Keys and values go to the op as they are cached, without a copy, where G divides N, as
-    in Motif's models; with more key/value heads than noise heads (no grouping of keys, say) each call copies K, V and the
-    repeated noise keys, S positions long. The cache holds nothing twice.
+    The op forms one pair of maps for each head, so it forms the noise map again for every head that shares it. The noise query,
+    T positions long, is copied to each of these heads. Where G divides N, as in Motif's models, keys and values go to the op as
+    they are cached, without a copy. With more key/value heads than noise heads (without grouped keys, for example), each call
+    copies K, V and the repeated noise keys, S positions long. The cache holds nothing twice.
 
     Args:
         embed_dim: M, width of the hidden states.
@@ -40,16 +99,19 @@ class GroupedDifferentialAttention(Differential):
         num_key_value_heads: G, signal key/value heads, a multiple or a divisor of N; None means num_heads.
         head_dim: D; None means embed_dim / (H + N).
         value_head_dim: E; None means 2 D.
-        layer_index: Place in the model, from 0; sets lambda_init.
+        layer_index: Index of the layer in the model, from 0; sets lambda_init.
         head_norm_eps: eps of the headwise norm.
         backend: The op's backend, or "auto".
-        options: Departures from the defaults. shared_key must stay False.
+        options: Choices that differ from the defaults. shared_key must stay False.
 
     Raises:
-        ConfigError: heads that cannot be shared in whole groups, or shared_key.
+        ConfigError: heads that do not divide into whole groups, or shared_key.
     """
 
+    layout: GroupedLayout
     name: ClassVar[str] = "grouped_diff"
+    label: ClassVar[str] = "grouped DIFF"
+    config_options: ClassVar[dict[str, Option]] = Differential.config_options | {"num_noise_heads": Option(int | None)}
     twin_heads: ClassVar[int] = 2
     defaults: ClassVar[DifferentialOptions] = DifferentialOptions(
         lambda_form="layer", head_norm="gain", shared_key=False
@@ -81,53 +143,52 @@ class GroupedDifferentialAttention(Differential):
         self._build(embed_dim, layout, chosen, layer_index=layer_index, head_norm_eps=head_norm_eps, backend=backend)
 
     @classmethod
-    def layout_of(cls, config: AttentionConfig) -> HeadLayout:
-        """Heads of the twin become signal and noise heads, its keys signal and noise keys.
+    def layout_of(cls, config: AttentionConfig) -> GroupedLayout:
+        """Divide the Transformer's heads into signal and noise heads, and its keys into signal and noise keys.
 
         Raises:
             ConfigError: heads, or keys, that do not divide.
         """
         _allowed(cls.options_of(config))
-        signal, noise = _heads(config)
-        groups = config.num_differential_key_value_heads or _key_value_heads(config, signal, noise)
-        return _layout(signal, noise, groups, config.head_dim, config.value_head_dim)
+        signal, noise = cls._heads(config)
+        groups = cls.option(config, "num_differential_key_value_heads") or _key_value_heads(config, signal, noise)
+        return _layout(signal, noise, groups, config.head_dim, cls.option(config, "value_head_dim"))
 
     @classmethod
-    def from_config(cls, config: AttentionConfig, layer_index: int) -> Self:
-        """Build the layer of a model."""
-        layout = cls.layout_of(config)
-        return cls(
-            config.hidden_size,
-            layout.num_heads,
-            num_noise_heads=layout.num_noise_heads,
-            num_key_value_heads=layout.num_key_value_heads,
-            head_dim=layout.head_dim,
-            value_head_dim=layout.value_head_dim,
-            layer_index=layer_index,
-            head_norm_eps=config.head_norm_eps,
-            backend=config.attn_backend,
-            options=cls.options_of(config),
+    def arguments_of(cls, config: AttentionConfig, layer_index: int) -> dict[str, Any]:
+        """Pass the number of noise heads too."""
+        return super().arguments_of(config, layer_index) | {"num_noise_heads": cls.layout_of(config).num_noise_heads}
+
+    @classmethod
+    def _heads(cls, config: AttentionConfig) -> tuple[int, int]:
+        """Return the numbers of signal and noise heads."""
+        total, noise = config.num_attention_heads, cls.option(config, "num_noise_heads")
+        signal = cls.option(config, "num_differential_heads")
+        if signal:
+            return signal, _noise_of_signal(signal) if noise is None else noise
+        if noise is not None:
+            if noise >= total or (total - noise) % noise:
+                raise ConfigError(
+                    f"num_noise_heads={noise} leaves {total - noise} of num_attention_heads={total} for the signal; give a "
+                    "number of which a multiple is left"
+                )
+            return total - noise, noise
+        for ratio in SIGNAL_HEADS_PER_NOISE_HEAD:
+            if total % (ratio + 1) == 0:
+                noise = total // (ratio + 1)
+                return total - noise, noise
+        raise ConfigError(
+            f"num_attention_heads={total}: attention_type='grouped_diff' makes one of five heads, or of four, a noise head; "
+            "use a multiple of 5 or 4, or set num_noise_heads"
         )
 
-    def attend(
-        self, query_BHTX: Tensor, key_BGSX: Tensor, value_BGSE: Tensor, lam: Tensor | float | None, **restrictions: Any
-    ) -> Tensor:
-        """(A1 - lambda A2) V, normalised where the layer does; groups as `Attention.attend` says. Returns (B, H, T, E)."""
-        query, key = self._pairs(query_BHTX, key_BGSX)
-        values = self.layout.value_width // self.layout.value_head_dim
+    def op_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Pair every signal head with a copy of its noise head, which makes queries (B, H, T, 2 D) and keys (B, G, S, 2 D)."""
+        layout = self.layout
+        values = layout.value_width // layout.value_head_dim
         if values > 1:
-            value_BGSE = value_BGSE.unflatten(-1, (values, -1)).transpose(2, 3).flatten(1, 2)
-        return super().attend(query, key, value_BGSE, lam, **restrictions)
-
-    def combined_map(
-        self, query_BHTX: Tensor, key_BGSX: Tensor, lam: Tensor | float | None, **restrictions: Any
-    ) -> Tensor:
-        """A1 - lambda A2, (B, H, T, S)."""
-        return super().combined_map(*self._pairs(query_BHTX, key_BGSX), lam, **restrictions)
-
-    def _pairs(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """Grouped queries (B, N, T, (H / N + 1) D) as (B, H, T, 2 D), and keys (B, cache heads, S, ...) as (B, G, S, 2 D)."""
-        return _paired(query, self.layout.head_dim), _paired(key, self.layout.head_dim)
+            value = value.unflatten(-1, (values, -1)).transpose(2, 3).flatten(1, 2)
+        return _paired(query, layout.head_dim), _paired(key, layout.head_dim), value
 
     def _keys_like(self, query: Tensor) -> Tensor:
         layout = self.layout
@@ -138,12 +199,12 @@ class GroupedDifferentialAttention(Differential):
         return torch.cat(keys, 1).flatten(0, 2)
 
     def extra_repr(self) -> str:
-        """What `print(module)` shows."""
+        """Describe the module for `print`."""
         return f"noise_heads={self.layout.num_noise_heads}, {super().extra_repr()}"
 
 
 def _paired(grouped: Tensor, width: int) -> Tensor:
-    """(B, groups, L, (r + 1) * width), r first and a shared second, as (B, r * groups, L, 2 * width)."""
+    """Convert (B, groups, L, (r + 1) * width), r signal parts and one noise part, to (B, r * groups, L, 2 * width)."""
     shared = grouped.shape[-1] // width - 1
     if shared == 1:
         return grouped
@@ -151,8 +212,8 @@ def _paired(grouped: Tensor, width: int) -> Tensor:
     return torch.cat((parts[:, :, :-1], parts[:, :, -1:].expand(-1, -1, shared, -1, -1)), -1).flatten(1, 2)
 
 
-def _layout(signal: int, noise: int, groups: int, head_dim: int, value_head_dim: int | None) -> HeadLayout:
-    return HeadLayout(
+def _layout(signal: int, noise: int, groups: int, head_dim: int, value_head_dim: int | None) -> GroupedLayout:
+    return GroupedLayout(
         num_heads=signal,
         num_key_value_heads=groups,
         head_dim=head_dim,
@@ -180,31 +241,8 @@ def _noise_of_signal(signal: int) -> int:
     )
 
 
-def _heads(config: AttentionConfig) -> tuple[int, int]:
-    """Signal and noise heads."""
-    total, noise = config.num_attention_heads, config.num_noise_heads
-    if config.num_differential_heads:
-        signal = config.num_differential_heads
-        return signal, _noise_of_signal(signal) if noise is None else noise
-    if noise is not None:
-        if noise >= total or (total - noise) % noise:
-            raise ConfigError(
-                f"num_noise_heads={noise} leaves {total - noise} of num_attention_heads={total} for the signal; give a number "
-                "whose multiple is left"
-            )
-        return total - noise, noise
-    for ratio in SIGNAL_HEADS_PER_NOISE_HEAD:
-        if total % (ratio + 1) == 0:
-            noise = total // (ratio + 1)
-            return total - noise, noise
-    raise ConfigError(
-        f"num_attention_heads={total}: attention_type='grouped_diff' makes one of five heads, or of four, a noise head; use "
-        "a multiple of 5 or 4, or set num_noise_heads"
-    )
-
-
 def _key_value_heads(config: AttentionConfig, signal: int, noise: int) -> int:
-    """G with as many keys, G + min(G, N), as the twin has."""
+    """Return the G for which the number of keys, G + min(G, N), is the Transformer's."""
     keys = config.num_key_value_heads
     groups = keys - noise if keys > 2 * noise else keys // 2
     whole = groups + min(groups, noise) == keys and groups > 0 and signal % groups == 0

@@ -1,10 +1,7 @@
 """Plain softmax attention: the Transformer twin's layer."""
 
-from typing import Any, ClassVar, Self
+from typing import ClassVar
 
-from torch import Tensor
-
-from ..ops import softmax_attention, softmax_maps
 from .base import Attention, AttentionConfig, HeadLayout
 
 
@@ -16,11 +13,15 @@ class SoftmaxAttention(Attention):
         num_heads: Heads.
         num_key_value_heads: Key/value heads; None means num_heads.
         head_dim: Width of a head; None means embed_dim / num_heads.
-        layer_index: Place in the model, from 0.
+        layer_index: Index of the layer in the model, from 0.
         backend: The op's backend, or "auto".
     """
 
     name: ClassVar[str] = "softmax"
+    label: ClassVar[str] = "Transformer"
+    description: ClassVar[str] = "softmax attention, the same-size twin of a Differential Transformer"
+    tags: ClassVar[tuple[str, ...]] = ()
+    can_upcycle: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -45,7 +46,7 @@ class SoftmaxAttention(Attention):
 
     @classmethod
     def layout_of(cls, config: AttentionConfig) -> HeadLayout:
-        """The configuration's heads as they are."""
+        """Return the configuration's heads unchanged."""
         return HeadLayout(
             num_heads=config.num_attention_heads,
             num_key_value_heads=config.num_key_value_heads,
@@ -54,28 +55,3 @@ class SoftmaxAttention(Attention):
             key_maps=1,
             value_head_dim=config.head_dim,
         )
-
-    @classmethod
-    def from_config(cls, config: AttentionConfig, layer_index: int) -> Self:
-        """Build the layer of a model."""
-        layout = cls.layout_of(config)
-        return cls(
-            config.hidden_size,
-            layout.num_heads,
-            num_key_value_heads=layout.num_key_value_heads,
-            head_dim=layout.head_dim,
-            layer_index=layer_index,
-            backend=config.attn_backend,
-        )
-
-    def attend(
-        self, query_BHTX: Tensor, key_BGSX: Tensor, value_BGSE: Tensor, lam: Tensor | float | None, **restrictions: Any
-    ) -> Tensor:
-        """softmax(Q K^T / sqrt(D)) V."""
-        return softmax_attention(query_BHTX, key_BGSX, value_BGSE, backend=self.backend, **restrictions)
-
-    def combined_map(
-        self, query_BHTX: Tensor, key_BGSX: Tensor, lam: Tensor | float | None, **restrictions: Any
-    ) -> Tensor:
-        """The softmax map."""
-        return softmax_maps(query_BHTX, key_BGSX, **restrictions)

@@ -23,11 +23,20 @@ def use_threads(threads: int | None) -> None:
     Raises:
         ConfigError: The number is below 1.
     """
-    if threads is None:
-        return
-    if threads < 1:
-        raise ConfigError(f"--threads {threads}: give at least 1")
-    torch.set_num_threads(threads)
+    check_positive(threads=threads)
+    if threads is not None:
+        torch.set_num_threads(threads)
+
+
+def check_positive(**flags: int | None) -> None:
+    """Check that flags, by name, are at least 1; None passes.
+
+    Raises:
+        ConfigError: A flag is below 1.
+    """
+    for name, value in flags.items():
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name} {value}: give at least 1")
 
 
 def check_device(device: str) -> None:

@@ -8,7 +8,7 @@ from ..report import write_suite
 from ..report.tasks import measurement_table
 from ..report.terminal import rich_table
 from ..studies.suite import load_suite, run_suite
-from .arguments import check_device
+from .arguments import check_device, check_positive
 from .console import console, log, resumable, show
 from .progress import evaluation_progress
 
@@ -40,8 +40,7 @@ def run(
         accelerate: Whether to compute the attention of other models with this package's kernels, where these support it.
     """
     check_device(device)
-    if batch_tokens < 1:
-        raise ConfigError(f"--batch_tokens {batch_tokens}: give at least 1")
+    check_positive(batch_tokens=batch_tokens)
     if len(set(models)) < len(models):
         raise ConfigError("a model is given twice; give each model once")
     suite, folder = load_suite(preset), Path(out)

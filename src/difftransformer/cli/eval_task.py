@@ -1,17 +1,15 @@
 """difftransformer eval TASK: one task on any saved model. The task's own flags are the fields of its options."""
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConfigError
 from ..evals.tasks import task_kind
 from ..hub import open_language_model
 from ..model.dtypes import WeightsDtype
 from ..report.tasks import measurement_table, write_picture
 from ..report.terminal import rich_table
 from ..studies.tasks import evaluate_task
-from .arguments import check_device
+from .arguments import check_device, check_positive
 from .console import console, log, resumable, show
 from .progress import evaluation_progress
 
@@ -50,9 +48,7 @@ def run(
         options: Options of the task.
     """
     check_device(device)
-    for flag, value in (("--batch_tokens", batch_tokens), ("--context_tokens", context_tokens)):
-        if value is not None and value < 1:
-            raise ConfigError(f"{flag} {value}: give at least 1")
+    check_positive(batch_tokens=batch_tokens, context_tokens=context_tokens)
     name = verb.removeprefix("eval ")
     folder = Path(out) if out else Path("evals", Path(model).resolve().name)
     with (
@@ -75,8 +71,3 @@ def run(
         show(f"Figure: {picture}")
     show(f"Results: {folder / f'{name}.json'}")
     return 0
-
-
-def options_from(cls: type, values: dict[str, Any]) -> Any:
-    """Take the options out of the parsed arguments."""
-    return cls(**{field.name: values.pop(field.name) for field in dataclasses.fields(cls)})

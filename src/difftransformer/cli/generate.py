@@ -14,7 +14,7 @@ from ..hub import open_model, open_tokenizer, source_folder
 from ..model.dtypes import WeightsDtype
 from ..model.quiet import quietly
 from ..ops import use_backend
-from .arguments import check_device
+from .arguments import check_device, check_positive
 
 ARGUMENTS = {
     "prompt": {"nargs": "?", "help": "Text to continue. Defaults to the text of --prompt_file or standard input."},
@@ -100,18 +100,14 @@ def run(
 def _check_numbers(
     max_new_tokens: int, temperature: float, top_p: float | None, top_k: int | None, num_beams: int
 ) -> None:
-    for flag, count in (("--max_new_tokens", max_new_tokens), ("--top_k", top_k), ("--num_beams", num_beams)):
-        if count is not None and count < 1:
-            raise ConfigError(f"{flag} {count}: give at least 1")
+    check_positive(max_new_tokens=max_new_tokens, top_k=top_k, num_beams=num_beams)
     if not isfinite(temperature) or temperature < 0:
         raise ConfigError(f"--temperature {temperature}: give 0 for the most likely token, or a number above 0")
     if top_p is not None and not 0 < top_p <= 1:
         raise ConfigError(f"--top_p {top_p}: give a probability above 0 and up to 1")
     for flag, value in (("--top_p", top_p), ("--top_k", top_k)):
         if value is not None and temperature == 0:
-            raise ConfigError(
-                f"{flag} {value} is for sampling, but --temperature 0 takes the most likely token; raise it"
-            )
+            raise ConfigError(f"{flag} {value} is for sampling, but --temperature 0 does not sample; raise it")
 
 
 def _prompt(prompt: str | None, prompt_file: str | None) -> str:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from ..attention import VARIANTS
+from ..attention import variants
 from ..errors import ConfigError
 from ..model import PRESETS, DiffTransformerConfig, count, preset
 from ..model.card import size_rows
@@ -32,32 +32,26 @@ def run(model: str) -> int:
         config, source, stated = DiffTransformerConfig.from_pretrained(model), model, None
     console.print(_sizes(model, source, config))
     if stated is not None:
-        console.print(_beside_the_paper(config, stated), highlight=False)
+        tied = count(config).parameters
+        untied = tied + config.vocab_size * config.hidden_size
+        text = f"The paper states {stated / 1e9:.3g}B. This shape has {tied / 1e9:.2f}B with a tied embedding"
+        console.print(f"{text}, {untied / 1e9:.2f}B untied.", highlight=False)
     return 0
 
 
 def _sizes(name: str, source: str, config: DiffTransformerConfig) -> Table:
     table = Table(title=f"{name} ({source})", caption="Computed by formula; FLOPs of matrix products.")
     table.add_column("")
-    twins = [size_rows(config.twin(word)) for word in VARIANTS]
-    for word in VARIANTS:
+    twins = [size_rows(config.twin(word)) for word in variants()]
+    for word in variants():
         table.add_column(word, justify="right")
     for label in twins[0]:
         table.add_row(label, *(f"{rows[label]:,}" for rows in twins))
     return table
 
 
-def _beside_the_paper(config: DiffTransformerConfig, stated: float) -> str:
-    tied = count(config).parameters
-    untied = tied + config.vocab_size * config.hidden_size
-    text = f"The paper states {stated / 1e9:.3g}B. This shape has {tied / 1e9:.2f}B with a tied embedding"
-    return f"{text}, {untied / 1e9:.2f}B untied."
-
-
 def _backends() -> Table:
-    table = Table(title="Attention backends")
-    for column in ("name", "description"):
-        table.add_column(column)
+    table = Table("name", "description", title="Attention backends")
     for name, backend in BACKENDS.items():
         table.add_row(name, backend.description)
     return table

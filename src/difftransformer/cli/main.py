@@ -5,6 +5,7 @@ repeated. Nothing heavy is imported before a verb is chosen. Errors of this pack
 status 2; `--debug` shows the traceback.
 """
 
+import dataclasses
 import errno
 import importlib
 import os
@@ -109,7 +110,8 @@ def _run(verb: str, words: list[str]) -> int:
         text = " ".join(str(error).split())
         return _fail(f"difftransformer {verb}: {text}; see difftransformer {verb} --help")
     if own is not None:
-        values["verb"], values["options"] = verb, module.options_from(own, values)
+        values["options"] = own(**{field.name: values.pop(field.name) for field in dataclasses.fields(own)})
+        values["verb"] = verb
     return int(module.run(**values) or 0)
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from ..convert.llama import TARGETS
+from ..convert.llama import targets
 from ..convert.upcycle import upcycle_folder
 from ..data import Tokenizer, read_documents
 from ..errors import ConfigError
@@ -43,15 +43,17 @@ def run(
         seed: Seed of the random start of new parameters.
     """
     if to is None and train is None:
-        raise ConfigError(f"--to is missing; choose one of {', '.join(TARGETS)}")
+        raise ConfigError(f"--to is missing; choose one of {', '.join(targets())}")
     kinds = [name.strip() for name in (to or "diff,diff_v2,dex").split(",")]
     for kind in kinds:
-        if kind not in TARGETS:
-            raise ConfigError(f"--to {kind!r} is unknown; choose {'from' if train else 'one of'} {', '.join(TARGETS)}")
+        if kind not in targets():
+            raise ConfigError(
+                f"--to {kind!r} is unknown; choose {'from' if train else 'one of'} {', '.join(targets())}"
+            )
     if train is not None:
         return _study(model, Path(out), kinds, train, set or [])
     if len(kinds) > 1:
-        raise ConfigError(f"--to {to}: several are made with --train only; choose one of {', '.join(TARGETS)}")
+        raise ConfigError(f"--to {to}: several are made with --train only; choose one of {', '.join(targets())}")
     with source_folder(model) as source:
         ids: list[int] = []
         if tokens:

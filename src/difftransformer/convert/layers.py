@@ -149,9 +149,9 @@ def refuse_other_than_v1(
     """
     layout, norm = layer.layout, layer.head_norm
     expected = lambda_init_of(layer.layer_index) if init is None else init
-    if not shared_noise and layout.num_noise_heads not in (None, layout.num_heads):
+    if not shared_noise and layout.heads_per_second_map > 1:
         raise ConfigError(
-            f"num_noise_heads={layout.num_noise_heads}: {target} has V1 attention; expected as many as num_heads="
+            f"num_noise_heads={layout.query_groups}: {target} has V1 attention; expected as many as num_heads="
             f"{layout.num_heads}"
         )
     possible = {"lambda_form": "layer", "shared_key": False, "value_head_dim": 2 * layout.head_dim}

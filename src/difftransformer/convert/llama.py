@@ -16,23 +16,26 @@ A headwise norm would discard the size of every row, which W_O has learned to re
 
 import json
 import zlib
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedConfig
 
-from ..attention.differential import LAMBDA_STD, LAMBDA_VECTORS
+from ..attention import PlainLayer, variant, variants
 from ..errors import ConfigError
 from ..model import DiffTransformerConfig, DiffTransformerForCausalLM
 from .conversion import Conversion, Read, Shape, shapes_of
 from .diffllama import SHARED_FIELDS, TIES
 
-TARGETS = ("diff", "diff_v2", "dex", "softmax")
 CLASSES: dict[str, type[PreTrainedConfig]] = {"llama": LlamaConfig, "mistral": MistralConfig}
 MUST_BE = {"attention_bias": False, "mlp_bias": False, "partial_rotary_factor": 1.0}
+
+
+def targets() -> list[str]:
+    """Return the attention types that a pretrained Transformer can be given without changing its function."""
+    return [name for name, kind in variants().items() if kind.can_upcycle]
 
 
 def from_llama(
@@ -40,30 +43,32 @@ def from_llama(
     *,
     to: str,
     head_norm: str | None = None,
-    dex_heads: Sequence[Sequence[int]] | None = None,
     seed: int = 0,
+    **options: Any,
 ) -> Conversion:
     """Describe the conversion of a Llama or Mistral.
 
     Args:
         config: The source's configuration.
-        to: One of `TARGETS`.
-        head_norm: Only "none" or None: see above.
-        dex_heads: For "dex", the heads that each layer extends; None means all.
-        seed: Of what is drawn at random.
+        to: One of `targets()`.
+        head_norm: "none" or None; see above.
+        seed: Seed of the random draws.
+        **options: Options of the attention type, such as dex_heads.
 
     Raises:
         ConfigError: the target is unknown, or a field has a value that no model of ours has.
     """
-    if to not in TARGETS:
-        raise ConfigError(f"--to {to!r} is unknown; choose one of {', '.join(TARGETS)}")
+    if to not in targets():
+        raise ConfigError(f"--to {to!r} is unknown; choose one of {', '.join(targets())}")
     if head_norm not in (None, "none"):
         raise ConfigError(
             f"head_norm={head_norm!r}: a headwise norm discards the size of each row, so the model could not keep its "
             "function; use 'none'"
         )
-    if dex_heads is not None and to != "dex":
-        raise ConfigError(f"dex_heads is of 'dex' alone, and --to is {to!r}; leave it out")
+    kind = variant(to)
+    for name in options:
+        if name not in kind.config_options:
+            raise ConfigError(f"{name} is not an option of --to {to!r}; leave it out")
     for field, expected in MUST_BE.items():
         if getattr(config, field, expected) != expected:
             raise ConfigError(f"{field}={getattr(config, field)!r}: models here have {field}={expected!r} only")
@@ -75,16 +80,7 @@ def from_llama(
         "sliding_window": getattr(config, "sliding_window", None),
         "rope_parameters": dict(config.rope_parameters),
     }
-    if to == "diff":
-        fields |= {
-            "num_differential_heads": config.num_attention_heads,
-            "num_differential_key_value_heads": config.num_key_value_heads,
-            "value_head_dim": config.head_dim,
-            "head_norm": "none",
-            "lambda_init": 0.0,
-        }
-    if dex_heads is not None:
-        fields["dex_heads"] = [list(heads) for heads in dex_heads]
+    fields |= options | kind.upcycled_options(config)
     ours = DiffTransformerConfig(**fields, architectures=["DiffTransformerForCausalLM"], dtype=config.dtype)
     ties = TIES if config.tie_word_embeddings else {}
     with torch.device("meta"):
@@ -97,29 +93,19 @@ def from_llama(
 
 
 def _make(name: str, shape: Shape, config: DiffTransformerConfig, seed: int) -> Callable[[Read], Tensor]:
-    """How one tensor of the result comes from the source's tensors."""
-    part = name.removesuffix(".weight").rpartition(".")[2]
-    to, layer = config.attention_type, name.partition("self_attn.")[0]
-    if to in ("diff", "diff_v2") and part == "q_proj":
-        return partial(_twice, name, config.num_attention_heads)
-    if to == "diff" and part == "k_proj":
-        return partial(_twice, name, config.num_key_value_heads)
-    if to == "diff_v2" and part == "o_proj":
-        return lambda read: 2 * read(name)
-    if part == "lambda_proj" or part == "dex_lambda":
-        return lambda read: torch.zeros(shape, dtype=read(f"{layer}self_attn.o_proj.weight").dtype)
-    if part in LAMBDA_VECTORS:
-        # One draw for both exponents: they are equal, and so is lambda to lambda_init, until they are trained.
-        return lambda read: _normal(shape, LAMBDA_STD, f"{layer}{part[:-1]}", seed)
-    if part == "dex_proj":
-        std = config.head_dim**-0.5
-        return lambda read: _normal(shape, std, name, seed).to(read(f"{layer}self_attn.o_proj.weight").dtype)
-    return lambda read: read(name)
+    """Return the function that makes one tensor of the result from the source's tensors."""
+    layer, attention, part = name.partition("self_attn.")
+    if not attention:
+        return lambda read: read(name)
 
+    def make(read: Read) -> Tensor:
+        def normal(key: str, shape: Shape, std: float) -> Tensor:
+            return _normal(shape, std, f"{layer}{key}", seed)
 
-def _twice(name: str, heads: int, read: Read) -> Tensor:
-    """Rows (head, D) as (head, map, D), the same for both maps."""
-    return read(name).unflatten(0, (heads, 1, -1)).expand(-1, 2, -1, -1).flatten(0, 2)
+        plain = PlainLayer(config, lambda part: read(f"{layer}self_attn.{part}"), normal)
+        return config.attention.upcycled(part, shape, plain)
+
+    return make
 
 
 def _normal(shape: Shape, std: float, name: str, seed: int) -> Tensor:

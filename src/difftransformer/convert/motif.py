@@ -85,7 +85,7 @@ def motif_attention_state(layer: Differential) -> dict[str, Tensor]:
         ConfigError: Motif's attention cannot express the layer, lambda_init included; the message names the field, its value
             and the expected one.
     """
-    grouped = layer.layout.num_noise_heads is not None
+    grouped = isinstance(layer, GroupedDifferentialAttention)
     norm = refuse_other_than_v1(
         layer,
         "Motif-2-12.7B" if grouped else "Motif-2.6B",
@@ -96,7 +96,7 @@ def motif_attention_state(layer: Differential) -> dict[str, Tensor]:
     if layer.layout.cache_heads != layer.layout.num_key_value_heads:
         raise ConfigError(
             f"num_key_value_heads={layer.layout.num_key_value_heads}: Motif-2-12.7B has a noise key for every signal key; "
-            f"expected a divisor of num_noise_heads={layer.layout.num_noise_heads}"
+            f"expected a divisor of num_noise_heads={layer.layout.query_groups}"
         )
     state = {
         f"{name}.{kind}": tensor for name in PROJECTIONS for kind, tensor in getattr(layer, name).named_parameters()

@@ -1,9 +1,9 @@
 """Make a pretrained language model differential without changing the function that it computes."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ..errors import ConfigError
 from ..model import DiffTransformerConfig, count
@@ -32,18 +32,18 @@ def upcycle_folder(
     *,
     to: str,
     head_norm: str | None = None,
-    dex_heads: Sequence[Sequence[int]] | None = None,
     seed: int = 0,
+    **options: Any,
 ) -> Upcycled:
     """Make a Llama or Mistral differential without changing its function; see `llama.py` for how.
 
     Args:
         source: A folder with config.json and safetensors.
         target: The folder to make. It may exist if it is empty.
-        to: "diff", "diff_v2", "dex", or "softmax" for the plain model in this package's layout.
-        head_norm: Only "none": a headwise norm could not keep the function.
-        dex_heads: For "dex", the heads that each layer extends, equally many in each; None means all.
-        seed: Of what is drawn at random.
+        to: One of `llama.targets()`, such as "diff", or "softmax" for the plain model in this package's layout.
+        head_norm: "none" or None: a headwise norm could not keep the function.
+        seed: Seed of the random draws.
+        **options: Options of the attention type, such as dex_heads for "dex".
 
     Raises:
         ConfigError: the source is no Llama, has a feature that no model of ours has, or the target folder is in use.
@@ -61,9 +61,8 @@ def upcycle_folder(
     if document.get("quantization_config") is not None:
         raise ConfigError(f"{at}: quantization_config is set, expected none; name the model before it is quantized")
     with naming_config(at, str(model_type)):
-        conversion = from_llama(
-            CLASSES[model_type].from_dict(document), to=to, head_norm=head_norm, dex_heads=dex_heads, seed=seed
-        )
+        source_config = CLASSES[model_type].from_dict(document)
+        conversion = from_llama(source_config, to=to, head_norm=head_norm, seed=seed, **options)
     converted = write_converted(source, target, conversion, str(model_type), to)
     before = sum(math.prod(shape) for name, shape in conversion.needs.items() if name not in conversion.ties)
     after = count(DiffTransformerConfig(**conversion.config)).parameters

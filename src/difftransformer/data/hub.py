@@ -16,13 +16,7 @@ def load_set(
 ) -> Any:
     """Load a split of a data set with `datasets`.
 
-    Args:
-        name: Name that the user gave, for messages.
-        hub_name: Name of the set on the Hugging Face hub.
-        config: Configuration, for a set that has several.
-        split: Name of the split.
-        revision: Branch of the set.
-        otherwise: End of error messages, which names an alternative: ", or ...".
+    Error messages begin with `name`, which the user gave, and end with `otherwise`, an alternative: ", or ...".
 
     Raises:
         DataError: The library is missing or cannot load the set.
@@ -34,7 +28,7 @@ def load_set(
             f"{name}: the package datasets is not installed; run pip install 'difftransformer[data]'{otherwise}"
         ) from None
     try:
-        with _quietly():
+        with errors_only("huggingface_hub"):  # not its warnings about retries
             return datasets.load_dataset(hub_name, config, split=split, revision=revision)
     except Exception as error:  # datasets raises its own errors, those of the hub's client and those of the network
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
@@ -44,9 +38,9 @@ def load_set(
 
 
 @contextmanager
-def _quietly() -> Iterator[None]:
-    """Silence the warnings of the hub's client about retries. The final error is reported once."""
-    logger = logging.getLogger("huggingface_hub")
+def errors_only(name: str) -> Iterator[None]:
+    """Silence the warnings of a library's logger."""
+    logger = logging.getLogger(name)
     before = logger.level
     logger.setLevel(logging.ERROR)
     try:

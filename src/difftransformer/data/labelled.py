@@ -6,19 +6,18 @@ without its out-of-scope class, label requests to a bank or an assistant by inte
 """
 
 import csv
-import hashlib
 import io
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from ..errors import DataError
 from .hub import CONVERTED, load_set
-from .records import jsonl_rows, read_text, text_field
+from .records import jsonl_rows, read_text, split_by_hash, text_field
 
 FOLDER_VARIABLE = "DIFFTRANSFORMER_DATA"
 _FIELDS = ("text", "label")
@@ -94,7 +93,7 @@ class _Public:
     hub_column: str
     hub_config: str | None = None
     hub_revision: str | None = None
-    words: Callable[[str], str]
+    words: Callable[[str], str] = lambda label: label.replace("_", " ")
 
 
 def read_labelled(name: str, folder: str | None = None) -> LabelledSet:
@@ -132,14 +131,10 @@ def read_labelled_files(train_file: str, test_file: str | None = None, *, seed: 
     """
     train, name = _read_rows(Path(train_file)), Path(train_file).name
     if test_file is not None:
-        return LabelledSet(
-            name=f"{name}, {Path(test_file).name}", train=tuple(train), test=tuple(_read_rows(Path(test_file)))
-        )
-    sides: dict[bool, list[Example]] = {True: [], False: []}
-    for example in train:
-        digest = hashlib.blake2b(f"{seed}\0{example.text}".encode(), digest_size=8).digest()
-        sides[int.from_bytes(digest, "big") < TEST_SHARE * 2**64].append(example)
-    return LabelledSet(name=name, train=tuple(sides[False]), test=tuple(sides[True]))
+        name, test = f"{name}, {Path(test_file).name}", _read_rows(Path(test_file))
+    else:
+        train, test = split_by_hash(train, [example.text for example in train], TEST_SHARE, seed)
+    return LabelledSet(name=name, train=tuple(train), test=tuple(test))
 
 
 def _read_rows(path: Path) -> list[Example]:
@@ -207,34 +202,23 @@ def _read_clinc(path: Path, split: str) -> list[tuple[str, str]]:
     return [(text, label) for text, label in json.loads(path.read_bytes())[split]]
 
 
-def _trec_coarse(label: str) -> str:
-    return TREC_WORDS[label.partition(":")[0]]
-
-
 def _trec_fine(label: str) -> str:
     coarse, _, fine = label.partition(":")
     return f"{TREC_WORDS[coarse]} {TREC_FINE_WORDS.get(fine, fine)}"
 
 
-def _spaced(label: str) -> str:
-    return label.replace("_", " ")
-
-
-def _trec(column: str, words: Callable[[str], str]) -> _Public:
-    return _Public(
-        train_file="trec/train_5500.label",
-        test_file="trec/TREC_10.label",
-        read=_read_trec,
-        hub_name="CogComp/trec",
-        hub_column=column,
-        hub_revision=CONVERTED,
-        words=words,
-    )
-
-
+_TREC = _Public(
+    train_file="trec/train_5500.label",
+    test_file="trec/TREC_10.label",
+    read=_read_trec,
+    hub_name="CogComp/trec",
+    hub_column="coarse_label",
+    hub_revision=CONVERTED,
+    words=lambda label: TREC_WORDS[label.partition(":")[0]],
+)
 LABELLED_SETS = {
-    "trec": _trec("coarse_label", _trec_coarse),
-    "trec-fine": _trec("fine_label", _trec_fine),
+    "trec": _TREC,
+    "trec-fine": replace(_TREC, hub_column="fine_label", words=_trec_fine),
     "banking77": _Public(
         train_file="banking77/train.csv",
         test_file="banking77/test.csv",
@@ -242,7 +226,6 @@ LABELLED_SETS = {
         hub_name="PolyAI/banking77",
         hub_column="label",
         hub_revision=CONVERTED,
-        words=_spaced,
     ),
     "clinc150": _Public(
         train_file="clinc150/data_full.json",
@@ -251,7 +234,6 @@ LABELLED_SETS = {
         hub_name="clinc/clinc_oos",
         hub_column="intent",
         hub_config="plus",
-        words=_spaced,
     ),
 }
 """The public sets. For sets with a script the hub's conversion to Parquet is read."""

@@ -7,7 +7,7 @@ over the sequence of rows according to their share.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import KW_ONLY, asdict, dataclass
 from fractions import Fraction
 from functools import lru_cache
 from itertools import pairwise
@@ -40,6 +40,7 @@ class Batch:
     is_retrieval: torch.Tensor
 
 
+@dataclass(eq=False)
 class Loader:
     """An endless iterator over batches, with random access: `batch(step)`.
 
@@ -60,30 +61,24 @@ class Loader:
         DataError: The split is shorter than a window, or needle documents are longer than a context.
     """
 
-    def __init__(
-        self,
-        shards: Shards,
-        *,
-        split: Split = "train",
-        batch_tokens: int,
-        context_stages: Sequence[tuple[int, int]],
-        seed: int,
-        rank: int = 0,
-        world_size: int = 1,
-        retrieval: RetrievalMix | None = None,
-    ) -> None:
-        self.shards = shards
-        self.split = split
-        self.batch_tokens = batch_tokens
-        self.context_stages = tuple((int(start), int(context)) for start, context in context_stages)
-        self.seed = seed
-        self.rank = rank
-        self.world_size = world_size
-        self.retrieval = retrieval if retrieval is not None and retrieval.share > 0 else None
+    shards: Shards
+    _: KW_ONLY
+    split: Split = "train"
+    batch_tokens: int
+    context_stages: Sequence[tuple[int, int]]
+    seed: int
+    rank: int = 0
+    world_size: int = 1
+    retrieval: RetrievalMix | None = None
+
+    def __post_init__(self) -> None:
+        self.context_stages = tuple((int(start), int(context)) for start, context in self.context_stages)
+        if self.retrieval is not None and self.retrieval.share == 0:
+            self.retrieval = None
         # As a fraction (0.1 is 1/10), so that rows are counted in exact integers.
         self._share = Fraction(self.retrieval.share if self.retrieval else 0).limit_denominator(10**9)
         self.step = 0
-        self._stream = shards.tokens(split)
+        self._stream = self.shards.tokens(self.split)
         self._check()
         self._epoch = lru_cache(maxsize=2)(self._draw_epoch)
 
@@ -91,9 +86,7 @@ class Loader:
         if self.seed < 0:
             raise ConfigError(f"seed is {self.seed}; it must be 0 or more")
         if self.world_size < 1 or not 0 <= self.rank < self.world_size:
-            raise ConfigError(
-                f"rank {self.rank} of world_size {self.world_size}; allowed are ranks 0 to world_size - 1"
-            )
+            raise ConfigError(f"rank {self.rank} of world_size {self.world_size}; allowed are 0 to world_size - 1")
         check_context_stages(self.context_stages, self.batch_tokens, parts=self.world_size, divisor="world_size")
         for start, context in self.context_stages:
             if len(self._stream) < context + 1:

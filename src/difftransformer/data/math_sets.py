@@ -15,14 +15,8 @@ from .records import PublicSet, chosen, jsonl_rows, public_rows, text_field
 
 LOCAL_SETS = ("carp", "tabmwp", "college_math")
 _MATH_SUBJECTS = (
-    "algebra",
-    "counting_and_probability",
-    "geometry",
-    "intermediate_algebra",
-    "number_theory",
-    "prealgebra",
-    "precalculus",
-)
+    "algebra", "counting_and_probability", "geometry", "intermediate_algebra", "number_theory", "prealgebra", "precalculus",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,9 +9,9 @@ same sentences:
     ...corpus text...
     The special magic Lisbon number is:            <- an evaluation prompt ends here; a training row continues
 
-Differences from the sources: Questions are completions, because a base model has no chat format. Training rows ask for
-several needles, which teaches retrieval in far fewer steps than one question per row. An eighth of all numbers is reserved for
-evaluation and never occurs in training needles. Evaluation can use cities that training never names.
+Questions are completions, because a base model has no chat format. Training rows ask for several needles, which teaches
+retrieval in far fewer steps than one question per row. An eighth of all numbers is reserved for evaluation and never occurs in
+training needles. Evaluation can use cities that training never names.
 
 Documents are assembled from token pieces, which are encoded once per city. They equal the tokenizer's encoding of the whole
 text around a needle. If a needle has no line end nearby, a corpus token is replaced by one.
@@ -20,7 +20,7 @@ text around a needle. If a needle has no line end nearby, a corpus token is repl
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -83,36 +83,16 @@ class NeedleFormat:
         """Return the question: the sentence up to the number, on a new line."""
         return f"{sentence.before} {city}{sentence.after}"
 
-    def sentence(self, city: str, number: str) -> str:
-        """Return the needle, on a new line."""
-        return f"{self.stub(city)} {number}"
-
     @property
     def answer_tokens(self) -> int:
         """Maximum number of tokens of an answer: a space, the digits and the line end."""
         return self.digits + 2
 
-    @property
-    def chance(self) -> float:
-        """Probability that random digits are correct."""
-        return 10.0**-self.digits
-
-    def is_reserved(self, number: str) -> bool:
-        """Whether a number is reserved for evaluation. Its hash selects about one in eight."""
-        return _is_reserved(self.digits, int(number))
-
-    def draw_training(self, rng: np.random.Generator) -> str:
-        """Draw a uniformly random number that is not reserved."""
-        return self._draw(rng, reserved=False)
-
-    def draw_evaluation(self, rng: np.random.Generator) -> str:
-        """Draw a uniformly random reserved number."""
-        return self._draw(rng, reserved=True)
-
-    def _draw(self, rng: np.random.Generator, *, reserved: bool) -> str:
+    def draw(self, rng: np.random.Generator, *, reserved: bool) -> str:
+        """Draw a uniformly random number: one of those reserved for evaluation (see `is_reserved`), or one of the others."""
         while True:
             number = int(rng.integers(10**self.digits))
-            if _is_reserved(self.digits, number) == reserved:
+            if is_reserved(self.digits, number) == reserved:
                 return f"{number:0{self.digits}d}"
 
 
@@ -207,7 +187,7 @@ def training_document(
     wording = TERSE[int(rng.integers(len(TERSE)))] if rng.random() < mix.terse else FULL
     chosen = rng.permutation(len(cities))[: mix.max_needles].tolist()
     sentences = [
-        pieces.stub(cities[index], wording) + pieces.answer(form.draw_training(rng), space=wording.space)
+        pieces.stub(cities[index], wording) + pieces.answer(form.draw(rng, reserved=False), space=wording.space)
         for index in chosen
     ]
     longest = max(map(len, sentences))
@@ -216,7 +196,7 @@ def training_document(
     count = len(sentences)
     room = context_tokens - sum(map(len, sentences))
     if room < longest:
-        raise DataError(_too_long(count, 1, context_tokens + 1 - room + longest, context_tokens + 1))
+        raise DataError(_too_long(count, context_tokens + 1 - room + longest, context_tokens + 1))
     questions = room // longest
     if rng.random() >= mix.dense:
         questions = int(rng.integers(1, min(mix.asks, questions) + 1))
@@ -258,15 +238,12 @@ def evaluation_document(
     and, from 3 digits on, occur nowhere else in the context.
 
     Args:
-        rng: Source of all random draws.
-        tokenizer: Tokenizer of `filler_tokens`.
-        filler_tokens: Token ids of the validation split, (N,).
+        rng, tokenizer, filler_tokens, cities: See `training_document`.
         length_tokens: Context of the model, which holds prompt and answer.
         depth: Depth of the first prompt's needle, 0 (start) to 1 (end).
         needles: Number of needles in the context (N of the paper).
         asked: Number of needles asked for (R of the paper).
         digits: Digits of a number, 1 to 9.
-        cities: Names to draw from.
 
     Raises:
         ConfigError: A count, `depth` or `digits` is out of range, or there are too few reserved numbers.
@@ -279,9 +256,7 @@ def evaluation_document(
     if asked > needles:
         raise ConfigError(f"asked is {asked} of {needles} needles; ask for at most as many as there are")
     if needles > (unseen := _reserved_count(digits)):
-        raise ConfigError(
-            f"{needles} needles of {digits} digits: only {unseen} numbers are kept for evaluation; use more digits"
-        )
+        raise ConfigError(f"{needles} needles of {digits} digits: only {unseen} are kept for evaluation; add digits")
     pieces = _pieces(tokenizer)
     names = [cities[index] for index in rng.permutation(len(cities))[:needles].tolist()]
     # The length of the filler depends on the numbers, which have different token counts in some tokenizers.
@@ -292,7 +267,7 @@ def evaluation_document(
         room = prompt_tokens - 1 - sum(map(len, sentences))
         lengths = [room - len(pieces.stub(city)) for city in names[:asked]]
         if min(lengths) < 0:
-            raise DataError(_too_long(needles, 1, length_tokens - min(lengths), length_tokens))
+            raise DataError(_too_long(needles, length_tokens - min(lengths), length_tokens))
         filler = pieces.filler(rng, filler_tokens, max(lengths))
         if form.digits < _FEWEST_ABSENT_DIGITS:
             break
@@ -352,11 +327,9 @@ class _Pieces:
         self.starts_line = np.fromiter((token.startswith(b"\n") for token in table), dtype=bool, count=len(table))
         newline = self._continuation("a", "\n")
         if len(newline) != 1:
-            raise DataError(
-                f"the tokenizer writes a line end as {len(newline)} tokens {newline}; needle documents need 1"
-            )
+            raise DataError(f"the tokenizer writes a line end as {len(newline)} tokens {newline}; needles need 1")
         self.newline = newline[0]
-        self._stubs: dict[tuple[str, Sentence], list[int]] = {}
+        self.stub = cache(self._stub)
         self._left = NeedleFormat().stub("Paris")
         # If digits are single tokens after a space, numbers are looked up. Otherwise each number is encoded.
         pieces = [self._continuation(self._left, f" {digit}") for digit in range(10)]
@@ -369,20 +342,11 @@ class _Pieces:
         )
 
     def _continuation(self, left: str, text: str) -> list[int]:
-        """Encode `text` as it is encoded after `left`, which in some tokenizers differs from `text` alone."""
-        before, whole = self.tokenizer.encode(left), self.tokenizer.encode(left + text)
-        if whole[: len(before)] != before:
-            raise DataError(
-                f"the tokenizer does not split {left[-20:] + text!r} before {text!r}, so a prompt that ends there has "
-                "other tokens than the full text; use the byte tokenizer, a BPE trained here, or another pretrained one"
-            )
-        return whole[len(before) :]
+        advice = "use the byte tokenizer, a BPE trained here, or another pretrained one"
+        return self.tokenizer.encode_after(left, text, advice)
 
-    def stub(self, city: str, sentence: Sentence = FULL) -> list[int]:
-        piece = self._stubs.get((city, sentence))
-        if piece is None:
-            piece = self._stubs[city, sentence] = self._continuation("a", NeedleFormat().stub(city, sentence))
-        return piece
+    def _stub(self, city: str, sentence: Sentence = FULL) -> list[int]:
+        return self._continuation("a", NeedleFormat().stub(city, sentence))
 
     def answer(self, number: str, *, space: bool = True) -> list[int]:
         if self._has_digits:
@@ -393,9 +357,7 @@ class _Pieces:
         """Return `length` corpus tokens from a random place. Ends of text and the first token become line ends."""
         total = len(stream)
         if total == 0:
-            raise DataError(
-                "needle documents need corpus text as filler, but the token stream is empty; tokenise a corpus first"
-            )
+            raise DataError("needle documents need corpus text, but the token stream is empty; tokenise a corpus first")
         start = int(rng.integers(total))
         taken = np.asarray(stream[start : start + length]).astype(np.int64)
         while len(taken) < length:
@@ -422,9 +384,7 @@ class _Pieces:
         return nearest
 
 
-@lru_cache(maxsize=8)
-def _pieces(tokenizer: Tokenizer) -> _Pieces:
-    return _Pieces(tokenizer)
+_pieces = lru_cache(maxsize=8)(_Pieces)
 
 
 def _place_at_depth(
@@ -470,7 +430,8 @@ def _insert(
     return row + text[taken:], spans
 
 
-def _is_reserved(digits: int, number: int) -> bool:
+def is_reserved(digits: int, number: int) -> bool:
+    """Whether a number is reserved for evaluation. Its hash selects about one in eight."""
     return hashlib.blake2b(b"%d:%d" % (digits, number), digest_size=1).digest()[0] % _RESERVED_OF == 0
 
 
@@ -478,19 +439,18 @@ def _is_reserved(digits: int, number: int) -> bool:
 def _reserved_count(digits: int) -> int:
     if digits > 3:
         return 10**digits // (_RESERVED_OF * 2)  # far more than there are cities; counting would take long
-    return sum(_is_reserved(digits, number) for number in range(10**digits))
+    return sum(is_reserved(digits, number) for number in range(10**digits))
 
 
 def _distinct_numbers(rng: np.random.Generator, form: NeedleFormat, count: int) -> list[str]:
     numbers: dict[str, None] = {}
     while len(numbers) < count:
-        numbers[form.draw_evaluation(rng)] = None
+        numbers[form.draw(rng, reserved=True)] = None
     return list(numbers)
 
 
-def _too_long(needles: int, asks: int, needed: int, available: int) -> str:
+def _too_long(needles: int, needed: int, available: int) -> str:
     return (
-        f"a needle document is longer than the context: {needles} needles and {asks} questions take {needed} tokens "
-        f"without any corpus text, the context has {available}; use fewer needles or questions, fewer digits, or a longer "
-        "context"
+        f"a needle document is longer than the context: {needles} needles and 1 question take {needed} tokens without any "
+        f"corpus text, the context has {available}; use fewer needles or questions, fewer digits, or a longer context"
     )

@@ -9,7 +9,7 @@ _CHUNK_BYTES = 2**24
 
 
 def byte_bigram_bits_per_byte(train_bytes: bytes, validation_bytes: bytes) -> float:
-    """Fit a byte bigram to one text and return its bits per byte on another.
+    """Fit a byte bigram to one text and return the mean of -log2 p on another, in bits per byte.
 
     The bigram is interpolated with a smoothed unigram by Witten-Bell's rule, which has no parameters. With the counts c in
     the training text of n bytes and the number T(a) of distinct bytes that follow a in it:
@@ -18,13 +18,6 @@ def byte_bigram_bits_per_byte(train_bytes: bytes, validation_bytes: bytes) -> fl
         p(b | a) = (c(a, b) + T(a) p(b)) / (c(a) + T(a)), or p(b) where nothing follows a
 
     The first validation byte is scored by p(b), all others by p(b | a).
-
-    Args:
-        train_bytes: Text to fit.
-        validation_bytes: Text to score.
-
-    Returns:
-        Mean of -log2 p, in bits per byte.
 
     Raises:
         DataError: A text is empty.

@@ -81,15 +81,8 @@ def prepare_shards(config: DataConfig, *, log: Callable[[str], None] = lambda te
         return shards
     train, validation = split_documents(documents, validation_share=config.validation_share, seed=config.split_seed)
     log(f"tokenising {len(train)} + {len(validation)} documents into {folder}")
-    write_shards(
-        folder,
-        train,
-        validation,
-        _tokenizer(config, train),
-        source=config.source,
-        source_state=state,
-        request=request,
-    )
+    tokenizer = _tokenizer(config, train)
+    write_shards(folder, train, validation, tokenizer, source=config.source, source_state=state, request=request)
     return Shards.open(folder)
 
 

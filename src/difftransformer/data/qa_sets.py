@@ -61,7 +61,10 @@ def read_grounded_file(file: str, kind: Kind, items: int | None = None, seed: in
     """
     fields = ("document", "reference", "question") if kind == "qa" else ("document", "reference")
     rows = list(jsonl_rows(Path(file), fields))
-    return [_file_item(*rows[index], fields) for index in chosen(len(rows), items, seed)]
+    return [
+        GroundedItem(name=str(number), **{field: str(row[field]) for field in fields})
+        for number, row in (rows[index] for index in chosen(len(rows), items, seed))
+    ]
 
 
 def _public_item(name: str, source: _Grounded, place: str, row: dict[str, Any]) -> GroundedItem:
@@ -75,10 +78,6 @@ def _public_item(name: str, source: _Grounded, place: str, row: dict[str, Any]) 
         reference=text_field(row, source.reference, where),
         question=text_field(row, "question", where) if source.kind == "qa" else None,
     )
-
-
-def _file_item(number: int, row: dict[str, Any], fields: tuple[str, ...]) -> GroundedItem:
-    return GroundedItem(name=str(number), **{field: str(row[field]) for field in fields})
 
 
 def _news(hub_name: str, document: str, reference: str, config: str | None, revision: str | None = None) -> _Grounded:

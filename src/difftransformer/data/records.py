@@ -1,27 +1,23 @@
 """Text files, rows of JSONL files, and rows of public data sets."""
 
+import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from ..errors import DataError
 from .hub import load_set
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True, kw_only=True)
 class PublicSet:
-    """Location of a data set on the Hugging Face hub.
-
-    Attributes:
-        hub_name: Name for `datasets.load_dataset`.
-        split: Split to evaluate on.
-        configs: Configurations to read, one after another.
-        revision: Branch to read.
-    """
+    """Location of a data set on the Hugging Face hub: the arguments of `load_set`, with several configurations."""
 
     hub_name: str
     split: str
@@ -46,6 +42,15 @@ def read_text(path: Path) -> str:
             f"{path}: not UTF-8 text: byte 0x{content[error.start]:02x} at offset {error.start} ({error.reason}); "
             "convert the file to UTF-8 (for example with iconv) or leave it out"
         ) from None
+
+
+def files_sha256(paths: Iterable[Path]) -> str:
+    """Return a fingerprint of the names and contents of files, whatever their order."""
+    digest = hashlib.sha256()
+    for path in sorted(paths):
+        with open(path, "rb") as file:
+            digest.update(f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
+    return digest.hexdigest()
 
 
 def json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -88,12 +93,7 @@ def jsonl_rows(path: Path, fields: Sequence[str]) -> Iterator[tuple[int, dict[st
 
 
 def text_field(row: dict[str, Any], field: str, place: str) -> str:
-    """Return a field that must hold text. Numbers are converted to text.
-
-    Args:
-        row: Row with the field.
-        field: Name of the field.
-        place: Where the row is, for messages.
+    """Return a field that must hold text. Numbers are converted to text; messages begin with `place`, where the row is.
 
     Raises:
         DataError: The field is missing, empty or of another type.
@@ -124,6 +124,18 @@ def public_rows(name: str, public: PublicSet) -> Iterator[tuple[str, dict[str, A
         )
         for index, row in enumerate(rows):
             yield (f"{config}/{index}" if len(public.configs) > 1 else str(index)), row
+
+
+def split_by_hash(items: Sequence[T], names: Sequence[str], share: float, seed: int) -> tuple[list[T], list[T]]:
+    """Split items by a hash of (seed, name) into the rest and an expected `share` of them, each in the given order.
+
+    An item stays on its side when other items are added, removed or reordered.
+    """
+    sides: tuple[list[T], list[T]] = [], []
+    for item, name in zip(items, names, strict=True):
+        digest = hashlib.blake2b(f"{seed}\0{name}".encode(), digest_size=8).digest()
+        sides[int.from_bytes(digest, "big") < share * 2**64].append(item)
+    return sides
 
 
 def chosen(count: int, wanted: int | None, seed: int) -> list[int]:

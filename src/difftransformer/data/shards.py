@@ -125,6 +125,7 @@ class TokenStream:
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
 
+@dataclass(frozen=True, eq=False)
 class Shards:
     """An open shard folder.
 
@@ -132,15 +133,13 @@ class Shards:
         folder: Path of the folder.
         manifest: Its manifest.
         tokenizer: Tokenizer of the token ids.
+        streams: Token ids by split.
     """
 
-    def __init__(
-        self, folder: Path, manifest: Manifest, tokenizer: Tokenizer, streams: Mapping[str, TokenStream]
-    ) -> None:
-        self.folder = folder
-        self.manifest = manifest
-        self.tokenizer = tokenizer
-        self._streams = dict(streams)
+    folder: Path
+    manifest: Manifest
+    tokenizer: Tokenizer
+    streams: Mapping[str, TokenStream]
 
     @classmethod
     def open(cls, folder: Path | str, *, verify: bool = True) -> "Shards":
@@ -163,10 +162,10 @@ class Shards:
                 f"{manifest.tokenizer_sha256}; {_TOKENISE_AGAIN}"
             )
         dtype = np.dtype(manifest.dtype)
-        streams: dict[str, TokenStream] = {}
-        for split in SPLITS:
-            parts = [_open_shard(folder / shard.file, shard, dtype, verify) for shard in manifest.splits[split].shards]
-            streams[split] = TokenStream(parts)
+        streams: dict[str, TokenStream] = {
+            split: TokenStream([_open_shard(folder, shard, dtype, verify) for shard in manifest.splits[split].shards])
+            for split in SPLITS
+        }
         return cls(folder, manifest, tokenizer, streams)
 
     def tokens(self, split: Split) -> TokenStream:
@@ -175,9 +174,9 @@ class Shards:
         Raises:
             ConfigError: There is no such split.
         """
-        if split not in self._streams:
+        if split not in self.streams:
             raise ConfigError(f"split is {split!r}; allowed are {', '.join(SPLITS)}")
-        return self._streams[split]
+        return self.streams[split]
 
     def text_bytes(self, split: Split) -> bytes:
         """Return the UTF-8 text of a split, with the documents joined without a separator."""
@@ -203,9 +202,7 @@ def write_shards(
         train: Training documents.
         validation: Validation documents.
         tokenizer: Tokenizer, which is saved into the folder too.
-        source: Name of the source of the documents, for the manifest.
-        source_state: State of the source's files, for the manifest.
-        request: JSON values for the manifest, by which the caller recognises the folder.
+        source, source_state, request: See `Manifest`.
         shard_tokens: Tokens per file. A document may continue in the next file.
 
     Returns:
@@ -242,28 +239,25 @@ def write_shards(
         )
         file = folder / "manifest.json"
         write_manifest(folder, manifest)
-    except OSError as error:
+    except BaseException as error:
         _remove_shards(folder)
+        if not isinstance(error, OSError):
+            raise
         what = "the disk is full" if error.errno == errno.ENOSPC else "cannot write"
         raise DataError(
             f"{folder}: {what} while writing {file.name} ({error.strerror or error}); the partial shards were removed; "
             "free some space or name another folder"
         ) from error
-    except BaseException:
-        _remove_shards(folder)
-        raise
     return manifest
 
 
 def _write_split(
     folder: Path, split: str, documents: Iterable[Document], tokenizer: Tokenizer, dtype: Dtype, shard_tokens: int
 ) -> SplitManifest:
-    """Write a split as files of `shard_tokens` tokens each."""
     shards: list[ShardFile] = []
 
     def write(tokens: npt.NDArray[Any]) -> None:
-        path = folder / f"{split}-{len(shards):05d}.bin"
-        content = tokens.tobytes()
+        path, content = folder / f"{split}-{len(shards):05d}.bin", tokens.tobytes()
         with open(path, "wb") as file:
             file.write(content)
         shards.append(ShardFile(file=path.name, tokens=len(tokens), sha256=hashlib.sha256(content).hexdigest()))
@@ -307,8 +301,8 @@ def _remove_shards(folder: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def _open_shard(path: Path, shard: ShardFile, dtype: np.dtype[Any], verify: bool) -> npt.NDArray[Any]:
-    expected = shard.tokens * dtype.itemsize
+def _open_shard(folder: Path, shard: ShardFile, dtype: np.dtype[Any], verify: bool) -> npt.NDArray[Any]:
+    path, expected = folder / shard.file, shard.tokens * dtype.itemsize
     try:
         size = path.stat().st_size
         if size != expected:
@@ -323,9 +317,7 @@ def _open_shard(path: Path, shard: ShardFile, dtype: np.dtype[Any], verify: bool
     except FileNotFoundError:
         raise DataError(f"{path}: the file is missing, but the manifest lists it; {_TOKENISE_AGAIN}") from None
     except OSError as error:
-        raise DataError(
-            f"{path}: cannot be read ({error.strerror}); check its permissions, or {_TOKENISE_AGAIN}"
-        ) from None
+        raise DataError(f"{path}: cannot be read ({error.strerror}); check permissions, or {_TOKENISE_AGAIN}") from None
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:

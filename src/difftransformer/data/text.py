@@ -11,19 +11,18 @@ import re
 import sysconfig
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import ConfigError, DataError
 from .hub import load_set
-from .records import json_lines, read_text
+from .records import json_lines, read_text, split_by_hash
 
 TEXT_SUFFIXES = (".txt", ".md", ".py")
 SOURCES = (
-    "python-stdlib",
-    "a folder of .txt, .md, .py or .jsonl files",
-    "one such file",
-    "hf:NAME[:CONFIG][:SPLIT] (a Hugging Face datasets name)",
+    "python-stdlib; a folder of .txt, .md, .py or .jsonl files; one such file; "
+    "hf:NAME[:CONFIG][:SPLIT] (a Hugging Face datasets name)"
 )
 
 # Tests, bundled wheels, editors and demos are no library sources, or differ between installations.
@@ -64,7 +63,7 @@ def read_documents(source: str) -> list[Document]:
         return list(_read_hugging_face(source))
     path = Path(source)
     if not source or not path.exists():
-        raise DataError(f"source {source!r}: no such file or folder; allowed are {_allowed()}")
+        raise DataError(f"source {source!r}: no such file or folder; allowed are {SOURCES}")
     if path.is_dir():
         return _read_folder(path)
     if path.suffix in TEXT_SUFFIXES:
@@ -77,7 +76,7 @@ def read_documents(source: str) -> list[Document]:
         if not documents:
             raise DataError(f'{path}: the file is empty; give one JSON object with a "text" field on each line')
         return documents
-    raise DataError(f"source {source!r}: files ending in {path.suffix!r} are not read; allowed are {_allowed()}")
+    raise DataError(f"source {source!r}: files ending in {path.suffix!r} are not read; allowed are {SOURCES}")
 
 
 def source_state(source: str) -> str | None:
@@ -107,10 +106,9 @@ def source_state(source: str) -> str | None:
 def split_documents(
     documents: Iterable[Document], *, validation_share: float, seed: int
 ) -> tuple[list[Document], list[Document]]:
-    """Split documents into training and validation by a hash of (seed, name).
+    """Split documents into training and validation by a hash of (seed, name) (see `records.split_by_hash`).
 
-    A document stays on its side when other documents are added, removed or reordered. A single document is cut at a line
-    end instead, and its last `validation_share` becomes the validation document.
+    A single document is cut at a line end instead, and its last `validation_share` becomes the validation document.
 
     Args:
         documents: Documents as returned by `read_documents`.
@@ -129,12 +127,8 @@ def split_documents(
     documents = list(documents)
     if len(documents) == 1:
         return _cut_document(documents[0], validation_share)
-    train: list[Document] = []
-    validation: list[Document] = []
-    for document in documents:
-        digest = hashlib.blake2b(f"{seed}\0{document.name}".encode(), digest_size=8).digest()
-        is_validation = int.from_bytes(digest, "big") < validation_share * 2**64
-        (validation if is_validation else train).append(document)
+    names = [document.name for document in documents]
+    train, validation = split_by_hash(documents, names, validation_share, seed)
     if not train or not validation:
         raise DataError(
             f"splitting {len(documents)} documents with validation_share {validation_share} and seed {seed} leaves "
@@ -158,10 +152,6 @@ def _cut_document(document: Document, validation_share: float) -> tuple[list[Doc
             f"{validation_share}; give more text or more documents"
         )
     return [Document(f"{document.name}#train", text[:cut])], [Document(f"{document.name}#validation", text[cut:])]
-
-
-def _allowed() -> str:
-    return "; ".join(SOURCES)
 
 
 def _walk(
@@ -198,9 +188,7 @@ def _read_jsonl(path: Path, name: str) -> Iterator[Document]:
     for number, row in json_lines(path):
         text, row_name = row.get("text"), row.get("name", f"{name}:{number}")
         if not isinstance(text, str):
-            raise DataError(
-                f'{path}: line {number} has no string "text" (met {sorted(row)}); give an object with a "text" field'
-            )
+            raise DataError(f'{path}: line {number} has no string "text" (met {sorted(row)}); give a "text" field')
         if not text:
             raise DataError(f'{path}: line {number} has an empty "text"; give it text or remove the line')
         if not isinstance(row_name, str):
@@ -232,21 +220,16 @@ def _read_python_stdlib() -> list[Document]:
             continue
         if text:
             documents.append(Document(name, text))
-    documents.extend(Document(f"pydoc_data/topics:{topic}", text) for topic, text in _pydoc_topics().items() if text)
+    with suppress(ImportError):  # some distributions leave the topics out
+        from pydoc_data.topics import topics
+
+        documents.extend(Document(f"pydoc_data/topics:{topic}", text) for topic, text in topics.items() if text)
     if not documents:
         raise DataError(
             f"python-stdlib: no library sources in {folder} (this Python was installed without them); "
-            f"name another source: {_allowed()}"
+            f"name another source: {SOURCES}"
         )
     return sorted(documents, key=lambda document: document.name)
-
-
-def _pydoc_topics() -> dict[str, str]:
-    try:
-        from pydoc_data.topics import topics
-    except ImportError:
-        return {}
-    return dict(topics)
 
 
 def _read_hugging_face(source: str) -> Iterator[Document]:
@@ -259,9 +242,7 @@ def _read_hugging_face(source: str) -> Iterator[Document]:
     split = split or "train"
     rows = load_set(f"source {source!r}", name, config=config or None, split=split)
     if "text" not in rows.column_names:
-        raise DataError(
-            f'source {source!r}: no column "text" (met {sorted(rows.column_names)}); write the texts to a .jsonl file'
-        )
+        raise DataError(f'source {source!r}: no column "text" (met {sorted(rows.column_names)}); write a .jsonl file')
     is_empty = True
     for index, text in enumerate(rows["text"]):
         if text is not None and not isinstance(text, str):

@@ -85,6 +85,20 @@ class Tokenizer:
         finally:
             self.backend.encode_special_tokens = True
 
+    def encode_after(self, left: str, text: str, advice: str) -> list[int]:
+        """Encode `text` as it is encoded after `left`, which in some tokenizers differs from `text` alone.
+
+        Raises:
+            DataError: The tokenizer does not split between the two. The message ends with `advice`.
+        """
+        before, whole = self.encode(left), self.encode(left + text)
+        if whole[: len(before)] != before:
+            raise DataError(
+                f"the tokenizer does not split {left[-20:] + text[:20]!r} before {text[:20]!r}, so a prompt that ends there "
+                f"has other tokens than the whole text; {advice}"
+            )
+        return whole[len(before) :]
+
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Encode several texts, in parallel if TOKENIZERS_PARALLELISM allows it."""
         return [encoding.ids for encoding in self.backend.encode_batch_fast(list(texts), add_special_tokens=False)]
@@ -184,15 +198,11 @@ class Tokenizer:
         if path.is_dir():
             path = path / "tokenizer.json"
         if not path.is_file():
-            raise DataError(
-                f"{path}: no such tokenizer; name a folder with a tokenizer.json (Hugging Face format) or use byte"
-            )
+            raise DataError(f"{path}: no such tokenizer; name a folder with tokenizer.json, that file, or byte")
         try:
             backend = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
         except Exception as error:  # tokenizers raises bare Exception
-            raise DataError(
-                f"{path}: not a tokenizer of the Hugging Face format ({error}); save it again or name another"
-            ) from None
+            raise DataError(f"{path}: not a Hugging Face tokenizer ({error}); save it again or name another") from None
         named = _special_tokens(path.with_name("tokenizer_config.json"))
         end_of_text = named.get("eos_token") or next(
             (token for token in _KNOWN_END_OF_TEXT if backend.token_to_id(token) is not None), None
@@ -259,13 +269,7 @@ def load_tokenizer(spec: str) -> Tokenizer:
     Raises:
         DataError: There is no such tokenizer.
     """
-    if spec == "byte":
-        return byte_tokenizer()
-    if not Path(spec).exists():
-        raise DataError(
-            f"tokenizer {spec!r}: no such file or folder; allowed are byte, a folder with tokenizer.json, or that file"
-        )
-    return Tokenizer.load(spec)
+    return byte_tokenizer() if spec == "byte" else Tokenizer.load(spec)
 
 
 def _with_special_tokens(backend: tokenizers.Tokenizer) -> Tokenizer:

@@ -89,7 +89,18 @@ def run_task(
         raise EvaluationError(f"{task.data_name}: nothing to ask; give more data")
     costs = [request.shown_tokens for request in task.requests]
     answers: dict[int, Any] = {}
-    kept = _opened(journal, f"{identity} {requests_sha256(task.requests)}", answers) if journal else None
+
+    def take(row: Any) -> None:
+        answers[row["request"]] = row["answer"]
+
+    try:
+        header = {"answers_of": f"{identity} {requests_sha256(task.requests)}"}
+        kept = Journal(journal, take, header=header, sync_seconds=_SYNC_SECONDS) if journal else None
+    except DamagedJournal:
+        raise CheckpointError(
+            f"{journal}: holds answers of another model or to other questions, or is damaged; choose another --out, or "
+            "delete the file"
+        ) from None
     left = [index for index in range(len(costs)) if index not in answers]
     done, total = sum(costs) - sum(costs[index] for index in left), sum(costs)
     progress(done, total)
@@ -102,18 +113,3 @@ def run_task(
             done += costs[index]
             progress(done, total)
     return task.score(task.judge([answers[index] for index in range(len(costs))], progress))
-
-
-def _opened(path: Path, identity: str, answers: dict[int, Any]) -> Journal:
-    """Open a journal of answers, whose header identifies the model and the requests, and read it into `answers`."""
-
-    def take(row: Any) -> None:
-        answers[row["request"]] = row["answer"]
-
-    try:
-        return Journal(path, take, header={"answers_of": identity}, sync_seconds=_SYNC_SECONDS)
-    except DamagedJournal:
-        raise CheckpointError(
-            f"{path}: holds answers of another model or to other questions, or is damaged; choose another --out, or "
-            "delete the file"
-        ) from None

@@ -9,11 +9,7 @@ from typing import Any
 
 
 class DamagedJournal(Exception):
-    """A line of a journal that its reader does not accept.
-
-    Attributes:
-        line: Number of the line, from 1.
-    """
+    """A line of a journal that its reader does not accept. `line` is its number, from 1."""
 
     def __init__(self, line: int) -> None:
         super().__init__(f"line {line} is not a row of this journal")
@@ -56,14 +52,16 @@ class Journal:
                 self._missing_header = None
                 whole += len(line)
             os.truncate(path, whole)
-        self._file = open(path, "ab")  # noqa: SIM115 - closed by close()
+        self._file = open(path, "ab")  # noqa: SIM115 - closed by __exit__
         self._sync_seconds, self._synced = sync_seconds, time.monotonic()
 
     def __enter__(self) -> "Journal":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        with self._file:
+            self._file.flush()
+            os.fsync(self._file.fileno())
 
     def add(self, row: Any) -> None:
         """Write a row."""
@@ -75,10 +73,3 @@ class Journal:
         if time.monotonic() - self._synced >= self._sync_seconds:
             os.fsync(self._file.fileno())
             self._synced = time.monotonic()
-
-    def close(self) -> None:
-        """Write everything to disk."""
-        if not self._file.closed:
-            self._file.flush()
-            os.fsync(self._file.fileno())
-            self._file.close()

@@ -36,14 +36,9 @@ ExportLayout = Literal["difftransformer", "diffllama"]
 
 @dataclass(frozen=True, kw_only=True)
 class Exported:
-    """Summary of an export.
+    """Summary of an export from `source` to `folder`, with its files and their size in bytes.
 
     Attributes:
-        folder: Folder that was written.
-        source: Checkpoint or folder that was read.
-        layout: "difftransformer" or "diffllama".
-        bytes: Size of all files.
-        files: Names of the files in the folder.
         kept_card: Whether the card was copied from the source because it was edited by hand.
         notes: Properties of the model that the target layout cannot store.
     """

@@ -1,6 +1,5 @@
 """Open a saved model: the network alone, or a language model with its tokenizer that evaluations can query."""
 
-import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from ..acceleration import IMPLEMENTATION, AcceleratedDiffLlamaAttention, accelerate, restore
 from ..convert.checkpoint_io import WeightsReader
 from ..data import Tokenizer
+from ..data.records import files_sha256
 from ..errors import CheckpointError, ConfigError, DiffTransformerError
 from ..evals import CausalLanguageModel
 from ..model import DiffTransformerConfig
@@ -79,9 +79,7 @@ def open_model(
         except DiffTransformerError:
             raise
         except (OSError, ValueError, KeyError, AttributeError, RuntimeError, ImportError, SafetensorError) as error:
-            raise CheckpointError(
-                f"{folder}: cannot be opened as a causal language model ({_first_line(error)})"
-            ) from None
+            raise CheckpointError(f"{folder}: cannot be opened as a language model ({_first_line(error)})") from None
     for problem in ("missing", "unexpected") if is_ours else ("missing",):
         if names := found[f"{problem}_keys"]:
             raise CheckpointError(f"{folder}: {problem} weight {min(names)}; save the model again")
@@ -104,9 +102,8 @@ def open_language_model(
     """Open a model and its tokenizer for evaluation.
 
     Args:
-        model: See `open_model`.
+        model, dtype: See `open_model`.
         device: "cpu" or "cuda".
-        dtype: See `open_model`.
         batch_tokens: Largest number of tokens in a batch.
         context_tokens: Largest number of tokens in a row. Defaults to the model's number of positions.
         prefix_caching: Whether prompts with a common prefix compute it once.
@@ -137,14 +134,20 @@ def open_language_model(
             prefix_caching=prefix_caching,
             hf_tokenizer=theirs,
         )
+        hashed = (
+            path
+            for path in folder.iterdir()
+            if path.suffix in _HASHED_SUFFIXES and path.name != STATE_FILE and path.is_file()
+        )
+        is_accelerated = any(isinstance(module, AcceleratedDiffLlamaAttention) for module in network.modules())
         identity = ModelIdentity(
             name=model,
             architecture=type(network).__name__,
             attention=str(getattr(network.config, "attention_type", None) or network.config.model_type),
             parameters=sum(parameter.numel() for parameter in network.parameters()),
             dtype=str(network.dtype).removeprefix("torch."),
-            sha256=folder_sha256(folder),
-            kernels=_kernels(network),
+            sha256=files_sha256(hashed),
+            kernels=IMPLEMENTATION if is_accelerated else str(network.config._attn_implementation),
         )
         yield OpenedModel(language_model=language_model, identity=identity, folder=folder)
 
@@ -163,28 +166,12 @@ def open_tokenizer(folder: Path) -> Any:
         raise CheckpointError(f"{folder}: its tokenizer cannot be opened ({_first_line(error)})") from None
 
 
-def folder_sha256(folder: Path) -> str:
-    """Return a fingerprint of a model's files: names and contents of configuration, weights and tokenizer."""
-    digest = hashlib.sha256()
-    for path in sorted(folder.iterdir()):
-        if path.is_file() and path.suffix in _HASHED_SUFFIXES and path.name != STATE_FILE:
-            with open(path, "rb") as file:
-                digest.update(f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
-    return digest.hexdigest()
-
-
 def _text_tokenizer(theirs: Any, folder: Path) -> Tokenizer:
     # The token that begins a sequence also ends a text.
     start, pad = theirs.bos_token or theirs.eos_token, theirs.pad_token or theirs.eos_token
     if not getattr(theirs, "is_fast", False) or start is None:
         raise CheckpointError(f"{folder}: its tokenizer has no tokenizer.json, or no token that begins or ends a text")
     return Tokenizer(theirs.backend_tokenizer, end_of_text=start, pad=pad or start, chat_template=theirs.chat_template)
-
-
-def _kernels(network: Any) -> str:
-    if any(isinstance(module, AcceleratedDiffLlamaAttention) for module in network.modules()):
-        return IMPLEMENTATION
-    return str(network.config._attn_implementation)
 
 
 def _first_line(error: BaseException) -> str:

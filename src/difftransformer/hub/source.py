@@ -34,9 +34,7 @@ def source_folder(model: Path | str) -> Iterator[Path]:
         yield latest_checkpoint(path)
     elif path.is_file():
         if path.suffix != ".gguf":
-            raise CheckpointError(
-                f"{path} is a file; name a folder with {CONFIG_FILE} and safetensors, or a .gguf file"
-            )
+            raise CheckpointError(f"{path} is a file; name a folder with {CONFIG_FILE} and safetensors or a .gguf file")
         with tempfile.TemporaryDirectory() as temporary:
             yield _from_gguf(path, Path(temporary))
     elif path.is_absolute() or str(model).count("/") != 1:

@@ -19,7 +19,6 @@ from .counts import count
 
 CARD_FILE = "README.md"
 TRAINING_HEADING, NEXT_HEADING = "## Training\n", "## Citation\n"
-OPTIONS = ("lambda_form", "lambda_init", "head_norm", "shared_key", "num_noise_heads", "dex_heads", "sliding_window")
 LOADED_FROM = "Of the model that this one was loaded from:"
 _SEAL = re.compile(r"<!-- Written by difftransformer; edit it freely: a changed card is kept\. sha256 (\w+) -->\n")
 _LICENSE = re.compile(r"[a-z0-9][a-z0-9.+-]*")
@@ -78,17 +77,17 @@ def model_card(
         front["pipeline_tag"] = "text-generation"
     if license is not None:
         front["license"] = license
-    front["tags"] = [
-        "difftransformer",
-        *(["differential-transformer", "arxiv:2410.05258"] if config.attention_type != "softmax" else []),
-    ]
+    front["tags"] = ["difftransformer", *config.attention.tags]
     parts = [f"# {name}\n\n{_summary(config, causal)}\n", _layout(config), _usage(architecture, stock)]
     if isinstance(training, str):
         parts.append(training)
     elif training is not None:
-        parts.append(_training(training))
+        recipe = yaml.safe_dump(_without_places(training.recipe), sort_keys=False)
+        parts.append(f"{_table(TRAINING_HEADING.strip(), training.figures)}\n```yaml\n{recipe}```\n")
     parts.append(f"{NEXT_HEADING}\n{CITATION}")
-    return _sealed(f"---\n{yaml.safe_dump(front, sort_keys=False)}---\n", "\n".join(parts))
+    head, body = f"---\n{yaml.safe_dump(front, sort_keys=False)}---\n", "\n".join(parts)
+    seal = f"<!-- Written by difftransformer; edit it freely: a changed card is kept. sha256 {_sum(head + body)} -->\n"
+    return head + seal + body
 
 
 def is_ours(text: str) -> bool:
@@ -148,26 +147,22 @@ def size_rows(config: DiffTransformerConfig) -> dict[str, int]:
     }
 
 
-def _sealed(front: str, body: str) -> str:
-    seal = f"<!-- Written by difftransformer; edit it freely: a changed card is kept. sha256 {_sum(front + body)} -->\n"
-    return front + seal + body
-
-
 def _sum(text: str) -> str:
     return hashlib.sha256(text.replace("\r\n", "\n").encode()).hexdigest()
 
 
 def _summary(config: DiffTransformerConfig, causal: bool) -> str:
     what = "decoder-only language model" if causal else "decoder without its output layer"
-    if config.attention_type == "softmax":
-        return f"A {what} with softmax attention: the same-size twin of a [Differential Transformer]({PAPER})."
-    return f"A {what} with differential attention (`{config.attention_type}`, [Differential Transformer]({PAPER}))."
+    kind = config.attention
+    return f"A {what} with {kind.description} ({kind.label}, `{config.attention_type}`; [Differential Transformer]({PAPER}))."
 
 
 def _layout(config: DiffTransformerConfig) -> str:
+    defaults = {name: option.default for name, option in config.attention.config_options.items()}
+    chosen = {name: getattr(config, name, defaults.get(name)) for name in (*defaults, "sliding_window")}
     rows = {
         "attention type": f"`{config.attention_type}`",
-        **{name.replace("_", " "): f"`{value}`" for name in OPTIONS if (value := getattr(config, name)) is not None},
+        **{name.replace("_", " "): f"`{v}`" for name, v in chosen.items() if v != defaults.get(name)},
         "tied embedding": "yes" if config.tie_word_embeddings else "no",
         **{name: f"{size:,}" for name, size in size_rows(config).items()},
     }
@@ -176,17 +171,10 @@ def _layout(config: DiffTransformerConfig) -> str:
 
 def _usage(architecture: str, stock: bool) -> str:
     auto = "AutoModelForCausalLM" if architecture.endswith("ForCausalLM") else "AutoModel"
-    lines = ["```python"]
-    if not stock:
-        lines.append("import difftransformer  # makes the model type known to transformers")
-    lines += [f"from transformers import {auto}", "", f'model = {auto}.from_pretrained("FOLDER")', "```"]
     where = "It opens in stock transformers." if stock else "It opens once the package `difftransformer` is imported."
-    return "## Use\n\n" + where + "\n\n" + "\n".join(lines) + "\n"
-
-
-def _training(training: Training) -> str:
-    recipe = yaml.safe_dump(_without_places(training.recipe), sort_keys=False)
-    return f"{_table(TRAINING_HEADING.strip(), training.figures)}\n```yaml\n{recipe}```\n"
+    first = "" if stock else "import difftransformer  # makes the model type known to transformers\n"
+    code = f'{first}from transformers import {auto}\n\nmodel = {auto}.from_pretrained("FOLDER")\n'
+    return f"## Use\n\n{where}\n\n```python\n{code}```\n"
 
 
 def _without_places(recipe: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,25 +1,19 @@
 """The configuration of a model and of its twin: Llama's field names, and one word that chooses the attention."""
 
 import copy
-from typing import Any, Self
+import dataclasses
+from typing import Any, Self, get_args
 
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.activations import ACT2FN
 
-from ..attention import HeadLayout, variant
+from ..attention import Attention, HeadLayout, config_options, variant
 from ..errors import ConfigError
 from ..ops import backend_names
+from ..typed import build
 from .presets import paper_ffn_width
 
-UNSET_COUNTS = (
-    "intermediate_size",
-    "num_key_value_heads",
-    "head_dim",
-    "num_differential_heads",
-    "num_differential_key_value_heads",
-    "num_noise_heads",
-    "value_head_dim",
-)
+UNSET_COUNTS = ("intermediate_size", "num_key_value_heads", "head_dim")
 COUNTS = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", *UNSET_COUNTS)
 INITIALIZATIONS = ("normal", "mimetic")
 DEFAULT_ROPE_THETA = 10_000.0  # Llama's; the paper states 640,000 for its 64K models only
@@ -28,61 +22,42 @@ DEFAULT_ROPE_THETA = 10_000.0  # Llama's; the paper states 640,000 for its 64K m
 class DiffTransformerConfig(PreTrainedConfig):
     """Configuration of a Differential Transformer or of its same-size Transformer twin.
 
-    `num_attention_heads`, `num_key_value_heads` and `head_dim` always describe the same-size plain Transformer; every
-    attention type derives its own heads from them. So `attention_type` alone turns a model into its twin.
+    `num_attention_heads`, `num_key_value_heads` and `head_dim` always describe the same-size plain Transformer. Every
+    attention type derives its own heads from them, so `attention_type` alone turns a model into its twin.
+
+    The options of all attention types (`attention.config_options()`), such as lambda_form or num_noise_heads, are fields
+    too. Each type's class documents its own.
 
     Args:
-        attention_type: "diff" (DIFF V1, arXiv:2410.05258), "diff_v2" (DIFF V2), "grouped_diff" (arXiv:2510.06949),
-            "dex" (arXiv:2505.16333) or "softmax" (the Transformer).
-        vocab_size: Tokens.
-        hidden_size: Width.
+        attention_type: A name in `attention.VARIANTS`, such as "diff" (DIFF V1, arXiv:2410.05258) or "softmax" (the plain
+            Transformer).
+        vocab_size: Number of tokens.
+        hidden_size: Width of the model.
         intermediate_size: Inner width of SwiGLU; None means round(8/3 hidden_size) (arXiv:2410.05258 section 2.2).
-        num_hidden_layers: Layers.
-        num_attention_heads: Heads of the plain Transformer; "diff" makes half as many differential heads, "diff_v2" as many.
+        num_hidden_layers: Number of layers.
+        num_attention_heads: Heads of the plain Transformer.
         num_key_value_heads: Key/value heads of the plain Transformer; None means num_attention_heads.
         head_dim: Width of a head of the plain Transformer and of one differential map; None means
             hidden_size / num_attention_heads.
-        num_differential_heads: Differential heads where they are not the attention type's own number.
-        num_differential_key_value_heads: The same for keys and values.
-        num_noise_heads: For "grouped_diff", the heads whose maps are subtracted, each shared by equally many others; None
-            means one of five, or of four where five does not divide.
-        value_head_dim: Width of a differential head's value; None means 2 head_dim for "diff" and "grouped_diff", head_dim
-            for "diff_v2".
-        lambda_form: "layer", "head", "token" or "constant" (`DifferentialOptions`); None means the attention type's own.
-        lambda_init: What lambda starts from; None means the paper's schedule by depth.
-        head_norm: "gain", "plain" or "none"; None means the attention type's own.
-        shared_key: Whether both maps read one key; None means the attention type's own.
-        dex_heads: For "dex", the heads that each layer extends, equally many in each; None means all.
-        head_norm_eps: eps of the headwise norm.
-        rms_norm_eps: eps of the other norms.
+        rms_norm_eps: eps of the norms in the residual stream.
         hidden_act: Activation of the gated MLP.
         max_position_embeddings: Longest trained length, in tokens.
         rope_parameters: transformers' rotary settings; None means the default type with rope_theta 10,000.
-        sliding_window: A query sees this many last positions, itself included; None means all.
-        initializer_range: Standard deviation of the initial weights (the paper does not state its own).
-        initialization: "normal", or "mimetic" to start attention as a lookup of like tokens (`Attention.init_mimetic`), which
-            teaches small models retrieval in far fewer steps. The same for every attention type.
+        sliding_window: Number of last positions that a query attends to, itself included; None means all.
+        initializer_range: Standard deviation of the initial weights (the paper does not state one).
+        initialization: "normal", or "mimetic" to start attention as a lookup of like tokens (`Attention.init_mimetic`), from
+            which small models learn retrieval in far fewer steps. It is the same for every attention type.
         tie_word_embeddings: Whether the output layer is the embedding.
         use_cache: Whether generation keeps keys and values.
         attn_backend: Backend of the attention op: "auto" or a name that `difftransformer info backends` lists.
         attention_dropout: Must be 0: the paper uses none, and a fused map cannot drop weights.
 
     Raises:
-        ConfigError: an impossible combination, named.
+        ConfigError: A field or a combination of fields is impossible.
     """
 
     model_type = "difftransformer"
     keys_to_ignore_at_inference = ["past_key_values"]
-    base_model_tp_plan = {
-        "layers.*.self_attn.q_proj": "colwise",
-        "layers.*.self_attn.k_proj": "colwise",
-        "layers.*.self_attn.v_proj": "colwise",
-        "layers.*.self_attn.o_proj": "rowwise",
-        "layers.*.mlp.gate_proj": "colwise",
-        "layers.*.mlp.up_proj": "colwise",
-        "layers.*.mlp.down_proj": "rowwise",
-    }
-
     attention_type: str = "diff"
     vocab_size: int = 32_000
     hidden_size: int = 512
@@ -91,16 +66,6 @@ class DiffTransformerConfig(PreTrainedConfig):
     num_attention_heads: int = 8
     num_key_value_heads: int = None  # type: ignore[assignment]
     head_dim: int = None  # type: ignore[assignment]
-    num_differential_heads: int | None = None
-    num_differential_key_value_heads: int | None = None
-    num_noise_heads: int | None = None
-    value_head_dim: int | None = None
-    lambda_form: str | None = None
-    lambda_init: float | None = None
-    head_norm: str | None = None
-    shared_key: bool | None = None
-    dex_heads: list[list[int]] | None = None
-    head_norm_eps: float = 1e-5
     rms_norm_eps: float = 1e-5
     hidden_act: str = "silu"
     max_position_embeddings: int = 2048
@@ -117,9 +82,19 @@ class DiffTransformerConfig(PreTrainedConfig):
     eos_token_id: int | list[int] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
-        for field in COUNTS:
+        counts, unset = [*COUNTS], [*UNSET_COUNTS]
+        for name, option in config_options().items():
+            value = kwargs.pop(name, option.default)
+            if int in (option.type, *get_args(option.type)):
+                counts.append(name)
+                if option.default is None:
+                    unset.append(name)
+            else:
+                value = build(option.type, value, source="", key=name, error=ConfigError)
+            setattr(self, name, value)
+        for field in counts:
             value = getattr(self, field)
-            if value is None and field in UNSET_COUNTS:
+            if value is None and field in unset:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{field}={value!r}: give a whole number of at least 1")
@@ -140,42 +115,50 @@ class DiffTransformerConfig(PreTrainedConfig):
             self.rope_parameters = {"rope_type": "default", "rope_theta": DEFAULT_ROPE_THETA}
         elif self.rope_parameters is not None and not isinstance(self.rope_parameters.get("rope_theta"), (int, float)):
             raise ConfigError(f"rope_parameters={self.rope_parameters}: give rope_theta as a number")
-        if self.attn_backend != "auto" and self.attn_backend not in backend_names():
-            raise ConfigError(
-                f"attn_backend={self.attn_backend!r} is unknown; choose auto or one of {', '.join(backend_names())}"
-            )
+        choices = {"attn_backend": ("auto", *backend_names()), "initialization": INITIALIZATIONS}
+        for field, allowed in choices.items():
+            if getattr(self, field) not in allowed:
+                raise ConfigError(f"{field}={getattr(self, field)!r} is unknown; choose one of {', '.join(allowed)}")
         if self.hidden_act not in ACT2FN:
-            raise ConfigError(
-                f"hidden_act={self.hidden_act!r} is no activation of transformers; use silu, as the paper does"
-            )
+            raise ConfigError(f"hidden_act={self.hidden_act!r} is no activation of transformers; the paper uses silu")
         if self.sliding_window is not None and self.sliding_window < 1:
-            raise ConfigError(
-                f"sliding_window={self.sliding_window}: a window holds at least the query itself; use 1 or more"
-            )
-        if self.initialization not in INITIALIZATIONS:
-            raise ConfigError(
-                f"initialization={self.initialization!r} is unknown; choose one of {', '.join(INITIALIZATIONS)}"
-            )
+            raise ConfigError(f"sliding_window={self.sliding_window}: a window holds at least the query; use 1 or more")
         if self.attention_dropout:
             raise ConfigError(
                 f"attention_dropout={self.attention_dropout}: differential attention has no dropout on its maps; set 0"
             )
-        if self.dex_heads is not None and (
-            len(self.dex_heads) != self.num_hidden_layers or len({len(set(heads)) for heads in self.dex_heads}) != 1
-        ):
-            raise ConfigError(
-                f"dex_heads={self.dex_heads}: give a list of heads for each of the {self.num_hidden_layers} layers, "
-                "equally long"
-            )
-        self.head_layout()  # impossible heads are refused here, before anything is built
+        self.head_layout()  # raises an error for impossible heads before anything is built
         super().__post_init__(**kwargs)
 
+    def __eq__(self, other: object) -> bool:
+        names = [*(field.name for field in dataclasses.fields(self)), *config_options()]
+        return type(other) is type(self) and all(
+            getattr(self, name, None) == getattr(other, name, None) for name in names
+        )
+
+    @classmethod
+    def field_types(cls) -> dict[str, Any]:
+        """Return the type of every field, the attention types' options included."""
+        return cls.__annotations__ | {name: option.type for name, option in config_options().items()}
+
+    @property
+    def attention(self) -> type[Attention]:
+        """The class of the attention layers."""
+        return variant(self.attention_type)
+
+    @property
+    def base_model_tp_plan(self) -> dict[str, str]:
+        """transformers' tensor-parallel plan."""
+        attention = {f"layers.*.self_attn.{name}": how for name, how in self.attention.tensor_parallel.items()}
+        mlp = {"gate_proj": "colwise", "up_proj": "colwise", "down_proj": "rowwise"}
+        return attention | {f"layers.*.mlp.{name}": how for name, how in mlp.items()}
+
     def head_layout(self) -> HeadLayout:
-        """Heads and widths of this attention type."""
-        return variant(self.attention_type).layout_of(self)
+        """Return the heads and widths of this attention type."""
+        return self.attention.layout_of(self)
 
     def twin(self, attention_type: str = "softmax") -> Self:
-        """The same model with another attention type: equal width, depth, MLP and initialisation."""
+        """Return the same model with another attention type: equal width, depth, MLP and initialisation."""
         twin = copy.deepcopy(self)
         twin.attention_type = attention_type
         twin.head_layout()

@@ -1,8 +1,7 @@
-"""Parameters, FLOPs and bytes of a model by closed formula, without building it. Tested against the real module."""
+"""Parameters, FLOPs and bytes of a model by closed formula, without building it."""
 
 from dataclasses import dataclass
 
-from ..attention import variant
 from .config import DiffTransformerConfig
 
 BACKWARD_AND_FORWARD = 3  # a backward pass does twice the forward's multiply-adds
@@ -13,13 +12,13 @@ class Counts:
     """Sizes of a model.
 
     Attributes:
-        parameters: All weights, a tied embedding once.
-        embedding_parameters: Those of the input embedding.
-        attention_parameters: Those of all attention layers.
-        forward_flops_per_token: Multiply-adds times two of one token's forward pass at `context_tokens`, causal.
-        train_flops_per_token: The same for forward and backward.
-        kv_bytes_per_token: What the cache holds for a token, all layers, in `cache_itemsize` bytes a number.
-        context_tokens: Length that the FLOPs are for.
+        parameters: Number of weights; a tied embedding counts once.
+        embedding_parameters: Number of weights of the input embedding.
+        attention_parameters: Number of weights of all attention layers.
+        forward_flops_per_token: FLOPs of one token's causal forward pass at `context_tokens`; a multiply-add is two.
+        train_flops_per_token: FLOPs of forward and backward.
+        kv_bytes_per_token: Bytes of one token in the cache of all layers.
+        context_tokens: Context that the FLOPs are for.
     """
 
     parameters: int
@@ -32,27 +31,26 @@ class Counts:
 
 
 def count(config: DiffTransformerConfig, *, context_tokens: int | None = None, cache_itemsize: int = 2) -> Counts:
-    """Count a model.
+    """Count the parameters, FLOPs and cache bytes of a model.
 
-    Matrix products only: norms, rotary embedding, softmax and the lambda are left out (they are below a percent).
+    FLOPs are those of matrix products: norms, rotary embedding, softmax and lambda, below a percent, are left out.
 
     Args:
-        config: The model.
-        context_tokens: Length for the attention's share of FLOPs; None means max_position_embeddings.
+        config: The model's configuration.
+        context_tokens: Length at which attention's FLOPs are counted; None means max_position_embeddings.
         cache_itemsize: Bytes of a cached number (2 for bf16).
     """
     context = context_tokens or config.max_position_embeddings
-    cls = variant(config.attention_type)
-    layout = cls.layout_of(config)
+    layout = config.head_layout()
     layers, width = config.num_hidden_layers, config.hidden_size
     projections = layout.projection_parameters(width)
     mlp = 3 * width * config.intermediate_size
     embedding = config.vocab_size * width
-    attention = layers * (projections + cls.own_parameters(config))
+    attention = layers * (projections + config.attention.own_parameters(config))
     parameters = attention + layers * (mlp + 2 * width) + width
     parameters += embedding if config.tie_word_embeddings else 2 * embedding
     window = min(context, config.sliding_window or context)
-    # A causal query at position t sees min(t + 1, window) keys: their mean over a full context.
+    # A causal query at position t attends to min(t + 1, window) keys. This is the mean over a full context.
     mean_keys = (window * (window + 1) / 2 + (context - window) * window) / context
     forward = layers * (2 * (projections + mlp) + mean_keys * layout.map_flops_per_pair()) + 2 * embedding
     return Counts(
@@ -67,5 +65,5 @@ def count(config: DiffTransformerConfig, *, context_tokens: int | None = None, c
 
 
 def weights_and_kv_bytes(counts: Counts, length_tokens: int, *, batch: int = 1, itemsize: int = 2) -> int:
-    """Memory that generation holds: weights and a cache of `length_tokens` for each of `batch` sequences."""
+    """Return the bytes of the weights and of a cache of `length_tokens` for each of `batch` sequences."""
     return counts.parameters * itemsize + batch * length_tokens * counts.kv_bytes_per_token

@@ -5,15 +5,12 @@ Kernels skip work with these and need no T x S mask. The other cases (a mask wit
 become a bool mask.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from transformers import Cache
 
 from ..errors import ShapeError
-
-Restrictions = dict[str, Any]
+from ..ops import Restrictions
 
 
 def arrange_rows(
@@ -43,7 +40,7 @@ def arrange_rows(
 
     Returns:
         Hidden states (B, T, M) or (1, B T, M), position ids that broadcast to their first two dimensions, and the
-        keywords of `Attention.forward`.
+        restrictions of every attention layer.
 
     Raises:
         ShapeError: A mask has neither form, or its width fits neither the cache nor the new tokens.
@@ -68,17 +65,7 @@ def arrange_rows(
         starts[:, 0] = True
         hidden, starts = hidden.reshape(1, batch * length, -1), starts.reshape(1, -1)
         position_ids = position_ids.expand(batch, length).reshape(1, -1)
-    restrictions = attention_restrictions(
-        batch=hidden.shape[0],
-        length=hidden.shape[1],
-        device=hidden.device,
-        attention_mask=attention_mask,
-        starts=starts,
-        cu_seqlens=cu_seqlens,
-        cache=cache,
-        window=window,
-    )
-    return hidden, position_ids, restrictions
+    return hidden, position_ids, attention_restrictions(hidden, attention_mask, starts, cu_seqlens, cache, window)
 
 
 def packed_starts(position_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
@@ -100,11 +87,7 @@ def packed_starts(position_ids: Tensor, attention_mask: Tensor | None) -> Tensor
 
 
 def row_lengths(starts: Tensor) -> Tensor:
-    """Return the cumulative document lengths, (N + 1,) in int32, of rows that are laid end to end.
-
-    Args:
-        starts: (B, T) bool, True where a document starts inside a row.
-    """
+    """Return the cumulative document lengths, (N + 1,) in int32, of rows laid end to end (see `packed_starts`)."""
     starts = starts.clone()
     starts[:, 0] = True
     bounds = starts.flatten().nonzero().flatten()
@@ -112,17 +95,14 @@ def row_lengths(starts: Tensor) -> Tensor:
 
 
 def attention_restrictions(
-    *,
-    batch: int,
-    length: int,
-    device: torch.device,
+    hidden: Tensor,
     attention_mask: Tensor | None,
     starts: Tensor | None,
     cu_seqlens: Tensor | None,
     cache: Cache | None,
     window: int | None,
 ) -> Restrictions:
-    """Return the keywords of `Attention.forward` for T = length new tokens in each of B = batch rows.
+    """Return the restrictions of T = length new tokens in each of B = batch rows.
 
     `starts` is True where a packed document starts inside a row (see `packed_starts`). See `arrange_rows` for the rest.
     """
@@ -132,19 +112,18 @@ def attention_restrictions(
                 f"a 4-D attention_mask has dtype {attention_mask.dtype}, expected bool (True = may attend); "
                 "pass `mask == 0` for an additive mask, or a (batch, length) mask"
             )
-        return {"attn_mask": attention_mask, "is_causal": False}
+        return Restrictions(attn_mask=attention_mask)
 
+    (batch, length), device = hidden.shape[:2], hidden.device
     keys, offset = (length, 0) if cache is None else cache.get_mask_sizes(length, 0)
     seen = 0 if cache is None else cache.get_seq_length()
-    restrictions: Restrictions = {"is_causal": True}
-    if window is not None:
-        restrictions["window"] = window
+    restrictions = Restrictions(is_causal=True, window=window)
     if isinstance(seen, Tensor) or keys != seen + length - offset:
         filled = torch.as_tensor(seen, device=device) + (length - offset)
-        restrictions["kv_lengths"] = filled.to(torch.int32).expand(batch)
+        restrictions = restrictions._replace(kv_lengths=filled.to(torch.int32).expand(batch))
     if attention_mask is not None:
         padding = _key_padding(attention_mask, batch, length, seen, keys, offset)
-        restrictions.update(_padding_restrictions(padding))
+        restrictions = _with_padding(restrictions, padding)
 
     if cu_seqlens is not None:
         if batch != 1 or (cache is not None and not (isinstance(seen, int) and seen == 0 and keys == length)):
@@ -152,11 +131,12 @@ def attention_restrictions(
                 f"cu_seq_lens_q with a batch of {batch} and {seen} cached tokens: cumulative lengths describe one row "
                 "without a past; use restarting position_ids for several rows"
             )
-        return restrictions | {"cu_seqlens": cu_seqlens.to(torch.int32)}
+        return restrictions._replace(cu_seqlens=cu_seqlens.to(torch.int32))
     if starts is None:
         return restrictions
-    if not torch.compiler.is_compiling() and batch == 1 and keys == length and seen == 0 and len(restrictions) == 1:
-        return restrictions | {"cu_seqlens": row_lengths(starts)}
+    only_causal = all(restriction is None or restriction is True for restriction in restrictions)
+    if not torch.compiler.is_compiling() and batch == 1 and keys == length and seen == 0 and only_causal:
+        return restrictions._replace(cu_seqlens=row_lengths(starts))
     document = starts.cumsum(1)
     keys_of_past = keys - length if isinstance(seen, Tensor) else seen - offset
     # Cached tokens belong to the first document of the row; kv_lengths excludes slots that are not filled yet.
@@ -166,8 +146,8 @@ def attention_restrictions(
         place = seen + torch.arange(length, device=device)
         key_document = key_document.index_copy(1, place, document)
     same = document[:, None, :, None] == key_document[:, None, None, :]
-    mask = restrictions.get("attn_mask")
-    return restrictions | {"attn_mask": same if mask is None else same & mask}
+    mask = restrictions.attn_mask
+    return restrictions._replace(attn_mask=same if mask is None else same & mask)
 
 
 def _key_padding(attention_mask: Tensor, batch: int, length: int, seen: int | Tensor, keys: int, offset: int) -> Tensor:
@@ -187,14 +167,14 @@ def _key_padding(attention_mask: Tensor, batch: int, length: int, seen: int | Te
     )
 
 
-def _padding_restrictions(real: Tensor) -> Restrictions:
-    """Return `kv_start` if all padding is on the left, nothing if there is none, and a bool mask otherwise.
+def _with_padding(restrictions: Restrictions, real: Tensor) -> Restrictions:
+    """Add `kv_start` if all padding is on the left, nothing if there is none, and a bool mask otherwise.
 
     Reading the values makes the device wait, so a compiled model always takes the mask.
     """
     if not torch.compiler.is_compiling():
         if bool(real.all()):
-            return {}
+            return restrictions
         if bool((real == (real.cumsum(1) > 0)).all()):
-            return {"kv_start": (~real).sum(1).to(torch.int32)}
-    return {"attn_mask": real[:, None, None, :]}
+            return restrictions._replace(kv_start=(~real).sum(1).to(torch.int32))
+    return restrictions._replace(attn_mask=real[:, None, None, :])

@@ -19,7 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
-from ..attention import RMSNorm, variant
+from ..attention import RMSNorm
 from ..errors import ConfigError, ShapeError
 from .config import DiffTransformerConfig
 from .masks import arrange_rows
@@ -48,7 +48,7 @@ class DecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
 
     def __init__(self, config: DiffTransformerConfig, layer_index: int) -> None:
         super().__init__()
-        self.self_attn = variant(config.attention_type).from_config(config, layer_index)
+        self.self_attn = config.attention.from_config(config, layer_index)
         self.mlp = SwiGLU(config)
         self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
@@ -151,7 +151,7 @@ class DiffTransformerModel(DiffTransformerPreTrainedModel):
                 past_key_values=past_key_values,
                 position_embeddings=position_embeddings,
                 need_map=need_maps,
-                **restrictions,
+                restrictions=restrictions,
             )
             if need_maps:
                 all_maps.append(attention_map)

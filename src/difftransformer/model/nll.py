@@ -5,15 +5,12 @@ from torch import Tensor, nn
 
 
 def next_token_nll(model: nn.Module, input_ids: Tensor, targets: Tensor) -> Tensor:
-    """Negative log-likelihood of each target, in nats.
+    """Return the negative log-likelihood of each target in nats, (B, T) in fp32.
 
     Args:
-        model: A causal language model of transformers' form.
+        model: A causal language model with the interface of transformers.
         input_ids: (B, T).
         targets: (B, T), the token after each of input_ids.
-
-    Returns:
-        (B, T) in fp32.
     """
     logits = model(input_ids=input_ids, use_cache=False).logits
     return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)

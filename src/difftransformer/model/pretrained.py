@@ -33,9 +33,12 @@ class DiffTransformerPreTrainedModel(PreTrainedModel):  # type: ignore[misc]
     supports_gradient_checkpointing = True
     _no_split_modules = ["DecoderLayer"]
     _skip_keys_device_placement = ["past_key_values"]
-    _keep_in_fp32_modules_strict = ["lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"]
     _supports_sdpa = True
     _can_compile_fullgraph = True
+
+    def __init__(self, config: DiffTransformerConfig, *arguments: Any, **options: Any) -> None:
+        super().__init__(config, *arguments, **options)
+        self._keep_in_fp32_modules_strict = list(config.attention.fp32_parameters)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:

@@ -4,11 +4,11 @@ from .attention import (
     attention_maps,
     differential_attention,
     normed_differential_attention,
+    observe_inputs,
     softmax_attention,
     softmax_maps,
-    watching_inputs,
 )
 from .backends import BACKENDS, Backend, backend_names, explain, select_backend, use_backend
 from .norms import rms_norm
-from .problem import Problem
+from .problem import Problem, Restrictions
 from .rotary import apply_rotary, inverse_frequencies, rotary_tables

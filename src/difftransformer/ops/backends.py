@@ -1,7 +1,7 @@
 """The ways to compute attention, which of them can run a problem, and the order in which `auto` tries them.
 
-A new backend is one file with `DESCRIPTION`, `supports`, `has_quadratic_memory` and `run`, one line in `BACKENDS` and
-the rows of `TABLE` that its measurements earn.
+A new backend is one file with `DESCRIPTION`, `supports`, `has_quadratic_memory` and `run`, one line in `BACKENDS`, and
+rows in `TABLE` with the measurements behind them.
 """
 
 import contextlib
@@ -9,23 +9,19 @@ import logging
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from ..errors import BackendUnavailable
 from . import chunked, cpu, flash, flex, reference, sdpa, triton
-from .problem import LOW_PRECISION, Problem, Restrictions
+from .problem import LOW_PRECISION, Call, Problem
 
 logger = logging.getLogger("difftransformer")
 
 # Above this many positions squared, `auto` takes no backend that materialises a map or a mask.
 QUADRATIC_MEMORY_MAX_LENGTH = 1024
-
-Run = Callable[[Tensor, Tensor, Tensor, Tensor | None, Restrictions, float | None], Tensor]
-RunNormed = Callable[
-    [Tensor, Tensor, Tensor, Tensor | None, Restrictions, float | None, Tensor | None, float, float], Tensor
-]
 
 
 @dataclass(frozen=True)
@@ -33,34 +29,34 @@ class Backend:
     """One way to compute attention.
 
     Attributes:
-        name: What `backend=` takes.
+        name: The value that `backend=` takes.
         description: One line for the command line.
-        supports: Why a problem cannot be run, or None.
-        has_quadratic_memory: Whether a problem would take O(n^2) memory.
-        run: (query, key, value, lam or None, restrictions, scale or None) -> output; arguments are already checked.
-        run_normed: The same with the headwise norm in one pass, (..., weight or None, eps, factor), where there is one.
+        supports: Returns why a problem cannot be run, or None.
+        has_quadratic_memory: Returns whether a problem would take O(n^2) memory.
+        run: Returns the output (B, H, T, E) of a call, in the value's dtype.
+        norms: Whether `run` also normalises the heads. The caller does it otherwise.
     """
 
     name: str
     description: str
     supports: Callable[[Problem], str | None]
     has_quadratic_memory: Callable[[Problem], bool]
-    run: Run
-    run_normed: RunNormed | None = None
+    run: Callable[[Call], Tensor]
+    norms: bool = False
 
 
 @dataclass(frozen=True)
 class Row:
-    """Where `auto` tries a backend: the first row that fits a problem and whose backend can run it is taken.
+    """One row of `TABLE`. `auto` takes the first row that fits a problem and whose backend can run it.
 
     Attributes:
         backend: A name in `BACKENDS`.
         op: "differential", "softmax" or None for both.
-        device_type: Or None for all.
-        dtypes: Or None for all.
-        max_length: Largest max(T, S), or None.
+        device_type: The device type, or None for all.
+        dtypes: The dtypes, or None for all.
+        max_length: Largest max(T, S), or None for any.
         min_queries: Smallest T.
-        needs_mask: What `Problem.needs_mask` must be, or None.
+        needs_mask: Required value of `Problem.needs_mask`, or None for any.
     """
 
     backend: str
@@ -72,7 +68,7 @@ class Row:
     needs_mask: bool | None = None
 
     def fits(self, problem: Problem) -> bool:
-        """Whether the row speaks of this problem."""
+        """Whether the row applies to this problem."""
         return (
             (self.op is None or self.op == problem.op)
             and (self.device_type is None or self.device_type == problem.device_type)
@@ -83,32 +79,33 @@ class Row:
         )
 
 
+def _backend(module: ModuleType, *, norms: bool = False) -> Backend:
+    name = module.__name__.rpartition(".")[2]
+    return Backend(name, module.DESCRIPTION, module.supports, module.has_quadratic_memory, module.run, norms)
+
+
 BACKENDS: dict[str, Backend] = {
-    "reference": Backend(
-        "reference", reference.DESCRIPTION, reference.supports, reference.has_quadratic_memory, reference.run
-    ),
-    "cpu": Backend("cpu", cpu.DESCRIPTION, cpu.supports, cpu.has_quadratic_memory, cpu.run, cpu.run),
-    "triton": Backend(
-        "triton", triton.DESCRIPTION, triton.supports, triton.has_quadratic_memory, triton.run, triton.run
-    ),
-    "chunked": Backend("chunked", chunked.DESCRIPTION, chunked.supports, chunked.has_quadratic_memory, chunked.run),
-    "sdpa": Backend("sdpa", sdpa.DESCRIPTION, sdpa.supports, sdpa.has_quadratic_memory, sdpa.run),
-    "flash": Backend("flash", flash.DESCRIPTION, flash.supports, flash.has_quadratic_memory, flash.run),
-    "flex": Backend("flex", flex.DESCRIPTION, flex.supports, flex.has_quadratic_memory, flex.run),
+    "reference": _backend(reference),
+    "cpu": _backend(cpu, norms=True),
+    "triton": _backend(triton, norms=True),
+    "chunked": _backend(chunked),
+    "sdpa": _backend(sdpa),
+    "flash": _backend(flash),
+    "flex": _backend(flex),
 }
 
-# Milliseconds, causal, forward + backward unless said; sizes are B x H x T x D. For `cpu`: wall time of two threads, AMD EPYC
-# with AVX512_BF16. For the others: CPU time of one thread, AVX-512 and AMX. torch 2.13.
+# Milliseconds, causal, forward + backward unless stated otherwise; sizes are B x H x T x D. For `cpu`: wall time of two
+# threads, AMD EPYC with AVX512_BF16. For the others: CPU time of one thread, AVX-512 and AMX. torch 2.13.
 TABLE: tuple[Row, ...] = (
     # cpu v chunked: fp32 16x2x256x32 9.8 v 22, bf16 6.7 v 24 (docs/performance.md has more); 4x2x16x32 0.38 v 1.07,
     # reference 0.68. One query, forward, 8x8x1x64 with S = 1024: 2.3 v 6.3, bf16 1.4 v 7.5.
     # softmax, cpu v sdpa: 16x4x256x32 9.5 v 17.6, bf16 6.6 v 22; 4x4x64x32 level; below that sdpa leads in fp32, 0.36 v 0.31.
     Row("cpu", device_type="cpu"),
-    # What follows is for where the kernels cannot be built.
-    # PyTorch's own attention where it can say the problem without an n x n mask, level with chunked in fp32:
+    # The next rows apply where the kernels cannot be built.
+    # PyTorch's own attention where it needs no n x n mask, level with chunked in fp32:
     # 16x4x256x32 27.7 v 27.5, 1x16x1024x64 142 v 124 (bf16 38 v 24, 116 v 100). Not for T = 1: 14.9 v 2.7 in bf16.
     Row("sdpa", op="softmax", device_type="cpu", min_queries=2),
-    # Up to here the blocks' calls cost more than the maps: 4x2x64x32 fp32 1.24 v chunked 1.42 v sdpa 1.40,
+    # Up to this length the calls for each block cost more than the maps: 4x2x64x32 fp32 1.24 v chunked 1.42 v sdpa 1.40,
     # bf16 1.37 v 1.73 v 2.98. At T = 128 chunked leads: fp32 3.5 v 4.7 v 4.1, bf16 3.1 v 3.5 v 7.0.
     Row("reference", op="differential", device_type="cpu", max_length=64),
     # Chunked v reference v sdpa: fp32 16x2x256x32 30 v 69 v 53, 1x8x2048x64 482 v 3338 v 946; bf16 27 v 77 v 58,
@@ -116,8 +113,8 @@ TABLE: tuple[Row, ...] = (
     Row("chunked", device_type="cpu"),
     # CUDA, not measured: by counted work, in units of 2 T S D for a differential head with E = 2 D, forward / backward.
     # triton: 6 / 10, or 6 / 14 for the same bits every time, and a cache is read once; flash: two calls 6 / 14, or four
-    # 8 / 20; sdpa: one padded call 8 / 20; flex: two calls 6 / 14 in a kernel that is generated, and compiled when it is
-    # first met, so short problems leave their mask to sdpa.
+    # 8 / 20; sdpa: one padded call 8 / 20; flex: two calls 6 / 14 in a generated kernel that is compiled on first use, so
+    # sdpa comes before it for short problems with a mask.
     Row("triton", op="differential", device_type="cuda", dtypes=LOW_PRECISION),
     Row("flash", op="differential", device_type="cuda"),
     Row("sdpa", device_type="cuda", needs_mask=False),
@@ -125,7 +122,7 @@ TABLE: tuple[Row, ...] = (
     Row("triton", device_type="cuda", dtypes=LOW_PRECISION),
     Row("sdpa", device_type="cuda"),
     Row("flex", device_type="cuda"),
-    # Other devices, and what is left, not measured: fused attention calls where they need no n x n mask.
+    # Other devices and all other problems, not measured: fused attention calls where they need no n x n mask.
     Row("sdpa"),
     Row("chunked"),
 )
@@ -135,20 +132,21 @@ _announced: set[tuple[str, str, str, str]] = set()
 
 
 def backend_names() -> tuple[str, ...]:
-    """The names that `backend=` takes, beside "auto"."""
+    """Return the names that `backend=` takes besides "auto"."""
     return tuple(BACKENDS)
 
 
 def explain(problem: Problem) -> dict[str, str | None]:
-    """For each backend, why it cannot run the problem, or None where it can."""
+    """Return for each backend why it cannot run the problem, or None where it can."""
     return {name: backend.supports(problem) for name, backend in BACKENDS.items()}
 
 
 @contextlib.contextmanager
 def use_backend(name: str) -> Iterator[None]:
-    """Let calls with `backend="auto"` use one backend, for tests and benchmarks.
+    """Make calls with `backend="auto"` use one backend inside the block, for tests and benchmarks.
 
-    A backend named in the call itself wins. `torch.compile` reads the choice once, when it compiles: enter before that.
+    A backend named in the call itself takes precedence. `torch.compile` reads the choice once, when it compiles: enter the
+    block before that.
 
     Raises:
         BackendUnavailable: no backend has that name.

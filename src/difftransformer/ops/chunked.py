@@ -1,4 +1,4 @@
-"""Attention in blocks of rows, plain PyTorch, with a hand-written backward: O(n) memory, nothing saved but the inputs.
+"""Attention in blocks of rows, plain PyTorch, with a hand-written backward: O(n) memory, only the inputs are saved.
 
 A block of queries sees whole rows of both maps, so A = P1 - lam P2 is formed in fp32 before one product with V, and the
 backward needs no log-sum-exp. With P_m = softmax(s Q_m K_m^T), O = (P1 - lam P2) V and dO given:
@@ -9,8 +9,8 @@ backward needs no log-sum-exp. With P_m = softmax(s Q_m K_m^T), O = (P1 - lam P2
     dV = (P1 - lam P2)^T dO
     dQ_m = s dS_m K_m      dK_m = s dS_m^T Q_m     (-lam is applied to the rows of Q_2 and dQ_2, never to a map)
 
-A key that no query of a block can see (causal, window; on the CPU also padding and other documents) is not computed.
-Lengths and boundaries are not read from other devices, which would mean waiting for them: there they become masks.
+Keys that no query of a block can see (causal, window; on the CPU also padding and other documents) are not computed.
+Lengths and boundaries are never read from another device, which would mean waiting for it: there they become masks.
 
 Dimensions: B batch, H differential heads, G key/value groups, R = H // G heads of a group, N = B * G, T query
 positions, S key positions, D width of one map's queries and keys, C = 2D (D without a second map), E value width. In a
@@ -25,23 +25,24 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from .problem import LOW_PRECISION, Problem, Restrictions, allowed_keys, without_autocast
+from . import fused
+from .problem import LOW_PRECISION, Call, Problem, Restrictions, allowed_keys, without_autocast
 
 DESCRIPTION = "row blocks in plain PyTorch, O(n) memory, hand-written backward; subtracts in fp32, once"
 
 # Rows of a block (heads of a group times positions): 128, and 64 past 4096 keys, so that two fp32 maps and dP stay near
-# the L2 cache; measured flat between 64 and 256 (fp32, n = 512 to 8192, one thread).
+# the L2 cache. The speed hardly changes between 64 and 256 (fp32, n = 512 to 8192, one thread).
 BLOCK_ROWS = 128
 BLOCK_ROWS_LONG = 64
 LONG_KEYS = 4096
 MIN_BLOCK_POSITIONS = 16
-# Elements of one map in a tile on the CPU, 1 MiB in fp32. Other devices want few and large calls.
+# Elements of one map in a tile on the CPU, 1 MiB in fp32. Other devices are faster with few and large calls.
 CPU_TILE_ELEMENTS = 1 << 18
 TILE_ELEMENTS = 1 << 26
 
 
 class Span(NamedTuple):
-    """Rows and keys that may meet: `rows` of groups `groups`, key j <= t + offset where causal. Ends are exclusive."""
+    """Rows of some groups and the keys that they may attend to, key j <= t + offset where causal. Ends are exclusive."""
 
     groups: tuple[int, int]
     rows: tuple[int, int]
@@ -59,12 +60,12 @@ class Tile(NamedTuple):
 
 
 def supports(problem: Problem) -> str | None:
-    """Why this backend cannot run the problem, or None: it runs every problem."""
+    """Return None: this backend runs every problem."""
     return None
 
 
 def has_quadratic_memory(problem: Problem) -> bool:
-    """Never."""
+    """Return False."""
     return False
 
 
@@ -74,13 +75,13 @@ def _is_host(device: torch.device) -> bool:
 
 
 def _host_values(tensor: Tensor | None) -> list[int] | None:
-    """The values of a tensor that can be read, else None."""
+    """Return the values of a tensor if they can be read, else None."""
     if tensor is None or not _is_host(tensor.device):
         return None
     return cast(list[int], tensor.tolist())
 
 
-class Plan:
+class Tiling:
     """How a problem is cut into tiles, and the masks of a tile."""
 
     def __init__(self, query: Tensor, value: Tensor, restrictions: Restrictions) -> None:
@@ -95,7 +96,7 @@ class Plan:
         self.masks_whole_tile = restrictions.attn_mask is not None or (
             not is_host and (ranged or restrictions.cu_seqlens is not None)
         )
-        # A row's own kv_lengths may be less than the span's: then its window may lie further left.
+        # A row's own kv_lengths may be smaller than the span's, and its window then lies further left.
         self.knows_windows = is_host or restrictions.kv_lengths is None
         rows = BLOCK_ROWS if self.keys <= LONG_KEYS else BLOCK_ROWS_LONG
         self.block = max(MIN_BLOCK_POSITIONS, rows // self.per_group)
@@ -153,7 +154,7 @@ class Plan:
 
     @property
     def covers_all(self) -> bool:
-        """Whether every query is in a tile; the others see nothing and have zeros."""
+        """Whether every query is in a tile. The others may attend to nothing, and their outputs are zero."""
         positions = sum(
             (tile.groups.stop - tile.groups.start) * (tile.rows.stop - tile.rows.start) for tile in self.tiles
         )
@@ -165,11 +166,11 @@ class Plan:
         return groups.stop - groups.start, self.per_group * (rows.stop - rows.start), keys.stop - keys.start
 
     def largest_tile(self) -> int:
-        """Elements of the largest map of a tile."""
+        """Number of elements of the largest tile's map."""
         return max((math.prod(self.shape(tile)) for tile in self.tiles), default=0)
 
     def blocked(self, tile: Tile) -> Tensor | None:
-        """The mask of a whole tile, True = may not attend, (n, R or 1, t, K); None where edges say it all."""
+        """Return a tile's mask, True = may not attend, (n, R or 1, t, K); None where masking its edges is enough."""
         if not self.masks_whole_tile:
             return None
         first, last = tile.groups.start // self.groups, -(-tile.groups.stop // self.groups)
@@ -188,7 +189,7 @@ class Plan:
         return ~by_group.flatten(0, 1)[tile.groups.start - skipped : tile.groups.stop - skipped]
 
     def _of_rows(self, first: int, last: int) -> Restrictions:
-        """The restrictions of rows first <= b < last of the batch."""
+        """Return the restrictions of rows first <= b < last of the batch."""
         attn_mask, _, _, kv_start, kv_lengths, _ = self.restrictions
         if attn_mask is not None and attn_mask.dim() == 4 and attn_mask.shape[0] != 1:
             attn_mask = attn_mask[first:last]
@@ -199,12 +200,12 @@ class Plan:
         )
 
     def mask_scores(self, scores_NQK: Tensor, tile: Tile, blocked: Tensor | None) -> None:
-        """Add a large negative number to the scores that a query may not see; 7 times faster than filling them."""
+        """Add a large negative number to the scores of keys that are not allowed; 7 times faster than filling them."""
         groups, rows, keys = self.shape(tile)
         positions = rows // self.per_group
         scores_NRTK = scores_NQK.view(groups, self.per_group, positions, keys)
         if blocked is not None:
-            # Finite, so that a row with nothing allowed stays free of NaN; the caller zeroes it.
+            # Finite, so that a row without an allowed key is free of NaN. The caller zeroes it.
             scores_NRTK.add_(blocked.to(scores_NQK.dtype).mul_(torch.finfo(scores_NQK.dtype).min))
             return
         if not self.restrictions.is_causal:
@@ -221,7 +222,7 @@ class Plan:
                 scores_NRTK[..., :last].add_(self._corner(positions, last, newest - window, scores_NQK, below=True))
 
     def _corner(self, rows: int, columns: int, diagonal: int, like: Tensor, below: bool = False) -> Tensor:
-        """(rows, columns), -inf where column >= row + diagonal (`below`: <=), else 0. Interior tiles share one."""
+        """Return (rows, columns), -inf where column >= row + diagonal (`below`: <=), else 0. Inner tiles share one."""
         key = (rows, columns, diagonal, below)
         found = self._corners.get(key)
         if found is None:
@@ -232,86 +233,75 @@ class Plan:
 
 
 class Maps:
-    """The tensors of one call, seen by tile, and buffers that the tiles share."""
+    """The tensors of one call, addressed by tile, and buffers that the tiles share."""
 
-    def __init__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        lam: Tensor | None,
-        restrictions: Restrictions,
-        scale: float | None,
-        num_buffers: int,
-    ) -> None:
-        self.plan = plan = Plan(query, value, restrictions)
-        flat, per_group = plan.batch * plan.groups, plan.per_group
+    def __init__(self, call: Call, num_buffers: int) -> None:
+        query, key, value, lam, restrictions, self.scale, _ = call
+        self.tiling = tiling = Tiling(query, value, restrictions)
+        flat, per_group = tiling.batch * tiling.groups, tiling.per_group
         self.low = query.dtype in LOW_PRECISION
         self.map_dtype = torch.float32 if self.low else query.dtype
-        self.width = query.shape[-1] if lam is None else query.shape[-1] // 2
-        self.scale = self.width**-0.5 if scale is None else scale
-        self.q_NRTC = query.reshape(flat, per_group, plan.queries, query.shape[-1])
-        self.k_NSC = key.reshape(flat, plan.keys, key.shape[-1])
-        self.v_NSE = value.reshape(flat, plan.keys, value.shape[-1])
+        self.width = call.width
+        self.q_NRTC = query.reshape(flat, per_group, tiling.queries, query.shape[-1])
+        self.k_NSC = key.reshape(flat, tiling.keys, key.shape[-1])
+        self.v_NSE = value.reshape(flat, tiling.keys, value.shape[-1])
         self.neg_lam_NRT: Tensor | None = None
         if lam is not None:
-            lam_BHT = lam.expand(plan.batch, plan.heads, plan.queries)
-            self.neg_lam_NRT = lam_BHT.neg().reshape(flat, per_group, plan.queries)
-        largest = plan.largest_tile()
+            lam_BHT = lam.expand(tiling.batch, tiling.heads, tiling.queries)
+            self.neg_lam_NRT = lam_BHT.neg().reshape(flat, per_group, tiling.queries)
+        largest = tiling.largest_tile()
         self._buffers = [torch.empty(largest, dtype=self.map_dtype, device=query.device) for _ in range(num_buffers)]
 
     def buffer(self, index: int, tile: Tile) -> Tensor:
-        """A shared buffer as (n, Q, K)."""
-        groups, rows, keys = self.plan.shape(tile)
+        """Return a shared buffer as (n, Q, K)."""
+        groups, rows, keys = self.tiling.shape(tile)
         return self._buffers[index][: groups * rows * keys].view(groups, rows, keys)
 
     def rows(self, x_NRTC: Tensor, tile: Tile) -> Tensor:
-        """The rows of a tile as (n, Q, C); a view where a group has one head."""
+        """Return the rows of a tile as (n, Q, C); a view where a group has one head."""
         return x_NRTC[tile.groups, :, tile.rows].flatten(1, 2)
 
     def query(self, tile: Tile) -> tuple[Tensor, Tensor]:
-        """Both maps' queries (n, Q, D); the same one twice without a second map."""
+        """Return both maps' queries (n, Q, D); the same one twice without a second map."""
         q_NQC = self.rows(self.q_NRTC, tile)
         return q_NQC[..., : self.width], q_NQC[..., -self.width :]
 
     def key(self, tile: Tile) -> tuple[Tensor, Tensor]:
-        """Both maps' keys (n, K, D); the same one twice where it is shared."""
+        """Return both maps' keys (n, K, D); the same one twice where it is shared."""
         k_NKC = self.k_NSC[tile.groups, tile.keys]
         return k_NKC[..., : self.width], k_NKC[..., -self.width :]
 
     def probabilities(
         self, q_NQD: Tensor, k_NKD: Tensor, tile: Tile, blocked: Tensor | None, scratch: Tensor, out: Tensor
     ) -> Tensor:
-        """softmax(s Q K^T) of a tile in fp32 or float64, written to `out`."""
+        """Write softmax(s Q K^T) of a tile to `out`, in fp32 or float64."""
         if self.low:
             scratch.copy_(torch.bmm(q_NQD, k_NKD.mT)).mul_(self.scale)
         else:
             scratch.baddbmm_(q_NQD, k_NKD.mT, beta=0, alpha=self.scale)
-        self.plan.mask_scores(scratch, tile, blocked)
+        self.tiling.mask_scores(scratch, tile, blocked)
         return torch.softmax(scratch, -1, out=out)
 
     def rounded(self, x: Tensor) -> Tensor:
-        """A map in the dtype of the inputs, as the next matrix product wants it."""
+        """Round a map to the dtype of the inputs for the next matrix product."""
         return x.to(self.q_NRTC.dtype) if self.low else x
 
 
 def _accumulate(total: Tensor, left: Tensor, right: Tensor, alpha: float = 1.0) -> None:
-    """total += alpha * left @ right, in the total's dtype, fp32 for low-precision factors."""
+    """Add alpha * left @ right to `total`, in its dtype: fp32 for low-precision factors."""
     if total.dtype == left.dtype:
         total.baddbmm_(left, right, alpha=alpha)
     else:
         total.add_(torch.bmm(left, right), alpha=alpha)
 
 
-def _forward(
-    query: Tensor, key: Tensor, value: Tensor, lam: Tensor | None, restrictions: Restrictions, scale: float | None
-) -> Tensor:
-    maps = Maps(query, key, value, lam, restrictions, scale, num_buffers=2 if lam is None else 3)
-    plan, width_E = maps.plan, value.shape[-1]
-    new = value.new_empty if plan.covers_all else value.new_zeros
-    out_NRTE = new(plan.batch * plan.groups, plan.per_group, plan.queries, width_E)
-    for tile in plan.tiles:
-        blocked = plan.blocked(tile)
+def _forward(call: Call) -> Tensor:
+    maps = Maps(call, num_buffers=2 if call.lam is None else 3)
+    tiling, width_E = maps.tiling, call.value.shape[-1]
+    new = call.value.new_empty if tiling.covers_all else call.value.new_zeros
+    out_NRTE = new(tiling.batch * tiling.groups, tiling.per_group, tiling.queries, width_E)
+    for tile in tiling.tiles:
+        blocked = tiling.blocked(tile)
         q1_NQD, q2_NQD = maps.query(tile)
         k1_NKD, k2_NKD = maps.key(tile)
         scratch = maps.buffer(0, tile)
@@ -319,43 +309,38 @@ def _forward(
         if maps.neg_lam_NRT is not None:
             p2_NQK = maps.probabilities(q2_NQD, k2_NKD, tile, blocked, scratch, maps.buffer(2, tile))
             a_NQK.addcmul_(p2_NQK, maps.rows(maps.neg_lam_NRT, tile).unsqueeze(-1))
-        o_NRTE = torch.bmm(maps.rounded(a_NQK), maps.v_NSE[tile.groups, tile.keys]).unflatten(1, (plan.per_group, -1))
+        o_NRTE = torch.bmm(maps.rounded(a_NQK), maps.v_NSE[tile.groups, tile.keys]).unflatten(1, (tiling.per_group, -1))
         if blocked is not None:
             o_NRTE.masked_fill_(blocked.all(-1, keepdim=True), 0.0)
         out_NRTE[tile.groups, :, tile.rows] = o_NRTE
-    return out_NRTE.view(plan.batch, plan.heads, plan.queries, width_E)
+    return out_NRTE.view(tiling.batch, tiling.heads, tiling.queries, width_E)
 
 
-def _backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    lam: Tensor | None,
-    restrictions: Restrictions,
-    scale: float | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    maps = Maps(query, key, value, lam, restrictions, scale, num_buffers=3 if lam is None else 4)
-    plan, width, scale = maps.plan, maps.width, maps.scale
+def _backward(grad: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    query, key, value, lam, _, scale, _ = call
+    maps = Maps(call, num_buffers=3 if lam is None else 4)
+    tiling, width = maps.tiling, maps.width
     dtype, map_dtype = query.dtype, maps.map_dtype
-    new_like = torch.empty_like if plan.covers_all else torch.zeros_like
-    do_NRTE = grad.reshape(plan.batch * plan.groups, plan.per_group, plan.queries, value.shape[-1])
+    new_like = torch.empty_like if tiling.covers_all else torch.zeros_like
+    do_NRTE = grad.reshape(tiling.batch * tiling.groups, tiling.per_group, tiling.queries, value.shape[-1])
     dq_NRTC = new_like(maps.q_NRTC, memory_format=torch.contiguous_format)
     dk_NSC = torch.zeros(maps.k_NSC.shape, dtype=map_dtype, device=query.device)
     dv_NSE = torch.zeros(maps.v_NSE.shape, dtype=map_dtype, device=query.device)
     neg_lam_NRT = maps.neg_lam_NRT
     d2_NRT = None if neg_lam_NRT is None else torch.zeros_like(neg_lam_NRT)
     softmax_backward = torch.ops.aten._softmax_backward_data.out
-    for tile in plan.tiles:
-        blocked = plan.blocked(tile)
+    for tile in tiling.tiles:
+        blocked = tiling.blocked(tile)
         q1_NQD, q2_NQD = maps.query(tile)
         k1_NKD, k2_NKD = maps.key(tile)
         v_NKE = maps.v_NSE[tile.groups, tile.keys]
         do_NQE = maps.rows(do_NRTE, tile)
         if blocked is not None:
-            # A query that sees nothing: no gradient enters, so none leaves.
+            # A query that may attend to nothing passes no gradient on.
             do_NQE = (
-                do_NQE.unflatten(1, (plan.per_group, -1)).masked_fill(blocked.all(-1, keepdim=True), 0.0).flatten(1, 2)
+                do_NQE.unflatten(1, (tiling.per_group, -1))
+                .masked_fill(blocked.all(-1, keepdim=True), 0.0)
+                .flatten(1, 2)
             )
         scratch, p1_NQK, a_NQK = maps.buffer(0, tile), maps.buffer(1, tile), maps.buffer(2, tile)
         maps.probabilities(q1_NQD, k1_NKD, tile, blocked, scratch, p1_NQK)
@@ -376,72 +361,46 @@ def _backward(
         u_rounded = maps.rounded(u_NQK)
         dq1_NQD = torch.bmm(u_rounded, k1_NKD).mul_(scale)
         dq_tile = dq_NRTC[tile.groups, :, tile.rows]
-        dq_tile[..., :width] = dq1_NQD.unflatten(1, (plan.per_group, -1))
+        dq_tile[..., :width] = dq1_NQD.unflatten(1, (tiling.per_group, -1))
         dk_tile = dk_NSC[tile.groups, tile.keys]
         _accumulate(dk_tile[..., :width], u_rounded.mT, q1_NQD, alpha=scale)
         if p2_NQK is None or neg_lam_NQ1 is None or d2_NRT is None:
             continue
         softmax_backward(dp_NQK, p2_NQK, -1, map_dtype, grad_input=u_NQK)
         d2_NQ = p2_NQK.mul_(dp_NQK).sum(-1)
-        d2_NRT[tile.groups, :, tile.rows] = d2_NQ.unflatten(1, (plan.per_group, -1))
+        d2_NRT[tile.groups, :, tile.rows] = d2_NQ.unflatten(1, (tiling.per_group, -1))
         u_rounded = maps.rounded(u_NQK)
         dq2_NQD = torch.bmm(u_rounded, k2_NKD) * (neg_lam_NQ1 * scale)
-        dq_tile[..., width:] = dq2_NQD.unflatten(1, (plan.per_group, -1))
+        dq_tile[..., width:] = dq2_NQD.unflatten(1, (tiling.per_group, -1))
         _accumulate(dk_tile[..., -width:], u_rounded.mT, (q2_NQD * neg_lam_NQ1).to(dtype), alpha=scale)
     if lam is None or d2_NRT is None:
         dlam = torch.empty(0, dtype=map_dtype, device=query.device)
     else:
-        dlam = d2_NRT.view(plan.batch, plan.heads, plan.queries).neg_().sum_to_size(lam.shape)
+        dlam = d2_NRT.view(tiling.batch, tiling.heads, tiling.queries).neg_().sum_to_size(lam.shape)
     return dq_NRTC.view(query.shape), dk_NSC.view(key.shape).to(dtype), dv_NSE.view(value.shape).to(dtype), dlam
 
 
-@torch.library.custom_op("difftransformer::chunked_attention", mutates_args=())
-def chunked_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    lam: Tensor | None,
-    attn_mask: Tensor | None,
-    is_causal: bool,
-    window: int | None,
-    kv_start: Tensor | None,
-    kv_lengths: Tensor | None,
-    cu_seqlens: Tensor | None,
-    scale: float | None,
-) -> Tensor:
-    """Forward. `lam` is three-dimensional, broadcastable to (B, H, T), or None for one map; then no width is split."""
-    restrictions = Restrictions(attn_mask, is_causal, window, kv_start, kv_lengths, cu_seqlens)
+_library = fused.define("chunked", normed=False)
+
+
+@torch.library.impl(_library, "chunked_attention", "CompositeExplicitAutograd")
+def _(query: Tensor, *rest: Any) -> Tensor:
     with without_autocast(query.device.type):
-        return _forward(query, key, value, lam, restrictions, scale)
+        return _forward(fused.call_of(query, *rest))
 
 
-@chunked_attention.register_fake
+@torch.library.impl(_library, "chunked_attention_backward", "CompositeExplicitAutograd")
+def _(grad: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    with without_autocast(grad.device.type):
+        return _backward(grad, fused.call_of(*arguments))
+
+
+@torch.library.register_fake("difftransformer::chunked_attention")
 def _(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
     return value.new_empty(*query.shape[:3], value.shape[-1])
 
 
-@torch.library.custom_op("difftransformer::chunked_attention_backward", mutates_args=())
-def chunked_attention_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    lam: Tensor | None,
-    attn_mask: Tensor | None,
-    is_causal: bool,
-    window: int | None,
-    kv_start: Tensor | None,
-    kv_lengths: Tensor | None,
-    cu_seqlens: Tensor | None,
-    scale: float | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of query, key, value and lam (the last is empty where `lam` is None)."""
-    restrictions = Restrictions(attn_mask, is_causal, window, kv_start, kv_lengths, cu_seqlens)
-    with without_autocast(query.device.type):
-        return _backward(grad, query, key, value, lam, restrictions, scale)
-
-
-@chunked_attention_backward.register_fake
+@torch.library.register_fake("difftransformer::chunked_attention_backward")
 def _(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, lam: Tensor | None, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -450,26 +409,7 @@ def _(
     return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape), dlam
 
 
-def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    query, key, value, lam, attn_mask, is_causal, window, kv_start, kv_lengths, cu_seqlens, scale = inputs
-    ctx.save_for_backward(query, key, value, lam, attn_mask, kv_start, kv_lengths, cu_seqlens)
-    ctx.is_causal, ctx.window, ctx.scale = is_causal, window, scale
-
-
-def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    query, key, value, lam, attn_mask, kv_start, kv_lengths, cu_seqlens = ctx.saved_tensors
-    dq, dk, dv, dlam = chunked_attention_backward(
-        grad, query, key, value, lam, attn_mask, ctx.is_causal, ctx.window, kv_start, kv_lengths, cu_seqlens, ctx.scale
-    )
-    return dq, dk, dv, (None if lam is None else dlam), *(None,) * 7
-
-
-chunked_attention.register_autograd(_differentiate, setup_context=_save_inputs)
-
-
-def run(
-    query: Tensor, key: Tensor, value: Tensor, lam: Tensor | None, restrictions: Restrictions, scale: float | None
-) -> Tensor:
-    """Arguments and result as in `reference.run`."""
-    out: Tensor = chunked_attention(query, key, value, lam, *restrictions, scale)
+def run(call: Call) -> Tensor:
+    """Attend as `reference.run` does."""
+    out: Tensor = torch.ops.difftransformer.chunked_attention(*call[:4], *call.restrictions, call.scale)
     return out

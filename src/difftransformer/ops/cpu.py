@@ -1,8 +1,8 @@
 """Attention in C++ (`csrc/`), built on first use: fused forward and backward, O(n) memory, the same bits on any threads.
 
 The forward buffers a block of queries' rows of both maps and forms A = P1 - lam P2 in fp32 before one product with V: 4
-units of 2 n n D, as the Transformer's 2H heads. The backward saves nothing but the two log-sum-exps: 10 units. How the work
-is laid out is said in `csrc/forward.h` and `csrc/backward.h`.
+units of 2 n n D, as many as the Transformer's 2H heads take. The backward needs 10 units and saves only the two
+log-sum-exps. `csrc/forward.h` and `csrc/backward.h` describe how the work is divided.
 """
 
 from typing import Any
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from . import build, fused
-from .problem import Problem, Restrictions
+from .problem import Call, Problem
 
 DESCRIPTION = "fused C++ for x86-64 (AVX2, AVX-512, AMX) and AArch64, built on first use; subtracts in fp32, once"
 
@@ -19,7 +19,7 @@ _library = fused.define("cpu", ("lse", "plain", "inverse_rms"))
 
 
 def supports(problem: Problem) -> str | None:
-    """Why this backend cannot run the problem, or None. The first call builds the library where it is not yet there."""
+    """Return why this backend cannot run the problem, or None. The first call builds the library if it is not built yet."""
     if problem.device_type != "cpu":
         return f"runs on the CPU, not on {problem.device_type}"
     if problem.dtype == torch.float64:
@@ -28,28 +28,13 @@ def supports(problem: Problem) -> str | None:
 
 
 def has_quadratic_memory(problem: Problem) -> bool:
-    """Never: a mask is read where it lies, and buffers hold the rows of one block."""
+    """Return False: a mask is read in place, and buffers hold the rows of one block."""
     return False
 
 
-def run(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    lam: Tensor | None,
-    restrictions: Restrictions,
-    scale: float | None,
-    weight: Tensor | None = None,
-    eps: float | None = None,
-    factor: float = 1.0,
-) -> Tensor:
-    """Arguments and result as in `reference.run`; with `eps`, heads go through factor * RMSNorm(head) * weight."""
-    if scale is None:
-        scale = (query.shape[-1] if lam is None else query.shape[-1] // 2) ** -0.5
-    query, scale = fused.positive_scale(query, scale)
-    out: Tensor = torch.ops.difftransformer.cpu_attention(
-        query, key, value, lam, *restrictions, scale, weight, eps, factor
-    )[0]
+def run(call: Call) -> Tensor:
+    """Attend as `reference.run` does, and normalise heads in the same pass."""
+    out: Tensor = torch.ops.difftransformer.cpu_attention(*fused.arguments_of(call))[0]
     return out
 
 

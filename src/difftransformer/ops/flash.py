@@ -1,13 +1,13 @@
-"""Differential attention as ordinary calls of the flash-attn package, which is used where it is installed.
+"""Differential attention as ordinary calls of the flash-attn package, where it is installed.
 
-FlashAttention-2 takes a value as wide as the query: the value is cut into chunks of width D, each of which goes with
-both maps; four calls where E = 2D. Microsoft's fork `flex_head_fa` takes a value of 2D for some D: two calls. (In units
-of 2 T S D a head: 8 forward and 20 backward with four calls, 6 and 14 with two. FlashAttention-3 computes a value of 2D
-as one of 4D, and FlashAttention-4 takes few pairs: neither is used.)
+FlashAttention-2 needs a value as wide as the query, so the value is cut into chunks of width D, and each chunk is multiplied
+by both maps: four calls where E = 2D. Microsoft's fork `flex_head_fa` takes a value of 2D for some D: two calls. (In units
+of 2 T S D a head: 8 forward and 20 backward with four calls, 6 and 14 with two. FlashAttention-3 pads a value of 2D to 4D,
+and FlashAttention-4 supports few pairs of widths, so neither is used.)
 
-The outputs are rounded to the input dtype before they are subtracted, as in `sdpa`. A query that sees nothing has an
-output of zero, which the package documents. Nothing is read from the device: where documents are packed the package is
-told T for the longest, an upper bound.
+The outputs are rounded to the input dtype before they are subtracted, as in `sdpa`. A query that may attend to nothing has an
+output of zero, as the package documents. Nothing is read from the device: for packed documents the package gets T, an upper
+bound, as the length of the longest document.
 
 Dimensions: B batch, H differential heads, G key/value groups, T query positions, S key positions, D width of one map's
 queries and keys, E value width, C width of a chunk of the value. The package's layout is (B, T, H, D).
@@ -22,7 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .problem import LOW_PRECISION, Problem, Restrictions
+from .fused import positive_scale
+from .problem import LOW_PRECISION, Call, Problem, Restrictions
 
 DESCRIPTION = "the flash-attn package, two or four calls; subtracts outputs that are already rounded"
 
@@ -36,7 +37,7 @@ HOW_TO_INSTALL = "pip install flash-attn --no-build-isolation"
 
 
 def supports(problem: Problem) -> str | None:
-    """Why this backend cannot run the problem, or None."""
+    """Return why this backend cannot run the problem, or None."""
     if not _is_gpu(problem.device_type):
         return f"runs on CUDA, not on {problem.device_type}"
     if problem.dtype not in DTYPES:
@@ -59,20 +60,15 @@ def supports(problem: Problem) -> str | None:
 
 
 def has_quadratic_memory(problem: Problem) -> bool:
-    """Never."""
+    """Return False."""
     return False
 
 
-def run(
-    query: Tensor, key: Tensor, value: Tensor, lam: Tensor | None, restrictions: Restrictions, scale: float | None
-) -> Tensor:
-    """Arguments and result as in `reference.run`; the rounded outputs are subtracted in fp32 and rounded again."""
-    width = query.shape[-1] if lam is None else query.shape[-1] // 2
-    value_width = value.shape[-1]
-    scale = width**-0.5 if scale is None else scale
-    if scale <= 0:
-        # The kernels take maxima of unscaled scores, so theirs is positive.
-        query, scale = (-query, -scale) if scale < 0 else (query * 0, 1.0)
+def run(call: Call) -> Tensor:
+    """Attend as `reference.run` does; the two rounded outputs are subtracted in fp32, and the result is rounded again."""
+    query, key, value, lam, restrictions, scale, _ = call
+    width, value_width = call.width, value.shape[-1]
+    query, scale = positive_scale(query, scale)
     wide = _takes_wide_value(width, value_width, restrictions.kv_lengths is not None)
     queries = query.transpose(1, 2).split(width, -1)
     keys = key.transpose(1, 2).split(width, -1)
@@ -111,7 +107,7 @@ def _attend(
         "window_size": (-1, -1) if window is None else (window - 1, 0),
     }
     if kv_lengths is not None:
-        # Of the last dimension of a cache the package wants neighbours.
+        # The package needs a cache whose last dimension is contiguous.
         k_BSGD, v_BSGC = (x if x.stride(-1) == 1 else x.contiguous() for x in (k_BSGD, v_BSGC))
         return library.flash_attn_with_kvcache(
             q_BTHD, k_BSGD, v_BSGC, cache_seqlens=kv_lengths.to(torch.int32), **arguments
@@ -133,13 +129,13 @@ def _is_gpu(device_type: str) -> bool:
 
 
 def _takes_wide_value(width: int, value_width: int, is_cache: bool) -> bool:
-    """Whether the fork is there and takes the value in one piece. Its attention to a cache is not documented for that."""
+    """Whether the fork is installed and takes the value in one piece; for a cache it does not document that it can."""
     return not is_cache and WIDE_VALUES.get(width) == value_width and _missing("flex_head_fa") is None
 
 
 @torch.compiler.assume_constant_result
 def _missing(package: str) -> str | None:
-    """Why a package cannot be used here, or None."""
+    """Return why a package cannot be used here, or None."""
     return _outcome(package)
 
 
@@ -148,7 +144,7 @@ def _outcome(package: str) -> str | None:
     try:
         library = importlib.import_module(package)
     except (ImportError, OSError) as error:
-        # Also where it was built for another torch.
+        # A package that was built for another torch fails here, too.
         return f"{package} cannot be imported ({' '.join(str(error).split())}): {HOW_TO_INSTALL}"
     # FlashAttention-4 shares the name, but not the functions.
     absent = [name for name in ("flash_attn_func", "flash_attn_varlen_func") if not hasattr(library, name)]

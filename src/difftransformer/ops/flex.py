@@ -1,12 +1,12 @@
-"""Differential attention as two calls of PyTorch's FlexAttention, one a map, with a value of any width.
+"""Differential attention as two calls of PyTorch's FlexAttention, one for each map, with a value of any width.
 
-Everything but a bool mask says of each query which keys it may see from where to where: two integers a query, which the
-kernel compares with the key's position, and from which the blocks that it skips are computed without a T x S tensor. A
-bool mask is looked up key by key inside those blocks, and skips none.
+Every restriction except a bool mask lets a query attend to one interval of keys. The two ends of each query's interval are
+two integers, which the kernel compares with a key's position. The blocks to skip are computed from them without a T x S
+tensor. A bool mask is looked up for each key inside those blocks and skips none.
 
-On CUDA the call is compiled, once for each dtype and number and width of heads. The CPU has no gradient, and its call
-outside torch.compile materialises the map. The two outputs are rounded to the input dtype before they are subtracted, as
-in `sdpa`.
+On CUDA the call is compiled, once for each dtype, number of heads and width. On the CPU there is no gradient, and the call
+materialises the map outside torch.compile. The two outputs are rounded to the input dtype before they are subtracted, as in
+`sdpa`.
 
 Dimensions: B batch (or 1, for all rows alike), H differential heads, G key/value groups, T query positions, S key
 positions, D width of one map's queries and keys, E value width, M blocks of queries, N blocks of keys.
@@ -22,21 +22,21 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from .problem import Problem, Restrictions
+from .problem import Call, Problem, Restrictions
 
 DESCRIPTION = "two FlexAttention calls, one a map, compiled on CUDA; subtracts outputs that are already rounded"
 
 BLOCK = 128  # FlexAttention's own default
-MIN_CUDA_WIDTH = 16  # of a factor in Triton's matrix product
-# Compiled forms kept: dtypes, widths, numbers of heads, with and without gradients. Past it the call raises; PyTorch's
-# default of 8 is passed by a handful of shapes.
+MIN_CUDA_WIDTH = 16  # the smallest factor in Triton's matrix product
+# Number of compiled versions kept, by dtype, width, number of heads, with and without gradients. Beyond it the call raises an
+# error. A handful of shapes already exceeds PyTorch's default of 8.
 MAX_COMPILED = 64
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def supports(problem: Problem) -> str | None:
-    """Why this backend cannot run the problem, or None."""
+    """Return why this backend cannot run the problem, or None."""
     if problem.device_type not in ("cpu", "cuda"):
         return f"runs on the CPU and on CUDA, not on {problem.device_type}"
     if problem.keys == 0 or problem.queries == 0 or problem.batch == 0:
@@ -53,28 +53,22 @@ def supports(problem: Problem) -> str | None:
 
 
 def has_quadratic_memory(problem: Problem) -> bool:
-    """On the CPU, whose call outside torch.compile makes the maps; the compiled kernel makes none."""
+    """Return whether the call materialises the maps, as it does on the CPU outside torch.compile."""
     return not _has_kernel(problem.device_type)
 
 
-def run(
-    query: Tensor, key: Tensor, value: Tensor, lam: Tensor | None, restrictions: Restrictions, scale: float | None
-) -> Tensor:
-    """Arguments and result as in `reference.run`; the rounded outputs are subtracted in fp32 and rounded again."""
-    if not _has_kernel(query.device.type):
+def run(call: Call) -> Tensor:
+    """Attend as `reference.run` does; the two rounded outputs are subtracted in fp32, and the result is rounded again."""
+    if not _has_kernel(call.query.device.type):
         # FlexAttention refuses inputs that require a gradient even where none is recorded.
-        query, key, value = query.detach(), key.detach(), value.detach()
-    width = query.shape[-1] if lam is None else query.shape[-1] // 2
-    scale = width**-0.5 if scale is None else scale
-    mask = _block_mask(restrictions, query.shape[0], query.shape[2], key.shape[2], query.device)
-    if lam is None:
-        return _attend(query, key, value, mask, scale)
-    query_1, query_2 = query.split(width, -1)
-    key_1, key_2 = (key, key) if key.shape[-1] == width else key.split(width, -1)
-    out_1_BHTE = _attend(query_1, key_1, value, mask, scale)
-    out_2_BHTE = _attend(query_2, key_2, value, mask, scale)
+        call = call._replace(query=call.query.detach(), key=call.key.detach(), value=call.value.detach())
+    query, key, value = call[:3]
+    mask = _block_mask(call.restrictions, query.shape[0], query.shape[2], key.shape[2], query.device)
+    out_BHTE, *second_BHTE = (_attend(*inputs, value, mask, call.scale) for inputs in call.maps())
+    if call.lam is None:
+        return out_BHTE
     # lam stays fp32: the product and the difference are formed there and rounded once.
-    return (out_1_BHTE - lam.unsqueeze(-1) * out_2_BHTE).to(value.dtype)
+    return (out_BHTE - call.lam.unsqueeze(-1) * second_BHTE[0]).to(value.dtype)
 
 
 def _has_kernel(device_type: str) -> bool:
@@ -91,12 +85,12 @@ def _missing() -> str | None:
 
 @functools.cache
 def _compiled() -> Callable[..., Tensor]:
-    # Whole, or it raises: outside a graph the call would make T x S maps.
+    # fullgraph: outside a graph the call would materialise T x S maps.
     return torch.compile(flex_attention, fullgraph=True)
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask | None, scale: float) -> Tensor:
-    """softmax(s Q K^T) V of one map, (B, H, T, E); zeros for a query that may see nothing."""
+    """softmax(s Q K^T) V of one map, (B, H, T, E); zeros for a query that may attend to nothing."""
     grouped = query.shape[1] != key.shape[1]
     if torch.compiler.is_compiling():
         out = flex_attention(query, key, value, block_mask=mask, scale=scale, enable_gqa=grouped)
@@ -105,7 +99,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask | None, s
             out = _compiled()(query, key, value, block_mask=mask, scale=scale, enable_gqa=grouped)
     else:
         with warnings.catch_warnings():
-            # That the map is materialised is known: `has_quadratic_memory`.
+            # `has_quadratic_memory` already tells that the map is materialised.
             warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
             out = flex_attention(query, key, value, block_mask=mask, scale=scale, enable_gqa=grouped)
     return out
@@ -114,9 +108,9 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask | None, s
 def _seen_keys(
     restrictions: Restrictions, queries: int, keys: int, device: torch.device
 ) -> tuple[Tensor, Tensor] | None:
-    """For each query the first key that it may see and the first after the last, (B, T) or (1, T) in int32.
+    """Return the interval of keys of each query, its first key and one past its last, (B, T) or (1, T) each in int32.
 
-    The bool mask is left out. None where nothing else is restricted.
+    The bool mask is left out. The result is None where nothing else is restricted.
     """
     _, is_causal, window, kv_start, kv_lengths, cu_seqlens = restrictions
     if is_causal and queries == 1 and kv_lengths is None and (window is None or window >= keys):
@@ -146,7 +140,7 @@ def _seen_keys(
 def _block_mask(
     restrictions: Restrictions, batch: int, queries: int, keys: int, device: torch.device
 ) -> BlockMask | None:
-    """What FlexAttention skips and what it masks, without a T x S tensor; None where nothing is restricted."""
+    """Build the blocks to skip and the mask without a T x S tensor; return None where nothing is restricted."""
     attn_mask = restrictions.attn_mask
     seen = _seen_keys(restrictions, queries, keys, device)
     if seen is None:
@@ -168,8 +162,8 @@ def _block_mask(
 
 
 def _blocks(first: Tensor, last: Tensor, keys: int) -> tuple[Tensor, Tensor]:
-    """Which blocks are seen in part, and which by every query in full; bool, (B, M, N) or (1, M, N)."""
-    # A query that sees nothing, or that fills up the last block, widens no block's range and makes none whole.
+    """Return which blocks need a mask, and which every query sees in full; bool, (B, M, N) or (1, M, N)."""
+    # A query that may attend to nothing, or one that pads the last block, must not widen a block's interval.
     sees = first < last
     pad = (0, -first.shape[-1] % BLOCK)
     first_BMQ = F.pad(first.where(sees, keys), pad, value=keys).unflatten(-1, (-1, BLOCK))
@@ -182,14 +176,14 @@ def _blocks(first: Tensor, last: Tensor, keys: int) -> tuple[Tensor, Tensor]:
 
 
 def _in_order(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """The number of blocks in each row, and their columns before all others; int32, with a dimension for the heads."""
+    """Return the number of blocks in each row and their columns, followed by the rest; int32, with a dimension for heads."""
     blocks = blocks.unsqueeze(1).to(torch.int32)
     columns = blocks.argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(-1, dtype=torch.int32), columns.to(torch.int32)
 
 
 def _mask_mod(first_BT: Tensor, last_BT: Tensor, attn_mask: Tensor | None) -> MaskMod:
-    """Whether query q of head h of row b may see key k."""
+    """Return the function that tells whether query q of head h of row b may attend to key k."""
     if attn_mask is None:
 
         def within(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -198,7 +192,7 @@ def _mask_mod(first_BT: Tensor, last_BT: Tensor, attn_mask: Tensor | None) -> Ma
         return within
 
     mask = attn_mask[(None,) * (4 - attn_mask.dim())]
-    # Dimensions of size 1 are read at 0, so that a mask of keys is never spread out.
+    # Dimensions of size 1 are read at index 0, so that a mask of keys is never expanded.
     by_row, by_head, by_query, by_key = (0 if size == 1 else 1 for size in mask.shape)
 
     def within_and_allowed(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What an attention call asks for: the restrictions on who may attend to whom, and the record a backend is chosen by.
+"""What an attention call asks for: which keys each query may attend to, and the facts by which a backend is chosen.
 
 Dimensions: B batch, H differential heads, G key/value groups, T query positions, S key positions, D width of one map's
 queries and keys, E value width. `q` and `k` below are positions, not tensors.
@@ -11,26 +11,32 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..errors import ConfigError, ShapeError
+
 LOW_PRECISION = (torch.bfloat16, torch.float16)
+_INTEGERS = (torch.int32, torch.int64)
 
 
 def without_autocast(device_type: str) -> contextlib.AbstractContextManager[Any]:
-    """Leave an autocast region, if there is one: the ops' dtypes are explicit."""
+    """Disable autocast inside the block: the dtypes of the operators are explicit."""
     if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
         return torch.autocast(device_type, enabled=False)
     return contextlib.nullcontext()
 
 
 class Restrictions(NamedTuple):
-    """Which keys a query may attend to. All restrictions hold at once.
+    """The keys that each query may attend to. All restrictions hold at once.
+
+    This is the one form they have between the keywords of a public function and the arguments of an operator, which takes
+    the fields in this order (`SCHEMA`).
 
     Attributes:
         attn_mask: bool, broadcastable to (B, H, T, S); True = may attend.
-        is_causal: The last query sees the last key (bottom-right alignment), each earlier query one key less.
-        window: With `is_causal`, a query sees only the last `window` of those positions, itself included.
-        kv_start: (B,) integers; row b sees keys j >= kv_start[b].
-        kv_lengths: (B,) integers; row b sees keys j < kv_lengths[b], and causal alignment is to kv_lengths[b].
-        cu_seqlens: (N + 1,) integers; document i is positions cu_seqlens[i] <= t < cu_seqlens[i + 1], and sees only
+        is_causal: The last query attends to the last key (bottom-right alignment), each earlier query to one key less.
+        window: With `is_causal`, a query attends only to the last `window` of those positions, itself included.
+        kv_start: (B,) integers; row b attends only to keys j >= kv_start[b].
+        kv_lengths: (B,) integers; row b attends only to keys j < kv_lengths[b], and causal alignment is to kv_lengths[b].
+        cu_seqlens: (N + 1,) integers; document i is positions cu_seqlens[i] <= t < cu_seqlens[i + 1], and attends only to
             itself.
     """
 
@@ -42,6 +48,60 @@ class Restrictions(NamedTuple):
     cu_seqlens: Tensor | None = None
 
 
+SCHEMA = (
+    "Tensor? attn_mask",
+    "bool is_causal",
+    "int? window",
+    "Tensor? kv_start",
+    "Tensor? kv_lengths",
+    "Tensor? cu_seqlens",
+)
+"""The fields of `Restrictions` in the language of operator schemas."""
+
+
+Norm = tuple[Tensor | None, float, float]
+"""Weight or None, eps and factor of a norm of each head's output."""
+
+
+class Call(NamedTuple):
+    """The checked arguments of one call, as a backend takes them.
+
+    Attributes:
+        query: (B, H, T, 2D); (B, H, T, D) without `lam`.
+        key: (B, G, S, 2D), or (B, G, S, D) shared by both maps.
+        value: (B, G, S, E).
+        lam: fp32 or float64, three-dimensional, broadcastable to (B, H, T); None for ordinary attention.
+        restrictions: The keys that each query may attend to.
+        scale: s, which multiplies the logits.
+        norm: The norm of each head's output, or None.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    lam: Tensor | None
+    restrictions: Restrictions
+    scale: float
+    norm: Norm | None = None
+
+    @property
+    def width(self) -> int:
+        """D."""
+        return self.query.shape[-1] // (1 if self.lam is None else 2)
+
+    def maps(self) -> tuple[tuple[Tensor, Tensor], ...]:
+        """Return the query (B, H, T, D) and the key (B, G, S, D) of each map."""
+        return ((self.query, self.key),) if self.lam is None else inputs_of_maps(self.query, self.key)
+
+
+def inputs_of_maps(query: Tensor, key: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Return the query (B, H, T, D) and the key (B, G, S, D) of each map of differential attention."""
+    width = query.shape[-1] // 2
+    query_1, query_2 = query.split(width, -1)
+    key_1, key_2 = (key, key) if key.shape[-1] == width else key.split(width, -1)
+    return (query_1, key_1), (query_2, key_2)
+
+
 @dataclass(frozen=True)
 class Problem:
     """What the choice of a backend may depend on: shapes and flags, never the values in a tensor.
@@ -49,22 +109,22 @@ class Problem:
     Attributes:
         op: "differential" or "softmax".
         device_type: As in `torch.device.type`.
-        dtype: Of query, key and value.
+        dtype: The dtype of query, key and value.
         batch: B.
         heads: H.
         groups: G; H // G heads read each group's keys and values.
         queries: T.
         keys: S.
-        width: D, of one map's queries and keys.
+        width: D, the width of one map's queries and keys.
         value_width: E.
-        shared_key: Both maps read one key of width D.
-        is_causal: Bottom-right causal.
+        shared_key: Whether both maps read one key of width D.
+        is_causal: Whether the call is causal, aligned to the bottom right.
         window: Sliding window in positions, or None.
-        attn_mask: A bool mask is given.
-        kv_range: kv_start or kv_lengths is given.
-        kv_start: kv_start is given, perhaps kv_lengths too.
-        cu_seqlens: Packed documents.
-        needs_grad: A gradient will be asked for.
+        attn_mask: Whether a bool mask is given.
+        kv_range: Whether kv_start or kv_lengths is given.
+        kv_start: Whether kv_start is given.
+        cu_seqlens: Whether documents are packed.
+        needs_grad: Whether the output needs a gradient.
     """
 
     op: str
@@ -86,9 +146,35 @@ class Problem:
     cu_seqlens: bool = False
     needs_grad: bool = False
 
+    @classmethod
+    def of(cls, call: Call) -> "Problem":
+        """Describe a call."""
+        query, key, value, lam, restrictions, _, norm = call
+        inputs = (query, key, value, lam, None if norm is None else norm[0])
+        return cls(
+            op="softmax" if lam is None else "differential",
+            device_type=query.device.type,
+            dtype=query.dtype,
+            batch=query.shape[0],
+            heads=query.shape[1],
+            groups=key.shape[1],
+            queries=query.shape[2],
+            keys=key.shape[2],
+            width=call.width,
+            value_width=value.shape[3],
+            shared_key=lam is not None and key.shape[3] == call.width,
+            is_causal=restrictions.is_causal,
+            window=restrictions.window,
+            attn_mask=restrictions.attn_mask is not None,
+            kv_range=restrictions.kv_start is not None or restrictions.kv_lengths is not None,
+            kv_start=restrictions.kv_start is not None,
+            cu_seqlens=restrictions.cu_seqlens is not None,
+            needs_grad=torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs),
+        )
+
     @property
     def needs_mask(self) -> bool:
-        """Whether ordinary attention calls, which align causal top-left, can say this only with a T x S mask."""
+        """Whether ordinary attention calls, which align causal masks to the top left, need a T x S mask for this."""
         if self.attn_mask or self.kv_range or self.cu_seqlens:
             return True
         if not self.is_causal:
@@ -112,7 +198,7 @@ def allowed_keys(
         restrictions: The restrictions of the whole call.
         num_queries: T.
         num_keys: S.
-        device: Where the mask is made. No value is read back from it.
+        device: Device of the mask. No value is read back from it.
         query_range: Rows first <= t < last of the rectangle; all if None.
         key_range: Columns first <= j < last of the rectangle; all if None.
 
@@ -153,3 +239,83 @@ def allowed_keys(
     for condition in conditions[1:]:
         allowed = allowed & condition
     return allowed[(None,) * (4 - allowed.dim())]
+
+
+def check_restrictions(restrictions: Restrictions, query: Tensor, keys: int) -> None:
+    """Check restrictions against a query (B, H, T, ...) and the number of keys, without waiting for a device.
+
+    Raises:
+        ShapeError: a shape, dtype or device does not fit, or a value that can be read lies outside its range.
+        ConfigError: restrictions that exclude each other, or a window below 1.
+    """
+    attn_mask, is_causal, window, kv_start, kv_lengths, cu_seqlens = restrictions
+    batch, heads, queries = query.shape[:3]
+    if attn_mask is not None:
+        if attn_mask.dtype != torch.bool:
+            raise ShapeError(
+                f"attn_mask: dtype {attn_mask.dtype}; it must be bool, True = may attend: "
+                "convert an additive mask by attn_mask == 0"
+            )
+        full = (batch, heads, queries, keys)
+        tail = full[4 - attn_mask.dim() :] if attn_mask.dim() <= 4 else ()
+        if attn_mask.dim() > 4 or any(
+            size not in (1, whole) for size, whole in zip(attn_mask.shape, tail, strict=True)
+        ):
+            raise ShapeError(
+                f"attn_mask: shape {tuple(attn_mask.shape)} does not broadcast to (B, H, T, S) = {full}; "
+                "give each dimension that size or 1"
+            )
+    if window is not None:
+        if not is_causal:
+            raise ConfigError(f"window={window} needs is_causal=True; set it, or say the window with attn_mask")
+        if window < 1:
+            raise ConfigError(f"window={window}; it must be at least 1 position, the query's own, or None")
+    for name, tensor in (("kv_start", kv_start), ("kv_lengths", kv_lengths)):
+        if tensor is not None:
+            _check_integers(name, tensor, query)
+            if tensor.shape != (batch,):
+                raise ShapeError(f"{name}: shape {tuple(tensor.shape)}; it must be (B,) = ({batch},), one a row")
+            if _is_readable(tensor) and not all(0 <= position <= keys for position in tensor.tolist()):
+                raise ShapeError(
+                    f"{name}: values {_short(tensor)}; each must lie between 0 and S = {keys}: count in key positions"
+                )
+    if cu_seqlens is not None:
+        if kv_start is not None or kv_lengths is not None:
+            raise ConfigError(
+                "cu_seqlens and kv_start/kv_lengths were given together; packed documents have no padding: "
+                "drop the padding, or unpack"
+            )
+        _check_integers("cu_seqlens", cu_seqlens, query)
+        if batch != 1 or queries != keys:
+            raise ShapeError(
+                f"cu_seqlens: B = {batch}, T = {queries}, S = {keys}; packed documents need B = 1 and T = S: "
+                "flatten the batch into one row"
+            )
+        if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
+            raise ShapeError(
+                f"cu_seqlens: shape {tuple(cu_seqlens.shape)}; it must be (N + 1,), the bounds of N >= 1 documents"
+            )
+        if _is_readable(cu_seqlens):
+            bounds = cu_seqlens.tolist()
+            if bounds[0] != 0 or bounds[-1] != queries or bounds != sorted(bounds):
+                raise ShapeError(
+                    f"cu_seqlens: values {_short(cu_seqlens)}; they must rise from 0 to T = {queries}: "
+                    "give the running sum of the documents' lengths"
+                )
+
+
+def _check_integers(name: str, tensor: Tensor, query: Tensor) -> None:
+    if tensor.dtype not in _INTEGERS:
+        raise ShapeError(f"{name}: dtype {tensor.dtype}; it must be int32 (or int64): convert it with .to(torch.int32)")
+    if tensor.device != query.device:
+        raise ShapeError(f"{name}: on {tensor.device}, query is on {query.device}; move both to one device")
+
+
+def _is_readable(tensor: Tensor) -> bool:
+    """Whether values can be read without waiting for a device and without breaking a traced graph."""
+    return not torch.compiler.is_compiling() and type(tensor) is Tensor and tensor.device.type == "cpu"
+
+
+def _short(tensor: Tensor) -> str:
+    values = tensor.tolist()
+    return str(values) if len(values) <= 8 else f"[{', '.join(map(str, values[:8]))}, ...]"

@@ -1,6 +1,6 @@
-"""Simulated low precision: numbers rounded to few levels, kept in the dtype they came in.
+"""Simulated low precision: numbers rounded to few levels, in their own dtype.
 
-It tells what rounding costs in accuracy. Nothing is computed in integers, so nothing gets faster.
+It measures what rounding costs in accuracy. Nothing is computed in integers, so nothing gets faster.
 """
 
 import torch
@@ -9,25 +9,25 @@ from torch import Tensor
 from ..errors import ConfigError
 
 _SHARED_BY = {"tensor": (1, 2, 3), "head": (2, 3), "row": (3,)}
-"""Dimensions of (B, H, T, S) that share one step. Rows of a batch never do: an answer depends on its own tokens alone."""
+"""Dimensions of (B, H, T, S) that share one step. Rows of a batch never do: an answer must depend on its own tokens alone."""
 
 
 def quantize_symmetric(x: Tensor, bits: int, allowed: Tensor | None, granularity: str) -> Tensor:
-    """Attention logits rounded to a signed grid of 2^(bits - 1) - 1 steps to each side of zero (absmax quantisation).
+    """Round attention logits to a signed grid of 2^(bits - 1) - 1 steps on each side of zero (absmax quantisation).
 
         step = max |x| / (2^(bits - 1) - 1),    x' = step * round(x / step)
 
     Args:
         x: (B, H, T, S).
         bits: At least 2.
-        allowed: bool, broadcastable to x: the entries that count in max |x|. The others come back as they are. None is all.
-        granularity: What shares a step: "tensor" (all heads of a batch row), "head" or "row" (one query of one head).
+        allowed: bool, broadcastable to x, the entries that count in max |x|; the others are returned unchanged. None for all.
+        granularity: The part that shares a step: "tensor" (all heads of a batch row), "head" or "row" (one query of one head).
 
     Returns:
         (B, H, T, S) in the dtype of x.
 
     Raises:
-        ConfigError: fewer than 2 bits, or another granularity.
+        ConfigError: fewer than 2 bits, or an unknown granularity.
     """
     if granularity not in _SHARED_BY:
         raise ConfigError(f"granularity={granularity!r}: choose one of {', '.join(_SHARED_BY)}")
@@ -39,17 +39,15 @@ def quantize_symmetric(x: Tensor, bits: int, allowed: Tensor | None, granularity
 
 
 def quantize_last(x: Tensor, bits: int, group: int | None = None) -> Tensor:
-    """Numbers rounded as in `quantize_symmetric`, with a step for each `group` of the last dimension.
-
-    The step is formed in fp32.
+    """Round numbers as in `quantize_symmetric`, with a step for each `group` of the last dimension, computed in fp32.
 
     Args:
         x: (..., N): weights (outputs, N), or activations (..., tokens, N).
         bits: At least 2.
-        group: Numbers that share a step, the last group perhaps fewer; None is N.
+        group: Count of numbers that share a step; the last group may have fewer. None for N.
 
     Returns:
-        The shape and dtype of x.
+        A tensor of the shape and dtype of x.
 
     Raises:
         ConfigError: fewer than 2 bits.

@@ -17,7 +17,7 @@ def inverse_frequencies(head_dim: int, theta: float = 10000.0, device: torch.dev
     Args:
         head_dim: Width D that is rotated; even.
         theta: Base of the frequencies.
-        device: Where to make them.
+        device: Device of the result.
 
     Returns:
         (D/2,) in fp32, radians per position.
@@ -51,7 +51,7 @@ def apply_rotary(x_BTHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     Args:
         x_BTHD: (B, T, H, D), queries or keys; any floating dtype.
         cos: From `rotary_tables`, (B, T, D/2) or (T, D/2).
-        sin: Likewise.
+        sin: From `rotary_tables`, of the same shape.
 
     Returns:
         (B, T, H, D) in the dtype of x; low precision is rotated in fp32 and rounded once.

@@ -1,10 +1,11 @@
 """Differential attention as one call of `F.scaled_dot_product_attention` over 2H heads of width max(D, E).
 
-One call, zero-padded: with a value wider than the query, PyTorch's CPU attention leaves its fast path without a word
-and materialises the maps (1.4 to 33 times slower than the flash path), so two calls with a value of 2D are never made.
+The one call is zero-padded to equal widths. With a value wider than the query, PyTorch's CPU attention silently leaves its
+fast path and materialises the maps (1.4 to 33 times slower than the flash path), so there are never two calls with a value
+of 2D.
 
 The two outputs are rounded to the input dtype before they are subtracted: in bf16 the error is about 1.4 times that of
-the backends that subtract the maps in fp32. The call is PyTorch's own differentiable op: there is nothing to register.
+the backends that subtract the maps in fp32. PyTorch differentiates its own call, so no operator is registered here.
 
 Dimensions: B batch, H differential heads (in the call: of both maps, one after the other), G key/value groups
 (likewise), T query positions, S key positions, D width of one map's queries and keys, E value width.
@@ -14,32 +15,29 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .problem import Problem, Restrictions, allowed_keys
+from .problem import Call, Problem, Restrictions, allowed_keys
 
 DESCRIPTION = "one padded F.scaled_dot_product_attention over 2H heads; subtracts outputs that are already rounded"
 
 
 def supports(problem: Problem) -> str | None:
-    """Why this backend cannot run the problem, or None."""
+    """Return why this backend cannot run the problem, or None."""
     if problem.keys == 0 or problem.queries == 0 or problem.batch == 0:
         return "no queries or no keys, which F.scaled_dot_product_attention does not take"
     return None
 
 
 def has_quadratic_memory(problem: Problem) -> bool:
-    """A T x S mask is needed wherever the restrictions are more than none or torch's own causal mask."""
+    """Return whether a T x S mask is needed, for restrictions other than none or torch's own causal mask."""
     return problem.needs_mask
 
 
-def run(
-    query: Tensor, key: Tensor, value: Tensor, lam: Tensor | None, restrictions: Restrictions, scale: float | None
-) -> Tensor:
-    """Arguments and result as in `reference.run`; the rounded outputs are subtracted in fp32 and rounded again."""
-    batch, heads, queries, width = query.shape
+def run(call: Call) -> Tensor:
+    """Attend as `reference.run` does; the two rounded outputs are subtracted in fp32, and the result is rounded again."""
+    query, key, value, lam, restrictions, scale, _ = call
+    batch, heads, queries = query.shape[:3]
     groups, keys, value_width = value.shape[1:]
-    maps = 1 if lam is None else 2
-    width //= maps
-    scale = width**-0.5 if scale is None else scale
+    width = call.width
 
     # Heads in the order (map, group, head of the group), so that torch's own grouped queries read the right group.
     if lam is None:
@@ -75,9 +73,9 @@ def run(
 def _mask(
     restrictions: Restrictions, batch: int, heads: int, queries: int, keys: int, device: torch.device
 ) -> tuple[Tensor | None, Tensor | None, bool]:
-    """The mask for torch, the queries that may attend to nothing, and whether torch's own causal mask says it all.
+    """Return the mask for torch, the queries that may attend to nothing, and whether to use torch's own causal mask.
 
-    Such queries are let attend to everything, so that no NaN arises, and their outputs are zeroed afterwards.
+    Queries that may attend to nothing attend to everything, so that no NaN arises, and the caller zeroes their outputs.
     """
     attn_mask, is_causal, window, kv_start, kv_lengths, cu_seqlens = restrictions
     if window is not None and window >= keys:

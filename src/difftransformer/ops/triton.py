@@ -1,9 +1,9 @@
 """Attention in Triton (`triton_kernels/`): fused forward and backward for GPUs, O(n) memory, decoding split over the cache.
 
-Work in units of 2 n n D, for one differential head or the Transformer's two: forward 6 against 4, since each map needs a
-product with V of its own (`triton_kernels/forward.py`); backward 10 against 10 in one kernel, which adds dQ in no fixed order,
-or 14 in two, which give the same bits every time (`torch.use_deterministic_algorithms`). Decoding reads each cached number
-once, as the Transformer does.
+Work in units of 2 n n D, for one differential head and for the Transformer's two: the forward takes 6 and 4 units, since each
+map needs its own product with V (`triton_kernels/forward.py`). The backward takes 10 and 10 in one kernel, which adds dQ in no
+fixed order, or 14 in two, which give the same bits every time (`torch.use_deterministic_algorithms`). Decoding reads each
+cached number once, as the Transformer does.
 
 With TRITON_INTERPRET=1, set before Python starts, the kernels run on the CPU in Triton's interpreter: slowly, for tests.
 """
@@ -15,17 +15,17 @@ import torch
 from torch import Tensor
 
 from . import fused
-from .problem import Problem, Restrictions
+from .problem import Call, Problem
 
 DESCRIPTION = "fused Triton kernels for GPUs, forward, backward and decoding; subtracts in fp32, once"
 MAX_WIDTH, MAX_VALUE_WIDTH = 128, 256
 MIN_CAPABILITY = (8, 0)  # matrix instructions for bf16
 
-_library = fused.define("triton", ("lse", "second", "plain", "inverse_rms"), keeps_out=True, more="bool save")
+_library = fused.define("triton", ("lse", "second", "plain", "inverse_rms"), keeps_out=True, more=("bool save",))
 
 
 def supports(problem: Problem) -> str | None:
-    """Why this backend cannot run the problem, or None."""
+    """Return why this backend cannot run the problem, or None."""
     if problem.dtype == torch.float64:
         return "takes bfloat16, float16 and float32, not float64"
     if problem.width > MAX_WIDTH or problem.value_width > MAX_VALUE_WIDTH:
@@ -34,29 +34,14 @@ def supports(problem: Problem) -> str | None:
 
 
 def has_quadratic_memory(problem: Problem) -> bool:
-    """Never: a mask is read where it lies."""
+    """Return False: a mask is read in place."""
     return False
 
 
-def run(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    lam: Tensor | None,
-    restrictions: Restrictions,
-    scale: float | None,
-    weight: Tensor | None = None,
-    eps: float | None = None,
-    factor: float = 1.0,
-) -> Tensor:
-    """Arguments and result as in `reference.run`; with `eps`, heads go through factor * RMSNorm(head) * weight."""
-    if scale is None:
-        scale = (query.shape[-1] if lam is None else query.shape[-1] // 2) ** -0.5
-    query, scale = fused.positive_scale(query, scale)
-    save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (query, key, value, lam, weight))
-    out: Tensor = torch.ops.difftransformer.triton_attention(
-        query, key, value, lam, *restrictions, scale, weight, eps, factor, save
-    )[0]
+def run(call: Call) -> Tensor:
+    """Attend as `reference.run` does, and normalise heads in the same pass."""
+    save = Problem.of(call).needs_grad
+    out: Tensor = torch.ops.difftransformer.triton_attention(*fused.arguments_of(call), save)[0]
     return out
 
 
@@ -86,9 +71,10 @@ def _reason(device_type: str) -> str | None:
 def _attention(*arguments: Any) -> tuple[Tensor, ...]:
     from .triton_kernels import launch
 
-    inputs, norm = _unpack(arguments[:-1])
-    with _device_of(inputs.query):
-        return tuple(launch.forward(inputs, norm, save=arguments[-1]))
+    *flat, save = arguments
+    call = fused.call_of(*flat)
+    with _device_of(call.query):
+        return tuple(launch.forward(launch.Inputs(call), call.norm, save=save))
 
 
 def _backward(
@@ -96,26 +82,16 @@ def _backward(
 ) -> tuple[Tensor, ...]:
     from .triton_kernels import launch
 
-    inputs, norm = _unpack(arguments[:-1])
-    lam = arguments[3]
-    with _device_of(inputs.query):
-        found = launch.backward(inputs, norm, launch.Forward(out, lse, second, plain, inverse_rms), grad)
-    dlam = found.lam if lam is None else found.lam.sum_to_size(lam.shape)
+    call = fused.call_of(*arguments[:-1])
+    with _device_of(call.query):
+        saved = launch.Forward(out, lse, second, plain, inverse_rms)
+        found = launch.backward(launch.Inputs(call), call.norm, saved, grad)
+    dlam = found.lam if call.lam is None else found.lam.sum_to_size(call.lam.shape)
     return found.query, found.key, found.value, dlam, found.weight
 
 
-def _unpack(arguments: Any) -> Any:
-    """The operator's arguments as `launch` wants them."""
-    from .triton_kernels import launch
-
-    query, key, value, lam, *restrictions, scale, weight, eps, factor = arguments
-    inputs = launch.Inputs(query, key, value, lam, Restrictions(*restrictions), scale)
-    weight = weight if weight is None else weight.contiguous()
-    return inputs, None if eps is None else (weight, eps, factor)
-
-
 def _device_of(tensor: Tensor) -> Any:
-    """Triton launches on the current device, which need not be the tensor's."""
+    """Make the tensor's device the current one, on which Triton launches."""
     return torch.cuda.device(tensor.device if tensor.is_cuda else -1)
 
 

@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from difftransformer.plots.curves import interval, labels, select
-from difftransformer.plots.style import INK, WIDTH_INCHES, colour_of, legend_above
+from difftransformer.plots.style import INK, WIDTH_INCHES, colour_of, legend_above, note
 from difftransformer.results import Measurement, TaskResult
 
 _HATCHES = ("", "////", "....", "\\\\\\\\", "xxxx")
@@ -44,9 +44,7 @@ def bars(
                 low, high = interval(row)
                 ax.bar(x, row.value, 0.92 * width, color=colour_of(index), **look)
                 ax.plot([x, x], [low, high], color=INK, linewidth=1.3, solid_capstyle="butt")
-                value = f"{row.value:{form}}"
-                above: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "va": "bottom"}
-                ax.annotate(value, (x, high), (0, 2), fontsize=size, **above)
+                note(ax, f"{row.value:{form}}", (x, high), xytext=(0, 2), ha="center", va="bottom", fontsize=size)
     ax.set_xticks(range(len(groups)), groups)
     ax.set_xlim(-0.6, len(groups) - 0.4)
     ax.grid(False, axis="x")

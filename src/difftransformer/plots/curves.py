@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -47,15 +48,8 @@ def curves(
         rows = sorted(select(result, name, **at), key=lambda row: row.at[along])
         x, y = [row.at[along] for row in rows], [row.value for row in rows]
         ax.plot(x, y, **line_style(index), markersize=4, markevery=max(1, len(x) // 20))
-        bounds = [interval(row) for row in rows]
-        ax.fill_between(
-            x,
-            [low for low, _ in bounds],
-            [high for _, high in bounds],
-            color=colour_of(index),
-            alpha=0.18,
-            linewidth=0,
-        )
+        low, high = np.array([interval(row) for row in rows]).reshape(-1, 2).T
+        ax.fill_between(x, low, high, color=colour_of(index), alpha=0.18, linewidth=0)
     if log:
         ax.set_xscale("log", base=2)
         ax.xaxis.set_major_formatter(lambda value, _: f"{value:g}")

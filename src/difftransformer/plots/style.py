@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 
@@ -70,6 +71,12 @@ def line_style(index: int) -> dict[str, Any]:
     """Return colour, dash and marker of a figure's model number `index`, as keywords of `Axes.plot`."""
     dash, marker = DASHES[index % len(DASHES)], MARKERS[index % len(MARKERS)]
     return {"color": colour_of(index), "linestyle": dash, "marker": marker}
+
+
+def note(ax: Axes, text: str, xy: tuple[float, float], *, at_right_edge: bool = False, **options: Any) -> None:
+    """Write a text beside a point, with options of `Axes.annotate`; at_right_edge measures x as a share of the axes."""
+    place = ("axes fraction", "data") if at_right_edge else "data"
+    ax.annotate(text, xy, xycoords=place, textcoords="offset points", **options)
 
 
 def legend_above(figure: Figure, handles: Sequence[Any]) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from ..attention import label
 from ..bench import measure_costs
 from ..data import Shards, byte_bigram_bits_per_byte, prepare_shards
 from ..evals.engine import Task
@@ -21,13 +22,6 @@ from .recipe import Recipe, recipe_dict
 from .run import is_done, run_results, start_run
 
 RESULTS_FILE = "results.json"
-LABELS = {
-    "diff": "DIFF Transformer",
-    "diff_v2": "DIFF V2",
-    "grouped_diff": "grouped DIFF",
-    "dex": "DEX",
-    "softmax": "Transformer",
-}
 CURVE_POINTS = 400  # points of a training curve that a results file keeps
 
 
@@ -63,8 +57,9 @@ def compare(
     for seed, model, run in runs:
         place = run_folder(folder, model, seed)
         start_run(place, run)
-        label, done = f"{LABELS.get(model, model)}, seed {seed}", is_done(place, run, tasks)
-        jobs.append(Job(label=label, folder=place, steps=run.training.steps, threads=threads, done=done))
+        done = is_done(place, run, tasks)
+        title = f"{label(model)}, seed {seed}"
+        jobs.append(Job(label=title, folder=place, steps=run.training.steps, threads=threads, done=done))
     log(f"training {len(jobs)} runs, {recipe.compare.jobs} at a time with {threads} threads each")
     run_jobs(jobs, at_once=recipe.compare.jobs, progress=progress)
     log("measuring cost")
@@ -101,7 +96,7 @@ def _collect(recipe: Recipe, shards: Shards, seeds: list[int], runs: list[RunRes
             configs,
             rows=max(1, recipe.training.batch_tokens // recipe.training.context_tokens),
             context_tokens=recipe.training.context_tokens,
-            labels=LABELS,
+            labels={model: label(model) for model in models},
         ),
     )
 
@@ -111,7 +106,7 @@ def summary(model: str, config: DiffTransformerConfig, context_tokens: int) -> M
     counts = count(config, context_tokens=context_tokens)
     return ModelSummary(
         model=model,
-        label=LABELS.get(model, model),
+        label=label(model),
         attention_type=config.attention_type,
         parameters=counts.parameters,
         train_flops_per_token=counts.train_flops_per_token,

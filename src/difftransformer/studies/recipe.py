@@ -62,7 +62,7 @@ def check_specs(specs: Sequence[TaskSpec]) -> None:
     """
     for name, count in Counter(spec.name for spec in specs).items():
         if count > 1:
-            raise ConfigError(f"{name!r} stands twice; give labels")
+            raise ConfigError(f"{name!r} is given twice; give labels")
         if not re.fullmatch(r"[\w.-]+( [\w.-]+)*", name):
             raise ConfigError(f"label {name!r}: it names files; use letters, digits, points, hyphens and spaces")
     for spec in specs:
@@ -146,8 +146,8 @@ class Recipe:
         context = self.training.context_tokens
         if self.start_from is not None:
             return self._start_config(context)
-        allowed = ["preset", *(name for name in DiffTransformerConfig.__annotations__ if name not in FROM_TOKENIZER)]
-        types = DiffTransformerConfig.__annotations__
+        types = DiffTransformerConfig.field_types()
+        allowed = ["preset", *(name for name in types if name not in FROM_TOKENIZER)]
         for key, value in self.model.items():
             if key not in allowed:
                 raise ConfigError(f"model.{key}: {unknown_key(key, allowed)}")

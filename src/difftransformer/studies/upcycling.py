@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from ..attention import label
 from ..convert.upcycle import upcycle_folder
 from ..data import Shards, prepare_shards
 from ..errors import ConfigError, ResultsError
@@ -22,7 +23,6 @@ from .run import is_done, start_run
 
 PLAIN = "softmax"
 RESULTS_FILE, BEFORE = "results.json", "before"
-LABELS = {"diff": "DIFF", "diff_v2": "DIFF V2", "dex": "DEX", "softmax": "unconverted"}
 DRIFT_TOKENS = 2000
 
 
@@ -78,13 +78,17 @@ def upcycling_study(
         start_run(at, run)
         threads = max(1, torch.get_num_threads() // recipe.compare.jobs)
         done = is_done(at, run, tasks)
-        jobs.append(Job(label=LABELS[name], folder=at, steps=recipe.training.steps, threads=threads, done=done))
+        jobs.append(Job(label=_label(name), folder=at, steps=recipe.training.steps, threads=threads, done=done))
     log(f"training {len(jobs)} models, {recipe.compare.jobs} at a time")
     run_jobs(jobs, at_once=recipe.compare.jobs, progress=progress)
     ends = [run_result(folder, name, run, tasks) for name, run in runs.items()]
     result = _collect(recipe, source, folder, models, ends, drift, before)
     write_result(result, folder / RESULTS_FILE)
     return result
+
+
+def _label(name: str) -> str:
+    return "unconverted" if name == PLAIN else label(name)
 
 
 def _drift(source: Path, target: Path, cached: Path, shards: Shards) -> Drift:
@@ -108,7 +112,7 @@ def _collect(
 ) -> Upcycling:
     configs = {name: DiffTransformerConfig.from_pretrained(place) for name, place in models.items()}
     summaries = [
-        dataclasses.replace(summary(name, config, recipe.training.context_tokens), label=LABELS[name])
+        dataclasses.replace(summary(name, config, recipe.training.context_tokens), label=_label(name))
         for name, config in configs.items()
     ]
     plain = summaries[-1].parameters

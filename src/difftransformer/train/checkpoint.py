@@ -86,9 +86,7 @@ def latest_checkpoint(run: Path) -> Path:
         return run
     found = checkpoints(run)
     if not found:
-        raise CheckpointError(
-            f"{run}: no checkpoint here; name a run folder with checkpoints/step-*, or a model folder"
-        )
+        raise CheckpointError(f"{run}: no checkpoint here; name a run with checkpoints/step-*, or a model folder")
     return found[-1]
 
 
@@ -120,17 +118,12 @@ def save_checkpoint(
         if has_lora(model):
             save_file(adapter_state(model), temporary / ADAPTER_FILE)
         tokenizer.save(temporary)
-        training = training_summary(run, state.step)
-        (temporary / CARD_FILE).write_text(
-            model_card(model.config, name=run.resolve().name, training=training), "utf-8"
-        )
+        card = model_card(model.config, name=run.resolve().name, training=training_summary(run, state.step))
+        (temporary / CARD_FILE).write_text(card, "utf-8")
         save_file(_optimizer_tensors(model, optimizer), temporary / OPTIMIZER_FILE)
         # The sums leave out the card, which users may edit.
-        files = {
-            path.name: _file_sum(path)
-            for path in sorted(temporary.iterdir())
-            if path.is_file() and path.name != CARD_FILE
-        }
+        summed = [path for path in sorted(temporary.iterdir()) if path.is_file() and path.name != CARD_FILE]
+        files = {path.name: _file_sum(path) for path in summed}
         content = dataclasses.asdict(_StateFile(**vars(state), version=STATE_VERSION, files=files))
         content["sha256"] = _content_sha256(content)
         (temporary / STATE_FILE).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
@@ -253,10 +246,10 @@ def _restore_optimizer(
     if torch.cuda.is_available() and len(cuda) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all(cuda)
     for name, parameter in model.named_parameters():
-        state = {moment: tensors[f"{moment}/{name}"] for moment in MOMENTS if f"{moment}/{name}" in tensors}
         optimizer.state[parameter] = {
-            moment: value.to(parameter.device) if moment != "step" or parameter.is_cuda else value
-            for moment, value in state.items()
+            moment: tensors[f"{moment}/{name}"].to(parameter.device)
+            for moment in MOMENTS
+            if f"{moment}/{name}" in tensors
         }
 
 

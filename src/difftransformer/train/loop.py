@@ -180,9 +180,8 @@ def _step(
 @torch.no_grad()
 def validate(model: DiffTransformerForCausalLM, shards: Shards, config: TrainingConfig, device: str) -> float:
     """Return the mean loss in nats per token over the run's fixed validation windows."""
-    windows = torch.from_numpy(
-        np.stack(list(validation_windows(shards, config.context_tokens, config.validation_windows)))
-    )
+    found = validation_windows(shards, config.context_tokens, config.validation_windows)
+    windows = torch.from_numpy(np.stack(list(found)))
     model.eval()
     rows = max(1, config.batch_tokens // config.accumulation // config.context_tokens)
     total = 0.0

@@ -3,13 +3,12 @@
 import torch
 from torch import Tensor, nn
 
+from ..attention import Attention
 from ..errors import ConfigError
 from ..model import DiffTransformerForCausalLM
 from .config import LoraConfig
 
 BASE, ADAPTER = ".base_layer", "default"  # PEFT's names
-# Small parameters of differential attention that are always trained: an upcycled model has to learn them.
-OWN = ("self_attn.lambda_", "self_attn.dex_", "self_attn.head_norm")
 
 
 def add_lora(model: DiffTransformerForCausalLM, config: LoraConfig, *, seed: int) -> None:
@@ -27,21 +26,24 @@ def add_lora(model: DiffTransformerForCausalLM, config: LoraConfig, *, seed: int
         raise ConfigError("training.lora needs the package peft; pip install 'difftransformer[tools]'") from None
     linear = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     if unknown := [name for name in config.targets if name not in linear]:
-        raise ConfigError(
-            f"training.lora.targets: no layer is called {unknown[0]!r}; choose from {', '.join(sorted(linear))}"
-        )
+        raise ConfigError(f"training.lora.targets: no layer {unknown[0]!r}; choose from {', '.join(sorted(linear))}")
     own = [name for name, _ in model.named_parameters()]
     if unused := [part for part in config.also if not any(part in name for name in own)]:
-        raise ConfigError(
-            f"training.lora.also: no parameter's name contains {unused[0]!r}; print(model) shows the names"
-        )
+        raise ConfigError(f"training.lora.also: no parameter's name contains {unused[0]!r}; print(model) shows them")
+    # The few parameters that attention has besides its projections are always trained: an upcycled model has to learn them.
+    whole = {
+        f"{path}.{name}"
+        for path, module in model.named_modules()
+        if isinstance(module, Attention)
+        for name in module.own_parameter_names()
+    }
     adapters = PeftConfig(r=config.rank, lora_alpha=config.alpha, target_modules=list(config.targets))
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         inject_adapter_in_model(adapters, model)
     for name, parameter in model.named_parameters():
-        whole = "lora_" not in name and any(part in name for part in (*config.also, *OWN)) and BASE not in name
-        parameter.requires_grad_(whole or "lora_" in name)
+        asked = any(part in name for part in config.also) and BASE not in name
+        parameter.requires_grad_(name in whole or asked or "lora_" in name)
 
 
 def has_lora(model: nn.Module) -> bool:

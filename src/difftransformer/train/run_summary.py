@@ -24,9 +24,7 @@ def training_summary(run: Path, step: int) -> Training | None:
     try:
         recipe: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise CheckpointError(
-            f"{path} cannot be read as YAML ({' '.join(str(error).split())}); copy it again"
-        ) from None
+        raise CheckpointError(f"{path}: not YAML ({' '.join(str(error).split())}); copy it again") from None
     if not isinstance(recipe, dict):
         raise CheckpointError(f"{path} holds a {type(recipe).__name__}, expected a recipe, a mapping; copy it again")
     metrics = run / METRICS_FILE

@@ -89,9 +89,7 @@ def judge_all(
     try:
         journal = Journal(file, take)
     except DamagedJournal as damage:
-        raise CheckpointError(
-            f"{file}: line {damage.line} is no judgment; name another file with --judgments"
-        ) from None
+        raise CheckpointError(f"{file}: line {damage.line} is no judgment; choose another with --judgments") from None
     reasons: list[str] = []
     keys = [fingerprint(judge, case) for case in cases]
     with journal:

@@ -12,6 +12,7 @@ import re
 import time
 import urllib.parse
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,9 +94,7 @@ class EndpointJudge:
         try:
             import openai
         except ImportError:
-            raise ConfigError(
-                f"judge=openai:{model} needs the package openai; run pip install 'difftransformer[judge]'"
-            ) from None
+            raise ConfigError(f"judge=openai:{model} needs openai; run pip install 'difftransformer[judge]'") from None
         self.name, self.model, self.spending = f"openai:{model}", model, spending
         self.endpoint, self._key = _checked_endpoint(endpoint), _read_key(key_variable)
         self.identity = json.dumps(["openai", self.endpoint, model, RUBRIC, _REPLY_TOKENS])
@@ -145,9 +144,13 @@ class EndpointJudge:
         return Unjudged(reason)
 
     def _body(self, case: Case) -> dict[str, Any]:
-        parts = [("document", case.document), ("reference", case.reference)]
-        parts += [] if case.question is None else [("question", case.question)]
-        shown = "\n\n".join(f"<{name}>\n{text}\n</{name}>" for name, text in [*parts, ("candidate", case.answer)])
+        parts = {
+            "document": case.document,
+            "reference": case.reference,
+            "question": case.question,
+            "candidate": case.answer,
+        }
+        shown = "\n\n".join(f"<{name}>\n{text}\n</{name}>" for name, text in parts.items() if text is not None)
         messages = [{"role": "system", "content": RUBRIC}, {"role": "user", "content": shown}]
         return {"model": self.model, "messages": messages, "temperature": 0, "max_tokens": _REPLY_TOKENS}
 
@@ -201,13 +204,11 @@ class EndpointJudge:
         except Exception as error:  # the body is read by the HTTP client, which has errors of its own
             name = type(error.__cause__ or error).__name__
             raise (too_slow if "Timeout" in name else _Retry(f"the connection failed ({name})")) from None
-        try:
+        with suppress(ValueError, RecursionError):
             reply = json.loads(text)
-        except (ValueError, RecursionError):
-            raise _Retry("a reply that is not JSON") from None
-        if not isinstance(reply, dict):
-            raise _Retry("a reply that is not a JSON object")
-        return reply
+            if isinstance(reply, dict):
+                return reply
+        raise _Retry("a reply that is not a JSON object")
 
     def _refusal(self, status: int, headers: Mapping[str, str], body: object) -> Exception:
         """Return the error for a reply with an error status."""
@@ -234,7 +235,7 @@ class EndpointJudge:
             text = reply["choices"][0]["message"]["content"]
         except (KeyError, IndexError, TypeError):
             raise _Retry("a reply without a message") from None
-        lines = [line for line in text.splitlines() if line.strip()] if isinstance(text, str) else []
+        lines = [line for line in str(text).splitlines() if line.strip()]
         verdict = _VERDICT.fullmatch(lines[-1]) if lines else None
         if verdict is None:
             raise _Retry("a reply whose last line is no verdict")

@@ -21,10 +21,10 @@ _TEXT = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
 
 
 def extract_answer(text: str) -> str | None:
-    """What a text gives as its answer.
+    """Return the answer that a text gives, or None.
 
-    What stands in the last \\boxed{...}; or else follows the last "####"; or follows the last "answer is" or "answer:" up to
-    the end of the sentence; or else is the last number. None where there is none of these.
+    It is the content of the last \\boxed{...}; or else the rest of the line after the last "####"; or else the rest of the
+    sentence after the last "answer is" or "answer:"; or else the last number.
     """
     if (boxed := _last_boxed(text)) is not None:
         return boxed
@@ -39,12 +39,7 @@ def extract_answer(text: str) -> str | None:
 
 
 def is_right(text: str, answer: str) -> bool:
-    """Whether a text ends in an answer.
-
-    Args:
-        text: A model's.
-        answer: The right answer, or a worked one that ends in it.
-    """
+    """Whether the text of a model ends in the right answer. `answer` may also be a solution that ends in it."""
     gold, found = reference_answer(answer), extract_answer(text)
     if found is None:
         return False
@@ -57,7 +52,7 @@ def is_right(text: str, answer: str) -> bool:
 
 
 def reference_answer(answer: str) -> str:
-    """The answer in a reference: all of it, unless it is worked out and marked by "####" or \\boxed{}."""
+    """Return the answer in a reference: all of it, or the part that is marked by "####" or \\boxed{}."""
     if "####" in answer or _last_boxed(answer) is not None:
         return extract_answer(answer) or answer
     return answer
@@ -72,7 +67,7 @@ def same_answer(a: str, b: str) -> bool:
     if first is not None and second is not None:
         if first == second:
             return True
-        marks = _has_percent(a), _has_percent(b)
+        marks = tuple(_unwrapped(text).endswith(("%", "percent")) for text in (a, b))
         return (marks == (True, False) and first / 100 == second) or (marks == (False, True) and second / 100 == first)
     plain_a, plain_b = plain(a), plain(b)
     if plain_a == plain_b:
@@ -82,7 +77,7 @@ def same_answer(a: str, b: str) -> bool:
 
 
 def number_of(text: str) -> Fraction | None:
-    """The exact number that a text is, whatever its thousands separators, currency, unit, percent sign or LaTeX; or None.
+    """Return a text as an exact number, without thousands separators, currency, unit, percent sign and LaTeX; or None.
 
     Reads integers, decimals, a/b, \\frac{a}{b}, and mixed numbers such as 3 1/2 and 3\\frac{1}{2}.
     """
@@ -112,7 +107,7 @@ def number_of(text: str) -> Fraction | None:
 
 
 def plain(text: str) -> str:
-    """An expression without what does not change its meaning: spacing, size commands, units of angle, final full stop."""
+    """Return an expression without spacing, size commands, units of angle and final full stop."""
     text = _unwrapped(text)
     text = re.sub(r"^[a-zA-Z]\s*=\s*", "", text)
     text = re.sub(r"\\frac(\d)(\d)", r"\\frac{\1}{\2}", text)
@@ -130,12 +125,8 @@ def _unwrapped(text: str) -> str:
     return text.strip(" \t\n*$`").rstrip(".").strip(" $")
 
 
-def _has_percent(text: str) -> bool:
-    return _unwrapped(text).endswith(("%", "percent"))
-
-
 def _last_boxed(text: str) -> str | None:
-    """What is in the last \\boxed{...}, braces inside included; or the word after a \\boxed without braces."""
+    """Return the content of the last \\boxed{...}, inner braces included, or the word after a \\boxed without braces."""
     for match in reversed(list(_BOXED.finditer(text))):
         start = match.end()
         if start >= len(text) or text[start] != "{":
@@ -150,7 +141,7 @@ def _last_boxed(text: str) -> str | None:
 
 
 def _parts(text: str) -> list[str]:
-    """The elements of (a, b), [a, b] or a, b; commas in braces and brackets do not divide."""
+    """Return the elements of (a, b), [a, b] or a, b; commas in braces and brackets do not divide."""
     if text[:1] in "([" and text[-1:] in ")]" and text:
         text = text[1:-1]
     parts, depth, start = [], 0, 0

@@ -1,6 +1,5 @@
 """A judge that asks a local model of natural language inference (NLI) whether the document entails every sentence."""
 
-import hashlib
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ...data.records import files_sha256
 from ...errors import ConfigError
 from .base import Case, Judgment, Unjudged
 
@@ -38,7 +38,8 @@ class NliJudge:
         self.entailment = found[0]
         positions = getattr(self.model.config, "max_position_embeddings", _MOST_WINDOW_TOKENS)
         self.window_tokens = min(_MOST_WINDOW_TOKENS, positions, self.tokenizer.model_max_length)
-        self.name, self.identity = f"nli:{folder}", f"nli {_sha256(Path(folder))}"
+        hashed = (path for path in Path(folder).iterdir() if path.name in _HASHED or path.suffix == ".safetensors")
+        self.name, self.identity = f"nli:{folder}", f"nli {files_sha256(hashed)}"
         self.rules: Sequence[str] = [
             f"An approximation: an answer counts as faithful when {folder} finds each of its sentences entailed by some "
             f"window of the document ({self.window_tokens} tokens with the sentence, overlapping by a quarter), entailment "
@@ -48,13 +49,15 @@ class NliJudge:
     @torch.inference_mode()
     def judge(self, case: Case) -> Judgment:
         """See `Judge.judge`."""
-        found = []
-        for sentence in _sentences(case):
+        sentences = [part for part in re.split(r"(?<=[.!?])\s+|\n+", case.answer.strip()) if part.strip()]
+        if case.question is not None:
+            sentences = [f"{case.question.strip()} {case.answer.strip()}"]
+        faithful, reasons = True, []
+        for sentence in sentences:
             probability, is_entailed = self._entailed(case.document, sentence)
-            found.append(
-                (is_entailed, f"{'entailed' if is_entailed else 'NOT entailed'} ({probability:.2f}): {sentence}")
-            )
-        return Judgment(faithful=all(ok for ok, _ in found), reasoning="\n".join(text for _, text in found))
+            faithful &= is_entailed
+            reasons.append(f"{'entailed' if is_entailed else 'NOT entailed'} ({probability:.2f}): {sentence}")
+        return Judgment(faithful=faithful, reasoning="\n".join(reasons))
 
     def _entailed(self, document: str, sentence: str) -> tuple[float, bool]:
         """Return the largest probability of entailment over windows, and whether it is the top label of any window."""
@@ -81,12 +84,6 @@ class NliJudge:
         return best, is_entailed
 
 
-def _sentences(case: Case) -> list[str]:
-    if case.question is not None:
-        return [f"{case.question.strip()} {case.answer.strip()}"]
-    return [part for part in re.split(r"(?<=[.!?])\s+|\n+", case.answer.strip()) if part.strip()]
-
-
 def _opened(folder: str) -> tuple[Any, Any]:
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -103,12 +100,3 @@ def _opened(folder: str) -> tuple[Any, Any]:
             "config.json, safetensors and tokenizer.json"
         ) from None
     return model.eval(), tokenizer
-
-
-def _sha256(folder: Path) -> str:
-    digest = hashlib.sha256()
-    for path in sorted(folder.iterdir()):
-        if path.name in _HASHED or path.suffix == ".safetensors":
-            with open(path, "rb") as file:
-                digest.update(f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
-    return digest.hexdigest()

@@ -1,5 +1,6 @@
 """Any causal language model of transformers as a `LanguageModel`."""
 
+import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -79,28 +80,14 @@ class CausalLanguageModel:
 
     @contextmanager
     def quantized(self, bits: int, granularity: str, weights: str, activations: str) -> Iterator["CausalLanguageModel"]:
-        """Open the same model under coarser numbers.
-
-        Args:
-            bits: Bits of the attention logits; see `quantized_logits`.
-            granularity: Which logits share a step size: "row", "head" or "tensor".
-            weights: Weights of the Linear layers; see `quantized_linears`.
-            activations: Inputs of the Linear layers; see `quantized_linears`.
-        """
-        coarse = bits < UNTOUCHED_BITS
-        with (
-            quantized_linears(self.model, weights, activations),
-            quantized_logits(self.model, bits, granularity),
-        ):
-            yield CausalLanguageModel(
-                self.model,
-                self.tokenizer,
-                context_tokens=self.context_tokens,
-                batch_tokens=min(self.batch_tokens, _WRITTEN_OUT_TOKENS) if coarse else self.batch_tokens,
-                # The step size of a whole head or tensor would depend on which tokens are already cached.
-                prefix_caching=self.prefix_caching and not (coarse and granularity != "row"),
-                hf_tokenizer=self.hf_tokenizer,
-            )
+        """Open the same model under coarser numbers: see `quantized_logits` and `quantized_linears` for the arguments."""
+        coarse = copy.copy(self)
+        if bits < UNTOUCHED_BITS:
+            coarse.batch_tokens = min(self.batch_tokens, _WRITTEN_OUT_TOKENS)
+            # The step size of a whole head or tensor would depend on which tokens are already cached.
+            coarse.prefix_caching = self.prefix_caching and granularity == "row"
+        with quantized_linears(self.model, weights, activations), quantized_logits(self.model, bits, granularity):
+            yield coarse
 
     def _by_kind(self, requests: Sequence[Any], kinds: Mapping[type, Callable[[Sequence[Any]], Answers]]) -> Answers:
         groups: dict[type, list[int]] = defaultdict(list)
@@ -148,7 +135,7 @@ class CausalLanguageModel:
         steps = sum(request.tokens for request in requests)
         total, shared = sum(map(len, prompts)), shared_tokens(prompts[index] for index in order)
         if self.prefix_caching and shared >= max(_WORTH_SHARING * total, _STEP_TOKENS * steps):
-            cache = self._prefix_cache()
+            cache = PrefixCache(self.model, enabled=True)
             for index in order:
                 yield index, self._continue_one(cache, requests[index])
             return
@@ -189,7 +176,7 @@ class CausalLanguageModel:
         return made
 
     def _choices(self, requests: Sequence[Choice]) -> Answers:
-        cache = self._prefix_cache()
+        cache = PrefixCache(self.model, enabled=self.prefix_caching)
         for index in sorted(range(len(requests)), key=lambda index: requests[index].prompt):
             request = requests[index]
             cache.start()
@@ -208,9 +195,6 @@ class CausalLanguageModel:
     def _magnitudes(self, requests: Sequence[Magnitudes]) -> Answers:
         for index, request in enumerate(requests):
             yield index, magnitudes(self.model, [self._tensor([row]) for row in request.rows], request.largest)
-
-    def _prefix_cache(self) -> PrefixCache:
-        return PrefixCache(self.model, enabled=self.prefix_caching)
 
     def _tensor(self, rows: Sequence[Sequence[int]]) -> Tensor:
         return torch.tensor(rows, device=self.model.device)

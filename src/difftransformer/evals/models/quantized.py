@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ...errors import EvaluationError
 from ...ops.quantize import quantize_last, quantize_symmetric
-from ...ops.reference import watching_logits
+from ...ops.reference import observe_logits
 from ..probes.hooks import written_out
 
 UNTOUCHED_BITS = 16
@@ -31,7 +31,7 @@ def quantized_logits(model: Any, bits: int, granularity: str) -> Iterator[None]:
     if bits >= UNTOUCHED_BITS:
         yield
         return
-    with written_out(model), watching_logits(lambda x, allowed: quantize_symmetric(x, bits, allowed, granularity)):
+    with written_out(model), observe_logits(lambda x, allowed: quantize_symmetric(x, bits, allowed, granularity)):
         yield
 
 
@@ -56,16 +56,12 @@ def quantized_linears(model: Any, weights: str, activations: str) -> Iterator[No
                 raise EvaluationError(f"{type(model).__name__}: no Linear layer to quantize; use --weights none")
             for linear in linears:
                 if weights != "none":
-                    undo.callback(_restore, linear, linear.weight.data)
+                    undo.callback(setattr, linear.weight, "data", linear.weight.data)
                     with torch.inference_mode(False), torch.no_grad():
                         linear.weight.data = quantize_last(linear.weight.data, *groups[weights])
                 if activations != "none":
                     undo.callback(linear.register_forward_pre_hook(_int8_input).remove)
         yield
-
-
-def _restore(linear: nn.Linear, weight: Tensor) -> None:
-    linear.weight.data = weight
 
 
 def _int8_input(module: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -65,8 +65,6 @@ class ProbeTask(Task):
             EvaluationError: The model only answers requests.
         """
         if not hasattr(model, "probe"):
-            raise EvaluationError(
-                f"{type(model).__name__} answers requests only and cannot be probed; choose another model"
-            )
+            raise EvaluationError(f"{type(model).__name__} answers requests only, no probes; choose another model")
         found: Answers = model.probe(requests)
         return found

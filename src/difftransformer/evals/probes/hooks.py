@@ -1,12 +1,13 @@
 """Observe what a model's attention computes: the logits of its maps, the maps, and the operator's inputs.
 
 A model's normal path never forms its maps. Inside `written_out` a model computes attention by the equations of `ops.reference`,
-which pass the logits of every map to an observer (`ops.reference.watching_logits`); this takes n x n memory. Inside
-`on_the_op` a model runs its usual kernels, and an observer gets the inputs of each attention call (`ops.watching_inputs`).
+which pass the logits of every map to an observer (`ops.reference.observe_logits`); this takes n x n memory. Inside
+`on_the_op` a model runs its usual kernels, and an observer gets the inputs of each attention call (`ops.observe_inputs`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,8 +19,8 @@ from ...acceleration import IMPLEMENTATION, AcceleratedDiffLlamaAttention, accel
 from ...acceleration.attention_function import NOT_IN_THE_OP, attention, mask
 from ...attention import Attention
 from ...errors import ConfigError, EvaluationError
-from ...ops import use_backend, watching_inputs
-from ...ops.reference import softmax_of, watching_logits
+from ...ops import observe_inputs, use_backend
+from ...ops.reference import observe_logits, softmax_of
 
 _WRITTEN_OUT = "difftransformer_written_out"
 
@@ -39,24 +40,17 @@ def written_out(model: Any) -> Iterator[list[nn.Module]]:
     Raises:
         EvaluationError: A layer does not form its maps here, or has attention that the equations do not describe.
     """
-    with _on_reference(model):
+    with ExitStack() as changes:
+        if any(isinstance(module, Attention) for module in model.modules()):
+            changes.enter_context(_implementation(model, "eager"))
+        elif any(isinstance(module, DiffLlamaAttention) for module in model.modules()):
+            changes.enter_context(on_the_op(model))
+            changes.enter_context(use_backend("reference"))
+        else:
+            AttentionInterface.register(_WRITTEN_OUT, _attention)
+            AttentionMaskInterface.register(_WRITTEN_OUT, mask)
+            changes.enter_context(_implementation(model, _WRITTEN_OUT))
         yield _probed(model)
-
-
-@contextmanager
-def _on_reference(model: Any) -> Iterator[None]:
-    kinds = {type(module) for module in model.modules()}
-    if any(issubclass(kind, Attention) for kind in kinds):
-        with _implementation(model, "eager"):
-            yield
-    elif any(issubclass(kind, DiffLlamaAttention) for kind in kinds):
-        with on_the_op(model), use_backend("reference"):
-            yield
-    else:
-        AttentionInterface.register(_WRITTEN_OUT, _attention)
-        AttentionMaskInterface.register(_WRITTEN_OUT, mask)
-        with _implementation(model, _WRITTEN_OUT):
-            yield
 
 
 @contextmanager
@@ -100,12 +94,11 @@ def _attention(
     **options: Any,
 ) -> tuple[Tensor, None]:
     """The operator's reference as transformers' attention function; refuses arguments that the operator does not have."""
-    for name in NOT_IN_THE_OP:
-        if options.get(name) is not None:
-            raise EvaluationError(
-                f"{type(module).__name__}: attention with {name} is not softmax(Q K^T) V and cannot be seen from inside; "
-                "choose a model without it"
-            )
+    if added := [name for name in NOT_IN_THE_OP if options.get(name) is not None]:
+        raise EvaluationError(
+            f"{type(module).__name__}: attention with {added[0]} is not softmax(Q K^T) V and cannot be seen from inside; "
+            "choose a model without it"
+        )
     if attention_mask is not None and attention_mask.dtype != torch.bool:
         raise EvaluationError(
             f"{type(module).__name__}: its attention mask is {attention_mask.dtype}, a bias beside Q K^T, and cannot be "
@@ -131,12 +124,14 @@ def _probed(model: Any) -> list[nn.Module]:
         formed[inside[-1]] = formed.get(inside[-1], 0) + 1
         return scores
 
-    with ExitStack() as hooks, watching_logits(count):
+    with ExitStack() as hooks, observe_logits(count):
         for module in model.modules():
             hooks.callback(module.register_forward_pre_hook(enter).remove)
             hooks.callback(module.register_forward_hook(leave).remove)
         model(input_ids=torch.tensor([[0, 1]], device=model.device), use_cache=False)
-    expected = _attention_layers(model.config.get_text_config())
+    config = model.config.get_text_config()
+    kinds = getattr(config, "layer_types", None) or ["attention"] * config.num_hidden_layers
+    expected = sum("attention" in kind and "linear" not in kind for kind in kinds)
     right = [module for module, calls in formed.items() if calls == _maps_of(module)]
     if not right or len(right) != expected or len(formed) != expected:
         raise EvaluationError(
@@ -145,13 +140,6 @@ def _probed(model: Any) -> list[nn.Module]:
             "(Llama, Mistral, Qwen and others) can"
         )
     return right
-
-
-def _attention_layers(config: Any) -> int:
-    kinds = getattr(config, "layer_types", None)
-    if not kinds:
-        return int(config.num_hidden_layers)
-    return sum("attention" in kind and "linear" not in kind for kind in kinds)
 
 
 def _maps_of(module: nn.Module) -> int:
@@ -165,22 +153,19 @@ def _counting(layers: Sequence[nn.Module]) -> Iterator[list[int]]:
     """Yield the layer that is computing at the moment, and a 0 on which the caller may count."""
     place = [0, 0]
 
-    def entering(layer: int) -> Callable[..., None]:
-        def enter(module: nn.Module, arguments: Any) -> None:
-            place[:] = layer, 0
-
-        return enter
+    def enter(layer: int, module: nn.Module, arguments: Any) -> None:
+        place[:] = layer, 0
 
     with ExitStack() as hooks:
         for index, module in enumerate(layers):
-            hooks.callback(module.register_forward_pre_hook(entering(index)).remove)
+            hooks.callback(module.register_forward_pre_hook(partial(enter, index)).remove)
         yield place
 
 
 @contextmanager
 def observing_inputs(layers: Sequence[nn.Module], observe: Callable[..., None]) -> Iterator[None]:
-    """Call observe(layer, maps, restrictions, scale) for every layer; see `ops.watching_inputs`."""
-    with _counting(layers) as place, watching_inputs(lambda *inputs: observe(place[0], *inputs)):
+    """Call observe(layer, maps, restrictions, scale) for every layer; see `ops.observe_inputs`."""
+    with _counting(layers) as place, observe_inputs(lambda *inputs: observe(place[0], *inputs)):
         yield
 
 
@@ -193,11 +178,8 @@ def observing_maps(layers: Sequence[nn.Module], observe: ObserveMaps) -> Iterato
     lams: list[Tensor | None] = [None] * len(layers)
     firsts: list[Tensor] = []
 
-    def entering(layer: int) -> Callable[..., None]:
-        def enter(module: nn.Module, arguments: Any, options: dict[str, Any]) -> None:
-            lams[layer] = _lam_of(module, arguments[0] if arguments else options["hidden_states"])
-
-        return enter
+    def enter(layer: int, module: nn.Module, arguments: Any, options: dict[str, Any]) -> None:
+        lams[layer] = _lam_of(module, arguments[0] if arguments else options["hidden_states"])
 
     def logits(scores: Tensor, allowed: Tensor | None) -> Tensor:
         layer, number = place
@@ -211,10 +193,10 @@ def observing_maps(layers: Sequence[nn.Module], observe: ObserveMaps) -> Iterato
             observe(layer, firsts.pop(), found, lams[layer], allowed)
         return scores
 
-    with ExitStack() as hooks, _counting(layers) as place, watching_logits(logits):
+    with ExitStack() as hooks, _counting(layers) as place, observe_logits(logits):
         for index, module in enumerate(layers):
             if _maps_of(module) == 2:
-                hooks.callback(module.register_forward_pre_hook(entering(index), with_kwargs=True).remove)
+                hooks.callback(module.register_forward_pre_hook(partial(enter, index), with_kwargs=True).remove)
         yield
 
 

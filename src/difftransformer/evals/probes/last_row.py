@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -13,11 +14,7 @@ from .hooks import combined, observing_maps, written_out
 def last_row_weights(model: Any, ids: Tensor) -> list[Tensor]:
     """Return the weights by which the last token's heads add values: A1 - lambda A2 for differential attention.
 
-    All tokens but the last go through the model's own kernels; only one row of each map is formed.
-
-    Args:
-        model: A causal language model with the interface of transformers.
-        ids: (B, T).
+    The ids are (B, T). All tokens but the last go through the model's own kernels; only one row of each map is formed.
 
     Returns:
         (B, H, T) in fp32 for each layer, on the CPU; zero for tokens outside of a sliding window.
@@ -52,12 +49,6 @@ def row_sums(layers: Sequence[Tensor], edges: Sequence[int]) -> list[list[list[l
     found = []
     for weights in layers:
         wide = weights.double()
-        forms = (wide, wide.abs(), wide.clamp(min=0))
-        sums = [[values[:, a:b].sum(1).tolist() for a, b in pairwise(edges)] for values in forms]
-        found.append(
-            [
-                [[sums[form][segment][head] for segment in range(len(edges) - 1)] for form in range(len(forms))]
-                for head in range(len(weights))
-            ]
-        )
+        forms = torch.stack((wide, wide.abs(), wide.clamp(min=0)), 1)
+        found.append(torch.stack([forms[..., a:b].sum(-1) for a, b in pairwise(edges)], -1).tolist())
     return found

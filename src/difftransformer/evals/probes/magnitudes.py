@@ -68,13 +68,8 @@ def magnitudes(model: Any, rows: Sequence[Tensor], largest: int) -> dict[str, An
     """Measure how large attention logits and hidden states become (arXiv:2410.05258 section 3.7).
 
     Logits are the scaled logits of both maps, for keys that a query may attend to; a map that several heads share counts
-    once. Hidden states are the output of each layer. The rows go one at a time through the model's own kernels; the logits
-    are formed beside them, some rows of a map at a time. The memory does not grow with the number of rows.
-
-    Args:
-        model: A causal language model with the interface of transformers.
-        rows: (1, T) each.
-        largest: Number of largest values that are kept.
+    once. Hidden states are the output of each layer. The rows, (1, T) each, go one at a time through the model's own
+    kernels; the logits are formed beside them, some rows of a map at a time. Memory does not grow with the number of rows.
 
     Returns:
         `Magnitude.summary` of `logits` and of `hidden`.
@@ -127,10 +122,8 @@ def _logits_of_rows(
 
 
 def _copies(module: nn.Module) -> int:
-    """Return how many heads share one second map (grouped differential attention): the operator forms it for each."""
-    if not isinstance(module, Attention) or module.layout.num_noise_heads is None:
-        return 1
-    return module.layout.num_heads // module.layout.num_noise_heads
+    """Return how many heads share one second map; the operator forms it for each of them."""
+    return module.layout.heads_per_second_map if isinstance(module, Attention) else 1
 
 
 def _blocks(model: nn.Module, attention: nn.Module) -> list[nn.Module]:

@@ -17,7 +17,7 @@ def head_maps(model: Any, ids: Tensor, layers: Sequence[int] = (), heads: Sequen
     """Compute every head's share of negative weight and of weight near zero, and return the maps of some heads.
 
     Args:
-        model: A causal language model with the interface of transformers.
+        model: Model to observe.
         ids: (1, T).
         layers: Layers whose maps are returned, from 0; the first, the middle and the last by default.
         heads: Heads of a layer, from 0; the first four by default.

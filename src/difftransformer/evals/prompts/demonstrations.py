@@ -137,14 +137,8 @@ class PromptForm:
         return tuple(self.tokenizer.encode(text) if first else self._behind(f"a{SEPARATOR}", text))
 
     def _behind(self, left: str, text: str) -> list[int]:
-        """Return the tokens of a text after another text; some tokenizers encode it differently on its own."""
-        before, whole = self.tokenizer.encode(left), self.tokenizer.encode(left + text)
-        if whole[: len(before)] != before:
-            raise DataError(
-                f"the tokenizer does not split {left[-20:] + text[:20]!r} before {text[:20]!r}, so a prompt that ends "
-                "there has other tokens than the whole text; choose another text_word or label_word, or another tokenizer"
-            )
-        return whole[len(before) :]
+        advice = "choose another text_word or label_word, or another tokenizer"
+        return self.tokenizer.encode_after(left, text, advice)
 
 
 def _check_options(labels: Sequence[str], options: Sequence[tuple[int, ...]]) -> None:
@@ -152,9 +146,7 @@ def _check_options(labels: Sequence[str], options: Sequence[tuple[int, ...]]) ->
     # In sorted order a prefix stands right before an option that begins with it.
     for (one, first), (other, second) in pairwise(ordered):
         if one == other:
-            raise DataError(
-                f"the tokenizer gives the labels {first!r} and {second!r} the same tokens {list(one)}; rename one of them"
-            )
+            raise DataError(f"the labels {first!r} and {second!r} have the same tokens {list(one)}; rename one of them")
         if other[: len(one)] == one:
             raise DataError(
                 f"in tokens the label {first!r}, its line end included, is a prefix of the label {second!r} and could not "

@@ -35,16 +35,13 @@ class Setting:
 def token_stream(
     setting: Setting, source: str, at_least: int = 0, *, enough: int | None = None
 ) -> npt.NDArray[np.int64]:
-    """Return the first documents of a source one after another, each followed by the end of text.
+    """Concatenate the first documents of a source, each followed by the end of text.
 
-    Args:
-        setting: The tokenizer, and the held-out text.
-        source: What `read_documents` takes, or `validation`, which is always returned whole.
-        at_least: Tokens that are needed.
-        enough: Number of tokens after which to stop; None reads the whole source.
+    The source is one of `read_documents`, of which no more than about `enough` tokens are read (None reads all of it); or
+    `validation`, the held-out text of the setting, which is always returned whole.
 
     Raises:
-        DataError: The source cannot be read, or has fewer tokens.
+        DataError: The source cannot be read, or has fewer than `at_least` tokens.
     """
     parts, count = [], 0
     if source == VALIDATION:

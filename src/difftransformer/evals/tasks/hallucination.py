@@ -1,11 +1,10 @@
 """Contextual hallucination: summaries and answers of a model, judged against their documents.
 
 This is arXiv:2410.05258 section 3.5. In the paper GPT-4o gives a binary verdict on 100 greedy outputs for each set, following
-Chuang et al. (arXiv:2407.07071). Here you choose the judge: an OpenAI-compatible endpoint, a local model of natural language
-inference, or the overlap of words. Verdicts are kept in a file, so that a person can check them. The paper gives neither its
-prompts nor those of its judge; both were written for this package.
+Chuang et al. (arXiv:2407.07071). Here you choose the judge. Verdicts are kept in a file, so that a person can check them.
 """
 
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -194,9 +193,7 @@ class HallucinationTask(Task):
         written, file = [case for case in cases if case.answer], Path(self.options.judgments)
         verdicts, reasons = judge_all(self.chosen_judge, written, file, progress)
         if verdicts and not any(verdicts):
-            raise EvaluationError(
-                f"{self.chosen_judge.name} judged nothing: {reasons[0]}; every answer of the model is saved"
-            )
+            raise EvaluationError(f"{self.chosen_judge.name} judged nothing: {reasons[0]}; every answer is saved")
         if left := verdicts.count(None):
             self.choices = [
                 *self.choices,
@@ -207,17 +204,18 @@ class HallucinationTask(Task):
 
     def score(self, answers: Sequence[tuple[Case, Judgment | None]]) -> Scores:
         """Compute the share of faithful answers among the judged ones in each set, and count empty and unjudged answers."""
-        right: dict[str, list[bool]] = {}
-        empty: dict[str, list[bool]] = {}
-        unjudged: dict[str, int] = {}
+        right: dict[str, list[bool]] = defaultdict(list)
+        empty: dict[str, list[bool]] = defaultdict(list)
+        unjudged: Counter[str] = Counter()
         items = []
         for case, verdict in answers:
             name = case.set_name
-            empty.setdefault(name, []).append(not case.answer)
-            unjudged[name] = unjudged.get(name, 0) + (verdict is None and bool(case.answer))
-            if verdict is not None or not case.answer:
+            empty[name].append(not case.answer)
+            if verdict is None and case.answer:
+                unjudged[name] += 1
+            else:
                 faithful = verdict is not None and verdict.faithful
-                right.setdefault(name, []).append(faithful)
+                right[name].append(faithful)
                 items.append(ItemScore(name="accuracy", item=f"{name}/{case.item}", score=float(faithful)))
         accuracies = [proportion("accuracy", found, {"set": name}) for name, found in right.items()]
         measurements: list[Measurement] = [*accuracies, mean_of_sets("mean accuracy", accuracies)]

@@ -8,13 +8,13 @@ model, up to the rounding of attention kernels.
 import difflib
 import importlib.metadata
 import importlib.util
-import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ...data.hub import errors_only
 from ...errors import ConfigError, EvaluationError
 from ...results import ItemScore, Measurement
 from ..engine import Scores, Task
@@ -87,7 +87,7 @@ class HarnessTask(Task):
     def __init__(self, options: Options, setting: Setting) -> None:
         if importlib.util.find_spec("lm_eval") is None:
             raise EvaluationError("lm-eval is not installed; pip install 'difftransformer[eval]'")
-        with _errors_only():
+        with _quietly():
             _task_index(options.names, options.include_path)
         release = importlib.metadata.version("lm_eval")
         self.data_name = f"lm-eval {release}"
@@ -113,12 +113,7 @@ class HarnessTask(Task):
 
 
 def run_harness(network: Any, tokenizer: Any, request: Harness) -> dict[str, Any]:
-    """Run one task of lm-eval on a model.
-
-    Args:
-        network: A causal language model with the interface of transformers.
-        tokenizer: Its tokenizer, as transformers opens it.
-        request: Which task.
+    """Run one task of lm-eval on a model and its tokenizer, both as transformers opens them.
 
     Returns:
         Fields of `Measurement` and, where a metric is a mean over documents, of `ItemScore`.
@@ -128,7 +123,7 @@ def run_harness(network: Any, tokenizer: Any, request: Harness) -> dict[str, Any
     """
     import torch
 
-    with _errors_only(), torch.inference_mode():
+    with _quietly(), torch.inference_mode():
         from lm_eval import simple_evaluate
         from lm_eval.models.huggingface import HFLM
 
@@ -149,9 +144,8 @@ def run_harness(network: Any, tokenizer: Any, request: Harness) -> dict[str, Any
                 fewshot_random_seed=seed,
             )
         except (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError) as error:
-            raise EvaluationError(
-                f"{request.name}: cannot be run ({_one_line(error)}); check the task's data and settings"
-            ) from error
+            reason = " ".join(str(error).split())[:300] or type(error).__name__
+            raise EvaluationError(f"{request.name}: cannot be run ({reason}); check its data and settings") from error
     return {"measurements": _measurements(found), "items": _items(found)}
 
 
@@ -219,23 +213,16 @@ def _items(found: dict[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__
-
-
 @contextmanager
-def _errors_only() -> Iterator[None]:
+def _quietly() -> Iterator[None]:
     """Silence lm-eval's log of the defaults that it fills in, and its call of git in the working folder."""
     from lm_eval import evaluator
 
-    logger, ask = logging.getLogger("lm_eval"), evaluator.get_git_commit_hash
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    evaluator.get_git_commit_hash = lambda: None
+    ask, evaluator.get_git_commit_hash = evaluator.get_git_commit_hash, lambda: None
     try:
-        yield
+        with errors_only("lm_eval"):
+            yield
     finally:
-        logger.setLevel(before)
         evaluator.get_git_commit_hash = ask
 
 

@@ -1,8 +1,7 @@
 """Many-shot in-context classification, over the number of demonstrations.
 
-This is arXiv:2410.05258 section 3.4. Test items are labelled one by one after the same demonstrations. The label is decoded
-greedily among the tokens that lead to a label (N. Ratner et al., arXiv:2212.10947). Demonstrations come in rounds of one per
-class, and a prompt with more shots starts with the prompt with fewer, so that the whole curve computes its longest prompt once.
+This is arXiv:2410.05258 section 3.4, with the constrained decoding of N. Ratner et al. (arXiv:2212.10947). A prompt with more
+shots starts with the prompt with fewer, so that the whole curve computes its longest prompt once.
 """
 
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ from matplotlib.figure import Figure
 from ...data.labelled import Example
 from ...errors import ConfigError, EvaluationError
 from ...plots.curves import curves, select
-from ...plots.style import INK
+from ...plots.style import INK, note
 from ...results import ItemScore, Measurement, TaskResult
 from ..engine import Scores, Task
 from ..prompts.demonstrations import DataOptions, PromptForm, draw_items, draw_rounds
@@ -94,25 +93,27 @@ class ShotsTask(Task):
         """Compute the accuracy at each size, and that of a guess."""
         measurements: list[Measurement] = []
         items: list[ItemScore] = []
-        place = 0
-        for at in self.sizes:
-            right: list[list[bool]] = []
-            for _ in range(self.draws):
-                asked = slice(place, place + len(self.items))
-                place = asked.stop
-                chosen = [self.labels[answer] for answer in answers[asked]]
-                right.append([label == item.label for label, item in zip(chosen, self.items, strict=True)])
+        size = len(self.items) * self.draws
+        for place, at in enumerate(self.sizes):
+            asked = slice(place * size, (place + 1) * size)
+            right = right_passes(answers[asked], self.labels, self.items)
             measurements.append(accuracy(right, at))
             items += item_scores(f"accuracy, {at['demonstrations']} demonstrations", right)
             if self.draws > 1:
                 measurements += details(
                     proportion("accuracy of a draw", found, at | {"draw": draw}) for draw, found in enumerate(right)
                 )
-            lengths = [
-                float(len(request.prompt)) for request in self.requests[place - len(self.items) * self.draws : place]
-            ]
+            lengths = [float(len(request.prompt)) for request in self.requests[asked]]
             measurements.append(mean("prompt", "tokens", lengths, at))
         return Scores(measurements=[*measurements, chance(len(self.labels))], items=items)
+
+
+def right_passes(answers: Sequence[int], labels: Sequence[str], items: Sequence[Example]) -> list[list[bool]]:
+    """Return which answers are right, in a list for each pass through the items."""
+    return [
+        [labels[answer] == item.label for answer, item in zip(passed, items, strict=True)]
+        for passed in (answers[begin : begin + len(items)] for begin in range(0, len(answers), len(items)))
+    ]
 
 
 def accuracy(right: Sequence[Sequence[bool]], at: dict[str, Any], *, name: str = "accuracy") -> Measurement:
@@ -168,14 +169,9 @@ def fitting_shots(
     context_tokens: int,
     wanted: int | None = None,
 ) -> int:
-    """Return how many demonstrations of each class fit into the context, counting no further than `wanted`.
+    """Return how many demonstrations of each class fit into `room` tokens in every draw.
 
-    Args:
-        form: Form of the prompts.
-        draws: Rounds of demonstrations with one per class; they must fit in every draw.
-        room: Tokens for the demonstrations.
-        context_tokens: Tokens of the model's context.
-        wanted: Number per class that must fit; None requires one.
+    At least `wanted` of them must fit, and no more are counted; None requires one.
 
     Raises:
         EvaluationError: Fewer fit, or there are fewer examples.
@@ -235,15 +231,8 @@ def draw(results: Sequence[TaskResult]) -> tuple[str, str, Figure]:
     ax.minorticks_off()
     guess = select(results[0], "chance")[0]
     ax.axhline(guess.value, color=INK, linewidth=1, linestyle=":")
-    ax.annotate(
-        f"chance, 1 of {guess.n}",
-        (1, guess.value),
-        xycoords=("axes fraction", "data"),
-        xytext=(-4, 3),
-        textcoords="offset points",
-        ha="right",
-        fontsize=8.5,
-    )
+    words = f"chance, 1 of {guess.n}"
+    note(ax, words, (1, guess.value), at_right_edge=True, xytext=(-4, 3), ha="right", fontsize=8.5)
     ax.set_ylim(0, 1.02)
     ax.set_xlabel("demonstrations in the prompt")
     ax.set_ylabel("accuracy")
@@ -260,7 +249,7 @@ def _spread(counts: Sequence[int]) -> list[int]:
     """Return the sizes that are marked on the axis: those far enough from the one before."""
     kept: list[int] = []
     for count in counts:
-        if len(kept) < 1 or kept[-1] == 0 or count >= 1.4 * kept[-1]:
+        if not kept or kept[-1] == 0 or count >= 1.4 * kept[-1]:
             kept.append(count)
     return kept
 

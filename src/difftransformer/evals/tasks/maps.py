@@ -9,6 +9,7 @@ query may attend, for the weights w of a head:
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from matplotlib.colors import LinearSegmentedColormap, Normalize
 from matplotlib.figure import Figure, SubFigure
 from matplotlib.ticker import MaxNLocator
 
+from ...data.records import read_text
 from ...errors import ConfigError, DataError
 from ...plots.curves import handles, labels
 from ...plots.heat_map import heat_map, matrix
@@ -77,7 +79,8 @@ class MapsTask(ProbeTask):
         tokenizer = setting.tokenizer
         self.options, self.choices = options, _CHOICES
         self.data_name = options.prompt_file or "a prompt"
-        ids = (tokenizer.end_of_text, *tokenizer.encode(_text(options)))
+        text = read_text(Path(options.prompt_file)) if options.prompt_file is not None else options.prompt
+        ids = (tokenizer.end_of_text, *tokenizer.encode(text))
         if len(ids) > MOST_TOKENS:
             raise DataError(
                 f"the prompt has {len(ids)} tokens, and maps of at most {MOST_TOKENS} can be read; give a shorter one"
@@ -94,32 +97,19 @@ class MapsTask(ProbeTask):
         figures = {"negative weight": "negative", "near zero": "near_zero"}
         if differential:
             figures["near zero in A1 alone"] = "near_zero_first"
+        by_layer: list[Measurement] = []
         for name, key in figures.items():
-            heads = [value for layer in found[key] for value in layer]
-            measurements.append(mean(name, "share", heads, {}))
+            measurements.append(mean(name, "share", list(chain(*found[key])), {}))
+            by_layer += [mean(name, "share", heads, {"layer": layer}) for layer, heads in enumerate(found[key])]
             grids.append(Grid(name=name, at={}, values=_short(found[key])))
-        for name, key in figures.items():
-            measurements += details(
-                mean(name, "share", heads, {"layer": layer}) for layer, heads in enumerate(found[key])
-            )
         if differential:
-            by_layer = enumerate(found["lambda"])
-            measurements += details(mean("lambda", "", heads, {"layer": layer}) for layer, heads in by_layer)
+            by_layer += [mean("lambda", "", heads, {"layer": layer}) for layer, heads in enumerate(found["lambda"])]
             grids.append(Grid(name="lambda", at={}, values=_short(found["lambda"])))
         for drawn in found["maps"]:
             place = {"layer": drawn["layer"], "head": drawn["head"]}
             for key, name in SHOWN.items() if differential else [("weights", "A")]:
                 grids.append(Grid(name="map", at=place | {"map": name}, values=drawn[key], labels=self.labels))
-        return Scores(measurements=measurements, items=[], grids=grids)
-
-
-def _text(options: Options) -> str:
-    if options.prompt_file is None:
-        return options.prompt
-    try:
-        return Path(options.prompt_file).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{options.prompt_file}: cannot be read as text ({error}); name a UTF-8 file") from None
+        return Scores(measurements=measurements + details(by_layer), items=[], grids=grids)
 
 
 def _short(rows: Sequence[Sequence[float]]) -> list[list[float]]:
@@ -145,13 +135,13 @@ def draw(results: Sequence[TaskResult]) -> tuple[str, str, Figure]:
 
 def _curves(figure: SubFigure, results: Sequence[TaskResult]) -> None:
     names = ["negative weight", "near zero"]
-    if any(_grid(result, "lambda") for result in results):
+    if any(_grids(result, "lambda") for result in results):
         names.insert(0, "lambda")
     for ax, name in zip(figure.subplots(1, len(names)), names, strict=True):
         for index, result in enumerate(results):
-            if (grid := _grid(result, name)) is not None:
+            for grid in _grids(result, name):
                 _by_layer(ax, grid, index)
-            if name == "near zero" and (alone := _grid(result, "near zero in A1 alone")) is not None:
+            for alone in _grids(result, f"{name} in A1 alone"):
                 _by_layer(ax, alone, index, hollow=True)
         ax.set_title(name, loc="left")
         ax.set_xlabel("layer")
@@ -167,10 +157,9 @@ def _by_layer(ax: Axes, grid: Grid, index: int, hollow: bool = False) -> None:
     face = "none" if hollow else colour
     for layer, row in enumerate(grid.values):
         ax.scatter([layer] * len(row), row, s=9, facecolors=face, edgecolors=colour, linewidths=0.7, alpha=0.6)
-    means = [float(np.mean(row)) for row in grid.values]
     if hollow:
         style |= {"linestyle": ":"}
-    ax.plot(means, **style, markersize=4, markerfacecolor="white" if hollow else colour)
+    ax.plot(list(map(np.mean, grid.values)), **style, markersize=4, markerfacecolor="white" if hollow else colour)
 
 
 def _maps(figure: SubFigure, rows: list[list[Grid]], label: str) -> None:
@@ -182,14 +171,8 @@ def _maps(figure: SubFigure, rows: list[list[Grid]], label: str) -> None:
         for place, (ax, grid) in enumerate(zip(line, grids, strict=False)):
             _map(ax, grid, named=place == 0)
     figure.suptitle(label, x=0.01, ha="left", fontsize=10.5)
-    bar = figure.colorbar(
-        ScalarMappable(Normalize(-1, 1), _COLOURS),
-        ax=list(axes.flat),
-        fraction=0.02,
-        pad=0.01,
-        aspect=40,
-        label="weight",
-    )
+    colours = ScalarMappable(Normalize(-1, 1), _COLOURS)
+    bar = figure.colorbar(colours, ax=list(axes.flat), fraction=0.02, pad=0.01, aspect=40, label="weight")
     ticks = (-1, -0.25, -0.04, 0, 0.04, 0.25, 1)
     bar.set_ticks([np.sign(tick) * abs(tick) ** 0.5 for tick in ticks], labels=[f"{tick:g}" for tick in ticks])
 
@@ -218,14 +201,14 @@ def _word(label: str) -> str:
 def _rows(result: TaskResult, *, all_maps: bool) -> list[list[Grid]]:
     """Return a row for each layer and kind of map, with a column for each head."""
     rows: dict[tuple[Any, Any], list[Grid]] = {}
-    for grid in result.grids:
-        if grid.name == "map" and (all_maps or grid.at["map"] in _COMBINED):
+    for grid in _grids(result, "map"):
+        if all_maps or grid.at["map"] in _COMBINED:
             rows.setdefault((grid.at["layer"], grid.at["map"]), []).append(grid)
     return list(rows.values())
 
 
-def _grid(result: TaskResult, name: str) -> Grid | None:
-    return next((grid for grid in result.grids if grid.name == name), None)
+def _grids(result: TaskResult, name: str) -> list[Grid]:
+    return [grid for grid in result.grids if grid.name == name]
 
 
 register(TaskKind(name="maps", doc=__doc__, options=Options, make=MapsTask, draw=draw))

@@ -1,11 +1,11 @@
 """Mathematical problems: the share that a model solves, and the length of its solutions.
 
-This is arXiv:2410.05258 appendix C. A model writes a solution greedily; the answer is extracted from its text and compared
-exactly (`judges.math_answers`). The paper gives neither its prompts nor how it extracts answers, so the figures can be
+This is arXiv:2410.05258 appendix C. The paper gives neither its prompts nor how it extracts answers, so the figures can be
 compared between models that are evaluated here, but not with the paper's.
 """
 
 import re
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -109,16 +109,16 @@ class MathTask(Task):
 
     def score(self, answers: Sequence[Any]) -> Scores:
         """Compute the accuracy on each set and its mean, the length of the solutions, and the share of truncated ones."""
-        right: dict[str, list[bool]] = {}
-        lengths: dict[str, list[float]] = {}
-        capped: dict[str, list[bool]] = {}
+        right: dict[str, list[bool]] = defaultdict(list)
+        lengths: dict[str, list[float]] = defaultdict(list)
+        capped: dict[str, list[bool]] = defaultdict(list)
         items = []
         for problem, ids in zip(self.problems, answers, strict=True):
             text, tokens = text_until(self.tokenizer, ids, self.ending)
             correct, name = is_right(text, problem.answer), problem.set_name
-            right.setdefault(name, []).append(correct)
-            lengths.setdefault(name, []).append(float(tokens))
-            capped.setdefault(name, []).append(tokens == self.options.max_new_tokens)
+            right[name].append(correct)
+            lengths[name].append(float(tokens))
+            capped[name].append(tokens == self.options.max_new_tokens)
             items.append(ItemScore(name="accuracy", item=f"{name}/{problem.name}", score=float(correct)))
         accuracies = [proportion("accuracy", found, {"set": name}) for name, found in right.items()]
         measurements: list[Measurement] = [*accuracies, mean_of_sets("mean accuracy", accuracies)]

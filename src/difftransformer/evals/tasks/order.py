@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 
 from ...data.labelled import Example
 from ...plots.curves import handles, select
-from ...plots.style import INK, WIDTH_INCHES, legend_above, line_style
+from ...plots.style import INK, WIDTH_INCHES, legend_above, line_style, note
 from ...results import Measurement, TaskResult
 from ..engine import Scores, Task
 from ..prompts.demonstrations import DataOptions, PromptForm, draw_items, draw_rounds
@@ -24,7 +24,7 @@ from ..prompts.texts import Setting
 from ..registry import TaskKind, at_least, register
 from ..requests import Choice
 from ..scores import details, mean, proportion, single
-from .icl import CHOICES, accuracy, chance, fitting_shots, item_scores
+from .icl import CHOICES, accuracy, chance, fitting_shots, item_scores, right_passes
 
 Format = Literal["random", "alternating"]
 _PAPER_ORDERS = {"random": 10, "alternating": 30}
@@ -84,19 +84,13 @@ class OrderTask(Task):
         questions = [form.question(item.text, first=False) for item in self.items]
         self.requests = []
         for order in range(self.orders):
-            before = form.demonstrations(
-                arrange(shown, options.format, np.random.default_rng([options.seed, 3, order]))
-            )
+            rng = np.random.default_rng([options.seed, 3, order])
+            before = form.demonstrations(arrange(shown, options.format, rng))
             self.requests += [Choice(before + question, form.options) for question in questions]
 
     def score(self, answers: Sequence[Any]) -> Scores:
         """Compute the accuracy in each order, and how far the orders differ, beside what sampling alone would give."""
-        count = len(self.items)
-        chosen = [self.labels[answer] for answer in answers]
-        right = [
-            [label == item.label for label, item in zip(chosen[begin : begin + count], self.items, strict=True)]
-            for begin in range(0, len(chosen), count)
-        ]
+        count, right = len(self.items), right_passes(answers, self.labels, self.items)
         by_order = [proportion("accuracy", found, {"order": order}) for order, found in enumerate(right)]
         shares = [row.value for row in by_order]
         overall = math.fsum(shares) / self.orders
@@ -158,14 +152,8 @@ def draw(results: Sequence[TaskResult]) -> tuple[str, str, Figure]:
         (margin,) = select(result, "best minus worst")
         margins.bar(index, margin.value, 0.6, color=colour, alpha=0.75)
         margins.hlines(floor.value, index - 0.38, index + 0.38, color=INK, linewidth=1.6)
-        margins.annotate(
-            f"{margin.value:.2f}\nfloor {floor.value:.2f}",
-            (index, max(margin.value, floor.value)),
-            xytext=(0, 4),
-            textcoords="offset points",
-            ha="center",
-            fontsize=8.5,
-        )
+        top, words = max(margin.value, floor.value), f"{margin.value:.2f}\nfloor {floor.value:.2f}"
+        note(margins, words, (index, top), xytext=(0, 4), ha="center", fontsize=8.5)
     strips.xaxis.get_major_locator().set_params(integer=True)
     strips.set_xlabel("order of the demonstrations")
     strips.set_ylabel("accuracy")

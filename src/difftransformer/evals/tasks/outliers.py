@@ -7,8 +7,7 @@ states are the output of each layer, after both residual additions.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import count
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -16,7 +15,7 @@ from matplotlib.ticker import LogLocator, NullFormatter
 
 from ...errors import DataError
 from ...plots.curves import handles, select
-from ...plots.style import WIDTH_INCHES, legend_above, line_style
+from ...plots.style import WIDTH_INCHES, legend_above, line_style, note
 from ...results import Measurement, TaskResult
 from ..engine import Scores
 from ..probes import BINS, Magnitudes, ProbeTask
@@ -96,29 +95,20 @@ class OutliersTask(ProbeTask):
         """Return the largest values by rank and the median: first the rows of the paper's table, then the rest of the curve."""
         first: list[Measurement] = []
         others: list[Measurement] = []
+        unit = "absolute value"
         for key, name in MEASURED.items():
             spread = merge([answer[key] for answer in answers], self.options.largest)
             for rank in ranks(len(spread.largest)):
-                (first if rank in _PAPER_RANKS else others).append(
-                    _figure(name, rank, spread.largest[rank - 1], spread)
-                )
-            first.append(_figure(name, "median", spread.median, spread))
+                row = single(name, unit, spread.largest[rank - 1], spread.count, {"rank": rank}, "lower")
+                (first if rank in _PAPER_RANKS else others).append(row)
+            first.append(single(name, unit, spread.median, spread.count, {"rank": "median"}))
         return Scores(measurements=first + details(others), items=[])
-
-
-def _figure(name: str, rank: int | str, value: float, spread: Spread) -> Measurement:
-    better: Literal["lower"] | None = None if rank == "median" else "lower"
-    return single(name, "absolute value", value, spread.count, {"rank": rank}, better)
 
 
 def ranks(largest: int) -> list[int]:
     """Return the ranks of the curve: 1 to 10, then by tens to 100, by hundreds to 1000 and so on, and the last."""
-    found = []
-    for power in count():
-        found += [digit * 10**power for digit in range(1, 10) if digit * 10**power <= largest]
-        if 10 ** (power + 1) > largest:
-            break
-    return sorted({*found, largest})
+    rounded = {digit * 10**power for power in range(len(str(largest))) for digit in range(1, 10)}
+    return sorted({rank for rank in rounded if rank < largest} | {largest})
 
 
 def merge(summaries: Sequence[dict[str, Any]], largest: int) -> Spread:
@@ -148,18 +138,9 @@ def draw(results: Sequence[TaskResult]) -> tuple[str, str, Figure]:
             style = line_style(index)
             ax.plot(*zip(*top, strict=True), **style, markersize=4)
             ax.axhline(median, color=style["color"], linewidth=0.9, linestyle=style["linestyle"])
-            above = median == max(medians)
-            ax.annotate(
-                f"median {median:.3g}",
-                (1.0, median),
-                xycoords=("axes fraction", "data"),
-                xytext=(-3, 3 if above else -3),
-                textcoords="offset points",
-                ha="right",
-                va="bottom" if above else "top",
-                fontsize=8,
-                color=style["color"],
-            )
+            offset, side = ((-3, 3), "bottom") if median == max(medians) else ((-3, -3), "top")
+            look = {"ha": "right", "va": side, "fontsize": 8, "color": style["color"]}
+            note(ax, f"median {median:.3g}", (1.0, median), at_right_edge=True, xytext=offset, **look)
         ax.set_xscale("log")
         ax.set_yscale("log")
         for axis in (ax.xaxis, ax.yaxis):

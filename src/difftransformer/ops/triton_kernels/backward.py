@@ -1,16 +1,17 @@
-"""The backward pass, from what the forward kept: log-sum-exps L_m, O2, and O or, where it was normalised, what it was before.
+"""The backward pass, from the log-sum-exps L_m, O2, and O (before the norm, if there is one) that the forward kept.
 
-With P_m = exp(S_m - L_m), one dP for both maps and one product for dV there are 10 units of 2 n n D, as in the Transformer's 2H
-heads (two calls of ordinary attention take 14):
+With P_m = exp(S_m - L_m), one dP for both maps and one product for dV, it takes 10 units of 2 n n D, as many as the
+Transformer's 2H heads (two calls of ordinary attention take 14):
 
     dP = dO V^T         d_2 = rowsum(dO * O2)       d_1 = rowsum(dO * O) + lam d_2        dlam = -d_2
     dS_1 = P_1 * (dP - d_1)                         dS_2 = -lam P_2 * (dP - d_2)
     dV = (P_1 - lam P_2)^T dO                       dQ_m = s dS_m K_m                     dK_m = s dS_m^T Q_m
 
-`rows_kernel` takes the sums by row, and the gradient through the headwise norm. `keys_kernel` holds a block of keys and walks
-over the queries that see it, of all heads of the group, so that dK and dV are summed in one order; wide heads make dV in a
-launch of its own. dQ is either added by the way, in fp32 and in no fixed order (10 units), or made by `queries_kernel`, which
-scores once more (14, as the Transformer's split backward) and gives the same bits every time.
+`rows_kernel` computes the sums by row, and the gradient through the headwise norm. `keys_kernel` computes a block of keys in a
+loop over the queries that attend to it, of all heads of the group, so that dK and dV are summed in a fixed order. Wide heads
+compute dV in a launch of its own. dQ is either added in the same loop, in fp32 and in no fixed order (10 units), or computed by
+`queries_kernel`, which computes the scores again (14 units, as the Transformer's split backward) and gives the same bits every
+time.
 """
 
 import triton
@@ -38,7 +39,7 @@ from .tiles import (
 def rows_kernel(Grad, Heads, Second, Lam, Lse, InverseRms, Weight, HeadsGrad, WeightGrad, Delta,
                 grad_strides, heads_strides, second_strides, lam_strides, heads_grad_strides, H, T, factor,
                 NORM: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_T: tl.constexpr):  # fmt: skip
-    """d_1 and d_2 by row, in Delta (B, H, T, maps); with NORM also HeadsGrad, and WeightGrad (programs, E), to be summed."""
+    """Compute d_1, d_2 by row in Delta (B, H, T, maps); with NORM also HeadsGrad and partial sums WeightGrad (programs, E)."""
     b, h, row = place(T, H, BLOCK_T, False)
     local = tl.arange(0, BLOCK_T)
     inside = row + local < T
@@ -59,11 +60,11 @@ def rows_kernel(Grad, Heads, Second, Lam, Lse, InverseRms, Weight, HeadsGrad, We
         if Weight is not None:
             grad = grad * tl.load(Weight + columns, columns < E, 0.0).to(tl.float32)[None, :]
         grad = (grad - normed * (tl.sum(grad * normed, 1) / E)[:, None]) * inverse_rms[:, None]
-        # A query that sees nothing passes nothing on, however large 1 / sqrt(eps) is.
+        # A query that may attend to nothing passes on no gradient, however large 1 / sqrt(eps) is.
         grad = tl.where(tl.load(Lse + flat * MAPS, inside, 0.0)[:, None] == float("inf"), 0.0, grad)
         at = wide(b) * heads_grad_strides[0] + wide(h) * heads_grad_strides[1] + wide(row) * heads_grad_strides[2]
         store_rows(HeadsGrad + at, local, heads_grad_strides[2], grad, inside, 0, E, BLOCK_E)
-        grad = grad.to(HeadsGrad.dtype.element_ty).to(tl.float32)  # as the next kernels will read it
+        grad = grad.to(HeadsGrad.dtype.element_ty).to(tl.float32)  # rounded as the next kernels read it
     delta = tl.sum(grad * heads, 1)
     if Second is not None:
         at = wide(b) * second_strides[0] + wide(h) * second_strides[1] + wide(row) * second_strides[2]
@@ -77,9 +78,9 @@ def rows_kernel(Grad, Heads, Second, Lam, Lse, InverseRms, Weight, HeadsGrad, We
 
 @triton.jit
 def both(base, flat, valid, other, DIFF: tl.constexpr):
-    """A number of each row for both maps, from (rows, maps); the same one twice without a second map.
+    """Load one number per row for both maps from (rows, maps); the same vector twice without a second map.
 
-    One load for two vectors: with more of them in the loop the assembler lets no product run beside another.
+    One load gives two vectors: with more loads in the loop the assembler serialises the products.
     """
     if DIFF:
         pair = tl.load(base + flat[:, None] * 2 + tl.arange(0, 2)[None, :], valid[:, None], other)
@@ -92,9 +93,9 @@ def both(base, flat, valid, other, DIFF: tl.constexpr):
 
 @triton.jit
 def column_weights(k, q, lse, c, allowed, CAPPED: tl.constexpr):
-    """A map's tile from its log-sum-exps, transposed: [keys, queries].
+    """Compute a tile of a map from its log-sum-exps, transposed: [keys, queries].
 
-    CAPPED keeps a key that is not there, whose score of 0 may be far above the real ones, from an infinite weight.
+    CAPPED prevents an infinite weight of a missing key, whose score of 0 may be far above the real scores.
     """
     powers = dot(k, tl.trans(q)) * c - lse[None, :]
     if CAPPED:
@@ -109,7 +110,7 @@ def column_weights(k, q, lse, c, allowed, CAPPED: tl.constexpr):
 def store_keys(
     base, tile, stride, factor, column, S, valid, WIDTH: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Write the gradient of a block of keys or values: zero for those that are not stored."""
+    """Write the gradient of a block of keys or values, zero for those that are not stored."""
     keys = tl.arange(0, BLOCK_S)
     parts = pieces(tl.where(valid[:, None], tile * factor, 0.0), BLOCK_S, BLOCK)
     for i in tl.static_range(len(parts)):
@@ -118,7 +119,7 @@ def store_keys(
 
 @triton.jit
 def add_transposed(base, tile, valid, stride, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Add a tile [BLOCK, rows] to rows of a tensor: transposed, it is high enough for the widest matrix instructions."""
+    """Add a tile [BLOCK, rows] to rows of a tensor: the transposed shape fits the widest matrix instructions."""
     rows, width = tl.arange(0, ROWS), tl.arange(0, BLOCK)
     pointers = base + rows[None, :] * stride + width[:, None]
     tl.atomic_add(pointers, tile, valid[None, :] & (width[:, None] < WIDTH), sem="relaxed")
@@ -131,10 +132,11 @@ def keys_kernel(Q, K, V, Grad, Lam, Lse, Delta, KeyGrad, ValueGrad, QueryGrad,
                 DIFF: tl.constexpr, LAM_BY_QUERY: tl.constexpr, CAUSAL: tl.constexpr, KEY_2: tl.constexpr,
                 D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
                 BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr):  # fmt: skip
-    """dK, dV or both of a block of keys, whichever is given; QueryGrad, fp32 and zero at the start, collects dQ beside dK.
+    """Compute dK, dV or both of a block of keys, those that are not None; QueryGrad, fp32 and initially zero, collects dQ.
 
-    One loop over the queries of all heads, masked throughout: loops with and without masks would take more registers than the
-    comparisons cost. Keys that are not stored need no mask: what they get is not written, and to dQ they add zeros.
+    There is one loop over the queries of all heads, with masks throughout: separate loops with and without masks would take
+    registers that cost more than the comparisons. Keys that are not stored need no mask: their gradients are not written, and
+    they add zeros to dQ.
     """
     OWN: tl.constexpr = DIFF and KEY_2 > 0
     CAPPED: tl.constexpr = QueryGrad is not None
@@ -169,7 +171,7 @@ def keys_kernel(Q, K, V, Grad, Lam, Lse, Delta, KeyGrad, ValueGrad, QueryGrad,
         i = begin + step % steps * BLOCK_T
         rows = i + local
         inside = rows < T
-        # Made anew in each step: vectors that live across the loop would take registers from the sums.
+        # Computed again in each step: vectors that live across the loop would take registers from the sums.
         columns = column + tl.arange(0, BLOCK_S)
         allowed = None
         if CAUSAL or seen.document_first is not None:
@@ -246,7 +248,7 @@ def walk_keys(q1, q2, grad, lse1, lse2, delta1, delta2, K, V, k_t, v_t, state, b
               MASKED: tl.constexpr, CAUSAL: tl.constexpr, DIFF: tl.constexpr, KEY_2: tl.constexpr,
               D: tl.constexpr, E: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
               BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr):  # fmt: skip
-    """What the keys begin <= j < end add to dQ of a block of queries, before s and -lam."""
+    """Accumulate dQ of a block of queries over the keys begin <= j < end, before the factors s and -lam."""
     dq1, dq2 = state
     _, _, _, first, last = where
     columns = tl.arange(0, BLOCK_S)
@@ -277,7 +279,7 @@ def queries_kernel(Q, K, V, Grad, Lam, Lse, Delta, QueryGrad,
                    q_strides, k_strides, v_strides, grad_strides, lam_strides, query_grad_strides, seen, H, G, T, S, c, s,
                    DIFF: tl.constexpr, CAUSAL: tl.constexpr, KEY_2: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
                    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr):  # fmt: skip
-    """dQ of a block of queries."""
+    """Compute dQ of a block of queries."""
     b, h, row = place(T, H, BLOCK_T, CAUSAL)
     g = h // (H // G)
     local = tl.arange(0, BLOCK_T)

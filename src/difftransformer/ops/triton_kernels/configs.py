@@ -1,8 +1,8 @@
-"""How the kernels are tiled, and by which kernels a pass is made.
+"""The kernels of each pass, and their tile sizes.
 
-The tilings are those that the compiler takes for Hopper (compute capability 9.0) in bf16 within the 227 KiB of shared memory
-that a program may have, without spilling registers and with products that need not wait for each other;
-`tests/ops/kernel_budget.json` holds what the compiler gave, and the exceptions. They have not been timed yet.
+In bf16 on Hopper (compute capability 9.0) the compiler fits these tilings into the 227 KiB of shared memory of a program,
+without spilling registers and with products that need not wait for each other. `tests/ops/kernel_budget.json` holds the
+compiler's numbers and the exceptions. The tilings have not been timed yet.
 """
 
 import os
@@ -15,14 +15,14 @@ from triton.testing import do_bench
 
 INTERPRETED: bool = knobs.runtime.interpret
 
-# Rows of a group, H // G * T, up to which a call without gradients is split over its keys.
+# Largest number of rows of a group, H // G * T, for which a call without gradients is split over its keys.
 DECODE_ROWS = 64
 DECODE_SPLITS = 64
-DECODE_MIN_KEYS = 256  # of a share: less is not worth a program
+DECODE_MIN_KEYS = 256  # smallest share of the keys that is worth a program
 
 
 class Tiling(NamedTuple):
-    """Queries and keys of a tile, warps of a program, and how many tiles are being loaded at a time."""
+    """Queries and keys of a tile, warps of a program, and the number of tiles that are loaded at a time."""
 
     queries: int
     keys: int
@@ -30,7 +30,7 @@ class Tiling(NamedTuple):
     stages: int
 
     def options(self) -> dict[str, int | bool]:
-        """As keywords of a kernel."""
+        """Return the tiling as keywords of a kernel."""
         return {
             "BLOCK_T": self.queries,
             "BLOCK_S": self.keys,
@@ -41,28 +41,28 @@ class Tiling(NamedTuple):
 
 
 class Form(NamedTuple):
-    """By which kernels a pass is made, and their tilings."""
+    """The kernels of a pass, by name, and their tilings."""
 
     name: str
     tilings: tuple[Tiling, ...]
 
 
 def padded(width: int, least: int = 16) -> int:
-    """The power of two that a width is padded to."""
+    """Return the power of two that a width is padded to."""
     return max(least, 1 << (width - 1).bit_length())
 
 
 def forward_forms(
     *, width: int, value_width: int, is_differential: bool, low: bool, starts_late: bool, has_mask: bool = False
 ) -> tuple[Form, ...]:
-    """The forms of a forward pass, the default first.
+    """Return the forms of a forward pass, the default first.
 
     Args:
         width: D.
         value_width: E.
-        is_differential: Two maps.
-        low: fp16 or bf16.
-        starts_late: Whether rows may see keys from another than the first on, which takes a third loop.
+        is_differential: Whether there are two maps.
+        low: Whether the dtype is fp16 or bf16.
+        starts_late: Whether a row's keys may start after the first key, which takes a third loop.
         has_mask: Whether there is an `attn_mask`, whose tiles take registers.
     """
     if INTERPRETED:
@@ -73,12 +73,12 @@ def forward_forms(
     wide = padded(value_width) > 128
     if not low:
         return (Form("by_map", (Tiling(16 if wide else 32, 32, 8, 1),)),)
-    # Where there is a third loop, larger tiles or fewer stages would make the assembler let each product wait for the last.
+    # With a third loop, larger tiles or fewer stages would make the assembler serialise the products.
     by_map = Form("by_map", (Tiling(128, 32, 8, 3) if wide and starts_late else Tiling(128, 64, 8, 2),))
     if not is_differential:
         return (by_map,)
     if wide:
-        # Where columns are padded or rows masked, both maps would spill.
+        # With padded columns or masked rows, both maps together would spill registers.
         if starts_late or has_mask or padded(width) != width:
             return (by_map,)
         return by_map, Form("both_maps", (Tiling(64, 32, 8, 2),))
@@ -90,16 +90,16 @@ def forward_forms(
 def backward_forms(
     *, width: int, value_width: int, key_maps: int, low: bool, has_mask: bool = False
 ) -> tuple[Form, ...]:
-    """The forms of a backward pass, the default first: "split" gives the same bits every time, "atomic" does not.
+    """Return the forms of a backward pass, the default first: "split" gives the same bits every time, "atomic" does not.
 
-    The tilings are those of `keys_kernel` (where there are two of them, the first is for dV alone and the second for dK) and,
-    split, of `queries_kernel`.
+    The tilings are those of `keys_kernel` (if there are two, the first is for dV alone and the second for dK) and, for
+    "split", of `queries_kernel`.
 
     Args:
         width: D.
         value_width: E.
-        key_maps: Keys that get gradients, 1 or 2.
-        low: fp16 or bf16.
+        key_maps: Number of keys that get gradients, 1 or 2.
+        low: Whether the dtype is fp16 or bf16.
         has_mask: Whether there is an `attn_mask`, whose tiles take registers.
     """
     if INTERPRETED:
@@ -111,8 +111,8 @@ def backward_forms(
         tiling, queries = (Tiling(16, 16, 8, 1),) * 2 if wide else (Tiling(16, 32, 8, 1), Tiling(32, 16, 8, 1))
         return Form("split", (tiling, queries)), Form("atomic", (tiling,))
     queries = Tiling(128, 32, 8, 2) if wide else Tiling(128, 64, 8, 3)
-    # 128 keys' sums of so many columns take half of the registers; with more, dV takes a launch of its own, which scores again
-    # (16 or 12 units in place of 14 or 10) but needs neither small tiles nor spilled registers.
+    # Up to this width, the sums of 128 keys take half of the registers. Beyond it, dV gets a launch of its own, which computes
+    # the scores again (16 or 12 units instead of 14 or 10) but needs neither small tiles nor spilled registers.
     if padded(value_width) + key_maps * padded(width) > 256:
         values = Tiling(32, 128, 8, 2)
         keys = Tiling(16 if has_mask else 32, 128, 8, 2)
@@ -122,7 +122,7 @@ def backward_forms(
 
 
 def decode_tiling(*, width: int, value_width: int, rows: int, low: bool) -> Tiling:
-    """How a decoding call is tiled; `queries` are the rows of a group."""
+    """Return the tiling of a decoding call; its `queries` are the rows of a group."""
     rows = padded(rows)
     if INTERPRETED:
         return Tiling(rows, 32, 1, 1)
@@ -134,7 +134,7 @@ def decode_tiling(*, width: int, value_width: int, rows: int, low: bool) -> Tili
 
 
 def decode_splits(programs: int, keys: int, device: torch.device) -> int:
-    """Shares of the keys, so that all of the device's processors have work; does not depend on how full a cache is."""
+    """Return the number of shares of the keys that occupies all processors, whatever the filling of a cache."""
     if INTERPRETED:
         return min(3, max(1, keys // 32))
     processors = torch.cuda.get_device_properties(device).multi_processor_count
@@ -145,10 +145,10 @@ _fastest: dict[Hashable, Form] = {}
 
 
 def choose(forms: Sequence[Form], key: Hashable, run: Callable[[Form], object]) -> Form:
-    """The form that is fastest for calls of one `key`, timed at the first of them.
+    """Return the fastest form for calls with this `key`, timed at the first such call.
 
-    The first form is taken where the result must not depend on a clock (`torch.use_deterministic_algorithms`), where a CUDA
-    graph is being captured, in the interpreter, and with DIFFTRANSFORMER_AUTOTUNE=0.
+    The first form is taken if results must not depend on timing (`torch.use_deterministic_algorithms`), while a CUDA graph is
+    captured, in the interpreter, and with DIFFTRANSFORMER_AUTOTUNE=0.
     """
     if (
         len(forms) == 1

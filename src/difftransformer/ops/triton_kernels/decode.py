@@ -1,7 +1,7 @@
-"""Few queries and many keys: the keys are split among programs, each of which reads its share of K1, K2 and V once.
+"""Attention of few queries to many keys: the keys are split among programs, and each reads its share of K1, K2 and V once.
 
-Queries of all heads of a group stand together as the rows of a tile. A program leaves, for both maps, the sums of its share
-with the powers that they were divided by; `combine_kernel` puts the shares of a row together, subtracts and normalises.
+The queries of all heads of a group are the rows of one tile. A program writes, for both maps, the sums of its share and the
+largest powers that they are relative to. `combine_kernel` combines the shares of a row, subtracts and normalises.
 """
 
 import triton
@@ -14,7 +14,10 @@ from .tiles import dot, dot_add, inverse, keys_seen, load_rows, softmax_step, st
 def decode_kernel(Q, K, V, Top, Total, Sum, q_strides, k_strides, v_strides, seen, B, H, G, T, S, c, splits,
                   DIFF: tl.constexpr, CAUSAL: tl.constexpr, KEY_2: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
                   BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr):  # fmt: skip
-    """Share `split` of the keys for the H // G * T rows of one group. Top, Total (maps, splits, B H T); Sum (..., E)."""
+    """Attend to share `split` of the keys, for the H // G * T rows of one group.
+
+    Top and Total are (maps, splits, B H T), Sum is (maps, splits, B H T, E).
+    """
     split = tl.program_id(0) % splits
     group = tl.program_id(0) // splits
     b, g = group // G, group % G
@@ -25,7 +28,7 @@ def decode_kernel(Q, K, V, Top, Total, Sum, q_strides, k_strides, v_strides, see
     row_first, row_last = keys_seen(t, first, last, T, seen, CAUSAL)
     begin, _ = keys_seen(0, first, last, T, seen, CAUSAL)
     _, end = keys_seen(T - 1, first, last, T, seen, CAUSAL)
-    # Shares of what is seen, not of S: a cache that is partly filled keeps all programs busy.
+    # Shares of the keys in use, not of S, so that a partly filled cache keeps all programs busy.
     begin = tl.maximum(begin, 0) // BLOCK_S * BLOCK_S
     share = tl.cdiv(tl.cdiv(tl.maximum(end - begin, 0), BLOCK_S), splits) * BLOCK_S
     begin += split * share
@@ -76,7 +79,7 @@ def decode_kernel(Q, K, V, Top, Total, Sum, q_strides, k_strides, v_strides, see
 
 @triton.jit
 def combined(Top, Total, Sum, rows, flat, splits, E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_SPLITS: tl.constexpr):
-    """One map's output of one row, from its shares."""
+    """Combine the shares of one row of one map."""
     shares, columns = tl.arange(0, BLOCK_SPLITS), tl.arange(0, BLOCK_E)
     at = flat + shares * rows
     tops = tl.load(Top + at, shares < splits, float("-inf"))
@@ -92,7 +95,7 @@ def combined(Top, Total, Sum, rows, flat, splits, E: tl.constexpr, BLOCK_E: tl.c
 def combine_kernel(Top, Total, Sum, Lam, Out, Weight, lam_strides, out_strides, B, H, T, splits, eps, factor,
                    DIFF: tl.constexpr, NORM: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr,
                    BLOCK_SPLITS: tl.constexpr):  # fmt: skip
-    """One row of the output: O1 - lam O2, normalised where asked."""
+    """Write one row of the output, O1 - lam O2, normalised with NORM."""
     flat = tl.program_id(0)
     b, h, t = flat // (H * T), flat // T % H, flat % T
     columns = tl.arange(0, BLOCK_E)

@@ -1,14 +1,14 @@
 """The forward pass: O = O1 - lam O2 with O_m = softmax(s Q_m K_m^T) V, subtracted in fp32 and rounded once.
 
-A program holds BLOCK_T queries of one head and walks over the keys that they see. The two sums of a softmax are known only at
-its end, so there are two forms of equal work (6 units of 2 n n D; two calls of ordinary attention with a wide value cost the
-same, four calls 8):
+A program computes BLOCK_T queries of one head in a loop over their keys. The two sums of a softmax are known only at the end
+of the loop, so there are two forms with equal work (6 units of 2 n n D, as two calls of ordinary attention with a wide value;
+four calls take 8):
 
-* `both_maps_kernel`: one walk, which reads V once, with two accumulators of [BLOCK_T, E] in fp32.
-* `one_map_kernel`, first for map 2 and then for map 1: one accumulator, for wide heads; O2 waits in memory, in fp32. It is also
-  ordinary attention.
+* `both_maps_kernel`: one loop, which reads V once, with two accumulators of [BLOCK_T, E] in fp32.
+* `one_map_kernel`, first for map 2 and then for map 1: one accumulator, for wide heads. O2 is kept in memory in fp32 between
+  the calls. The same kernel computes ordinary attention.
 
-For the backward both keep the log-sum-exps and O2, since rowsum(dO * O) alone gives neither rowsum(dO * O1) nor
+Both keep the log-sum-exps and O2 for the backward, since rowsum(dO * O) alone gives neither rowsum(dO * O1) nor
 rowsum(dO * O2).
 """
 
@@ -36,7 +36,7 @@ from .tiles import (
 
 @triton.jit
 def place(T, H, BLOCK_T: tl.constexpr, CAUSAL: tl.constexpr):
-    """Batch row, head and first query of a program; in a causal call the programs with most keys begin first."""
+    """Return batch row, head and first query of a program. In a causal call, programs with the most keys start first."""
     blocks = tl.cdiv(T, BLOCK_T)
     program = tl.program_id(0)
     block = program % blocks
@@ -48,7 +48,7 @@ def place(T, H, BLOCK_T: tl.constexpr, CAUSAL: tl.constexpr):
 
 @triton.jit
 def masked_scores(scores, columns, where, T, S, seen, CAUSAL: tl.constexpr, BLOCK_T: tl.constexpr):
-    """-inf where a row does not see a column."""
+    """Set scores to -inf where a row does not attend to a column."""
     b, h, row, first, last = where
     rows = row + tl.arange(0, BLOCK_T)
     row_first, row_last = keys_seen(rows, first, last, T, seen, CAUSAL)
@@ -62,7 +62,7 @@ def masked_scores(scores, columns, where, T, S, seen, CAUSAL: tl.constexpr, BLOC
 def walk(q1, q2, K, V, k_t, v_t, state, begin, end, where, T, S, seen, c,
          MASKED: tl.constexpr, CAUSAL: tl.constexpr, BOTH: tl.constexpr, KEY_2: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
          BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr):  # fmt: skip
-    """The softmax of one or both maps and its product with V over the keys begin <= j < end."""
+    """Accumulate the softmax of one or both maps and its product with V over the keys begin <= j < end."""
     top1, total1, acc1, top2, total2, acc2 = state
     _, _, _, first, last = where
     columns = tl.arange(0, BLOCK_S)
@@ -76,7 +76,7 @@ def walk(q1, q2, K, V, k_t, v_t, state, begin, end, where, T, S, seen, c,
         weights, decay, top1, total1 = softmax_step(scores, top1, total1, c, MASKED)
         acc1 = acc1 * decay[:, None]
         v = load_rows(V + wide(j) * v_t, columns, v_t, valid, E, BLOCK_E)
-        # Issued before the second map's scores: the product runs beside the second softmax, and its weights die early.
+        # Issued before the second map's scores: the product overlaps the second softmax and frees its weights early.
         acc1 = dot_add(weights, v, acc1)
         if BOTH:
             if KEY_2 > 0:
@@ -95,8 +95,8 @@ def walk(q1, q2, K, V, k_t, v_t, state, begin, end, where, T, S, seen, c,
 def attend(q1, q2, K, V, k_t, v_t, b, h, row, T, S, seen, c,
            CAUSAL: tl.constexpr, BOTH: tl.constexpr, KEY_2: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
            BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr):  # fmt: skip
-    """`walk` over all keys that a block of queries sees, with masks only where they can matter."""
-    # Masks take registers, which smaller tiles give.
+    """Call `walk` for all keys of a block of queries, with masks only where they can matter."""
+    # Masks take registers, which smaller tiles leave free.
     MASKED_S: tl.constexpr = min(BLOCK_S, 32)
     first, last = stored_keys(b, S, seen)
     where = (b, h, row, first, last)
@@ -127,7 +127,7 @@ def attend(q1, q2, K, V, k_t, v_t, b, h, row, T, S, seen, c,
 @triton.jit
 def write_normed(parts, at, row, b, h, T, H, Out, Plain, InverseRms, Weight, stride, eps, factor,
                  E: tl.constexpr, BLOCK_T: tl.constexpr):  # fmt: skip
-    """Write factor RMSNorm(heads) weight of heads that are given in pieces of columns."""
+    """Write factor * RMSNorm(heads) * weight of heads given in pieces of columns."""
     local = tl.arange(0, BLOCK_T)
     inside = row + local < T
     squares = tl.zeros([BLOCK_T], tl.float32)
@@ -154,7 +154,7 @@ def both_maps_kernel(Q, K, V, Lam, Out, Lse, Second, Plain, InverseRms, Weight,
                      CAUSAL: tl.constexpr, KEY_2: tl.constexpr, NORM: tl.constexpr,
                      D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
                      BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr):  # fmt: skip
-    """Both maps in one walk. KEY_2 is where K2 begins in a row of K: D, or 0 where the maps share a key."""
+    """Compute both maps in one loop. KEY_2 is the column of K at which K2 starts: D, or 0 where the maps share a key."""
     b, h, row = place(T, H, BLOCK_T, CAUSAL)
     g = h // (H // G)
     local = tl.arange(0, BLOCK_T)
@@ -184,7 +184,7 @@ def both_maps_kernel(Q, K, V, Lam, Out, Lse, Second, Plain, InverseRms, Weight,
     if NORM:
         write_normed(heads, at, row, b, h, T, H, Out, Plain, InverseRms, Weight, out_strides[2], eps, factor,
                      E, BLOCK_T)  # fmt: skip
-    if Lse is not None:  # last, when the heads' registers are free
+    if Lse is not None:  # last, when the registers of the heads are free
         flat = at_rows(b, h, row, T, H) + local
         tl.store(Lse + flat * 2, log_sum(top1, total1), inside)
         tl.store(Lse + flat * 2 + 1, log_sum(top2, total2), inside)
@@ -195,7 +195,7 @@ def one_map_kernel(Q, K, V, Lam, Waiting, Out, Lse, Second,
                    q_strides, k_strides, v_strides, lam_strides, out_strides, seen, H, G, T, S, c,
                    MAPS: tl.constexpr, CAUSAL: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
                    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr):  # fmt: skip
-    """One map of MAPS; less lam times Waiting where an earlier call left the other map's there, in fp32 and laid out as Out."""
+    """Compute one map of MAPS. Waiting, fp32 in Out's layout, is the other map's output, subtracted times lam; or None."""
     b, h, row = place(T, H, BLOCK_T, CAUSAL)
     g = h // (H // G)
     local = tl.arange(0, BLOCK_T)
@@ -216,7 +216,7 @@ def one_map_kernel(Q, K, V, Lam, Waiting, Out, Lse, Second,
     for i in tl.static_range(len(parts)):
         head = parts[i] * scale[:, None]
         if Waiting is not None:
-            tl.debug_barrier()  # else the loads of all pieces are issued together, and take registers
+            tl.debug_barrier()  # without it, the loads of all pieces are issued together and take registers
             second = load_rows(Waiting + at + i * PIECE, local, out_strides[2], inside, E - i * PIECE, PIECE)
             if Second is not None:
                 store_rows(Second + at, local, out_strides[2], second, inside, i * PIECE, E, PIECE)
@@ -227,7 +227,7 @@ def one_map_kernel(Q, K, V, Lam, Waiting, Out, Lse, Second,
 @triton.jit
 def norm_kernel(Plain, Out, InverseRms, Weight, out_strides, H, T, eps, factor,
                 E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_T: tl.constexpr):  # fmt: skip
-    """factor RMSNorm(head) weight, for heads that are too wide to be normalised where they are made."""
+    """Compute factor * RMSNorm(head) * weight, for heads that are too wide to be normalised in the attention kernel."""
     b, h, row = place(T, H, BLOCK_T, False)
     local = tl.arange(0, BLOCK_T)
     inside = row + local < T

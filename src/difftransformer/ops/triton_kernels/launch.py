@@ -1,6 +1,6 @@
-"""From tensors to kernels: allocates what they write, chooses their form and calls them.
+"""Calls of the kernels: allocates their outputs, chooses their form and launches them.
 
-Outputs and gradients are laid out as (B, T, H, width), the order in which a model's projections want them, and seen as
+Outputs and gradients are laid out as (B, T, H, width), the order that a model's projections need, and returned as views
 (B, H, T, width).
 """
 
@@ -11,7 +11,7 @@ import torch
 import triton
 from torch import Tensor
 
-from ..problem import LOW_PRECISION, Restrictions
+from ..problem import LOW_PRECISION, Call, Norm, Restrictions
 from . import backward as backward_kernels
 from . import decode as decode_kernels
 from . import forward as forward_kernels
@@ -28,19 +28,17 @@ from .configs import (
 from .tiles import Seen
 
 LOG2_E = math.log2(math.e)
-# Rows of a program that only reads and writes rows, and its options.
+# Rows of a program that works row by row, and its options.
 ROWS = 32
 ROWS_OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
 
-Norm = tuple[Tensor | None, float, float]  # gain, eps, factor
-
 
 class Forward(NamedTuple):
-    """What a forward pass gives. What its backward does not need is empty.
+    """The tensors that a forward pass returns. Those that its backward does not need are empty.
 
     Attributes:
         out: (B, H, T, E).
-        lse: (B, H, T, maps), log2 of the sums of the exponentials, fp32; +inf where a query saw nothing.
+        lse: (B, H, T, maps), log2 of the sums of the exponentials, fp32; +inf where a query may attend to nothing.
         second: (B, H, T, E), the second map's output.
         plain: (B, H, T, E), heads before the norm.
         inverse_rms: (B, H, T), fp32.
@@ -54,29 +52,21 @@ class Forward(NamedTuple):
 
 
 class Inputs:
-    """The tensors of a call as the kernels take them: last dimensions of stride 1, lambda spread over (B, H, T)."""
+    """The tensors of a call as the kernels take them: last dimensions of stride 1, lambda expanded to (B, H, T)."""
 
-    def __init__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        lam: Tensor | None,
-        restrictions: Restrictions,
-        scale: float,
-    ) -> None:
+    def __init__(self, call: Call) -> None:
+        query, key, value, lam, restrictions, self.scale, _ = call
         self.query, self.key, self.value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
         self.is_differential = lam is not None
         self.batch, self.heads, self.queries = query.shape[:3]
         self.groups, self.keys, self.value_width = value.shape[1:]
         self.maps = 2 if self.is_differential else 1
-        self.width = query.shape[3] // self.maps
+        self.width = call.width
         self.shape = (self.batch, self.heads, self.queries)
         self.lam = None if lam is None else lam.expand(self.shape)
         self.lam_strides = (0, 0, 0) if self.lam is None else self.lam.stride()
-        # Where the second map's key begins; 0 where the maps share one.
+        # The column at which the second map's key starts; 0 where the maps share one.
         self.key_2 = self.width if self.is_differential and key.shape[3] != self.width else 0
-        self.scale = scale
         self.is_causal = restrictions.is_causal
         self.seen = seen_of(restrictions, self.shape, self.keys)
         self.low = query.dtype in LOW_PRECISION
@@ -84,11 +74,11 @@ class Inputs:
         self.starts_late = any(x is not None for x in (self.seen.kv_start, self.seen.window, self.seen.document_first))
 
     def sizes(self) -> tuple[int, int, int, int]:
-        """H, G, T, S."""
+        """Return H, G, T and S."""
         return self.heads, self.groups, self.queries, self.keys
 
     def widths(self) -> dict[str, int]:
-        """As keywords of a kernel."""
+        """Return the widths as keywords of a kernel."""
         return {
             "D": self.width,
             "E": self.value_width,
@@ -97,11 +87,11 @@ class Inputs:
         }
 
     def new(self, positions: int, heads: int, width: int, dtype: torch.dtype | None = None) -> Tensor:
-        """An empty (B, heads, positions, width)."""
+        """Allocate (B, heads, positions, width)."""
         return self.query.new_empty(self.batch, positions, heads, width, dtype=dtype).transpose(1, 2)
 
     def key_of(self, *more: object) -> tuple[object, ...]:
-        """What the speed of a kernel depends on; lengths to the next power of two."""
+        """Return what the speed of a kernel depends on, with lengths rounded up to powers of two."""
         return (
             self.query.device,
             self.query.dtype,
@@ -121,7 +111,7 @@ class Inputs:
 
 
 def seen_of(restrictions: Restrictions, shape: tuple[int, int, int], keys: int) -> Seen:
-    """The restrictions as the kernels take them; reads no value back from the device."""
+    """Convert restrictions to the kernels' form, without reading a value back from the device."""
     attn_mask, is_causal, window, kv_start, kv_lengths, cu_seqlens = restrictions
     kv_start, kv_lengths = (x if x is None else x.contiguous() for x in (kv_start, kv_lengths))
     seen = Seen(kv_start=kv_start, kv_lengths=kv_lengths, window=window if is_causal else None)
@@ -139,7 +129,7 @@ def seen_of(restrictions: Restrictions, shape: tuple[int, int, int], keys: int) 
 
 
 def forward(inputs: Inputs, norm: Norm | None, save: bool) -> Forward:
-    """Attention, its heads normalised where `norm` is given; with `save`, also what `backward` needs."""
+    """Compute attention, with normalised heads if `norm` is given; with `save`, also the tensors that `backward` needs."""
     if inputs.query.shape[:3].numel() * inputs.keys == 0:
         return _nothing(inputs)
     if not save and inputs.heads // inputs.groups * inputs.queries <= DECODE_ROWS:
@@ -228,7 +218,7 @@ def _decode(inputs: Inputs, norm: Norm | None) -> Tensor:
 
 
 def _nothing(inputs: Inputs) -> Forward:
-    """No query or no key: zeros, and a backward that has nothing to read."""
+    """Return zeros for a call without queries or without keys, and nothing for its backward."""
     out = inputs.new(inputs.queries, inputs.heads, inputs.value_width).zero_()
     return _saved_nothing(inputs, out)
 
@@ -238,7 +228,7 @@ def _saved_nothing(inputs: Inputs, out: Tensor) -> Forward:
 
 
 class Gradients(NamedTuple):
-    """Of the inputs; that of lam is (B, H, T) and that of the gain (E,), both in fp32. Empty where there is none."""
+    """Gradients of the inputs. That of lam is (B, H, T) and that of the weight (E,), both in fp32; empty if there is none."""
 
     query: Tensor
     key: Tensor
@@ -248,7 +238,7 @@ class Gradients(NamedTuple):
 
 
 def backward(inputs: Inputs, norm: Norm | None, saved: Forward, grad: Tensor) -> Gradients:
-    """The gradients of everything, given that of `saved.out`."""
+    """Return the gradients of all inputs, given that of `saved.out`."""
     batch, (heads, groups, queries, keys) = inputs.batch, inputs.sizes()
     weight_grad = inputs.query.new_zeros(
         0 if norm is None or norm[0] is None else inputs.value_width, dtype=torch.float32

@@ -1,9 +1,9 @@
-"""What the kernels share: which keys a query sees, loading and masking of tiles, one product, one step of a softmax.
+"""Functions that the kernels share: intervals of keys, loading and masking of tiles, a product, a step of a softmax.
 
-Apart from a mask, every restriction lets a query see one interval of keys, first <= j < last, and both ends rise with the
-query's position. So a block of queries sees the keys from the first of its first row to the last of its last row, and
-between the first of its last row and the last of its first row nothing has to be masked. Seen from the keys, a key is seen by
-one interval of queries, in the same way.
+Every restriction except a mask lets a query attend to one interval of keys, first <= j < last, and both ends rise with the
+query's position. So the keys of a block of queries divide into a masked prefix, a middle without masks (from the first key of
+the last row to the last key of the first row), and a masked suffix. In the same way, each key is read by one interval of
+queries.
 
 Scores are kept as powers of two: softmax(s S) = exp2(c S - max) / sum with c = s log2(e) > 0.
 
@@ -18,25 +18,24 @@ import triton.language as tl
 from triton import knobs
 
 INTERPRETED = tl.constexpr(knobs.runtime.interpret)
-PIECE = tl.constexpr(
-    32
-)  # columns of an accumulator that are written together: whole, it would need its registers twice
+# Columns of an accumulator that are written together: written whole, it would take twice its registers.
+PIECE = tl.constexpr(32)
 
 
 class Seen(NamedTuple):
-    """Who sees whom, as the kernels take it. What is None costs nothing: it is known when they are compiled.
+    """The restrictions as the kernels take them. A field that is None costs nothing: it is known at compile time.
 
     Attributes:
         kv_start: (B,) integers or None.
         kv_lengths: (B,) integers or None.
-        document_first: (T,) int32, the first position of the document that holds position t, or None.
+        document_first: (T,) int32, the first position of the document that contains position t, or None.
         document_last: (T,) int32, one past its last position, or None.
-        window: Positions, or None.
+        window: Number of positions, or None.
         attn_mask: (B, H, T, S) bytes, or None.
-        mask_b: Its strides.
-        mask_h: Of heads.
-        mask_t: Of queries.
-        mask_s: Of keys.
+        mask_b: Stride of the mask's rows.
+        mask_h: Stride of its heads.
+        mask_t: Stride of its queries.
+        mask_s: Stride of its keys.
     """
 
     kv_start: Any = None
@@ -53,13 +52,13 @@ class Seen(NamedTuple):
 
 @triton.jit
 def wide(position):
-    """A position as int64: times a stride it may pass 2^31."""
+    """Convert a position to int64: its product with a stride may exceed 2^31."""
     return tl.full((), 0, tl.int64) + position
 
 
 @triton.jit
 def stored_keys(b, S, seen):
-    """The keys that row b of the batch has: first <= j < last."""
+    """Return the interval of keys, first <= j < last, that row b of the batch stores."""
     first = 0
     last = S
     if seen.kv_start is not None:
@@ -71,7 +70,7 @@ def stored_keys(b, S, seen):
 
 @triton.jit
 def keys_seen(t, first, last, T, seen, CAUSAL: tl.constexpr):
-    """The keys that the query at position t < T sees, of the stored ones; t is a number or a vector."""
+    """Return the interval of stored keys that the query at position t < T attends to; t is a number or a vector."""
     if CAUSAL:
         newest = t + (last - T)
         if seen.window is not None:
@@ -85,7 +84,7 @@ def keys_seen(t, first, last, T, seen, CAUSAL: tl.constexpr):
 
 @triton.jit
 def queries_seeing(j, last, T, S, seen, CAUSAL: tl.constexpr):
-    """The queries that see the stored key j: from <= t < to; j is a number or a vector."""
+    """Return the interval of queries, from <= t < to, that attend to the stored key j; j is a number or a vector."""
     begin = 0 * j
     end = T + 0 * j
     if CAUSAL:
@@ -101,9 +100,9 @@ def queries_seeing(j, last, T, S, seen, CAUSAL: tl.constexpr):
 
 @triton.jit
 def loop_bounds(outer_first, outer_last, inner_first, inner_last, BLOCK: tl.constexpr):
-    """Where to walk from outer_first to outer_last in aligned blocks: masked, then free of masks, then masked again.
+    """Divide the blocks from outer_first to outer_last into a masked prefix, an unmasked middle and a masked suffix.
 
-    Returns begin, free_begin, free_end, end.
+    Returns begin, free_begin, free_end and end, aligned to blocks.
     """
     begin = tl.maximum(outer_first, 0) // BLOCK * BLOCK
     end = tl.maximum(outer_last, 0)
@@ -115,7 +114,7 @@ def loop_bounds(outer_first, outer_last, inner_first, inner_last, BLOCK: tl.cons
 
 @triton.jit
 def load_rows(base, rows, stride, valid, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """The tile [rows, BLOCK] of a tensor; zeros beyond WIDTH and where `valid` (None: all rows are) says no."""
+    """Load the tile [rows, BLOCK] of a tensor, with zeros beyond WIDTH and in rows that are not `valid` (None: all are)."""
     columns = tl.arange(0, BLOCK)
     pointers = base + rows[:, None] * stride + columns[None, :]
     if WIDTH >= BLOCK:
@@ -133,7 +132,7 @@ def load_rows(base, rows, stride, valid, WIDTH: tl.constexpr, BLOCK: tl.constexp
 
 @triton.jit
 def store_rows(base, rows, stride, tile, valid, column, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Write a tile whose first column is `column`, rounded to the tensor's dtype, to the rows where `valid`."""
+    """Write a tile whose first column is `column` to the `valid` rows of a tensor, rounded to its dtype."""
     columns = column + tl.arange(0, BLOCK)
     pointers = base + rows[:, None] * stride + columns[None, :]
     tl.store(pointers, tile.to(base.dtype.element_ty), valid[:, None] & (columns[None, :] < WIDTH))
@@ -141,13 +140,13 @@ def store_rows(base, rows, stride, tile, valid, column, WIDTH: tl.constexpr, BLO
 
 @triton.jit
 def at_rows(b, h, row, T, H):
-    """Where a row stands in a contiguous (B, H, T)."""
+    """Return the offset of a row in a contiguous (B, H, T)."""
     return (wide(b) * H + h) * T + row
 
 
 @triton.jit
 def pieces(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The tile cut into a tuple of column blocks of at most PIECE."""
+    """Cut a tile into a tuple of column blocks of at most PIECE."""
     if COLUMNS <= PIECE:
         return (tile,)
     else:
@@ -157,7 +156,7 @@ def pieces(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def dot(left, right):
-    """left @ right in fp32; fp32 factors are multiplied as fp32."""
+    """Return left @ right in fp32, without rounding fp32 factors."""
     if INTERPRETED:  # the interpreter multiplies the bits of bf16 as integers
         left = left.to(tl.float32)
         right = right.to(tl.float32)
@@ -166,7 +165,7 @@ def dot(left, right):
 
 @triton.jit
 def dot_add(left, right, total):
-    """total + left @ right, rounding `left` to the dtype of `right`."""
+    """Return total + left @ right, with `left` rounded to the dtype of `right`."""
     left = left.to(right.dtype)
     if INTERPRETED:
         left = left.to(tl.float32)
@@ -176,7 +175,7 @@ def dot_add(left, right, total):
 
 @triton.jit
 def mask_tile(b, h, rows, columns, T, S, seen):
-    """The bool mask of a tile, [rows, columns]."""
+    """Load the bool mask of a tile, [rows, columns]."""
     base = seen.attn_mask + wide(b) * seen.mask_b + wide(h) * seen.mask_h
     pointers = base + wide(rows)[:, None] * seen.mask_t + wide(columns)[None, :] * seen.mask_s
     return tl.load(pointers, (rows[:, None] < T) & (columns[None, :] < S), 0) != 0
@@ -184,17 +183,17 @@ def mask_tile(b, h, rows, columns, T, S, seen):
 
 @triton.jit
 def softmax_step(scores, top, total, c, MASKED: tl.constexpr):
-    """One step of an online softmax over [rows, keys].
+    """Take one step of an online softmax over [rows, keys].
 
     Args:
-        scores: Q K^T, -inf where a row does not see a key.
+        scores: Q K^T, -inf where a row does not attend to a key.
         top: Largest c * score of each row so far, -inf at the start.
         total: Sum of exp2(c * score - top) so far.
         c: s log2(e).
-        MASKED: Whether a row may have seen nothing yet.
+        MASKED: Whether a row may have met no key yet.
 
     Returns:
-        exp2(c * scores - top), what earlier sums are to be multiplied by, and the new top and total.
+        exp2(c * scores - top), the factor for earlier sums, and the new top and total.
     """
     new_top = tl.maximum(top, tl.max(scores, 1) * c)
     subtracted = new_top
@@ -207,11 +206,11 @@ def softmax_step(scores, top, total, c, MASKED: tl.constexpr):
 
 @triton.jit
 def log_sum(top, total):
-    """log2 of the sum of exp2 of a row's scores; +inf where it saw nothing, so that exp2(score - it) is zero."""
+    """Return log2 of the sum of exp2 of a row's scores; +inf where it met no key, so that exp2(score - inf) is zero."""
     return tl.where(total == 0.0, float("inf"), top + tl.log2(tl.where(total == 0.0, 1.0, total)))
 
 
 @triton.jit
 def inverse(total):
-    """1 / total; 0 where a row saw nothing."""
+    """Return 1 / total, or 0 where a row met no key."""
     return tl.where(total == 0.0, 0.0, 1.0 / tl.where(total == 0.0, 1.0, total))
