@@ -129,7 +129,7 @@ def test_a_suite(tmp_path, asked):
     page = (tmp_path / "report" / "index.html").read_text()
     assert page.count("<svg ") == 2
     assert "Words that are repeated, of 4." in page
-    rows = list(csv.reader((tmp_path / "report" / "tables" / "toy-again_brief.csv").read_text().splitlines()))
+    rows = list(csv.reader((tmp_path / "report" / "tables" / "toy-again.csv").read_text().splitlines()))
     assert rows[0] == ["measure", "one", "two", "items"]
     assert [row[0] for row in rows[1:]] == ["repeated, share"]
 
@@ -145,7 +145,7 @@ def test_under_coarser_numbers(tmp_path, asked):
 def test_tasks_and_reports_load_neither_torch_nor_transformers():
     """A report draws the picture of every task, on a machine with Python and matplotlib."""
     code = without("torch", "transformers") + (
-        "import difftransformer.report.page\n"
+        "import difftransformer.report\n"
         "from difftransformer.evals.tasks import registered_tasks\n"
         "assert len(registered_tasks()) == 12 and registered_tasks()['maps'].draw is not None"
     )
