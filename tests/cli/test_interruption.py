@@ -1,7 +1,6 @@
 """Signals to real processes: Ctrl-C and kill -9 of `train` and `compare`, then going on."""
 
 import dataclasses
-import json
 import os
 import signal
 import subprocess
@@ -13,7 +12,7 @@ import torch
 import yaml
 
 from difftransformer.cli.main import main
-from difftransformer.results import Comparison, read_result
+from difftransformer.results import Comparison, TaskResult, read_result
 from difftransformer.studies import recipe_from, save_recipe
 from difftransformer.studies.run import main as run_main
 from difftransformer.train import checkpoints, read_metrics
@@ -122,8 +121,8 @@ def test_train_stopped_and_killed_goes_on_bitwise(toy, tmp_path, start):
 @pytest.mark.slow
 def test_compare_stopped_and_killed_goes_on_with_the_same_results(toy, tmp_path, start, monkeypatch):
     toy["training"] |= {"steps": 1000, "checkpoint_every": 50, "validate_every": 200, "context_stages": [[0, 64]]}
-    toy["evaluation"]["needle"]["lengths_tokens"] = [96]
-    toy["evaluation"]["allocation"]["length_tokens"] = 96
+    toy["evaluation"][1]["options"]["lengths"] = [96]
+    toy["evaluation"][2]["options"]["length"] = 96
     toy["compare"] = {"seeds": 1, "jobs": 2}
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump(toy))
@@ -167,6 +166,7 @@ def test_compare_stopped_and_killed_goes_on_with_the_same_results(toy, tmp_path,
         save_recipe(recipe, reference / "config.yaml")
         assert run_main([str(reference), "1"]) == 0
         assert losses(run) == losses(reference)
-        expected = json.loads((reference / "evals" / "results.json").read_text())["result"]
-        for name in ("nll", "needle", "allocation"):
-            assert dataclasses.asdict(getattr(found, name)) == json.loads(json.dumps(expected[name])), name
+        for name in ("perplexity", "needle", "allocation"):
+            expected = read_result(reference / "evals" / "step-001000" / f"{name}.json", TaskResult)
+            result, measured = found.evaluations[name], (expected.measurements, expected.items, expected.grids)
+            assert (result.measurements, result.items, result.grids) == measured, name

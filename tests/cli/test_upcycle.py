@@ -54,7 +54,7 @@ def test_one_model(llama, text, tmp_path, capfd):
     [
         ((), "--to is missing; choose one of diff, diff_v2, dex, softmax"),
         (("--to", "diffs"), "--to 'diffs' is unknown; choose one of diff, diff_v2, dex, softmax"),
-        (("--to", "diff,dex"), "several are made with --train alone"),
+        (("--to", "diff,dex"), "several are made with --train only"),
         (("--to", "diff", "--head_norm", "gain"), "a headwise norm discards the size of each row"),
         (("--to", "diff", "--text", "nowhere.txt"), "no such file or folder"),
     ],

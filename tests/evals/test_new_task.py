@@ -23,6 +23,7 @@ from difftransformer.plots.bars import bars
 from difftransformer.plots.curves import select
 from difftransformer.results import ItemScore, TaskResult, read_result
 from tests.support.answering import tiny_model
+from tests.support.missing import without
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,9 +144,8 @@ def test_under_coarser_numbers(tmp_path, asked):
 
 def test_tasks_and_reports_load_neither_torch_nor_transformers():
     """A report draws the picture of every task, on a machine with Python and matplotlib."""
-    code = (
-        "import sys; sys.modules['torch'] = sys.modules['transformers'] = None\n"
-        "import difftransformer.report.tasks.page\n"
+    code = without("torch", "transformers") + (
+        "import difftransformer.report\n"
         "from difftransformer.evals.tasks import registered_tasks\n"
         "assert len(registered_tasks()) == 12 and registered_tasks()['maps'].draw is not None"
     )

@@ -153,7 +153,7 @@ def test_models_that_cannot_be_seen_from_inside():
         measuring._blocks(bare, bare[0])
     flash = made("diffllama")
     flash.config._attn_implementation_internal = "flash_attention_2"
-    with pytest.raises(EvaluationError, match="whose masks only its own kernels read"), written_out(flash):
+    with pytest.raises(EvaluationError, match="whose masks only its own kernels can read"), written_out(flash):
         pass
 
 

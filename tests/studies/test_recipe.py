@@ -121,7 +121,7 @@ BAD = [
     ("evaluation.needle.needles=[[1, 2]]", "evaluation.needle: needles=[1, 2]"),
     ("evaluation.allocation.depths=[2]", "evaluation.allocation: depths=[2.0]"),
     ("evaluation=[{task: needl}]", "evaluation.needl: no task 'needl'; choose one of"),
-    ("evaluation=[{task: needle}, {task: needle}]", "evaluation.'needle' stands twice; give labels"),
+    ("evaluation=[{task: needle}, {task: needle}]", "evaluation.'needle' is given twice; give labels"),
     ("evaluation_batch_tokens=0", "evaluation_batch_tokens=0: give at least 1"),
     ("data.validation_share=2", "data: validation_share=2.0"),
     ("data.vocab_size=10", "data: vocab_size=10"),

@@ -223,7 +223,8 @@ def _task_section(label: str, results: Sequence[TaskResult], png: bool, seeds: i
     slug, first = label.replace(" ", "-"), results[0]
     drawing = draw_task(results, png, name=slug)
     brief, table = (measurement_table(results, brief=brief, seeds=seeds) for brief in (True, False))
-    shown, notes = [replace(brief, name=f"{slug}_brief")], []
+    is_long = len(table.rows) > len(brief.rows)
+    shown, notes = [replace(brief, name=f"{slug}_brief" if is_long else slug)], []
     if not isinstance(first, Pooled):
         paired = pairs_table(list(results))
         if paired is not None:
@@ -237,7 +238,7 @@ def _task_section(label: str, results: Sequence[TaskResult], png: bool, seeds: i
         drawing=drawing,
         notes=notes,
         tables=shown,
-        details=replace(table, name=slug) if len(table.rows) > len(brief.rows) else None,
+        details=replace(table, name=slug) if is_long else None,
         texts=[
             ("What the paper leaves open, and how it was asked", " ".join(first.choices), f"{first.command}\n{options}")
         ],

@@ -62,7 +62,7 @@ def check_specs(specs: Sequence[TaskSpec]) -> None:
     """
     for name, count in Counter(spec.name for spec in specs).items():
         if count > 1:
-            raise ConfigError(f"{name!r} stands twice; give labels")
+            raise ConfigError(f"{name!r} is given twice; give labels")
         if not re.fullmatch(r"[\w.-]+( [\w.-]+)*", name):
             raise ConfigError(f"label {name!r}: it names files; use letters, digits, points, hyphens and spaces")
     for spec in specs:
