@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import pkgutil
 import re
 from functools import cache
 from pathlib import Path
@@ -82,6 +83,14 @@ def missing(span):
 def test_named_files_and_functions_exist(path):
     found = {span: missing(span) for span in code_spans(path)}
     assert {span: why for span, why in found.items() if why} == {}
+
+
+def test_the_functions_and_tests_beside_the_equations_exist():
+    text = (ROOT / "docs" / "equations.md").read_text(encoding="utf-8")
+    for test in re.findall(r"`(tests/[\w./]+)`", text):
+        assert (ROOT / test).exists(), test
+    for name in re.findall(r"`(difftransformer\.[\w.]+)`", text):
+        assert pkgutil.resolve_name(name) is not None
 
 
 def test_a_wrong_path_and_a_wrong_name_are_found():
