@@ -19,8 +19,10 @@ from difftransformer.report import write_report
 from difftransformer.report.metrics import compare_metrics
 from difftransformer.results import Comparison, TaskResult, read_result
 from difftransformer.studies import compare, recipe_from, start_run
+from difftransformer.studies.jobs import run_jobs
 from difftransformer.studies.run import main as run_main
 from difftransformer.train import checkpoints, read_metrics
+from tests.support.cases import threads
 from tests.support.missing import without
 
 STEPS = 4
@@ -40,13 +42,30 @@ def study_document(toy):
     return toy
 
 
+def run_here(jobs, **options):
+    """Run jobs in this process, which takes less than to load torch in processes of their own."""
+    with pytest.MonkeyPatch.context() as patch, threads(1):
+        patch.setattr("difftransformer.studies.run._stop_with_parent", lambda parent: None)
+        assert all(run_main([str(job.folder), "1"]) == 0 for job in jobs if not job.done)
+
+
 @pytest.fixture
 def study(_study, study_document, tmp_path):
-    """The command's whole output for two models and two seeds, made once, and a recipe file to run it again."""
+    """The command's whole output for two models and two seeds, made once, and a recipe file to run it again.
+
+    The first seed runs as the command runs it, in a process for each model, the other in this process.
+    """
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump(study_document))
     if not _study.exists():
-        assert main(["compare", str(path), "--out", str(_study)]) == 0
+
+        def half_here(jobs, **options):
+            run_jobs([job for job in jobs if job.folder.name.endswith("-seed0")], **options)
+            run_here([job for job in jobs if job.folder.name.endswith("-seed1")])
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("difftransformer.studies.comparison.run_jobs", half_here)
+            assert main(["compare", str(path), "--out", str(_study)]) == 0
     return _study, path
 
 
@@ -241,10 +260,9 @@ def test_only_what_is_missing_or_damaged_is_done_again(copied, study_document, c
 
     def in_this_process(jobs, **options):
         waiting.extend(job.folder.name for job in jobs if not job.done)
-        assert all(run_main([str(job.folder), "1"]) == 0 for job in jobs if not job.done)
+        run_here(jobs)
 
     monkeypatch.setattr("difftransformer.studies.comparison.run_jobs", in_this_process)
-    monkeypatch.setattr("difftransformer.studies.run._stop_with_parent", lambda parent: None)
     assert main(["compare", str(path), "--out", str(folder)]) == 0
     assert sorted(waiting) == ["diff-seed0", "softmax-seed1"]
     again = {"needle.json", "perplexity.json"}
@@ -358,11 +376,7 @@ def test_any_task_can_be_in_a_study(copied, study_document, no_costs, monkeypatc
     options = {"text": "validation", "window": 64, "windows": 4}
     study_document["evaluation"].append({"task": "recall", "label": "pairs", "options": options})
 
-    def in_this_process(jobs, **options):
-        assert all(run_main([str(job.folder), "1"]) == 0 for job in jobs if not job.done)
-
-    monkeypatch.setattr("difftransformer.studies.comparison.run_jobs", in_this_process)
-    monkeypatch.setattr("difftransformer.studies.run._stop_with_parent", lambda parent: None)
+    monkeypatch.setattr("difftransformer.studies.comparison.run_jobs", run_here)
     result = compare(recipe_from(study_document, source="toy"), folder)
     rows = [row for row in result.metrics if row.task == "pairs"]
     assert [row.metric for row in rows] == ["nll of AR-hits", "nll of others", "validation loss"]
