@@ -222,7 +222,7 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("options", "words"),
         [
-            ({"to": "grouped"}, "--to 'grouped' is unknown; choose one of diff, diff_v2, dex, softmax"),
+            ({"to": "grouped"}, "--to 'grouped' is unknown; choose one of softmax, diff, diff_v2, dex"),
             ({"to": "diff", "dex_heads": [[0]] * 3}, "dex_heads is not an option of --to 'diff'"),
             ({"to": "dex", "dex_heads": [[0]] * 2}, "for each of the 3 layers"),
             ({"to": "dex", "dex_heads": [[0], [1], [0, 1]]}, "equally long"),

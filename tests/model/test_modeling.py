@@ -489,9 +489,9 @@ class TestOutputs:
         attention = model.model.layers[1].self_attn
         original = attention.attend
 
-        def spy(query, key, value, lam, **restrictions):
+        def spy(query, key, value, lam, restrictions):
             seen.update(query=query, key=key, restrictions=restrictions)
-            return original(query, key, value, lam, **restrictions)
+            return original(query, key, value, lam, restrictions)
 
         attention.attend = spy
         with torch.no_grad():
