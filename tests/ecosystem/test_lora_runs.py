@@ -81,7 +81,7 @@ def test_starts_as_the_model_it_adapts(start, toy_recipe):
             {"targets": ["query"]},
             "training.lora.targets: no layer 'query'; choose from down_proj, gate_proj, k_proj",
         ),
-        ({"also": ["nothing"]}, "training.lora.also: no parameter's name holds 'nothing'"),
+        ({"also": ["nothing"]}, "training.lora.also: no parameter's name contains 'nothing'"),
     ],
 )
 def test_names_that_fit_nothing(lora, words, start, toy_recipe):
