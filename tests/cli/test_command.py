@@ -115,7 +115,7 @@ def test_wrong_words(fails, words, message):
         ("training.retrieval.min_needles=2", None),
         ("model.sliding_window=0", "sliding_window=0"),
         ("data.source=nowhere", "source 'nowhere': no such file or folder"),
-        ("data.tokenizer=nowhere", "tokenizer 'nowhere': no such file"),
+        ("data.tokenizer=nowhere", "nowhere: no such tokenizer"),
         ("training.context_stages=[[0, 16]]", "needle documents are longer than the context"),
     ],
 )

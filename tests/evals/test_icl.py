@@ -149,7 +149,7 @@ def word_tokenizer(words, **parts):
 def test_labels_that_a_tokenizer_cannot_tell_apart():
     words = ["<unk>", "<eot>", "text", "label", ":", "a", "may", "june"]
     lower = word_tokenizer(words, normalizer=normalizers.Lowercase())
-    with pytest.raises(DataError, match=r"gives the labels 'May' and 'may' the same tokens \[6\]; rename one"):
+    with pytest.raises(DataError, match=r"the labels 'May' and 'may' have the same tokens \[6\]; rename one"):
         PromptForm(lower, ["june", "May", "may"], ("Text", "Label"))
     with pytest.raises(
         DataError, match=r"the label 'may', its line end included, is a prefix of the label 'may june' and could"

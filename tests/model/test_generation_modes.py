@@ -10,8 +10,8 @@ from tokenizers.models import BPE
 from transformers import CompileConfig, PreTrainedTokenizerFast, QuantizedCache
 from transformers.generation.streamers import BaseStreamer
 
-from difftransformer import ops
-from difftransformer.attention import VARIANTS, differential, softmax
+from difftransformer.attention import VARIANTS, base, differential
+from difftransformer.ops import attention
 from tests.support.generation import WAYS, cache_of, greedy, tiny
 from tests.support.oracle import relative_error
 from tests.support.tiny_models import VOCABULARY, tokens
@@ -196,15 +196,9 @@ class TestADecodeStep:
     def test_reads_the_cache_itself_once_a_layer(self, kind, groups, cache_kind, monkeypatch):
         """One call of the op for each layer, with the cache's own tensors: no copy, and no key or value for every head."""
         calls = []
-        for module, name in (
-            (differential, "differential_attention"),
-            (differential, "normed_differential_attention"),
-            (softmax, "softmax_attention"),
-        ):
-            op = getattr(ops, name)
-            monkeypatch.setattr(
-                module, name, lambda *args, op=op, **options: calls.append(args) or op(*args, **options)
-            )
+        op = attention.attend
+        for module in (base, differential):
+            monkeypatch.setattr(module, "attend", lambda *args, **options: calls.append(args) or op(*args, **options))
         model = build(kind, groups)
         cache = cache_of(cache_kind, model, 12)
         with torch.no_grad():
