@@ -665,6 +665,8 @@ def test_on_other_instruction_sets(wanted, request):
     which = "cpu and not compile" + (" and not memory_grows and not no_longer" if emulator else "")
     here = Path(__file__).parent
     options = ["-q", "-x", "-m", "not slow and not gpu", "-k", which, "-p", "no:cacheprovider", "-p", "no:faulthandler"]
+    # The program imports the package first, so that pytest cannot rewrite the assertions of its dependencies.
+    options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
     environment = os.environ | {processor.VARIABLE: wanted, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, wanted, emulator, *(str(here / name) for name in FILES), *options],
