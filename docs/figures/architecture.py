@@ -30,6 +30,7 @@ PACKAGES = {
     "bench": "times and memory",
     "convert": "other layouts",
     "serving": "vLLM",
+    "families": "other families' models, made differential",
     "acceleration": "our attention in transformers' models",
     "model": "configuration, layers, masks, cards",
     "data": "text, tokenizers, shards, loader, needles",

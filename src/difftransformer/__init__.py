@@ -33,4 +33,4 @@ def _is_command() -> bool:
 
 if not _is_command():
     with suppress(ImportError):  # without a suitable transformers; the model then raises this error on first use
-        from . import model
+        from . import families, model

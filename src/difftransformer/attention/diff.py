@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from .base import AttentionConfig, PlainLayer
-from .differential import LAMBDA_STD, LAMBDA_VECTORS, Differential, DifferentialOptions
+from .differential import Differential, DifferentialOptions
 
 
 class DifferentialAttention(Differential):
@@ -29,25 +29,14 @@ class DifferentialAttention(Differential):
 
     @classmethod
     def upcycled_options(cls, config: AttentionConfig) -> dict[str, Any]:
-        """Keep every head as one differential head with a value of D, without a norm, and start at lambda 0.
-
-        A headwise norm would discard the size of each row, which W_O has learned to read.
-        """
-        return {
-            "num_differential_heads": config.num_attention_heads,
-            "num_differential_key_value_heads": config.num_key_value_heads,
-            "value_head_dim": config.head_dim,
-            "head_norm": "none",
-            "lambda_init": 0.0,
-        }
+        """Keep every head as one differential head; see `_same_heads`."""
+        return cls._same_heads(config)
 
     @classmethod
     def upcycled(cls, name: str, shape: tuple[int, ...], plain: PlainLayer) -> Tensor:
-        """Give both maps the Transformer's queries and keys. Both exponents of lambda are equal, so that they cancel."""
+        """Give both maps the Transformer's queries and keys."""
         if name == "q_proj.weight":
             return plain.twice(name, plain.config.num_attention_heads)
         if name == "k_proj.weight":
             return plain.twice(name, plain.config.num_key_value_heads)
-        if name in LAMBDA_VECTORS:
-            return plain.normal(name[:-1], shape, LAMBDA_STD)  # one draw for lambda_q1 and lambda_q2
-        return plain.read(name)
+        return super().upcycled(name, shape, plain)

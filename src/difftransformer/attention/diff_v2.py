@@ -33,4 +33,4 @@ class DifferentialAttentionV2(Differential):
             return plain.twice(name, plain.config.num_attention_heads)
         if name == "o_proj.weight":
             return 2 * plain.read(name)
-        return plain.zeros(shape) if name == "lambda_proj.weight" else plain.read(name)
+        return plain.zeros(shape) if name == "lambda_proj.weight" else super().upcycled(name, shape, plain)

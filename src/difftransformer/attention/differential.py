@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..errors import ConfigError
 from ..ops.attention import attend
 from ..ops.problem import LOW_PRECISION, Restrictions
-from .base import Attention, AttentionConfig, HeadLayout, Option, RMSNorm
+from .base import Attention, AttentionConfig, HeadLayout, Option, PlainLayer, RMSNorm
 
 LambdaForm = Literal["layer", "head", "token", "constant"]
 HeadNorm = Literal["gain", "plain", "none"]
@@ -206,6 +206,27 @@ class Differential(Attention):
     def own_parameters(cls, config: AttentionConfig) -> int:
         """Count the parameters of lambda and the gain of the norm."""
         return cls.options_of(config).parameters(cls.layout_of(config), config.hidden_size)
+
+    @classmethod
+    def _same_heads(cls, config: AttentionConfig) -> dict[str, Any]:
+        """Return options that keep every head with a value of D, without a norm, and start at lambda 0.
+
+        A headwise norm would discard the size of each row, which a pretrained W_O has learned to read.
+        """
+        return {
+            "num_differential_heads": config.num_attention_heads,
+            "num_differential_key_value_heads": config.num_key_value_heads,
+            "value_head_dim": config.head_dim,
+            "head_norm": "none",
+            "lambda_init": 0.0,
+        }
+
+    @classmethod
+    def upcycled(cls, name: str, shape: tuple[int, ...], plain: PlainLayer) -> Tensor:
+        """Make the exponents of lambda equal, so that they cancel, and copy the rest."""
+        if name in LAMBDA_VECTORS:
+            return plain.normal(name[:-1], shape, LAMBDA_STD)  # one draw for lambda_q1 and lambda_q2
+        return plain.read(name)
 
     @classmethod
     def _share(cls, config: AttentionConfig, field: str) -> int:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
-from .base import AttentionConfig, HeadLayout, Option
+from .base import AttentionConfig, HeadLayout, Option, PlainLayer
 from .differential import HEAD_NORM_EPS, Differential, DifferentialOptions
 
 SIGNAL_HEADS_PER_NOISE_HEAD = (4, 3)  # among the best ratios of arXiv:2510.06949; Motif-2-12.7B has 4
@@ -112,6 +112,7 @@ class GroupedDifferentialAttention(Differential):
     name: ClassVar[str] = "grouped_diff"
     label: ClassVar[str] = "grouped DIFF"
     config_options: ClassVar[dict[str, Option]] = Differential.config_options | {"num_noise_heads": Option(int | None)}
+    can_upcycle: ClassVar[bool] = True
     twin_heads: ClassVar[int] = 2
     defaults: ClassVar[DifferentialOptions] = DifferentialOptions(
         lambda_form="layer", head_norm="gain", shared_key=False
@@ -158,6 +159,28 @@ class GroupedDifferentialAttention(Differential):
     def arguments_of(cls, config: AttentionConfig, layer_index: int) -> dict[str, Any]:
         """Pass the number of noise heads too."""
         return super().arguments_of(config, layer_index) | {"num_noise_heads": cls.layout_of(config).num_noise_heads}
+
+    @classmethod
+    def upcycled_options(cls, config: AttentionConfig) -> dict[str, Any]:
+        """Keep every head as a signal head, and add the fewest noise heads that the keys and the known ratios allow."""
+        heads, groups = config.num_attention_heads, config.num_key_value_heads
+        ratios = (*SIGNAL_HEADS_PER_NOISE_HEAD, *range(2, heads + 1), 1)
+        noise = next(
+            heads // ratio
+            for ratio in ratios
+            if heads % ratio == 0 and (heads // ratio % groups == 0 or groups % (heads // ratio) == 0)
+        )
+        return cls._same_heads(config) | {"num_noise_heads": noise}
+
+    @classmethod
+    def upcycled(cls, name: str, shape: tuple[int, ...], plain: PlainLayer) -> Tensor:
+        """Give each noise head the query and key of the first head that shares it. lambda is 0 at the start."""
+        if name not in ("q_proj.weight", "k_proj.weight"):
+            return super().upcycled(name, shape, plain)
+        layout = cls.layout_of(plain.config)
+        groups = layout.query_groups if name == "q_proj.weight" else layout.cache_heads
+        heads = plain.read(name).unflatten(0, (groups, -1, layout.head_dim))
+        return torch.cat((heads, heads[:, :1]), 1).flatten(0, 2)
 
     @classmethod
     def _heads(cls, config: AttentionConfig) -> tuple[int, int]:

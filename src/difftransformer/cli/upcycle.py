@@ -13,7 +13,7 @@ from ..report import print_study, write_report
 from ..studies import load_recipe, upcycling_study
 from .arguments import SET
 from .console import console, log, resumable, show
-from .progress import training_progress, watch_jobs
+from .progress import evaluation_progress, training_progress, watch_jobs
 
 ARGUMENTS = SET
 
@@ -24,18 +24,18 @@ def run(
     to: str | None = None,
     train: str | None = None,
     text: str = "python-stdlib",
-    tokens: int = 2000,
+    tokens: int = 256,
     head_norm: str | None = None,
     seed: int = 0,
     set: list[str] | None = None,
 ) -> int:
-    """Make a pretrained Llama or Mistral differential without changing what it computes, and report that it did not.
+    """Make a pretrained language model differential without changing what it computes, and report that it did not.
 
     Args:
         model: Folder with config.json and safetensors, a .gguf file, or owner/name on the Hugging Face hub.
         out: New or empty folder for the model. With --train, the folder of the study.
-        to: diff, diff_v2, dex, or softmax for the plain model in this package's layout; with --train several, separated by
-            commas.
+        to: diff, diff_v2, grouped_diff, dex, or softmax for the plain model, in this package's layout if it is a Llama or
+            Mistral; with --train several, separated by commas.
         train: Recipe to train each model and the unconverted one with; they are evaluated before and after.
         text: Text for the comparison of logits: a text file or any source of a recipe.
         tokens: Number of tokens to compare; 0 leaves the comparison out.
@@ -70,7 +70,8 @@ def run(
             f"{out}: {kinds[0]}, {done.parameters:,} parameters, {done.added_parameters:,} of them new ({share:+.1%})"
         )
         if ids:
-            drift = measure_drift(source, out, torch.tensor(ids[:tokens]))
+            with evaluation_progress(f"comparing with {model}") as progress:
+                drift = measure_drift(source, out, torch.tensor(ids[:tokens]), progress=progress)
             print(
                 f"On {drift.tokens} tokens of {text}, in fp32: logits differ by at most {drift.largest_logit_difference:.1e} "
                 f"(the largest is {drift.largest_logit:.1f}); "

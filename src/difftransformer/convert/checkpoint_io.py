@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -94,9 +94,20 @@ def convert_folder(
 
 
 def write_converted(
-    source: Path, target: Path, conversion: Conversion, source_layout: str, layout: str, shard_bytes: int = SHARD_BYTES
+    source: Path,
+    target: Path,
+    conversion: Conversion,
+    source_layout: str,
+    layout: str,
+    shard_bytes: int | None = None,
 ) -> Converted:
     """Apply a conversion from folder to folder, and copy tokenizer, chat template and licence.
+
+    Args:
+        source, target: The folders.
+        conversion: What is made of what.
+        source_layout, layout: Names of the layouts, for the result.
+        shard_bytes: Largest size of a weights file. None takes that of the source if it has several files.
 
     Raises:
         CheckpointError: Files are missing or damaged, or tensors contradict the configuration.
@@ -110,7 +121,7 @@ def write_converted(
         with whole_or_not_at_all(target) as folder:
             (folder / CONFIG_FILE).write_text(json.dumps(conversion.config, indent=2) + "\n", encoding="utf-8")
             tensors = ((name, make(weights.read)) for name, make in conversion.makes.items())
-            total = write_weights(folder, tensors, shard_bytes)
+            total = write_weights(folder, tensors, shard_bytes or weights.shard_bytes)
             for name in carried:
                 copy = shutil.copytree if (source / name).is_dir() else shutil.copyfile
                 copy(source / name, folder / name)
@@ -128,7 +139,7 @@ def write_converted(
 
 
 class WeightsReader:
-    """A context manager that opens the safetensors of a folder without loading them.
+    """A context manager that reads the safetensors of a folder, tensor by tensor. One file is open at a time.
 
     Attributes:
         files: Names of the weights files.
@@ -138,13 +149,15 @@ class WeightsReader:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._stack = ExitStack()
-        self._where: dict[str, Any] = {}
+        self._opened, self._file = "", cast(Any, None)
+        self._where: dict[str, str] = {}  # file of each tensor
+        self._dtypes: dict[str, str] = {}
         self.shapes: dict[str, Shape] = {}
         index = _read_json(folder / INDEX_FILE) if (folder / INDEX_FILE).is_file() else None
         self.files = _weights_files(folder, index)
         try:
             for name in self.files:
-                self._open(name)
+                self._list(name)
         except BaseException:
             self._stack.close()
             raise
@@ -163,12 +176,19 @@ class WeightsReader:
 
     def read(self, name: str) -> Tensor:
         """Load one tensor."""
-        return self._where[name].get_tensor(name)
+        if self._where[name] != self._opened:
+            self._open(self._where[name])
+        return self._file.get_tensor(name)  # type: ignore[no-any-return]
+
+    @property
+    def shard_bytes(self) -> int:
+        """Size to split weights by: that of the folder's largest file, which also bounds memory; SHARD_BYTES for one file."""
+        sizes = [(self.folder / name).stat().st_size for name in self.files]
+        return max(sizes) if len(sizes) > 1 else SHARD_BYTES
 
     def refuse_quantized(self) -> None:
         """Raise a CheckpointError unless all weights are floating-point, as permuting and folding need them."""
-        for name, file in self._where.items():
-            dtype = file.get_slice(name).get_dtype()
+        for name, dtype in self._dtypes.items():
             if dtype not in ("F64", "F32", "F16", "BF16"):
                 raise CheckpointError(
                     f"{self.folder}: {name} has dtype {dtype}, expected F64, F32, F16 or BF16; convert the model before it "
@@ -177,20 +197,27 @@ class WeightsReader:
 
     def _open(self, name: str) -> None:
         path = self.folder / name
+        self._stack.close()
         if not path.is_file():
             raise CheckpointError(f"{path} is missing, though {INDEX_FILE} lists it; copy the folder again")
         try:
-            file = self._stack.enter_context(safe_open(str(path), framework="pt"))
+            self._opened, self._file = name, self._stack.enter_context(safe_open(str(path), framework="pt"))
         except SafetensorError as error:
             raise CheckpointError(
                 f"{path} is cut short or damaged ({error}); its {path.stat().st_size:,} bytes do not hold what its header "
                 "lists: copy it again"
             ) from None
-        for tensor in file.keys():  # noqa: SIM118 - a safetensors file is no mapping
+
+    def _list(self, name: str) -> None:
+        self._open(name)
+        for tensor in self._file.keys():  # noqa: SIM118 - a safetensors file is no mapping
             if tensor in self._where:
-                raise CheckpointError(f"{path}: {tensor} is in two files of {self.folder}; expected it once")
-            self._where[tensor] = file
-            self.shapes[tensor] = tuple(file.get_slice(tensor).get_shape())
+                raise CheckpointError(
+                    f"{self.folder / name}: {tensor} is in two files of {self.folder}; expected it once"
+                )
+            part = self._file.get_slice(tensor)
+            self._where[tensor], self._dtypes[tensor] = name, part.get_dtype()
+            self.shapes[tensor] = tuple(part.get_shape())
 
 
 def write_weights(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int) -> int:

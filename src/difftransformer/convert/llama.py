@@ -7,6 +7,7 @@ Every source head stays one head, with a value of its own width, so that odd hea
 | `softmax` | nothing                                                 | it is the same model                           |
 | `diff`    | Q2, K2 (copies of Q1, K1), four lambda vectors a layer  | both exponents are equal and lambda_init is 0  |
 | `diff_v2` | Q2 (a copy of Q1), the projection of lambda (zeros)     | lambda is sigmoid(0) = 1/2, and W_O is doubled |
+| `grouped_diff` | noise heads (copies of signal heads), as for `diff` | as for `diff`                                  |
 | `dex`     | W_D (random) and lambda (0) for each chosen head        | lambda is 0                                    |
 
 Each lambda has a gradient from the first step, and what only lambda lets through from the second.
@@ -16,26 +17,32 @@ A headwise norm would discard the size of every row, which W_O has learned to re
 
 import json
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedConfig
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from ..attention import PlainLayer, variant, variants
+from ..attention import Attention, PlainLayer, variant, variants
 from ..errors import ConfigError
 from ..model import DiffTransformerConfig, DiffTransformerForCausalLM
 from .conversion import Conversion, Read, Shape, shapes_of
 from .diffllama import SHARED_FIELDS, TIES
 
-CLASSES: dict[str, type[PreTrainedConfig]] = {"llama": LlamaConfig, "mistral": MistralConfig}
+MODEL_TYPES = ("llama", "mistral")
 MUST_BE = {"attention_bias": False, "mlp_bias": False, "partial_rotary_factor": 1.0}
 
 
 def targets() -> list[str]:
     """Return the attention types that a pretrained Transformer can be given without changing its function."""
     return [name for name, kind in variants().items() if kind.can_upcycle]
+
+
+def has_llamas_layout(config: PreTrainedConfig) -> bool:
+    """Whether a model of this package can express the source."""
+    plain = all(getattr(config, field, expected) == expected for field, expected in MUST_BE.items())
+    return config.model_type in MODEL_TYPES and plain
 
 
 def from_llama(
@@ -49,29 +56,16 @@ def from_llama(
     """Describe the conversion of a Llama or Mistral.
 
     Args:
-        config: The source's configuration.
+        config: The source's configuration; `has_llamas_layout` holds.
         to: One of `targets()`.
         head_norm: "none" or None; see above.
         seed: Seed of the random draws.
         **options: Options of the attention type, such as dex_heads.
 
     Raises:
-        ConfigError: the target is unknown, or a field has a value that no model of ours has.
+        ConfigError: the target is unknown, or an option is not one of its options.
     """
-    if to not in targets():
-        raise ConfigError(f"--to {to!r} is unknown; choose one of {', '.join(targets())}")
-    if head_norm not in (None, "none"):
-        raise ConfigError(
-            f"head_norm={head_norm!r}: a headwise norm discards the size of each row, so the model could not keep its "
-            "function; use 'none'"
-        )
-    kind = variant(to)
-    for name in options:
-        if name not in kind.config_options:
-            raise ConfigError(f"{name} is not an option of --to {to!r}; leave it out")
-    for field, expected in MUST_BE.items():
-        if getattr(config, field, expected) != expected:
-            raise ConfigError(f"{field}={getattr(config, field)!r}: models here have {field}={expected!r} only")
+    kind = chosen_variant(to, head_norm, options)
     fields: dict[str, Any] = {name: getattr(config, name) for name in SHARED_FIELDS} | {
         "attention_type": to,
         "num_attention_heads": config.num_attention_heads,
@@ -88,8 +82,24 @@ def from_llama(
         wanted = shapes_of(DiffTransformerForCausalLM(ours).state_dict())
     makes = {name: _make(name, shape, ours, seed) for name, shape in wanted.items() if name not in ties}
     return Conversion(
-        config=json.loads(ours.to_json_string()), needs=needs, ties=ties, makes=makes, notes=_notes(config)
+        config=json.loads(ours.to_json_string()), needs=needs, ties=ties, makes=makes, notes=notes(config)
     )
+
+
+def chosen_variant(to: str, head_norm: str | None, options: Collection[str]) -> type[Attention]:
+    """Return the class of the target after checking that it can keep a pretrained model's function with these options."""
+    if to not in targets():
+        raise ConfigError(f"--to {to!r} is unknown; choose one of {', '.join(targets())}")
+    if head_norm not in (None, "none"):
+        raise ConfigError(
+            f"head_norm={head_norm!r}: a headwise norm discards the size of each row, so the model could not keep its "
+            "function; use 'none'"
+        )
+    kind = variant(to)
+    for name in options:
+        if name not in kind.config_options:
+            raise ConfigError(f"{name} is not an option of --to {to!r}; leave it out")
+    return kind
 
 
 def _make(name: str, shape: Shape, config: DiffTransformerConfig, seed: int) -> Callable[[Read], Tensor]:
@@ -100,7 +110,7 @@ def _make(name: str, shape: Shape, config: DiffTransformerConfig, seed: int) -> 
 
     def make(read: Read) -> Tensor:
         def normal(key: str, shape: Shape, std: float) -> Tensor:
-            return _normal(shape, std, f"{layer}{key}", seed)
+            return drawn(shape, std, f"{layer}{key}", seed)
 
         plain = PlainLayer(config, lambda part: read(f"{layer}self_attn.{part}"), normal)
         return config.attention.upcycled(part, shape, plain)
@@ -108,11 +118,13 @@ def _make(name: str, shape: Shape, config: DiffTransformerConfig, seed: int) -> 
     return make
 
 
-def _normal(shape: Shape, std: float, name: str, seed: int) -> Tensor:
+def drawn(shape: Shape, std: float, name: str, seed: int) -> Tensor:
+    """Draw a tensor from N(0, std^2), the same for the same name and seed."""
     generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
     return torch.randn(shape, generator=generator) * std
 
 
-def _notes(config: PreTrainedConfig) -> tuple[str, ...]:
+def notes(config: PreTrainedConfig) -> tuple[str, ...]:
+    """Return sentences about what the result leaves out."""
     dropout = getattr(config, "attention_dropout", 0.0)
     return (f"attention_dropout={dropout} is left out: maps here have no dropout",) if dropout else ()

@@ -15,6 +15,7 @@ from ..data import Tokenizer
 from ..data.records import files_sha256
 from ..errors import CheckpointError, ConfigError, DiffTransformerError
 from ..evals import CausalLanguageModel
+from ..families import DifferentialFields
 from ..model import DiffTransformerConfig
 from ..model.dtypes import DTYPES, WeightsDtype
 from ..model.quiet import quietly
@@ -60,7 +61,7 @@ def open_model(
             config = AutoConfig.from_pretrained(folder, **local)
             if model_type not in (None, config.model_type):
                 raise ValueError(f"its model_type is {config.model_type!r}, not {model_type!r}")
-            is_ours = isinstance(config, DiffTransformerConfig)
+            is_ours = isinstance(config, (DiffTransformerConfig, DifferentialFields))
             if is_ours and backend != "auto":
                 config.attn_backend = backend
             elif backend != "auto" and config.model_type != "diffllama":

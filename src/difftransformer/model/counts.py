@@ -49,10 +49,8 @@ def count(config: DiffTransformerConfig, *, context_tokens: int | None = None, c
     attention = layers * (projections + config.attention.own_parameters(config))
     parameters = attention + layers * (mlp + 2 * width) + width
     parameters += embedding if config.tie_word_embeddings else 2 * embedding
-    window = min(context, config.sliding_window or context)
-    # A causal query at position t attends to min(t + 1, window) keys. This is the mean over a full context.
-    mean_keys = (window * (window + 1) / 2 + (context - window) * window) / context
-    forward = layers * (2 * (projections + mlp) + mean_keys * layout.map_flops_per_pair()) + 2 * embedding
+    keys = mean_keys(context, config.sliding_window)
+    forward = layers * (2 * (projections + mlp) + keys * layout.map_flops_per_pair()) + 2 * embedding
     return Counts(
         parameters=parameters,
         embedding_parameters=embedding,
@@ -62,6 +60,12 @@ def count(config: DiffTransformerConfig, *, context_tokens: int | None = None, c
         kv_bytes_per_token=layers * layout.cached_values_per_token() * cache_itemsize,
         context_tokens=context,
     )
+
+
+def mean_keys(context_tokens: int, window: int | None) -> float:
+    """Return the mean over a full context of the keys that a causal query attends to, min(t + 1, window) at position t."""
+    window = min(context_tokens, window or context_tokens)
+    return (window * (window + 1) / 2 + (context_tokens - window) * window) / context_tokens
 
 
 def weights_and_kv_bytes(counts: Counts, length_tokens: int, *, batch: int = 1, itemsize: int = 2) -> int:

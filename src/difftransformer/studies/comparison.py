@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -10,7 +11,8 @@ from ..attention import label
 from ..bench import measure_costs
 from ..data import Shards, byte_bigram_bits_per_byte, prepare_shards
 from ..evals.engine import Task
-from ..model import DiffTransformerConfig, count
+from ..families import DifferentialFields, count_family
+from ..model import count
 from ..report.metrics import compare_metrics
 from ..results import BaselineNll, Comparison, Curve, ModelSummary, RunResult, write_result
 from ..train import read_metrics
@@ -101,9 +103,9 @@ def _collect(recipe: Recipe, shards: Shards, seeds: list[int], runs: list[RunRes
     )
 
 
-def summary(model: str, config: DiffTransformerConfig, context_tokens: int) -> ModelSummary:
-    """Return a model's size and cost by formula."""
-    counts = count(config, context_tokens=context_tokens)
+def summary(model: str, config: Any, context_tokens: int) -> ModelSummary:
+    """Return the size and cost of a model of this package, or of another family with differential attention."""
+    counts = (count_family if isinstance(config, DifferentialFields) else count)(config, context_tokens=context_tokens)
     return ModelSummary(
         model=model,
         label=label(model),

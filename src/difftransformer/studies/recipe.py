@@ -10,15 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from transformers import AutoConfig
 
 from ..data import DataConfig
 from ..errors import ConfigError, DataError
 from ..evals.tasks import task_kind
+from ..families import DifferentialFamilyConfig
 from ..model import DiffTransformerConfig, preset
 from ..results import write_text_atomically
 from ..train import TrainingConfig
 from ..typed import build, unknown_key
 
+STARTS = (DiffTransformerConfig.model_type, DifferentialFamilyConfig.model_type)
 FROM_TOKENIZER = ("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id")
 
 
@@ -172,12 +175,12 @@ class Recipe:
             raise ConfigError(
                 f"start_from: {path} cannot be read ({error}); name the folder of a saved model"
             ) from None
-        if model_type != DiffTransformerConfig.model_type:
+        if model_type not in STARTS:
             raise ConfigError(
-                f"start_from: {path} has model_type {model_type!r}, expected {DiffTransformerConfig.model_type!r}; "
+                f"start_from: {path} has model_type {model_type!r}, expected {' or '.join(map(repr, STARTS))}; "
                 "make it one with difftransformer upcycle or convert"
             )
-        config: DiffTransformerConfig = DiffTransformerConfig.from_pretrained(path.parent)
+        config = AutoConfig.from_pretrained(path.parent)
         if config.max_position_embeddings < context:
             raise ConfigError(
                 f"start_from: {path} has max_position_embeddings={config.max_position_embeddings}, below the trained "

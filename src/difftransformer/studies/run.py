@@ -54,7 +54,7 @@ def start_run(folder: Path, recipe: Recipe) -> None:
 def train_run(folder: Path, recipe: Recipe, shards: Shards, **options: object) -> DiffTransformerForCausalLM:
     """Train the recipe's model in a run folder, or continue where it was stopped."""
     tokenizer = shards.tokenizer
-    start = None if recipe.start_from is None else open_model(recipe.start_from, model_type="difftransformer")
+    start = None if recipe.start_from is None else open_model(recipe.start_from)
     if start is not None and start.config.vocab_size < tokenizer.vocab_size:
         raise ConfigError(
             f"data.tokenizer has {tokenizer.vocab_size} tokens and the model of start_from {start.config.vocab_size}; "

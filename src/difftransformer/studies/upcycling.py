@@ -5,13 +5,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
+from transformers import AutoConfig
 
 from ..attention import label
 from ..convert.upcycle import upcycle_folder
 from ..data import Shards, prepare_shards
 from ..errors import ConfigError, ResultsError
 from ..hub import measure_drift, source_folder
-from ..model import DiffTransformerConfig
 from ..report.metrics import compare_metrics
 from ..results import Drift, RunResult, TaskResult, Upcycling, read_result, write_result
 from .comparison import run_folder, run_result, summary
@@ -110,7 +110,7 @@ def _collect(
     drift: dict[str, Drift],
     before: dict[str, TaskResult],
 ) -> Upcycling:
-    configs = {name: DiffTransformerConfig.from_pretrained(place) for name, place in models.items()}
+    configs = {name: AutoConfig.from_pretrained(place) for name, place in models.items()}
     summaries = [
         dataclasses.replace(summary(name, config, recipe.training.context_tokens), label=_label(name))
         for name, config in configs.items()

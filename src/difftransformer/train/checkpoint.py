@@ -27,7 +27,7 @@ from torch import Tensor
 
 from ..data import Tokenizer
 from ..errors import CheckpointError, DataError
-from ..model import DiffTransformerForCausalLM
+from ..model import DiffTransformerConfig, DiffTransformerForCausalLM
 from ..model.card import CARD_FILE, model_card
 from ..model.quiet import quietly
 from ..typed import build
@@ -118,8 +118,9 @@ def save_checkpoint(
         if has_lora(model):
             save_file(adapter_state(model), temporary / ADAPTER_FILE)
         tokenizer.save(temporary)
-        card = model_card(model.config, name=run.resolve().name, training=training_summary(run, state.step))
-        (temporary / CARD_FILE).write_text(card, "utf-8")
+        if isinstance(model.config, DiffTransformerConfig):
+            card = model_card(model.config, name=run.resolve().name, training=training_summary(run, state.step))
+            (temporary / CARD_FILE).write_text(card, "utf-8")
         save_file(_optimizer_tensors(model, optimizer), temporary / OPTIMIZER_FILE)
         # The sums leave out the card, which users may edit.
         summed = [path for path in sorted(temporary.iterdir()) if path.is_file() and path.name != CARD_FILE]

@@ -1,0 +1,157 @@
+"""Language models of other families with differential attention: which families there are, and their classes."""
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers import initialization as init
+
+from ..attention import Attention
+from ..errors import ConfigError
+from ..model.pretrained import ATTN_IMPLEMENTATIONS
+from .config import DifferentialFields
+from .layer import IMPLEMENTATION, make_differential
+
+# Families whose attention counts its heads from the rows of its projections; each is tested with every option of its
+# configuration away from its default.
+FAMILIES = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "phi3",
+    "gemma2",
+    "gemma3_text",
+    "olmo2",
+    "olmo3",
+    "smollm3",
+)
+# What an attention layer has that the op does not, by the name of a part of it.
+UNSUPPORTED_PARTS = {
+    "sinks": "attention sinks (self_attn.sinks)",
+    "kv_b_proj": "multi-head latent attention (self_attn.kv_b_proj)",
+    "kv_a_proj_with_mqa": "multi-head latent attention (self_attn.kv_a_proj_with_mqa)",
+    "in_proj_qkvz": "linear attention (in_proj_qkvz)",
+}
+
+
+class _DifferentialModel(PreTrainedModel):  # type: ignore[misc]
+    """What a differential model adds to a family's language model."""
+
+    config: Any
+    _keep_in_fp32_modules_strict: Any
+
+    def __init__(self, config: PreTrainedConfig, *arguments: Any, **options: Any) -> None:
+        super().__init__(config, *arguments, **options)
+        fields = config.attention_fields()
+        for layer in attention_layers(self):
+            make_differential(layer, config.attention.from_config(fields, layer.layer_idx))
+        kept = set(self._keep_in_fp32_modules_strict or ()) | set(config.attention.fp32_parameters)
+        self._keep_in_fp32_modules_strict = sorted(kept)
+        self.post_init()
+        self._check_and_adjust_attn_implementation(config._attn_implementation)
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, Attention):
+            module.init_own_parameters(init.normal_)
+
+    def _check_and_adjust_attn_implementation(self, attn_implementation: str | None, *_: Any, **__: Any) -> str:
+        # Any other name would compute plain attention over twice the heads.
+        name = attn_implementation or IMPLEMENTATION
+        if name not in (IMPLEMENTATION, *ATTN_IMPLEMENTATIONS):
+            raise ConfigError(
+                f"attn_implementation={name!r} is not supported; choose one of {', '.join(ATTN_IMPLEMENTATIONS)}"
+            )
+        if name != IMPLEMENTATION:
+            for module in self.modules():
+                if isinstance(module, Attention):
+                    module.backend = ATTN_IMPLEMENTATIONS[name] or self.config.attn_backend
+        return IMPLEMENTATION
+
+    @classmethod
+    def _can_set_attn_implementation(cls) -> bool:
+        return True
+
+
+class DifferentialFamilyConfig(PreTrainedConfig):  # type: ignore[misc]
+    """What config.json of such a model names: its family, whose own configuration class then reads the rest.
+
+    Args:
+        family: The family's `model_type`, such as "qwen2".
+    """
+
+    model_type = "differential_family"
+    family: str = ""
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """Build the configuration of the family that the document names.
+
+        Raises:
+            ConfigError: the family is unknown.
+        """
+        return family_config(str(config_dict.get("family"))).from_dict(config_dict, **kwargs)
+
+
+@cache
+def family_config(family: str) -> type[Any]:
+    """Return the configuration class of a family with differential attention.
+
+    Its language model, a subclass of the family's own, is registered with transformers' Auto classes.
+
+    Raises:
+        ConfigError: there is no such family.
+    """
+    if family not in FAMILIES:
+        raise ConfigError(f"family={family!r} is unknown; choose one of {', '.join(FAMILIES)}")
+    base = CONFIG_MAPPING[family]
+    fields = {"family": family, "attention_type": "diff", "attn_backend": "auto"}
+    names = {
+        "__module__": __name__,
+        "__doc__": f"Configuration of a differential {base.__name__.removesuffix('Config')}; see `DifferentialFields`.",
+        "__annotations__": dict.fromkeys(fields, str),
+        "model_type": DifferentialFamilyConfig.model_type,
+        **fields,
+    }
+    config = type(f"Differential{base.__name__}", (DifferentialFields, base), names)
+    plain = MODEL_FOR_CAUSAL_LM_MAPPING[base]
+    body: dict[str, Any] = {
+        "__module__": __name__,
+        "__doc__": f"{plain.__name__} with differential attention.",
+        "config_class": config,
+    }
+    model = type(f"Differential{plain.__name__}", (_DifferentialModel, plain), body)
+    AutoModelForCausalLM.register(config, model, exist_ok=True)
+    return config
+
+
+def attention_layers(model: nn.Module) -> list[Any]:
+    """Return the attention layers of a model of transformers, first layer first."""
+    return [module for name, module in model.named_modules() if name.endswith(".self_attn")]
+
+
+def refused_features(model: nn.Module, config: PreTrainedConfig) -> list[str]:
+    """Return in words what the attention of a model has that differential attention does not, such as soft-capping."""
+    layers = attention_layers(model)
+    if not layers:
+        return ["no layers called self_attn"]
+    features = [text for part, text in UNSUPPORTED_PARTS.items() if any(hasattr(layer, part) for layer in layers)]
+    if getattr(config, "attn_logit_softcapping", None):
+        features.append(f"soft-capped logits (attn_logit_softcapping={config.attn_logit_softcapping})")
+    if getattr(config, "use_bidirectional_attention", False):
+        features.append("bidirectional attention (use_bidirectional_attention)")
+    return features
+
+
+AutoConfig.register(DifferentialFamilyConfig.model_type, DifferentialFamilyConfig, exist_ok=True)
