@@ -122,7 +122,11 @@ def test_the_subtraction_is_a_subtraction(family, tmp_path):
     torch.testing.assert_close(ours(ids()).logits[:, -1], ours(other).logits[:, -1], rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "mistral"])  # that one becomes a model of ours
+# A mistral becomes a model of this package.
+@pytest.mark.parametrize(
+    "family",
+    [name if name == "qwen3" else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES if name != "mistral"],
+)
 def test_trained_saved_and_opened_again(family, tmp_path):
     ours, _ = upcycled(source_model(family, **OPTIONS[family]), tmp_path, "grouped_diff")
     assert isinstance(ours.config, DifferentialFields)
@@ -132,7 +136,7 @@ def test_trained_saved_and_opened_again(family, tmp_path):
     losses = []
     for _ in range(20):
         loss = ours(ids(), labels=ids()).loss
-        losses.append(float(loss))
+        losses.append(loss.item())
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -193,3 +197,46 @@ def test_refused_by_what_it_has(family, tmp_path):
         upcycle_folder(tmp_path / "source", tmp_path / "made", to="diff")
     assert "\n" not in str(error.value)
     assert not (tmp_path / "made").exists()
+
+
+MEASURED = """
+import re, sys, threading, time
+from difftransformer.convert import upcycle_folder
+
+def resident():
+    return int(re.search(r"VmRSS:\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
+
+before, peak, done = resident(), 0, threading.Event()
+
+def watch():
+    global peak
+    while not done.wait(0.002):
+        peak = max(peak, resident())
+
+thread = threading.Thread(target=watch, daemon=True)
+thread.start()
+upcycle_folder(sys.argv[1], sys.argv[2], to="diff")
+done.set()
+thread.join()
+print(peak - before)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_a_source_in_several_files_is_never_whole_in_memory(tmp_path):
+    fields = {"vocab_size": 16_000, "hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16}
+    config = CONFIG_MAPPING["llama"](**fields, num_hidden_layers=16, dtype="bfloat16", tie_word_embeddings=False)
+    model = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(tmp_path / "source", max_shard_size="100MB")
+    sizes = [path.stat().st_size for path in (tmp_path / "source").glob("*.safetensors")]
+    assert len(sizes) >= 4
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURED, str(tmp_path / "source"), str(tmp_path / "made")],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert int(done.stdout) < 2 * max(sizes)
+    made = AutoModelForCausalLM.from_pretrained(tmp_path / "made")
+    ids = torch.arange(12)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(made.float()(ids).logits, model.float()(ids).logits, rtol=0, atol=1e-4)

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from difftransformer import DiffTransformerForCausalLM
 from difftransformer.convert import upcycle_folder
@@ -44,7 +44,7 @@ SOURCES = {
 def saved(folder, config_class=LlamaConfig, **fields):
     """A model with weights large enough that attention matters, saved."""
     fields = {"num_attention_heads": 4} | fields
-    classes = {LlamaConfig: LlamaForCausalLM, MistralConfig: MistralForCausalLM, Qwen2Config: Qwen2ForCausalLM}
+    classes = {LlamaConfig: LlamaForCausalLM, MistralConfig: MistralForCausalLM}
     torch.manual_seed(3)
     model = classes[config_class](config_class(**BASE | fields)).eval()
     with torch.no_grad():
@@ -193,10 +193,8 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("fields", "words"),
         [
-            ({"model_type": "qwen2"}, ("model_type='qwen2'", "'llama', 'mistral'")),
-            ({"model_type": None}, ("model_type=None", "'llama', 'mistral'")),
-            ({"attention_bias": True}, ("attention_bias=True", "False")),
-            ({"mlp_bias": True}, ("mlp_bias=True", "False")),
+            ({"model_type": "vit"}, ("model_type='vit' is no language model", "llama, mistral")),
+            ({"model_type": None}, ("model_type='None' is no language model", "llama, mistral")),
             ({"quantization_config": {"bits": 4}}, ("quantization_config", "before it is quantized")),
             ({"hidden_act": "mystery"}, ("mystery",)),
             ({"num_attention_heads": "many"}, ("num_attention_heads",)),
@@ -209,10 +207,6 @@ class TestRefusals:
         message = refusal(tmp_path, ConfigError)
         assert all(word in message for word in words), message
 
-    def test_biases_of_qwen(self, tmp_path):
-        saved(tmp_path / "source", Qwen2Config)
-        assert "model_type='qwen2' does not have Llama's layout" in refusal(tmp_path, ConfigError)
-
     @pytest.mark.parametrize("norm", ["gain", "plain"])
     def test_headwise_norm(self, norm, tmp_path):
         saved(tmp_path / "source")
@@ -222,7 +216,7 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("options", "words"),
         [
-            ({"to": "grouped"}, "--to 'grouped' is unknown; choose one of softmax, diff, diff_v2, dex"),
+            ({"to": "grouped"}, "--to 'grouped' is unknown; choose one of softmax, diff, diff_v2, grouped_diff, dex"),
             ({"to": "diff", "dex_heads": [[0]] * 3}, "dex_heads is not an option of --to 'diff'"),
             ({"to": "dex", "dex_heads": [[0]] * 2}, "for each of the 3 layers"),
             ({"to": "dex", "dex_heads": [[0], [1], [0, 1]]}, "equally long"),

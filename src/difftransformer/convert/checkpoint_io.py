@@ -107,7 +107,7 @@ def write_converted(
         source, target: The folders.
         conversion: What is made of what.
         source_layout, layout: Names of the layouts, for the result.
-        shard_bytes: Largest size of a weights file. None takes that of the source if it has several files.
+        shard_bytes: Largest size of a weights file. None follows the source's files (`WeightsReader.shard_bytes`).
 
     Raises:
         CheckpointError: Files are missing or damaged, or tensors contradict the configuration.
@@ -182,9 +182,12 @@ class WeightsReader:
 
     @property
     def shard_bytes(self) -> int:
-        """Size to split weights by: that of the folder's largest file, which also bounds memory; SHARD_BYTES for one file."""
+        """Size to split a conversion's weights by: 3/4 of the folder's largest file, or SHARD_BYTES if it has only one.
+
+        A file being read and one being filled are in memory together, which is then less than twice the largest file.
+        """
         sizes = [(self.folder / name).stat().st_size for name in self.files]
-        return max(sizes) if len(sizes) > 1 else SHARD_BYTES
+        return max(sizes) * 3 // 4 if len(sizes) > 1 else SHARD_BYTES
 
     def refuse_quantized(self) -> None:
         """Raise a CheckpointError unless all weights are floating-point, as permuting and folding need them."""
