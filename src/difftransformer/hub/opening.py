@@ -167,11 +167,16 @@ def open_tokenizer(folder: Path) -> Any:
 
 
 def _text_tokenizer(theirs: Any, folder: Path) -> Tokenizer:
-    # The token that begins a sequence also ends a text.
-    start, pad = theirs.bos_token or theirs.eos_token, theirs.pad_token or theirs.eos_token
-    if not getattr(theirs, "is_fast", False) or start is None:
+    end, begin = theirs.eos_token or theirs.bos_token, theirs.bos_token or theirs.eos_token
+    if not getattr(theirs, "is_fast", False) or end is None:
         raise CheckpointError(f"{folder}: its tokenizer has no tokenizer.json, or no token that begins or ends a text")
-    return Tokenizer(theirs.backend_tokenizer, end_of_text=start, pad=pad or start, chat_template=theirs.chat_template)
+    return Tokenizer(
+        theirs.backend_tokenizer,
+        end_of_text=end,
+        begin_of_text=begin,
+        pad=theirs.pad_token or end,
+        chat_template=theirs.chat_template,
+    )
 
 
 def _first_line(error: BaseException) -> str:
