@@ -109,21 +109,29 @@ def figure(out, model, label):
     return nll.value
 
 
-def test_a_text_that_changed_behind_its_name_is_asked_again(models, preset, tmp_path, capsys):
+def test_what_changed_behind_its_name_is_asked_again(models, preset, tmp_path, capsys):
+    """The text, then the model's weights: the figure is that of a new folder."""
+    model = tmp_path / "diff"
+    shutil.copytree(models[0], model)
     document = yaml.safe_load(preset.read_text())
     document["tasks"] = document["tasks"][:1]
     preset.write_text(yaml.safe_dump(document))
     text, out = tmp_path / "text.txt", tmp_path / "report"
-    words = ["eval", "suite", models[0], "--preset", str(preset), "--out", str(out)]
+    words = ["eval", "suite", str(model), "--preset", str(preset), "--out", str(out)]
+    weights = model / "model.safetensors"
     assert main(words) == 0
-    before = figure(out, "0-diff", "the loss")
-    text.write_text(text.read_text().replace("a", "Z"))
-    assert main(words) == 0
-    assert "to other questions; every question is asked again" in " ".join(capsys.readouterr().out.split())
-    after = figure(out, "0-diff", "the loss")
-    assert after != before
-    assert main([*words[:-1], str(tmp_path / "new")]) == 0
-    assert figure(tmp_path / "new", "0-diff", "the loss") == after
+    seen = [figure(out, "0-diff", "the loss")]
+    for change in (
+        lambda: text.write_text(text.read_text().replace("a", "Z")),
+        lambda: save_file({n: w * 1.5 for n, w in load_file(weights).items()}, weights, {"format": "pt"}),
+    ):
+        change()
+        assert main(words) == 0
+        assert "to other questions; every question is asked again" in " ".join(capsys.readouterr().out.split())
+        seen.append(figure(out, "0-diff", "the loss"))
+        assert main([*words[:-1], str(tmp_path / f"new{len(seen)}")]) == 0
+        assert figure(tmp_path / f"new{len(seen)}", "0-diff", "the loss") == seen[-1]
+    assert len(set(seen)) == 3
 
 
 def test_right_answers_that_changed_behind_a_name_are_scored_again(models, tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """What separates documents: the tokenizer's end of text, which no loss counts and every result names."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -15,11 +16,13 @@ from difftransformer.errors import CheckpointError
 from difftransformer.evals.prompts.chat import chat_frame
 from difftransformer.evals.tasks.recall import Options, RecallTask
 from difftransformer.hub import open_language_model
+from difftransformer.report.page import suite_page
 from difftransformer.results import TaskResult, read_result
 from difftransformer.train import build_model
 from difftransformer.train.config import TrainingConfig
 from difftransformer.train.loop import validate
 from tests.support.fakes import TensorModel
+from tests.support.task_results import task_result
 
 BEGIN, END = 258, 259  # of `<s>` and `</s>`, after the bytes and the byte tokenizer's own two
 
@@ -156,3 +159,13 @@ def test_validation_while_training_scores_no_separator(toy_shards):
             nats += losses[row[0, 1:] != end].tolist()
     assert len(nats) < 20 * 64
     assert validate(model, toy_shards, config, "cpu") == pytest.approx(np.mean(nats), rel=1e-6)
+
+
+def test_the_page_names_the_separator_of_each_model():
+    results = [
+        dataclasses.replace(task_result("perplexity", name, []), choices=["Alike.", f"Separated by {token}."])
+        for name, token in (("one", "</s>"), ("two", "<eos>"))
+    ]
+    (section, *_) = suite_page("s", {"perplexity": results}, []).sections
+    (_, words, _) = section.texts[0]
+    assert words == "Alike. one: Separated by </s>. two: Separated by <eos>."
