@@ -42,7 +42,7 @@ def rows(content: bytes) -> Iterator[tuple[dict[str, Any], int]]:
         end += len(line) + 1
         try:
             yield _row(line + b"\n"), end
-        except ValueError:
+        except (ValueError, RecursionError):
             raise DamagedLine(number) from None
     if _WHOLE.search(last):  # all of a row is there, and then something else than its line end
         raise DamagedLine(len(lines) + 1)

@@ -1,6 +1,7 @@
 """The upcycling study: a pretrained model converted to several differential forms, each trained on like the model itself."""
 
 import dataclasses
+import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from ..attention import label
 from ..convert.upcycle import upcycle_folder
 from ..data import Shards, prepare_shards
 from ..errors import ConfigError
-from ..hub import measure_drift, source_folder
+from ..hub import folder_sha256, measure_drift, source_folder
 from ..model import DiffTransformerConfig
 from ..report.metrics import compare_metrics
 from ..results import Drift, RunResult, TaskResult, Upcycling, kept_result, write_result
@@ -92,10 +93,11 @@ def _label(name: str) -> str:
 
 
 def _drift(source: Path, target: Path, cached: Path, shards: Shards, log: Callable[[str], None]) -> Drift:
+    ids = shards.tokens("validation")[:DRIFT_TOKENS].astype("int64")
+    of = f"{folder_sha256(source)} {folder_sha256(target)} {hashlib.sha256(ids.tobytes()).hexdigest()}"
     drift = kept_result(cached, Drift, log)
-    if drift is None:
-        tokens = torch.from_numpy(shards.tokens("validation")[:DRIFT_TOKENS].astype("int64"))
-        drift = measure_drift(source, target, tokens)
+    if drift is None or drift.of != of:
+        drift = dataclasses.replace(measure_drift(source, target, torch.from_numpy(ids)), of=of)
         write_result(drift, cached)
     return drift
 
