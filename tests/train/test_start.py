@@ -5,11 +5,14 @@ import json
 
 import pytest
 import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from difftransformer.convert import upcycle_folder
 from difftransformer.errors import CheckpointError, ConfigError
 from difftransformer.hub import open_model
 from difftransformer.studies import recipe_from, start_run, train_run
-from difftransformer.train import checkpoints
+from difftransformer.train import checkpoints, read_metrics
+from difftransformer.train.metrics import METRICS_FILE
 
 
 @pytest.fixture
@@ -47,6 +50,29 @@ def test_resumes_bitwise(recipe, toy_shards, tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), resumed.parameters(), strict=True))
 
 
+def test_a_model_of_another_family(toy_recipe, toy_shards, tmp_path):
+    """It learns, saves checkpoints that open, and its lambda is in the log."""
+    fields = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = Qwen3Config(
+        vocab_size=toy_shards.tokenizer.vocab_size,
+        num_key_value_heads=1,
+        head_dim=8,
+        max_position_embeddings=512,
+        **fields,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(tmp_path / "qwen3")
+    upcycle_folder(tmp_path / "qwen3", tmp_path / "diff", to="diff")
+    recipe = dataclasses.replace(toy_recipe, model={}, start_from=str(tmp_path / "diff"))
+    start_run(tmp_path / "run", recipe)
+    trained = train_run(tmp_path / "run", recipe, toy_shards)
+    steps, _ = read_metrics(tmp_path / "run" / METRICS_FILE)
+    assert all(len(line.lambdas) == 2 for line in steps)
+    assert steps[-1].loss_nats < steps[0].loss_nats
+    opened = open_model(tmp_path / "run")
+    assert type(opened).__name__ == "DifferentialQwen3ForCausalLM"
+    assert all(torch.equal(a, b) for a, b in zip(opened.parameters(), trained.parameters(), strict=True))
+
+
 def test_another_start_is_another_run(recipe, start, tmp_path, toy_shards):
     start_run(tmp_path / "second", recipe)
     train_run(tmp_path / "second", recipe, toy_shards)
@@ -74,7 +100,7 @@ class TestRefusals:
         path = start / "config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | {"model_type": "llama"}))
         recipe = recipe_from(self.document(toy, start), source="toy")
-        words = r"model_type 'llama', expected 'difftransformer'.*difftransformer upcycle or convert"
+        words = r"model_type 'llama', expected 'difftransformer' or 'differential_family'.*difftransformer upcycle or convert"
         with pytest.raises(ConfigError, match=words):
             recipe.model_config(vocab_size=1)
 

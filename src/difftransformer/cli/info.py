@@ -1,11 +1,14 @@
 """difftransformer info."""
 
 from pathlib import Path
+from typing import Any
 
 from rich.table import Table
+from transformers import AutoConfig
 
 from ..attention import variants
 from ..errors import ConfigError
+from ..families import DifferentialFields, count_family
 from ..model import PRESETS, DiffTransformerConfig, count, preset
 from ..model.card import size_rows
 from ..ops import BACKENDS
@@ -29,7 +32,12 @@ def run(model: str) -> int:
     else:
         if not (Path(model) / "config.json").is_file():
             raise ConfigError(f"{model!r} is neither a preset ({', '.join(PRESETS)}) nor a folder with config.json")
-        config, source, stated = DiffTransformerConfig.from_pretrained(model), model, None
+        config, source, stated = AutoConfig.from_pretrained(model, trust_remote_code=False), model, None
+        if isinstance(config, DifferentialFields):
+            console.print(_family(model, config))
+            return 0
+        if not isinstance(config, DiffTransformerConfig):
+            raise ConfigError(f"{model}: model_type is {config.model_type!r}; name the folder of a differential model")
     console.print(_sizes(model, source, config))
     if stated is not None:
         tied = count(config).parameters
@@ -47,6 +55,14 @@ def _sizes(name: str, source: str, config: DiffTransformerConfig) -> Table:
         table.add_column(word, justify="right")
     for label in twins[0]:
         table.add_row(label, *(f"{rows[label]:,}" for rows in twins))
+    return table
+
+
+def _family(name: str, config: Any) -> Table:
+    counts = count_family(config)
+    table = Table("", config.attention_type, title=f"{name} ({config.family})", caption="FLOPs of matrix products.")
+    for field, value in vars(counts).items():
+        table.add_row(field.replace("_", " "), f"{value:,}")
     return table
 
 
