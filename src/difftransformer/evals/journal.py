@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ..reading import parse_json
+
 
 class DamagedJournal(Exception):
     """A line of a journal that its reader does not accept. `line` is its number, from 1."""
@@ -42,7 +44,7 @@ class Journal:
                 if not line.endswith(b"\n"):
                     break
                 try:
-                    row = json.loads(line)
+                    row = parse_json(line)
                     if self._missing_header is None:
                         take(row)
                     elif row != header:

@@ -16,6 +16,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from difftransformer.plots.seeds import Pooled, pooled
 from difftransformer.plots.style import Drawing, inline_svg
+from difftransformer.printable import printable
 from difftransformer.report.figures import draw_training, runs_of
 from difftransformer.report.tables import (
     Table,
@@ -111,6 +112,7 @@ def write_page(page: Page, folder: Path) -> Path:
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
+        finalize=lambda value: printable(value) if isinstance(value, str) else value,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,

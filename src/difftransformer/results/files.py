@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..errors import ResultsError
+from ..reading import parse_json
 from ..typed import build
 from .bench import RENAMED_KEYS, Bench
 from .studies import Comparison, Drift, Study, Upcycling
@@ -76,10 +77,10 @@ def read_document(path: Path | str) -> tuple[str, Any, Any]:
         ResultsError: no such file, or not a results file.
     """
     try:
-        document = json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=_with_current_keys)
+        document = parse_json(Path(path).read_bytes(), object_pairs_hook=_with_current_keys)
     except FileNotFoundError:
         raise ResultsError(f"{path}: no such results file; name a results.json that a command wrote") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise ResultsError(f"{path}: not a results file ({error}); run the command that wrote it again") from None
     if not isinstance(document, dict) or not {"kind", "version", "result"} <= document.keys():
         raise ResultsError(f"{path}: not a results file (no kind, version and result); name one that a command wrote")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError
+from ..reading import parse_json
 from ..results import write_text_atomically
 from ..typed import build
 
@@ -80,13 +81,13 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
         CheckpointError: The file cannot be read, or a line other than the last is damaged.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_bytes().splitlines()
     except OSError as error:
         raise CheckpointError(f"{path}: cannot read the run's metrics ({error.strerror})") from None
     for number, line in enumerate(lines, 1):
         try:
-            yield json.loads(line)
-        except json.JSONDecodeError:
+            yield parse_json(line)
+        except ValueError:
             if number < len(lines):
                 raise CheckpointError(f"{path}: line {number} is damaged; delete the line to continue") from None
 
