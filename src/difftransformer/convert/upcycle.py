@@ -7,7 +7,8 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..model import DiffTransformerConfig, count
-from .checkpoint_io import CONFIG_FILE, Converted, naming_config, read_config, refuse_used, write_converted
+from ..model.weights import CONFIG_FILE
+from .checkpoint_io import Converted, naming_config, read_config, refuse_used, write_converted
 from .llama import CLASSES, from_llama
 
 
