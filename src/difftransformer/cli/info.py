@@ -1,15 +1,15 @@
 """difftransformer info."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from ..attention import variants
 from ..errors import ConfigError
-from ..model import PRESETS, DiffTransformerConfig, count, preset
-from ..model.card import size_rows
-from ..ops import BACKENDS
 from .console import console
+
+if TYPE_CHECKING:
+    from ..model import DiffTransformerConfig
 
 
 def run(model: str) -> int:
@@ -19,6 +19,9 @@ def run(model: str) -> int:
         model: A preset (tiny, small, 830m, 1.4b, 2.8b, 3b, 6.8b, 13.1b), the folder of a saved model, or
             "backends" to list the attention backends.
     """
+    from ..convert.checkpoint_io import naming_config
+    from ..model import PRESETS, DiffTransformerConfig, count, preset
+
     if model == "backends":
         console.print(_backends())
         return 0
@@ -29,7 +32,8 @@ def run(model: str) -> int:
     else:
         if not (Path(model) / "config.json").is_file():
             raise ConfigError(f"{model!r} is neither a preset ({', '.join(PRESETS)}) nor a folder with config.json")
-        config, source, stated = DiffTransformerConfig.from_pretrained(model), model, None
+        with naming_config(Path(model, "config.json"), "difftransformer"):
+            config, source, stated = DiffTransformerConfig.from_pretrained(model), model, None
     console.print(_sizes(model, source, config))
     if stated is not None:
         tied = count(config).parameters
@@ -39,7 +43,10 @@ def run(model: str) -> int:
     return 0
 
 
-def _sizes(name: str, source: str, config: DiffTransformerConfig) -> Table:
+def _sizes(name: str, source: str, config: "DiffTransformerConfig") -> Table:
+    from ..attention import variants
+    from ..model.card import size_rows
+
     table = Table(title=f"{name} ({source})", caption="Computed by formula; FLOPs of matrix products.")
     table.add_column("")
     twins = [size_rows(config.twin(word)) for word in variants()]
@@ -51,6 +58,8 @@ def _sizes(name: str, source: str, config: DiffTransformerConfig) -> Table:
 
 
 def _backends() -> Table:
+    from ..ops import BACKENDS
+
     table = Table("name", "description", title="Attention backends")
     for name, backend in BACKENDS.items():
         table.add_row(name, backend.description)
