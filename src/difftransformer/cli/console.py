@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 
+from ..errors import EXIT_ERROR
 from ..printable import printable, printable_line
 
 WIDTH_WITHOUT_TERMINAL = 120  # for logs, which have no width of their own
@@ -39,6 +40,23 @@ def log(text: str) -> None:
 def complain(text: str) -> None:
     """Print one line on standard error."""
     print(printable_line(text), file=sys.stderr)
+
+
+class Gaps:
+    """What a page or a result lacks: said on standard error, and in the exit status."""
+
+    def __init__(self, verb: str) -> None:
+        self.verb, self.count = verb, 0
+
+    def __call__(self, gap: str) -> None:
+        """Say one gap."""
+        self.count += 1
+        complain(f"difftransformer {self.verb}: missing: {' '.join(gap.split())}")
+
+    @property
+    def status(self) -> int:
+        """The exit status."""
+        return EXIT_ERROR if self.count else 0
 
 
 @contextmanager

@@ -25,8 +25,8 @@ def chat_frame(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
                 [[{"role": "user", "content": _PLACE}]],
                 chat_template=tokenizer.chat_template,
                 add_generation_prompt=True,
-                bos_token=tokenizer.end_of_text_token,
-                eos_token=tokenizer.pad_token,
+                bos_token=tokenizer.begin_of_text_token,
+                eos_token=tokenizer.end_of_text_token,
             )
     except FOREIGN_FAULTS as error:
         raise DataError(f"the tokenizer's chat template fails ({on_one_line(error)}); use --prompt base") from error
