@@ -34,11 +34,12 @@ class Outer:
     maybe: Inner | None = None
 
 
+integers = st.integers(-(2**63) + 1, 2**63 - 1)
 finite = st.floats(allow_nan=False, allow_infinity=False)
 inners = st.builds(
     Inner,
     kind=st.sampled_from(["a", "b"]),
-    pair=st.tuples(st.integers(), finite),
+    pair=st.tuples(integers, finite),
     rows=st.lists(st.lists(st.text(max_size=5), max_size=3), max_size=3),
 )
 json_values = st.recursive(
@@ -49,14 +50,14 @@ json_values = st.recursive(
 outers = st.builds(
     Outer,
     name=st.text(),
-    count=st.integers(),
+    count=integers,
     share=finite,
     on=st.booleans(),
     inner=inners,
     more=st.lists(inners, max_size=3),
     table=st.dictionaries(st.text(max_size=5), finite, max_size=3),
     anything=st.dictionaries(st.text(max_size=5), json_values, max_size=3),
-    limit=st.none() | st.integers(),
+    limit=st.none() | integers,
     maybe=st.none() | inners,
 )
 
@@ -117,6 +118,8 @@ VALID = dataclasses.asdict(
     [
         ({"cuont": 1}, "cuont: unknown key; did you mean count? allowed: name, count, share,"),
         ({"zzz": 1}, "zzz: unknown key; allowed: name, count,"),
+        ({"count": 2**63}, "count: an integer of 64 bits; give at most 63"),
+        ({"share": 10**400}, "share: an integer of 1329 bits; give at most 63"),
         ({"count": 1.0}, "count: expected int, got 1.0"),
         ({"count": True}, "count: expected int, got True"),
         ({"on": 1}, "on: expected bool, got 1"),

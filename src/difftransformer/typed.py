@@ -6,12 +6,14 @@ Unknown keys, missing keys and wrong types are refused. Fields with a default ma
 import dataclasses
 import difflib
 import math
+import reprlib
 import types
 import typing
 from collections.abc import Collection
 from typing import Any, Literal, TypeVar
 
 from .errors import DiffTransformerError
+from .reading import LARGEST_INT
 
 T = TypeVar("T")
 
@@ -60,28 +62,30 @@ class _Builder:
         if origin is Literal:
             if value not in arguments:
                 allowed = ", ".join(str(argument) for argument in arguments)
-                raise self.fail(key, f"{_short(value)} is not allowed; choose one of {allowed}")
+                raise self.fail(key, f"{short(value)} is not allowed; choose one of {allowed}")
             return value
         if origin is list:
             return [self.build(arguments[0], item, f"{key}[{i}]") for i, item in enumerate(self.sequence(value, key))]
         if origin is tuple:
             items = self.sequence(value, key)
             if len(items) != len(arguments):
-                raise self.fail(key, f"expected {len(arguments)} values, got {_short(value)}")
+                raise self.fail(key, f"expected {len(arguments)} values, got {short(value)}")
             return tuple(
                 self.build(argument, item, f"{key}[{i}]")
                 for i, (argument, item) in enumerate(zip(arguments, items, strict=True))
             )
         if origin is dict:
             if not isinstance(value, dict):
-                raise self.fail(key, f"expected a mapping, got {_short(value)}")
+                raise self.fail(key, f"expected a mapping, got {short(value)}")
             for name in value:
                 if type(name) is not arguments[0]:
                     raise self.fail(
-                        _join(key, name), f"expected a key of type {arguments[0].__name__}, got {_short(name)}"
+                        _join(key, name), f"expected a key of type {arguments[0].__name__}, got {short(name)}"
                     )
             return {name: self.build(arguments[1], item, _join(key, name)) for name, item in value.items()}
-        if annotation is float and isinstance(value, int) and not isinstance(value, bool):
+        if type(value) is int and abs(value) > LARGEST_INT:
+            raise self.fail(key, f"an integer of {value.bit_length()} bits; give at most 63")
+        if annotation is float and type(value) is int:
             return float(value)
         if isinstance(value, float) and not math.isfinite(value):
             raise self.fail(key, f"expected a finite number, got {value}")
@@ -89,12 +93,12 @@ class _Builder:
             hint = ""
             if annotation is float and isinstance(value, str):
                 hint = " (YAML reads 3e-4 as text: write 3.0e-4 or 0.0003)"
-            raise self.fail(key, f"expected {annotation.__name__}, got {_short(value)}{hint}")
+            raise self.fail(key, f"expected {annotation.__name__}, got {short(value)}{hint}")
         return value
 
     def build_dataclass(self, cls: type, value: Any, key: str) -> Any:
         if not isinstance(value, dict):
-            raise self.fail(key, f"expected a mapping ({cls.__name__}), got {_short(value)}")
+            raise self.fail(key, f"expected a mapping ({cls.__name__}), got {short(value)}")
         hints = typing.get_type_hints(cls)
         fields = {field.name: field for field in dataclasses.fields(cls)}
         for name in value:
@@ -112,7 +116,7 @@ class _Builder:
 
     def sequence(self, value: Any, key: str) -> list[Any]:
         if not isinstance(value, (list, tuple)):
-            raise self.fail(key, f"expected a list, got {_short(value)}")
+            raise self.fail(key, f"expected a list, got {short(value)}")
         return list(value)
 
 
@@ -120,6 +124,12 @@ def _join(key: str, name: Any) -> str:
     return f"{key}.{name}" if key else str(name)
 
 
-def _short(value: Any) -> str:
-    text = repr(value)
+def short(value: Any) -> str:
+    """Return a value as an error message shows it, in at most 60 characters."""
+    text = _SHORT.repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel, _SHORT.maxlist, _SHORT.maxtuple, _SHORT.maxdict = 3, 20, 20, 20
+_SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = 60

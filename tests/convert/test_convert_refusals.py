@@ -201,7 +201,7 @@ class TestWeights:
         (path / "model.safetensors").rename(tmp_path / "elsewhere.safetensors")
         index = {"weight_map": dict.fromkeys(weights, "../elsewhere.safetensors")}
         (path / "model.safetensors.index.json").write_text(json.dumps(index))
-        assert "'../elsewhere.safetensors' is no file of this folder" in refusal(tmp_path, CheckpointError)
+        assert "'../elsewhere.safetensors' is no safetensors file of this folder" in refusal(tmp_path, CheckpointError)
 
     def test_pickles_are_not_opened(self, source, tmp_path):
         path = source(tiny())

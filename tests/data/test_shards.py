@@ -161,7 +161,7 @@ def test_another_manifest_is_refused(damaged, change, words):
 def test_a_manifest_that_is_no_json_is_refused(damaged):
     path = damaged / "manifest.json"
     path.write_text(path.read_text()[:100])
-    with pytest.raises(DataError, match=r"manifest.json: not a manifest"):
+    with pytest.raises(DataError, match=r"manifest.json cannot be read as JSON"):
         Shards.open(damaged)
 
 

@@ -168,7 +168,7 @@ def test_bad_tokenizers_are_refused_in_one_line(tmp_path, corpus):
     with pytest.raises(DataError, match="no token '<gone>'"):
         load_tokenizer(str(tmp_path))
     (tmp_path / "tokenizer_config.json").write_text("{")
-    with pytest.raises(DataError, match=r"tokenizer_config\.json: not a tokenizer configuration"):
+    with pytest.raises(DataError, match=r"tokenizer_config\.json cannot be read as JSON"):
         load_tokenizer(str(tmp_path))
     (tmp_path / "tokenizer_config.json").unlink()
     (tmp_path / "tokenizer.json").write_text(backend.to_str().replace("</s>", "<stop>"))

@@ -1,12 +1,14 @@
 """Arguments that several commands share."""
 
+import os
 from typing import Any
-
-import torch
 
 from ..errors import ConfigError
 
 DEVICES = ("cpu", "cuda")
+MOST_THREADS = (
+    64  # or as many as there are cores; the runs of other machines can be repeated with their number of threads
+)
 # How a command with a recipe declares `set` (see main.py).
 SET: dict[str, dict[str, Any]] = {
     "--set": {
@@ -21,10 +23,15 @@ def use_threads(threads: int | None) -> None:
     """Set the number of CPU threads that torch uses. None keeps the current number.
 
     Raises:
-        ConfigError: The number is below 1.
+        ConfigError: The number is below 1, or larger than any machine needs.
     """
     check_positive(threads=threads)
     if threads is not None:
+        most = max(MOST_THREADS, os.cpu_count() or 1)
+        if threads > most:
+            raise ConfigError(f"--threads {threads}: give at most {most}")
+        import torch
+
         torch.set_num_threads(threads)
 
 
@@ -47,5 +54,9 @@ def check_device(device: str) -> None:
     """
     if device not in DEVICES:
         raise ConfigError(f"--device {device}: choose one of {', '.join(DEVICES)}")
-    if device == "cuda" and not torch.cuda.is_available():
+    if device == "cuda":
+        import torch
+
+        if torch.cuda.is_available():
+            return
         raise ConfigError("--device cuda: torch finds no CUDA device here; use --device cpu")

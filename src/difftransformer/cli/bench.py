@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ..bench import Settings, sort_rows, steps_of
@@ -101,7 +100,12 @@ def run(
 def _measure(steps: list[Step]) -> list[object]:
     """Run the steps with a progress bar and the time left; without a terminal, print a line for each step."""
     rows: list[object] = []
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TextColumn("{task.fields[left]}"))
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[left]}"),
+    )
     whole, begun = sum(step.expected_seconds for step in steps), time.monotonic()
     with Progress(*columns, console=console, transient=True) as progress:
         bar = progress.add_task("", total=whole, left="")
@@ -110,7 +114,7 @@ def _measure(steps: list[Step]) -> list[object]:
             # The estimates come from another machine; the time of the steps so far corrects them.
             pace = (time.monotonic() - begun + TRUSTED_SECONDS) / (done + TRUSTED_SECONDS)
             left = f"about {1 + int(pace * (whole - done) / 60)} min left"
-            progress.update(bar, description=escape(step.label), left=left)
+            progress.update(bar, description=step.label, left=left)
             if not console.is_terminal:
                 log(f"{index + 1} of {len(steps)}, {left}: {step.label}")
             rows += step.measure()

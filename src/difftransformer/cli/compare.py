@@ -2,9 +2,6 @@
 
 from pathlib import Path
 
-from ..ops import build
-from ..report import print_study, write_report
-from ..studies import compare, load_recipe
 from .arguments import SET
 from .console import Gaps, console, log, resumable, show
 from .progress import training_progress, watch_jobs
@@ -23,6 +20,10 @@ def run(
         seeds: Number of seeds in place of the recipe's.
         jobs: Runs that train at the same time, in place of the recipe's; each gets an equal share of the threads.
     """
+    from ..ops import build
+    from ..report import print_study, write_report
+    from ..studies import compare, load_recipe
+
     overrides = list(set or [])
     overrides += [f"compare.{key}={value}" for key, value in (("seeds", seeds), ("jobs", jobs)) if value is not None]
     loaded = load_recipe(recipe, overrides)

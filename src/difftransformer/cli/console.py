@@ -1,27 +1,45 @@
-"""Print to the terminal, and stop a command so that it can be continued."""
+"""Print to the terminal, and stop a command so that it can be continued. All that commands print goes through this file."""
 
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 
 from ..errors import EXIT_ERROR
+from ..printable import printable, printable_line
 
 WIDTH_WITHOUT_TERMINAL = 120  # for logs, which have no width of their own
 
-console = Console(width=None if sys.stdout.isatty() else WIDTH_WITHOUT_TERMINAL)
+
+class _PlainConsole(Console):
+    """Prints text as it is: brackets are no markup, and control characters in names and texts are made visible."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for text, style, control in super().render(renderable, options):
+            yield Segment(text if control else printable(text), style, control)
+
+
+console = _PlainConsole(
+    width=None if sys.stdout is not None and sys.stdout.isatty() else WIDTH_WITHOUT_TERMINAL, markup=False, emoji=False
+)
 
 
 def show(text: str) -> None:
     """Print a result exactly as it is, without wrapping lines."""
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
+    console.print(text, highlight=False, soft_wrap=True)
 
 
 def log(text: str) -> None:
     """Print a dimmed line about progress."""
-    console.print(text, style="dim", markup=False, highlight=False, soft_wrap=True)
+    console.print(text, style="dim", highlight=False, soft_wrap=True)
+
+
+def complain(text: str) -> None:
+    """Print one line on standard error."""
+    print(printable_line(text), file=sys.stderr)
 
 
 class Gaps:
@@ -33,7 +51,7 @@ class Gaps:
     def __call__(self, gap: str) -> None:
         """Say one gap."""
         self.count += 1
-        print(f"difftransformer {self.verb}: missing: {' '.join(gap.split())}", file=sys.stderr)
+        complain(f"difftransformer {self.verb}: missing: {' '.join(gap.split())}")
 
     @property
     def status(self) -> int:

@@ -1,9 +1,7 @@
 """difftransformer convert."""
 
-from ..convert import convert_folder
-from ..convert.registry import FOLDER_LAYOUTS
 from ..errors import ConfigError
-from .console import log
+from .console import log, show
 
 ARGUMENTS = {"--from": {"dest": "from_", "help": "Layout to read. Defaults to the one that config.json names."}}
 
@@ -16,6 +14,9 @@ def run(source: str, target: str, to: str | None = None, from_: str | None = Non
         target: Folder to write. It must not exist, or be empty.
         to: Layout to write: difftransformer or diffllama.
     """
+    from ..convert import convert_folder
+    from ..convert.registry import FOLDER_LAYOUTS
+
     if to is None:
         raise ConfigError(f"--to is missing; choose one of {', '.join(FOLDER_LAYOUTS)}")
     done = convert_folder(source, target, to=to, source_layout=from_)
@@ -24,5 +25,5 @@ def run(source: str, target: str, to: str | None = None, from_: str | None = Non
     if done.left_behind:
         log(f"Not copied: {', '.join(done.left_behind)}")
     carried = f"; copied: {', '.join(done.carried)}" if done.carried else ""
-    print(f"{done.folder}: {done.layout}, {done.tensors} tensors, {done.bytes:,} bytes{carried}")
+    show(f"{done.folder}: {done.layout}, {done.tensors} tensors, {done.bytes:,} bytes{carried}")
     return 0

@@ -4,13 +4,8 @@ from pathlib import Path
 
 from rich.table import Table
 
-from ..data import prepare_shards
 from ..errors import ConfigError
 from ..results import TaskResult, summary_rows
-from ..studies import evaluate_checkpoint, load_recipe
-from ..studies.evaluation import evaluations_folder
-from ..train import latest_checkpoint
-from ..train.run_summary import RECIPE_FILE
 from .arguments import SET, check_device
 from .console import Gaps, console, log, resumable, show
 from .progress import evaluation_progress
@@ -29,6 +24,12 @@ def run(
         out: Folder for results; evals/STEP in the run folder by default.
         device: cpu or cuda.
     """
+    from ..data import prepare_shards
+    from ..studies import evaluate_checkpoint, load_recipe
+    from ..studies.evaluation import evaluations_folder
+    from ..train import latest_checkpoint
+    from ..train.run_summary import RECIPE_FILE
+
     check_device(device)
     checkpoint = latest_checkpoint(Path(model))
     run_folder = checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else checkpoint

@@ -3,11 +3,7 @@
 from pathlib import Path
 
 from ..errors import ConfigError
-from ..model.dtypes import WeightsDtype
-from ..report import write_suite
-from ..report.tasks import measurement_table
-from ..report.terminal import rich_table
-from ..studies.suite import load_suite, run_suite
+from ..results.base import WeightsDtype
 from .arguments import check_device, check_positive
 from .console import Gaps, console, log, resumable, show
 from .progress import evaluation_progress
@@ -39,6 +35,11 @@ def run(
         batch_tokens: Maximum number of tokens of a batch.
         accelerate: Whether to compute the attention of other models with this package's kernels, where these support it.
     """
+    from ..report import write_suite
+    from ..report.tasks import measurement_table
+    from ..report.terminal import rich_table
+    from ..studies.suite import load_suite, run_suite
+
     check_device(device)
     check_positive(batch_tokens=batch_tokens)
     if len(set(models)) < len(models):

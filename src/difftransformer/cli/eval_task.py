@@ -4,11 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from ..evals.tasks import task_kind
-from ..hub import open_language_model
-from ..model.dtypes import WeightsDtype
-from ..report.tasks import measurement_table, write_picture
-from ..report.terminal import rich_table
-from ..studies.tasks import evaluate_task
+from ..results.base import WeightsDtype
 from .arguments import check_device, check_positive
 from .console import Gaps, console, log, resumable, show
 from .progress import evaluation_progress
@@ -47,6 +43,11 @@ def run(
         verb: The command.
         options: Options of the task.
     """
+    from ..hub import open_language_model
+    from ..report.tasks import measurement_table, write_picture
+    from ..report.terminal import rich_table
+    from ..studies.tasks import evaluate_task
+
     check_device(device)
     check_positive(batch_tokens=batch_tokens, context_tokens=context_tokens)
     name = verb.removeprefix("eval ")

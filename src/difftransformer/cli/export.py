@@ -1,15 +1,15 @@
 """difftransformer export."""
 
-from ..hub import export_folder
-from ..hub.export import ExportDtype, ExportLayout
-from .console import log
+from typing import Literal
+
+from .console import log, show
 
 
 def run(
     model: str,
     out: str,
-    dtype: ExportDtype = "auto",
-    to: ExportLayout = "difftransformer",
+    dtype: Literal["auto", "fp32", "bf16"] = "auto",
+    to: Literal["difftransformer", "diffllama"] = "difftransformer",
     license: str | None = None,
 ) -> int:
     """Write a run or a saved model to a clean Hugging Face folder: weights, tokenizer, model card with recipe and figures.
@@ -21,10 +21,12 @@ def run(
         to: Layout. diffllama opens in stock transformers, without this package.
         license: Licence identifier for the card, such as mit or apache-2.0.
     """
+    from ..hub import export_folder
+
     done = export_folder(model, out, dtype=dtype, to=to, license=license)
     for note in done.notes:
         log(note)
     if done.kept_card:
         log("README.md was edited by hand and is copied unchanged")
-    print(f"{done.folder}: {done.source} as {done.layout}, {done.bytes:,} bytes: {', '.join(done.files)}")
+    show(f"{done.folder}: {done.source} as {done.layout}, {done.bytes:,} bytes: {', '.join(done.files)}")
     return 0

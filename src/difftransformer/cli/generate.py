@@ -5,17 +5,11 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-from torch import Tensor
-from transformers import TextStreamer
-
-from ..errors import EXIT_INTERRUPTED, CheckpointError, ConfigError, DataError
-from ..hub import open_model, open_tokenizer, source_folder
-from ..model.dtypes import WeightsDtype
-from ..model.quiet import quietly
-from ..ops import use_backend
+from ..errors import ConfigError, DataError
+from ..results.base import WeightsDtype
 from .arguments import check_device, check_positive
 
+MOST_BEAMS = 1024
 ARGUMENTS = {
     "prompt": {"nargs": "?", "help": "Text to continue. Defaults to the text of --prompt_file or standard input."},
     "--chat": {
@@ -61,46 +55,32 @@ def run(
     _check_numbers(max_new_tokens, temperature, top_p, top_k, num_beams)
     check_device(device)
     text = _prompt(prompt, prompt_file)
-    with source_folder(model) as folder, quietly(), use_backend(backend):
-        tokenizer = open_tokenizer(folder)
-        ids = _token_ids(tokenizer, text, chat, folder)
-        network = open_model(folder, dtype=dtype, backend=backend).to(device)
-        room = _room(network, ids, folder)
-        if room is not None and room < max_new_tokens:
-            print(f"difftransformer generate: the model has positions for {room} new tokens", file=sys.stderr)
-            max_new_tokens = room
-        streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        torch.manual_seed(seed)
-        if hasattr(sys.stdout, "reconfigure"):
-            sys.stdout.reconfigure(errors="replace")  # the terminal may not have every character
-        options: dict[str, Any] = {"do_sample": temperature > 0, "temperature": None, "top_p": None, "top_k": None}
-        if temperature > 0:
-            options |= {"temperature": temperature, "top_p": top_p or 1.0, "top_k": top_k or 0}
-        if cache == "static":
-            options["cache_implementation"] = "static"
-        end = tokenizer.eos_token_id
-        try:
-            out = network.generate(
-                ids.to(device),
-                attention_mask=torch.ones_like(ids, device=device),
-                max_new_tokens=max_new_tokens,
-                num_beams=num_beams,
-                pad_token_id=end if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
-                streamer=streamer if num_beams == 1 else None,
-                **options,
-            )
-        except KeyboardInterrupt:
-            streamer.end()
-            return EXIT_INTERRUPTED
-    if num_beams > 1:
-        print(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
-    return 0
+    from .continuation import print_continuation
+
+    sampling: dict[str, Any] = {"do_sample": temperature > 0, "temperature": None, "top_p": None, "top_k": None}
+    if temperature > 0:
+        sampling |= {"temperature": temperature, "top_p": top_p or 1.0, "top_k": top_k or 0}
+    return print_continuation(
+        model,
+        text,
+        chat=chat,
+        max_new_tokens=max_new_tokens,
+        sampling=sampling,
+        seed=seed,
+        num_beams=num_beams,
+        device=device,
+        dtype=dtype,
+        cache=cache,
+        backend=backend,
+    )
 
 
 def _check_numbers(
     max_new_tokens: int, temperature: float, top_p: float | None, top_k: int | None, num_beams: int
 ) -> None:
     check_positive(max_new_tokens=max_new_tokens, top_k=top_k, num_beams=num_beams)
+    if num_beams > MOST_BEAMS:
+        raise ConfigError(f"--num_beams {num_beams}: give at most {MOST_BEAMS}")
     if not isfinite(temperature) or temperature < 0:
         raise ConfigError(f"--temperature {temperature}: give 0 for the most likely token, or a number above 0")
     if top_p is not None and not 0 < top_p <= 1:
@@ -130,34 +110,3 @@ def _prompt(prompt: str | None, prompt_file: str | None) -> str:
     except UnicodeEncodeError:
         raise DataError(f"{where}: not UTF-8; convert it") from None
     return prompt
-
-
-def _token_ids(tokenizer: Any, text: str, chat: bool, folder: Path) -> Tensor:
-    """Return the token ids of the prompt, (1, T)."""
-    if not chat:
-        return tokenizer(text, return_tensors="pt").input_ids
-    if tokenizer.chat_template is None:
-        raise ConfigError(f"--chat: the tokenizer in {folder} has no chat template; omit --chat")
-    message = [{"role": "user", "content": text}]
-    return tokenizer.apply_chat_template(
-        message, add_generation_prompt=True, return_tensors="pt", return_dict=True
-    ).input_ids
-
-
-def _room(network: Any, ids: Tensor, folder: Path) -> int | None:
-    """Return the number of positions after the prompt, or None if the model's configuration does not limit them."""
-    rows, length = network.get_input_embeddings().num_embeddings, ids.shape[1]
-    if length == 0:
-        raise ConfigError("the prompt has no tokens; give a text to continue")
-    if int(ids.max()) >= rows:
-        raise CheckpointError(
-            f"{folder}: the tokenizer gives token {int(ids.max())}, and the model has {rows}; they do not belong together"
-        )
-    positions = getattr(network.config, "max_position_embeddings", None)
-    if positions is None:
-        return None
-    if length >= positions:
-        raise ConfigError(
-            f"the prompt has {length} tokens, and the model {positions} positions, one of them for the next token; shorten it"
-        )
-    return int(positions - length)

@@ -1,18 +1,15 @@
 """difftransformer info."""
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
-from transformers import AutoConfig
 
-from ..attention import variants
 from ..errors import ConfigError
-from ..families import DifferentialFields, count_family
-from ..model import PRESETS, DiffTransformerConfig, count, preset
-from ..model.card import size_rows
-from ..ops import BACKENDS
 from .console import console
+
+if TYPE_CHECKING:
+    from ..model import DiffTransformerConfig
 
 
 def run(model: str) -> int:
@@ -22,6 +19,12 @@ def run(model: str) -> int:
         model: A preset (tiny, small, 830m, 1.4b, 2.8b, 3b, 6.8b, 13.1b), the folder of a saved model, or
             "backends" to list the attention backends.
     """
+    from transformers import AutoConfig
+
+    from ..convert.checkpoint_io import naming_config
+    from ..families import DifferentialFields
+    from ..model import PRESETS, DiffTransformerConfig, count, preset
+
     if model == "backends":
         console.print(_backends())
         return 0
@@ -32,7 +35,8 @@ def run(model: str) -> int:
     else:
         if not (Path(model) / "config.json").is_file():
             raise ConfigError(f"{model!r} is neither a preset ({', '.join(PRESETS)}) nor a folder with config.json")
-        config, source, stated = AutoConfig.from_pretrained(model, trust_remote_code=False), model, None
+        with naming_config(Path(model, "config.json"), "difftransformer"):
+            config, source, stated = AutoConfig.from_pretrained(model, trust_remote_code=False), model, None
         if isinstance(config, DifferentialFields):
             console.print(_family(model, config))
             return 0
@@ -47,7 +51,10 @@ def run(model: str) -> int:
     return 0
 
 
-def _sizes(name: str, source: str, config: DiffTransformerConfig) -> Table:
+def _sizes(name: str, source: str, config: "DiffTransformerConfig") -> Table:
+    from ..attention import variants
+    from ..model.card import size_rows
+
     table = Table(title=f"{name} ({source})", caption="Computed by formula; FLOPs of matrix products.")
     table.add_column("")
     twins = [size_rows(config.twin(word)) for word in variants()]
@@ -59,6 +66,8 @@ def _sizes(name: str, source: str, config: DiffTransformerConfig) -> Table:
 
 
 def _family(name: str, config: Any) -> Table:
+    from ..families import count_family
+
     counts = count_family(config)
     table = Table("", config.attention_type, title=f"{name} ({config.family})", caption="FLOPs of matrix products.")
     for field, value in vars(counts).items():
@@ -67,6 +76,8 @@ def _family(name: str, config: Any) -> Table:
 
 
 def _backends() -> Table:
+    from ..ops import BACKENDS
+
     table = Table("name", "description", title="Attention backends")
     for name, backend in BACKENDS.items():
         table.add_row(name, backend.description)

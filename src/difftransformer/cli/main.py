@@ -8,15 +8,21 @@ status 2; `--debug` shows the traceback.
 import dataclasses
 import errno
 import importlib
+import io
+import math
 import os
 import re
 import sys
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
 from .._version import __version__
 from ..errors import EXIT_ERROR, EXIT_INTERRUPTED, DiffTransformerError
+from ..printable import printable_line
+from ..reading import LARGEST_INT
 
+LONGEST_MESSAGE = 2000  # characters of an error; a word of the command line may have any number
 VERBS = {
     "compare": "Train a model and its same-size twin on identical batches, evaluate both, write a report",
     "train": "Train one model from a recipe, or continue a run",
@@ -46,7 +52,23 @@ def verbs() -> dict[str, str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
+    if sys.stdin is None:  # it was closed; the next file to be opened would take its number
+        sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115
+    if sys.stdout is None:
+        return _fail("difftransformer: standard output is closed; send it to a file, a pipe or /dev/null")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # the terminal may not have every character
+    warnings.formatwarning = lambda message, *_, **__: printable_line(f"warning: {message}") + "\n"
     words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        return _flushed(_main([*words]))
+    except OSError as error:  # of help and version; commands catch their own
+        if "--debug" in words:
+            raise
+        return _flushed(_fail(f"difftransformer: standard output cannot be written ({error.strerror})"))
+
+
+def _main(words: list[str]) -> int:
     debug = "--debug" in words
     if debug:
         words.remove("--debug")
@@ -67,6 +89,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if debug:
             raise
         return _fail(f"difftransformer {verb}: {error}")
+    except (MemoryError, RuntimeError) as error:
+        if debug or not (isinstance(error, MemoryError) or _is_out_of_memory(error)):
+            raise
+        reason = str(error).partition("\n")[0]
+        return _fail(f"difftransformer {verb}: not enough memory{reason and f' ({reason})'}; ask for less")
     except OSError as error:
         if debug:
             raise
@@ -109,14 +136,49 @@ def _run(verb: str, words: list[str]) -> int:
     except ArgumentError as error:
         text = " ".join(str(error).split())
         return _fail(f"difftransformer {verb}: {text}; see difftransformer {verb} --help")
+    for name, value in values.items():
+        if problem := _problem(value):
+            return _fail(f"difftransformer {verb}: {name}: {problem}")
     if own is not None:
         values["options"] = own(**{field.name: values.pop(field.name) for field in dataclasses.fields(own)})
         values["verb"] = verb
     return int(module.run(**values) or 0)
 
 
+def _problem(value: Any) -> str | None:
+    """Return what is wrong with a value of whatever argument, or None."""
+    if isinstance(value, (list, tuple)):
+        return next(filter(None, map(_problem, value)), None)
+    if isinstance(value, str) and "\0" in value:
+        return f"{value!r} holds NUL; leave it out"
+    if isinstance(value, int) and abs(value) > LARGEST_INT:
+        return f"an integer of {value.bit_length()} bits; give at most 63"
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"{value} is not a finite number"
+    return None
+
+
+def _is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether torch, which may not have been imported, raised the error for want of memory."""
+    return type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error)
+
+
 def _fail(message: str, status: int = EXIT_ERROR) -> int:
-    print(message, file=sys.stderr)
+    if len(message) > LONGEST_MESSAGE:
+        message = f"{message[: LONGEST_MESSAGE // 2]} ... {message[-LONGEST_MESSAGE // 2 :]}"
+    if sys.stderr is not None:
+        print(printable_line(message), file=sys.stderr)
+    return status
+
+
+def _flushed(status: int) -> int:
+    """Write what is left for standard output, and return the exit status."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        # Python would write it again at its end, and fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return status or _fail(f"difftransformer: standard output cannot be written ({error.strerror})")
     return status
 
 

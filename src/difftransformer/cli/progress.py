@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.progress import (
     BarColumn,
@@ -16,10 +16,12 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from ..evals.engine import Progress as Callback
-from ..studies import Job
-from ..train.metrics import Metrics, StepMetrics
 from .console import console
+
+if TYPE_CHECKING:
+    from ..evals.engine import Progress as Callback
+    from ..studies import Job
+    from ..train.metrics import Metrics
 
 PRINTED_PARTS = 10  # number of lines that are printed in place of a bar
 
@@ -47,14 +49,14 @@ class _Bars:
 
 def training_progress() -> Progress:
     """Return a display with one bar per run: steps, loss, elapsed and remaining time."""
-    return _display(MofNCompleteColumn(), TextColumn("{task.fields[loss]}"))
+    return _display(MofNCompleteColumn(), TextColumn("{task.fields[loss]}", markup=False))
 
 
-def watch_jobs(progress: Progress) -> Callable[[Sequence[Job]], None]:
+def watch_jobs(progress: Progress) -> "Callable[[Sequence[Job]], None]":
     """Return a callback that draws jobs as bars."""
     bars = _Bars(progress)
 
-    def watch(jobs: Sequence[Job]) -> None:
+    def watch(jobs: "Sequence[Job]") -> None:
         for job in jobs:
             loss = "" if job.loss_nats is None else f"loss {job.loss_nats:.3f}"
             line = f"{job.label}: step {job.step} of {job.steps} {loss}"
@@ -63,12 +65,14 @@ def watch_jobs(progress: Progress) -> Callable[[Sequence[Job]], None]:
     return watch
 
 
-def watch_steps(progress: Progress, label: str, steps: int) -> Callable[[Metrics], None]:
+def watch_steps(progress: Progress, label: str, steps: int) -> "Callable[[Metrics], None]":
     """Return a callback that draws one run as a bar."""
+    from ..train.metrics import StepMetrics
+
     bars = _Bars(progress)
     bars.update(label, 0, steps, "", loss="")
 
-    def on_metrics(metrics: Metrics) -> None:
+    def on_metrics(metrics: "Metrics") -> None:
         if isinstance(metrics, StepMetrics):
             loss = f"loss {metrics.loss_nats:.3f}, {metrics.tokens_per_second:,.0f} tokens/s"
             bars.update(label, metrics.step, steps, f"{label}: step {metrics.step} of {steps} {loss}", loss=loss)
@@ -77,9 +81,9 @@ def watch_steps(progress: Progress, label: str, steps: int) -> Callable[[Metrics
 
 
 @contextmanager
-def evaluation_progress(label: str) -> Iterator[Callback]:
+def evaluation_progress(label: str) -> "Iterator[Callback]":
     """Draw a bar over the tokens of an evaluation, and one for each later stage."""
-    with _display(TextColumn("{task.percentage:>3.0f} %")) as progress:
+    with _display(TextColumn("{task.percentage:>3.0f} %", markup=False)) as progress:
         bars, began = _Bars(progress), time.monotonic()
 
         def update(done: int, total: int, stage: str = "") -> None:
@@ -91,5 +95,5 @@ def evaluation_progress(label: str) -> Iterator[Callback]:
 
 
 def _display(*columns: ProgressColumn) -> Progress:
-    times = (TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(elapsed_when_finished=True))
-    return Progress(TextColumn("{task.description}"), BarColumn(), *columns, *times, console=console)
+    times = (TimeElapsedColumn(), TextColumn("left", markup=False), TimeRemainingColumn(elapsed_when_finished=True))
+    return Progress(TextColumn("{task.description}", markup=False), BarColumn(), *columns, *times, console=console)

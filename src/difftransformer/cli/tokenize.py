@@ -1,6 +1,5 @@
 """difftransformer tokenize."""
 
-from ..data import DataConfig, prepare_shards
 from .console import log, show
 
 
@@ -22,6 +21,8 @@ def run(
         split_seed: Seed of the split.
         out: Folder for shards. A subfolder is named after the options and the text.
     """
+    from ..data import DataConfig, prepare_shards
+
     config = DataConfig(
         source=source,
         tokenizer=tokenizer,

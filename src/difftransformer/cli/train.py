@@ -2,9 +2,6 @@
 
 from pathlib import Path
 
-from ..data import prepare_shards
-from ..studies import load_recipe, start_run, train_run
-from ..train import checkpoints
 from .arguments import SET, check_device, use_threads
 from .console import log, resumable, show
 from .progress import training_progress, watch_steps
@@ -29,6 +26,10 @@ def run(
         device: cpu or cuda.
         threads: Number of CPU threads. Defaults to all. Losses are bitwise equal for equal numbers of threads.
     """
+    from ..data import prepare_shards
+    from ..studies import load_recipe, start_run, train_run
+    from ..train import checkpoints
+
     overrides = list(set or []) + ([f"training.seed={seed}"] if seed is not None else [])
     loaded = load_recipe(recipe, overrides)
     use_threads(threads)

@@ -2,15 +2,7 @@
 
 from pathlib import Path
 
-import torch
-
-from ..convert.llama import targets
-from ..convert.upcycle import upcycle_folder
-from ..data import Tokenizer, read_documents
 from ..errors import ConfigError
-from ..hub import measure_drift, source_folder
-from ..report import print_study, write_report
-from ..studies import load_recipe, upcycling_study
 from .arguments import SET
 from .console import Gaps, console, log, resumable, show
 from .progress import evaluation_progress, training_progress, watch_jobs
@@ -42,6 +34,13 @@ def run(
         head_norm: none; anything else is refused, since a headwise norm would change what the model computes.
         seed: Seed of the random start of new parameters.
     """
+    import torch
+
+    from ..convert.llama import targets
+    from ..convert.upcycle import upcycle_folder
+    from ..data import Tokenizer, read_documents
+    from ..hub import measure_drift, source_folder
+
     if to is None and train is None:
         raise ConfigError(f"--to is missing; choose one of {', '.join(targets())}")
     kinds = [name.strip() for name in (to or "diff,diff_v2,dex").split(",")]
@@ -66,13 +65,11 @@ def run(
         for note in done.converted.notes:
             log(note)
         share = done.added_parameters / (done.parameters - done.added_parameters)
-        print(
-            f"{out}: {kinds[0]}, {done.parameters:,} parameters, {done.added_parameters:,} of them new ({share:+.1%})"
-        )
+        show(f"{out}: {kinds[0]}, {done.parameters:,} parameters, {done.added_parameters:,} of them new ({share:+.1%})")
         if ids:
             with evaluation_progress(f"comparing with {model}") as progress:
                 drift = measure_drift(source, out, torch.tensor(ids[:tokens]), progress=progress)
-            print(
+            show(
                 f"On {drift.tokens} tokens of {text}, in fp32: logits differ by at most {drift.largest_logit_difference:.1e} "
                 f"(the largest is {drift.largest_logit:.1f}); "
                 f"{drift.greedy_same_tokens} of {drift.greedy_tokens} greedy tokens are the same"
@@ -81,6 +78,9 @@ def run(
 
 
 def _study(model: str, out: Path, kinds: list[str], train: str, overrides: list[str]) -> int:
+    from ..report import print_study, write_report
+    from ..studies import load_recipe, upcycling_study
+
     recipe = load_recipe(train, overrides)
     with resumable("stopped; every run is saved"), training_progress() as bars:
         result = upcycling_study(recipe, model, out, to=kinds, progress=watch_jobs(bars), log=log)

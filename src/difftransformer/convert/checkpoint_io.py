@@ -6,14 +6,13 @@ Nothing in a folder is run. Tensors are converted one by one, and the result is 
 import json
 import secrets
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -21,14 +20,14 @@ from transformers import DiffLlamaConfig
 
 from ..errors import CheckpointError, ConfigError, DiffTransformerError
 from ..model import DiffTransformerConfig
+from ..model.foreign import FOREIGN_FAULTS, on_one_line
+from ..model.weights import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, check_inside, weight_map, weights_files
+from ..reading import read_json
 from .conversion import Conversion, Shape, check_tensors
 from .diffllama import from_diffllama, to_diffllama
 from .registry import FOLDER_LAYOUTS, LAYOUTS
 
-CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
-INDEX_FILE = WEIGHTS_FILE + ".index.json"
 SHARD_BYTES = 5 * 10**9  # largest weights file; hubs and file systems handle this size well
-PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 # Tokenizers of every kind, chat templates, generation settings and licences are copied unchanged.
 CARRIED = (
     "tokenizer*",
@@ -117,14 +116,11 @@ def write_converted(
         check_tensors(weights.shapes, conversion.needs, optional=conversion.ties, source=str(source))
         weights.refuse_quantized()
         _check_ties(conversion, weights)
-        carried = sorted({path.name for pattern in CARRIED for path in source.glob(pattern)})
         with whole_or_not_at_all(target) as folder:
             (folder / CONFIG_FILE).write_text(json.dumps(conversion.config, indent=2) + "\n", encoding="utf-8")
             tensors = ((name, make(weights.read)) for name, make in conversion.makes.items())
             total = write_weights(folder, tensors, shard_bytes or weights.shard_bytes)
-            for name in carried:
-                copy = shutil.copytree if (source / name).is_dir() else shutil.copyfile
-                copy(source / name, folder / name)
+            carried = carry(source, folder)
         known = {CONFIG_FILE, INDEX_FILE, *weights.files, *carried}
     return Converted(
         folder=target,
@@ -136,6 +132,22 @@ def write_converted(
         left_behind=tuple(sorted(path.name for path in source.iterdir() if path.name not in known)),
         notes=conversion.notes,
     )
+
+
+def carry(source: Path, target: Path, *, leave: Collection[str] = ()) -> list[str]:
+    """Copy tokenizer, chat template, generation settings and licence, but for `leave`, and return their names.
+
+    Raises:
+        CheckpointError: One of them is a link out of the folder: a copy would hold a file that was never part of the model.
+    """
+    names = sorted({path.name for pattern in CARRIED for path in source.glob(pattern)} - set(leave))
+    for name in names:
+        path = source / name
+        for part in (path, *path.rglob("*")):
+            check_inside(part)
+        copy = shutil.copytree if path.is_dir() else shutil.copyfile
+        copy(path, target / name)
+    return names
 
 
 class WeightsReader:
@@ -153,15 +165,14 @@ class WeightsReader:
         self._where: dict[str, str] = {}  # file of each tensor
         self._dtypes: dict[str, str] = {}
         self.shapes: dict[str, Shape] = {}
-        index = _read_json(folder / INDEX_FILE) if (folder / INDEX_FILE).is_file() else None
-        self.files = _weights_files(folder, index)
+        self.files = weights_files(folder)
         try:
             for name in self.files:
                 self._list(name)
         except BaseException:
             self._stack.close()
             raise
-        listed = set() if index is None else set(index["weight_map"])
+        listed = set() if self.files == [WEIGHTS_FILE] else weight_map(folder).keys()
         if absent := sorted(listed - self.shapes.keys()):
             self._stack.close()
             raise CheckpointError(
@@ -293,10 +304,7 @@ def refuse_used(target: Path) -> None:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read as JSON ({error}); copy it again") from None
+    document = read_json(path, error=CheckpointError, advice="copy it again")
     if not isinstance(document, dict):
         raise CheckpointError(f"{path} holds a {type(document).__name__}, expected a JSON object")
     return document
@@ -364,40 +372,8 @@ def naming_config(at: Path, kind: str) -> Iterator[None]:
         yield
     except DiffTransformerError as error:
         raise ConfigError(f"{at}: {error}") from None
-    except (
-        ArithmeticError,
-        AttributeError,
-        LookupError,
-        RuntimeError,
-        TypeError,
-        ValueError,
-        StrictDataclassError,
-    ) as error:
-        raise ConfigError(f"{at} describes no {kind} model ({' '.join(str(error).split())})") from None
-
-
-def _weights_files(folder: Path, index: dict[str, Any] | None) -> list[str]:
-    if index is not None:
-        weight_map = index.get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise CheckpointError(
-                f"{folder / INDEX_FILE}: weight_map is missing, expected tensor names and their files"
-            )
-        files = set(map(str, weight_map.values()))
-        if outside := sorted(name for name in files if Path(name).name != name):
-            raise CheckpointError(
-                f"{folder / INDEX_FILE}: {outside[0]!r} is no file of this folder; expected plain names"
-            )
-        return sorted(files)
-    if (folder / WEIGHTS_FILE).is_file():
-        return [WEIGHTS_FILE]
-    pickles = sorted(path.name for pattern in PICKLES for path in folder.glob(pattern))
-    if pickles:
-        raise CheckpointError(
-            f"{folder / pickles[0]} is a pickle, which can run code when it is opened, and is not read; load the model with "
-            "transformers where you trust it, save_pretrained it as safetensors, and convert that folder"
-        )
-    raise CheckpointError(f"{folder} has neither {WEIGHTS_FILE} nor {INDEX_FILE}; name the folder of a saved model")
+    except FOREIGN_FAULTS as error:
+        raise ConfigError(f"{at} describes no {kind} model ({on_one_line(error)})") from error
 
 
 def _check_ties(conversion: Conversion, weights: WeightsReader) -> None:

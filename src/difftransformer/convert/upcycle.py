@@ -10,15 +10,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from ..errors import ConfigError
 from ..families import FAMILIES
-from .checkpoint_io import (
-    CONFIG_FILE,
-    Converted,
-    WeightsReader,
-    naming_config,
-    read_config,
-    refuse_used,
-    write_converted,
-)
+from ..model.weights import CONFIG_FILE
+from .checkpoint_io import Converted, WeightsReader, naming_config, read_config, refuse_used, write_converted
 from .families import from_family
 from .llama import from_llama, has_llamas_layout
 

@@ -7,7 +7,6 @@ without its out-of-scope class, label requests to a bank or an assistant by inte
 
 import csv
 import io
-import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import DataError
+from ..reading import parse_json
 from .hub import CONVERTED, load_set
 from .records import jsonl_rows, read_text, split_by_hash, text_field
 
@@ -154,8 +154,11 @@ def _read_rows(path: Path) -> list[Example]:
 
 def _csv_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     reader = csv.DictReader(io.StringIO(read_text(path), newline=""))
-    for row in reader:
-        yield reader.line_num, row
+    try:
+        for row in reader:
+            yield reader.line_num, row
+    except csv.Error as error:
+        raise DataError(f"{path}: line {reader.line_num} is not CSV ({error}); correct the line") from None
 
 
 def _examples(rows: Iterable[tuple[str, str]], public: _Public) -> tuple[Example, ...]:
@@ -167,7 +170,7 @@ def _read_public(path: Path, public: _Public, split: str) -> tuple[Example, ...]
         return _examples(public.read(path, split), public)
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror}); fetch the set again") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, csv.Error) as error:
         raise DataError(f"{path}: not the published file ({error}); fetch the set again") from None
 
 
@@ -199,7 +202,7 @@ def _read_banking(path: Path, split: str) -> list[tuple[str, str]]:
 
 def _read_clinc(path: Path, split: str) -> list[tuple[str, str]]:
     """Read a JSON object of splits, in which the out-of-scope examples are separate."""
-    return [(text, label) for text, label in json.loads(path.read_bytes())[split]]
+    return [(text, label) for text, label in parse_json(path.read_bytes())[split]]
 
 
 def _trec_fine(label: str) -> str:

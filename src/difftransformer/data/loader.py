@@ -21,6 +21,7 @@ from ..errors import ConfigError, DataError
 from .needles import CITIES_SEEN, RetrievalMix, needle_document_tokens, training_document
 from .shards import Shards, Split
 
+MOST_BATCH_TOKENS = 2**31 - 1
 # The first word of a seed sequence tells what the random numbers are for.
 _FOR_EPOCH, _FOR_RETRIEVAL = 1, 2
 
@@ -219,6 +220,8 @@ def check_context_stages(stages: Sequence[tuple[int, int]], batch_tokens: int, *
         raise ConfigError(
             f"context_stages={list(stages)}: give (first step, context) pairs with ascending steps from 0"
         )
+    if batch_tokens > MOST_BATCH_TOKENS:
+        raise ConfigError(f"batch_tokens={batch_tokens}: give at most {MOST_BATCH_TOKENS:,}")
     for start, context in stages:
         if context < 1 or batch_tokens < 1 or batch_tokens % (context * parts):
             raise ConfigError(

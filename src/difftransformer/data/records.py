@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,9 +11,12 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ..errors import DataError
+from ..reading import parse_json
+from ..typed import short
 from .hub import load_set
 
 T = TypeVar("T")
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,11 +67,18 @@ def json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            row = parse_json(line)
         except json.JSONDecodeError as error:
             raise DataError(
                 f"{path}: line {number} is not JSON ({error.msg} at column {error.colno}); correct the line"
             ) from None
+        except ValueError as error:
+            raise DataError(f"{path}: line {number} cannot be read ({error}); correct the line") from None
+        if half := _SURROGATE.search(json.dumps(row, ensure_ascii=False)):
+            raise DataError(
+                f"{path}: line {number} holds half a surrogate pair, U+{ord(half[0]):04X}, which is not valid Unicode; "
+                "correct the line"
+            )
         if not isinstance(row, dict):
             raise DataError(f"{path}: line {number} is a JSON {type(row).__name__}; give one JSON object per line")
         yield number, row
@@ -102,7 +113,7 @@ def text_field(row: dict[str, Any], field: str, place: str) -> str:
     if isinstance(value, int | float) and not isinstance(value, bool):
         value = str(value)
     if not isinstance(value, str) or not value.strip():
-        met = f"met {', '.join(sorted(map(str, row)))}" if value is None else f"it holds {value!r}"
+        met = f"met {', '.join(sorted(map(str, row)))}" if value is None else f"it holds {short(value)}"
         raise DataError(f'{place} has no text in "{field}" ({met}); give every line a "{field}"')
     return value
 

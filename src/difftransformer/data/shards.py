@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import ConfigError, DataError
+from ..reading import is_plain_name, read_json
 from ..results import write_text_atomically
 from ..typed import build
 from .text import Document
@@ -332,15 +333,12 @@ def read_manifest(folder: Path) -> Manifest:
         DataError: There is no manifest, or it is damaged or of another version.
     """
     path = folder / "manifest.json"
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError):
+    if not path.exists():
         raise DataError(
             f"{folder}: not a shard folder (no manifest.json, which is written last); "
             "run difftransformer tokenize to make one"
-        ) from None
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path}: not a manifest ({error}); {_TOKENISE_AGAIN}") from None
+        )
+    content = read_json(path, error=DataError, advice=_TOKENISE_AGAIN)
     version = content.get("version") if isinstance(content, dict) else None
     if version != MANIFEST_VERSION:
         raise DataError(
@@ -353,4 +351,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise DataError(f"{error}; {_TOKENISE_AGAIN}") from None
     if missing := [split for split in SPLITS if split not in manifest.splits]:
         raise DataError(f"{path}: splits.{missing[0]}: missing; {_TOKENISE_AGAIN}")
+    for shard in (shard for split in manifest.splits.values() for shard in split.shards):
+        if not is_plain_name(shard.file):
+            raise DataError(f"{path}: {shard.file!r} is no file of this folder; {_TOKENISE_AGAIN}")
     return manifest

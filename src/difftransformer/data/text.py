@@ -7,7 +7,6 @@ is missing, empty or not UTF-8 is refused with a one-line error that names the f
 import hashlib
 import json
 import os
-import re
 import sysconfig
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import ConfigError, DataError
+from ..typed import short
 from .hub import load_set
 from .records import json_lines, read_text, split_by_hash
 
@@ -30,7 +30,6 @@ _STDLIB_SKIPPED_FOLDERS = frozenset({
     "__pycache__", "dist-packages", "ensurepip", "idle_test", "idlelib", "lib-dynload", "site-packages", "test", "tests",
     "turtledemo",
 })  # fmt: skip
-_SURROGATE = re.compile("[\ud800-\udfff]")
 _RECENT_SECONDS = 2.0  # the coarsest resolution of file times
 
 
@@ -192,13 +191,7 @@ def _read_jsonl(path: Path, name: str) -> Iterator[Document]:
         if not text:
             raise DataError(f'{path}: line {number} has an empty "text"; give it text or remove the line')
         if not isinstance(row_name, str):
-            raise DataError(f'{path}: line {number} has the "name" {row_name!r}; it must be a string, or left out')
-        for key, value in (("text", text), ("name", row_name)):
-            if _SURROGATE.search(value):
-                raise DataError(
-                    f'{path}: line {number}: "{key}" holds half a surrogate pair, which is not valid Unicode; '
-                    "correct the line"
-                )
+            raise DataError(f'{path}: line {number} has the "name" {short(row_name)}; it must be a string, or left out')
         yield Document(row_name, text)
 
 

@@ -17,7 +17,9 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
 from ..errors import ConfigError, DataError
+from ..reading import read_json
 from ..results import write_text_atomically
+from ..typed import short
 
 END_OF_TEXT = "<|endoftext|>"
 PAD = "<|pad|>"
@@ -300,16 +302,17 @@ def _flatten(part: dict[str, Any] | None) -> list[dict[str, Any]]:
 
 def _special_tokens(path: Path) -> dict[str, str]:
     """Read `eos_token`, `pad_token` and `chat_template` of a `tokenizer_config.json`, as far as it has them."""
-    try:
-        configuration = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if not path.exists():
         return {}
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path}: not a tokenizer configuration ({error}); save the tokenizer again") from None
+    configuration = read_json(path, error=DataError, advice="save the tokenizer again")
+    if not isinstance(configuration, dict):
+        raise DataError(f"{path}: expected a JSON object, got {short(configuration)}; save the tokenizer again")
     named = {}
     for key in ("eos_token", "pad_token"):
         token = configuration.get(key)
         token = token.get("content") if isinstance(token, dict) else token
+        if token and not isinstance(token, str):
+            raise DataError(f"{path}: {key} is {short(token)}, expected a token's text; save the tokenizer again")
         if token:
             named[key] = token
     if isinstance(configuration.get("chat_template"), str):

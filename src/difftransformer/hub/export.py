@@ -1,7 +1,6 @@
 """Export a run or a saved model to a clean Hugging Face folder: weights, configuration, tokenizer and model card."""
 
 import json
-import shutil
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,11 +8,9 @@ from typing import Literal, get_args
 
 from ..convert import convert_folder
 from ..convert.checkpoint_io import (
-    CARRIED,
-    CONFIG_FILE,
-    INDEX_FILE,
     SHARD_BYTES,
     WeightsReader,
+    carry,
     read_config,
     refuse_used,
     whole_or_not_at_all,
@@ -23,13 +20,14 @@ from ..errors import CheckpointError, ConfigError, DamagedResult, ResultsError
 from ..model import DiffTransformerForCausalLM
 from ..model.card import CARD_FILE, Training, is_ours, model_card, read_card, training_section
 from ..model.dtypes import DTYPES
+from ..model.foreign import FOREIGN_FAULTS, on_one_line
 from ..model.quiet import quietly
+from ..model.weights import CONFIG_FILE, GENERATION_FILE, INDEX_FILE
 from ..results import TaskResult, read_result, summary_rows
 from ..train import latest_checkpoint
 from ..train.run_summary import training_summary
 from .opening import open_model
 
-GENERATION_FILE = "generation_config.json"
 ExportDtype = Literal["auto", "fp32", "bf16"]
 ExportLayout = Literal["difftransformer", "diffllama"]
 
@@ -112,12 +110,13 @@ def _write(model: DiffTransformerForCausalLM, out: Path, source: Path, dtype: st
         for name, parameter in model.named_parameters():
             if not any(kept in name for kept in model._keep_in_fp32_modules_strict):
                 parameter.data = parameter.data.to(DTYPES[dtype])
+    try:
+        model.generation_config.validate(strict=True)  # which saving asks for
+    except FOREIGN_FAULTS as error:
+        raise CheckpointError(f"{source / GENERATION_FILE}: not valid ({on_one_line(error)}); correct it") from error
     with quietly():
         model.save_pretrained(out, max_shard_size=SHARD_BYTES)
-    for path in sorted({path for pattern in CARRIED for path in source.glob(pattern)}):
-        if path.name != GENERATION_FILE:
-            copy = shutil.copytree if path.is_dir() else shutil.copyfile
-            copy(path, out / path.name)
+    carry(source, out, leave=[GENERATION_FILE])
 
 
 def _cast(folder: Path, dtype: str) -> None:

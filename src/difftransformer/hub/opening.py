@@ -1,12 +1,13 @@
 """Open a saved model: the network alone, or a language model with its tokenizer that evaluations can query."""
 
+import math
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
+import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from ..acceleration import IMPLEMENTATION, AcceleratedDiffLlamaAttention, accelerate, restore
@@ -18,13 +19,17 @@ from ..evals import CausalLanguageModel
 from ..families import DifferentialFields
 from ..model import DiffTransformerConfig
 from ..model.dtypes import DTYPES, WeightsDtype
+from ..model.foreign import FOREIGN_FAULTS, on_one_line
 from ..model.quiet import quietly
+from ..reading import LARGEST_INT
 from ..results import ModelIdentity
 from ..train.checkpoint import STATE_FILE, verify_checkpoint
+from ..typed import short
 from .source import source_folder
 
 # A Hugging Face folder with a tokenizer has at least one of these files.
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+MOST_MISSING = 2  # up to twice the size of its weights a model is built, so that the missing ones can be named
 _HASHED_SUFFIXES = (".json", ".safetensors", ".model", ".jinja", ".txt")
 
 
@@ -69,24 +74,51 @@ def open_model(
                     f"--backend {backend}: {folder} holds a {config.model_type!r} model, which does not use this package's "
                     "attention; omit --backend"
                 )
-            with WeightsReader(folder) if is_ours else nullcontext():  # refuses pickles, names damaged files
+            with WeightsReader(folder) as weights:  # refuses pickles, names damaged files
+                _check_size(config, weights)
                 network, found = AutoModelForCausalLM.from_pretrained(
                     folder,
                     config=config,
                     dtype="auto" if dtype == "auto" else DTYPES[dtype],
                     output_loading_info=True,
+                    use_safetensors=True,
                     **local,
                 )
         except DiffTransformerError:
             raise
-        except (OSError, ValueError, KeyError, AttributeError, RuntimeError, ImportError, SafetensorError) as error:
-            raise CheckpointError(f"{folder}: cannot be opened as a language model ({_first_line(error)})") from None
+        except FOREIGN_FAULTS as error:
+            raise CheckpointError(f"{folder}: cannot be opened as a language model ({on_one_line(error)})") from error
+    _check_special_tokens(network, folder)
     for problem in ("missing", "unexpected") if is_ours else ("missing",):
         if names := found[f"{problem}_keys"]:
             raise CheckpointError(f"{folder}: {problem} weight {min(names)}; save the model again")
     if config.model_type == "diffllama":
         accelerate(network)
     return network
+
+
+def _check_special_tokens(network: Any, folder: Path) -> None:
+    """Refuse special tokens that are no tokens, in config.json and generation_config.json."""
+    for settings in (network.config, network.generation_config):
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            value = getattr(settings, name, None)
+            ids = value if isinstance(value, list) and name == "eos_token_id" else [value]
+            if any(one is not None and (type(one) is not int or abs(one) > LARGEST_INT) for one in ids):
+                raise CheckpointError(f"{folder}: {name}={short(value)} is no token id; correct its settings")
+
+
+def _check_size(config: Any, weights: WeightsReader) -> None:
+    """Refuse a configuration that describes more than the weights hold, before a network of that size is built."""
+    layers, tensors = getattr(config.get_text_config(), "num_hidden_layers", 0), len(weights.shapes)
+    if layers > tensors:
+        raise ValueError(f"config.json describes {layers} layers, and the weights hold {tensors} tensors")
+    if getattr(config, "quantization_config", None) is not None:  # whose weights are packed
+        return
+    with torch.device("meta"):
+        described = sum(parameter.numel() for parameter in AutoModelForCausalLM.from_config(config).parameters())
+    held = sum(math.prod(shape) for shape in weights.shapes.values())
+    if described > MOST_MISSING * held:
+        raise ValueError(f"config.json describes {described:,} parameters, and the weights hold {held:,}")
 
 
 @contextmanager
@@ -168,7 +200,7 @@ def open_tokenizer(folder: Path) -> Any:
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # tokenizers raises bare Exception
-        raise CheckpointError(f"{folder}: its tokenizer cannot be opened ({_first_line(error)})") from None
+        raise CheckpointError(f"{folder}: its tokenizer cannot be opened ({on_one_line(error)})") from error
 
 
 def _text_tokenizer(theirs: Any, folder: Path) -> Tokenizer:
@@ -182,7 +214,3 @@ def _text_tokenizer(theirs: Any, folder: Path) -> Tokenizer:
         pad=theirs.pad_token or end,
         chat_template=theirs.chat_template,
     )
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ..convert.checkpoint_io import CARRIED, CONFIG_FILE, INDEX_FILE
+from ..convert.checkpoint_io import CARRIED
 from ..errors import CheckpointError, ConfigError
+from ..model.foreign import FOREIGN_FAULTS, on_one_line
 from ..model.quiet import quietly
+from ..model.weights import CONFIG_FILE, INDEX_FILE
 from ..train import latest_checkpoint
 
 HUB_FILES = (CONFIG_FILE, "*.safetensors", INDEX_FILE, *(name for name in CARRIED if not name.endswith(".py")))
@@ -60,8 +62,8 @@ def _from_gguf(path: Path, folder: Path) -> Path:
                 del model.config.quantization_config
             model.save_pretrained(folder)
         AutoTokenizer.from_pretrained(path.parent, **here).save_pretrained(folder)
-    except (OSError, ValueError, KeyError, RuntimeError, IndexError) as error:
-        raise CheckpointError(f"{path}: cannot be read as a GGUF model ({' '.join(str(error).split())})") from None
+    except FOREIGN_FAULTS as error:
+        raise CheckpointError(f"{path}: cannot be read as a GGUF model ({on_one_line(error)})") from error
     return folder
 
 
@@ -73,5 +75,5 @@ def _from_hub(name: str) -> Path:
         return Path(snapshot_download(name, allow_patterns=list(HUB_FILES)))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise CheckpointError(
-            f"{name}: no such folder, and it was not found on the hub ({str(error).splitlines()[0]})"
+            f"{name}: no such folder, and it was not found on the hub ({on_one_line(error)})"
         ) from None

@@ -10,11 +10,12 @@ from transformers.activations import ACT2FN
 from ..attention import Attention, HeadLayout, config_options, variant
 from ..errors import ConfigError
 from ..ops import backend_names
-from ..typed import build
+from ..typed import build, short
 from .presets import paper_ffn_width
 
 UNSET_COUNTS = ("intermediate_size", "num_key_value_heads", "head_dim")
 COUNTS = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", *UNSET_COUNTS)
+MOST_LAYERS, LARGEST_COUNT = 10_000, 2**31 - 1
 INITIALIZATIONS = ("normal", "mimetic")
 DEFAULT_ROPE_THETA = 10_000.0  # Llama's; the paper states 640,000 for its 64K models only
 
@@ -96,8 +97,9 @@ class DiffTransformerConfig(PreTrainedConfig):
             value = getattr(self, field)
             if value is None and field in unset:
                 continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"{field}={value!r}: give a whole number of at least 1")
+            most = MOST_LAYERS if field == "num_hidden_layers" else LARGEST_COUNT
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+                raise ConfigError(f"{field}={short(value)}: give a whole number of at least 1 and at most {most:,}")
         if self.initializer_range <= 0:
             raise ConfigError(f"initializer_range={self.initializer_range}: give a standard deviation above 0")
         if self.head_dim is None:

@@ -13,6 +13,7 @@ from ..attention import Attention
 from ..errors import ConfigError
 from .card import inherited_training, model_card, write_card
 from .config import DiffTransformerConfig
+from .weights import weights_files
 
 # transformers' attn_implementation -> backend of the attention operator. None leaves the choice to config.attn_backend.
 ATTN_IMPLEMENTATIONS: dict[str, str | None] = {
@@ -69,6 +70,20 @@ class DiffTransformerPreTrainedModel(PreTrainedModel):  # type: ignore[misc]
     @classmethod
     def _can_set_attn_implementation(cls) -> bool:
         return True
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *arguments: Any, **options: Any) -> Any:
+        """Open a model as `PreTrainedModel.from_pretrained` does, from safetensors inside the folder alone.
+
+        Raises:
+            CheckpointError: The weights are pickles, or lie outside the folder.
+        """
+        folder = Path(str(pretrained_model_name_or_path), options.get("subfolder", ""))
+        if folder.is_dir() and options.get("gguf_file") is None:
+            weights_files(folder)
+        return super().from_pretrained(
+            pretrained_model_name_or_path, *arguments, **{**options, "use_safetensors": True}
+        )
 
     def save_pretrained(
         self, save_directory: str | os.PathLike[str], is_main_process: bool = True, *arguments: Any, **options: Any

@@ -1,17 +1,29 @@
 """Rotary position embedding: the tables of cosines and sines that every layer shares."""
 
 from collections.abc import Callable
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from ..errors import ConfigError
 from ..ops.problem import LOW_PRECISION
+from ..typed import short
+from .foreign import FOREIGN_FAULTS, on_one_line
 
 
 class RotaryEmbedding(LlamaRotaryEmbedding):  # type: ignore[misc]
     """transformers' rotary tables for the width of one map. Frequencies stay in fp32: bf16 cannot tell far positions apart."""
+
+    def __init__(self, config: Any, *arguments: Any, **options: Any) -> None:
+        try:
+            super().__init__(config, *arguments, **options)
+        except FOREIGN_FAULTS as error:
+            raise ConfigError(
+                f"rope_parameters={short(config.rope_parameters)}: transformers makes no rotary embedding of these "
+                f"({type(error).__name__}: {on_one_line(error)})"
+            ) from error
 
     def forward(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Return cosine and sine, (B, T, D / 2) each in fp32: one value for each pair of features."""

@@ -6,6 +6,7 @@ its colour, marker and dash in every figure, so that a grey print can be read to
 
 import io
 import re
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,8 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
+
+from ..printable import printable
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00")
 MARKERS = ("o", "s", "^", "D", "v")
@@ -87,13 +90,15 @@ def legend_above(figure: Figure, handles: Sequence[Any]) -> None:
 def finish(name: str, title: str, caption: str, figure: Figure, png: bool) -> Drawing:
     """Save a figure as SVG (without date and creator) and, if requested, as PNG."""
     text = io.StringIO()
-    figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
     image = None
-    if png:
-        buffer = io.BytesIO()
-        figure.savefig(buffer, format="png", dpi=PNG_DOTS_PER_INCH, metadata={"Software": None})
-        image = buffer.getvalue()
-    return Drawing(name, title, caption, text.getvalue(), image)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph")  # characters that the font lacks are drawn as boxes
+        figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+        if png:
+            buffer = io.BytesIO()
+            figure.savefig(buffer, format="png", dpi=PNG_DOTS_PER_INCH, metadata={"Software": None})
+            image = buffer.getvalue()
+    return Drawing(name, title, caption, printable(text.getvalue()), image)
 
 
 def inline_svg(drawing: Drawing) -> str:

@@ -18,6 +18,7 @@ from difftransformer.errors import DiffTransformerError
 from difftransformer.plots.curves import labels
 from difftransformer.plots.seeds import Pooled, pooled
 from difftransformer.plots.style import Drawing, inline_svg
+from difftransformer.printable import printable
 from difftransformer.report.figures import draw_training, runs_of
 from difftransformer.report.tables import (
     Table,
@@ -141,6 +142,7 @@ def write_page(page: Page, folder: Path, *, on_gap: Callable[[str], None] = _no_
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
+        finalize=lambda value: printable(value) if isinstance(value, str) else value,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from difftransformer.printable import printable
 from difftransformer.report.figures import runs_of
 from difftransformer.results import (
     Comparison,
@@ -78,7 +79,7 @@ class Table:
         writer = csv.writer(buffer, lineterminator="\n")
         writer.writerow(self.header())
         writer.writerows(self.rows)
-        return buffer.getvalue()
+        return printable(buffer.getvalue())
 
 
 def outcome(metric: MetricComparison, model: str) -> Literal["first", "second", "undecided", "unknown"]:

@@ -2,8 +2,8 @@
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table as RichTable
+from rich.text import Text
 
 from difftransformer.report import tables
 from difftransformer.report.verdict import verdicts
@@ -17,7 +17,7 @@ def print_study(study: Study, console: Console | None = None) -> None:
     """Print the verdicts, the table of metrics, and the costs of a comparison or the drift of upcycled models."""
     console = console or Console()
     for verdict in verdicts(study):
-        console.print(escape(verdict.text), highlight=False)
+        console.print(Text(verdict.text), highlight=False)
     if isinstance(study, Upcycling):  # with its many models the table of metrics is too wide for a terminal
         console.print(rich_table(tables.upcycling_table(study)))
     else:
@@ -37,10 +37,10 @@ def cost_table(comparison: Comparison) -> RichTable:
 
 
 def rich_table(table: tables.Table) -> RichTable:
-    """Return a table as rich prints it."""
+    """Return a table as rich prints it. Brackets in names are no markup."""
     made = RichTable(
-        title=escape(table.title),
-        caption=escape(" ".join(table.notes)),
+        title=Text(table.title, style="table.title"),
+        caption=Text(" ".join(table.notes), style="table.caption"),
         title_justify="left",
         caption_justify="left",
         box=SIMPLE_HEAD,
@@ -51,11 +51,11 @@ def rich_table(table: tables.Table) -> RichTable:
     for group, cells in zip(table.groups, zip(*rows, strict=True) if rows else [()] * len(table.groups), strict=True):
         longest_word = max(len(word) for text in (group.title, *cells) for word in text.split() or [""])
         made.add_column(
-            escape(group.title),
+            Text(group.title),
             justify="right" if group.numeric else "left",
             overflow="fold",
             min_width=min(longest_word, LONGEST_UNBROKEN_WORD),
         )
     for row in rows:
-        made.add_row(*map(escape, row))
+        made.add_row(*map(Text, row))
     return made

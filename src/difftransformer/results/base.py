@@ -7,6 +7,7 @@ Cities = Literal["seen", "unseen"]
 Form = Literal["signed", "absolute", "positive"]
 Segment = Literal["first", "before", "answer", "after", "query"]
 Dtype = Literal["fp32", "bf16", "fp16"]
+WeightsDtype = Literal["auto", "fp32", "bf16", "fp16"]  # "auto" keeps the type that the weights were saved in
 Mode = Literal["forward", "backward", "forward+backward", "decode"]
 
 

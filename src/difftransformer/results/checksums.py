@@ -11,6 +11,8 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from ..reading import parse_json
+
 _WHOLE = re.compile(rb', "crc32": "[0-9a-f]{8}"\}.')
 
 
@@ -42,7 +44,7 @@ def rows(content: bytes) -> Iterator[tuple[dict[str, Any], int]]:
         end += len(line) + 1
         try:
             yield _row(line + b"\n"), end
-        except (ValueError, RecursionError):
+        except ValueError:
             raise DamagedLine(number) from None
     if _WHOLE.search(last):  # all of a row is there, and then something else than its line end
         raise DamagedLine(len(lines) + 1)
@@ -60,12 +62,12 @@ def opened(content: bytes, objects: Callable[[list[tuple[str, Any]]], Any] | Non
     Raises:
         ValueError: It is not JSON, or has another checksum.
     """
-    document = json.loads(content.decode("utf-8"), object_pairs_hook=objects)
+    document = parse_json(content, object_pairs_hook=objects)
     return _without(document, "sha256", content, _file_end, "the sha256 at its end is that of another content")
 
 
 def _row(line: bytes) -> dict[str, Any]:
-    row = json.loads(line)
+    row = parse_json(line)
     if not isinstance(row, dict):
         raise ValueError("not a row")
     return _without(row, "crc32", line, _line_end, "the crc32 at its end is that of another line")

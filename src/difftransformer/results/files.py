@@ -96,7 +96,7 @@ def read_document(path: Path | str) -> tuple[str, Any, Any]:
         document = opened(Path(path).read_bytes(), _with_current_keys)
     except FileNotFoundError:
         raise ResultsError(f"{path}: no such results file; name a results.json that a command wrote") from None
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise DamagedResult(
             f"{path}: not a results file, or changed since it was written ({error}); run the command that wrote it again"
         ) from None

@@ -1,7 +1,6 @@
 """A recipe: one YAML file that says what is trained on what, how it is evaluated, and what is compared."""
 
 import dataclasses
-import json
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -12,16 +11,20 @@ from typing import Any
 import yaml
 from transformers import AutoConfig
 
+from ..convert.checkpoint_io import naming_config
 from ..data import DataConfig
 from ..errors import ConfigError, DataError
 from ..evals.tasks import task_kind
 from ..families import DifferentialFamilyConfig
 from ..model import DiffTransformerConfig, preset
+from ..printable import printable_line
+from ..reading import is_plain_name, parse_yaml, read_json
 from ..results import write_text_atomically
 from ..train import TrainingConfig
-from ..typed import build, unknown_key
+from ..typed import build, short, unknown_key
 
 STARTS = (DiffTransformerConfig.model_type, DifferentialFamilyConfig.model_type)
+MOST_SEEDS, MOST_JOBS = 1000, 64
 FROM_TOKENIZER = ("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id")
 
 
@@ -96,8 +99,10 @@ class CompareConfig:
     def __post_init__(self) -> None:
         if len(self.models) != 2 or len(set(self.models)) != 2:
             raise ConfigError(f"models={self.models}: name two attention types, the one under test first")
-        if self.seeds < 1 or self.jobs < 1:
-            raise ConfigError(f"seeds={self.seeds}, jobs={self.jobs}: give at least 1 of each")
+        if not 1 <= self.seeds <= MOST_SEEDS or not 1 <= self.jobs <= MOST_JOBS:
+            raise ConfigError(
+                f"seeds={self.seeds}, jobs={self.jobs}: give 1 to {MOST_SEEDS} seeds and 1 to {MOST_JOBS} jobs"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,6 +131,10 @@ class Recipe:
     start_from: str | None = None
 
     def __post_init__(self) -> None:
+        if not self.name.strip() or not is_plain_name(self.name) or printable_line(self.name) != self.name:
+            raise ConfigError(
+                f"name: {short(self.name)} names folders; use letters, digits, points, hyphens and spaces"
+            )
         try:
             check_specs(self.evaluation)
         except ConfigError as error:
@@ -169,18 +178,15 @@ class Recipe:
 
     def _start_config(self, context: int) -> DiffTransformerConfig:
         path = Path(str(self.start_from)) / "config.json"
-        try:
-            model_type = json.loads(path.read_text(encoding="utf-8"))["model_type"]
-        except (OSError, ValueError, LookupError, TypeError) as error:
-            raise ConfigError(
-                f"start_from: {path} cannot be read ({error}); name the folder of a saved model"
-            ) from None
+        document = read_json(path, error=ConfigError, advice="name the folder of a saved model as start_from")
+        model_type = document.get("model_type") if isinstance(document, dict) else None
         if model_type not in STARTS:
             raise ConfigError(
                 f"start_from: {path} has model_type {model_type!r}, expected {' or '.join(map(repr, STARTS))}; "
                 "make it one with difftransformer upcycle or convert"
             )
-        config = AutoConfig.from_pretrained(path.parent)
+        with naming_config(path, model_type):
+            config = AutoConfig.from_pretrained(path.parent)
         if config.max_position_embeddings < context:
             raise ConfigError(
                 f"start_from: {path} has max_position_embeddings={config.max_position_embeddings}, below the trained "
@@ -241,13 +247,11 @@ def read_mapping(path: Path | str, shipped: dict[str, Path], expected: str) -> d
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read ({error})") from None
     try:
-        document = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        place = getattr(error, "problem_mark", None)
-        line = f" in line {place.line + 1}" if place else ""
-        raise ConfigError(f"{path}: not valid YAML{line}: {getattr(error, 'problem', None) or error}") from None
+        document = parse_yaml(text)
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}") from None
     if not isinstance(document, dict):
-        raise ConfigError(f"{path}: {expected}; got {document!r}")
+        raise ConfigError(f"{path}: {expected}; got {short(document)}")
     return document
 
 
@@ -292,9 +296,9 @@ def _override(document: dict[str, Any], override: str) -> None:
     if not separator:
         raise ConfigError(f"--set {override}: expected KEY=VALUE, such as training.steps=100")
     try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
-        raise ConfigError(f"--set {override}: the value is not valid YAML") from None
+        value = parse_yaml(text)
+    except ValueError as error:
+        raise ConfigError(f"--set {override}: the value is {error}") from None
     *parents, last = key.split(".")
     place: Any = document
     if isinstance(specs := document.get("evaluation"), list) and parents[:1] == ["evaluation"]:
@@ -340,7 +344,7 @@ def _of_first_release(old: dict[str, Any], context_tokens: int) -> list[TaskSpec
         if name not in _FIRST_RELEASE:
             raise ConfigError(f"evaluation.{name}: {unknown_key(name, [*_FIRST_RELEASE, 'batch_tokens'])}")
         if not isinstance(given, dict):
-            raise ConfigError(f"evaluation.{name}: expected a mapping, got {given!r}")
+            raise ConfigError(f"evaluation.{name}: expected a mapping, got {short(given)}")
         for key in given:
             if key not in _FIRST_RELEASE[name]:
                 raise ConfigError(f"evaluation.{name}.{key}: {unknown_key(key, _FIRST_RELEASE[name])}")

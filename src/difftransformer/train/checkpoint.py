@@ -30,6 +30,7 @@ from ..errors import CheckpointError, DataError
 from ..model import DiffTransformerConfig, DiffTransformerForCausalLM
 from ..model.card import CARD_FILE, model_card
 from ..model.quiet import quietly
+from ..reading import is_plain_name, read_json
 from ..typed import build
 from .lora import adapter_state, has_lora, merged_state
 from .run_summary import training_summary
@@ -182,10 +183,7 @@ def verify_checkpoint(path: Path) -> CheckpointState:
         CheckpointError: A file is missing, truncated or changed.
     """
     file = path / STATE_FILE
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise CheckpointError(f"{file}: unreadable ({error}); {_way_out(path)}") from None
+    content = read_json(file, error=CheckpointError, advice=_way_out(path))
     version = content.get("version") if isinstance(content, dict) else None
     if version != STATE_VERSION:
         raise CheckpointError(
@@ -202,7 +200,7 @@ def verify_checkpoint(path: Path) -> CheckpointState:
         raise CheckpointError(f"{error}; {_way_out(path)}") from None
     for name, expected in state.files.items():
         file = path / name
-        if not file.is_file():
+        if not is_plain_name(name) or not file.is_file():
             raise CheckpointError(f"{file}: missing; {_way_out(path)}")
         found = _file_sum(file)
         if found != expected:

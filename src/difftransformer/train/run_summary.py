@@ -1,12 +1,10 @@
 """Summary of a run at a given step, for the model card, from the recipe and the metrics in the run folder."""
 
 from pathlib import Path
-from typing import Any
-
-import yaml
 
 from ..errors import CheckpointError
 from ..model.card import Training
+from ..reading import parse_yaml
 from .metrics import METRICS_FILE, read_metrics
 
 RECIPE_FILE = "config.yaml"
@@ -22,9 +20,9 @@ def training_summary(run: Path, step: int) -> Training | None:
     if not path.is_file():
         return None
     try:
-        recipe: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise CheckpointError(f"{path}: not YAML ({' '.join(str(error).split())}); copy it again") from None
+        recipe = parse_yaml(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: cannot be read ({error}); copy it again") from None
     if not isinstance(recipe, dict):
         raise CheckpointError(f"{path} holds a {type(recipe).__name__}, expected a recipe, a mapping; copy it again")
     metrics = run / METRICS_FILE

@@ -18,6 +18,9 @@ CITIES: dict[Kind, tuple[str, ...]] = {
 }
 
 
+MOST_DOCUMENTS = 100_000
+
+
 def check_documents(depths: Sequence[float], documents: int, digits: int, seed: int) -> None:
     """Refuse options that no document can have.
 
@@ -26,8 +29,10 @@ def check_documents(depths: Sequence[float], documents: int, digits: int, seed: 
     """
     if not depths or any(not 0 <= depth <= 1 for depth in depths):
         raise ConfigError(f"depths={depths}: give shares of the context, from 0 to 1")
-    if documents < 1 or not 1 <= digits <= 9:
-        raise ConfigError(f"documents={documents}, digits={digits}: give at least 1 document and 1 to 9 digits")
+    if not 1 <= documents <= MOST_DOCUMENTS or not 1 <= digits <= 9:
+        raise ConfigError(
+            f"documents={documents}, digits={digits}: give at least 1 document, at most {MOST_DOCUMENTS:,}, and 1 to 9 digits"
+        )
     if seed < 0:
         raise ConfigError(f"seed={seed}: give 0 or more")
 

@@ -1,0 +1,98 @@
+"""The files that hold the weights of a saved model: safetensors inside its folder, and nothing else.
+
+A pickle can run code when it is opened, and a name or a link in a folder from elsewhere can lead to any file of the machine.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from ..errors import CheckpointError
+from ..reading import is_plain_name, read_json
+from ..typed import short
+
+CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
+INDEX_FILE = WEIGHTS_FILE + ".index.json"
+GENERATION_FILE = "generation_config.json"
+ADAPTER_FILE, ADAPTER_CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
+PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+
+
+def weights_files(folder: Path) -> list[str]:
+    """Return the names of a folder's weights files.
+
+    Raises:
+        CheckpointError: There are none, or the index, the configuration or a link leads to a pickle or out of the folder.
+    """
+    for path in sorted(folder.iterdir()):
+        if not path.is_dir():
+            check_inside(path)
+    _check_settings(folder)
+    if (folder / ADAPTER_CONFIG_FILE).is_file() and not (folder / ADAPTER_FILE).is_file():
+        raise CheckpointError(
+            f"{folder / ADAPTER_CONFIG_FILE} names an adapter, and there is no {ADAPTER_FILE} here; save it as safetensors, or "
+            "merge it into the model"
+        )
+    listed = weight_map(folder)
+    if (folder / WEIGHTS_FILE).is_file():  # as transformers chooses
+        return [WEIGHTS_FILE]
+    if listed:
+        return sorted(set(listed.values()))
+    if pickles := sorted(path.name for pattern in PICKLES for path in folder.glob(pattern)):
+        raise CheckpointError(
+            f"{folder / pickles[0]} is a pickle, which can run code when it is opened, and is not read; load the model with "
+            "transformers where you trust it, and save_pretrained it as safetensors"
+        )
+    raise CheckpointError(f"{folder} has neither {WEIGHTS_FILE} nor {INDEX_FILE}; name the folder of a saved model")
+
+
+def weight_map(folder: Path) -> dict[str, str]:
+    """Return the file of each tensor that a folder's index lists; an empty mapping without an index.
+
+    Raises:
+        CheckpointError: The index is damaged, or names anything but safetensors files of its folder.
+    """
+    path = folder / INDEX_FILE
+    if not path.exists():
+        return {}
+    index: Any = read_json(path, error=CheckpointError, advice="copy it again")
+    listed = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(listed, dict) or not listed:
+        raise CheckpointError(f"{path}: weight_map is missing, expected tensor names and their files")
+    for name in listed.values():
+        if not isinstance(name, str) or not is_plain_name(name) or not name.endswith(".safetensors"):
+            raise CheckpointError(f"{path}: {short(name)} is no safetensors file of this folder; expected plain names")
+    return listed
+
+
+def _check_settings(folder: Path) -> None:
+    """Check that a folder's settings are objects, and do not name other weights, as transformers lets them."""
+    for path in (folder / CONFIG_FILE, folder / GENERATION_FILE):
+        if path.is_file():
+            document: Any = read_json(path, error=CheckpointError, advice="copy it again")
+            if not isinstance(document, dict):
+                raise CheckpointError(f"{path} holds a {type(document).__name__}, expected a JSON object")
+            other = document.get("transformers_weights")
+            if other not in (None, WEIGHTS_FILE, INDEX_FILE):
+                raise CheckpointError(
+                    f"{path}: transformers_weights={short(other)} is not read; expected {WEIGHTS_FILE}"
+                )
+
+
+def check_inside(path: Path) -> None:
+    """Check that a file of a model's folder is no link that leads out of the folder.
+
+    In the cache of the Hugging Face hub, files are links to the blobs of the same model.
+
+    Raises:
+        CheckpointError: It is one.
+    """
+    if not path.is_symlink():
+        return
+    folder = path.parent.resolve()
+    allowed = [folder, *([folder.parents[1] / "blobs"] if folder.parent.name == "snapshots" else [])]
+    try:
+        target = path.resolve(strict=True)
+    except (OSError, RuntimeError):  # a loop
+        raise CheckpointError(f"{path} is a link that leads nowhere; copy the file into the folder") from None
+    if not any(target.is_relative_to(place) for place in allowed):
+        raise CheckpointError(f"{path} is a link out of the folder, to {target}; copy the file into the folder")

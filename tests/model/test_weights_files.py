@@ -1,0 +1,189 @@
+"""Weights are safetensors inside the model's folder; whatever opens a model refuses the rest in one line."""
+
+import json
+import pickle
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from difftransformer import DiffTransformerForCausalLM
+from difftransformer.cli.main import main
+from difftransformer.data import byte_tokenizer
+from difftransformer.errors import CheckpointError
+from difftransformer.model.weights import weights_files
+from tests.support import tiny_folders
+
+
+class Touch:
+    """A pickle of this leaves a file behind when it is read."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return (open, (str(self.path), "w"))
+
+
+def pickled(folder):
+    """Put a pickle that runs code in the place of the weights."""
+    (folder / "model.safetensors").unlink()
+    with open(folder / "pytorch_model.bin", "wb") as file:
+        pickle.dump(Touch(folder / "ran"), file)
+
+
+def state_dict(folder):
+    """Put the weights themselves, as torch saves them, in their place: transformers would read them."""
+    torch.save(tiny_folders.model().state_dict(), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+
+
+def index(name):
+    def change(folder):
+        (folder / "model.safetensors").rename(folder.parent / "outside.safetensors")
+        torch.save(tiny_folders.model().state_dict(), folder / "pytorch_model.bin")
+        content = {"weight_map": dict.fromkeys(tiny_folders.model().state_dict(), name)}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(content))
+
+    return change
+
+
+def link(folder):
+    (folder / "model.safetensors").rename(folder.parent / "outside.safetensors")
+    (folder / "model.safetensors").symlink_to("../outside.safetensors")
+
+
+def explicit(name):
+    def change(folder):
+        torch.save(tiny_folders.model().state_dict(), folder / name)
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"transformers_weights": name}))
+
+    return change
+
+
+def adapter(folder):
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    torch.save({}, folder / "adapter_model.bin")
+
+
+CHANGES = {
+    "a pickle that runs code": (pickled, "pytorch_model.bin is a pickle"),
+    "pickled weights": (state_dict, "pytorch_model.bin is a pickle"),
+    "an index of pickles": (index("pytorch_model.bin"), "'pytorch_model.bin' is no safetensors file of this folder"),
+    "an index that leads out": (index("../outside.safetensors"), "'../outside.safetensors' is no safetensors file"),
+    "an index of an absolute path": (index("/outside.safetensors"), "'/outside.safetensors' is no safetensors file"),
+    "a link that leads out": (link, "is a link out of the folder"),
+    "weights that the configuration names": (explicit("adapter_model.bin"), "transformers_weights='adapter_model.bin'"),
+    "an adapter": (adapter, "there is no adapter_model.safetensors here"),
+}
+
+
+@pytest.fixture(params=CHANGES)
+def changed(request, tmp_path):
+    """A model of this package after a change, and the message that it has to give."""
+    tiny_folders.saved(tmp_path / "model")
+    change, message = CHANGES[request.param]
+    change(tmp_path / "model")
+    return tmp_path / "model", message
+
+
+def test_every_road(changed, tmp_path, toy_file, capsys):
+    folder, message = changed
+    for opens in (weights_files, DiffTransformerForCausalLM.from_pretrained, AutoModelForCausalLM.from_pretrained):
+        with pytest.raises(CheckpointError) as caught:
+            opens(folder)
+        assert message in str(caught.value)
+    roads = [
+        ["generate", folder, "a"],
+        ["eval", "perplexity", folder, "--text", toy_file, "--out", tmp_path / "out"],
+        ["export", folder, tmp_path / "out"],
+        ["convert", folder, tmp_path / "out", "--to", "diffllama"],
+        ["train", toy_file, "--out", tmp_path / "run", "--set", "model={}", "--set", f"start_from={folder}"],
+    ]
+    for words in roads:
+        assert main([str(word) for word in words]) == 2
+        line = capsys.readouterr().err
+        assert message in line, line
+        assert line.count("\n") == 1
+    assert not (folder / "ran").exists()
+
+
+@pytest.mark.parametrize("name", ["a pickle that runs code", "an index of pickles", "a link that leads out"])
+def test_models_of_other_kinds(name, tmp_path, capsys):
+    change, message = CHANGES[name]
+    sizes = {"vocab_size": 258, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+    LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=1)).save_pretrained(tmp_path / "llama")
+    byte_tokenizer().save(tmp_path / "llama")
+    change(tmp_path / "llama")
+    for words in (["generate", "a"], ["upcycle", str(tmp_path / "out"), "--to", "diff"]):
+        assert main([words[0], str(tmp_path / "llama"), *words[1:]]) == 2
+        assert message in capsys.readouterr().err
+    assert not (tmp_path / "llama" / "ran").exists()
+
+
+def test_links_of_the_hub_s_cache(tmp_path):
+    """Files of a snapshot are links to blobs beside it."""
+    snapshot = tmp_path / "models--a--b" / "snapshots" / "0123"
+    made = tiny_folders.saved(snapshot)
+    blobs = tmp_path / "models--a--b" / "blobs"
+    blobs.mkdir()
+    for path in list(snapshot.iterdir()):
+        path.rename(blobs / path.name)
+        path.symlink_to(f"../../blobs/{path.name}")
+    opened = DiffTransformerForCausalLM.from_pretrained(snapshot)
+    assert all(torch.equal(a, b) for a, b in zip(opened.state_dict().values(), made.state_dict().values(), strict=True))
+
+
+def test_nothing_from_outside_is_exported(tmp_path, capsys):
+    """A link in the place of a licence would publish a private file."""
+    tiny_folders.saved(tmp_path / "model")
+    (tmp_path / "private").write_text("secret")
+    (tmp_path / "model" / "LICENSE").symlink_to(tmp_path / "private")
+    for words in (["export", "model", "new"], ["convert", "model", "new", "--to", "diffllama"]):
+        assert main([words[0], *(str(tmp_path / word) for word in words[1:3]), *words[3:]]) == 2
+        assert "LICENSE is a link out of the folder" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_hidden_layers": 10**7}, "give a whole number of at least 1 and at most 10,000"),
+        ({"num_hidden_layers": 9_999}, "config.json describes 9999 layers"),
+        ({"hidden_size": 10**30, "head_dim": 8}, "hidden_size=1000000000000000000000000000000"),
+        ({"hidden_size": 2**30, "head_dim": 8}, "parameters, and the weights hold"),
+        ({"eos_token_id": "x"}, "eos_token_id"),
+    ],
+)
+def test_configurations_that_no_weights_have(fields, message, tmp_path, capsys):
+    tiny_folders.saved(tmp_path / "model")
+    path = tmp_path / "model" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+    assert main(["generate", str(tmp_path / "model"), "a"]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["[]", "3", "null", "{"])
+def test_generation_settings_that_are_no_object(text, tmp_path, capsys):
+    tiny_folders.saved(tmp_path / "model")
+    (tmp_path / "model" / "generation_config.json").write_text(text)
+    capsys.readouterr()
+    assert main(["generate", str(tmp_path / "model"), "a"]) == 2
+    line = capsys.readouterr().err
+    assert "generation_config.json" in line
+    assert line.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "template",
+    ["{% for", "{{ 1 / 0 }}", "{{ messages[5].x.y }}", "{% for i in range(99999) %}" * 2 + "{% endfor %}" * 2],
+)
+def test_broken_chat_templates(template, tmp_path, capsys):
+    tiny_folders.saved(tmp_path / "model")
+    (tmp_path / "model" / "chat_template.jinja").write_text(template)
+    capsys.readouterr()
+    assert main(["generate", str(tmp_path / "model"), "a", "--chat"]) == 2
+    line = capsys.readouterr().err
+    assert "chat template" in line
+    assert line.count("\n") == 1
