@@ -176,7 +176,7 @@ def study_page(study: Study, png: bool = False) -> Page:
     return Page(
         title=study.name,
         about=f"{' and '.join(labels[:-1])}{' against ' if len(labels) > 1 else ''}{labels[-1]}, trained on the same batches "
-        f"{seeds}. {_where(study.environment.device, study.environment.processor, study.created)}",
+        f"{seeds}. {_where(study)}",
         verdicts=verdicts(study),
         sections=[
             Section(slug="quality", title="Quality", tables=[metrics_table(study)]),
@@ -206,10 +206,7 @@ def suite_page(name: str, found: Mapping[str, Sequence[TaskResult]], missing: Se
         notes = [f"{experiment} on {model}: {reason}" for experiment, model, reason in missing]
         sections.append(Section(slug="missing", title="Not run", notes=notes))
     if first:
-        environment = first[0].environment
-        about = f"{' against '.join(result.model.name for result in first)}. " + _where(
-            environment.device, environment.processor, first[0].created
-        )
+        about = f"{' against '.join(result.model.name for result in first)}. {_where(first[0])}"
         notes = [
             f"{model.name}: {model.architecture} ({model.attention}), {model.parameters:,} parameters, {model.dtype}; sha256 "
             f"{model.sha256[:16]}."
@@ -245,8 +242,8 @@ def _task_section(label: str, results: Sequence[TaskResult], png: bool, seeds: i
     )
 
 
-def _where(device: str, processor: str, created: str) -> str:
-    return f"Measured on {device} ({processor}), {created}."
+def _where(result: Study | TaskResult) -> str:
+    return f"Measured on {result.environment.where}, {result.created}."
 
 
 def recipe_text(recipe: dict[str, Any]) -> str:

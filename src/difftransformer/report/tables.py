@@ -20,6 +20,7 @@ from difftransformer.results import (
 )
 
 NOT_MEASURED = "not measured"
+NOT_RECORDED = "not recorded"
 
 Fold = Literal["plain", "mean", "interval", "metric", "ratio", "remark"]
 
@@ -300,6 +301,7 @@ def environment_table(study: Study) -> Table:
     environment = study.environment
     rows = [
         ["difftransformer", environment.difftransformer],
+        ["commit", environment.commit or NOT_RECORDED],
         ["Python", environment.python],
         ["torch", environment.torch],
         ["transformers", environment.transformers],
@@ -307,6 +309,8 @@ def environment_table(study: Study) -> Table:
         ["processor", environment.processor],
         ["device", environment.device],
         ["threads", str(environment.threads)],
+        ["instruction set", environment.instruction_set or NOT_RECORDED],
+        ["compiler of the kernels", environment.compiler or NOT_RECORDED],
         ["seeds", ", ".join(map(str, study.seeds))],
         ["created", study.created],
     ]
