@@ -39,10 +39,8 @@ def test_the_table_of_retrieval_is_that_of_its_file():
         if line.startswith("| ")
     ]
     counts = [int(cell) for cell in rows[0][1:]]
-    assert len(rows) == 4
     for label, *cells in rows[2:]:
-        (model,) = [model.model for model in result.models if model.label == label]
-        (run,) = [run for run in result.runs if run.model == model]
+        (run,) = [run for run in result.runs if run.model == {"DIFF": "diff", "Transformer": "softmax"}[label]]
         for count, cell in zip(counts, cells, strict=True):
             found = [
                 row

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -22,6 +22,9 @@ from ..requests import Loss
 from ..scores import details, mean
 
 DEFAULT_WINDOW = 4096
+
+_LARGEST_NATS = 700.0
+"""Of a loss whose exponential is a float."""
 
 _CHOICES = [
     "Documents follow one another with an end of text between them; a window may hold several.",
@@ -86,7 +89,7 @@ class PerplexityTask(Task):
         self.byte_lengths = setting.tokenizer.token_byte_lengths()
 
     def score(self, answers: Sequence[Any]) -> Scores:
-        """Return nats a token and bits a byte over all windows, and the loss by position."""
+        """Return nats a token, bits a byte and perplexity over all windows, and the loss by position."""
         nats, tokens, bits, sizes = [], [], [], []
         for index, (request, losses) in enumerate(zip(self.requests, answers, strict=True)):
             scored = len(losses) if index == 0 else min(self.stride, len(losses))
@@ -98,6 +101,8 @@ class PerplexityTask(Task):
             mean("nll", "nats/token", nats, {}, weights=tokens, better="lower"),
             mean("bits per byte", "bits/byte", bits, {}, weights=sizes, better="lower"),
         ]
+        if figures[0].value < _LARGEST_NATS:
+            figures.append(_perplexity(figures[0]))
         items = [
             ItemScore(name=name, item=f"window {index}", score=score, weight=weight)
             for name, scores, weights in (("nll", nats, tokens), ("bits per byte", bits, sizes))
@@ -115,6 +120,13 @@ class PerplexityTask(Task):
                  better="lower")
             for start, end in pairwise(edges)
         ]  # fmt: skip
+
+
+def _perplexity(nll: Measurement) -> Measurement:
+    """Return exp(loss); its error is that of the loss times the derivative, exp(loss)."""
+    value = math.exp(nll.value)
+    error = None if nll.standard_error is None else value * nll.standard_error
+    return replace(nll, name="perplexity", unit="per token", value=value, standard_error=error, better=None)
 
 
 def _cumulative(table: np.ndarray) -> list[Measurement]:
