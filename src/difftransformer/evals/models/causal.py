@@ -81,12 +81,14 @@ class CausalLanguageModel:
     @contextmanager
     def watched(self, tell: Callable[[float], None]) -> Iterator[None]:
         """Call `tell` whenever a layer has done its part, with the tokens of its rows divided by the number of layers."""
-        lists = (module for module in self.model.modules() if isinstance(module, torch.nn.ModuleList))
-        layers = max(lists, key=len, default=torch.nn.ModuleList())
+        decoder = getattr(self.model, "get_decoder", lambda: self.model)()
+        # The first list is that of the layers; lists inside layers, such as experts, come later.
+        layers = next((part for part in decoder.modules() if isinstance(part, torch.nn.ModuleList)), ())
 
         def done(_: Any, __: Any, output: Any) -> None:
             hidden = output[0] if isinstance(output, tuple) else output
-            tell(hidden.shape[0] * hidden.shape[1] / len(layers))
+            if isinstance(hidden, Tensor) and hidden.ndim == 3:
+                tell(hidden.shape[0] * hidden.shape[1] / len(layers))
 
         hooks = [layer.register_forward_hook(done) for layer in layers]
         try:

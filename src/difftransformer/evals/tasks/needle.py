@@ -247,7 +247,12 @@ def draw(results: Sequence[TaskResult]) -> tuple[str, str, Figure]:
     for count in counts:
         bar.ax.axhline(1 / count, color="white", linewidth=2)
         bar.ax.axhline(1 / count, color=INK, linewidth=1, linestyle=(0, (2, 2)))
-        place = {"transform": bar.ax.get_yaxis_transform(), "ha": "right", "va": "center", "fontsize": 8}
+        place: dict[str, Any] = {
+            "transform": bar.ax.get_yaxis_transform(),
+            "ha": "right",
+            "va": "center",
+            "fontsize": 8,
+        }
         bar.ax.text(-0.2, 1 / count, f"1/{count}", **place)
     digits = results[0].options["digits"]
     caption = f"Share of {digits}-digit numbers given back exactly; in each cell right answers of all."
