@@ -58,3 +58,24 @@ def test_the_range_of_training_steps_is_that_of_its_file():
     ]
     assert len(ratios) == 6
     assert f"{min(ratios):.2f} to {max(ratios):.2f} of its twin's time" in SECTIONS["Speed on CPU"]
+
+
+def test_the_figures_of_the_demo_are_those_of_its_file():
+    result = read_result(DOCS / "results" / "demo.json", Comparison)
+    text = " ".join(SECTIONS["Retrieval, DIFF against its twin"].split())
+    shares = {}
+    for model in ("diff", "softmax"):
+        runs = [run for run in result.runs if run.model == model]
+        for segments in (("answer",), ("before", "after")):
+            found = [
+                row.value
+                for run in runs
+                for row in run.evaluations["allocation"].measurements
+                if row.at.get("form") == "signed" and row.at.get("depth") == 0.5 and row.at["segment"] in segments
+            ]
+            shares[model, len(segments)] = f"{sum(found) / len(runs):.0%}".replace("%", " %")
+    assert f"gives {shares['diff', 1]} (DIFF) and {shares['softmax', 1]} (twin) of its signed weight" in text
+    assert f"{shares['diff', 2]} of DIFF's signed weight and {shares['softmax', 2]} of the twin's" in text
+    (first, second), (other_first, other_second) = (run.lambda_values[-1] for run in result.runs if run.lambda_values)
+    assert f"lambda ends at {first:.2f}" in text
+    assert f"ends at {other_first:+.2f}; the second layer's ends at {second:.2f} and {other_second:.2f}" in text

@@ -63,6 +63,8 @@ def test_the_compiler_is_read_from_the_library(tmp_path):
     assert version in Library(library, "avx2", is_new=False).compiler
     library.write_bytes(b"\x7fELF")
     assert Library(library, "avx2", is_new=False).compiler == ""
+    library.unlink()
+    assert Library(library, "avx2", is_new=False).compiler == ""
 
 
 def test_words_for_a_page():

@@ -64,7 +64,11 @@ class Library(NamedTuple):
     @property
     def compiler(self) -> str:
         """The compiler that built the library, as it signs an ELF file; "" if it does not."""
-        signed = re.findall(rb"GCC: \([^()]*\) [\d.]+|clang version [\w.]+", self.path.read_bytes())
+        try:
+            library = self.path.read_bytes()
+        except OSError:  # removed since it was loaded
+            return ""
+        signed = re.findall(rb"GCC: \([^()]*\) [\d.]+|clang version [\w.]+", library)
         # Clang's libraries contain startup code of GCC.
         return str(max(signed, default=b"").decode())
 

@@ -43,7 +43,8 @@ _BEGINNING = re.compile(r"[-+$\u20ac\u00a3\u00b1\u2212\u00bc-\u00be.]*\d|[\[({\\
 _SENTENCE_END = re.compile(r"[.!?;](?:\s|$)|\n")
 _REJECTED = re.compile(
     r"(?:\bnot|n['\u2019]t|\bcannot|\bnever|\bneither|\bnor|\brather than|\binstead of|\b(?:less|more|fewer|greater) than"
-    rf"|\u2260|!=|\\neq?\b)\s*(?:be\s|equal\s(?:to\s)?|exactly\s)?\s*\$?(?:{_WRITTEN.pattern})",
+    rf"|\u2260|!=|\\neq?\b)\s*(?:be\s|equal\s(?:to\s)?|exactly\s)?\s*\$?(?:{_WRITTEN.pattern})"
+    rf"(?:,?\s+n?or\s+\$?(?:{_WRITTEN.pattern}))?",
     re.IGNORECASE,
 )
 """A number of which a text says that it is not the answer."""
