@@ -5,11 +5,14 @@ import math
 
 import pytest
 
+from difftransformer.data import byte_tokenizer
 from difftransformer.errors import CheckpointError, EvaluationError
 from difftransformer.evals.engine import Scores, Task, run_task
+from difftransformer.evals.models.causal import CausalLanguageModel
 from difftransformer.evals.requests import Choice, Loss, requests_sha256
 from difftransformer.evals.tasks.quantized import Quantized
 from difftransformer.results import Grid, ItemScore, Measurement
+from tests.support import tiny_folders as tiny_models
 from tests.support.fakes import TensorModel
 
 
@@ -149,6 +152,26 @@ def test_an_evaluation_without_an_answer_blocks_no_later_one(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         run_task(Adding(stop_after=0), numbers(1, 20), journal=journal, identity="m")
     assert run_task(Adding(), numbers(300), journal=journal, identity="n").measurements[0].value == 300
+
+
+def test_progress_moves_inside_a_batch():
+    """Four rows in one pass: each of its layers is told before the first answer, and the end is told once."""
+    network = tiny_models.model(num_hidden_layers=4)
+    model, told = CausalLanguageModel(network, byte_tokenizer()), []
+    task = Counting([Loss(tuple(range(row, row + 41))) for row in range(4)])
+    task.score = lambda answers: Scores(measurements=[], items=[])
+    answers = []
+    model.answer = lambda requests: (
+        answers.append(len(told)) or pair for pair in CausalLanguageModel.answer(model, requests)
+    )
+    run_task(model, task, progress=lambda done, total: told.append((done, total)))
+    total = sum(request.shown_tokens for request in task.requests)
+    before = [done for done, _ in told[: answers[0]]]
+    assert before[:5] == [0, 40, 80, 120, 160]
+    assert [done for done, _ in told] == sorted(done for done, _ in told)
+    assert told[-1] == (total, total)
+    assert [done for done, _ in told].count(total) == 1
+    assert not any(module._forward_hooks for module in network.modules())
 
 
 def test_nothing_to_ask_is_refused():

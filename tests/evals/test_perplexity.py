@@ -29,6 +29,9 @@ def test_a_uniform_model(uniform, toy_shards):
     result = scored(uniform, toy_shards, windows=6)
     (nll,), (bits,) = figures(result, "nll"), figures(result, "bits per byte")
     assert nll.value == pytest.approx(math.log(400), rel=1e-12)
+    (perplexity,) = figures(result, "perplexity")
+    assert perplexity.value == pytest.approx(400, rel=1e-12)
+    assert perplexity.better is None
     # Tokens and bytes counted from the windows' targets, the ends of text left out.
     stream = np.asarray(toy_shards.tokens("validation")[:]).astype(np.int64)
     fitting = (len(stream) - 1) // 100
@@ -76,6 +79,22 @@ def test_parts_add_up(toy_shards):
         middle = (start + end - 1) / 2
         assert middle <= row.value <= middle + 4
     assert figures(scored(Sloped(), toy_shards, windows=6), "nll by position") == []
+
+
+def test_the_error_of_perplexity_is_that_of_a_small_change_of_loss(toy_shards):
+    result = scored(Sloped(), toy_shards, windows=6, window=10)
+    (nll,), (perplexity,) = figures(result, "nll"), figures(result, "perplexity")
+    step = 1e-6 * nll.standard_error
+    expected = (math.exp(nll.value + step) - math.exp(nll.value - step)) / (2 * step) * nll.standard_error
+    assert perplexity.standard_error == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_loss_without_a_finite_perplexity(toy_shards):
+    class Hopeless(TensorModel):
+        def nll(self, input_ids, targets):
+            return torch.full(targets.shape, 1000.0, dtype=torch.float64)
+
+    assert figures(scored(Hopeless(), toy_shards, windows=2), "perplexity") == []
 
 
 def test_more_buckets_than_positions(toy_shards):

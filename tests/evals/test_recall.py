@@ -63,6 +63,8 @@ def test_hits_of_a_text_by_hand(tmp_path):
     task = RecallTask(Options(text=str(path), window=8, windows=1), Planted())
     # Targets b c a b x a a a: the second "ab" and the second "aa".
     assert task.hits.tolist() == [[False, False, False, True, False, False, False, True]]
+    hits = figures(run_task(Planted(), task))["AR-hits"]
+    assert (hits.value, hits.n, hits.unit) == (2, 8, "tokens")
     path.write_text("abcdabcd")
     task = RecallTask(Options(text=str(path), window=8, windows=1, ngram=3), Planted())
     assert task.hits.tolist() == [[False] * 5 + [True, True, False]]

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from difftransformer.evals.tasks import hallucination, math, recall
+from difftransformer.evals.tasks import hallucination, math, needle, recall
 from difftransformer.report.tasks import draw_task
 from difftransformer.results import Measurement
 from tests.support.task_results import task_result
@@ -75,7 +75,20 @@ def test_recall_bars():
     _, caption, figure = recall.draw([task_result("recall", "a", rows, ngram=2)])
     assert bars_of(figure) == [0.9, 3.3, 3.1]
     assert lines_of(figure)[0] == (0.8, 1.0)
-    assert "7.8 % of tokens" in caption
+    assert "7.8 % of tokens)" in caption
+    hits = Measurement(name="AR-hits", unit="tokens", value=1234.0, standard_error=None, n=16384, at={})
+    _, caption, _ = recall.draw([task_result("recall", "a", [*rows, hits], ngram=2)])
+    assert "7.8 % of tokens: 1,234 of 16,384)" in caption
+
+
+@pytest.mark.parametrize(("counts", "lines"), [([1], []), ([1, 2, 4], ["1/2", "1/4"]), ([8], ["1/8"])])
+def test_needle_shows_what_copying_any_needle_gives(counts, lines):
+    rows = [share("accuracy", 0.5, needles=n, asked=1, length_tokens=128, depth=d) for n in counts for d in (0.0, 1.0)]
+    _, caption, figure = needle.draw([task_result("needle", "a", rows, digits=7)])
+    bar = figure.axes[-1]
+    assert sorted(text.get_text() for text in bar.texts) == lines
+    assert {line.get_ydata()[0] for line in bar.lines} == {1 / count for count in counts if count > 1}
+    assert ("1/N" in caption) == bool(lines)
 
 
 @pytest.mark.parametrize("name", ["hallucination", "math", "recall"])

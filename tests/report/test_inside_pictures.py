@@ -104,7 +104,7 @@ def test_a_short_table_leaves_details_out_and_counts_each_models_items():
     assert brief.rows[0][1:3] == ["0.5 ± 0.1"] * 2
 
 
-def mapped(model, differential):
+def mapped(model, differential, heads=2):
     grids = [Grid(name=name, at={}, values=[[0.1, 0.3], [0.5, 0.1]]) for name in ("negative weight", "near zero")]
     kinds = ("A1", "A2", "A1 - lambda A2") if differential else ("A",)
     if differential:
@@ -112,7 +112,7 @@ def mapped(model, differential):
             Grid(name=name, at={}, values=[[0.2, 0.2], [0.8, 0.8]]) for name in ("lambda", "near zero in A1 alone")
         ]
     for layer in (0, 1):
-        for head in (0, 1):
+        for head in range(heads):
             for kind in kinds:
                 at = {"layer": layer, "head": head, "map": kind}
                 grids.append(Grid(name="map", at=at, values=[[1.0], [0.75, -0.25]], labels=["<s>", "\n word"]))
@@ -131,3 +131,20 @@ def test_maps_draw_a_panel_for_each():
     assert both[3] == "layer 0, head 0: A1 - lambda A2"
     assert len(both) == 3 + 2 * 2 * 2
     assert panels(maps.draw([mapped("b", False)])[2])[:2] == ["negative weight", "near zero"]
+
+
+@pytest.mark.parametrize(("heads", "rows"), [(1, [3] * 2), (2, [3] * 4), (3, [3] * 6), (4, [4] * 6), (6, [3] * 12)])
+def test_maps_fill_their_rows_and_name_their_axes(heads, rows):
+    figure = drawn(maps, [mapped("a", True, heads)])
+    places = [ax for ax in figure.subfigs[1].axes if ax.get_ylabel() != "weight"]
+    assert all(ax.get_visible() for ax in places)
+    assert [sum(ax.get_subplotspec().rowspan.start == row for ax in places) for row in range(len(rows))] == rows
+    assert {ax.get_xlabel() for ax in places} == {"key"}
+    first = [ax for ax in places if ax.get_subplotspec().colspan.start == 0]
+    assert {ax.get_ylabel() for ax in first} == {"query"}
+
+
+def test_maps_of_two_models_leave_no_half_row_empty():
+    for figure in maps.draw([mapped("a", True, 2), mapped("b", False, 3)])[2].subfigs[1:]:
+        places = [ax for ax in figure.axes if ax.get_ylabel() != "weight"]
+        assert sum(not ax.get_visible() for ax in places) == 0

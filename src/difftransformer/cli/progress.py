@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ..train.metrics import Metrics
 
 PRINTED_PARTS = 10  # number of lines that are printed in place of a bar
+PRINTED_SECONDS = 30.0  # after this time an evaluation prints a line in any case
 
 
 class _Bars:
@@ -34,7 +35,18 @@ class _Bars:
         self.ids: dict[str, TaskID] = {}
         self.parts: dict[str, int] = {}
 
-    def update(self, title: str, done: int, total: int, line: str, *, started: bool = True, **fields: Any) -> None:
+    def update(
+        self,
+        title: str,
+        done: int,
+        total: int,
+        line: str,
+        *,
+        started: bool = True,
+        at_once: bool = False,
+        **fields: Any,
+    ) -> bool:
+        """Move a bar and return whether its line was printed instead, as at each tenth of the work, or now if `at_once`."""
         if title not in self.ids:
             self.ids[title] = self.progress.add_task(title, total=total, start=False, **fields)
         bar = self.progress.tasks[self.ids[title]]
@@ -42,9 +54,11 @@ class _Bars:
             self.progress.start_task(bar.id)
         self.progress.update(bar.id, completed=done, total=total, **fields)
         part = PRINTED_PARTS * done // max(1, total)
-        if not console.is_terminal and part > self.parts.get(title, 0):
+        printed = not console.is_terminal and (at_once or part > self.parts.get(title, 0))
+        if printed:
             self.parts[title] = part
             console.print(line)
+        return printed
 
 
 def training_progress() -> Progress:
@@ -85,11 +99,15 @@ def evaluation_progress(label: str) -> "Iterator[Callback]":
     """Draw a bar over the tokens of an evaluation, and one for each later stage."""
     with _display(TextColumn("{task.percentage:>3.0f} %", markup=False)) as progress:
         bars, began = _Bars(progress), time.monotonic()
+        printed = began
 
         def update(done: int, total: int, stage: str = "") -> None:
+            nonlocal printed
             title = f"{label}, {stage}" if stage else label
-            seconds = time.monotonic() - began
-            bars.update(title, done, total, f"{title}: {100 * done // total} % after {seconds:.0f} s")
+            now = time.monotonic()
+            line = f"{title}: {100 * done // total} % after {now - began:.0f} s"
+            if bars.update(title, done, total, line, at_once=now - printed > PRINTED_SECONDS):
+                printed = now
 
         yield update
 

@@ -103,7 +103,8 @@ def run_task(
         identity: Fingerprint of the model: a journal of another model is refused.
         replace_others: Whether to begin again, instead, where the journal belongs to another model or to other requests. A
             journal of an earlier release, which cannot be compared, is always replaced.
-        progress: Called with the tokens asked and the tokens in total after every answer, then by a long judging.
+        progress: Called with the tokens asked and the tokens in total after every answer and, while a batch is computed, after
+            each layer of a model that can be watched (`CausalLanguageModel.watched`); then by a long judging.
         log: Called with a line if a journal is replaced. The file is kept with `.old` after its name.
 
     Raises:
@@ -141,15 +142,26 @@ def run_task(
             kept = Journal(journal, take, header=header, sync_seconds=_SYNC_SECONDS)
     left = [index for index in range(len(costs)) if index not in answers]
     done, total = sum(costs) - sum(costs[index] for index in left), sum(costs)
+    ahead, shown = 0.0, done  # tokens that were computed but not answered yet; what progress was told last
     progress(done, total)
-    with kept or nullcontext():
+
+    def computed(tokens: float) -> None:
+        nonlocal ahead, shown
+        ahead += tokens
+        if (reached := min(total - 1, int(done + ahead))) > shown:
+            shown = reached
+            progress(shown, total)
+
+    watched = getattr(model, "watched", lambda tell: nullcontext())
+    with kept or nullcontext(), watched(computed):
         for place, answer in task.answer(model, [task.requests[index] for index in left]):
             index = left[place]
             answers[index] = answer
             if kept:
                 kept.add({"request": index, "answer": answer})
-            done += costs[index]
-            progress(done, total)
+            done, ahead = done + costs[index], max(0.0, ahead - costs[index])
+            shown = max(shown, done)
+            progress(shown, total)
     return _defined(task.score(task.judge([answers[index] for index in range(len(costs))], progress)))
 
 

@@ -61,6 +61,17 @@ class Library(NamedTuple):
     instruction_set: str
     is_new: bool
 
+    @property
+    def compiler(self) -> str:
+        """The compiler that built the library, as it signs an ELF file; "" if it does not."""
+        try:
+            library = self.path.read_bytes()
+        except OSError:  # removed since it was loaded
+            return ""
+        signed = re.findall(rb"GCC: \([^()]*\) [\d.]+|clang version [\w.]+", library)
+        # Clang's libraries contain startup code of GCC.
+        return str(max(signed, default=b"").decode())
+
 
 class _CompilerError(Exception):
     """The output of a compiler that failed."""
@@ -173,6 +184,7 @@ def open_library(*, force: bool = False) -> Library:
     return Library(path, isa, is_new=True)
 
 
+_loaded: list[Library] = []
 _outcome: list[str | None] = []
 _outcome_lock = threading.Lock()
 
@@ -191,6 +203,11 @@ def load() -> str | None:
     return _outcome[0]
 
 
+def loaded() -> Library | None:
+    """Return the library that this process has loaded, or None."""
+    return _loaded[-1] if _loaded else None
+
+
 def _load_library(path: Path, isa: str) -> None:
     try:
         if _is_truncated(path):
@@ -199,6 +216,7 @@ def _load_library(path: Path, isa: str) -> None:
     except OSError as error:
         cause = " ".join(str(error.__cause__ or error).split())
         raise BackendUnavailable(f"the kernels cannot be loaded: {cause}") from error
+    _loaded.append(Library(path, isa, is_new=False))
     if isa == "amx" and not _agree_on_tiles(path):
         logger.warning(
             "the kernels for AMX tiles disagree with the others on this machine; the others are used instead"

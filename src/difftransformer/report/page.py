@@ -210,7 +210,7 @@ def study_page(study: Study, png: bool = False) -> Page:
     return Page(
         title=study.name,
         about=f"{' and '.join(trained[:-1])}{' against ' if len(trained) > 1 else ''}{trained[-1]}, "
-        f"trained on the same batches {seeds}. {_where(study.environment.device, study.environment.processor, study.created)}",
+        f"trained on the same batches {seeds}. {_where(study)}",
         verdicts=verdicts(study),
         sections=[
             Section(slug="quality", title="Quality", tables=[metrics_table(study)]),
@@ -240,10 +240,7 @@ def suite_page(name: str, found: Mapping[str, Sequence[TaskResult]], missing: Se
         gaps = [f"{experiment} on {model}: {reason}" for experiment, model, reason in missing]
         sections.append(Section(slug=MISSING, title="Not run", gaps=gaps))
     if first:
-        environment = first[0].environment
-        about = f"{' against '.join(result.model.name for result in first)}. " + _where(
-            environment.device, environment.processor, first[0].created
-        )
+        about = f"{' against '.join(result.model.name for result in first)}. {_where(first[0])}"
         notes = [
             f"{model.name}: {model.architecture} ({model.attention}), {model.parameters:,} parameters, {model.dtype}; sha256 "
             f"{model.sha256[:16]}."
@@ -306,8 +303,8 @@ def _or_gap(gaps: list[str], what: str, make: Callable[[], T]) -> T | None:
         return None
 
 
-def _where(device: str, processor: str, created: str) -> str:
-    return f"Measured on {device} ({processor}), {created}."
+def _where(result: Study | TaskResult) -> str:
+    return f"Measured on {result.environment.where}, {result.created}."
 
 
 def recipe_text(recipe: dict[str, Any]) -> str:

@@ -21,6 +21,7 @@ from difftransformer.results import (
 )
 
 NOT_MEASURED = "not measured"
+NOT_RECORDED = "not recorded"
 
 Fold = Literal["plain", "mean", "interval", "metric", "ratio", "remark"]
 
@@ -301,6 +302,7 @@ def environment_table(study: Study) -> Table:
     environment = study.environment
     rows = [
         ["difftransformer", environment.difftransformer],
+        ["commit", environment.commit or NOT_RECORDED],
         ["Python", environment.python],
         ["torch", environment.torch],
         ["transformers", environment.transformers],
@@ -308,6 +310,8 @@ def environment_table(study: Study) -> Table:
         ["processor", environment.processor],
         ["device", environment.device],
         ["threads", str(environment.threads)],
+        ["instruction set", environment.instruction_set or NOT_RECORDED],
+        ["compiler of the kernels", environment.compiler or NOT_RECORDED],
         ["seeds", ", ".join(map(str, study.seeds))],
         ["created", study.created],
     ]

@@ -13,7 +13,15 @@ Mode = Literal["forward", "backward", "forward+backward", "decode"]
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
-    """Where a result was measured."""
+    """Where a result was measured.
+
+    Attributes:
+        commit: Commit of the package's source, ending in "-dirty" if files had been changed since.
+        compiler: What built the CPU kernels that were used.
+        instruction_set: That of the CPU kernels, such as "avx512_bf16"; of PyTorch's own kernels if those were not used.
+
+    These three are "" where they are unknown: in files of earlier releases, and the commit of an installed wheel.
+    """
 
     difftransformer: str
     python: str
@@ -23,3 +31,15 @@ class Environment:
     processor: str
     device: str
     threads: int
+    commit: str = ""
+    compiler: str = ""
+    instruction_set: str = ""
+
+    @property
+    def where(self) -> str:
+        """Device, processor and code in a few words."""
+        sets = [self.instruction_set] if self.instruction_set else []
+        machine = ", ".join([self.processor, *sets, "1 thread" if self.threads == 1 else f"{self.threads} threads"])
+        dirty = " with changes" if self.commit.endswith("-dirty") else ""
+        commit = f" (commit {self.commit[:12]}{dirty})" if self.commit else ""
+        return f"{self.device} ({machine}) by difftransformer {self.difftransformer}{commit}"

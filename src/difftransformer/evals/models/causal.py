@@ -79,6 +79,25 @@ class CausalLanguageModel:
         yield from self._by_kind(probes, {LastRow: self._last_rows, Maps: self._maps, Magnitudes: self._magnitudes})
 
     @contextmanager
+    def watched(self, tell: Callable[[float], None]) -> Iterator[None]:
+        """Call `tell` whenever a layer has done its part, with the tokens of its rows divided by the number of layers."""
+        decoder = getattr(self.model, "get_decoder", lambda: self.model)()
+        # The first list is that of the layers; lists inside layers, such as experts, come later.
+        layers = next((part for part in decoder.modules() if isinstance(part, torch.nn.ModuleList)), ())
+
+        def done(_: Any, __: Any, output: Any) -> None:
+            hidden = output[0] if isinstance(output, tuple) else output
+            if isinstance(hidden, Tensor) and hidden.ndim == 3:
+                tell(hidden.shape[0] * hidden.shape[1] / len(layers))
+
+        hooks = [layer.register_forward_hook(done) for layer in layers]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    @contextmanager
     def quantized(self, bits: int, granularity: str, weights: str, activations: str) -> Iterator["CausalLanguageModel"]:
         """Open the same model under coarser numbers: see `quantized_logits` and `quantized_linears` for the arguments."""
         coarse = copy.copy(self)

@@ -38,9 +38,9 @@ SHOWN = {"first": "A1", "second": "A2", "weights": "A1 - lambda A2"}
 
 _COLOURS = LinearSegmentedColormap.from_list("signed", ["#8a3b00", "#e98a3d", "#ffffff", "#4a94c8", "#08306b"], N=48)
 _LABELLED_TOKENS = 24
-_COLUMNS = 4
+_MOST_COLUMNS = 4
 _COMBINED = ("A1 - lambda A2", "A")
-_CURVES_INCHES, _MAP_INCHES = 3.0, 2.35
+_CURVES_INCHES, _MOST_MAP_INCHES, _WORDS_INCHES = 3.0, 4.6, 0.5
 
 _CHOICES = [
     "The prompt is one row that begins with the token that begins a text, like a document in training.",
@@ -119,15 +119,15 @@ def _short(rows: Sequence[Sequence[float]]) -> list[list[float]]:
 def draw(results: Sequence[TaskResult]) -> tuple[str, str, Figure]:
     """Draw curves over layers and, below them, maps: all maps of a single model, or the combined map of each of several."""
     shown = [_rows(result, all_maps=len(results) == 1) for result in results]
-    heights = [_CURVES_INCHES, *(_MAP_INCHES * len(rows) + 0.5 for rows in shown)]
+    heights = [_CURVES_INCHES, *map(_inches, shown)]
     figure = Figure(figsize=(WIDTH_INCHES, sum(heights)), layout="constrained")
     parts = figure.subfigures(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0]
     _curves(parts[0], results)
     for part, rows, label in zip(parts[1:], shown, labels(results), strict=True):
         _maps(part, rows, label)
     caption = (
-        "Attention maps: down the queries, across the keys; blue adds a value, orange subtracts it, and colours follow the "
-        "square root of a weight. Above: by layer, a dot a head and a line through their mean: lambda; negative weight as "
+        "Attention maps: a row for each query, a column for each key; blue adds a value, orange subtracts it, colours follow "
+        "the square root of a weight. Above: by layer, a dot a head and a line through their mean: lambda; negative weight as "
         "a share of all |weight|; the share of weights below a tenth of even attention (hollow: of A1 alone)."
     )
     return "Attention maps", caption, figure
@@ -162,9 +162,13 @@ def _by_layer(ax: Axes, grid: Grid, index: int, hollow: bool = False) -> None:
     ax.plot(list(map(np.mean, grid.values)), **style, markersize=4, markerfacecolor="white" if hollow else colour)
 
 
+def _inches(rows: list[list[Grid]]) -> float:
+    columns = max(map(len, rows))
+    return (min(0.9 * WIDTH_INCHES / columns, _MOST_MAP_INCHES) + _WORDS_INCHES) * len(rows) + _WORDS_INCHES
+
+
 def _maps(figure: SubFigure, rows: list[list[Grid]], label: str) -> None:
-    columns = max(_COLUMNS, *map(len, rows))
-    axes = figure.subplots(len(rows), columns, squeeze=False)
+    axes = figure.subplots(len(rows), max(map(len, rows)), squeeze=False)
     for line, grids in zip(axes, rows, strict=True):
         for ax in line[len(grids) :]:
             ax.set_visible(False)
@@ -183,6 +187,9 @@ def _map(ax: Axes, grid: Grid, *, named: bool) -> None:
     ax.set_aspect("equal")
     ax.set_title(f"layer {grid.at['layer']}, head {grid.at['head']}: {grid.at['map']}", fontsize=8)
     ax.tick_params(length=1.5, labelsize=6, pad=1)
+    ax.set_xlabel("key", fontsize=7, labelpad=2)
+    if named:
+        ax.set_ylabel("query", fontsize=7, labelpad=2)
     if grid.labels and count <= _LABELLED_TOKENS:
         words = [_word(label) for label in grid.labels]
         size = min(6.0, 110 / count)
@@ -199,12 +206,21 @@ def _word(label: str) -> str:
 
 
 def _rows(result: TaskResult, *, all_maps: bool) -> list[list[Grid]]:
-    """Return a row for each layer and kind of map, with a column for each head."""
-    rows: dict[tuple[Any, Any], list[Grid]] = {}
-    for grid in _grids(result, "map"):
-        if all_maps or grid.at["map"] in _COMBINED:
-            rows.setdefault((grid.at["layer"], grid.at["map"]), []).append(grid)
-    return list(rows.values())
+    """Return the maps in rows: A1, A2 and A1 - lambda A2 of a head side by side, or where there are more heads the heads."""
+    shown = [grid for grid in _grids(result, "map") if all_maps or grid.at["map"] in _COMBINED]
+    kinds, heads = (len({grid.at[name] for grid in shown}) for name in ("map", "head"))
+    groups: dict[tuple[Any, ...], list[Grid]] = {}
+    for grid in shown:
+        key = () if kinds == 1 else (grid.at["layer"], grid.at["head" if heads < _MOST_COLUMNS else "map"])
+        groups.setdefault(key, []).append(grid)
+    return [row for group in groups.values() for row in _filled(group)]
+
+
+def _filled(maps: list[Grid]) -> list[list[Grid]]:
+    """Divide maps into rows of the length that leaves the fewest places empty."""
+    lengths = range(min(_MOST_COLUMNS, len(maps)), 1, -1)
+    length = min(lengths, key=lambda length: -len(maps) % length, default=1)
+    return [maps[start : start + length] for start in range(0, len(maps), length)]
 
 
 def _grids(result: TaskResult, name: str) -> list[Grid]:

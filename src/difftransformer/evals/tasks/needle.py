@@ -242,10 +242,23 @@ def draw(results: Sequence[TaskResult]) -> tuple[str, str, Figure]:
             ax.tick_params(length=0)
         line[0].set_ylabel("depth of the answer")
     figure.supxlabel("length (tokens)" if by_length else "needles hidden (N) and asked for (R)", fontsize=9.5)
-    figure.colorbar(image, ax=list(axes.flat), label="accuracy", fraction=0.03, pad=0.01, aspect=30)
+    bar = figure.colorbar(image, ax=list(axes.flat), label="accuracy", fraction=0.03, pad=0.03, aspect=30)
+    counts = sorted({row.at["needles"] for row in found} - {1})
+    for count in counts:
+        bar.ax.axhline(1 / count, color="white", linewidth=2)
+        bar.ax.axhline(1 / count, color=INK, linewidth=1, linestyle=(0, (2, 2)))
+        place: dict[str, Any] = {
+            "transform": bar.ax.get_yaxis_transform(),
+            "ha": "right",
+            "va": "center",
+            "fontsize": 8,
+        }
+        bar.ax.text(-0.2, 1 / count, f"1/{count}", **place)
     digits = results[0].options["digits"]
     caption = f"Share of {digits}-digit numbers given back exactly; in each cell right answers of all."
     caption += f" A guess is right with probability {10.0**-digits:g}."
+    if counts:
+        caption += " Dashed lines in the colour bar: 1/N, the accuracy of a model that gives back any of the N numbers."
     if not by_length:
         caption += f" Contexts of {found[0].at['length_tokens']:,} tokens."
     if any("cities" in row.at for row in found):

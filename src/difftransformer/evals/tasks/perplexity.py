@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -23,6 +23,9 @@ from ..requests import Loss
 from ..scores import details, mean, over_windows
 
 DEFAULT_WINDOW = 4096
+
+_LARGEST_NATS = 700.0
+"""Of a loss whose exponential is a float."""
 
 Losses = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
@@ -95,7 +98,7 @@ class PerplexityTask(Task):
         return self.separator
 
     def score(self, answers: Sequence[Any]) -> Scores:
-        """Return nats a token and bits a byte over all windows, and the loss by position."""
+        """Return nats a token, bits a byte and perplexity over all windows, and the loss by position."""
         losses, targets = np.array(answers, np.float64), np.array([request.ids[1:] for request in self.requests])
         is_text = targets != self.separator
         losses[~is_text] = 0.0
@@ -106,7 +109,8 @@ class PerplexityTask(Task):
         nll, items = over_windows("nll", "nats/token", nats, tokens, better="lower")
         bits, more = over_windows("bits per byte", "bits/byte", nats / math.log(2), sizes, better="lower")
         curves = [*self._by_position(losses, is_text), *_cumulative(losses, is_text)]
-        return Scores(measurements=[nll, bits, *details(curves)], items=[*items, *more])
+        perplexity = [_perplexity(nll)] if nll.value < _LARGEST_NATS else []
+        return Scores(measurements=[nll, bits, *perplexity, *details(curves)], items=[*items, *more])
 
     def _by_position(self, losses: Losses, is_text: Mask) -> Iterator[Measurement]:
         length = losses.shape[1]
@@ -114,6 +118,13 @@ class PerplexityTask(Task):
         for start, end in pairwise(edges):
             at = {"start": start, "end": end}
             yield from _mean("nll by position", losses[:, start:end], is_text[:, start:end], at)
+
+
+def _perplexity(nll: Measurement) -> Measurement:
+    """Return exp(loss); its error is that of the loss times the derivative, exp(loss)."""
+    value = math.exp(nll.value)
+    error = None if nll.standard_error is None else value * nll.standard_error
+    return replace(nll, name="perplexity", unit="per token", value=value, standard_error=error, better=None)
 
 
 def _cumulative(losses: Losses, is_text: Mask) -> Iterator[Measurement]:

@@ -24,7 +24,7 @@ from ..engine import Scores, Task
 from ..prompts.texts import Setting, separation, token_stream
 from ..registry import TaskKind, at_least, register
 from ..requests import Loss
-from ..scores import over_windows
+from ..scores import over_windows, single
 from .perplexity import DEFAULT_WINDOW
 
 _CHUNK_TOKENS = 1 << 22
@@ -113,7 +113,8 @@ class RecallTask(Task):
             measurements.append(row)
             items += found
         share, _ = over_windows("share of AR-hits", "share", self.hits.sum(1), self.scored.sum(1))
-        return Scores(measurements=[*measurements, share], items=items)
+        count = single("AR-hits", "tokens", float(self.hits.sum()), int(self.scored.sum()), {})
+        return Scores(measurements=[*measurements, share, count], items=items)
 
 
 def packed(ids: Ids, ngram: int, vocab_size: int) -> Ids:
@@ -179,10 +180,12 @@ def draw(results: Sequence[TaskResult]) -> tuple[str, str, Figure]:
     figure.axes[0].set_ylabel("loss (nats/token)")
     rows = (row for result in results for row in select(result, "share of AR-hits"))
     shares = " and ".join(dict.fromkeys(f"{100 * row.value:.1f} %" for row in rows))
+    counts = (row for result in results for row in select(result, "AR-hits"))
+    hits = " and ".join(dict.fromkeys(f": {row.value:,.0f} of {row.n:,}" for row in counts))
     ngram = results[0].options["ngram"]
     caption = (
-        f"Loss on tokens that end an {ngram}-gram which occurred earlier in the window (AR-hits, {shares} "
-        "of tokens) and on all others; bars: one standard error over windows."
+        f"Loss on tokens that end a {ngram}-gram which occurred earlier in the window (AR-hits, {shares} of tokens{hits}) "
+        "and on all others; black lines: one standard error over windows."
     )
     return "Associative recall", caption, figure
 

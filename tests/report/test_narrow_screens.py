@@ -1,0 +1,92 @@
+"""Pages on a telephone: nothing but tables and figures is wider than the screen, and these scroll by themselves."""
+
+import html
+import json
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+
+import pytest
+
+from difftransformer.evals.scores import proportion
+from difftransformer.report import write_report, write_suite
+from tests.support.task_results import task_result
+
+LONG = "/a/folder/" + "with-a-name-that-cannot-be-broken-" * 4
+SCROLLING = {"svg": "drawing", "table": "table"}
+
+MEASURE = """<body style="margin: 0"><iframe id="page" src="PAGE" style="border: 0; width: WIDTHpx; height: 900px"></iframe>
+<script>
+document.getElementById("page").onload = event => {
+  const page = event.target.contentDocument;
+  page.querySelectorAll("details").forEach(part => part.open = true);
+  document.body.insertAdjacentHTML("beforeend", "<p id='found'>" + JSON.stringify(page.documentElement.scrollWidth) + "</p>");
+};
+</script></body>"""
+
+
+class Ancestors(HTMLParser):
+    """The classes of what is around every SVG and table."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.stack, self.around = [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        if tag in SCROLLING:
+            self.around.append((tag, {name for _, names in self.stack for name in names}))
+        if tag not in ("meta", "br"):
+            self.stack.append((tag, (dict(attrs).get("class") or "").split()))
+
+    def handle_startendtag(self, tag, attrs):
+        pass
+
+    def handle_endtag(self, tag):
+        while self.stack.pop()[0] != tag:
+            pass
+
+
+@pytest.fixture(scope="module")
+def pages(comparison, tmp_path_factory):
+    """The page of a comparison and of a suite, with names and reasons that hold no space."""
+    folder = tmp_path_factory.mktemp("pages")
+    rows = [
+        proportion("accuracy", [True, False], {"needles": 2, "asked": 1, "length_tokens": 9, "depth": depth})
+        for depth in (0.0, 1.0)
+    ]
+    found = {"needle": [task_result("needle", LONG + name, rows, digits=7, data=LONG) for name in "ab"]}
+    missing = [("perplexity", LONG + "a", f"{LONG}.txt: no such file")]
+    return [write_report(comparison, folder / "study"), write_suite("s" * 60, found, missing, folder / "suite")]
+
+
+def test_words_break_and_what_is_wide_scrolls(pages):
+    for path in pages:
+        text = path.read_text()
+        rules = dict(re.findall(r"^([^@{}]+?) \{ ([^}]*) \}$", text, re.MULTILINE))
+        assert "overflow-wrap: anywhere" in rules["body"]
+        around = Ancestors(text).around
+        assert {tag for tag, _ in around} == set(SCROLLING)
+        for tag, names in around:
+            assert SCROLLING[tag] in names
+            assert "overflow-x: auto" in rules[f".{SCROLLING[tag]}"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [375, 1280])
+def test_a_browser_finds_no_page_wider_than_the_screen(pages, width, tmp_path):
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser is None:
+        pytest.skip("no Chromium")
+    for path in pages:
+        outer = tmp_path / "outer.html"
+        outer.write_text(MEASURE.replace("PAGE", path.as_uri()).replace("WIDTH", str(width)))
+        words = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--hide-scrollbars"]
+        words += ["--allow-file-access-from-files", f"--user-data-dir={tmp_path}", "--virtual-time-budget=5000"]
+        done = subprocess.run(
+            [browser, *words, "--dump-dom", outer.as_uri()], capture_output=True, text=True, check=True
+        )
+        found = re.search('<p id="found">(.*?)</p>', done.stdout)
+        assert found is not None
+        assert json.loads(html.unescape(found[1])) == width

@@ -1,0 +1,77 @@
+"""Where a result was measured: the commit by git's own word, the compiler by its own, and nothing invented."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from difftransformer.ops.build import Library
+from difftransformer.results import Environment
+from difftransformer.studies import environment as module
+
+ROOT = Path(__file__).parents[2]
+
+
+def git(*words, cwd=ROOT):
+    return subprocess.run(["git", *words], cwd=cwd, capture_output=True, text=True, check=True).stdout.strip()
+
+
+@pytest.fixture
+def in_folder(monkeypatch):
+    """Lets `commit` look as if the package lay in a folder."""
+
+    def move(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.copy(module.__file__, folder)
+        monkeypatch.setattr(module, "__file__", str(folder / Path(module.__file__).name))
+        module.commit.cache_clear()
+        return module.commit()
+
+    yield move
+    module.commit.cache_clear()
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a checkout")
+def test_the_commit_is_that_of_the_checkout():
+    found = module.environment().commit
+    assert found.removesuffix("-dirty") == git("rev-parse", "HEAD")
+    assert found.endswith("-dirty") == bool(git("status", "--porcelain", "--untracked-files=no"))
+
+
+def test_a_package_inside_another_project_has_not_its_commit(in_folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_installed_commit", lambda: "")
+    git("init", "--quiet", str(tmp_path))
+    (tmp_path / "theirs").write_text("x")
+    git("add", "theirs", cwd=tmp_path)
+    git("-c", "user.name=a", "-c", "user.email=a@b", "commit", "--quiet", "-m", "theirs", cwd=tmp_path)
+    assert in_folder(tmp_path / "venv" / "difftransformer") == ""
+    monkeypatch.setenv("PATH", str(tmp_path))  # no git at all
+    module.commit.cache_clear()
+    assert module.commit() == ""
+
+
+def test_the_compiler_is_read_from_the_library(tmp_path):
+    compiler = shutil.which("c++")
+    if compiler is None:
+        pytest.skip("no C++ compiler")
+    source, library = tmp_path / "a.cpp", tmp_path / "a.so"
+    source.write_text("int f() { return 1; }")
+    subprocess.run([compiler, "-shared", "-fPIC", str(source), "-o", str(library)], check=True)
+    version = subprocess.run([compiler, "-dumpfullversion"], capture_output=True, text=True, check=False).stdout.strip()
+    version = version or subprocess.run([compiler, "-dumpversion"], capture_output=True, text=True).stdout.strip()
+    assert version in Library(library, "avx2", is_new=False).compiler
+    library.write_bytes(b"\x7fELF")
+    assert Library(library, "avx2", is_new=False).compiler == ""
+    library.unlink()
+    assert Library(library, "avx2", is_new=False).compiler == ""
+
+
+def test_words_for_a_page():
+    known = dict.fromkeys(("difftransformer", "python", "torch", "transformers", "platform"), "1")
+    where = Environment(**known, processor="CPU X", device="cpu", threads=2)
+    assert where.where == "cpu (CPU X, 2 threads) by difftransformer 1"
+    where = Environment(
+        **known, processor="CPU X", device="cpu", threads=1, commit="0123456789abcdef-dirty", instruction_set="avx2"
+    )
+    assert where.where == "cpu (CPU X, avx2, 1 thread) by difftransformer 1 (commit 0123456789ab with changes)"
