@@ -66,18 +66,22 @@ class _CompilerError(Exception):
     """The output of a compiler that failed."""
 
 
+def cache_folder() -> Path:
+    """Return this package's folder in torch's extension cache."""
+    from torch.utils.cpp_extension import get_default_build_root
+
+    return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root()).absolute() / "difftransformer"
+
+
 def library_path(isa: str) -> Path:
     """Return the path of the library for an instruction set.
 
     The folder's name covers everything that goes into the library, because machines and environments may share a home folder.
     """
-    from torch.utils.cpp_extension import get_default_build_root
-
-    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root()).absolute()
     sources = [(path.name, path.read_bytes()) for path in sorted(SOURCES.glob("*")) if path.suffix in (".cpp", ".h")]
     parts = (sources, compile_flags(isa), link_flags(), platform.machine(), platform.libc_ver())
     key = hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
-    return root / "difftransformer" / f"torch-{torch.__version__}-{isa}-{key}" / "kernels.so"
+    return cache_folder() / f"torch-{torch.__version__}-{isa}-{key}" / "kernels.so"
 
 
 def build(isa: str, *, force: bool = False) -> Path:
@@ -90,7 +94,7 @@ def build(isa: str, *, force: bool = False) -> Path:
     log = path.with_name("build.log")
     if os.path.exists(path) and not force:
         return path
-    compiler = _compiler()
+    command = compiler()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with _locked(path.parent) as has_waited:
@@ -108,7 +112,7 @@ def build(isa: str, *, force: bool = False) -> Path:
             with tempfile.TemporaryDirectory(dir=path.parent, prefix="build-", ignore_cleanup_errors=True) as folder:
                 library = Path(folder) / "kernels.so"
                 try:
-                    compile_library(compiler, compile_flags(isa), link_flags(), library)
+                    compile_library(command, compile_flags(isa), link_flags(), library)
                 except _CompilerError as error:
                     with contextlib.suppress(OSError):
                         log.write_text(str(error), "utf-8")
@@ -133,7 +137,7 @@ def build_ahead(isa: str, library: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
         made = Path(folder) / library.name
         try:
-            compile_library(_compiler(), compile_flags(isa), link_flags(for_a_wheel=True), made)
+            compile_library(compiler(), compile_flags(isa), link_flags(for_a_wheel=True), made)
         except _CompilerError as error:
             raise BackendUnavailable(f"the kernels cannot be compiled: {_first_error(str(error))}") from None
         shutil.copyfile(made, library)
@@ -174,6 +178,7 @@ def open_library(*, force: bool = False) -> Library:
 
 
 _outcome: list[str | None] = []
+_loaded: list[Library] = []
 _outcome_lock = threading.Lock()
 
 
@@ -183,12 +188,17 @@ def load() -> str | None:
     with _outcome_lock:
         if not _outcome:
             try:
-                open_library()
+                _loaded.append(open_library())
                 _outcome.append(None)
             except BackendUnavailable as error:
                 _outcome.append(str(error))
                 logger.warning("no CPU attention kernels, other backends are used: %s", error)
     return _outcome[0]
+
+
+def loaded() -> Path | None:
+    """Return the path of the library that `load` has loaded, or None."""
+    return _loaded[-1].path if _loaded else None
 
 
 def _load_library(path: Path, isa: str) -> None:
@@ -238,7 +248,12 @@ def _locked(folder: Path) -> Iterator[bool]:
         yield has_waited
 
 
-def _compiler() -> list[str]:
+def compiler() -> list[str]:
+    """Return the command of the C++ compiler.
+
+    Raises:
+        BackendUnavailable: It was not found.
+    """
     from torch.utils.cpp_extension import get_cxx_compiler
 
     command = shlex.split(get_cxx_compiler())

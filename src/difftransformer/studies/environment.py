@@ -9,6 +9,7 @@ import torch
 import transformers
 
 from .._version import __version__
+from ..ops import processor
 from ..results import Environment
 
 
@@ -21,7 +22,7 @@ def environment(device: str = "cpu") -> Environment:
         torch=torch.__version__,
         transformers=transformers.__version__,
         platform=platform.platform(),
-        processor=_processor(),
+        processor=processor.name(),
         device=name,
         threads=torch.get_num_threads(),
     )
@@ -35,12 +36,3 @@ def now() -> str:
 def command_line() -> str:
     """The command that is running, as it would be typed."""
     return shlex.join(["difftransformer", *sys.argv[1:]])
-
-
-def _processor() -> str:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
-        return names[0]
-    except (OSError, IndexError):
-        return platform.processor() or platform.machine()
