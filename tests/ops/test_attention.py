@@ -62,7 +62,8 @@ def test_chunked_where_lengths_cannot_be_read(case, monkeypatch):
     function = op(case, "chunked")
     with monkeypatch.context() as patch:
         # The checks of the public function read values on the CPU; the backend alone must not.
-        patch.setattr("difftransformer.ops.problem.is_readable", lambda tensor: False)
+        for module in ("problem", "isolation"):
+            patch.setattr(f"difftransformer.ops.{module}.is_readable", lambda tensor: False)
         for method in ("tolist", "item", "__bool__", "__int__"):
             patch.setattr(torch.Tensor, method, refuse)
         out = function(query, key, value, lam)
@@ -134,19 +135,19 @@ def test_low_precision(name, backend, dtype):
 @pytest.mark.parametrize("factor", [8, 60])
 @pytest.mark.parametrize("case", [Case("20 free", T=20, S=40, D=32, E=64), BY_NAME["wide window"]], ids=by_name)
 def test_peaked_scores(case, factor, backend, dtype):
-    """At most twice the error of eager PyTorch, three times for sdpa, or 2e-5 in fp32; lambda of both signs."""
-    times = 3 if backend == "sdpa" else 2
+    """In low precision at most twice the error of eager PyTorch, three times for sdpa; with lambda of both signs.
+
+    In fp32, a score of 400 that is rounded changes its weight by up to 400 eps / 2 = 2.4e-5, and is rounded a few times.
+    """
     for sign in (1, -1):
         drawn = peaked(case, factor, sign)
         exact = output_and_gradients(lambda *inputs: oracle.attention(case, *inputs), drawn, torch.float64, of=dtype)
         results = output_and_gradients(op(drawn, backend), drawn, dtype)
-        eager_results = output_and_gradients(eager(drawn), drawn, dtype)
         if dtype == torch.float32:
-            for part, right in exact.items():
-                eager_error = relative_error(eager_results[part], right)
-                assert relative_error(results[part], right) < max(2e-5, times * eager_error), part
+            assert_close(results, exact, 2e-5 if factor == 8 else 1e-4)
         else:
-            assert_as_good_as_eager(results, eager_results, exact, dtype, times=times)
+            eager_results = output_and_gradients(eager(drawn), drawn, dtype)
+            assert_as_good_as_eager(results, eager_results, exact, dtype, times=3 if backend == "sdpa" else 2)
 
 
 @pytest.mark.parametrize("sign", [1, -1])
