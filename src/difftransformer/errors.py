@@ -16,7 +16,7 @@ class ConfigError(DiffTransformerError, ValueError):
 
 
 class ShapeError(DiffTransformerError, ValueError):
-    """The shape or dtype of a tensor does not fit the function it was given to."""
+    """The shape, dtype or device of a tensor does not fit the function it was given to, or it is no tensor."""
 
 
 class DataError(DiffTransformerError, ValueError):

@@ -9,11 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from difftransformer.errors import ConfigError, ShapeError
+from difftransformer.errors import BackendUnavailable, ConfigError, ShapeError
 from difftransformer.ops import (
     attention_maps,
     chunked,
     differential_attention,
+    normed_differential_attention,
     observe_inputs,
     softmax_attention,
     softmax_maps,
@@ -35,6 +36,7 @@ from tests.support.cases import (
     ints,
     new_memory_is_nan,
     op,
+    peaked,
     random_mask,
 )
 from tests.support.oracle import Case, output_and_gradients, relative_error
@@ -60,7 +62,8 @@ def test_chunked_where_lengths_cannot_be_read(case, monkeypatch):
     function = op(case, "chunked")
     with monkeypatch.context() as patch:
         # The checks of the public function read values on the CPU; the backend alone must not.
-        patch.setattr("difftransformer.ops.problem._is_readable", lambda tensor: False)
+        for module in ("problem", "isolation"):
+            patch.setattr(f"difftransformer.ops.{module}.is_readable", lambda tensor: False)
         for method in ("tolist", "item", "__bool__", "__int__"):
             patch.setattr(torch.Tensor, method, refuse)
         out = function(query, key, value, lam)
@@ -108,7 +111,7 @@ def test_takes_transposed_views(name, backend):
     assert_close(results, expected(name), 2e-5)
 
 
-# Triton's interpreter rounds to bf16 towards zero; test_triton.py has fp16, test_triton_gpu.py both.
+# test_triton.py has Triton's.
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("backend", [backend for backend in BACKENDS if backend is not TRITON])
 @pytest.mark.parametrize(
@@ -125,6 +128,102 @@ def test_low_precision(name, backend, dtype):
     eager_results = output_and_gradients(eager(case), case, dtype)
     assert results["out"].dtype == dtype
     assert_as_good_as_eager(results, eager_results, reference, dtype, times=3 if backend == "sdpa" else 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("factor", [8, 60])
+@pytest.mark.parametrize("case", [Case("20 free", T=20, S=40, D=32, E=64), BY_NAME["wide window"]], ids=by_name)
+def test_peaked_scores(case, factor, backend, dtype):
+    """In low precision at most twice the error of eager PyTorch, three times for sdpa; with lambda of both signs.
+
+    In fp32, a score of 400 that is rounded changes its weight by up to 400 eps / 2 = 2.4e-5, and is rounded a few times.
+    """
+    for sign in (1, -1):
+        drawn = peaked(case, factor, sign)
+        exact = output_and_gradients(lambda *inputs: oracle.attention(case, *inputs), drawn, torch.float64, of=dtype)
+        results = output_and_gradients(op(drawn, backend), drawn, dtype)
+        if dtype == torch.float32:
+            assert_close(results, exact, 2e-5 if factor == 8 else 1e-4)
+        else:
+            eager_results = output_and_gradients(eager(drawn), drawn, dtype)
+            assert_as_good_as_eager(results, eager_results, exact, dtype, times=3 if backend == "sdpa" else 2)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_one_key_gives_no_gradient_to_scores(backend, sign):
+    """Its weight is 1 whatever its score. In bf16 too, where queries of 60 would multiply what rounding leaves."""
+    case = peaked(BY_NAME["one position"], 60, sign)
+    results = output_and_gradients(op(case, backend), case, torch.bfloat16)
+    # fp32 sums of products of 8 numbers, times 60.
+    assert results["query"].abs().max() < 1e-5
+    assert results["key"].abs().max() < 2e-4
+
+
+ISOLATED = [
+    Case("causal", T=70, S=70, kwargs=CAUSAL),
+    Case("window", H=4, T=70, S=70, kwargs=CAUSAL | {"window": 9}),
+    Case("mask", H=4, T=9, S=70, kwargs={"attn_mask": random_mask(1, 1, 9, 70)}),
+    Case("mask by head", B=2, H=4, T=9, S=70, kwargs=CAUSAL | {"attn_mask": random_mask(4, 9, 70)}),
+    Case("mask of keys", T=9, S=70, kwargs={"attn_mask": torch.arange(70) != 33}),
+    Case("start", B=2, T=9, S=70, kwargs={"kv_start": ints(40, 3)}),
+    Case("length", B=2, T=9, S=70, kwargs=CAUSAL | {"kv_lengths": ints(30, 70)}),
+    Case("documents", T=70, S=70, kwargs={"cu_seqlens": ints(0, 20, 70)}),
+    Case("more queries", T=70, S=40, kwargs=CAUSAL),
+    Case("softmax", H=4, T=70, S=70, lam=None, kwargs=CAUSAL),
+]
+
+
+def spoiled(case, name, fill, function):
+    """Output and gradients with `fill` in position 33 of the key or value, the loss being of the queries that miss it."""
+    query, key, value, lam, grad = case.inputs(requires_grad=False)
+    sees = oracle.dense_mask(case)[..., 33]
+    assert not sees.all()
+    {"key": key, "value": value}[name][:, :, 33] = fill
+    leaves = [x.requires_grad_() for x in (query, key, value)]
+    out = function(*leaves, lam)
+    grads = torch.autograd.grad(out, leaves, grad.masked_fill(sees.unsqueeze(-1), 0)) if out.requires_grad else ()
+    return out.detach(), grads, sees
+
+
+@pytest.mark.parametrize("name", ["key", "value"])
+@pytest.mark.parametrize("backend", [*FLOAT64_BACKENDS, "flex"])
+@pytest.mark.parametrize("case", ISOLATED, ids=by_name)
+def test_nan_reaches_only_queries_that_may_attend_to_it(case, backend, name):
+    """The other outputs, and the gradients that come from them, keep every bit."""
+
+    def function(*inputs):
+        with torch.set_grad_enabled(backend != "flex"):
+            return op(case, backend)(*inputs)
+
+    zeros, zeros_grads, sees = spoiled(case, name, 0.0, function)
+    for fill in (torch.nan, torch.inf):
+        out, grads, _ = spoiled(case, name, fill, function)
+        assert torch.equal(out[~sees], zeros[~sees])
+        assert not out[sees].isfinite().any()
+        assert all(torch.equal(x, y) for x, y in zip(grads, zeros_grads, strict=True))
+
+
+@pytest.mark.parametrize("backend", FLOAT64_BACKENDS)
+def test_a_gradient_of_nan_is_not_lost(backend):
+    case = ISOLATED[0]
+    query, key, value, lam, _ = case.inputs()
+    with torch.no_grad():
+        value[:, :, 33] = torch.nan
+    op(case, backend)(query, key, value, lam).square().sum().backward()
+    assert query.grad[:, :, 33:].isnan().all()
+    assert query.grad[:, :, :33].isfinite().all()
+
+
+@pytest.mark.parametrize("case", [case for case in ISOLATED if case.name in ("mask", "length", "window")], ids=by_name)
+def test_nan_is_kept_away_in_a_compiled_graph(case):
+    torch.compiler.reset()
+    compiled = torch.compile(op(case, "chunked"), fullgraph=True, backend="aot_eager")
+    zeros, zeros_grads, sees = spoiled(case, "value", 0.0, compiled)
+    out, grads, _ = spoiled(case, "value", torch.nan, compiled)
+    assert torch.equal(out[~sees], zeros[~sees])
+    assert all(torch.equal(x, y) for x, y in zip(grads, zeros_grads, strict=True))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -397,10 +496,66 @@ REFUSED = [
     (ShapeError, PACKED | {"cu_seqlens": ints(1, 6)}, "cu_seqlens: values"),
     (ShapeError, PACKED | {"cu_seqlens": ints(0)}, r"cu_seqlens: shape \(1,\); it must be \(N \+ 1,\)"),
     (ShapeError, PACKED | {"cu_seqlens": zeros(2)}, "cu_seqlens: dtype torch.float32"),
+    *((ShapeError, {name: None}, f"{name}: None; it must be a tensor") for name in ("query", "key", "value")),
+    (ShapeError, {"query": [[1.0]]}, "query: a list; it must be a tensor"),
+    (ShapeError, {"value": 3}, "value: 3; it must be a tensor"),
+    (ShapeError, {"lam": None}, "lam: None; it must be a float or a tensor"),
+    (ShapeError, {"lam": [0.5] * 4}, "lam: a list; it must be a float or a tensor"),
+    (ShapeError, {"attn_mask": [[True]]}, "attn_mask: a list; it must be a tensor"),
+    (ShapeError, {"kv_start": [0, 0]}, "kv_start: a list; it must be a tensor"),
+    (ShapeError, {"kv_lengths": 7}, "kv_lengths: 7; it must be a tensor"),
+    (ShapeError, PACKED | {"cu_seqlens": [0, 6]}, "cu_seqlens: a list; it must be a tensor"),
+    (ConfigError, {"window": 2.5, "is_causal": True}, "window: 2.5; it must be an int"),
+    (ConfigError, {"window": [2], "is_causal": True}, "window: a list; it must be an int"),
+    (ConfigError, {"window": True, "is_causal": True}, "window: True; it must be an int"),
+    (ConfigError, {"is_causal": None}, "is_causal: None; it must be True or False"),
+    (ConfigError, {"is_causal": "yes"}, "is_causal: a str; it must be True or False"),
+    (ConfigError, {"scale": "big"}, "scale: a str; it must be a finite number"),
+    (ConfigError, {"scale": torch.ones(2)}, "scale: a Tensor; it must be a finite number"),
+    (ConfigError, {"scale": float("nan")}, "scale: nan; it must be a finite number"),
+    *(
+        (ShapeError, {name: x.to("meta")}, f"{name}: on meta, query is on cpu; move both to one device")
+        for name, x in {
+            "value": zeros(2, 2, 7, 6),
+            "lam": zeros(4),
+            "attn_mask": zeros(5, 7).bool(),
+            "kv_start": ints(0, 0),
+            "kv_lengths": ints(7, 7),
+        }.items()
+    ),
+    (ShapeError, PACKED | {"cu_seqlens": ints(0, 6).to("meta")}, "cu_seqlens: on meta, query is on cpu"),
+]
+REFUSED_NORMS = [
+    (ShapeError, {"weight": zeros(6).to("meta")}, "weight: on meta, value is on cpu; move both to one device"),
+    (ShapeError, {"weight": [1.0] * 6}, "weight: a list; it must be a tensor"),
+    (ShapeError, {"weight": zeros(5)}, r"weight: shape \(5,\); it must be \(E,\) = \(6,\)"),
+    (ShapeError, {"weight": zeros(6).long()}, "weight: dtype torch.int64; it must be floating"),
+    (ShapeError, {"lam": None}, "lam: None; it must be a float or a tensor"),
+    (ConfigError, {"eps": None}, "eps: None; it must be a finite number of at least 0"),
+    (ConfigError, {"eps": -1.0}, "eps: -1.0; it must be"),
+    (ConfigError, {"factor": "2"}, "factor: a str; it must be a finite number"),
 ]
 
 
-@pytest.mark.parametrize("backend", ["auto", "cpu"])
+@pytest.mark.parametrize("backend", [*FLOAT64_BACKENDS, "cpu", "triton", "flex"])
+@pytest.mark.parametrize(
+    ("error", "changes", "words"), REFUSED_NORMS, ids=lambda x: None if isinstance(x, type) else ""
+)
+def test_refusals_of_the_norm(error, changes, words, backend):
+    arguments = {"lam": 0.5, "weight": zeros(6), "eps": 1e-5} | changes
+    inputs = zeros(2, 4, 5, 8), zeros(2, 2, 7, 8), zeros(2, 2, 7, 6)
+    with pytest.raises(error, match=words) as caught:
+        normed_differential_attention(*inputs, **arguments, backend=backend)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("backend", [None, ["cpu"], 3])
+def test_a_backend_that_is_no_name(backend):
+    with pytest.raises(BackendUnavailable, match="no backend is named"):
+        call(backend=backend)
+
+
+@pytest.mark.parametrize("backend", ["auto", *FLOAT64_BACKENDS, "cpu", "triton", "flex"])
 @pytest.mark.parametrize(("error", "changes", "words"), REFUSED, ids=lambda x: None if isinstance(x, type) else "")
 def test_refusals_say_what_to_do(error, changes, words, backend):
     with pytest.raises(error, match=words) as caught:

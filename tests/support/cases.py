@@ -27,6 +27,7 @@ needs_interpreter = pytest.mark.skipif(
 )
 if interpreter.IS_USED:
     interpreter.patch_once()
+    interpreter.round_to_nearest()
 FLOAT64_BACKENDS = ("reference", "chunked", "sdpa")
 # What a mask then takes away may overflow, and numpy warns of it.
 overflow_is_fine = pytest.mark.filterwarnings("ignore:overflow|invalid value|All-NaN:RuntimeWarning")
@@ -107,6 +108,21 @@ def by_name(case):
 def slow_but_for(cases, *names):
     """The cases as parameters, all but the named ones marked slow."""
     return [case if case.name in names else pytest.param(case, marks=pytest.mark.slow) for case in cases]
+
+
+def peaked(case, factor, sign):
+    """The case with queries `factor` times as large, and lambda of one sign."""
+    changed = dataclasses.replace(case)
+
+    def inputs(*arguments, **how):
+        query, key, value, lam, grad = case.inputs(*arguments, **how)
+        with torch.no_grad():
+            query *= factor
+            lam = lam.mul_(sign) if isinstance(lam, torch.Tensor) else lam * sign
+        return query, key, value, lam, grad
+
+    changed.inputs = inputs
+    return changed
 
 
 def op(case, backend):

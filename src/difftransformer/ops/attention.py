@@ -7,6 +7,7 @@ Dimensions: B batch, H differential heads (for softmax: heads), G key/value grou
 D width of one map's queries and keys, E value width.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -14,9 +15,10 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor
 
-from ..errors import ShapeError
+from ..errors import ConfigError, ShapeError
 from . import reference
 from .backends import select_backend
+from .isolation import isolated
 from .norms import rms_norm
 from .problem import (
     Call,
@@ -25,7 +27,10 @@ from .problem import (
     Restrictions,
     allowed_keys,
     check_restrictions,
+    check_tensor,
     inputs_of_maps,
+    is_number,
+    shown,
     without_autocast,
 )
 
@@ -101,11 +106,12 @@ def differential_attention(
         (B, H, T, E) in the value's dtype.
 
     Raises:
-        ShapeError: a tensor's shape or dtype breaks a rule above.
-        ConfigError: restrictions that exclude each other, or a window below 1.
+        ShapeError: a tensor's shape, dtype or device breaks a rule above, or there is no tensor where one must be.
+        ConfigError: restrictions that exclude each other, or a number outside its range.
         BackendUnavailable: the backend does not exist or cannot run this call; the message gives every backend's reason.
     """
     restrictions = Restrictions(attn_mask, is_causal, window, kv_start, kv_lengths, cu_seqlens)
+    _refuse_none(lam)
     return attend(query, key, value, lam, restrictions, scale=scale, backend=backend)
 
 
@@ -140,10 +146,7 @@ def normed_differential_attention(
         factor: (1 - lambda_init) in the paper.
     """
     restrictions = Restrictions(attn_mask, is_causal, window, kv_start, kv_lengths, cu_seqlens)
-    if weight is not None and weight.shape != value.shape[-1:]:
-        raise ShapeError(
-            f"weight: shape {tuple(weight.shape)}; it must be (E,) = ({value.shape[-1]},), the value's width"
-        )
+    _refuse_none(lam)
     return attend(query, key, value, lam, restrictions, norm=(weight, eps, factor), scale=scale, backend=backend)
 
 
@@ -241,15 +244,18 @@ def attend(
         scale: Multiplies the logits; 1/sqrt(D) if None.
         backend: "auto" or a name of `backend_names()`.
     """
-    scale = _check(query, key, value, restrictions, 1 if lam is None else 2, scale)
+    tensors = {"query": query, "key": key, "value": value}
+    scale = _check(tensors, restrictions, 1 if lam is None else 2, scale)
+    if norm is not None:
+        _check_norm(norm, value)
     call = Call(query, key, value, None if lam is None else _lam_BHT(lam, query), restrictions, scale, norm)
-    chosen = select_backend(Problem.of(call), backend)
+    chosen = select_backend(Problem.of(call), backend, query.device)
     observer = _observer()
     if observer is not None:
         observer(call.maps(), restrictions, scale)
     # The caller chooses the dtypes: autocast acts on the layers above, not in here.
     with without_autocast(query.device.type):
-        heads_BHTE = chosen.run(call)
+        heads_BHTE = isolated(chosen.run, call) if chosen.multiplies_all else chosen.run(call)
         if norm is None or chosen.norms:
             return heads_BHTE
         weight, eps, factor = norm
@@ -260,7 +266,7 @@ def maps(
     query: Tensor, key: Tensor, restrictions: Restrictions, *, count: int, scale: float | None = None
 ) -> tuple[Tensor, ...]:
     """The `count` softmax maps (1 or 2) of a query and a key, (B, H, T, S) each; see `attention_maps`."""
-    scale = _check(query, key, None, restrictions, count, scale)
+    scale = _check({"query": query, "key": key}, restrictions, count, scale)
     allowed_BHTS = allowed_keys(restrictions, query.shape[2], key.shape[2], query.device)
     pairs = ((query, key),) if count == 1 else inputs_of_maps(query, key)
     with without_autocast(query.device.type):
@@ -272,7 +278,11 @@ def _lam_BHT(lam: Tensor | float, query: Tensor) -> Tensor:
     batch, heads, queries = query.shape[:3]
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     if not isinstance(lam, Tensor):
+        if not is_number(lam):
+            raise ShapeError(f"lam: {shown(lam)}; it must be a float or a tensor")
         return torch.full((1, 1, 1), lam, dtype=dtype, device=query.device)
+    if lam.dim() > 0 or lam.device.type != "cpu":  # a number in CPU memory serves every device, as in PyTorch
+        check_tensor("lam", lam, query)
     if not lam.is_floating_point():
         raise ShapeError(f"lam: dtype {lam.dtype}; it must be floating: pass a float or a floating tensor")
     shape = lam.shape
@@ -289,15 +299,43 @@ def _lam_BHT(lam: Tensor | float, query: Tensor) -> Tensor:
     )
 
 
-def _check(
-    query: Tensor, key: Tensor, value: Tensor | None, restrictions: Restrictions, count: int, scale: float | None
-) -> float:
-    """Raise an error where an argument breaks a rule, without waiting for a device; return the scale of the logits."""
+def _refuse_none(lam: Tensor | float | None) -> None:
+    if lam is None:
+        raise ShapeError("lam: None; it must be a float or a tensor: softmax_attention has no second map")
+
+
+def _check_norm(norm: Norm, value: Tensor) -> None:
+    weight, eps, factor = norm
+    if weight is not None:
+        check_tensor("weight", weight, value, "value")
+        if not weight.is_floating_point():
+            raise ShapeError(f"weight: dtype {weight.dtype}; it must be floating: convert it with .float()")
+        if weight.shape != value.shape[-1:]:
+            raise ShapeError(
+                f"weight: shape {tuple(weight.shape)}; it must be (E,) = ({value.shape[-1]},), the value's width"
+            )
+    if not (is_number(eps) and 0 <= eps < math.inf):
+        raise ConfigError(f"eps: {shown(eps)}; it must be a finite number of at least 0")
+    if not (is_number(factor) and -math.inf < factor < math.inf):
+        raise ConfigError(f"factor: {shown(factor)}; it must be a finite number")
+
+
+def _check(tensors: dict[str, Tensor], restrictions: Restrictions, count: int, scale: float | None) -> float:
+    """Raise an error where an argument breaks a rule, without waiting for a device; return the scale of the logits.
+
+    Args:
+        tensors: Query, key and, except for maps, value.
+        restrictions: Those of the call.
+        count: Number of maps.
+        scale: As the caller gave it.
+    """
+    query, key, value = tensors["query"], tensors["key"], tensors.get("value")
+    for name, tensor in tensors.items():
+        check_tensor(name, tensor, query)
     if query.dim() == 4 and query.shape[-1] % count:
         raise ShapeError(
             f"query: last dimension is {query.shape[-1]}; it must be even, (B, H, T, 2D): it holds both maps' queries"
         )
-    tensors = {"query": query, "key": key} if value is None else {"query": query, "key": key, "value": value}
     for name, tensor in tensors.items():
         if tensor.dim() != 4:
             raise ShapeError(
@@ -309,8 +347,6 @@ def _check(
                 f"{name}: dtype {tensor.dtype}, query is {query.dtype}; query, key and value must have one of "
                 "float32, float64, bfloat16, float16 and all the same: cast them before the call"
             )
-        if tensor.device != query.device:
-            raise ShapeError(f"{name}: on {tensor.device}, query is on {query.device}; move both to one device")
     width = query.shape[-1] // count
     key_widths = (width,) if count == 1 else (2 * width, width)
     batch, heads = query.shape[:2]
@@ -334,4 +370,8 @@ def _check(
             f"it must be (B, G, S, E) = ({batch}, {groups}, {keys}, E) with E >= 1"
         )
     check_restrictions(restrictions, query, keys)
-    return width**-0.5 if scale is None else scale
+    if scale is None:
+        return width**-0.5
+    if not (is_number(scale) and -math.inf < scale < math.inf):
+        raise ConfigError(f"scale: {shown(scale)}; it must be a finite number, or None for 1/sqrt(D)")
+    return scale

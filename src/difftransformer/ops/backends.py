@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..errors import BackendUnavailable
-from . import chunked, cpu, flash, flex, reference, sdpa, triton
+from . import chunked, cpu, flash, flex, reference, sdpa, triton, trust
 from .problem import LOW_PRECISION, Call, Problem
 
 logger = logging.getLogger("difftransformer")
@@ -35,6 +35,8 @@ class Backend:
         has_quadratic_memory: Returns whether a problem would take O(n^2) memory.
         run: Returns the output (B, H, T, E) of a call, in the value's dtype.
         norms: Whether `run` also normalises the heads. The caller does it otherwise.
+        multiplies_all: Whether `run` multiplies keys and values also where the weight is zero, so that the caller keeps NaN
+            out (`isolated`). Kernels that skip such keys do without.
     """
 
     name: str
@@ -43,6 +45,7 @@ class Backend:
     has_quadratic_memory: Callable[[Problem], bool]
     run: Callable[[Call], Tensor]
     norms: bool = False
+    multiplies_all: bool = False
 
 
 @dataclass(frozen=True)
@@ -79,19 +82,19 @@ class Row:
         )
 
 
-def _backend(module: ModuleType, *, norms: bool = False) -> Backend:
+def _backend(module: ModuleType, **flags: bool) -> Backend:
     name = module.__name__.rpartition(".")[2]
-    return Backend(name, module.DESCRIPTION, module.supports, module.has_quadratic_memory, module.run, norms)
+    return Backend(name, module.DESCRIPTION, module.supports, module.has_quadratic_memory, module.run, **flags)
 
 
 BACKENDS: dict[str, Backend] = {
-    "reference": _backend(reference),
+    "reference": _backend(reference, multiplies_all=True),
     "cpu": _backend(cpu, norms=True),
     "triton": _backend(triton, norms=True),
-    "chunked": _backend(chunked),
-    "sdpa": _backend(sdpa),
+    "chunked": _backend(chunked, multiplies_all=True),
+    "sdpa": _backend(sdpa, multiplies_all=True),
     "flash": _backend(flash),
-    "flex": _backend(flex),
+    "flex": _backend(flex, multiplies_all=True),
 }
 
 # Milliseconds, causal, forward + backward unless stated otherwise; sizes are B x H x T x D. For `cpu`: wall time of two
@@ -137,8 +140,20 @@ def backend_names() -> tuple[str, ...]:
 
 
 def explain(problem: Problem) -> dict[str, str | None]:
-    """Return for each backend why it cannot run the problem, or None where it can."""
+    """Return for each backend why it cannot run the problem, or None where it can. None is checked for it."""
     return {name: backend.supports(problem) for name, backend in BACKENDS.items()}
+
+
+def _refusal(backend: Backend, problem: Problem, device: torch.device | None) -> str | None:
+    reason = backend.supports(problem)
+    if reason is None and device is not None and (wrong := _distrust(backend.name, device, problem.dtype)) is not None:
+        reason = f"switched off on {device}: {wrong}"
+    return reason
+
+
+@torch.compiler.assume_constant_result
+def _distrust(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
+    return trust.refusal(BACKENDS[name], device, dtype)
 
 
 @contextlib.contextmanager
@@ -160,41 +175,50 @@ def use_backend(name: str) -> Iterator[None]:
         _forced_backend.reset(token)
 
 
-def select_backend(problem: Problem, name: str = "auto") -> Backend:
+def select_backend(problem: Problem, name: str = "auto", device: torch.device | None = None) -> Backend:
     """Return the named backend, or for "auto" the first of `TABLE` that fits.
 
+    Args:
+        problem: What is to be computed.
+        name: A name of `backend_names()`, or "auto".
+        device: Where it will be computed. A backend is checked before its first use there; None skips that.
+
     Raises:
-        BackendUnavailable: no backend has that name, or it cannot run the problem (with every backend's reason).
+        BackendUnavailable: no backend has that name, it cannot run the problem, or it is switched off (with every backend's
+            reason).
     """
     if name == "auto":
         name = _forced_name() or "auto"
     if name == "auto":
-        backend = _first_of_table(problem)
+        backend = _first_of_table(problem, device)
         _announce(problem.op, problem.device_type, str(problem.dtype), backend.name)
         return backend
     backend = _known(name)
-    if backend.supports(problem) is not None:
-        reasons = "; ".join(f"{other}: {reason or 'can'}" for other, reason in explain(problem).items())
+    refusal = _refusal(backend, problem, device)
+    if refusal is not None:
+        reasons = "; ".join(f"{other}: {why or 'can'}" for other, why in (explain(problem) | {name: refusal}).items())
         raise BackendUnavailable(f"backend {name!r} cannot run this problem ({reasons}); name another or use 'auto'")
     return backend
 
 
 def _known(name: str) -> Backend:
-    backend = BACKENDS.get(name)
+    backend = BACKENDS.get(name) if isinstance(name, str) else None
     if backend is None:
         raise BackendUnavailable(f"no backend is named {name!r}; use 'auto' or one of {', '.join(BACKENDS)}")
     return backend
 
 
-def _first_of_table(problem: Problem) -> Backend:
+def _first_of_table(problem: Problem, device: torch.device | None) -> Backend:
     is_long = problem.queries * problem.keys > QUADRATIC_MEMORY_MAX_LENGTH**2
     for row in TABLE:
         if not row.fits(problem):
             continue
         backend = BACKENDS[row.backend]
-        if backend.supports(problem) is None and not (is_long and backend.has_quadratic_memory(problem)):
+        if is_long and backend.has_quadratic_memory(problem):
+            continue
+        if _refusal(backend, problem, device) is None:
             return backend
-    raise AssertionError("the last row of the table runs every problem")
+    return BACKENDS["reference"]  # the last row of the table runs every problem, unless it is switched off
 
 
 @torch.compiler.assume_constant_result

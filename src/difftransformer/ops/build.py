@@ -77,18 +77,22 @@ class _CompilerError(Exception):
     """The output of a compiler that failed."""
 
 
+def cache_folder() -> Path:
+    """Return this package's folder in torch's extension cache."""
+    from torch.utils.cpp_extension import get_default_build_root
+
+    return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root()).absolute() / "difftransformer"
+
+
 def library_path(isa: str) -> Path:
     """Return the path of the library for an instruction set.
 
     The folder's name covers everything that goes into the library, because machines and environments may share a home folder.
     """
-    from torch.utils.cpp_extension import get_default_build_root
-
-    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root()).absolute()
     sources = [(path.name, path.read_bytes()) for path in sorted(SOURCES.glob("*")) if path.suffix in (".cpp", ".h")]
     parts = (sources, compile_flags(isa), link_flags(), platform.machine(), platform.libc_ver())
     key = hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
-    return root / "difftransformer" / f"torch-{torch.__version__}-{isa}-{key}" / "kernels.so"
+    return cache_folder() / f"torch-{torch.__version__}-{isa}-{key}" / "kernels.so"
 
 
 def build(isa: str, *, force: bool = False) -> Path:
@@ -101,7 +105,7 @@ def build(isa: str, *, force: bool = False) -> Path:
     log = path.with_name("build.log")
     if os.path.exists(path) and not force:
         return path
-    compiler = _compiler()
+    command = compiler()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with _locked(path.parent) as has_waited:
@@ -119,7 +123,7 @@ def build(isa: str, *, force: bool = False) -> Path:
             with tempfile.TemporaryDirectory(dir=path.parent, prefix="build-", ignore_cleanup_errors=True) as folder:
                 library = Path(folder) / "kernels.so"
                 try:
-                    compile_library(compiler, compile_flags(isa), link_flags(), library)
+                    compile_library(command, compile_flags(isa), link_flags(), library)
                 except _CompilerError as error:
                     with contextlib.suppress(OSError):
                         log.write_text(str(error), "utf-8")
@@ -144,7 +148,7 @@ def build_ahead(isa: str, library: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
         made = Path(folder) / library.name
         try:
-            compile_library(_compiler(), compile_flags(isa), link_flags(for_a_wheel=True), made)
+            compile_library(compiler(), compile_flags(isa), link_flags(for_a_wheel=True), made)
         except _CompilerError as error:
             raise BackendUnavailable(f"the kernels cannot be compiled: {_first_error(str(error))}") from None
         shutil.copyfile(made, library)
@@ -256,7 +260,12 @@ def _locked(folder: Path) -> Iterator[bool]:
         yield has_waited
 
 
-def _compiler() -> list[str]:
+def compiler() -> list[str]:
+    """Return the command of the C++ compiler.
+
+    Raises:
+        BackendUnavailable: It was not found.
+    """
     from torch.utils.cpp_extension import get_cxx_compiler
 
     command = shlex.split(get_cxx_compiler())

@@ -275,16 +275,25 @@ class Maps:
         self, q_NQD: Tensor, k_NKD: Tensor, tile: Tile, blocked: Tensor | None, scratch: Tensor, out: Tensor
     ) -> Tensor:
         """Write softmax(s Q K^T) of a tile to `out`, in fp32 or float64."""
-        if self.low:
-            scratch.copy_(torch.bmm(q_NQD, k_NKD.mT)).mul_(self.scale)
-        else:
-            scratch.baddbmm_(q_NQD, k_NKD.mT, beta=0, alpha=self.scale)
+        _multiply(q_NQD, k_NKD.mT, out=scratch).mul_(self.scale)
         self.tiling.mask_scores(scratch, tile, blocked)
         return torch.softmax(scratch, -1, out=out)
 
     def rounded(self, x: Tensor) -> Tensor:
         """Round a map to the dtype of the inputs for the next matrix product."""
         return x.to(self.q_NRTC.dtype) if self.low else x
+
+
+def _multiply(left: Tensor, right: Tensor, *, out: Tensor) -> Tensor:
+    """Write left @ right to `out`, which is fp32 for low-precision factors.
+
+    A score must not be rounded to their dtype: in bf16, one of 100 would be wrong by up to 0.25, and its weight by 28 %.
+    """
+    if left.dtype == out.dtype:
+        return torch.bmm(left, right, out=out)
+    if left.is_cuda:
+        return torch.bmm(left, right, out.dtype, out=out)
+    return torch.bmm(left.to(out.dtype), right.to(out.dtype), out=out)
 
 
 def _accumulate(total: Tensor, left: Tensor, right: Tensor, alpha: float = 1.0) -> None:
@@ -353,10 +362,7 @@ def _backward(grad: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor]
         _accumulate(dv_NSE[tile.groups, tile.keys], maps.rounded(a_NQK).mT, do_NQE)
         # From here on `scratch` is dP and the buffer of A is U.
         dp_NQK, u_NQK = scratch, maps.buffer(2, tile)
-        if maps.low:
-            dp_NQK.copy_(torch.bmm(do_NQE, v_NKE.mT))
-        else:
-            torch.bmm(do_NQE, v_NKE.mT, out=dp_NQK)
+        _multiply(do_NQE, v_NKE.mT, out=dp_NQK)
         softmax_backward(dp_NQK, p1_NQK, -1, map_dtype, grad_input=u_NQK)
         u_rounded = maps.rounded(u_NQK)
         dq1_NQD = torch.bmm(u_rounded, k1_NKD).mul_(scale)

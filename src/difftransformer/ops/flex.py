@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from .problem import Call, Problem, Restrictions
+from .problem import Call, Problem, Restrictions, seen_keys
 
 DESCRIPTION = "two FlexAttention calls, one a map, compiled on CUDA; subtracts outputs that are already rounded"
 
@@ -105,44 +105,12 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask | None, s
     return out
 
 
-def _seen_keys(
-    restrictions: Restrictions, queries: int, keys: int, device: torch.device
-) -> tuple[Tensor, Tensor] | None:
-    """Return the interval of keys of each query, its first key and one past its last, (B, T) or (1, T) each in int32.
-
-    The bool mask is left out. The result is None where nothing else is restricted.
-    """
-    _, is_causal, window, kv_start, kv_lengths, cu_seqlens = restrictions
-    if is_causal and queries == 1 and kv_lengths is None and (window is None or window >= keys):
-        is_causal = False
-    if not is_causal and kv_start is None and kv_lengths is None and cu_seqlens is None:
-        return None
-    q_1T = torch.arange(queries, dtype=torch.int32, device=device).unsqueeze(0)
-    first, last = torch.zeros_like(q_1T), torch.full_like(q_1T, keys)
-    if kv_start is not None:
-        first = torch.maximum(first, kv_start.to(torch.int32).unsqueeze(-1))
-    if kv_lengths is not None:
-        last = torch.minimum(last, kv_lengths.to(torch.int32).unsqueeze(-1))
-    if is_causal:
-        offset = keys - queries if kv_lengths is None else kv_lengths.to(torch.int32).unsqueeze(-1) - queries
-        after_newest = q_1T + offset + 1
-        last = torch.minimum(last, after_newest)
-        if window is not None:
-            first = torch.maximum(first, after_newest - window)
-    if cu_seqlens is not None:
-        bounds = cu_seqlens.to(torch.int32)
-        following = torch.searchsorted(bounds, q_1T, right=True)
-        first = torch.maximum(first, bounds[following - 1])
-        last = torch.minimum(last, bounds[following])
-    return torch.broadcast_tensors(first, last)
-
-
 def _block_mask(
     restrictions: Restrictions, batch: int, queries: int, keys: int, device: torch.device
 ) -> BlockMask | None:
     """Build the blocks to skip and the mask without a T x S tensor; return None where nothing is restricted."""
     attn_mask = restrictions.attn_mask
-    seen = _seen_keys(restrictions, queries, keys, device)
+    seen = seen_keys(restrictions, queries, keys, device)
     if seen is None:
         if attn_mask is None:
             return None

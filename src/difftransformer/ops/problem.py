@@ -5,6 +5,7 @@ queries and keys, E value width. `q` and `k` below are positions, not tensors.
 """
 
 import contextlib
+import numbers
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -241,16 +242,69 @@ def allowed_keys(
     return allowed[(None,) * (4 - allowed.dim())]
 
 
+def seen_keys(
+    restrictions: Restrictions, queries: int, keys: int, device: torch.device
+) -> tuple[Tensor, Tensor] | None:
+    """Return the interval of keys of each query, its first key and one past its last, (B, T) or (1, T) each in int32.
+
+    Ends may cross or lie outside the keys. The bool mask is left out. The result is None where nothing else is restricted.
+    """
+    _, is_causal, window, kv_start, kv_lengths, cu_seqlens = restrictions
+    if is_causal and queries == 1 and kv_lengths is None and (window is None or window >= keys):
+        is_causal = False
+    if not is_causal and kv_start is None and kv_lengths is None and cu_seqlens is None:
+        return None
+    q_1T = torch.arange(queries, dtype=torch.int32, device=device).unsqueeze(0)
+    first, last = torch.zeros_like(q_1T), torch.full_like(q_1T, keys)
+    if kv_start is not None:
+        first = torch.maximum(first, kv_start.to(torch.int32).unsqueeze(-1))
+    if kv_lengths is not None:
+        last = torch.minimum(last, kv_lengths.to(torch.int32).unsqueeze(-1))
+    if is_causal:
+        offset = keys - queries if kv_lengths is None else kv_lengths.to(torch.int32).unsqueeze(-1) - queries
+        after_newest = q_1T + offset + 1
+        last = torch.minimum(last, after_newest)
+        if window is not None:
+            first = torch.maximum(first, after_newest - window)
+    if cu_seqlens is not None:
+        bounds = cu_seqlens.to(torch.int32)
+        following = torch.searchsorted(bounds, q_1T, right=True)
+        first = torch.maximum(first, bounds[following - 1])
+        last = torch.minimum(last, bounds[following])
+    return torch.broadcast_tensors(first, last)
+
+
+def is_number(x: object) -> bool:
+    """Whether `x` is a real number, or stands for one in a traced graph."""
+    return isinstance(x, numbers.Real | torch.SymInt | torch.SymFloat)
+
+
+def shown(x: object) -> str:
+    """Return a value as error messages show it: itself if it is a number or None, else its type."""
+    return repr(x) if x is None or is_number(x) else f"a {type(x).__name__}"
+
+
+def check_tensor(name: str, x: object, other: Tensor, name_of_other: str = "query") -> None:
+    """Raise ShapeError unless `x` is a tensor on the device of the `other` one."""
+    if not isinstance(x, Tensor):
+        raise ShapeError(f"{name}: {shown(x)}; it must be a tensor")
+    if x.device != other.device:
+        raise ShapeError(f"{name}: on {x.device}, {name_of_other} is on {other.device}; move both to one device")
+
+
 def check_restrictions(restrictions: Restrictions, query: Tensor, keys: int) -> None:
     """Check restrictions against a query (B, H, T, ...) and the number of keys, without waiting for a device.
 
     Raises:
         ShapeError: a shape, dtype or device does not fit, or a value that can be read lies outside its range.
-        ConfigError: restrictions that exclude each other, or a window below 1.
+        ConfigError: restrictions that exclude each other, or a window that is no int or below 1.
     """
     attn_mask, is_causal, window, kv_start, kv_lengths, cu_seqlens = restrictions
     batch, heads, queries = query.shape[:3]
+    if not isinstance(is_causal, bool):
+        raise ConfigError(f"is_causal: {shown(is_causal)}; it must be True or False")
     if attn_mask is not None:
+        check_tensor("attn_mask", attn_mask, query)
         if attn_mask.dtype != torch.bool:
             raise ShapeError(
                 f"attn_mask: dtype {attn_mask.dtype}; it must be bool, True = may attend: "
@@ -266,6 +320,8 @@ def check_restrictions(restrictions: Restrictions, query: Tensor, keys: int) -> 
                 "give each dimension that size or 1"
             )
     if window is not None:
+        if not isinstance(window, numbers.Integral | torch.SymInt) or isinstance(window, bool):
+            raise ConfigError(f"window: {shown(window)}; it must be an int, a number of positions, or None")
         if not is_causal:
             raise ConfigError(f"window={window} needs is_causal=True; set it, or say the window with attn_mask")
         if window < 1:
@@ -275,7 +331,7 @@ def check_restrictions(restrictions: Restrictions, query: Tensor, keys: int) -> 
             _check_integers(name, tensor, query)
             if tensor.shape != (batch,):
                 raise ShapeError(f"{name}: shape {tuple(tensor.shape)}; it must be (B,) = ({batch},), one a row")
-            if _is_readable(tensor) and not all(0 <= position <= keys for position in tensor.tolist()):
+            if is_readable(tensor) and not all(0 <= position <= keys for position in tensor.tolist()):
                 raise ShapeError(
                     f"{name}: values {_short(tensor)}; each must lie between 0 and S = {keys}: count in key positions"
                 )
@@ -295,7 +351,7 @@ def check_restrictions(restrictions: Restrictions, query: Tensor, keys: int) -> 
             raise ShapeError(
                 f"cu_seqlens: shape {tuple(cu_seqlens.shape)}; it must be (N + 1,), the bounds of N >= 1 documents"
             )
-        if _is_readable(cu_seqlens):
+        if is_readable(cu_seqlens):
             bounds = cu_seqlens.tolist()
             if bounds[0] != 0 or bounds[-1] != queries or bounds != sorted(bounds):
                 raise ShapeError(
@@ -305,15 +361,19 @@ def check_restrictions(restrictions: Restrictions, query: Tensor, keys: int) -> 
 
 
 def _check_integers(name: str, tensor: Tensor, query: Tensor) -> None:
+    check_tensor(name, tensor, query)
     if tensor.dtype not in _INTEGERS:
         raise ShapeError(f"{name}: dtype {tensor.dtype}; it must be int32 (or int64): convert it with .to(torch.int32)")
-    if tensor.device != query.device:
-        raise ShapeError(f"{name}: on {tensor.device}, query is on {query.device}; move both to one device")
 
 
-def _is_readable(tensor: Tensor) -> bool:
+def is_readable(tensor: Tensor) -> bool:
     """Whether values can be read without waiting for a device and without breaking a traced graph."""
-    return not torch.compiler.is_compiling() and type(tensor) is Tensor and tensor.device.type == "cpu"
+    return (
+        not torch.compiler.is_compiling()
+        and type(tensor) is Tensor
+        and tensor.device.type == "cpu"
+        and not torch._C._functorch.is_batchedtensor(tensor)  # of vmap
+    )
 
 
 def _short(tensor: Tensor) -> str:

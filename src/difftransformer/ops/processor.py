@@ -1,5 +1,6 @@
 """Instruction sets that the C++ kernels are built for, and those that this machine supports."""
 
+import contextlib
 import os
 import platform
 import sys
@@ -69,6 +70,15 @@ def available() -> tuple[str, ...]:
         if _has("_is_amx_tile_supported") and _has("_init_amx"):
             sets = (*sets, "amx")
     return sets
+
+
+def name() -> str:
+    """Return the processor's name as the system gives it."""
+    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as file:
+        for line in file:
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
 
 
 def _is_aarch64() -> bool:

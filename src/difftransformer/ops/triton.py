@@ -106,18 +106,20 @@ def _(query: Tensor, key: Tensor, value: Tensor, lam: Tensor | None, *rest: Any)
     eps, save = rest[-3], rest[-1] and query.numel() * key.numel() > 0
     width, maps = value.shape[3], 1 if lam is None else 2
 
-    def heads_if(wanted: bool) -> Tensor:
-        return query.new_empty(batch, queries, heads, width).transpose(1, 2) if wanted else query.new_empty(0)
+    def heads_if(wanted: bool, dtype: torch.dtype = torch.float32) -> Tensor:
+        if not wanted:
+            return query.new_empty(0)
+        return query.new_empty(batch, queries, heads, width, dtype=dtype).transpose(1, 2)
 
     def rows_if(wanted: bool, *last: int) -> Tensor:
         shape = (batch, heads, queries, *last) if wanted else (0,)
         return query.new_empty(shape, dtype=torch.float32 if wanted else None)
 
     return (
-        heads_if(True),
+        heads_if(True, query.dtype),
         rows_if(save, maps),
         heads_if(save and lam is not None),
-        heads_if(save and eps is not None),
+        heads_if(save and (lam is not None or eps is not None)),
         rows_if(save and eps is not None),
     )
 

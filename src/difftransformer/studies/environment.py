@@ -14,7 +14,7 @@ import torch
 import transformers
 
 from .._version import __version__
-from ..ops import build
+from ..ops import build, processor
 from ..results import Environment
 
 
@@ -28,7 +28,7 @@ def environment(device: str = "cpu") -> Environment:
         torch=torch.__version__,
         transformers=transformers.__version__,
         platform=platform.platform(),
-        processor=_processor(),
+        processor=processor.name(),
         device=name,
         threads=torch.get_num_threads(),
         commit=commit(),
@@ -69,12 +69,3 @@ def _installed_commit() -> str:
         return str(json.loads(source or "{}")["vcs_info"]["commit_id"])
     except (importlib.metadata.PackageNotFoundError, KeyError, ValueError):
         return ""
-
-
-def _processor() -> str:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
-        return names[0]
-    except (OSError, IndexError):
-        return platform.processor() or platform.machine()

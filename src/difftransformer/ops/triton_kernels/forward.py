@@ -8,8 +8,9 @@ four calls take 8):
 * `one_map_kernel`, first for map 2 and then for map 1: one accumulator, for wide heads. O2 is kept in memory in fp32 between
   the calls. The same kernel computes ordinary attention.
 
-Both keep the log-sum-exps and O2 for the backward, since rowsum(dO * O) alone gives neither rowsum(dO * O1) nor
-rowsum(dO * O2).
+Both keep the log-sum-exps, O and O2 for the backward, since rowsum(dO * O) alone gives neither rowsum(dO * O1) nor
+rowsum(dO * O2). O and O2 are kept in fp32: rounded, they would leave a gradient of up to eps |dO V| to a query that sees one
+key and has none.
 """
 
 import triton
@@ -181,6 +182,8 @@ def both_maps_kernel(Q, K, V, Lam, Out, Lse, Second, Plain, InverseRms, Weight,
             heads = heads + (head,)
         else:
             store_rows(Out + at, local, out_strides[2], head, inside, i * PIECE, E, PIECE)
+            if Plain is not None:
+                store_rows(Plain + at, local, out_strides[2], head, inside, i * PIECE, E, PIECE)
     if NORM:
         write_normed(heads, at, row, b, h, T, H, Out, Plain, InverseRms, Weight, out_strides[2], eps, factor,
                      E, BLOCK_T)  # fmt: skip
@@ -191,11 +194,14 @@ def both_maps_kernel(Q, K, V, Lam, Out, Lse, Second, Plain, InverseRms, Weight,
 
 
 @triton.jit
-def one_map_kernel(Q, K, V, Lam, Waiting, Out, Lse, Second,
+def one_map_kernel(Q, K, V, Lam, Waiting, Out, Lse, Plain,
                    q_strides, k_strides, v_strides, lam_strides, out_strides, seen, H, G, T, S, c,
                    MAPS: tl.constexpr, CAUSAL: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
                    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr):  # fmt: skip
-    """Compute one map of MAPS. Waiting, fp32 in Out's layout, is the other map's output, subtracted times lam; or None."""
+    """Compute one map of MAPS. Waiting is the other map's output, subtracted times lam, or None.
+
+    Waiting and Plain, which gets the unrounded result, are in fp32 and Out's layout.
+    """
     b, h, row = place(T, H, BLOCK_T, CAUSAL)
     g = h // (H // G)
     local = tl.arange(0, BLOCK_T)
@@ -218,10 +224,10 @@ def one_map_kernel(Q, K, V, Lam, Waiting, Out, Lse, Second,
         if Waiting is not None:
             tl.debug_barrier()  # without it, the loads of all pieces are issued together and take registers
             second = load_rows(Waiting + at + i * PIECE, local, out_strides[2], inside, E - i * PIECE, PIECE)
-            if Second is not None:
-                store_rows(Second + at, local, out_strides[2], second, inside, i * PIECE, E, PIECE)
             head -= lam[:, None] * second
         store_rows(Out + at, local, out_strides[2], head, inside, i * PIECE, E, PIECE)
+        if Plain is not None:
+            store_rows(Plain + at, local, out_strides[2], head, inside, i * PIECE, E, PIECE)
 
 
 @triton.jit

@@ -39,8 +39,8 @@ class Forward(NamedTuple):
     Attributes:
         out: (B, H, T, E).
         lse: (B, H, T, maps), log2 of the sums of the exponentials, fp32; +inf where a query may attend to nothing.
-        second: (B, H, T, E), the second map's output.
-        plain: (B, H, T, E), heads before the norm.
+        second: (B, H, T, E), the second map's output, fp32.
+        plain: (B, H, T, E), heads before the norm and before they are rounded, fp32; not for ordinary attention without norm.
         inverse_rms: (B, H, T), fp32.
     """
 
@@ -150,15 +150,19 @@ def _forward(inputs: Inputs, norm: Norm | None, save: bool, form: Form) -> Forwa
     weight, eps, factor = norm or (None, 0.0, 1.0)
     batch, heads, queries = inputs.shape
     tiling = form.tilings[0]
+
+    def in_fp32() -> Tensor:
+        return inputs.new(queries, heads, inputs.value_width, torch.float32)
+
     out = inputs.new(queries, heads, inputs.value_width)
     by_the_way = norm is not None and form.name == "both_maps" and padded(inputs.value_width) <= 128
     lse = second = plain = inverse_rms = None
     if save:
         lse = out.new_empty(*inputs.shape, inputs.maps, dtype=torch.float32)
-        second = torch.empty_like(out) if inputs.is_differential else None
+        second = in_fp32() if inputs.is_differential else None
         inverse_rms = None if norm is None else out.new_empty(inputs.shape, dtype=torch.float32)
-    if norm is not None and (save or not by_the_way):
-        plain = torch.empty_like(out)
+    if (save and (inputs.is_differential or norm is not None)) or (norm is not None and not by_the_way):
+        plain = in_fp32()
     written = out if norm is None or by_the_way else plain
     strides = (
         *(x.stride()[:3] for x in (inputs.query, inputs.key, inputs.value)),
@@ -170,19 +174,19 @@ def _forward(inputs: Inputs, norm: Norm | None, save: bool, form: Form) -> Forwa
     options = {"CAUSAL": inputs.is_causal, **inputs.widths(), **tiling.options()}
     if form.name == "both_maps":
         forward_kernels.both_maps_kernel[grid](
-            inputs.query, inputs.key, inputs.value, inputs.lam, written, lse, second, plain if by_the_way else None,
+            inputs.query, inputs.key, inputs.value, inputs.lam, written, lse, second, None if written is plain else plain,
             inverse_rms if by_the_way else None, weight, *strides, inputs.seen, *inputs.sizes(), c, eps, factor,
             KEY_2=inputs.key_2, NORM=by_the_way, **options)  # fmt: skip
     else:
         options["MAPS"] = inputs.maps
-        waiting = None
+        waiting = second
         if inputs.is_differential:
-            waiting = inputs.new(queries, heads, inputs.value_width, torch.float32)
+            waiting = in_fp32() if second is None else second
             forward_kernels.one_map_kernel[grid](
                 inputs.query[..., inputs.width :], inputs.key[..., inputs.key_2 :], inputs.value, None, None, waiting,
                 None if lse is None else lse[..., 1], None, *strides, inputs.seen, *inputs.sizes(), c, **options)  # fmt: skip
         forward_kernels.one_map_kernel[grid](
-            inputs.query, inputs.key, inputs.value, inputs.lam, waiting, written, lse, second,
+            inputs.query, inputs.key, inputs.value, inputs.lam, waiting, written, lse, None if written is plain else plain,
             *strides, inputs.seen, *inputs.sizes(), c, **options)  # fmt: skip
     if written is not out:
         forward_kernels.norm_kernel[(triton.cdiv(queries, ROWS) * batch * heads,)](
@@ -253,12 +257,12 @@ def backward(inputs: Inputs, norm: Norm | None, saved: Forward, grad: Tensor) ->
         )
     delta = torch.empty_like(saved.lse)
     grad = grad if grad.stride(-1) == 1 else grad.contiguous()
-    plain = saved.out if norm is None else saved.plain
+    plain = saved.plain if inputs.is_differential or norm is not None else saved.out
     grid = (triton.cdiv(queries, ROWS) * batch * heads,)
     heads_grad = grad
     by_program = None
     if norm is not None:
-        heads_grad = torch.empty_like(plain)
+        heads_grad = torch.empty_like(saved.out)
         if weight_grad.numel():
             by_program = plain.new_empty(*grid, inputs.value_width, dtype=torch.float32)
     weight, _, factor = norm or (None, 0.0, 1.0)
