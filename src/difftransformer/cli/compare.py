@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from ..files import locked
 from ..ops import build
 from ..report import print_study, write_report
 from ..studies import compare, load_recipe
@@ -28,9 +29,10 @@ def run(
     loaded = load_recipe(recipe, overrides)
     folder = Path(out or f"reports/{loaded.name}")
     build.load()  # here, where its line is seen, and not in a run
-    with resumable("stopped; every run is saved"), training_progress() as bars:
-        comparison = compare(loaded, folder, progress=watch_jobs(bars), log=log)
-    page = write_report(comparison, folder)
+    with locked(folder):
+        with resumable("stopped; every run is saved"), training_progress() as bars:
+            comparison = compare(loaded, folder, progress=watch_jobs(bars), log=log)
+        page = write_report(comparison, folder)
     print_study(comparison, console)
     show(f"Report: {page}\nResults: {folder / 'results.json'}")
     return 0

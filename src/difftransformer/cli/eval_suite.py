@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from ..errors import EXIT_ERROR, ConfigError
+from ..files import locked
 from ..model.dtypes import WeightsDtype
 from ..report import write_suite
 from ..report.tasks import measurement_table
@@ -44,7 +45,7 @@ def run(
     if len(set(models)) < len(models):
         raise ConfigError("a model is given twice; give each model once")
     suite, folder = load_suite(preset), Path(out)
-    with resumable("stopped; every answer is saved"):
+    with locked(folder), resumable("stopped; every answer is saved"):
         found, missing = run_suite(
             suite,
             models,

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from ..evals.tasks import task_kind
+from ..files import locked
 from ..hub import open_language_model
 from ..model.dtypes import WeightsDtype
 from ..report.tasks import measurement_table, write_picture
@@ -62,6 +63,7 @@ def run(
             prefix_caching=prefix_caching,
             accelerated=accelerate,
         ) as opened,
+        locked(folder),
         evaluation_progress(name) as progress,
     ):
         result = evaluate_task(name, options, opened, folder, device=device, progress=progress, log=log)

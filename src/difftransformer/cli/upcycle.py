@@ -8,6 +8,7 @@ from ..convert.llama import targets
 from ..convert.upcycle import upcycle_folder
 from ..data import Tokenizer, read_documents
 from ..errors import ConfigError
+from ..files import locked
 from ..hub import measure_drift, source_folder
 from ..report import print_study, write_report
 from ..studies import load_recipe, upcycling_study
@@ -81,9 +82,10 @@ def run(
 
 def _study(model: str, out: Path, kinds: list[str], train: str, overrides: list[str]) -> int:
     recipe = load_recipe(train, overrides)
-    with resumable("stopped; every run is saved"), training_progress() as bars:
-        result = upcycling_study(recipe, model, out, to=kinds, progress=watch_jobs(bars), log=log)
-    page = write_report(result, out)
+    with locked(out):
+        with resumable("stopped; every run is saved"), training_progress() as bars:
+            result = upcycling_study(recipe, model, out, to=kinds, progress=watch_jobs(bars), log=log)
+        page = write_report(result, out)
     print_study(result, console)
     show(f"Report: {page}\nResults: {out / 'results.json'}")
     return 0

@@ -12,6 +12,7 @@ from ..evals.models.causal import UNBOUNDED
 from ..evals.prompts.texts import Setting
 from ..evals.requests import requests_sha256
 from ..evals.tasks import task_kind
+from ..files import locked
 from ..hub import open_language_model
 from ..results import TaskResult, read_result
 from .recipe import Recipe
@@ -63,16 +64,20 @@ def evaluate_checkpoint(
     Raises:
         ConfigError: the data's tokenizer is not the model's.
         CheckpointError: the folder holds no model, or a damaged one.
+        FolderInUse: another process is working in the folder.
     """
     tasks = draw_tasks(recipe, shards)
     # A recipe may ask beyond the trained context. Rows side by side: a study's models are small, and their prompts short.
-    with open_language_model(
-        str(checkpoint),
-        device=device,
-        batch_tokens=recipe.evaluation_batch_tokens,
-        context_tokens=UNBOUNDED,
-        prefix_caching=False,
-    ) as opened:
+    with (
+        open_language_model(
+            str(checkpoint),
+            device=device,
+            batch_tokens=recipe.evaluation_batch_tokens,
+            context_tokens=UNBOUNDED,
+            prefix_caching=False,
+        ) as opened,
+        locked(folder),
+    ):
         vocabulary, wanted = opened.language_model.tokenizer.vocab_size, shards.tokenizer.vocab_size
         if vocabulary != wanted:
             raise ConfigError(
