@@ -18,6 +18,7 @@ logger = logging.getLogger(__name__)
 LOCK_FILE = ".lock"
 _ORPHANS_SECONDS = 6.0  # children of a killed process end within 5 s, see `child`
 _RETRY_SECONDS = 0.1
+_HOLDER_CHARACTERS = 300
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF)
 
 
@@ -69,12 +70,14 @@ def _acquire(path: Path, wait: bool) -> IO[str]:
                 return file
         except BlockingIOError:
             file.seek(0)
-            pid, _, host = file.read().strip().partition(" ")
-            holder = f"process {pid} on {host}" if host else "another process"
+            pid, _, host = file.read(_HOLDER_CHARACTERS).strip().partition(" ")
+            holder = (
+                f"process {pid} on {host}" if pid.isdecimal() and host and host.isprintable() else "another process"
+            )
             if wait and not has_waited:
                 logger.warning("waiting for %s, which is working in %s", holder, path.parent)
                 has_waited = True
-            is_ending = host == socket.gethostname() and _has_ended(int(pid))
+            is_ending = pid.isdecimal() and host == socket.gethostname() and _has_ended(int(pid))
             if not wait and (not is_ending or time.monotonic() > end):
                 file.close()
                 raise FolderInUse(
@@ -117,19 +120,22 @@ def naming(path: Path) -> Iterator[None]:
     safetensors reports these errors by a class of its own, which becomes an OSError.
 
     Args:
-        path: The file that the block writes, or the folder. Of a folder, the file that was written last is named.
+        path: The file that the block writes, or a folder. Of a folder, the file that was written last is named.
     """
     try:
         yield
     except Exception as error:
-        code = re.search(r"\(os error (\d+)\)", str(error)) if type(error).__name__ == "SafetensorError" else None
-        number = int(code[1]) if code else getattr(error, "errno", None)
-        if number is None or not (code or isinstance(error, OSError)):
+        safetensors = type(error).__name__ == "SafetensorError"  # not imported: a report needs no safetensors
+        code = re.search(r"\(os error (\d+)\)", str(error)) if safetensors else None
+        number = int(code[1]) if code else error.errno if isinstance(error, OSError) else None
+        if number is None:
             raise
         named = getattr(error, "filename2", None) or getattr(error, "filename", None)  # of a copy, the target
-        raise OSError(number, os.strerror(number), str(named or _newest(path))) from error
+        if named is None and path.is_dir():
+            named = path / "model.safetensors" if safetensors else _newest(path)  # safetensors removes its part
+        raise OSError(number, os.strerror(number), str(named or path)) from error
 
 
-def _newest(path: Path) -> Path:
-    files = [file for file in path.rglob("*") if file.is_file()] if path.is_dir() else []
-    return max(files, key=lambda file: file.stat().st_mtime_ns, default=path)
+def _newest(folder: Path) -> Path:
+    files = [file for file in folder.rglob("*") if file.is_file()]
+    return max(files, key=lambda file: file.stat().st_mtime_ns, default=folder)
