@@ -27,7 +27,8 @@ fcntl.flock(file, fcntl.LOCK_EX)
 file.write(f"{os.getpid()} {socket.gethostname()}" if len(sys.argv) < 3 else sys.argv[2])
 file.flush()
 if "child" in sys.argv[3:]:
-    subprocess.Popen([sys.executable, "-c", "import time; print('held', flush=True); time.sleep(1.5)"], pass_fds=[file.fileno()])
+    code = "import time; print('held', flush=True); time.sleep(1.5)"
+    subprocess.Popen([sys.executable, "-c", code], pass_fds=[file.fileno()])
 else:
     print("held", flush=True)
 time.sleep(60)

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 LOCK_FILE = ".lock"
 _ORPHANS_SECONDS = 6.0  # children of a killed process end within 5 s, see `child`
 _RETRY_SECONDS = 0.1
-_HOLDER_CHARACTERS = 300
+_HOLDER_BYTES = 300
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF)
 
 
@@ -52,12 +52,12 @@ def locked(folder: Path, *, name: str = LOCK_FILE, wait: bool = False) -> Iterat
                     folder.rmdir()
 
 
-def _acquire(path: Path, wait: bool) -> IO[str]:
+def _acquire(path: Path, wait: bool) -> IO[bytes]:
     end, has_waited = time.monotonic() + _ORPHANS_SECONDS, False
     while True:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            file = path.open("a+", encoding="utf-8")
+            file = path.open("a+b", buffering=0)
         except FileNotFoundError:  # its last holder has just removed the folder
             continue
         try:
@@ -65,12 +65,11 @@ def _acquire(path: Path, wait: bool) -> IO[str]:
             if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
                 with contextlib.suppress(OSError):  # a full disk
                     file.truncate(0)
-                    file.write(f"{os.getpid()} {socket.gethostname()}\n")
-                    file.flush()
+                    file.write(f"{os.getpid()} {socket.gethostname()}\n".encode())
                 return file
         except BlockingIOError:
             file.seek(0)
-            pid, _, host = file.read(_HOLDER_CHARACTERS).strip().partition(" ")
+            pid, _, host = file.read(_HOLDER_BYTES).decode("ascii", "replace").strip().partition(" ")
             holder = (
                 f"process {pid} on {host}" if pid.isdecimal() and host and host.isprintable() else "another process"
             )
@@ -92,7 +91,7 @@ def _acquire(path: Path, wait: bool) -> IO[str]:
         file.close()
 
 
-def _flock(file: IO[str]) -> None:
+def _flock(file: IO[bytes]) -> None:
     try:
         import fcntl
     except ImportError:  # on Windows
@@ -130,10 +129,11 @@ def naming(path: Path) -> Iterator[None]:
         number = int(code[1]) if code else error.errno if isinstance(error, OSError) else None
         if number is None:
             raise
-        named = getattr(error, "filename2", None) or getattr(error, "filename", None)  # of a copy, the target
-        if named is None and path.is_dir():
-            named = path / "model.safetensors" if safetensors else _newest(path)  # safetensors removes its part
-        raise OSError(number, os.strerror(number), str(named or path)) from error
+        named: object = path
+        if path.is_dir():
+            named = getattr(error, "filename2", None) or getattr(error, "filename", None)  # of a copy, the target
+            named = named or (path / "model.safetensors" if safetensors else _newest(path))  # which removes its part
+        raise OSError(number, os.strerror(number), str(named)) from error
 
 
 def _newest(folder: Path) -> Path:

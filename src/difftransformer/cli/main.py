@@ -12,6 +12,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from .._version import __version__
@@ -47,6 +48,19 @@ def verbs() -> dict[str, str]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        status = _main(list(words))
+        sys.stdout.flush()
+        return status
+    except OSError as error:
+        if error.filename is not None or "--debug" in words:
+            raise
+        # Python would try again at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _fail(f"difftransformer: standard output cannot be written ({error.strerror})")
+
+
+def _main(words: list[str]) -> int:
     debug = "--debug" in words
     if debug:
         words.remove("--debug")
@@ -68,9 +82,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         return _fail(f"difftransformer {verb}: {error}")
     except OSError as error:
-        if debug:
+        if debug or (error.filename is None and _is_stdout_broken()):
             raise
-        advice = "; make room and run again" if error.errno == errno.ENOSPC else ""
+        advice = "; make room and run again" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
         place = f"{error.filename}: " if error.filename else ""
         return _fail(f"difftransformer {verb}: {place}{error.strerror or error}{advice}")
     except KeyboardInterrupt as stop:
@@ -115,8 +129,17 @@ def _run(verb: str, words: list[str]) -> int:
     return int(module.run(**values) or 0)
 
 
+def _is_stdout_broken() -> bool:
+    try:
+        print(flush=True)  # nothing less shows it
+        return False
+    except OSError:
+        return True
+
+
 def _fail(message: str, status: int = EXIT_ERROR) -> int:
-    print(message, file=sys.stderr)
+    with suppress(OSError):  # there is nowhere left to say it
+        print(message, file=sys.stderr, flush=True)
     return status
 
 

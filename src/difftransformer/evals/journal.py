@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ..files import naming
+
 
 class DamagedJournal(Exception):
     """A line of a journal that its reader does not accept. `line` is its number, from 1."""
@@ -52,14 +54,14 @@ class Journal:
                 self._missing_header = None
                 whole += len(line)
             os.truncate(path, whole)
-        self._file = open(path, "ab")  # noqa: SIM115 - closed by __exit__
+        self._path, self._file = path, open(path, "ab")  # noqa: SIM115 - closed by __exit__
         self._sync_seconds, self._synced = sync_seconds, time.monotonic()
 
     def __enter__(self) -> "Journal":
         return self
 
     def __exit__(self, *_: object) -> None:
-        with self._file:
+        with naming(self._path), self._file:
             self._file.flush()
             os.fsync(self._file.fileno())
 
@@ -68,8 +70,9 @@ class Journal:
         if self._missing_header is not None:
             header, self._missing_header = self._missing_header, None
             self.add(header)
-        self._file.write(json.dumps(row, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n")
-        self._file.flush()
-        if time.monotonic() - self._synced >= self._sync_seconds:
-            os.fsync(self._file.fileno())
-            self._synced = time.monotonic()
+        with naming(self._path):
+            self._file.write(json.dumps(row, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n")
+            self._file.flush()
+            if time.monotonic() - self._synced >= self._sync_seconds:
+                os.fsync(self._file.fileno())
+                self._synced = time.monotonic()

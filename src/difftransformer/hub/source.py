@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ..convert.checkpoint_io import CARRIED, CONFIG_FILE, INDEX_FILE
 from ..errors import CheckpointError, ConfigError
+from ..files import naming
 from ..model.quiet import quietly
 from ..train import latest_checkpoint
 
@@ -58,10 +59,12 @@ def _from_gguf(path: Path, folder: Path) -> Path:
             # Readers of the folder would take its weights for quantized ones.
             if hasattr(model.config, "quantization_config"):
                 del model.config.quantization_config
-            model.save_pretrained(folder)
-        AutoTokenizer.from_pretrained(path.parent, **here).save_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(path.parent, **here)
     except (OSError, ValueError, KeyError, RuntimeError, IndexError) as error:
         raise CheckpointError(f"{path}: cannot be read as a GGUF model ({' '.join(str(error).split())})") from None
+    with quietly(), naming(folder):
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
     return folder
 
 

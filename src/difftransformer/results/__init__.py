@@ -35,6 +35,7 @@ from .files import (
     VERSIONS,
     read_document,
     read_result,
+    write_atomically,
     write_result,
     write_text_atomically,
 )

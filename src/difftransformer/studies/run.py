@@ -6,6 +6,7 @@ The folder holds the resolved recipe; what is whole in it already is not done ag
 import shutil
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -103,7 +104,9 @@ def main(arguments: list[str]) -> int:
         return EXIT_ERROR
     except OSError as error:
         free = shutil.disk_usage(folder).free
-        sys.stderr.write(f"{error.filename or folder}: {error.strerror} ({free / 2**20:.0f} MiB free)\n")
+        with suppress(OSError):  # the log's disk may be full too
+            sys.stderr.write(f"{error.filename or folder}: {error.strerror} ({free / 2**20:.0f} MiB free)\n")
+            sys.stderr.flush()
         return EXIT_ERROR
     return 0
 
