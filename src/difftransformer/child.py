@@ -30,7 +30,7 @@ def start_child(module: str, *words: str, **options: Any) -> subprocess.Popen[by
 
 
 def _end_with_parent() -> None:
-    while os.read(sys.__stdin__.fileno(), 1):  # type: ignore[union-attr]
+    while os.read(0, 1):
         pass
     if hasattr(signal, "alarm"):  # ends the process in the kernel, whatever Python is doing
         signal.alarm(GRACE_SECONDS)

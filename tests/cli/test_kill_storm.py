@@ -1,4 +1,4 @@
-"""SIGKILL at many moments: the same bits, no line lost or doubled, no child left. A small part of tests/support/kill_storm.py."""
+"""Kills at many moments: the same bits, no line lost or doubled, no child left. A part of tests/support/kill_storm.py."""
 
 import pytest
 
@@ -11,6 +11,6 @@ KILLS = {"train": 8, "compare": 2, "eval": 4}
 def test_kills_leave_no_trace(tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     storms = run_storms(tmp_path, **KILLS)
-    assert {storm.name: storm.faults for storm in storms} == dict.fromkeys(KILLS, [])
+    assert {storm.name: storm.faults for storm in storms} == {name: [] for name in KILLS}
     assert {storm.name: storm.counts["kills"] for storm in storms} == KILLS
     assert storms[1].counts["children"] > 0

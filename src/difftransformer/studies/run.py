@@ -92,7 +92,7 @@ def main(arguments: list[str]) -> int:
         if not is_trained(folder, recipe):
             train_run(folder, recipe, shards)
         newest = checkpoints(folder)[-1]
-        evaluate_checkpoint(newest, recipe, shards, evaluations_folder(newest))
+        evaluate_checkpoint(newest, recipe, shards, evaluations_folder(newest), wait=True)  # for `eval RUN`
     except Interrupted as stopped:
         sys.stderr.write(f"{stopped}\n")
         return EXIT_INTERRUPTED
