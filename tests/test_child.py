@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.kill_storm import is_alive
+
 LIMIT_SECONDS = 5.0
 
 # A parent that has imported nothing heavy, as the command does before it needs a model.
@@ -33,14 +35,6 @@ CHILDREN = {
     "saving": "import time\ndef main(words):\n    open('begun', 'w').close()\n    try:\n        time.sleep(60)\n"
     "    except KeyboardInterrupt:\n        time.sleep(0.5)\n        open('saved', 'w').close()",
 }
-
-
-def is_alive(pid):
-    """Whether a process runs; one that has ended and was not waited for does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
 
 
 def wait_for(condition, seconds=60):

@@ -38,6 +38,8 @@ PACKAGES = {
     "plots": "style and parts of figures",
     "statistics": "intervals",
     "results": "typed results files",
+    "child": "processes that end with their parent",
+    "files": "locks, errors that name files",
     "typed": "checks of fields and types",
     "errors": "one family of errors",
 }

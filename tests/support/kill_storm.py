@@ -99,7 +99,7 @@ class Storm:
             if process.exitcode:
                 self.faults.append(f"{out}: exit status {process.exitcode}: {self.last_line()}")
             return process.exitcode != 0
-        children = self.children(out)
+        children = children_in(out)
         self.note(out, children)
         process.kill()
         process.join()
@@ -123,15 +123,6 @@ class Storm:
     def last_line(self):
         lines = (self.folder / "output.txt").read_text(errors="replace").strip().splitlines()
         return lines[-1] if lines else ""
-
-    def children(self, out):
-        """Processes that work in the folder, by their command lines."""
-        found = []
-        for path in Path("/proc").glob("[0-9]*/cmdline"):
-            with contextlib.suppress(OSError):
-                if str(out).encode() + b"/" in path.read_bytes():
-                    found.append(int(path.parent.name))
-        return found
 
     def until(self, condition, process, seconds=PATIENCE_SECONDS):
         end = time.monotonic() + seconds
@@ -203,7 +194,7 @@ class CompareStorm(Storm):
         before = [steps_done(run) for run in runs]
         self.importing = self.draw.random() < 0.5
         if self.importing:
-            self.until(lambda: self.children(out), process)
+            self.until(lambda: children_in(out), process)
             self.pause(1.5)
         else:
             self.until(lambda: any(steps_done(run) > done for run, done in zip(runs, before, strict=True)), process)
@@ -269,6 +260,16 @@ class EvalStorm(Storm):
 
 
 STORMS = {storm.name: storm for storm in (TrainStorm, CompareStorm, EvalStorm)}
+
+
+def children_in(folder):
+    """Processes that were started for a folder below this one."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if b"difftransformer.child" in (line := path.read_bytes()) and str(folder).encode() + b"/" in line:
+                found.append(int(path.parent.name))
+    return found
 
 
 def is_alive(pid):
