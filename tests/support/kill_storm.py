@@ -25,7 +25,6 @@ from tests.conftest import TOY
 ORPHAN_SECONDS = 5.0
 PATIENCE_SECONDS = 300.0
 CLOCKS = ("seconds", "tokens_per_second")
-FILES = ("model.safetensors", "optimizer.safetensors")
 PRELOADED = ("train", "compare", "eval_task")
 
 
@@ -286,13 +285,19 @@ def steps_done(run):
 
 
 def run_bits(run):
-    """Metrics without clocks, and the bytes of the last checkpoint."""
+    """Metrics without clocks, and the bytes of weights and moments of the last checkpoint."""
+    from safetensors.torch import load_file
+
     from difftransformer.train import checkpoints, read_metrics
 
     steps, validations = read_metrics(run / "metrics.jsonl")
     lines = [{key: value for key, value in dataclasses.asdict(line).items() if key not in CLOCKS} for line in steps]
     newest = checkpoints(run)[-1]
-    return newest.name, lines, validations, {name: (newest / name).read_bytes() for name in FILES}
+    moments = {name: tensor.numpy().tobytes() for name, tensor in load_file(newest / "optimizer.safetensors").items()}
+    del moments[
+        "random/cpu"
+    ]  # PyTorch seeds its own generator anew in each process, and training draws nothing from it
+    return newest.name, lines, validations, moments, (newest / "model.safetensors").read_bytes()
 
 
 def check_steps(storm, run):
