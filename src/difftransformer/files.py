@@ -62,21 +62,19 @@ def _acquire(path: Path, wait: bool) -> IO[bytes]:
             continue
         try:
             _flock(file)
-            if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
+            if _is_at(path, file):
                 with contextlib.suppress(OSError):  # a full disk
                     file.truncate(0)
                     file.write(f"{os.getpid()} {socket.gethostname()}\n".encode())
                 return file
         except BlockingIOError:
             file.seek(0)
-            pid, _, host = file.read(_HOLDER_BYTES).decode("ascii", "replace").strip().partition(" ")
-            holder = (
-                f"process {pid} on {host}" if pid.isdecimal() and host and host.isprintable() else "another process"
-            )
+            written = re.fullmatch(r"(\d{1,9}) ([!-~]{1,255})\n?", file.read(_HOLDER_BYTES).decode("ascii", "replace"))
+            holder = f"process {written[1]} on {written[2]}" if written else "another process"
             if wait and not has_waited:
                 logger.warning("waiting for %s, which is working in %s", holder, path.parent)
                 has_waited = True
-            is_ending = pid.isdecimal() and host == socket.gethostname() and _has_ended(int(pid))
+            is_ending = written and written[2] == socket.gethostname() and _has_ended(int(written[1]))
             if not wait and (not is_ending or time.monotonic() > end):
                 file.close()
                 raise FolderInUse(
@@ -89,6 +87,14 @@ def _acquire(path: Path, wait: bool) -> IO[bytes]:
             logger.warning("%s: this file system has no locks; use the folder in one process at a time", path.parent)
             return file
         file.close()
+
+
+def _is_at(path: Path, file: IO[bytes]) -> bool:
+    """Whether the file is still there; its last holder may have removed it."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _flock(file: IO[bytes]) -> None:
