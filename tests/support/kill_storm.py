@@ -25,7 +25,7 @@ from tests.conftest import TOY
 ORPHAN_SECONDS = 5.0
 PATIENCE_SECONDS = 300.0
 CLOCKS = ("seconds", "tokens_per_second")
-PRELOADED = ("train", "compare", "eval_task")
+PRELOADED = ("cli.progress", "cli.train", "cli.compare", "cli.eval_task", "studies.comparison", "studies.run", "report")
 
 
 def _be(words, folder, output):
@@ -61,7 +61,7 @@ class Storm:
         self.folder, self.kills, self.draw = folder / self.name, kills, random.Random(seed)
         self.folder.mkdir(parents=True)
         self.context = multiprocessing.get_context("forkserver")
-        self.context.set_forkserver_preload([f"difftransformer.cli.{name}" for name in PRELOADED])
+        self.context.set_forkserver_preload([f"difftransformer.{name}" for name in PRELOADED])
         self.counts = {"kills": 0, "folders": 0}
         self.faults = []
         self.slowest = 0.0
