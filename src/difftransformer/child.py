@@ -14,7 +14,7 @@ from typing import Any
 
 from .errors import EXIT_INTERRUPTED
 
-GRACE_SECONDS = 3  # for the step and the checkpoint of a child whose parent is gone
+GRACE_SECONDS = 2  # for the step and the checkpoint of a child whose parent is gone
 
 
 def start_child(module: str, *words: str, **options: Any) -> subprocess.Popen[bytes]:
