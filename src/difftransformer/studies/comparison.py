@@ -62,7 +62,7 @@ def compare(
             place = run_folder(folder, model, seed)
             lock = locks.enter_context(locked(place))
             start_run(place, run)
-            done = is_done(place, run, tasks)
+            done = is_done(place, run, tasks, log)
             title = f"{label(model)}, seed {seed}"
             job = Job(label=title, folder=place, steps=run.training.steps, threads=threads, lock=lock, done=done)
             jobs.append(job)

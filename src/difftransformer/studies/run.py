@@ -5,7 +5,7 @@ The folder holds the resolved recipe; what is whole in it already is not done ag
 
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from ..model import DiffTransformerForCausalLM
 from ..results import TaskResult
 from ..train import Interrupted, checkpoints, train
 from ..train.run_summary import RECIPE_FILE
-from .evaluation import EVALUATIONS, evaluate_checkpoint, evaluations_folder, found_results
+from .evaluation import evaluate_checkpoint, evaluations_folder, found_results
 from .recipe import Recipe, load_recipe, recipe_dict, save_recipe
 
 
@@ -43,9 +43,6 @@ def start_run(folder: Path, recipe: Recipe) -> None:
             )
     if before != after:
         save_recipe(recipe, path)
-    if before["evaluation"] != after["evaluation"]:
-        for answers in folder.glob(f"{EVALUATIONS}/*/*.answers.jsonl"):  # to other questions
-            answers.unlink()
 
 
 def train_run(folder: Path, recipe: Recipe, shards: Shards, **options: object) -> DiffTransformerForCausalLM:
@@ -66,14 +63,18 @@ def train_run(folder: Path, recipe: Recipe, shards: Shards, **options: object) -
     return train(recipe.training, config, shards, folder, start=start, **options)  # type: ignore[arg-type]
 
 
-def run_results(folder: Path, recipe: Recipe, tasks: Mapping[str, Task]) -> dict[str, TaskResult]:
-    """Return the results of a run's newest checkpoint that are there."""
-    return found_results(evaluations_folder(checkpoints(folder)[-1]), recipe, tasks)
+def run_results(
+    folder: Path, recipe: Recipe, tasks: Mapping[str, Task], log: Callable[[str], None] = lambda text: None
+) -> dict[str, TaskResult]:
+    """Return the results of a run's newest checkpoint that are there (see `found_results`)."""
+    return found_results(evaluations_folder(checkpoints(folder)[-1]), recipe, tasks, log)
 
 
-def is_done(folder: Path, recipe: Recipe, tasks: Mapping[str, Task]) -> bool:
-    """Whether a run is trained and has every result of its recipe."""
-    return is_trained(folder, recipe) and len(run_results(folder, recipe, tasks)) == len(recipe.evaluation)
+def is_done(
+    folder: Path, recipe: Recipe, tasks: Mapping[str, Task], log: Callable[[str], None] = lambda text: None
+) -> bool:
+    """Whether a run is trained and has every result of its recipe (see `found_results`)."""
+    return is_trained(folder, recipe) and len(run_results(folder, recipe, tasks, log)) == len(recipe.evaluation)
 
 
 def is_trained(folder: Path, recipe: Recipe) -> bool:

@@ -13,8 +13,9 @@ from typing import Any, Protocol
 
 from ...errors import CheckpointError
 from ...files import locked
+from ...results.checksums import DamagedLine
 from ..engine import Progress, no_progress
-from ..journal import DamagedJournal, Journal
+from ..journal import Journal
 
 _DOCUMENT_CHARACTERS = 400
 
@@ -91,7 +92,7 @@ def judge_all(
     with locked(file.parent, name=f".{file.name}.lock", wait=True):
         try:
             journal = Journal(file, take)
-        except DamagedJournal as damage:
+        except DamagedLine as damage:
             raise CheckpointError(
                 f"{file}: line {damage.line} is no judgment; choose another with --judgments"
             ) from None
