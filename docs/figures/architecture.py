@@ -39,8 +39,12 @@ PACKAGES = {
     "plots": "style and parts of figures",
     "statistics": "intervals",
     "results": "typed results files",
+    "child": "processes that end with their parent",
+    "files": "locks, errors that name files",
     "typed": "checks of fields and types",
+    "reading": "JSON and YAML of others",
     "errors": "one family of errors",
+    "printable": "text that a terminal and a page can show",
 }
 
 

@@ -24,10 +24,10 @@ __all__ += ["__version__"]
 
 
 def _is_command() -> bool:
-    """Whether this process is `difftransformer ...` or `python -m difftransformer ...`."""
+    """Whether this process is `difftransformer ...` or `python -m difftransformer ...`, or a child of one."""
     program = sys.argv[0] if getattr(sys, "argv", None) else ""
     if program == "-m":  # Python imports the package before it sets the path of the module to run
-        return "difftransformer" in sys.orig_argv
+        return not {"difftransformer", "difftransformer.child"}.isdisjoint(sys.orig_argv)
     return Path(program).stem == "difftransformer"
 
 

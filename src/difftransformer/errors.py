@@ -31,6 +31,10 @@ class BackendUnavailable(DiffTransformerError, RuntimeError):
     """A backend that was selected by name cannot run this call."""
 
 
+class FolderInUse(DiffTransformerError, RuntimeError):
+    """Another process is working in a folder that a command writes to."""
+
+
 class EvaluationError(DiffTransformerError, RuntimeError):
     """An evaluation cannot be run as requested."""
 

@@ -16,6 +16,7 @@ from difftransformer.results import Comparison, TaskResult, read_result
 from difftransformer.studies import recipe_from, save_recipe
 from difftransformer.studies.run import main as run_main
 from difftransformer.train import checkpoints, read_metrics
+from tests.support.kill_storm import children_in, is_alive
 
 PATIENCE_SECONDS = 120
 
@@ -142,23 +143,20 @@ def test_compare_stopped_and_killed_goes_on_with_the_same_results(toy, tmp_path,
     before = [steps_done(run) for run in runs]
     process = start(*command)
     wait_until(lambda: all(steps_done(run) > done + 5 for run, done in zip(runs, before, strict=True)), process)
-    process.kill()  # its children notice, save and end
+    children = children_in(study)
+    assert len(children) == 2
+    process.kill()  # its children notice, save if they can, and end
+    killed = time.monotonic()
     process.communicate()
-
-    def ended():
-        texts = [(run / "log.txt").read_text() for run in runs]
-        return all("stopped after step" in text for text in texts)
-
-    wait_until(ended)
+    wait_until(lambda: not any(map(is_alive, children)))
+    assert time.monotonic() - killed < 5
     assert all(steps_done(run) < 1000 for run in runs)
-    time.sleep(1)
 
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr("difftransformer.studies.comparison.measure_costs", lambda *args, **options: [])
     assert main([str(word) for word in command]) == 0
     result = read_result(study / "results.json", Comparison)
 
-    monkeypatch.setattr("difftransformer.studies.run._stop_with_parent", lambda parent: None)
     for run, found in zip(runs, result.runs, strict=True):
         reference = tmp_path / "reference" / run.name
         reference.mkdir(parents=True)

@@ -1,10 +1,13 @@
 """Judges: an endpoint that fails in every way, a local classifier, words; and a file that loses no verdict."""
 
+import asyncio
+import base64
 import email.utils
 import json
 import sys
 import time
 import traceback
+import urllib.parse
 
 import pytest
 import torch
@@ -17,7 +20,7 @@ from difftransformer.evals.judges.base import Case, OutOfBudget, Unjudged, judge
 from difftransformer.evals.judges.endpoint import EndpointJudge, Spending
 from difftransformer.evals.judges.nli import NliJudge
 from difftransformer.evals.judges.overlap import OverlapJudge
-from tests.support.judge_server import KEY, judge_server, reply
+from tests.support.judge_server import FLOODS, KEY, SLOW, endless_server, judge_server, reply
 
 VARIABLE = "DIFFTRANSFORMER_TEST_KEY"
 
@@ -220,6 +223,39 @@ def test_the_key_is_nowhere(server, tmp_path, capfd, caplog):
         assert KEY not in text
 
 
+def test_the_key_is_nowhere_where_a_message_is_cut(server, tmp_path, capfd, caplog):
+    """Wherever the key begins in a message, in whatever form, and also in headers that a client logs."""
+    stub, address = server
+    caplog.set_level(0)
+    forms = (KEY, urllib.parse.quote(KEY.replace("-", "%2D")), base64.b64encode(KEY.encode()).decode(), "\n".join(KEY))
+    shown = []
+    for form in forms:
+        for before in (*range(200 - len(form), 201, 5), 0):
+            echo = json.dumps({"error": {"message": "x" * before + form + "y" * 50}})
+            stub.script = [(401, {"X-Request-Id": KEY, "X-Echo": KEY}, echo)]
+            with pytest.raises(EvaluationError) as caught:
+                judge(address, timeout_seconds=10).judge(case("new"))
+            shown.append(str(caught.value))
+    stub.script = [reply(f"He said {form}.\nVERDICT: True") for form in forms]
+    judge_all(judge(address, timeout_seconds=10), CASES[: len(forms)], tmp_path / "j.jsonl")
+    reasons = [json.loads(line)["reasoning"] for line in (tmp_path / "j.jsonl").read_text().splitlines()]
+    assert reasons[0] == "He said [key]."
+    assert all("[key]" in reason for reason in reasons)
+    captured = capfd.readouterr()
+    everything = [*shown, *reasons, captured.out, captured.err, caplog.text]
+    for text in ("".join(part.split()) for part in everything):
+        for form in ("".join(form.split()) for form in forms):
+            found = [form[start : start + 10] for start in range(len(form) - 9) if form[start : start + 10] in text]
+            assert found == [], text
+
+
+@pytest.mark.parametrize("variable", ["sk-0123-not-for-anyone", "a b", "7"])
+def test_a_key_in_place_of_its_variable_is_not_repeated(variable):
+    with pytest.raises(ConfigError, match="key_variable: give the name of an environment variable") as caught:
+        EndpointJudge("tiny", "http://127.0.0.1:1/v1", variable, Spending())
+    assert variable not in str(caught.value)
+
+
 @pytest.mark.parametrize("value", [None, "", "  ", "two words", "line\nbreak", "schlüssel"])
 def test_a_key_that_cannot_be(monkeypatch, value):
     monkeypatch.delenv(VARIABLE, raising=False)
@@ -272,6 +308,36 @@ def test_a_reply_that_trickles_is_too_slow(server):
     stub.script = ["trickle"] * 2
     with pytest.raises(Unjudged, match=r"no verdict in 2 tries \(no answer within 0.3 s\)"):
         judge(address, retries=1).judge(CASES[0])
+
+
+@pytest.mark.parametrize("name", SLOW)
+def test_the_time_limit_ends_a_request_in_every_state(monkeypatch, name):
+    monkeypatch.setenv(VARIABLE, KEY)
+    with endless_server(*SLOW[name]) as (address, _):
+        judge_of_all = judge(address, retries=0, timeout_seconds=0.5)
+        begun = time.monotonic()
+        with pytest.raises(Unjudged, match=r"no verdict in 1 tries \(no answer within 0.5 s\)"):
+            judge_of_all.judge(CASES[0])
+        assert time.monotonic() - begun < 5
+
+
+@pytest.mark.parametrize("name", FLOODS)
+def test_a_flood_is_given_up_long_before_the_time_limit(monkeypatch, name):
+    monkeypatch.setenv(VARIABLE, KEY)
+    with endless_server(*FLOODS[name]) as (address, sent):
+        with pytest.raises(Unjudged, match="a reply that is too long"):
+            judge(address, retries=0, timeout_seconds=60).judge(CASES[0])
+        assert sent[0] < 64 * endpoint._MOST_REPLY_BYTES
+
+
+def test_a_judge_works_where_an_event_loop_is_running(server):
+    """As in a notebook."""
+    _, address = server
+
+    async def ask():
+        return judge(address, timeout_seconds=10).judge(CASES[1])
+
+    assert asyncio.run(ask()).faithful
 
 
 def test_a_reply_without_end_is_given_up(server, monkeypatch):

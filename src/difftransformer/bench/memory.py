@@ -1,9 +1,9 @@
 """Peak memory of one call or training run.
 
-On the CPU it is measured in a fresh process, `python -m difftransformer.bench.memory SPEC` with a JSON spec: the peak of the
-resident set (VmHWM on Linux) above what the process held before the work, which is its imports and the inputs. The process
-must be fresh because allocators keep memory, and because a child's peak from getrusage starts at its parent's. On a GPU
-PyTorch counts the memory in use, in any process.
+On the CPU it is measured in a fresh process, which is given a JSON spec: the peak of the resident set (VmHWM on Linux) above
+what the process held before the work, which is its imports and the inputs. The process must be fresh because allocators keep
+memory, and because a child's peak from getrusage starts at its parent's. On a GPU PyTorch counts the memory in use, in any
+process.
 """
 
 import contextlib
@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from ..child import start_child
 from ..errors import DiffTransformerError
 from ..model import DiffTransformerConfig, DiffTransformerForCausalLM
 from ..results import AttentionShape
@@ -54,13 +55,15 @@ def device_peak_bytes(work: Callable[[], object], before: int | None = None) -> 
 
 
 def _measure(spec: dict[str, Any]) -> int:
-    command = [sys.executable, "-m", "difftransformer.bench.memory", json.dumps(spec)]
     # Return freed blocks to the system at once, so that the peak counts only memory in use.
     environment = os.environ | {"MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_MMAP_THRESHOLD_": "65536"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    if done.returncode:
-        raise DiffTransformerError(f"the memory measurement failed: {done.stderr.strip().splitlines()[-1:]}")
-    return int(done.stdout.split()[-1])
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with start_child("difftransformer.bench.memory", json.dumps(spec), env=environment, **pipes) as process:
+        lines = process.stdout.read().decode(errors="replace").splitlines()  # type: ignore[union-attr]
+    if process.returncode:
+        reason = lines[-1] if lines else f"status {process.returncode}"
+        raise DiffTransformerError(f"the memory measurement failed: {reason}")
+    return int(next(line for line in reversed(lines) if line.isdecimal()))
 
 
 def _resident_bytes(field: str) -> int:
@@ -72,8 +75,13 @@ def _resident_bytes(field: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-def main(spec: dict[str, Any]) -> int:
-    """Do the work of a spec and return its peak in bytes."""
+def main(arguments: list[str]) -> int:
+    """Do the work of a spec and print its peak in bytes."""
+    sys.stdout.write(f"{_peak(json.loads(arguments[0]))}\n")
+    return 0
+
+
+def _peak(spec: dict[str, Any]) -> int:
     torch.set_num_threads(spec["threads"])
     torch.manual_seed(0)
     if spec["work"] == "attention":
@@ -101,7 +109,3 @@ def _peak_bytes(work: Callable[[], object]) -> int:
     before = _resident_bytes("VmRSS")
     work()
     return _resident_bytes("VmHWM") - before
-
-
-if __name__ == "__main__":
-    sys.stdout.write(f"{main(json.loads(sys.argv[1]))}\n")

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from ..files import locked
 from .arguments import SET
 from .console import Gaps, console, log, resumable, show
 from .progress import training_progress, watch_jobs
@@ -29,10 +30,11 @@ def run(
     loaded = load_recipe(recipe, overrides)
     folder = Path(out or f"reports/{loaded.name}")
     build.load()  # here, where its line is seen, and not in a run
-    with resumable("stopped; every run is saved"), training_progress() as bars:
-        comparison = compare(loaded, folder, progress=watch_jobs(bars), log=log)
-    gaps = Gaps("compare")
-    page = write_report(comparison, folder, on_gap=gaps)
+    with locked(folder):
+        with resumable("stopped; every run is saved"), training_progress() as bars:
+            comparison = compare(loaded, folder, progress=watch_jobs(bars), log=log)
+        gaps = Gaps("compare")
+        page = write_report(comparison, folder, on_gap=gaps)
     print_study(comparison, console)
     show(f"Report: {page}\nResults: {folder / 'results.json'}")
     return gaps.status

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from ..errors import ConfigError
+from ..files import locked
 from ..results.base import WeightsDtype
 from .arguments import check_device, check_positive
 from .console import Gaps, console, log, resumable, show
@@ -45,7 +46,7 @@ def run(
     if len(set(models)) < len(models):
         raise ConfigError("a model is given twice; give each model once")
     suite, folder = load_suite(preset), Path(out)
-    with resumable("stopped; every answer is saved"):
+    with locked(folder), resumable("stopped; every answer is saved"):
         found, missing = run_suite(
             suite,
             models,

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from ..evals.tasks import task_kind
+from ..files import locked
 from ..results.base import WeightsDtype
 from .arguments import check_device, check_positive
 from .console import Gaps, console, log, resumable, show
@@ -63,6 +64,7 @@ def run(
             prefix_caching=prefix_caching,
             accelerated=accelerate,
         ) as opened,
+        locked(folder),
         evaluation_progress(name) as progress,
     ):
         result = evaluate_task(name, options, opened, folder, device=device, progress=progress, log=log)
@@ -73,6 +75,8 @@ def run(
     try:
         if (picture := write_picture([result], folder / f"{name}.svg")) is not None:
             show(f"Figure: {picture}")
+    except OSError:  # such as a full disk
+        raise
     except Exception as error:  # such as from undefined figures, which leave too little to draw
         gaps(f"the figure: {error!r}")
     show(f"Results: {folder / f'{name}.json'}")

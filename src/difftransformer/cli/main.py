@@ -15,6 +15,7 @@ import re
 import sys
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from .._version import __version__
@@ -63,8 +64,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
         return _flushed(_main([*words]))
-    except OSError as error:  # of help and version; commands catch their own
-        if "--debug" in words:
+    except OSError as error:
+        if error.filename is not None or "--debug" in words:
             raise
         return _flushed(_fail(f"difftransformer: standard output cannot be written ({error.strerror})"))
 
@@ -96,9 +97,9 @@ def _main(words: list[str]) -> int:
         reason = str(error).partition("\n")[0]
         return _fail(f"difftransformer {verb}: not enough memory{reason and f' ({reason})'}; ask for less")
     except OSError as error:
-        if debug:
+        if debug or (error.filename is None and _is_stdout_broken()):
             raise
-        advice = "; make room and run again" if error.errno == errno.ENOSPC else ""
+        advice = "; make room and run again" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
         place = f"{error.filename}: " if error.filename else ""
         return _fail(f"difftransformer {verb}: {place}{error.strerror or error}{advice}")
     except KeyboardInterrupt as stop:
@@ -168,7 +169,8 @@ def _fail(message: str, status: int = EXIT_ERROR) -> int:
     if len(message) > LONGEST_MESSAGE:
         message = f"{message[: LONGEST_MESSAGE // 2]} ... {message[-LONGEST_MESSAGE // 2 :]}"
     if sys.stderr is not None:
-        print(printable_line(message), file=sys.stderr)
+        with suppress(OSError):  # there is nowhere left to say it
+            print(printable_line(message), file=sys.stderr, flush=True)
     return status
 
 
@@ -181,6 +183,14 @@ def _flushed(status: int) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return status or _fail(f"difftransformer: standard output cannot be written ({error.strerror})")
     return status
+
+
+def _is_stdout_broken() -> bool:
+    try:
+        print(flush=True)  # nothing less shows it
+        return False
+    except OSError:
+        return True
 
 
 def _help() -> str:

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from ..files import locked
 from .arguments import SET, check_device, use_threads
 from .console import log, resumable, show
 from .progress import training_progress, watch_steps
@@ -35,10 +36,11 @@ def run(
     use_threads(threads)
     check_device(device)
     folder = Path(out or f"runs/{loaded.name}")
-    start_run(folder, loaded)
-    shards = prepare_shards(loaded.data, log=log)
-    with resumable(), training_progress() as progress:
-        on_metrics = watch_steps(progress, loaded.name, loaded.training.steps)
-        train_run(folder, loaded, shards, device=device, on_metrics=on_metrics)
+    with locked(folder):
+        start_run(folder, loaded)
+        shards = prepare_shards(loaded.data, log=log)
+        with resumable(), training_progress() as progress:
+            on_metrics = watch_steps(progress, loaded.name, loaded.training.steps)
+            train_run(folder, loaded, shards, device=device, on_metrics=on_metrics)
     show(f"Trained: {checkpoints(folder)[-1]}")
     return 0

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from ..errors import ConfigError
+from ..files import locked
 from .arguments import SET
 from .console import Gaps, console, log, resumable, show
 from .progress import evaluation_progress, training_progress, watch_jobs
@@ -82,10 +83,11 @@ def _study(model: str, out: Path, kinds: list[str], train: str, overrides: list[
     from ..studies import load_recipe, upcycling_study
 
     recipe = load_recipe(train, overrides)
-    with resumable("stopped; every run is saved"), training_progress() as bars:
-        result = upcycling_study(recipe, model, out, to=kinds, progress=watch_jobs(bars), log=log)
-    gaps = Gaps("upcycle")
-    page = write_report(result, out, on_gap=gaps)
+    with locked(out):
+        with resumable("stopped; every run is saved"), training_progress() as bars:
+            result = upcycling_study(recipe, model, out, to=kinds, progress=watch_jobs(bars), log=log)
+        gaps = Gaps("upcycle")
+        page = write_report(result, out, on_gap=gaps)
     print_study(result, console)
     show(f"Report: {page}\nResults: {out / 'results.json'}")
     return gaps.status

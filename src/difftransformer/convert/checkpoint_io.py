@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import DiffLlamaConfig
 
 from ..errors import CheckpointError, ConfigError, DiffTransformerError
+from ..files import naming
 from ..model import DiffTransformerConfig
 from ..model.foreign import FOREIGN_FAULTS, on_one_line
 from ..model.weights import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, check_inside, weight_map, weights_files
@@ -239,21 +240,13 @@ def write_weights(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_byt
 
     Returns:
         The size of all tensors in bytes.
-
-    Raises:
-        CheckpointError: A file cannot be written.
     """
     shards: list[list[str]] = []
     pending: dict[str, Tensor] = {}
     total = size = 0
 
     def flush() -> None:
-        try:
-            save_file(pending, folder / f"shard-{len(shards)}", metadata={"format": "pt"})
-        except SafetensorError as error:
-            raise CheckpointError(
-                f"{folder}: the weights cannot be written ({error}); make room and run again"
-            ) from None
+        save_file(pending, folder / f"shard-{len(shards)}", metadata={"format": "pt"})
         shards.append(list(pending))
         pending.clear()
 
@@ -280,18 +273,25 @@ def write_weights(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_byt
 
 @contextmanager
 def whole_or_not_at_all(target: Path) -> Iterator[Path]:
-    """Provide a folder beside the target, which is renamed to the target at the end, or removed after an error."""
+    """Provide a folder beside the target, which is renamed to the target at the end, or removed after an error.
+
+    An error of the operating system, such as that of a full disk, names the file in the target.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.parent / f".{target.name}.{secrets.token_hex(4)}.tmp"
     temporary.mkdir()
     try:
-        yield temporary
+        with naming(temporary):
+            yield temporary
         if target.exists():
             target.rmdir()
         temporary.rename(target)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        raise
+        if not isinstance(error, OSError):
+            raise
+        name = str(error.filename).replace(str(temporary), str(target))
+        raise OSError(error.errno, error.strerror, name) from None
 
 
 def refuse_used(target: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError, DataError
+from ..files import locked
 from .needles import CITIES_SEEN, NeedleFormat
 from .shards import Shards, read_manifest, write_manifest, write_shards
 from .text import Document, read_documents, source_state, split_documents
@@ -73,17 +74,24 @@ def prepare_shards(config: DataConfig, *, log: Callable[[str], None] = lambda te
     request["text_sha256"] = _text_sha256(documents)
     name = hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()[:12]
     folder = Path(config.folder) / name
-    if (folder / "manifest.json").exists():
-        log(f"using {folder}")
-        shards = Shards.open(folder)
-        with contextlib.suppress(OSError):  # the folder may be read-only
-            write_manifest(folder, dataclasses.replace(shards.manifest, source_state=state))
-        return shards
-    train, validation = split_documents(documents, validation_share=config.validation_share, seed=config.split_seed)
-    log(f"tokenising {len(train)} + {len(validation)} documents into {folder}")
-    tokenizer = _tokenizer(config, train)
-    write_shards(folder, train, validation, tokenizer, source=config.source, source_state=state, request=request)
-    return Shards.open(folder)
+    manifest = folder / "manifest.json"
+    if not manifest.exists():
+        with locked(folder, wait=True):
+            if not manifest.exists():  # else another process has made them
+                train, validation = split_documents(
+                    documents, validation_share=config.validation_share, seed=config.split_seed
+                )
+                log(f"tokenising {len(train)} + {len(validation)} documents into {folder}")
+                tokenizer = _tokenizer(config, train)
+                write_shards(
+                    folder, train, validation, tokenizer, source=config.source, source_state=state, request=request
+                )
+                return Shards.open(folder)
+    log(f"using {folder}")
+    shards = Shards.open(folder)
+    with contextlib.suppress(OSError):  # the folder may be read-only
+        write_manifest(folder, dataclasses.replace(shards.manifest, source_state=state))
+    return shards
 
 
 def _find_shards(folder: Path, request: dict[str, Any], state: str) -> Path | None:

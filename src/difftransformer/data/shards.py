@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import ConfigError, DataError
+from ..files import naming
 from ..reading import is_plain_name, read_json
 from ..results import write_text_atomically
 from ..typed import build
@@ -217,15 +218,13 @@ def write_shards(
         raise ConfigError(f"shard_tokens is {shard_tokens}; it must be at least 1")
     folder = Path(folder)
     dtype: Dtype = "<u2" if tokenizer.vocab_size < 2**16 else "<u4"
-    file = folder / "manifest.json"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file.unlink(missing_ok=True)
+        (folder / "manifest.json").unlink(missing_ok=True)
         _remove_shards(folder)
-        file = tokenizer.save(folder / "tokenizer")
+        tokenizer.save(folder / "tokenizer")
         splits: dict[str, SplitManifest] = {}
         for split, documents in zip(SPLITS, (train, validation), strict=True):
-            file = folder / f"{split}-*.bin"
             splits[split] = _write_split(folder, split, documents, tokenizer, dtype, shard_tokens)
         manifest = Manifest(
             version=MANIFEST_VERSION,
@@ -238,7 +237,6 @@ def write_shards(
             dtype=dtype,
             splits=splits,
         )
-        file = folder / "manifest.json"
         write_manifest(folder, manifest)
     except BaseException as error:
         _remove_shards(folder)
@@ -246,8 +244,8 @@ def write_shards(
             raise
         what = "the disk is full" if error.errno == errno.ENOSPC else "cannot write"
         raise DataError(
-            f"{folder}: {what} while writing {file.name} ({error.strerror or error}); the partial shards were removed; "
-            "free some space or name another folder"
+            f"{folder}: {what} while writing {Path(error.filename or folder).name} ({error.strerror or error}); the partial "
+            "shards were removed; free some space or name another folder"
         ) from error
     return manifest
 
@@ -259,7 +257,7 @@ def _write_split(
 
     def write(tokens: npt.NDArray[Any]) -> None:
         path, content = folder / f"{split}-{len(shards):05d}.bin", tokens.tobytes()
-        with open(path, "wb") as file:
+        with naming(path), open(path, "wb") as file:
             file.write(content)
         shards.append(ShardFile(file=path.name, tokens=len(tokens), sha256=hashlib.sha256(content).hexdigest()))
 

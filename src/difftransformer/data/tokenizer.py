@@ -186,7 +186,7 @@ class Tokenizer:
                 write_text_atomically(folder / CHAT_TEMPLATE_FILE, self.chat_template)
         except OSError as error:
             raise DataError(
-                f"{folder}: cannot write the tokenizer ({error.strerror}); free some space or name another folder"
+                f"{error.filename}: cannot write the tokenizer ({error.strerror}); free some space or name another folder"
             ) from error
         return folder
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ..files import naming
 from ..results.checksums import DamagedLine, line_of, rows
 
 
@@ -50,14 +51,14 @@ class Journal:
                     raise OtherHeader(row)
                 self._missing_header, whole = None, end
             os.truncate(path, whole)
-        self._file = open(path, "ab")  # noqa: SIM115 - closed by __exit__
+        self._path, self._file = path, open(path, "ab")  # noqa: SIM115 - closed by __exit__
         self._sync_seconds, self._synced = sync_seconds, time.monotonic()
 
     def __enter__(self) -> "Journal":
         return self
 
     def __exit__(self, *_: object) -> None:
-        with self._file:
+        with naming(self._path), self._file:
             self._file.flush()
             os.fsync(self._file.fileno())
 
@@ -66,8 +67,9 @@ class Journal:
         if self._missing_header is not None:
             header, self._missing_header = self._missing_header, None
             self.add(header)
-        self._file.write(line_of(row))
-        self._file.flush()
-        if time.monotonic() - self._synced >= self._sync_seconds:
-            os.fsync(self._file.fileno())
-            self._synced = time.monotonic()
+        with naming(self._path):
+            self._file.write(line_of(row))
+            self._file.flush()
+            if time.monotonic() - self._synced >= self._sync_seconds:
+                os.fsync(self._file.fileno())
+                self._synced = time.monotonic()

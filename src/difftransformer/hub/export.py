@@ -17,6 +17,7 @@ from ..convert.checkpoint_io import (
     write_weights,
 )
 from ..errors import CheckpointError, ConfigError, DamagedResult, ResultsError
+from ..files import naming
 from ..model import DiffTransformerForCausalLM
 from ..model.card import CARD_FILE, Training, is_ours, model_card, read_card, training_section
 from ..model.dtypes import DTYPES
@@ -89,7 +90,7 @@ def export_folder(
         if to == "difftransformer":
             _write(model, out, folder, dtype)
         else:
-            with tempfile.TemporaryDirectory(dir=target.parent) as between:
+            with tempfile.TemporaryDirectory(dir=target.parent) as between, naming(Path(between)):
                 _write(model, Path(between), folder, "auto")
                 notes = convert_folder(between, out, to="diffllama").notes
             if dtype != "auto":

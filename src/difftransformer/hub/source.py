@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ..convert.checkpoint_io import CARRIED
 from ..errors import CheckpointError, ConfigError
+from ..files import naming
 from ..model.foreign import FOREIGN_FAULTS, on_one_line
 from ..model.quiet import quietly
 from ..model.weights import CONFIG_FILE, INDEX_FILE
@@ -60,10 +61,12 @@ def _from_gguf(path: Path, folder: Path) -> Path:
             # Readers of the folder would take its weights for quantized ones.
             if hasattr(model.config, "quantization_config"):
                 del model.config.quantization_config
-            model.save_pretrained(folder)
-        AutoTokenizer.from_pretrained(path.parent, **here).save_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(path.parent, **here)
     except FOREIGN_FAULTS as error:
         raise CheckpointError(f"{path}: cannot be read as a GGUF model ({on_one_line(error)})") from error
+    with quietly(), naming(folder):
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
     return folder
 
 

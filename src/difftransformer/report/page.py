@@ -32,7 +32,7 @@ from difftransformer.report.tables import (
 from difftransformer.report.tasks import draw_task, measurement_table
 from difftransformer.report.tasks.pairs import pairs_table
 from difftransformer.report.verdict import Verdict, verdicts
-from difftransformer.results import Comparison, Study, TaskResult, Upcycling, write_text_atomically
+from difftransformer.results import Comparison, Study, TaskResult, Upcycling, write_atomically, write_text_atomically
 
 TEMPLATE = "page.html.j2"
 MISSING = "missing"
@@ -154,9 +154,7 @@ def write_page(page: Page, folder: Path, *, on_gap: Callable[[str], None] = _no_
     for slug, drawing in drawings.items():
         write_text_atomically(folder / "figures" / f"{slug}.svg", drawing.svg)
         if drawing.png is not None:
-            temporary = folder / "figures" / f".{slug}.png.tmp"
-            temporary.write_bytes(drawing.png)
-            temporary.replace(folder / "figures" / f"{slug}.png")
+            write_atomically(folder / "figures" / f"{slug}.png", drawing.png)
     for table in all_tables(page):
         write_text_atomically(folder / "tables" / f"{table.name}.csv", table.csv())
     write_text_atomically(folder / "index.html", text)

@@ -36,6 +36,7 @@ from .files import (
     kept_result,
     read_document,
     read_result,
+    write_atomically,
     write_result,
     write_text_atomically,
 )

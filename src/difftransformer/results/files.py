@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..errors import DamagedResult, ResultsError
+from ..files import naming
 from ..typed import build
 from .bench import RENAMED_KEYS, Bench
 from .checksums import opened, sealed
@@ -40,14 +41,20 @@ def write_result(result: Result, path: Path | str) -> Path:
 
 def write_text_atomically(path: Path, text: str) -> None:
     """Write a text file so that a reader sees the old content or the new, never a part."""
+    write_atomically(path, text.encode("utf-8"))
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write a file so that a reader sees the old content or the new, never a part."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        with naming(path):
+            with open(temporary, "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
 

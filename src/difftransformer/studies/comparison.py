@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from ..bench import measure_costs
 from ..data import Shards, byte_bigram_bits_per_byte, prepare_shards
 from ..evals.engine import Task
 from ..families import DifferentialFields, count_family
+from ..files import locked
 from ..model import count
 from ..report.metrics import compare_metrics
 from ..results import BaselineNll, Comparison, Curve, ModelSummary, RunResult, write_result
@@ -44,6 +46,7 @@ def compare(
 
     Raises:
         DiffTransformerError: a run failed, or a task is impossible; its message.
+        FolderInUse: another process is working on a run.
         Interrupted: a signal; every run has saved a checkpoint.
     """
     for attention_type in recipe.compare.models:
@@ -56,14 +59,17 @@ def compare(
     ]
     threads = max(1, torch.get_num_threads() // recipe.compare.jobs)
     jobs = []
-    for seed, model, run in runs:
-        place = run_folder(folder, model, seed)
-        start_run(place, run)
-        done = is_done(place, run, tasks, log)
-        title = f"{label(model)}, seed {seed}"
-        jobs.append(Job(label=title, folder=place, steps=run.training.steps, threads=threads, done=done))
-    log(f"training {len(jobs)} runs, {recipe.compare.jobs} at a time with {threads} threads each")
-    run_jobs(jobs, at_once=recipe.compare.jobs, progress=progress)
+    with ExitStack() as locks:
+        for seed, model, run in runs:
+            place = run_folder(folder, model, seed)
+            lock = locks.enter_context(locked(place))
+            start_run(place, run)
+            done = is_done(place, run, tasks, log)
+            title = f"{label(model)}, seed {seed}"
+            job = Job(label=title, folder=place, steps=run.training.steps, threads=threads, lock=lock, done=done)
+            jobs.append(job)
+        log(f"training {len(jobs)} runs, {recipe.compare.jobs} at a time with {threads} threads each")
+        run_jobs(jobs, at_once=recipe.compare.jobs, progress=progress)
     log("measuring cost")
     runs.sort(key=lambda run: recipe.compare.models.index(run[1]))
     results = [run_result(folder, model, run, tasks) for _, model, run in runs]

@@ -10,6 +10,7 @@ from ..evals.engine import Progress, Task, no_progress
 from ..evals.models.causal import UNBOUNDED
 from ..evals.prompts.texts import Setting
 from ..evals.tasks import task_kind
+from ..files import locked
 from ..hub import open_language_model
 from ..results import TaskResult
 from .recipe import Recipe
@@ -40,6 +41,7 @@ def evaluate_checkpoint(
     shards: Shards,
     folder: Path,
     *,
+    wait: bool = False,
     device: str = "cpu",
     progress_bar: Callable[[str], AbstractContextManager[Progress]] = lambda label: nullcontext(no_progress),
     log: Callable[[str], None] = lambda text: None,
@@ -51,6 +53,7 @@ def evaluate_checkpoint(
         recipe: The recipe that names the tasks.
         shards: The recipe's data.
         folder: Folder for results, FOLDER/NAME.json.
+        wait: Whether to wait for another process that is working in the folder.
         device: cpu or cuda.
         progress_bar: Opens a progress bar with a label.
         log: Called with what is being done.
@@ -61,16 +64,20 @@ def evaluate_checkpoint(
     Raises:
         ConfigError: the data's tokenizer is not the model's.
         CheckpointError: the folder holds no model, or a damaged one.
+        FolderInUse: another process is working in the folder, and `wait` is False.
     """
     tasks = draw_tasks(recipe, shards)
     # A recipe may ask beyond the trained context. Rows side by side: a study's models are small, and their prompts short.
-    with open_language_model(
-        str(checkpoint),
-        device=device,
-        batch_tokens=recipe.evaluation_batch_tokens,
-        context_tokens=UNBOUNDED,
-        prefix_caching=False,
-    ) as opened:
+    with (
+        open_language_model(
+            str(checkpoint),
+            device=device,
+            batch_tokens=recipe.evaluation_batch_tokens,
+            context_tokens=UNBOUNDED,
+            prefix_caching=False,
+        ) as opened,
+        locked(folder, wait=wait),
+    ):
         vocabulary, wanted = opened.language_model.tokenizer.vocab_size, shards.tokenizer.vocab_size
         if vocabulary != wanted:
             raise ConfigError(

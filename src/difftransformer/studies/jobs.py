@@ -2,14 +2,15 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ..child import start_child
 from ..errors import EXIT_INTERRUPTED, DiffTransformerError
 from ..train import Interrupted, checkpoints
 from ..train.metrics import METRICS_FILE
@@ -20,12 +21,13 @@ WATCH_SECONDS = 0.5
 
 @dataclass(kw_only=True)
 class Job:
-    """One run: what it is called, where it is, and how far it has come."""
+    """One run: what it is called, where it is, and how far it has come. Its process inherits the folder's lock."""
 
     label: str
     folder: Path
     steps: int
     threads: int
+    lock: int | None = None
     done: bool = False
     step: int = 0
     loss_nats: float | None = None
@@ -35,8 +37,11 @@ class Job:
         """Start the process; what it prints goes to log.txt."""
         environment = os.environ | {"OMP_NUM_THREADS": str(self.threads), "TOKENIZERS_PARALLELISM": "false"}
         with (self.folder / LOG_FILE).open("wb") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "difftransformer.studies.run", str(self.folder), str(self.threads)],
+            self.process = start_child(
+                "difftransformer.studies.run",
+                str(self.folder),
+                str(self.threads),
+                pass_fds=() if self.lock is None else (self.lock,),
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=environment,
@@ -65,7 +70,8 @@ class Job:
     def failure(self) -> str:
         """The last line that the process printed."""
         lines = (self.folder / LOG_FILE).read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        return lines[-1] if lines else "no message"
+        free = shutil.disk_usage(self.folder).free
+        return lines[-1] if lines else f"it ended without a message, with {free / 2**20:.0f} MiB of disk free"
 
 
 def run_jobs(jobs: Sequence[Job], *, at_once: int, progress: Callable[[Sequence[Job]], None]) -> None:
@@ -100,6 +106,7 @@ def run_jobs(jobs: Sequence[Job], *, at_once: int, progress: Callable[[Sequence[
                 if code is None:
                     continue
                 running.remove(job)
+                job.process.communicate()  # closes its standard input
                 if code == EXIT_INTERRUPTED:
                     stop["asked"] = True
                 elif code != 0:
@@ -123,4 +130,5 @@ def _end(running: Sequence[Job]) -> None:
             job.process.send_signal(signal.SIGINT)
     for job in running:
         if job.process is not None:
-            job.process.wait()
+            job.process.wait()  # with its standard input open, so that it takes its time
+            job.process.communicate()

@@ -1,15 +1,12 @@
-"""One run of a study in a process of its own: train, then evaluate. `python -m difftransformer.studies.run FOLDER`.
+"""One run of a study in a process of its own: train, then evaluate.
 
 The folder holds the resolved recipe; what is whole in it already is not done again, so a study that was stopped goes on.
 """
 
-import os
 import shutil
-import signal
 import sys
-import threading
-import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -90,14 +87,13 @@ def main(arguments: list[str]) -> int:
     """Train and evaluate in FOLDER with THREADS threads; errors go to standard error on one line."""
     folder, threads = Path(arguments[0]), int(arguments[1])
     torch.set_num_threads(threads)
-    threading.Thread(target=_stop_with_parent, args=(os.getppid(),), daemon=True).start()
     try:
         recipe = load_recipe(folder / RECIPE_FILE)
         shards = prepare_shards(recipe.data)
         if not is_trained(folder, recipe):
             train_run(folder, recipe, shards)
         newest = checkpoints(folder)[-1]
-        evaluate_checkpoint(newest, recipe, shards, evaluations_folder(newest))
+        evaluate_checkpoint(newest, recipe, shards, evaluations_folder(newest), wait=True)  # for `eval RUN`
     except Interrupted as stopped:
         sys.stderr.write(f"{stopped}\n")
         return EXIT_INTERRUPTED
@@ -109,16 +105,11 @@ def main(arguments: list[str]) -> int:
         return EXIT_ERROR
     except OSError as error:
         free = shutil.disk_usage(folder).free
-        sys.stderr.write(f"{error.filename or folder}: {error.strerror} ({free / 2**20:.0f} MiB free)\n")
+        with suppress(OSError):  # the log's disk may be full too
+            sys.stderr.write(f"{error.filename or folder}: {error.strerror} ({free / 2**20:.0f} MiB free)\n")
+            sys.stderr.flush()
         return EXIT_ERROR
     return 0
-
-
-def _stop_with_parent(parent: int) -> None:
-    """Ask this process to stop, with a checkpoint, when the one that started it is gone."""
-    while os.getppid() == parent:
-        time.sleep(1.0)
-    os.kill(os.getpid(), signal.SIGINT)
 
 
 def _difference(before: object, after: object, key: str) -> str | None:
@@ -128,9 +119,3 @@ def _difference(before: object, after: object, key: str) -> str | None:
                 return found
         return None
     return None if before == after else f"{key} was {before!r} and is now {after!r}"
-
-
-if __name__ == "__main__":
-    if len(sys.argv) != 3:
-        raise ConfigError("usage: python -m difftransformer.studies.run FOLDER THREADS")
-    raise SystemExit(main(sys.argv[1:]))

@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -12,6 +13,7 @@ from ..attention import label
 from ..convert.upcycle import upcycle_folder
 from ..data import Shards, prepare_shards
 from ..errors import ConfigError
+from ..files import locked
 from ..hub import folder_sha256, measure_drift, source_folder
 from ..report.metrics import compare_metrics
 from ..results import Drift, RunResult, TaskResult, Upcycling, kept_result, write_result
@@ -50,6 +52,7 @@ def upcycling_study(
 
     Raises:
         DiffTransformerError: the source cannot be converted, or a run failed; its message.
+        FolderInUse: another process is working on a run.
         Interrupted: a signal; every run has saved a checkpoint.
     """
     if recipe.start_from is not None:
@@ -74,14 +77,17 @@ def upcycling_study(
     before = evaluate_checkpoint(models[PLAIN], recipe, shards, folder / BEFORE, log=log)
     runs = {name: dataclasses.replace(recipe, start_from=str(place)) for name, place in models.items()}
     jobs = []
-    for name, run in runs.items():
-        at = run_folder(folder, name, recipe.training.seed)
-        start_run(at, run)
-        threads = max(1, torch.get_num_threads() // recipe.compare.jobs)
-        done = is_done(at, run, tasks, log)
-        jobs.append(Job(label=_label(name), folder=at, steps=recipe.training.steps, threads=threads, done=done))
-    log(f"training {len(jobs)} models, {recipe.compare.jobs} at a time")
-    run_jobs(jobs, at_once=recipe.compare.jobs, progress=progress)
+    threads = max(1, torch.get_num_threads() // recipe.compare.jobs)
+    with ExitStack() as locks:
+        for name, run in runs.items():
+            at = run_folder(folder, name, recipe.training.seed)
+            lock = locks.enter_context(locked(at))
+            start_run(at, run)
+            done = is_done(at, run, tasks, log)
+            steps = recipe.training.steps
+            jobs.append(Job(label=_label(name), folder=at, steps=steps, threads=threads, lock=lock, done=done))
+        log(f"training {len(jobs)} models, {recipe.compare.jobs} at a time")
+        run_jobs(jobs, at_once=recipe.compare.jobs, progress=progress)
     ends = [run_result(folder, name, run, tasks) for name, run in runs.items()]
     result = _collect(recipe, source, folder, models, ends, drift, before)
     write_result(result, folder / RESULTS_FILE)

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from ..data import Tokenizer
 from ..errors import CheckpointError, DataError
+from ..files import naming
 from ..model import DiffTransformerConfig, DiffTransformerForCausalLM
 from ..model.card import CARD_FILE, model_card
 from ..model.quiet import quietly
@@ -114,23 +115,27 @@ def save_checkpoint(
         for leftover in folder.glob(".step-*.tmp"):
             shutil.rmtree(leftover)
         temporary.mkdir()
-        with quietly():
-            model.save_pretrained(temporary, state_dict=merged_state(model) if has_lora(model) else None)
-        if has_lora(model):
-            save_file(adapter_state(model), temporary / ADAPTER_FILE)
-        tokenizer.save(temporary)
-        if isinstance(model.config, DiffTransformerConfig):
-            card = model_card(model.config, name=run.resolve().name, training=training_summary(run, state.step))
-            (temporary / CARD_FILE).write_text(card, "utf-8")
-        save_file(_optimizer_tensors(model, optimizer), temporary / OPTIMIZER_FILE)
-        # The sums leave out the card, which users may edit.
-        summed = [path for path in sorted(temporary.iterdir()) if path.is_file() and path.name != CARD_FILE]
-        files = {path.name: _file_sum(path) for path in summed}
-        content = dataclasses.asdict(_StateFile(**vars(state), version=STATE_VERSION, files=files))
-        content["sha256"] = _content_sha256(content)
-        (temporary / STATE_FILE).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        for path in [*temporary.iterdir(), temporary]:
-            _flush(path)
+        with naming(temporary):
+            with quietly():
+                model.save_pretrained(temporary, state_dict=merged_state(model) if has_lora(model) else None)
+            if has_lora(model):
+                with naming(temporary / ADAPTER_FILE):
+                    save_file(adapter_state(model), temporary / ADAPTER_FILE)
+            tokenizer.save(temporary)
+            if isinstance(model.config, DiffTransformerConfig):
+                card = model_card(model.config, name=run.resolve().name, training=training_summary(run, state.step))
+                (temporary / CARD_FILE).write_text(card, "utf-8")
+            with naming(temporary / OPTIMIZER_FILE):
+                save_file(_optimizer_tensors(model, optimizer), temporary / OPTIMIZER_FILE)
+            # The sums leave out the card, which users may edit.
+            summed = [path for path in sorted(temporary.iterdir()) if path.is_file() and path.name != CARD_FILE]
+            files = {path.name: _file_sum(path) for path in summed}
+            content = dataclasses.asdict(_StateFile(**vars(state), version=STATE_VERSION, files=files))
+            content["sha256"] = _content_sha256(content)
+            (temporary / STATE_FILE).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+            for path in [*temporary.iterdir(), temporary]:
+                with naming(path):
+                    _flush(path)
         if final.exists():
             shutil.rmtree(final)
         temporary.rename(final)
@@ -140,7 +145,9 @@ def save_checkpoint(
         complete = [path for path in checkpoints(run) if path != final]
         kept = f"{complete[-1]} is kept and complete" if complete else "no earlier checkpoint exists"
         cause = error.__cause__ if isinstance(error, DataError) else error
-        reason = cause.strerror if isinstance(cause, OSError) and cause.strerror else str(error)
+        reason = str(error)
+        if isinstance(cause, OSError) and cause.strerror:
+            reason = f"{Path(cause.filename or final).name}: {cause.strerror}"
         raise CheckpointError(
             f"{final}: the checkpoint of step {state.step} cannot be written ({reason}); {kept}; make room and run again"
         ) from None

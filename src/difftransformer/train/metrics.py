@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError
+from ..files import naming
 from ..results import write_text_atomically
 from ..results.checksums import DamagedLine, line_of, rows
 from ..typed import build
@@ -61,16 +62,18 @@ class MetricsLog:
     def __init__(self, path: Path, *, step: int) -> None:
         kept = [line for line in read_lines(path) if line["step"] <= step] if path.exists() else []
         write_text_atomically(path, b"".join(map(line_of, kept)).decode())
-        self._file = path.open("ab")
+        self._path, self._file = path, path.open("ab")
 
     def write(self, metrics: Metrics) -> None:
         """Append a line."""
-        self._file.write(line_of(dataclasses.asdict(metrics)))
-        self._file.flush()
+        with naming(self._path):
+            self._file.write(line_of(dataclasses.asdict(metrics)))
+            self._file.flush()
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        with naming(self._path):
+            self._file.close()
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ...errors import CheckpointError
+from ...files import locked
 from ...results.checksums import DamagedLine
 from ..engine import Progress, no_progress
 from ..journal import Journal
@@ -73,7 +74,7 @@ class Judge(Protocol):
 def judge_all(
     judge: Judge, cases: Sequence[Case], file: Path, progress: Progress = no_progress
 ) -> tuple[list[Judgment | None], list[str]]:
-    """Judge all cases whose verdicts are not in the file yet.
+    """Judge all cases whose verdicts are not in the file yet, after another process that adds to the file.
 
     Returns:
         The verdict on each case, or None for a case without one, and the reasons for missing verdicts.
@@ -87,25 +88,28 @@ def judge_all(
         faithful = {"faithful": True, "hallucinated": False}[row["verdict"]]
         known[row["key"]] = Judgment(faithful=faithful, reasoning=row["reasoning"])
 
-    try:
-        journal = Journal(file, take)
-    except DamagedLine as damage:
-        raise CheckpointError(f"{file}: line {damage.line} is no judgment; choose another with --judgments") from None
     reasons: list[str] = []
-    keys = [fingerprint(judge, case) for case in cases]
-    with journal:
-        for place, (key, case) in enumerate(zip(keys, cases, strict=True)):
-            progress(place, len(cases), "judging")
-            if key in known:
-                continue
-            try:
-                known[key] = judge.judge(case)
-                journal.add(_row(key, judge, case, known[key]))
-            except Unjudged as reason:
-                reasons.append(str(reason))
-            except OutOfBudget as reason:
-                reasons.append(str(reason))
-                break
+    with locked(file.parent, name=f".{file.name}.lock", wait=True):
+        try:
+            journal = Journal(file, take)
+        except DamagedLine as damage:
+            raise CheckpointError(
+                f"{file}: line {damage.line} is no judgment; choose another with --judgments"
+            ) from None
+        keys = [fingerprint(judge, case) for case in cases]
+        with journal:
+            for place, (key, case) in enumerate(zip(keys, cases, strict=True)):
+                progress(place, len(cases), "judging")
+                if key in known:
+                    continue
+                try:
+                    known[key] = judge.judge(case)
+                    journal.add(_row(key, judge, case, known[key]))
+                except Unjudged as reason:
+                    reasons.append(str(reason))
+                except OutOfBudget as reason:
+                    reasons.append(str(reason))
+                    break
     progress(len(cases), len(cases), "judging")
     return [known.get(key) for key in keys], list(dict.fromkeys(reasons))
 

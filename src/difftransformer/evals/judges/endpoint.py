@@ -1,23 +1,26 @@
 """A judge behind an OpenAI-compatible endpoint, through the `openai` client (extra `judge`).
 
 The key is read from an environment variable and sent in one header. It appears in no file, log, result or error message, even
-if a server repeats it. Redirections, which would carry the key to another host, are not followed.
+if a server repeats it: all that a server says passes a `Redactor` before anything else. Redirections, which would carry the
+key to another host, are not followed.
 """
 
 import email.utils
 import json
+import logging
 import os
 import random
 import re
 import time
 import urllib.parse
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from ...errors import ConfigError, EvaluationError
 from .base import Case, Judgment, OutOfBudget, Unjudged
+from .redaction import Redactor
 
 RUBRIC = """\
 You check whether a text keeps to its source. You are given a source document, a reference that a person wrote, sometimes a \
@@ -76,6 +79,14 @@ class _Retry(Exception):
         self.wait_seconds = wait_seconds
 
 
+class _Refused(Exception):
+    """A reply with an error status."""
+
+    def __init__(self, status: int, headers: Mapping[str, str], text: bytes) -> None:
+        super().__init__(status)
+        self.status, self.headers, self.text = status, headers, text
+
+
 class EndpointJudge:
     """A chat model that is asked for a verdict by `RUBRIC`, at temperature 0.
 
@@ -97,6 +108,7 @@ class EndpointJudge:
             raise ConfigError(f"judge=openai:{model} needs openai; run pip install 'difftransformer[judge]'") from None
         self.name, self.model, self.spending = f"openai:{model}", model, spending
         self.endpoint, self._key = _checked_endpoint(endpoint), _read_key(key_variable)
+        self._redacted = Redactor(self._key)
         self.identity = json.dumps(["openai", self.endpoint, model, RUBRIC, _REPLY_TOKENS])
         self.rules: Sequence[str] = [
             f"The judge is the model {model!r} at {self.endpoint}, at temperature 0, told: {' '.join(RUBRIC.split())}"
@@ -106,12 +118,8 @@ class EndpointJudge:
         # The client would fill the first two from environment variables of its own.
         omitted = ("OpenAI-Organization", "OpenAI-Project", *(() if self._key else ("Authorization",)))
         self._headers = {name: openai.Omit() for name in omitted}
-        self._client = openai.OpenAI(
-            base_url=self.endpoint,
-            api_key=self._key or "none",
-            max_retries=0,  # `judge` retries, because every try counts
-            http_client=openai.DefaultHttpxClient(follow_redirects=False),
-        )
+        for name in ("openai", "httpx", "httpx2", "httpcore", "httpcore2"):
+            logging.getLogger(name).setLevel(logging.WARNING)  # below, they repeat headers
 
     def judge(self, case: Case) -> Judgment:
         """See `Judge.judge`.
@@ -165,8 +173,6 @@ class EndpointJudge:
             )
 
     def _ask(self, body: dict[str, Any], expected_tokens: int) -> Judgment:
-        import openai
-
         spent = expected_tokens  # a request without a reply may still have been worked on
         try:
             reply = self._send(body)
@@ -174,46 +180,56 @@ class EndpointJudge:
             if isinstance(usage, dict) and isinstance(usage.get("total_tokens"), int):
                 spent = max(0, usage["total_tokens"])
             return self._judgment(reply)
-        except openai.APIStatusError as error:
+        except _Refused as refused:
             spent = 0
-            raise self._refusal(error.status_code, error.response.headers, error.body) from None
+            raise self._refusal(refused) from None
         finally:
             self.tokens += spent
 
     def _send(self, body: dict[str, Any]) -> dict[str, Any]:
         """Send a request and return the JSON object of the reply."""
-        import openai
+        from anyio.from_thread import start_blocking_portal
 
-        too_slow = _Retry(f"no answer within {self.spending.timeout_seconds:g} s")
-        end = time.monotonic() + self.spending.timeout_seconds
-        text = bytearray()
-        create = self._client.chat.completions.with_streaming_response.create
         # From None, because the errors hold the request and with it the key.
         try:
-            with create(**body, extra_headers=self._headers, timeout=self.spending.timeout_seconds) as response:
-                for part in response.iter_bytes():
-                    text += part
-                    if len(text) > _MOST_REPLY_BYTES:
-                        raise _Retry("a reply that is too long")
-                    if time.monotonic() > end:
-                        raise too_slow
-        except (_Retry, openai.APIStatusError):
-            raise
-        except openai.APITimeoutError:
-            raise too_slow from None
+            with start_blocking_portal() as portal:  # also where an event loop is running already, as in a notebook
+                text = portal.call(self._fetch, body)
         except Exception as error:  # the body is read by the HTTP client, which has errors of its own
-            name = type(error.__cause__ or error).__name__
-            raise (too_slow if "Timeout" in name else _Retry(f"the connection failed ({name})")) from None
-        with suppress(ValueError, RecursionError):
-            reply = json.loads(text)
-            if isinstance(reply, dict):
-                return reply
-        raise _Retry("a reply that is not a JSON object")
+            cause = error.__cause__ or error
+            if isinstance(cause, (_Retry, _Refused)):
+                raise cause from None
+            name = type(cause).__name__
+            slow = f"no answer within {self.spending.timeout_seconds:g} s"
+            raise _Retry(slow if "Timeout" in name else f"the connection failed ({name})") from None
+        reply = _json_object(text)
+        if reply is None:
+            raise _Retry("a reply that is not a JSON object")
+        return reply
 
-    def _refusal(self, status: int, headers: Mapping[str, str], body: object) -> Exception:
+    async def _fetch(self, body: dict[str, Any]) -> bytes:
+        """Send a request and return the reply. The deadline ends it in any state, be the server ever so slow."""
+        import anyio
+        import openai
+
+        http_client = openai.DefaultAsyncHttpxClient(follow_redirects=False, event_hooks={"response": [_refuse]})
+        async with openai.AsyncOpenAI(
+            base_url=self.endpoint,
+            api_key=self._key or "none",
+            max_retries=0,  # `judge` retries, because every try counts
+            http_client=http_client,
+        ) as client:
+            with anyio.fail_after(self.spending.timeout_seconds):
+                create = client.chat.completions.with_streaming_response.create
+                limits = {"extra_headers": self._headers, "timeout": self.spending.timeout_seconds}
+                async with create(**body, **limits) as response:
+                    return await _read(response.iter_bytes())
+
+    def _refusal(self, refused: _Refused) -> Exception:
         """Return the error for a reply with an error status."""
-        message = body.get("message") if isinstance(body, dict) else None
-        said = "" if message is None else self._redacted(f" ({' '.join(str(message).split())[:200]})")
+        status, body = refused.status, _json_object(refused.text) or {}
+        error = body.get("error", body)
+        message = error.get("message") if isinstance(error, dict) else None
+        said = "" if message is None else f" ({' '.join(self._redacted(str(message)).split())[:200]})"
         if 300 <= status < 400:
             return EvaluationError(
                 f"{self.endpoint}: answers {status}, a redirection, which is not followed; name the final address"
@@ -225,7 +241,7 @@ class EndpointJudge:
             )
         if status in _REFUSED_CASE_STATUS:
             return self._failed(f"{self.endpoint}: refuses an answer with status {status}{said}")
-        wait = _retry_after(headers.get("Retry-After"))
+        wait = _retry_after(refused.headers.get("Retry-After"))
         if wait is not None and wait > _LONGEST_WAIT_SECONDS:
             return OutOfBudget(f"{self.endpoint} asks to wait {wait:.0f} s; run again then")
         return _Retry(f"status {status}{said}", wait)
@@ -235,15 +251,34 @@ class EndpointJudge:
             text = reply["choices"][0]["message"]["content"]
         except (KeyError, IndexError, TypeError):
             raise _Retry("a reply without a message") from None
-        lines = [line for line in str(text).splitlines() if line.strip()]
+        lines = [line for line in self._redacted(str(text)).splitlines() if line.strip()]
         verdict = _VERDICT.fullmatch(lines[-1]) if lines else None
         if verdict is None:
             raise _Retry("a reply whose last line is no verdict")
-        reasoning = self._redacted("\n".join(lines[:-1]).strip())
-        return Judgment(faithful=verdict[1].casefold() == "true", reasoning=reasoning)
+        return Judgment(faithful=verdict[1].casefold() == "true", reasoning="\n".join(lines[:-1]).strip())
 
-    def _redacted(self, text: str) -> str:
-        return text.replace(self._key, "[key]") if self._key else text
+
+async def _refuse(response: Any) -> None:
+    """Raise `_Refused` for a reply with an error status, before the client reads it to its end."""
+    if response.status_code >= 300:
+        raise _Refused(response.status_code, response.headers, await _read(response.aiter_bytes()))
+
+
+async def _read(parts: AsyncIterator[bytes]) -> bytes:
+    text = bytearray()
+    async for part in parts:
+        text += part
+        if len(text) > _MOST_REPLY_BYTES:
+            raise _Retry("a reply that is too long")
+    return bytes(text)
+
+
+def _json_object(text: bytes) -> dict[str, Any] | None:
+    with suppress(ValueError, RecursionError):
+        value = json.loads(text)
+        if isinstance(value, dict):
+            return value
+    return None
 
 
 def _checked_endpoint(endpoint: str) -> str:
@@ -267,6 +302,8 @@ def _read_key(variable: str) -> str:
     """Return the key, or "" where no variable is named."""
     if not variable:
         return ""
+    if not variable.isidentifier():  # perhaps the key itself, so the message does not repeat it
+        raise ConfigError("key_variable: give the name of an environment variable, such as OPENAI_API_KEY")
     key = os.environ.get(variable, "").strip()
     if not key:
         raise ConfigError(

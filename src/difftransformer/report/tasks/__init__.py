@@ -12,7 +12,7 @@ from difftransformer.evals.tasks import registered_tasks
 from difftransformer.plots.curves import labels
 from difftransformer.plots.style import STYLE, Drawing, finish
 from difftransformer.report.tables import Group, Table
-from difftransformer.results import Measurement, TaskResult, write_text_atomically
+from difftransformer.results import Measurement, TaskResult, write_atomically, write_text_atomically
 
 
 def draw_task(results: Sequence[TaskResult], png: bool = False, *, name: str | None = None) -> Drawing | None:
@@ -31,9 +31,7 @@ def write_picture(results: Sequence[TaskResult], path: Path) -> Path | None:
         return None
     write_text_atomically(path, drawing.svg)
     assert drawing.png is not None
-    temporary = path.with_name(f".{path.stem}.png.tmp")
-    temporary.write_bytes(drawing.png)
-    temporary.replace(path.with_suffix(".png"))
+    write_atomically(path.with_suffix(".png"), drawing.png)
     return path
 
 

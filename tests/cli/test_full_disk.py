@@ -1,0 +1,132 @@
+"""A disk that is full: one line that names the file, whatever is being written. A full standard output is none."""
+
+import errno
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from difftransformer.cli.main import main
+from difftransformer.files import locked
+from tests.support import tiny_folders
+
+
+@pytest.fixture
+def room():
+    """room(bytes): no file may grow beyond that size, which is what a full disk does to one process."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def limit(bytes_):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (bytes_, before[1]))
+
+    yield limit
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.fixture
+def commands(toy_file, toy, toy_shards, tmp_path):
+    """The command lines, but for --out."""
+    model, text = tmp_path / "model", tmp_path / "text.txt"
+    tiny_folders.saved(model)
+    text.write_text("".join(f"line {i} tells of {i * i} things\n" for i in range(900)))
+    (tmp_path / "suite.yaml").write_text(
+        yaml.safe_dump(
+            {
+                "name": "s",
+                "tasks": [{"task": "perplexity", "options": {"text": str(text), "window": 16, "windows": 2}}],
+            }
+        )
+    )
+    task = ["eval", "perplexity", model, "--text", text, "--window", "16", "--windows", "2", "--out"]
+    return {
+        "train": ["train", toy_file, "--out"],
+        "tokenize": ["tokenize", toy["data"]["source"], "--tokenizer", "byte", "--validation_share", "0.3", "--out"],
+        "export": ["export", model],
+        "convert": ["convert", "--to", "diffllama", model],
+        "eval task": task,
+        "eval suite": ["eval", "suite", model, "--preset", tmp_path / "suite.yaml", "--out"],
+    }
+
+
+WRITES = [
+    ("train", 100, "config.yaml"),
+    ("train", 2000, "step-000003: the checkpoint of step 3 cannot be written (model.safetensors: File too large)"),
+    ("tokenize", 30_000, "while writing train-00000.bin"),
+    ("export", 2000, "model.safetensors"),
+    ("convert", 2000, "model.safetensors"),
+    ("eval task", 10, "perplexity.answers.jsonl"),
+    ("eval task", 1000, "perplexity.json"),
+    ("eval task", 8000, "perplexity.svg"),
+    ("eval suite", 8000, ".svg"),
+]
+
+
+@pytest.mark.parametrize(("name", "bytes_", "file"), WRITES)
+def test_the_file_is_named(commands, tmp_path, room, capsys, name, bytes_, file):
+    words = [*map(str, commands[name]), str(tmp_path / "out")]
+    room(bytes_)
+    status = main(words)
+    room(resource.RLIM_INFINITY)
+    error = capsys.readouterr().err
+    assert status == 2
+    assert error.count("\n") == 1
+    assert f": {tmp_path / 'out'}" in error
+    assert file in error
+    assert "File too large" in error
+
+
+def test_metrics_that_cannot_be_written(toy_file, tmp_path, monkeypatch, capsys):
+    """The disk is full when a line is written, and still is when the file is closed."""
+
+    class Full:
+        def __init__(self, file):
+            self.file = file
+
+        def write(self, text):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        def flush(self):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        def close(self):
+            self.file.close()
+            self.flush()
+
+    before = Path.open
+
+    def opened(path, *words, **options):
+        file = before(path, *words, **options)
+        return Full(file) if path.name == "metrics.jsonl" and words[0].startswith("a") else file
+
+    monkeypatch.setattr(Path, "open", opened)
+    assert main(["train", str(toy_file), "--out", str(tmp_path / "run")]) == 2
+    line = f"{tmp_path / 'run' / 'metrics.jsonl'}: No space left on device; make room and run again\n"
+    assert capsys.readouterr().err == f"difftransformer train: {line}"
+
+
+def test_a_lock_needs_no_room(tmp_path, room):
+    room(0)
+    with locked(tmp_path / "run"):
+        assert (tmp_path / "run" / ".lock").stat().st_size == 0
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no /dev/full")
+@pytest.mark.parametrize(("words", "buffered"), [(["--help"], False), (["--help"], True), (["info", "tiny"], False)])
+def test_a_full_standard_output_is_no_full_disk(words, buffered):
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, *([] if buffered else ["-u"]), "-m", "difftransformer", *words],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            env=environment,
+            text=True,
+            check=False,
+        )
+    assert done.returncode == 2
+    assert done.stderr == "difftransformer: standard output cannot be written (No space left on device)\n"

@@ -1,0 +1,181 @@
+"""Locks on folders, held by other processes; errors of the operating system that name their file."""
+
+import errno
+import os
+import re
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from difftransformer.errors import FolderInUse
+from difftransformer.files import locked, naming
+
+# A holder of its own: it knows nothing of the package but the file's name and how a holder writes itself into it.
+HOLDER = """
+import fcntl, os, socket, subprocess, sys, time
+file = open(sys.argv[1], "a+")
+fcntl.flock(file, fcntl.LOCK_EX)
+file.write(f"{os.getpid()} {socket.gethostname()}" if len(sys.argv) < 3 else sys.argv[2])
+file.flush()
+if "child" in sys.argv[3:]:
+    code = "import time; print('held', flush=True); time.sleep(1.5)"
+    subprocess.Popen([sys.executable, "-c", code], pass_fds=[file.fileno()])
+else:
+    print("held", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def hold():
+    """Hold the lock of a folder in another process."""
+    processes = []
+
+    def run(folder, *words, name=".lock"):
+        folder.mkdir(parents=True, exist_ok=True)
+        process = subprocess.Popen(
+            [sys.executable, "-c", HOLDER, str(folder / name), *words], stdout=subprocess.PIPE, text=True
+        )
+        processes.append(process)
+        assert process.stdout.readline() == "held\n"
+        return process
+
+    yield run
+    for process in processes:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def test_a_second_process_is_told_who_holds_the_folder(tmp_path, hold):
+    holder = hold(tmp_path / "run")
+    begun = time.monotonic()
+    with pytest.raises(FolderInUse) as caught, locked(tmp_path / "run"):
+        pytest.fail("two holders")
+    assert time.monotonic() - begun < 1
+    assert str(caught.value) == (
+        f"{tmp_path / 'run'}: process {holder.pid} on {socket.gethostname()} is working in it; "
+        "wait until it ends, or name another folder"
+    )
+    hold(tmp_path / "far", "77 another-host")
+    with pytest.raises(FolderInUse, match="process 77 on another-host is working in it"), locked(tmp_path / "far"):
+        pytest.fail("two holders")
+    for number, words in enumerate(("", "no number", "7 \x1b[31m")):
+        hold(tmp_path / str(number), words)
+        with pytest.raises(FolderInUse, match="another process is working in it"), locked(tmp_path / str(number)):
+            pytest.fail("two holders")
+
+
+def test_a_killed_holder_leaves_no_lock(tmp_path, hold):
+    holder = hold(tmp_path / "run")
+    holder.kill()
+    holder.wait()
+    assert (tmp_path / "run" / ".lock").exists()
+    with locked(tmp_path / "run"):
+        assert (tmp_path / "run" / ".lock").read_text() == f"{os.getpid()} {socket.gethostname()}\n"
+        with pytest.raises(FolderInUse), locked(tmp_path / "run"):
+            pytest.fail("two holders")
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_the_children_of_a_killed_holder_are_waited_for(tmp_path, hold):
+    """Also where its parent has not noticed its end yet."""
+    holder = hold(tmp_path / "run", f"{0} {socket.gethostname()}", "child")
+    (tmp_path / "run" / ".lock").write_text(f"{holder.pid} {socket.gethostname()}\n")
+    holder.kill()
+    os.waitid(os.P_PID, holder.pid, os.WEXITED | os.WNOWAIT)
+    begun = time.monotonic()
+    with locked(tmp_path / "run"):
+        assert time.monotonic() - begun > 0.5
+
+
+def test_an_inherited_lock_holds_as_long_as_the_child(tmp_path):
+    with locked(tmp_path / "run") as lock:
+        child = subprocess.Popen([sys.executable, "-c", "input()"], pass_fds=[lock], stdin=subprocess.PIPE)
+        (tmp_path / "run" / ".lock").rename(tmp_path / "kept")
+    (tmp_path / "kept").rename(tmp_path / ".lock")
+    with pytest.raises(FolderInUse), locked(tmp_path):
+        pytest.fail("two holders")
+    child.communicate()
+    with locked(tmp_path):
+        pass
+
+
+def test_waiting_ends_when_the_lock_is_released(tmp_path, hold):
+    holder = hold(tmp_path)
+    timer = threading.Timer(0.5, holder.kill)
+    timer.start()
+    with locked(tmp_path, wait=True):
+        assert holder.wait(timeout=10) == -9
+
+
+def test_only_a_folder_that_was_made_and_stayed_empty_is_removed(tmp_path):
+    (tmp_path / "old").mkdir()
+    with pytest.raises(ValueError, match="x"), locked(tmp_path / "new"), locked(tmp_path / "old"):
+        raise ValueError("x")
+    with locked(tmp_path / "filled"):
+        (tmp_path / "filled" / "file").touch()
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["file", "filled", "old"]
+
+
+def test_a_file_system_without_locks(tmp_path, monkeypatch, caplog):
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    with locked(tmp_path), locked(tmp_path):
+        pass
+    assert f"{tmp_path}: this file system has no locks; use the folder in one process at a time" in caplog.text
+
+
+@pytest.fixture
+def no_room():
+    """No file may grow beyond 4 KiB: what a full disk does, for one process."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def copy(path):
+    (path.parent / "source").write_bytes(b"x" * 4096)
+    with (path.parent / "source").open("ab", buffering=0) as file:
+        os.truncate(file.fileno(), 4096)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    shutil.copyfile(path.parent / "source", path)
+
+
+WRITERS = {
+    "write": lambda path: path.write_bytes(b"x" * 8192),
+    "safetensors": lambda path: save_file({"x": torch.zeros(4096)}, path),
+    "copy": copy,
+}
+
+
+@pytest.mark.parametrize("of_a_folder", [False, True])
+@pytest.mark.parametrize("writer", WRITERS)
+def test_an_error_names_the_file_that_was_written(tmp_path, no_room, writer, of_a_folder):
+    path = tmp_path / "model.safetensors"
+    (tmp_path / "older").touch()
+    with pytest.raises(OSError, match="File too large") as caught, naming(tmp_path if of_a_folder else path):
+        WRITERS[writer](path)
+    assert caught.value.filename == str(path)
+    assert caught.value.errno == errno.EFBIG
+
+
+def test_other_errors_stay_as_they_are(tmp_path):
+    with pytest.raises(FileNotFoundError, match=re.escape(str(tmp_path / "none" / "x"))), naming(tmp_path):
+        (tmp_path / "none" / "x").write_text("")
+    with pytest.raises(SafetensorError, match="invalid header"), naming(tmp_path):
+        raise SafetensorError("invalid header")
+    with pytest.raises(ValueError, match="x"), naming(tmp_path):
+        raise ValueError("x")
