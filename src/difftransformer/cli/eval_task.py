@@ -7,6 +7,7 @@ from ..evals.tasks import task_kind
 from ..hub import open_language_model
 from ..model.dtypes import WeightsDtype
 from ..report.tasks import measurement_table, write_picture
+from ..report.tasks.pairs import page_pairs, pairs_table
 from ..report.terminal import rich_table
 from ..studies.tasks import evaluate_task
 from .arguments import check_device, check_positive
@@ -66,6 +67,9 @@ def run(
     ):
         result = evaluate_task(name, options, opened, folder, device=device, progress=progress, log=log)
     console.print(rich_table(measurement_table([result], brief=True)))
+    pairs = page_pairs({name: [result]})[name]
+    if (paired := pairs_table(name, pairs, len(pairs))) is not None:
+        console.print(rich_table(paired))
     picture = write_picture([result], folder / f"{name}.svg")
     if picture is not None:
         show(f"Figure: {picture}")

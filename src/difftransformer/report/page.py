@@ -27,7 +27,7 @@ from difftransformer.report.tables import (
     upcycling_table,
 )
 from difftransformer.report.tasks import draw_task, measurement_table
-from difftransformer.report.tasks.pairs import pairs_table
+from difftransformer.report.tasks.pairs import page_pairs, pairs_table
 from difftransformer.report.verdict import Verdict, verdicts
 from difftransformer.results import Comparison, Study, TaskResult, Upcycling, write_text_atomically
 
@@ -199,7 +199,13 @@ def pooled_results(study: Study, name: str) -> list[Pooled]:
 
 def suite_page(name: str, found: Mapping[str, Sequence[TaskResult]], missing: Sequence[tuple[str, str, str]]) -> Page:
     """Build the page of a suite."""
-    sections = [_task_section(label, list(results), False) for label, results in found.items() if results]
+    pairs = page_pairs(found)
+    comparisons = sum(pair.difference.p_holm is not None for rows in pairs.values() for pair in rows)
+    sections = [
+        _task_section(label, results, False, paired=pairs_table(results[0].task, pairs[label], comparisons))
+        for label, results in found.items()
+        if results
+    ]
     first = next((results for results in found.values() if results), [])
     about = ""
     if missing:
@@ -219,14 +225,15 @@ def suite_page(name: str, found: Mapping[str, Sequence[TaskResult]], missing: Se
     return Page(title=f"Suite {name}", about=about, sections=sections)
 
 
-def _task_section(label: str, results: Sequence[TaskResult], png: bool, seeds: int = 1) -> Section:
+def _task_section(
+    label: str, results: Sequence[TaskResult], png: bool, seeds: int = 1, paired: Table | None = None
+) -> Section:
     slug, first = label.replace(" ", "-"), results[0]
     drawing = draw_task(results, png, name=slug)
     brief, table = (measurement_table(results, brief=brief, seeds=seeds) for brief in (True, False))
     is_long = len(table.rows) > len(brief.rows)
     shown, notes = [replace(brief, name=f"{slug}_brief" if is_long else slug)], []
     if not isinstance(first, Pooled):
-        paired = pairs_table(list(results))
         if paired is not None:
             shown.append(replace(paired, name=f"{slug}_pairs"))
         elif len(results) > 1:
