@@ -3,6 +3,7 @@
 import itertools
 import math
 import time
+from dataclasses import replace
 from statistics import NormalDist
 
 import numpy as np
@@ -277,10 +278,20 @@ def test_holm_is_the_closed_test_of_bonferroni() -> None:
     assert holm([]) == []
 
 
+def test_one_loss_in_two_units_is_one_comparison() -> None:
+    a, b = [1.0, 2.0, 4.0, 5.0], [0.0, 1.1, 3.0, 4.1]
+    loss, other = paired_difference(a, b), paired_difference([2.0, 3.0, 4.0], [2.2, 2.9, 4.4])
+    bits = replace(loss, p_value=loss.p_value * 1.5)
+    found = holm_differences([loss, bits, other], ["loss", "loss", "accuracy"])
+    assert [one.comparisons for one in found] == [2] * 3
+    assert [one.p_holm for one in found] == [2 * bits.p_value] * 2 + [other.p_value]
+
+
 def test_of_twenty_null_figures_over_seeds_few_pages_claim_a_difference() -> None:
     rng, pages, claimed = np.random.default_rng(2), 300, 0
     for _ in range(pages):
-        found = holm_differences([paired_difference(list(x), list(y)) for x, y in rng.normal(size=(20, 2, 4))])
+        figures = [paired_difference(list(x), list(y)) for x, y in rng.normal(size=(20, 2, 4))]
+        found = holm_differences(figures, range(20))
         claimed += any(one.p_holm <= 0.05 for one in found)
     assert claimed <= scipy.stats.binom(pages, 0.05).ppf(0.999)
 

@@ -15,7 +15,7 @@ import is slow.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from statistics import NormalDist
 
@@ -127,8 +127,8 @@ def paired_difference(a: Sequence[float], b: Sequence[float], confidence: float 
         confidence: Coverage of the interval, between 0 and 1.
 
     Returns:
-        The difference. With one seed, and where the difference is the same for every seed, `low` and `high` are None and
-        the method is "none".
+        The difference. With one seed, and where all seeds differ by the same amount, `low` and `high` are None and the
+        method is "none".
 
     Raises:
         ShapeError: a and b differ in length.
@@ -139,18 +139,19 @@ def paired_difference(a: Sequence[float], b: Sequence[float], confidence: float 
         raise ShapeError(f"paired_difference: {len(a)} values against {len(b)}; give one of each for every seed")
     statistic = mean_and_standard_error([x - y for x, y in zip(a, b, strict=True)])
     mean, error = statistic.mean, statistic.standard_error
-    if not error:
+    if error is None or (error == 0 and mean):
         return _no_interval(mean, confidence)
     from scipy.special import stdtr, stdtrit
 
     half = float(stdtrit(statistic.seeds - 1, 0.5 + confidence / 2)) * error
+    p_value = 2 * float(stdtr(statistic.seeds - 1, -abs(mean) / error)) if error else 1.0
     return PairedDifference(
         mean=mean,
         low=mean - half,
         high=mean + half,
         confidence=confidence,
         interval_method="student-t over seeds",
-        p_value=2 * float(stdtr(statistic.seeds - 1, -abs(mean) / error)),
+        p_value=p_value,
     )
 
 
@@ -243,10 +244,23 @@ def holm(p_values: Sequence[float | None]) -> list[float | None]:
     return adjusted
 
 
-def holm_differences(differences: Sequence[PairedDifference]) -> list[PairedDifference]:
-    """Return the differences of one page with their p-values after Holm's correction."""
-    adjusted = holm([one.p_value for one in differences])
-    return [replace(one, p_holm=p) for one, p in zip(differences, adjusted, strict=True)]
+def holm_differences(differences: Sequence[PairedDifference], about: Sequence[Hashable]) -> list[PairedDifference]:
+    """Return the differences of one page with their p-values after Holm's correction.
+
+    Args:
+        differences: All differences of the page.
+        about: What each difference is about. Those about the same thing, such as a loss in nats per token and in bits per
+            byte, are one comparison with the largest of their p-values.
+    """
+    largest: dict[Hashable, float] = {}
+    for one, what in zip(differences, about, strict=True):
+        if one.p_value is not None:
+            largest[what] = max(one.p_value, largest.get(what, 0.0))
+    corrected = dict(zip(largest, holm(list(largest.values())), strict=True))
+    return [
+        one if one.p_value is None else replace(one, p_holm=corrected[what], comparisons=len(largest))
+        for one, what in zip(differences, about, strict=True)
+    ]
 
 
 def _no_interval(mean: float, confidence: float) -> PairedDifference:

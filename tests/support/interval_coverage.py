@@ -125,7 +125,8 @@ def main(path: str, replicates: int = 2_000) -> None:
         print(rows[-1], flush=True)
     command = f"python -m tests.support.interval_coverage {path}"
     versions = {"numpy": np.__version__, "scipy": scipy.__version__}
-    document = {"command": command, "nominal": 0.95, "replicates": replicates, "versions": versions, "rows": rows}
+    result = {"command": command, "nominal": 0.95, "replicates": replicates, "versions": versions, "rows": rows}
+    document = {"kind": "interval coverage", "version": 1, "result": result}
     Path(path).write_text(json.dumps(document, indent=1) + "\n")
 
 

@@ -67,8 +67,7 @@ def run(
     ):
         result = evaluate_task(name, options, opened, folder, device=device, progress=progress, log=log)
     console.print(rich_table(measurement_table([result], brief=True)))
-    pairs = page_pairs({name: [result]})[name]
-    if (paired := pairs_table(name, pairs, len(pairs))) is not None:
+    if (paired := pairs_table(name, page_pairs({name: [result]})[name])) is not None:
         console.print(rich_table(paired))
     picture = write_picture([result], folder / f"{name}.svg")
     if picture is not None:

@@ -93,9 +93,10 @@ def _pooled(rows: Sequence[Measurement]) -> Measurement:
     if rows[0].low is None:
         return whole
     found = paired_difference(values, [0.0] * len(values))
-    low = None if found.low is None else max(0.0, found.low)
-    high = None if found.high is None else min(1.0, found.high)
-    return replace(whole, n=sum(row.n for row in rows), low=low, high=high)
+    whole = replace(whole, n=sum(row.n for row in rows), low=None, high=None)
+    if not statistic.standard_error or found.low is None or found.high is None:
+        return whole
+    return replace(whole, low=max(0.0, found.low), high=min(1.0, found.high))
 
 
 def _same_grids(grid: Grid, others: Sequence[TaskResult]) -> list[list[list[float]]]:

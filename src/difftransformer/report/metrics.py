@@ -42,7 +42,8 @@ def compare_metrics(runs: Sequence[RunResult], models: Sequence[str]) -> list[Me
                     differences=differences,
                 )
             )
-    corrected = iter(holm_differences([one for row in table for one in row.differences.values()]))
+    every = [(one, (row.task, row.metric, model)) for row in table for model, one in row.differences.items()]
+    corrected = iter(holm_differences([one for one, _ in every], [about for _, about in every]))
     return [replace(row, differences={model: next(corrected) for model in row.differences}) for row in table]
 
 

@@ -200,9 +200,8 @@ def pooled_results(study: Study, name: str) -> list[Pooled]:
 def suite_page(name: str, found: Mapping[str, Sequence[TaskResult]], missing: Sequence[tuple[str, str, str]]) -> Page:
     """Build the page of a suite."""
     pairs = page_pairs(found)
-    comparisons = sum(pair.difference.p_holm is not None for rows in pairs.values() for pair in rows)
     sections = [
-        _task_section(label, results, False, paired=pairs_table(results[0].task, pairs[label], comparisons))
+        _task_section(label, results, False, paired=pairs_table(results[0].task, pairs[label]))
         for label, results in found.items()
         if results
     ]

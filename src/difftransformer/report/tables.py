@@ -3,7 +3,7 @@
 import csv
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -107,11 +107,14 @@ def p_text(p: float | None) -> str:
     return "" if p is None else "< 0.001" if p < 0.001 else f"{p:.3f}"
 
 
-def holm_note(comparisons: int) -> str:
+def holm_note(differences: Iterable[PairedDifference]) -> str:
     """Return the note of a table whose p-values are corrected for the number of comparisons on the page."""
+    comparisons = max((one.comparisons or 0 for one in differences), default=0)
+    if not comparisons:
+        return "Undecided: the interval holds zero."
     return (
-        f"p (Holm): p-value corrected for the {comparisons} comparisons of this page. Undecided: it is above 0.05, or the "
-        "interval holds zero."
+        f"p (Holm): p-value corrected for the {comparisons} comparisons of this page; a loss in two units is one. Undecided: "
+        "it is above 0.05, or the interval holds zero."
     )
 
 
@@ -359,8 +362,7 @@ def _metric_notes(study: Study) -> list[str]:
             f"Mean \u00b1 standard error over {len(study.seeds)} seeds. The difference is taken seed by seed: the models of a "
             "seed saw the same batches in the same order. Its interval is Student's t over seeds."
         ]
-    found = [one for metric in study.metrics for one in metric.differences.values()]
-    notes.append(holm_note(sum(one.p_holm is not None for one in found)))
+    notes.append(holm_note(one for metric in study.metrics for one in metric.differences.values()))
     return notes
 
 

@@ -84,7 +84,7 @@ IntervalMethod = Literal[
 class PairedDifference:
     """A minus B on the same seeds or items, with an interval of `confidence`; `interval_method` says how it was made.
 
-    `p_value` is that of no difference, and `p_holm` is corrected for the number of differences on the page; None where
+    `p_value` is that of no difference, and `p_holm` is corrected for the number of `comparisons` on the page; None where
     there is no interval, and in files of earlier releases, which also have "bootstrap over evaluation documents".
     """
 
@@ -95,6 +95,7 @@ class PairedDifference:
     interval_method: IntervalMethod
     p_value: float | None = None
     p_holm: float | None = None
+    comparisons: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -51,18 +51,15 @@ def task_pairs(results: Sequence[TaskResult]) -> list[Pair]:
 def page_pairs(found: Mapping[str, Sequence[TaskResult]]) -> dict[str, list[Pair]]:
     """Return the pairs of every task of a page, with p-values corrected for all comparisons of the page."""
     by_task = {name: task_pairs(results) for name, results in found.items() if results}
-    corrected = iter(holm_differences([pair.difference for rows in by_task.values() for pair in rows]))
+    every = [
+        (pair.difference, (label, _loss(pair.name), pair.compared)) for label, rows in by_task.items() for pair in rows
+    ]
+    corrected = iter(holm_differences([one for one, _ in every], [about for _, about in every]))
     return {name: [replace(pair, difference=next(corrected)) for pair in rows] for name, rows in by_task.items()}
 
 
-def pairs_table(task: str, rows: Sequence[Pair], comparisons: int) -> Table | None:
-    """Build the table of a task's pairs; None without any.
-
-    Args:
-        task: Name of the task.
-        rows: Pairs with corrected p-values.
-        comparisons: Number of comparisons that the p-values are corrected for.
-    """
+def pairs_table(task: str, rows: Sequence[Pair]) -> Table | None:
+    """Build the table of a task's pairs, whose p-values are corrected; None without any."""
     if not rows:
         return None
     words = {"first": "first higher", "second": "second higher", "undecided": "undecided", "unknown": "no interval"}
@@ -87,11 +84,16 @@ def pairs_table(task: str, rows: Sequence[Pair], comparisons: int) -> Table | No
         "Intervals of 95 % over the same items, each by itself: mid-p for right and wrong answers, else Student's t and the "
         "studentised bootstrap, whichever is wider. They say how far other items might move the difference, and nothing of "
         "another training seed.",
-        holm_note(comparisons),
+        holm_note(pair.difference for pair in rows),
     ]
     if any(pair.items < FEW_ITEMS for pair in rows):
         notes.append(f"Fewer than {FEW_ITEMS} items: the interval of strongly skewed scores is too short.")
     return Table(f"{task}_pairs", "The same items, paired", groups, cells, notes)
+
+
+def _loss(name: str) -> str:
+    """Return the same name for a loss in both of its units."""
+    return name.replace("bits per byte", "nll")
 
 
 def _pair(name: str, compared: str, a: dict[str, ItemScore], b: dict[str, ItemScore]) -> Pair | None:
