@@ -162,7 +162,7 @@ def draw(results: Sequence[TaskResult]) -> tuple[str, str, Figure]:
         ax.set_xlabel("training step")
         ax.set_ylabel("mean accuracy over sets")
         ax.set_ylim(bottom=0)
-        caption = f"Mean accuracy over {', '.join(sets_of(results))} by checkpoint; bands: one standard error."
+        caption = f"Mean accuracy over {', '.join(sets_of(results))} by checkpoint; bands: {share_intervals(results)}."
     else:
         figure = accuracy_bars(results, "accuracy")
         caption = f"Share of problems solved, with {share_intervals(results)}."
