@@ -96,9 +96,11 @@ def ratio(values: Sequence[float], weights: Sequence[float]) -> tuple[float, flo
     """Return sum(values) / sum(weights) and its standard error, which is None for one item.
 
     The error is that of the residuals value - ratio * weight (W. G. Cochran, Sampling Techniques, section 6.4). For equal
-    weights it is s / sqrt(n).
+    weights it is s / sqrt(n). Without any weight the ratio is undefined, NaN.
     """
     count, total = len(values), math.fsum(weights)
+    if not total:
+        return math.nan, None
     found = math.fsum(values) / total
     if count == 1:
         return found, None

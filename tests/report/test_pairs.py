@@ -12,7 +12,7 @@ from difftransformer.evals.scores import mean, proportion
 from difftransformer.plots.seeds import pooled
 from difftransformer.report.page import all_tables, suite_page
 from difftransformer.report.tasks import measurement_table
-from difftransformer.report.tasks.pairs import page_pairs, task_pairs
+from difftransformer.report.tasks.pairs import corrected_pairs, task_pairs
 from difftransformer.results import ItemScore, Measurement
 from tests.support.task_results import task_result
 
@@ -27,7 +27,7 @@ def test_a_suite_compares_every_two_models() -> None:
     base = rng.normal(3, 1, 30)
     shifts = {"a": 0.0, "b": 0.5, "c": 0.5}
     results = [scored(model, base + shift + rng.normal(0, 0.05, 30)) for model, shift in shifts.items()]
-    found = page_pairs({"loss": results})["loss"]
+    found = corrected_pairs({"loss": task_pairs(results)})["loss"]
     assert [pair.compared for pair in found] == ["a minus b", "a minus c", "b minus c"]
     page = suite_page("mine", {"loss": results}, [])
     (table,) = (table for table in all_tables(page) if table.name == "loss_pairs")
@@ -44,7 +44,7 @@ def test_p_values_are_corrected_for_all_tasks_of_a_page() -> None:
     raw = {label: task_pairs(results)[0].difference.p_value for label, results in found.items()}
     order = sorted(raw, key=raw.get)
     expected = list(itertools.accumulate((min(1, (3 - place) * raw[label]) for place, label in enumerate(order)), max))
-    corrected = page_pairs(found)
+    corrected = corrected_pairs({label: task_pairs(results) for label, results in found.items()})
     assert [corrected[label][0].difference.p_holm for label in order] == pytest.approx(expected)
 
 
@@ -71,7 +71,7 @@ def test_fewer_bits_are_paired_with_the_most_bits_over_the_same_items() -> None:
         for i, value in enumerate(fine + change)
     ]
     result = task_result("quantized", "m", [], scores=items, bits=[16, 4, 8], granularity=["row"])
-    found = {pair.compared: pair for pair in page_pairs({"bits": [result]})["bits"]}
+    found = {pair.compared: pair for pair in corrected_pairs({"bits": task_pairs([result])})["bits"]}
     assert list(found) == ["m: 8 bits minus 16 bits by row", "m: 4 bits minus 16 bits by row"]
     four = found["m: 4 bits minus 16 bits by row"]
     assert (four.name, four.items) == ("nll", 24)

@@ -7,11 +7,11 @@ from ..evals.tasks import task_kind
 from ..hub import open_language_model
 from ..model.dtypes import WeightsDtype
 from ..report.tasks import measurement_table, write_picture
-from ..report.tasks.pairs import page_pairs, pairs_table
+from ..report.tasks.pairs import corrected_pairs, pairs_table, task_pairs
 from ..report.terminal import rich_table
 from ..studies.tasks import evaluate_task
 from .arguments import check_device, check_positive
-from .console import console, log, resumable, show
+from .console import Gaps, console, log, resumable, show
 from .progress import evaluation_progress
 
 
@@ -67,10 +67,15 @@ def run(
     ):
         result = evaluate_task(name, options, opened, folder, device=device, progress=progress, log=log)
     console.print(rich_table(measurement_table([result], brief=True)))
-    if (paired := pairs_table(name, page_pairs({name: [result]})[name])) is not None:
+    if (paired := pairs_table(name, corrected_pairs({name: task_pairs([result])})[name])) is not None:
         console.print(rich_table(paired))
-    picture = write_picture([result], folder / f"{name}.svg")
-    if picture is not None:
-        show(f"Figure: {picture}")
+    gaps = Gaps(verb)
+    for gap in result.gaps:
+        gaps(gap)
+    try:
+        if (picture := write_picture([result], folder / f"{name}.svg")) is not None:
+            show(f"Figure: {picture}")
+    except Exception as error:  # such as from undefined figures, which leave too little to draw
+        gaps(f"the figure: {error!r}")
     show(f"Results: {folder / f'{name}.json'}")
-    return 0
+    return gaps.status

@@ -41,14 +41,16 @@ def proportion(
         units: For each answer its document, or what else it shares with others; answers of one unit are not independent.
             None where every answer stands for itself: the standard error is then sqrt(p (1 - p) / n).
         better: The direction that is an improvement.
+
+    The share of no answers is undefined, NaN.
     """
-    n, p = len(right), sum(right) / len(right)
-    error: float | None = math.sqrt(p * (1 - p) / n)
+    n, p = len(right), sum(right) / len(right) if right else math.nan
+    error: float | None = math.sqrt(p * (1 - p) / n) if right else math.nan
     trials, count = float(n), None
     if units is not None and len(set(units)) < n:
         _, sums, sizes = by_unit(right, units)
         error, trials, count = ratio(sums, sizes)[1], effective_trials(sums, sizes), len(sums)
-    low, high = wilson_interval(p * trials, trials)
+    low, high = wilson_interval(p * trials if right else 0, trials)
     return Measurement(
         name=name,
         unit="share",
@@ -99,6 +101,20 @@ def unit_scores(name: str, values: Sequence[float], units: Sequence[Hashable]) -
         ItemScore(name=name, item=str(unit), score=score, weight=weight)
         for unit, score, weight in zip(*by_unit(values, units), strict=True)
     ]
+
+
+def over_windows(
+    name: str, unit: str, values: Any, weights: Any, *, better: Literal["higher", "lower"] | None = None
+) -> tuple[Measurement, list[ItemScore]]:
+    """Return a ratio of sums over windows and each window's contribution to it. Windows without weight are left out.
+
+    Args:
+        name, unit, better: See `Measurement`.
+        values, weights: Arrays of one number for each window.
+    """
+    kept = [(index, float(v), float(w)) for index, (v, w) in enumerate(zip(values, weights, strict=True)) if w]
+    row = mean(name, unit, [v for _, v, _ in kept], {}, weights=[w for *_, w in kept], better=better)
+    return row, [ItemScore(name=name, item=f"window {index}", score=v, weight=w) for index, v, w in kept]
 
 
 def details(rows: Iterable[Measurement]) -> list[Measurement]:

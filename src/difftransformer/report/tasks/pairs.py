@@ -48,9 +48,8 @@ def task_pairs(results: Sequence[TaskResult]) -> list[Pair]:
     return found
 
 
-def page_pairs(found: Mapping[str, Sequence[TaskResult]]) -> dict[str, list[Pair]]:
+def corrected_pairs(by_task: Mapping[str, Sequence[Pair]]) -> dict[str, list[Pair]]:
     """Return the pairs of every task of a page, with p-values corrected for all comparisons of the page."""
-    by_task = {name: task_pairs(results) for name, results in found.items() if results}
     every = [
         (pair.difference, (label, _loss(pair.name), pair.compared)) for label, rows in by_task.items() for pair in rows
     ]
@@ -58,7 +57,7 @@ def page_pairs(found: Mapping[str, Sequence[TaskResult]]) -> dict[str, list[Pair
     return {name: [replace(pair, difference=next(corrected)) for pair in rows] for name, rows in by_task.items()}
 
 
-def pairs_table(task: str, rows: Sequence[Pair]) -> Table | None:
+def pairs_table(label: str, rows: Sequence[Pair]) -> Table | None:
     """Build the table of a task's pairs, whose p-values are corrected; None without any."""
     if not rows:
         return None
@@ -88,7 +87,7 @@ def pairs_table(task: str, rows: Sequence[Pair]) -> Table | None:
     ]
     if any(pair.items < FEW_ITEMS for pair in rows):
         notes.append(f"Fewer than {FEW_ITEMS} items: the interval of strongly skewed scores is too short.")
-    return Table(f"{task}_pairs", "The same items, paired", groups, cells, notes)
+    return Table(f"{label}_pairs", "The same items, paired", groups, cells, notes)
 
 
 def _loss(name: str) -> str:
