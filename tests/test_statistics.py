@@ -3,18 +3,26 @@
 import itertools
 import math
 import time
+from dataclasses import replace
 from statistics import NormalDist
 
 import numpy as np
 import pytest
+import scipy.optimize
+import scipy.stats
 
 from difftransformer.errors import EvaluationError, ShapeError
+from difftransformer.results import PairedDifference
 from difftransformer.statistics import (
-    bootstrap_difference,
+    effective_trials,
+    holm,
+    holm_differences,
+    item_difference,
     mean_and_standard_error,
     paired_difference,
     wilson_interval,
 )
+from tests.support.interval_coverage import clustered_coverage, paired_coverage, shape_coverage
 
 # Two-sided 95 % and 99 % points (p = 0.975, 0.995) as every textbook's table prints them, to three decimals.
 T_TABLE = {
@@ -114,48 +122,188 @@ def test_student_t_intervals_cover_as_often_as_they_say() -> None:
     assert covered / 4000 == pytest.approx(0.95, abs=0.015)
 
 
-def test_bootstrap_is_a_ratio_of_sums_over_the_same_documents() -> None:
-    a, b, weights = [10.0, 40.0, 5.0], [12.0, 44.0, 5.0], [10.0, 20.0, 5.0]
-    found = bootstrap_difference(a, b, weights, seed=3)
-    assert found.interval_method == "bootstrap over evaluation documents"
-    assert found.mean == pytest.approx(55 / 35 - 61 / 35)
-    # Every document is better under a, or equal; so is every resample, which pairing alone assures.
-    assert found.high <= 0
+def test_seeds_that_differ_by_the_same_amount_have_no_interval() -> None:
+    found = paired_difference([1.0, 1.0, 1.0], [0.0, 0.0, 0.0])
+    assert (found.mean, found.low, found.high, found.p_value, found.interval_method) == (1.0, None, None, None, "none")
 
 
-def test_bootstrap_matches_the_exact_distribution_of_few_documents() -> None:
+def test_the_p_value_over_seeds_is_that_of_the_paired_t_test() -> None:
+    a, b = [1.0, 2.5, 3.0, 1.0], [0.5, 2.0, 3.5, -1.0]
+    assert paired_difference(a, b).p_value == pytest.approx(scipy.stats.ttest_rel(a, b).pvalue)
+
+
+def test_an_item_difference_is_a_ratio_of_sums_over_the_same_items() -> None:
+    a, b, weights = [10.0, 40.0, 5.0], [12.0, 44.5, 5.0], [10.0, 20.0, 5.0]
+    found = item_difference(a, b, weights, seed=3)
+    assert found.interval_method == "studentised over items"
+    assert found.mean == pytest.approx(55 / 35 - 61.5 / 35)
+    assert found.low < found.mean < found.high
+
+
+def test_each_bound_is_the_farther_of_student_t_and_the_studentised_bootstrap() -> None:
+    """All 5^5 resamples of ratios with unequal weights, in a second implementation."""
     rng = np.random.default_rng(0)
-    a, b = rng.normal(3, 1, 5), rng.normal(3, 1, 5)
-    wa, wb = rng.uniform(1, 2, 5), rng.uniform(1, 2, 5)
-    every = [
-        a[list(pick)].sum() / wa[list(pick)].sum() - b[list(pick)].sum() / wb[list(pick)].sum()
-        for pick in itertools.product(range(5), repeat=5)
-    ]
-    found = bootstrap_difference(list(a), list(b), list(wa), list(wb), seed=1, resamples=40_000, confidence=0.8)
-    assert (found.low, found.high) == pytest.approx(tuple(np.quantile(every, [0.1, 0.9])), abs=0.02)
+    a, b, weights = rng.exponential(3, 5), rng.normal(1, 0.2, 5), rng.uniform(1, 2, 5)
+    mean = (a.sum() - b.sum()) / weights.sum()
+    residuals = 5 * ((a - b) - mean * weights) / weights.sum()
+    picks = np.array(list(itertools.product(residuals, repeat=5)))
+    picks = picks[np.ptp(picks, axis=1) > 1e-9]
+    ratios = picks.mean(1) / picks.std(1, ddof=1)
+    error = np.std(residuals, ddof=1)
+    t = scipy.stats.t(4).ppf(0.9) * error / math.sqrt(5)
+    low, high = mean - np.quantile(ratios, 0.9) * error, mean - np.quantile(ratios, 0.1) * error
+    found = item_difference(list(a), list(b), list(weights), seed=1, resamples=40_000, confidence=0.8)
+    assert (found.low, found.high) == pytest.approx((min(low, mean - t), max(high, mean + t)), abs=0.03)
 
 
-def test_bootstrap_repeats_itself_whatever_its_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("shift", [-1.2, -0.6, 0.0, 0.5, 1.0])
+def test_an_interval_without_zero_is_a_small_p_value(shift: float) -> None:
+    rng = np.random.default_rng(round(10 * shift) + 50)
+    for _ in range(20):
+        values = rng.exponential(size=12) - 1 + shift
+        found = item_difference(list(values), [0.0] * 12, [1.0] * 12, seed=0, resamples=499)
+        assert (found.low > 0 or found.high < 0) == (found.p_value <= 0.05)
+
+
+def test_an_item_difference_repeats_itself_whatever_its_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(1)
     a, b, weights = list(rng.normal(3, 1, 40)), list(rng.normal(3, 1, 40)), [1.0] * 40
-    found = bootstrap_difference(a, b, weights, seed=7)
-    assert found == bootstrap_difference(a, b, weights, seed=7)
-    assert found != bootstrap_difference(a, b, weights, seed=8)
-    monkeypatch.setattr("difftransformer.statistics._RESAMPLED_UNITS_AT_ONCE", 1000)
-    assert found == bootstrap_difference(a, b, weights, seed=7)
+    found = item_difference(a, b, weights, seed=7)
+    assert found == item_difference(a, b, weights, seed=7)
+    assert found != item_difference(a, b, weights, seed=8)
+    monkeypatch.setattr("difftransformer.statistics._RESAMPLED_ITEMS_AT_ONCE", 1000)
+    assert found == item_difference(a, b, weights, seed=7)
 
 
-def test_bootstrap_is_quick_on_many_documents() -> None:
+def test_an_item_difference_is_quick_on_many_items() -> None:
     start = time.perf_counter()
-    bootstrap_difference([1.0, 2.0] * 500, [2.0, 1.0] * 500, [1.0] * 1000, seed=0)
+    item_difference([1.0, 2.0] * 500, [2.0, 1.5] * 500, [1.0] * 1000, seed=0)
+    item_difference([1.0, 0.0] * 5000, [0.0, 0.0] * 5000, [1.0] * 10_000, seed=0)
     assert time.perf_counter() - start < 20
 
 
-def test_bootstrap_refuses_what_it_cannot_resample() -> None:
+def test_what_has_no_difference_over_items_is_refused() -> None:
     with pytest.raises(ShapeError, match="lengths"):
-        bootstrap_difference([1.0], [1.0, 2.0], [1.0], seed=0)
-    with pytest.raises(EvaluationError, match="0 documents"):
-        bootstrap_difference([], [], [], seed=0)
+        item_difference([1.0], [1.0, 2.0], [1.0], seed=0)
+    with pytest.raises(EvaluationError, match="0 items"):
+        item_difference([], [], [], seed=0)
     with pytest.raises(EvaluationError, match="not positive"):
-        bootstrap_difference([1.0, 2.0], [1.0, 2.0], [1.0, 0.0], seed=0)
-    assert bootstrap_difference([3.0], [1.0], [2.0], seed=0).interval_method == "none"
+        item_difference([1.0, 2.0], [1.0, 2.0], [1.0, 0.0], seed=0)
+    assert item_difference([3.0], [1.0], [2.0], seed=0).interval_method == "none"
+
+
+def right_and_wrong(only_a: int, only_b: int, n: int) -> PairedDifference:
+    a = [1.0] * only_a + [0.0] * (n - only_a)
+    b = [0.0] * only_a + [1.0] * only_b + [0.0] * (n - only_a - only_b)
+    return item_difference(a, b, [1.0] * n, seed=0)
+
+
+# M. W. Fagerland, S. Lydersen, P. Laake (2013), Table 6 (airway hyper-responsiveness), and counts by hand.
+@pytest.mark.parametrize(("only_a", "only_b", "n", "p"), [
+    (1, 7, 21, 0.0391), (5, 0, 9, 1 / 32), (0, 4, 4, 1 / 16), (2, 2, 7, 1.0), (0, 0, 5, 1.0), (3, 2, 5, 22 / 32),
+])  # fmt: skip
+def test_paired_answers_have_mcnemars_mid_p(only_a: int, only_b: int, n: int, p: float) -> None:
+    found = right_and_wrong(only_a, only_b, n)
+    assert found.interval_method == "mid-p over items"
+    assert found.p_value == pytest.approx(p, abs=5e-5)
+
+
+@pytest.mark.parametrize(("only_a", "only_b", "n"), [(1, 7, 21), (3, 1, 10), (0, 0, 8), (6, 0, 6), (2, 9, 14)])
+def test_the_bounds_of_paired_answers_leave_a_tail_of_a_fortieth(only_a: int, only_b: int, n: int) -> None:
+    """The mid-p at each bound from all outcomes, with the discordant share at a likelihood maximum that a search finds."""
+    found = right_and_wrong(only_a, only_b, n)
+    outcomes = [(i, j, n - i - j) for i in range(n + 1) for j in range(n + 1 - i)]
+    differences = np.array([i - j for i, j, _ in outcomes])
+
+    def chances(difference: float, b: float) -> np.ndarray:
+        p = np.clip([b + difference, b, 1 - 2 * b - difference], 1e-300, 1)
+        return scipy.stats.multinomial.pmf(outcomes, n, p / p.sum())
+
+    observed = outcomes.index((only_a, only_b, n - only_a - only_b))
+    for bound, side in ((found.low, 1), (found.high, -1)):
+        if bound == -side:
+            assert only_a - only_b == -side * n
+            continue
+        least, most = max(0.0, -bound), (1 - bound) / 2
+        best = scipy.optimize.minimize_scalar(
+            lambda b, at=bound: -math.log(chances(at, b)[observed] + 1e-300), bounds=(least, most), method="bounded",
+            options={"xatol": 1e-10},
+        ).x  # fmt: skip
+        table = chances(bound, best)
+        beyond = table[side * (differences - (only_a - only_b)) > 0].sum()
+        assert beyond + table[differences == only_a - only_b].sum() / 2 == pytest.approx(0.025, abs=1e-4)
+
+
+def test_paired_answers_never_have_zero_width_and_agree_with_their_p_value() -> None:
+    for n in (2, 5, 9):
+        for only_a, only_b in itertools.product(range(n + 1), repeat=2):
+            if only_a + only_b > n:
+                continue
+            found = right_and_wrong(only_a, only_b, n)
+            assert -1 <= found.low <= (only_a - only_b) / n <= found.high <= 1
+            assert found.high - found.low > 0.05
+            assert (found.low <= 0 <= found.high) == (found.p_value > 0.05)
+            turned = right_and_wrong(only_b, only_a, n)
+            assert (turned.low, turned.high) == pytest.approx((-found.high, -found.low), abs=1e-6)
+
+
+def test_documents_that_all_differ_alike_have_an_interval_for_those_that_were_not_seen() -> None:
+    """Of n documents without an exception, (1 - share)^n is 0.05 at the largest plausible share of exceptions."""
+    share = 1 - 0.05 ** (1 / 6)
+    found = item_difference([5.0] * 6, [5.0] * 6, [5.0] * 6, seed=0)
+    assert (found.low, found.high, found.p_value) == (pytest.approx(-share), pytest.approx(share), 1.0)
+    found = item_difference([5.0] * 6, [4.0] * 6, [5.0] * 6, seed=0)
+    assert (found.low, found.high) == pytest.approx((0.2 - 1.2 * share, 0.2 + 0.8 * share))
+    losses = item_difference([5.5] * 6, [4.0] * 6, [5.0] * 6, seed=0)
+    assert (losses.low, losses.high, losses.p_value, losses.interval_method) == (None, None, None, "none")
+
+
+def test_effective_trials_count_documents_where_their_answers_agree() -> None:
+    assert effective_trials([5, 5, 0, 5], [5, 5, 5, 5]) == pytest.approx(4)
+    assert effective_trials([5, 5, 5], [5, 5, 5]) == pytest.approx(3)
+    assert effective_trials([2], [5]) == pytest.approx(1)
+    assert effective_trials([3, 3, 3], [5, 5, 5]) == 15
+    rng = np.random.default_rng(0)
+    right = rng.binomial(5, 0.6, 4000)
+    assert effective_trials(right.tolist(), [5] * 4000) == pytest.approx(20_000, rel=0.06)
+
+
+def test_holm_is_the_closed_test_of_bonferroni() -> None:
+    """An adjusted value is the largest, over all sets of hypotheses with this one, of the set's size times its smallest p."""
+    p_values = [0.004, 0.3, 0.011, 0.03, 0.011, 0.9]
+    sets = [s for size in range(1, 7) for s in itertools.combinations(range(6), size)]
+    expected = [max(min(1, len(s) * min(p_values[i] for i in s)) for s in sets if k in s) for k in range(6)]
+    assert holm(p_values) == pytest.approx(expected)
+    assert holm([None, 0.04, None]) == [None, 0.04, None]
+    assert holm([]) == []
+
+
+def test_one_loss_in_two_units_is_one_comparison() -> None:
+    a, b = [1.0, 2.0, 4.0, 5.0], [0.0, 1.1, 3.0, 4.1]
+    loss, other = paired_difference(a, b), paired_difference([2.0, 3.0, 4.0], [2.2, 2.9, 4.4])
+    bits = replace(loss, p_value=loss.p_value * 1.5)
+    found = holm_differences([loss, bits, other], ["loss", "loss", "accuracy"])
+    assert [one.comparisons for one in found] == [2] * 3
+    assert [one.p_holm for one in found] == [2 * bits.p_value] * 2 + [other.p_value]
+
+
+def test_of_twenty_null_figures_over_seeds_few_pages_claim_a_difference() -> None:
+    rng, pages, claimed = np.random.default_rng(2), 300, 0
+    for _ in range(pages):
+        figures = [paired_difference(list(x), list(y)) for x, y in rng.normal(size=(20, 2, 4))]
+        found = holm_differences(figures, range(20))
+        claimed += any(one.p_holm <= 0.05 for one in found)
+    assert claimed <= scipy.stats.binom(pages, 0.05).ppf(0.999)
+
+
+@pytest.mark.slow
+def test_intervals_over_items_cover_as_often_as_they_say() -> None:
+    """A small version of docs/results/intervals.json, with room for the error of the simulation."""
+    replicates = 300
+    room = 3.5 * math.sqrt(0.05 * 0.95 / replicates)
+    for n, shape in itertools.product((5, 10, 20, 100), ("exponential", "normal", "Student t, 3 df")):
+        assert 0.93 - room < shape_coverage(shape, n, replicates, compare=False)["chosen"] < 0.98 + room, (n, shape)
+    for n, pair in itertools.product((5, 20, 100), ("0.7 and 0.5", "0.5 and 0.5")):
+        assert paired_coverage(pair, n, replicates, compare=False)["chosen"] > 0.93 - room, (n, pair)
+    for documents in (10, 100):
+        assert clustered_coverage(0.5, documents, replicates)["chosen"] > 0.93 - room

@@ -1,18 +1,23 @@
 """Statistics of a comparison. Nothing here needs torch.
 
-Three rules hold everywhere in the package:
+Four rules hold everywhere in the package:
 
 * An interval over training runs is Student's t over the per-seed paired differences (`paired_difference`). With one seed
   there is no such interval, and no other interval takes its place.
-* An interval over evaluation documents is a paired bootstrap (`bootstrap_difference`) and is always labelled as one. It
-  says how much the figure would vary over samples of documents. It says nothing about another training seed.
-* A proportion has a Wilson interval (`wilson_interval`).
+* An interval over evaluation items is that of `item_difference` and is always labelled as one. It says how much the figure
+  would vary over samples of items. It says nothing about another training seed.
+* A proportion has a Wilson interval (`wilson_interval`). Where several answers share a document, the document is the unit
+  (`effective_trials`).
+* Several differences on a page are judged by p-values after Holm's correction (`holm`).
 
-scipy is imported inside the functions that use it, because the import is slow.
+`docs/evaluation.md` shows how often these intervals cover. scipy is imported inside the functions that use it, because the
+import is slow.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+from statistics import NormalDist
 
 import numpy as np
 
@@ -20,20 +25,25 @@ from difftransformer.errors import EvaluationError, ShapeError
 from difftransformer.results import PairedDifference, Statistic
 
 CONFIDENCE = 0.95
-RESAMPLES = 10_000
+RESAMPLES = 9_999
+FEW_ITEMS = 20
+"""Below this number of items an interval of skewed scores may cover less often than it says, and pages say so."""
 
-_RESAMPLED_UNITS_AT_ONCE = 1 << 20
-"""Documents drawn in one numpy call of the bootstrap; this bounds its memory to about 40 MB."""
+_RESAMPLED_ITEMS_AT_ONCE = 1 << 20
+"""Items drawn in one numpy call of the bootstrap; this bounds its memory to about 40 MB."""
+
+_ROUNDING = 1e-12
 
 
-def wilson_interval(successes: int, trials: int, confidence: float = CONFIDENCE) -> tuple[float, float]:
+def wilson_interval(successes: float, trials: float, confidence: float = CONFIDENCE) -> tuple[float, float]:
     """Return Wilson's score interval of a proportion (E. B. Wilson 1927).
 
     The interval is the set of p with `|successes/trials - p| <= z sqrt(p (1 - p) / trials)`. It stays inside [0, 1] and
     has positive width even at 0 and at `trials` successes, where the normal approximation has none.
 
     Args:
-        successes: Number of successful trials, from 0 to `trials`.
+        successes: Number of successful trials, from 0 to `trials`. Both numbers are fractions where trials are effective
+            ones (`effective_trials`).
         trials: Number of independent trials; 0 gives (0, 1).
         confidence: Coverage of the interval, between 0 and 1.
 
@@ -50,10 +60,52 @@ def wilson_interval(successes: int, trials: int, confidence: float = CONFIDENCE)
         )
     if trials == 0:
         return 0.0, 1.0
-    from scipy.stats import binomtest
+    z, failures = NormalDist().inv_cdf(0.5 + confidence / 2), trials - successes
+    middle = successes + z * z / 2
+    half = z * math.sqrt(successes * failures / trials + z * z / 4)
+    low = 0.0 if successes == 0 else (middle - half) / (trials + z * z)
+    high = 1.0 if failures == 0 else (middle + half) / (trials + z * z)
+    return low, high
 
-    interval = binomtest(successes, trials).proportion_ci(confidence, method="wilson")
-    return float(interval.low), float(interval.high)
+
+def effective_trials(successes: Sequence[float], trials: Sequence[float], confidence: float = CONFIDENCE) -> float:
+    """Return how many independent trials are worth as much as answers that share documents.
+
+    The number is p (1 - p) / SE^2, with the standard error over documents and Student's t for few of them (E. L. Korn and
+    B. I. Graubard, Survey Methodology 24, 1998). It is at most the number of answers, and at least what remains where all
+    answers of a document agree: the number of documents if these have equally many answers.
+
+    Args:
+        successes: Right answers of each document.
+        trials: Answers of each document, at least 1.
+        confidence: Coverage of the interval that is made with it.
+    """
+    from scipy.special import stdtrit
+
+    count, total = len(trials), math.fsum(trials)
+    least = total**2 / math.fsum(n * n for n in trials)
+    p, error = ratio(successes, trials)
+    if not error:
+        return total if 0 < p < 1 and error is not None else least
+    quantile = 0.5 + confidence / 2
+    few = NormalDist().inv_cdf(quantile) / float(stdtrit(count - 1, quantile))
+    return min(total, max(least, p * (1 - p) * (few / error) ** 2))
+
+
+def ratio(values: Sequence[float], weights: Sequence[float]) -> tuple[float, float | None]:
+    """Return sum(values) / sum(weights) and its standard error, which is None for one item.
+
+    The error is that of the residuals value - ratio * weight (W. G. Cochran, Sampling Techniques, section 6.4). For equal
+    weights it is s / sqrt(n). Without any weight the ratio is undefined, NaN.
+    """
+    count, total = len(values), math.fsum(weights)
+    if not total:
+        return math.nan, None
+    found = math.fsum(values) / total
+    if count == 1:
+        return found, None
+    squares = math.fsum((value - found * weight) ** 2 for value, weight in zip(values, weights, strict=True))
+    return found, math.sqrt(squares * count / (count - 1)) / total
 
 
 def mean_and_standard_error(values: Sequence[float]) -> Statistic:
@@ -62,18 +114,14 @@ def mean_and_standard_error(values: Sequence[float]) -> Statistic:
     Raises:
         EvaluationError: There are no values.
     """
-    count = len(values)
-    if count == 0:
+    if not values:
         raise EvaluationError("mean_and_standard_error: no values; give the value of at least one seed")
-    mean = math.fsum(values) / count
-    if count == 1:
-        return Statistic(mean=mean, standard_error=None, seeds=1)
-    variance = math.fsum((value - mean) ** 2 for value in values) / (count - 1)
-    return Statistic(mean=mean, standard_error=math.sqrt(variance / count), seeds=count)
+    mean, error = ratio(values, [1.0] * len(values))
+    return Statistic(mean=mean, standard_error=error, seeds=len(values))
 
 
 def paired_difference(a: Sequence[float], b: Sequence[float], confidence: float = CONFIDENCE) -> PairedDifference:
-    """Return the mean of a - b over seeds, with Student's t interval of the per-seed differences.
+    """Return the mean of a - b over seeds, with Student's t interval and test of the per-seed differences.
 
     Args:
         a: One value per seed.
@@ -81,7 +129,8 @@ def paired_difference(a: Sequence[float], b: Sequence[float], confidence: float 
         confidence: Coverage of the interval, between 0 and 1.
 
     Returns:
-        The difference. With one seed `low` and `high` are None and the method is "none".
+        The difference. With one seed, and where all seeds differ by the same amount, `low` and `high` are None and the
+        method is "none".
 
     Raises:
         ShapeError: a and b differ in length.
@@ -91,23 +140,26 @@ def paired_difference(a: Sequence[float], b: Sequence[float], confidence: float 
     if len(a) != len(b):
         raise ShapeError(f"paired_difference: {len(a)} values against {len(b)}; give one of each for every seed")
     statistic = mean_and_standard_error([x - y for x, y in zip(a, b, strict=True)])
-    if statistic.standard_error is None:
-        return PairedDifference(mean=statistic.mean, low=None, high=None, confidence=confidence, interval_method="none")
-    from scipy.special import stdtrit
+    mean, error = statistic.mean, statistic.standard_error
+    if error is None or (error == 0 and mean):
+        return _no_interval(mean, confidence)
+    from scipy.special import stdtr, stdtrit
 
-    half = float(stdtrit(statistic.seeds - 1, 0.5 + confidence / 2)) * statistic.standard_error
+    half = float(stdtrit(statistic.seeds - 1, 0.5 + confidence / 2)) * error
+    p_value = 2 * float(stdtr(statistic.seeds - 1, -abs(mean) / error)) if error else 1.0
     return PairedDifference(
-        mean=statistic.mean,
-        low=statistic.mean - half,
-        high=statistic.mean + half,
+        mean=mean,
+        low=mean - half,
+        high=mean + half,
         confidence=confidence,
         interval_method="student-t over seeds",
+        p_value=p_value,
     )
 
 
-def bootstrap_difference(
-    a_units: Sequence[float],
-    b_units: Sequence[float],
+def item_difference(
+    a_scores: Sequence[float],
+    b_scores: Sequence[float],
     a_weights: Sequence[float],
     b_weights: Sequence[float] | None = None,
     *,
@@ -115,63 +167,185 @@ def bootstrap_difference(
     resamples: int = RESAMPLES,
     confidence: float = CONFIDENCE,
 ) -> PairedDifference:
-    """Return the difference of two ratios of sums, with a percentile bootstrap interval over paired documents.
+    """Return the difference of two ratios of sums over the same items, with an interval and a test over items.
 
-    The figure is `sum(a_units)/sum(a_weights) - sum(b_units)/sum(b_weights)`, for example nats per token, nats per byte,
-    or correct answers per question. Each resample draws whole documents with replacement, the same ones for both models.
+    The figure is `sum(a_scores)/sum(a_weights) - sum(b_scores)/sum(b_weights)`, for example nats per token, nats per byte,
+    or right answers per question.
+
+    * Items that are right or wrong: McNemar's mid-p test and the mid-p interval of `_paired_binary`.
+    * Other scores: on each side the bound that is farther out of Student's t and of the studentised bootstrap (P. Hall,
+      The Bootstrap and Edgeworth Expansion, 1992) over the items' residuals (Cochran, section 6.4). The first holds for
+      heavy tails, the second for skewed scores, and each fails where the other holds. Resamples in which all items are
+      equal have no studentised mean and are left out.
+    * Items that all differ by the same amount: no spread can be estimated. Shares of right answers have the interval for
+      items of another kind that n items did not show, other scores have none.
 
     Args:
-        a_units: One number per document, such as its summed loss in nats under model A.
-        b_units: The same documents under model B, in the same order.
-        a_weights: One number per document, such as its number of tokens.
+        a_scores: One number per item, such as its summed loss in nats under model A.
+        b_scores: The same items under model B, in the same order.
+        a_weights: One number per item, such as its number of tokens.
         b_weights: The same for model B; defaults to `a_weights`.
         seed: Seed of the draws. The same seed gives the same interval.
         resamples: Number of resamples.
         confidence: Coverage of the interval, between 0 and 1.
 
     Returns:
-        The difference, labelled "bootstrap over evaluation documents". One document gives no interval (method "none").
+        The difference; `interval_method` names the method. One item gives no interval (method "none").
 
     Raises:
         ShapeError: The sequences differ in length.
-        EvaluationError: There are no documents or no resamples, or a weight is not positive.
+        EvaluationError: There are no items or no resamples, or a weight is not positive.
     """
     _check_confidence(confidence)
-    lengths = {len(a_units), len(b_units), len(a_weights), len(a_weights if b_weights is None else b_weights)}
+    columns = (a_scores, a_weights, b_scores, a_weights if b_weights is None else b_weights)
+    lengths = {len(column) for column in columns}
     if len(lengths) != 1:
-        raise ShapeError(
-            f"bootstrap_difference: sequences of lengths {sorted(lengths)}; give one number per document in each"
-        )
+        raise ShapeError(f"item_difference: sequences of lengths {sorted(lengths)}; give one number per item in each")
     (count,) = lengths
     if count == 0 or resamples < 1:
-        raise EvaluationError(
-            f"bootstrap_difference: {count} documents and {resamples} resamples; need at least one of each"
-        )
-    columns = np.array([a_units, a_weights, b_units, a_weights if b_weights is None else b_weights], dtype=np.float64)
-    if not (columns[[1, 3]] > 0).all():
-        raise EvaluationError("bootstrap_difference: a document's weight is not positive; leave out empty documents")
-
-    def difference(sums: np.ndarray) -> np.ndarray:
-        return np.asarray(sums[0] / sums[1] - sums[2] / sums[3])
-
-    mean = float(difference(columns.sum(axis=1)))
+        raise EvaluationError(f"item_difference: {count} items and {resamples} resamples; need at least one of each")
+    a, a_sizes, b, b_sizes = np.array(columns, dtype=np.float64)
+    if not (a_sizes > 0).all() or not (b_sizes > 0).all():
+        raise EvaluationError("item_difference: an item's weight is not positive; leave out empty items")
+    first, second = a.sum() / a_sizes.sum(), b.sum() / b_sizes.sum()
+    mean = float(first - second)
     if count == 1:
-        return PairedDifference(mean=mean, low=None, high=None, confidence=confidence, interval_method="none")
-    generator = np.random.default_rng(seed)
-    batch = max(1, _RESAMPLED_UNITS_AT_ONCE // count)
-    drawn = np.empty(resamples)
-    for start in range(0, resamples, batch):
-        stop = min(start + batch, resamples)
-        documents = generator.integers(count, size=(stop - start, count))
-        drawn[start:stop] = difference(np.stack([column[documents].sum(axis=1) for column in columns]))
-    low, high = np.quantile(drawn, [0.5 - confidence / 2, 0.5 + confidence / 2])
-    return PairedDifference(
-        mean=mean,
-        low=float(low),
-        high=float(high),
-        confidence=confidence,
-        interval_method="bootstrap over evaluation documents",
+        return _no_interval(mean, confidence)
+    found = PairedDifference(
+        mean=mean, low=None, high=None, confidence=confidence, interval_method="mid-p over items", p_value=None
     )
+    counted = _counted(a, a_sizes) and _counted(b, b_sizes)
+    if counted and max(a_sizes.max(), b_sizes.max()) == 1:
+        low, high, p_value = _paired_binary(int((a > b).sum()), int((a < b).sum()), count, confidence)
+        return replace(found, low=low, high=high, p_value=p_value)
+    # Residuals of both ratios: the mean of `rows` is the difference, and their variance that of its linear approximation.
+    rows = mean + (a - first * a_sizes) / a_sizes.mean() - (b - second * b_sizes) / b_sizes.mean()
+    if np.ptp(rows) <= _ROUNDING * max(abs(first), abs(second)):
+        if not counted:
+            return _no_interval(mean, confidence)
+        other = 1 - (1 - confidence) ** (1 / count)
+        low, high, p_value = mean - other * (1 + mean), mean + other * (1 - mean), (1 + abs(mean)) ** -count
+        return replace(found, low=low, high=high, p_value=p_value)
+    low, high, p_value = _studentised(rows, seed, resamples, confidence)
+    if counted:
+        low, high = max(-1.0, low), min(1.0, high)
+    return replace(found, low=low, high=high, p_value=p_value, interval_method="studentised over items")
+
+
+def holm(p_values: Sequence[float | None]) -> list[float | None]:
+    """Return p-values adjusted for their number by S. Holm's step-down method (1979); None stays None and does not count.
+
+    Among true null hypotheses, the probability that the smallest adjusted value is at most alpha is at most alpha.
+    """
+    known = sorted((p, index) for index, p in enumerate(p_values) if p is not None)
+    adjusted: list[float | None] = [None] * len(p_values)
+    largest = 0.0
+    for rank, (p, index) in enumerate(known):
+        largest = max(largest, min(1.0, (len(known) - rank) * p))
+        adjusted[index] = largest
+    return adjusted
+
+
+def holm_differences(differences: Sequence[PairedDifference], about: Sequence[Hashable]) -> list[PairedDifference]:
+    """Return the differences of one page with their p-values after Holm's correction.
+
+    Args:
+        differences: All differences of the page.
+        about: What each difference is about. Those about the same thing, such as a loss in nats per token and in bits per
+            byte, are one comparison with the largest of their p-values.
+    """
+    largest: dict[Hashable, float] = {}
+    for one, what in zip(differences, about, strict=True):
+        if one.p_value is not None:
+            largest[what] = max(one.p_value, largest.get(what, 0.0))
+    corrected = dict(zip(largest, holm(list(largest.values())), strict=True))
+    return [
+        one if one.p_value is None else replace(one, p_holm=corrected[what], comparisons=len(largest))
+        for one, what in zip(differences, about, strict=True)
+    ]
+
+
+def _no_interval(mean: float, confidence: float) -> PairedDifference:
+    return PairedDifference(mean=mean, low=None, high=None, confidence=confidence, interval_method="none")
+
+
+def _counted(scores: np.ndarray, weights: np.ndarray) -> bool:
+    """Whether scores are numbers of right answers among `weights`."""
+    whole = (scores == scores.round()).all() and (weights == weights.round()).all()
+    return bool(whole and (scores >= 0).all() and (scores <= weights).all())
+
+
+def _studentised(rows: np.ndarray, seed: int, resamples: int, confidence: float) -> tuple[float, float, float]:
+    """Return low, high and the two-sided p-value of the mean's being 0."""
+    from scipy.special import stdtr, stdtrit
+
+    count, mean = len(rows), float(rows.mean())
+    centred = rows - mean
+    error = float(centred.std(ddof=1)) / math.sqrt(count)
+    generator = np.random.default_rng(seed)
+    batch = max(1, _RESAMPLED_ITEMS_AT_ONCE // count)
+    parts = []
+    for start in range(0, resamples, batch):
+        drawn = centred[generator.integers(count, size=(min(batch, resamples - start), count))]
+        errors = drawn.std(axis=1, ddof=1) / math.sqrt(count)
+        spread = errors > _ROUNDING * error
+        parts.append(drawn.mean(axis=1)[spread] / errors[spread])
+    ratios = np.sort(np.concatenate(parts))
+    tail, kept = (1 - confidence) / 2, len(ratios)
+    student = float(stdtrit(count - 1, 1 - tail))
+    outside = min(max(math.floor(tail * (kept + 1)), 1), max(kept, 1))
+    left, right = (-ratios[outside - 1], ratios[kept - outside]) if kept else (student, student)
+    t = mean / error
+    beyond = int((ratios >= t).sum() if t > 0 else (ratios <= t).sum())
+    p_value = min(1.0, 2 * max(float(stdtr(count - 1, -abs(t))), (beyond + 1) / (kept + 1)))
+    return mean - max(student, float(right)) * error, mean + max(student, float(left)) * error, p_value
+
+
+def _paired_binary(only_a: int, only_b: int, count: int, confidence: float) -> tuple[float, float, float]:
+    """Return low, high and p-value of the difference of two paired proportions.
+
+    The p-value is that of McNemar's mid-p test (M. W. Fagerland et al., BMC Medical Research Methodology 13, 2013). The
+    interval holds the differences that a mid-p test of `only_a - only_b` does not reject, with the share of discordant
+    items at its maximum-likelihood value for each difference (T. Tango, Statistics in Medicine 17, 1998). It holds zero
+    wherever McNemar's test does not reject zero.
+
+    Args:
+        only_a: Items that model A alone has right.
+        only_b: Items that model B alone has right.
+        count: All items.
+        confidence: Coverage of the interval.
+    """
+    from scipy.optimize import brentq
+    from scipy.special import bdtr
+
+    found, tail = only_a - only_b, (1 - confidence) / 2
+    size = 1 << (2 * count + 1).bit_length()
+    unit = np.exp(-2j * np.pi * np.arange(size) / size)
+    places = np.arange(-count, count + 1)
+
+    def excess(difference: float, side: int) -> float:
+        """Mid-p of a count at least as far to this side as `found`, minus the tail."""
+        linear = (2 * count - found) * difference - only_a - only_b
+        square = max(0.0, linear**2 + 8 * count * only_b * difference * (1 - difference))
+        b = max(0.0, -difference, (math.sqrt(square) - linear) / (4 * count))
+        a = max(0.0, b + difference)
+        chances = np.fft.ifft((a * unit + b / unit + (1 - a - b)) ** count).real[places % size]
+        return float(chances[side * (places - found) > 0].sum() + chances[found + count] / 2 - tail)
+
+    def bound(side: int) -> float:
+        if found == -side * count:
+            return float(-side)
+        return float(brentq(excess, -side * (1 - 1e-12), found / count, args=(side,), xtol=1e-10))
+
+    low, high = bound(1), bound(-1)
+    discordant, fewer = only_a + only_b, min(only_a, only_b)
+    p_value = 1.0
+    if found:
+        exactly = float(bdtr(fewer, discordant, 0.5)) - (float(bdtr(fewer - 1, discordant, 0.5)) if fewer else 0.0)
+        p_value = min(1.0, 2 * float(bdtr(fewer, discordant, 0.5)) - exactly)
+    if p_value > 1 - confidence:
+        low, high = min(low, 0.0), max(high, 0.0)
+    return low, high, p_value
 
 
 def _check_confidence(confidence: float) -> None:

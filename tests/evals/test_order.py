@@ -8,7 +8,7 @@ import pytest
 
 from difftransformer.errors import ConfigError, EvaluationError
 from difftransformer.evals.engine import run_task
-from difftransformer.evals.tasks.order import Options, OrderTask, binomial_margin
+from difftransformer.evals.tasks.order import Options, OrderTask, binomial_margin, permuted_margin
 from tests.support.classification import Reader, figures, truth, write_labelled
 
 LABELS = ("a", "b", "c")
@@ -156,3 +156,33 @@ def test_what_fits(files):
 def test_impossible_options_are_refused(options, words):
     with pytest.raises(ConfigError, match=words):
         Options(**options)
+
+
+def test_the_permutation_floor_is_the_mean_over_all_exchanges_within_items() -> None:
+    """Two orders and three items of which one is right in both: exchanges of the other two, by hand."""
+    floor, p_value = permuted_margin([[True, True, True], [True, False, False]], permutations=20_000)
+    assert floor == pytest.approx((2 + 0 + 0 + 2) / 4 / 3, abs=0.01)
+    assert p_value == pytest.approx(0.5, abs=0.015)
+
+
+def test_items_that_are_always_right_or_wrong_have_no_floor() -> None:
+    """The binomial floor of such answers is far above zero: it takes all items as equally hard."""
+    right = [[index < 50 for index in range(100)]] * 10
+    assert permuted_margin(right) == (0.0, 1.0)
+    assert binomial_margin(0.5, 100, 10) > 0.1
+
+
+def test_the_permutation_test_finds_a_bad_order_below_the_binomial_floor() -> None:
+    """Eight items that only one order has wrong, among items of which the order changes nothing."""
+    right = [[index < 50 or (index < 58 and order > 0) for index in range(100)] for order in range(10)]
+    floor, p_value = permuted_margin(right)
+    assert p_value == pytest.approx(1e-4)
+    assert floor < 0.08 < binomial_margin(0.572, 100, 10)
+
+
+def test_the_permutation_test_rarely_finds_an_order_where_none_matters() -> None:
+    rng = np.random.default_rng(6)
+    hard = rng.random(30)
+    p_values = [permuted_margin(rng.random((6, 30)) < hard, permutations=199, seed=run)[1] for run in range(200)]
+    assert np.mean(np.array(p_values) <= 0.05) < 0.05 + 3 * (0.05 * 0.95 / 200) ** 0.5
+    assert np.mean(p_values) == pytest.approx(0.55, abs=0.12)  # above 0.5, because margins tie

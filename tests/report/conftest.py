@@ -166,7 +166,7 @@ def make_run(
 
 def make_comparison(
     seeds: int = 3,
-    advantage: float = 0.03,
+    advantage: float = 0.05,
     needle: bool = True,
     allocation: bool = True,
     models: tuple[str, ...] = ("diff", "softmax"),

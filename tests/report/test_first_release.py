@@ -32,7 +32,7 @@ def evaluations(loss):
                 {"start_tokens": 2, "end_tokens": 4, "nll_nats_per_token": loss - 1, "tokens": 4},
             ],
             "documents": [
-                {"nll_nats": 4 * loss - 1, "tokens": 4, "bytes": 7}, {"nll_nats": 4 * loss + 1, "tokens": 4, "bytes": 9},
+                {"nll_nats": 3 * loss - 1, "tokens": 4, "bytes": 7}, {"nll_nats": 5 * loss + 1, "tokens": 4, "bytes": 9},
             ],
         },
         "needle": {
@@ -109,7 +109,7 @@ def test_every_figure_is_kept(old):
     assert [(row.value, row.standard_error) for row in shares] == [(0.2, 0.01)] * 15
     loss = next(row for row in study.metrics if row.unit == "nats/token")
     assert loss.differences["diff"].mean == pytest.approx(-0.5)
-    assert loss.differences["diff"].interval_method == "bootstrap over evaluation documents"
+    assert loss.differences["diff"].interval_method == "studentised over items"
     if isinstance(study, Upcycling):
         assert list(study.before) == ["perplexity", "allocation"]
         assert study.seeds == [0]

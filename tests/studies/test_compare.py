@@ -179,13 +179,13 @@ def test_statistics_are_those_of_the_runs(comparison):
         assert row.better == ("lower" if row.unit != "share" else "higher")
 
 
-def test_one_seed_gives_a_bootstrap_for_losses_and_nothing_for_retrieval(comparison):
+def test_one_seed_gives_an_interval_over_items_for_losses_and_none_for_retrieval(comparison):
     rows = compare_metrics([run for run in comparison.runs if run.seed == 0], ["diff", "softmax"])
     for row in rows:
         assert row.models["diff"].standard_error is None
         difference = row.differences["diff"]
         if row.task == "perplexity":
-            assert difference.interval_method == "bootstrap over evaluation documents"
+            assert difference.interval_method == "studentised over items"
             assert difference.low <= difference.mean <= difference.high
         if row.task == "needle":
             assert difference.interval_method == "none"

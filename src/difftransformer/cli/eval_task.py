@@ -46,6 +46,7 @@ def run(
     """
     from ..hub import open_language_model
     from ..report.tasks import measurement_table, write_picture
+    from ..report.tasks.pairs import corrected_pairs, pairs_table, task_pairs
     from ..report.terminal import rich_table
     from ..studies.tasks import evaluate_task
 
@@ -69,6 +70,8 @@ def run(
     ):
         result = evaluate_task(name, options, opened, folder, device=device, progress=progress, log=log)
     console.print(rich_table(measurement_table([result], brief=True)))
+    if (paired := pairs_table(name, corrected_pairs({name: task_pairs([result])})[name])) is not None:
+        console.print(rich_table(paired))
     gaps = Gaps(verb)
     for gap in result.gaps:
         gaps(gap)

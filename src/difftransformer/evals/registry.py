@@ -14,6 +14,23 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Contrast:
+    """Two figures of one result over the same items: `ItemScore.name` of the first and of the second.
+
+    Attributes:
+        figure: What both are, such as "nll".
+        settings: What is compared, such as "8 bits minus 16 bits by row".
+        first: Name of the first one's items.
+        second: Name of the second one's items.
+    """
+
+    figure: str
+    settings: str
+    first: str
+    second: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class TaskKind:
     """An evaluation task: what `difftransformer eval NAME` runs.
 
@@ -26,6 +43,7 @@ class TaskKind:
         options: Dataclass whose fields are the flags of the command; its docstring describes them.
         make: Called with the options and a `prompts.texts.Setting`; returns an `engine.Task`.
         draw: Draws the results of one or more models and returns title, caption and figure; None where a table says it all.
+        contrasts: Names pairs of item figures of one result that are compared with each other; None where there are none.
     """
 
     name: str
@@ -33,6 +51,7 @@ class TaskKind:
     options: type
     make: Callable[[Any, Any], Any]
     draw: "Callable[[Sequence[TaskResult]], tuple[str, str, Figure]] | None" = None
+    contrasts: "Callable[[TaskResult], list[Contrast]] | None" = None
 
 
 _registered: dict[str, TaskKind] = {}

@@ -1,12 +1,12 @@
 """Measurements from items: shares and means with their standard errors."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
 from ..results import ItemScore, Measurement
-from ..statistics import wilson_interval
+from ..statistics import effective_trials, ratio, wilson_interval
 
 
 def single(
@@ -16,25 +16,52 @@ def single(
     return Measurement(name=name, unit=unit, value=value, standard_error=None, n=n, better=better, at=at)
 
 
-def proportion(
-    name: str, right: Sequence[bool], at: dict[str, Any], *, better: Literal["higher", "lower"] = "higher"
-) -> Measurement:
-    """Return the share of right items, its binomial standard error sqrt(p (1 - p) / n), and its Wilson interval.
+def by_unit(values: Sequence[float], units: Sequence[Hashable]) -> tuple[list[Hashable], list[float], list[float]]:
+    """Return the units, the sum of values of each, and its number of values."""
+    sums: dict[Hashable, list[float]] = {}
+    for value, unit in zip(values, units, strict=True):
+        sums.setdefault(unit, []).append(value)
+    return list(sums), [math.fsum(found) for found in sums.values()], [float(len(found)) for found in sums.values()]
 
-    The share of no items is undefined, NaN.
+
+def proportion(
+    name: str,
+    right: Sequence[bool],
+    at: dict[str, Any],
+    *,
+    units: Sequence[Hashable] | None = None,
+    better: Literal["higher", "lower"] = "higher",
+) -> Measurement:
+    """Return the share of right answers with its standard error and its Wilson interval.
+
+    Args:
+        name: Name of the measurement.
+        right: Whether each answer is right.
+        at: Where it was measured.
+        units: For each answer its document, or what else it shares with others; answers of one unit are not independent.
+            None where every answer stands for itself: the standard error is then sqrt(p (1 - p) / n).
+        better: The direction that is an improvement.
+
+    The share of no answers is undefined, NaN.
     """
     n, p = len(right), sum(right) / len(right) if right else math.nan
-    low, high = wilson_interval(sum(right), n)
+    error: float | None = math.sqrt(p * (1 - p) / n) if right else math.nan
+    trials, count = float(n), None
+    if units is not None and len(set(units)) < n:
+        _, sums, sizes = by_unit(right, units)
+        error, trials, count = ratio(sums, sizes)[1], effective_trials(sums, sizes), len(sums)
+    low, high = wilson_interval(p * trials if right else 0, trials)
     return Measurement(
         name=name,
         unit="share",
         value=p,
-        standard_error=math.sqrt(p * (1 - p) / n),
+        standard_error=error,
         n=n,
         better=better,
         at=at,
         low=low,
         high=high,
+        units=count,
     )
 
 
@@ -45,22 +72,35 @@ def mean(
     at: dict[str, Any],
     *,
     weights: Sequence[float] | None = None,
+    units: Sequence[Hashable] | None = None,
     better: Literal["higher", "lower"] | None = None,
 ) -> Measurement:
-    """Return a mean over items, or a ratio of sums, sum(values) / sum(weights), with its standard error.
+    """Return a mean over items, or a ratio of sums, sum(values) / sum(weights), with its standard error (`ratio`).
 
-    The error is that of the residuals value - mean * weight of a ratio estimator (W. G. Cochran, Sampling Techniques,
-    section 6.4). For equal weights it is s / sqrt(n); for one item it is None. Without any weight the mean is undefined, NaN.
+    Args:
+        name: Name of the measurement.
+        unit: Unit of the values.
+        values: One number per item.
+        at: Where it was measured.
+        weights: One number per item; 1 by default.
+        units: For each item of weight 1 its document, or what else it shares with others, as in `proportion`.
+        better: The direction that is an improvement.
     """
-    n = len(values)
+    n, count = len(values), None
     weights = [1.0] * n if weights is None else weights
-    total = math.fsum(weights)
-    value = math.fsum(values) / total if total else math.nan
-    error = None
-    if n > 1 and total:
-        squares = math.fsum((v - value * w) ** 2 for v, w in zip(values, weights, strict=True))
-        error = math.sqrt(squares * n / (n - 1)) / total
-    return Measurement(name=name, unit=unit, value=value, standard_error=error, n=n, better=better, at=at)
+    if units is not None and len(set(units)) < n:
+        _, values, weights = by_unit(values, units)
+        count = len(values)
+    value, error = ratio(values, weights)
+    return Measurement(name=name, unit=unit, value=value, standard_error=error, n=n, better=better, at=at, units=count)
+
+
+def unit_scores(name: str, values: Sequence[float], units: Sequence[Hashable]) -> list[ItemScore]:
+    """Return the contribution of each unit to the measurement `name`: the sum of its values, and their number as weight."""
+    return [
+        ItemScore(name=name, item=str(unit), score=score, weight=weight)
+        for unit, score, weight in zip(*by_unit(values, units), strict=True)
+    ]
 
 
 def over_windows(
@@ -83,14 +123,24 @@ def details(rows: Iterable[Measurement]) -> list[Measurement]:
 
 
 def mean_of_sets(name: str, rows: Sequence[Measurement]) -> Measurement:
-    """Return the mean over sets with its standard error sqrt(sum of squared errors) / sets; n counts all items."""
-    errors = [row.standard_error or 0.0 for row in rows]
+    """Return the mean share over sets; n counts all items.
+
+    The standard error is sqrt(sum of squared errors) / sets, and the interval adds the sets' distances from their bounds
+    in the same way (R. G. Newcombe, Statistics in Medicine 17, 1998).
+    """
+    value = math.fsum(row.value for row in rows) / len(rows)
+    below = [row.value - row.low for row in rows if row.low is not None]
+    above = [row.high - row.value for row in rows if row.high is not None]
+    errors = [row.standard_error for row in rows if row.standard_error is not None]
     return Measurement(
         name=name,
         unit=rows[0].unit,
-        value=math.fsum(row.value for row in rows) / len(rows),
-        standard_error=math.hypot(*errors) / len(rows),
+        value=value,
+        standard_error=math.hypot(*errors) / len(rows) if len(errors) == len(rows) else None,
         n=sum(row.n for row in rows),
         better=rows[0].better,
         at={},
+        low=value - math.hypot(*below) / len(rows),
+        high=value + math.hypot(*above) / len(rows),
+        units=sum(row.units or row.n for row in rows) if any(row.units for row in rows) else None,
     )

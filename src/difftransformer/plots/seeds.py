@@ -1,6 +1,5 @@
 """Curves and results over training seeds: bands, paired differences, and a model's results pooled."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
@@ -11,7 +10,7 @@ from matplotlib.figure import Figure
 from difftransformer.errors import ResultsError
 from difftransformer.plots.style import INK, WIDTH_INCHES, line_style
 from difftransformer.results import Curve, Grid, Measurement, TaskResult
-from difftransformer.statistics import CONFIDENCE, mean_and_standard_error, paired_difference, wilson_interval
+from difftransformer.statistics import CONFIDENCE, mean_and_standard_error, paired_difference
 
 _WARM_UP_SHARE = 0.15
 """Losses of this first part of training may lie above the drawn range, so that the rest can be told apart."""
@@ -51,11 +50,18 @@ def seeds_of(result: TaskResult) -> list[TaskResult]:
     return result.seeds if isinstance(result, Pooled) else [result]
 
 
+def share_intervals(results: Sequence[TaskResult]) -> str:
+    """Return words for the intervals of shares in a caption."""
+    seeds = len(seeds_of(results[0]))
+    return f"Student's t intervals of 95 % over {seeds} seeds" if seeds > 1 else "Wilson intervals of 95 % over items"
+
+
 def pooled(results: Sequence[TaskResult], label: str) -> Pooled:
     """Pool a model's results over seeds.
 
-    Right answers are added up and get Wilson's interval. Other figures are means over seeds with their standard error over
-    seeds, or with one seed over items.
+    Figures are means over seeds with their standard error over seeds, and shares of right answers have Student's t interval
+    over seeds, as far as it lies inside [0, 1]; seeds that all agree give none. With one seed, errors and intervals are
+    those over items.
 
     Args:
         results: Results of one task, one for each seed.
@@ -82,13 +88,16 @@ def pooled(results: Sequence[TaskResult], label: str) -> Pooled:
 def _pooled(rows: Sequence[Measurement]) -> Measurement:
     if len(rows) == 1:
         return rows[0]
+    values = [row.value for row in rows]
+    statistic = mean_and_standard_error(values)
+    whole = replace(rows[0], value=statistic.mean, standard_error=statistic.standard_error, units=None)
     if rows[0].low is None:
-        statistic = mean_and_standard_error([row.value for row in rows])
-        return replace(rows[0], value=statistic.mean, standard_error=statistic.standard_error)
-    n, right = sum(row.n for row in rows), sum(round(row.value * row.n) for row in rows)
-    low, high = wilson_interval(right, n)
-    p = right / n
-    return replace(rows[0], value=p, standard_error=math.sqrt(p * (1 - p) / n), n=n, low=low, high=high)
+        return whole
+    found = paired_difference(values, [0.0] * len(values))
+    whole = replace(whole, n=sum(row.n for row in rows), low=None, high=None)
+    if not statistic.standard_error or found.low is None or found.high is None:
+        return whole
+    return replace(whole, low=max(0.0, found.low), high=min(1.0, found.high))
 
 
 def _same_grids(grid: Grid, others: Sequence[TaskResult]) -> list[list[list[float]]]:

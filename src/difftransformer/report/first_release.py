@@ -30,7 +30,7 @@ _NAMES = {"nll": "perplexity", "needle": "needle", "allocation": "allocation"}
 
 
 def read_study(path: Path | str) -> tuple[Study, bool]:
-    """Read the results of a study.
+    """Read the results of a study. Its metrics are computed again from its runs, with the statistics of this release.
 
     Returns:
         The study, and whether the file is of release 0.1.0.
@@ -44,7 +44,10 @@ def read_study(path: Path | str) -> tuple[Study, bool]:
             f"{path}: holds a result of kind {kind!r}, expected {' or '.join(CLASSES)}; name another file"
         )
     if version != FIRST_VERSION:
-        return read_result(path, CLASSES[kind]), False
+        study = read_result(path, CLASSES[kind])
+        return dataclasses.replace(
+            study, metrics=compare_metrics(study.runs, [model.model for model in study.models])
+        ), False
     try:
         return _study(kind, result, str(path)), True
     except (KeyError, TypeError, AttributeError, IndexError) as error:

@@ -1,17 +1,18 @@
 """The table of metrics: every evaluation's headline figures, over seeds, against the reference model."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from difftransformer.report.tasks.pairs import pairs as paired_items
 from difftransformer.results import Measurement, MetricComparison, RunResult, headlines, title_of
-from difftransformer.statistics import mean_and_standard_error, paired_difference
+from difftransformer.statistics import holm_differences, mean_and_standard_error, paired_difference
 
 
 def compare_metrics(runs: Sequence[RunResult], models: Sequence[str]) -> list[MetricComparison]:
-    """Return mean and standard error of each model, and the difference of each to the last.
+    """Return mean and standard error of each model, and the difference of each to the last, corrected for their number.
 
     With two or more seeds the interval is Student's t over the per-seed differences. With one seed, seeds say nothing:
-    figures that are sums over items, such as losses, get a bootstrap over these items, others get no interval. A figure
+    figures that are sums over items, such as losses, get an interval over these items, others get no interval. A figure
     that a run lacks has no row.
     """
     *others, reference = models
@@ -41,7 +42,9 @@ def compare_metrics(runs: Sequence[RunResult], models: Sequence[str]) -> list[Me
                     differences=differences,
                 )
             )
-    return table
+    every = [(one, (row.task, row.metric, model)) for row in table for model, one in row.differences.items()]
+    corrected = iter(holm_differences([one for one, _ in every], [about for _, about in every]))
+    return [replace(row, differences={model: next(corrected) for model in row.differences}) for row in table]
 
 
 def _figure(run: RunResult, name: str, headline: Measurement) -> Measurement | None:

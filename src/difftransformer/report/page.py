@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,7 +31,7 @@ from difftransformer.report.tables import (
     upcycling_table,
 )
 from difftransformer.report.tasks import draw_task, measurement_table
-from difftransformer.report.tasks.pairs import pairs_table
+from difftransformer.report.tasks.pairs import corrected_pairs, pairs_table, task_pairs
 from difftransformer.report.verdict import Verdict, verdicts
 from difftransformer.results import Comparison, Study, TaskResult, Upcycling, write_atomically, write_text_atomically
 
@@ -231,12 +232,20 @@ def pooled_results(study: Study, name: str) -> list[Pooled]:
 
 def suite_page(name: str, found: Mapping[str, Sequence[TaskResult]], missing: Sequence[tuple[str, str, str]]) -> Page:
     """Build the page of a suite."""
-    sections = [_task_section(label, list(results), False) for label, results in found.items() if results]
+    gaps: dict[str, list[str]] = {label: [] for label, results in found.items() if results}
+    paired = {
+        label: _or_gap(broken, "the paired differences", partial(task_pairs, found[label])) or []
+        for label, broken in gaps.items()
+    }
+    sections = [
+        _task_section(label, found[label], False, paired=pairs_table(label, pairs), broken=gaps[label])
+        for label, pairs in corrected_pairs(paired).items()
+    ]
     first = next((results for results in found.values() if results), [])
     about = ""
     if missing:
-        gaps = [f"{experiment} on {model}: {reason}" for experiment, model, reason in missing]
-        sections.append(Section(slug=MISSING, title="Not run", gaps=gaps))
+        reasons = [f"{experiment} on {model}: {reason}" for experiment, model, reason in missing]
+        sections.append(Section(slug=MISSING, title="Not run", gaps=reasons))
     if first:
         about = f"{' against '.join(result.model.name for result in first)}. {_where(first[0])}"
         notes = [
@@ -248,16 +257,23 @@ def suite_page(name: str, found: Mapping[str, Sequence[TaskResult]], missing: Se
     return Page(title=f"Suite {name}", about=about, sections=sections)
 
 
-def _task_section(label: str, results: Sequence[TaskResult], png: bool, seeds: int = 1) -> Section:
+def _task_section(
+    label: str,
+    results: Sequence[TaskResult],
+    png: bool,
+    seeds: int = 1,
+    paired: Table | None = None,
+    broken: Sequence[str] = (),
+) -> Section:
     slug, first = label.replace(" ", "-"), results[0]
     names = labels(results)
     gaps = [f"{name}: {gap}" for name, result in zip(names, results, strict=True) for gap in result.gaps]
+    gaps += broken
     drawing = _or_gap(gaps, "the figure", lambda: draw_task(results, png, name=slug))
     brief, table = (measurement_table(results, brief=brief, seeds=seeds) for brief in (True, False))
     is_long = len(table.rows) > len(brief.rows)
     shown, notes = [replace(brief, name=f"{slug}_brief" if is_long else slug)], []
     if not isinstance(first, Pooled):
-        paired = _or_gap(gaps, "the paired differences", lambda: pairs_table(list(results)))
         if paired is not None:
             shown.append(replace(paired, name=f"{slug}_pairs"))
         elif len(results) > 1:

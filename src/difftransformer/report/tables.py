@@ -3,7 +3,7 @@
 import csv
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -83,14 +83,41 @@ class Table:
         return printable(buffer.getvalue())
 
 
-def outcome(metric: MetricComparison, model: str) -> Literal["first", "second", "undecided", "unknown"]:
-    """Return which model the interval of a difference favours: the model, the reference, neither, or there is no interval."""
-    low, high = metric.differences[model].low, metric.differences[model].high
+Outcome = Literal["first", "second", "undecided", "unknown"]
+
+
+def favoured(difference: PairedDifference) -> Outcome:
+    """Return which side of a difference is higher, if its interval and its p-value after Holm's correction tell them apart."""
+    low, high, p = difference.low, difference.high, difference.p_holm
     if low is None or high is None:
         return "unknown"
-    if low <= 0 <= high:
+    if low <= 0 <= high or (p is not None and p > 1 - difference.confidence):
         return "undecided"
-    return "first" if (high < 0) == (metric.better == "lower") else "second"
+    return "first" if low > 0 else "second"
+
+
+def outcome(metric: MetricComparison, model: str) -> Outcome:
+    """Return which model a difference favours: the model, the reference, neither, or there is no interval."""
+    found = favoured(metric.differences[model])
+    if metric.better == "higher" or found not in ("first", "second"):
+        return found
+    return "second" if found == "first" else "first"
+
+
+def p_text(p: float | None) -> str:
+    """Format a p-value; empty for None."""
+    return "" if p is None else "< 0.001" if p < 0.001 else f"{p:.3f}"
+
+
+def holm_note(differences: Iterable[PairedDifference]) -> str:
+    """Return the note of a table whose p-values are corrected for the number of comparisons on the page."""
+    comparisons = max((one.comparisons or 0 for one in differences), default=0)
+    if not comparisons:
+        return "Undecided: the interval holds zero."
+    return (
+        f"p (Holm): p-value corrected for the {comparisons} comparisons of this page; a loss in two units is one. Undecided: "
+        "it is above 0.05, or the interval holds zero."
+    )
 
 
 def decimals_for(values: Sequence[float], half_width: float | None = None) -> int:
@@ -131,10 +158,10 @@ def method_text(difference: PairedDifference, seeds: int) -> str:
     match difference.interval_method:
         case "student-t over seeds":
             return f"{100 * difference.confidence:g} % Student t over {seeds} seeds"
-        case "bootstrap over evaluation documents":
-            return f"{100 * difference.confidence:g} % bootstrap over evaluation documents"
-        case _:
+        case "none":
             return ""
+        case method:
+            return f"{100 * difference.confidence:g} % {method}"
 
 
 def metrics_table(study: Study) -> Table:
@@ -146,7 +173,7 @@ def metrics_table(study: Study) -> Table:
     groups += [Group(f"{baseline.name} (baseline)") for baseline in baselines]
     for model in others:
         groups.append(Group(f"{model.label} minus {reference.label}", ("mean", "low", "high"), "interval"))
-        groups.append(Group("result", ("outcome", "interval"), "remark", numeric=False))
+        groups += [Group("p (Holm)"), Group("result", ("outcome", "interval"), "remark", numeric=False)]
     rows = []
     for metric in study.metrics:
         decimals = metric_decimals(metric)
@@ -159,6 +186,7 @@ def metrics_table(study: Study) -> Table:
             difference = metric.differences[model.model]
             row += [fixed(value, decimals, "+") for value in (difference.mean, difference.low, difference.high)]
             row += [
+                p_text(difference.p_holm),
                 _result_text(metric, model.model, model.label, reference.label),
                 method_text(difference, len(study.seeds)),
             ]
@@ -331,15 +359,15 @@ def _result_text(metric: MetricComparison, model: str, first: str, second: str) 
 def _metric_notes(study: Study) -> list[str]:
     if len(study.seeds) == 1:
         notes = [
-            "One seed: there is no standard error and no interval over training. A bootstrap interval says how far other "
-            "evaluation documents might move the difference; it says nothing about another training seed."
+            "One seed: there is no standard error and no interval over training. An interval over items says how far other "
+            "evaluation items might move the difference; it says nothing about another training seed."
         ]
     else:
         notes = [
             f"Mean \u00b1 standard error over {len(study.seeds)} seeds. The difference is taken seed by seed: the models of a "
             "seed saw the same batches in the same order. Its interval is Student's t over seeds."
         ]
-    notes.append("Undecided: the interval holds zero.")
+    notes.append(holm_note(one for metric in study.metrics for one in metric.differences.values()))
     return notes
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from difftransformer.report.tables import fixed, method_text, metric_decimals, outcome
+from difftransformer.report.tables import fixed, method_text, metric_decimals, outcome, p_text
 from difftransformer.results import MetricComparison, ModelSummary, Study
 
 
@@ -43,8 +43,11 @@ def _verdict(study: Study, metric: MetricComparison, model: ModelSummary, refere
     change = f"difference {fixed(difference.mean, decimals, '+')}"
     if difference.low is not None and difference.high is not None:
         change += f" [{fixed(difference.low, decimals, '+')}, {fixed(difference.high, decimals, '+')}]"
-    if method := method_text(difference, len(study.seeds)):
-        change += f" ({method})"
+    remarks = [method_text(difference, len(study.seeds))]
+    if difference.p_holm is not None:
+        remarks.append(f"p (Holm) {p_text(difference.p_holm)}")
+    if any(remarks):
+        change += f" ({'; '.join(filter(None, remarks))})"
     state = outcome(metric, model.model)
     first, second, title = model.label, reference.label, metric.metric
     match state:
@@ -62,6 +65,6 @@ def _verdict(study: Study, metric: MetricComparison, model: ModelSummary, refere
                 f"The {title} has no interval, so neither model can be called better: {first} {a}, {second} {b}{unit}, "
             )
             text += f"{change}."
-    if difference.interval_method == "bootstrap over evaluation documents":
-        text += " This holds for these trained models on such documents; another training seed may differ."
+    if difference.interval_method not in ("student-t over seeds", "none"):
+        text += " This holds for these trained models on such items; another training seed may differ."
     return Verdict(title, state, text)

@@ -75,15 +75,27 @@ class Statistic:
     seeds: int
 
 
+IntervalMethod = Literal[
+    "student-t over seeds", "studentised over items", "mid-p over items", "bootstrap over evaluation documents", "none"
+]
+
+
 @dataclass(frozen=True, kw_only=True)
 class PairedDifference:
-    """A minus B on the same seeds, with an interval of `confidence`; `interval_method` says how it was made."""
+    """A minus B on the same seeds or items, with an interval of `confidence`; `interval_method` says how it was made.
+
+    `p_value` is that of no difference, and `p_holm` is corrected for the number of `comparisons` on the page; None where
+    there is no interval, and in files of earlier releases, which also have "bootstrap over evaluation documents".
+    """
 
     mean: float
     low: float | None
     high: float | None
     confidence: float
-    interval_method: Literal["student-t over seeds", "bootstrap over evaluation documents", "none"]
+    interval_method: IntervalMethod
+    p_value: float | None = None
+    p_holm: float | None = None
+    comparisons: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,5 +1,6 @@
 """Results of single tasks."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -40,8 +41,9 @@ class DataIdentity:
 class Measurement:
     """One figure. `at` says where it was taken, such as {"length_tokens": 1024, "depth": 0.5}.
 
-    `standard_error` is over the `n` items, never over training; None where there is none. A share of independent items also
-    has Wilson's interval of 95 %, `low` to `high`. `better` is None where no direction is an improvement.
+    `standard_error` is over the `n` items, never over training; None where there is none. Where several items share a
+    document or the like, `units` is the number of these, and the standard error is over them. A share of right answers
+    also has Wilson's interval of 95 %, `low` to `high`. `better` is None where no direction is an improvement.
     A `detail` is one of many that a picture shows; short tables leave it out.
     """
 
@@ -55,6 +57,7 @@ class Measurement:
     low: float | None = None
     high: float | None = None
     detail: bool = False
+    units: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,6 +135,8 @@ def summary_rows(result: TaskResult) -> list[tuple[str, str]]:
         if row.detail:
             continue
         unit = "" if row.unit == "share" else f", {row.unit}"
-        count = f" ({round(row.value * row.n)} of {row.n})" if row.low is not None else ""
+        right = row.value * row.n
+        is_count = row.low is not None and math.isclose(right, round(right), abs_tol=1e-6)
+        count = f" ({round(right)} of {row.n})" if is_count else ""
         rows.append((title_of(row, result) + unit, f"{row.value:.4f}{count}"))
     return rows

@@ -28,13 +28,13 @@ from ...errors import ConfigError
 from ...plots.curves import labels, select
 from ...plots.heat_map import heat_map, matrix
 from ...plots.style import ACCURACY_COLOURS, COLOURS, INK, WIDTH_INCHES, legend_above
-from ...results import Form, Grid, ItemScore, Measurement, Segment, TaskResult
+from ...results import Form, Grid, Measurement, Segment, TaskResult
 from ..engine import Scores
 from ..probes import FORMS, LastRow, ProbeTask
 from ..prompts.haystack import Kind, check_documents, draw_documents
 from ..prompts.texts import HAYSTACK_TOKENS, VALIDATION, Setting, token_stream
 from ..registry import TaskKind, register
-from ..scores import details, mean
+from ..scores import details, mean, unit_scores
 
 SEGMENTS: tuple[Segment, ...] = ("first", "before", "answer", "after", "query")
 
@@ -128,23 +128,25 @@ class AllocationTask(ProbeTask):
         """Shares by depth, form and segment; on the answer over all depths; by layer and head at the middle depth."""
         shares = [segment_shares(sums) for sums in answers]
         depths = [depth for depth, _ in self._places]
+        documents = [
+            f"document {document}" if self.options.paired else f"{depth:g}/{document}"
+            for depth, document in self._places
+        ]
         answer = SEGMENTS.index("answer")
         measurements: list[Measurement] = []
         for form in FORMS:
             values = [share[form][answer] for share in shares]
-            measurements.append(mean(f"{form} attention on the answer", "share", values, {}, better="higher"))
+            measurements.append(
+                mean(f"{form} attention on the answer", "share", values, {}, units=documents, better="higher")
+            )
         for depth in self.options.depths:
             for form in FORMS:
                 for index, segment in enumerate(SEGMENTS):
                     values = [share[form][index] for share, place in zip(shares, depths, strict=True) if place == depth]
                     at = {"depth": depth, "form": form, "segment": segment}
                     measurements += details([mean("attention share", "share", values, at)])
-        items = [
-            ItemScore(
-                name="signed attention on the answer", item=f"{depth:g}/{document}", score=share["signed"][answer]
-            )
-            for (depth, document), share in zip(self._places, shares, strict=True)
-        ]
+        signed = [share["signed"][answer] for share in shares]
+        items = unit_scores("signed attention on the answer", signed, documents)
         middle = min(self.options.depths, key=lambda depth: (abs(depth - 0.5), depth))
         sums = [found for found, depth in zip(answers, depths, strict=True) if depth == middle]
         return Scores(measurements=measurements, items=items, grids=_by_head(sums, middle))
@@ -155,7 +157,8 @@ def _choices(options: Options) -> list[str]:
     return [
         *_CHOICES,
         f"The haystack is the {part} named in the options.",
-        "The same needles in the same haystack stand at every depth: depths are paired, not independent."
+        "The same needles in the same haystack stand at every depth: depths are paired, and standard errors are over "
+        "documents."
         if options.paired
         else "Every depth draws its own documents: depths are independent.",
     ]

@@ -16,7 +16,8 @@ from ...data.qa_sets import GROUNDED_SETS, GroundedItem, Kind, read_grounded, re
 from ...errors import ConfigError, DataError, EvaluationError
 from ...plots.bars import accuracy_bars
 from ...plots.curves import labels, select
-from ...results import ItemScore, Measurement, TaskResult
+from ...plots.seeds import share_intervals
+from ...results import Measurement, TaskResult
 from ..engine import Progress, Scores, Task
 from ..judges.base import Case, Judge, Judgment, judge_all
 from ..judges.endpoint import EndpointJudge, Spending
@@ -26,7 +27,7 @@ from ..prompts.chat import chat_frame
 from ..prompts.texts import Setting
 from ..registry import TaskKind, at_least, register
 from ..requests import Continuation
-from ..scores import mean_of_sets, proportion, single
+from ..scores import mean_of_sets, proportion, single, unit_scores
 
 ANSWER_TOKENS = {"xsum": 64, "cnn_dm": 128, "multinews": 512, "qasper": 128, "hotpotqa": 32, "2wikimqa": 32}
 """The caps of LongBench; for XSum and CNN/DM, which are not in it, about twice the length of a reference."""
@@ -211,21 +212,28 @@ class HallucinationTask(Task):
         """Compute the share of faithful answers among the judged ones in each set, and count empty and unjudged answers."""
         right: dict[str, list[bool]] = defaultdict(list)
         empty: dict[str, list[bool]] = defaultdict(list)
+        documents: dict[str, list[str]] = defaultdict(list)
+        judged: dict[str, list[str]] = defaultdict(list)
         unjudged: Counter[str] = Counter()
-        items = []
+        named: dict[tuple[str, str], str] = {}
         for case, verdict in answers:
             name = case.set_name
             empty[name].append(not case.answer)
+            document = named.setdefault((name, case.document), f"{name}/{case.item}")  # questions may share a document
+            documents[name].append(document)
             if verdict is None and case.answer:
                 unjudged[name] += 1
             else:
                 faithful = verdict is not None and verdict.faithful
                 right[name].append(faithful)
-                items.append(ItemScore(name="accuracy", item=f"{name}/{case.item}", score=float(faithful)))
-        accuracies = [proportion("accuracy", found, {"set": name}) for name, found in right.items()]
+                judged[name].append(document)
+        accuracies = [proportion("accuracy", found, {"set": name}, units=judged[name]) for name, found in right.items()]
+        items = [item for name, found in right.items() for item in unit_scores("accuracy", found, judged[name])]
         measurements: list[Measurement] = [*accuracies, mean_of_sets("mean accuracy", accuracies)]
         for name, found in empty.items():
-            measurements.append(proportion("empty answers", found, {"set": name}, better="lower"))
+            measurements.append(
+                proportion("empty answers", found, {"set": name}, units=documents[name], better="lower")
+            )
             counted = float(unjudged[name])
             measurements.append(single("unjudged", "answers", counted, len(found), {"set": name}, "lower"))
         return Scores(measurements=measurements, items=items)
@@ -252,7 +260,7 @@ def draw(results: Sequence[TaskResult]) -> tuple[str, str, Figure]:
     words = (
         f"Judge: {judges[0]}" if len(judges) == 1 else f"Different judges, which do not compare: {', '.join(judges)}"
     )
-    caption = f"Share of answers that keep to their document, with 95 % Wilson intervals over answers. {words}."
+    caption = f"Share of answers that keep to their document, with {share_intervals(results)}. {words}."
     for result, label in zip(results, labels(results), strict=True):
         if left := sum(row.value for row in select(result, "unjudged")):
             caption += f" {label}: {left:.0f} answers have no verdict and are left out."

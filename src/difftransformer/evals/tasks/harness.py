@@ -158,7 +158,7 @@ def run_harness(network: Any, tokenizer: Any, request: Harness) -> dict[str, Any
         except (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError) as error:
             reason = " ".join(str(error).split())[:300] or type(error).__name__
             raise EvaluationError(f"{request.name}: cannot be run ({reason}); check its data and settings") from error
-    return {"measurements": _measurements(found), "items": _items(found)}
+    return {"measurements": _measurements(found), "items": _items(found, request.shots)}
 
 
 def _task_index(tasks: Sequence[str], include_path: str | None) -> Any:
@@ -211,17 +211,21 @@ _UNITS = {
 }
 
 
-def _items(found: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the scores of single documents, where a metric is one number for each document."""
+def _items(found: dict[str, Any], shots: int | None) -> list[dict[str, Any]]:
+    """Return the scores of single documents, where a metric is one number for each document.
+
+    A document answers once for each filter and number of shots, so these are in the name of the figure.
+    """
     rows = []
     for task, samples in found.get("samples", {}).items():
-        shots = found["n-shot"].get(task)
         for sample in samples:
             for metric in sample.get("metrics", []):
                 score = sample.get(metric)
                 if isinstance(score, (bool, int, float)):
-                    item = f"{task}/{shots}/{sample['filter']}/{sample['doc_id']}"
-                    rows.append({"name": f"{metric} {task}", "item": item, "score": float(score)})
+                    how = [] if shots is None else [f"{shots} shots"]
+                    how += [] if sample["filter"] == "none" else [sample["filter"]]
+                    name = ", ".join([f"{metric} {task}", *how])
+                    rows.append({"name": name, "item": f"document {sample['doc_id']}", "score": float(score)})
     return rows
 
 

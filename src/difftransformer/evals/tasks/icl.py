@@ -5,7 +5,7 @@ shots starts with the prompt with fewer, so that the whole curve computes its lo
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, chain
 from typing import Any
 
@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from ...data.labelled import Example
 from ...errors import ConfigError, EvaluationError
 from ...plots.curves import curves, select
+from ...plots.seeds import share_intervals
 from ...plots.style import INK, note
 from ...results import ItemScore, Measurement, TaskResult
 from ..engine import Scores, Task
@@ -21,7 +22,7 @@ from ..prompts.demonstrations import DataOptions, PromptForm, draw_items, draw_r
 from ..prompts.texts import Setting
 from ..registry import TaskKind, at_least, register
 from ..requests import Choice
-from ..scores import details, mean, proportion, single
+from ..scores import details, mean, proportion, single, unit_scores
 
 CHOICES = [
     "A demonstration is its text, a line end and its label, each after a word such as Question and Type; a line of two equal "
@@ -121,22 +122,18 @@ def right_passes(answers: Sequence[int], labels: Sequence[str], items: Sequence[
 
 
 def accuracy(right: Sequence[Sequence[bool]], at: dict[str, Any], *, name: str = "accuracy") -> Measurement:
-    """Compute the share of right answers over several passes through the same items.
-
-    One pass has the binomial standard error. With several passes the unit is the item, whose answers are not independent.
-    """
-    if len(right) == 1:
-        return proportion(name, right[0], at)
-    shares = [sum(column) / len(column) for column in zip(*right, strict=True)]
-    return mean(name, "share", shares, at, better="higher")
+    """Compute the share of right answers over several passes through the same items; n counts the items."""
+    whole = proportion(name, list(chain.from_iterable(right)), at, units=_items(right))
+    return replace(whole, n=len(right[0]), units=None)
 
 
 def item_scores(name: str, right: Sequence[Sequence[bool]]) -> list[ItemScore]:
     """Return each item's contribution to an accuracy over several passes through the same items."""
-    return [
-        ItemScore(name=name, item=f"item {index}", score=float(sum(column)), weight=float(len(column)))
-        for index, column in enumerate(zip(*right, strict=True))
-    ]
+    return unit_scores(name, list(chain.from_iterable(right)), _items(right))
+
+
+def _items(right: Sequence[Sequence[bool]]) -> list[str]:
+    return [f"item {index}" for answers in right for index in range(len(answers))]
 
 
 def chance(classes: int) -> Measurement:
@@ -242,10 +239,8 @@ def draw(results: Sequence[TaskResult]) -> tuple[str, str, Figure]:
     ax.set_ylabel("accuracy")
     items, draws = (results[0].options[name] for name in ("items", "draws"))
     again = f", each behind {draws} draws of demonstrations" if draws > 1 else ""
-    bands = "one standard error over items" if draws > 1 else "Wilson's interval of 95 %"
-    caption = (
-        f"Labels of {items} test items of {results[0].data.name}{again}, decoded among all labels; bands: {bands}."
-    )
+    caption = f"Labels of {items} test items of {results[0].data.name}{again}, decoded among all labels; bands: "
+    caption += f"{share_intervals(results)}."
     return "Many-shot in-context classification", caption, figure
 
 

@@ -16,7 +16,8 @@ from ...data.math_sets import MATH_SETS, MathProblem, read_math_problems
 from ...errors import ConfigError, DataError
 from ...plots.bars import accuracy_bars, sets_of
 from ...plots.curves import curves, select
-from ...results import ItemScore, Measurement, TaskResult
+from ...plots.seeds import share_intervals
+from ...results import Measurement, TaskResult
 from ..engine import Scores, Task
 from ..judges.math_answers import is_right
 from ..models.stopping import stop_tokens, text_until
@@ -24,7 +25,7 @@ from ..prompts.chat import chat_frame
 from ..prompts.texts import Setting
 from ..registry import TaskKind, at_least, register
 from ..requests import Continuation
-from ..scores import mean, mean_of_sets, proportion
+from ..scores import mean, mean_of_sets, proportion, unit_scores
 
 EXAMPLES = (
     (
@@ -116,19 +117,23 @@ class MathTask(Task):
         right: dict[str, list[bool]] = defaultdict(list)
         lengths: dict[str, list[float]] = defaultdict(list)
         capped: dict[str, list[bool]] = defaultdict(list)
-        items = []
+        units: dict[str, list[str]] = defaultdict(list)
+        named: dict[tuple[str, str], str] = {}
         for problem, ids in zip(self.problems, answers, strict=True):
             text, tokens = text_until(self.tokenizer, ids, self.ending)
             correct, name = is_right(text, problem.answer), problem.set_name
             right[name].append(correct)
             lengths[name].append(float(tokens))
             capped[name].append(tokens == self.options.max_new_tokens)
-            items.append(ItemScore(name="accuracy", item=f"{name}/{problem.name}", score=float(correct)))
-        accuracies = [proportion("accuracy", found, {"set": name}) for name, found in right.items()]
+            # Some sets repeat a question.
+            units[name].append(named.setdefault((name, problem.question), f"{name}/{problem.name}"))
+        accuracies = [proportion("accuracy", found, {"set": name}, units=units[name]) for name, found in right.items()]
+        items = [item for name, found in right.items() for item in unit_scores("accuracy", found, units[name])]
         measurements: list[Measurement] = [*accuracies, mean_of_sets("mean accuracy", accuracies)]
         for name in right:
-            measurements.append(mean("solution length", "tokens", lengths[name], {"set": name}))
-            measurements.append(proportion("cut by the cap", capped[name], {"set": name}, better="lower"))
+            measurements.append(mean("solution length", "tokens", lengths[name], {"set": name}, units=units[name]))
+            cut = proportion("cut by the cap", capped[name], {"set": name}, units=units[name], better="lower")
+            measurements.append(cut)
         return Scores(measurements=measurements, items=items)
 
 
@@ -161,10 +166,10 @@ def draw(results: Sequence[TaskResult]) -> tuple[str, str, Figure]:
         ax.set_xlabel("training step")
         ax.set_ylabel("mean accuracy over sets")
         ax.set_ylim(bottom=0)
-        caption = f"Mean accuracy over {', '.join(sets_of(results))} by checkpoint; bands: one standard error."
+        caption = f"Mean accuracy over {', '.join(sets_of(results))} by checkpoint; bands: {share_intervals(results)}."
     else:
         figure = accuracy_bars(results, "accuracy")
-        caption = "Share of problems solved, with 95 % Wilson intervals over problems."
+        caption = f"Share of problems solved, with {share_intervals(results)}."
     cap = results[0].options["max_new_tokens"]
     return "Mathematical problems", f"{caption} At most {cap} tokens a solution.", figure
 

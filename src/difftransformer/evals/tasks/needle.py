@@ -28,7 +28,7 @@ from ..prompts.haystack import CITIES, Kind, check_documents, draw_documents
 from ..prompts.texts import HAYSTACK_TOKENS, VALIDATION, Setting, token_stream
 from ..registry import TaskKind, register
 from ..requests import Continuation
-from ..scores import details, mean, proportion
+from ..scores import details, proportion, unit_scores
 
 _CHAT_INSTRUCTION = (
     "Somewhere in the text below are sentences that give cities a special magic number. Read it, then answer the question "
@@ -80,12 +80,14 @@ class Options:
 
 @dataclass(frozen=True)
 class _Trial:
+    """One needle that is asked for. Trials with the same `document` share their context, or most of it."""
+
     cities: Kind
     length: int
     needles: int
     asked: int
     depth: float
-    document: int
+    document: str
     answer: str
 
 
@@ -110,7 +112,9 @@ class NeedleTask(Task):
         ]
         for needles, asked, length, depth, kind in cells:
             questions = self._questions(setting, haystack, needles, asked, length, depth, kind)
-            for document, question in enumerate(questions):
+            own = [] if options.paired else [kind, f"{length} tokens", f"depth {depth:g}"]
+            for number, question in enumerate(questions):
+                document = ", ".join([f"N={needles} R={asked}", *own, f"document {number}"])
                 for prompt, answer in zip(question.prompts, question.answers, strict=True):
                     self.requests.append(Continuation(tuple(prompt), tokens))
                     self._trials.append(_Trial(kind, length, needles, asked, depth, document, answer))
@@ -149,7 +153,7 @@ class NeedleTask(Task):
 
     def score(self, answers: Sequence[Any]) -> Scores:
         """Return the accuracy over everything, for each number of needles, for each length, and in each cell."""
-        groups: dict[tuple[tuple[str, Any], ...], list[tuple[int, bool]]] = defaultdict(list)
+        groups: dict[tuple[tuple[str, Any], ...], list[tuple[str, bool]]] = defaultdict(list)
         several = len(self.options.needles) > 1
         for trial, ids in zip(self._trials, answers, strict=True):
             text = self.tokenizer.decode(ids).strip()
@@ -163,47 +167,24 @@ class NeedleTask(Task):
             for at in places:
                 groups[tuple(at.items())].append((trial.document, right))
         # Rows of few places first, as a reader wants them.
-        rows = [
-            self._accuracy(dict(at), found) for at, found in sorted(groups.items(), key=lambda group: len(group[0]))
-        ]
-        items = [
-            item for at, found in groups.items() if at and at[-1][0] == "asked" for item in _items(dict(at), found)
-        ]
+        rows: list[Measurement] = []
+        items: list[ItemScore] = []
+        for key, found in sorted(groups.items(), key=lambda group: len(group[0])):
+            at, documents, marks = dict(key), [document for document, _ in found], [mark for _, mark in found]
+            row = proportion("accuracy", marks, at, units=documents)
+            rows += details([row]) if "depth" in at else [row]
+            if key and key[-1][0] == "asked":
+                cities = f", {at['cities']} cities" if "cities" in at else ""
+                items += unit_scores(f"accuracy N={at['needles']} R={at['asked']}{cities}", marks, documents)
         return Scores(measurements=rows, items=items)
-
-    def _accuracy(self, at: dict[str, Any], found: list[tuple[int, bool]]) -> Measurement:
-        """A cell's answers are independent; over cells that share documents the error is over documents."""
-        if "depth" in at:
-            return details([proportion("accuracy", [right for _, right in found], at)])[0]
-        if not self.options.paired:
-            return proportion("accuracy", [right for _, right in found], at)
-        right, trials = _by_document(found)
-        return mean("accuracy", "share", list(right.values()), at, weights=list(trials.values()), better="higher")
-
-
-def _by_document(found: list[tuple[int, bool]]) -> tuple[dict[int, float], dict[int, float]]:
-    right: dict[int, float] = defaultdict(float)
-    trials: dict[int, float] = defaultdict(float)
-    for document, is_right in found:
-        right[document] += is_right
-        trials[document] += 1
-    return right, trials
-
-
-def _items(at: dict[str, Any], found: list[tuple[int, bool]]) -> list[ItemScore]:
-    name = f"accuracy N={at['needles']} R={at['asked']}" + (f", {at['cities']} cities" if "cities" in at else "")
-    right, trials = _by_document(found)
-    return [
-        ItemScore(name=name, item=f"document {document}", score=score, weight=trials[document])
-        for document, score in right.items()
-    ]
 
 
 def _choices(options: Options) -> list[str]:
     part = "whole held-out text" if options.text == VALIDATION else f"first {HAYSTACK_TOKENS:,} tokens of the text"
     return [
         f"The haystack is the {part} named in the options; documents begin at random places.",
-        "The same needles in the same haystack stand at every depth and length: cells are paired, not independent."
+        "The same needles in the same haystack stand at every depth and length: cells are paired, and standard errors are "
+        "over documents."
         if options.paired
         else "Every cell draws its own documents: cells are independent.",
         "The first needle asked for stands at the depth of its cell, the others at random places.",

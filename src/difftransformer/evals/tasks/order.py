@@ -7,7 +7,7 @@ sampling alone would give: the binomial floor is the expected margin of as many 
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, Literal
 
@@ -30,6 +30,10 @@ Format = Literal["random", "alternating"]
 _PAPER_ORDERS = {"random": 10, "alternating": 30}
 _PAPER_ITEMS = {"random": 100, "alternating": 30}
 _DEFAULT_SHOTS = 16
+PERMUTATIONS = 9_999
+_PERMUTED_AT_ONCE = 1 << 22
+"""Answers permuted in one numpy call; this bounds its memory."""
+
 _CHOICES = [
     *CHOICES,
     "The paper does not state the number of demonstrations; by default it is the largest power of two for each class that "
@@ -40,7 +44,10 @@ _CHOICES = [
     "The floor of best minus worst is its exact expectation for as many independent binomial draws of the mean accuracy as "
     "there are orders; the floor of the sd is sqrt(p (1 - p) / items), the root of the exact expected variance.",
     "The items are the same in every order, so a model that ignores the order has a margin of 0, below the floor: the floor "
-    "describes a model whose answers change at random with the order and for which no order is better.",
+    "describes a model whose answers change at random with the order and for which no order is better. It takes all items "
+    "as equally hard.",
+    "The permutation floor and its p-value keep how hard each item is: the answers to an item are exchanged between the "
+    f"orders at random, {PERMUTATIONS:,} times. A small p-value says that the order matters.",
 ]
 
 
@@ -98,10 +105,13 @@ class OrderTask(Task):
         by_order = [proportion("accuracy", found, {"order": order}) for order, found in enumerate(right)]
         shares = [row.value for row in by_order]
         overall = math.fsum(shares) / self.orders
+        permuted, p_value = permuted_margin(right)
         measurements = [
             accuracy(right, self.at, name="mean accuracy"),
             self._figure("best minus worst", max(shares) - min(shares)),
             self._figure("best minus worst, binomial floor", binomial_margin(overall, count, self.orders)),
+            self._figure("best minus worst, permutation floor", permuted),
+            replace(self._figure("best minus worst, permutation p", p_value), unit="p-value", better=None),
             self._figure("sd over orders", float(np.std(shares, ddof=1))),
             self._figure("sd over orders, binomial floor", math.sqrt(overall * (1 - overall) / count)),
             mean("prompt", "tokens", [float(len(request.prompt)) for request in self.requests], self.at),
@@ -138,6 +148,32 @@ def binomial_margin(p: float, n: int, draws: int) -> float:
     return float((1 - below**draws - (1 - below) ** draws).sum()) / n
 
 
+def permuted_margin(
+    right: Sequence[Sequence[bool]], *, permutations: int = PERMUTATIONS, seed: int = 0
+) -> tuple[float, float]:
+    """Return the margin that is expected if the order does not matter, and the p-value of the margin that was found.
+
+    If the order does not matter, the answers to one item can be exchanged between the orders, however hard the item is.
+    They are permuted within each item, independently. The p-value is the share of permutations, with the answers as they
+    are among them, whose best minus worst order is at least as large.
+
+    Args:
+        right: Whether each answer is right: (orders, items).
+        permutations: Number of random permutations.
+        seed: Seed of the permutations.
+    """
+    table = np.array(right, dtype=bool).T
+    items, generator = len(table), np.random.default_rng(seed)
+    batch = max(1, _PERMUTED_AT_ONCE // table.size)
+    margins = []
+    for start in range(0, permutations, batch):
+        drawn = np.broadcast_to(table, (min(batch, permutations - start), *table.shape))
+        margins.append(np.ptp(generator.permuted(drawn, axis=2).sum(axis=1), axis=1))
+    found = np.concatenate(margins)
+    as_large = int((found >= np.ptp(table.sum(axis=0))).sum())
+    return float(found.mean()) / items, (1 + as_large) / (1 + permutations)
+
+
 def draw(results: Sequence[TaskResult]) -> tuple[str, str, Figure]:
     """Draw the accuracy in each order (like arXiv:2410.05258 Figures 7 and 11), and each model's margin beside its floor."""
     figure = Figure(figsize=(WIDTH_INCHES, 4.2), layout="constrained")
@@ -157,13 +193,15 @@ def draw(results: Sequence[TaskResult]) -> tuple[str, str, Figure]:
         margins.bar(index, margin.value, 0.6, color=colour, alpha=0.75)
         margins.hlines(floor.value, index - 0.38, index + 0.38, color=INK, linewidth=1.6)
         top, words = max(margin.value, floor.value), f"{margin.value:.2f}\nfloor {floor.value:.2f}"
+        for row in select(result, "best minus worst, permutation p"):
+            words += f"\np {row.value:.2g}"
         note(margins, words, (index, top), xytext=(0, 4), ha="center", fontsize=8.5)
     strips.xaxis.get_major_locator().set_params(integer=True)
     strips.set_xlabel("order of the demonstrations")
     strips.set_ylabel("accuracy")
     margins.set_xticks([])
     margins.set_xlim(-0.8, len(results) - 0.2)
-    margins.set_ylim(0, max(margins.get_ylim()[1] * 1.18, 0.05))
+    margins.set_ylim(0, max(margins.get_ylim()[1] * 1.25, 0.05))
     margins.set_ylabel("best minus worst")
     margins.grid(axis="x", visible=False)
     legend_above(figure, handles(results))
@@ -171,7 +209,8 @@ def draw(results: Sequence[TaskResult]) -> tuple[str, str, Figure]:
     at, items = margin.at, len(results[0].items)
     caption = (
         f"{items} test items of {results[0].data.name} behind the same {at['demonstrations']} demonstrations in {margin.n} "
-        f"{at['format']} orders. Dashes: mean. Shaded, and black lines: the margin expected of sampling alone (binomial floor)."
+        f"{at['format']} orders. Dashes: mean. Shaded, and black lines: the margin expected of sampling alone (binomial "
+        "floor). p: of such a margin if the order does not matter, from answers permuted within each item."
     )
     return "Robustness to the order of demonstrations", caption, figure
 

@@ -18,7 +18,7 @@ from ...results import ItemScore, Measurement, TaskResult
 from ...typed import build
 from ..engine import Progress, Scores, Task
 from ..prompts.texts import Setting
-from ..registry import TaskKind, register, registered_tasks, task_kind
+from ..registry import Contrast, TaskKind, register, registered_tasks, task_kind
 from ..requests import Answers
 
 Granularity = Literal["tensor", "head", "row"]
@@ -156,8 +156,28 @@ class QuantizedTask(Task):
             for granularity in self.granularities if bits == 16 else [name]:
                 at = {"bits": bits, "granularity": granularity}
                 measurements += [replace(row, at=row.at | at) for row in scores.measurements]
-                items += [replace(item, name=f"{item.name}, {bits} bits by {granularity}") for item in scores.items]
+                items += [replace(item, name=f"{item.name}{_setting(bits, granularity)}") for item in scores.items]
         return Scores(measurements=measurements, items=items)
+
+
+def contrasts(result: TaskResult) -> list[Contrast]:
+    """Return every figure at fewer bits against the same figure at the most bits, over the same items."""
+    names = list(dict.fromkeys(item.name for item in result.items))
+    most, *fewer = sorted(result.options["bits"], reverse=True)
+    found = []
+    for granularity in result.options["granularity"]:
+        end = _setting(most, granularity)
+        for name in names:
+            figure = name.removesuffix(end)
+            for bits in fewer if name.endswith(end) else ():
+                words = f"{bits} bits minus {most} bits by {granularity}"
+                first = figure + _setting(bits, granularity)
+                found.append(Contrast(figure=figure, settings=words, first=first, second=name))
+    return found
+
+
+def _setting(bits: int, granularity: str) -> str:
+    return f", {bits} bits by {granularity}"
 
 
 def draw(results: Sequence[TaskResult]) -> tuple[str, str, Figure]:
@@ -223,4 +243,4 @@ def _words(place: _Place) -> list[str]:
     return [f"{name.replace('_', ' ')} {value}" for name, value in place]
 
 
-register(TaskKind(name="quantized", doc=__doc__, options=Options, make=QuantizedTask, draw=draw))
+register(TaskKind(name="quantized", doc=__doc__, options=Options, make=QuantizedTask, draw=draw, contrasts=contrasts))

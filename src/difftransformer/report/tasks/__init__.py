@@ -3,7 +3,7 @@
 The results that a function takes are of one task, one for each model. The task's own file draws its picture.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import matplotlib
@@ -13,6 +13,7 @@ from difftransformer.plots.curves import labels
 from difftransformer.plots.style import STYLE, Drawing, finish
 from difftransformer.report.tables import Group, Table
 from difftransformer.results import Measurement, TaskResult, write_atomically, write_text_atomically
+from difftransformer.statistics import FEW_ITEMS
 
 
 def draw_task(results: Sequence[TaskResult], png: bool = False, *, name: str | None = None) -> Drawing | None:
@@ -70,26 +71,50 @@ def measurement_table(results: Sequence[TaskResult], *, brief: bool = False, see
                 f"{first.name}, {first.unit}",
                 *(_place(at.get(place)) for place in places),
                 *("" if cell is None else _value(cell) for cell in found),
-                " / ".join(dict.fromkeys(f"{cell.n:,}" for cell in found if cell is not None)),
+                " / ".join(dict.fromkeys(_count(cell) for cell in found if cell is not None)),
             ]
         )
-    note = (
-        "± is one standard error over items, brackets are 95 % Wilson intervals; neither covers another training seed."
+    return Table(
+        results[0].task, f"{results[0].task}: {results[0].data.name}", groups, rows, _notes(cells.values(), seeds)
     )
+
+
+def _notes(rows: Iterable[Measurement], seeds: int) -> list[str]:
     if seeds > 1:
-        note = (
-            f"± is one standard error over {seeds} seeds. Brackets are 95 % Wilson intervals of the answers of all seeds, as "
-            "if they were independent."
-        )
-    return Table(results[0].task, f"{results[0].task}: {results[0].data.name}", groups, rows, [note])
+        return [
+            f"± is one standard error over {seeds} seeds, brackets are Student's t intervals of 95 % over these seeds; where "
+            "all seeds agree there are none."
+        ]
+    notes = [
+        "± is one standard error over items, brackets are 95 % Wilson intervals; neither covers another training seed."
+    ]
+    uncertain = [row for row in rows if row.standard_error is not None]
+    if any(row.units for row in uncertain):
+        notes.append("'In N units': answers that share a document or an item are one unit, and errors are over units.")
+    if any((row.units or row.n) < FEW_ITEMS for row in uncertain):
+        notes.append(f"Errors and intervals over fewer than {FEW_ITEMS} items or units are rough.")
+    return notes
 
 
 def _place(value: object) -> str:
     return "" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
+def _count(row: Measurement) -> str:
+    return f"{row.n:,}" + (f" in {row.units:,} units" if row.units else "")
+
+
 def _value(row: Measurement) -> str:
+    """Return a value and its uncertainty with the same decimals: those of one digit of the uncertainty."""
     if row.low is not None and row.high is not None:
-        return f"{row.value:.3g} [{row.low:.2f}, {row.high:.2f}]"
-    error = "" if row.standard_error is None else f" ± {row.standard_error:.2g}"
-    return f"{row.value:.4g}{error}"
+        decimals = max(2, _decimals((row.high - row.low) / 2))
+        return f"{row.value:.{decimals}f} [{row.low:.{decimals}f}, {row.high:.{decimals}f}]"
+    if not row.standard_error:
+        return f"{row.value:.4g}" + ("" if row.standard_error is None else " ± 0")
+    decimals = _decimals(row.standard_error)
+    return f"{row.value:.{decimals}f} ± {row.standard_error:.{decimals}f}"
+
+
+def _decimals(uncertainty: float) -> int:
+    """Return the decimals of the first significant digit of a number, once it is rounded; at least 0."""
+    return max(0, -int(f"{uncertainty:.0e}".partition("e")[2]))

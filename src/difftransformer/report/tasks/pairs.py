@@ -1,81 +1,109 @@
-"""Two models on the same items: the difference of each figure with an interval over items."""
+"""Figures over the same items: every two models, and the settings of one model that its task contrasts."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
 
+from difftransformer.evals.tasks import registered_tasks
 from difftransformer.plots.curves import labels
-from difftransformer.report.tables import Group, Table
+from difftransformer.report.tables import Group, Table, favoured, holm_note, p_text
 from difftransformer.results import ItemScore, PairedDifference, TaskResult
-from difftransformer.statistics import bootstrap_difference
+from difftransformer.statistics import FEW_ITEMS, holm_differences, item_difference
 
 _SEED = 0
 
 
 @dataclass(frozen=True)
 class Pair:
-    """One figure of two models on the same items."""
+    """One figure of two models, or of one model under two settings, on the same items."""
 
     name: str
+    compared: str
     items: int
     first: float
     second: float
     difference: PairedDifference
 
 
-def pairs(first: TaskResult, second: TaskResult) -> list[Pair]:
+def pairs(first: TaskResult, second: TaskResult, compared: str = "") -> list[Pair]:
     """Every figure that both models have items for; none where they were not asked the same (another tokenizer, say)."""
     if first.data.sha256 != second.data.sha256:
         return []
-    found = []
-    for name in dict.fromkeys(item.name for item in first.items):
-        a, b = (_by_item(result, name) for result in (first, second))
-        if a.keys() != b.keys():
-            continue
-        rows = [(a[item], b[item]) for item in a]
-        found.append(
-            Pair(
-                name,
-                len(rows),
-                sum(x.score for x, _ in rows) / sum(x.weight for x, _ in rows),
-                sum(y.score for _, y in rows) / sum(y.weight for _, y in rows),
-                bootstrap_difference(
-                    [x.score for x, _ in rows],
-                    [y.score for _, y in rows],
-                    [x.weight for x, _ in rows],
-                    [y.weight for _, y in rows],
-                    seed=_SEED,
-                ),
-            )
-        )
+    names = dict.fromkeys(item.name for item in first.items)
+    found = (_pair(name, compared, _by_item(first, name), _by_item(second, name)) for name in names)
+    return [pair for pair in found if pair is not None]
+
+
+def task_pairs(results: Sequence[TaskResult]) -> list[Pair]:
+    """Every two models, and within each model the figures that its task contrasts. Results are of one task."""
+    named = list(zip(labels(results), results, strict=True))
+    found = [pair for (a, x), (b, y) in combinations(named, 2) for pair in pairs(x, y, f"{a} minus {b}")]
+    kind = registered_tasks().get(results[0].task)
+    if kind is None or kind.contrasts is None:
+        return found
+    for label, result in named:
+        for contrast in kind.contrasts(result):
+            a, b = (_by_item(result, name) for name in (contrast.first, contrast.second))
+            found += filter(None, [_pair(contrast.figure, f"{label}: {contrast.settings}", a, b)])
     return found
 
 
-def pairs_table(results: list[TaskResult]) -> Table | None:
-    """The first model against each other one."""
-    names = labels(results)
-    rows = []
-    for index, other in enumerate(results[1:], start=1):
-        for pair in pairs(results[0], other):
-            low, high = pair.difference.low, pair.difference.high
-            interval = "" if low is None or high is None else f" [{low:+.4f}, {high:+.4f}]"
-            rows.append(
-                [
-                    pair.name,
-                    f"{names[0]} minus {names[index]}",
-                    f"{pair.first:.4f}",
-                    f"{pair.second:.4f}",
-                    f"{pair.difference.mean:+.4f}{interval}",
-                    str(pair.items),
-                ]
-            )
+def corrected_pairs(by_task: Mapping[str, Sequence[Pair]]) -> dict[str, list[Pair]]:
+    """Return the pairs of every task of a page, with p-values corrected for all comparisons of the page."""
+    every = [
+        (pair.difference, (label, _loss(pair.name), pair.compared)) for label, rows in by_task.items() for pair in rows
+    ]
+    corrected = iter(holm_differences([one for one, _ in every], [about for _, about in every]))
+    return {name: [replace(pair, difference=next(corrected)) for pair in rows] for name, rows in by_task.items()}
+
+
+def pairs_table(label: str, rows: Sequence[Pair]) -> Table | None:
+    """Build the table of a task's pairs, whose p-values are corrected; None without any."""
     if not rows:
         return None
-    groups = (Group("figure", numeric=False), Group("models", numeric=False), Group("first"), Group("second"))
+    words = {"first": "first higher", "second": "second higher", "undecided": "undecided", "unknown": "no interval"}
+    cells = []
+    for pair in rows:
+        difference = pair.difference
+        bounds = ["" if bound is None else f"{bound:+.4f}" for bound in (difference.low, difference.high)]
+        result = words[favoured(difference)]
+        values = [f"{pair.first:.4f}", f"{pair.second:.4f}", f"{difference.mean:+.4f}", *bounds]
+        cells.append([pair.name, pair.compared, *values, p_text(difference.p_holm), result, str(pair.items)])
+    groups = (
+        Group("figure", numeric=False),
+        Group("compared", numeric=False),
+        Group("first"),
+        Group("second"),
+        Group("difference", ("mean", "low", "high"), "interval"),
+        Group("p (Holm)"),
+        Group("result", numeric=False),
+        Group("items"),
+    )
     notes = [
-        "Intervals: paired bootstrap over items, 95 %. They say how far other items might move the difference, and nothing of "
-        "another training seed."
+        "Intervals of 95 % over the same items, each by itself: mid-p for right and wrong answers, else Student's t and the "
+        "studentised bootstrap, whichever is wider. They say how far other items might move the difference, and nothing of "
+        "another training seed.",
+        holm_note(pair.difference for pair in rows),
     ]
-    title = "The same items, paired"
-    return Table(f"{results[0].task}_pairs", title, (*groups, Group("difference"), Group("items")), rows, notes)
+    if any(pair.items < FEW_ITEMS for pair in rows):
+        notes.append(f"Fewer than {FEW_ITEMS} items: the interval of strongly skewed scores is too short.")
+    return Table(f"{label}_pairs", "The same items, paired", groups, cells, notes)
+
+
+def _loss(name: str) -> str:
+    """Return the same name for a loss in both of its units."""
+    return name.replace("bits per byte", "nll")
+
+
+def _pair(name: str, compared: str, a: dict[str, ItemScore], b: dict[str, ItemScore]) -> Pair | None:
+    if a.keys() != b.keys():
+        return None
+    x, y = [a[item] for item in a], [b[item] for item in a]
+    x_scores, y_scores = [one.score for one in x], [one.score for one in y]
+    x_weights, y_weights = [one.weight for one in x], [one.weight for one in y]
+    difference = item_difference(x_scores, y_scores, x_weights, y_weights, seed=_SEED)
+    first, second = sum(x_scores) / sum(x_weights), sum(y_scores) / sum(y_weights)
+    return Pair(name, compared, len(a), first, second, difference)
 
 
 def _by_item(result: TaskResult, name: str) -> dict[str, ItemScore]:
