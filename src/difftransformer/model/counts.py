@@ -15,7 +15,7 @@ class Counts:
         parameters: Number of weights; a tied embedding counts once.
         embedding_parameters: Number of weights of the input embedding.
         attention_parameters: Number of weights of all attention layers.
-        forward_flops_per_token: FLOPs of one token's causal forward pass at `context_tokens`; a multiply-add is two.
+        forward_flops_per_token: FLOPs of one token's forward pass at `context_tokens`; a multiply-add is two.
         train_flops_per_token: FLOPs of forward and backward.
         kv_bytes_per_token: Bytes of one token in the cache of all layers.
         context_tokens: Context that the FLOPs are for.
@@ -51,7 +51,7 @@ def count(config: DiffTransformerConfig, *, context_tokens: int | None = None, c
     parameters += embedding if config.tie_word_embeddings else 2 * embedding
     window = min(context, config.sliding_window or context)
     # A causal query at position t attends to min(t + 1, window) keys. This is the mean over a full context.
-    mean_keys = (window * (window + 1) / 2 + (context - window) * window) / context
+    mean_keys = (window * (window + 1) / 2 + (context - window) * window) / context if config.is_causal else context
     forward = layers * (2 * (projections + mlp) + mean_keys * layout.map_flops_per_pair()) + 2 * embedding
     return Counts(
         parameters=parameters,

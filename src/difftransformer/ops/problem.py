@@ -14,6 +14,7 @@ from torch import Tensor
 from ..errors import ConfigError, ShapeError
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
+FORBIDDEN = torch.finfo(torch.float16).min  # an additive mask that is as low as this forbids in every dtype
 _INTEGERS = (torch.int32, torch.int64)
 
 
@@ -239,6 +240,23 @@ def allowed_keys(
     for condition in conditions[1:]:
         allowed = allowed & condition
     return allowed[(None,) * (4 - allowed.dim())]
+
+
+def bool_mask(mask: Tensor, name: str) -> Tensor:
+    """Return a bool mask, True = may attend, from a bool mask or from one that is added to the logits.
+
+    Raises:
+        ShapeError: an additive mask holds other values than 0 and -inf, or the lowest number of a dtype.
+    """
+    if mask.dtype == torch.bool:
+        return mask
+    allowed = mask == 0
+    if not mask.is_floating_point() or not bool((allowed | (mask <= FORBIDDEN)).all()):
+        raise ShapeError(
+            f"{name} of {mask.dtype} with shape {tuple(mask.shape)} is neither bool (True = may attend) nor additive with "
+            f"values 0 and -inf (at most {FORBIDDEN:g}); biases cannot be added to the logits"
+        )
+    return allowed
 
 
 def check_restrictions(restrictions: Restrictions, query: Tensor, keys: int) -> None:
