@@ -423,15 +423,12 @@ class Attention(nn.Module):
         layout = self.layout
         # The number of heads is -1: a tensor-parallel shard holds only some of them.
         query, key = self.q_proj(hidden), self.k_proj(source)
-        for found, width, heads in (
-            (query, layout.query_width, layout.query_groups),
-            (key, layout.key_width, layout.cache_heads),
-        ):
-            if found.shape[-1] % width:
-                raise ShapeError(
-                    f"tensor parallelism gives this process {found.shape[-1]} of {heads * width} features in groups of "
-                    f"{width}; use a number of processes that divides {layout.query_groups} and {layout.cache_heads}"
-                )
+        if query.shape[-1] % layout.query_width or key.shape[-1] % layout.key_width:
+            raise ShapeError(
+                f"this process holds {query.shape[-1]} features of queries and {key.shape[-1]} of keys, not whole heads of "
+                f"{layout.query_width} and {layout.key_width}: split {layout.query_groups} and {layout.cache_heads} heads "
+                "among a number of processes that divides both"
+            )
         query = query.view(batch, length, -1, layout.head_dim)
         key = key.view(batch, source.shape[1], -1, layout.head_dim)
         value_BGSE = self.v_proj(source).view(batch, source.shape[1], -1, layout.value_width).transpose(1, 2)
