@@ -51,7 +51,6 @@ def test_the_softmax_layer_is_torchs(call, options):
         torch.testing.assert_close(ours(x, **CALLS[call])[real], theirs(x, **CALLS[call])[real], atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.filterwarnings("ignore:Support for mismatched src_key_padding_mask")
 @pytest.mark.parametrize("attention_type", VARIANTS)
 def test_layers_of_torchs_encoder(attention_type):
     torch.manual_seed(0)

@@ -37,8 +37,9 @@ def offload(model):
     return model
 
 
-@pytest.mark.parametrize("implementation", [None, "eager"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "implementation"), [*((name, None) for name in CASES), ("diff", "eager"), ("dex", "eager")]
+)
 def test_weights_are_read_in_their_modules(name, implementation):
     fields = CASES[name] | {"attention_type": name.partition(",")[0]}
     ids = tokens(2, 7)
