@@ -107,11 +107,12 @@ def test_a_summary_has_every_figure_but_details() -> None:
 
 @pytest.fixture
 def damage(tmp_path: Path) -> Callable[[Callable[[dict[str, Any]], Any]], Path]:
-    """Write a good bench file, let a function edit its JSON, and return its path."""
+    """Write a good bench file, let a function edit its JSON, and return its path. Without a checksum every edit is read."""
 
     def edit_file(edit: Callable[[dict[str, Any]], Any]) -> Path:
         path = write_result(BENCH, tmp_path / "bench.json")
         document = json.loads(path.read_text())
+        del document["sha256"]
         edit(document)
         path.write_text(json.dumps(document))
         return path

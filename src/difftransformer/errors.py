@@ -37,3 +37,7 @@ class EvaluationError(DiffTransformerError, RuntimeError):
 
 class ResultsError(DiffTransformerError, ValueError):
     """A results file is missing, damaged, of another kind or of another version."""
+
+
+class DamagedResult(ResultsError):
+    """A results file is not as it was written."""

@@ -1,16 +1,20 @@
 """eval suite: several experiments on two models, one page; what is there is not asked again; what cannot be run is said."""
 
 import json
+import math
+import shutil
 import xml.etree.ElementTree as ElementTree
 
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file, save_file
 
 from difftransformer import DiffTransformerConfig
 from difftransformer.cli.main import main
 from difftransformer.data.tokenizer import byte_tokenizer
 from difftransformer.evals.models.causal import CausalLanguageModel
+from difftransformer.evals.tasks import needle
 from difftransformer.results import TaskResult, read_result
 from difftransformer.studies import suite as suites
 from difftransformer.train import build_model
@@ -57,9 +61,12 @@ def preset(toy_text, tmp_path):
 def test_two_models_on_one_page(models, preset, tmp_path, capsys, monkeypatch):
     out = tmp_path / "report"
     words = ["eval", "suite", *models, "--preset", str(preset), "--out", str(out)]
-    assert main(words) == 0
-    printed = capsys.readouterr().out
-    assert "elsewhere: left out" in printed
+    assert main(words) == 2  # one task could not be run
+    said = capsys.readouterr()
+    assert "elsewhere: left out" in said.out
+    assert [line.partition(" on ")[0] for line in said.err.splitlines()] == [
+        "difftransformer eval suite: missing: elsewhere"
+    ] * 2
     page = (out / "index.html").read_text()
     assert "Suite tiny" in page
     assert "none.txt" in page[page.index("Not run") :]
@@ -89,7 +96,120 @@ def test_two_models_on_one_page(models, preset, tmp_path, capsys, monkeypatch):
         raise AssertionError("asked again")
 
     monkeypatch.setattr(CausalLanguageModel, "answer", never)
+    assert main(words) == 2
+    assert "asked again" not in capsys.readouterr().err
+
+
+def figure(out, model, label):
+    (nll,) = [
+        row
+        for row in read_result(out / "models" / model / f"{label}.json", TaskResult).measurements
+        if row.name == "nll"
+    ]
+    return nll.value
+
+
+def test_what_changed_behind_its_name_is_asked_again(models, preset, tmp_path, capsys):
+    """The text, then the model's weights: the figure is that of a new folder."""
+    model = tmp_path / "diff"
+    shutil.copytree(models[0], model)
+    document = yaml.safe_load(preset.read_text())
+    document["tasks"] = document["tasks"][:1]
+    preset.write_text(yaml.safe_dump(document))
+    text, out = tmp_path / "text.txt", tmp_path / "report"
+    words = ["eval", "suite", str(model), "--preset", str(preset), "--out", str(out)]
+    weights = model / "model.safetensors"
     assert main(words) == 0
+    seen = [figure(out, "0-diff", "the loss")]
+    for change in (
+        lambda: text.write_text(text.read_text().replace("a", "Z")),
+        lambda: save_file({n: w * 1.5 for n, w in load_file(weights).items()}, weights, {"format": "pt"}),
+    ):
+        change()
+        assert main(words) == 0
+        assert "to other questions; every question is asked again" in " ".join(capsys.readouterr().out.split())
+        seen.append(figure(out, "0-diff", "the loss"))
+        assert main([*words[:-1], str(tmp_path / f"new{len(seen)}")]) == 0
+        assert figure(tmp_path / f"new{len(seen)}", "0-diff", "the loss") == seen[-1]
+    assert len(set(seen)) == 3
+
+
+def test_right_answers_that_changed_behind_a_name_are_scored_again(models, tmp_path, monkeypatch):
+    """The model is asked the same, so its answers are kept; what is right has changed."""
+    problems, path = tmp_path / "problems.jsonl", tmp_path / "out" / "models" / "0-diff" / "math.json"
+    options = {"sets": [str(problems)], "shots": 0, "max_new_tokens": 4}
+    preset = tmp_path / "suite.yaml"
+    preset.write_text(yaml.safe_dump({"name": "x", "tasks": [{"task": "math", "options": options}]}))
+    asked = []
+
+    def seven(self, requests):
+        asked.extend(requests)
+        yield from ((index, list(b" 7")) for index in range(len(requests)))
+
+    monkeypatch.setattr(CausalLanguageModel, "answer", seven)
+    shares = []
+    for right in ("7", "8", "8"):
+        problems.write_text(json.dumps({"question": "How many days has a week?", "answer": right}) + "\n")
+        assert main(["eval", "suite", models[0], "--preset", str(preset), "--out", str(tmp_path / "out")]) == 0
+        shares.append(read_result(path, TaskResult).measurements[0].value)
+    assert shares == [1.0, 0.0, 0.0]
+    assert len(asked) == 1
+
+
+def test_a_window_without_hits_costs_no_page(models, preset, tmp_path):
+    """Recall in windows of which one has no AR-hit: both models are compared on the others."""
+    text = tmp_path / "text.txt"
+    text.write_text("abababababababab" + "".join(map(chr, range(33, 60))) + "abababab" * 4)
+    tasks = [{"task": "recall", "options": {"text": str(text), "window": 16, "windows": 4}}]
+    preset.write_text(yaml.safe_dump({"name": "tiny", "tasks": tasks}))
+    assert main(["eval", "suite", *models, "--preset", str(preset), "--out", str(tmp_path / "out")]) == 0
+    page = (tmp_path / "out" / "index.html").read_text()
+    assert "diff minus softmax" in page
+    items = read_result(tmp_path / "out" / "models" / "0-diff" / "recall.json", TaskResult).items
+    hits, whole = ([item for item in items if item.name == name] for name in ("nll of AR-hits", "nll"))
+    assert 0 < len(hits) < len(whole)
+
+
+def test_undefined_figures_and_broken_figures_are_gaps_of_the_page(models, preset, tmp_path, capsys, monkeypatch):
+    """A model that answers NaN, a task that fails in its own code, a model that cannot be opened: the page has the rest."""
+    out = tmp_path / "out"
+    broken = tmp_path / "broken"
+    shutil.copytree(models[1], broken)
+    weights = load_file(broken / "model.safetensors")
+    save_file({name: w * math.nan for name, w in weights.items()}, broken / "model.safetensors", {"format": "pt"})
+
+    def fail(*_):
+        raise IndexError("no such place")
+
+    monkeypatch.setattr(needle.NeedleTask, "score", fail)
+    words = [
+        "eval",
+        "suite",
+        models[0],
+        str(broken),
+        str(tmp_path / "none"),
+        "--preset",
+        str(preset),
+        "--out",
+        str(out),
+    ]
+    assert main(words) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert all(line.startswith("difftransformer eval suite: missing: ") for line in lines)
+    page = (out / "index.html").read_text()
+    for gap in (
+        "broken: nll is undefined",
+        "IndexError: no such place",
+        f"every task on {tmp_path / 'none'}",
+    ):
+        assert gap in page
+        assert any(gap in line for line in lines)
+    assert f"{figure(out, '0-diff', 'the loss'):.4g}" in page
+    text = ["--text", str(preset.parent / "text.txt"), "--window", "64", "--windows", "2"]
+    assert main(["eval", "perplexity", str(broken), *text, "--out", str(tmp_path / "one")]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert "difftransformer eval perplexity: missing: nll is undefined" in lines
+    assert all(line.startswith("difftransformer eval perplexity: missing: ") for line in lines)
 
 
 def open_bytes(preset):

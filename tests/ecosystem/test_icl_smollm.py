@@ -11,12 +11,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from difftransformer.evals.engine import run_task
+from difftransformer.errors import ConfigError
+from difftransformer.evals.engine import run_task, task_sha256
 from difftransformer.evals.models import causal
 from difftransformer.evals.models.prefix import PrefixCache
 from difftransformer.evals.requests import answers_to
 from difftransformer.evals.tasks.icl import Options, ShotsTask
 from difftransformer.hub import open_language_model, source_folder
+from difftransformer.results import TaskResult, read_result
+from difftransformer.typed import build
 
 FILES = {
     "trec": "trec/TREC_10.label",
@@ -121,3 +124,11 @@ def test_prefix_caching_changes_nothing_but_the_work(model, monkeypatch):
     cached, plain = (cache.computed_tokens for cache in caches)
     assert plain >= sum(len(request.prompt) for request in task.requests)
     assert plain >= 5 * cached
+
+
+@pytest.mark.parametrize("name", ["trec"], indirect=True)
+def test_the_committed_result_asked_the_same(name, model):
+    """Its fingerprint is that of the same options today."""
+    result = read_result(Path(__file__).parents[2] / "docs" / "results" / "icl-smollm2.json", TaskResult)
+    options = build(Options, result.options, source="icl-smollm2.json", error=ConfigError)
+    assert task_sha256(ShotsTask(options, model)) == result.data.sha256

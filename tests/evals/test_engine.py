@@ -1,6 +1,7 @@
 """Answers on disk: an evaluation that was stopped goes on, asks nothing twice, and takes nothing for what it is not."""
 
 import json
+import math
 
 import pytest
 
@@ -8,7 +9,7 @@ from difftransformer.errors import CheckpointError, EvaluationError
 from difftransformer.evals.engine import Scores, Task, run_task
 from difftransformer.evals.requests import Choice, Loss, requests_sha256
 from difftransformer.evals.tasks.quantized import Quantized
-from difftransformer.results import Measurement
+from difftransformer.results import Grid, ItemScore, Measurement
 from tests.support.fakes import TensorModel
 
 
@@ -77,9 +78,59 @@ def test_a_damaged_file_is_refused_and_left_as_it_is(tmp_path):
     journal, task = tmp_path / "a.jsonl", numbers(1, 20)
     run_task(Adding(), task, journal=journal, identity="m")
     journal.write_text(damaged := journal.read_text().replace('"request": 1', '"request: 1'))
-    with pytest.raises(CheckpointError, match="or is damaged; choose another --out, or delete the file"):
+    with pytest.raises(CheckpointError, match="line 2 is damaged; delete the line to ask again what it answered"):
         run_task(Adding(), task, journal=journal, identity="m")
     assert journal.read_text() == damaged
+    journal.write_text("".join(line for line in damaged.splitlines(keepends=True) if '"request: 1' not in line))
+    model = Adding()
+    assert run_task(model, task, journal=journal, identity="m").measurements[0].value == 21
+    assert model.asked == [20]
+
+
+def test_answers_of_an_earlier_release_are_asked_again(tmp_path):
+    """Its fingerprints had no version and cannot be compared: one line says so, and the file is kept."""
+    journal, said = tmp_path / "a.jsonl", []
+    old = json.dumps({"answers_of": f"m {'0' * 64}"}) + '\n{"request": 0, "answer": 7}\n'
+    journal.write_text(old)
+    model = Adding()
+    scores = run_task(model, numbers(1, 20), journal=journal, identity="m", log=said.append)
+    assert (scores.measurements[0].value, model.asked) == (21, [20, 1])
+    (line,) = said
+    assert "an earlier release; every question is asked again" in line
+    assert "\n" not in line
+    assert (tmp_path / "a.jsonl.old").read_text() == old
+
+
+def test_a_folder_of_a_suite_begins_again_with_other_questions(tmp_path):
+    journal, said = tmp_path / "a.jsonl", []
+    run_task(Adding(), numbers(1, 20), journal=journal, identity="m")
+    scores = run_task(Adding(), numbers(1, 300), journal=journal, identity="m", replace_others=True, log=said.append)
+    assert scores.measurements[0].value == 301
+    assert "to other questions; every question is asked again" in said[0]
+
+
+def test_undefined_figures_are_named_and_left_out():
+    class Mixed(Counting):
+        def score(self, answers):
+            rows = [("good", 1.0, {}), ("bad", math.nan, {}), ("some", 2.0, {"at": 1}), ("some", math.inf, {"at": 2})]
+            return Scores(
+                measurements=[
+                    Measurement(name=name, unit="1", value=value, standard_error=None, n=1, at=at)
+                    for name, value, at in rows
+                ],
+                items=[
+                    ItemScore(name=name, item=str(i), score=v)
+                    for name in ("good", "bad")
+                    for i, v in enumerate([0.0, 1.0 if name == "good" else math.nan])
+                ],
+                grids=[Grid(name="map", at={}, values=[[0.0], [math.nan]])],
+            )
+
+    scores = run_task(Adding(), Mixed(numbers(1).requests))
+    assert [(row.name, row.value) for row in scores.measurements] == [("good", 1.0), ("some", 2.0)]
+    assert {item.name for item in scores.items} == {"good"}
+    assert scores.grids == []
+    assert scores.gaps == ["bad is undefined", "some is undefined in 1 of 2 places", "map is undefined"]
 
 
 def test_answers_of_another_model_or_to_other_questions_are_refused(tmp_path):
@@ -89,7 +140,7 @@ def test_answers_of_another_model_or_to_other_questions_are_refused(tmp_path):
         with pytest.raises(CheckpointError, match="holds answers of another model or to other questions"):
             run_task(Adding(), task, journal=journal, identity=identity)
     (tmp_path / "b.jsonl").write_text("not a journal\n")
-    with pytest.raises(CheckpointError, match="another model"):
+    with pytest.raises(CheckpointError, match="line 1 is damaged; delete the file"):
         run_task(Adding(), numbers(1), journal=tmp_path / "b.jsonl", identity="m")
 
 

@@ -26,21 +26,22 @@ def figures(scores, name) -> list[Measurement]:
 
 
 def test_a_uniform_model(uniform, toy_shards):
-    result = scored(uniform, toy_shards, windows=5)
+    result = scored(uniform, toy_shards, windows=6)
     (nll,), (bits,) = figures(result, "nll"), figures(result, "bits per byte")
     assert nll.value == pytest.approx(math.log(400), rel=1e-12)
-    assert sum(item.weight for item in result.items if item.name == "nll") == 500
-    # Bytes counted by decoding the windows' targets, ends of text left out.
+    # Tokens and bytes counted from the windows' targets, the ends of text left out.
     stream = np.asarray(toy_shards.tokens("validation")[:]).astype(np.int64)
     fitting = (len(stream) - 1) // 100
-    count = 0
-    for index in range(5):
-        start = index * fitting // 5 * 100
+    count = tokens = 0
+    for index in range(6):
+        start = index * fitting // 6 * 100
         targets = stream[start + 1 : start + 101]
         text = targets[targets != toy_shards.tokenizer.end_of_text]
         count += len(toy_shards.tokenizer.decode(text).encode())
+        tokens += len(text)
+    assert sum(item.weight for item in result.items if item.name == "nll") == tokens < 600
     assert sum(item.weight for item in result.items if item.name == "bits per byte") == count
-    assert bits.value == pytest.approx(500 * math.log2(400) / count, rel=1e-12)
+    assert bits.value == pytest.approx(tokens * math.log2(400) / count, rel=1e-12)
 
 
 class Sloped(TensorModel):
@@ -54,8 +55,13 @@ def test_parts_add_up(toy_shards):
     result = scored(Sloped(), toy_shards, windows=6, position_buckets=7)
     (nll,), buckets = figures(result, "nll"), figures(result, "nll by position")
     edges = [(row.at["start"], row.at["end"]) for row in buckets]
-    assert sum(row.value * (end - start) for row, (start, end) in zip(buckets, edges, strict=True)) == pytest.approx(
-        nll.value * 100, rel=1e-9
+    stream = np.asarray(toy_shards.tokens("validation")[:]).astype(np.int64)
+    starts = [index * ((len(stream) - 1) // 100) // 6 * 100 + 1 for index in range(6)]
+    text = np.array([stream[start : start + 100] != toy_shards.tokenizer.end_of_text for start in starts])
+    assert 0 < (~text).sum() < 20  # separators
+    tokens = [int(text[:, start:end].sum()) for start, end in edges]
+    assert sum(row.value * count for row, count in zip(buckets, tokens, strict=True)) == pytest.approx(
+        nll.value * text.sum(), rel=1e-9
     )
     for row in figures(result, "nll") + figures(result, "bits per byte"):
         items = [item for item in result.items if item.name == row.name]

@@ -143,7 +143,7 @@ def test_what_does_not_fit(text, tmp_path):
         RecallTask(Options(text=text, window=2, ngram=3), Planted())
     path = tmp_path / "new.txt"
     path.write_text("abcdefgh")
-    with pytest.raises(DataError, match="0 of 8 tokens are AR-hits"):
+    with pytest.raises(DataError, match="0 of 7 tokens are AR-hits"):
         RecallTask(Options(text=str(path), window=8), Planted())
 
 

@@ -250,9 +250,15 @@ def test_other_jobs_and_an_own_name_reuse_everything_too(copied, study_document,
     assert result.name == "another"
 
 
-def test_only_what_is_missing_or_damaged_is_done_again(copied, study_document, comparison, monkeypatch, no_costs):
-    """An evaluation that is gone or cannot be read is made again from the checkpoint, equal to the first."""
+def test_only_what_is_missing_or_damaged_is_done_again(
+    copied, study_document, comparison, monkeypatch, no_costs, capsys
+):
+    """An evaluation that is gone, or not as it was written, is made again from the checkpoint, equal to the first."""
     folder, path = copied
+    changed = folder / "runs" / "diff-seed1" / "evals" / "step-000004" / "allocation.json"
+    content = changed.read_text()
+    place = content.index('"value": 0.') + len('"value": 0.')
+    changed.write_text(content[:place] + str((int(content[place]) + 1) % 10) + content[place + 1 :])
     (folder / "runs" / "diff-seed0" / "evals" / "step-000004" / "needle.json").unlink()
     (folder / "runs" / "softmax-seed1" / "evals" / "step-000004" / "perplexity.json").write_text('{"kind": "task')
     before = times(folder)
@@ -264,8 +270,9 @@ def test_only_what_is_missing_or_damaged_is_done_again(copied, study_document, c
 
     monkeypatch.setattr("difftransformer.studies.comparison.run_jobs", in_this_process)
     assert main(["compare", str(path), "--out", str(folder)]) == 0
-    assert sorted(waiting) == ["diff-seed0", "softmax-seed1"]
-    again = {"needle.json", "perplexity.json"}
+    assert sorted(waiting) == ["diff-seed0", "diff-seed1", "softmax-seed1"]
+    assert f"{changed}: not a results file, or changed since it was written" in capsys.readouterr().out
+    again = {"needle.json", "perplexity.json", "allocation.json"}
     assert {p: t for p, t in times(folder).items() if p.name not in again} == {
         p: t for p, t in before.items() if p.name not in again
     }

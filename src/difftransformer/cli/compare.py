@@ -6,7 +6,7 @@ from ..ops import build
 from ..report import print_study, write_report
 from ..studies import compare, load_recipe
 from .arguments import SET
-from .console import console, log, resumable, show
+from .console import Gaps, console, log, resumable, show
 from .progress import training_progress, watch_jobs
 
 ARGUMENTS = SET
@@ -30,7 +30,8 @@ def run(
     build.load()  # here, where its line is seen, and not in a run
     with resumable("stopped; every run is saved"), training_progress() as bars:
         comparison = compare(loaded, folder, progress=watch_jobs(bars), log=log)
-    page = write_report(comparison, folder)
+    gaps = Gaps("compare")
+    page = write_report(comparison, folder, on_gap=gaps)
     print_study(comparison, console)
     show(f"Report: {page}\nResults: {folder / 'results.json'}")
-    return 0
+    return gaps.status

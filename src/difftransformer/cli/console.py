@@ -7,6 +7,8 @@ from contextlib import contextmanager
 
 from rich.console import Console
 
+from ..errors import EXIT_ERROR
+
 WIDTH_WITHOUT_TERMINAL = 120  # for logs, which have no width of their own
 
 console = Console(width=None if sys.stdout.isatty() else WIDTH_WITHOUT_TERMINAL)
@@ -20,6 +22,23 @@ def show(text: str) -> None:
 def log(text: str) -> None:
     """Print a dimmed line about progress."""
     console.print(text, style="dim", markup=False, highlight=False, soft_wrap=True)
+
+
+class Gaps:
+    """What a page or a result lacks: said on standard error, and in the exit status."""
+
+    def __init__(self, verb: str) -> None:
+        self.verb, self.count = verb, 0
+
+    def __call__(self, gap: str) -> None:
+        """Say one gap."""
+        self.count += 1
+        print(f"difftransformer {self.verb}: missing: {' '.join(gap.split())}", file=sys.stderr)
+
+    @property
+    def status(self) -> int:
+        """The exit status."""
+        return EXIT_ERROR if self.count else 0
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from ..studies.evaluation import evaluations_folder
 from ..train import latest_checkpoint
 from ..train.run_summary import RECIPE_FILE
 from .arguments import SET, check_device
-from .console import console, log, resumable, show
+from .console import Gaps, console, log, resumable, show
 from .progress import evaluation_progress
 
 ARGUMENTS = SET
@@ -44,7 +44,11 @@ def run(
         )
     console.print(_table(str(checkpoint), list(found.values())))
     show(f"Results: {folder}")
-    return 0
+    gaps = Gaps("eval")
+    for name, result in found.items():
+        for gap in result.gaps:
+            gaps(f"{name}: {gap}")
+    return gaps.status
 
 
 def _table(title: str, results: list[TaskResult]) -> Table:

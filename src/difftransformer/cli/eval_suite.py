@@ -2,14 +2,14 @@
 
 from pathlib import Path
 
-from ..errors import EXIT_ERROR, ConfigError
+from ..errors import ConfigError
 from ..model.dtypes import WeightsDtype
 from ..report import write_suite
 from ..report.tasks import measurement_table
 from ..report.terminal import rich_table
 from ..studies.suite import load_suite, run_suite
 from .arguments import check_device, check_positive
-from .console import console, log, resumable, show
+from .console import Gaps, console, log, resumable, show
 from .progress import evaluation_progress
 
 ARGUMENTS = {
@@ -60,6 +60,7 @@ def run(
         if results:
             console.print(rich_table(measurement_table(results, brief=True)))
     reasons = [(row.name, row.model, row.reason) for row in missing]
-    page = write_suite(suite.name, found, reasons, folder)
+    gaps = Gaps("eval suite")
+    page = write_suite(suite.name, found, reasons, folder, on_gap=gaps)
     show(f"Report: {page}")
-    return 0 if any(found.values()) else EXIT_ERROR
+    return gaps.status

@@ -10,7 +10,7 @@ from ..report.tasks import measurement_table, write_picture
 from ..report.terminal import rich_table
 from ..studies.tasks import evaluate_task
 from .arguments import check_device, check_positive
-from .console import console, log, resumable, show
+from .console import Gaps, console, log, resumable, show
 from .progress import evaluation_progress
 
 
@@ -66,8 +66,13 @@ def run(
     ):
         result = evaluate_task(name, options, opened, folder, device=device, progress=progress, log=log)
     console.print(rich_table(measurement_table([result], brief=True)))
-    picture = write_picture([result], folder / f"{name}.svg")
-    if picture is not None:
-        show(f"Figure: {picture}")
+    gaps = Gaps(verb)
+    for gap in result.gaps:
+        gaps(gap)
+    try:
+        if (picture := write_picture([result], folder / f"{name}.svg")) is not None:
+            show(f"Figure: {picture}")
+    except Exception as error:  # such as from undefined figures, which leave too little to draw
+        gaps(f"the figure: {error!r}")
     show(f"Results: {folder / f'{name}.json'}")
-    return 0
+    return gaps.status

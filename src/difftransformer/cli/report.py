@@ -5,7 +5,7 @@ from pathlib import Path
 from ..report import print_study, write_report
 from ..report.first_release import read_study
 from ..results import write_result
-from .console import console, show
+from .console import Gaps, console, show
 
 
 def run(results: str, out: str | None = None) -> int:
@@ -19,10 +19,11 @@ def run(results: str, out: str | None = None) -> int:
     path = path / "results.json" if path.is_dir() else path
     study, is_old = read_study(path)
     folder = Path(out) if out else path.parent
-    page = write_report(study, folder)
+    gaps = Gaps("report")
+    page = write_report(study, folder, on_gap=gaps)
     print_study(study, console)
     show(f"Report: {page}")
     target = folder / "results.json"
     if is_old and (target == path or not target.exists()):
         show(f"Results, converted: {write_result(study, target)}")
-    return 0
+    return gaps.status

@@ -12,7 +12,7 @@ from ..hub import measure_drift, source_folder
 from ..report import print_study, write_report
 from ..studies import load_recipe, upcycling_study
 from .arguments import SET
-from .console import console, log, resumable, show
+from .console import Gaps, console, log, resumable, show
 from .progress import training_progress, watch_jobs
 
 ARGUMENTS = SET
@@ -83,7 +83,8 @@ def _study(model: str, out: Path, kinds: list[str], train: str, overrides: list[
     recipe = load_recipe(train, overrides)
     with resumable("stopped; every run is saved"), training_progress() as bars:
         result = upcycling_study(recipe, model, out, to=kinds, progress=watch_jobs(bars), log=log)
-    page = write_report(result, out)
+    gaps = Gaps("upcycle")
+    page = write_report(result, out, on_gap=gaps)
     print_study(result, console)
     show(f"Report: {page}\nResults: {out / 'results.json'}")
-    return 0
+    return gaps.status

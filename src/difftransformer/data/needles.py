@@ -131,8 +131,8 @@ class NeedleQuestion:
     """An evaluation document, as one prompt per question.
 
     Attributes:
-        prompts: Token ids, of the same length for all prompts. Each begins with the end of text and ends with the colon of
-            the question.
+        prompts: Token ids, of the same length for all prompts. Each begins with the token that begins a text and ends with the
+            colon of the question.
         answers: Digits that should follow after a space.
         cities: City that each prompt asks for.
         spans: [start, end) of the needle asked for, including its leading line end, in tokens of the prompt.
@@ -205,7 +205,7 @@ def training_document(
     filler = pieces.filler(rng, filler_tokens, filler_length)
     places = pieces.places(filler, rng.random(count) * filler_length)
     order = np.argsort(places, kind="stable").tolist()
-    row, _ = _insert(tokenizer.end_of_text, filler, [(int(places[index]), sentences[index]) for index in order])
+    row, _ = _insert(tokenizer.begin_of_text, filler, [(int(places[index]), sentences[index]) for index in order])
     return row + tail
 
 
@@ -288,7 +288,7 @@ def evaluation_document(
     prompts, spans, query_starts = [], [], []
     for index, length in enumerate(lengths):
         placed = [(length if places[i] == shortest else int(places[i]), sentences[i]) for i in order]
-        context, found = _insert(tokenizer.end_of_text, filler[:length], placed)
+        context, found = _insert(tokenizer.begin_of_text, filler[:length], placed)
         prompts.append(context + pieces.stub(names[index]))
         spans.append(found[order.index(index)])
         query_starts.append(len(context))

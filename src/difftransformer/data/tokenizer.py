@@ -33,7 +33,8 @@ class Tokenizer:
 
     Args:
         backend: The tokenizer. Its truncation and padding are turned off.
-        end_of_text: Token after every document, which also serves as the token for begin and end of a sequence.
+        end_of_text: Token that separates documents.
+        begin_of_text: Token that begins a prompt; `end_of_text` by default.
         pad: Token for padding; the same as `end_of_text` for a tokenizer without one.
         chat_template: Jinja template of a chat model, which is saved with the tokenizer.
 
@@ -46,6 +47,7 @@ class Tokenizer:
         backend: tokenizers.Tokenizer,
         *,
         end_of_text: str = END_OF_TEXT,
+        begin_of_text: str | None = None,
         pad: str = PAD,
         chat_template: str | None = None,
     ) -> None:
@@ -55,8 +57,10 @@ class Tokenizer:
         self.backend = backend
         self.chat_template = chat_template
         self.end_of_text_token = end_of_text
+        self.begin_of_text_token = begin_of_text or end_of_text
         self.pad_token = pad
         self.end_of_text = self._id_of(end_of_text)
+        self.begin_of_text = self._id_of(self.begin_of_text_token)
         self.pad = self._id_of(pad)
 
     def _id_of(self, token: str) -> int:
@@ -166,7 +170,7 @@ class Tokenizer:
         folder = Path(folder)
         configuration = {
             "tokenizer_class": "PreTrainedTokenizerFast",
-            "bos_token": self.end_of_text_token,
+            "bos_token": self.begin_of_text_token,
             "eos_token": self.end_of_text_token,
             "pad_token": self.pad_token,
             "add_bos_token": False,

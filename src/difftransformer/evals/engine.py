@@ -1,27 +1,35 @@
 """Run a task: ask a model its requests, keep every answer on disk as it comes, and score the answers."""
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
 from ..errors import CheckpointError, EvaluationError
 from ..results import Grid, ItemScore, Measurement
-from .journal import DamagedJournal, Journal
-from .requests import Answers, LanguageModel, requests_sha256
+from ..results.checksums import DamagedLine
+from .journal import Journal, OtherHeader
+from .requests import FINGERPRINT_VERSION, Answers, LanguageModel, plain_sha256, requests_sha256
 
 _SYNC_SECONDS = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scores:
-    """What a task makes of the answers: measurements, each item's contribution to them, and grids for the picture."""
+    """What a task makes of the answers: measurements, each item's contribution to them, and grids for the picture.
+
+    `run_task` takes out what is not a finite number, and names it in `gaps`.
+    """
 
     measurements: list[Measurement]
     items: list[ItemScore]
     grids: list[Grid] = field(default_factory=list)
+    gaps: list[str] = field(default_factory=list)
 
 
 class Progress(Protocol):
@@ -40,8 +48,8 @@ class Task(ABC):
     """One evaluation, with its data drawn and turned into requests.
 
     Attributes:
-        requests: What is asked: dataclasses with a property `shown_tokens`. A function of the options, the data and the
-            tokenizer only, so that every model with that tokenizer gets the same requests.
+        requests: What is asked: objects with a property `shown_tokens` and a method `asked` (see `requests.Loss`). A function
+            of the options, the data and the tokenizer only, so that every model with that tokenizer gets the same requests.
         data_name: Name of the data, for the result.
         choices: Sentences: what the paper leaves open and how it was settled, and where the task departs from the paper.
     """
@@ -49,6 +57,12 @@ class Task(ABC):
     requests: Sequence[Any]
     data_name: str
     choices: Sequence[str]
+    rules = 1
+    """Raised when the same answers are scored to other figures, so that earlier results are not taken for new ones."""
+
+    def scored_by(self) -> Any:
+        """Return, as JSON, what the answers are scored by beside the requests and the options, such as the right answers."""
+        return None
 
     def answer(self, model: Any, requests: Sequence[Any]) -> Answers:
         """Ask a model some of the requests. A task that runs by itself or needs more than a `LanguageModel` overrides this."""
@@ -64,13 +78,21 @@ class Task(ABC):
         """Compute the figures from the judged answers, which are in the order of the requests."""
 
 
+def task_sha256(task: Task) -> str:
+    """Return the fingerprint of a task: of what it asks and of what it scores the answers by."""
+    scoring = ["scored by", task.rules, task.scored_by()]
+    return plain_sha256(chain((request.asked() for request in task.requests), [scoring]))
+
+
 def run_task(
     model: LanguageModel,
     task: Task,
     *,
     journal: Path | None = None,
     identity: str = "",
+    replace_others: bool = False,
     progress: Progress = no_progress,
+    log: Callable[[str], None] = lambda text: None,
 ) -> Scores:
     """Answer a task's requests and score them.
 
@@ -79,11 +101,14 @@ def run_task(
         task: The evaluation.
         journal: File of answers. Requests that it answers are not asked again; new answers are appended as they come.
         identity: Fingerprint of the model: a journal of another model is refused.
+        replace_others: Whether to begin again, instead, where the journal belongs to another model or to other requests. A
+            journal of an earlier release, which cannot be compared, is always replaced.
         progress: Called with the tokens asked and the tokens in total after every answer, then by a long judging.
+        log: Called with a line if a journal is replaced. The file is kept with `.old` after its name.
 
     Raises:
         EvaluationError: The task has no requests, or the model cannot answer one.
-        CheckpointError: The journal belongs to another model or to other requests.
+        CheckpointError: The journal is damaged, or belongs to another model or to other requests.
     """
     if not task.requests:
         raise EvaluationError(f"{task.data_name}: nothing to ask; give more data")
@@ -93,14 +118,27 @@ def run_task(
     def take(row: Any) -> None:
         answers[row["request"]] = row["answer"]
 
-    try:
-        header = {"answers_of": f"{identity} {requests_sha256(task.requests)}"}
-        kept = Journal(journal, take, header=header, sync_seconds=_SYNC_SECONDS) if journal else None
-    except DamagedJournal:
-        raise CheckpointError(
-            f"{journal}: holds answers of another model or to other questions, or is damaged; choose another --out, or "
-            "delete the file"
-        ) from None
+    header = {"answers_of": f"{identity} {requests_sha256(task.requests)}"}
+    kept = None
+    if journal is not None:
+        try:
+            kept = Journal(journal, take, header=header, sync_seconds=_SYNC_SECONDS)
+        except DamagedLine as damage:
+            raise CheckpointError(
+                f"{journal}: line {damage.line} is damaged; delete {'the file' if damage.line == 1 else 'the line'} to ask "
+                "again what it answered"
+            ) from None
+        except OtherHeader as other:
+            is_older = f" {FINGERPRINT_VERSION}:" not in str(other.met.get("answers_of", f" {FINGERPRINT_VERSION}:"))
+            if not (is_older or replace_others):
+                raise CheckpointError(
+                    f"{journal}: holds answers of another model or to other questions; choose another --out, or delete the "
+                    "file"
+                ) from None
+            old = journal.replace(journal.with_name(f"{journal.name}.old"))
+            whose = "an earlier release" if is_older else "another model or to other questions"
+            log(f"{journal}: holds answers of {whose}; every question is asked again, and they are kept in {old.name}")
+            kept = Journal(journal, take, header=header, sync_seconds=_SYNC_SECONDS)
     left = [index for index in range(len(costs)) if index not in answers]
     done, total = sum(costs) - sum(costs[index] for index in left), sum(costs)
     progress(done, total)
@@ -112,4 +150,23 @@ def run_task(
                 kept.add({"request": index, "answer": answer})
             done += costs[index]
             progress(done, total)
-    return task.score(task.judge([answers[index] for index in range(len(costs))], progress))
+    return _defined(task.score(task.judge([answers[index] for index in range(len(costs))], progress)))
+
+
+def _defined(scores: Scores) -> Scores:
+    """Take out what is not a finite number, and name it in `gaps`."""
+    measured = [row for row in scores.measurements if _is_finite(row.value, row.standard_error, row.low, row.high)]
+    grids = [grid for grid in scores.grids if _is_finite(*chain.from_iterable(grid.values))]
+    broken = {item.name for item in scores.items if not _is_finite(item.score, item.weight)}
+    gaps = list(scores.gaps)
+    for found, kept in ((scores.measurements, measured), (scores.grids, grids)):
+        there, whole = Counter(row.name for row in kept), Counter(row.name for row in found)
+        for name, places in whole.items():
+            if lost := places - there[name]:
+                gaps.append(f"{name} is undefined" + (f" in {lost} of {places} places" if places > 1 else ""))
+    items = [item for item in scores.items if item.name not in broken]
+    return replace(scores, measurements=measured, items=items, grids=grids, gaps=list(dict.fromkeys(gaps)))
+
+
+def _is_finite(*values: float | None) -> bool:
+    return all(value is None or math.isfinite(value) for value in values)

@@ -1,23 +1,24 @@
 """A file that grows by one line of JSON at a time and survives an interruption of its writer."""
 
-import json
 import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ..results.checksums import DamagedLine, line_of, rows
 
-class DamagedJournal(Exception):
-    """A line of a journal that its reader does not accept. `line` is its number, from 1."""
 
-    def __init__(self, line: int) -> None:
-        super().__init__(f"line {line} is not a row of this journal")
-        self.line = line
+class OtherHeader(Exception):
+    """The first row of a journal, `met`, is not the header that its reader expects."""
+
+    def __init__(self, met: dict[str, Any]) -> None:
+        super().__init__(f"the first row is {met}")
+        self.met = met
 
 
 class Journal:
-    """Rows on disk, in the order in which they were added.
+    """Rows on disk with a checksum each, in the order in which they were added.
 
     An incomplete last line, left by a killed writer, is dropped when the file is opened again.
 
@@ -29,7 +30,8 @@ class Journal:
         sync_seconds: Rows survive the end of the process at once, and a loss of power after this many seconds.
 
     Raises:
-        DamagedJournal: A complete line is not a row that `take` accepts, or the header is another one.
+        DamagedLine: A complete line is not as it was written, or not a row that `take` accepts.
+        OtherHeader: The header is another one.
     """
 
     def __init__(
@@ -38,19 +40,15 @@ class Journal:
         path.parent.mkdir(parents=True, exist_ok=True)
         whole, self._missing_header = 0, header
         if path.exists():
-            for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
-                if not line.endswith(b"\n"):
-                    break
-                try:
-                    row = json.loads(line)
-                    if self._missing_header is None:
+            for number, (row, end) in enumerate(rows(path.read_bytes()), start=1):
+                if self._missing_header is None:
+                    try:
                         take(row)
-                    elif row != header:
-                        raise ValueError
-                except (KeyError, TypeError, ValueError):
-                    raise DamagedJournal(number) from None
-                self._missing_header = None
-                whole += len(line)
+                    except (KeyError, TypeError, ValueError):
+                        raise DamagedLine(number) from None
+                elif row != header:
+                    raise OtherHeader(row)
+                self._missing_header, whole = None, end
             os.truncate(path, whole)
         self._file = open(path, "ab")  # noqa: SIM115 - closed by __exit__
         self._sync_seconds, self._synced = sync_seconds, time.monotonic()
@@ -68,7 +66,7 @@ class Journal:
         if self._missing_header is not None:
             header, self._missing_header = self._missing_header, None
             self.add(header)
-        self._file.write(json.dumps(row, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n")
+        self._file.write(line_of(row))
         self._file.flush()
         if time.monotonic() - self._synced >= self._sync_seconds:
             os.fsync(self._file.fileno())

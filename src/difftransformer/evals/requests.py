@@ -4,17 +4,19 @@ A task turns its options into requests, a `LanguageModel` answers them in any or
 never sees a module: tests give it an oracle that is always right, or a uniform model that is right by chance. Requests and
 answers are plain data, so that a journal on disk can keep them and an interrupted evaluation can continue.
 
-`requests_sha256` depends on the names and the fields of these classes: renaming one separates new results from earlier ones.
+`requests_sha256` covers what a request's `asked` returns, in a form that does not depend on the names in this code.
 """
 
-import dataclasses
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ..data import Tokenizer
+
+FINGERPRINT_VERSION = "v1"
+"""Raised with the form of what is hashed; fingerprints of two versions are never equal."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,10 @@ class Loss:
     def row_tokens(self) -> int:
         """Positions of the context that the request takes, its answer included."""
         return len(self.ids) - 1  # the last token is a target only
+
+    def asked(self) -> list[Any]:
+        """What is asked, as JSON: the kind of request, and all that its answer depends on."""
+        return ["loss", self.ids, self.first]
 
 
 @dataclass(frozen=True)
@@ -72,6 +78,10 @@ class Continuation(Prompted):
         """Return whether a token ends an answer that consists of `made` so far."""
         return token in self.stop and (token not in self.leading or not set(made) <= set(self.leading))
 
+    def asked(self) -> list[Any]:
+        """See `Loss`."""
+        return ["continuation", self.prompt, self.tokens, self.stop, self.leading]
+
 
 @dataclass(frozen=True)
 class Choice(Prompted):
@@ -88,6 +98,10 @@ class Choice(Prompted):
         """See `Loss`."""
         return len(self.prompt) + max(map(len, self.options))
 
+    def asked(self) -> list[Any]:
+        """See `Loss`."""
+        return ["choice", self.prompt, self.options]
+
 
 Request = Loss | Continuation | Choice
 Answers = Iterator[tuple[int, Any]]
@@ -98,7 +112,7 @@ class LanguageModel(Protocol):
     """A model that answers requests.
 
     Attributes:
-        tokenizer: Converts text to token ids; its `end_of_text` begins a text.
+        tokenizer: Converts text to token ids; its `begin_of_text` begins a text.
         context_tokens: Most tokens of a row, the answer included.
     """
 
@@ -112,11 +126,15 @@ class LanguageModel(Protocol):
 
 def requests_sha256(requests: Sequence[Any]) -> str:
     """Return the fingerprint of requests: it covers every token that is shown and every option that is given."""
+    return plain_sha256(request.asked() for request in requests)
+
+
+def plain_sha256(rows: Iterable[Any]) -> str:
+    """Return the fingerprint of rows of plain data, with the version of its form in front."""
     digest = hashlib.sha256()
-    for request in requests:
-        document = [type(request).__name__, dataclasses.asdict(request)]
-        digest.update(json.dumps(document, sort_keys=True).encode() + b"\n")
-    return digest.hexdigest()
+    for row in rows:
+        digest.update(json.dumps(row, separators=(",", ":")).encode() + b"\n")
+    return f"{FINGERPRINT_VERSION}:{digest.hexdigest()}"
 
 
 def answers_to(model: LanguageModel, requests: Sequence[Request]) -> list[Any]:

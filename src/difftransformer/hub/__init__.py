@@ -2,5 +2,5 @@
 
 from .drift import measure_drift
 from .export import Exported, export_folder
-from .opening import OpenedModel, open_language_model, open_model, open_tokenizer
+from .opening import OpenedModel, folder_sha256, open_language_model, open_model, open_tokenizer
 from .source import source_folder

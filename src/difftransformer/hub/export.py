@@ -19,7 +19,7 @@ from ..convert.checkpoint_io import (
     whole_or_not_at_all,
     write_weights,
 )
-from ..errors import CheckpointError, ConfigError, ResultsError
+from ..errors import CheckpointError, ConfigError, DamagedResult, ResultsError
 from ..model import DiffTransformerForCausalLM
 from ..model.card import CARD_FILE, Training, is_ours, model_card, read_card, training_section
 from ..model.dtypes import DTYPES
@@ -147,5 +147,7 @@ def _training(folder: Path) -> Training | str | None:
 def _figures(path: Path) -> list[tuple[str, str]]:
     try:
         return summary_rows(read_result(path, TaskResult))
+    except DamagedResult:
+        raise
     except ResultsError:  # another kind of file
         return []

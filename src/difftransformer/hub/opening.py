@@ -134,11 +134,6 @@ def open_language_model(
             prefix_caching=prefix_caching,
             hf_tokenizer=theirs,
         )
-        hashed = (
-            path
-            for path in folder.iterdir()
-            if path.suffix in _HASHED_SUFFIXES and path.name != STATE_FILE and path.is_file()
-        )
         is_accelerated = any(isinstance(module, AcceleratedDiffLlamaAttention) for module in network.modules())
         identity = ModelIdentity(
             name=model,
@@ -146,10 +141,19 @@ def open_language_model(
             attention=str(getattr(network.config, "attention_type", None) or network.config.model_type),
             parameters=sum(parameter.numel() for parameter in network.parameters()),
             dtype=str(network.dtype).removeprefix("torch."),
-            sha256=files_sha256(hashed),
+            sha256=folder_sha256(folder),
             kernels=IMPLEMENTATION if is_accelerated else str(network.config._attn_implementation),
         )
         yield OpenedModel(language_model=language_model, identity=identity, folder=folder)
+
+
+def folder_sha256(folder: Path) -> str:
+    """Return the fingerprint of a saved model: of its configuration, weights and tokenizer files."""
+    return files_sha256(
+        path
+        for path in folder.iterdir()
+        if path.suffix in _HASHED_SUFFIXES and path.name != STATE_FILE and path.is_file()
+    )
 
 
 def open_tokenizer(folder: Path) -> Any:
@@ -167,11 +171,16 @@ def open_tokenizer(folder: Path) -> Any:
 
 
 def _text_tokenizer(theirs: Any, folder: Path) -> Tokenizer:
-    # The token that begins a sequence also ends a text.
-    start, pad = theirs.bos_token or theirs.eos_token, theirs.pad_token or theirs.eos_token
-    if not getattr(theirs, "is_fast", False) or start is None:
+    end, begin = theirs.eos_token or theirs.bos_token, theirs.bos_token or theirs.eos_token
+    if not getattr(theirs, "is_fast", False) or end is None:
         raise CheckpointError(f"{folder}: its tokenizer has no tokenizer.json, or no token that begins or ends a text")
-    return Tokenizer(theirs.backend_tokenizer, end_of_text=start, pad=pad or start, chat_template=theirs.chat_template)
+    return Tokenizer(
+        theirs.backend_tokenizer,
+        end_of_text=end,
+        begin_of_text=begin,
+        pad=theirs.pad_token or end,
+        chat_template=theirs.chat_template,
+    )
 
 
 def _first_line(error: BaseException) -> str:

@@ -74,6 +74,7 @@ def pooled(results: Sequence[TaskResult], label: str) -> Pooled:
         "measurements": [_pooled([table[key] for table in tables]) for key in keys],
         "items": [],
         "grids": grids,
+        "gaps": list(dict.fromkeys(gap for result in results for gap in result.gaps)),
     }
     return Pooled(**parts, seeds=list(results))
 

@@ -6,14 +6,16 @@ cost around the sections of its tasks, a suite has those of its tasks alone.
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml  # type: ignore[import-untyped]
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from difftransformer.errors import DiffTransformerError
+from difftransformer.plots.curves import labels
 from difftransformer.plots.seeds import Pooled, pooled
 from difftransformer.plots.style import Drawing, inline_svg
 from difftransformer.report.figures import draw_training, runs_of
@@ -32,6 +34,10 @@ from difftransformer.report.verdict import Verdict, verdicts
 from difftransformer.results import Comparison, Study, TaskResult, Upcycling, write_text_atomically
 
 TEMPLATE = "page.html.j2"
+MISSING = "missing"
+"""Slug of the section of tasks that were not run."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +52,7 @@ class Section:
         tables: Tables that are shown.
         details: A long table that the reader opens.
         texts: Heading, paragraph and preformatted text.
+        gaps: What could not be measured or drawn, and why.
     """
 
     slug: str
@@ -55,6 +62,7 @@ class Section:
     tables: Sequence[Table] = ()
     details: Table | None = None
     texts: Sequence[tuple[str, str, str]] = ()
+    gaps: Sequence[str] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,14 +74,30 @@ class Page:
     sections: Sequence[Section]
     verdicts: Sequence[Verdict] = field(default_factory=list)
 
+    @property
+    def gaps(self) -> list[str]:
+        """What could not be measured or drawn, and why."""
+        return [
+            gap if section.slug == MISSING else f"{section.slug}: {gap}"
+            for section in self.sections
+            for gap in section.gaps
+        ]
 
-def write_report(study: Study, folder: Path | str, png: bool = False) -> Path:
+
+def _no_gap(text: str) -> None:
+    """Take note of no gap."""
+
+
+def write_report(
+    study: Study, folder: Path | str, png: bool = False, *, on_gap: Callable[[str], None] = _no_gap
+) -> Path:
     """Write a study's page.
 
     Args:
         study: The results.
         folder: Folder of the report; it is made if it is missing.
         png: Whether to write `figures/*.png` as well.
+        on_gap: Called with each figure that the page lacks.
 
     Returns:
         The path of `index.html`.
@@ -81,11 +105,16 @@ def write_report(study: Study, folder: Path | str, png: bool = False) -> Path:
     Raises:
         ResultsError: curves that contradict themselves.
     """
-    return write_page(study_page(study, png), Path(folder))
+    return write_page(study_page(study, png), Path(folder), on_gap=on_gap)
 
 
 def write_suite(
-    name: str, found: Mapping[str, Sequence[TaskResult]], missing: Sequence[tuple[str, str, str]], folder: Path
+    name: str,
+    found: Mapping[str, Sequence[TaskResult]],
+    missing: Sequence[tuple[str, str, str]],
+    folder: Path,
+    *,
+    on_gap: Callable[[str], None] = _no_gap,
 ) -> Path:
     """Write the page of a suite.
 
@@ -94,14 +123,15 @@ def write_suite(
         found: Results by experiment, one for each model.
         missing: Experiment, model and reason of what was not run.
         folder: Folder of the report.
+        on_gap: Called with each figure that the page lacks.
 
     Returns:
         The path of `index.html`.
     """
-    return write_page(suite_page(name, found, missing), folder)
+    return write_page(suite_page(name, found, missing), folder, on_gap=on_gap)
 
 
-def write_page(page: Page, folder: Path) -> Path:
+def write_page(page: Page, folder: Path, *, on_gap: Callable[[str], None] = _no_gap) -> Path:
     """Write `index.html`, `figures/*.svg` and `tables/*.csv`.
 
     The page needs nothing beside itself: style and figures are inside it, and it has no scripts and no addresses. The
@@ -128,6 +158,8 @@ def write_page(page: Page, folder: Path) -> Path:
     for table in all_tables(page):
         write_text_atomically(folder / "tables" / f"{table.name}.csv", table.csv())
     write_text_atomically(folder / "index.html", text)
+    for gap in page.gaps:
+        on_gap(gap)
     return folder / "index.html"
 
 
@@ -149,7 +181,7 @@ def all_tables(page: Page) -> list[Table]:
 
 def study_page(study: Study, png: bool = False) -> Page:
     """Build the page of a study."""
-    labels = [model.label for model in study.models]
+    trained = [model.label for model in study.models]
     seeds = "with one seed" if len(study.seeds) == 1 else f"for each of {len(study.seeds)} seeds"
     training = [
         Section(slug=drawing.name, title=drawing.title, drawing=drawing) for drawing in draw_training(study, png)
@@ -175,8 +207,8 @@ def study_page(study: Study, png: bool = False) -> Page:
     )
     return Page(
         title=study.name,
-        about=f"{' and '.join(labels[:-1])}{' against ' if len(labels) > 1 else ''}{labels[-1]}, trained on the same batches "
-        f"{seeds}. {_where(study.environment.device, study.environment.processor, study.created)}",
+        about=f"{' and '.join(trained[:-1])}{' against ' if len(trained) > 1 else ''}{trained[-1]}, "
+        f"trained on the same batches {seeds}. {_where(study.environment.device, study.environment.processor, study.created)}",
         verdicts=verdicts(study),
         sections=[
             Section(slug="quality", title="Quality", tables=[metrics_table(study)]),
@@ -203,8 +235,8 @@ def suite_page(name: str, found: Mapping[str, Sequence[TaskResult]], missing: Se
     first = next((results for results in found.values() if results), [])
     about = ""
     if missing:
-        notes = [f"{experiment} on {model}: {reason}" for experiment, model, reason in missing]
-        sections.append(Section(slug="missing", title="Not run", notes=notes))
+        gaps = [f"{experiment} on {model}: {reason}" for experiment, model, reason in missing]
+        sections.append(Section(slug=MISSING, title="Not run", gaps=gaps))
     if first:
         environment = first[0].environment
         about = f"{' against '.join(result.model.name for result in first)}. " + _where(
@@ -221,12 +253,14 @@ def suite_page(name: str, found: Mapping[str, Sequence[TaskResult]], missing: Se
 
 def _task_section(label: str, results: Sequence[TaskResult], png: bool, seeds: int = 1) -> Section:
     slug, first = label.replace(" ", "-"), results[0]
-    drawing = draw_task(results, png, name=slug)
+    names = labels(results)
+    gaps = [f"{name}: {gap}" for name, result in zip(names, results, strict=True) for gap in result.gaps]
+    drawing = _or_gap(gaps, "the figure", lambda: draw_task(results, png, name=slug))
     brief, table = (measurement_table(results, brief=brief, seeds=seeds) for brief in (True, False))
     is_long = len(table.rows) > len(brief.rows)
     shown, notes = [replace(brief, name=f"{slug}_brief" if is_long else slug)], []
     if not isinstance(first, Pooled):
-        paired = pairs_table(list(results))
+        paired = _or_gap(gaps, "the paired differences", lambda: pairs_table(list(results)))
         if paired is not None:
             shown.append(replace(paired, name=f"{slug}_pairs"))
         elif len(results) > 1:
@@ -240,9 +274,34 @@ def _task_section(label: str, results: Sequence[TaskResult], png: bool, seeds: i
         tables=shown,
         details=replace(table, name=slug) if is_long else None,
         texts=[
-            ("What the paper leaves open, and how it was asked", " ".join(first.choices), f"{first.command}\n{options}")
+            (
+                "What the paper leaves open, and how it was asked",
+                " ".join(_choices(results)),
+                f"{first.command}\n{options}",
+            )
         ],
+        gaps=gaps,
     )
+
+
+def _choices(results: Sequence[TaskResult]) -> list[str]:
+    """Return the choices of all models, and then those that differ, such as the token that separates documents."""
+    shared = [choice for choice in results[0].choices if all(choice in result.choices for result in results)]
+    return shared + [
+        f"{name}: {choice}"
+        for name, result in zip(labels(results), results, strict=True)
+        for choice in result.choices
+        if choice not in shared
+    ]
+
+
+def _or_gap(gaps: list[str], what: str, make: Callable[[], T]) -> T | None:
+    """Return what `make` returns; if it fails, add a gap, so that one broken figure does not cost the page."""
+    try:
+        return make()
+    except Exception as error:
+        gaps.append(f"{what}: {error if isinstance(error, DiffTransformerError) else repr(error)}")
+        return None
 
 
 def _where(device: str, processor: str, created: str) -> str:

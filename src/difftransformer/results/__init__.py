@@ -33,6 +33,7 @@ from .bench import (
 from .files import (
     SCHEMA_VERSION,
     VERSIONS,
+    kept_result,
     read_document,
     read_result,
     write_result,

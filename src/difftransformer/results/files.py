@@ -1,14 +1,15 @@
 """Results files: one writer, one strict reader."""
 
 import dataclasses
-import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..errors import ResultsError
+from ..errors import DamagedResult, ResultsError
 from ..typed import build
 from .bench import RENAMED_KEYS, Bench
+from .checksums import opened, sealed
 from .studies import Comparison, Drift, Study, Upcycling
 from .tasks import TaskResult
 
@@ -29,11 +30,11 @@ T = TypeVar("T")
 
 
 def write_result(result: Result, path: Path | str) -> Path:
-    """Write a result as JSON, whole or not at all (a temporary file in the same folder, then a rename)."""
+    """Write a result as JSON with a checksum, whole or not at all (a temporary file in the same folder, then a rename)."""
     path = Path(path)
     kind = next(name for name, cls in KINDS.items() if isinstance(result, cls))
     document = {"kind": kind, "version": VERSIONS.get(kind, SCHEMA_VERSION), "result": dataclasses.asdict(result)}
-    write_text_atomically(path, json.dumps(document, indent=1, allow_nan=False) + "\n")
+    write_text_atomically(path, sealed(document))
     return path
 
 
@@ -56,6 +57,7 @@ def read_result(path: Path | str, cls: type[T]) -> T:
 
     Raises:
         ResultsError: no such file, not JSON, another kind, another version, or a field missing, unknown or mistyped.
+        DamagedResult: the file is not as it was written.
     """
     kind, version, result = read_document(path)
     expected = next(name for name, known in KINDS.items() if known is cls)
@@ -69,19 +71,36 @@ def read_result(path: Path | str, cls: type[T]) -> T:
     return build(cls, result, source=str(path), error=ResultsError)
 
 
+def kept_result(path: Path | str, cls: type[T], on_damage: Callable[[str], None]) -> T | None:
+    """Read a result that need not be made again; None where there is no such file, or one of another kind or release.
+
+    `on_damage` is called with a line that names a file which is not as it was written; the result is then None too.
+    """
+    try:
+        return read_result(path, cls)
+    except DamagedResult as damage:
+        on_damage(str(damage))
+    except ResultsError:
+        pass
+    return None
+
+
 def read_document(path: Path | str) -> tuple[str, Any, Any]:
     """Read kind, version and plain data of a results file.
 
     Raises:
         ResultsError: no such file, or not a results file.
+        DamagedResult: the file is not as it was written.
     """
     try:
-        document = json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=_with_current_keys)
+        document = opened(Path(path).read_bytes(), _with_current_keys)
     except FileNotFoundError:
         raise ResultsError(f"{path}: no such results file; name a results.json that a command wrote") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ResultsError(f"{path}: not a results file ({error}); run the command that wrote it again") from None
-    if not isinstance(document, dict) or not {"kind", "version", "result"} <= document.keys():
+    except (OSError, ValueError, RecursionError) as error:
+        raise DamagedResult(
+            f"{path}: not a results file, or changed since it was written ({error}); run the command that wrote it again"
+        ) from None
+    if not isinstance(document, dict) or document.keys() != {"kind", "version", "result"}:
         raise ResultsError(f"{path}: not a results file (no kind, version and result); name one that a command wrote")
     return document["kind"], document["version"], document["result"]
 

@@ -141,6 +141,7 @@ class Drift:
         mean_kl_nats: Kullback-Leibler divergence of the next token's distribution, source to result, averaged over tokens.
         greedy_tokens: Length of the greedy continuations compared, with each model's own kernels.
         greedy_same_tokens: Number of them, from the first, that are the same.
+        of: Fingerprint of both models and of the positions; empty if unknown.
     """
 
     tokens: int
@@ -149,6 +150,7 @@ class Drift:
     mean_kl_nats: float
     greedy_tokens: int
     greedy_same_tokens: int
+    of: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

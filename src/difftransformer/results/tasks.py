@@ -29,7 +29,7 @@ class ModelIdentity:
 
 @dataclass(frozen=True, kw_only=True)
 class DataIdentity:
-    """The data. `sha256` is that of the requests, which hold everything that the model was shown."""
+    """The data. `sha256` covers everything that the model was shown and that its answers were scored by."""
 
     name: str
     sha256: str
@@ -87,7 +87,8 @@ class Grid:
 class TaskResult:
     """The result of a task on one model.
 
-    `options` are those of the task. `choices` say what the paper leaves open and how it was settled here.
+    `options` are those of the task. `choices` say what the paper leaves open and how it was settled here. `gaps` name figures
+    that are undefined, which the measurements lack.
     """
 
     task: str
@@ -102,6 +103,7 @@ class TaskResult:
     measurements: list[Measurement]
     items: list[ItemScore]
     grids: list[Grid] = field(default_factory=list)
+    gaps: list[str] = field(default_factory=list)
 
 
 def headlines(result: TaskResult) -> list[Measurement]:

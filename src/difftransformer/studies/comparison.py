@@ -57,7 +57,7 @@ def compare(
     for seed, model, run in runs:
         place = run_folder(folder, model, seed)
         start_run(place, run)
-        done = is_done(place, run, tasks)
+        done = is_done(place, run, tasks, log)
         title = f"{label(model)}, seed {seed}"
         jobs.append(Job(label=title, folder=place, steps=run.training.steps, threads=threads, done=done))
     log(f"training {len(jobs)} runs, {recipe.compare.jobs} at a time with {threads} threads each")

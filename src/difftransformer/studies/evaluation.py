@@ -1,21 +1,19 @@
 """The evaluations of a study: the recipe's tasks, asked of a run's checkpoint."""
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from ..data import Shards, validation_windows
-from ..errors import ConfigError, ResultsError
+from ..errors import ConfigError
 from ..evals.engine import Progress, Task, no_progress
 from ..evals.models.causal import UNBOUNDED
 from ..evals.prompts.texts import Setting
-from ..evals.requests import requests_sha256
 from ..evals.tasks import task_kind
 from ..hub import open_language_model
-from ..results import TaskResult, read_result
+from ..results import TaskResult
 from .recipe import Recipe
-from .tasks import evaluate_task
+from .tasks import evaluate_task, stored_result
 
 EVALUATIONS = "evals"
 
@@ -79,7 +77,7 @@ def evaluate_checkpoint(
                 f"{checkpoint}: vocabulary of {vocabulary}, but the recipe's tokenizer has {wanted} tokens; pass the recipe "
                 "that the model was trained with"
             )
-        found = found_results(folder, recipe, tasks)
+        found = found_results(folder, recipe, tasks, log)
         for spec in recipe.evaluation:
             result = found.get(spec.name)
             if result is None or result.model.fingerprint != opened.identity.fingerprint:
@@ -93,23 +91,23 @@ def evaluate_checkpoint(
                         task=tasks[spec.name],
                         label=spec.name,
                         device=device,
+                        replace_others=True,
                         progress=progress,
+                        log=log,
                     )
-                # The answers have served; other options may follow in the same folder.
-                (folder / f"{spec.name}.answers.jsonl").unlink(missing_ok=True)
+                for answers in folder.glob(f"{spec.name}.answers.jsonl*"):  # they have served
+                    answers.unlink()
     return {spec.name: found[spec.name] for spec in recipe.evaluation}
 
 
-def found_results(folder: Path, recipe: Recipe, tasks: Mapping[str, Task]) -> dict[str, TaskResult]:
-    """Return the results in a folder that answer the recipe's tasks."""
+def found_results(
+    folder: Path, recipe: Recipe, tasks: Mapping[str, Task], log: Callable[[str], None] = lambda text: None
+) -> dict[str, TaskResult]:
+    """Return the results in a folder that answer the recipe's tasks; `log` is called with a line for each damaged file."""
     found = {}
     for spec in recipe.evaluation:
-        try:
-            result = read_result(folder / f"{spec.name}.json", TaskResult)
-        except ResultsError:
-            continue
-        same = result.task == spec.task and result.options == dataclasses.asdict(spec.built())
-        if same and result.data.sha256 == requests_sha256(tasks[spec.name].requests):
+        result = stored_result(folder / f"{spec.name}.json", spec.task, spec.built(), tasks[spec.name], log)
+        if result is not None:
             found[spec.name] = result
     return found
 

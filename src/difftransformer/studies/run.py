@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -22,7 +22,7 @@ from ..model import DiffTransformerForCausalLM
 from ..results import TaskResult
 from ..train import Interrupted, checkpoints, train
 from ..train.run_summary import RECIPE_FILE
-from .evaluation import EVALUATIONS, evaluate_checkpoint, evaluations_folder, found_results
+from .evaluation import evaluate_checkpoint, evaluations_folder, found_results
 from .recipe import Recipe, load_recipe, recipe_dict, save_recipe
 
 
@@ -46,9 +46,6 @@ def start_run(folder: Path, recipe: Recipe) -> None:
             )
     if before != after:
         save_recipe(recipe, path)
-    if before["evaluation"] != after["evaluation"]:
-        for answers in folder.glob(f"{EVALUATIONS}/*/*.answers.jsonl"):  # to other questions
-            answers.unlink()
 
 
 def train_run(folder: Path, recipe: Recipe, shards: Shards, **options: object) -> DiffTransformerForCausalLM:
@@ -69,14 +66,18 @@ def train_run(folder: Path, recipe: Recipe, shards: Shards, **options: object) -
     return train(recipe.training, config, shards, folder, start=start, **options)  # type: ignore[arg-type]
 
 
-def run_results(folder: Path, recipe: Recipe, tasks: Mapping[str, Task]) -> dict[str, TaskResult]:
-    """Return the results of a run's newest checkpoint that are there."""
-    return found_results(evaluations_folder(checkpoints(folder)[-1]), recipe, tasks)
+def run_results(
+    folder: Path, recipe: Recipe, tasks: Mapping[str, Task], log: Callable[[str], None] = lambda text: None
+) -> dict[str, TaskResult]:
+    """Return the results of a run's newest checkpoint that are there (see `found_results`)."""
+    return found_results(evaluations_folder(checkpoints(folder)[-1]), recipe, tasks, log)
 
 
-def is_done(folder: Path, recipe: Recipe, tasks: Mapping[str, Task]) -> bool:
-    """Whether a run is trained and has every result of its recipe."""
-    return is_trained(folder, recipe) and len(run_results(folder, recipe, tasks)) == len(recipe.evaluation)
+def is_done(
+    folder: Path, recipe: Recipe, tasks: Mapping[str, Task], log: Callable[[str], None] = lambda text: None
+) -> bool:
+    """Whether a run is trained and has every result of its recipe (see `found_results`)."""
+    return is_trained(folder, recipe) and len(run_results(folder, recipe, tasks, log)) == len(recipe.evaluation)
 
 
 def is_trained(folder: Path, recipe: Recipe) -> bool:

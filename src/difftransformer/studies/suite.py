@@ -1,19 +1,19 @@
 """Several tasks on several models, as a preset lists them; every result is a file of its own."""
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import ConfigError, DiffTransformerError, ResultsError
+from ..errors import ConfigError, DiffTransformerError
 from ..evals.engine import Progress
+from ..evals.tasks import task_kind
 from ..hub import OpenedModel, open_language_model
 from ..model.dtypes import WeightsDtype
-from ..results import TaskResult, read_result
+from ..results import TaskResult
 from ..typed import build
 from .recipe import TaskSpec, check_specs, read_mapping, shipped_recipes
-from .tasks import evaluate_task
+from .tasks import evaluate_task, setting_of, stored_result
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +67,8 @@ def run_suite(
 ) -> tuple[dict[str, list[TaskResult]], list[Missing]]:
     """Run every task on every model; results that are already in the folder are not computed again.
 
-    A task that cannot be run, such as one whose data is not available, does not stop the others.
+    A result holds as long as the model, the options and the content of the data are the same. A task that cannot be run, such
+    as one whose data is not available, does not stop the others, and neither does a model that cannot be opened.
 
     Args:
         suite: The tasks.
@@ -82,43 +83,58 @@ def run_suite(
 
     Returns:
         Results by task, in the order of the models, and the tasks that were not run.
+
+    Raises:
+        DiffTransformerError: No model can be opened.
     """
     found: dict[str, list[TaskResult]] = {task.name: [] for task in suite.tasks}
-    missing = []
+    missing: list[Missing] = []
+    failures = []
+
+    def leave_out(name: str, model: str, error: Exception) -> None:
+        reason = str(error) if isinstance(error, DiffTransformerError) else f"{type(error).__name__}: {error}"
+        log(f"{name}: left out: {reason}")
+        missing.append(Missing(name=name, model=model, reason=reason))
+
     for place, model in enumerate(models):
         log(f"{model}: opening")
-        with open_language_model(
-            model, device=device, dtype=dtype, batch_tokens=batch_tokens, accelerated=accelerated
-        ) as opened:
-            own = folder / "models" / f"{place}-{Path(model).name}"
-            for task in suite.tasks:
-                try:
-                    result = _found(own / f"{task.name}.json", task, opened)
-                    if result is None:
-                        with progress_bar(f"{Path(model).name}: {task.name}") as progress:
-                            result = evaluate_task(
-                                task.task,
-                                task.built(),
-                                opened,
-                                own,
-                                label=task.name,
-                                device=device,
-                                progress=progress,
-                                log=log,
-                            )
-                    found[task.name].append(result)
-                except DiffTransformerError as error:
-                    log(f"{task.name}: left out: {error}")
-                    missing.append(Missing(name=task.name, model=model, reason=str(error)))
+        own = folder / "models" / f"{place}-{Path(model).name}"
+        try:
+            with open_language_model(
+                model, device=device, dtype=dtype, batch_tokens=batch_tokens, accelerated=accelerated
+            ) as opened:
+                for spec in suite.tasks:
+                    try:
+                        with progress_bar(f"{Path(model).name}: {spec.name}") as progress:
+                            found[spec.name].append(_result(spec, opened, own, device, progress, log))
+                    except Exception as error:  # whatever it is, it costs one task
+                        leave_out(spec.name, model, error)
+        except DiffTransformerError as error:
+            failures.append(error)
+            leave_out("every task", model, error)
+    if len(failures) == len(models):
+        raise failures[0]
     return found, missing
 
 
-def _found(path: Path, task: TaskSpec, model: OpenedModel) -> TaskResult | None:
-    try:
-        result = read_result(path, TaskResult)
-    except ResultsError:
-        return None
-    # As JSON stores them, without tuples.
-    asked = dataclasses.asdict(task.built())
-    same = result.model.fingerprint == model.identity.fingerprint
-    return result if same and result.options == asked and result.task == task.task else None
+def _result(
+    spec: TaskSpec, model: OpenedModel, folder: Path, device: str, progress: Progress, log: Callable[[str], None]
+) -> TaskResult:
+    """Return the result that is there, if data, options and model are still the same, or else ask the model."""
+    options = spec.built()
+    task = task_kind(spec.task).make(options, setting_of(model))
+    kept = stored_result(folder / f"{spec.name}.json", spec.task, options, task, log)
+    if kept is not None and kept.model.fingerprint == model.identity.fingerprint:
+        return kept
+    return evaluate_task(
+        spec.task,
+        options,
+        model,
+        folder,
+        task=task,
+        label=spec.name,
+        device=device,
+        replace_others=True,
+        progress=progress,
+        log=log,
+    )

@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from ..data import prepare_shards
-from ..evals.engine import Progress, Task, no_progress, run_task
+from ..errors import ConfigError
+from ..evals.engine import Progress, Task, no_progress, run_task, task_sha256
 from ..evals.prompts.texts import Setting
-from ..evals.requests import requests_sha256
 from ..evals.tasks import task_kind
 from ..hub import OpenedModel
-from ..results import DataIdentity, TaskResult, write_result
+from ..results import DataIdentity, TaskResult, kept_result, write_result
 from ..train.run_summary import RECIPE_FILE
+from ..typed import build
 from .environment import command_line, environment, now
 from .recipe import load_recipe
 
@@ -40,6 +41,7 @@ def evaluate_task(
     task: Task | None = None,
     label: str | None = None,
     device: str = "cpu",
+    replace_others: bool = False,
     progress: Progress = no_progress,
     log: Callable[[str], None] = lambda text: None,
 ) -> TaskResult:
@@ -53,6 +55,7 @@ def evaluate_task(
         task: The task, if it has been drawn already.
         label: Name of the files; the task's name by default. A folder may hold several results of one task.
         device: The model's device, for the record.
+        replace_others: Whether to replace answers of another model or to other questions (see `run_task`).
         progress: Called with the tokens asked and the tokens in total, then by a long judging.
         log: Called with lines about what is going on.
 
@@ -60,7 +63,7 @@ def evaluate_task(
         ConfigError: There is no such task.
         DataError: The task's data cannot be read, or does not fit the model.
         EvaluationError: The model cannot answer.
-        CheckpointError: The folder holds answers of another model or to other questions.
+        CheckpointError: The folder holds damaged answers, or those of another model or to other questions.
     """
     label = label or name
     if task is None:
@@ -71,12 +74,14 @@ def evaluate_task(
         task,
         journal=folder / f"{label}.answers.jsonl",
         identity=model.identity.fingerprint,
+        replace_others=replace_others,
         progress=progress,
+        log=log,
     )
     result = TaskResult(
         task=name,
         model=model.identity,
-        data=DataIdentity(name=task.data_name, sha256=requests_sha256(task.requests), requests=len(task.requests)),
+        data=DataIdentity(name=task.data_name, sha256=task_sha256(task), requests=len(task.requests)),
         options=dataclasses.asdict(options),
         choices=list(task.choices),
         seed=int(getattr(options, "seed", 0)),
@@ -86,6 +91,24 @@ def evaluate_task(
         measurements=scores.measurements,
         items=scores.items,
         grids=scores.grids,
+        gaps=scores.gaps,
     )
     write_result(result, folder / f"{label}.json")
     return result
+
+
+def stored_result(
+    path: Path, name: str, options: Any, task: Task, log: Callable[[str], None] = lambda text: None
+) -> TaskResult | None:
+    """Return the result in a file if it has the figures of this task on its data as they are now, else None.
+
+    `log` is called with a line that names a file which is not as it was written.
+    """
+    result = kept_result(path, TaskResult, lambda text: log(f"{text}, which happens now"))
+    if result is None or result.task != name or result.data.sha256 != task_sha256(task):
+        return None
+    try:  # options that are new since then have their defaults
+        asked = build(type(options), result.options, source=str(path), error=ConfigError)
+    except ConfigError:
+        return None
+    return result if asked == options else None

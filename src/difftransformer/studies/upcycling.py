@@ -1,6 +1,7 @@
 """The upcycling study: a pretrained model converted to several differential forms, each trained on like the model itself."""
 
 import dataclasses
+import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -9,11 +10,11 @@ import torch
 from ..attention import label
 from ..convert.upcycle import upcycle_folder
 from ..data import Shards, prepare_shards
-from ..errors import ConfigError, ResultsError
-from ..hub import measure_drift, source_folder
+from ..errors import ConfigError
+from ..hub import folder_sha256, measure_drift, source_folder
 from ..model import DiffTransformerConfig
 from ..report.metrics import compare_metrics
-from ..results import Drift, RunResult, TaskResult, Upcycling, read_result, write_result
+from ..results import Drift, RunResult, TaskResult, Upcycling, kept_result, write_result
 from .comparison import run_folder, run_result, summary
 from .environment import command_line, environment, now
 from .evaluation import draw_tasks, evaluate_checkpoint
@@ -68,7 +69,7 @@ def upcycling_study(
         drift = {}
         for name, place in models.items():
             log(f"comparing the logits of {name} with the source's")
-            drift[name] = _drift(pretrained, place, folder / "drift" / f"{name}.json", shards)
+            drift[name] = _drift(pretrained, place, folder / "drift" / f"{name}.json", shards, log)
     log("evaluating before training")
     before = evaluate_checkpoint(models[PLAIN], recipe, shards, folder / BEFORE, log=log)
     runs = {name: dataclasses.replace(recipe, start_from=str(place)) for name, place in models.items()}
@@ -77,7 +78,7 @@ def upcycling_study(
         at = run_folder(folder, name, recipe.training.seed)
         start_run(at, run)
         threads = max(1, torch.get_num_threads() // recipe.compare.jobs)
-        done = is_done(at, run, tasks)
+        done = is_done(at, run, tasks, log)
         jobs.append(Job(label=_label(name), folder=at, steps=recipe.training.steps, threads=threads, done=done))
     log(f"training {len(jobs)} models, {recipe.compare.jobs} at a time")
     run_jobs(jobs, at_once=recipe.compare.jobs, progress=progress)
@@ -91,14 +92,14 @@ def _label(name: str) -> str:
     return "unconverted" if name == PLAIN else label(name)
 
 
-def _drift(source: Path, target: Path, cached: Path, shards: Shards) -> Drift:
-    try:
-        return read_result(cached, Drift)
-    except ResultsError:
-        tokens = torch.from_numpy(shards.tokens("validation")[:DRIFT_TOKENS].astype("int64"))
-        drift = measure_drift(source, target, tokens)
+def _drift(source: Path, target: Path, cached: Path, shards: Shards, log: Callable[[str], None]) -> Drift:
+    ids = shards.tokens("validation")[:DRIFT_TOKENS].astype("int64")
+    of = f"{folder_sha256(source)} {folder_sha256(target)} {hashlib.sha256(ids.tobytes()).hexdigest()}"
+    drift = kept_result(cached, Drift, log)
+    if drift is None or drift.of != of:
+        drift = dataclasses.replace(measure_drift(source, target, torch.from_numpy(ids)), of=of)
         write_result(drift, cached)
-        return drift
+    return drift
 
 
 def _collect(

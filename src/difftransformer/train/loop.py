@@ -179,17 +179,19 @@ def _step(
 
 @torch.no_grad()
 def validate(model: DiffTransformerForCausalLM, shards: Shards, config: TrainingConfig, device: str) -> float:
-    """Return the mean loss in nats per token over the run's fixed validation windows."""
+    """Return the mean loss in nats per token of the text in the run's fixed validation windows, separators left out."""
     found = validation_windows(shards, config.context_tokens, config.validation_windows)
     windows = torch.from_numpy(np.stack(list(found)))
     model.eval()
     rows = max(1, config.batch_tokens // config.accumulation // config.context_tokens)
-    total = 0.0
+    total, tokens = 0.0, 0
     for part in windows.to(device).split(rows):
         with torch.autocast(device, torch.bfloat16, enabled=config.precision == "bf16"):
-            total += next_token_nll(model, part[:, :-1], part[:, 1:]).double().sum().item()
+            nll = next_token_nll(model, part[:, :-1], part[:, 1:]).double()
+        is_text = part[:, 1:] != shards.tokenizer.end_of_text
+        total, tokens = total + nll[is_text].sum().item(), tokens + int(is_text.sum())
     model.train()
-    return total / (windows.numel() - len(windows))
+    return total / tokens
 
 
 @contextmanager

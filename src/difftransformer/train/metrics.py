@@ -1,7 +1,6 @@
-"""Metrics of a run, one JSON object per line in metrics.jsonl."""
+"""Metrics of a run, one JSON object with a checksum per line in metrics.jsonl."""
 
 import dataclasses
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 
 from ..errors import CheckpointError
 from ..results import write_text_atomically
+from ..results.checksums import DamagedLine, line_of, rows
 from ..typed import build
 
 METRICS_FILE = "metrics.jsonl"
@@ -60,12 +60,12 @@ class MetricsLog:
 
     def __init__(self, path: Path, *, step: int) -> None:
         kept = [line for line in read_lines(path) if line["step"] <= step] if path.exists() else []
-        write_text_atomically(path, "".join(json.dumps(line) + "\n" for line in kept))
-        self._file = path.open("a", encoding="utf-8")
+        write_text_atomically(path, b"".join(map(line_of, kept)).decode())
+        self._file = path.open("ab")
 
     def write(self, metrics: Metrics) -> None:
         """Append a line."""
-        self._file.write(json.dumps(dataclasses.asdict(metrics)) + "\n")
+        self._file.write(line_of(dataclasses.asdict(metrics)))
         self._file.flush()
 
     def close(self) -> None:
@@ -77,18 +77,19 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the objects of a metrics file, without a truncated last line.
 
     Raises:
-        CheckpointError: The file cannot be read, or a line other than the last is damaged.
+        CheckpointError: The file cannot be read, or a line is damaged.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        content = path.read_bytes()
     except OSError as error:
         raise CheckpointError(f"{path}: cannot read the run's metrics ({error.strerror})") from None
-    for number, line in enumerate(lines, 1):
-        try:
-            yield json.loads(line)
-        except json.JSONDecodeError:
-            if number < len(lines):
-                raise CheckpointError(f"{path}: line {number} is damaged; delete the line to continue") from None
+    try:
+        for number, (row, _) in enumerate(rows(content), start=1):
+            if not isinstance(row.get("step"), int):
+                raise DamagedLine(number)
+            yield row
+    except DamagedLine as damage:
+        raise CheckpointError(f"{path}: line {damage.line} is damaged; delete the line to continue") from None
 
 
 def read_metrics(path: Path) -> tuple[list[StepMetrics], list[ValidationMetrics]]:

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ...errors import CheckpointError
+from ...results.checksums import DamagedLine
 from ..engine import Progress, no_progress
-from ..journal import DamagedJournal, Journal
+from ..journal import Journal
 
 _DOCUMENT_CHARACTERS = 400
 
@@ -88,7 +89,7 @@ def judge_all(
 
     try:
         journal = Journal(file, take)
-    except DamagedJournal as damage:
+    except DamagedLine as damage:
         raise CheckpointError(f"{file}: line {damage.line} is no judgment; choose another with --judgments") from None
     reasons: list[str] = []
     keys = [fingerprint(judge, case) for case in cases]

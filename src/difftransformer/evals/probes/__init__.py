@@ -25,6 +25,10 @@ class LastRow(Prompted):
 
     edges: tuple[int, ...]
 
+    def asked(self) -> list[Any]:
+        """See `requests.Loss`."""
+        return ["last row", self.prompt, self.edges]
+
 
 @dataclass(frozen=True)
 class Maps(Prompted):
@@ -32,6 +36,10 @@ class Maps(Prompted):
 
     layers: tuple[int, ...] = ()
     heads: tuple[int, ...] = ()
+
+    def asked(self) -> list[Any]:
+        """See `requests.Loss`."""
+        return ["maps", self.prompt, self.layers, self.heads]
 
 
 @dataclass(frozen=True)
@@ -50,6 +58,10 @@ class Magnitudes:
     def row_tokens(self) -> int:
         """See `requests.Loss`."""
         return max(map(len, self.rows))
+
+    def asked(self) -> list[Any]:
+        """See `requests.Loss`."""
+        return ["magnitudes", self.rows, self.largest]
 
 
 Probe = LastRow | Maps | Magnitudes

@@ -20,8 +20,8 @@ def chat_frame(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
         [[{"role": "user", "content": _PLACE}]],
         chat_template=tokenizer.chat_template,
         add_generation_prompt=True,
-        bos_token=tokenizer.end_of_text_token,
-        eos_token=tokenizer.pad_token,
+        bos_token=tokenizer.begin_of_text_token,
+        eos_token=tokenizer.end_of_text_token,
     )
     before, place, after = text.partition(_PLACE)
     if not place:

@@ -108,7 +108,7 @@ class PromptForm:
     def demonstrations(self, examples: Iterable[Example]) -> tuple[int, ...]:
         """Return the token that begins a text and the tokens of all demonstrations."""
         pieces = (self._encoded(self._shown(example), place == 0) for place, example in enumerate(examples))
-        return (self.tokenizer.end_of_text, *chain.from_iterable(pieces))
+        return (self.tokenizer.begin_of_text, *chain.from_iterable(pieces))
 
     def question(self, text: str, *, first: bool) -> tuple[int, ...]:
         """Return the tokens of a question, after demonstrations or at the beginning."""

@@ -35,7 +35,7 @@ class Setting:
 def token_stream(
     setting: Setting, source: str, at_least: int = 0, *, enough: int | None = None
 ) -> npt.NDArray[np.int64]:
-    """Concatenate the first documents of a source, each followed by the end of text.
+    """Concatenate the first documents of a source, each followed by the separator, the tokenizer's `end_of_text`.
 
     The source is one of `read_documents`, of which no more than about `enough` tokens are read (None reads all of it); or
     `validation`, the held-out text of the setting, which is always returned whole.
@@ -60,3 +60,11 @@ def token_stream(
     if count < at_least:
         raise DataError(f"{source}: {count} tokens, and {at_least} are needed; name a longer text or ask for less")
     return np.concatenate(parts)
+
+
+def separation(tokenizer: Tokenizer) -> str:
+    """Return the sentence that says what separates documents, for the choices of a task that scores tokens."""
+    return (
+        f"Documents (files, lines of a .jsonl file, rows of an hf: set) are separated by {tokenizer.end_of_text_token!r}, "
+        "which is never scored; a window may hold several."
+    )

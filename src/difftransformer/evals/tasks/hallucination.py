@@ -153,7 +153,7 @@ class HallucinationTask(Task):
     def _add(self, name: str, kind: Kind, items: list[GroundedItem], cap: int, setting: Setting) -> None:
         cap = self.options.max_new_tokens or cap
         before, after = PROMPTS[self.options.prompt, kind]
-        frame = chat_frame(self.tokenizer) if self.options.prompt == "chat" else ([self.tokenizer.end_of_text], [])
+        frame = chat_frame(self.tokenizer) if self.options.prompt == "chat" else ([self.tokenizer.begin_of_text], [])
         for item in items:
             start = [*frame[0], *self.tokenizer.encode(before)]
             end = [*self.tokenizer.encode(after.format(question=item.question)), *frame[1]]
@@ -169,6 +169,11 @@ class HallucinationTask(Task):
                 self._cut += 1
             self.items.append((name, item))
             self.requests.append(Continuation((*start, *document, *end), cap, self.stop, self.leading))
+
+    def scored_by(self) -> Any:
+        """Return the judge, and what it is shown of each item."""
+        shown = ([name, item.name, item.document, item.question, item.reference] for name, item in self.items)
+        return [self.chosen_judge.identity, *shown]
 
     def judge(self, answers: Sequence[Any], progress: Progress) -> list[tuple[Case, Judgment | None]]:
         """Return a case for each answer, and its verdict; None for an empty answer and where the judge gave none.

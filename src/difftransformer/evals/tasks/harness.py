@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ...data.hub import errors_only
+from ...data.records import files_sha256
 from ...errors import ConfigError, EvaluationError
 from ...results import ItemScore, Measurement
 from ..engine import Scores, Task
@@ -66,7 +67,10 @@ class Options:
 
 @dataclass(frozen=True)
 class Harness:
-    """One task of lm-eval with one number of shots. The answer: `run_harness`."""
+    """One task of lm-eval with one number of shots. The answer: `run_harness`.
+
+    `release` is that of lm-eval, and `files` the SHA-256 of the files in `include_path`.
+    """
 
     name: str
     shots: int | None
@@ -74,11 +78,17 @@ class Harness:
     include_path: str | None
     batch_size: int
     seed: int
+    release: str = ""
+    files: str = ""
 
     @property
     def shown_tokens(self) -> int:
         """Progress counts tasks, not tokens."""
         return 1
+
+    def asked(self) -> list[Any]:
+        """See `requests.Loss`."""
+        return ["lm-eval", self.release, self.files, self.name, self.shots, self.limit, self.seed]
 
 
 class HarnessTask(Task):
@@ -92,9 +102,11 @@ class HarnessTask(Task):
         release = importlib.metadata.version("lm_eval")
         self.data_name = f"lm-eval {release}"
         self.choices = [f"Scored by lm-eval {release}.", *_CHOICES]
+        own = Path(options.include_path).rglob("*") if options.include_path is not None else ()
+        files = files_sha256(path for path in own if path.is_file() and path.suffix != ".pyc")
         shots: list[int | None] = [*options.shots] if options.shots else [None]
         self.requests = [
-            Harness(name, number, options.limit, options.include_path, options.batch_size, options.seed)
+            Harness(name, number, options.limit, options.include_path, options.batch_size, options.seed, release, files)
             for number in shots
             for name in options.names
         ]

@@ -89,6 +89,10 @@ class ShotsTask(Task):
             for prompt in _prompts(form, list(chain.from_iterable(rounds))[: at["demonstrations"]], self.items)
         ]
 
+    def scored_by(self) -> Any:
+        """Return the labels, and the right one of each item."""
+        return [self.labels, [item.label for item in self.items]]
+
     def score(self, answers: Sequence[Any]) -> Scores:
         """Compute the accuracy at each size, and that of a guess."""
         measurements: list[Measurement] = []

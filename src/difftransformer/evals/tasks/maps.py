@@ -43,7 +43,7 @@ _COMBINED = ("A1 - lambda A2", "A")
 _CURVES_INCHES, _MAP_INCHES = 3.0, 2.35
 
 _CHOICES = [
-    "The prompt is one row that begins with the end-of-text token, like a document in training.",
+    "The prompt is one row that begins with the token that begins a text, like a document in training.",
     "Negative weight is its share of the sum of |w|; near zero means |w| < 1 / (10 n) where a query may attend to n keys.",
     "A lambda that depends on the token is given as its mean over the prompt.",
     "The n and the standard error of a figure are over heads.",
@@ -80,7 +80,7 @@ class MapsTask(ProbeTask):
         self.options, self.choices = options, _CHOICES
         self.data_name = options.prompt_file or "a prompt"
         text = read_text(Path(options.prompt_file)) if options.prompt_file is not None else options.prompt
-        ids = (tokenizer.end_of_text, *tokenizer.encode(text))
+        ids = (tokenizer.begin_of_text, *tokenizer.encode(text))
         if len(ids) > MOST_TOKENS:
             raise DataError(
                 f"the prompt has {len(ids)} tokens, and maps of at most {MOST_TOKENS} can be read; give a shorter one"

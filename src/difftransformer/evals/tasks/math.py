@@ -93,7 +93,7 @@ class MathTask(Task):
         # A worked example is one line, and what follows is another problem.
         self.ending = _LINE if options.prompt == "base" and options.shots else None
         stop = stop_tokens(self.tokenizer, self.ending)
-        frame = chat_frame(self.tokenizer) if options.prompt == "chat" else ([self.tokenizer.end_of_text], [])
+        frame = chat_frame(self.tokenizer) if options.prompt == "chat" else ([self.tokenizer.begin_of_text], [])
         self.requests = [
             Continuation((*frame[0], *ids, *frame[1]), options.max_new_tokens, stop)
             for ids in self.tokenizer.encode_batch([_prompt(options, problem) for problem in self.problems])
@@ -106,6 +106,10 @@ class MathTask(Task):
                     "--shots"
                 )
         self.choices = _choices(options, self.ending)
+
+    def scored_by(self) -> Any:
+        """Return where a solution ends, and the set, name and answer of each problem."""
+        return [self.ending, *([problem.set_name, problem.name, problem.answer] for problem in self.problems)]
 
     def score(self, answers: Sequence[Any]) -> Scores:
         """Compute the accuracy on each set and its mean, the length of the solutions, and the share of truncated ones."""

@@ -88,6 +88,10 @@ class OrderTask(Task):
             before = form.demonstrations(arrange(shown, options.format, rng))
             self.requests += [Choice(before + question, form.options) for question in questions]
 
+    def scored_by(self) -> Any:
+        """Return the labels, and the right one of each item."""
+        return [self.labels, [item.label for item in self.items]]
+
     def score(self, answers: Sequence[Any]) -> Scores:
         """Compute the accuracy in each order, and how far the orders differ, beside what sampling alone would give."""
         count, right = len(self.items), right_passes(answers, self.labels, self.items)

@@ -76,7 +76,8 @@ class OutliersTask(ProbeTask):
     """Rows of text, and the largest values inside the model as it reads them."""
 
     def __init__(self, options: Options, setting: Setting) -> None:
-        self.options, self.data_name, self.choices = options, options.text, _CHOICES
+        self.options, self.data_name = options, options.text
+        self.choices = [f"Documents are separated by {setting.tokenizer.end_of_text_token!r}.", *_CHOICES]
         window = options.window or min(setting.context_tokens, DEFAULT_WINDOW)
         wanted = max(1, options.tokens // window)
         stream = token_stream(setting, options.text)

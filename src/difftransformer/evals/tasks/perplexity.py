@@ -1,12 +1,13 @@
 """Loss on a text: nats a token, bits a byte, and by position in the context."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 
@@ -14,19 +15,22 @@ from ...errors import ConfigError
 from ...plots.curves import curves, handles, labels, select
 from ...plots.seeds import band, difference_band, difference_words, draw_differences, over_difference, seeds_of
 from ...plots.style import colour_of, legend_above, line_style
-from ...results import Curve, ItemScore, Measurement, TaskResult
+from ...results import Curve, Measurement, TaskResult
 from ..engine import Scores, Task
-from ..prompts.texts import Setting, token_stream
+from ..prompts.texts import Setting, separation, token_stream
 from ..registry import TaskKind, register
 from ..requests import Loss
-from ..scores import details, mean
+from ..scores import details, mean, over_windows
 
 DEFAULT_WINDOW = 4096
 
+Losses = npt.NDArray[np.float64]
+Mask = npt.NDArray[np.bool_]
+
 _CHOICES = [
-    "Documents follow one another with an end of text between them; a window may hold several.",
     "Bits a byte count the bytes that the scored tokens stand for, so that tokenizers compare.",
-    "The cumulative loss at position t is the mean over positions 1 to t of all windows, each scored from its start.",
+    "The cumulative loss at position t is the mean over the tokens at positions 1 to t of all windows, each scored from its "
+    "start.",
 ]
 
 
@@ -69,7 +73,8 @@ class PerplexityTask(Task):
     """Windows of a text."""
 
     def __init__(self, options: Options, setting: Setting) -> None:
-        self.options, self.data_name, self.choices = options, options.text, _CHOICES
+        self.options, self.data_name = options, options.text
+        self.choices = [separation(setting.tokenizer), *_CHOICES]
         window = options.window or min(setting.context_tokens, DEFAULT_WINDOW)
         self.stride = window if options.stride is None else options.stride
         if self.stride > window:
@@ -83,47 +88,44 @@ class PerplexityTask(Task):
         else:
             starts = list(range(0, min(len(stream), wanted) - window, self.stride))
         self.requests = [Loss(tuple(stream[start : start + window + 1].tolist())) for start in starts]
-        self.byte_lengths = setting.tokenizer.token_byte_lengths()
+        self.byte_lengths, self.separator = setting.tokenizer.token_byte_lengths(), setting.tokenizer.end_of_text
+
+    def scored_by(self) -> Any:
+        """Return the token that is not scored."""
+        return self.separator
 
     def score(self, answers: Sequence[Any]) -> Scores:
         """Return nats a token and bits a byte over all windows, and the loss by position."""
-        nats, tokens, bits, sizes = [], [], [], []
-        for index, (request, losses) in enumerate(zip(self.requests, answers, strict=True)):
-            scored = len(losses) if index == 0 else min(self.stride, len(losses))
-            nats.append(math.fsum(losses[-scored:]))
-            tokens.append(float(scored))
-            bits.append(nats[-1] / math.log(2))
-            sizes.append(float(self.byte_lengths[list(request.ids[-scored:])].sum()))
-        figures = [
-            mean("nll", "nats/token", nats, {}, weights=tokens, better="lower"),
-            mean("bits per byte", "bits/byte", bits, {}, weights=sizes, better="lower"),
-        ]
-        items = [
-            ItemScore(name=name, item=f"window {index}", score=score, weight=weight)
-            for name, scores, weights in (("nll", nats, tokens), ("bits per byte", bits, sizes))
-            for index, (score, weight) in enumerate(zip(scores, weights, strict=True))
-        ]
-        table = np.array(answers, np.float64)
-        curves = [*self._by_position(table), *_cumulative(table)]
-        return Scores(measurements=[*figures, *details(curves)], items=items)
+        losses, targets = np.array(answers, np.float64), np.array([request.ids[1:] for request in self.requests])
+        is_text = targets != self.separator
+        losses[~is_text] = 0.0
+        first = np.zeros_like(is_text)
+        first[1:, : losses.shape[1] - self.stride] = True  # the window before has scored these
+        nats, tokens = np.where(first, 0.0, losses).sum(1), (is_text & ~first).sum(1)
+        sizes = np.where(first, 0, self.byte_lengths[targets]).sum(1)
+        nll, items = over_windows("nll", "nats/token", nats, tokens, better="lower")
+        bits, more = over_windows("bits per byte", "bits/byte", nats / math.log(2), sizes, better="lower")
+        curves = [*self._by_position(losses, is_text), *_cumulative(losses, is_text)]
+        return Scores(measurements=[nll, bits, *details(curves)], items=[*items, *more])
 
-    def _by_position(self, table: np.ndarray) -> list[Measurement]:
-        length = table.shape[1]
+    def _by_position(self, losses: Losses, is_text: Mask) -> Iterator[Measurement]:
+        length = losses.shape[1]
         edges = np.linspace(0, length, min(self.options.position_buckets, length) + 1).round().astype(int).tolist()
-        return [
-            mean("nll by position", "nats/token", table[:, start:end].mean(1).tolist(), {"start": start, "end": end},
-                 better="lower")
-            for start, end in pairwise(edges)
-        ]  # fmt: skip
+        for start, end in pairwise(edges):
+            at = {"start": start, "end": end}
+            yield from _mean("nll by position", losses[:, start:end], is_text[:, start:end], at)
 
 
-def _cumulative(table: np.ndarray) -> list[Measurement]:
-    length = table.shape[1]
-    means = np.cumsum(table, axis=1) / np.arange(1, length + 1)
-    return [
-        mean("cumulative nll", "nats/token", means[:, position - 1].tolist(), {"position": position}, better="lower")
-        for position in _positions(length)
-    ]
+def _cumulative(losses: Losses, is_text: Mask) -> Iterator[Measurement]:
+    for position in _positions(losses.shape[1]):
+        yield from _mean("cumulative nll", losses[:, :position], is_text[:, :position], {"position": position})
+
+
+def _mean(name: str, losses: Losses, is_text: Mask, at: dict[str, Any]) -> Iterator[Measurement]:
+    """Yield the loss of these positions, over windows; nothing where only separators stand there."""
+    nats, tokens = losses.sum(1).tolist(), is_text.sum(1).tolist()
+    if any(tokens):
+        yield mean(name, "nats/token", nats, at, weights=tokens, better="lower")
 
 
 def _positions(length: int) -> list[int]:

@@ -102,6 +102,10 @@ class Quantized:
         """See `requests.Loss`."""
         return int(self.request.shown_tokens)
 
+    def asked(self) -> list[Any]:
+        """See `requests.Loss`."""
+        return ["quantized", self.request.asked(), self.bits, self.granularity, self.weights, self.activations]
+
 
 class QuantizedTask(Task):
     """The requests of another task, once for each setting."""
@@ -119,6 +123,10 @@ class QuantizedTask(Task):
             for bits, name in self.settings
             for request in self.task.requests
         ]
+
+    def scored_by(self) -> Any:
+        """Return what the inner task is scored by."""
+        return self.task.scored_by()
 
     def answer(self, model: Any, requests: Sequence[Quantized]) -> Answers:
         """Ask the model under each setting; the model must have a method `quantized`."""

@@ -13,17 +13,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from matplotlib.figure import Figure
+from numpy.lib.stride_tricks import sliding_window_view
 
 from ...data import Shards, Tokenizer, read_documents
 from ...errors import ConfigError, DataError
 from ...plots.bars import bars
 from ...plots.curves import select
-from ...results import ItemScore, TaskResult
+from ...results import TaskResult
 from ..engine import Scores, Task
-from ..prompts.texts import Setting, token_stream
+from ..prompts.texts import Setting, separation, token_stream
 from ..registry import TaskKind, at_least, register
 from ..requests import Loss
-from ..scores import mean
+from ..scores import over_windows
 from .perplexity import DEFAULT_WINDOW
 
 _CHUNK_TOKENS = 1 << 22
@@ -81,31 +82,37 @@ class RecallTask(Task):
         grams = np.stack([packed(row, options.ngram, tokenizer.vocab_size) for row in rows])
         self.hits = np.zeros((len(rows), window), bool)  # for targets: all tokens of a window but the first
         self.hits[:, options.ngram - 2 :] = [repeated(row) for row in grams]
+        # No n-gram goes beyond a document, and no separator is scored.
+        is_separator = rows == tokenizer.end_of_text
+        self.hits[:, options.ngram - 2 :] &= ~sliding_window_view(is_separator, options.ngram, 1).any(-1)
+        self.scored = ~is_separator[:, 1:]
         if options.train_text is not None:
             kinds, places = np.unique(grams, return_inverse=True)
             counts = counted(kinds, _training_parts(options.train_text, tokenizer), options.ngram, tokenizer.vocab_size)
             frequent = (counts > options.max_train_count)[places].reshape(grams.shape)
             self.hits[:, options.ngram - 2 :] &= ~frequent
-        if not self.hits.any() or self.hits.all():
+        if not 0 < self.hits.sum() < self.scored.sum():
             raise DataError(
-                f"{options.text}: {int(self.hits.sum())} of {self.hits.size} tokens are AR-hits, so one group has no loss; "
-                "give longer windows, or another --max_train_count"
+                f"{options.text}: {int(self.hits.sum())} of {int(self.scored.sum())} tokens are AR-hits, so one group "
+                "has no loss; give longer windows, or another --max_train_count"
             )
-        self.choices = _choices(options)
+        self.choices = [separation(tokenizer), *_choices(options)]
+
+    def scored_by(self) -> Any:
+        """Return which targets are AR-hits and which are scored, as bits."""
+        return [np.packbits(mask).tobytes().hex() for mask in (self.hits, self.scored)]
 
     def score(self, answers: Sequence[Any]) -> Scores:
         """Compute the loss on AR-hits, on others and on all tokens, and the share of AR-hits; errors are over windows."""
-        losses, size = np.array(answers, np.float64), self.hits.shape[1]
-        sides = {"nll of AR-hits": self.hits, "nll of others": ~self.hits, "nll": np.ones_like(self.hits)}
+        losses = np.array(answers, np.float64)
+        sides = {"nll of AR-hits": self.hits, "nll of others": self.scored & ~self.hits, "nll": self.scored}
         measurements, items = [], []
         for name, side in sides.items():
-            nats, tokens = (losses * side).sum(1).tolist(), side.sum(1).astype(float).tolist()
-            measurements.append(mean(name, "nats/token", nats, {}, weights=tokens, better="lower"))
-            items += [
-                ItemScore(name=name, item=f"window {index}", score=score, weight=weight)
-                for index, (score, weight) in enumerate(zip(nats, tokens, strict=True))
-            ]
-        share = mean("share of AR-hits", "share", (self.hits.sum(1) / size).tolist(), {})
+            nats = np.where(side, losses, 0.0).sum(1)
+            row, found = over_windows(name, "nats/token", nats, side.sum(1), better="lower")
+            measurements.append(row)
+            items += found
+        share, _ = over_windows("share of AR-hits", "share", self.hits.sum(1), self.scored.sum(1))
         return Scores(measurements=[*measurements, share], items=items)
 
 
@@ -160,7 +167,7 @@ def _choices(options: Options) -> list[str]:
     return [
         f"An AR-hit ends an n-gram of {options.ngram} tokens that occurred earlier in its window; the paper gives no n.",
         rare,
-        "A window may contain several documents with an end-of-text token between them; it counts as one context.",
+        "A window that holds several documents counts as one context, but no n-gram goes beyond a document.",
         "Each token is scored given all earlier tokens of its window, so the first tokens have little context.",
         "AR-hits depend on the tokenizer, so models with different tokenizers cannot be compared.",
     ]
