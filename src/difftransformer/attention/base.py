@@ -25,9 +25,8 @@ from ..ops.reference import weighted_values
 from ..ops.rotary import apply_rotary
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
-REPLICATED = (
-    "replicated_with_grad_allreduce"  # transformers' name for a weight that every tensor-parallel process holds
-)
+# transformers' name for a module whose weights every tensor-parallel process holds, with summed gradients.
+REPLICATED = "replicated_with_grad_allreduce"
 # Keywords of nn.MultiheadAttention -> what to write here.
 THEIR_KEYWORDS = {
     "key_padding_mask": "pass attn_mask=~key_padding_mask[:, None, None, :] (True = may attend)",

@@ -40,7 +40,7 @@ class DifferentialEncoderLayer(nn.Module):
         **options: Options of the attention type, as in a model's configuration.
 
     Raises:
-        ConfigError: the heads do not divide d_model, or the attention type cannot have them.
+        ConfigError: the heads do not divide d_model, or the attention type cannot have them or has no such option.
     """
 
     def __init__(
@@ -65,6 +65,9 @@ class DifferentialEncoderLayer(nn.Module):
             raise ConfigError(f"d_model={d_model} is not a multiple of nhead={nhead}; change one of them")
         if isinstance(activation, str) and activation not in ("relu", "gelu"):
             raise ConfigError(f"activation={activation!r} is unknown; give 'relu', 'gelu' or a function")
+        attention = variant(attention_type)
+        for name in options.keys() - attention.config_options.keys():
+            raise ConfigError(f"{name}={options[name]!r} is no option of attention_type={attention_type!r}; drop it")
         heads: dict[str, Any] = {
             "num_attention_heads": nhead,
             "num_key_value_heads": nhead,
@@ -73,7 +76,7 @@ class DifferentialEncoderLayer(nn.Module):
         config = SimpleNamespace(
             **{"hidden_size": d_model, "num_hidden_layers": 1, "attn_backend": backend} | heads | options
         )
-        self.self_attn = variant(attention_type).from_config(cast(Any, config), layer_index)
+        self.self_attn = attention.from_config(cast(Any, config), layer_index)
         self.self_attn.batch_first = cast(Any, batch_first)  # nn.TransformerEncoder reads it here
         self.linear1 = nn.Linear(d_model, dim_feedforward, bias=bias)
         self.linear2 = nn.Linear(dim_feedforward, d_model, bias=bias)
