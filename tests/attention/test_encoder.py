@@ -86,7 +86,7 @@ def test_mistakes_are_named():
         DifferentialEncoderLayer(30, 4)
     with pytest.raises(ConfigError, match="num_attention_heads=3 is odd"):
         DifferentialEncoderLayer(30, 3)
-    with pytest.raises(ConfigError, match="lambda_start=0.5 is no option of attention_type='diff'"):
+    with pytest.raises(ConfigError, match=r"lambda_start=0\.5 is no option of attention_type='diff'"):
         DifferentialEncoderLayer(32, 4, lambda_start=0.5)
     assert DifferentialEncoderLayer(32, 4, lambda_init=0.5).self_attn.lambda_init == 0.5
     with pytest.raises(ConfigError, match="activation='silu' is unknown"):

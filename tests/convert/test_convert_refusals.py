@@ -73,6 +73,9 @@ class TestModelsThatDiffLlamaLacks:
 
     def test_an_encoder(self, source, tmp_path):
         source(DiffTransformerForMaskedLM(tiny_config(is_causal=False)))
+        assert "architectures=['DiffTransformerForMaskedLM']" in refusal(tmp_path, ConfigError)
+        path = tmp_path / "source" / "config.json"
+        path.write_text(path.read_text().replace("ForMaskedLM", "ForCausalLM"))
         assert "is_causal=False: DiffLlama is a decoder" in refusal(tmp_path, ConfigError)
 
 
