@@ -16,7 +16,16 @@ from ._version import __version__
 if TYPE_CHECKING:
     from .acceleration import accelerate, restore
     from .attention import DifferentialAttention, SoftmaxAttention
-    from .model import DiffTransformerConfig, DiffTransformerForCausalLM, DiffTransformerModel
+    from .attention.encoder import DifferentialEncoderLayer
+    from .model import (
+        DiffTransformerConfig,
+        DiffTransformerForCausalLM,
+        DiffTransformerForMaskedLM,
+        DiffTransformerForQuestionAnswering,
+        DiffTransformerForSequenceClassification,
+        DiffTransformerForTokenClassification,
+        DiffTransformerModel,
+    )
     from .ops import attention_maps, differential_attention, softmax_attention
 
 __getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -106,3 +106,6 @@ def test_mistakes_are_named():
         layer(torch.randn(1, 3, 8))
     with pytest.raises(ShapeError, match="context has shape"):
         layer(torch.randn(1, 3, 16), context=torch.randn(1, 3, 8))
+    layer.k_proj = nn.Linear(16, 4, bias=False)  # what tensor parallelism leaves of one head in four processes
+    with pytest.raises(ShapeError, match="4 of keys, not whole heads of 8 and 8"):
+        layer(torch.randn(1, 3, 16))

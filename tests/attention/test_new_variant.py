@@ -54,8 +54,7 @@ class GatedAttention(SoftmaxAttention):
     def init_own_parameters(self, normal_=nn.init.normal_):
         normal_(self.gate, mean=self.gate_init, std=0.0)
 
-    def attend(self, query, key, value, lam, restrictions):
-        heads = super().attend(query, key, value, lam, restrictions)
+    def finish(self, heads):
         return heads * self.gate.view(-1, 1, 1).to(heads.dtype)
 
 

@@ -7,10 +7,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from difftransformer import DiffTransformerForMaskedLM
 from difftransformer.convert import checkpoint_io, convert_folder
 from difftransformer.errors import CheckpointError, ConfigError, DiffTransformerError, ShapeError
 from tests.support.public_modules import stock
-from tests.support.tiny_models import tiny
+from tests.support.tiny_models import tiny, tiny_config
 
 
 def refusal(tmp_path, error, source="source", to="diffllama", **options):
@@ -69,6 +70,13 @@ class TestModelsThatDiffLlamaLacks:
         source(tiny(**fields))
         message = refusal(tmp_path, ConfigError)
         assert all(word in message for word in ("config.json", *words)), message
+
+    def test_an_encoder(self, source, tmp_path):
+        source(DiffTransformerForMaskedLM(tiny_config(is_causal=False)))
+        assert "architectures=['DiffTransformerForMaskedLM']" in refusal(tmp_path, ConfigError)
+        path = tmp_path / "source" / "config.json"
+        path.write_text(path.read_text().replace("ForMaskedLM", "ForCausalLM"))
+        assert "is_causal=False: DiffLlama is a decoder" in refusal(tmp_path, ConfigError)
 
 
 class TestModelsThatOursLack:

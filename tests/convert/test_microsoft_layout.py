@@ -17,6 +17,7 @@ from difftransformer.errors import CheckpointError, ConfigError, ShapeError
 from tests.support.public_modules import (
     draw,
     language_model,
+    microsoft_naive_v1,
     microsoft_v1,
     microsoft_v2,
     tables,
@@ -53,6 +54,17 @@ class TestLayers:
         layer = load_microsoft_attention(state, layer_index=depth)
         x = torch.randn(9, layer.embed_dim, dtype=torch.float64)
         assert (output(layer, x) - microsoft_v1(state, x, depth)).abs().max() < 1e-12
+
+    @pytest.mark.parametrize("case", V1)
+    def test_the_naive_v1(self, case):
+        """With grouped keys its weights mean another function than the flash modules'."""
+        state = {name: tensor.double() for name, tensor in draw(V1[case]).items()}
+        layer = load_microsoft_attention(state, layer_index=1, module="naive")
+        x = torch.randn(9, layer.embed_dim, dtype=torch.float64)
+        assert (output(layer, x) - microsoft_naive_v1(state, x, 1)).abs().max() < 1e-12
+        flash = output(load_microsoft_attention(state, layer_index=1), x)
+        grouped = layer.layout.num_heads * 2 * layer.layout.head_dim > len(state["k_proj.weight"])
+        assert ((output(layer, x) - flash).abs().max() > 0.1) == grouped
 
     @pytest.mark.parametrize("case", V2)
     def test_v2(self, case):
@@ -120,6 +132,11 @@ class TestRefusals:
         with pytest.raises(error) as caught:
             load_microsoft_attention(state, layer_index=0)
         assert all(word in str(caught.value) for word in words), caught.value
+
+    def test_unknown_modules(self):
+        for state, module in ((draw(V1["GQA"]), "eager"), (draw(V2["GQA"]), "naive")):
+            with pytest.raises(ConfigError, match=f"module='{module}': give 'flash', or 'naive' for V1"):
+                load_microsoft_attention(state, layer_index=0, module=module)
 
     def test_heads_that_no_op_has(self):
         state = draw(V1["MHA"] | {"k_proj.weight": (24, 32), "v_proj.weight": (24, 32)})

@@ -5,6 +5,7 @@ import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from difftransformer import DiffTransformerForCausalLM
+from difftransformer.attention import VARIANTS
 from difftransformer.errors import BackendUnavailable, ConfigError, ShapeError
 from difftransformer.model.pretrained import ATTN_IMPLEMENTATIONS
 from difftransformer.ops import attention_maps
@@ -250,6 +251,14 @@ class TestMasks:
         out = logits(model, ids, attention_mask=mask)
         assert relative_error(out, expected_logits(model, ids, allowed=allowed)) < TOLERANCE
 
+    @pytest.mark.parametrize("lowest", [-torch.inf, torch.finfo(torch.float32).min, -65504.0, -1e9])
+    def test_additive_4d_mask(self, lowest):
+        model, ids, allowed = tiny(), tokens(1, 8), causal(8)
+        allowed[6, 2] = allowed[7, 5] = False
+        mask = torch.zeros(1, 1, 8, 8).masked_fill(~allowed, lowest)
+        out = logits(model, ids, attention_mask=mask)
+        assert relative_error(out, expected_logits(model, ids, allowed=allowed)) < TOLERANCE
+
     def test_bool_4d_mask_beside_a_cache(self):
         model = tiny()
         ids = tokens(1, 8)
@@ -263,8 +272,15 @@ class TestMasks:
     def test_refused(self):
         model = tiny()
         ids = tokens(1, 6)
-        with pytest.raises(ShapeError, match=r"4-D attention_mask has dtype torch\.float32, expected bool"):
-            model(ids, attention_mask=torch.zeros(1, 1, 6, 6))
+        for bias in (0.5, -1.0, -1e4, float("nan")):
+            mask = torch.zeros(1, 1, 6, 6)
+            mask[..., 2] = bias
+            with pytest.raises(
+                ShapeError, match=r"attention_mask of torch\.float32 .* biases cannot be added to the logits"
+            ):
+                model(ids, attention_mask=mask)
+        with pytest.raises(ShapeError, match=r"attention_mask of torch\.int64 .* is neither bool"):
+            model(ids, attention_mask=torch.ones(1, 1, 6, 6, dtype=torch.long))
         with pytest.raises(ShapeError, match="expected \\(1, past \\+ new tokens\\)"):
             model(ids, attention_mask=torch.ones(2, 6))
         with pytest.raises(ShapeError, match="expected \\(1, past \\+ new tokens\\)"):
@@ -487,19 +503,36 @@ class TestOutputs:
         model = tiny(implementation="eager")
         seen = {}
         attention = model.model.layers[1].self_attn
-        original = attention.attend
+        original = attention.combined_map
 
-        def spy(query, key, value, lam, restrictions):
+        def spy(query, key, lam, restrictions):
             seen.update(query=query, key=key, restrictions=restrictions)
-            return original(query, key, value, lam, restrictions)
+            return original(query, key, lam, restrictions)
 
-        attention.attend = spy
+        attention.combined_map = spy
         with torch.no_grad():
             out = model(tokens(1, 9), output_attentions=True)
         first, second = attention_maps(seen["query"], seen["key"], is_causal=True)
         for one in (first, second):
             assert torch.allclose(one.sum(-1), torch.ones(1, 2, 9), atol=1e-6)
         assert torch.allclose(out.attentions[1], first - attention.lam() * second, atol=1e-6)
+
+    @pytest.mark.parametrize("kind", VARIANTS)
+    def test_the_output_is_computed_from_the_maps(self, kind):
+        """Logits with maps are those without, and so are gradients; they also reach the maps and hidden states themselves."""
+        model, ids = tiny(attention_type=kind, implementation="eager"), tokens(2, 7)
+        plain = model(ids)
+        plain.logits.square().sum().backward()
+        expected = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+        model.zero_grad()
+        out = model(ids, output_attentions=True, output_hidden_states=True)
+        for kept in (*out.attentions, *out.hidden_states):
+            kept.retain_grad()
+        out.logits.square().sum().backward()
+        torch.testing.assert_close(out.logits, plain.logits, atol=1e-5, rtol=1e-5)
+        for name, parameter in model.named_parameters():
+            assert relative_error(parameter.grad, expected[name]) < 1e-5, name
+        assert all(kept.grad.abs().max() > 0 for kept in (*out.attentions, *out.hidden_states))
 
     @pytest.mark.parametrize("implementation", ["difftransformer", "sdpa"])
     def test_maps_need_eager(self, implementation):

@@ -102,6 +102,7 @@ def test_what_is_cached(kind, ratio, tmp_path, monkeypatch):
         ({"attention_type": "grouped_diff"}, 1, "attention_type='grouped_diff' is not served"),
         ({"attention_type": "diff", "value_head_dim": 6}, 1, "value_head_dim=6 is not a multiple of head_dim=8"),
         ({"attention_type": "diff", "hidden_act": "gelu"}, 1, "hidden_act='gelu' is not served"),
+        ({"attention_type": "diff", "is_causal": False}, 1, "is_causal=False is not served"),
         ({"attention_type": "diff", "num_key_value_heads": 2}, 2, "1 key/value heads do not divide among 2"),
     ],
 )

@@ -119,6 +119,23 @@ def microsoft_v1(weights, x, depth, allowed=None):
     return heads @ w["out_proj.weight"].T
 
 
+def microsoft_naive_v1(weights, x, depth):
+    """multihead_diffattn.py: each of the 2 G keys serves H / G consecutive queries, of which two make a head."""
+    w = {name: tensor.double() for name, tensor in weights.items()}
+    d = len(w["lambda_q1"])
+    q, k, v = ((x @ w[f"{name}_proj.weight"].T).split(d * (1 + (name == "v")), 1) for name in "qkv")
+    shared, positions, allowed = len(q) // len(k), torch.arange(len(x)).double(), causal(len(x))
+    q1, k1, q2, k2 = _lambdas(w)
+    lam = torch.exp((q1 * k1).sum()) - torch.exp((q2 * k2).sum()) + paper_lambda_init(depth)
+    turned = [[rotate_interleaved(rows, positions) for rows in (query, k[j // shared])] for j, query in enumerate(q)]
+    maps = [softmax_map(query, key, allowed) for query, key in turned]
+    heads = []
+    for head in range(len(q) // 2):
+        out = (maps[2 * head] - lam * maps[2 * head + 1]) @ v[head // shared]
+        heads.append(root_mean_square(out, w["subln.weight"], 1e-5) * (1 - paper_lambda_init(depth)))
+    return torch.cat(heads, 1) @ w["out_proj.weight"].T
+
+
 def motif(weights, x, depth):
     w = {name: tensor.double() for name, tensor in weights.items()}
     d = len(w["lambda_q1"])

@@ -21,9 +21,20 @@ from ..errors import ConfigError, ShapeError
 from ..ops.attention import attend, maps
 from ..ops.norms import rms_norm
 from ..ops.problem import Restrictions
+from ..ops.reference import weighted_values
 from ..ops.rotary import apply_rotary
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+# transformers' name for a module whose weights every tensor-parallel process holds, with summed gradients.
+REPLICATED = "replicated_with_grad_allreduce"
+# Keywords of nn.MultiheadAttention -> what to write here.
+THEIR_KEYWORDS = {
+    "key_padding_mask": "pass attn_mask=~key_padding_mask[:, None, None, :] (True = may attend)",
+    "need_weights": "pass need_map=True for the map of every head",
+    "average_attn_weights": "pass need_map=True and average the heads' maps",
+    "key": "pass context, from which keys and values are projected",
+    "value": "pass context, from which keys and values are projected",
+}
 
 
 class AttentionConfig(Protocol):
@@ -204,7 +215,6 @@ class Attention(nn.Module):
         tags: Tags of a model card.
         config_options: Fields that the variant adds to a model's configuration.
         fp32_parameters: Names of parameters that stay in fp32 whatever dtype the model is loaded in.
-        tensor_parallel: transformers' tensor-parallel plan of the layer, by module name.
         can_upcycle: Whether a layer can start as a pretrained Transformer's, computing the same function.
     """
 
@@ -214,7 +224,6 @@ class Attention(nn.Module):
     tags: ClassVar[tuple[str, ...]] = ("differential-transformer", "arxiv:2410.05258")
     config_options: ClassVar[dict[str, Option]] = {}
     fp32_parameters: ClassVar[tuple[str, ...]] = ()
-    tensor_parallel: ClassVar[dict[str, str]] = dict.fromkeys(PROJECTIONS[:3], "colwise") | {"o_proj": "rowwise"}
     can_upcycle: ClassVar[bool] = False
 
     def __init__(self, embed_dim: int, layout: HeadLayout, *, layer_index: int, backend: str = "auto") -> None:
@@ -268,6 +277,15 @@ class Attention(nn.Module):
         return 0
 
     @classmethod
+    def tensor_parallel(cls, config: AttentionConfig) -> dict[str, str]:
+        """Return transformers' tensor-parallel plan of the layer, by module name ("" is the layer itself).
+
+        Every process holds the projections of some of the heads. Parameters of the layer itself are replicated, and their
+        gradients summed.
+        """
+        return {"": REPLICATED} | dict.fromkeys(PROJECTIONS[:3], "colwise") | {"o_proj": "rowwise"}
+
+    @classmethod
     def upcycled_options(cls, config: AttentionConfig) -> dict[str, Any]:
         """Return the options with which a pretrained Transformer's model keeps its function."""
         return {}
@@ -296,8 +314,12 @@ class Attention(nn.Module):
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, lam: Tensor | float | None, restrictions: Restrictions
     ) -> Tensor:
-        """Call the op, and compute what follows it before the output projection. Returns (B, H, T, E)."""
-        return attend(query, key, value, lam, restrictions, backend=self.backend)
+        """Call the op and `finish`. Returns (B, H, T, E). Override it only to fuse `finish` with the op."""
+        return self.finish(attend(query, key, value, lam, restrictions, backend=self.backend))
+
+    def finish(self, heads: Tensor) -> Tensor:
+        """Compute what follows the op before the output projection, from and to (B, H, T, E)."""
+        return heads
 
     def combined_map(
         self, query: Tensor, key: Tensor, lam: Tensor | float | None, restrictions: Restrictions
@@ -309,6 +331,13 @@ class Attention(nn.Module):
         if isinstance(lam, Tensor) and lam.dim():
             lam = lam.unsqueeze(-1) if lam.dim() == 3 else lam.view(-1, 1, 1)
         return first_BHTS - lam * second_BHTS[0]
+
+    def local_part(self, of_heads: Tensor | range, local_heads: int) -> Any:
+        """Return the part of one value for each head that belongs to this process's heads, all without tensor parallelism."""
+        if local_heads == self.layout.num_heads:
+            return of_heads
+        rank = cast(Any, self.q_proj.weight).device_mesh.get_local_rank()
+        return of_heads[rank * local_heads : (rank + 1) * local_heads]
 
     def lam(self) -> Tensor | None:
         """Return the layer's lambda now, one number or one for each head; None without one, or where it is by token."""
@@ -353,7 +382,7 @@ class Attention(nn.Module):
         is_causal: bool = True,
         **keywords: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend from hidden to itself, or to `context`.
+        """Attend from hidden to itself, or to `context`: causally, unless is_causal=False.
 
         Args:
             hidden: (B, T, M).
@@ -361,18 +390,24 @@ class Attention(nn.Module):
             position_embeddings: Cosine and sine, (B or 1, T, D / 2) each, from `ops.rotary_tables`; None for no rotation.
             context_position_embeddings: The same for `context`; None leaves its keys unrotated.
             cache: Keys and values of earlier positions; the new ones are appended.
-            need_map: Whether to return the combined attention map too. It costs a second pass with O(T * S) memory.
+            need_map: Whether to return the combined attention map too. The output is then computed from this map, with
+                O(T * S) memory, so that gradients flow through it.
             restrictions: The keys that each query may attend to. None takes them from the following arguments.
             is_causal: Whether attention is causal, bottom-right aligned.
-            **keywords: attn_mask, window, kv_start, kv_lengths and cu_seqlens, as in `differential_attention`.
+            **keywords: attn_mask, window, kv_start, kv_lengths and cu_seqlens, as in `differential_attention`. In a bool
+                attn_mask, True means may attend, unlike in nn.MultiheadAttention.
 
         Returns:
             The output (B, T, M), and the map (B, H, T, S) in fp32 or None.
 
         Raises:
             ShapeError: the last dimension of hidden or context is not M.
+            ConfigError: a keyword is unknown, such as those of nn.MultiheadAttention, for which the message names ours.
         """
         if restrictions is None:
+            for name in keywords.keys() - set(Restrictions._fields):
+                ours = THEIR_KEYWORDS.get(name, f"choose among {', '.join(Restrictions._fields)} and need_map")
+                raise ConfigError(f"{name} is no keyword of {type(self).__name__}: {ours}")
             restrictions = Restrictions(is_causal=is_causal, **keywords)
         elif keywords:
             raise ConfigError(f"{', '.join(keywords)} and restrictions were given together; pass one of the two")
@@ -386,8 +421,15 @@ class Attention(nn.Module):
         batch, length = hidden.shape[:2]
         layout = self.layout
         # The number of heads is -1: a tensor-parallel shard holds only some of them.
-        query = self.q_proj(hidden).view(batch, length, -1, layout.head_dim)
-        key = self.k_proj(source).view(batch, source.shape[1], -1, layout.head_dim)
+        query, key = self.q_proj(hidden), self.k_proj(source)
+        if query.shape[-1] % layout.query_width or key.shape[-1] % layout.key_width:
+            raise ShapeError(
+                f"this process holds {query.shape[-1]} features of queries and {key.shape[-1]} of keys, not whole heads of "
+                f"{layout.query_width} and {layout.key_width}: split {layout.query_groups} and {layout.cache_heads} heads "
+                "among a number of processes that divides both"
+            )
+        query = query.view(batch, length, -1, layout.head_dim)
+        key = key.view(batch, source.shape[1], -1, layout.head_dim)
         value_BGSE = self.v_proj(source).view(batch, source.shape[1], -1, layout.value_width).transpose(1, 2)
         key_rotation = position_embeddings if context is None else context_position_embeddings
         if position_embeddings is not None:
@@ -400,9 +442,15 @@ class Attention(nn.Module):
             key_BGSX, value_BGSE = cache.update(key_BGSX, value_BGSE, self.layer_index)
         lam = self.head_lam(hidden)
         query_BHTX, key_BGSX, value_BGSE = self.op_heads(query_BHTX, key_BGSX, value_BGSE)
-        heads_BHTE = self.attend(query_BHTX, key_BGSX, value_BGSE, lam, restrictions)
-        output = self.o_proj(heads_BHTE.transpose(1, 2).reshape(batch, length, -1))
-        return output, self.combined_map(query_BHTX, key_BGSX, lam, restrictions) if need_map else None
+        if isinstance(lam, Tensor) and lam.dim() == 1:
+            lam = self.local_part(lam, query_BHTX.shape[1])
+        map_BHTS = None
+        if need_map:
+            map_BHTS = self.combined_map(query_BHTX, key_BGSX, lam, restrictions)
+            heads_BHTE = self.finish(weighted_values(map_BHTS, value_BGSE))
+        else:
+            heads_BHTE = self.attend(query_BHTX, key_BGSX, value_BGSE, lam, restrictions)
+        return self.o_proj(heads_BHTE.transpose(1, 2).reshape(batch, length, -1)), map_BHTS
 
     def extra_repr(self) -> str:
         """Describe the module for `print`."""

@@ -8,13 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ConfigError
-from ..ops.problem import Restrictions
 from .base import AttentionConfig, HeadLayout, Option, PlainLayer
 from .softmax import SoftmaxAttention
 
 
 class DifferentialExtension(SoftmaxAttention):
-    """DEX, for pretrained models (arXiv:2505.16333, O' = O - lambda O W_D on chosen heads).
+    """DEX, causal unless forward gets is_causal=False (arXiv:2505.16333, O' = O - lambda O W_D on chosen heads).
+
+    It is made for pretrained models.
 
     head = softmax(Q K^T / sqrt(D)) V
     head' = head - lambda_h head W_h
@@ -105,13 +106,11 @@ class DifferentialExtension(SoftmaxAttention):
         """Return lambda of the chosen heads, (len(dex_heads),)."""
         return self.dex_lambda
 
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, lam: Tensor | float | None, restrictions: Restrictions
-    ) -> Tensor:
+    def finish(self, heads_BHTE: Tensor) -> Tensor:
         """Return O - lambda O W_D on the chosen heads, O on the others."""
-        heads_BHTE = super().attend(query, key, value, lam, restrictions)
-        parts, place = [], 0
-        for start, stop, chosen in _runs(self.dex_heads, self.layout.num_heads):
+        local = self.local_part(range(self.layout.num_heads), heads_BHTE.shape[1])
+        parts, place = [], sum(head < local[0] for head in self.dex_heads)
+        for start, stop, chosen in _runs([head - local[0] for head in self.dex_heads], len(local)):
             part = heads_BHTE[:, start:stop]
             if chosen:
                 own = slice(place, place + stop - start)
@@ -129,7 +128,11 @@ def _check_heads(chosen: Sequence[int], heads: int) -> None:
 
 
 def _runs(chosen: Sequence[int], heads: int) -> list[tuple[int, int, bool]]:
-    """Return (start, stop, whether chosen) of consecutive heads of one kind: slices need no index tensor on the device."""
+    """Return (start, stop, whether chosen) of consecutive heads of one kind: slices need no index tensor on the device.
+
+    If no head is chosen, an empty slice follows: in a tensor-parallel process, W_D must get a gradient all the same.
+    """
     inside = [head in set(chosen) for head in range(heads)]
     edges = [0, *(head for head in range(1, heads) if inside[head] != inside[head - 1]), heads]
-    return [(start, stop, inside[start]) for start, stop in pairwise(edges)]
+    runs = [(start, stop, inside[start]) for start, stop in pairwise(edges)]
+    return runs if any(inside) else [*runs, (heads, heads, True)]

@@ -9,7 +9,7 @@ from .differential import Differential, DifferentialOptions
 
 
 class DifferentialAttention(Differential):
-    """Multi-head differential attention (arXiv:2410.05258 eq. 1-3).
+    """Multi-head differential attention, causal unless forward gets is_causal=False (arXiv:2410.05258 eq. 1-3).
 
     head = (softmax(Q1 K1^T / sqrt(D)) - lambda softmax(Q2 K2^T / sqrt(D))) V
     output = concat((1 - lambda_init) RMSNorm(head)) W_O

@@ -9,7 +9,7 @@ from .differential import Differential, DifferentialOptions
 
 
 class DifferentialAttentionV2(Differential):
-    """DIFF V2 (microsoft/unilm, Diff-Transformer/Diff-Transformer-V2, January 2026).
+    """DIFF V2, causal unless forward gets is_causal=False (microsoft/unilm, Diff-Transformer/Diff-Transformer-V2, 2026).
 
     head = (softmax(Q1 K^T / sqrt(D)) - sigmoid(X w) softmax(Q2 K^T / sqrt(D))) V
     output = concat(head) W_O

@@ -8,6 +8,7 @@ choice is an option of its own.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any, ClassVar, Literal, Self, get_args
 
 import torch
@@ -15,8 +16,9 @@ from torch import Tensor, nn
 
 from ..errors import ConfigError
 from ..ops.attention import attend
-from ..ops.problem import LOW_PRECISION, Restrictions
-from .base import Attention, AttentionConfig, HeadLayout, Option, PlainLayer, RMSNorm
+from ..ops.norms import rms_norm
+from ..ops.problem import LOW_PRECISION, Norm, Restrictions
+from .base import REPLICATED, Attention, AttentionConfig, HeadLayout, Option, PlainLayer, RMSNorm
 
 LambdaForm = Literal["layer", "head", "token", "constant"]
 HeadNorm = Literal["gain", "plain", "none"]
@@ -77,6 +79,25 @@ class DifferentialOptions:
             "constant": 0,
         }
         return lambdas[self.lambda_form or "layer"] + (layout.value_head_dim if self.head_norm == "gain" else 0)
+
+
+class HeadwiseRMSNorm(RMSNorm):
+    """The norm of each head's output, factor * RMSNorm(head) * weight (arXiv:2410.05258 eq. 3).
+
+    The attention operator fuses it, so this module calls what computes the norm. Hooks that load or gather its weight, such as
+    those of accelerate, DeepSpeed and FSDP, then run before the weight is read.
+    """
+
+    def forward(  # type: ignore[override]
+        self, compute: Callable[..., Tensor], *tensors: Any, factor: float, **options: Any
+    ) -> Tensor:
+        """Return compute(*tensors, norm=(weight, eps, factor), **options)."""
+        return compute(*tensors, norm=(self.weight, self.eps, factor), **options)
+
+
+def _normed(heads: Tensor, *, norm: Norm) -> Tensor:
+    weight, eps, factor = norm
+    return rms_norm(heads, weight, eps) * factor
 
 
 class Differential(Attention):
@@ -167,7 +188,8 @@ class Differential(Attention):
             self.lambda_proj = nn.Linear(embed_dim, num_heads, bias=False)
         self.head_norm = None
         if chosen.head_norm != "none":
-            self.head_norm = RMSNorm(layout.value_head_dim, eps=head_norm_eps, gain=chosen.head_norm == "gain")
+            gain = chosen.head_norm == "gain"
+            self.head_norm = HeadwiseRMSNorm(layout.value_head_dim, eps=head_norm_eps, gain=gain)
         self.init_own_parameters()
 
     @classmethod
@@ -229,6 +251,17 @@ class Differential(Attention):
         return plain.read(name)
 
     @classmethod
+    def tensor_parallel(cls, config: AttentionConfig) -> dict[str, str]:
+        """Split lambda's projection too; every process holds the gain of the norm."""
+        options = cls.options_of(config)
+        plan = super().tensor_parallel(config)
+        if options.lambda_form == "token":
+            plan["lambda_proj"] = "colwise"
+        if options.head_norm == "gain":
+            plan["head_norm"] = REPLICATED
+        return plan
+
+    @classmethod
     def _share(cls, config: AttentionConfig, field: str) -> int:
         count = getattr(config, field)
         if cls.twin_heads == 1:
@@ -281,9 +314,12 @@ class Differential(Attention):
         self, query: Tensor, key: Tensor, value: Tensor, lam: Tensor | float | None, restrictions: Restrictions
     ) -> Tensor:
         """Return (A1 - lambda A2) V, normalised where the layer has a headwise norm."""
-        norm = self.head_norm
-        of_heads = None if norm is None else (norm.weight, norm.eps, 1.0 - self.lambda_init)
-        return attend(query, key, value, lam, restrictions, norm=of_heads, backend=self.backend)
+        call = attend if self.head_norm is None else partial(self.head_norm, attend, factor=1.0 - self.lambda_init)
+        return call(query, key, value, lam, restrictions=restrictions, backend=self.backend)
+
+    def finish(self, heads: Tensor) -> Tensor:
+        """Normalise each head where the layer has a headwise norm."""
+        return heads if self.head_norm is None else self.head_norm(_normed, heads, factor=1.0 - self.lambda_init)
 
     def _lambda_vectors(self) -> tuple[nn.Parameter, ...]:
         return tuple(getattr(self, name) for name in LAMBDA_VECTORS if hasattr(self, name))

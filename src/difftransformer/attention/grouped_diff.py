@@ -72,7 +72,7 @@ class GroupedLayout(HeadLayout):
 
 
 class GroupedDifferentialAttention(Differential):
-    """Grouped differential attention (arXiv:2510.06949), in the layout of Motif-2-12.7B.
+    """Grouped differential attention, causal unless forward gets is_causal=False (arXiv:2510.06949, Motif-2-12.7B's layout).
 
     head_h = (softmax(Q1_h K1_g^T / sqrt(D)) - lambda softmax(Q2_j K2_j'^T / sqrt(D))) V_g, with
         h = 0 ... H - 1 signal heads, j = h // (H / N) the noise head that h shares with H / N - 1 others,

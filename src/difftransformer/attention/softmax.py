@@ -6,7 +6,9 @@ from .base import Attention, AttentionConfig, HeadLayout
 
 
 class SoftmaxAttention(Attention):
-    """Multi-head attention of the same-size Transformer (Llama's form: no bias, rotary, grouped keys and values).
+    """Multi-head attention of the same-size Transformer, causal unless forward gets is_causal=False.
+
+    It has Llama's form: no bias, rotary embedding, grouped keys and values.
 
     Args:
         embed_dim: M, width of the hidden states.

@@ -138,6 +138,7 @@ def _refuse_what_diffllama_lacks(config: DiffTransformerConfig) -> None:
         ("value_head_dim", layout.value_head_dim, (2 * layout.head_dim,), "has values of twice the head_dim"),
         ("head_norm_eps", config.head_norm_eps, (config.rms_norm_eps,), "uses rms_norm_eps in every norm"),
         ("sliding_window", config.sliding_window, (None,), "sees all positions and ignores the field"),
+        ("is_causal", config.is_causal, (True,), "is a decoder"),
     ):
         if value not in possible:
             expected = " or ".join(map(repr, possible))

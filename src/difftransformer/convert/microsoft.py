@@ -6,10 +6,15 @@ as ours do. Microsoft's rotary embedding is interleaved and ours half-split, so 
 
 V1: q_proj, k_proj, v_proj, out_proj, lambda_{q1,k1,q2,k2}, subln.weight; eps 1e-5; head_dim = embed_dim / (2 num_heads).
     Modules from before 25 October 2024 have no subln.weight; they are read as head_norm="plain".
+    With grouped keys, the modules differ. In `multihead_flashdiff_1.py` and `multihead_flashdiff_2.py` each map of a head has
+    its own key, as in our layers. `multihead_diffattn.py` repeats the keys before it pairs them, so that both maps mostly
+    read one key; `load_microsoft_attention(..., module="naive")` reads its weights.
 V2: q_proj (2 queries a head), k_proj, v_proj, o_proj, lambda_proj.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -39,7 +44,7 @@ TARGET = "Microsoft's module"
 
 
 def microsoft_attention_state(layer: Differential) -> dict[str, Tensor]:
-    """Return the state dict of a Microsoft module that computes the same as a layer.
+    """Return the state dict of a Microsoft module that computes the same as a layer; with grouped keys, of a flash module.
 
     Args:
         layer: A V1 or a V2 layer.
@@ -61,19 +66,29 @@ def microsoft_attention_state(layer: Differential) -> dict[str, Tensor]:
 
 
 def load_microsoft_attention(
-    state: Mapping[str, Tensor], *, layer_index: int, backend: str = "auto"
+    state: Mapping[str, Tensor],
+    *,
+    layer_index: int,
+    module: Literal["flash", "naive"] = "flash",
+    backend: str = "auto",
 ) -> DifferentialAttention | DifferentialAttentionV2:
     """Make a layer that computes the same as Microsoft's module with this state dict. Sizes follow from the shapes.
 
     Args:
         state: The module's tensors; with `lambda_proj.weight` it is a V2 module.
         layer_index: Microsoft's `depth`, from 0; V1's lambda_init depends on it.
+        module: The V1 module that the weights were trained in, which matters if keys are grouped: "flash"
+            (`multihead_flashdiff_1.py` or `_2.py`), or "naive" (`multihead_diffattn.py`), for which the layer gets a copy of
+            keys and values for each head.
         backend: The op's backend, or "auto".
 
     Raises:
+        ConfigError: The module is unknown, or a V2 module is called naive.
         CheckpointError: A tensor is missing, or there is one too many.
         ShapeError: A shape contradicts the others.
     """
+    if module not in ("flash", "naive") or (module == "naive" and "lambda_proj.weight" in state):
+        raise ConfigError(f"module={module!r}: give 'flash', or 'naive' for V1 weights from multihead_diffattn.py")
     if "lambda_proj.weight" in state:
         return _load_v2(state, layer_index, backend)
     sizes = v1_sizes(state)
@@ -83,6 +98,11 @@ def load_microsoft_attention(
     ours |= _half_split_projections(state, sizes.head_dim) | {"o_proj.weight": state["out_proj.weight"]}
     if "subln.weight" in state:
         ours["head_norm.weight"] = state["subln.weight"]
+    if module == "naive":
+        shared = sizes.num_heads // sizes.num_key_value_heads
+        for name, width in (("k_proj.weight", sizes.head_dim), ("v_proj.weight", 2 * sizes.head_dim)):
+            ours[name] = ours[name].unflatten(0, (-1, width)).repeat_interleave(shared, 0).flatten(0, 1)
+        sizes = replace(sizes, num_key_value_heads=sizes.num_heads)
     return v1_layer(ours, sizes, layer_index=layer_index, head_norm_eps=HEAD_NORM_EPS, backend=backend)
 
 

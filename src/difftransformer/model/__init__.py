@@ -2,6 +2,12 @@
 
 from .config import DiffTransformerConfig
 from .counts import Counts, count, weights_and_kv_bytes
+from .heads import (
+    DiffTransformerForMaskedLM,
+    DiffTransformerForQuestionAnswering,
+    DiffTransformerForSequenceClassification,
+    DiffTransformerForTokenClassification,
+)
 from .modeling import DiffTransformerForCausalLM, DiffTransformerModel
 from .presets import PRESETS, Preset, preset
 from .pretrained import DiffTransformerPreTrainedModel

@@ -22,6 +22,14 @@ TRAINING_HEADING, NEXT_HEADING = "## Training\n", "## Citation\n"
 LOADED_FROM = "Of the model that this one was loaded from:"
 _SEAL = re.compile(r"<!-- Written by difftransformer; edit it freely: a changed card is kept\. sha256 (\w+) -->\n")
 _LICENSE = re.compile(r"[a-z0-9][a-z0-9.+-]*")
+HEADS = {  # the end of a class's name: what the model is, and its pipeline
+    "ForCausalLM": ("decoder-only language model", "text-generation"),
+    "ForMaskedLM": ("masked language model", "fill-mask"),
+    "ForSequenceClassification": ("classifier of sequences", "text-classification"),
+    "ForTokenClassification": ("classifier of tokens", "token-classification"),
+    "ForQuestionAnswering": ("model of extractive question answering", "question-answering"),
+    "": ("decoder without its output layer", None),
+}
 PAPER = "https://arxiv.org/abs/2410.05258"
 CITATION = """```bibtex
 @article{ye2024differential,
@@ -71,14 +79,15 @@ def model_card(
     """
     if license is not None and not _LICENSE.fullmatch(license):
         raise ConfigError(f"license={license!r}: give an identifier in small letters, such as mit or apache-2.0")
-    causal = architecture.endswith("ForCausalLM")
+    head = next((name for name in HEADS if architecture.endswith(name)), "")
+    what, pipeline = HEADS[head]
     front: dict[str, Any] = {"library_name": "transformers"}
-    if causal:
-        front["pipeline_tag"] = "text-generation"
+    if pipeline:
+        front["pipeline_tag"] = pipeline
     if license is not None:
         front["license"] = license
     front["tags"] = ["difftransformer", *config.attention.tags]
-    parts = [f"# {name}\n\n{_summary(config, causal)}\n", _layout(config), _usage(architecture, stock)]
+    parts = [f"# {name}\n\n{_summary(config, what)}\n", _layout(config), _usage(head, stock)]
     if isinstance(training, str):
         parts.append(training)
     elif training is not None:
@@ -151,9 +160,9 @@ def _sum(text: str) -> str:
     return hashlib.sha256(text.replace("\r\n", "\n").encode()).hexdigest()
 
 
-def _summary(config: DiffTransformerConfig, causal: bool) -> str:
-    what = "decoder-only language model" if causal else "decoder without its output layer"
+def _summary(config: DiffTransformerConfig, what: str) -> str:
     kind = config.attention
+    what = what if config.is_causal else f"bidirectional {what.replace('decoder', 'encoder')}"
     return f"A {what} with {kind.description} ({kind.label}, `{config.attention_type}`; [Differential Transformer]({PAPER}))."
 
 
@@ -169,8 +178,8 @@ def _layout(config: DiffTransformerConfig) -> str:
     return _table("## Layout", rows.items())
 
 
-def _usage(architecture: str, stock: bool) -> str:
-    auto = "AutoModelForCausalLM" if architecture.endswith("ForCausalLM") else "AutoModel"
+def _usage(head: str, stock: bool) -> str:
+    auto = f"AutoModel{head}"
     where = "It opens in stock transformers." if stock else "It opens once the package `difftransformer` is imported."
     first = "" if stock else "import difftransformer  # makes the model type known to transformers\n"
     code = f'{first}from transformers import {auto}\n\nmodel = {auto}.from_pretrained("FOLDER")\n'

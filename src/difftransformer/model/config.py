@@ -20,6 +20,18 @@ INITIALIZATIONS = ("normal", "mimetic")
 DEFAULT_ROPE_THETA = 10_000.0  # Llama's; the paper states 640,000 for its 64K models only
 
 
+def refuse_remote_code(auto_class: Any) -> None:
+    """Refuse to save code beside a model.
+
+    Raises:
+        ConfigError: Always.
+    """
+    raise ConfigError(
+        f"register_for_auto_class({getattr(auto_class, '__name__', auto_class)!r}): transformers would save one file of this "
+        "package, which needs the others; `import difftransformer` registers the Auto classes"
+    )
+
+
 class DiffTransformerConfig(PreTrainedConfig):
     """Configuration of a Differential Transformer or of its same-size Transformer twin.
 
@@ -45,6 +57,8 @@ class DiffTransformerConfig(PreTrainedConfig):
         max_position_embeddings: Longest trained length, in tokens.
         rope_parameters: transformers' rotary settings; None means the default type with rope_theta 10,000.
         sliding_window: Number of last positions that a query attends to, itself included; None means all.
+        is_causal: Whether tokens see only themselves and what precedes them. False makes a bidirectional encoder, which needs
+            sliding_window=None.
         initializer_range: Standard deviation of the initial weights (the paper does not state one).
         initialization: "normal", or "mimetic" to start attention as a lookup of like tokens (`Attention.init_mimetic`), from
             which small models learn retrieval in far fewer steps. It is the same for every attention type.
@@ -72,6 +86,7 @@ class DiffTransformerConfig(PreTrainedConfig):
     max_position_embeddings: int = 2048
     rope_parameters: dict[str, Any] | None = None
     sliding_window: int | None = None
+    is_causal: bool = True
     initializer_range: float = 0.02
     initialization: str = "normal"
     tie_word_embeddings: bool = True
@@ -125,12 +140,25 @@ class DiffTransformerConfig(PreTrainedConfig):
             raise ConfigError(f"hidden_act={self.hidden_act!r} is no activation of transformers; the paper uses silu")
         if self.sliding_window is not None and self.sliding_window < 1:
             raise ConfigError(f"sliding_window={self.sliding_window}: a window holds at least the query; use 1 or more")
+        if self.sliding_window is not None and not self.is_causal:
+            raise ConfigError(
+                f"sliding_window={self.sliding_window} with is_causal=False: only causal attention has a window; drop one"
+            )
         if self.attention_dropout:
             raise ConfigError(
                 f"attention_dropout={self.attention_dropout}: differential attention has no dropout on its maps; set 0"
             )
         self.head_layout()  # raises an error for impossible heads before anything is built
         super().__post_init__(**kwargs)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
+        """Refuse what transformers' method of this name does.
+
+        Raises:
+            ConfigError: Always.
+        """
+        refuse_remote_code(auto_class)
 
     def __eq__(self, other: object) -> bool:
         names = [*(field.name for field in dataclasses.fields(self)), *config_options()]
@@ -151,7 +179,8 @@ class DiffTransformerConfig(PreTrainedConfig):
     @property
     def base_model_tp_plan(self) -> dict[str, str]:
         """transformers' tensor-parallel plan."""
-        attention = {f"layers.*.self_attn.{name}": how for name, how in self.attention.tensor_parallel.items()}
+        plan = self.attention.tensor_parallel(self)
+        attention = {f"layers.*.self_attn.{name}".rstrip("."): how for name, how in plan.items()}
         mlp = {"gate_proj": "colwise", "up_proj": "colwise", "down_proj": "rowwise"}
         return attention | {f"layers.*.mlp.{name}": how for name, how in mlp.items()}
 

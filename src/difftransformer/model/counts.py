@@ -15,7 +15,7 @@ class Counts:
         parameters: Number of weights; a tied embedding counts once.
         embedding_parameters: Number of weights of the input embedding.
         attention_parameters: Number of weights of all attention layers.
-        forward_flops_per_token: FLOPs of one token's causal forward pass at `context_tokens`; a multiply-add is two.
+        forward_flops_per_token: FLOPs of one token's forward pass at `context_tokens`; a multiply-add is two.
         train_flops_per_token: FLOPs of forward and backward.
         kv_bytes_per_token: Bytes of one token in the cache of all layers.
         context_tokens: Context that the FLOPs are for.
@@ -49,7 +49,7 @@ def count(config: DiffTransformerConfig, *, context_tokens: int | None = None, c
     attention = layers * (projections + config.attention.own_parameters(config))
     parameters = attention + layers * (mlp + 2 * width) + width
     parameters += embedding if config.tie_word_embeddings else 2 * embedding
-    keys = mean_keys(context, config.sliding_window)
+    keys = mean_keys(context, config.sliding_window) if config.is_causal else context
     forward = layers * (2 * (projections + mlp) + keys * layout.map_flops_per_pair()) + 2 * embedding
     return Counts(
         parameters=parameters,

@@ -11,6 +11,7 @@ from transformers import Cache
 
 from ..errors import ShapeError
 from ..ops import Restrictions
+from ..ops.problem import bool_mask
 
 
 def arrange_rows(
@@ -21,6 +22,7 @@ def arrange_rows(
     cu_seqlens: Tensor | None,
     cache: Cache | None,
     window: int | None,
+    is_causal: bool,
     keep_rows: bool,
 ) -> tuple[Tensor, Tensor, Restrictions]:
     """Return the rows to compute, their positions, and the keys that each query may attend to.
@@ -29,13 +31,14 @@ def arrange_rows(
 
     Args:
         hidden: (B, T, M) embeddings of the new tokens.
-        attention_mask: (B, past + T) with 0 for padding; or a bool mask that broadcasts to (B, H, T, S) and replaces
-            every other restriction, causality included; or None.
+        attention_mask: (B, past + T) with 0 for padding; or a mask that broadcasts to (B, H, T, S), bool (True = may
+            attend) or additive (0 or -inf), and replaces every other restriction, causality included; or None.
         position_ids: (B, T), or (1, T) for all rows; None counts on from the cache. A new packed document starts wherever
             the ids do not increase by one.
         cu_seqlens: Cumulative lengths of the documents in a single row, or None.
         cache: Cache of earlier keys and values, or None.
         window: Sliding window in tokens, or None.
+        is_causal: Whether tokens see only themselves and what precedes them.
         keep_rows: Keep packed rows apart, for attention maps of shape (B, H, T, S).
 
     Returns:
@@ -65,7 +68,8 @@ def arrange_rows(
         starts[:, 0] = True
         hidden, starts = hidden.reshape(1, batch * length, -1), starts.reshape(1, -1)
         position_ids = position_ids.expand(batch, length).reshape(1, -1)
-    return hidden, position_ids, attention_restrictions(hidden, attention_mask, starts, cu_seqlens, cache, window)
+    beginning = Restrictions(is_causal=is_causal, window=window)
+    return hidden, position_ids, attention_restrictions(hidden, attention_mask, starts, cu_seqlens, cache, beginning)
 
 
 def packed_starts(position_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
@@ -100,24 +104,18 @@ def attention_restrictions(
     starts: Tensor | None,
     cu_seqlens: Tensor | None,
     cache: Cache | None,
-    window: int | None,
+    restrictions: Restrictions,
 ) -> Restrictions:
-    """Return the restrictions of T = length new tokens in each of B = batch rows.
+    """Return the restrictions of T = length new tokens in each of B = batch rows, beside those given.
 
     `starts` is True where a packed document starts inside a row (see `packed_starts`). See `arrange_rows` for the rest.
     """
     if attention_mask is not None and attention_mask.dim() == 4:
-        if attention_mask.dtype != torch.bool:
-            raise ShapeError(
-                f"a 4-D attention_mask has dtype {attention_mask.dtype}, expected bool (True = may attend); "
-                "pass `mask == 0` for an additive mask, or a (batch, length) mask"
-            )
-        return Restrictions(attn_mask=attention_mask)
+        return Restrictions(attn_mask=bool_mask(attention_mask, "attention_mask"))
 
     (batch, length), device = hidden.shape[:2], hidden.device
     keys, offset = (length, 0) if cache is None else cache.get_mask_sizes(length, 0)
     seen = 0 if cache is None else cache.get_seq_length()
-    restrictions = Restrictions(is_causal=True, window=window)
     if isinstance(seen, Tensor) or keys != seen + length - offset:
         filled = torch.as_tensor(seen, device=device) + (length - offset)
         restrictions = restrictions._replace(kv_lengths=filled.to(torch.int32).expand(batch))
@@ -134,8 +132,8 @@ def attention_restrictions(
         return restrictions._replace(cu_seqlens=cu_seqlens.to(torch.int32))
     if starts is None:
         return restrictions
-    only_causal = all(restriction is None or restriction is True for restriction in restrictions)
-    if not torch.compiler.is_compiling() and batch == 1 and keys == length and seen == 0 and only_causal:
+    unpadded = all(restriction is None or isinstance(restriction, bool) for restriction in restrictions)
+    if not torch.compiler.is_compiling() and batch == 1 and keys == length and seen == 0 and unpadded:
         return restrictions._replace(cu_seqlens=row_lengths(starts))
     document = starts.cumsum(1)
     keys_of_past = keys - length if isinstance(seen, Tensor) else seen - offset
@@ -168,13 +166,18 @@ def _key_padding(attention_mask: Tensor, batch: int, length: int, seen: int | Te
 
 
 def _with_padding(restrictions: Restrictions, real: Tensor) -> Restrictions:
-    """Add `kv_start` if all padding is on the left, nothing if there is none, and a bool mask otherwise.
+    """Add nothing if there is no padding, `kv_start` if all of it is on the left, and a bool mask otherwise.
 
-    Reading the values makes the device wait, so a compiled model always takes the mask.
+    Without causality, padding on both sides becomes `kv_start` and `kv_lengths`. Reading the values makes the device wait, so
+    a compiled model always takes the mask.
     """
     if not torch.compiler.is_compiling():
         if bool(real.all()):
             return restrictions
         if bool((real == (real.cumsum(1) > 0)).all()):
             return restrictions._replace(kv_start=(~real).sum(1).to(torch.int32))
+        blocks = real[:, 0] + (real[:, 1:] & ~real[:, :-1]).sum(1)
+        if not restrictions.is_causal and bool((blocks <= 1).all()):
+            start = real.int().argmax(1).to(torch.int32)
+            return restrictions._replace(kv_start=start, kv_lengths=start + real.sum(1).to(torch.int32))
     return restrictions._replace(attn_mask=real[:, None, None, :])

@@ -1,5 +1,7 @@
 """The language model: a Llama-style decoder whose attention is chosen by one word. Read this file first.
 
+Other output layers, and the encoder's, are in heads.py.
+
     hidden = embed_tokens(ids)
     for each layer:
         hidden = hidden + self_attn(input_layernorm(hidden))              # attention/: softmax, diff, ...
@@ -13,7 +15,7 @@
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import AutoModel, AutoModelForCausalLM, Cache, DynamicCache, GenerationMixin
+from transformers import Cache, DynamicCache, GenerationMixin
 from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
@@ -65,7 +67,7 @@ class DecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
 
 
 class DiffTransformerModel(DiffTransformerPreTrainedModel):
-    """The decoder without the output layer."""
+    """The model without an output layer: a decoder, or a bidirectional encoder where config.is_causal is False."""
 
     def __init__(self, config: DiffTransformerConfig) -> None:
         super().__init__(config)
@@ -95,14 +97,14 @@ class DiffTransformerModel(DiffTransformerPreTrainedModel):
 
         Args:
             input_ids: (B, T) token ids.
-            attention_mask: (B, past + T), 0 for padding on either side; or a bool mask that broadcasts to (B, H, T, S)
-                and replaces every other restriction, causality included.
+            attention_mask: (B, past + T), 0 for padding on either side; or a mask that broadcasts to (B, H, T, S), bool
+                (True = may attend) or additive (0 or -inf), and replaces every other restriction, causality included.
             position_ids: (B, T). A new packed document starts wherever they do not increase by one; it sees nothing before
                 its start.
             past_key_values: Cache of transformers, to which new keys and values are appended.
             inputs_embeds: (B, T, M) embeddings in place of input_ids.
             use_cache: Whether to make a DynamicCache if none is given. Defaults to config.use_cache, and to False in
-                training.
+                training and without causality.
             output_attentions: Whether to return every layer's map, (B, H, T, S) in fp32 (A1 - lambda A2 for "diff").
                 Requires attn_implementation="eager".
             output_hidden_states: Whether to return the input of every layer and the final hidden states.
@@ -110,7 +112,7 @@ class DiffTransformerModel(DiffTransformerPreTrainedModel):
 
         Raises:
             ShapeError: Both or neither of input_ids and inputs_embeds are given, or a mask does not fit.
-            ConfigError: Maps are requested from an implementation that does not compute them.
+            ConfigError: Maps are requested from an implementation that does not compute them, or a cache from an encoder.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ShapeError("pass exactly one of input_ids and inputs_embeds")
@@ -127,7 +129,12 @@ class DiffTransformerModel(DiffTransformerPreTrainedModel):
         if checkpointing:
             past_key_values, use_cache = None, False
         if use_cache is None:
-            use_cache = self.config.use_cache and not self.training
+            use_cache = self.config.use_cache and self.config.is_causal and not self.training
+        if not self.config.is_causal and (use_cache or past_key_values is not None):
+            raise ConfigError(
+                "is_causal=False: a bidirectional encoder neither has a cache nor generates text; use a causal model, or "
+                "pass use_cache=False to encode"
+            )
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
 
@@ -138,6 +145,7 @@ class DiffTransformerModel(DiffTransformerPreTrainedModel):
             cu_seqlens=cu_seq_lens_q,
             cache=past_key_values,
             window=self.config.sliding_window,
+            is_causal=self.config.is_causal,
             keep_rows=need_maps,
         )
         position_embeddings = self.rotary_emb(positions)
@@ -146,6 +154,7 @@ class DiffTransformerModel(DiffTransformerPreTrainedModel):
         for layer in self.layers:
             if need_hidden:
                 all_hidden.append(rows.view(batch, length, -1))
+                rows = all_hidden[-1].view(rows.shape)  # so that gradients flow through what is returned
             rows, attention_map = layer(
                 rows,
                 past_key_values=past_key_values,
@@ -167,12 +176,21 @@ class DiffTransformerModel(DiffTransformerPreTrainedModel):
 
 
 class DiffTransformerForCausalLM(DiffTransformerPreTrainedModel, GenerationMixin):  # type: ignore[misc]
-    """The language model. `forward` and `generate` behave like those of LlamaForCausalLM."""
+    """The language model. `forward` and `generate` behave like those of LlamaForCausalLM.
+
+    Raises:
+        ConfigError: config.is_causal is False.
+    """
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
     _tp_plan = {"lm_head": "colwise_gather_output"}
 
     def __init__(self, config: DiffTransformerConfig) -> None:
+        if not config.is_causal:
+            raise ConfigError(
+                "is_causal=False: a language model that generates text must not see later tokens; use a causal model, or "
+                "DiffTransformerForMaskedLM"
+            )
         super().__init__(config)
         self.model = DiffTransformerModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -230,7 +248,3 @@ class DiffTransformerForCausalLM(DiffTransformerPreTrainedModel, GenerationMixin
     def _get_static_cache_init_shape(self) -> None:
         # For chunked prefill, transformers would allocate the plain Transformer's heads. None defers it to the first update.
         return None
-
-
-AutoModel.register(DiffTransformerConfig, DiffTransformerModel, exist_ok=True)
-AutoModelForCausalLM.register(DiffTransformerConfig, DiffTransformerForCausalLM, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The base class of both models: how transformers initialises them, chooses their attention, saves and pads them."""
+"""The base class of all models: how transformers initialises them, chooses their attention, saves and pads them."""
 
 import os
 from pathlib import Path
@@ -12,7 +12,7 @@ from transformers import initialization as init
 from ..attention import Attention
 from ..errors import ConfigError
 from .card import inherited_training, model_card, write_card
-from .config import DiffTransformerConfig
+from .config import DiffTransformerConfig, refuse_remote_code
 from .weights import weights_files
 
 # transformers' attn_implementation -> backend of the attention operator. None leaves the choice to config.attn_backend.
@@ -26,7 +26,7 @@ ATTN_IMPLEMENTATIONS: dict[str, str | None] = {
 
 
 class DiffTransformerPreTrainedModel(PreTrainedModel):  # type: ignore[misc]
-    """Base class of `DiffTransformerModel` and `DiffTransformerForCausalLM`."""
+    """Base class of `DiffTransformerModel` and of the models with an output layer."""
 
     config: DiffTransformerConfig
     config_class = DiffTransformerConfig
@@ -84,6 +84,15 @@ class DiffTransformerPreTrainedModel(PreTrainedModel):  # type: ignore[misc]
         return super().from_pretrained(
             pretrained_model_name_or_path, *arguments, **{**options, "use_safetensors": True}
         )
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = "AutoModel") -> None:
+        """Refuse what transformers' method of this name does.
+
+        Raises:
+            ConfigError: Always.
+        """
+        refuse_remote_code(auto_class)
 
     def save_pretrained(
         self, save_directory: str | os.PathLike[str], is_main_process: bool = True, *arguments: Any, **options: Any

@@ -15,6 +15,7 @@ from torch import Tensor
 from ..errors import ConfigError, ShapeError
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
+FORBIDDEN = torch.finfo(torch.float16).min  # an additive mask that is as low as this forbids in every dtype
 _INTEGERS = (torch.int32, torch.int64)
 
 
@@ -290,6 +291,23 @@ def check_tensor(name: str, x: object, other: Tensor, name_of_other: str = "quer
         raise ShapeError(f"{name}: {shown(x)}; it must be a tensor")
     if x.device != other.device:
         raise ShapeError(f"{name}: on {x.device}, {name_of_other} is on {other.device}; move both to one device")
+
+
+def bool_mask(mask: Tensor, name: str) -> Tensor:
+    """Return a bool mask, True = may attend, from a bool mask or from one that is added to the logits.
+
+    Raises:
+        ShapeError: an additive mask holds other values than 0 and -inf, or the lowest number of a dtype.
+    """
+    if mask.dtype == torch.bool:
+        return mask
+    allowed = mask == 0
+    if not mask.is_floating_point() or not bool((allowed | (mask <= FORBIDDEN)).all()):
+        raise ShapeError(
+            f"{name} of {mask.dtype} with shape {tuple(mask.shape)} is neither bool (True = may attend) nor additive with "
+            f"values 0 and -inf (at most {FORBIDDEN:g}); biases cannot be added to the logits"
+        )
+    return allowed
 
 
 def check_restrictions(restrictions: Restrictions, query: Tensor, keys: int) -> None:

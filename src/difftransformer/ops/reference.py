@@ -89,11 +89,16 @@ def run(call: Call) -> Tensor:
 
     Scores, softmax and difference are formed in fp32 (float64 for float64), then rounded once to the value's dtype.
     """
-    batch, heads, queries = call.query.shape[:3]
-    groups, keys, value_width = call.value.shape[1:]
-    allowed_BHTS = allowed_keys(call.restrictions, queries, keys, call.query.device)
+    allowed_BHTS = allowed_keys(call.restrictions, call.query.shape[2], call.key.shape[2], call.query.device)
     map_BHTS, *second_BHTS = (softmax_map(*inputs, call.scale, allowed_BHTS) for inputs in call.maps())
     if call.lam is not None:
         map_BHTS = map_BHTS - call.lam.unsqueeze(-1) * second_BHTS[0]
-    map_BGRS = map_BHTS.to(call.value.dtype).view(batch, groups, heads // groups * queries, keys)
-    return (map_BGRS @ call.value).view(batch, heads, queries, value_width)
+    return weighted_values(map_BHTS, call.value)
+
+
+def weighted_values(map_BHTS: Tensor, value: Tensor) -> Tensor:
+    """Return the product (B, H, T, E) of maps, rounded to the value's dtype, and values (B, G, S, E)."""
+    batch, heads, queries, keys = map_BHTS.shape
+    groups, _, value_width = value.shape[1:]
+    map_BGRS = map_BHTS.to(value.dtype).view(batch, groups, heads // groups * queries, keys)
+    return (map_BGRS @ value).view(batch, heads, queries, value_width)

@@ -67,6 +67,8 @@ def check_served(config: DiffTransformerConfig, ranks: int) -> HeadLayout:
         )
     if config.hidden_act != "silu":
         raise ConfigError(f"vLLM: hidden_act={config.hidden_act!r} is not served; its gated layer uses silu")
+    if not config.is_causal:
+        raise ConfigError("vLLM: is_causal=False is not served; its decoder is causal")
     layout = config.head_layout()
     if layout.value_head_dim % layout.head_dim:
         raise ConfigError(

@@ -1,0 +1,110 @@
+"""The encoder layer in the place of nn.TransformerEncoderLayer."""
+
+import pytest
+import torch
+from torch import nn
+
+from difftransformer import DifferentialEncoderLayer
+from difftransformer.attention import VARIANTS, DifferentialAttention
+from difftransformer.errors import ConfigError, ShapeError
+
+PADDED = torch.tensor([[0, 0, 0, 0, 1, 1], [0, 0, 0, 0, 0, 0], [1, 0, 0, 0, 0, 0]], dtype=torch.bool)
+CAUSAL = torch.ones(6, 6, dtype=torch.bool).triu(1)
+CALLS = {
+    "plain": {},
+    "causal mask": {"src_mask": CAUSAL},
+    "additive mask": {"src_mask": nn.Transformer.generate_square_subsequent_mask(6)},
+    "causal hint": {"src_mask": CAUSAL, "is_causal": True},
+    "padding": {"src_key_padding_mask": PADDED},
+    "both": {"src_mask": CAUSAL.T.clone(), "src_key_padding_mask": PADDED},
+}
+
+
+def pair(**options):
+    """PyTorch's layer and the softmax layer with its weights; PyTorch's attention has biases of zero."""
+    torch.manual_seed(0)
+    theirs = nn.TransformerEncoderLayer(32, 4, 48, **options).eval()
+    ours = DifferentialEncoderLayer(32, 4, 48, attention_type="softmax", **options).eval()
+    state = theirs.state_dict()
+    for name, rows in zip(("q", "k", "v"), state.pop("self_attn.in_proj_weight").chunk(3), strict=True):
+        state[f"self_attn.{name}_proj.weight"] = rows
+    state["self_attn.o_proj.weight"] = state.pop("self_attn.out_proj.weight")
+    for name in ("self_attn.in_proj_bias", "self_attn.out_proj.bias"):
+        if name in state:
+            assert not state.pop(name).any()
+    ours.load_state_dict(state)
+    return ours, theirs
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"batch_first": True, "norm_first": True, "activation": "gelu"}, {"bias": False}]
+)
+@pytest.mark.parametrize("call", CALLS)
+def test_the_softmax_layer_is_torchs(call, options):
+    ours, theirs = pair(**options)
+    x = torch.randn((3, 6, 32) if options.get("batch_first") else (6, 3, 32))
+    real = ~PADDED if "src_key_padding_mask" in CALLS[call] else torch.ones(3, 6, dtype=torch.bool)
+    if call == "both":
+        real[0, 4:] = False  # these queries see padding alone, which PyTorch makes NaN
+    real = real if options.get("batch_first") else real.T
+    with torch.no_grad():
+        torch.testing.assert_close(ours(x, **CALLS[call])[real], theirs(x, **CALLS[call])[real], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("attention_type", VARIANTS)
+def test_layers_of_torchs_encoder(attention_type):
+    torch.manual_seed(0)
+    layer = DifferentialEncoderLayer(32, 4, 48, 0.0, batch_first=True, attention_type=attention_type)
+    encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    encoder.layers = nn.ModuleList(
+        DifferentialEncoderLayer(32, 4, 48, 0.0, batch_first=True, attention_type=attention_type, layer_index=index)
+        for index in range(2)
+    )
+    x = torch.randn(3, 6, 32)
+    whole = encoder(x, src_key_padding_mask=PADDED)
+    for row in range(3):
+        alone = encoder(x[row : row + 1, ~PADDED[row]])
+        torch.testing.assert_close(whole[row, ~PADDED[row]], alone[0], atol=1e-5, rtol=1e-5)
+    causal = encoder(x, mask=nn.Transformer.generate_square_subsequent_mask(6))
+    torch.testing.assert_close(
+        causal[:, :4], encoder(x[:, :4], is_causal=True, mask=CAUSAL[:4, :4]), atol=1e-5, rtol=1e-5
+    )
+    causal.sum().backward()
+    assert all(parameter.grad is not None for parameter in encoder.parameters())
+
+
+def test_mistakes_are_named():
+    layer = DifferentialEncoderLayer(32, 4, batch_first=True)
+    x = torch.randn(2, 6, 32)
+    with pytest.raises(ShapeError, match=r"src_mask .* biases cannot be added"):
+        layer(x, src_mask=torch.randn(6, 6))
+    with pytest.raises(ShapeError, match=r"src_mask has shape \(8, 6, 6\); it must be \(T, T\)"):
+        layer(x, src_mask=CAUSAL.expand(8, 6, 6))
+    with pytest.raises(ShapeError, match="must have 3 dimensions"):
+        layer(x[0])
+    with pytest.raises(ConfigError, match="d_model=30 is not a multiple of nhead=4"):
+        DifferentialEncoderLayer(30, 4)
+    with pytest.raises(ConfigError, match="num_attention_heads=3 is odd"):
+        DifferentialEncoderLayer(30, 3)
+    with pytest.raises(ConfigError, match=r"lambda_start=0\.5 is no option of attention_type='diff'"):
+        DifferentialEncoderLayer(32, 4, lambda_start=0.5)
+    assert DifferentialEncoderLayer(32, 4, lambda_init=0.5).self_attn.lambda_init == 0.5
+    with pytest.raises(ConfigError, match="activation='silu' is unknown"):
+        DifferentialEncoderLayer(32, 4, activation="silu")
+
+
+@pytest.mark.parametrize(
+    ("keyword", "words"),
+    [
+        ({"key_padding_mask": PADDED}, "pass attn_mask=~key_padding_mask"),
+        ({"need_weights": True}, "need_map=True"),
+        ({"average_attn_weights": False}, "need_map=True"),
+        ({"attention_mask": PADDED}, "choose among attn_mask, is_causal"),
+    ],
+)
+def test_keywords_of_torchs_attention_name_ours(keyword, words):
+    layer = DifferentialAttention(32, 2)
+    with pytest.raises(ConfigError, match=words):
+        layer(torch.randn(3, 6, 32), **keyword)
+    assert "causal unless" in DifferentialAttention.__doc__.splitlines()[0]
+    assert "is_causal=False" in DifferentialAttention.forward.__doc__.splitlines()[0]
