@@ -174,6 +174,27 @@ def test_eager_gives_the_maps_and_no_implementation_is_plain(tmp_path):
         ours.set_attn_implementation("flash_attention_3")
 
 
+@pytest.mark.parametrize("to", [to for to in targets() if to != "softmax"])
+def test_weights_are_there_only_inside_their_modules_call(to, tmp_path):
+    """Hooks of offloading and sharding fetch a module's weights when it is called, and drop them afterwards."""
+    ours, _ = upcycled(source_model("olmo2", **OPTIONS["olmo2"]), tmp_path, to)
+    expected = ours(ids()).logits
+    for module in ours.modules():
+        for parameter in module.parameters(recurse=False):
+            kept = parameter.detach().clone()
+
+            def fetch(module, *_, parameter=parameter, kept=kept):
+                parameter.data.copy_(kept)
+
+            def drop(module, *_, parameter=parameter):
+                parameter.data.fill_(torch.nan)
+
+            module.register_forward_pre_hook(fetch)
+            module.register_forward_hook(drop)
+            drop(module)
+    assert torch.equal(ours(ids()).logits, expected)
+
+
 @pytest.mark.parametrize("family", ["qwen2", "gemma3_text", "phi3"])
 def test_counts_are_those_of_the_model(family, tmp_path):
     ours, done = upcycled(source_model(family, **OPTIONS[family]), tmp_path, "diff")

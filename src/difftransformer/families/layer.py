@@ -9,6 +9,8 @@ map, E value width.
 """
 
 import copy
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,9 +23,10 @@ from ..attention.base import PROJECTIONS
 from ..errors import ConfigError
 from ..ops.norms import rms_norm
 from ..ops.problem import Restrictions
+from ..ops.reference import weighted_values
 
 IMPLEMENTATION = "difftransformer_family"
-_classes: dict[type[nn.Module], type[nn.Module]] = {}  # of each family's attention class
+_classes: dict[type[nn.Module], type[nn.Module]] = {}  # by the class that they extend
 
 
 class DifferentialLayer(nn.Module):
@@ -36,10 +39,16 @@ class DifferentialLayer(nn.Module):
     differential: Attention
 
     def forward(self, hidden_states: Tensor, *arguments: Any, **keywords: Any) -> Any:
+        """Run the family's forward inside that of `differential`, so that hooks have its weights at hand meanwhile."""
+        return self.differential(hidden_states, partial(super().forward, hidden_states, *arguments, **keywords))
+
+
+class AroundForward(nn.Module):
+    """What is added to the variant's class: a forward that runs the family's."""
+
+    def forward(self: Any, hidden_states: Tensor, family_forward: Callable[..., Any]) -> Any:
         """Run the family's forward, whose attention function also gets lambda."""
-        return super().forward(
-            hidden_states, *arguments, head_lam=self.differential.head_lam(hidden_states), **keywords
-        )
+        return family_forward(head_lam=self.head_lam(hidden_states))
 
 
 class NormOfMaps(nn.Module):
@@ -98,14 +107,15 @@ def make_differential(layer: Any, differential: Attention) -> None:
         layer.num_key_value_heads = sizes["k"] // layout.head_dim
     for name in PROJECTIONS:
         delattr(differential, name)
+    differential.__class__ = _combined(AroundForward, type(differential), type(differential).__name__)
     layer.differential = differential
-    layer.__class__ = _differential_class(type(layer))
+    layer.__class__ = _combined(DifferentialLayer, type(layer), f"Differential{type(layer).__name__}")
 
 
-def _differential_class(family: type[nn.Module]) -> type[nn.Module]:
-    if family not in _classes:
-        _classes[family] = type(f"Differential{family.__name__}", (DifferentialLayer, family), {"__module__": __name__})
-    return _classes[family]
+def _combined(addition: type[nn.Module], base: Any, name: str) -> Any:
+    if base not in _classes:
+        _classes[base] = type(name, (addition, base), {"__module__": __name__})
+    return _classes[base]
 
 
 def _linear(old: nn.Linear, rows: int) -> nn.Linear:
@@ -157,11 +167,13 @@ def attention(
     )
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     restrictions = Restrictions(attn_mask=attention_mask, is_causal=causal and attention_mask is None)
-    heads_BHTE = variant.attend(query_BHTX, key_BGSX, value_BGSE, head_lam, restrictions)
-    weights = None
+    map_BHTS = None
     if variant.backend == "reference":
-        weights = variant.combined_map(query_BHTX, key_BGSX, head_lam, restrictions)
-    return heads_BHTE.transpose(1, 2).contiguous(), weights
+        map_BHTS = variant.combined_map(query_BHTX, key_BGSX, head_lam, restrictions)
+        heads_BHTE = variant.finish(weighted_values(map_BHTS, value_BGSE))
+    else:
+        heads_BHTE = variant.attend(query_BHTX, key_BGSX, value_BGSE, head_lam, restrictions)
+    return heads_BHTE.transpose(1, 2).contiguous(), map_BHTS
 
 
 def _grouped(heads: Tensor, width: int) -> Tensor:
