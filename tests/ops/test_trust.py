@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from difftransformer.cli import doctor
 from difftransformer.cli.main import main
 from difftransformer.errors import BackendUnavailable
-from difftransformer.ops import BACKENDS, backends, chunked, differential_attention, trust, use_backend
+from difftransformer.ops import BACKENDS, backends, chunked, differential_attention, examination, trust, use_backend
 from tests.support import oracle
 from tests.support.cases import CAUSAL, PROBLEM, needs_kernels
 from tests.support.oracle import Case, relative_error
@@ -248,7 +247,7 @@ def test_memory_that_runs_out_is_no_verdict(calls):
 @needs_kernels
 def test_doctor(capsys, monkeypatch, calls):
     monkeypatch.setattr(trust, "FULL", trust.FIRST)
-    monkeypatch.setattr(doctor, "TIMED_LENGTHS", {"cpu": 16})
+    monkeypatch.setattr(examination, "TIMED_LENGTHS", {"cpu": 16})
     for name in ("flex", "triton"):  # on the CPU both take minutes
         monkeypatch.setitem(BACKENDS, name, dataclasses.replace(BACKENDS[name], supports=lambda problem: "left out"))
     assert main(["doctor", "--device", "cpu"]) == 0

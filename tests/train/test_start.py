@@ -92,7 +92,7 @@ class TestRefusals:
 
     def test_no_such_folder(self, toy, start):
         recipe = recipe_from(self.document(toy, start.parent / "nowhere"), source="toy")
-        words = r"start_from: .*config.json cannot be read .*name the folder of a saved model"
+        words = r"config.json: no such file; name the folder of a saved model as start_from"
         with pytest.raises(ConfigError, match=words):
             recipe.model_config(vocab_size=1)
 

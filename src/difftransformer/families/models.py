@@ -73,10 +73,9 @@ class _DifferentialModel(PreTrainedModel):  # type: ignore[misc]
             raise ConfigError(
                 f"attn_implementation={name!r} is not supported; choose one of {', '.join(ATTN_IMPLEMENTATIONS)}"
             )
-        if name != IMPLEMENTATION:
-            for module in self.modules():
-                if isinstance(module, Attention):
-                    module.backend = ATTN_IMPLEMENTATIONS[name] or self.config.attn_backend
+        for module in self.modules():
+            if isinstance(module, Attention):
+                module.backend = ATTN_IMPLEMENTATIONS.get(name) or self.config.attn_backend
         return IMPLEMENTATION
 
     @classmethod

@@ -121,7 +121,9 @@ def _probed(model: Any) -> list[nn.Module]:
         inside.pop()
 
     def count(scores: Tensor, allowed: Tensor | None) -> Tensor:
-        formed[inside[-1]] = formed.get(inside[-1], 0) + 1
+        # A layer's norm may call what forms the maps.
+        layers = [module for module in inside if isinstance(module, Attention)] or inside
+        formed[layers[-1]] = formed.get(layers[-1], 0) + 1
         return scores
 
     with ExitStack() as hooks, observe_logits(count):
