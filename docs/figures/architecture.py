@@ -39,6 +39,7 @@ PACKAGES = {
     "plots": "style and parts of figures",
     "statistics": "intervals",
     "results": "typed results files",
+    "sources": "recipes and models by name",
     "child": "processes that end with their parent",
     "files": "locks, errors that name files",
     "typed": "checks of fields and types",

@@ -39,7 +39,7 @@ def fails(capsys):
     return run
 
 
-def test_faults_of_the_command_line_are_found_without_torch():
+def test_faults_of_the_command_line_are_found_without_torch(tmp_path):
     code = f"""
         import sys
         sys.argv = ["difftransformer"]
@@ -50,9 +50,19 @@ def test_faults_of_the_command_line_are_found_without_torch():
             assert main([verb, "a", "--device", "cud", "--threads"]) == 2
         assert main(["generate", "a", "text", "--max_new_tokens", "0"]) == 2
         assert main(["train", "a", "--threads", "1e6"]) == 2
+        for words in (["train", "a"], ["compare", "a"], ["generate", "a", "text"], ["eval", "a"], ["eval", "needle", "a"],
+                      ["eval", "quantized", "a"], ["export", "a", "b"], ["upcycle", "a", "b", "--to", "diff"]):
+            assert main(words) == 2
+        for name in ("../../x", ""):
+            with open("recipe.yaml", "w") as file:
+                print("name: '" + name + "'", file=file)
+            for verb in ("train", "compare"):
+                assert main([verb, "recipe.yaml"]) == 2
         assert not {{"torch", "transformers"}} & set(sys.modules)
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False, cwd=tmp_path
+    )
     assert done.returncode == 0, done.stderr
 
 

@@ -276,7 +276,7 @@ def test_a_task_on_the_text_that_a_run_held_out(run, tmp_path, fails):
 
 
 def test_eval_of_what_is_no_model(fails, run, toy_file, tmp_path):
-    assert "no checkpoint here" in fails("eval", tmp_path / "nowhere")
+    assert "nowhere: no such folder" in fails("eval", tmp_path / "nowhere")
     bare = tmp_path / "bare"
     shutil.copytree(checkpoints(run)[-1], bare)
     assert "pass --recipe FILE" in fails("eval", bare)

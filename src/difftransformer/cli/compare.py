@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from ..files import locked
+from ..sources import read_recipe
 from .arguments import SET
 from .console import Gaps, console, log, resumable, show
 from .progress import training_progress, watch_jobs
@@ -21,6 +22,7 @@ def run(
         seeds: Number of seeds in place of the recipe's.
         jobs: Runs that train at the same time, in place of the recipe's; each gets an equal share of the threads.
     """
+    read_recipe(recipe)
     from ..ops import build
     from ..report import print_study, write_report
     from ..studies import compare, load_recipe

@@ -6,6 +6,7 @@ from rich.table import Table
 
 from ..errors import ConfigError
 from ..results import TaskResult, summary_rows
+from ..sources import check_model
 from .arguments import SET, check_device
 from .console import Gaps, console, log, resumable, show
 from .progress import evaluation_progress
@@ -24,6 +25,7 @@ def run(
         out: Folder for results; evals/STEP in the run folder by default.
         device: cpu or cuda.
     """
+    check_model(model)
     from ..data import prepare_shards
     from ..studies import evaluate_checkpoint, load_recipe
     from ..studies.evaluation import evaluations_folder

@@ -6,6 +6,7 @@ from typing import Any
 from ..evals.tasks import task_kind
 from ..files import locked
 from ..results.base import WeightsDtype
+from ..sources import check_model
 from .arguments import check_device, check_positive
 from .console import Gaps, console, log, resumable, show
 from .progress import evaluation_progress
@@ -44,6 +45,7 @@ def run(
         verb: The command.
         options: Options of the task.
     """
+    check_model(model)
     from ..hub import open_language_model
     from ..report.tasks import measurement_table, write_picture
     from ..report.tasks.pairs import corrected_pairs, pairs_table, task_pairs

@@ -2,6 +2,7 @@
 
 from typing import Literal
 
+from ..sources import check_model
 from .console import log, show
 
 
@@ -21,6 +22,7 @@ def run(
         to: Layout. diffllama opens in stock transformers, without this package.
         license: Licence identifier for the card, such as mit or apache-2.0.
     """
+    check_model(model)
     from ..hub import export_folder
 
     done = export_folder(model, out, dtype=dtype, to=to, license=license)

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from ..errors import ConfigError, DataError
 from ..results.base import WeightsDtype
+from ..sources import check_model
 from .arguments import check_device, check_positive
 
 MOST_BEAMS = 1024
@@ -55,6 +56,7 @@ def run(
     _check_numbers(max_new_tokens, temperature, top_p, top_k, num_beams)
     check_device(device)
     text = _prompt(prompt, prompt_file)
+    check_model(model)
     from .continuation import print_continuation
 
     sampling: dict[str, Any] = {"do_sample": temperature > 0, "temperature": None, "top_p": None, "top_k": None}

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from ..files import locked
+from ..sources import read_recipe
 from .arguments import SET, check_device, use_threads
 from .console import log, resumable, show
 from .progress import training_progress, watch_steps
@@ -27,6 +28,7 @@ def run(
         device: cpu or cuda.
         threads: Number of CPU threads. Defaults to all. Losses are bitwise equal for equal numbers of threads.
     """
+    read_recipe(recipe)
     from ..data import prepare_shards
     from ..studies import load_recipe, start_run, train_run
     from ..train import checkpoints

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from ..errors import ConfigError
 from ..files import locked
+from ..sources import check_model
 from .arguments import SET
 from .console import Gaps, console, log, resumable, show
 from .progress import evaluation_progress, training_progress, watch_jobs
@@ -35,6 +36,7 @@ def run(
         head_norm: none; anything else is refused, since a headwise norm would change what the model computes.
         seed: Seed of the random start of new parameters.
     """
+    check_model(model)
     import torch
 
     from ..convert.llama import targets

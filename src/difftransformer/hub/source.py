@@ -15,6 +15,7 @@ from ..files import naming
 from ..model.foreign import FOREIGN_FAULTS, on_one_line
 from ..model.quiet import quietly
 from ..model.weights import CONFIG_FILE, INDEX_FILE
+from ..sources import check_model
 from ..train import latest_checkpoint
 
 HUB_FILES = (CONFIG_FILE, "*.safetensors", INDEX_FILE, *(name for name in CARRIED if not name.endswith(".py")))
@@ -32,16 +33,13 @@ def source_folder(model: Path | str) -> Iterator[Path]:
         CheckpointError: The model is none of these, or cannot be read or fetched.
         ConfigError: A package that reads GGUF files is missing.
     """
+    check_model(model)
     path = Path(model)
     if path.is_dir():
         yield latest_checkpoint(path)
     elif path.is_file():
-        if path.suffix != ".gguf":
-            raise CheckpointError(f"{path} is a file; name a folder with {CONFIG_FILE} and safetensors or a .gguf file")
         with tempfile.TemporaryDirectory() as temporary:
             yield _from_gguf(path, Path(temporary))
-    elif path.is_absolute() or str(model).count("/") != 1:
-        raise CheckpointError(f"{model}: no such folder; name a folder, a .gguf file, or owner/name on the hub")
     else:
         yield _from_hub(str(model))
 

@@ -17,9 +17,9 @@ from ..errors import ConfigError, DataError
 from ..evals.tasks import task_kind
 from ..families import DifferentialFamilyConfig
 from ..model import DiffTransformerConfig, preset
-from ..printable import printable_line
-from ..reading import is_plain_name, parse_yaml, read_json
+from ..reading import parse_yaml, read_json
 from ..results import write_text_atomically
+from ..sources import check_name, read_recipe
 from ..train import TrainingConfig
 from ..typed import build, short, unknown_key
 
@@ -131,10 +131,7 @@ class Recipe:
     start_from: str | None = None
 
     def __post_init__(self) -> None:
-        if not self.name.strip() or not is_plain_name(self.name) or printable_line(self.name) != self.name:
-            raise ConfigError(
-                f"name: {short(self.name)} names folders; use letters, digits, points, hyphens and spaces"
-            )
+        check_name(self.name)
         try:
             check_specs(self.evaluation)
         except ConfigError as error:
@@ -203,17 +200,6 @@ class Recipe:
         return dataclasses.replace(self, training=dataclasses.replace(self.training, seed=seed))
 
 
-def shipped_recipes(kind: str = ".") -> dict[str, Path]:
-    """Recipes that come with the package, by name: beside its modules in a wheel, at the top of a source tree.
-
-    Args:
-        kind: Folder below that of the recipes for training.
-    """
-    package = Path(__file__).parents[1]
-    folders = [folder for folder in (package / "recipes", package.parents[1] / "recipes") if folder.is_dir()]
-    return {path.stem: path for folder in folders[:1] for path in sorted((folder / kind).glob("*.yaml"))}
-
-
 def load_recipe(path: Path | str, overrides: list[str] | None = None) -> Recipe:
     """Read a recipe, or one that is shipped by its name, and apply overrides such as `training.steps=100` (YAML values).
 
@@ -221,38 +207,10 @@ def load_recipe(path: Path | str, overrides: list[str] | None = None) -> Recipe:
         ConfigError: no such file, not YAML, an unknown key, a wrong type or an impossible combination; the message names
             the file, the key and the value.
     """
-    document = read_mapping(path, shipped_recipes(), "a recipe is a mapping with name, model, data and training")
+    document = read_recipe(path)
     for override in overrides or []:
         _override(document, override)
     return recipe_from(document, source=str(path))
-
-
-def read_mapping(path: Path | str, shipped: dict[str, Path], expected: str) -> dict[str, Any]:
-    """Read a YAML file, or one that is shipped by its name.
-
-    Args:
-        path: The file, or a name in `shipped`.
-        shipped: Files that come with the package.
-        expected: What is said where the file holds no mapping.
-
-    Raises:
-        ConfigError: no such file, or not a YAML mapping.
-    """
-    path = shipped.get(str(path), Path(path))
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        names = ", ".join(shipped)
-        raise ConfigError(f"{path}: no such recipe; name a YAML file, or one that is shipped: {names}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read ({error})") from None
-    try:
-        document = parse_yaml(text)
-    except ValueError as error:
-        raise ConfigError(f"{path}: {error}") from None
-    if not isinstance(document, dict):
-        raise ConfigError(f"{path}: {expected}; got {short(document)}")
-    return document
 
 
 def recipe_from(document: dict[str, Any], *, source: str) -> Recipe:

@@ -11,8 +11,9 @@ from ..evals.tasks import task_kind
 from ..hub import OpenedModel, open_language_model
 from ..model.dtypes import WeightsDtype
 from ..results import TaskResult
+from ..sources import read_mapping, shipped_recipes
 from ..typed import build
-from .recipe import TaskSpec, check_specs, read_mapping, shipped_recipes
+from .recipe import TaskSpec, check_specs
 from .tasks import evaluate_task, setting_of, stored_result
 
 
