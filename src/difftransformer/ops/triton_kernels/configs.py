@@ -84,6 +84,8 @@ def forward_forms(
         return by_map, Form("both_maps", (Tiling(64, 32, 8, 2),))
     if starts_late:
         return (Form("both_maps", (Tiling(128, 32, 8, 3 if width <= 64 else 4),)),)
+    if has_mask:
+        return (by_map,)  # both maps together would serialise the products where O and O2 are kept
     return (Form("both_maps", (Tiling(128, 64, 8, 3),)),)
 
 
