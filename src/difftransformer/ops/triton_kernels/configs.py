@@ -53,7 +53,14 @@ def padded(width: int, least: int = 16) -> int:
 
 
 def forward_forms(
-    *, width: int, value_width: int, is_differential: bool, low: bool, starts_late: bool, has_mask: bool = False
+    *,
+    width: int,
+    value_width: int,
+    is_differential: bool,
+    low: bool,
+    starts_late: bool,
+    has_mask: bool = False,
+    save: bool = False,
 ) -> tuple[Form, ...]:
     """Return the forms of a forward pass, the default first.
 
@@ -64,18 +71,19 @@ def forward_forms(
         low: Whether the dtype is fp16 or bf16.
         starts_late: Whether a row's keys may start after the first key, which takes a third loop.
         has_mask: Whether there is an `attn_mask`, whose tiles take registers.
+        save: Whether O and O2 are kept in fp32 for the backward. With the registers that this takes, both maps together
+            would spill, and with a mask their products would wait for each other.
     """
     if INTERPRETED:
         small = Tiling(32, 64, 1, 1)
-        return (
-            (Form("both_maps", (small,)), Form("by_map", (small,))) if is_differential else (Form("by_map", (small,)),)
-        )
+        by_map = Form("by_map", (small,))
+        return (Form("both_maps", (small,)), by_map) if is_differential and not save else (by_map,)
     wide = padded(value_width) > 128
     if not low:
         return (Form("by_map", (Tiling(16 if wide else 32, 32, 8, 1),)),)
     # With a third loop, larger tiles or fewer stages would make the assembler serialise the products.
-    by_map = Form("by_map", (Tiling(128, 32, 8, 3) if wide and starts_late else Tiling(128, 64, 8, 2),))
-    if not is_differential:
+    by_map = Form("by_map", (Tiling(128, 32, 8, 3) if starts_late and (wide or save) else Tiling(128, 64, 8, 2),))
+    if not is_differential or save:
         return (by_map,)
     if wide:
         # With padded columns or masked rows, both maps together would spill registers.
@@ -84,8 +92,6 @@ def forward_forms(
         return by_map, Form("both_maps", (Tiling(64, 32, 8, 2),))
     if starts_late:
         return (Form("both_maps", (Tiling(128, 32, 8, 3 if width <= 64 else 4),)),)
-    if has_mask:
-        return (by_map,)  # both maps together would serialise the products where O and O2 are kept
     return (Form("both_maps", (Tiling(128, 64, 8, 3),)),)
 
 

@@ -141,6 +141,7 @@ def forward(inputs: Inputs, norm: Norm | None, save: bool) -> Forward:
         low=inputs.low,
         starts_late=inputs.starts_late,
         has_mask=inputs.has_mask,
+        save=save,
     )
     form = choose(forms, inputs.key_of("forward", norm is None, save), lambda form: _forward(inputs, norm, save, form))
     return _forward(inputs, norm, save, form)
