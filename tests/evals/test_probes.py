@@ -26,6 +26,7 @@ from difftransformer.evals.models.quantized import quantized_linears, quantized_
 from difftransformer.evals.probes import magnitudes as measuring
 from difftransformer.evals.probes.hooks import written_out
 from difftransformer.evals.probes.last_row import last_row_weights
+from difftransformer.ops import logits as op_logits
 from difftransformer.ops.quantize import quantize_last
 from difftransformer.ops.reference import observe_logits
 from difftransformer.results import TaskResult, read_result
@@ -218,7 +219,7 @@ def test_the_commands(name, tmp_path, monkeypatch, toy_text):
 @pytest.mark.parametrize("at_once", [1, 300, 1 << 22])
 @pytest.mark.parametrize("name", MAKE)
 def test_magnitudes_are_those_of_the_written_out_logits(name, at_once, monkeypatch):
-    monkeypatch.setattr(measuring, "_LOGITS_AT_ONCE", at_once)
+    monkeypatch.setattr(op_logits, "LOGITS_AT_ONCE", at_once)
     model, found = made(name), []
     before = model.config._attn_implementation, [type(module) for module in model.modules()]
 
