@@ -8,7 +8,7 @@ Every source head stays one head, with a value of its own width, so that odd hea
 | `diff`    | Q2, K2 (copies of Q1, K1), four lambda vectors a layer  | both exponents are equal and lambda_init is 0  |
 | `diff_v2` | Q2 (a copy of Q1), the projection of lambda (zeros)     | lambda is sigmoid(0) = 1/2, and W_O is doubled |
 | `grouped_diff` | noise heads (copies of signal heads), as for `diff` | as for `diff`                                  |
-| `grouped_diff_v2` | a noise head for each head, as for `diff_v2`; the gate's projection (zeros) | as `diff_v2`; the gate is 1/2, W_O times 4 |
+| `grouped_diff_v2` | as for `diff_v2`, and the gate's projection (zeros) | as `diff_v2`; the gate is 1/2, W_O quadrupled |
 | `dex`     | W_D (random) and lambda (0) for each chosen head        | lambda is 0                                    |
 
 Each lambda has a gradient from the first step, and what only lambda lets through from the second.
