@@ -149,6 +149,7 @@ class DiffTransformerConfig(PreTrainedConfig):
                 f"attention_dropout={self.attention_dropout}: differential attention has no dropout on its maps; set 0"
             )
         self.head_layout()  # raises an error for impossible heads before anything is built
+        kwargs.pop("auto_map", None)  # names code beside the weights, which is neither run nor saved again
         super().__post_init__(**kwargs)
 
     @classmethod
