@@ -18,7 +18,7 @@ from difftransformer.cli.main import main
 from difftransformer.convert import convert_folder
 from difftransformer.errors import ConfigError
 from difftransformer.hub import write_code
-from difftransformer.hub.code import ATTENTION_TYPES, CONFIGURATION, MODELING
+from difftransformer.hub.code import ATTENTION_TYPES, MODELING
 from difftransformer.hub.remote_code import modeling_difftransformer as remote
 from tests.support import fresh
 from tests.support.tiny_models import scramble, tiny, tiny_config, tokens
@@ -167,15 +167,12 @@ def test_this_package_opens_the_folder_without_running_its_code(tmp_path):
     out = tmp_path / "out"
     assert main(["export", str(tmp_path / "saved"), str(out), "--with-code"]) == 0
     names = {path.name for path in out.iterdir()}
-    assert names == {"README.md", "config.json", "generation_config.json", "model.safetensors"} | {
-        f"{CONFIGURATION}.py", f"{MODELING}.py",
-    }  # fmt: skip
+    assert names == {"README.md", "config.json", "generation_config.json", "model.safetensors", f"{MODELING}.py"}
     before, after = (json.loads((folder / "config.json").read_text()) for folder in (tmp_path / "saved", out))
     assert after.pop("auto_map")["AutoModelForCausalLM"] == f"{MODELING}.DiffTransformerForCausalLM"
     assert before == after
     assert 'from_pretrained("FOLDER", trust_remote_code=True)' in (out / "README.md").read_text()
-    for name in (CONFIGURATION, MODELING):
-        (out / f"{name}.py").write_text("raise SystemExit('this code was run')\n")
+    (out / f"{MODELING}.py").write_text("raise SystemExit('this code was run')\n")
     for trust in (None, False, True):
         opened = AutoModelForCausalLM.from_pretrained(out, trust_remote_code=trust)
         assert type(opened) is DiffTransformerForCausalLM

@@ -8,7 +8,10 @@ import runpy
 import sys
 from importlib.metadata import entry_points
 
+import transformers
+
 from ..errors import EXIT_ERROR
+from ..model import DiffTransformerForCausalLM
 
 
 def main() -> int:
@@ -16,6 +19,9 @@ def main() -> int:
     if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
         print("usage: python -m difftransformer.hub COMMAND ...", file=sys.stderr)  # noqa: T201
         return EXIT_ERROR
+    transformers.DiffTransformerForCausalLM = (
+        DiffTransformerForCausalLM  # where `transformers serve` looks for the class
+    )
     del sys.argv[0]
     name = sys.argv[0]
     commands = entry_points(group="console_scripts", name=name)

@@ -1,6 +1,6 @@
-"""Remote code: Python files beside a model's weights, which transformers runs if it is called with `trust_remote_code=True`.
+"""Remote code: a Python file beside a model's weights, which transformers runs if it is called with `trust_remote_code=True`.
 
-The files in `remote_code` are data: this package never imports them, and its own classes open a folder that has them.
+The file in `remote_code` is data: this package never imports it, and its own classes open a folder that has it.
 """
 
 import json
@@ -14,10 +14,10 @@ from ..model.card import HEADS
 from ..model.weights import CONFIG_FILE
 
 FOLDER = Path(__file__).parent / "remote_code"
-CONFIGURATION, MODELING = "configuration_difftransformer", "modeling_difftransformer"
+MODELING = "modeling_difftransformer"
 ATTENTION_TYPES = ("softmax", "diff", "diff_v2", "grouped_diff", "dex")
 AUTO_MAP = {
-    "AutoConfig": f"{CONFIGURATION}.DiffTransformerConfig",
+    "AutoConfig": f"{MODELING}.DiffTransformerConfig",
     **{f"AutoModel{head}": f"{MODELING}.DiffTransformer{head or 'Model'}" for head in HEADS},
 }
 
@@ -35,8 +35,8 @@ def check_code(config: DiffTransformerConfig) -> None:
         )
 
 
-def write_code(folder: Path | str) -> list[Path]:
-    """Add remote code to the folder of a saved model of this package, and return its files.
+def write_code(folder: Path | str) -> Path:
+    """Add remote code to the folder of a saved model of this package, and return its file.
 
     Raises:
         CheckpointError: The folder holds no configuration of a model.
@@ -50,9 +50,8 @@ def write_code(folder: Path | str) -> list[Path]:
             f"{DiffTransformerConfig.model_type!r} alone"
         )
     check_code(DiffTransformerConfig.from_dict(document))
-    files = [folder / f"{name}.py" for name in (CONFIGURATION, MODELING)]
-    for file in files:
-        shutil.copyfile(FOLDER / file.name, file)
+    file = folder / f"{MODELING}.py"
+    shutil.copyfile(FOLDER / file.name, file)
     text = json.dumps(document | {"auto_map": AUTO_MAP}, indent=2, sort_keys=True)
     (folder / CONFIG_FILE).write_text(text + "\n", encoding="utf-8")
-    return files
+    return file

@@ -28,7 +28,8 @@ def refuse_remote_code(auto_class: Any) -> None:
     """
     raise ConfigError(
         f"register_for_auto_class({getattr(auto_class, '__name__', auto_class)!r}): transformers would save one file of this "
-        "package, which needs the others; `import difftransformer` registers the Auto classes"
+        "package, which needs the others; `import difftransformer` registers the Auto classes, and `difftransformer export "
+        "--with-code` writes code that needs no other file"
     )
 
 
