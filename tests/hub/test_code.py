@@ -13,7 +13,7 @@ from difftransformer import (
     DiffTransformerForMaskedLM,
     DiffTransformerForSequenceClassification,
 )
-from difftransformer.attention import SoftmaxAttention, config_options
+from difftransformer.attention import VARIANTS, SoftmaxAttention, config_options
 from difftransformer.cli.main import main
 from difftransformer.convert import convert_folder
 from difftransformer.errors import ConfigError
@@ -69,7 +69,10 @@ def same(a, b):
     return (a - b).abs().max() <= 1e-12 * a.abs().max()
 
 
-def test_the_configurations_have_the_same_fields_and_defaults():
+def test_every_attention_type_and_option_is_there():
+    assert set(ATTENTION_TYPES) == {
+        name for name, kind in VARIANTS.items() if kind.__module__.startswith("difftransformer.")
+    }
     ours = {field.name for field in dataclasses.fields(DiffTransformerConfig)} | config_options().keys()
     assert ours == {field.name for field in dataclasses.fields(remote.DiffTransformerConfig)}
     a, b = DiffTransformerConfig(), remote.DiffTransformerConfig()
@@ -121,6 +124,20 @@ def test_gradients_packed_documents_and_low_precision():
     assert wide == {name for name, _ in half.named_parameters() if "lambda" in name}
     assert half.model.rotary_emb.inv_freq.dtype == torch.float32
     assert half(ids).logits.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@torch.no_grad()
+def test_masks_of_four_dimensions(implementation):
+    ours = tiny(implementation="eager", num_key_value_heads=2).double()
+    theirs = twin(ours, remote.DiffTransformerForCausalLM, implementation).double()
+    theirs.load_state_dict(ours.state_dict())
+    ids, allowed = tokens(2, 10), torch.ones(10, 10, dtype=torch.bool).tril()[None, None].repeat(2, 1, 1, 1)
+    allowed[1, :, 5:, 2] = False
+    expected = ours(ids, attention_mask=allowed).logits
+    additive = torch.zeros(allowed.shape, dtype=torch.float64).masked_fill(~allowed, float("-inf"))
+    for mask in (allowed, additive):
+        assert same(expected, theirs(ids, attention_mask=mask).logits)
 
 
 @torch.no_grad()
@@ -201,8 +218,6 @@ def test_what_has_no_code_is_refused(tmp_path, capsys):
 
 
 def test_an_attention_type_of_elsewhere_has_no_code(tmp_path, monkeypatch, capsys):
-    from difftransformer.attention import VARIANTS
-
     class Mine(SoftmaxAttention):
         name = "mine"
 
