@@ -59,7 +59,7 @@ class DiffTransformerPreTrainedModel(PreTrainedModel):  # type: ignore[misc]
         name = attn_implementation or "difftransformer"
         if name not in ATTN_IMPLEMENTATIONS:
             raise ConfigError(
-                f"attn_implementation={name!r} is not supported; choose one of {', '.join(ATTN_IMPLEMENTATIONS)}"
+                f'Specified `attn_implementation="{name}"` is not supported; choose one of {", ".join(ATTN_IMPLEMENTATIONS)}'
             )
         backend = ATTN_IMPLEMENTATIONS[name] or self.config.attn_backend
         for module in self.modules():
