@@ -20,8 +20,9 @@ from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
+from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
-from ..attention import RMSNorm
+from ..attention import Attention, RMSNorm
 from ..errors import ConfigError, ShapeError
 from .caches import regroup
 from .config import DiffTransformerConfig
@@ -70,6 +71,8 @@ class DecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
 class DiffTransformerModel(DiffTransformerPreTrainedModel):
     """The model without an output layer: a decoder, or a bidirectional encoder where config.is_causal is False."""
 
+    _can_record_outputs = {"hidden_states": DecoderLayer, "attentions": OutputRecorder(Attention, index=1)}
+
     def __init__(self, config: DiffTransformerConfig) -> None:
         super().__init__(config)
         self.layout = config.head_layout()
@@ -81,7 +84,7 @@ class DiffTransformerModel(DiffTransformerPreTrainedModel):
         self.post_init()
         self._check_and_adjust_attn_implementation(config._attn_implementation)
 
-    @can_return_tuple
+    @capture_outputs
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -91,7 +94,7 @@ class DiffTransformerModel(DiffTransformerPreTrainedModel):
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         output_attentions: bool | None = None,
-        output_hidden_states: bool | None = None,
+        output_hidden_states: bool | list[int] | None = None,
         cu_seq_lens_q: Tensor | None = None,
         **_: Any,
     ) -> BaseModelOutputWithPast:
@@ -109,7 +112,8 @@ class DiffTransformerModel(DiffTransformerPreTrainedModel):
                 training and without causality.
             output_attentions: Whether to return every layer's map, (B, H, T, S) in fp32 (A1 - lambda A2 for "diff"). Outputs
                 are then computed from these maps, whatever the attn_implementation.
-            output_hidden_states: Whether to return the input of every layer and the final hidden states.
+            output_hidden_states: Whether to return the input of every layer and the final hidden states, or the indices of
+                those to return.
             cu_seq_lens_q: (N + 1,) cumulative lengths of documents packed in a single row.
 
         Raises:
@@ -145,32 +149,21 @@ class DiffTransformerModel(DiffTransformerPreTrainedModel):
             cache=past_key_values,
             window=self.config.sliding_window,
             is_causal=self.config.is_causal,
-            keep_rows=need_maps,
+            keep_rows=bool(need_maps or need_hidden),
         )
         position_embeddings = self.rotary_emb(hidden, positions)
 
-        all_hidden, all_maps = [], []
         for layer in self.layers:
-            if need_hidden:
-                all_hidden.append(rows.view(batch, length, -1))
-                rows = all_hidden[-1].view(rows.shape)  # so that gradients flow through what is returned
-            rows, attention_map = layer(
+            rows, _ = layer(
                 rows,
                 past_key_values=past_key_values,
                 position_embeddings=position_embeddings,
                 need_map=need_maps,
                 restrictions=restrictions,
             )
-            if need_maps:
-                all_maps.append(attention_map)
-        hidden = self.norm(rows).view(batch, length, -1)
-        if need_hidden:
-            all_hidden.append(hidden)
         return BaseModelOutputWithPast(
-            last_hidden_state=hidden,
+            last_hidden_state=self.norm(rows).view(batch, length, -1),
             past_key_values=past_key_values if use_cache else None,
-            hidden_states=tuple(all_hidden) if need_hidden else None,
-            attentions=tuple(all_maps) if need_maps else None,
         )
 
 
