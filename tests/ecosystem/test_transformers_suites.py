@@ -63,6 +63,7 @@ def test_table():
     assert all(ROWS.values())
 
 
+@pytest.mark.slow(minutes=4)
 def test_what_passes_for_llama_passes(archive, needs, tmp_path):
     needs("parameterized")
     layout.lay_out(archive, tmp_path, os.environ.get("DIFFTRANSFORMER_TRANSFORMERS_TESTS"))
