@@ -340,7 +340,8 @@ class Attention(nn.Module):
         """Return the part of one value for each head that belongs to this process's heads, all without tensor parallelism."""
         if local_heads == self.layout.num_heads:
             return of_heads
-        rank = cast(Any, self.q_proj.weight).device_mesh.get_local_rank()
+        mesh = getattr(self.q_proj.weight, "device_mesh", None)  # torchao's tensors have none
+        rank = mesh.get_local_rank() if mesh else torch.distributed.get_rank() % (self.layout.num_heads // local_heads)
         return of_heads[rank * local_heads : (rank + 1) * local_heads]
 
     def lam(self) -> Tensor | None:
