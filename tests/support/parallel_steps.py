@@ -1,0 +1,95 @@
+"""One of the processes of tests/train/test_parallel.py: short runs of several variants on one mesh.
+
+The arguments are the folder of the runs, the shards, the steps, and the layout as JSON; each variant gets a folder of its own,
+and continues a run that is already there.
+"""
+
+import json
+import os
+import socket
+import sys
+from pathlib import Path
+
+import torch
+
+from tests.support import fresh
+
+HEADS = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 4}
+VARIANTS = {
+    "diff": {"num_attention_heads": 8, "num_key_value_heads": 8},
+    "diff_v2": {"num_attention_heads": 8, "num_key_value_heads": 4},
+    "grouped_diff": {"num_attention_heads": 20, "num_noise_heads": 4},
+    "softmax": {"num_attention_heads": 8, "num_key_value_heads": 4},
+}
+
+
+def settings(steps, **fields):
+    """Configuration of the training; 8 and 4 rows a step."""
+    from difftransformer.data import RetrievalMix
+    from difftransformer.train import OptimizerConfig, ScheduleConfig, TrainingConfig
+
+    plain = {
+        "steps": steps,
+        "batch_tokens": 256,
+        "context_stages": [(0, 32), (10, 64)],
+        "retrieval": RetrievalMix(share=0.3, max_needles=1, min_needles=1, asks=1, digits=1),
+        "validate_every": 10,
+        "validation_windows": 3,
+        "checkpoint_every": 10,
+        "optimizer": OptimizerConfig(learning_rate=0.002),
+        "schedule": ScheduleConfig(warmup_steps=4),
+    }
+    return TrainingConfig(**plain | fields)
+
+
+def run(folder, shards, steps, *, layout, processes, variants=(*VARIANTS,), fields=None):
+    """Train every variant in this process."""
+    from difftransformer.data import Shards
+    from difftransformer.model import DiffTransformerConfig
+    from difftransformer.train import ParallelConfig, train
+    from difftransformer.train.parallel import Mesh
+    from difftransformer.typed import build
+
+    parallel = build(ParallelConfig, layout, source="", error=ValueError)
+    opened = Shards.open(Path(shards))
+    for name in variants:
+        model = DiffTransformerConfig(
+            attention_type=name, vocab_size=opened.tokenizer.vocab_size, **HEADS | VARIANTS[name]
+        )
+        train(settings(steps, **fields or {}), model, opened, Path(folder) / name, mesh=Mesh(processes, parallel))
+
+
+def start(count, folder, shards, steps, **options):
+    """Start `count` processes of a layout; return them."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    return [
+        fresh.Fresh(
+            "from tests.support import parallel_steps; parallel_steps.main()",
+            folder,
+            shards,
+            steps,
+            json.dumps(options),
+            WORLD_SIZE=str(count),
+            RANK=str(rank),
+            LOCAL_RANK=str(rank),
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(port),
+            GLOO_SOCKET_IFNAME="lo",
+            OMP_NUM_THREADS="1",
+        )
+        for rank in range(count)
+    ]
+
+
+def main():
+    """Be the process of a rank."""
+    from difftransformer.train.parallel import joined
+
+    torch.set_num_threads(1)
+    folder, shards, steps, options = sys.argv[1:]
+    with joined("cpu") as processes:
+        run(folder, shards, int(steps), processes=processes, **json.loads(options))
+    sys.stdout.flush()
+    os._exit(0)  # gloo's threads sometimes abort the interpreter's own teardown
