@@ -8,9 +8,11 @@ import json
 import os
 import socket
 import sys
+import time
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 
 from tests.support import fresh
 
@@ -42,21 +44,31 @@ def settings(steps, **fields):
     return TrainingConfig(**plain | fields)
 
 
-def run(folder, shards, steps, *, layout, processes, variants=(*VARIANTS,), fields=None):
-    """Train every variant in this process."""
+def run(folder, shards, steps, *, layout, processes, variants=(*VARIANTS,), **fields):
+    """Train every variant in this process. initial.safetensors gets the weights at the start, as they lie on the mesh."""
     from difftransformer.data import Shards
     from difftransformer.model import DiffTransformerConfig
-    from difftransformer.train import ParallelConfig, train
+    from difftransformer.train import ParallelConfig, build_model, train
     from difftransformer.train.parallel import Mesh
     from difftransformer.typed import build
 
     parallel = build(ParallelConfig, layout, source="", error=ValueError)
-    opened = Shards.open(Path(shards))
+    opened, config = Shards.open(Path(shards)), settings(steps, **fields)
     for name in variants:
         model = DiffTransformerConfig(
             attention_type=name, vocab_size=opened.tokenizer.vocab_size, **HEADS | VARIANTS[name]
         )
-        train(settings(steps, **fields or {}), model, opened, Path(folder) / name, mesh=Mesh(processes, parallel))
+        mesh, run = Mesh(processes, parallel), Path(folder) / name
+        placed = mesh.place(build_model(model, config.seed), config)
+        weights = {name: whole(weight.detach()) for name, weight in placed.named_parameters()}
+        if processes.is_first:
+            run.mkdir(parents=True, exist_ok=True)
+            save_file(weights, run / "initial.safetensors")
+        train(config, model, opened, run, mesh=mesh)
+
+
+def whole(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def start(count, folder, shards, steps, **options):
@@ -91,5 +103,5 @@ def main():
     folder, shards, steps, options = sys.argv[1:]
     with joined("cpu") as processes:
         run(folder, shards, int(steps), processes=processes, **json.loads(options))
-    sys.stdout.flush()
+    print(time.process_time(), flush=True)
     os._exit(0)  # gloo's threads sometimes abort the interpreter's own teardown

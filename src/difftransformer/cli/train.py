@@ -39,6 +39,7 @@ def run(
 
     overrides = list(set or []) + ([f"training.seed={seed}"] if seed is not None else [])
     if (processes or 1) > 1 and not started_by_torchrun():
+        check_device(device)
         flags = {"out": out, "device": device, "threads": threads, "processes": processes}
         words = [word for name, value in flags.items() if value is not None for word in (f"--{name}", str(value))]
         return launch(

@@ -241,19 +241,19 @@ def validate(
     windows, weights = mesh.own_rows(torch.from_numpy(np.stack(list(found))))
     model.eval()
     rows = max(1, config.batch_tokens // config.accumulation // config.context_tokens // mesh.row_ranks)
-    total, tokens = 0.0, 0
+    total, tokens, stopped = 0.0, 0, False
     device = mesh.processes.device
     for part, weight in zip(windows.to(device).split(rows), weights.to(device).split(rows), strict=True):
-        if stop():
-            model.train()
-            return None
+        if stopped := bool(stop()):
+            break
         inputs = mesh.inputs(part[:, :-1], part[:, 1:])
         with torch.autocast(device, torch.bfloat16, enabled=config.precision == "bf16"):
             nll = next_token_nll(model, **inputs).double()
         is_text = (inputs["targets"] != shards.tokenizer.end_of_text) & weight
         total, tokens = total + nll[is_text].sum().item(), tokens + int(is_text.sum())
     model.train()
-    return mesh.sum(total) / mesh.sum(tokens)
+    mesh.forget_whole(model)
+    return None if stopped else mesh.sum(total) / mesh.sum(tokens)
 
 
 @contextmanager

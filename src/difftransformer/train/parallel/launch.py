@@ -21,7 +21,7 @@ def launch(count: int, words: list[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # processes say themselves what failed
+    logging.disable()  # the launcher's own; processes say themselves what failed
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
     config = LaunchConfig(
         min_nodes=1,
@@ -45,4 +45,6 @@ def launch(count: int, words: list[str]) -> int:
         ) from None
     except SignalException as stopped:
         return EXIT_INTERRUPTED if stopped.sigval == signal.SIGINT else EXIT_REQUEUE
+    finally:
+        logging.disable(logging.NOTSET)
     return 0

@@ -152,6 +152,11 @@ class Mesh:
         if isinstance(model, FSDPModule):
             model.set_requires_gradient_sync(now)
 
+    def forget_whole(self, model: nn.Module) -> None:
+        """Free the weights that a forward pass without a backward pass has gathered; parameters are parts again."""
+        if isinstance(model, FSDPModule):
+            model.reshard()
+
     def sum(self, value: float) -> float:
         """Return the sum of a value over the tokens of all processes."""
         return self.processes.sum(value) / self.tensor
