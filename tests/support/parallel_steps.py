@@ -1,7 +1,6 @@
-"""One of the processes of tests/train/test_parallel.py: short runs of several variants on one mesh.
+"""Processes of one mesh: short runs of several variants, or command lines.
 
-The arguments are the folder of the runs, the shards, the steps, and the layout as JSON; each variant gets a folder of its own,
-and continues a run that is already there.
+Each variant gets a folder of its own, and continues a run that is already there.
 """
 
 import json
@@ -73,30 +72,30 @@ def whole(tensor):
 
 def start(count, folder, shards, steps, **options):
     """Start `count` processes of a layout; return them."""
+    return _start(count, [free_port()], "main", folder, shards, steps, json.dumps(options))
+
+
+def start_commands(count, commands):
+    """Start `count` processes that run command lines one after the other, and print their exit statuses."""
+    ports = [free_port() for _ in commands]
+    return _start(count, ports, "run_commands", json.dumps([*zip(ports, commands, strict=True)]))
+
+
+def free_port():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    return [
-        fresh.Fresh(
-            "from tests.support import parallel_steps; parallel_steps.main()",
-            folder,
-            shards,
-            steps,
-            json.dumps(options),
-            WORLD_SIZE=str(count),
-            RANK=str(rank),
-            LOCAL_RANK=str(rank),
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(port),
-            GLOO_SOCKET_IFNAME="lo",
-            OMP_NUM_THREADS="1",
-        )
-        for rank in range(count)
-    ]
+        return free.getsockname()[1]
+
+
+def _start(count, ports, function, *arguments):
+    code = f"from tests.support import parallel_steps; parallel_steps.{function}()"
+    everywhere = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ports[0])}
+    everywhere |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    return [fresh.Fresh(code, *arguments, RANK=str(rank), LOCAL_RANK=str(rank), **everywhere) for rank in range(count)]
 
 
 def main():
-    """Be the process of a rank."""
+    """Be the process of a rank of `start`."""
     from difftransformer.train.parallel import joined
 
     torch.set_num_threads(1)
@@ -105,3 +104,15 @@ def main():
         run(folder, shards, int(steps), processes=processes, **json.loads(options))
     print(time.process_time(), flush=True)
     os._exit(0)  # gloo's threads sometimes abort the interpreter's own teardown
+
+
+def run_commands():
+    """Be the process of a rank of `start_commands`."""
+    from difftransformer.cli.main import main
+
+    found = []
+    for port, words in json.loads(sys.argv[1]):
+        os.environ["MASTER_PORT"] = str(port)
+        found.append(main(words))
+    print(json.dumps(found), flush=True)
+    os._exit(0)

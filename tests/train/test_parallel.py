@@ -80,14 +80,14 @@ def test_two_processes_train_as_one(shards, tmp_path):
     for name in names[1:]:
         alone, divided = (load_file(state / name) for state in states)
         assert alone.keys() == divided.keys()
-        for key, tensor in alone.items():
+        for key in alone.keys() - {"random/cpu"}:  # of the generator that nothing here draws from
             torch.testing.assert_close(divided[key], alone[key], rtol=1e-3, atol=1e-6, msg=key)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "one"])
 def test_every_layout_trains_as_one_process(layout, trained):
-    for variant, heads in VARIANTS.items():
+    for variant in VARIANTS:
         run, alone = trained(layout) / variant, trained("one") / variant
         assert_equal_runs(run, alone)
         start, expected = load_file(run / "initial.safetensors"), load_file(alone / "initial.safetensors")

@@ -40,7 +40,7 @@ def run(
     overrides = list(set or []) + ([f"training.seed={seed}"] if seed is not None else [])
     if (processes or 1) > 1 and not started_by_torchrun():
         check_device(device)
-        flags = {"out": out, "device": device, "threads": threads, "processes": processes}
+        flags = {"out": out, "device": None if device == "cpu" else device, "threads": threads, "processes": processes}
         words = [word for name, value in flags.items() if value is not None for word in (f"--{name}", str(value))]
         return launch(
             processes or 1, ["train", recipe, *words, *(w for change in overrides for w in ("--set", change))]
@@ -56,11 +56,16 @@ def _train(recipe: str, overrides: list[str], out: str | None, threads: int | No
     from ..data import prepare_shards
     from ..studies import load_recipe, start_run, train_run
     from ..train import Interrupted, checkpoints
+    from ..train.parallel import Mesh
 
     first = members.is_first
     with members.together():
         loaded = load_recipe(recipe, overrides)
         use_threads(threads)
+        loaded.parallel.degrees(members.count)
+    mesh = Mesh(members, loaded.parallel)
+    with members.together():
+        mesh.check(loaded.model_config(vocab_size=1), loaded.training)
     folder = Path(out or f"runs/{loaded.name}")
     with ExitStack() as stack:
         with members.together():
@@ -73,12 +78,12 @@ def _train(recipe: str, overrides: list[str], out: str | None, threads: int | No
                 shards = prepare_shards(loaded.data)
         if not first:
             try:
-                train_run(folder, loaded, shards, processes=members)
+                train_run(folder, loaded, shards, mesh=mesh)
             except Interrupted as stopped:
                 return stopped.status
             return 0
         with resumable(), training_progress() as progress:
             on_metrics = watch_steps(progress, loaded.name, loaded.training.steps)
-            train_run(folder, loaded, shards, processes=members, on_metrics=on_metrics)
+            train_run(folder, loaded, shards, mesh=mesh, on_metrics=on_metrics)
     show(f"Trained: {checkpoints(folder)[-1]}")
     return 0

@@ -19,7 +19,7 @@ from ..hub import open_model
 from ..model import DiffTransformerConfig, DiffTransformerForCausalLM
 from ..results import TaskResult
 from ..train import Interrupted, checkpoints, train
-from ..train.parallel import ALONE, Mesh, Processes
+from ..train.parallel import Mesh
 from ..train.run_summary import RECIPE_FILE
 from .evaluation import evaluate_checkpoint, evaluations_folder, found_results
 from .recipe import Recipe, load_recipe, recipe_dict, save_recipe
@@ -48,11 +48,11 @@ def start_run(folder: Path, recipe: Recipe) -> None:
 
 
 def train_run(
-    folder: Path, recipe: Recipe, shards: Shards, *, processes: Processes = ALONE, **options: Any
+    folder: Path, recipe: Recipe, shards: Shards, *, mesh: Mesh | None = None, **options: Any
 ) -> DiffTransformerForCausalLM:
-    """Train the recipe's model in a run folder, or continue where it was stopped."""
-    with processes.together():
-        mesh = Mesh(processes, recipe.parallel)
+    """Train the recipe's model in a run folder, or continue where it was stopped; in one process if there is no mesh."""
+    mesh = mesh or Mesh(parallel=recipe.parallel)
+    with mesh.processes.together():
         start, config = _model(recipe, shards)
     return train(recipe.training, config, shards, folder, start=start, mesh=mesh, **options)
 

@@ -130,6 +130,9 @@ def joined(device: str) -> Iterator[Processes]:
         raise ConfigError(f"process {rank} of {count} cannot meet the others at {where}: {advice}") from None
     try:
         yield Processes(rank, count, device, dist.new_group(backend="gloo", timeout=LONGEST_WAIT))
+    except (DiffTransformerError, KeyboardInterrupt):  # in every process, so that none waits for another
+        dist.destroy_process_group()
+        raise
     except RuntimeError as error:
         if not is_lost_peer(error):
             raise
