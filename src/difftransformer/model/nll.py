@@ -4,13 +4,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-def next_token_nll(model: nn.Module, input_ids: Tensor, targets: Tensor) -> Tensor:
+def next_token_nll(model: nn.Module, input_ids: Tensor, targets: Tensor, **where: Tensor) -> Tensor:
     """Return the negative log-likelihood of each target in nats, (B, T) in fp32.
 
     Args:
         model: A causal language model with the interface of transformers.
         input_ids: (B, T).
         targets: (B, T), the token after each of input_ids.
+        where: position_ids of tokens that do not begin their sequence.
     """
-    logits = model(input_ids=input_ids, use_cache=False).logits
+    logits = model(input_ids=input_ids, use_cache=False, **where).logits
     return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
