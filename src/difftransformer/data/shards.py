@@ -11,6 +11,7 @@ import dataclasses
 import errno
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -127,21 +128,48 @@ class TokenStream:
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
 
-@dataclass(frozen=True, eq=False)
-class Shards:
-    """An open shard folder.
+@dataclass(frozen=True, kw_only=True)
+class SourceConfig:
+    """One source of a mixture.
 
     Attributes:
-        folder: Path of the folder.
-        manifest: Its manifest.
+        source: As in `DataConfig`.
+        weight: Share of the rows, relative to the other weights.
+        long_tokens: Length from which documents are long; 0 for no long documents.
+        long_times: How many times an epoch long documents are read. Others are read once.
+    """
+
+    source: str
+    weight: float = 1.0
+    long_tokens: int = 0
+    long_times: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 < self.weight < math.inf:
+            raise ConfigError(f"weight={self.weight}: give a weight above 0, or leave {self.source} out")
+        if self.long_tokens < 0 or self.long_times < 1:
+            raise ConfigError(
+                f"long_tokens={self.long_tokens}, long_times={self.long_times}: give a length in tokens, and 1 or more times"
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class Shards:
+    """An open shard folder, or several of one tokenizer that are read as a mixture.
+
+    Attributes:
+        folder: Path of the folder. Of a mixture, the folder that holds those of its sources.
+        manifest: Its manifest. Of a mixture, the sums over its sources.
         tokenizer: Tokenizer of the token ids.
-        streams: Token ids by split.
+        streams: Token ids by split. Of a mixture, those of its sources one after another.
+        sources: Sources of a mixture with their shards; empty otherwise.
     """
 
     folder: Path
     manifest: Manifest
     tokenizer: Tokenizer
     streams: Mapping[str, TokenStream]
+    sources: "Sequence[tuple[SourceConfig, Shards]]" = ()
 
     @classmethod
     def open(cls, folder: Path | str, *, verify: bool = True) -> "Shards":
@@ -169,6 +197,45 @@ class Shards:
             for split in SPLITS
         }
         return cls(folder, manifest, tokenizer, streams)
+
+    @classmethod
+    def mix(cls, sources: "Sequence[tuple[SourceConfig, Shards]]") -> "Shards":
+        """Join open shards of one tokenizer into a mixture.
+
+        Raises:
+            DataError: Two of them have different tokenizers.
+        """
+        parts = [shards for _, shards in sources]
+        first = parts[0]
+        splits = {}
+        for shards in parts:
+            if shards.manifest.tokenizer_sha256 != first.manifest.tokenizer_sha256:
+                raise DataError(
+                    f"{shards.folder} and {first.folder} were made with different tokenizers; {_TOKENISE_AGAIN}"
+                )
+        for split in SPLITS:
+            held = [shards.manifest.splits[split] for shards in parts]
+            splits[split] = SplitManifest(
+                documents=sum(one.documents for one in held),
+                tokens=sum(one.tokens for one in held),
+                bytes=sum(one.bytes for one in held),
+                shards=[
+                    dataclasses.replace(file, file=f"{shards.folder.name}/{file.file}")
+                    for shards, one in zip(parts, held, strict=True)
+                    for file in one.shards
+                ],
+            )
+        manifest = dataclasses.replace(
+            first.manifest,
+            source=" + ".join(config.source for config, _ in sources),
+            request={},
+            splits=splits,
+            source_state=None,
+        )
+        streams = {
+            split: TokenStream([part for shards in parts for part in shards.streams[split].parts]) for split in SPLITS
+        }
+        return cls(first.folder.parent, manifest, first.tokenizer, streams, tuple(sources))
 
     def tokens(self, split: Split) -> TokenStream:
         """Return the memory-mapped token ids of a split: all documents, each followed by the end-of-text token.

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from ..attention import Attention
-from ..data import Loader, Shards, validation_windows
+from ..data import Loader, Shards, document_positions, validation_windows
 from ..errors import DiffTransformerError
 from ..model import DiffTransformerConfig, DiffTransformerForCausalLM
 from ..model.nll import next_token_nll
@@ -93,6 +93,7 @@ def train(
         context_stages=config.context_stages,
         seed=config.seed,
         retrieval=config.retrieval,
+        pack_documents=config.pack_documents,
     )
     step, tokens, seconds = 0, 0, 0.0
     if found := checkpoints(run):
@@ -162,14 +163,12 @@ def _step(
     """Make one optimiser step. Return the mean loss in nats per token and the gradient norm before clipping."""
     batch = next(loader)
     loss = torch.zeros((), device=device)
-    for input_ids, targets in zip(
-        batch.input_ids.chunk(config.accumulation), batch.targets.chunk(config.accumulation), strict=True
-    ):
+    for part in batch.parts(config.accumulation, device):
         with torch.autocast(device, torch.bfloat16, enabled=config.precision == "bf16"):
-            nll = next_token_nll(model, input_ids.to(device), targets.to(device))
-        part = nll.sum() / config.batch_tokens
-        part.backward()
-        loss += part.detach()
+            nll = next_token_nll(model, part.input_ids, part.targets, part.position_ids)
+        mean = nll.sum() / batch.step_targets
+        mean.backward()
+        loss += mean.detach()
     clip = config.optimizer.clip_norm
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), float("inf") if clip is None else clip)
     optimizer.step()
@@ -184,11 +183,15 @@ def validate(model: DiffTransformerForCausalLM, shards: Shards, config: Training
     windows = torch.from_numpy(np.stack(list(found)))
     model.eval()
     rows = max(1, config.batch_tokens // config.accumulation // config.context_tokens)
-    total, tokens = 0.0, 0
+    end_of_text, total, tokens = shards.tokenizer.end_of_text, 0.0, 0
+
+    def positions(inputs: torch.Tensor) -> torch.Tensor | None:
+        return document_positions(inputs, end_of_text) if config.pack_documents else None
+
     for part in windows.to(device).split(rows):
         with torch.autocast(device, torch.bfloat16, enabled=config.precision == "bf16"):
-            nll = next_token_nll(model, part[:, :-1], part[:, 1:]).double()
-        is_text = part[:, 1:] != shards.tokenizer.end_of_text
+            nll = next_token_nll(model, part[:, :-1], part[:, 1:], positions(part[:, :-1])).double()
+        is_text = part[:, 1:] != end_of_text
         total, tokens = total + nll[is_text].sum().item(), tokens + int(is_text.sum())
     model.train()
     return total / tokens
