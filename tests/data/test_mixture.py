@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -70,9 +71,7 @@ def global_batch(shards, step, ranks, **options):
     assert len({batch.step_targets for batch in found}) == 1
     fields = ("input_ids", "targets", "is_retrieval", "position_ids")
     joined = [
-        torch.cat([getattr(batch, name) for batch in found])
-        for name in fields
-        if getattr(found[0], name) is not None
+        torch.cat([getattr(batch, name) for batch in found]) for name in fields if getattr(found[0], name) is not None
     ]
     return [*joined, torch.tensor(found[0].step_targets)]
 
@@ -183,14 +182,14 @@ def test_an_epoch_of_packed_rows_holds_every_document(long_tokens, times):
             inputs, targets, positions = (t[0].tolist() for t in (batch.input_ids, batch.targets, batch.position_ids))
             assert batch.step_targets == sum(target != -100 for target in targets)
             bounds = [at for at, position in enumerate(positions) if position == 0] + [CONTEXT]
-            for begin, end in zip(bounds, bounds[1:], strict=False):
+            for begin, end in pairwise(bounds):
                 assert positions[begin:end] == list(range(end - begin))
                 if targets[begin] == -100:
                     assert (set(inputs[begin:end]), set(targets[begin:end])) == ({257}, {-100})
                     assert end == CONTEXT
                     continue
                 assert inputs[begin + 1 : end] == targets[begin : end - 1]
-                piece = tuple([inputs[begin], *targets[begin:end]])
+                piece = (inputs[begin], *targets[begin:end])
                 pieces[piece] += 1
                 order.append(piece)
         expected = Counter()
@@ -281,5 +280,7 @@ def test_impossible_sources_are_refused(fields, words):
 def test_a_source_shorter_than_a_window_is_named():
     shards = mixture_of()
     short = shards_of([[1] * 10])
-    with pytest.raises(DataError, match=rf"{short.folder}: the train split has 11 tokens, a window takes {CONTEXT + 1}"):
+    with pytest.raises(
+        DataError, match=rf"{short.folder}: the train split has 11 tokens, a window takes {CONTEXT + 1}"
+    ):
         loader_of(Shards.mix([*shards.sources, (SourceConfig(source="short"), short)]))

@@ -1,6 +1,7 @@
 """Packed training: the loss of a row is that of its documents by themselves, and accumulation changes nothing."""
 
 import dataclasses
+from itertools import pairwise
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ def test_packed_documents_do_not_see_each_other(small, toy_shards, attention_typ
     documents = 0
     for ids, targets, positions, losses in zip(batch.input_ids, batch.targets, batch.position_ids, nll, strict=True):
         starts = [*(positions == 0).nonzero().flatten().tolist(), len(ids)]
-        for begin, end in zip(starts, starts[1:], strict=False):
+        for begin, end in pairwise(starts):
             if targets[begin] == -100:
                 assert losses[begin:end].abs().max() == 0
                 continue

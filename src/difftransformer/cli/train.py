@@ -6,7 +6,7 @@ from ..files import locked
 from ..sources import read_recipe
 from .arguments import SET, check_device, use_threads
 from .console import log, resumable, show
-from .progress import training_progress, watch_steps
+from .progress import evaluation_progress, training_progress, watch_steps
 
 ARGUMENTS = SET
 
@@ -40,7 +40,8 @@ def run(
     folder = Path(out or f"runs/{loaded.name}")
     with locked(folder):
         start_run(folder, loaded)
-        shards = prepare_shards(loaded.data, log=log)
+        with evaluation_progress("tokenising") as tokenised:
+            shards = prepare_shards(loaded.data, log=log, progress=tokenised)
         with resumable(), training_progress() as progress:
             on_metrics = watch_steps(progress, loaded.name, loaded.training.steps)
             train_run(folder, loaded, shards, device=device, on_metrics=on_metrics)

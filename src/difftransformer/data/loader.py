@@ -224,9 +224,7 @@ class Loader:
         long = {"long_tokens": config.long_tokens, "times": config.long_times}
         if self.pack_documents:
             starts, pad = document_starts(stream, end_of_text), shards.tokenizer.pad
-            return Packs(
-                stream, starts=starts, context=context, key=key, end_of_text=end_of_text, pad=pad, **long
-            )
+            return Packs(stream, starts=starts, context=context, key=key, end_of_text=end_of_text, pad=pad, **long)
         if config.long_tokens and config.long_times > 1:
             stream = with_long_documents_again(stream, document_starts(stream, end_of_text), **long)
         return Windows(stream, context=context, key=key)

@@ -31,10 +31,11 @@ class Row(NamedTuple):
 
 def document_starts(stream: TokenStream, end_of_text: int) -> Ints:
     """Return the offset of each document of a stream, and the length of the stream, (N + 1,)."""
-    ends = [np.zeros(1, np.int64)]
-    for first in range(0, len(stream), _SCANNED_TOKENS):
-        ends.append(np.flatnonzero(stream[first : first + _SCANNED_TOKENS] == end_of_text) + first + 1)
-    starts = np.concatenate(ends)
+    ends = (
+        np.flatnonzero(stream[first : first + _SCANNED_TOKENS] == end_of_text) + first + 1
+        for first in range(0, len(stream), _SCANNED_TOKENS)
+    )
+    starts = np.concatenate([np.zeros(1, np.int64), *ends])
     return starts if starts[-1] == len(stream) else np.append(starts, len(stream))
 
 

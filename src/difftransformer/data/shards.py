@@ -8,11 +8,10 @@ the end-of-text token.
 """
 
 import dataclasses
-import errno
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -21,11 +20,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import ConfigError, DataError
-from ..files import naming
 from ..reading import is_plain_name, read_json
 from ..results import write_text_atomically
 from ..typed import build
-from .text import Document
 from .tokenizer import Tokenizer
 
 MANIFEST_VERSION = 1
@@ -34,7 +31,6 @@ SPLITS: tuple[Split, ...] = ("train", "validation")
 Dtype = Literal["<u2", "<u4"]
 
 _TOKENISE_AGAIN = "tokenise again with difftransformer tokenize"
-_BATCH_CHARACTERS = 2**22  # size of a batch of texts that is tokenised in parallel; bounds the memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,7 +203,7 @@ class Shards:
         """
         parts = [shards for _, shards in sources]
         first = parts[0]
-        splits = {}
+        splits: dict[str, SplitManifest] = {}
         for shards in parts:
             if shards.manifest.tokenizer_sha256 != first.manifest.tokenizer_sha256:
                 raise DataError(
@@ -232,10 +228,15 @@ class Shards:
             splits=splits,
             source_state=None,
         )
-        streams = {
+        streams: dict[str, TokenStream] = {
             split: TokenStream([part for shards in parts for part in shards.streams[split].parts]) for split in SPLITS
         }
         return cls(first.folder.parent, manifest, first.tokenizer, streams, tuple(sources))
+
+    @property
+    def folders(self) -> list[Path]:
+        """The shard folders: one, or those of a mixture's sources."""
+        return [shards.folder for _, shards in self.sources] or [self.folder]
 
     def tokens(self, split: Split) -> TokenStream:
         """Return the memory-mapped token ids of a split: all documents, each followed by the end-of-text token.
@@ -251,120 +252,6 @@ class Shards:
         """Return the UTF-8 text of a split, with the documents joined without a separator."""
         table = self.tokenizer.token_bytes
         return b"".join(table[index] for part in self.tokens(split).parts for index in part.tolist())
-
-
-def write_shards(
-    folder: Path | str,
-    train: Iterable[Document],
-    validation: Iterable[Document],
-    tokenizer: Tokenizer,
-    *,
-    source: str = "",
-    source_state: str | None = None,
-    request: Mapping[str, Any] | None = None,
-    shard_tokens: int = 2**24,
-) -> Manifest:
-    """Tokenise documents into a shard folder, replacing the shards in it.
-
-    Args:
-        folder: Folder to write; created if it is missing.
-        train: Training documents.
-        validation: Validation documents.
-        tokenizer: Tokenizer, which is saved into the folder too.
-        source, source_state, request: See `Manifest`.
-        shard_tokens: Tokens per file. A document may continue in the next file.
-
-    Returns:
-        The manifest as written.
-
-    Raises:
-        ConfigError: `shard_tokens` is below 1.
-        DataError: A split has no documents, the folder cannot be written to, or the disk is full.
-    """
-    if shard_tokens < 1:
-        raise ConfigError(f"shard_tokens is {shard_tokens}; it must be at least 1")
-    folder = Path(folder)
-    dtype: Dtype = "<u2" if tokenizer.vocab_size < 2**16 else "<u4"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "manifest.json").unlink(missing_ok=True)
-        _remove_shards(folder)
-        tokenizer.save(folder / "tokenizer")
-        splits: dict[str, SplitManifest] = {}
-        for split, documents in zip(SPLITS, (train, validation), strict=True):
-            splits[split] = _write_split(folder, split, documents, tokenizer, dtype, shard_tokens)
-        manifest = Manifest(
-            version=MANIFEST_VERSION,
-            source=source,
-            source_state=source_state,
-            request=dict(request or {}),
-            tokenizer_sha256=tokenizer.sha256,
-            vocab_size=tokenizer.vocab_size,
-            end_of_text=tokenizer.end_of_text,
-            dtype=dtype,
-            splits=splits,
-        )
-        write_manifest(folder, manifest)
-    except BaseException as error:
-        _remove_shards(folder)
-        if not isinstance(error, OSError):
-            raise
-        what = "the disk is full" if error.errno == errno.ENOSPC else "cannot write"
-        raise DataError(
-            f"{folder}: {what} while writing {Path(error.filename or folder).name} ({error.strerror or error}); the partial "
-            "shards were removed; free some space or name another folder"
-        ) from error
-    return manifest
-
-
-def _write_split(
-    folder: Path, split: str, documents: Iterable[Document], tokenizer: Tokenizer, dtype: Dtype, shard_tokens: int
-) -> SplitManifest:
-    shards: list[ShardFile] = []
-
-    def write(tokens: npt.NDArray[Any]) -> None:
-        path, content = folder / f"{split}-{len(shards):05d}.bin", tokens.tobytes()
-        with naming(path), open(path, "wb") as file:
-            file.write(content)
-        shards.append(ShardFile(file=path.name, tokens=len(tokens), sha256=hashlib.sha256(content).hexdigest()))
-
-    count = size = 0
-    pending = np.empty(0, dtype)
-    for batch in _batches(documents):
-        count += len(batch)
-        size += sum(len(document.text.encode()) for document in batch)
-        encoded = tokenizer.encode_batch([document.text for document in batch])
-        pending = np.concatenate([pending, *(np.array([*ids, tokenizer.end_of_text], dtype) for ids in encoded)])
-        while len(pending) >= shard_tokens:
-            write(pending[:shard_tokens])
-            pending = pending[shard_tokens:]
-    if len(pending):
-        write(pending)
-    if not count:
-        raise DataError(
-            f"{folder}: the {split} split has no documents, it needs at least 1; "
-            "give more documents, or another split seed or share"
-        )
-    return SplitManifest(documents=count, tokens=sum(shard.tokens for shard in shards), bytes=size, shards=shards)
-
-
-def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    batch: list[Document] = []
-    characters = 0
-    for document in documents:
-        batch.append(document)
-        characters += len(document.text)
-        if characters >= _BATCH_CHARACTERS:
-            yield batch
-            batch, characters = [], 0
-    if batch:
-        yield batch
-
-
-def _remove_shards(folder: Path) -> None:
-    for split in SPLITS:
-        for path in folder.glob(f"{split}-[0-9]*.bin"):
-            path.unlink(missing_ok=True)
 
 
 def _open_shard(folder: Path, shard: ShardFile, dtype: np.dtype[Any], verify: bool) -> npt.NDArray[Any]:

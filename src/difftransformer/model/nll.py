@@ -4,9 +4,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-def next_token_nll(
-    model: nn.Module, input_ids: Tensor, targets: Tensor, position_ids: Tensor | None = None
-) -> Tensor:
+def next_token_nll(model: nn.Module, input_ids: Tensor, targets: Tensor, position_ids: Tensor | None = None) -> Tensor:
     """Return the negative log-likelihood of each target in nats, (B, T) in fp32, and 0 for targets of -100.
 
     Args:
