@@ -126,7 +126,7 @@ def stop_after(monkeypatch, documents):
 
 
 @pytest.mark.parametrize("tokenizer", ["byte", "bpe"])
-@pytest.mark.parametrize("stop", [20, 60, 119])
+@pytest.mark.parametrize("stop", [50, 119])
 def test_a_stopped_writer_goes_on_after_the_last_complete_file(tmp_path, monkeypatch, stop, tokenizer):
     path = lines_file(tmp_path / "a.jsonl", 120)
     fields = {"tokenizer": tokenizer, "vocab_size": 258}
@@ -147,7 +147,7 @@ def test_a_stopped_writer_goes_on_after_the_last_complete_file(tmp_path, monkeyp
     assert lines == [f"going on with {path} in {tmp_path / 'shards'}"]
     assert contents(resumed.folder) == contents(whole.folder)
     assert resumed.manifest == whole.manifest
-    assert len(encoded) <= 120 - stop + 8  # a batch, and what was not yet in a complete file
+    assert len(encoded) <= 120 - stop + 30  # batches under way, and what was not yet in a complete file
     assert sorted(item.name for item in (tmp_path / "shards").iterdir()) == [whole.folder.name]
     assert not (resumed.folder / PROGRESS_FILE).exists()
 

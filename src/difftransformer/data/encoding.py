@@ -90,23 +90,21 @@ def encode_batches(
     Raises:
         DataError: A process has ended.
     """
-    if processes == 1:
-        for batch in batches:
-            yield batch, *encode_texts(tokenizer, [part.text for part in batch])
-        return
-    workers = [_Worker(folder) for _ in range(processes)]
+    workers = [_Worker(folder) for _ in range(processes)] if processes > 1 else []
     idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
     for worker in workers:
         idle.put(worker)
 
     def encode(texts: list[str]) -> tuple[npt.NDArray[np.int64], Ids]:
+        if not workers:
+            return encode_texts(tokenizer, texts)
         worker = idle.get()
         try:
             return worker.encode(texts)
         finally:
             idle.put(worker)
 
-    pool = ThreadPoolExecutor(processes)
+    pool = ThreadPoolExecutor(max(2, processes))  # two threads: one tokenises while the other copies its tokens
     try:
         waiting: deque[Any] = deque()
         for batch in batches:
