@@ -100,6 +100,8 @@ class TrainingConfig:
         validation_windows: Number of validation windows, each of the last stage's length.
         checkpoint_every: Steps between checkpoints. The last step is always saved.
         keep_checkpoints: Number of checkpoints to keep.
+        loss_chunk_tokens: Number of tokens whose logits are in memory at a time. None means all where they are few, else a
+            number that suits the device.
         gradient_checkpointing: Whether to recompute activations in the backward pass, which saves memory and takes time.
     """
 
@@ -117,6 +119,7 @@ class TrainingConfig:
     validation_windows: int = 16
     checkpoint_every: int = 500
     keep_checkpoints: int = 2
+    loss_chunk_tokens: int | None = None
     gradient_checkpointing: bool = False
 
     def __post_init__(self) -> None:
@@ -126,6 +129,8 @@ class TrainingConfig:
                 raise ConfigError(f"{name}={getattr(self, name)}: give at least 1")
         if self.seed < 0:
             raise ConfigError(f"seed={self.seed}: give 0 or more")
+        if self.loss_chunk_tokens is not None and self.loss_chunk_tokens < 1:
+            raise ConfigError(f"loss_chunk_tokens={self.loss_chunk_tokens}: give at least 1, or null to choose by size")
         check_context_stages(self.context_stages, self.batch_tokens, parts=self.accumulation, divisor="accumulation")
 
     @property

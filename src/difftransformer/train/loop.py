@@ -15,7 +15,7 @@ from ..attention import Attention
 from ..data import Loader, Shards, validation_windows
 from ..errors import DiffTransformerError
 from ..model import DiffTransformerConfig, DiffTransformerForCausalLM
-from ..model.nll import next_token_nll
+from ..model.nll import IGNORED, loss_chunk, summed_next_token_nll
 from .checkpoint import CheckpointState, checkpoints, load_checkpoint, save_checkpoint
 from .config import TrainingConfig
 from .lora import add_lora
@@ -84,6 +84,9 @@ def train(
         getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
     if config.lora is not None:
         add_lora(model, config.lora, seed=config.seed)
+    if isinstance(model, DiffTransformerForCausalLM):
+        tokens = config.batch_tokens // config.accumulation
+        model.loss_chunk_tokens = config.loss_chunk_tokens or loss_chunk(tokens, model_config.vocab_size, device)
     model.train()
     optimizer = build_optimizer(model, config.optimizer)
     loader = Loader(
@@ -166,8 +169,8 @@ def _step(
         batch.input_ids.chunk(config.accumulation), batch.targets.chunk(config.accumulation), strict=True
     ):
         with torch.autocast(device, torch.bfloat16, enabled=config.precision == "bf16"):
-            nll = next_token_nll(model, input_ids.to(device), targets.to(device))
-        part = nll.sum() / config.batch_tokens
+            nll = summed_next_token_nll(model, input_ids.to(device), targets.to(device))
+        part = nll / config.batch_tokens
         part.backward()
         loss += part.detach()
     clip = config.optimizer.clip_norm
@@ -186,10 +189,11 @@ def validate(model: DiffTransformerForCausalLM, shards: Shards, config: Training
     rows = max(1, config.batch_tokens // config.accumulation // config.context_tokens)
     total, tokens = 0.0, 0
     for part in windows.to(device).split(rows):
-        with torch.autocast(device, torch.bfloat16, enabled=config.precision == "bf16"):
-            nll = next_token_nll(model, part[:, :-1], part[:, 1:]).double()
         is_text = part[:, 1:] != shards.tokenizer.end_of_text
-        total, tokens = total + nll[is_text].sum().item(), tokens + int(is_text.sum())
+        targets = part[:, 1:].where(is_text, IGNORED)
+        with torch.autocast(device, torch.bfloat16, enabled=config.precision == "bf16"):
+            total += summed_next_token_nll(model, part[:, :-1], targets).item()
+        tokens += int(is_text.sum())
     model.train()
     return total / tokens
 
