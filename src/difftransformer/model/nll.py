@@ -15,23 +15,24 @@ WHOLE_LOGITS = 2**26  # logits that are computed at once unless a chunk is given
 CHUNK_TOKENS = {"cpu": 256, "cuda": 1024}  # on a CPU a chunk's logits stay in its cache
 
 
-def next_token_nll(model: nn.Module, input_ids: Tensor, targets: Tensor) -> Tensor:
+def next_token_nll(model: nn.Module, input_ids: Tensor, targets: Tensor, **where: Tensor) -> Tensor:
     """Return the negative log-likelihood of each target in nats, (B, T) in fp32.
 
     Args:
         model: A causal language model with the interface of transformers.
         input_ids: (B, T).
         targets: (B, T), the token after each of input_ids.
+        where: position_ids of tokens that do not begin their sequence.
     """
-    logits = model(input_ids=input_ids, use_cache=False).logits
+    logits = model(input_ids=input_ids, use_cache=False, **where).logits
     return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
 
 
-def summed_next_token_nll(model: nn.Module, input_ids: Tensor, targets: Tensor) -> Tensor:
+def summed_next_token_nll(model: nn.Module, input_ids: Tensor, targets: Tensor, **where: Tensor) -> Tensor:
     """Return the sum of `next_token_nll`, a scalar; in chunks where the model has `loss_chunk_tokens`.
 
     Args:
-        model, input_ids: See `next_token_nll`.
+        model, input_ids, where: See `next_token_nll`.
         targets: (B, T), the token after each of input_ids; -100 leaves a token out.
     """
     if getattr(model, "loss_chunk_tokens", None) is None:

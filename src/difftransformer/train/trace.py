@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ..errors import ConfigError
@@ -32,12 +32,12 @@ def traced_bytes(config: DiffTransformerConfig, training: TrainingConfig, layout
     Args:
         config: Model configuration.
         training: Training configuration.
-        layout: How ranks divide the run; heads and tokens undivided, and a step in one part.
+        layout: How ranks divide the run, without divided heads and tokens.
 
     Raises:
-        ConfigError: The layout divides heads, tokens or a step.
+        ConfigError: The layout divides heads or tokens.
     """
-    if layout.tensor * layout.context * layout.accumulation > 1:
+    if layout.tensor * layout.context > 1:
         raise ConfigError(f"{layout}: only rows and weights can be divided in a trace; set the other degrees to 1")
     with _fake_ranks(layout.ranks):
         mesh = init_device_mesh("cpu", (layout.copies, layout.parts), mesh_dim_names=("copies", "parts"))
@@ -77,16 +77,22 @@ def _tracked(model: DiffTransformerForCausalLM, training: TrainingConfig, layout
     ids = torch.zeros(layout.micro_rows, training.context_tokens, dtype=torch.long)
 
     def step() -> None:
-        with torch.autocast("cpu", torch.bfloat16, enabled=low is not None):
-            loss = summed_next_token_nll(model, ids, ids)
-        loss.backward()
-        for parameter, part in own.items():
-            part.grad = _own(parameter.grad)  # type: ignore[arg-type]
+        parts = min(2, layout.accumulation)  # more hold no more
+        for part in range(parts):
+            if isinstance(model, FSDPModule):
+                model.set_requires_gradient_sync(part == parts - 1)
+            with torch.autocast("cpu", torch.bfloat16, enabled=low is not None):
+                loss = summed_next_token_nll(model, ids, ids)
+            loss.backward()
+        for parameter, mine in own.items():
+            mine.grad = _own(parameter.grad)  # type: ignore[arg-type]
         optimizer.step()
-        for parameter, part in own.items():
-            parameter.grad = part.grad = None
+        for parameter, mine in own.items():
+            parameter.grad = mine.grad = None
 
-    step()  # makes the moments
+    for mine in own.values():  # as after the first step
+        moments = {name: torch.zeros_like(mine) for name in ("exp_avg", "exp_avg_sq")}
+        optimizer.state[mine] = {"step": torch.zeros(()), **moments}
     tracker = MemTracker()
     tracker.track_external(model, optimizer)
     with tracker:
