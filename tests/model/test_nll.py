@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from difftransformer.errors import ConfigError
-from difftransformer.model.nll import IGNORED, loss_chunk, summed_nll
+from difftransformer.model.nll import IGNORED, loss_chunk, next_token_nll, summed_next_token_nll, summed_nll
 from tests.support.oracle import relative_error
 from tests.support.tiny_models import tiny, tokens
 
@@ -111,3 +111,16 @@ def test_chunk_is_chosen_by_size():
 def test_refusal():
     with pytest.raises(ConfigError, match="chunk_tokens=0"):
         summed_nll(*_case(), chunk_tokens=0)
+
+
+def test_training_and_validation_take_the_chunked_path():
+    """The sum over a batch, with tokens left out and positions given, by both paths."""
+    model, ids = tiny().train(), tokens(2, 24)
+    inputs, targets = ids[:, :-1], ids[:, 1:].masked_fill(torch.arange(23) < 5, IGNORED)
+    positions = torch.arange(3, 26).unsqueeze(0)
+    expected = next_token_nll(model, inputs, targets, position_ids=positions).sum()
+    assert not torch.allclose(expected, next_token_nll(model, inputs, targets * 0 + 7).sum())
+    for chunk in (None, 7):
+        model.loss_chunk_tokens = chunk
+        found = summed_next_token_nll(model, inputs, targets, position_ids=positions)
+        assert relative_error(found.detach(), expected.detach()) < 1e-6

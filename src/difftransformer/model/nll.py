@@ -36,8 +36,9 @@ def summed_next_token_nll(model: nn.Module, input_ids: Tensor, targets: Tensor, 
         targets: (B, T), the token after each of input_ids; -100 leaves a token out.
     """
     if getattr(model, "loss_chunk_tokens", None) is None:
-        return next_token_nll(model, input_ids, targets).sum()
-    return model(input_ids=input_ids, labels=targets, shift_labels=targets, num_items_in_batch=1, use_cache=False).loss
+        return next_token_nll(model, input_ids, targets, **where).sum()
+    labels = {"labels": targets, "shift_labels": targets, "num_items_in_batch": 1}
+    return model(input_ids=input_ids, **labels, use_cache=False, **where).loss
 
 
 def loss_chunk(tokens: int, vocab_size: int, device: str) -> int | None:
