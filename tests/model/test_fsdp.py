@@ -26,7 +26,17 @@ def two_processes(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "name", ["diff", "diff_v2", "grouped_diff", "dex", "softmax", "diff, untied, grouped", "diff, chunked loss"]
+    "name",
+    [
+        "diff",
+        "diff_v2",
+        "grouped_diff",
+        "grouped_diff_v2",
+        "dex",
+        "softmax",
+        "diff, untied, grouped",
+        "diff, chunked loss",
+    ],
 )
 def test_equals_one_process(name, two_processes):
     alone = torch.tensor(fsdp_steps.train(name, 0, 1), dtype=torch.float64)

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from .config import OptimizerConfig, ScheduleConfig
+from .parallel.weights import by_mesh
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
@@ -36,16 +37,18 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     hidden = set(_hidden_matrices(model)) if config.method == "muon" else set()
     others = [parameter for parameter in parameters if parameter not in hidden]
+    matrices, vectors = [p for p in others if p.dim() >= 2], [p for p in others if p.dim() < 2]
     groups = [
-        {"params": [p for p in others if p.dim() >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in others if p.dim() < 2], "weight_decay": 0.0},
+        {"params": group, "weight_decay": weight_decay}
+        for kind, weight_decay in ((matrices, config.weight_decay), (vectors, 0.0))
+        for group in by_mesh(kind)
     ]
     fused = all(parameter.device.type in ("cpu", "cuda") for parameter in parameters)
     adamw = torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, eps=config.eps, fused=fused)
     if not hidden:
         return adamw
     muon = torch.optim.Muon(
-        [parameter for parameter in parameters if parameter in hidden],
+        [{"params": group} for group in by_mesh(parameter for parameter in parameters if parameter in hidden)],
         lr=config.learning_rate,
         weight_decay=config.weight_decay,
         momentum=config.momentum,
