@@ -48,7 +48,7 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
     if not hidden:
         return adamw
     muon = torch.optim.Muon(
-        [{"params": group} for group in by_mesh(parameter for parameter in parameters if parameter in hidden)],
+        [{"params": group} for group in by_mesh(p for p in parameters if p in hidden)],
         lr=config.learning_rate,
         weight_decay=config.weight_decay,
         momentum=config.momentum,
