@@ -68,6 +68,7 @@ def _model(recipe: Recipe, shards: Shards) -> tuple[Any, DiffTransformerConfig]:
         )
     if start is not None and recipe.model:
         start = _given_another_length(start, recipe)
+        return start, start.config
     return start, recipe.model_config(
         vocab_size=tokenizer.vocab_size,
         bos_token_id=tokenizer.end_of_text,
