@@ -9,7 +9,7 @@ from ..files import locked
 from ..sources import read_recipe
 from .arguments import SET, check_device, check_positive, use_threads
 from .console import log, resumable, show
-from .progress import training_progress, watch_steps
+from .progress import evaluation_progress, training_progress, watch_steps
 
 ARGUMENTS = SET
 
@@ -72,7 +72,8 @@ def _train(recipe: str, overrides: list[str], out: str | None, threads: int | No
             if first:
                 stack.enter_context(locked(folder))
                 start_run(folder, loaded)
-                shards = prepare_shards(loaded.data, log=log)
+                with evaluation_progress("tokenising") as tokenised:
+                    shards = prepare_shards(loaded.data, log=log, progress=tokenised)
         with members.together():
             if not first:
                 shards = prepare_shards(loaded.data)

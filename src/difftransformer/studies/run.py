@@ -95,12 +95,12 @@ def is_trained(folder: Path, recipe: Recipe) -> bool:
 
 
 def main(arguments: list[str]) -> int:
-    """Train and evaluate in FOLDER with THREADS threads; errors go to standard error on one line."""
-    folder, threads = Path(arguments[0]), int(arguments[1])
+    """Train and evaluate in FOLDER with THREADS threads on SHARDS ...; errors go to standard error on one line."""
+    folder, threads, made = Path(arguments[0]), int(arguments[1]), [Path(word) for word in arguments[2:]]
     torch.set_num_threads(threads)
     try:
         recipe = load_recipe(folder / RECIPE_FILE)
-        shards = prepare_shards(recipe.data)
+        shards = prepare_shards(recipe.data, made=made)
         if not is_trained(folder, recipe):
             train_run(folder, recipe, shards)
         newest = checkpoints(folder)[-1]

@@ -145,6 +145,8 @@ class TrainingConfig:
         accumulation: Number of parts that a batch is split into to save memory.
         precision: "fp32", or "bf16" for autocast with fp32 weights.
         seed: Seed of weights and batches. A DIFF model and its twin with the same seed see the same batches.
+        pack_documents: Whether a row holds whole documents that do not see each other, in place of a window of the
+            concatenated text.
         retrieval: Needle documents among the rows, or None.
         lora: Adapters to train in place of the weights, or None. They are meant for a pretrained model.
         optimizer: Settings of AdamW.
@@ -164,6 +166,7 @@ class TrainingConfig:
     accumulation: int = 1
     precision: Literal["fp32", "bf16"] = "fp32"
     seed: int = 0
+    pack_documents: bool = False
     retrieval: RetrievalMix | None = None
     lora: LoraConfig | None = None
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
