@@ -29,6 +29,7 @@ CASES = {
     **{name: {"attention_type": name} for name in ATTENTION_TYPES},
     "diff, grouped keys": {"num_key_value_heads": 2},
     "diff_v2, grouped keys": {"attention_type": "diff_v2", "num_key_value_heads": 2},
+    "grouped_diff_v2, no gate": {"attention_type": "grouped_diff_v2", "num_key_value_heads": 2, "output_gate": False},
     "dex, chosen heads": {"attention_type": "dex", "num_key_value_heads": 1, "dex_heads": [[0, 3], [1, 2]]},
     "lambda by head": {"lambda_form": "head"},
     "lambda by token": {"lambda_form": "token"},
