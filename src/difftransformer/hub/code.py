@@ -15,7 +15,7 @@ from ..model.weights import CONFIG_FILE
 
 FOLDER = Path(__file__).parent / "remote_code"
 MODELING = "modeling_difftransformer"
-ATTENTION_TYPES = ("softmax", "diff", "diff_v2", "grouped_diff", "dex")
+ATTENTION_TYPES = ("softmax", "diff", "diff_v2", "grouped_diff", "grouped_diff_v2", "dex")
 AUTO_MAP = {
     "AutoConfig": f"{MODELING}.DiffTransformerConfig",
     **{f"AutoModel{head}": f"{MODELING}.DiffTransformer{head or 'Model'}" for head in HEADS},
