@@ -47,6 +47,8 @@ CASES = {
     "more keys than noise heads": {
         "attention_type": "grouped_diff", "num_key_value_heads": 6, "num_noise_heads": 2, "lambda_form": "token", **WIDER,
     },
+    "gated, grouped keys": {"attention_type": "grouped_diff_v2", "num_key_value_heads": 2, "num_noise_heads": 2, **WIDER},
+    "no gate": {"attention_type": "grouped_diff_v2", "output_gate": False},
     "upcycled": {
         "attention_type": "grouped_diff", "num_differential_heads": 4, "num_differential_key_value_heads": 4,
         "num_noise_heads": 1, "value_head_dim": 8, "lambda_form": "head", "head_norm": "none",
@@ -70,7 +72,7 @@ def same(a, b):
     return (a - b).abs().max() <= 1e-12 * a.abs().max()
 
 
-def test_every_attention_type_and_option_is_there():
+def test_every_attention_type_option_and_default_is_there():
     assert set(ATTENTION_TYPES) == {
         name for name, kind in VARIANTS.items() if kind.__module__.startswith("difftransformer.")
     }

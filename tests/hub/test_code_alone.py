@@ -19,6 +19,7 @@ MODELS = {
     "diff": {},
     "diff_v2": {},
     "grouped_diff": {"num_attention_heads": 6, "head_dim": 8, "num_key_value_heads": 6, "num_noise_heads": 2},
+    "grouped_diff_v2": {"num_noise_heads": 1},
     "dex": {"dex_heads": [[0, 3], [1, 2]]},
     "options": {
         "attention_type": "diff", "num_key_value_heads": 2, "lambda_form": "head", "head_norm": "plain", "shared_key": True,

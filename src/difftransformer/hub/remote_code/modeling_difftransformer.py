@@ -35,6 +35,8 @@ from transformers.utils.generic import can_return_tuple
 LAMBDA_VECTORS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 SIGNAL_HEADS_PER_NOISE_HEAD = (4, 3)
+ATTENTION_TYPES = ("softmax", "dex", "diff", "diff_v2", "grouped_diff", "grouped_diff_v2")
+V2 = ("diff_v2", "grouped_diff_v2")
 
 
 class DiffTransformerConfig(PreTrainedConfig):
@@ -44,17 +46,17 @@ class DiffTransformerConfig(PreTrainedConfig):
     derive their own heads from these (see `Heads`), unless the fields below set them.
 
     Args:
-        attention_type: "softmax", "diff" (DIFF V1), "diff_v2", "grouped_diff" (arXiv:2510.06949), "grouped_diff_v2"
-            (arXiv:2608.09119) or "dex" (arXiv:2505.16333).
+        attention_type: "softmax", "diff" (DIFF V1), "diff_v2", "grouped_diff" (arXiv:2510.06949),
+            "grouped_diff_v2" (Motif 3, arXiv:2608.09119) or "dex" (arXiv:2505.16333).
         is_causal: False makes a bidirectional encoder.
         num_differential_heads, num_differential_key_value_heads, value_head_dim: Heads of a differential layer and the width of
             a value; None derives them.
         num_noise_heads: Second maps of a grouped layer; None means a fourth of the signal heads, or a third.
         lambda_form: "layer", "head", "token" or "constant"; None means "token" in both V2 types and "layer" elsewhere.
         lambda_init: Constant term of lambda; None means 0.8 - 0.6 exp(-0.3 layer), layers counted from 0.
-        head_norm: Norm of each head's output: "gain", "plain" or "none"; None means "none" in both V2 types, else "gain".
+        head_norm: Norm of each head: "gain", "plain" or "none"; None means "none" in both V2 types and "gain" elsewhere.
         shared_key: Whether both maps read one key; None means True in both V2 types and False elsewhere.
-        output_gate: Whether "grouped_diff_v2" scales its heads by a sigmoid of a projection.
+        output_gate: Whether heads of "grouped_diff_v2" have a gate.
         dex_heads: Extended heads of each layer of "dex"; None means all.
         initialization, attn_backend: Not used here; the package `difftransformer` reads them.
     """
@@ -137,11 +139,9 @@ class Heads:
         width = config.head_dim
         if kind in ("softmax", "dex"):
             return cls(total, keys, total, width, width, False, True)
-        if kind not in ("diff", "diff_v2", "grouped_diff", "grouped_diff_v2"):
-            known = "softmax, diff, diff_v2, grouped_diff, grouped_diff_v2 and dex"
-            raise ValueError(f"attention_type={kind!r}: this file has {known}")
-        is_v2 = kind.endswith("_v2")
-        share = 1 if is_v2 else 2  # heads of the Transformer that make one
+        if kind not in ATTENTION_TYPES:
+            raise ValueError(f"attention_type={kind!r}: this file has {', '.join(ATTENTION_TYPES)}")
+        share = 1 if kind in V2 else 2  # heads of the Transformer that make one
         heads, groups = config.num_differential_heads, config.num_differential_key_value_heads
         noise = None
         if kind.startswith("grouped"):
@@ -152,12 +152,12 @@ class Heads:
                 heads = total - noise
             elif noise is None:
                 noise = next(heads // r for r in SIGNAL_HEADS_PER_NOISE_HEAD if heads % r == 0)
-            if groups is None and is_v2:
+            if groups is None and kind in V2:
                 groups = math.gcd(keys, noise)
             elif groups is None:  # so that G + min(G, N) keys are as many as the Transformer has
                 groups = keys - noise if keys > 2 * noise else keys // 2
         heads, groups = heads or total // share, groups or keys // share
-        shared = is_v2 if config.shared_key is None else config.shared_key
+        shared = kind in V2 if config.shared_key is None else config.shared_key
         value = config.value_head_dim or share * width
         return cls(heads, groups, noise or heads, width, value, True, shared)
 
@@ -251,7 +251,7 @@ class Attention(KeepsFloat32):
     dex                  head = A1 V, minus lambda A1 V W on the extended heads
     diff, grouped_diff   head = (1 - lambda_init) RMSNorm((A1 - lambda A2) V)
     diff_v2              head = (A1 - lambda A2) V
-    grouped_diff_v2      head = sigmoid(X W_G) (A1 - lambda A2) V
+    grouped_diff_v2      the same, and sigmoid(X W_G) scales the heads unless output_gate is False
 
     with A = softmax(Q K^T / sqrt(D)), and lambda = exp(q1 . k1) - exp(q2 . k2) + lambda_init of the layer, or sigmoid(X w) of a
     token and head (arXiv:2410.05258 eq. 1-3, arXiv:2510.06949, arXiv:2505.16333).
@@ -269,6 +269,8 @@ class Attention(KeepsFloat32):
         self.o_proj = nn.Linear(heads.heads * heads.value_dim, width, bias=False)
         if heads.is_differential:
             self._add_lambda()
+            if config.attention_type == "grouped_diff_v2" and config.output_gate:
+                self.gate_proj = nn.Linear(width, heads.heads * heads.value_dim, bias=False)
         elif config.attention_type == "dex":
             chosen = range(heads.heads) if config.dex_heads is None else config.dex_heads[layer_idx]
             self.dex_heads = sorted(chosen)
@@ -277,7 +279,7 @@ class Attention(KeepsFloat32):
 
     def _add_lambda(self) -> None:
         config, heads = self.config, self.heads
-        is_v2 = config.attention_type.endswith("_v2")
+        is_v2 = config.attention_type in V2
         self.lambda_form = config.lambda_form or ("token" if is_v2 else "layer")
         head_norm = config.head_norm or ("none" if is_v2 else "gain")
         by_depth = 0.8 - 0.6 * math.exp(-0.3 * self.layer_idx)
@@ -292,9 +294,6 @@ class Attention(KeepsFloat32):
         self.head_norm = None
         if head_norm != "none":
             self.head_norm = RMSNorm(heads.value_dim, config.head_norm_eps, gain=head_norm == "gain")
-        self.gate_proj = None
-        if config.attention_type == "grouped_diff_v2" and config.output_gate:
-            self.gate_proj = nn.Linear(config.hidden_size, heads.heads * heads.value_dim, bias=False)
 
     def init_weights(self) -> None:
         """Initialise the parameters that are neither projections nor norms."""
@@ -362,7 +361,7 @@ class Attention(KeepsFloat32):
             change = change * self.dex_lambda.to(out.dtype).view(-1, 1)
             out = out.index_add(2, torch.tensor(self.dex_heads, device=out.device), -change)
         out = out.to(hidden.dtype).flatten(2)
-        if heads.is_differential and self.gate_proj is not None:
+        if hasattr(self, "gate_proj"):
             out = out * self.gate_proj(hidden).sigmoid()
         return self.o_proj(out), weights
 
