@@ -16,6 +16,7 @@ from tests.support.cases import (
     BY_NAME,
     CASES,
     CAUSAL,
+    assert_as_good_as_eager,
     assert_close,
     by_name,
     eager,
@@ -35,7 +36,6 @@ from tests.support.cases import (
 from tests.support.fused_calls import (
     UNSEEN,
     assert_any_call_as_good,
-    assert_as_good_as_flash,
     assert_same_bits,
     assert_unseen_keys_are_not_read,
     by_equations,
@@ -56,7 +56,7 @@ launch = pytest.importorskip("difftransformer.ops.triton_kernels.launch")
 pytestmark = [needs_interpreter, overflow_is_fine]
 
 DTYPES = (torch.float32, torch.float16)
-FORMS = pytest.mark.parametrize("forms", [("both_maps", "split"), ("by_map", "atomic")], ids="+".join)
+FORMS = pytest.mark.parametrize("form", ["both_maps", "split", "atomic"])  # a forward without gradients, two backwards
 run = partial(fused_calls.run, "triton")
 bits = partial(fused_calls.bits, "triton")
 assert_as_good = partial(fused_calls.assert_as_good, "triton")
@@ -84,7 +84,7 @@ def test_half_precision(case):
     results = run(case, torch.float16)
     eager_results = output_and_gradients(eager(case), case, torch.float16)
     assert results["out"].dtype == torch.float16
-    assert_as_good_as_flash(results, eager_results, expected(case.name, of=torch.float16), torch.float16)
+    assert_as_good_as_eager(results, eager_results, expected(case.name, of=torch.float16), torch.float16)
 
 
 OTHER_FORMS = (
@@ -101,15 +101,30 @@ OTHER_FORMS = (
 
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", slow_but_for(CASES, *OTHER_FORMS), ids=by_name)
-def test_one_map_at_a_time_and_a_backward_that_adds(case, dtype, take):
-    """The forms that are not the first."""
-    taken = take("by_map", "atomic")
+def test_a_backward_that_adds(case, dtype, take):
+    taken = take("atomic")
     results, exact = run(case, dtype), expected(case.name, of=dtype)
     assert taken == ["by_map", "atomic"]
     if dtype == torch.float32:
         assert_close(results, exact, 2e-5)
     else:
-        assert_as_good_as_flash(results, output_and_gradients(eager(case), case, dtype), exact, dtype)
+        assert_as_good_as_eager(results, output_and_gradients(eager(case), case, dtype), exact, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "case", slow_but_for([case for case in CASES if case.lam is not None], *OTHER_FORMS), ids=by_name
+)
+def test_both_maps_in_one_loop(case, dtype, take):
+    """Without gradients."""
+    taken = take("both_maps")
+    results, exact = run(case, dtype, gradients=False), {"out": expected(case.name, of=dtype)["out"]}
+    assert taken == ["both_maps"]
+    if dtype == torch.float32:
+        assert_close(results, exact, 2e-5)
+    else:
+        eager_results = output_and_gradients(eager(case), case, dtype, gradients=False)
+        assert_as_good_as_eager(results, eager_results, exact, dtype)
 
 
 NORMED = [
@@ -121,18 +136,19 @@ NORMED = [
 
 @FORMS
 @pytest.mark.parametrize("case", NORMED, ids=by_name)
-def test_the_norm_in_every_form(case, forms, take):
+def test_the_norm_in_every_form(case, form, take):
     """Heads of more than 128 numbers are normalised by a kernel of their own; test_normed_attention.py has more of fp32."""
-    taken = take(*forms)
-    results = normed_results(normed_op(case, "triton"), case, torch.float32)
-    assert taken == list(forms)
-    assert_close(results, normed_by_equations(case), 1e-4)
-    if forms[0] == "both_maps" and case.name != "wide":
+    taken = take(form)
+    how = {"gradients": form != "both_maps"}
+    results = normed_results(normed_op(case, "triton"), case, torch.float32, **how)
+    assert taken == (["by_map", form] if how["gradients"] else [form])
+    assert_close(results, normed_by_equations(case, **how), 1e-4)
+    if form == "split" and case.name != "wide":
         return
-    assert_as_good_as_flash(
-        normed_results(normed_op(case, "triton"), case, torch.float16),
-        normed_results(norm_by_hand(case, eager(case)), case, torch.float16),
-        normed_by_equations(case, of=torch.float16),
+    assert_as_good_as_eager(
+        normed_results(normed_op(case, "triton"), case, torch.float16, **how),
+        normed_results(norm_by_hand(case, eager(case)), case, torch.float16, **how),
+        normed_by_equations(case, of=torch.float16, **how),
         torch.float16,
     )
 
@@ -204,10 +220,12 @@ WIDE = ("D = 128", "E = D = 96", "shared key of 64", "odd", "E = 255", "softmax 
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", slow_but_for(SHAPES, *WIDE), ids=by_name)
 def test_widths_and_groups(case, dtype, take):
-    """Half of them, and all in fp16, by the forms that are not the first."""
+    """Half of them, and all in fp16, by a backward that adds; without gradients by both maps in one loop."""
     if dtype == torch.float16 or case.H == case.G:
-        take("by_map", "atomic")
+        take("atomic")
     assert_as_good(case, dtype)
+    take("both_maps")
+    assert_as_good(case, dtype, gradients=False)
 
 
 @settings(quick, max_examples=12)
@@ -229,13 +247,14 @@ SMALL = Case("x", B=2, H=2, G=1, T=9, S=11, D=8, E=6, lam="head", kwargs=CAUSAL)
 
 @pytest.mark.parametrize("lam", [0.0, -0.8, 3.0])
 @FORMS
-def test_any_lam(lam, forms, take):
+def test_any_lam(lam, form, take):
     """Zero, negative and large; with zero, the gradient of lam is not."""
-    take(*forms)
-    case = dataclasses.replace(SMALL, B=1, H=2, G=1, lam="query" if forms[0] == "by_map" else "head")
+    take(form)
+    case = dataclasses.replace(SMALL, B=1, H=2, G=1, lam="query" if form == "atomic" else "head")
     query, key, value, drawn, grad = case.inputs()
     case.inputs = lambda *_, **__: (query, key, value, torch.full_like(drawn, lam), grad)
-    assert_close(run(case), by_equations(case), 2e-5)
+    how = {"gradients": form != "both_maps"}
+    assert_close(run(case, **how), by_equations(case, **how), 2e-5)
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.5, 3.0])
@@ -248,16 +267,15 @@ def test_any_scale(scale):
 @FORMS
 @pytest.mark.parametrize("logit", [-60.0, 60.0])
 @pytest.mark.parametrize("kwargs", [{}, CAUSAL | {"kv_start": ints(3)}, {"kv_lengths": ints(17)}], ids=" ".join)
-def test_logits_far_from_zero_beside_keys_that_are_not_there(kwargs, logit, forms, dtype, take):
+def test_logits_far_from_zero_beside_keys_that_are_not_there(kwargs, logit, form, dtype, take):
     """Keys beyond the tensor or the range count as zeros, whose logit of 0 is far above all others, or far below."""
-    take(*forms)
+    take(form)
     case = Case("x", H=1, G=1, T=20, S=20, D=16, E=16, kwargs=kwargs)
     query, key, value, lam, grad = case.inputs(dtype, requires_grad=False)
     query[..., :: case.D], key[..., :: case.D] = 8.0, logit / 2
     case.inputs = lambda *_, **__: (query, key, value, lam, grad)
-    results = output_and_gradients(op(case, "triton"), case, dtype)
-    exact = by_equations(case, of=dtype)
-    assert_close(results, exact, 1e-4 if dtype == torch.float32 else 2e-2)
+    how = {"gradients": form != "both_maps"}
+    assert_close(run(case, dtype, **how), by_equations(case, of=dtype, **how), 1e-4 if dtype == torch.float32 else 2e-2)
 
 
 # Decoding: no gradient is wanted, and there are few queries.
@@ -326,7 +344,7 @@ def test_few_queries_without_a_gradient(case, dtype, norm, monkeypatch):
     if dtype == torch.float32:
         assert relative_error(out, exact) < (1e-4 if norm else 2e-5)
     else:
-        assert_as_good_as_flash({"out": out}, {"out": by_hand}, {"out": exact}, dtype)
+        assert_as_good_as_eager({"out": out}, {"out": by_hand}, {"out": exact}, dtype)
 
 
 @pytest.mark.parametrize("splits", [1, 2, 7])
@@ -337,18 +355,17 @@ def test_any_number_of_shares(splits, monkeypatch):
     assert relative_error(op(case, "triton")(*inputs), op(case, "reference")(*(x.double() for x in inputs))) < 2e-5
 
 
-@pytest.mark.parametrize("forms", ["both_maps", "by_map"])
 @pytest.mark.parametrize("case", [SMALL, NORMED[2]], ids=by_name)
-def test_many_queries_without_a_gradient(case, forms, take, monkeypatch):
-    """The forward's kernels, which then keep nothing: the same bits."""
+def test_many_queries_without_a_gradient(case, take, monkeypatch):
+    """The kernels of training's forward, which then keep nothing: the same bits."""
     monkeypatch.setattr(launch, "DECODE_ROWS", 0)
-    taken = take(forms)
+    taken = take("by_map")
     leaves, lam, _ = tensors(case)
     for attend in (op(case, "triton"), lambda *inputs: normed_op(case, "triton")(*inputs, None)):
         with torch.no_grad():
             out = attend(*leaves[:3], lam)
         assert torch.equal(out, attend(*leaves[:3], lam).detach())
-    assert taken == [forms] * 4
+    assert taken == ["by_map"] * 4
 
 
 def test_rows_up_to_which_a_call_is_split(monkeypatch):
@@ -376,11 +393,11 @@ RANGES = {
 
 @FORMS
 @pytest.mark.parametrize("name", RANGES)
-def test_keys_outside_the_range_are_not_read(name, forms, take):
+def test_keys_outside_the_range_are_not_read(name, form, take):
     """In the interpreter additions too are in one order, so that the bits are the same."""
-    take(*forms)
-    norm = name != "softmax" and forms[0] == "by_map"
-    assert_unseen_keys_are_not_read(RANGES[name], lambda case: bits(case, torch.float32, norm))
+    take(form)
+    how = {"norm": name != "softmax" and form == "atomic", "gradients": form != "both_maps"}
+    assert_unseen_keys_are_not_read(RANGES[name], lambda case: bits(case, **how))
 
 
 @pytest.mark.slow
@@ -430,9 +447,9 @@ def test_nan_in_what_a_query_sees_reaches_its_output(which):
 
 @FORMS
 @pytest.mark.parametrize("name", [pytest.param("left padding", marks=pytest.mark.slow), "more queries than keys"])
-def test_rows_that_see_nothing_are_zero(name, forms, take):
+def test_rows_that_see_nothing_are_zero(name, form, take):
     """With the norm too, however large 1 / sqrt(eps) is; without a gradient too."""
-    take(*forms)
+    take(form)
     case = BY_NAME[name]
     empty = ~oracle.dense_mask(case).any(-1)
     leaves, lam, _ = tensors(case, torch.float16)
@@ -458,15 +475,15 @@ POISONED = [
 
 @FORMS
 @pytest.mark.parametrize("case", slow_but_for(POISONED, "left padding", "window"), ids=by_name)
-def test_no_uninitialised_memory(case, forms, take):
+def test_no_uninitialised_memory(case, form, take):
     """With and without the norm, and without a gradient."""
-    take(*forms)
-    leaves, lam, _ = tensors(case)
+    take(form)
 
     def everything():
-        with torch.no_grad():
-            found = [op(case, "triton")(*leaves[:3], lam)]
-        return found + bits(case) + (bits(case, norm=True) if case.lam is not None else [])
+        hows = [{"gradients": False}, {}] + [{"gradients": False, "norm": True}, {"norm": True}] * (
+            case.lam is not None
+        )
+        return [x for how in hows for x in bits(case, **how)]
 
     usual = everything()
     with new_memory_is_nan():

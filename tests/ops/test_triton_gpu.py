@@ -14,6 +14,7 @@ from difftransformer.ops.problem import Restrictions, allowed_keys
 from tests.support.cases import (
     CASES,
     CAUSAL,
+    assert_as_good_as_eager,
     assert_close,
     by_name,
     eager,
@@ -26,7 +27,7 @@ from tests.support.cases import (
     op,
     overflow_is_fine,
 )
-from tests.support.fused_calls import assert_as_good_as_flash, assert_same_bits, errors_of
+from tests.support.fused_calls import assert_same_bits, errors_of
 from tests.support.oracle import Case, output_and_gradients, relative_error
 
 configs = pytest.importorskip("difftransformer.ops.triton_kernels.configs")
@@ -35,7 +36,7 @@ pytestmark = overflow_is_fine
 
 LOW = (torch.bfloat16, torch.float16)
 DTYPES = (torch.float32, *LOW)
-FORMS = pytest.mark.parametrize("forms", [("both_maps", "split"), ("by_map", "atomic")], ids="+".join)
+FORMS = pytest.mark.parametrize("form", ["both_maps", "split", "atomic"])  # a forward without gradients, two backwards
 
 
 @pytest.fixture(
@@ -90,8 +91,8 @@ def on_cpu(results):
     return {name: x.cpu() for name, x in results.items()}
 
 
-def assert_as_good_there(case, device, dtype, norm=False):
-    """Against float64 on the device: fp32 to 5e-5 of the largest number, below as flash-attention asks of its own."""
+def assert_as_good_there(case, device, dtype, norm=False, gradients=True):
+    """Against float64 on the device: fp32 to 5e-5 of the largest number, below to twice the error of eager PyTorch."""
     case = moved(case, device)
     if norm:
 
@@ -99,20 +100,20 @@ def assert_as_good_there(case, device, dtype, norm=False):
             function = norm_by_hand(case, eager_there(case)) if backend == "eager" else normed_op(case, backend)
             weight = torch.linspace(0.5, 1.5, case.E, device=device)
             return output_and_gradients(
-                lambda *inputs: function(*inputs, weight.to(inputs[0].dtype)), case, dtype, of=low
+                lambda *inputs: function(*inputs, weight.to(inputs[0].dtype)), case, dtype, of=low, gradients=gradients
             )
     else:
 
         def compute(backend, dtype):
             function = eager_there(case) if backend == "eager" else op(case, backend)
-            return output_and_gradients(function, case, dtype, of=low)
+            return output_and_gradients(function, case, dtype, of=low, gradients=gradients)
 
     low = dtype
     results, exact = compute("triton", dtype), compute("reference", torch.float64)
     if dtype == torch.float32:
         assert_close(results, exact, 1e-4 if norm else 5e-5)
     else:
-        assert_as_good_as_flash(results, compute("eager", dtype), exact, dtype)
+        assert_as_good_as_eager(results, compute("eager", dtype), exact, dtype)
 
 
 def leaves_of(case, dtype):
@@ -120,14 +121,14 @@ def leaves_of(case, dtype):
     return [x for x in (query, key, value, lam) if isinstance(x, torch.Tensor)], lam, grad
 
 
-def bits(case, dtype, norm=False):
+def bits(case, dtype, norm=False, gradients=True):
     leaves, lam, grad = leaves_of(case, dtype)
-    if norm:
-        leaves.append(torch.linspace(0.5, 1.5, case.E, device=grad.device).requires_grad_())
-        out = normed_op(case, "triton")(*leaves[:3], lam, leaves[-1])
-    else:
-        out = op(case, "triton")(*leaves[:3], lam)
-    return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+    weight = torch.linspace(0.5, 1.5, case.E, device=grad.device).requires_grad_()
+    with torch.set_grad_enabled(gradients):
+        out = normed_op(case, "triton")(*leaves[:3], lam, weight) if norm else op(case, "triton")(*leaves[:3], lam)
+    if not gradients:
+        return [out]
+    return [out.detach(), *torch.autograd.grad(out, leaves + [weight] * norm, grad)]
 
 
 # Calls.
@@ -143,7 +144,7 @@ def test_equals_the_equations(case, dtype, gpu):
         assert_close(results, expected(case.name), 2e-5)
     else:
         eager_results = output_and_gradients(eager(case), case, dtype)
-        assert_as_good_as_flash(results, eager_results, expected(case.name, of=dtype), dtype)
+        assert_as_good_as_eager(results, eager_results, expected(case.name, of=dtype), dtype)
 
 
 def large(name, device):
@@ -193,22 +194,22 @@ LARGE = (
 @FORMS
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", LARGE)
-def test_large_calls(name, dtype, forms, device, take):
+def test_large_calls(name, dtype, form, device, take):
     """The interpreter rounds to bf16 towards zero."""
     if device == "cpu" and (dtype == torch.bfloat16 or name not in ("causal", "documents", "softmax")):
         return
-    take(*forms)
-    assert_as_good_there(large(name, device), device, dtype)
+    take(form)
+    assert_as_good_there(large(name, device), device, dtype, gradients=form != "both_maps")
 
 
 @FORMS
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["causal", "left padding", "D = 128"])
-def test_large_calls_with_the_norm(name, dtype, forms, device, take):
+def test_large_calls_with_the_norm(name, dtype, form, device, take):
     if device == "cpu" and (dtype == torch.bfloat16 or name == "D = 128"):
         return
-    take(*forms)
-    assert_as_good_there(large(name, device), device, dtype, norm=True)
+    take(form)
+    assert_as_good_there(large(name, device), device, dtype, norm=True, gradients=form != "both_maps")
 
 
 @pytest.mark.parametrize("norm", [False, True])
@@ -235,21 +236,21 @@ def test_decoding(keys, dtype, norm, device):
             continue
         by_eager = norm_by_hand(case, by_hand)(*inputs, weight) if norm else by_hand(*inputs)
         if device != "cpu" or dtype != torch.bfloat16:
-            assert_as_good_as_flash({"out": out}, {"out": by_eager}, {"out": exact}, dtype)
+            assert_as_good_as_eager({"out": out}, {"out": by_eager}, {"out": exact}, dtype)
 
 
 @pytest.mark.gpu
 @FORMS
 @pytest.mark.parametrize("sign", [1, -1])
-def test_logits_around_ten_thousand(sign, forms, gpu, take):
+def test_logits_around_ten_thousand(sign, form, gpu, take):
     """As exact as the equations in fp32: a score is multiplied and its maximum subtracted in one rounding."""
-    take(*forms)
+    take(form)
     case = Case("x", B=2, H=4, G=2, T=70, S=130, D=16, E=32, kwargs={"scale": 1.0})
     query, key, value, lam, grad = (x.to(gpu) for x in case.inputs(requires_grad=False))
     query, key = (2 * query).round(), key.round()
     query[..., :: case.D], key[..., :: case.D] = 100.0, 100.0 * sign
     ours, plain = (
-        errors_of(op(case, backend), (query, key, value, lam), grad, op(case, "reference"))
+        errors_of(op(case, backend), (query, key, value, lam), grad, op(case, "reference"), form != "both_maps")
         for backend in ("triton", "reference")
     )
     for error, plain_error in zip(ours, plain, strict=True):
@@ -304,13 +305,13 @@ def test_a_backward_that_adds_is_close_to_one_that_does_not(dtype, device, take)
 @FORMS
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("name", ["left padding", "documents", "odd widths"])
-def test_no_uninitialised_memory(name, norm, forms, device, take):
+def test_no_uninitialised_memory(name, norm, form, device, take):
     if device == "cpu" and name != "left padding":
         return
-    take(*forms)
+    take(form)
     case = moved(large(name, device), device)
     with new_memory_is_nan():
-        found = bits(case, torch.float16, norm)
+        found = bits(case, torch.float16, norm, gradients=form != "both_maps")
         with torch.no_grad():
             one = op(dataclasses.replace(case, kwargs={}), "triton")(
                 *(x[:, :, :1] if i == 0 else x for i, x in enumerate(case.inputs(torch.float16)[:4]))

@@ -1,6 +1,7 @@
 """The Triton backend under autograd, tracing and checkpoints; what it refuses; which form of a pass it chooses."""
 
 import dataclasses
+import itertools
 import os
 import subprocess
 import sys
@@ -263,7 +264,7 @@ def test_a_form_that_was_timed_is_taken_while_a_graph_is_captured(timed, monkeyp
     assert choose() is FAST
 
 
-def test_what_is_timed_is_run(take, monkeypatch):
+def test_what_is_timed_is_run(monkeypatch):
     """`choose` is given a way to run each form, which gives the same as the form that is taken."""
     outs = []
 
@@ -273,9 +274,13 @@ def test_what_is_timed_is_run(take, monkeypatch):
         return forms[0]
 
     monkeypatch.setattr(launch, "choose", run_all)
-    bits(SMALL, norm=True)
-    (one, other), (split, atomic) = outs
-    assert_close({"out": one.out}, {"out": other.out}, 1e-6)
+    monkeypatch.setattr(launch, "DECODE_ROWS", 0)
+    trained = bits(SMALL, norm=True)
+    prefilled = bits(SMALL, norm=True, gradients=False)
+    (training,), (split, atomic), (both_maps, by_map) = outs
+    assert torch.equal(training.out, trained[0])
+    assert torch.equal(both_maps.out, prefilled[0])
+    assert_close({"out": by_map.out}, {"out": both_maps.out}, 1e-6)
     for x, y in zip(split, atomic, strict=True):
         assert relative_error(x, y) < 1e-5
 
@@ -292,11 +297,12 @@ def test_tilings_are_what_the_compiler_takes(width, value_width, low, monkeypatc
     monkeypatch.setattr(configs, "INTERPRETED", False)
     widths = {"width": width, "value_width": value_width, "low": low}
     passes = [configs.backward_forms(**widths, key_maps=maps) for maps in (2, 1)]
-    for is_differential in (False, True):
-        for starts_late in (False, True):
-            forms = configs.forward_forms(**widths, is_differential=is_differential, starts_late=starts_late)
-            assert is_differential or [form.name for form in forms] == ["by_map"]
-            passes.append(forms)
+    for is_differential, starts_late, has_mask, save in itertools.product((False, True), repeat=4):
+        forms = configs.forward_forms(
+            **widths, is_differential=is_differential, starts_late=starts_late, has_mask=has_mask, save=save
+        )
+        assert (is_differential and not save) or [form.name for form in forms] == ["by_map"]
+        passes.append(forms)
     assert [forms[0].name for forms in passes[:2]] == ["split"] * 2  # the same bits every time, where that is asked for
     rows = [1, 3, 16, 17, configs.DECODE_ROWS]
     tilings = [configs.decode_tiling(**widths, rows=count) for count in rows]

@@ -136,7 +136,7 @@ def _command(case, out, err):
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except Exception:
+        except (OSError, ValueError):  # a closed pipe or file: Python itself then ends with 120
             status = 120
     os._exit(status or 0)
 

@@ -5,6 +5,7 @@ differs, a line is lost or doubled, or a process outlives its parent by more tha
 that has imported the package, so that a kill costs a fraction of a second. The children of `compare` start as they always do.
 """
 
+import abc
 import argparse
 import contextlib
 import copy
@@ -45,7 +46,7 @@ def _be(words, folder, output):
     os._exit(main(words))
 
 
-class Storm:
+class Storm(abc.ABC):
     """One kind of command, killed in one folder after another.
 
     Args:
@@ -131,23 +132,25 @@ class Storm:
     def pause(self, most):
         time.sleep(self.draw.uniform(0, most))
 
+    @abc.abstractmethod
     def words(self, out):
         """The command line."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def wait(self, process, out):
         """Wait for the moment of the next kill."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def result(self, out):
         """What must be the same."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def check_lines(self, out):
         """Look for lost and doubled lines."""
 
     def note(self, out, children):
         """Count what the kill meets."""
+        self.counts["children"] = self.counts.get("children", 0) + len(children)
 
 
 class TrainStorm(Storm):
@@ -200,8 +203,8 @@ class CompareStorm(Storm):
             self.pause(1.0)
 
     def note(self, out, children):
+        super().note(out, children)
         self.counts["while importing"] = self.counts.get("while importing", 0) + (self.importing and bool(children))
-        self.counts["children"] = self.counts.get("children", 0) + len(children)
 
     def result(self, out):
         from difftransformer.results import Comparison, TaskResult, read_result
@@ -343,11 +346,13 @@ def main():
     parser = argparse.ArgumentParser(description="Kill train, compare and eval, and look at what is left.")
     for name, number in (("train", 100), ("compare", 20), ("eval", 20)):
         parser.add_argument(f"--{name}", type=int, default=number, help="number of kills")
-    parser.add_argument("--folder", help="an empty folder for the runs, such as one in memory")
+    parser.add_argument("--folder", help="where the runs are, such as a folder in memory")
     kills = vars(parser.parse_args())
     os.environ["OMP_NUM_THREADS"] = "1"
     faults = 0
-    with tempfile.TemporaryDirectory(dir=kills.pop("folder")) as folder:
+    if parent := kills.pop("folder"):
+        Path(parent).mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=parent) as folder:
         prepare(Path(folder))
         for name, number in kills.items():
             storm = STORMS[name](Path(folder), number).run()

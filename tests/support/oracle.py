@@ -133,8 +133,8 @@ def rms_norm(out: Tensor, weight: Tensor | None, eps: float, factor: float) -> T
     return normed if weight is None else normed * weight
 
 
-def output_and_gradients(function, case: Case, dtype, *, of=None) -> dict[str, Tensor]:
-    """Output and gradients of `function(query, key, value, lam)` in one dtype.
+def output_and_gradients(function, case: Case, dtype, *, of=None, gradients=True) -> dict[str, Tensor]:
+    """Output of `function(query, key, value, lam)` in one dtype and, unless a call without them is asked for, gradients.
 
     Inputs are those of the case in `of` (default `dtype`), so that a float64 oracle can be fed what bf16 was fed.
     """
@@ -146,6 +146,9 @@ def output_and_gradients(function, case: Case, dtype, *, of=None) -> dict[str, T
     query, key, value = cast(query), cast(key), cast(value)
     if isinstance(lam, Tensor):
         lam = lam.detach().to(torch.float64 if dtype == torch.float64 else torch.float32).requires_grad_()
+    if not gradients:
+        with torch.no_grad():
+            return {"out": function(query, key, value, lam)}
     out = function(query, key, value, lam)
     out.backward(grad.to(dtype))
     results = {"out": out.detach(), "query": query.grad, "key": key.grad, "value": value.grad}

@@ -38,6 +38,7 @@ VERBS = {
     "info": "Show the size of a preset or a saved model, for both twins; or the attention backends",
     "bench": "Time attention and a training step of DIFF and its twin on this machine",
     "build-kernels": "Build the CPU attention kernels ahead of their first use",
+    "check causality": "Check that a model does not look into the future",
     "doctor": "Check the attention backends on this machine, and print what a bug report needs",
 }
 

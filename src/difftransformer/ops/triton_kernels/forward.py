@@ -4,11 +4,11 @@ A program computes BLOCK_T queries of one head in a loop over their keys. The tw
 of the loop, so there are two forms with equal work (6 units of 2 n n D, as two calls of ordinary attention with a wide value;
 four calls take 8):
 
-* `both_maps_kernel`: one loop, which reads V once, with two accumulators of [BLOCK_T, E] in fp32.
-* `one_map_kernel`, first for map 2 and then for map 1: one accumulator, for wide heads. O2 is kept in memory in fp32 between
-  the calls. The same kernel computes ordinary attention.
+* `both_maps_kernel`: one loop, which reads V once, with two accumulators of [BLOCK_T, E] in fp32. For calls without gradients.
+* `one_map_kernel`, first for map 2 and then for map 1: one accumulator, for training and for wide heads. O2 is kept in memory
+  in fp32 between the calls. The same kernel computes ordinary attention.
 
-Both keep the log-sum-exps, O and O2 for the backward, since rowsum(dO * O) alone gives neither rowsum(dO * O1) nor
+Training keeps the log-sum-exps, O and O2 for the backward, since rowsum(dO * O) alone gives neither rowsum(dO * O1) nor
 rowsum(dO * O2). O and O2 are kept in fp32: rounded, they would leave a gradient of up to eps |dO V| to a query that sees one
 key and has none.
 """
@@ -126,8 +126,7 @@ def attend(q1, q2, K, V, k_t, v_t, b, h, row, T, S, seen, c,
 
 
 @triton.jit
-def write_normed(parts, at, row, b, h, T, H, Out, Plain, InverseRms, Weight, stride, eps, factor,
-                 E: tl.constexpr, BLOCK_T: tl.constexpr):  # fmt: skip
+def write_normed(parts, at, row, T, Out, Weight, stride, eps, factor, E: tl.constexpr, BLOCK_T: tl.constexpr):
     """Write factor * RMSNorm(heads) * weight of heads given in pieces of columns."""
     local = tl.arange(0, BLOCK_T)
     inside = row + local < T
@@ -135,14 +134,9 @@ def write_normed(parts, at, row, b, h, T, H, Out, Plain, InverseRms, Weight, str
     for i in tl.static_range(len(parts)):
         squares += tl.sum(parts[i] * parts[i], 1)
     inverse_rms = tl.rsqrt(squares / E + eps)
-    if InverseRms is not None:
-        tl.store(InverseRms + at_rows(b, h, row, T, H) + local, inverse_rms, inside)
     for i in tl.static_range(len(parts)):
         tl.debug_barrier()
-        piece = parts[i]
-        if Plain is not None:
-            store_rows(Plain + at, local, stride, piece, inside, i * PIECE, E, PIECE)
-        piece = piece * (inverse_rms * factor)[:, None]
+        piece = parts[i] * (inverse_rms * factor)[:, None]
         if Weight is not None:
             columns = i * PIECE + tl.arange(0, PIECE)
             piece = piece * tl.load(Weight + columns, columns < E, 0.0).to(tl.float32)[None, :]
@@ -150,7 +144,7 @@ def write_normed(parts, at, row, b, h, T, H, Out, Plain, InverseRms, Weight, str
 
 
 @triton.jit
-def both_maps_kernel(Q, K, V, Lam, Out, Lse, Second, Plain, InverseRms, Weight,
+def both_maps_kernel(Q, K, V, Lam, Out, Weight,
                      q_strides, k_strides, v_strides, lam_strides, out_strides, seen, H, G, T, S, c, eps, factor,
                      CAUSAL: tl.constexpr, KEY_2: tl.constexpr, NORM: tl.constexpr,
                      D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
@@ -165,7 +159,7 @@ def both_maps_kernel(Q, K, V, Lam, Out, Lse, Second, Plain, InverseRms, Weight,
     V += wide(b) * v_strides[0] + wide(g) * v_strides[1]
     q1 = load_rows(Q, local, q_strides[2], inside, D, BLOCK_D)
     q2 = load_rows(Q + D, local, q_strides[2], inside, D, BLOCK_D)
-    top1, total1, acc1, top2, total2, acc2 = attend(
+    _, total1, acc1, _, total2, acc2 = attend(
         q1, q2, K, V, k_strides[2], v_strides[2], b, h, row, T, S, seen, c,
         CAUSAL, True, KEY_2, D, E, BLOCK_T, BLOCK_S, BLOCK_D, BLOCK_E)  # fmt: skip
     at = wide(b) * out_strides[0] + wide(h) * out_strides[1] + wide(row) * out_strides[2]
@@ -174,23 +168,13 @@ def both_maps_kernel(Q, K, V, Lam, Out, Lse, Second, Plain, InverseRms, Weight,
     firsts, seconds = pieces(acc1, BLOCK_T, BLOCK_E), pieces(acc2, BLOCK_T, BLOCK_E)
     heads = ()
     for i in tl.static_range(len(firsts)):
-        second = seconds[i] * scale2[:, None]
-        if Second is not None:
-            store_rows(Second + at, local, out_strides[2], second, inside, i * PIECE, E, PIECE)
-        head = firsts[i] * scale1[:, None] - lam[:, None] * second
+        head = firsts[i] * scale1[:, None] - lam[:, None] * (seconds[i] * scale2[:, None])
         if NORM:
             heads = heads + (head,)
         else:
             store_rows(Out + at, local, out_strides[2], head, inside, i * PIECE, E, PIECE)
-            if Plain is not None:
-                store_rows(Plain + at, local, out_strides[2], head, inside, i * PIECE, E, PIECE)
     if NORM:
-        write_normed(heads, at, row, b, h, T, H, Out, Plain, InverseRms, Weight, out_strides[2], eps, factor,
-                     E, BLOCK_T)  # fmt: skip
-    if Lse is not None:  # last, when the registers of the heads are free
-        flat = at_rows(b, h, row, T, H) + local
-        tl.store(Lse + flat * 2, log_sum(top1, total1), inside)
-        tl.store(Lse + flat * 2 + 1, log_sum(top2, total2), inside)
+        write_normed(heads, at, row, T, Out, Weight, out_strides[2], eps, factor, E, BLOCK_T)
 
 
 @triton.jit

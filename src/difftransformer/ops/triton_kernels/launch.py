@@ -175,9 +175,8 @@ def _forward(inputs: Inputs, norm: Norm | None, save: bool, form: Form) -> Forwa
     options = {"CAUSAL": inputs.is_causal, **inputs.widths(), **tiling.options()}
     if form.name == "both_maps":
         forward_kernels.both_maps_kernel[grid](
-            inputs.query, inputs.key, inputs.value, inputs.lam, written, lse, second, None if written is plain else plain,
-            inverse_rms if by_the_way else None, weight, *strides, inputs.seen, *inputs.sizes(), c, eps, factor,
-            KEY_2=inputs.key_2, NORM=by_the_way, **options)  # fmt: skip
+            inputs.query, inputs.key, inputs.value, inputs.lam, written, weight, *strides, inputs.seen, *inputs.sizes(),
+            c, eps, factor, KEY_2=inputs.key_2, NORM=by_the_way, **options)  # fmt: skip
     else:
         options["MAPS"] = inputs.maps
         waiting = second
