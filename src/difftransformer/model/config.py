@@ -184,6 +184,11 @@ class DiffTransformerConfig(PreTrainedConfig):
         mlp = {"gate_proj": "colwise", "up_proj": "colwise", "down_proj": "rowwise"}
         return attention | {f"layers.*.mlp.{name}": how for name, how in mlp.items()}
 
+    @base_model_tp_plan.setter
+    def base_model_tp_plan(self, plan: dict[str, str]) -> None:
+        # transformers 5.19 adds its entry for tied embeddings to any plan; without it every process holds the whole embedding.
+        del plan
+
     def head_layout(self) -> HeadLayout:
         """Return the heads and widths of this attention type."""
         return self.attention.layout_of(self)
