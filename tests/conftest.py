@@ -28,6 +28,12 @@ if os.environ.get("DIFFTRANSFORMER_SANITIZE"):
     torch.utils.deterministic.fill_uninitialized_memory = True
     torch.autograd.set_detect_anomaly(True)
 
+
+def pytest_collection_modifyitems(items):
+    """Start the longest tests first, so that at the end no process waits for one."""
+    items.sort(key=lambda item: -max((mark.kwargs.get("minutes", 0) for mark in item.iter_markers("slow")), default=0))
+
+
 TOY = {
     "name": "toy",
     "model": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4},

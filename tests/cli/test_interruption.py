@@ -119,7 +119,7 @@ def test_train_stopped_and_killed_goes_on_bitwise(toy, tmp_path, start):
         assert (checkpoints(run)[-1] / file).read_bytes() == (checkpoints(reference)[-1] / file).read_bytes()
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=2)
 def test_compare_stopped_and_killed_goes_on_with_the_same_results(toy, tmp_path, start, monkeypatch):
     toy["training"] |= {"steps": 1000, "checkpoint_every": 50, "validate_every": 200, "context_stages": [[0, 64]]}
     toy["evaluation"][1]["options"]["lengths"] = [96]

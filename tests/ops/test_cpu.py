@@ -653,7 +653,7 @@ def tile_emulator(tmp_path_factory):
     return library
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=2)
 @pytest.mark.parametrize("wanted", [*processor.available()[:-1], "amx"])
 def test_on_other_instruction_sets(wanted, request):
     """All of this file, and what the other files ask of this backend, in a process with other kernels."""

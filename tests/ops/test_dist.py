@@ -15,7 +15,7 @@ from difftransformer.ops import processor
 from tests.support import peak_memory
 from tests.support.cases import needs_kernels
 
-pytestmark = [pytest.mark.slow, needs_kernels]
+pytestmark = [pytest.mark.slow(minutes=4), needs_kernels]
 
 ROOT = Path(__file__).parents[2]
 MOST_MIB = 700  # of one compiler process, for small machines

@@ -11,7 +11,7 @@ import pytest
 import difftransformer
 from tests.support import compile_kernels
 
-pytestmark = pytest.mark.slow  # two to four minutes on two cores
+pytestmark = pytest.mark.slow(minutes=4)
 
 BUDGET = json.loads(compile_kernels.BUDGET.read_text(encoding="utf-8"))
 ROOT = Path(__file__).parents[2]

@@ -13,7 +13,7 @@ from tests.check_compilers import are_required, missing
 from tests.support import peak_memory
 from tests.support.cases import needs_kernels
 
-pytestmark = [pytest.mark.slow, needs_kernels]
+pytestmark = [pytest.mark.slow(minutes=1), needs_kernels]
 
 HERE = Path(__file__).parent
 BEST = processor.available()[-1] if processor.available() else ""

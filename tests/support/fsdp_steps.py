@@ -18,6 +18,7 @@ CASES = {
     "diff": {},
     "diff_v2": {"attention_type": "diff_v2"},
     "grouped_diff": {"attention_type": "grouped_diff"},
+    "grouped_diff_v2": {"attention_type": "grouped_diff_v2"},
     "dex": {"attention_type": "dex"},
     "softmax": {"attention_type": "softmax"},
     "diff, untied, grouped": {"tie_word_embeddings": False, "num_key_value_heads": 2},

@@ -321,6 +321,10 @@ class Attention(nn.Module):
         """Compute what follows the op before the output projection, from and to (B, H, T, E)."""
         return heads
 
+    def head_gate(self, hidden: Tensor) -> Tensor | None:
+        """Return factors of all heads (B, T, H E) from the hidden states (B, T, M), or None without a gate."""
+        return None
+
     def combined_map(
         self, query: Tensor, key: Tensor, lam: Tensor | float | None, restrictions: Restrictions
     ) -> Tensor:
@@ -450,7 +454,9 @@ class Attention(nn.Module):
             heads_BHTE = self.finish(weighted_values(map_BHTS, value_BGSE))
         else:
             heads_BHTE = self.attend(query_BHTX, key_BGSX, value_BGSE, lam, restrictions)
-        return self.o_proj(heads_BHTE.transpose(1, 2).reshape(batch, length, -1)), map_BHTS
+        heads_BTF = heads_BHTE.transpose(1, 2).reshape(batch, length, -1)
+        gate_BTF = self.head_gate(hidden)
+        return self.o_proj(heads_BTF if gate_BTF is None else heads_BTF * gate_BTF), map_BHTS
 
     def extra_repr(self) -> str:
         """Describe the module for `print`."""

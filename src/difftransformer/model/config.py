@@ -28,7 +28,8 @@ def refuse_remote_code(auto_class: Any) -> None:
     """
     raise ConfigError(
         f"register_for_auto_class({getattr(auto_class, '__name__', auto_class)!r}): transformers would save one file of this "
-        "package, which needs the others; `import difftransformer` registers the Auto classes"
+        "package, which needs the others; `import difftransformer` registers the Auto classes, and `difftransformer export "
+        "--with-code` writes code that needs no other file"
     )
 
 
@@ -149,6 +150,7 @@ class DiffTransformerConfig(PreTrainedConfig):
                 f"attention_dropout={self.attention_dropout}: differential attention has no dropout on its maps; set 0"
             )
         self.head_layout()  # raises an error for impossible heads before anything is built
+        kwargs.pop("auto_map", None)  # names code beside the weights, which is neither run nor saved again
         super().__post_init__(**kwargs)
 
     @classmethod
