@@ -151,7 +151,7 @@ def test_grpo_with_continuous_batching(attention_type, needs, tmp_path):
     """The completions that are rewarded are those of `generate` (the likeliest token has probability 1)."""
     trl = needs("trl")
     datasets = needs("datasets")
-    fields = {"num_attention_heads": 5, "head_dim": 8} if attention_type == "grouped_diff" else {}
+    fields = {"num_attention_heads": 5, "head_dim": 8} if attention_type.startswith("grouped") else {}
     network = scramble(saved(tmp_path / "base", attention_type, tie_word_embeddings=False, **fields))
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "base")
     prompts, length = ["the quick", "brown fox jumps"], 6

@@ -25,6 +25,7 @@ VARIANTS = {
         "num_key_value_heads": 2,
     },
     "grouped_diff with more keys": {"attention_type": "grouped_diff", "num_attention_heads": 5, "head_dim": 8},
+    "grouped_diff_v2": {"attention_type": "grouped_diff_v2", "num_attention_heads": 5, "head_dim": 8},
     "dex": {"attention_type": "dex", "dex_heads": [[0, 2], [1, 3]]},
 }
 

@@ -48,6 +48,18 @@ OPTIONS = {
         "head_dim": 8,
     },
     "grouped, own keys": {"attention_type": "grouped_diff", "num_attention_heads": 10, "head_dim": 8},
+    "gated, shared noise": {
+        "attention_type": "grouped_diff_v2",
+        "num_attention_heads": 10,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+    },
+    "shared noise without a gate": {
+        "attention_type": "grouped_diff_v2",
+        "num_attention_heads": 5,
+        "head_dim": 8,
+        "output_gate": False,
+    },
     "dex on some heads": {"attention_type": "dex", "dex_heads": [[0, 2], [1, 3]]},
     "dex on all heads": {"attention_type": "dex", "num_key_value_heads": 2},
     "V2 with a wide value and a norm": {"attention_type": "diff_v2", "value_head_dim": 24, "head_norm": "gain"},
@@ -106,9 +118,9 @@ def test_options(name, tmp_path, monkeypatch):
     check(OPTIONS[name], tmp_path, monkeypatch)
 
 
-@pytest.mark.parametrize("kind", ["softmax", "diff", "diff_v2", "dex", "grouped_diff"])
+@pytest.mark.parametrize("kind", ["softmax", "diff", "diff_v2", "dex", "grouped_diff", "grouped_diff_v2"])
 def test_nothing_is_cached_twice(kind, tmp_path, monkeypatch):
-    heads = {"num_attention_heads": 10, "head_dim": 8} if kind == "grouped_diff" else {}
+    heads = {"num_attention_heads": 10, "head_dim": 8} if kind.startswith("grouped") else {}
     model = check({"attention_type": kind, "num_key_value_heads": 2, **heads}, tmp_path, monkeypatch)
     attention = model.model.layers[0].self_attn.attn
     assert (

@@ -24,7 +24,7 @@ from ..attention import HeadLayout
 from ..errors import ConfigError
 from ..model import DiffTransformerConfig
 
-SERVED_TYPES = ("softmax", "diff", "diff_v2", "grouped_diff", "dex")
+SERVED_TYPES = ("softmax", "diff", "diff_v2", "grouped_diff", "grouped_diff_v2", "dex")
 
 
 @dataclass(frozen=True)

@@ -76,6 +76,9 @@ class ServedAttention(nn.Module):
         self.o_proj = RowParallelLinear(
             layout.num_heads * layout.value_head_dim, width, bias=False, quant_config=quant, prefix=f"{prefix}.o_proj"
         )
+        # Only the gated layout of "grouped_diff_v2" has the field.
+        gated = getattr(layout, "output_gate", False)
+        self.gate_proj = project("gate_proj", layout.num_heads * layout.value_head_dim) if gated else None
         self.rotary_emb = get_rope(
             layout.head_dim,
             max_position=config.max_position_embeddings,
@@ -137,7 +140,10 @@ class ServedAttention(nn.Module):
             heads = self._subtract(heads, second, hidden_states)
         elif hasattr(self, "dex_proj"):
             heads = self._extend(heads)
-        return self.o_proj(heads.reshape(len(heads), -1))[0]
+        heads = heads.reshape(len(heads), -1)
+        if self.gate_proj is not None:
+            heads = heads * torch.sigmoid(self.gate_proj(hidden_states)[0])
+        return self.o_proj(heads)[0]
 
     def _subtract(self, first: Tensor, second: Tensor, hidden_states: Tensor) -> Tensor:
         """Subtract lambda times the second map's heads (N, H, E) from the first's, and normalise."""
@@ -214,7 +220,7 @@ class ServedModel(nn.Module):
 
     # Our names -> vLLM's layer, and the place in it.
     hf_to_vllm_mapper = WeightsMapper(
-        orig_to_new_stacked={".gate_proj": (".gate_up_proj", 0), ".up_proj": (".gate_up_proj", 1)}
+        orig_to_new_stacked={".mlp.gate_proj": (".mlp.gate_up_proj", 0), ".mlp.up_proj": (".mlp.gate_up_proj", 1)}
     )
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
