@@ -546,12 +546,14 @@ class TestOutputs:
         assert all(kept.grad.abs().max() > 0 for kept in (*out.attentions, *out.hidden_states))
 
     @pytest.mark.parametrize("implementation", ["difftransformer", "sdpa"])
-    def test_maps_need_eager(self, implementation):
-        model = tiny(implementation=implementation)
-        with pytest.raises(ConfigError, match=f"'{implementation}': only 'eager' computes the maps"):
-            model(tokens(1, 3), output_attentions=True)
-        model.set_attn_implementation("eager")
-        assert len(model(tokens(1, 3), output_attentions=True).attentions) == 2
+    def test_maps_do_not_depend_on_the_implementation(self, implementation):
+        model, ids = tiny(implementation=implementation), tokens(2, 9)
+        with torch.no_grad():
+            found, plain = model(ids, output_attentions=True), model(ids)
+            model.set_attn_implementation("eager")
+            expected = model(ids, output_attentions=True)
+        assert all(torch.equal(*maps) for maps in zip(found.attentions, expected.attentions, strict=True))
+        torch.testing.assert_close(found.logits, plain.logits, atol=1e-5, rtol=1e-5)
 
 
 class TestImplementations:

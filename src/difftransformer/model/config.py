@@ -191,6 +191,15 @@ class DiffTransformerConfig(PreTrainedConfig):
         # transformers 5.19 adds its entry for tied embeddings to any plan; without it every process holds the whole embedding.
         del plan
 
+    @property
+    def per_layer_config(self) -> list[Self]:
+        """This configuration with the heads and width of the cache, for each layer; transformers allocates caches from it."""
+        layout, cached = self.head_layout(), copy.copy(self)
+        cached.num_key_value_heads, cached.head_dim = layout.cache_heads, layout.value_width
+        if layout.key_width != layout.value_width:
+            cached.qk_head_dim = layout.key_width  # transformers then allocates at the first update
+        return [cached] * self.num_hidden_layers
+
     def head_layout(self) -> HeadLayout:
         """Return the heads and widths of this attention type."""
         return self.attention.layout_of(self)

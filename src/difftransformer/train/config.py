@@ -82,6 +82,59 @@ class LoraConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DataParallelConfig:
+    """How processes that see different rows hold the weights.
+
+    Attributes:
+        replicate: Number of copies of the weights.
+        shard: Number of processes that share each copy, layer by layer (FSDP); None means all that are left.
+    """
+
+    replicate: int = 1
+    shard: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """How the processes of a run divide its work. The product of the four degrees is their number.
+
+    Attributes:
+        data: Processes that see different rows.
+        tensor: Processes that divide the heads and the MLP of every layer, and see the same rows.
+        context: Processes that divide the tokens of every row (DeepSpeed-Ulysses), and exchange them for heads in attention.
+    """
+
+    data: DataParallelConfig = field(default_factory=DataParallelConfig)
+    tensor: int = 1
+    context: int = 1
+
+    def __post_init__(self) -> None:
+        degrees = {"data.replicate": self.data.replicate, "tensor": self.tensor, "context": self.context}
+        if self.data.shard is not None:
+            degrees["data.shard"] = self.data.shard
+        for name, degree in degrees.items():
+            if degree < 1:
+                raise ConfigError(f"{name}={degree}: give at least 1")
+
+    def degrees(self, processes: int) -> tuple[int, int, int, int]:
+        """Return the replicate, shard, context and tensor degrees on a number of processes.
+
+        Raises:
+            ConfigError: Their product is another number.
+        """
+        replicate, shard, context, tensor = self.data.replicate, self.data.shard, self.context, self.tensor
+        rest = replicate * context * tensor
+        shard = max(1, processes // rest) if shard is None else shard
+        if rest * shard != processes:
+            raise ConfigError(
+                f"parallel: data.replicate {replicate} x data.shard {shard} x tensor {tensor} x context {context} = "
+                f"{rest * shard}, and the run has {processes} process{'es' if processes > 1 else ''}; start it with "
+                f"--processes {rest * shard}, or change a degree (data.shard: null takes what the others leave)"
+            )
+        return replicate, shard, context, tensor
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
     """One training run.
 
@@ -92,6 +145,8 @@ class TrainingConfig:
         accumulation: Number of parts that a batch is split into to save memory.
         precision: "fp32", or "bf16" for autocast with fp32 weights.
         seed: Seed of weights and batches. A DIFF model and its twin with the same seed see the same batches.
+        pack_documents: Whether a row holds whole documents that do not see each other, in place of a window of the
+            concatenated text.
         retrieval: Needle documents among the rows, or None.
         lora: Adapters to train in place of the weights, or None. They are meant for a pretrained model.
         optimizer: Settings of AdamW.
@@ -100,7 +155,9 @@ class TrainingConfig:
         validation_windows: Number of validation windows, each of the last stage's length.
         checkpoint_every: Steps between checkpoints. The last step is always saved.
         keep_checkpoints: Number of checkpoints to keep.
-        gradient_checkpointing: Whether to recompute activations in the backward pass, which saves memory and takes time.
+        gradient_checkpointing: Whether to recompute activations in the backward pass, which saves memory and takes time. True
+            keeps the input of each layer alone; "selective" also keeps the results of attention and of matrix products.
+        compile: Whether to compile every layer with torch.compile.
     """
 
     steps: int
@@ -109,6 +166,7 @@ class TrainingConfig:
     accumulation: int = 1
     precision: Literal["fp32", "bf16"] = "fp32"
     seed: int = 0
+    pack_documents: bool = False
     retrieval: RetrievalMix | None = None
     lora: LoraConfig | None = None
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -117,7 +175,8 @@ class TrainingConfig:
     validation_windows: int = 16
     checkpoint_every: int = 500
     keep_checkpoints: int = 2
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: Literal[False, True, "selective"] = False
+    compile: bool = False
 
     def __post_init__(self) -> None:
         counts = ("steps", "batch_tokens", "accumulation", "validate_every", "validation_windows")

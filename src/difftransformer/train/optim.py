@@ -4,14 +4,17 @@ import torch
 from torch import nn
 
 from .config import OptimizerConfig, ScheduleConfig
+from .parallel.weights import by_mesh
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
     """Build AdamW over the trainable parameters, with weight decay on those of two or more dimensions."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    matrices, vectors = [p for p in parameters if p.dim() >= 2], [p for p in parameters if p.dim() < 2]
     groups = [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+        {"params": group, "weight_decay": weight_decay}
+        for kind, weight_decay in ((matrices, config.weight_decay), (vectors, 0.0))
+        for group in by_mesh(kind)
     ]
     fused = all(parameter.device.type in ("cpu", "cuda") for parameter in parameters)
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, eps=config.eps, fused=fused)
