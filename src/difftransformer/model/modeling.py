@@ -27,6 +27,7 @@ from ..errors import ConfigError, ShapeError
 from .caches import regroup
 from .config import DiffTransformerConfig
 from .masks import arrange_rows
+from .nll import chunked_loss
 from .paged import PagedModel, PagedRow, check_paged
 from .pretrained import DiffTransformerPreTrainedModel
 from .rotary import RotaryEmbedding
@@ -179,12 +180,17 @@ class DiffTransformerModel(DiffTransformerPreTrainedModel):
 class DiffTransformerForCausalLM(DiffTransformerPreTrainedModel, GenerationMixin):  # type: ignore[misc]
     """The language model. `forward` and `generate` behave like those of LlamaForCausalLM.
 
+    Attributes:
+        loss_chunk_tokens: None, or the number of tokens whose logits are in memory at a time when `labels` are given. The
+            output's logits are then None.
+
     Raises:
         ConfigError: config.is_causal is False.
     """
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
     _tp_plan = {"lm_head": "colwise_gather_output"}
+    loss_chunk_tokens: int | None = None
 
     def __init__(self, config: DiffTransformerConfig) -> None:
         if not config.is_causal:
@@ -234,7 +240,8 @@ class DiffTransformerForCausalLM(DiffTransformerPreTrainedModel, GenerationMixin
             labels: (B, T) token ids, shifted inside; -100 is ignored. The loss is the mean in nats per token, or the sum
                 divided by `num_items_in_batch` if that is given.
             logits_to_keep: Number of last positions to compute logits for (0 = all), or the indices of positions.
-            **kwargs: output_attentions, output_hidden_states, cu_seq_lens_q, num_items_in_batch, return_dict.
+            **kwargs: output_attentions, output_hidden_states, cu_seq_lens_q, num_items_in_batch, shift_labels (labels that are
+                shifted already), return_dict.
         """
         outputs = self.model(
             input_ids=input_ids,
@@ -250,9 +257,12 @@ class DiffTransformerForCausalLM(DiffTransformerPreTrainedModel, GenerationMixin
             hidden = hidden[:, logits_to_keep]
         elif logits_to_keep:
             hidden = hidden[:, -logits_to_keep:]
-        logits = self.lm_head(hidden)
-        loss = None
-        if labels is not None:
+        logits = loss = None
+        if labels is None or self.loss_chunk_tokens is None or type(self.lm_head) is not nn.Linear:
+            logits = self.lm_head(hidden)
+        else:
+            loss = chunked_loss(hidden, self.lm_head.weight, labels, chunk_tokens=self.loss_chunk_tokens, **kwargs)
+        if labels is not None and logits is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         return CausalLMOutputWithPast(
             loss=loss,

@@ -66,12 +66,34 @@ def _model(recipe: Recipe, shards: Shards) -> tuple[Any, DiffTransformerConfig]:
             f"data.tokenizer has {tokenizer.vocab_size} tokens and the model of start_from {start.config.vocab_size}; "
             "use the model's own tokenizer"
         )
+    if start is not None and recipe.model:
+        start = _given_another_length(start, recipe)
     return start, recipe.model_config(
         vocab_size=tokenizer.vocab_size,
         bos_token_id=tokenizer.end_of_text,
         eos_token_id=tokenizer.end_of_text,
         pad_token_id=tokenizer.pad,
     )
+
+
+def _given_another_length(start: DiffTransformerForCausalLM, recipe: Recipe) -> DiffTransformerForCausalLM:
+    """Build the recipe's model with the weights of `start`.
+
+    Raises:
+        ConfigError: They differ in more than positions and rotary settings.
+    """
+    special = {name: getattr(start.config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    config = recipe.model_config(vocab_size=start.config.vocab_size, **special)
+    before, after = start.config.to_dict(), config.to_dict()
+    for name in DiffTransformerConfig.field_types():
+        if name not in ("max_position_embeddings", "rope_parameters") and before.get(name) != after.get(name):
+            raise ConfigError(
+                f"model.{name} is {after.get(name)!r}, and {before.get(name)!r} in start_from {recipe.start_from}; only "
+                "max_position_embeddings and rope_parameters may change, or use model: {}"
+            )
+    model = DiffTransformerForCausalLM(config)
+    model.load_state_dict(start.state_dict())
+    return model
 
 
 def run_results(

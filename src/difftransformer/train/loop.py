@@ -16,7 +16,7 @@ from ..attention import Attention
 from ..data import Loader, Shards, document_positions, validation_windows
 from ..errors import EXIT_INTERRUPTED, EXIT_REQUEUE, DiffTransformerError
 from ..model import DiffTransformerConfig, DiffTransformerForCausalLM
-from ..model.nll import next_token_nll
+from ..model.nll import IGNORED, loss_chunk, summed_next_token_nll
 from .checkpoint import CheckpointState, checkpoints, load_checkpoint, save_checkpoint
 from .config import TrainingConfig
 from .lora import add_lora
@@ -109,6 +109,10 @@ def train(
             retrieval=config.retrieval,
             pack_documents=config.pack_documents,
         )
+    if isinstance(model, DiffTransformerForCausalLM):
+        part_tokens = config.batch_tokens // config.accumulation // mesh.row_ranks // mesh.context
+        chunk = loss_chunk(part_tokens, model_config.vocab_size, processes.device)
+        model.loss_chunk_tokens = config.loss_chunk_tokens or chunk
     recompute_activations(model, config)
     model = mesh.place(model, config)
     model.train()
@@ -212,8 +216,8 @@ def _step(
     for index, part in enumerate(batch.parts(config.accumulation, device), start=1):
         mesh.synchronise(model, now=index == config.accumulation)
         with torch.autocast(device, torch.bfloat16, enabled=config.precision == "bf16"):
-            nll = next_token_nll(model, **mesh.inputs(part.input_ids, part.targets, part.position_ids))
-        mean = nll.sum() / batch.step_targets
+            nll = summed_next_token_nll(model, **mesh.inputs(part.input_ids, part.targets, part.position_ids))
+        mean = nll / batch.step_targets
         mean.backward()
         loss += mean.detach()
     clip = config.optimizer.clip_norm
@@ -247,11 +251,11 @@ def validate(
         if stopped := bool(stop()):
             break
         positions = document_positions(part[:, :-1], end_of_text) if config.pack_documents else None
-        inputs = mesh.inputs(part[:, :-1], part[:, 1:], positions)
+        is_text = (part[:, 1:] != end_of_text) & weight
+        inputs = mesh.inputs(part[:, :-1], part[:, 1:].where(is_text, IGNORED), positions)
         with torch.autocast(device, torch.bfloat16, enabled=config.precision == "bf16"):
-            nll = next_token_nll(model, **inputs).double()
-        is_text = (inputs["targets"] != end_of_text) & weight
-        total, tokens = total + nll[is_text].sum().item(), tokens + int(is_text.sum())
+            total += summed_next_token_nll(model, **inputs).item()
+        tokens += int((inputs["targets"] != IGNORED).sum())
     model.train()
     mesh.forget_whole(model)
     return None if stopped else mesh.sum(total) / mesh.sum(tokens)
