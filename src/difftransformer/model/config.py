@@ -186,6 +186,11 @@ class DiffTransformerConfig(PreTrainedConfig):
         mlp = {"gate_proj": "colwise", "up_proj": "colwise", "down_proj": "rowwise"}
         return attention | {f"layers.*.mlp.{name}": how for name, how in mlp.items()}
 
+    @base_model_tp_plan.setter
+    def base_model_tp_plan(self, plan: dict[str, str]) -> None:
+        # transformers 5.19 adds its entry for tied embeddings to any plan; without it every process holds the whole embedding.
+        del plan
+
     @property
     def per_layer_config(self) -> list[Self]:
         """This configuration with the heads and width of the cache, for each layer; transformers allocates caches from it."""

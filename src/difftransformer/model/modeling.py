@@ -28,6 +28,7 @@ from .caches import regroup
 from .config import DiffTransformerConfig
 from .masks import arrange_rows
 from .nll import chunked_loss
+from .paged import PagedModel, PagedRow, check_paged
 from .pretrained import DiffTransformerPreTrainedModel
 from .rotary import RotaryEmbedding
 
@@ -97,7 +98,7 @@ class DiffTransformerModel(DiffTransformerPreTrainedModel):
         output_attentions: bool | None = None,
         output_hidden_states: bool | list[int] | None = None,
         cu_seq_lens_q: Tensor | None = None,
-        **_: Any,
+        **keywords: Any,
     ) -> BaseModelOutputWithPast:
         """Compute the hidden states of every token.
 
@@ -116,6 +117,7 @@ class DiffTransformerModel(DiffTransformerPreTrainedModel):
             output_hidden_states: Whether to return the input of every layer and the final hidden states, or the indices of
                 those to return.
             cu_seq_lens_q: (N + 1,) cumulative lengths of documents packed in a single row.
+            **keywords: What transformers' continuous batching passes beside these: its cache and places in it.
 
         Raises:
             ShapeError: Both or neither of input_ids and inputs_embeds are given, or a mask does not fit.
@@ -142,19 +144,26 @@ class DiffTransformerModel(DiffTransformerPreTrainedModel):
         if past_key_values is not None:
             regroup(past_key_values, self.layout)
 
-        rows, positions, restrictions = arrange_rows(
-            hidden,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            cu_seqlens=cu_seq_lens_q,
-            cache=past_key_values,
-            window=self.config.sliding_window,
-            is_causal=self.config.is_causal,
-            keep_rows=bool(need_maps or need_hidden),
-        )
+        paged = PagedRow.of(self.layout, keywords)
+        if paged is None:
+            rows, positions, restrictions = arrange_rows(
+                hidden,
+                attention_mask=attention_mask,
+                position_ids=position_ids,
+                cu_seqlens=cu_seq_lens_q,
+                cache=past_key_values,
+                window=self.config.sliding_window,
+                is_causal=self.config.is_causal,
+                keep_rows=bool(need_maps or need_hidden),
+            )
+        else:
+            assert position_ids is not None  # continuous batching passes both
+            assert attention_mask is not None
+            rows, positions, past_key_values = hidden, position_ids, paged
+            restrictions = paged.restrictions(attention_mask)
         position_embeddings = self.rotary_emb(hidden, positions)
 
-        for layer in self.layers:
+        for layer in self.layers[: self.config.num_hidden_layers]:  # fewer while assistant_early_exit drafts
             rows, _ = layer(
                 rows,
                 past_key_values=past_key_values,
@@ -194,6 +203,22 @@ class DiffTransformerForCausalLM(DiffTransformerPreTrainedModel, GenerationMixin
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
         self._check_and_adjust_attn_implementation(config._attn_implementation)
+
+    def init_continuous_batching(self, *arguments: Any, **options: Any) -> Any:
+        """Make transformers' manager of requests; `generate_batch` and `transformers serve` call this.
+
+        Raises:
+            ConfigError: the attn_implementation takes no mask.
+        """
+        original = self.config._attn_implementation
+        if original == "difftransformer":
+            self.set_attn_implementation("sdpa")
+        check_paged(self.config._attn_implementation)
+        manager = super().init_continuous_batching(*arguments, **options)
+        if not isinstance(manager.model, PagedModel):
+            manager.model = PagedModel(self, self.config)
+        manager._original_attn_impl = original  # restored when the manager stops
+        return manager
 
     @can_return_tuple
     def forward(

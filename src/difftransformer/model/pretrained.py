@@ -19,6 +19,7 @@ from .weights import weights_files
 ATTN_IMPLEMENTATIONS: dict[str, str | None] = {
     "difftransformer": None,
     "eager": "reference",
+    "paged|eager": "reference",  # transformers' name for it in continuous batching
     "sdpa": "sdpa",
     "flash_attention_2": "flash",
     "flex_attention": "flex",
@@ -59,6 +60,8 @@ class DiffTransformerPreTrainedModel(PreTrainedModel):  # type: ignore[misc]
     def _check_and_adjust_attn_implementation(self, attn_implementation: str | None, *_: Any, **__: Any) -> str:
         # transformers passes no mask at all for a name that it does not know, so every accepted name has a backend here.
         name = attn_implementation or "difftransformer"
+        if name not in ATTN_IMPLEMENTATIONS:
+            name = name.removeprefix("paged|")  # the older names for continuous batching
         if name not in ATTN_IMPLEMENTATIONS:
             raise ConfigError(
                 f'Specified `attn_implementation="{name}"` is not supported; choose one of {", ".join(ATTN_IMPLEMENTATIONS)}'
