@@ -303,7 +303,8 @@ def test_memory_does_not_grow_with_the_text(tmp_path, suffix):
         found = fresh.Fresh(MEMORY, path, tmp_path / f"shards-{megabytes}").finish(timeout=500)
         assert found.returncode == 0, found.stderr
         peaks.append(int(found.stdout.split()[-1]) / 1024)
-    assert peaks[1] < peaks[0] + 16, peaks
+    # How many batches are under way at once differs by some 20 MiB. Text or tokens that were held would add 80 or more.
+    assert peaks[1] < peaks[0] + 40, peaks
 
 
 @pytest.mark.slow
