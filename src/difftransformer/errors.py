@@ -5,6 +5,7 @@ one line and exits with status 2.
 """
 
 EXIT_ERROR, EXIT_INTERRUPTED = 2, 130  # exit statuses of every command
+EXIT_REQUEUE = 75  # SIGTERM has stopped a run, which saved a checkpoint: BSD's EX_TEMPFAIL, "try again later"
 
 
 class DiffTransformerError(Exception):
@@ -45,3 +46,7 @@ class ResultsError(DiffTransformerError, ValueError):
 
 class DamagedResult(ResultsError):
     """A results file is not as it was written."""
+
+
+class FailedElsewhere(DiffTransformerError):
+    """Another process of the same run has failed, and says why."""

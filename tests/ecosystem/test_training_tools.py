@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, Trainer, TrainingArguments
 
 from difftransformer.attention import VARIANTS
 from tests.support.tiny_folders import SENTENCES, logits, model, saved, stock, tokens
@@ -60,6 +60,32 @@ def test_lora(attention_type, needs, tmp_path):
     torch.testing.assert_close(logits(merged, ids), after, atol=1e-5, rtol=1e-5)
     merged.save_pretrained(tmp_path / "merged")
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged"), ids), logits(merged, ids))
+
+
+@pytest.mark.parametrize("attention_type", VARIANTS)
+def test_prefix_tuning(attention_type, needs, tmp_path):
+    peft = needs("peft")
+    base = saved(tmp_path / "base", attention_type, initializer_range=0.3, num_attention_heads=8, num_key_value_heads=4)
+    ids = tokens(3, 9)
+    adapted = peft.get_peft_model(base, peft.PrefixTuningConfig(num_virtual_tokens=5, task_type="CAUSAL_LM"))
+    first, last = own_steps(adapted, ids, rate=0.3)
+    assert last < first - 0.02
+    after = logits(adapted, ids)
+    # The same keys and values, in the heads of a cache that the model fills itself.
+    filled = base(ids[:1, :5]).past_key_values.layers
+    learned = adapted.prompt_encoder["default"].embedding.weight.detach().unflatten(1, (len(filled), 2, -1))
+    pairs = []
+    for layer, pair in zip(filled, learned.unbind(1), strict=True):
+        shape = layer.keys.transpose(1, 2).shape
+        assert layer.values.shape == layer.keys.shape
+        pairs.append(tuple(part.reshape(shape).transpose(1, 2).expand(3, -1, -1, -1) for part in pair.unbind(1)))
+    assert torch.equal(base(ids, past_key_values=DynamicCache(pairs)).logits, after)
+    continued = adapted.generate(input_ids=ids, max_new_tokens=4, do_sample=False)
+    for end in range(9, 13):
+        assert torch.equal(logits(adapted, continued[:, :end])[:, -1].argmax(-1), continued[:, end])
+    adapted.save_pretrained(tmp_path / "prefix")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    assert torch.equal(logits(peft.PeftModel.from_pretrained(again, tmp_path / "prefix"), ids), after)
 
 
 def test_peft_wants_target_modules_and_all_linear_finds_them(needs):

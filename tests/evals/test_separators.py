@@ -21,6 +21,7 @@ from difftransformer.results import TaskResult, read_result
 from difftransformer.train import build_model
 from difftransformer.train.config import TrainingConfig
 from difftransformer.train.loop import validate
+from difftransformer.train.parallel import Mesh
 from tests.support.fakes import TensorModel
 from tests.support.task_results import task_result
 
@@ -158,7 +159,7 @@ def test_validation_while_training_scores_no_separator(toy_shards):
             losses = F.cross_entropy(model(row[:, :-1]).logits[0], row[0, 1:], reduction="none")
             nats += losses[row[0, 1:] != end].tolist()
     assert len(nats) < 20 * 64
-    assert validate(model, toy_shards, config, "cpu") == pytest.approx(np.mean(nats), rel=1e-6)
+    assert validate(model, toy_shards, config, Mesh()) == pytest.approx(np.mean(nats), rel=1e-6)
 
 
 def test_the_page_names_the_separator_of_each_model():

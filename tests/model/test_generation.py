@@ -10,7 +10,7 @@ from tests.support.oracle import relative_error
 from tests.support.tiny_models import shape_of, tokens
 
 IMPLEMENTATIONS = ("difftransformer", "eager", "sdpa")
-TYPES = ("diff", "diff_v2", "grouped_diff", "softmax")
+TYPES = ("diff", "diff_v2", "grouped_diff", "grouped_diff_v2", "softmax")
 FIELDS = {
     "diff": {},
     "diff, grouped, own value": {
@@ -20,6 +20,7 @@ FIELDS = {
     },
     "diff_v2": {"attention_type": "diff_v2", "num_key_value_heads": 2},
     "grouped_diff": {"attention_type": "grouped_diff"},
+    "grouped_diff_v2": {"attention_type": "grouped_diff_v2"},
     "grouped_diff, one key": {"attention_type": "grouped_diff", "num_key_value_heads": 2},
     "softmax": {"attention_type": "softmax", "num_key_value_heads": 2},
 }

@@ -13,6 +13,7 @@ from difftransformer.errors import ConfigError, DiffTransformerError
 from difftransformer.train import OptimizerConfig, ScheduleConfig, TrainingConfig, build_model
 from difftransformer.train.loop import validate
 from difftransformer.train.optim import build_optimizer, learning_rate
+from difftransformer.train.parallel import Mesh
 
 
 @pytest.mark.parametrize("attention_type", ["diff", "softmax"])
@@ -178,7 +179,7 @@ def test_validation_is_the_mean_over_its_windows(toy_recipe, toy_shards, model_c
     config = dataclasses.replace(toy_recipe.training, validation_windows=5)
     model = build_model(model_config(), seed=0).train()
     before = copy.deepcopy(model.state_dict())
-    found = validate(model, toy_shards, config, "cpu")
+    found = validate(model, toy_shards, config, Mesh())
     stream = np.asarray(toy_shards.tokens("validation")[:]).astype(np.int64)
     fitting = (len(stream) - 1) // 128
     losses = []

@@ -12,7 +12,7 @@ query, E value width, M model width.
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, Self, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,10 @@ from ..ops.norms import rms_norm
 from ..ops.problem import Restrictions
 from ..ops.reference import weighted_values
 from ..ops.rotary import apply_rotary
+from ..ops.ulysses import heads_of_sequence, sequence_of_heads
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 # transformers' name for a module whose weights every tensor-parallel process holds, with summed gradients.
@@ -216,6 +220,8 @@ class Attention(nn.Module):
         config_options: Fields that the variant adds to a model's configuration.
         fp32_parameters: Names of parameters that stay in fp32 whatever dtype the model is loaded in.
         can_upcycle: Whether a layer can start as a pretrained Transformer's, computing the same function.
+        context_group: The processes that share each sequence, if more than this one: hidden states are then consecutive parts
+            of it, while restrictions describe the whole, and each process attends with some of the heads.
     """
 
     name: ClassVar[str]
@@ -225,6 +231,7 @@ class Attention(nn.Module):
     config_options: ClassVar[dict[str, Option]] = {}
     fp32_parameters: ClassVar[tuple[str, ...]] = ()
     can_upcycle: ClassVar[bool] = False
+    context_group: "ProcessGroup | None" = None
 
     def __init__(self, embed_dim: int, layout: HeadLayout, *, layer_index: int, backend: str = "auto") -> None:
         super().__init__()
@@ -321,6 +328,10 @@ class Attention(nn.Module):
         """Compute what follows the op before the output projection, from and to (B, H, T, E)."""
         return heads
 
+    def head_gate(self, hidden: Tensor) -> Tensor | None:
+        """Return factors of all heads (B, T, H E) from the hidden states (B, T, M), or None without a gate."""
+        return None
+
     def combined_map(
         self, query: Tensor, key: Tensor, lam: Tensor | float | None, restrictions: Restrictions
     ) -> Tensor:
@@ -333,11 +344,22 @@ class Attention(nn.Module):
         return first_BHTS - lam * second_BHTS[0]
 
     def local_part(self, of_heads: Tensor | range, local_heads: int) -> Any:
-        """Return the part of one value for each head that belongs to this process's heads, all without tensor parallelism."""
+        """Return the part of one value for each head that belongs to the heads with which this process attends.
+
+        These are all of them, unless processes share the projections (tensor parallelism) or the sequence.
+        """
         if local_heads == self.layout.num_heads:
             return of_heads
-        rank = cast(Any, self.q_proj.weight).device_mesh.get_local_rank()
-        return of_heads[rank * local_heads : (rank + 1) * local_heads]
+        mesh = getattr(self.q_proj.weight, "device_mesh", None)  # torchao's tensors have none
+        if mesh is not None:
+            place = mesh.get_local_rank()
+        elif self.context_group is None:
+            place = torch.distributed.get_rank() % (self.layout.num_heads // local_heads)
+        else:
+            place = 0
+        if self.context_group is not None:
+            place = place * self.context_group.size() + self.context_group.rank()
+        return of_heads[place * local_heads : (place + 1) * local_heads]
 
     def lam(self) -> Tensor | None:
         """Return the layer's lambda now, one number or one for each head; None without one, or where it is by token."""
@@ -441,6 +463,12 @@ class Attention(nn.Module):
         if cache is not None:
             key_BGSX, value_BGSE = cache.update(key_BGSX, value_BGSE, self.layer_index)
         lam = self.head_lam(hidden)
+        if self.context_group is not None:
+            query_BHTX, key_BGSX, value_BGSE = (
+                heads_of_sequence(heads, self.context_group) for heads in (query_BHTX, key_BGSX, value_BGSE)
+            )
+            if isinstance(lam, Tensor) and lam.dim() == 3:
+                lam = heads_of_sequence(lam.unsqueeze(-1), self.context_group).squeeze(-1)
         query_BHTX, key_BGSX, value_BGSE = self.op_heads(query_BHTX, key_BGSX, value_BGSE)
         if isinstance(lam, Tensor) and lam.dim() == 1:
             lam = self.local_part(lam, query_BHTX.shape[1])
@@ -450,7 +478,11 @@ class Attention(nn.Module):
             heads_BHTE = self.finish(weighted_values(map_BHTS, value_BGSE))
         else:
             heads_BHTE = self.attend(query_BHTX, key_BGSX, value_BGSE, lam, restrictions)
-        return self.o_proj(heads_BHTE.transpose(1, 2).reshape(batch, length, -1)), map_BHTS
+        if self.context_group is not None:
+            heads_BHTE = sequence_of_heads(heads_BHTE, self.context_group)
+        heads_BTF = heads_BHTE.transpose(1, 2).reshape(batch, length, -1)
+        gate_BTF = self.head_gate(hidden)
+        return self.o_proj(heads_BTF if gate_BTF is None else heads_BTF * gate_BTF), map_BHTS
 
     def extra_repr(self) -> str:
         """Describe the module for `print`."""

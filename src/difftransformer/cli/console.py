@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 
-from ..errors import EXIT_ERROR
+from ..errors import EXIT_ERROR, EXIT_INTERRUPTED
 from ..printable import printable, printable_line
 
 WIDTH_WITHOUT_TERMINAL = 120  # for logs, which have no width of their own
@@ -72,4 +72,6 @@ def resumable(saved: str = "") -> Iterator[None]:
         yield
     except (Interrupted, KeyboardInterrupt) as stop:
         command = shlex.join(["difftransformer", *sys.argv[1:]])
-        raise KeyboardInterrupt(f"{saved or stop}. Continue with: {command}") from None
+        interruption = KeyboardInterrupt(f"{saved or stop}. Continue with: {command}")
+        interruption.status = getattr(stop, "status", EXIT_INTERRUPTED)  # type: ignore[attr-defined]
+        raise interruption from None

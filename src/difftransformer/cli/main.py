@@ -19,7 +19,7 @@ from contextlib import suppress
 from typing import Any
 
 from .._version import __version__
-from ..errors import EXIT_ERROR, EXIT_INTERRUPTED, DiffTransformerError
+from ..errors import EXIT_ERROR, EXIT_INTERRUPTED, DiffTransformerError, FailedElsewhere
 from ..printable import printable_line
 from ..reading import LARGEST_INT
 
@@ -35,6 +35,7 @@ VERBS = {
     "convert": "Convert a model's folder to another layout and back",
     "export": "Write a run or a saved model as a clean Hugging Face folder, with a model card",
     "tokenize": "Turn text into token shards",
+    "plan": "Memory, communication and time of a recipe on many GPUs, computed without them",
     "info": "Show the size of a preset or a saved model, for both twins; or the attention backends",
     "bench": "Time attention and a training step of DIFF and its twin on this machine",
     "build-kernels": "Build the CPU attention kernels ahead of their first use",
@@ -88,6 +89,8 @@ def _main(words: list[str]) -> int:
         return _fail(f"difftransformer: no command {verb!r}; choose one of {', '.join(known)}")
     try:
         return _run(verb, words)
+    except FailedElsewhere:
+        return EXIT_ERROR
     except DiffTransformerError as error:
         if debug:
             raise
@@ -104,7 +107,7 @@ def _main(words: list[str]) -> int:
         place = f"{error.filename}: " if error.filename else ""
         return _fail(f"difftransformer {verb}: {place}{error.strerror or error}{advice}")
     except KeyboardInterrupt as stop:
-        return _fail(f"difftransformer {verb}: {stop or 'interrupted'}", EXIT_INTERRUPTED)
+        return _fail(f"difftransformer {verb}: {stop or 'interrupted'}", getattr(stop, "status", EXIT_INTERRUPTED))
 
 
 def split_verb(words: Sequence[str]) -> tuple[str, list[str]]:

@@ -1,14 +1,26 @@
 """difftransformer train."""
 
+from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from ..errors import ConfigError
 from ..files import locked
 from ..sources import read_recipe
-from .arguments import SET, check_device, use_threads
+from .arguments import SET, check_device, check_positive, use_threads
 from .console import log, resumable, show
 from .progress import evaluation_progress, training_progress, watch_steps
 
-ARGUMENTS = SET
+if TYPE_CHECKING:
+    from ..studies import Recipe
+
+ARGUMENTS = SET | {
+    "--dry-run": {
+        "action": "store_true",
+        "dest": "dry_run",
+        "help": "Say what would be trained and what is missing, and train nothing.",
+    }
+}
 
 
 def run(
@@ -17,7 +29,9 @@ def run(
     seed: int | None = None,
     device: str = "cpu",
     threads: int | None = None,
+    processes: int | None = None,
     set: list[str] | None = None,
+    dry_run: bool = False,
 ) -> int:
     """Train one model. A run that was stopped continues from its newest checkpoint.
 
@@ -26,24 +40,85 @@ def run(
         out: Run folder. Defaults to runs/NAME, with the recipe's name.
         seed: Training seed that replaces the recipe's.
         device: cpu or cuda.
-        threads: Number of CPU threads. Defaults to all. Losses are bitwise equal for equal numbers of threads.
+        threads: Number of CPU threads of each process. Defaults to all. Losses are bitwise equal for equal numbers of threads.
+        processes: Number of processes of this machine, which the recipe's `parallel` divides. torchrun starts more machines.
     """
     read_recipe(recipe)
-    from ..data import prepare_shards
-    from ..studies import load_recipe, start_run, train_run
-    from ..train import checkpoints
+    check_positive(processes=processes)
+    from ..train.parallel import joined, launch, started_by_torchrun, world_size
 
     overrides = list(set or []) + ([f"training.seed={seed}"] if seed is not None else [])
-    loaded = load_recipe(recipe, overrides)
-    use_threads(threads)
+    if dry_run:
+        from ..studies import load_recipe
+
+        return _describe(load_recipe(recipe, overrides))
+    if (processes or 1) > 1 and not started_by_torchrun():
+        check_device(device)
+        flags = {"out": out, "device": None if device == "cpu" else device, "threads": threads, "processes": processes}
+        words = [word for name, value in flags.items() if value is not None for word in (f"--{name}", str(value))]
+        return launch(
+            processes or 1, ["train", recipe, *words, *(w for change in overrides for w in ("--set", change))]
+        )
+    if processes is not None and processes != world_size():
+        raise ConfigError(f"--processes {processes}: torchrun has started {world_size()}; omit --processes")
     check_device(device)
+    with joined(device) as members:
+        return _train(recipe, overrides, out, threads, members)
+
+
+def _train(recipe: str, overrides: list[str], out: str | None, threads: int | None, members: Any) -> int:
+    from ..data import prepare_shards
+    from ..studies import load_recipe, start_run, train_run
+    from ..train import Interrupted, checkpoints
+    from ..train.parallel import Mesh
+
+    first = members.is_first
+    with members.together():
+        loaded = load_recipe(recipe, overrides)
+        use_threads(threads)
+        loaded.parallel.degrees(members.count)
+    mesh = Mesh(members, loaded.parallel)
+    with members.together():
+        mesh.check(loaded.model_config(vocab_size=1), loaded.training)
     folder = Path(out or f"runs/{loaded.name}")
-    with locked(folder):
-        start_run(folder, loaded)
-        with evaluation_progress("tokenising") as tokenised:
-            shards = prepare_shards(loaded.data, log=log, progress=tokenised)
+    with ExitStack() as stack:
+        with members.together():
+            if first:
+                stack.enter_context(locked(folder))
+                start_run(folder, loaded)
+                with evaluation_progress("tokenising") as tokenised:
+                    shards = prepare_shards(loaded.data, log=log, progress=tokenised)
+        with members.together():
+            if not first:
+                shards = prepare_shards(loaded.data)
+        if not first:
+            try:
+                train_run(folder, loaded, shards, mesh=mesh)
+            except Interrupted as stopped:
+                return stopped.status
+            return 0
         with resumable(), training_progress() as progress:
             on_metrics = watch_steps(progress, loaded.name, loaded.training.steps)
-            train_run(folder, loaded, shards, device=device, on_metrics=on_metrics)
+            train_run(folder, loaded, shards, mesh=mesh, on_metrics=on_metrics)
     show(f"Trained: {checkpoints(folder)[-1]}")
+    return 0
+
+
+def _describe(recipe: "Recipe") -> int:
+    """Print what a recipe trains, and what it names that is not there."""
+    from ..model import count
+
+    missing = recipe.missing()
+    if recipe.model or recipe.start_from is None or not missing:
+        config, training = recipe.planned_config(), recipe.training
+        tokens, stages = (
+            training.steps * training.batch_tokens,
+            ", ".join(str(long) for _, long in training.context_stages),
+        )
+        show(f"{recipe.name}: {config.attention_type}, {count(config).parameters:,} parameters")
+        show(
+            f"{training.steps:,} steps of {training.batch_tokens:,} tokens, {tokens:,} in all; rows of {stages} tokens"
+        )
+    for line in missing:
+        show(f"missing: {line}")
     return 0

@@ -37,9 +37,11 @@ class DiffTransformerPreTrainedModel(PreTrainedModel):  # type: ignore[misc]
     _supports_sdpa = True
     _can_compile_fullgraph = True
 
-    def __init__(self, config: DiffTransformerConfig, *arguments: Any, **options: Any) -> None:
-        super().__init__(config, *arguments, **options)
-        self._keep_in_fp32_modules_strict = list(config.attention.fp32_parameters)
+    def post_init(self) -> None:
+        """Finish the initialisation as `PreTrainedModel.post_init` does, with the parameters that stay in fp32."""
+        there = {name.rpartition(".")[2] for name, _ in self.named_parameters()}
+        self._keep_in_fp32_modules_strict = [name for name in self.config.attention.fp32_parameters if name in there]
+        super().post_init()
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -59,7 +61,7 @@ class DiffTransformerPreTrainedModel(PreTrainedModel):  # type: ignore[misc]
         name = attn_implementation or "difftransformer"
         if name not in ATTN_IMPLEMENTATIONS:
             raise ConfigError(
-                f"attn_implementation={name!r} is not supported; choose one of {', '.join(ATTN_IMPLEMENTATIONS)}"
+                f'Specified `attn_implementation="{name}"` is not supported; choose one of {", ".join(ATTN_IMPLEMENTATIONS)}'
             )
         backend = ATTN_IMPLEMENTATIONS[name] or self.config.attn_backend
         for module in self.modules():

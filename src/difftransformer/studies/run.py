@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -15,9 +16,10 @@ from ..data import Shards, prepare_shards
 from ..errors import EXIT_ERROR, EXIT_INTERRUPTED, CheckpointError, ConfigError, DiffTransformerError
 from ..evals.engine import Task
 from ..hub import open_model
-from ..model import DiffTransformerForCausalLM
+from ..model import DiffTransformerConfig, DiffTransformerForCausalLM
 from ..results import TaskResult
 from ..train import Interrupted, checkpoints, train
+from ..train.parallel import Mesh
 from ..train.run_summary import RECIPE_FILE
 from .evaluation import evaluate_checkpoint, evaluations_folder, found_results
 from .recipe import Recipe, load_recipe, recipe_dict, save_recipe
@@ -45,8 +47,18 @@ def start_run(folder: Path, recipe: Recipe) -> None:
         save_recipe(recipe, path)
 
 
-def train_run(folder: Path, recipe: Recipe, shards: Shards, **options: object) -> DiffTransformerForCausalLM:
-    """Train the recipe's model in a run folder, or continue where it was stopped."""
+def train_run(
+    folder: Path, recipe: Recipe, shards: Shards, *, mesh: Mesh | None = None, **options: Any
+) -> DiffTransformerForCausalLM:
+    """Train the recipe's model in a run folder, or continue where it was stopped; in one process if there is no mesh."""
+    mesh = mesh or Mesh(parallel=recipe.parallel)
+    with mesh.processes.together():
+        start, config = _model(recipe, shards)
+    return train(recipe.training, config, shards, folder, start=start, mesh=mesh, **options)
+
+
+def _model(recipe: Recipe, shards: Shards) -> tuple[Any, DiffTransformerConfig]:
+    """Return the model that training starts from, or None, and its configuration."""
     tokenizer = shards.tokenizer
     start = None if recipe.start_from is None else open_model(recipe.start_from)
     if start is not None and start.config.vocab_size < tokenizer.vocab_size:
@@ -54,13 +66,34 @@ def train_run(folder: Path, recipe: Recipe, shards: Shards, **options: object) -
             f"data.tokenizer has {tokenizer.vocab_size} tokens and the model of start_from {start.config.vocab_size}; "
             "use the model's own tokenizer"
         )
-    config = recipe.model_config(
+    if start is not None and recipe.model:
+        start = _given_another_length(start, recipe)
+    return start, recipe.model_config(
         vocab_size=tokenizer.vocab_size,
         bos_token_id=tokenizer.end_of_text,
         eos_token_id=tokenizer.end_of_text,
         pad_token_id=tokenizer.pad,
     )
-    return train(recipe.training, config, shards, folder, start=start, **options)  # type: ignore[arg-type]
+
+
+def _given_another_length(start: DiffTransformerForCausalLM, recipe: Recipe) -> DiffTransformerForCausalLM:
+    """Build the recipe's model with the weights of `start`.
+
+    Raises:
+        ConfigError: They differ in more than positions and rotary settings.
+    """
+    special = {name: getattr(start.config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    config = recipe.model_config(vocab_size=start.config.vocab_size, **special)
+    before, after = start.config.to_dict(), config.to_dict()
+    for name in DiffTransformerConfig.field_types():
+        if name not in ("max_position_embeddings", "rope_parameters") and before.get(name) != after.get(name):
+            raise ConfigError(
+                f"model.{name} is {after.get(name)!r}, and {before.get(name)!r} in start_from {recipe.start_from}; only "
+                "max_position_embeddings and rope_parameters may change, or use model: {}"
+            )
+    model = DiffTransformerForCausalLM(config)
+    model.load_state_dict(start.state_dict())
+    return model
 
 
 def run_results(

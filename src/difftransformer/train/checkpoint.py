@@ -3,7 +3,7 @@
 runs/NAME/checkpoints/step-000500/
     config.json, model.safetensors, tokenizer files    Hugging Face model folder
     trained.safetensors                                adapters of a run with training.lora, which the model has merged
-    optimizer.safetensors                              moments of AdamW and states of the random generators
+    optimizer.safetensors                              moments of the optimizer and states of the random generators
     state.json                                         step, loader, size and SHA-256 of every other file and of itself
 
 A checkpoint is written under another name, flushed to disk and renamed, so a folder called step-* was once complete. The
@@ -34,6 +34,8 @@ from ..model.quiet import quietly
 from ..reading import is_plain_name, read_json
 from ..typed import build
 from .lora import adapter_state, has_lora, merged_state
+from .parallel import ALONE, Processes
+from .parallel.weights import part_like, whole
 from .run_summary import training_summary
 
 STATE_FILE = "state.json"
@@ -41,7 +43,7 @@ STATE_VERSION = 1
 OPTIMIZER_FILE = "optimizer.safetensors"
 WEIGHTS_FILE = "model.safetensors"
 ADAPTER_FILE = "trained.safetensors"
-MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+MOMENTS = ("exp_avg", "exp_avg_sq", "step", "momentum_buffer")
 _NAME = re.compile(r"step-(\d{6,})")
 
 
@@ -100,13 +102,42 @@ def save_checkpoint(
     optimizer: torch.optim.Optimizer,
     tokenizer: Tokenizer,
     keep: int,
+    processes: Processes = ALONE,
 ) -> Path:
     """Write a checkpoint atomically, then delete all but the `keep` newest.
+
+    Every process takes part, and the first one writes. The files do not depend on how weights are divided.
 
     Raises:
         CheckpointError: The checkpoint cannot be written, for example because the disk is full. Older checkpoints are kept,
             and the message names the newest.
     """
+    moments = _whole_tensors(_optimizer_tensors(model, optimizer), keep=processes.is_first)
+    adapters = _whole_tensors(adapter_state(model), keep=processes.is_first) if has_lora(model) else None
+    weights = None if adapters is None else merged_state(model)
+    if processes.count > 1:
+        state_dict = model.state_dict() if weights is None else weights
+        untied = {name: tensor for name, tensor in state_dict.items() if name not in model.all_tied_weights_keys}
+        weights = _whole_tensors(untied, keep=processes.is_first)
+
+    def write() -> Path:
+        return _write(run, state, model, tokenizer, keep, weights=weights, adapters=adapters, moments=moments)
+
+    return processes.from_first(write)
+
+
+def _write(
+    run: Path,
+    state: CheckpointState,
+    model: DiffTransformerForCausalLM,
+    tokenizer: Tokenizer,
+    keep: int,
+    *,
+    weights: dict[str, Tensor] | None,
+    adapters: dict[str, Tensor] | None,
+    moments: dict[str, Tensor],
+) -> Path:
+    """Write the files of `save_checkpoint`. `weights` are the model's own if they are None."""
     folder = run / "checkpoints"
     final = folder / f"step-{state.step:06d}"
     temporary = folder / f".{final.name}.tmp"
@@ -117,16 +148,16 @@ def save_checkpoint(
         temporary.mkdir()
         with naming(temporary):
             with quietly():
-                model.save_pretrained(temporary, state_dict=merged_state(model) if has_lora(model) else None)
-            if has_lora(model):
+                model.save_pretrained(temporary, state_dict=weights)
+            if adapters is not None:
                 with naming(temporary / ADAPTER_FILE):
-                    save_file(adapter_state(model), temporary / ADAPTER_FILE)
+                    save_file(adapters, temporary / ADAPTER_FILE)
             tokenizer.save(temporary)
             if isinstance(model.config, DiffTransformerConfig):
                 card = model_card(model.config, name=run.resolve().name, training=training_summary(run, state.step))
                 (temporary / CARD_FILE).write_text(card, "utf-8")
             with naming(temporary / OPTIMIZER_FILE):
-                save_file(_optimizer_tensors(model, optimizer), temporary / OPTIMIZER_FILE)
+                save_file(moments, temporary / OPTIMIZER_FILE)
             # The sums leave out the card, which users may edit.
             summed = [path for path in sorted(temporary.iterdir()) if path.is_file() and path.name != CARD_FILE]
             files = {path.name: _file_sum(path) for path in summed}
@@ -157,29 +188,38 @@ def save_checkpoint(
 
 
 def load_checkpoint(
-    path: Path, *, model: DiffTransformerForCausalLM, optimizer: torch.optim.Optimizer
+    path: Path,
+    *,
+    model: DiffTransformerForCausalLM,
+    optimizer: torch.optim.Optimizer,
+    processes: Processes = ALONE,
 ) -> CheckpointState:
-    """Restore weights, moments and random state from a checkpoint.
+    """Restore weights, moments and random state from a checkpoint, each process its part of them.
 
     Raises:
         CheckpointError: The checkpoint is damaged or of another model. The message names the file and what to do.
     """
-    state = verify_checkpoint(path)
-    adapted = has_lora(model)
-    file = path / (ADAPTER_FILE if adapted else WEIGHTS_FILE)
-    weights = load_file(file) if file.exists() else {}
-    shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
-    held = adapter_state(model) if adapted else model.state_dict()
-    own = {name: tuple(tensor.shape) for name, tensor in held.items()}
-    expected = {name: shape for name, shape in own.items() if name in shapes or name not in model.all_tied_weights_keys}
-    if different := sorted(name for name in shapes | expected if shapes.get(name) != expected.get(name)):
-        name = different[0]
-        raise CheckpointError(
-            f"{file}: weights of another model ({name} has shape {shapes.get(name)} in the file and "
-            f"{expected.get(name)} in the model); train in another folder"
-        )
-    model.load_state_dict(weights, strict=False)
-    _restore_optimizer(load_file(path / OPTIMIZER_FILE), model, optimizer)
+    state = processes.from_first(lambda: verify_checkpoint(path))
+    with processes.together():
+        adapted = has_lora(model)
+        file = path / (ADAPTER_FILE if adapted else WEIGHTS_FILE)
+        weights = load_file(file) if file.exists() else {}
+        shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+        held = adapter_state(model) if adapted else model.state_dict()
+        own = {name: tuple(tensor.shape) for name, tensor in held.items()}
+        expected = {
+            name: shape for name, shape in own.items() if name in shapes or name not in model.all_tied_weights_keys
+        }
+        if different := sorted(name for name in shapes | expected if shapes.get(name) != expected.get(name)):
+            name = different[0]
+            raise CheckpointError(
+                f"{file}: weights of another model ({name} has shape {shapes.get(name)} in the file and "
+                f"{expected.get(name)} in the model); train in another folder"
+            )
+        moments = load_file(path / OPTIMIZER_FILE)
+    parts = {name: part_like(tensor, held[name]) for name, tensor in weights.items()}
+    model.load_state_dict(parts, strict=False)
+    _restore_optimizer(moments, model, optimizer)
     return state
 
 
@@ -237,7 +277,7 @@ def _optimizer_tensors(model: DiffTransformerForCausalLM, optimizer: torch.optim
         tensors |= {f"random/cuda/{i}": state for i, state in enumerate(torch.cuda.get_rng_state_all())}
     for name, parameter in model.named_parameters():
         tensors |= {
-            f"{moment}/{name}": value.contiguous()
+            f"{moment}/{name}": value
             for moment, value in optimizer.state.get(parameter, {}).items()
             if moment in MOMENTS
         }
@@ -253,10 +293,20 @@ def _restore_optimizer(
         torch.cuda.set_rng_state_all(cuda)
     for name, parameter in model.named_parameters():
         optimizer.state[parameter] = {
-            moment: tensors[f"{moment}/{name}"].to(parameter.device)
+            moment: part_like(tensors[f"{moment}/{name}"], parameter)
             for moment in MOMENTS
             if f"{moment}/{name}" in tensors
         }
+
+
+def _whole_tensors(tensors: dict[str, Tensor], *, keep: bool) -> dict[str, Tensor]:
+    """Return all of every tensor, of which processes may hold parts; nothing in processes that do not keep them."""
+    kept = {}
+    for name, tensor in tensors.items():
+        tensor = whole(tensor)
+        if keep:
+            kept[name] = tensor
+    return kept
 
 
 def _file_sum(path: Path) -> dict[str, Any]:

@@ -10,9 +10,15 @@ from ..errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW. The defaults are those of the paper's 3B run (arXiv:2410.05258 Table 9), which states no clipping.
+    """AdamW, or Muon for hidden matrices.
+
+    The defaults are those of the paper's 3B run (arXiv:2410.05258 Table 9), which states no clipping.
 
     Attributes:
+        method: "adamw"; or "muon" for the matrices between embedding and output layer (torch.optim.Muon), with AdamW for
+            embeddings, vectors and matrices of a single row. Updates of Muon are scaled to AdamW's size (arXiv:2502.16982
+            section 2.2), so that both take the same learning rate and weight decay.
+        momentum: Momentum of Muon.
         learning_rate: Peak learning rate.
         betas: Decay rates of the two moments.
         eps: Term added to the denominator.
@@ -20,6 +26,8 @@ class OptimizerConfig:
         clip_norm: Maximum gradient norm; None turns clipping off.
     """
 
+    method: Literal["adamw", "muon"] = "adamw"
+    momentum: float = 0.95
     learning_rate: float = 3.2e-4
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
@@ -32,6 +40,8 @@ class OptimizerConfig:
                 raise ConfigError(f"{name}={getattr(self, name)}: give a number above 0")
         if not 0 <= self.weight_decay < math.inf:
             raise ConfigError(f"weight_decay={self.weight_decay}: give 0 or more")
+        if not 0 <= self.momentum < 1:
+            raise ConfigError(f"momentum={self.momentum}: give a decay rate, at least 0 and below 1")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ConfigError(f"betas={list(self.betas)}: each is a decay rate, at least 0 and below 1")
         if self.clip_norm is not None and not 0 < self.clip_norm < math.inf:
@@ -82,6 +92,59 @@ class LoraConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DataParallelConfig:
+    """How processes that see different rows hold the weights.
+
+    Attributes:
+        replicate: Number of copies of the weights.
+        shard: Number of processes that share each copy, layer by layer (FSDP); None means all that are left.
+    """
+
+    replicate: int = 1
+    shard: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """How the processes of a run divide its work. The product of the four degrees is their number.
+
+    Attributes:
+        data: Processes that see different rows.
+        tensor: Processes that divide the heads and the MLP of every layer, and see the same rows.
+        context: Processes that divide the tokens of every row (DeepSpeed-Ulysses), and exchange them for heads in attention.
+    """
+
+    data: DataParallelConfig = field(default_factory=DataParallelConfig)
+    tensor: int = 1
+    context: int = 1
+
+    def __post_init__(self) -> None:
+        degrees = {"data.replicate": self.data.replicate, "tensor": self.tensor, "context": self.context}
+        if self.data.shard is not None:
+            degrees["data.shard"] = self.data.shard
+        for name, degree in degrees.items():
+            if degree < 1:
+                raise ConfigError(f"{name}={degree}: give at least 1")
+
+    def degrees(self, processes: int) -> tuple[int, int, int, int]:
+        """Return the replicate, shard, context and tensor degrees on a number of processes.
+
+        Raises:
+            ConfigError: Their product is another number.
+        """
+        replicate, shard, context, tensor = self.data.replicate, self.data.shard, self.context, self.tensor
+        rest = replicate * context * tensor
+        shard = max(1, processes // rest) if shard is None else shard
+        if rest * shard != processes:
+            raise ConfigError(
+                f"parallel: data.replicate {replicate} x data.shard {shard} x tensor {tensor} x context {context} = "
+                f"{rest * shard}, and the run has {processes} process{'es' if processes > 1 else ''}; start it with "
+                f"--processes {rest * shard}, or change a degree (data.shard: null takes what the others leave)"
+            )
+        return replicate, shard, context, tensor
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
     """One training run.
 
@@ -102,7 +165,11 @@ class TrainingConfig:
         validation_windows: Number of validation windows, each of the last stage's length.
         checkpoint_every: Steps between checkpoints. The last step is always saved.
         keep_checkpoints: Number of checkpoints to keep.
-        gradient_checkpointing: Whether to recompute activations in the backward pass, which saves memory and takes time.
+        loss_chunk_tokens: Number of tokens whose logits are in memory at a time. None means all where they are few, else a
+            number that suits the device.
+        gradient_checkpointing: Whether to recompute activations in the backward pass, which saves memory and takes time. True
+            keeps the input of each layer alone; "selective" also keeps the results of attention and of matrix products.
+        compile: Whether to compile every layer with torch.compile.
     """
 
     steps: int
@@ -120,7 +187,9 @@ class TrainingConfig:
     validation_windows: int = 16
     checkpoint_every: int = 500
     keep_checkpoints: int = 2
-    gradient_checkpointing: bool = False
+    loss_chunk_tokens: int | None = None
+    gradient_checkpointing: Literal[False, True, "selective"] = False
+    compile: bool = False
 
     def __post_init__(self) -> None:
         counts = ("steps", "batch_tokens", "accumulation", "validate_every", "validation_windows")
@@ -129,6 +198,8 @@ class TrainingConfig:
                 raise ConfigError(f"{name}={getattr(self, name)}: give at least 1")
         if self.seed < 0:
             raise ConfigError(f"seed={self.seed}: give 0 or more")
+        if self.loss_chunk_tokens is not None and self.loss_chunk_tokens < 1:
+            raise ConfigError(f"loss_chunk_tokens={self.loss_chunk_tokens}: give at least 1, or null to choose by size")
         check_context_stages(self.context_stages, self.batch_tokens, parts=self.accumulation, divisor="accumulation")
 
     @property

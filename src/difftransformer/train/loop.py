@@ -1,6 +1,7 @@
 """The training loop, which resumes bit for bit and saves a checkpoint when it is stopped."""
 
 import math
+import os
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -13,22 +14,30 @@ import torch
 
 from ..attention import Attention
 from ..data import Loader, Shards, document_positions, validation_windows
-from ..errors import DiffTransformerError
+from ..errors import EXIT_INTERRUPTED, EXIT_REQUEUE, DiffTransformerError
 from ..model import DiffTransformerConfig, DiffTransformerForCausalLM
-from ..model.nll import next_token_nll
+from ..model.nll import IGNORED, loss_chunk, summed_next_token_nll
 from .checkpoint import CheckpointState, checkpoints, load_checkpoint, save_checkpoint
 from .config import TrainingConfig
 from .lora import add_lora
 from .metrics import METRICS_FILE, Metrics, MetricsLog, StepMetrics, ValidationMetrics
 from .optim import build_optimizer, learning_rate
+from .parallel import Mesh, Processes
+from .recompute import recompute_activations
 
 
 class Interrupted(Exception):
-    """Training was asked to stop, and has saved a checkpoint of the last step."""
+    """Training was asked to stop, and has saved a checkpoint of the last step.
 
-    def __init__(self, checkpoint: Path, step: int) -> None:
+    Attributes:
+        checkpoint: The checkpoint.
+        step: The last step.
+        status: Exit status of a command that was stopped so.
+    """
+
+    def __init__(self, checkpoint: Path, step: int, status: int = EXIT_INTERRUPTED) -> None:
         super().__init__(f"stopped after step {step}; saved {checkpoint}")
-        self.checkpoint, self.step = checkpoint, step
+        self.checkpoint, self.step, self.status = checkpoint, step, status
 
 
 def build_model(config: DiffTransformerConfig, seed: int) -> DiffTransformerForCausalLM:
@@ -52,12 +61,14 @@ def train(
     *,
     device: str = "cpu",
     start: DiffTransformerForCausalLM | None = None,
+    mesh: Mesh | None = None,
     on_metrics: Callable[[Metrics], None] = lambda metrics: None,
 ) -> DiffTransformerForCausalLM:
     """Train a model to the last step, from the run's newest checkpoint if there is one.
 
     Ctrl-C (SIGINT) and SIGTERM finish the step, save a checkpoint and raise Interrupted. The losses of an interrupted run
-    are bit for bit those of an uninterrupted one, on CPU in fp32 with the same number of threads.
+    are bit for bit those of an uninterrupted one, on CPU in fp32 with the same number of threads and the same mesh. On another
+    mesh, sums are rounded otherwise.
 
     Args:
         config: Training configuration.
@@ -66,54 +77,87 @@ def train(
         run: Folder for metrics.jsonl and checkpoints/.
         device: Device to train on.
         start: Model of that configuration to start from; None builds a new one from the seed.
-        on_metrics: Called with all metrics of the run.
+        mesh: What this process and the others of the run compute; None for a single process. The first process writes.
+        on_metrics: Called with all metrics of the run, in the first process.
 
     Returns:
-        The trained model.
+        The trained model, of which each process holds its part.
 
     Raises:
         CheckpointError: The newest checkpoint is damaged, or a new one cannot be written.
-        ConfigError: The adapters do not fit the model, or PEFT is missing.
+        ConfigError: The adapters do not fit the model, PEFT is missing, or the mesh does not divide the model or its rows.
         DiffTransformerError: The loss or the gradient is no longer finite. Nothing is saved after that.
-        Interrupted: A signal has stopped the run.
+        FailedElsewhere: Another process has raised one of these.
+        Interrupted: A signal has stopped the run, in one of its processes.
     """
-    run.mkdir(parents=True, exist_ok=True)
-    model = (build_model(model_config, config.seed) if start is None else start.float()).to(device)
-    if config.gradient_checkpointing:
-        # Newer releases of transformers rename the method and warn about the old name.
-        getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
-    if config.lora is not None:
-        add_lora(model, config.lora, seed=config.seed)
+    mesh = mesh or Mesh(Processes(device=device))
+    processes = mesh.processes
+    with processes.together():
+        mesh.check(model_config, config)
+        run.mkdir(parents=True, exist_ok=True)
+        model = build_model(model_config, config.seed) if start is None else start.float()
+        if config.lora is not None:
+            add_lora(model, config.lora, seed=config.seed)
+        loader = Loader(
+            shards,
+            split="train",
+            batch_tokens=config.batch_tokens,
+            context_stages=config.context_stages,
+            seed=config.seed,
+            rank=mesh.row_rank,
+            world_size=mesh.row_ranks,
+            retrieval=config.retrieval,
+            pack_documents=config.pack_documents,
+        )
+    if isinstance(model, DiffTransformerForCausalLM):
+        part_tokens = config.batch_tokens // config.accumulation // mesh.row_ranks // mesh.context
+        chunk = loss_chunk(part_tokens, model_config.vocab_size, processes.device)
+        model.loss_chunk_tokens = config.loss_chunk_tokens or chunk
+    recompute_activations(model, config)
+    model = mesh.place(model, config)
     model.train()
     optimizer = build_optimizer(model, config.optimizer)
-    loader = Loader(
-        shards,
-        split="train",
-        batch_tokens=config.batch_tokens,
-        context_stages=config.context_stages,
-        seed=config.seed,
-        retrieval=config.retrieval,
-        pack_documents=config.pack_documents,
-    )
     step, tokens, seconds = 0, 0, 0.0
-    if found := checkpoints(run):
-        state = load_checkpoint(found[-1], model=model, optimizer=optimizer)
+    if found := processes.from_first(lambda: checkpoints(run)):
+        state = load_checkpoint(found[-1], model=model, optimizer=optimizer, processes=processes)
         step, tokens, seconds = state.step, state.tokens, state.seconds
-        loader.load_state_dict(state.loader)
-    log = MetricsLog(run / METRICS_FILE, step=step)
+        with processes.together():
+            loader.load_state_dict(state.loader)
+    with processes.together():
+        log = MetricsLog(run / METRICS_FILE, step=step) if processes.is_first else None
+    validated = processes.from_first(lambda: log.validated_step if log else 0)
 
     def report(metrics: Metrics) -> None:
-        log.write(metrics)
-        on_metrics(metrics)
+        if log is not None:
+            log.write(metrics)
+            on_metrics(metrics)
 
     def save() -> Path:
         state = CheckpointState(step=step, tokens=tokens, seconds=seconds, loader=loader.state_dict())
         return save_checkpoint(
-            run, state, model=model, optimizer=optimizer, tokenizer=shards.tokenizer, keep=config.keep_checkpoints
+            run,
+            state,
+            model=model,
+            optimizer=optimizer,
+            tokenizer=shards.tokenizer,
+            keep=config.keep_checkpoints,
+            processes=processes,
         )
 
+    def validate_if_due(stop: Callable[[], int]) -> None:
+        nonlocal validated
+        if step > validated and (step == config.steps or step % config.validate_every == 0):
+            loss = validate(model, shards, config, mesh, stop)
+            if loss is not None:
+                report(ValidationMetrics(step=step, validation_loss_nats=loss))
+                validated = step
+
     try:
-        with _signals() as stop:
+        with _signals(processes) as stop:
+            if found:
+                validate_if_due(stop)  # a signal may have cut it short
+                if status := stop():
+                    raise Interrupted(found[-1], step, status)
             while step < config.steps:
                 rate = learning_rate(
                     step, peak=config.optimizer.learning_rate, steps=config.steps, schedule=config.schedule
@@ -121,12 +165,14 @@ def train(
                 for group in optimizer.param_groups:
                     group["lr"] = rate
                 started = time.perf_counter()
-                loss, norm = _step(model, optimizer, loader, config, device)
+                loss, norm = _step(model, optimizer, loader, config, mesh)
                 elapsed = time.perf_counter() - started
                 if not (math.isfinite(loss) and math.isfinite(norm)):
-                    raise DiffTransformerError(
-                        f"{run}: step {step + 1} has loss {loss} and gradient norm {norm}; lower "
-                        "training.optimizer.learning_rate or lengthen the warm-up, and train in a new folder"
+                    processes.fail(
+                        DiffTransformerError(
+                            f"{run}: step {step + 1} has loss {loss} and gradient norm {norm}; lower "
+                            "training.optimizer.learning_rate or lengthen the warm-up, and train in a new folder"
+                        )
                     )
                 step, tokens, seconds = step + 1, tokens + config.batch_tokens, seconds + elapsed
                 report(
@@ -141,15 +187,15 @@ def train(
                         lambdas=layer_lambdas(model),
                     )
                 )
-                last = step == config.steps
-                if last or step % config.validate_every == 0:
-                    report(ValidationMetrics(step=step, validation_loss_nats=validate(model, shards, config, device)))
-                if last or stop() or step % config.checkpoint_every == 0:
+                validate_if_due(stop)
+                status, last = stop(), step == config.steps
+                if last or status or step % config.checkpoint_every == 0:
                     saved = save()
-                    if stop() and not last:
-                        raise Interrupted(saved, step)
+                    if status and not (last and validated == step):
+                        raise Interrupted(saved, step, status)
     finally:
-        log.close()
+        if log is not None:
+            log.close()
     return model
 
 
@@ -158,63 +204,92 @@ def _step(
     optimizer: torch.optim.Optimizer,
     loader: Loader,
     config: TrainingConfig,
-    device: str,
+    mesh: Mesh,
 ) -> tuple[float, float]:
-    """Make one optimiser step. Return the mean loss in nats per token and the gradient norm before clipping."""
-    batch = next(loader)
+    """Make one optimiser step, unless the loss or the gradient is not finite.
+
+    Returns:
+        The mean loss in nats per token and the gradient norm before clipping, both of the batch of all processes.
+    """
+    batch, device = next(loader), mesh.processes.device
     loss = torch.zeros((), device=device)
-    for part in batch.parts(config.accumulation, device):
+    for index, part in enumerate(batch.parts(config.accumulation, device), start=1):
+        mesh.synchronise(model, now=index == config.accumulation)
         with torch.autocast(device, torch.bfloat16, enabled=config.precision == "bf16"):
-            nll = next_token_nll(model, part.input_ids, part.targets, part.position_ids)
-        mean = nll.sum() / batch.step_targets
+            nll = summed_next_token_nll(model, **mesh.inputs(part.input_ids, part.targets, part.position_ids))
+        mean = nll / batch.step_targets
         mean.backward()
         loss += mean.detach()
     clip = config.optimizer.clip_norm
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), float("inf") if clip is None else clip)
-    optimizer.step()
+    norm = mesh.clip_gradients(model, float("inf") if clip is None else clip).item()
+    total = mesh.sum(loss.item())
+    if math.isfinite(total) and math.isfinite(norm):
+        optimizer.step()
     optimizer.zero_grad()
-    return loss.item(), norm.item()
+    return total, norm
 
 
 @torch.no_grad()
-def validate(model: DiffTransformerForCausalLM, shards: Shards, config: TrainingConfig, device: str) -> float:
-    """Return the mean loss in nats per token of the text in the run's fixed validation windows, separators left out."""
+def validate(
+    model: DiffTransformerForCausalLM,
+    shards: Shards,
+    config: TrainingConfig,
+    mesh: Mesh,
+    stop: Callable[[], int] = lambda: 0,
+) -> float | None:
+    """Return the mean loss in nats per token of the text in the run's fixed validation windows, separators left out.
+
+    None if `stop` ended it.
+    """
     found = validation_windows(shards, config.context_tokens, config.validation_windows)
-    windows = torch.from_numpy(np.stack(list(found)))
+    windows, weights = mesh.own_rows(torch.from_numpy(np.stack(list(found))))
     model.eval()
-    rows = max(1, config.batch_tokens // config.accumulation // config.context_tokens)
-    end_of_text, total, tokens = shards.tokenizer.end_of_text, 0.0, 0
-
-    def positions(inputs: torch.Tensor) -> torch.Tensor | None:
-        return document_positions(inputs, end_of_text) if config.pack_documents else None
-
-    for part in windows.to(device).split(rows):
+    rows = max(1, config.batch_tokens // config.accumulation // config.context_tokens // mesh.row_ranks)
+    total, tokens, stopped = 0.0, 0, False
+    device, end_of_text = mesh.processes.device, shards.tokenizer.end_of_text
+    for part, weight in zip(windows.to(device).split(rows), weights.to(device).split(rows), strict=True):
+        if stopped := bool(stop()):
+            break
+        positions = document_positions(part[:, :-1], end_of_text) if config.pack_documents else None
+        is_text = (part[:, 1:] != end_of_text) & weight
+        inputs = mesh.inputs(part[:, :-1], part[:, 1:].where(is_text, IGNORED), positions)
         with torch.autocast(device, torch.bfloat16, enabled=config.precision == "bf16"):
-            nll = next_token_nll(model, part[:, :-1], part[:, 1:], positions(part[:, :-1])).double()
-        is_text = part[:, 1:] != end_of_text
-        total, tokens = total + nll[is_text].sum().item(), tokens + int(is_text.sum())
+            total += summed_next_token_nll(model, **inputs).item()
+        tokens += int((inputs["targets"] != IGNORED).sum())
     model.train()
-    return total / tokens
+    mesh.forget_whole(model)
+    return None if stopped else mesh.sum(total) / mesh.sum(tokens)
 
 
 @contextmanager
-def _signals() -> Iterator[Callable[[], bool]]:
-    """Turn SIGINT and SIGTERM into a flag. A second signal interrupts at once."""
+def _signals(processes: Processes) -> Iterator[Callable[[], int]]:
+    """Turn SIGINT and SIGTERM, in any of the processes, into the exit status that they ask for, 0 before.
+
+    A second signal interrupts a single process at once. Several processes get the same signal from a terminal and from
+    torchrun, and torchrun kills them if they do not end.
+    """
     received: list[int] = []
+    parent = os.getppid()
 
     def handle(number: int, frame: FrameType | None) -> None:
-        if received:
+        if received and processes.count == 1:
             raise KeyboardInterrupt
         received.append(number)
+
+    def status() -> int:
+        own = max((EXIT_REQUEUE if number == signal.SIGTERM else EXIT_INTERRUPTED for number in received), default=0)
+        if processes.count > 1 and os.getppid() != parent:  # torchrun has been killed
+            own = own or EXIT_REQUEUE
+        return processes.largest(own)
 
     numbers = (signal.SIGINT, signal.SIGTERM)
     try:
         before = {number: signal.signal(number, handle) for number in numbers}
     except ValueError:  # signals can only be handled in the main thread
-        yield lambda: False
+        yield lambda: processes.largest(0)
         return
     try:
-        yield lambda: bool(received)
+        yield status
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -57,10 +57,14 @@ class MetricsLog:
     Args:
         path: Path of the file.
         step: Step at which the run continues. Lines of later steps are dropped, because they will be written again.
+
+    Attributes:
+        validated_step: Step of the last validation in the file when it was opened; 0 if there is none.
     """
 
     def __init__(self, path: Path, *, step: int) -> None:
         kept = [line for line in read_lines(path) if line["step"] <= step] if path.exists() else []
+        self.validated_step = max((line["step"] for line in kept if "validation_loss_nats" in line), default=0)
         write_text_atomically(path, b"".join(map(line_of, kept)).decode())
         self._path, self._file = path, path.open("ab")
 

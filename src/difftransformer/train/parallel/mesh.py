@@ -1,0 +1,222 @@
+"""The mesh of a run: which process holds which weights and computes which tokens.
+
+Weights are divided by PyTorch's FSDP2 (`fully_shard`) among the processes with different tokens, and by its tensor parallelism
+among those with different heads. Vectors (gains, lambda) and the other parameters of attention beside its projections are whole
+and in fp32 on every process; one sum after the backward pass completes their gradients.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from ...attention import Attention
+from ...attention.base import REPLICATED
+from ...data import check_context_stages
+from ...errors import ConfigError
+from ...model import DiffTransformerConfig, DiffTransformerForCausalLM
+from ...model.masks import packed_starts, row_lengths
+from ..config import ParallelConfig, TrainingConfig
+from .processes import ALONE, Processes
+from .tensor import split_layers
+from .weights import by_mesh, whole
+
+
+class Mesh:
+    """How the processes of a run divide rows, tokens, heads and weights.
+
+    Args:
+        processes: This process and the others.
+        parallel: The degrees.
+
+    Attributes:
+        row_rank: Index of this process's rows among those of a batch.
+        row_ranks: Number of parts that the rows of a batch divide into.
+
+    Raises:
+        ConfigError: The product of the degrees is not the number of processes.
+    """
+
+    def __init__(self, processes: Processes = ALONE, parallel: ParallelConfig | None = None) -> None:
+        replicate, shard, context, tensor = (parallel or ParallelConfig()).degrees(processes.count)
+        self.processes, self.context, self.tensor = processes, context, tensor
+        self.row_ranks = replicate * shard
+        self.row_rank = processes.rank // (context * tensor)
+        self.context_rank = processes.rank // tensor % context
+        self._weights: DeviceMesh | None = None
+        self._context_group: dist.ProcessGroup | None = None
+        if processes.count == 1:
+            return
+        # The processes of a row's parts add up gradients as those of different rows do.
+        copies, parts = (replicate, shard * context) if shard > 1 else (replicate * context, 1)
+        self._weights = init_device_mesh(
+            processes.device, (copies, parts, tensor), mesh_dim_names=("copies", "parts", "tensor")
+        )
+        if context > 1:
+            tokens = init_device_mesh(
+                processes.device, (self.row_ranks, context, tensor), mesh_dim_names=("rows", "context", "tensor")
+            )
+            self._context_group = tokens.get_group("context")
+
+    def check(self, config: Any, training: TrainingConfig) -> None:
+        """Check that a model and the rows of its training divide.
+
+        Raises:
+            ConfigError: Heads, the MLP, or rows do not.
+        """
+        parts, divisor = training.accumulation * self.row_ranks, "accumulation x data.replicate x data.shard"
+        check_context_stages(training.context_stages, training.batch_tokens, parts=parts, divisor=divisor)
+        degree = self.tensor * self.context
+        if degree == 1:
+            return
+        if not isinstance(config, DiffTransformerConfig):
+            raise ConfigError(
+                f"parallel: tensor {self.tensor} x context {self.context} with model_type {config.model_type!r}: only "
+                "model_type 'difftransformer' divides so; set both to 1"
+            )
+        layout = config.head_layout()
+        for name, heads in (("query groups", layout.query_groups), ("key/value heads", layout.cache_heads)):
+            if heads % degree:
+                raise ConfigError(
+                    f"parallel: tensor {self.tensor} x context {self.context} = {degree} does not divide the {heads} {name} of "
+                    f"attention_type={config.attention_type!r}; heads are never split, so use degrees that divide them"
+                )
+        if config.intermediate_size % self.tensor:
+            raise ConfigError(
+                f"parallel.tensor={self.tensor} does not divide model.intermediate_size={config.intermediate_size}; set it to "
+                f"{-(-config.intermediate_size // self.tensor) * self.tensor}, or change the degree"
+            )
+        for _, length in training.context_stages:
+            if length % self.context:
+                raise ConfigError(
+                    f"parallel.context={self.context} does not divide a row of {length} tokens (training.context_stages); "
+                    "change one"
+                )
+            rows = training.batch_tokens // length
+            if self.context > 1 and training.pack_documents and rows != parts:
+                raise ConfigError(
+                    f"parallel.context={self.context} with training.pack_documents takes one row at a time, and a step "
+                    f"has {rows} rows of {length} tokens in {parts} parts ({divisor}); set training.accumulation to "
+                    f"{rows // self.row_ranks}"
+                )
+
+    def place(self, model: DiffTransformerForCausalLM, training: TrainingConfig) -> DiffTransformerForCausalLM:
+        """Move a whole model to its place: on the device, and each process with its part of the weights."""
+        layers = [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())]
+        if training.compile:
+            for layer in layers:
+                layer.compile()
+        if self._weights is None:
+            return model.to(self.processes.device)
+        self._summed = set(_partly_used(model))
+        kept = [parameter for parameter in model.parameters() if parameter.dim() < 2 or parameter in self._summed]
+        for parameter in kept:
+            parameter.data = parameter.data.to(self.processes.device)
+        self._whole = [parameter for parameter in kept if parameter.requires_grad]
+        if self.tensor > 1:
+            split_layers(model, self._weights["tensor"])
+        if self._context_group is not None:
+            for module in model.modules():
+                if isinstance(module, Attention):
+                    module.context_group = self._context_group
+        low = torch.bfloat16 if training.precision == "bf16" else None
+        mesh = self._weights["copies", "parts"] if self._weights.size(0) > 1 else self._weights["parts"]
+        options: dict[str, Any] = {"mesh": mesh, "ignored_params": set(kept)}
+        for layer in layers:
+            # Inputs stay in fp32, as on one process: autocast converts what it multiplies.
+            policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32, cast_forward_inputs=False)
+            fully_shard(layer, mp_policy=policy, **options)
+        policy = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
+        fully_shard(model, mp_policy=policy, **options)
+        for module in _sharded_modules(model):
+            module.set_gradient_divide_factor(1.0)  # every process's loss is already divided by the tokens of all
+            module.set_force_sum_reduction_for_comms(True)
+        return model
+
+    def inputs(self, input_ids: Tensor, targets: Tensor, position_ids: Tensor | None = None) -> dict[str, Tensor]:
+        """Return what this process computes of rows (B, T): all of them, or its part of each with the positions.
+
+        Args:
+            input_ids: (B, T).
+            targets: (B, T).
+            position_ids: (B, T) positions that start at 0 in each packed document, or None for rows of one document. Where
+                processes share a row, B is 1.
+        """
+        if self._context_group is None:
+            documents = {} if position_ids is None else {"position_ids": position_ids}
+            return {"input_ids": input_ids, "targets": targets, **documents}
+        documents = {}
+        if position_ids is None:
+            position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).unsqueeze(0)
+        else:
+            documents["cu_seq_lens_q"] = row_lengths(packed_starts(position_ids, None))
+        length = input_ids.shape[1] // self.context
+        own = slice(self.context_rank * length, (self.context_rank + 1) * length)
+        parts = {"input_ids": input_ids, "targets": targets, "position_ids": position_ids}
+        return {name: rows[:, own] for name, rows in parts.items()} | documents
+
+    def own_rows(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return this process's part of rows that every process has, and which of them count, (rows, 1) bool.
+
+        Every process gets the same number of rows: the last one is repeated until they divide, and counts once.
+        """
+        missing = -len(rows) % self.row_ranks
+        counts = torch.arange(len(rows) + missing).unsqueeze(1) < len(rows)
+        filled = torch.cat((rows, rows[-1:].expand(missing, -1)))
+        return filled.chunk(self.row_ranks)[self.row_rank], counts.chunk(self.row_ranks)[self.row_rank]
+
+    def synchronise(self, model: nn.Module, *, now: bool) -> None:
+        """Say whether the next backward pass adds up gradients, as the last of a step does."""
+        if isinstance(model, FSDPModule):
+            model.set_requires_gradient_sync(now)
+
+    def forget_whole(self, model: nn.Module) -> None:
+        """Free the weights that a forward pass without a backward pass has gathered; parameters are parts again."""
+        if isinstance(model, FSDPModule):
+            model.reshard()
+
+    def sum(self, value: float) -> float:
+        """Return the sum of a value over the tokens of all processes."""
+        return self.processes.sum(value) / self.tensor
+
+    def clip_gradients(self, model: nn.Module, most: float) -> Tensor:
+        """Complete the gradients, scale them to a norm of at most `most`, and return their norm before that."""
+        if self._weights is None:
+            return torch.nn.utils.clip_grad_norm_(model.parameters(), most)
+        self._sum_whole()
+        groups = by_mesh(p for p in model.parameters() if p.grad is not None)
+        norms = [torch.nn.utils.get_total_norm([p.grad for p in group if p.grad is not None]) for group in groups]
+        norm = torch.linalg.vector_norm(torch.stack([whole(norm) for norm in norms]))
+        for group in groups:
+            torch.nn.utils.clip_grads_with_norm_(group, most, norm)
+        return norm
+
+    def _sum_whole(self) -> None:
+        """Add up the gradients of the parameters that every process holds whole, in one collective."""
+        grads = []
+        for parameter in self._whole:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            # Processes that divide heads each have a part of the gradient of what all heads use, and all of the others.
+            grads.append(parameter.grad if parameter in self._summed else parameter.grad / self.tensor)
+        flat = torch.cat([grad.flatten() for grad in grads])
+        dist.all_reduce(flat)
+        for parameter, total in zip(self._whole, flat.split([grad.numel() for grad in grads]), strict=True):
+            parameter.grad = total.view_as(parameter)
+
+
+def _partly_used(model: nn.Module) -> Iterator[nn.Parameter]:
+    """Yield the parameters that all heads use, of which a process with some of the heads gets a part of the gradient."""
+    for module in model.modules():
+        if isinstance(module, Attention):
+            for name, how in module.tensor_parallel(model.config).items():  # type: ignore[arg-type]
+                if how == REPLICATED:
+                    yield from module.get_submodule(name).parameters(recurse=False)
+
+
+def _sharded_modules(model: nn.Module) -> list[FSDPModule]:
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]

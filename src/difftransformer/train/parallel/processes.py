@@ -1,0 +1,147 @@
+"""The processes of a run, which torchrun has started: they meet, agree, and fail together. A single process meets nobody."""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from ...errors import ConfigError, DiffTransformerError, FailedElsewhere
+
+T = TypeVar("T")
+
+# The first process may tokenise for hours while the others wait for it.
+LONGEST_WAIT = timedelta(days=2)
+
+
+@dataclass(frozen=True)
+class Processes:
+    """One process among those of a run.
+
+    Attributes:
+        rank: Index of this process.
+        count: Number of processes.
+        device: "cpu" or "cuda".
+        group: Group of all processes for numbers on the CPU; None for one process.
+    """
+
+    rank: int = 0
+    count: int = 1
+    device: str = "cpu"
+    group: Any = None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process prints, logs and writes."""
+        return self.rank == 0
+
+    def sum(self, value: float) -> float:
+        """Return the sum of every process's value."""
+        return self._reduced(value, "SUM")
+
+    def largest(self, value: int) -> int:
+        """Return the largest of every process's value."""
+        return int(self._reduced(value, "MAX"))
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Fail in every process if the block fails in one; the first such process raises its own error.
+
+        Raises:
+            FailedElsewhere: The block failed, and another process says why.
+        """
+        failure = None
+        try:
+            yield
+        except Exception as error:
+            failure = error
+        first = -self.largest(-self.count if failure is None else -self.rank)
+        if first == self.rank and failure is not None:
+            raise failure
+        if first < self.count:
+            raise FailedElsewhere(f"process {first} of {self.count} has failed") from failure
+
+    def from_first(self, make: Callable[[], T]) -> T:
+        """Return in every process what the first one makes."""
+        with self.together():
+            made = [make() if self.is_first else None]
+        if self.count > 1:
+            dist.broadcast_object_list(made, src=0, group=self.group)
+        return made[0]  # type: ignore[return-value]
+
+    def fail(self, error: Exception) -> None:
+        """Raise an error that every process has met: as it is in the first one, and FailedElsewhere in the others."""
+        raise error if self.is_first else FailedElsewhere("process 0 has failed") from error
+
+    def _reduced(self, value: float, operation: str) -> float:
+        if self.count == 1:
+            return value
+        tensor = torch.tensor(value, dtype=torch.float64)
+        dist.all_reduce(tensor, getattr(dist.ReduceOp, operation), group=self.group)
+        return tensor.item()
+
+
+ALONE = Processes()
+
+
+def started_by_torchrun() -> bool:
+    """Whether torchrun, or a scheduler that sets the same variables, has started this process."""
+    return {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
+
+
+def world_size() -> int:
+    """Return the number of processes that torchrun has started, this one included; 1 without torchrun."""
+    return int(os.environ["WORLD_SIZE"]) if started_by_torchrun() else 1
+
+
+@contextmanager
+def joined(device: str) -> Iterator[Processes]:
+    """Meet the other processes that torchrun has started, if there are any.
+
+    Args:
+        device: "cpu" for gloo, or "cuda" for NCCL and one GPU for each process of a machine.
+
+    Raises:
+        ConfigError: There are fewer GPUs than processes, or the port for meeting is in use.
+        FailedElsewhere: Another process has ended.
+    """
+    count = world_size()
+    if count == 1:
+        yield Processes(device=device)
+        return
+    rank, place = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", "0"))
+    if device == "cuda":
+        if place >= torch.cuda.device_count():
+            raise ConfigError(
+                f"--device cuda: this machine has {torch.cuda.device_count()} GPUs for "
+                f"{os.environ.get('LOCAL_WORLD_SIZE', place + 1)} processes; start as many processes as there are GPUs"
+            )
+        torch.cuda.set_device(place)
+    try:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", rank=rank, world_size=count)
+    except (dist.DistError, RuntimeError) as error:
+        reason = str(error).partition("\n")[0]
+        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        advice = "the port is in use; choose another with MASTER_PORT" if "EADDRINUSE" in reason else reason
+        raise ConfigError(f"process {rank} of {count} cannot meet the others at {where}: {advice}") from None
+    try:
+        yield Processes(rank, count, device, dist.new_group(backend="gloo", timeout=LONGEST_WAIT))
+    except (DiffTransformerError, KeyboardInterrupt):  # in every process, so that none waits for another
+        dist.destroy_process_group()
+        raise
+    except RuntimeError as error:
+        if not is_lost_peer(error):
+            raise
+        raise DiffTransformerError(
+            f"process {rank} of {count}: another process of the run has ended; if it did not say why, it was killed"
+        ) from error
+    dist.destroy_process_group()
+
+
+def is_lost_peer(error: RuntimeError) -> bool:
+    """Whether a collective failed because another process is gone."""
+    return isinstance(error, dist.DistError) or "gloo" in str(error)

@@ -1,0 +1,113 @@
+"""`train --processes 2`: signals to one process, to the launcher, and a process that is killed; then going on bitwise."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from difftransformer.train import checkpoints
+from tests.cli.test_interruption import losses, steps_done, wait_until
+
+PATIENCE_SECONDS = 120
+
+
+@pytest.fixture
+def start(toy, toy_shards, tmp_path):
+    """Start the toy run in two processes, in a folder."""
+    toy["training"] |= {"steps": 120, "checkpoint_every": 50, "validate_every": 40}
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump(toy))
+    started = []
+
+    def run(folder):
+        command = [
+            sys.executable,
+            "-m",
+            "difftransformer",
+            "train",
+            str(recipe),
+            "--out",
+            str(folder),
+            "--processes",
+            "2",
+        ]
+        process = subprocess.Popen(
+            command,
+            cwd=tmp_path,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        started.append(process)
+        return process
+
+    yield run
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+def members(launcher):
+    """The processes that torchrun's launcher has started, by rank."""
+    found = {}
+    for folder in Path("/proc").iterdir():
+        try:
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent == launcher.pid:
+                variables = dict(word.partition("=")[::2] for word in (folder / "environ").read_text().split("\0"))
+                found[int(variables["RANK"])] = int(folder.name)
+        except (OSError, ValueError, KeyError, IndexError):
+            continue
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="finds processes in /proc")
+def test_stopped_and_killed_goes_on_bitwise(start, tmp_path):
+    run = tmp_path / "run"
+
+    def ended(process):
+        _, errors = process.communicate(timeout=PATIENCE_SECONDS)
+        assert "Traceback" not in errors
+        assert len(errors.splitlines()) <= 2, errors
+        return process.returncode, errors
+
+    process = start(run)
+    wait_until(lambda: steps_done(run) >= 10, process)
+    os.kill(members(process)[1], signal.SIGTERM)  # one process of the two
+    status, errors = ended(process)
+    stopped = steps_done(run)
+    assert status == 75
+    assert checkpoints(run)[-1].name == f"step-{stopped:06d}"
+    assert f"stopped after step {stopped}; saved {checkpoints(run)[-1]}. Continue with: difftransformer train" in errors
+
+    process = start(run)
+    wait_until(lambda: steps_done(run) >= stopped + 10, process)
+    killed = time.monotonic()
+    os.kill(members(process)[1], signal.SIGKILL)
+    status, errors = ended(process)
+    assert status == 2
+    assert "process 1 of 2 was killed (SIGKILL), and the others were ended" in errors
+    assert time.monotonic() - killed < 60
+
+    process, before = start(run), steps_done(run)
+    wait_until(lambda: steps_done(run) > before, process)
+    both = members(process)
+    process.kill()  # the launcher: its processes notice, save and end
+    process.communicate()
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in both.values()))
+    assert checkpoints(run)[-1].name == f"step-{steps_done(run):06d}"
+
+    assert ended(start(run))[0] == 0
+    assert ended(start(tmp_path / "whole"))[0] == 0
+    assert losses(run) == losses(tmp_path / "whole")
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        found, expected = ((checkpoints(at)[-1] / name).read_bytes() for at in (run, tmp_path / "whole"))
+        assert found == expected, name

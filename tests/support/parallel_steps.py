@@ -1,0 +1,118 @@
+"""Processes of one mesh: short runs of several variants, or command lines.
+
+Each variant gets a folder of its own, and continues a run that is already there.
+"""
+
+import json
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from tests.support import fresh
+
+HEADS = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 4}
+VARIANTS = {
+    "diff": {"num_attention_heads": 8, "num_key_value_heads": 8},
+    "diff_v2": {"num_attention_heads": 8, "num_key_value_heads": 4},
+    "grouped_diff": {"num_attention_heads": 20, "num_noise_heads": 4},
+    "softmax": {"num_attention_heads": 8, "num_key_value_heads": 4},
+}
+
+
+def settings(steps, **fields):
+    """Configuration of the training; 8 and 4 rows a step."""
+    from difftransformer.data import RetrievalMix
+    from difftransformer.train import OptimizerConfig, ScheduleConfig, TrainingConfig
+
+    plain = {
+        "steps": steps,
+        "batch_tokens": 256,
+        "context_stages": [(0, 32), (10, 64)],
+        "retrieval": RetrievalMix(share=0.3, max_needles=1, min_needles=1, asks=1, digits=1),
+        "validate_every": 10,
+        "validation_windows": 3,
+        "checkpoint_every": 10,
+        "optimizer": OptimizerConfig(learning_rate=0.002),
+        "schedule": ScheduleConfig(warmup_steps=4),
+    }
+    return TrainingConfig(**plain | fields)
+
+
+def run(folder, shards, steps, *, layout, processes, variants=(*VARIANTS,), **fields):
+    """Train every variant in this process. initial.safetensors gets the weights at the start, as they lie on the mesh."""
+    from difftransformer.data import Shards
+    from difftransformer.model import DiffTransformerConfig
+    from difftransformer.train import ParallelConfig, build_model, train
+    from difftransformer.train.parallel import Mesh
+    from difftransformer.typed import build
+
+    parallel = build(ParallelConfig, layout, source="", error=ValueError)
+    opened, config = Shards.open(Path(shards)), settings(steps, **fields)
+    for name in variants:
+        model = DiffTransformerConfig(
+            attention_type=name, vocab_size=opened.tokenizer.vocab_size, **HEADS | VARIANTS[name]
+        )
+        mesh, run = Mesh(processes, parallel), Path(folder) / name
+        placed = mesh.place(build_model(model, config.seed), config)
+        weights = {name: whole(weight.detach()) for name, weight in placed.named_parameters()}
+        if processes.is_first:
+            run.mkdir(parents=True, exist_ok=True)
+            save_file(weights, run / "initial.safetensors")
+        train(config, model, opened, run, mesh=mesh)
+
+
+def whole(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def start(count, folder, shards, steps, **options):
+    """Start `count` processes of a layout; return them."""
+    return _start(count, [free_port()], "main", folder, shards, steps, json.dumps(options))
+
+
+def start_commands(count, commands):
+    """Start `count` processes that run command lines one after the other, and print their exit statuses."""
+    ports = [free_port() for _ in commands]
+    return _start(count, ports, "run_commands", json.dumps([*zip(ports, commands, strict=True)]))
+
+
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def _start(count, ports, function, *arguments):
+    code = f"from tests.support import parallel_steps; parallel_steps.{function}()"
+    everywhere = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ports[0])}
+    everywhere |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    return [fresh.Fresh(code, *arguments, RANK=str(rank), LOCAL_RANK=str(rank), **everywhere) for rank in range(count)]
+
+
+def main():
+    """Be the process of a rank of `start`."""
+    from difftransformer.train.parallel import joined
+
+    torch.set_num_threads(1)
+    folder, shards, steps, options = sys.argv[1:]
+    with joined("cpu") as processes:
+        run(folder, shards, int(steps), processes=processes, **json.loads(options))
+    print(time.process_time(), flush=True)
+    os._exit(0)  # gloo's threads sometimes abort the interpreter's own teardown
+
+
+def run_commands():
+    """Be the process of a rank of `start_commands`."""
+    from difftransformer.cli.main import main
+
+    found = []
+    for port, words in json.loads(sys.argv[1]):
+        os.environ["MASTER_PORT"] = str(port)
+        found.append(main(words))
+    print(json.dumps(found), flush=True)
+    os._exit(0)

@@ -1,0 +1,129 @@
+"""Several processes train as one: the same weights at the start, the same losses and gradient norms, on every mesh."""
+
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from difftransformer.train import read_metrics
+from difftransformer.train.parallel import ALONE
+from tests.support import parallel_steps
+from tests.support.parallel_steps import VARIANTS
+
+STEPS, SAVED = 20, 10
+LAYOUTS = {
+    "one": (1, {}),
+    "ddp": (2, {"data": {"replicate": 2}}),
+    "fsdp": (2, {"data": {"shard": 2}}),
+    "tensor": (2, {"tensor": 2}),
+    "ulysses": (2, {"context": 2}),
+    "hsdp": (4, {"data": {"replicate": 2, "shard": 2}}),
+    "fsdp x tensor": (4, {"data": {"shard": 2}, "tensor": 2}),
+    "tensor x ulysses": (4, {"tensor": 2, "context": 2}),
+}
+
+
+def train(folder, shards, layout, steps=STEPS, **options):
+    """Run a layout in processes of its own, or in this one."""
+    count, degrees = LAYOUTS[layout]
+    if count == 1:
+        parallel_steps.run(folder, shards, steps, layout=degrees, processes=ALONE, **options)
+        return
+    workers = parallel_steps.start(count, folder, shards, steps, layout=degrees, **options)
+    done = [worker.finish(timeout=400) for worker in workers]
+    assert [worker.returncode for worker in done] == [0] * count, "\n".join(worker.stderr for worker in done)
+
+
+def figures(run):
+    """Losses and gradient norms of the steps, and validation losses."""
+    steps, validations = read_metrics(run / "metrics.jsonl")
+    lines = torch.tensor([[line.loss_nats, line.gradient_norm] for line in steps], dtype=torch.float64)
+    return lines, torch.tensor([line.validation_loss_nats for line in validations], dtype=torch.float64)
+
+
+def assert_equal_runs(found, expected, steps=STEPS):
+    for tensor, reference in zip(figures(found), figures(expected), strict=True):
+        assert tensor.shape == reference.shape
+        torch.testing.assert_close(tensor, reference, rtol=1e-5, atol=0)
+    lines, _ = figures(expected)
+    assert len(lines) == steps
+    assert lines[-1, 0] < lines[0, 0]
+
+
+@pytest.fixture(scope="module")
+def shards(toy_shards):
+    return toy_shards.folder
+
+
+@pytest.fixture(scope="module")
+def trained(shards, tmp_path_factory):
+    """layout -> the folder of its runs, which are made once."""
+    base = tmp_path_factory.mktemp("layouts")
+
+    def folder(layout):
+        if not (base / layout).exists():
+            train(base / layout, shards, layout, keep_checkpoints=9)
+        return base / layout
+
+    return folder
+
+
+def test_two_processes_train_as_one(shards, tmp_path):
+    """With accumulation, whose parts are other rows on two processes."""
+    for layout in ("one", "fsdp"):
+        train(tmp_path / layout, shards, layout, steps=6, variants=["diff"], accumulation=2, context_stages=[[0, 32]])
+    assert_equal_runs(tmp_path / "fsdp" / "diff", tmp_path / "one" / "diff", steps=6)
+    names = ["config.json", "model.safetensors", "optimizer.safetensors"]
+    states = [tmp_path / layout / "diff" / "checkpoints" / "step-000006" for layout in ("one", "fsdp")]
+    assert (states[0] / names[0]).read_bytes() == (states[1] / names[0]).read_bytes()
+    for name in names[1:]:
+        alone, divided = (load_file(state / name) for state in states)
+        assert alone.keys() == divided.keys()
+        for key in alone.keys() - {"random/cpu"}:  # of the generator that nothing here draws from
+            torch.testing.assert_close(divided[key], alone[key], rtol=1e-3, atol=1e-6, msg=key)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["fsdp", "ulysses"])
+def test_packed_documents_train_as_one(layout, shards, tmp_path):
+    """Of which each process has some rows, or a part of the one row."""
+    accumulation = {"one": 4, "fsdp": 2, "ulysses": 4}
+    for name in ("one", layout):
+        options = {"accumulation": accumulation[name], "context_stages": [[0, 64]], "pack_documents": True}
+        train(tmp_path / name, shards, name, steps=6, variants=["diff", "diff_v2"], **options)
+    for variant in ("diff", "diff_v2"):
+        assert_equal_runs(tmp_path / layout / variant, tmp_path / "one" / variant, steps=6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "one"])
+def test_every_layout_trains_as_one_process(layout, trained):
+    for variant in VARIANTS:
+        run, alone = trained(layout) / variant, trained("one") / variant
+        assert_equal_runs(run, alone)
+        start, expected = load_file(run / "initial.safetensors"), load_file(alone / "initial.safetensors")
+        assert start.keys() == expected.keys()
+        assert all(torch.equal(start[name], expected[name]) for name in expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("before", "after"), [("fsdp", "fsdp"), ("fsdp", "one"), ("fsdp", "fsdp x tensor"), ("one", "tensor")]
+)
+def test_goes_on_with_another_mesh(before, after, trained, shards, tmp_path):
+    variants = ["diff", "grouped_diff"]
+    for variant in variants:
+        shutil.copytree(trained(before) / variant, tmp_path / variant)
+        shutil.rmtree(tmp_path / variant / "checkpoints" / f"step-{STEPS:06d}")
+    train(tmp_path, shards, after, variants=variants)
+    for variant in variants:
+        run, whole = tmp_path / variant, trained(before) / variant
+        assert_equal_runs(run, whole)
+        files = [
+            [(at / "checkpoints" / f"step-{STEPS:06d}" / name).read_bytes() for at in (run, whole)]
+            for name in ("model.safetensors", "optimizer.safetensors")
+        ]
+        assert all(found == expected for found, expected in files) == (before == after)
+        if before == after:
+            assert all(map(torch.equal, figures(run), figures(whole)))
