@@ -26,7 +26,7 @@ def test_packed_documents_do_not_see_each_other(small, toy_shards, attention_typ
     loader = Loader(toy_shards, batch_tokens=4096, context_stages=[(0, 1024)], seed=0, pack_documents=True)
     batch = loader.batch(0)
     with torch.no_grad():
-        nll = next_token_nll(model, batch.input_ids, batch.targets, batch.position_ids)
+        nll = next_token_nll(model, batch.input_ids, batch.targets, position_ids=batch.position_ids)
     documents = 0
     for ids, targets, positions, losses in zip(batch.input_ids, batch.targets, batch.position_ids, nll, strict=True):
         starts = [*(positions == 0).nonzero().flatten().tolist(), len(ids)]
