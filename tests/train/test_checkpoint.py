@@ -56,14 +56,19 @@ def empty(path):
 
 @pytest.mark.parametrize("damage", [cut, flip, empty, lambda path: path.unlink()], ids=["cut", "flip", "empty", "gone"])
 @pytest.mark.parametrize("file", FILES)
-def test_damage_is_named_with_the_way_out(run, train_toy, file, damage):
-    damage(run / "checkpoints" / "step-000008" / file)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(run, train_toy, read_run, file, damage):
+    before, newest = read_run(run), run / "checkpoints" / "step-000008"
+    damage(newest / file)
     with pytest.raises(CheckpointError) as error:
-        train_toy(run)
+        verify_checkpoint(newest)
     message = str(error.value)
     assert "\n" not in message
-    assert message.startswith(str(run / "checkpoints" / "step-000008" / file))
+    assert message.startswith(str(newest / file))
     assert "step-000006, which is kept" in message
+    with pytest.warns(UserWarning, match=f"{re.escape(str(newest / file))}.*; training continues from step-000006$"):
+        train_toy(run)
+    verify_checkpoint(newest)
+    assert read_run(run) == before
 
 
 def test_every_changed_byte_of_the_state_is_found(run):
@@ -107,10 +112,38 @@ def test_the_way_out_works(run, train_toy, read_run):
     assert read_run(run) == before
 
 
+def test_checkpoints_that_are_kept_for_good(train_toy, tmp_path):
+    """Each is what the undisturbed run has at that step."""
+    train_toy(tmp_path, steps=8, checkpoint_every=3, keep_checkpoints=1, keep_every=4, keep_steps=[1, 5])
+    assert [path.name for path in checkpoints(tmp_path)] == [f"step-00000{step}" for step in (1, 4, 5, 8)]
+    for path in checkpoints(tmp_path):
+        assert verify_checkpoint(path).step == int(path.name[-1])
+    assert not list((tmp_path / "checkpoints").glob(".*"))
+
+
+def test_a_deletion_that_is_cut_short_leaves_no_checkpoint(run, train_toy, read_run, monkeypatch):
+    before = read_run(run)
+    shutil.rmtree(run / "checkpoints" / "step-000008")
+
+    def stop(path, **options):
+        if path.exists():
+            (path / "config.json").unlink()
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as stopped:
+        stopped.setattr(checkpoint_module.shutil, "rmtree", stop)
+        with pytest.raises(KeyboardInterrupt):
+            checkpoint_module._delete(run / "checkpoints" / "step-000006")
+    assert checkpoints(run) == []
+    train_toy(run)
+    assert read_run(run) == before
+    assert not list((run / "checkpoints").glob(".*"))
+
+
 def test_damage_of_the_only_checkpoint_says_so(run, train_toy):
     shutil.rmtree(run / "checkpoints" / "step-000006")
     flip(run / "checkpoints" / "step-000008" / "optimizer.safetensors")
-    with pytest.raises(CheckpointError, match="no earlier checkpoint exists"):
+    with pytest.raises(CheckpointError, match="no intact checkpoint exists; delete"):
         train_toy(run)
 
 
@@ -121,15 +154,16 @@ def test_a_state_file_of_another_kind(run, train_toy, document):
     path = run / "checkpoints" / "step-000008" / "state.json"
     path.write_text(document)
     with pytest.raises(CheckpointError, match=re.escape(str(path))):
-        train_toy(run)
+        verify_checkpoint(path.parent)
 
 
-def test_another_version_is_refused(run):
+def test_another_version_is_refused(run, train_toy):
     path = checkpoints(run)[-1] / "state.json"
     document = json.loads(path.read_text())
     path.write_text(json.dumps(document | {"version": 99}))
-    with pytest.raises(CheckpointError, match="version 99, this release reads 1"):
-        verify_checkpoint(checkpoints(run)[-1])
+    for opens in (lambda: verify_checkpoint(checkpoints(run)[-1]), lambda: train_toy(run)):
+        with pytest.raises(CheckpointError, match="version 99, this release reads 1"):
+            opens()
 
 
 def test_a_checkpoint_of_another_model(run, train_toy):

@@ -6,8 +6,8 @@ runs/NAME/checkpoints/step-000500/
     optimizer.safetensors                              moments of the optimizer and states of the random generators
     state.json                                         step, loader, size and SHA-256 of every other file and of itself
 
-A checkpoint is written under another name, flushed to disk and renamed, so a folder called step-* was once complete. The
-sizes and sums in state.json reveal later damage, such as a truncated copy.
+A checkpoint is written under another name, flushed to disk and renamed, and renamed again before it is deleted, so a folder
+called step-* was once complete. The sizes and sums in state.json reveal later damage, such as a truncated copy.
 """
 
 import dataclasses
@@ -16,6 +16,8 @@ import json
 import os
 import re
 import shutil
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,6 +82,31 @@ def checkpoints(run: Path) -> list[Path]:
     return sorted((path for path in folder.iterdir() if _NAME.fullmatch(path.name)), key=_step)
 
 
+def newest_intact(run: Path) -> tuple[Path, CheckpointState] | None:
+    """Return a run's newest checkpoint whose files are intact, and its state; None for a run without checkpoints.
+
+    A warning names the damaged file of each newer checkpoint.
+
+    Raises:
+        CheckpointError: There are checkpoints, and none is intact; or the newest is of another release.
+    """
+    damaged: list[_Damage] = []
+    for path in reversed(checkpoints(run)):
+        try:
+            state = _verified(path)
+        except _Damage as damage:
+            damaged.append(damage)
+            continue
+        for fault in damaged:
+            warnings.warn(f"{fault}; training continues from {path.name}", stacklevel=2)
+        return path, state
+    if damaged:
+        raise CheckpointError(
+            f"{damaged[0]}; no intact checkpoint exists; delete {run / 'checkpoints'} and run again from the start"
+        )
+    return None
+
+
 def latest_checkpoint(run: Path) -> Path:
     """Return the newest checkpoint of a run folder, or the folder itself if it is a checkpoint or a model folder.
 
@@ -102,9 +129,10 @@ def save_checkpoint(
     optimizer: torch.optim.Optimizer,
     tokenizer: Tokenizer,
     keep: int,
+    keeps_step: Callable[[int], bool] = lambda step: False,
     processes: Processes = ALONE,
 ) -> Path:
-    """Write a checkpoint atomically, then delete all but the `keep` newest.
+    """Write a checkpoint atomically, then delete all but the `keep` newest and those whose step `keeps_step` names.
 
     Every process takes part, and the first one writes. The files do not depend on how weights are divided.
 
@@ -121,7 +149,11 @@ def save_checkpoint(
         weights = _whole_tensors(untied, keep=processes.is_first)
 
     def write() -> Path:
-        return _write(run, state, model, tokenizer, keep, weights=weights, adapters=adapters, moments=moments)
+        written = _write(run, state, model, tokenizer, weights=weights, adapters=adapters, moments=moments)
+        for old in checkpoints(run)[:-keep]:
+            if not keeps_step(_step(old)):
+                _delete(old)
+        return written
 
     return processes.from_first(write)
 
@@ -131,7 +163,6 @@ def _write(
     state: CheckpointState,
     model: DiffTransformerForCausalLM,
     tokenizer: Tokenizer,
-    keep: int,
     *,
     weights: dict[str, Tensor] | None,
     adapters: dict[str, Tensor] | None,
@@ -168,7 +199,7 @@ def _write(
                 with naming(path):
                     _flush(path)
         if final.exists():
-            shutil.rmtree(final)
+            _delete(final)
         temporary.rename(final)
         _flush(folder)
     except (OSError, SafetensorError, DataError) as error:
@@ -182,8 +213,6 @@ def _write(
         raise CheckpointError(
             f"{final}: the checkpoint of step {state.step} cannot be written ({reason}); {kept}; make room and run again"
         ) from None
-    for old in checkpoints(run)[:-keep]:
-        shutil.rmtree(old)
     return final
 
 
@@ -193,13 +222,24 @@ def load_checkpoint(
     model: DiffTransformerForCausalLM,
     optimizer: torch.optim.Optimizer,
     processes: Processes = ALONE,
+    state: CheckpointState | None = None,
 ) -> CheckpointState:
     """Restore weights, moments and random state from a checkpoint, each process its part of them.
+
+    Args:
+        path: The checkpoint.
+        model: Model of the checkpoint's configuration.
+        optimizer: Optimizer of the model's parameters.
+        processes: This process and the others of the run.
+        state: The checkpoint's state, if its files have been verified; None verifies them.
+
+    Returns:
+        The checkpoint's state.
 
     Raises:
         CheckpointError: The checkpoint is damaged or of another model. The message names the file and what to do.
     """
-    state = processes.from_first(lambda: verify_checkpoint(path))
+    verified = state or processes.from_first(lambda: verify_checkpoint(path))
     with processes.together():
         adapted = has_lora(model)
         file = path / (ADAPTER_FILE if adapted else WEIGHTS_FILE)
@@ -220,7 +260,7 @@ def load_checkpoint(
     parts = {name: part_like(tensor, held[name]) for name, tensor in weights.items()}
     model.load_state_dict(parts, strict=False)
     _restore_optimizer(moments, model, optimizer)
-    return state
+    return verified
 
 
 def verify_checkpoint(path: Path) -> CheckpointState:
@@ -229,10 +269,28 @@ def verify_checkpoint(path: Path) -> CheckpointState:
     Raises:
         CheckpointError: A file is missing, truncated or changed.
     """
+    try:
+        return _verified(path)
+    except _Damage as damage:
+        raise CheckpointError(f"{damage}; {_way_out(path)}") from None
+
+
+class _Damage(CheckpointError):
+    """What is wrong with a file of a checkpoint."""
+
+
+def _verified(path: Path) -> CheckpointState:
+    """Return a checkpoint's state.
+
+    Raises:
+        _Damage: A file is missing, truncated or changed.
+        CheckpointError: The checkpoint is of another release.
+    """
     file = path / STATE_FILE
-    content = read_json(file, error=CheckpointError, advice=_way_out(path))
-    version = content.get("version") if isinstance(content, dict) else None
-    if version != STATE_VERSION:
+    content = read_json(file, error=_Damage, advice="every checkpoint has one")
+    if not isinstance(content, dict) or "version" not in content:
+        raise _Damage(f"{file}: damaged (it has no version)")
+    if (version := content["version"]) != STATE_VERSION:
         raise CheckpointError(
             f"{file}: version {version!r}, this release reads {STATE_VERSION}; use the release that wrote it, or "
             f"{_way_out(path)}"
@@ -240,19 +298,24 @@ def verify_checkpoint(path: Path) -> CheckpointState:
     # state.json has no other file to vouch for it. Early checkpoints lack the sum.
     expected_sum = content.pop("sha256", None)
     if expected_sum not in (None, _content_sha256(content)):
-        raise CheckpointError(f"{file}: damaged (its sha256 is another); {_way_out(path)}")
-    try:
-        state = build(_StateFile, content, source=str(file), error=CheckpointError)
-    except CheckpointError as error:
-        raise CheckpointError(f"{error}; {_way_out(path)}") from None
+        raise _Damage(f"{file}: damaged (its sha256 is another)")
+    state = build(_StateFile, content, source=str(file), error=_Damage)
     for name, expected in state.files.items():
         file = path / name
         if not is_plain_name(name) or not file.is_file():
-            raise CheckpointError(f"{file}: missing; {_way_out(path)}")
+            raise _Damage(f"{file}: missing")
         found = _file_sum(file)
         if found != expected:
-            raise CheckpointError(f"{file}: damaged (found {found}, expected {expected}); {_way_out(path)}")
+            raise _Damage(f"{file}: damaged (found {found}, expected {expected})")
     return state
+
+
+def _delete(checkpoint: Path) -> None:
+    """Delete a checkpoint, which counts as one until nothing of it is deleted yet."""
+    leftover = checkpoint.with_name(f".{checkpoint.name}.deleted.tmp")
+    shutil.rmtree(leftover, ignore_errors=True)
+    checkpoint.rename(leftover)
+    shutil.rmtree(leftover)
 
 
 def _step(path: Path) -> int:

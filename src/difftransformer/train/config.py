@@ -164,7 +164,9 @@ class TrainingConfig:
         validate_every: Steps between validations. The last step is always validated.
         validation_windows: Number of validation windows, each of the last stage's length.
         checkpoint_every: Steps between checkpoints. The last step is always saved.
-        keep_checkpoints: Number of checkpoints to keep.
+        keep_checkpoints: Number of newest checkpoints to keep.
+        keep_every: Checkpoints of the multiples of this number of steps are kept for good; None keeps none so.
+        keep_steps: Further steps whose checkpoints are written and kept for good.
         loss_chunk_tokens: Number of tokens whose logits are in memory at a time. None means all where they are few, else a
             number that suits the device.
         gradient_checkpointing: Whether to recompute activations in the backward pass, which saves memory and takes time. True
@@ -187,6 +189,8 @@ class TrainingConfig:
     validation_windows: int = 16
     checkpoint_every: int = 500
     keep_checkpoints: int = 2
+    keep_every: int | None = None
+    keep_steps: list[int] = field(default_factory=list)
     loss_chunk_tokens: int | None = None
     gradient_checkpointing: Literal[False, True, "selective"] = False
     compile: bool = False
@@ -200,7 +204,15 @@ class TrainingConfig:
             raise ConfigError(f"seed={self.seed}: give 0 or more")
         if self.loss_chunk_tokens is not None and self.loss_chunk_tokens < 1:
             raise ConfigError(f"loss_chunk_tokens={self.loss_chunk_tokens}: give at least 1, or null to choose by size")
+        if self.keep_every is not None and self.keep_every < 1:
+            raise ConfigError(f"keep_every={self.keep_every}: give at least 1, or null to keep the newest alone")
+        if outside := [step for step in self.keep_steps if not 1 <= step <= self.steps]:
+            raise ConfigError(f"keep_steps: {outside[0]} is not a step; give numbers from 1 to steps={self.steps}")
         check_context_stages(self.context_stages, self.batch_tokens, parts=self.accumulation, divisor="accumulation")
+
+    def keeps_step(self, step: int) -> bool:
+        """Whether the checkpoint of a step is kept for good."""
+        return step in self.keep_steps or bool(self.keep_every and step % self.keep_every == 0)
 
     @property
     def context_tokens(self) -> int:

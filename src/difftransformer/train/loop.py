@@ -17,7 +17,7 @@ from ..data import Loader, Shards, document_positions, validation_windows
 from ..errors import EXIT_INTERRUPTED, EXIT_REQUEUE, DiffTransformerError
 from ..model import DiffTransformerConfig, DiffTransformerForCausalLM
 from ..model.nll import IGNORED, loss_chunk, summed_next_token_nll
-from .checkpoint import CheckpointState, checkpoints, load_checkpoint, save_checkpoint
+from .checkpoint import CheckpointState, load_checkpoint, newest_intact, save_checkpoint
 from .config import TrainingConfig
 from .lora import add_lora
 from .metrics import METRICS_FILE, Metrics, MetricsLog, StepMetrics, ValidationMetrics
@@ -64,7 +64,7 @@ def train(
     mesh: Mesh | None = None,
     on_metrics: Callable[[Metrics], None] = lambda metrics: None,
 ) -> DiffTransformerForCausalLM:
-    """Train a model to the last step, from the run's newest checkpoint if there is one.
+    """Train a model to the last step, from the run's newest intact checkpoint if there is one.
 
     Ctrl-C (SIGINT) and SIGTERM finish the step, save a checkpoint and raise Interrupted. The losses of an interrupted run
     are bit for bit those of an uninterrupted one, on CPU in fp32 with the same number of threads and the same mesh. On another
@@ -84,7 +84,7 @@ def train(
         The trained model, of which each process holds its part.
 
     Raises:
-        CheckpointError: The newest checkpoint is damaged, or a new one cannot be written.
+        CheckpointError: No checkpoint is intact, or a new one cannot be written.
         ConfigError: The adapters do not fit the model, PEFT is missing, or the mesh does not divide the model or its rows.
         DiffTransformerError: The loss or the gradient is no longer finite. Nothing is saved after that.
         FailedElsewhere: Another process has raised one of these.
@@ -118,8 +118,9 @@ def train(
     model.train()
     optimizer = build_optimizer(model, config.optimizer)
     step, tokens, seconds = 0, 0, 0.0
-    if found := processes.from_first(lambda: checkpoints(run)):
-        state = load_checkpoint(found[-1], model=model, optimizer=optimizer, processes=processes)
+    if found := processes.from_first(lambda: newest_intact(run)):
+        continued, state = found
+        load_checkpoint(continued, model=model, optimizer=optimizer, processes=processes, state=state)
         step, tokens, seconds = state.step, state.tokens, state.seconds
         with processes.together():
             loader.load_state_dict(state.loader)
@@ -141,6 +142,7 @@ def train(
             optimizer=optimizer,
             tokenizer=shards.tokenizer,
             keep=config.keep_checkpoints,
+            keeps_step=config.keeps_step,
             processes=processes,
         )
 
@@ -157,7 +159,7 @@ def train(
             if found:
                 validate_if_due(stop)  # a signal may have cut it short
                 if status := stop():
-                    raise Interrupted(found[-1], step, status)
+                    raise Interrupted(continued, step, status)
             while step < config.steps:
                 rate = learning_rate(
                     step, peak=config.optimizer.learning_rate, steps=config.steps, schedule=config.schedule
@@ -189,7 +191,7 @@ def train(
                 )
                 validate_if_due(stop)
                 status, last = stop(), step == config.steps
-                if last or status or step % config.checkpoint_every == 0:
+                if last or status or step % config.checkpoint_every == 0 or config.keeps_step(step):
                     saved = save()
                     if status and not (last and validated == step):
                         raise Interrupted(saved, step, status)
