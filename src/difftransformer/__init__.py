@@ -36,7 +36,9 @@ def _is_command() -> bool:
     """Whether this process is `difftransformer ...` or `python -m difftransformer ...`, or a child of one."""
     program = sys.argv[0] if getattr(sys, "argv", None) else ""
     if program == "-m":  # Python imports the package before it sets the path of the module to run
-        return not {"difftransformer", "difftransformer.child"}.isdisjoint(sys.orig_argv)
+        return not {"difftransformer", "difftransformer.child", "difftransformer.data.encoding"}.isdisjoint(
+            sys.orig_argv
+        )
     return Path(program).stem == "difftransformer"
 
 

@@ -42,7 +42,8 @@ def read_recipe(path: Path | str) -> dict[str, Any]:
     Raises:
         ConfigError: no such file, not a YAML mapping, or a name that cannot name a folder.
     """
-    document = read_mapping(path, shipped_recipes(), "a recipe is a mapping with name, model, data and training")
+    shipped = shipped_recipes() | shipped_recipes("paper")
+    document = read_mapping(path, shipped, "a recipe is a mapping with name, model, data and training")
     if isinstance(document.get("name"), str):
         try:
             check_name(document["name"])

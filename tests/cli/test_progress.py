@@ -16,13 +16,13 @@ def test_a_slow_evaluation_prints_a_line_at_least_every_half_minute(clock, capfd
     with progress.evaluation_progress("needle") as update:
         for second in range(0, 121, 5):
             clock[0] = float(second)
-            update(second // 40, 1000)
+            update(second // 50, 1000)
         update(100, 1000)
         update(150, 1000)
     lines = [line for line in capfd.readouterr().out.splitlines() if line.startswith("needle: ") and "after" in line]
     assert lines == [
         "needle: 0 % after 35 s",
-        "needle: 0 % after 70 s",
-        "needle: 0 % after 105 s",
-        "needle: 10 % after 120 s",
+        "needle: 0 % after 70 s, about 69930 s left",
+        "needle: 0 % after 105 s, about 52395 s left",
+        "needle: 10 % after 120 s, about 1080 s left",
     ]

@@ -52,8 +52,11 @@ def test_one_model(llama, text, tmp_path, capfd):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ((), "--to is missing; choose one of softmax, diff, diff_v2, grouped_diff, dex"),
-        (("--to", "diffs"), "--to 'diffs' is unknown; choose one of softmax, diff, diff_v2, grouped_diff, dex"),
+        ((), "--to is missing; choose one of softmax, diff, diff_v2, grouped_diff, grouped_diff_v2, dex"),
+        (
+            ("--to", "diffs"),
+            "--to 'diffs' is unknown; choose one of softmax, diff, diff_v2, grouped_diff, grouped_diff_v2, dex",
+        ),
         (("--to", "diff,dex"), "several are made with --train only"),
         (("--to", "diff", "--head_norm", "gain"), "a headwise norm discards the size of each row"),
         (("--to", "diff", "--text", "nowhere.txt"), "no such file or folder"),

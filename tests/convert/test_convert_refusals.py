@@ -232,7 +232,7 @@ class TestFolders:
         (path / "config.json").write_text("[1]")
         assert "expected a JSON object" in refusal(tmp_path, CheckpointError)
 
-    @pytest.mark.parametrize("model_type", ["llama", None, "", 3])
+    @pytest.mark.parametrize("model_type", ["mistral", None, "", 3])
     def test_other_architectures(self, model_type, source, tmp_path):
         edit_config(source(tiny()), model_type=model_type)
         message = refusal(tmp_path, ConfigError)

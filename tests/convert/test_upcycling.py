@@ -216,7 +216,10 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("options", "words"),
         [
-            ({"to": "grouped"}, "--to 'grouped' is unknown; choose one of softmax, diff, diff_v2, grouped_diff, dex"),
+            (
+                {"to": "grouped"},
+                "--to 'grouped' is unknown; choose one of softmax, diff, diff_v2, grouped_diff, grouped_diff_v2, dex",
+            ),
             ({"to": "diff", "dex_heads": [[0]] * 3}, "dex_heads is not an option of --to 'diff'"),
             ({"to": "dex", "dex_heads": [[0]] * 2}, "for each of the 3 layers"),
             ({"to": "dex", "dex_heads": [[0], [1], [0, 1]]}, "equally long"),

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from difftransformer.data import DataConfig, prepare, prepare_shards, read_documents
+from difftransformer.data import DataConfig, iter_documents, prepare, prepare_shards
 from difftransformer.errors import ConfigError
 
 
@@ -76,7 +76,7 @@ def test_the_request_is_recorded_without_its_place(text, tmp_path):
     config = request(text, tmp_path)
     recorded = prepare_shards(config).manifest.request
     expected = dataclasses.asdict(config)
-    del expected["folder"]
+    del expected["folder"], expected["mixture"]
     assert {key: recorded[key] for key in expected} == expected
     assert str(tmp_path / "shards") not in str(recorded)
 
@@ -85,11 +85,11 @@ def count_reads(monkeypatch):
     """A list that grows with every reading of the source."""
     reads = []
 
-    def read(source):
+    def read(source, *arguments):
         reads.append(source)
-        return read_documents(source)
+        return iter_documents(source, *arguments)
 
-    monkeypatch.setattr(prepare, "read_documents", read)
+    monkeypatch.setattr(prepare, "iter_documents", read)
     return reads
 
 

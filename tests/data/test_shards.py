@@ -10,7 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from difftransformer.data import Document, Shards, TokenStream, byte_tokenizer, shards, split_documents, write_shards
+from difftransformer.data import (
+    Document,
+    Shards,
+    TokenStream,
+    byte_tokenizer,
+    shards,
+    split_documents,
+    write_shards,
+    writing,
+)
 from difftransformer.errors import ConfigError, DataError
 
 TRAIN = [Document("a", "first ☃ text\n"), Document("b", "second <|endoftext|> text")]
@@ -184,7 +193,7 @@ def test_a_full_disk_leaves_nothing_that_could_be_taken_for_whole(tmp_path, monk
             full()
         return file
 
-    monkeypatch.setattr(shards, "open", open_or_fail, raising=False)
+    monkeypatch.setattr(writing, "open", open_or_fail, raising=False)
     if fails_at == "manifest.json":
         monkeypatch.setattr(shards, "write_text_atomically", full)
     with pytest.raises(

@@ -78,7 +78,7 @@ def test_an_unknown_source_lists_what_is_allowed(source, tmp_path, monkeypatch):
 
 
 def test_a_folder_without_text_is_refused(tmp_path):
-    with pytest.raises(DataError, match=r"no \.txt, \.md, \.py, \.jsonl file"):
+    with pytest.raises(DataError, match=r"no \.txt, \.md, \.py, \.jsonl, \.jsonl\.gz, .* file"):
         read_documents(str(tmp_path))
     write(tmp_path / "empty.py", "")
     with pytest.raises(DataError, match="all 1 text files are empty"):

@@ -3,6 +3,8 @@
 import importlib.util
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,15 @@ THEIR_WARNINGS = (
     "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning",
     "ignore:`gradient_checkpointing` is deprecated:FutureWarning",
 )
+
+# On the path before anything else: an import of ours fails.
+BLOCK = """import sys
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "difftransformer":
+            raise ImportError("difftransformer was asked for")
+sys.meta_path.insert(0, Refuse())
+"""
 
 
 def pytest_collection_modifyitems(items):
@@ -64,3 +75,22 @@ def _offline(monkeypatch):
     for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"):
         monkeypatch.setenv(name, "1")
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def outside(tmp_path):
+    """Run code where this package cannot be imported; returns standard output."""
+    (tmp_path / "path").mkdir()
+    (tmp_path / "path" / "sitecustomize.py").write_text(BLOCK)
+    environment = os.environ | {"PYTHONPATH": str(tmp_path / "path")}
+
+    def run(code):
+        done = subprocess.run(
+            [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    run.environment = environment
+    assert "blocked" in run("try:\n    import difftransformer\nexcept ImportError:\n    print('blocked')")
+    return run

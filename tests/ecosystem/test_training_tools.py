@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, Trainer, TrainingArguments
 
 from difftransformer.attention import VARIANTS
 from tests.support.tiny_folders import SENTENCES, logits, model, saved, stock, tokens
+from tests.support.tiny_models import scramble
 
 TRAINED_TYPES = ("diff", "diff_v2")
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -62,6 +63,32 @@ def test_lora(attention_type, needs, tmp_path):
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged"), ids), logits(merged, ids))
 
 
+@pytest.mark.parametrize("attention_type", VARIANTS)
+def test_prefix_tuning(attention_type, needs, tmp_path):
+    peft = needs("peft")
+    base = saved(tmp_path / "base", attention_type, initializer_range=0.3, num_attention_heads=8, num_key_value_heads=4)
+    ids = tokens(3, 9)
+    adapted = peft.get_peft_model(base, peft.PrefixTuningConfig(num_virtual_tokens=5, task_type="CAUSAL_LM"))
+    first, last = own_steps(adapted, ids, rate=0.3)
+    assert last < first - 0.02
+    after = logits(adapted, ids)
+    # The same keys and values, in the heads of a cache that the model fills itself.
+    filled = base(ids[:1, :5]).past_key_values.layers
+    learned = adapted.prompt_encoder["default"].embedding.weight.detach().unflatten(1, (len(filled), 2, -1))
+    pairs = []
+    for layer, pair in zip(filled, learned.unbind(1), strict=True):
+        shape = layer.keys.transpose(1, 2).shape
+        assert layer.values.shape == layer.keys.shape
+        pairs.append(tuple(part.reshape(shape).transpose(1, 2).expand(3, -1, -1, -1) for part in pair.unbind(1)))
+    assert torch.equal(base(ids, past_key_values=DynamicCache(pairs)).logits, after)
+    continued = adapted.generate(input_ids=ids, max_new_tokens=4, do_sample=False)
+    for end in range(9, 13):
+        assert torch.equal(logits(adapted, continued[:, :end])[:, -1].argmax(-1), continued[:, end])
+    adapted.save_pretrained(tmp_path / "prefix")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    assert torch.equal(logits(peft.PeftModel.from_pretrained(again, tmp_path / "prefix"), ids), after)
+
+
 def test_peft_wants_target_modules_and_all_linear_finds_them(needs):
     peft = needs("peft")
     with pytest.raises(ValueError, match="target_modules"):
@@ -102,6 +129,7 @@ def test_supervised_fine_tuning(attention_type, packing, needs, tmp_path):
         packing=packing,
         save_strategy="no",
         bf16=False,
+        gradient_checkpointing=False,
         **ARGUMENTS | {"per_device_train_batch_size": 2},
     )
     trainer = trl.SFTTrainer(
@@ -141,3 +169,42 @@ def test_lora_through_trl_on_a_diffllama_folder(needs, tmp_path):
     again = peft.PeftModel.from_pretrained(again, tmp_path / "adapter")
     ids = tokens(2, 20)
     assert torch.equal(logits(again, ids), logits(trainer.model, ids))
+
+
+@pytest.mark.parametrize("attention_type", VARIANTS)
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning")  # TRL calls it
+def test_grpo_with_continuous_batching(attention_type, needs, tmp_path):
+    """The completions that are rewarded are those of `generate` (the likeliest token has probability 1)."""
+    trl = needs("trl")
+    datasets = needs("datasets")
+    fields = {"num_attention_heads": 5, "head_dim": 8} if attention_type.startswith("grouped") else {}
+    network = scramble(saved(tmp_path / "base", attention_type, tie_word_embeddings=False, **fields))
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "base")
+    prompts, length = ["the quick", "brown fox jumps"], 6
+    expected, rewarded = {}, {}
+    for prompt in prompts:
+        ids = torch.tensor([tokenizer(prompt)["input_ids"]])
+        row = network.generate(ids, do_sample=False, max_new_tokens=length, eos_token_id=None)
+        expected[prompt] = row[0, ids.shape[1] :].tolist()
+
+    def reward(prompts, completion_ids, **_):
+        rewarded.update(zip(prompts, completion_ids, strict=True))
+        return [float(len(set(ids))) for ids in completion_ids]
+
+    arguments = trl.GRPOConfig(
+        str(tmp_path / "run"),
+        max_steps=1,
+        num_generations=2,
+        max_completion_length=length,
+        top_k=1,
+        use_transformers_continuous_batching=True,
+        transformers_continuous_batching_config={"page_size": 4, "num_blocks": 48, "max_batch_tokens": 16},
+        bf16=False,
+        gradient_checkpointing=False,
+        **ARGUMENTS | {"per_device_train_batch_size": 4},
+    )
+    rows = datasets.Dataset.from_list([{"prompt": prompt} for prompt in prompts])
+    trl.GRPOTrainer(
+        model=network, reward_funcs=reward, args=arguments, train_dataset=rows, processing_class=tokenizer
+    ).train()
+    assert rewarded == expected

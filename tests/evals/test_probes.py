@@ -26,6 +26,7 @@ from difftransformer.evals.models.quantized import quantized_linears, quantized_
 from difftransformer.evals.probes import magnitudes as measuring
 from difftransformer.evals.probes.hooks import written_out
 from difftransformer.evals.probes.last_row import last_row_weights
+from difftransformer.ops import logits as op_logits
 from difftransformer.ops.quantize import quantize_last
 from difftransformer.ops.reference import observe_logits
 from difftransformer.results import TaskResult, read_result
@@ -47,6 +48,7 @@ MAKE = {
     "diff_v2": lambda: ours("diff_v2"),
     "dex": lambda: ours("dex"),
     "grouped_diff": lambda: ours("grouped_diff", **GROUPED),
+    "grouped_diff_v2": lambda: ours("grouped_diff_v2", **GROUPED),
     "diffllama": lambda: DiffLlamaForCausalLM(DiffLlamaConfig(**STOCK)),
     "accelerated": lambda: accelerate(DiffLlamaForCausalLM(DiffLlamaConfig(**STOCK))),
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**STOCK)),
@@ -94,7 +96,9 @@ def test_written_out_computes_the_same_and_is_put_back(name):
     assert torch.equal(model(IDS).logits, plain)
 
 
-@pytest.mark.parametrize("name", ["softmax", "diff", "diff_v2", "dex", "grouped_diff", "llama", "mistral", "gpt2"])
+@pytest.mark.parametrize(
+    "name", ["softmax", "diff", "diff_v2", "dex", "grouped_diff", "grouped_diff_v2", "llama", "mistral", "gpt2"]
+)
 def test_last_row_is_that_of_the_models_own_eager_maps(name):
     model = made(name)
     found = last_row_weights(model, IDS)
@@ -218,7 +222,7 @@ def test_the_commands(name, tmp_path, monkeypatch, toy_text):
 @pytest.mark.parametrize("at_once", [1, 300, 1 << 22])
 @pytest.mark.parametrize("name", MAKE)
 def test_magnitudes_are_those_of_the_written_out_logits(name, at_once, monkeypatch):
-    monkeypatch.setattr(measuring, "_LOGITS_AT_ONCE", at_once)
+    monkeypatch.setattr(op_logits, "LOGITS_AT_ONCE", at_once)
     model, found = made(name), []
     before = model.config._attn_implementation, [type(module) for module in model.modules()]
 
@@ -230,7 +234,8 @@ def test_magnitudes_are_those_of_the_written_out_logits(name, at_once, monkeypat
         model(IDS)
     maps = len(found) // len(layers)
     distinct = [
-        scores[:, :1] if name == "grouped_diff" and place % maps else scores for place, (scores, _) in enumerate(found)
+        scores[:, :1] if name.startswith("grouped_diff") and place % maps else scores
+        for place, (scores, _) in enumerate(found)
     ]
     expected = torch.cat(
         [scores[allowed[:, : scores.shape[1]]].abs() for scores, (_, allowed) in zip(distinct, found, strict=True)]

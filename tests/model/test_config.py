@@ -105,3 +105,11 @@ def test_twin_changes_one_word():
     assert {key for key in ours if ours[key] != theirs[key]} == {"attention_type"}
     assert config.attention_type == "diff"  # the original is untouched
     assert twin.twin("diff").to_dict() == ours
+
+
+def test_the_tensor_parallel_plan_follows_the_attention_type_whatever_is_assigned():
+    """transformers 5.19 assigns the plan of tied embeddings to every configuration."""
+    config = tiny_config()
+    plan = config.base_model_tp_plan
+    config.base_model_tp_plan = {"embed_tokens": "embedding_rowwise"}
+    assert config.base_model_tp_plan == plan != config.twin("diff_v2").base_model_tp_plan

@@ -25,7 +25,19 @@ def two_processes(tmp_path_factory):
     return json.loads(done[0].stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("name", ["diff", "diff_v2", "grouped_diff", "dex", "softmax", "diff, untied, grouped"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "diff",
+        "diff_v2",
+        "grouped_diff",
+        "grouped_diff_v2",
+        "dex",
+        "softmax",
+        "diff, untied, grouped",
+        "diff, chunked loss",
+    ],
+)
 def test_equals_one_process(name, two_processes):
     alone = torch.tensor(fsdp_steps.train(name, 0, 1), dtype=torch.float64)
     sharded = torch.tensor(two_processes[name], dtype=torch.float64)
@@ -33,6 +45,11 @@ def test_equals_one_process(name, two_processes):
     assert torch.allclose(sharded, alone, rtol=1e-5, atol=0)
     assert alone[0, 0] != alone[2, 0]
     assert (alone[:, 2] > 0).all() == (name != "softmax")
+
+
+def test_vocabulary_parallel_loss(two_processes):
+    for found, expected in zip(two_processes["vocabulary parallel"], fsdp_steps.vocabulary_parallel(1), strict=True):
+        assert torch.allclose(torch.tensor(found), torch.tensor(expected), rtol=1e-5, atol=1e-6)
 
 
 def test_mixed_precision(two_processes):

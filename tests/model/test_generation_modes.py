@@ -117,6 +117,20 @@ class TestSearch:
         expected = greedy(model, ids, attention_mask=mask, use_cache=False)
         assert torch.equal(greedy(model, ids, attention_mask=mask, **how), expected)
 
+    @models
+    def test_assisted_by_its_own_first_layer(self, kind, groups):
+        """Drafts leave out the last layer: it runs less often than the first, and tokens are the same."""
+        model = build(kind, groups)
+        ids = tokens(1, 4).repeat(1, 3)
+        mask, runs = torch.ones_like(ids), []
+        for layer in (model.model.layers[0], model.model.layers[-1]):
+            layer.register_forward_hook(lambda layer, *_: runs.append(layer))
+        expected = greedy(model, ids, attention_mask=mask)
+        runs.clear()
+        assert torch.equal(greedy(model, ids, attention_mask=mask, assistant_early_exit=1), expected)
+        assert 0 < runs.count(model.model.layers[-1]) < runs.count(model.model.layers[0])
+        assert model.config.num_hidden_layers == len(model.model.layers)
+
 
 class TestOtherCaches:
     @pytest.mark.parametrize("kind", VARIANTS)

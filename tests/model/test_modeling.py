@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.export import Dim
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from difftransformer import DiffTransformerForCausalLM
@@ -50,6 +51,16 @@ SHAPES = {
         "num_differential_heads": 4,
         "num_noise_heads": 2,
         "num_differential_key_value_heads": 4,
+    },
+    "grouped_diff_v2": {"attention_type": "grouped_diff_v2"},
+    "grouped_diff_v2, 4:1": {"attention_type": "grouped_diff_v2", "hidden_size": 80, "num_attention_heads": 10},
+    "grouped_diff_v2, a key for two noise heads": {
+        "attention_type": "grouped_diff_v2",
+        "num_differential_heads": 8,
+        "num_noise_heads": 4,
+        "num_differential_key_value_heads": 2,
+        "value_head_dim": 6,
+        "tie_word_embeddings": False,
     },
     "dex": {"attention_type": "dex"},
     "dex, chosen heads": {"attention_type": "dex", "num_key_value_heads": 2, "dex_heads": [[0, 3], [1, 2]]},
@@ -535,12 +546,14 @@ class TestOutputs:
         assert all(kept.grad.abs().max() > 0 for kept in (*out.attentions, *out.hidden_states))
 
     @pytest.mark.parametrize("implementation", ["difftransformer", "sdpa"])
-    def test_maps_need_eager(self, implementation):
-        model = tiny(implementation=implementation)
-        with pytest.raises(ConfigError, match=f"'{implementation}': only 'eager' computes the maps"):
-            model(tokens(1, 3), output_attentions=True)
-        model.set_attn_implementation("eager")
-        assert len(model(tokens(1, 3), output_attentions=True).attentions) == 2
+    def test_maps_do_not_depend_on_the_implementation(self, implementation):
+        model, ids = tiny(implementation=implementation), tokens(2, 9)
+        with torch.no_grad():
+            found, plain = model(ids, output_attentions=True), model(ids)
+            model.set_attn_implementation("eager")
+            expected = model(ids, output_attentions=True)
+        assert all(torch.equal(*maps) for maps in zip(found.attentions, expected.attentions, strict=True))
+        torch.testing.assert_close(found.logits, plain.logits, atol=1e-5, rtol=1e-5)
 
 
 class TestImplementations:
@@ -645,6 +658,25 @@ class TestCompile:
         compiled(ids, labels=ids, use_cache=False).loss.backward()
         for (name, a), b in zip(plain.named_parameters(), traced.parameters(), strict=True):
             assert relative_error(b.grad, a.grad) < 1e-4, name
+
+
+@pytest.mark.slow
+def test_an_exported_program_takes_any_length():
+    model = tiny(num_hidden_layers=1)
+    ids = tokens(2, 9)
+    sizes = {0: Dim("B"), 1: Dim("T")}
+    program = torch.export.export(
+        model,
+        (),
+        {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False},
+        dynamic_shapes={"input_ids": sizes, "attention_mask": sizes, "use_cache": None},
+    )
+    for batch, length in ((3, 5), (1, 1100)):
+        ids = tokens(batch, length)
+        mask = torch.ones_like(ids)
+        mask[0, :3] = 0
+        out = program.module()(input_ids=ids, attention_mask=mask, use_cache=False).logits
+        assert relative_error(out[mask.bool()], logits(model, ids, attention_mask=mask)[mask.bool()]) < TOLERANCE
 
 
 def test_scramble_leaves_no_weight_at_its_start():

@@ -191,7 +191,7 @@ class TestCasts:
         """In bf16 neighbours at position 1000 would have one angle."""
         model = tiny().to(torch.bfloat16)
         positions = torch.tensor([[1000, 1001]])
-        cos, sin = model.model.rotary_emb(positions)
+        cos, sin = model.model.rotary_emb(torch.zeros(1, dtype=torch.bfloat16), positions)
         angles = positions[0, :, None] * exact_inverse_frequencies(model.config)
         assert cos.dtype == torch.float32
         assert (cos[0] - angles.cos()).abs().max() < 1e-4

@@ -15,6 +15,7 @@ from safetensors import safe_open
 from difftransformer import DiffTransformerForCausalLM
 from difftransformer.errors import ConfigError
 from difftransformer.serving import MODEL_CLASS, register
+from difftransformer.serving.heads import ServedHeads
 from tests.support import stub_vllm
 from tests.support.tiny_models import scramble, tiny_config, tokens
 
@@ -32,6 +33,35 @@ OPTIONS = {
     "shared key": {"attention_type": "diff", "shared_key": True, "num_key_value_heads": 2, "num_attention_heads": 8},
     "own keys, narrow value": {"attention_type": "diff_v2", "shared_key": False, "num_key_value_heads": 2},
     "narrow value": {"attention_type": "diff", "value_head_dim": 8, "num_key_value_heads": 2},
+    "upcycled": {
+        "attention_type": "diff",
+        "num_differential_heads": 4,
+        "num_differential_key_value_heads": 2,
+        "value_head_dim": 8,
+        "head_norm": "none",
+        "lambda_init": 0.0,
+    },
+    "grouped, shared keys": {
+        "attention_type": "grouped_diff",
+        "num_attention_heads": 10,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+    },
+    "grouped, own keys": {"attention_type": "grouped_diff", "num_attention_heads": 10, "head_dim": 8},
+    "gated, shared noise": {
+        "attention_type": "grouped_diff_v2",
+        "num_attention_heads": 10,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+    },
+    "shared noise without a gate": {
+        "attention_type": "grouped_diff_v2",
+        "num_attention_heads": 5,
+        "head_dim": 8,
+        "output_gate": False,
+    },
+    "dex on some heads": {"attention_type": "dex", "dex_heads": [[0, 2], [1, 3]]},
+    "dex on all heads": {"attention_type": "dex", "num_key_value_heads": 2},
     "V2 with a wide value and a norm": {"attention_type": "diff_v2", "value_head_dim": 24, "head_norm": "gain"},
 }
 
@@ -88,38 +118,82 @@ def test_options(name, tmp_path, monkeypatch):
     check(OPTIONS[name], tmp_path, monkeypatch)
 
 
-@pytest.mark.parametrize(("kind", "ratio"), [("softmax", 1), ("diff_v2", 1), ("diff", 2)])
-def test_what_is_cached(kind, ratio, tmp_path, monkeypatch):
-    model = check({"attention_type": kind, "num_key_value_heads": 2}, tmp_path, monkeypatch)
+@pytest.mark.parametrize("kind", ["softmax", "diff", "diff_v2", "dex", "grouped_diff", "grouped_diff_v2"])
+def test_nothing_is_cached_twice(kind, tmp_path, monkeypatch):
+    heads = {"num_attention_heads": 10, "head_dim": 8} if kind.startswith("grouped") else {}
+    model = check({"attention_type": kind, "num_key_value_heads": 2, **heads}, tmp_path, monkeypatch)
     attention = model.model.layers[0].self_attn.attn
-    cached = attention.keys[0].numel() + attention.values[0].numel()
-    assert cached == ratio * model.config.head_layout().cached_values_per_token()
+    assert (
+        attention.keys[0].numel() + attention.values[0].numel() == model.config.head_layout().cached_values_per_token()
+    )
 
 
 @pytest.mark.parametrize(
-    ("fields", "ranks", "words"),
+    "fields",
     [
-        ({"attention_type": "grouped_diff"}, 1, "attention_type='grouped_diff' is not served"),
-        ({"attention_type": "diff", "value_head_dim": 6}, 1, "value_head_dim=6 is not a multiple of head_dim=8"),
-        ({"attention_type": "diff", "hidden_act": "gelu"}, 1, "hidden_act='gelu' is not served"),
-        ({"attention_type": "diff", "is_causal": False}, 1, "is_causal=False is not served"),
-        ({"attention_type": "diff", "num_key_value_heads": 2}, 2, "1 key/value heads do not divide among 2"),
+        {"attention_type": "softmax", "num_key_value_heads": 2},
+        {"attention_type": "diff", "num_attention_heads": 8, "num_key_value_heads": 4},
+        {"attention_type": "diff_v2", "num_key_value_heads": 2},
+        {"attention_type": "grouped_diff", "num_attention_heads": 10, "num_key_value_heads": 4, "head_dim": 8},
+        {"attention_type": "grouped_diff", "num_attention_heads": 10, "head_dim": 8},
     ],
 )
-def test_refusals(fields, ranks, words, monkeypatch):
+def test_two_ranks_have_the_heads_of_one(fields):
+    """Each rank gets half of every projection's rows."""
+    config = tiny_config(**fields)
+    layout = config.head_layout()
+    rows = (
+        layout.query_groups * layout.query_width,
+        layout.cache_heads * layout.key_width,
+        layout.num_key_value_heads * layout.value_head_dim,
+    )
+    draw = torch.Generator().manual_seed(0)
+    projected = [torch.randn(3, count, generator=draw) for count in rows]
+
+    def attended(heads, parts):
+        query, key, value = (states.view(3, -1, heads.head_size) for states in heads.arrange(*parts))
+        shared = query.shape[1] // key.shape[1]
+        assert (query.shape[1], key.shape[1]) == (heads.query_heads, heads.key_value_heads)
+        weights = torch.einsum("nhw,mhw->hnm", query, key.repeat_interleave(shared, 1)).softmax(-1)
+        out = torch.einsum("hnm,mhw->nhw", weights, value.repeat_interleave(shared, 1))
+        return [states for states in heads.separate(out.flatten(1)) if states is not None]
+
+    ranks = [
+        attended(ServedHeads.of(config, 2), [states.chunk(2, 1)[rank] for states in projected]) for rank in range(2)
+    ]
+    for number, expected in enumerate(attended(ServedHeads.of(config), projected)):
+        torch.testing.assert_close(torch.cat([rank[number] for rank in ranks], 1), expected)
+
+
+def test_the_heads_that_vllm_plans_for(tmp_path, monkeypatch):
+    model = check({"attention_type": "diff", "num_key_value_heads": 2}, tmp_path, monkeypatch)
+    attention = model.model.layers[0].self_attn.attn
+    registry = stub_vllm.install(monkeypatch)
+    register()
+    convertor = registry.convertors["difftransformer"](model.config, model.config)
+    planned = convertor.get_total_num_attention_heads(), convertor.get_total_num_kv_heads(), convertor.get_head_size()
+    assert planned == (attention.num_heads, attention.num_kv_heads, attention.head_size) == (4, 1, 16)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"hidden_act": "gelu"}, "hidden_act='gelu' is not served"),
+        ({"is_causal": False}, "is_causal=False is not served"),
+    ],
+)
+def test_refusals(fields, words, monkeypatch):
     stub_vllm.install(monkeypatch)
     module = importlib.import_module(MODEL_CLASS.partition(":")[0])
     with pytest.raises(ConfigError, match=words) as caught:
-        module.check_served(tiny_config(**fields), ranks)
+        module.check_served(tiny_config(**fields))
     assert "\n" not in str(caught.value)
 
 
-def test_a_foreign_tensor_is_named(tmp_path, monkeypatch):
-    theirs = DiffTransformerForCausalLM(tiny_config())
-    theirs.save_pretrained(tmp_path)
-    model = served(tmp_path, theirs.config, monkeypatch)
-    with pytest.raises(ConfigError, match=r"model\.layers\.0\.odd\.weight is not a tensor of this model"):
-        model.load_weights([("model.layers.0.odd.weight", torch.zeros(1))])
+def test_heads_that_do_not_divide_among_ranks():
+    config = tiny_config(attention_type="diff", num_key_value_heads=2)
+    with pytest.raises(ConfigError, match="vLLM: 1 cached heads do not divide among 2 tensor-parallel ranks"):
+        ServedHeads.of(config, 2)
 
 
 def test_registering_twice_is_one_entry_and_imports_no_model(monkeypatch):

@@ -11,22 +11,27 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 
+from difftransformer.model.nll import summed_nll
 from tests.support.tiny_models import tiny, tokens
 
 CASES = {
     "diff": {},
     "diff_v2": {"attention_type": "diff_v2"},
     "grouped_diff": {"attention_type": "grouped_diff"},
+    "grouped_diff_v2": {"attention_type": "grouped_diff_v2"},
     "dex": {"attention_type": "dex"},
     "softmax": {"attention_type": "softmax"},
     "diff, untied, grouped": {"tie_word_embeddings": False, "num_key_value_heads": 2},
     "diff, bf16": {},
+    "diff, chunked loss": {},
 }
 
 
 def train(name, rank, world):
     model = tiny(**CASES[name]).train()
+    model.loss_chunk_tokens = 7 if name.endswith("chunked loss") else None
     if world > 1:
         mesh = init_device_mesh("cpu", (world,))
         policy = MixedPrecisionPolicy(
@@ -58,6 +63,20 @@ def train(name, rank, world):
     return steps
 
 
+def vocabulary_parallel(world):
+    """Return the loss, and the gradients of hidden states and of the head, whose rows are divided over the ranks."""
+    draw = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(30, 16, generator=draw), torch.randn(64, 16, generator=draw)
+    targets = torch.randint(64, (30,), generator=draw)
+    if world > 1:
+        weight = distribute_tensor(weight, init_device_mesh("cpu", (world,)), [Shard(0)])
+    hidden.requires_grad_(), weight.requires_grad_()
+    loss = summed_nll(hidden, weight, targets.where(targets % 5 > 0, -100), chunk_tokens=7)
+    loss.backward()
+    gradient = weight.grad.full_tensor() if world > 1 else weight.grad
+    return [value.flatten().tolist() for value in (loss.detach(), hidden.grad, gradient)]
+
+
 def main():
     """Be the process of a rank; the file where the processes meet is the only argument."""
     torch.set_num_threads(1)
@@ -65,6 +84,7 @@ def main():
     if world > 1:
         dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=rank, world_size=world)
     results = {name: train(name, rank, world) for name in CASES}
+    results["vocabulary parallel"] = vocabulary_parallel(world)
     if rank == 0:
         print(json.dumps(results), flush=True)
     if world > 1:

@@ -14,16 +14,16 @@ import torch
 class Shape:
     """What the weights alone do not say."""
 
-    kind: str  # "diff", "diff_v2", "grouped_diff", "dex" or "softmax"
+    kind: str  # "diff", "diff_v2", "grouped_diff", "grouped_diff_v2", "dex" or "softmax"
     layers: int
-    heads: int  # of the kind: differential heads for "diff", signal heads for "grouped_diff"
+    heads: int  # of the kind: differential heads for "diff", signal heads for "grouped_diff" and "grouped_diff_v2"
     groups: int  # key/value heads of the kind
     head_dim: int  # of one map
     value_dim: int
     eps: float = 1e-5
     head_eps: float = 1e-5
     theta: float = 10_000.0
-    noise: int = 0  # noise heads for "grouped_diff"
+    noise: int = 0  # noise heads for "grouped_diff" and "grouped_diff_v2"
     extended: tuple = ()  # for "dex", each layer's extended heads
 
 
@@ -80,6 +80,8 @@ def rows_of(shape, head, group, which):
     noise = head // signal
     cell, signal_keys = noise // (shape.noise // keys), shape.groups // keys
     first_query, first_key = noise * (signal + 1), cell * (signal_keys + 1)
+    if shape.kind == "grouped_diff_v2":
+        return first_query + (signal if which else head % signal), group
     if which == 0:
         return first_query + head % signal, first_key + group % signal_keys
     return first_query + signal, first_key + signal_keys
@@ -103,7 +105,7 @@ def attention(weights, prefix, shape, layer, x, positions, allowed):
             )
             if which == 0:
                 combined = a
-            elif shape.kind != "diff_v2":
+            elif not shape.kind.endswith("_v2"):
                 combined = combined - lam_of(weights, prefix, layer) * a
             else:
                 projected = x @ weights[prefix + "lambda_proj.weight"][head]
@@ -116,7 +118,10 @@ def attention(weights, prefix, shape, layer, x, positions, allowed):
             out = out - weights[prefix + "dex_lambda"][place] * (out @ weights[prefix + "dex_proj"][place])
         outputs.append(out)
         maps.append(combined)
-    return torch.cat(outputs, 1) @ weights[prefix + "o_proj.weight"].T, torch.stack(maps)
+    joined = torch.cat(outputs, 1)
+    if shape.kind == "grouped_diff_v2":
+        joined = joined / (1 + torch.exp(-x @ weights[prefix + "gate_proj.weight"].T))
+    return joined @ weights[prefix + "o_proj.weight"].T, torch.stack(maps)
 
 
 def run(weights, shape, ids, *, positions=None, allowed=None):

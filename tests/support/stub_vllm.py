@@ -1,8 +1,7 @@
 """A stand-in for vLLM: the layers that our model uses, in plain PyTorch, for one process and one request.
 
-Constructors take vLLM's parameters by name and in its order (llama.py at e06c9ba, attention.py at 71169c1, layernorm.py at
-30f84e8, rotary_embedding at 926c71f, the linear layers of linear.py) and nothing else. A parameter that a single process does
-not need must have its default.
+Constructors take vLLM's parameters by name and in its order, and nothing else; tests/serving/test_vllm.py compares them with
+vLLM's. A parameter that a single process does not need must have its default.
 """
 
 import math
@@ -20,7 +19,7 @@ class Registry:
     """vllm.ModelRegistry."""
 
     def __init__(self):
-        self.models = {}
+        self.models, self.convertors = {}, {}
 
     def get_supported_archs(self):
         return self.models.keys()
@@ -52,7 +51,7 @@ class LinearBase(nn.Module):
 
 class ColumnParallelLinear(LinearBase):
     def __init__(self, input_size, output_size, bias=True, gather_output=False, skip_bias_add=False,
-                 params_dtype=None, quant_config=None, output_sizes=None, prefix="", *, return_bias=True,
+                 params_dtype=None, quant_config=None, prefix="", *, return_bias=True,
                  disable_tp=False):  # fmt: skip
         super().__init__(input_size, output_size, bias, quant_config)
 
@@ -197,26 +196,38 @@ class PPMissingLayer(nn.Identity):
     pass
 
 
+class WeightsMapper:
+    def __init__(self, orig_to_new_stacked=None):
+        self.stacked = orig_to_new_stacked
+
+
 class AutoWeightsLoader:
     """Give each child the tensors under its name, in the order of the file, as vLLM does."""
 
-    def __init__(self, module, *, skip_prefixes=None):
-        self.module, self.skipped = module, tuple(skip_prefixes or ())
+    def __init__(self, module, *, ignore_unexpected_prefixes=None, ignore_unexpected_suffixes=None):
+        self.module = module
 
-    def load_weights(self, weights):
+    def load_weights(self, weights, *, mapper=None):
         loaded = set()
         for name, tensor in weights:
-            if name.startswith(self.skipped):
-                continue
-            child_name, _, rest = name.partition(".")
-            child = getattr(self.module, child_name)
+            child = getattr(self.module, name.partition(".")[0])
             if hasattr(child, "load_weights"):
+                child_name, _, rest = name.partition(".")
                 loaded |= {f"{child_name}.{filled}" for filled in child.load_weights([(rest, tensor)])}
-            else:
-                parameter = dict(child.named_parameters())[rest]
-                getattr(parameter, "weight_loader", whole_loader)(parameter, tensor)
-                loaded.add(name)
+                continue
+            place = ()
+            for old, (new, part) in (mapper.stacked if mapper else {}).items():
+                if old in name:
+                    name, place = name.replace(old, new), (part,)
+            parameter = dict(self.module.named_parameters())[name]
+            getattr(parameter, "weight_loader", whole_loader)(parameter, tensor, *place)
+            loaded.add(name)
         return loaded
+
+
+class ArchConvertor:
+    def __init__(self, hf_config, hf_text_config, revision=None):
+        self.hf_config, self.hf_text_config = hf_config, hf_text_config
 
 
 class IntermediateTensors:
@@ -231,7 +242,7 @@ def make_layers(num_hidden_layers, layer_fn, prefix):
     return 0, num_hidden_layers, nn.ModuleList(layer_fn(prefix=f"{prefix}.{i}") for i in range(num_hidden_layers))
 
 
-def install(monkeypatch, ranks=1):
+def install(monkeypatch):
     """Put the stand-in where `import vllm` finds it, and return its registry."""
     registry = Registry()
     group = types.SimpleNamespace(is_first_rank=True, is_last_rank=True)
@@ -243,7 +254,7 @@ def install(monkeypatch, ranks=1):
         "vllm.distributed": {
             "get_pp_group": lambda: group,
             "get_tensor_model_parallel_rank": lambda: 0,
-            "get_tensor_model_parallel_world_size": lambda: ranks,
+            "get_tensor_model_parallel_world_size": lambda: 1,
         },
         "vllm.model_executor": {},
         "vllm.model_executor.layers": {},
@@ -261,24 +272,28 @@ def install(monkeypatch, ranks=1):
             "ParallelLMHead": ParallelLMHead,
             "VocabParallelEmbedding": VocabParallelEmbedding,
         },
-        "vllm.model_executor.model_loader": {},
-        "vllm.model_executor.model_loader.weight_utils": {"default_weight_loader": whole_loader},
         "vllm.model_executor.models": {},
         "vllm.model_executor.models.interfaces": {"SupportsPP": type("SupportsPP", (), {})},
         "vllm.model_executor.models.utils": {
             "AutoWeightsLoader": AutoWeightsLoader,
             "PPMissingLayer": PPMissingLayer,
+            "WeightsMapper": WeightsMapper,
             "extract_layer_index": lambda name: next(int(part) for part in name.split(".") if part.isdigit()),
-            "is_pp_missing_parameter": lambda name, model: False,
             "make_empty_intermediate_tensors_factory": lambda keys, hidden_size: None,
             "make_layers": make_layers,
             "maybe_prefix": lambda prefix, name: f"{prefix}.{name}" if prefix else name,
         },
         "vllm.sequence": {"IntermediateTensors": IntermediateTensors},
+        "vllm.transformers_utils": {},
+        "vllm.transformers_utils.model_arch_config_convertor": {
+            "MODEL_ARCH_CONFIG_CONVERTORS": registry.convertors,
+            "ModelArchConfigConvertorBase": ArchConvertor,
+        },
     }
     for name, contents in modules.items():
         module = types.ModuleType(name)
         vars(module).update(contents)
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.delitem(sys.modules, "difftransformer.serving.vllm_model", raising=False)
+    for name in ("vllm_model", "vllm_config"):
+        monkeypatch.delitem(sys.modules, f"difftransformer.serving.{name}", raising=False)
     return registry

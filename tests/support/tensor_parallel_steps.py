@@ -23,6 +23,7 @@ CASES = {
     "diff, lambda by head": FOUR | {"lambda_form": "head"},
     "diff_v2": FOUR,
     "grouped_diff": EIGHT | {"num_noise_heads": 2},
+    "grouped_diff_v2": EIGHT | {"num_noise_heads": 2},
     "dex": FOUR,
     "dex, heads of one process": FOUR | {"dex_heads": [[0, 1], [1, 2]]},
 }

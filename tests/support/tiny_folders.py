@@ -7,6 +7,7 @@ import torch
 from difftransformer import DiffTransformerConfig, DiffTransformerForCausalLM
 from difftransformer.convert import convert_folder
 from difftransformer.data.tokenizer import byte_tokenizer
+from difftransformer.hub import export_folder
 
 CHAT_TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
 SENTENCES = [f"the quick brown fox number {i % 4} jumps over the lazy dog" for i in range(16)]
@@ -31,6 +32,20 @@ def saved(folder, attention_type="diff", **fields):
     byte_tokenizer().save(folder)
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": CHAT_TEMPLATE}))
+    return made
+
+
+def with_code(folder, attention_type="diff", **fields):
+    """The same with remote code; no gain is 1, and no lambda is near its start."""
+    made = saved(folder.with_name(f"{folder.name}-plain"), attention_type, initializer_range=0.1, **fields)
+    draw = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for name, parameter in made.named_parameters():
+            if "norm" in name or "lambda" in name:
+                noise = torch.randn(parameter.shape, generator=draw)
+                parameter.copy_(1 + 0.2 * noise if "norm" in name else 0.35 * noise)
+    made.save_pretrained(folder.with_name(f"{folder.name}-plain"))
+    export_folder(folder.with_name(f"{folder.name}-plain"), folder, with_code=True)
     return made
 
 

@@ -59,6 +59,10 @@ def shape_of(config):
         heads -= noise
         groups = groups - noise if groups > 2 * noise else groups // 2
         value_dim = 2 * config.head_dim
+    if config.attention_type == "grouped_diff_v2":
+        noise = config.num_noise_heads or heads // (4 if heads % 5 else 5)
+        heads -= noise
+        groups = max(g for g in range(1, noise + 1) if noise % g == 0 and groups % g == 0)
     extended = ()
     if config.attention_type == "dex":
         extended = tuple(map(tuple, config.dex_heads or [range(heads)] * config.num_hidden_layers))

@@ -85,6 +85,18 @@ def test_two_processes_train_as_one(shards, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("layout", ["fsdp", "ulysses"])
+def test_packed_documents_train_as_one(layout, shards, tmp_path):
+    """Of which each process has some rows, or a part of the one row."""
+    accumulation = {"one": 4, "fsdp": 2, "ulysses": 4}
+    for name in ("one", layout):
+        options = {"accumulation": accumulation[name], "context_stages": [[0, 64]], "pack_documents": True}
+        train(tmp_path / name, shards, name, steps=6, variants=["diff", "diff_v2"], **options)
+    for variant in ("diff", "diff_v2"):
+        assert_equal_runs(tmp_path / layout / variant, tmp_path / "one" / variant, steps=6)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "one"])
 def test_every_layout_trains_as_one_process(layout, trained):
     for variant in VARIANTS:

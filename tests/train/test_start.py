@@ -50,6 +50,28 @@ def test_resumes_bitwise(recipe, toy_shards, tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), resumed.parameters(), strict=True))
 
 
+def test_goes_on_at_another_length(toy, start, toy_shards, tmp_path):
+    """From a run's folder, with rotary settings of its own: the weights are the run's."""
+    run = start.parents[1]
+    rope = {"rope_type": "default", "rope_theta": 640_000.0}
+    model = toy["model"] | {"max_position_embeddings": 1024, "rope_parameters": rope}
+    optimizer = toy["training"].get("optimizer", {}) | {"learning_rate": 1e-30, "weight_decay": 0.0}
+    training = toy["training"] | {"optimizer": optimizer, "steps": 2}
+    recipe = recipe_from(toy | {"model": model, "start_from": str(run), "training": training}, source="toy")
+    after = train_run(tmp_path / "second", recipe, toy_shards)
+    before = open_model(start)
+    assert all(torch.equal(a, b) for a, b in zip(before.parameters(), after.parameters(), strict=True))
+    assert after.config.rope_parameters["rope_theta"] == 640_000
+    assert after.config.max_position_embeddings == 1024
+    ids = torch.arange(40).unsqueeze(0)
+    after.eval()
+    assert not torch.allclose(after(ids).logits, before(ids).logits)
+    before.config.rope_parameters = rope
+    same = type(before)(before.config).eval()
+    same.load_state_dict(before.state_dict())
+    assert torch.equal(same(ids).logits, after(ids).logits)
+
+
 def test_a_model_of_another_family(toy_recipe, toy_shards, tmp_path):
     """It learns, saves checkpoints that open, and its lambda is in the log."""
     fields = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -86,9 +108,10 @@ class TestRefusals:
     def document(self, toy, start, **changes):
         return toy | {"model": {}, "start_from": str(start)} | changes
 
-    def test_a_model_beside_it(self, toy, start):
-        with pytest.raises(ConfigError, match=r"model: hidden_size are given beside start_from.*use model: \{\}"):
-            recipe_from(self.document(toy, start, model={"hidden_size": 32}), source="toy")
+    def test_another_model_beside_it(self, toy, start, toy_shards, tmp_path):
+        recipe = recipe_from(self.document(toy, start, model=toy["model"] | {"hidden_size": 64}), source="toy")
+        with pytest.raises(ConfigError, match=r"model\.hidden_size is 64, and \d+ in start_from .*or use model: \{\}"):
+            train_run(tmp_path / "second", recipe, toy_shards)
 
     def test_no_such_folder(self, toy, start):
         recipe = recipe_from(self.document(toy, start.parent / "nowhere"), source="toy")

@@ -15,6 +15,7 @@ from .diff import DifferentialAttention
 from .diff_v2 import DifferentialAttentionV2
 from .differential import DifferentialOptions
 from .grouped_diff import GroupedDifferentialAttention, GroupedLayout
+from .grouped_diff_v2 import GroupedDifferentialAttentionV2
 from .softmax import SoftmaxAttention
 
 VARIANTS: dict[str, type[Attention]] = {
@@ -22,6 +23,7 @@ VARIANTS: dict[str, type[Attention]] = {
     "diff": DifferentialAttention,
     "diff_v2": DifferentialAttentionV2,
     "grouped_diff": GroupedDifferentialAttention,
+    "grouped_diff_v2": GroupedDifferentialAttentionV2,
     "dex": DifferentialExtension,
 }
 VARIABLE = "DIFFTRANSFORMER_VARIANTS"

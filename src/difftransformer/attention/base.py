@@ -328,6 +328,10 @@ class Attention(nn.Module):
         """Compute what follows the op before the output projection, from and to (B, H, T, E)."""
         return heads
 
+    def head_gate(self, hidden: Tensor) -> Tensor | None:
+        """Return factors of all heads (B, T, H E) from the hidden states (B, T, M), or None without a gate."""
+        return None
+
     def combined_map(
         self, query: Tensor, key: Tensor, lam: Tensor | float | None, restrictions: Restrictions
     ) -> Tensor:
@@ -346,9 +350,13 @@ class Attention(nn.Module):
         """
         if local_heads == self.layout.num_heads:
             return of_heads
-        mesh, place = getattr(self.q_proj.weight, "device_mesh", None), 0
+        mesh = getattr(self.q_proj.weight, "device_mesh", None)  # torchao's tensors have none
         if mesh is not None:
             place = mesh.get_local_rank()
+        elif self.context_group is None:
+            place = torch.distributed.get_rank() % (self.layout.num_heads // local_heads)
+        else:
+            place = 0
         if self.context_group is not None:
             place = place * self.context_group.size() + self.context_group.rank()
         return of_heads[place * local_heads : (place + 1) * local_heads]
@@ -472,7 +480,9 @@ class Attention(nn.Module):
             heads_BHTE = self.attend(query_BHTX, key_BGSX, value_BGSE, lam, restrictions)
         if self.context_group is not None:
             heads_BHTE = sequence_of_heads(heads_BHTE, self.context_group)
-        return self.o_proj(heads_BHTE.transpose(1, 2).reshape(batch, length, -1)), map_BHTS
+        heads_BTF = heads_BHTE.transpose(1, 2).reshape(batch, length, -1)
+        gate_BTF = self.head_gate(hidden)
+        return self.o_proj(heads_BTF if gate_BTF is None else heads_BTF * gate_BTF), map_BHTS
 
     def extra_repr(self) -> str:
         """Describe the module for `print`."""

@@ -7,48 +7,26 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
-from .base import AttentionConfig, HeadLayout, Option, PlainLayer
-from .differential import HEAD_NORM_EPS, Differential, DifferentialOptions
-
-SIGNAL_HEADS_PER_NOISE_HEAD = (4, 3)  # among the best ratios of arXiv:2510.06949; Motif-2-12.7B has 4
+from .base import AttentionConfig, PlainLayer
+from .differential import DifferentialOptions
+from .shared_noise import SIGNAL_HEADS_PER_NOISE_HEAD, SharedNoise, SharedNoiseLayout, paired
 
 
 @dataclass(frozen=True, kw_only=True)
-class GroupedLayout(HeadLayout):
-    """Heads of which H / N consecutive ones share a second map.
+class GroupedLayout(SharedNoiseLayout):
+    """Noise heads with keys of their own.
 
-    Rows of q_proj are N groups of H / N first queries and the second query that they share. Rows of k_proj and v_proj, and
-    the cache, are min(G, N) groups of the first keys, one second key, and the values.
-
-    Attributes:
-        num_noise_heads: N, second maps of a layer; H is a multiple of it.
+    Rows of k_proj and v_proj, and the cache, are min(G, N) groups of the first keys, one second key, and the values.
     """
-
-    num_noise_heads: int
 
     def __post_init__(self) -> None:
         super().__post_init__()
         noise = self.num_noise_heads
-        if noise < 1 or self.num_heads % noise:
-            raise ConfigError(
-                f"num_noise_heads={noise} does not divide num_heads={self.num_heads}; every noise head serves the same number "
-                "of heads"
-            )
         if noise % self.num_key_value_heads and self.num_key_value_heads % noise:
             raise ConfigError(
                 f"num_key_value_heads={self.num_key_value_heads} with num_noise_heads={noise}: give a multiple or a divisor "
                 "of it, so that heads share keys in whole groups"
             )
-
-    @property
-    def query_groups(self) -> int:
-        """Number of noise heads, each in a group with the heads that share it."""
-        return self.num_noise_heads
-
-    @property
-    def query_width(self) -> int:
-        """Width of one group's queries."""
-        return (self.heads_per_second_map + 1) * self.head_dim
 
     @property
     def cache_heads(self) -> int:
@@ -65,13 +43,8 @@ class GroupedLayout(HeadLayout):
         """Width of one group's values."""
         return self.num_key_value_heads // self.cache_heads * self.value_head_dim
 
-    @property
-    def heads_per_second_map(self) -> int:
-        """Number of heads that share one noise head."""
-        return self.num_heads // self.num_noise_heads
 
-
-class GroupedDifferentialAttention(Differential):
+class GroupedDifferentialAttention(SharedNoise):
     """Grouped differential attention, causal unless forward gets is_causal=False (arXiv:2510.06949, Motif-2-12.7B's layout).
 
     head_h = (softmax(Q1_h K1_g^T / sqrt(D)) - lambda softmax(Q2_j K2_j'^T / sqrt(D))) V_g, with
@@ -91,57 +64,31 @@ class GroupedDifferentialAttention(Differential):
     T positions long, is copied to each of these heads. Where G divides N, as in Motif's models, keys and values go to the op as
     they are cached, without a copy. With more key/value heads than noise heads (without grouped keys, for example), each call
     copies K, V and the repeated noise keys, S positions long. The cache holds nothing twice.
-
-    Args:
-        embed_dim: M, width of the hidden states.
-        num_heads: H, signal heads.
-        num_noise_heads: N, noise heads; H is a multiple of it. None means a fourth of H, or a third where 4 does not divide.
-        num_key_value_heads: G, signal key/value heads, a multiple or a divisor of N; None means num_heads.
-        head_dim: D; None means embed_dim / (H + N).
-        value_head_dim: E; None means 2 D.
-        layer_index: Index of the layer in the model, from 0; sets lambda_init.
-        head_norm_eps: eps of the headwise norm.
-        backend: The op's backend, or "auto".
-        options: Choices that differ from the defaults. shared_key must stay False.
-
-    Raises:
-        ConfigError: heads that do not divide into whole groups, or shared_key.
+    num_key_value_heads None means num_heads, and value_head_dim None 2 D. The other arguments are those of `SharedNoise`.
     """
 
     layout: GroupedLayout
     name: ClassVar[str] = "grouped_diff"
     label: ClassVar[str] = "grouped DIFF"
-    config_options: ClassVar[dict[str, Option]] = Differential.config_options | {"num_noise_heads": Option(int | None)}
-    can_upcycle: ClassVar[bool] = True
     twin_heads: ClassVar[int] = 2
     defaults: ClassVar[DifferentialOptions] = DifferentialOptions(
         lambda_form="layer", head_norm="gain", shared_key=False
     )
 
-    def __init__(
-        self,
-        embed_dim: int,
-        num_heads: int,
-        *,
-        num_noise_heads: int | None = None,
-        num_key_value_heads: int | None = None,
-        head_dim: int | None = None,
-        value_head_dim: int | None = None,
-        layer_index: int = 0,
-        head_norm_eps: float = HEAD_NORM_EPS,
-        backend: str = "auto",
-        options: DifferentialOptions | None = None,
-    ) -> None:
-        noise = _noise_of_signal(num_heads) if num_noise_heads is None else num_noise_heads
-        layout = _layout(
-            num_heads,
-            noise,
-            num_heads if num_key_value_heads is None else num_key_value_heads,
-            head_dim or embed_dim // (num_heads + noise),
-            value_head_dim,
+    @classmethod
+    def heads(
+        cls, signal: int, noise: int, groups: int | None, head_dim: int, value_head_dim: int | None
+    ) -> GroupedLayout:
+        """Return the layout; G is H if None."""
+        return GroupedLayout(
+            num_heads=signal,
+            num_key_value_heads=signal if groups is None else groups,
+            head_dim=head_dim,
+            query_maps=2,
+            key_maps=2,
+            value_head_dim=value_head_dim or 2 * head_dim,
+            num_noise_heads=noise,
         )
-        chosen = _allowed((options or DifferentialOptions()).over(self.defaults))
-        self._build(embed_dim, layout, chosen, layer_index=layer_index, head_norm_eps=head_norm_eps, backend=backend)
 
     @classmethod
     def layout_of(cls, config: AttentionConfig) -> GroupedLayout:
@@ -150,15 +97,10 @@ class GroupedDifferentialAttention(Differential):
         Raises:
             ConfigError: heads, or keys, that do not divide.
         """
-        _allowed(cls.options_of(config))
-        signal, noise = cls._heads(config)
+        cls.allowed(cls.options_of(config))
+        signal, noise = cls.heads_of(config)
         groups = cls.option(config, "num_differential_key_value_heads") or _key_value_heads(config, signal, noise)
-        return _layout(signal, noise, groups, config.head_dim, cls.option(config, "value_head_dim"))
-
-    @classmethod
-    def arguments_of(cls, config: AttentionConfig, layer_index: int) -> dict[str, Any]:
-        """Pass the number of noise heads too."""
-        return super().arguments_of(config, layer_index) | {"num_noise_heads": cls.layout_of(config).num_noise_heads}
+        return cls.heads(signal, noise, groups, config.head_dim, cls.option(config, "value_head_dim"))
 
     @classmethod
     def upcycled_options(cls, config: AttentionConfig) -> dict[str, Any]:
@@ -182,36 +124,13 @@ class GroupedDifferentialAttention(Differential):
         heads = plain.read(name).unflatten(0, (groups, -1, layout.head_dim))
         return torch.cat((heads, heads[:, :1]), 1).flatten(0, 2)
 
-    @classmethod
-    def _heads(cls, config: AttentionConfig) -> tuple[int, int]:
-        """Return the numbers of signal and noise heads."""
-        total, noise = config.num_attention_heads, cls.option(config, "num_noise_heads")
-        signal = cls.option(config, "num_differential_heads")
-        if signal:
-            return signal, _noise_of_signal(signal) if noise is None else noise
-        if noise is not None:
-            if noise >= total or (total - noise) % noise:
-                raise ConfigError(
-                    f"num_noise_heads={noise} leaves {total - noise} of num_attention_heads={total} for the signal; give a "
-                    "number of which a multiple is left"
-                )
-            return total - noise, noise
-        for ratio in SIGNAL_HEADS_PER_NOISE_HEAD:
-            if total % (ratio + 1) == 0:
-                noise = total // (ratio + 1)
-                return total - noise, noise
-        raise ConfigError(
-            f"num_attention_heads={total}: attention_type='grouped_diff' makes one of five heads, or of four, a noise head; "
-            "use a multiple of 5 or 4, or set num_noise_heads"
-        )
-
     def op_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Pair every signal head with a copy of its noise head, which makes queries (B, H, T, 2 D) and keys (B, G, S, 2 D)."""
         layout = self.layout
         values = layout.value_width // layout.value_head_dim
         if values > 1:
             value = value.unflatten(-1, (values, -1)).transpose(2, 3).flatten(1, 2)
-        return _paired(query, layout.head_dim), _paired(key, layout.head_dim), value
+        return paired(query, layout.head_dim), paired(key, layout.head_dim), value
 
     def _keys_like(self, query: Tensor) -> Tensor:
         layout = self.layout
@@ -220,48 +139,6 @@ class GroupedDifferentialAttention(Differential):
         signal = rows[:, :-1].flatten(0, 1)[:: layout.num_heads // groups]
         keys = (signal.unflatten(0, (cached, -1)), rows[:: noise // cached, -1:])
         return torch.cat(keys, 1).flatten(0, 2)
-
-    def extra_repr(self) -> str:
-        """Describe the module for `print`."""
-        return f"noise_heads={self.layout.num_noise_heads}, {super().extra_repr()}"
-
-
-def _paired(grouped: Tensor, width: int) -> Tensor:
-    """Convert (B, groups, L, (r + 1) * width), r signal parts and one noise part, to (B, r * groups, L, 2 * width)."""
-    shared = grouped.shape[-1] // width - 1
-    if shared == 1:
-        return grouped
-    parts = grouped.unflatten(-1, (shared + 1, width)).transpose(2, 3)
-    return torch.cat((parts[:, :, :-1], parts[:, :, -1:].expand(-1, -1, shared, -1, -1)), -1).flatten(1, 2)
-
-
-def _layout(signal: int, noise: int, groups: int, head_dim: int, value_head_dim: int | None) -> GroupedLayout:
-    return GroupedLayout(
-        num_heads=signal,
-        num_key_value_heads=groups,
-        head_dim=head_dim,
-        query_maps=2,
-        key_maps=2,
-        value_head_dim=value_head_dim or 2 * head_dim,
-        num_noise_heads=noise,
-    )
-
-
-def _allowed(options: DifferentialOptions) -> DifferentialOptions:
-    if options.shared_key:
-        raise ConfigError(
-            "shared_key=True: noise heads of attention_type='grouped_diff' have keys of their own; use False"
-        )
-    return options
-
-
-def _noise_of_signal(signal: int) -> int:
-    for ratio in SIGNAL_HEADS_PER_NOISE_HEAD:
-        if signal % ratio == 0:
-            return signal // ratio
-    raise ConfigError(
-        f"num_heads={signal} is a multiple of neither 4 nor 3 signal heads a noise head; set num_noise_heads"
-    )
 
 
 def _key_value_heads(config: AttentionConfig, signal: int, noise: int) -> int:

@@ -22,7 +22,8 @@ import torch
 from ..child import start_child
 from ..errors import DiffTransformerError
 from ..model import DiffTransformerConfig, DiffTransformerForCausalLM
-from ..results import AttentionShape
+from ..results import AttentionShape, LossShape
+from .loss_work import loss_work
 from .work import attention_work, training_work
 
 SHORT_TOKENS = 64
@@ -43,6 +44,11 @@ def peak_training_bytes(config: DiffTransformerConfig, *, rows: int, context_tok
     return _measure(
         {"work": "training", "config": config.to_dict(), "rows": rows, "context": context_tokens, "threads": threads}
     )
+
+
+def peak_loss_bytes(implementation: str, *, shape: LossShape, threads: int) -> int:
+    """Measure the peak above the inputs of one call of `loss_work`."""
+    return _measure({"work": "loss", "implementation": implementation, "shape": vars(shape), "threads": threads})
 
 
 def device_peak_bytes(work: Callable[[], object], before: int | None = None) -> int:
@@ -89,6 +95,12 @@ def _peak(spec: dict[str, Any]) -> int:
         # Make a short call first: libraries allocate their workspaces once.
         attention_work(spec["implementation"], dataclasses.replace(shape, length_tokens=SHORT_TOKENS))()
         return _peak_bytes(attention_work(spec["implementation"], shape))
+    if spec["work"] == "loss":
+        loss_shape = LossShape(**spec["shape"])
+        loss_work(
+            spec["implementation"], dataclasses.replace(loss_shape, tokens=SHORT_TOKENS, vocab_size=SHORT_TOKENS)
+        )()
+        return _peak_bytes(loss_work(spec["implementation"], loss_shape))
     fields = {
         key: value for key, value in spec["config"].items() if key not in ("architectures", "transformers_version")
     }

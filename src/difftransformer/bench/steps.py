@@ -16,6 +16,7 @@ from ..results import (
     DiffLlamaTiming,
     Dtype,
     GenerationTiming,
+    LossTiming,
     MemoryPoint,
     Mode,
     ModelTiming,
@@ -27,6 +28,7 @@ from .attempt import Failure, attempt
 from .attention import NO_BACKEND, geometric_means, problem_of, time_attention
 from .defaults import DEFAULTS, PEAKED_SIZE, PEAKED_TOKENS, Defaults, Size
 from .generation import time_generation
+from .loss import loss_shapes, time_loss
 from .memory import peak_attention_bytes
 from .models import SIZES, time_models
 from .models import WORKS as MODEL_WORKS
@@ -35,7 +37,7 @@ from .timing import MIN_ROUNDS
 from .training import IMPLEMENTATIONS, time_training
 
 Part = Literal[
-    "attention", "peaked", "decode", "memory", "training", "train", "diffllama", "generation", "models", "all"
+    "attention", "peaked", "decode", "memory", "training", "train", "diffllama", "generation", "models", "loss", "all"
 ]
 MODEL_SIZES = ("0.5M", "5M", "20M")  # 135M takes 12 GB: there are five models, each with its moments
 
@@ -124,6 +126,7 @@ def sort_rows(rows: Iterable[object], by_width: bool = False) -> dict[str, Any]:
         "diffllama": of(DiffLlamaTiming),
         "generation": of(GenerationTiming),
         "models": of(ModelTiming),
+        "loss": of(LossTiming),
     }
 
 
@@ -253,6 +256,20 @@ def _models(settings: Settings) -> list[Step]:
     ]
 
 
+def _loss(settings: Settings) -> list[Step]:
+    return [
+        _step(
+            settings,
+            f"loss over {shape.vocab_size:,} logits of {shape.tokens:,} x {shape.hidden_size}, {shape.dtype}",
+            2 * settings.budget_seconds,
+            time_loss,
+            shape,
+            threads=settings.threads,
+        )
+        for shape in loss_shapes(tuple(settings.dtypes))
+    ]
+
+
 _PARTS_OF_ALL: dict[str, Callable[[Settings], list[Step]]] = {
     "attention": _attention,
     "peaked": _peaked,
@@ -260,11 +277,12 @@ _PARTS_OF_ALL: dict[str, Callable[[Settings], list[Step]]] = {
     "memory": _memory,
     "training": _training,
 }
-# These run by name only, because they time another package's models.
+# These run by name only.
 _OTHER_PARTS: dict[str, Callable[[Settings], list[Step]]] = {
     "diffllama": _diffllama,
     "generation": _generation,
     "models": _models,
+    "loss": _loss,
 }
 
 

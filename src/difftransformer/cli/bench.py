@@ -43,7 +43,7 @@ def run(
             "memory", a "training" (or "train") step, or "all" of these; "diffllama" times transformers' DiffLlama,
             accelerated and as it is; "generation" times decoding by whole models, DIFF against DiffLlama with the same
             weights and against the Transformer; "models" times a training step, prefill and decoding of DIFF, its twin,
-            transformers' Llama and DiffLlama, all of one shape.
+            transformers' Llama and DiffLlama, all of one shape; "loss" times the loss over 20,000 logits of 4,096 tokens.
         out: Folder for results.json, and for attention.svg, peaked.svg and models.svg if these parts were measured.
         device: cpu or cuda.
         dtypes: Data types of attention and of the training step, such as [fp32,bf16], the default on the CPU; fp16 is

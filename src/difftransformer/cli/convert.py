@@ -12,7 +12,7 @@ def run(source: str, target: str, to: str | None = None, from_: str | None = Non
     Args:
         source: Folder with config.json and safetensors.
         target: Folder to write. It must not exist, or be empty.
-        to: Layout to write: difftransformer or diffllama.
+        to: Layout to write: difftransformer, diffllama, or llama for a softmax twin.
     """
     from ..convert import convert_folder
     from ..convert.registry import FOLDER_LAYOUTS

@@ -35,6 +35,7 @@ VERBS = {
     "convert": "Convert a model's folder to another layout and back",
     "export": "Write a run or a saved model as a clean Hugging Face folder, with a model card",
     "tokenize": "Turn text into token shards",
+    "plan": "Memory, communication and time of a recipe on many GPUs, computed without them",
     "info": "Show the size of a preset or a saved model, for both twins; or the attention backends",
     "bench": "Time attention and a training step of DIFF and its twin on this machine",
     "build-kernels": "Build the CPU attention kernels ahead of their first use",

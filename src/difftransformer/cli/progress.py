@@ -96,7 +96,7 @@ def watch_steps(progress: Progress, label: str, steps: int) -> "Callable[[Metric
 
 @contextmanager
 def evaluation_progress(label: str) -> "Iterator[Callback]":
-    """Draw a bar over the tokens of an evaluation, and one for each later stage."""
+    """Draw a bar over the tokens of an evaluation or the bytes of a text, and one for each later stage."""
     with _display(TextColumn("{task.percentage:>3.0f} %", markup=False)) as progress:
         bars, began = _Bars(progress), time.monotonic()
         printed = began
@@ -105,7 +105,9 @@ def evaluation_progress(label: str) -> "Iterator[Callback]":
             nonlocal printed
             title = f"{label}, {stage}" if stage else label
             now = time.monotonic()
-            line = f"{title}: {100 * done // total} % after {now - began:.0f} s"
+            spent = now - began
+            left = f", about {spent * (total - done) / done:.0f} s left" if 0 < done < total else ""
+            line = f"{title}: {100 * done // total} % after {spent:.0f} s{left}"
             if bars.update(title, done, total, line, at_once=now - printed > PRINTED_SECONDS):
                 printed = now
 

@@ -1,6 +1,7 @@
 """difftransformer tokenize."""
 
-from .console import log, show
+from .console import log, resumable, show
+from .progress import evaluation_progress
 
 
 def run(
@@ -9,16 +10,19 @@ def run(
     vocab_size: int = 4096,
     validation_share: float = 0.02,
     split_seed: int = 0,
+    processes: int | None = None,
     out: str = "shards",
 ) -> int:
     """Turn text into token shards, which training maps into memory.
 
     Args:
-        source: python-stdlib, a folder, a .txt or .jsonl file, or hf:NAME for a Hugging Face data set.
+        source: python-stdlib; a folder or a file of .txt, .md, .py, .jsonl (also .gz, .zst) or .parquet; or hf:NAME
+            (hf-stream:NAME) for a Hugging Face data set.
         tokenizer: bpe to train one on the text, byte, or the folder of a pretrained tokenizer.
         vocab_size: Vocabulary size of a trained BPE.
         validation_share: Share of the documents that is held out for validation.
         split_seed: Seed of the split.
+        processes: Number of processes. Defaults to one per core for a large text.
         out: Folder for shards. A subfolder is named after the options and the text.
     """
     from ..data import DataConfig, prepare_shards
@@ -31,7 +35,8 @@ def run(
         split_seed=split_seed,
         folder=out,
     )
-    shards = prepare_shards(config, log=log)
+    with resumable("complete files are kept"), evaluation_progress("tokenising") as progress:
+        shards = prepare_shards(config, log=log, progress=progress, processes=processes)
     for name, split in shards.manifest.splits.items():
         show(f"{name}: {split.documents:,} documents, {split.tokens:,} tokens, {split.bytes:,} bytes")
     show(f"Shards: {shards.folder} (vocabulary {shards.tokenizer.vocab_size:,})")

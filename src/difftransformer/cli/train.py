@@ -2,16 +2,25 @@
 
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError
 from ..files import locked
 from ..sources import read_recipe
 from .arguments import SET, check_device, check_positive, use_threads
 from .console import log, resumable, show
-from .progress import training_progress, watch_steps
+from .progress import evaluation_progress, training_progress, watch_steps
 
-ARGUMENTS = SET
+if TYPE_CHECKING:
+    from ..studies import Recipe
+
+ARGUMENTS = SET | {
+    "--dry-run": {
+        "action": "store_true",
+        "dest": "dry_run",
+        "help": "Say what would be trained and what is missing, and train nothing.",
+    }
+}
 
 
 def run(
@@ -22,6 +31,7 @@ def run(
     threads: int | None = None,
     processes: int | None = None,
     set: list[str] | None = None,
+    dry_run: bool = False,
 ) -> int:
     """Train one model. A run that was stopped continues from its newest checkpoint.
 
@@ -38,6 +48,10 @@ def run(
     from ..train.parallel import joined, launch, started_by_torchrun, world_size
 
     overrides = list(set or []) + ([f"training.seed={seed}"] if seed is not None else [])
+    if dry_run:
+        from ..studies import load_recipe
+
+        return _describe(load_recipe(recipe, overrides))
     if (processes or 1) > 1 and not started_by_torchrun():
         check_device(device)
         flags = {"out": out, "device": None if device == "cpu" else device, "threads": threads, "processes": processes}
@@ -72,7 +86,8 @@ def _train(recipe: str, overrides: list[str], out: str | None, threads: int | No
             if first:
                 stack.enter_context(locked(folder))
                 start_run(folder, loaded)
-                shards = prepare_shards(loaded.data, log=log)
+                with evaluation_progress("tokenising") as tokenised:
+                    shards = prepare_shards(loaded.data, log=log, progress=tokenised)
         with members.together():
             if not first:
                 shards = prepare_shards(loaded.data)
@@ -86,4 +101,24 @@ def _train(recipe: str, overrides: list[str], out: str | None, threads: int | No
             on_metrics = watch_steps(progress, loaded.name, loaded.training.steps)
             train_run(folder, loaded, shards, mesh=mesh, on_metrics=on_metrics)
     show(f"Trained: {checkpoints(folder)[-1]}")
+    return 0
+
+
+def _describe(recipe: "Recipe") -> int:
+    """Print what a recipe trains, and what it names that is not there."""
+    from ..model import count
+
+    missing = recipe.missing()
+    if recipe.model or recipe.start_from is None or not missing:
+        config, training = recipe.planned_config(), recipe.training
+        tokens, stages = (
+            training.steps * training.batch_tokens,
+            ", ".join(str(long) for _, long in training.context_stages),
+        )
+        show(f"{recipe.name}: {config.attention_type}, {count(config).parameters:,} parameters")
+        show(
+            f"{training.steps:,} steps of {training.batch_tokens:,} tokens, {tokens:,} in all; rows of {stages} tokens"
+        )
+    for line in missing:
+        show(f"missing: {line}")
     return 0

@@ -16,8 +16,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import DiffLlamaConfig
+from transformers import DiffLlamaConfig, LlamaConfig
 
+from ..attention import SoftmaxAttention
 from ..errors import CheckpointError, ConfigError, DiffTransformerError
 from ..files import naming
 from ..model import DiffTransformerConfig
@@ -26,6 +27,7 @@ from ..model.weights import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, check_inside,
 from ..reading import read_json
 from .conversion import Conversion, Shape, check_tensors
 from .diffllama import from_diffllama, to_diffllama
+from .llama import MUST_BE, beyond_layout, from_llama, to_llama
 from .registry import FOLDER_LAYOUTS, LAYOUTS
 
 SHARD_BYTES = 5 * 10**9  # largest weights file; hubs and file systems handle this size well
@@ -89,7 +91,7 @@ def convert_folder(
     refuse_used(target)
     document = read_config(source)
     source_layout = _checked_layouts(document, source_layout, to, source)
-    conversion = _conversion(document, source_layout, source)
+    conversion = _conversion(document, source_layout, to, source)
     return write_converted(source, target, conversion, source_layout, to, shard_bytes)
 
 
@@ -341,12 +343,20 @@ def _checked_layouts(document: dict[str, Any], stated: str | None, to: str, sour
         raise ConfigError(f"{at}: model_type={model_type!r}, expected {LAYOUTS[name].model_type!r} for --from {name}")
     if name == to:
         raise ConfigError(f"{source} is a {name} folder already; choose another layout with --to")
+    if "difftransformer" not in (name, to):
+        raise ConfigError(
+            f"{source} is a {name} folder, which converts to difftransformer alone; choose that with --to"
+        )
     return name
 
 
-def _conversion(document: dict[str, Any], layout: str, source: Path) -> Conversion:
+def _conversion(document: dict[str, Any], layout: str, to: str, source: Path) -> Conversion:
     at = source / CONFIG_FILE
-    classes = {"difftransformer": "DiffTransformerForCausalLM", "diffllama": "DiffLlamaForCausalLM"}
+    classes = {
+        "difftransformer": "DiffTransformerForCausalLM",
+        "diffllama": "DiffLlamaForCausalLM",
+        "llama": "LlamaForCausalLM",
+    }
     architectures = document.get("architectures") or [classes[layout]]
     if architectures != [classes[layout]]:
         raise ConfigError(
@@ -357,7 +367,13 @@ def _conversion(document: dict[str, Any], layout: str, source: Path) -> Conversi
     with naming_config(at, layout):
         if layout == "diffllama":
             return from_diffllama(DiffLlamaConfig.from_dict(document))
-        return to_diffllama(DiffTransformerConfig.from_dict(document))
+        if layout == "llama":
+            theirs = LlamaConfig.from_dict(document)
+            for field, value in beyond_layout(theirs).items():
+                raise ConfigError(f"{field}={value!r}: models of this package have {MUST_BE[field]!r}; use upcycle")
+            return from_llama(theirs, to=SoftmaxAttention.name)
+        make = {"diffllama": to_diffllama, "llama": to_llama}[to]
+        return make(DiffTransformerConfig.from_dict(document))
 
 
 @contextmanager

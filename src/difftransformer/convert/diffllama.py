@@ -61,15 +61,9 @@ def to_diffllama(config: DiffTransformerConfig) -> Conversion:
         "attention_bias": False,
         "attention_dropout": 0.0,
         "lambda_std_dev": 0.1,
-        "transformers_version": transformers_version,
     }
-    notes = tuple(
-        f"{field}={getattr(config, field)!r} is left out: DiffLlama has no such field, and it does not belong to the weights"
-        for field, default in (("attn_backend", "auto"), ("initialization", "normal"))
-        if getattr(config, field) != default
-    )
-    document = fields | _rotary_fields(config) | _dtype(config)
-    return _conversion(document, DiffTransformerForCausalLM, config, layout, maps_first, notes)
+    document = fields | stock_fields(config)
+    return _conversion(document, DiffTransformerForCausalLM, config, layout, maps_first, left_out(config, "DiffLlama"))
 
 
 def from_diffllama(config: DiffLlamaConfig) -> Conversion:
@@ -158,14 +152,21 @@ def _refuse_what_ours_lacks(config: DiffLlamaConfig) -> None:
             raise ConfigError(f"{field}={count}: DiffLlama makes one differential head of two; expected an even number")
 
 
-def _rotary_fields(config: DiffTransformerConfig) -> dict[str, Any]:
-    """Return rope_parameters for transformers 5, and the fields that earlier releases and other tools read."""
+def left_out(config: DiffTransformerConfig, target: str) -> tuple[str, ...]:
+    """Return sentences about fields that a model of transformers does not have."""
+    return tuple(
+        f"{field}={getattr(config, field)!r} is left out: {target} has no such field, and it does not belong to the weights"
+        for field, default in (("attn_backend", "auto"), ("initialization", "normal"))
+        if getattr(config, field) != default
+    )
+
+
+def stock_fields(config: DiffTransformerConfig) -> dict[str, Any]:
+    """Return rope_parameters for transformers 5, the fields that earlier releases and other tools read, dtype and version."""
     parameters = dict(config.rope_parameters or {})
     fields: dict[str, Any] = {"rope_parameters": parameters, "rope_theta": parameters["rope_theta"]}
     if parameters.get("rope_type", "default") != "default":
         fields["rope_scaling"] = {name: value for name, value in parameters.items() if name != "rope_theta"}
-    return fields
-
-
-def _dtype(config: PreTrainedConfig) -> dict[str, str]:
-    return {} if config.dtype is None else {"dtype": str(config.dtype).removeprefix("torch.")}
+    if config.dtype is not None:
+        fields["dtype"] = str(config.dtype).removeprefix("torch.")
+    return fields | {"transformers_version": transformers_version}

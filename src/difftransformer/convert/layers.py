@@ -170,8 +170,8 @@ def refuse_other_than_v1(
 
 def refuse_fields(layer: Differential, reason: str, possible: Mapping[str, object]) -> None:
     """Raise a ConfigError if an option of the layer or a field of its layout has another value than the possible one."""
-    for field, expected in possible.items():
-        value = getattr(layer.layout if field == "value_head_dim" else layer.options, field)
+    for field, expected in ({"output_gate": False} | dict(possible)).items():
+        value = getattr(layer.options if hasattr(layer.options, field) else layer.layout, field, expected)
         if field == "shared_key":
             value = bool(value)
         if value != expected:

@@ -8,6 +8,7 @@ Every source head stays one head, with a value of its own width, so that odd hea
 | `diff`    | Q2, K2 (copies of Q1, K1), four lambda vectors a layer  | both exponents are equal and lambda_init is 0  |
 | `diff_v2` | Q2 (a copy of Q1), the projection of lambda (zeros)     | lambda is sigmoid(0) = 1/2, and W_O is doubled |
 | `grouped_diff` | noise heads (copies of signal heads), as for `diff` | as for `diff`                                  |
+| `grouped_diff_v2` | as for `diff_v2`, and the gate's projection (zeros) | as `diff_v2`; the gate is 1/2, W_O quadrupled |
 | `dex`     | W_D (random) and lambda (0) for each chosen head        | lambda is 0                                    |
 
 Each lambda has a gradient from the first step, and what only lambda lets through from the second.
@@ -18,19 +19,21 @@ A headwise norm would discard the size of every row, which W_O has learned to re
 import json
 import zlib
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from ..attention import Attention, PlainLayer, variant, variants
+from ..attention import Attention, PlainLayer, SoftmaxAttention, variant, variants
 from ..errors import ConfigError
 from ..model import DiffTransformerConfig, DiffTransformerForCausalLM
 from .conversion import Conversion, Read, Shape, shapes_of
-from .diffllama import SHARED_FIELDS, TIES
+from .diffllama import SHARED_FIELDS, TIES, left_out, stock_fields
 
 MODEL_TYPES = ("llama", "mistral")
+HEAD_FIELDS = ("num_attention_heads", "num_key_value_heads", "head_dim")
 MUST_BE = {"attention_bias": False, "mlp_bias": False, "partial_rotary_factor": 1.0}
 
 
@@ -41,8 +44,13 @@ def targets() -> list[str]:
 
 def has_llamas_layout(config: PreTrainedConfig) -> bool:
     """Whether a model of this package can express the source."""
-    plain = all(getattr(config, field, expected) == expected for field, expected in MUST_BE.items())
-    return config.model_type in MODEL_TYPES and plain
+    return config.model_type in MODEL_TYPES and not beyond_layout(config)
+
+
+def beyond_layout(config: PreTrainedConfig) -> dict[str, Any]:
+    """Return the fields with values that no model of this package has."""
+    found = {field: getattr(config, field, expected) for field, expected in MUST_BE.items()}
+    return {field: value for field, value in found.items() if value != MUST_BE[field]}
 
 
 def from_llama(
@@ -66,11 +74,8 @@ def from_llama(
         ConfigError: the target is unknown, or an option is not one of its options.
     """
     kind = chosen_variant(to, head_norm, options)
-    fields: dict[str, Any] = {name: getattr(config, name) for name in SHARED_FIELDS} | {
+    fields: dict[str, Any] = {name: getattr(config, name) for name in (*SHARED_FIELDS, *HEAD_FIELDS)} | {
         "attention_type": to,
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.num_key_value_heads,
-        "head_dim": config.head_dim,
         "sliding_window": getattr(config, "sliding_window", None),
         "rope_parameters": dict(config.rope_parameters),
     }
@@ -83,6 +88,34 @@ def from_llama(
     makes = {name: _make(name, shape, ours, seed) for name, shape in wanted.items() if name not in ties}
     return Conversion(
         config=json.loads(ours.to_json_string()), needs=needs, ties=ties, makes=makes, notes=notes(config)
+    )
+
+
+def to_llama(config: DiffTransformerConfig) -> Conversion:
+    """Describe the conversion of a softmax twin to transformers' Llama. The tensors are the same.
+
+    Raises:
+        ConfigError: Llama cannot express the model; the message names the field, its value and what is possible.
+    """
+    possible = {"attention_type": SoftmaxAttention.name, "sliding_window": None, "is_causal": True}
+    for field, expected in possible.items():
+        if getattr(config, field) != expected:
+            raise ConfigError(
+                f"{field}={getattr(config, field)!r}: Llama can express {expected!r} only; export --with-code"
+            )
+    fields = {name: getattr(config, name) for name in (*SHARED_FIELDS, *HEAD_FIELDS)} | {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "mlp_bias": False,
+    }
+    ties = TIES if config.tie_word_embeddings else {}
+    with torch.device("meta"):
+        needs = shapes_of(DiffTransformerForCausalLM(config).state_dict())
+    makes = {name: partial(_same, name) for name in needs if name not in ties}
+    return Conversion(
+        config=fields | stock_fields(config), needs=needs, ties=ties, makes=makes, notes=left_out(config, "Llama")
     )
 
 
@@ -106,7 +139,7 @@ def _make(name: str, shape: Shape, config: DiffTransformerConfig, seed: int) -> 
     """Return the function that makes one tensor of the result from the source's tensors."""
     layer, attention, part = name.partition("self_attn.")
     if not attention:
-        return lambda read: read(name)
+        return partial(_same, name)
 
     def make(read: Read) -> Tensor:
         def normal(key: str, shape: Shape, std: float) -> Tensor:
@@ -116,6 +149,10 @@ def _make(name: str, shape: Shape, config: DiffTransformerConfig, seed: int) -> 
         return config.attention.upcycled(part, shape, plain)
 
     return make
+
+
+def _same(name: str, read: Read) -> Tensor:
+    return read(name)
 
 
 def drawn(shape: Shape, std: float, name: str, seed: int) -> Tensor:

@@ -165,7 +165,12 @@ def _state(layer: Differential) -> dict[str, Tensor]:
     """Return Microsoft's tensors for a layer of any head_dim; only their V1 class fixes head_dim, not a state dict."""
     _refuse_biases(layer)
     if layer.options.lambda_form == "token":
-        possible = {"head_norm": "none", "shared_key": True, "value_head_dim": layer.layout.head_dim}
+        possible = {
+            "head_norm": "none",
+            "shared_key": True,
+            "value_head_dim": layer.layout.head_dim,
+            "heads_per_second_map": 1,
+        }
         refuse_fields(layer, f"{TARGET} with a projected lambda is V2", possible)
         output, own = "o_proj", {"lambda_proj.weight": layer.lambda_proj.weight.detach()}
     else:

@@ -20,6 +20,7 @@ class Layout(NamedTuple):
 LAYOUTS: dict[str, Layout] = {
     "difftransformer": Layout("models of this package", "difftransformer"),
     "diffllama": Layout("DiffLlama of transformers", "diffllama"),
+    "llama": Layout("Llama of transformers, for softmax twins", "llama"),
     "microsoft": Layout(
         "attention modules of microsoft/unilm, V1 and V2",
         None,

@@ -12,9 +12,16 @@ CONVERTED = "refs/convert/parquet"
 
 
 def load_set(
-    name: str, hub_name: str, *, config: str | None, split: str, revision: str | None = None, otherwise: str = ""
+    name: str,
+    hub_name: str,
+    *,
+    config: str | None,
+    split: str,
+    revision: str | None = None,
+    otherwise: str = "",
+    streaming: bool = False,
 ) -> Any:
-    """Load a split of a data set with `datasets`.
+    """Load a split of a data set with `datasets`, or open it as a stream, which is not stored first.
 
     Error messages begin with `name`, which the user gave, and end with `otherwise`, an alternative: ", or ...".
 
@@ -29,7 +36,8 @@ def load_set(
         ) from None
     try:
         with errors_only("huggingface_hub"):  # not its warnings about retries
-            return datasets.load_dataset(hub_name, config, split=split, revision=revision)
+            options: dict[str, Any] = {"streaming": True} if streaming else {}
+            return datasets.load_dataset(hub_name, config, split=split, revision=revision, **options)
     except Exception as error:  # datasets raises its own errors, those of the hub's client and those of the network
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise DataError(

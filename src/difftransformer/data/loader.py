@@ -1,15 +1,15 @@
 """A deterministic loader: the batch of a step is a pure function of data, settings, seed and step.
 
 To resume exactly, only the step has to be saved. Several ranks together see the same rows as one process. Plain rows are
-windows of the token stream. In each epoch the stream is cut into non-overlapping windows at a random shift, and each window is
-read once, in random order. Retrieval rows are needle documents (`needles`), which are drawn from the seed and spread evenly
-over the sequence of rows according to their share.
+windows of the token stream, or whole documents packed side by side (`packing`), and each is read once an epoch, in random
+order. In a mixture, each source has its own epochs, and rows are divided among the sources by weight (`mixture`). Retrieval
+rows are needle documents (`needles`), which are drawn from the seed and spread evenly over the sequence of rows according to
+their share.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass
-from fractions import Fraction
-from functools import lru_cache
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -18,27 +18,46 @@ import numpy.typing as npt
 import torch
 
 from ..errors import ConfigError, DataError
+from .mixture import Allocation, share_of
 from .needles import CITIES_SEEN, RetrievalMix, needle_document_tokens, training_document
-from .shards import Shards, Split
+from .packing import Packs, Row, Windows, document_starts, with_long_documents_again
+from .shards import Shards, SourceConfig, Split
 
 MOST_BATCH_TOKENS = 2**31 - 1
 # The first word of a seed sequence tells what the random numbers are for.
-_FOR_EPOCH, _FOR_RETRIEVAL = 1, 2
+_FOR_EPOCH, _FOR_RETRIEVAL, _FOR_MIXTURE, _FOR_SOURCE = 1, 2, 3, 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """Rows of T + 1 tokens, split into inputs and targets.
+    """Rows of T inputs and their targets.
 
     Attributes:
         input_ids: (B, T) int64.
-        targets: (B, T) int64. targets[:, t] follows input_ids[:, t], so they are already shifted.
+        targets: (B, T) int64. targets[:, t] follows input_ids[:, t], so they are already shifted. -100 in padding.
         is_retrieval: (B,) bool. True for rows that are needle documents.
+        position_ids: (B, T) int64 positions that start at 0 in each document, or None without packing.
+        step_targets: Number of targets other than -100 in the step, over all ranks.
     """
 
     input_ids: torch.Tensor
     targets: torch.Tensor
     is_retrieval: torch.Tensor
+    position_ids: torch.Tensor | None
+    step_targets: int
+
+    def parts(self, count: int, device: str) -> "Iterator[Batch]":
+        """Yield `count` batches of equally many rows on a device."""
+        tensors = (self.input_ids, self.targets, self.is_retrieval, self.position_ids)
+        chunks = ([None] * count if tensor is None else tensor.to(device).chunk(count) for tensor in tensors)
+        for ids, targets, is_retrieval, positions in zip(*chunks, strict=True):
+            yield Batch(
+                input_ids=ids,
+                targets=targets,
+                is_retrieval=is_retrieval,
+                position_ids=positions,
+                step_targets=self.step_targets,
+            )
 
 
 @dataclass(eq=False)
@@ -46,7 +65,7 @@ class Loader:
     """An endless iterator over batches, with random access: `batch(step)`.
 
     Args:
-        shards: Shards to read.
+        shards: Shards to read; for a mixture, see `Shards.mix`.
         split: Split to read.
         batch_tokens: Tokens of a step over all ranks, a multiple of every context.
         context_stages: (first step, context in tokens) pairs with ascending steps from 0. Shorter contexts at first make
@@ -56,10 +75,12 @@ class Loader:
         world_size: Number of processes that share the rows of a step, in consecutive blocks. It divides the number of rows
             in every stage.
         retrieval: Composition of the needle documents; None for none.
+        pack_documents: Whether rows hold whole documents with positions of their own, in place of windows of the
+            concatenated text.
 
     Raises:
         ConfigError: The settings contradict each other.
-        DataError: The split is shorter than a window, or needle documents are longer than a context.
+        DataError: A split is shorter than a window, or needle documents are longer than a context.
     """
 
     shards: Shards
@@ -71,17 +92,19 @@ class Loader:
     rank: int = 0
     world_size: int = 1
     retrieval: RetrievalMix | None = None
+    pack_documents: bool = False
 
     def __post_init__(self) -> None:
         self.context_stages = tuple((int(start), int(context)) for start, context in self.context_stages)
         if self.retrieval is not None and self.retrieval.share == 0:
             self.retrieval = None
-        # As a fraction (0.1 is 1/10), so that rows are counted in exact integers.
-        self._share = Fraction(self.retrieval.share if self.retrieval else 0).limit_denominator(10**9)
+        self._share = share_of(self.retrieval.share if self.retrieval else 0)
         self.step = 0
         self._stream = self.shards.tokens(self.split)
+        self._sources = self.shards.sources or ((SourceConfig(source=self.shards.manifest.source), self.shards),)
         self._check()
-        self._epoch = lru_cache(maxsize=2)(self._draw_epoch)
+        self._feed = cache(self._open_feed)
+        self._allocation = cache(self._draw_allocation)
 
     def _check(self) -> None:
         if self.seed < 0:
@@ -90,11 +113,12 @@ class Loader:
             raise ConfigError(f"rank {self.rank} of world_size {self.world_size}; allowed are 0 to world_size - 1")
         check_context_stages(self.context_stages, self.batch_tokens, parts=self.world_size, divisor="world_size")
         for start, context in self.context_stages:
-            if len(self._stream) < context + 1:
-                raise DataError(
-                    f"{self.shards.folder}: the {self.split} split has {len(self._stream)} tokens, a window takes "
-                    f"{context + 1} (context {context} from step {start}); tokenise more text or shorten the context"
-                )
+            for _, shards in self._sources:
+                if (length := len(shards.tokens(self.split))) < context + 1 and not self.pack_documents:
+                    raise DataError(
+                        f"{shards.folder}: the {self.split} split has {length} tokens, a window takes "
+                        f"{context + 1} (context {context} from step {start}); tokenise more text or shorten the context"
+                    )
             if self.retrieval is None:
                 continue
             mix, tokenizer = self.retrieval, self.shards.tokenizer
@@ -119,22 +143,21 @@ class Loader:
         start, context = self.context_stages[stage]
         rows = self.batch_tokens // context
         mine = rows // self.world_size
-        first = (step - start) * rows + self.rank * mine
-        block = np.empty((mine, context + 1), dtype=np.int64)
+        first = (step - start) * rows
+        inputs, targets, positions = np.empty((3, mine, context), dtype=np.int64)
         is_retrieval = np.zeros(mine, dtype=bool)
         for index in range(mine):
-            row = first + index
+            row = first + self.rank * mine + index
             before, after = self._retrieval_rows(row), self._retrieval_rows(row + 1)
-            if after > before:
-                is_retrieval[index] = True
-                block[index] = self._retrieval_row(stage, row, context)
-            else:
-                block[index] = self._plain_row(stage, row - before, context)
-        tokens = torch.from_numpy(block)
+            is_retrieval[index] = after > before
+            found = self._retrieval_row(stage, row, context) if after > before else self._plain_row(stage, row - before)
+            inputs[index], targets[index], positions[index] = found
         return Batch(
-            input_ids=tokens[:, :-1].contiguous(),
-            targets=tokens[:, 1:].contiguous(),
+            input_ids=torch.from_numpy(inputs),
+            targets=torch.from_numpy(targets),
             is_retrieval=torch.from_numpy(is_retrieval),
+            position_ids=torch.from_numpy(positions) if self.pack_documents else None,
+            step_targets=self._step_targets(stage, range(first, first + rows)),
         )
 
     def __iter__(self) -> Iterator[Batch]:
@@ -156,55 +179,95 @@ class Loader:
             DataError: The position was saved with other data, another seed or other settings.
         """
         for key, value in self._identity().items():
-            if state.get(key) != value:
+            if state.get(key) != value and key != "data":
                 raise DataError(
-                    f"the saved position of the loader does not fit: {key} was {state.get(key)!r} and is {value!r} "
-                    "now; resume with the data and settings of the run, or start a new run"
+                    f"the saved position of the loader does not fit: {key} was {state.get(key)!r} and is {value!r} now"
+                    f"{self._changed(state) if key == 'fingerprint' else ''}; resume with the data and settings of the run, "
+                    "or start a new run"
                 )
         self.step = int(state["step"])
 
     def _identity(self) -> dict[str, Any]:
+        mixture = [asdict(config) | {"source": shards.manifest.fingerprint} for config, shards in self.shards.sources]
         return {
             "seed": self.seed,
             "fingerprint": self.shards.manifest.fingerprint,
+            "data": {config.source: shards.manifest.fingerprint for config, shards in self._sources},
             "split": self.split,
             "batch_tokens": self.batch_tokens,
             "context_stages": [list(stage) for stage in self.context_stages],
             "retrieval": asdict(self.retrieval) if self.retrieval else None,
+            # None where they are not used: checkpoints of earlier releases lack these keys.
+            "mixture": mixture or None,
+            "pack_documents": self.pack_documents or None,
         }
+
+    def _changed(self, state: dict[str, Any]) -> str:
+        """Name the sources whose data differ from those of a saved position, where it names its sources."""
+        before, now = state.get("data") or {}, self._identity()["data"]
+        if not before:
+            return ""
+        different = [source for source in {**before, **now} if before.get(source) != now.get(source)]
+        return f" (other data in {', '.join(different)})" if different else ""
 
     def _stage(self, step: int) -> int:
         if step < 0:
             raise ConfigError(f"step is {step}; it must be 0 or more")
         return max(index for index, (start, _) in enumerate(self.context_stages) if start <= step)
 
-    def _draw_epoch(self, stage: int, epoch: int) -> tuple[int, npt.NDArray[np.int64]]:
-        """Draw the shift and the order of the windows of an epoch."""
+    def _open_feed(self, stage: int, source: int) -> Windows | Packs:
+        """Return the rows of a source at a stage."""
+        config, shards = self._sources[source]
+        stream, end_of_text = shards.tokens(self.split), shards.tokenizer.end_of_text
+        key = (_FOR_SOURCE, source, self.seed, stage) if self.shards.sources else (_FOR_EPOCH, self.seed, stage)
         context = self.context_stages[stage][1]
-        rng = np.random.default_rng([_FOR_EPOCH, self.seed, stage, epoch])
-        windows = self._windows(context)
-        shift = int(rng.integers(len(self._stream) - windows * context))
-        return shift, rng.permutation(windows)
+        long = {"long_tokens": config.long_tokens, "times": config.long_times}
+        if self.pack_documents:
+            starts, pad = document_starts(stream, end_of_text), shards.tokenizer.pad
+            return Packs(stream, starts=starts, context=context, key=key, end_of_text=end_of_text, pad=pad, **long)
+        if config.long_tokens and config.long_times > 1:
+            stream = with_long_documents_again(stream, document_starts(stream, end_of_text), **long)
+        return Windows(stream, context=context, key=key)
+
+    def _plain_place(self, stage: int, row: int) -> tuple[Windows | Packs, int]:
+        """Return the source of a plain row and the row's index in it."""
+        if not self.shards.sources:
+            return self._feed(stage, 0), row
+        source, index = self._allocation(stage).place(row)
+        return self._feed(stage, source), index
+
+    def _draw_allocation(self, stage: int) -> Allocation:
+        rng = np.random.default_rng([_FOR_MIXTURE, self.seed, stage])
+        return Allocation([config.weight for config, _ in self._sources], rng)
 
     def _retrieval_rows(self, rows: int) -> int:
         """Return the number of retrieval rows among the first `rows` of a stage: the share, rounded down."""
         return rows * self._share.numerator // self._share.denominator
 
-    def _windows(self, context: int) -> int:
-        """Return the number of windows per epoch, which leaves room for a shift by up to a window if possible."""
-        return max(1, (len(self._stream) - context) // context)
+    def _plain_row(self, stage: int, row: int) -> Row:
+        feed, index = self._plain_place(stage, row)
+        return feed.row(index)
 
-    def _plain_row(self, stage: int, row: int, context: int) -> npt.NDArray[Any]:
-        epoch, index = divmod(row, self._windows(context))
-        shift, order = self._epoch(stage, epoch)
-        offset = shift + int(order[index]) * context
-        window: npt.NDArray[Any] = self._stream[offset : offset + context + 1]
-        return window
+    def _step_targets(self, stage: int, rows: range) -> int:
+        """Return the number of targets that count in the loss."""
+        context = self.context_stages[stage][1]
+        if not self.pack_documents:
+            return len(rows) * context
+        total = 0
+        for row in rows:
+            before = self._retrieval_rows(row)
+            if self._retrieval_rows(row + 1) > before:
+                total += context
+            else:
+                feed, index = self._plain_place(stage, row - before)
+                total += feed.targets(index)
+        return total
 
-    def _retrieval_row(self, stage: int, row: int, context: int) -> list[int]:
+    def _retrieval_row(self, stage: int, row: int, context: int) -> Row:
         assert self.retrieval is not None
         rng = np.random.default_rng([_FOR_RETRIEVAL, self.seed, stage, row])
-        return training_document(rng, self.shards.tokenizer, self._stream, context_tokens=context, mix=self.retrieval)
+        ids = training_document(rng, self.shards.tokenizer, self._stream, context_tokens=context, mix=self.retrieval)
+        return Row(np.array(ids[:-1]), np.array(ids[1:]), np.arange(context))
 
 
 def check_context_stages(stages: Sequence[tuple[int, int]], batch_tokens: int, *, parts: int, divisor: str) -> None:
@@ -260,3 +323,13 @@ def validation_windows(
     count = fitting if max_windows is None else min(max_windows, fitting)
     offsets = [index * fitting // count * context_tokens for index in range(count)]
     return (np.asarray(stream[offset : offset + context_tokens + 1]).astype(np.int64) for offset in offsets)
+
+
+def document_positions(input_ids: torch.Tensor, end_of_text: int) -> torch.Tensor:
+    """Return positions that start at 0 in each document, (B, T) int64, for windows of concatenated text, (B, T).
+
+    The end of text before a document is its first token, as in packed rows.
+    """
+    places = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
+    starts: torch.Tensor = torch.where(input_ids == end_of_text, places, 0).cummax(1).values
+    return places - starts

@@ -1,22 +1,52 @@
-"""Prepare shards from a recipe: read the text, split it, train a tokenizer, and tokenise once."""
+"""Prepare shards from a recipe: read the text, split it, train a tokenizer, and tokenise once.
+
+Text is read as a stream: once to tokenise it, and once before to train a BPE or to compare it with existing shards of the same
+request whose files have changed.
+"""
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
+import math
+import os
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError, DataError
 from ..files import locked
+from ..reading import read_json
+from ..results import write_text_atomically
 from .needles import CITIES_SEEN, NeedleFormat
-from .shards import Shards, read_manifest, write_manifest, write_shards
-from .text import Document, read_documents, source_state, split_documents
+from .shards import Manifest, Shards, SourceConfig, read_manifest, write_manifest
+from .text import iter_documents, iter_split, source_bytes, source_state
 from .tokenizer import BYTE_VOCABULARY, Tokenizer, load_tokenizer, train_bpe
+from .writing import (
+    PROGRESS_FILE,
+    SHARD_TOKENS,
+    TOKENIZER_FOLDER,
+    ShardWriter,
+    TextChanged,
+    TextDigest,
+    read_progress,
+    remove_shards,
+)
 
 DEFAULT_FOLDER = "shards"
+BPE_CHARACTERS = 2**29
+"""Text that a BPE is trained on, at most. Of larger sources it gets parts that are evenly spread."""
+_LARGE_BYTES = 2**26  # size of a source from which several processes gain more than their start costs
+_MIXTURE_FILE = "mixture.json"
+
+Log = Callable[[str], None]
+Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +54,8 @@ class DataConfig:
     """Text, tokenizer and split of a run.
 
     Attributes:
-        source: "python-stdlib", a folder, a .txt or .jsonl file, or hf:NAME (see `read_documents`).
+        source: "python-stdlib", a folder, a file, or hf:NAME (see `iter_documents`).
+        mixture: Sources that are read in place of `source`, each with its weight.
         tokenizer: "bpe" to train a byte-level BPE on the training text, "byte", or the folder of a pretrained tokenizer.
         vocab_size: Number of tokens of a trained BPE.
         needle_words: How often the needle sentence of each training city is added to the text that the BPE is trained
@@ -35,6 +66,7 @@ class DataConfig:
     """
 
     source: str = "python-stdlib"
+    mixture: list[SourceConfig] = field(default_factory=list)
     tokenizer: str = "bpe"
     vocab_size: int = 4096
     needle_words: int = 0
@@ -49,77 +81,205 @@ class DataConfig:
             raise ConfigError(f"vocab_size={self.vocab_size}: a byte-level BPE has at least {BYTE_VOCABULARY} tokens")
         if self.needle_words < 0:
             raise ConfigError(f"needle_words={self.needle_words}: give 0 or more")
+        for source, count in Counter(one.source for one in self.mixture).items():
+            if count > 1:
+                raise ConfigError(f"mixture: {source} is given twice; give each source once, with a weight")
+        if self.mixture and self.source != "python-stdlib":
+            raise ConfigError(f"source={self.source} is given beside a mixture; make it a source of the mixture")
 
 
-def prepare_shards(config: DataConfig, *, log: Callable[[str], None] = lambda text: None) -> Shards:
+def prepare_shards(
+    config: DataConfig,
+    *,
+    log: Log = lambda text: None,
+    progress: Progress = lambda done, total: None,
+    processes: int | None = None,
+    made: Sequence[Path] = (),
+) -> Shards:
     """Open the shards of a request, and make them first if they do not exist.
 
     Shards are named after the request and the SHA-256 of the text, so changed text is tokenised again. The text is not
-    even read if its files are unchanged, by name, size and times, since the shards were made.
+    even read if its files are unchanged, by name, size and times, since the shards were made. If the process is stopped
+    while it tokenises, the next one goes on after the last complete file.
 
     Args:
         config: The request.
         log: Called with a line of text at each step.
+        progress: Called with the amount of a large text that is tokenised, and the whole amount if it is known.
+        processes: Number of processes that tokenise; None for one per core if the text is large, and 1 otherwise.
+        made: `Shards.folders` of this request, which another process has just prepared; the text is not looked at.
 
     Raises:
+        ConfigError: `processes` is below 1.
         DataError: The text is missing, empty or unreadable, or the shards are damaged or cannot be written.
     """
-    request = {key: value for key, value in dataclasses.asdict(config).items() if key != "folder"}
-    state = source_state(config.source)
-    if state is not None and (folder := _find_shards(Path(config.folder), request, state)):
-        log(f"using {folder}")
-        return Shards.open(folder)
-    log(f"reading {config.source}")
-    documents = read_documents(config.source)
-    request["text_sha256"] = _text_sha256(documents)
-    name = hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()[:12]
-    folder = Path(config.folder) / name
-    manifest = folder / "manifest.json"
-    if not manifest.exists():
-        with locked(folder, wait=True):
-            if not manifest.exists():  # else another process has made them
-                train, validation = split_documents(
-                    documents, validation_share=config.validation_share, seed=config.split_seed
-                )
-                log(f"tokenising {len(train)} + {len(validation)} documents into {folder}")
-                tokenizer = _tokenizer(config, train)
-                write_shards(
-                    folder, train, validation, tokenizer, source=config.source, source_state=state, request=request
-                )
-                return Shards.open(folder)
-    log(f"using {folder}")
-    shards = Shards.open(folder)
-    with contextlib.suppress(OSError):  # the folder may be read-only
-        write_manifest(folder, dataclasses.replace(shards.manifest, source_state=state))
-    return shards
+    if processes is not None and processes < 1:
+        raise ConfigError(f"processes={processes}: give at least 1")
+    sources = config.mixture or [SourceConfig(source=config.source)]
+    if made:
+        opened = [Shards.open(folder) for folder in made]
+    else:
+        mixed = _mixture_tokenizer(config, log) if config.mixture and config.tokenizer == "bpe" else None
+        opened = []
+        for one in sources:
+            is_large = (source_bytes(one.source) or math.inf) >= _LARGE_BYTES
+            workers = processes or (_cores() if is_large else 1)
+            shown = progress if is_large else (lambda done, total: None)
+            opened.append(_Request(config, one.source, mixed).shards(log, shown, workers))
+    return Shards.mix(list(zip(sources, opened, strict=True))) if config.mixture else opened[0]
 
 
-def _find_shards(folder: Path, request: dict[str, Any], state: str) -> Path | None:
-    """Return the shard folder that was made by this request from the source in this state."""
-    for path in sorted(folder.glob("*/manifest.json")):
+class _Request:
+    """The request for the shards of one source. A mixture that trains a BPE gives its tokenizer."""
+
+    def __init__(self, config: DataConfig, source: str, tokenizer: Tokenizer | None) -> None:
+        self.config, self.source, self.tokenizer = config, source, tokenizer
+        self.root = Path(config.folder)
+        self.fields = {**_plain_request(config), "source": source}
+        if tokenizer is not None:
+            self.fields["tokenizer"] = f"bpe-{tokenizer.sha256[:12]}"
+        elif config.tokenizer != "bpe":
+            with contextlib.suppress(DataError):  # shards that exist need no other copy of their tokenizer
+                self.tokenizer = load_tokenizer(config.tokenizer)
+        self.state = source_state(source)
+        self.text_sha256 = functools.cache(self._text_sha256)
+
+    def shards(self, log: Log, progress: Progress, processes: int) -> Shards:
+        """Find or make the shards."""
+        found = self._find(log)
+        if found is None:
+            with locked(self.root, name=f".{_key(self.fields)}.lock", wait=True):
+                found = self._find(log) or self._make(log, progress, processes)
+        else:
+            log(f"using {found}")
+        return Shards.open(found)
+
+    def _find(self, log: Log) -> Path | None:
+        """Return the folder that was made by this request from the same text."""
+        candidates = []
+        for path in sorted(self.root.glob("*/manifest.json")):
+            if (path.parent / PROGRESS_FILE).exists():  # not yet at its place
+                continue
+            with contextlib.suppress(DataError):
+                manifest = read_manifest(path.parent)
+                made_by = {key: value for key, value in manifest.request.items() if key != "text_sha256"}
+                is_ours = self.tokenizer is None or self.tokenizer.sha256 == manifest.tokenizer_sha256
+                if made_by == self.fields and is_ours:
+                    candidates.append((path.parent, manifest))
+        for folder, manifest in candidates:
+            if self.state is not None and manifest.source_state == self.state:
+                return folder
+        if candidates:
+            log(f"reading {self.source}")
+        for folder, manifest in candidates:
+            if manifest.request.get("text_sha256") == self.text_sha256():
+                with contextlib.suppress(OSError):  # the folder may be read-only
+                    write_manifest(folder, dataclasses.replace(manifest, source_state=self.state))
+                return folder
+        return None
+
+    def _make(self, log: Log, progress: Progress, processes: int) -> Path:
+        folder = self.root / f"making-{_key(self.fields)}"
+        begun = read_progress(folder)
+        has_begun = begun is not None and begun.batches > 0
+        tokenizer = self.tokenizer
+        if tokenizer is None and self.config.tokenizer != "bpe":
+            tokenizer = load_tokenizer(self.config.tokenizer)
+        if tokenizer is None and begun and has_begun and self.state is not None and begun.source_state == self.state:
+            tokenizer = Tokenizer.load(folder / TOKENIZER_FOLDER)
+        if tokenizer is None:
+            log(f"training a BPE on {self.source}")
+            tokenizer = _train_bpe(self.config, [self.source])
+        log(f"{'going on with' if has_begun else 'tokenising'} {self.source} in {self.root}")
         try:
-            manifest = read_manifest(path.parent)
-        except DataError:
-            continue
-        made_by = {key: value for key, value in manifest.request.items() if key != "text_sha256"}
-        if manifest.source_state == state and made_by == request:
-            return path.parent
-    return None
+            try:
+                manifest = self._write(folder, tokenizer, progress, processes)
+            except TextChanged:
+                log(f"{self.source} has changed since it was begun")
+                remove_shards(folder)
+                manifest = self._write(folder, tokenizer, progress, processes)
+        finally:
+            if read_progress(folder) is None:
+                shutil.rmtree(folder, ignore_errors=True)
+        final = self.root / _key(manifest.request)
+        shutil.rmtree(final, ignore_errors=True)
+        folder.rename(final)
+        (final / PROGRESS_FILE).unlink()
+        return final
+
+    def _write(self, folder: Path, tokenizer: Tokenizer, progress: Progress, processes: int) -> Manifest:
+        digest = TextDigest()
+        documents = iter_split(
+            digest.over(iter_documents(self.source, progress)),
+            validation_share=self.config.validation_share,
+            seed=self.config.split_seed,
+        )
+        with ShardWriter(
+            folder, tokenizer, source_state=self.state, shard_tokens=SHARD_TOKENS, resumable=True
+        ) as writer:
+            writer.write(documents, digest=digest, processes=processes)
+            request = {**self.fields, "text_sha256": digest.hexdigest()}
+            manifest = writer.manifest(source=self.source, request=request)
+            write_manifest(folder, manifest)
+        return manifest
+
+    def _text_sha256(self) -> str:
+        digest = TextDigest()
+        for _ in digest.over(iter_documents(self.source)):
+            pass
+        return digest.hexdigest()
 
 
-def _tokenizer(config: DataConfig, train: list[Document]) -> Tokenizer:
-    if config.tokenizer != "bpe":
-        return load_tokenizer(config.tokenizer)
+def _plain_request(config: DataConfig) -> dict[str, Any]:
+    fields = dataclasses.asdict(config)
+    return {key: value for key, value in fields.items() if key not in ("folder", "mixture")}
+
+
+def _key(request: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def _mixture_tokenizer(config: DataConfig, log: Log) -> Tokenizer:
+    """Return the BPE of the training text of all sources, which is kept beside their shards."""
+    sources = [one.source for one in config.mixture]
+    states = [source_state(source) for source in sources]
+    folder = Path(config.folder) / f"tokenizer-{_key({**_plain_request(config), 'source': sources})}"
+    path = folder / _MIXTURE_FILE
+
+    def is_made() -> bool:
+        return path.exists() and None not in states and read_json(path, error=DataError, advice="delete it") == states
+
+    if not is_made():
+        with locked(folder.parent, name=f".{folder.name}.lock", wait=True):
+            if not is_made():
+                log(f"training a BPE on {', '.join(sources)}")
+                _train_bpe(config, sources).save(folder)
+                write_text_atomically(path, json.dumps(states) + "\n")
+    return Tokenizer.load(folder)
+
+
+def _train_bpe(config: DataConfig, sources: Sequence[str]) -> Tokenizer:
     form = NeedleFormat(digits=1)
     sentences = [form.stub(city) + "\n" for city in CITIES_SEEN] * config.needle_words
-    return train_bpe([*(document.text for document in train), *sentences], config.vocab_size)
+    return train_bpe(chain(_training_text(config, sources), sentences), config.vocab_size)
 
 
-def _text_sha256(documents: list[Document]) -> str:
-    digest = hashlib.sha256()
-    for document in documents:
-        for part in (document.name, document.text):
-            data = part.encode("utf-8", "surrogatepass")
-            digest.update(len(data).to_bytes(8, "little"))
-            digest.update(data)
-    return digest.hexdigest()
+def _training_text(config: DataConfig, sources: Sequence[str]) -> Iterator[str]:
+    """Yield training text, and parts of it that are evenly spread if it is larger than `BPE_CHARACTERS`."""
+    sizes = [source_bytes(source) or 0 for source in sources]
+    share, place, read = min(Fraction(1), Fraction(BPE_CHARACTERS, max(1, sum(sizes)))), 0, 0
+    for source in sources:
+        documents = iter_documents(source)
+        for split, document in iter_split(documents, validation_share=config.validation_share, seed=config.split_seed):
+            for part in document.parts() if split == "train" else ():
+                place += 1
+                if math.floor(place * share) > math.floor((place - 1) * share):
+                    read += len(part)
+                    yield part
+            if read > BPE_CHARACTERS:  # compressed, or of unknown size
+                return
+
+
+def _cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -14,6 +14,7 @@ from ..errors import DataError
 from ..reading import parse_json
 from ..typed import short
 from .hub import load_set
+from .streams import OnRead, not_utf8, read_lines, readable
 
 T = TypeVar("T")
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -35,17 +36,12 @@ def read_text(path: Path) -> str:
     Raises:
         DataError: The file cannot be read or is not UTF-8.
     """
-    try:
+    with readable(path):
         content = path.read_bytes()
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror}); check the path and its permissions") from None
     try:
         return content.decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
-        raise DataError(
-            f"{path}: not UTF-8 text: byte 0x{content[error.start]:02x} at offset {error.start} ({error.reason}); "
-            "convert the file to UTF-8 (for example with iconv) or leave it out"
-        ) from None
+        raise not_utf8(path, content, error) from None
 
 
 def files_sha256(paths: Iterable[Path]) -> str:
@@ -57,13 +53,15 @@ def files_sha256(paths: Iterable[Path]) -> str:
     return digest.hexdigest()
 
 
-def json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def json_lines(path: Path, on_read: OnRead = lambda size: None) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield (line number, object) for the lines of a JSONL file that are not blank. The first line is line 1.
+
+    The file may be compressed (.gz, .zst), and is read line by line.
 
     Raises:
         DataError: The file cannot be read, or a line is not a JSON object.
     """
-    for number, line in enumerate(read_text(path).split("\n"), start=1):
+    for number, line in enumerate(read_lines(path, on_read), start=1):
         if not line.strip():
             continue
         try:
@@ -74,7 +72,8 @@ def json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             ) from None
         except ValueError as error:
             raise DataError(f"{path}: line {number} cannot be read ({error}); correct the line") from None
-        if half := _SURROGATE.search(json.dumps(row, ensure_ascii=False)):
+        # UTF-8 has no surrogates, so only an escape can hold one.
+        if "\\u" in line and (half := _SURROGATE.search(json.dumps(row, ensure_ascii=False))):
             raise DataError(
                 f"{path}: line {number} holds half a surrogate pair, U+{ord(half[0]):04X}, which is not valid Unicode; "
                 "correct the line"
@@ -144,9 +143,14 @@ def split_by_hash(items: Sequence[T], names: Sequence[str], share: float, seed: 
     """
     sides: tuple[list[T], list[T]] = [], []
     for item, name in zip(items, names, strict=True):
-        digest = hashlib.blake2b(f"{seed}\0{name}".encode(), digest_size=8).digest()
-        sides[int.from_bytes(digest, "big") < share * 2**64].append(item)
+        sides[is_held_out(name, share, seed)].append(item)
     return sides
+
+
+def is_held_out(name: str, share: float, seed: int) -> bool:
+    """Whether an item of that name is among the expected `share` that `split_by_hash` splits off."""
+    digest = hashlib.blake2b(f"{seed}\0{name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") < share * 2**64
 
 
 def chosen(count: int, wanted: int | None, seed: int) -> list[int]:

@@ -8,10 +8,10 @@ the end-of-text token.
 """
 
 import dataclasses
-import errno
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -20,11 +20,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import ConfigError, DataError
-from ..files import naming
 from ..reading import is_plain_name, read_json
 from ..results import write_text_atomically
 from ..typed import build
-from .text import Document
 from .tokenizer import Tokenizer
 
 MANIFEST_VERSION = 1
@@ -33,7 +31,6 @@ SPLITS: tuple[Split, ...] = ("train", "validation")
 Dtype = Literal["<u2", "<u4"]
 
 _TOKENISE_AGAIN = "tokenise again with difftransformer tokenize"
-_BATCH_CHARACTERS = 2**22  # size of a batch of texts that is tokenised in parallel; bounds the memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,21 +124,48 @@ class TokenStream:
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
 
-@dataclass(frozen=True, eq=False)
-class Shards:
-    """An open shard folder.
+@dataclass(frozen=True, kw_only=True)
+class SourceConfig:
+    """One source of a mixture.
 
     Attributes:
-        folder: Path of the folder.
-        manifest: Its manifest.
+        source: As in `DataConfig`.
+        weight: Share of the rows, relative to the other weights.
+        long_tokens: Length from which documents are long; 0 for no long documents.
+        long_times: How many times an epoch long documents are read. Others are read once.
+    """
+
+    source: str
+    weight: float = 1.0
+    long_tokens: int = 0
+    long_times: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 < self.weight < math.inf:
+            raise ConfigError(f"weight={self.weight}: give a weight above 0, or leave {self.source} out")
+        if self.long_tokens < 0 or self.long_times < 1:
+            raise ConfigError(
+                f"long_tokens={self.long_tokens}, long_times={self.long_times}: give a length in tokens, and 1 or more times"
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class Shards:
+    """An open shard folder, or several of one tokenizer that are read as a mixture.
+
+    Attributes:
+        folder: Path of the folder. Of a mixture, the folder that holds those of its sources.
+        manifest: Its manifest. Of a mixture, the sums over its sources.
         tokenizer: Tokenizer of the token ids.
-        streams: Token ids by split.
+        streams: Token ids by split. Of a mixture, those of its sources one after another.
+        sources: Sources of a mixture with their shards; empty otherwise.
     """
 
     folder: Path
     manifest: Manifest
     tokenizer: Tokenizer
     streams: Mapping[str, TokenStream]
+    sources: "Sequence[tuple[SourceConfig, Shards]]" = ()
 
     @classmethod
     def open(cls, folder: Path | str, *, verify: bool = True) -> "Shards":
@@ -170,6 +194,50 @@ class Shards:
         }
         return cls(folder, manifest, tokenizer, streams)
 
+    @classmethod
+    def mix(cls, sources: "Sequence[tuple[SourceConfig, Shards]]") -> "Shards":
+        """Join open shards of one tokenizer into a mixture.
+
+        Raises:
+            DataError: Two of them have different tokenizers.
+        """
+        parts = [shards for _, shards in sources]
+        first = parts[0]
+        splits: dict[str, SplitManifest] = {}
+        for shards in parts:
+            if shards.manifest.tokenizer_sha256 != first.manifest.tokenizer_sha256:
+                raise DataError(
+                    f"{shards.folder} and {first.folder} were made with different tokenizers; {_TOKENISE_AGAIN}"
+                )
+        for split in SPLITS:
+            held = [shards.manifest.splits[split] for shards in parts]
+            splits[split] = SplitManifest(
+                documents=sum(one.documents for one in held),
+                tokens=sum(one.tokens for one in held),
+                bytes=sum(one.bytes for one in held),
+                shards=[
+                    dataclasses.replace(file, file=f"{shards.folder.name}/{file.file}")
+                    for shards, one in zip(parts, held, strict=True)
+                    for file in one.shards
+                ],
+            )
+        manifest = dataclasses.replace(
+            first.manifest,
+            source=" + ".join(config.source for config, _ in sources),
+            request={},
+            splits=splits,
+            source_state=None,
+        )
+        streams: dict[str, TokenStream] = {
+            split: TokenStream([part for shards in parts for part in shards.streams[split].parts]) for split in SPLITS
+        }
+        return cls(first.folder.parent, manifest, first.tokenizer, streams, tuple(sources))
+
+    @property
+    def folders(self) -> list[Path]:
+        """The shard folders: one, or those of a mixture's sources."""
+        return [shards.folder for _, shards in self.sources] or [self.folder]
+
     def tokens(self, split: Split) -> TokenStream:
         """Return the memory-mapped token ids of a split: all documents, each followed by the end-of-text token.
 
@@ -184,120 +252,6 @@ class Shards:
         """Return the UTF-8 text of a split, with the documents joined without a separator."""
         table = self.tokenizer.token_bytes
         return b"".join(table[index] for part in self.tokens(split).parts for index in part.tolist())
-
-
-def write_shards(
-    folder: Path | str,
-    train: Iterable[Document],
-    validation: Iterable[Document],
-    tokenizer: Tokenizer,
-    *,
-    source: str = "",
-    source_state: str | None = None,
-    request: Mapping[str, Any] | None = None,
-    shard_tokens: int = 2**24,
-) -> Manifest:
-    """Tokenise documents into a shard folder, replacing the shards in it.
-
-    Args:
-        folder: Folder to write; created if it is missing.
-        train: Training documents.
-        validation: Validation documents.
-        tokenizer: Tokenizer, which is saved into the folder too.
-        source, source_state, request: See `Manifest`.
-        shard_tokens: Tokens per file. A document may continue in the next file.
-
-    Returns:
-        The manifest as written.
-
-    Raises:
-        ConfigError: `shard_tokens` is below 1.
-        DataError: A split has no documents, the folder cannot be written to, or the disk is full.
-    """
-    if shard_tokens < 1:
-        raise ConfigError(f"shard_tokens is {shard_tokens}; it must be at least 1")
-    folder = Path(folder)
-    dtype: Dtype = "<u2" if tokenizer.vocab_size < 2**16 else "<u4"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "manifest.json").unlink(missing_ok=True)
-        _remove_shards(folder)
-        tokenizer.save(folder / "tokenizer")
-        splits: dict[str, SplitManifest] = {}
-        for split, documents in zip(SPLITS, (train, validation), strict=True):
-            splits[split] = _write_split(folder, split, documents, tokenizer, dtype, shard_tokens)
-        manifest = Manifest(
-            version=MANIFEST_VERSION,
-            source=source,
-            source_state=source_state,
-            request=dict(request or {}),
-            tokenizer_sha256=tokenizer.sha256,
-            vocab_size=tokenizer.vocab_size,
-            end_of_text=tokenizer.end_of_text,
-            dtype=dtype,
-            splits=splits,
-        )
-        write_manifest(folder, manifest)
-    except BaseException as error:
-        _remove_shards(folder)
-        if not isinstance(error, OSError):
-            raise
-        what = "the disk is full" if error.errno == errno.ENOSPC else "cannot write"
-        raise DataError(
-            f"{folder}: {what} while writing {Path(error.filename or folder).name} ({error.strerror or error}); the partial "
-            "shards were removed; free some space or name another folder"
-        ) from error
-    return manifest
-
-
-def _write_split(
-    folder: Path, split: str, documents: Iterable[Document], tokenizer: Tokenizer, dtype: Dtype, shard_tokens: int
-) -> SplitManifest:
-    shards: list[ShardFile] = []
-
-    def write(tokens: npt.NDArray[Any]) -> None:
-        path, content = folder / f"{split}-{len(shards):05d}.bin", tokens.tobytes()
-        with naming(path), open(path, "wb") as file:
-            file.write(content)
-        shards.append(ShardFile(file=path.name, tokens=len(tokens), sha256=hashlib.sha256(content).hexdigest()))
-
-    count = size = 0
-    pending = np.empty(0, dtype)
-    for batch in _batches(documents):
-        count += len(batch)
-        size += sum(len(document.text.encode()) for document in batch)
-        encoded = tokenizer.encode_batch([document.text for document in batch])
-        pending = np.concatenate([pending, *(np.array([*ids, tokenizer.end_of_text], dtype) for ids in encoded)])
-        while len(pending) >= shard_tokens:
-            write(pending[:shard_tokens])
-            pending = pending[shard_tokens:]
-    if len(pending):
-        write(pending)
-    if not count:
-        raise DataError(
-            f"{folder}: the {split} split has no documents, it needs at least 1; "
-            "give more documents, or another split seed or share"
-        )
-    return SplitManifest(documents=count, tokens=sum(shard.tokens for shard in shards), bytes=size, shards=shards)
-
-
-def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    batch: list[Document] = []
-    characters = 0
-    for document in documents:
-        batch.append(document)
-        characters += len(document.text)
-        if characters >= _BATCH_CHARACTERS:
-            yield batch
-            batch, characters = [], 0
-    if batch:
-        yield batch
-
-
-def _remove_shards(folder: Path) -> None:
-    for split in SPLITS:
-        for path in folder.glob(f"{split}-[0-9]*.bin"):
-            path.unlink(missing_ok=True)
 
 
 def _open_shard(folder: Path, shard: ShardFile, dtype: np.dtype[Any], verify: bool) -> npt.NDArray[Any]:

@@ -1,29 +1,42 @@
 """Read documents from a source, and split them into training and validation.
 
-A source is one of `SOURCES`. Every reader returns whole documents in an order that depends on their names alone. Text that
-is missing, empty or not UTF-8 is refused with a one-line error that names the file and the place.
+A source is one of `SOURCES`. Every reader yields documents in an order that depends on their names alone, and holds at most one
+of them in memory; of a large text file, only parts. Text that is missing, empty, broken or not UTF-8 is refused with a
+one-line error that names the file and the place.
 """
 
 import hashlib
 import json
 import os
+import re
 import sysconfig
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from codecs import BOM_UTF8
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain, islice
 from pathlib import Path
+from typing import Literal
 
 from ..errors import ConfigError, DataError
 from ..typed import short
 from .hub import load_set
-from .records import json_lines, read_text, split_by_hash
+from .records import is_held_out, json_lines, read_text
+from .streams import OnRead, not_utf8, parquet_rows, readable
 
 TEXT_SUFFIXES = (".txt", ".md", ".py")
+JSONL_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
+SUFFIXES = (*TEXT_SUFFIXES, *JSONL_SUFFIXES, ".parquet")
 SOURCES = (
-    "python-stdlib; a folder of .txt, .md, .py or .jsonl files; one such file; "
-    "hf:NAME[:CONFIG][:SPLIT] (a Hugging Face datasets name)"
+    f"python-stdlib; a folder of files that end in {', '.join(SUFFIXES)}; one such file; "
+    "hf:NAME[:CONFIG][:SPLIT] (a Hugging Face datasets name), or hf-stream:NAME[:CONFIG][:SPLIT], which is not stored first"
 )
+_HUB_PREFIXES = ("hf:", "hf-stream:")
+LARGE_BYTES = 2**24
+"""Size from which a text file is read in parts."""
+PART_CHARACTERS = 2**20
+_Progress = Callable[[int, int], None]
 
 # Tests, bundled wheels, editors and demos are no library sources, or differ between installations.
 _STDLIB_SKIPPED_FOLDERS = frozenset({
@@ -31,6 +44,8 @@ _STDLIB_SKIPPED_FOLDERS = frozenset({
     "turtledemo",
 })  # fmt: skip
 _RECENT_SECONDS = 2.0  # the coarsest resolution of file times
+# Where a text is cut into parts: before a space between words, or else after a line feed between lines.
+_CUTS = (re.compile(r"(?s).*[^\W\d_](?= [^\W\d_])"), re.compile(r"(?s).*\S\n(?=\S)"))
 
 
 @dataclass(frozen=True)
@@ -40,15 +55,79 @@ class Document:
     name: str
     text: str
 
+    @property
+    def size_bytes(self) -> int:
+        """Size of the text in UTF-8."""
+        return len(self.text.encode("utf-8", "surrogatepass"))
+
+    def parts(self) -> Iterator[str]:
+        """Yield the text in parts of about `PART_CHARACTERS`."""
+        return _cut_parts(iter([self.text]))
+
+
+@dataclass(frozen=True)
+class LargeDocument:
+    """A text file, or the bytes from `start` to `stop` of one, that is read in parts."""
+
+    name: str
+    path: Path
+    start: int
+    stop: int
+
+    @property
+    def text(self) -> str:
+        """The whole text."""
+        return "".join(self.parts())
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of the text in UTF-8."""
+        return self.stop - self.start
+
+    def parts(self) -> Iterator[str]:
+        """Yield the text in parts of about `PART_CHARACTERS`.
+
+        Raises:
+            DataError: The file cannot be read or is not UTF-8.
+        """
+        return _cut_parts(self._blocks())
+
+    def _blocks(self) -> Iterator[str]:
+        with readable(self.path), self.path.open("rb") as file:
+            file.seek(self.start)
+            place, rest = self.start, b""
+            while block := file.read(min(PART_CHARACTERS, self.stop - place - len(rest))):
+                block = rest + block
+                try:
+                    text = block.decode("utf-8")
+                    rest = b""
+                except UnicodeDecodeError as error:
+                    is_cut = error.reason == "unexpected end of data" and place + len(block) < self.stop
+                    if not is_cut:
+                        raise not_utf8(self.path, block, error, place) from None
+                    text, rest = block[: error.start].decode("utf-8"), block[error.start :]
+                place += len(block) - len(rest)
+                yield text
+
+
+def _cut_parts(blocks: Iterable[str]) -> Iterator[str]:
+    rest = ""
+    for block in blocks:
+        rest += block
+        while len(rest) > PART_CHARACTERS:
+            found = next((match for cut in _CUTS if (match := cut.match(rest, 0, PART_CHARACTERS))), None)
+            end = found.end() if found else PART_CHARACTERS
+            yield rest[:end]
+            rest = rest[end:]
+    if rest:
+        yield rest
+
 
 def read_documents(source: str) -> list[Document]:
-    """Read all documents of a source, in an order fixed by their names.
+    """Read all documents of a source into memory, in an order fixed by their names.
 
     Args:
-        source: `python-stdlib`; a folder, which is read recursively without hidden and empty files; a `.txt`, `.md` or
-            `.py` file, which is one document; a `.jsonl` file with one object per line that has a string `text` and
-            optionally a string `name`; or `hf:NAME[:CONFIG][:SPLIT]`, which needs the extra `data`. The split defaults
-            to `train`, and CONFIG may be empty, as in `hf:NAME::validation`.
+        source: See `iter_documents`.
 
     Returns:
         At least one document. No document is empty.
@@ -56,43 +135,56 @@ def read_documents(source: str) -> list[Document]:
     Raises:
         DataError: The source is none of these, is missing or empty, or holds text that is not UTF-8.
     """
+    return [Document(document.name, document.text) for document in iter_documents(source)]
+
+
+def iter_documents(source: str, progress: _Progress = lambda done, total: None) -> Iterator[Document | LargeDocument]:
+    """Yield the documents of a source, in an order fixed by their names.
+
+    Args:
+        source: `python-stdlib`; a folder, which is read recursively without hidden and empty files; a `.txt`, `.md` or
+            `.py` file, which is one document; a `.jsonl` file (also `.jsonl.gz` and `.jsonl.zst`) with one object per line
+            that has a string `text` and optionally a string `name`; a `.parquet` file with such columns; or
+            `hf:NAME[:CONFIG][:SPLIT]`, which needs the extra `data`. The split defaults to `train`, and CONFIG may be
+            empty, as in `hf:NAME::validation`. With `hf-stream:` in place of `hf:`, the set is not stored first.
+        progress: Called with the bytes of files (rows of a data set) that are read, and their total if it is known.
+
+    Raises:
+        DataError: The source is none of these, is missing or empty, or holds text that is broken or not UTF-8.
+    """
     if source == "python-stdlib":
-        return _read_python_stdlib()
-    if source.startswith("hf:"):
-        return list(_read_hugging_face(source))
+        return iter(_read_python_stdlib())
+    if source.startswith(_HUB_PREFIXES):
+        return _read_hugging_face(source, progress)
     path = Path(source)
     if not source or not path.exists():
         raise DataError(f"source {source!r}: no such file or folder; allowed are {SOURCES}")
     if path.is_dir():
-        return _read_folder(path)
-    if path.suffix in TEXT_SUFFIXES:
-        text = read_text(path)
-        if not text:
-            raise DataError(f"{path}: the file is empty; name a file with text in it")
-        return [Document(path.name, text)]
-    if path.suffix == ".jsonl":
-        documents = list(_read_jsonl(path, path.name))
-        if not documents:
-            raise DataError(f'{path}: the file is empty; give one JSON object with a "text" field on each line')
-        return documents
-    raise DataError(f"source {source!r}: files ending in {path.suffix!r} are not read; allowed are {SOURCES}")
+        files, missing = _walk(path, SUFFIXES), "all {} text files are empty; name a folder that holds text"
+        if not files:
+            raise DataError(f"{path}: no {', '.join(SUFFIXES)} file in this folder; name a folder that holds text")
+    else:
+        files, missing = [(path.name, path)], "the file is empty; name a file with text in it"
+        if path.name.endswith(JSONL_SUFFIXES):
+            missing = 'the file is empty; give one JSON object with a "text" field on each line'
+        if not path.name.endswith(SUFFIXES):
+            raise DataError(f"source {source!r}: files ending in {path.suffix!r} are not read; allowed are {SOURCES}")
+    return _read_files(files, DataError(f"{path}: {missing.format(len(files))}"), progress)
 
 
 def source_state(source: str) -> str | None:
     """Return a fingerprint of the names, sizes and times of a source's files: while it stays equal, so does the text.
 
-    Returns None for a source without local files, and for files changed so recently that a further change might leave
-    their times as they are.
+    A set of the Hugging Face hub is taken to stay as it is. Returns None for files changed so recently that a further change
+    might leave their times as they are.
     """
-    if source == "python-stdlib":
-        folder = _stdlib_folder()
-        files = _walk(folder, (".py",), _STDLIB_SKIPPED_FOLDERS)
-    else:
-        folder = Path(source)
-        files = _walk(folder, (*TEXT_SUFFIXES, ".jsonl")) if folder.is_dir() else [(folder.name, folder)]
+    files = _source_files(source)
+    if files is None:
+        return hashlib.sha256(source.encode()).hexdigest()
+    folder, found = files
     states: list[object] = [str(folder.absolute())]
     try:
-        for name, path in files:
+        for name, path in found:
             status = path.stat()
             if max(status.st_mtime, status.st_ctime) > time.time() - _RECENT_SECONDS:
                 return None
@@ -100,6 +192,26 @@ def source_state(source: str) -> str | None:
     except OSError:
         return None
     return hashlib.sha256(json.dumps(states).encode()).hexdigest()
+
+
+def source_bytes(source: str) -> int | None:
+    """Return the size of a source's files, or None for a set of the Hugging Face hub."""
+    files = _source_files(source)
+    return None if files is None else sum(path.stat().st_size for _, path in files[1] if path.exists())
+
+
+def _source_files(source: str) -> tuple[Path, list[tuple[str, Path]]] | None:
+    """Return the folder or file of a source and its files with their names, or None for a set of the hub."""
+    if source == "python-stdlib":
+        folder = _stdlib_folder()
+        return folder, _walk(folder, (".py",), _STDLIB_SKIPPED_FOLDERS)
+    suffixes: Sequence[str] = SUFFIXES
+    folder = Path(source)
+    if source.startswith(_HUB_PREFIXES):
+        folder, suffixes = Path(source.split(":")[1]), [""]  # datasets reads local folders with files of any kind
+        if not folder.exists():
+            return None
+    return folder, _walk(folder, suffixes) if folder.is_dir() else [(folder.name, folder)]
 
 
 def split_documents(
@@ -121,36 +233,72 @@ def split_documents(
         ConfigError: The share is not between 0 and 1.
         DataError: One side would be empty.
     """
+    sides: dict[str, list[Document]] = {"train": [], "validation": []}
+    for split, document in iter_split(documents, validation_share=validation_share, seed=seed):
+        sides[split].append(Document(document.name, document.text))
+    return sides["train"], sides["validation"]
+
+
+def iter_split(
+    documents: Iterable[Document | LargeDocument], *, validation_share: float, seed: int
+) -> Iterator[tuple[Literal["train", "validation"], Document | LargeDocument]]:
+    """Yield documents with their splits; see `split_documents`."""
     if not 0.0 < validation_share < 1.0:
         raise ConfigError(f"validation_share is {validation_share}; give a share between 0 and 1, for example 0.05")
-    documents = list(documents)
-    if len(documents) == 1:
-        return _cut_document(documents[0], validation_share)
-    names = [document.name for document in documents]
-    train, validation = split_by_hash(documents, names, validation_share, seed)
-    if not train or not validation:
+    documents = iter(documents)
+    first = list(islice(documents, 2))
+    if len(first) == 1:
+        train, validation = _cut_document(first[0], validation_share)
+        yield "train", train
+        yield "validation", validation
+        return
+    total = held_out = 0
+    for document in chain(first, documents):
+        is_validation = is_held_out(document.name, validation_share, seed)
+        total, held_out = total + 1, held_out + is_validation
+        yield ("validation" if is_validation else "train"), document
+    if not 0 < held_out < total:
         raise DataError(
-            f"splitting {len(documents)} documents with validation_share {validation_share} and seed {seed} leaves "
-            f"{len(train)} for training and {len(validation)} for validation, each needs at least 1; "
+            f"splitting {total} documents with validation_share {validation_share} and seed {seed} leaves "
+            f"{total - held_out} for training and {held_out} for validation, each needs at least 1; "
             "give more documents, another share or another seed"
         )
-    return train, validation
 
 
-def _cut_document(document: Document, validation_share: float) -> tuple[list[Document], list[Document]]:
-    text = document.text
-    target = round(len(text) * (1.0 - validation_share))
-    cut = text.rfind("\n", 0, target) + 1
-    if cut == 0:
-        cut = text.find("\n", target) + 1
-    if cut == 0 or cut == len(text):
+def _cut_document(
+    document: Document | LargeDocument, validation_share: float
+) -> tuple[Document | LargeDocument, Document | LargeDocument]:
+    """Cut a document at the last line end before the validation share, or the first one after it, or anywhere."""
+    characters = sum(map(len, document.parts()))
+    target = round(characters * (1.0 - validation_share))
+    before = after = place = 0
+    for part in document.parts():
+        if (found := part.rfind("\n", 0, max(0, target - place)) + 1) > 0:
+            before = place + found
+        if not after and (found := part.find("\n", max(0, target - place)) + 1) > 0:
+            after = place + found
+        place += len(part)
+    cut = before or after
+    if cut in (0, characters):
         cut = target
-    if not 0 < cut < len(text):
+    if not 0 < cut < characters:
         raise DataError(
-            f"{document.name}: one document of {len(text)} characters cannot be split with validation_share "
+            f"{document.name}: one document of {characters} characters cannot be split with validation_share "
             f"{validation_share}; give more text or more documents"
         )
-    return [Document(f"{document.name}#train", text[:cut])], [Document(f"{document.name}#validation", text[cut:])]
+    names = f"{document.name}#train", f"{document.name}#validation"
+    if isinstance(document, Document):
+        return Document(names[0], document.text[:cut]), Document(names[1], document.text[cut:])
+    place, middle = 0, document.start
+    for part in document.parts():
+        middle += len(part[: max(0, cut - place)].encode())
+        place += len(part)
+        if place >= cut:
+            break
+    return (
+        LargeDocument(names[0], document.path, document.start, middle),
+        LargeDocument(names[1], document.path, middle, document.stop),
+    )
 
 
 def _walk(
@@ -167,24 +315,57 @@ def _walk(
     return sorted(found)
 
 
-def _read_folder(folder: Path) -> list[Document]:
-    suffixes = (*TEXT_SUFFIXES, ".jsonl")
-    files = _walk(folder, suffixes)
-    if not files:
-        raise DataError(f"{folder}: no {', '.join(suffixes)} file in this folder; name a folder that holds text")
-    documents: list[Document] = []
+def _read_files(
+    files: Sequence[tuple[str, Path]], empty: DataError, progress: _Progress
+) -> Iterator[Document | LargeDocument]:
+    """Yield the documents of files; raise `empty` if there are none."""
+    with readable(files[0][1].parent):
+        total = sum(path.stat().st_size for _, path in files)
+    done, is_empty = 0, True
+
+    def on_read(size: int) -> None:
+        nonlocal done
+        done += size
+        progress(done, total)
+
     for name, path in files:
-        if path.suffix == ".jsonl":
-            documents.extend(_read_jsonl(path, name))
-        elif text := read_text(path):
-            documents.append(Document(name, text))
-    if not documents:
-        raise DataError(f"{folder}: all {len(files)} text files are empty; name a folder that holds text")
-    return documents
+        for document in _read_file(path, name, on_read):
+            is_empty = False
+            yield document
+    if is_empty:
+        raise empty
 
 
-def _read_jsonl(path: Path, name: str) -> Iterator[Document]:
-    for number, row in json_lines(path):
+def _read_file(path: Path, name: str, on_read: OnRead) -> Iterator[Document | LargeDocument]:
+    if path.name.endswith(JSONL_SUFFIXES):
+        yield from _read_jsonl(path, name, on_read)
+    elif path.suffix == ".parquet":
+        for number, row in enumerate(parquet_rows(path, ("text", "name"), on_read), start=1):
+            text, row_name = row.get("text"), row.get("name")
+            if "text" not in row or not isinstance(text, str | None):
+                raise DataError(
+                    f'{path}: row {number} has no string "text" (met {short(row)}); rename the column of the text'
+                )
+            if text:
+                yield Document(row_name if isinstance(row_name, str) else f"{name}:{number}", text)
+    elif path.stat().st_size > LARGE_BYTES:
+        yield _large_document(path, name)
+        on_read(path.stat().st_size)
+    else:
+        text = read_text(path)
+        on_read(path.stat().st_size)
+        if text:
+            yield Document(name, text)
+
+
+def _large_document(path: Path, name: str) -> LargeDocument:
+    with path.open("rb") as file:
+        has_mark = file.read(len(BOM_UTF8)) == BOM_UTF8
+    return LargeDocument(name, path, len(BOM_UTF8) if has_mark else 0, path.stat().st_size)
+
+
+def _read_jsonl(path: Path, name: str, on_read: OnRead) -> Iterator[Document]:
+    for number, row in json_lines(path, on_read):
         text, row_name = row.get("text"), row.get("name", f"{name}:{number}")
         if not isinstance(text, str):
             raise DataError(f'{path}: line {number} has no string "text" (met {sorted(row)}); give a "text" field')
@@ -225,19 +406,23 @@ def _read_python_stdlib() -> list[Document]:
     return sorted(documents, key=lambda document: document.name)
 
 
-def _read_hugging_face(source: str) -> Iterator[Document]:
-    name, config, split, *rest = [*source.removeprefix("hf:").split(":"), "", ""]
-    if not name or any(rest):
+def _read_hugging_face(source: str, progress: _Progress) -> Iterator[Document]:
+    prefix, _, rest = source.partition(":")
+    name, config, split, *others = [*rest.split(":"), "", ""]
+    if not name or any(others):
         raise DataError(
-            f"source {source!r}: a datasets name is written hf:NAME[:CONFIG][:SPLIT], for example "
-            "hf:wikitext:wikitext-2-v1"
+            f"source {source!r}: a datasets name is written {prefix}:NAME[:CONFIG][:SPLIT], for example "
+            f"{prefix}:wikitext:wikitext-2-v1"
         )
     split = split or "train"
-    rows = load_set(f"source {source!r}", name, config=config or None, split=split)
-    if "text" not in rows.column_names:
-        raise DataError(f'source {source!r}: no column "text" (met {sorted(rows.column_names)}); write a .jsonl file')
+    streaming = prefix == "hf-stream"
+    rows = load_set(f"source {source!r}", name, config=config or None, split=split, streaming=streaming)
+    columns = rows.column_names
+    if columns is not None and "text" not in columns:
+        raise DataError(f'source {source!r}: no column "text" (met {sorted(columns)}); write a .jsonl file')
+    total = None if streaming else len(rows["text"])
     is_empty = True
-    for index, text in enumerate(rows["text"]):
+    for index, text in enumerate(row.get("text") for row in rows) if streaming else enumerate(rows["text"]):
         if text is not None and not isinstance(text, str):
             raise DataError(
                 f'source {source!r}: row {index} has a "text" of type {type(text).__name__}; it must be a string'
@@ -245,5 +430,7 @@ def _read_hugging_face(source: str) -> Iterator[Document]:
         if text:
             is_empty = False
             yield Document(f"{name}/{split}/{index}", text)
+        if total is not None:
+            progress(index + 1, total)
     if is_empty:
         raise DataError(f"source {source!r}: the split {split!r} holds no text; name another split")

@@ -47,8 +47,8 @@ class AroundForward(nn.Module):
     """What is added to the variant's class: a forward that runs the family's."""
 
     def forward(self: Any, hidden_states: Tensor, family_forward: Callable[..., Any]) -> Any:
-        """Run the family's forward, whose attention function also gets lambda."""
-        return family_forward(head_lam=self.head_lam(hidden_states))
+        """Run the family's forward, whose attention function also gets lambda and the gate."""
+        return family_forward(head_lam=self.head_lam(hidden_states), head_gate=self.head_gate(hidden_states))
 
 
 class NormOfMaps(nn.Module):
@@ -134,6 +134,7 @@ def attention(
     is_causal: bool | None = None,
     *,
     head_lam: Tensor | float | None = None,
+    head_gate: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute a variant's attention, with the signature that transformers expects of an attention function.
@@ -146,6 +147,7 @@ def attention(
         scaling: Factor of the logits. Defaults to 1/sqrt(D).
         is_causal: Whether attention without a mask is causal. Defaults to the layer's `is_causal`.
         head_lam: The variant's lambda.
+        head_gate: The variant's factors of the heads, (B, T, H E), or None.
         **options: Other arguments that the families pass. The mask holds the window already.
 
     Returns:
@@ -173,7 +175,8 @@ def attention(
         heads_BHTE = variant.finish(weighted_values(map_BHTS, value_BGSE))
     else:
         heads_BHTE = variant.attend(query_BHTX, key_BGSX, value_BGSE, head_lam, restrictions)
-    return heads_BHTE.transpose(1, 2).contiguous(), map_BHTS
+    heads_BTHE = heads_BHTE.transpose(1, 2).contiguous()
+    return heads_BTHE if head_gate is None else heads_BTHE * head_gate.view(heads_BTHE.shape), map_BHTS
 
 
 def _grouped(heads: Tensor, width: int) -> Tensor:

@@ -4,7 +4,9 @@ import json
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
+
+import transformers
 
 from ..convert import convert_folder
 from ..convert.checkpoint_io import (
@@ -18,19 +20,20 @@ from ..convert.checkpoint_io import (
 )
 from ..errors import CheckpointError, ConfigError, DamagedResult, ResultsError
 from ..files import naming
-from ..model import DiffTransformerForCausalLM
-from ..model.card import CARD_FILE, Training, is_ours, model_card, read_card, training_section
+from ..model.card import CARD_FILE, HEADS, Training, is_ours, model_card, read_card, training_section
 from ..model.dtypes import DTYPES
 from ..model.foreign import FOREIGN_FAULTS, on_one_line
+from ..model.pretrained import DiffTransformerPreTrainedModel
 from ..model.quiet import quietly
 from ..model.weights import CONFIG_FILE, GENERATION_FILE, INDEX_FILE
 from ..results import TaskResult, read_result, summary_rows
 from ..train import latest_checkpoint
 from ..train.run_summary import training_summary
+from .code import check_code, write_code
 from .opening import open_model
 
 ExportDtype = Literal["auto", "fp32", "bf16"]
-ExportLayout = Literal["difftransformer", "diffllama"]
+ExportLayout = Literal["difftransformer", "diffllama", "llama"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +61,7 @@ def export_folder(
     dtype: ExportDtype = "auto",
     to: ExportLayout = "difftransformer",
     license: str | None = None,
+    with_code: bool = False,
 ) -> Exported:
     """Write a model to a folder that is ready to be shared. If the export fails, nothing is written.
 
@@ -65,8 +69,9 @@ def export_folder(
         source: Run folder (its newest checkpoint), checkpoint, or folder of a saved model of this package.
         target: Folder to write. It must not exist, or be empty.
         dtype: Floating-point type of the weights. "auto" keeps the type that they were saved in.
-        to: Layout. "diffllama" opens in stock transformers.
+        to: Layout. "diffllama", and "llama" for a softmax twin, open in stock transformers.
         license: Licence identifier for the card, such as "mit".
+        with_code: Add code with which transformers opens the folder without this package (see `write_code`).
 
     Raises:
         ConfigError: The target is in use, an option is unknown, or the layout cannot express the model.
@@ -76,23 +81,36 @@ def export_folder(
     for option, value, allowed in (("dtype", dtype, get_args(ExportDtype)), ("to", to, get_args(ExportLayout))):
         if value not in allowed:
             raise ConfigError(f"{option}={value!r}: choose one of {', '.join(allowed)}")
+    if with_code and to != "difftransformer":
+        raise ConfigError(f"--with-code with --to {to}: that layout opens in stock transformers; leave one of them out")
     refuse_used(target)
     if not Path(source).is_dir():
         raise CheckpointError(f"{source}: no such folder; name a run folder or the folder of a saved model")
     folder = latest_checkpoint(Path(source))
-    if read_config(folder).get("quantization_config") is not None:
+    document = read_config(folder)
+    if document.get("quantization_config") is not None:
         raise CheckpointError(f"{folder}: the model is quantized; export it as it was before quantization")
-    model = open_model(folder, model_type="difftransformer")
-    title = target.resolve().name
-    card = model_card(model.config, name=title, training=_training(folder), license=license, stock=to == "diffllama")
+    model = open_model(folder, model_type="difftransformer", auto_class=_auto_class(document))
+    if with_code:
+        check_code(model.config)
+    card = model_card(
+        model.config,
+        name=target.resolve().name,
+        architecture=type(model).__name__,
+        training=_training(folder),
+        license=license,
+        opens_with="code" if with_code else "package" if to == "difftransformer" else "transformers",
+    )
     notes: tuple[str, ...] = ()
     with whole_or_not_at_all(target) as out:
         if to == "difftransformer":
             _write(model, out, folder, dtype)
+            if with_code:
+                write_code(out)
         else:
             with tempfile.TemporaryDirectory(dir=target.parent) as between, naming(Path(between)):
                 _write(model, Path(between), folder, "auto")
-                notes = convert_folder(between, out, to="diffllama").notes
+                notes = convert_folder(between, out, to=to).notes
             if dtype != "auto":
                 _cast(out, dtype)
         found = read_card(folder)
@@ -105,14 +123,21 @@ def export_folder(
     )
 
 
-def _write(model: DiffTransformerForCausalLM, out: Path, source: Path, dtype: str) -> None:
+def _auto_class(document: dict[str, Any]) -> Any:
+    """Return the Auto class of the model that config.json describes; a causal language model where it names none."""
+    architecture = str((document.get("architectures") or ["ForCausalLM"])[0])
+    return getattr(transformers, "AutoModel" + next(head for head in HEADS if architecture.endswith(head)))
+
+
+def _write(model: DiffTransformerPreTrainedModel, out: Path, source: Path, dtype: str) -> None:
     """Write weights, configuration and generation settings, and copy the source's tokenizer and licence."""
     if dtype != "auto":
         for name, parameter in model.named_parameters():
             if not any(kept in name for kept in model._keep_in_fp32_modules_strict):
                 parameter.data = parameter.data.to(DTYPES[dtype])
     try:
-        model.generation_config.validate(strict=True)  # which saving asks for
+        if model.can_generate():
+            model.generation_config.validate(strict=True)  # which saving asks for
     except FOREIGN_FAULTS as error:
         raise CheckpointError(f"{source / GENERATION_FILE}: not valid ({on_one_line(error)}); correct it") from error
     with quietly():

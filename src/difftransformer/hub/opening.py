@@ -43,9 +43,16 @@ class OpenedModel:
 
 
 def open_model(
-    model: Path | str, *, dtype: WeightsDtype = "auto", backend: str = "auto", model_type: str | None = None
+    model: Path | str,
+    *,
+    dtype: WeightsDtype = "auto",
+    backend: str = "auto",
+    model_type: str | None = None,
+    auto_class: Any = AutoModelForCausalLM,
 ) -> Any:
-    """Open a causal language model with complete weights. A DiffLlama is accelerated (see `accelerate`).
+    """Open a causal language model, or a model of another Auto class, with complete weights.
+
+    A DiffLlama is accelerated (see `accelerate`).
 
     Args:
         model: Run folder, of which the newest checkpoint is opened; checkpoint or folder of any causal language model that
@@ -53,6 +60,7 @@ def open_model(
         dtype: Floating-point type of the weights. "auto" keeps the type that they were saved in.
         backend: Attention backend of a model of this package or of a DiffLlama.
         model_type: The only `model_type` to accept, such as "difftransformer". None accepts all.
+        auto_class: transformers' Auto class of the model.
 
     Raises:
         CheckpointError: The model is damaged, incomplete or of another type, or cannot be opened.
@@ -75,8 +83,8 @@ def open_model(
                     "attention; omit --backend"
                 )
             with WeightsReader(folder) as weights:  # refuses pickles, names damaged files
-                _check_size(config, weights)
-                network, found = AutoModelForCausalLM.from_pretrained(
+                _check_size(config, weights, auto_class)
+                network, found = auto_class.from_pretrained(
                     folder,
                     config=config,
                     dtype="auto" if dtype == "auto" else DTYPES[dtype],
@@ -99,7 +107,7 @@ def open_model(
 
 def _check_special_tokens(network: Any, folder: Path) -> None:
     """Refuse special tokens that are no tokens, in config.json and generation_config.json."""
-    for settings in (network.config, network.generation_config):
+    for settings in (network.config, getattr(network, "generation_config", None)):
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             value = getattr(settings, name, None)
             ids = value if isinstance(value, list) and name == "eos_token_id" else [value]
@@ -107,7 +115,7 @@ def _check_special_tokens(network: Any, folder: Path) -> None:
                 raise CheckpointError(f"{folder}: {name}={short(value)} is no token id; correct its settings")
 
 
-def _check_size(config: Any, weights: WeightsReader) -> None:
+def _check_size(config: Any, weights: WeightsReader, auto_class: Any) -> None:
     """Refuse a configuration that describes more than the weights hold, before a network of that size is built."""
     layers, tensors = getattr(config.get_text_config(), "num_hidden_layers", 0), len(weights.shapes)
     if layers > tensors:
@@ -115,7 +123,7 @@ def _check_size(config: Any, weights: WeightsReader) -> None:
     if getattr(config, "quantization_config", None) is not None:  # whose weights are packed
         return
     with torch.device("meta"):
-        described = sum(parameter.numel() for parameter in AutoModelForCausalLM.from_config(config).parameters())
+        described = sum(parameter.numel() for parameter in auto_class.from_config(config).parameters())
     held = sum(math.prod(shape) for shape in weights.shapes.values())
     if described > MOST_MISSING * held:
         raise ValueError(f"config.json describes {described:,} parameters, and the weights hold {held:,}")

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
@@ -30,6 +30,7 @@ HEADS = {  # the end of a class's name: what the model is, and its pipeline
     "ForQuestionAnswering": ("model of extractive question answering", "question-answering"),
     "": ("decoder without its output layer", None),
 }
+OpensWith = Literal["package", "code", "transformers"]
 PAPER = "https://arxiv.org/abs/2410.05258"
 CITATION = """```bibtex
 @article{ye2024differential,
@@ -62,7 +63,7 @@ def model_card(
     architecture: str = "DiffTransformerForCausalLM",
     training: Training | str | None = None,
     license: str | None = None,
-    stock: bool = False,
+    opens_with: OpensWith = "package",
 ) -> str:
     """Return the text of a card: summary, layout and sizes, how to open the model, and how it was trained.
 
@@ -72,7 +73,7 @@ def model_card(
         architecture: Name of the class that was saved.
         training: Recipe and figures, or the training section of another card.
         license: Licence identifier such as "mit" or "apache-2.0", if it is known.
-        stock: Whether the folder has the `diffllama` layout, which opens without this package.
+        opens_with: What opens the folder: this package, remote code in it, or stock transformers.
 
     Raises:
         ConfigError: The licence is not an identifier.
@@ -87,7 +88,7 @@ def model_card(
     if license is not None:
         front["license"] = license
     front["tags"] = ["difftransformer", *config.attention.tags]
-    parts = [f"# {name}\n\n{_summary(config, what)}\n", _layout(config), _usage(head, stock)]
+    parts = [f"# {name}\n\n{_summary(config, what)}\n", _layout(config), _usage(head, opens_with)]
     if isinstance(training, str):
         parts.append(training)
     elif training is not None:
@@ -178,11 +179,17 @@ def _layout(config: DiffTransformerConfig) -> str:
     return _table("## Layout", rows.items())
 
 
-def _usage(head: str, stock: bool) -> str:
+def _usage(head: str, opens_with: OpensWith) -> str:
     auto = f"AutoModel{head}"
-    where = "It opens in stock transformers." if stock else "It opens once the package `difftransformer` is imported."
-    first = "" if stock else "import difftransformer  # makes the model type known to transformers\n"
-    code = f'{first}from transformers import {auto}\n\nmodel = {auto}.from_pretrained("FOLDER")\n'
+    where = {
+        "package": "It opens once the package `difftransformer` is imported.",
+        "code": "It opens with the code in this folder, which needs torch and transformers alone, or with the package "
+        "`difftransformer`, which is faster and does not run that code.",
+        "transformers": "It opens in stock transformers.",
+    }[opens_with]
+    first = "import difftransformer  # makes the model type known to transformers\n" if opens_with == "package" else ""
+    trust = ", trust_remote_code=True" if opens_with == "code" else ""
+    code = f'{first}from transformers import {auto}\n\nmodel = {auto}.from_pretrained("FOLDER"{trust})\n'
     return f"## Use\n\n{where}\n\n```python\n{code}```\n"
 
 

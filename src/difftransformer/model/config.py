@@ -28,7 +28,8 @@ def refuse_remote_code(auto_class: Any) -> None:
     """
     raise ConfigError(
         f"register_for_auto_class({getattr(auto_class, '__name__', auto_class)!r}): transformers would save one file of this "
-        "package, which needs the others; `import difftransformer` registers the Auto classes"
+        "package, which needs the others; `import difftransformer` registers the Auto classes, and `difftransformer export "
+        "--with-code` writes code that needs no other file"
     )
 
 
@@ -149,6 +150,7 @@ class DiffTransformerConfig(PreTrainedConfig):
                 f"attention_dropout={self.attention_dropout}: differential attention has no dropout on its maps; set 0"
             )
         self.head_layout()  # raises an error for impossible heads before anything is built
+        kwargs.pop("auto_map", None)  # names code beside the weights, which is neither run nor saved again
         super().__post_init__(**kwargs)
 
     @classmethod
@@ -183,6 +185,20 @@ class DiffTransformerConfig(PreTrainedConfig):
         attention = {f"layers.*.self_attn.{name}".rstrip("."): how for name, how in plan.items()}
         mlp = {"gate_proj": "colwise", "up_proj": "colwise", "down_proj": "rowwise"}
         return attention | {f"layers.*.mlp.{name}": how for name, how in mlp.items()}
+
+    @base_model_tp_plan.setter
+    def base_model_tp_plan(self, plan: dict[str, str]) -> None:
+        # transformers 5.19 adds its entry for tied embeddings to any plan; without it every process holds the whole embedding.
+        del plan
+
+    @property
+    def per_layer_config(self) -> list[Self]:
+        """This configuration with the heads and width of the cache, for each layer; transformers allocates caches from it."""
+        layout, cached = self.head_layout(), copy.copy(self)
+        cached.num_key_value_heads, cached.head_dim = layout.cache_heads, layout.value_width
+        if layout.key_width != layout.value_width:
+            cached.qk_head_dim = layout.key_width  # transformers then allocates at the first update
+        return [cached] * self.num_hidden_layers
 
     def head_layout(self) -> HeadLayout:
         """Return the heads and widths of this attention type."""

@@ -39,7 +39,7 @@ def arrange_rows(
         cache: Cache of earlier keys and values, or None.
         window: Sliding window in tokens, or None.
         is_causal: Whether tokens see only themselves and what precedes them.
-        keep_rows: Keep packed rows apart, for attention maps of shape (B, H, T, S).
+        keep_rows: Keep packed rows apart, for attention maps and hidden states in the form (B, ...).
 
     Returns:
         Hidden states (B, T, M) or (1, B T, M), position ids that broadcast to their first two dimensions, and the

@@ -20,11 +20,15 @@ from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
+from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
-from ..attention import RMSNorm
+from ..attention import Attention, RMSNorm
 from ..errors import ConfigError, ShapeError
+from .caches import regroup
 from .config import DiffTransformerConfig
 from .masks import arrange_rows
+from .nll import chunked_loss
+from .paged import PagedModel, PagedRow, check_paged
 from .pretrained import DiffTransformerPreTrainedModel
 from .rotary import RotaryEmbedding
 
@@ -69,8 +73,11 @@ class DecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
 class DiffTransformerModel(DiffTransformerPreTrainedModel):
     """The model without an output layer: a decoder, or a bidirectional encoder where config.is_causal is False."""
 
+    _can_record_outputs = {"hidden_states": DecoderLayer, "attentions": OutputRecorder(Attention, index=1)}
+
     def __init__(self, config: DiffTransformerConfig) -> None:
         super().__init__(config)
+        self.layout = config.head_layout()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         self.layers = nn.ModuleList(DecoderLayer(config, index) for index in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
@@ -79,7 +86,7 @@ class DiffTransformerModel(DiffTransformerPreTrainedModel):
         self.post_init()
         self._check_and_adjust_attn_implementation(config._attn_implementation)
 
-    @can_return_tuple
+    @capture_outputs
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -89,9 +96,9 @@ class DiffTransformerModel(DiffTransformerPreTrainedModel):
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         output_attentions: bool | None = None,
-        output_hidden_states: bool | None = None,
+        output_hidden_states: bool | list[int] | None = None,
         cu_seq_lens_q: Tensor | None = None,
-        **_: Any,
+        **keywords: Any,
     ) -> BaseModelOutputWithPast:
         """Compute the hidden states of every token.
 
@@ -105,23 +112,20 @@ class DiffTransformerModel(DiffTransformerPreTrainedModel):
             inputs_embeds: (B, T, M) embeddings in place of input_ids.
             use_cache: Whether to make a DynamicCache if none is given. Defaults to config.use_cache, and to False in
                 training and without causality.
-            output_attentions: Whether to return every layer's map, (B, H, T, S) in fp32 (A1 - lambda A2 for "diff").
-                Requires attn_implementation="eager".
-            output_hidden_states: Whether to return the input of every layer and the final hidden states.
+            output_attentions: Whether to return every layer's map, (B, H, T, S) in fp32 (A1 - lambda A2 for "diff"). Outputs
+                are then computed from these maps, whatever the attn_implementation.
+            output_hidden_states: Whether to return the input of every layer and the final hidden states, or the indices of
+                those to return.
             cu_seq_lens_q: (N + 1,) cumulative lengths of documents packed in a single row.
+            **keywords: What transformers' continuous batching passes beside these: its cache and places in it.
 
         Raises:
             ShapeError: Both or neither of input_ids and inputs_embeds are given, or a mask does not fit.
-            ConfigError: Maps are requested from an implementation that does not compute them, or a cache from an encoder.
+            ConfigError: A cache is requested from an encoder.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ShapeError("pass exactly one of input_ids and inputs_embeds")
         need_maps = self.config.output_attentions if output_attentions is None else output_attentions
-        if need_maps and self.config._attn_implementation != "eager":
-            raise ConfigError(
-                f"output_attentions=True with attn_implementation={self.config._attn_implementation!r}: only 'eager' computes "
-                "the maps; call model.set_attn_implementation('eager')"
-            )
         need_hidden = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         hidden = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         batch, length = hidden.shape[:2]
@@ -137,46 +141,48 @@ class DiffTransformerModel(DiffTransformerPreTrainedModel):
             )
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
+        if past_key_values is not None:
+            regroup(past_key_values, self.layout)
 
-        rows, positions, restrictions = arrange_rows(
-            hidden,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            cu_seqlens=cu_seq_lens_q,
-            cache=past_key_values,
-            window=self.config.sliding_window,
-            is_causal=self.config.is_causal,
-            keep_rows=need_maps,
-        )
-        position_embeddings = self.rotary_emb(positions)
+        paged = PagedRow.of(self.layout, keywords)
+        if paged is None:
+            rows, positions, restrictions = arrange_rows(
+                hidden,
+                attention_mask=attention_mask,
+                position_ids=position_ids,
+                cu_seqlens=cu_seq_lens_q,
+                cache=past_key_values,
+                window=self.config.sliding_window,
+                is_causal=self.config.is_causal,
+                keep_rows=bool(need_maps or need_hidden),
+            )
+        else:
+            assert position_ids is not None  # continuous batching passes both
+            assert attention_mask is not None
+            rows, positions, past_key_values = hidden, position_ids, paged
+            restrictions = paged.restrictions(attention_mask)
+        position_embeddings = self.rotary_emb(hidden, positions)
 
-        all_hidden, all_maps = [], []
-        for layer in self.layers:
-            if need_hidden:
-                all_hidden.append(rows.view(batch, length, -1))
-                rows = all_hidden[-1].view(rows.shape)  # so that gradients flow through what is returned
-            rows, attention_map = layer(
+        for layer in self.layers[: self.config.num_hidden_layers]:  # fewer while assistant_early_exit drafts
+            rows, _ = layer(
                 rows,
                 past_key_values=past_key_values,
                 position_embeddings=position_embeddings,
                 need_map=need_maps,
                 restrictions=restrictions,
             )
-            if need_maps:
-                all_maps.append(attention_map)
-        hidden = self.norm(rows).view(batch, length, -1)
-        if need_hidden:
-            all_hidden.append(hidden)
         return BaseModelOutputWithPast(
-            last_hidden_state=hidden,
+            last_hidden_state=self.norm(rows).view(batch, length, -1),
             past_key_values=past_key_values if use_cache else None,
-            hidden_states=tuple(all_hidden) if need_hidden else None,
-            attentions=tuple(all_maps) if need_maps else None,
         )
 
 
 class DiffTransformerForCausalLM(DiffTransformerPreTrainedModel, GenerationMixin):  # type: ignore[misc]
     """The language model. `forward` and `generate` behave like those of LlamaForCausalLM.
+
+    Attributes:
+        loss_chunk_tokens: None, or the number of tokens whose logits are in memory at a time when `labels` are given. The
+            output's logits are then None.
 
     Raises:
         ConfigError: config.is_causal is False.
@@ -184,6 +190,7 @@ class DiffTransformerForCausalLM(DiffTransformerPreTrainedModel, GenerationMixin
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
     _tp_plan = {"lm_head": "colwise_gather_output"}
+    loss_chunk_tokens: int | None = None
 
     def __init__(self, config: DiffTransformerConfig) -> None:
         if not config.is_causal:
@@ -196,6 +203,22 @@ class DiffTransformerForCausalLM(DiffTransformerPreTrainedModel, GenerationMixin
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
         self._check_and_adjust_attn_implementation(config._attn_implementation)
+
+    def init_continuous_batching(self, *arguments: Any, **options: Any) -> Any:
+        """Make transformers' manager of requests; `generate_batch` and `transformers serve` call this.
+
+        Raises:
+            ConfigError: the attn_implementation takes no mask.
+        """
+        original = self.config._attn_implementation
+        if original == "difftransformer":
+            self.set_attn_implementation("sdpa")
+        check_paged(self.config._attn_implementation)
+        manager = super().init_continuous_batching(*arguments, **options)
+        if not isinstance(manager.model, PagedModel):
+            manager.model = PagedModel(self, self.config)
+        manager._original_attn_impl = original  # restored when the manager stops
+        return manager
 
     @can_return_tuple
     def forward(
@@ -217,7 +240,8 @@ class DiffTransformerForCausalLM(DiffTransformerPreTrainedModel, GenerationMixin
             labels: (B, T) token ids, shifted inside; -100 is ignored. The loss is the mean in nats per token, or the sum
                 divided by `num_items_in_batch` if that is given.
             logits_to_keep: Number of last positions to compute logits for (0 = all), or the indices of positions.
-            **kwargs: output_attentions, output_hidden_states, cu_seq_lens_q, num_items_in_batch, return_dict.
+            **kwargs: output_attentions, output_hidden_states, cu_seq_lens_q, num_items_in_batch, shift_labels (labels that are
+                shifted already), return_dict.
         """
         outputs = self.model(
             input_ids=input_ids,
@@ -233,9 +257,12 @@ class DiffTransformerForCausalLM(DiffTransformerPreTrainedModel, GenerationMixin
             hidden = hidden[:, logits_to_keep]
         elif logits_to_keep:
             hidden = hidden[:, -logits_to_keep:]
-        logits = self.lm_head(hidden)
-        loss = None
-        if labels is not None:
+        logits = loss = None
+        if labels is None or self.loss_chunk_tokens is None or type(self.lm_head) is not nn.Linear:
+            logits = self.lm_head(hidden)
+        else:
+            loss = chunked_loss(hidden, self.lm_head.weight, labels, chunk_tokens=self.loss_chunk_tokens, **kwargs)
+        if labels is not None and logits is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         return CausalLMOutputWithPast(
             loss=loss,
@@ -244,7 +271,3 @@ class DiffTransformerForCausalLM(DiffTransformerPreTrainedModel, GenerationMixin
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
-
-    def _get_static_cache_init_shape(self) -> None:
-        # For chunked prefill, transformers would allocate the plain Transformer's heads. None defers it to the first update.
-        return None

@@ -1,17 +1,173 @@
-"""The loss that training and evaluation share."""
+"""The loss that training and evaluation share, with the logits of all tokens or of a chunk of tokens at a time."""
 
+from typing import Any
+
+import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from ..errors import ConfigError
+
+IGNORED = -100
+WHOLE_LOGITS = 2**26  # logits that are computed at once unless a chunk is given: 256 MiB in fp32
+CHUNK_TOKENS = {"cpu": 256, "cuda": 1024}  # on a CPU a chunk's logits stay in its cache
 
 
 def next_token_nll(model: nn.Module, input_ids: Tensor, targets: Tensor, **where: Tensor) -> Tensor:
-    """Return the negative log-likelihood of each target in nats, (B, T) in fp32.
+    """Return the negative log-likelihood of each target in nats, (B, T) in fp32, and 0 for targets of -100.
 
     Args:
         model: A causal language model with the interface of transformers.
         input_ids: (B, T).
-        targets: (B, T), the token after each of input_ids.
-        where: position_ids of tokens that do not begin their sequence.
+        targets: (B, T), the token after each of input_ids, or -100.
+        where: position_ids of tokens that do not begin their sequence, or of packed documents, which start at 0 in each.
     """
     logits = model(input_ids=input_ids, use_cache=False, **where).logits
     return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
+
+
+def summed_next_token_nll(model: nn.Module, input_ids: Tensor, targets: Tensor, **where: Tensor) -> Tensor:
+    """Return the sum of `next_token_nll`, a scalar; in chunks where the model has `loss_chunk_tokens`.
+
+    Args:
+        model, input_ids, where: See `next_token_nll`.
+        targets: (B, T), the token after each of input_ids; -100 leaves a token out.
+    """
+    if getattr(model, "loss_chunk_tokens", None) is None:
+        return next_token_nll(model, input_ids, targets, **where).sum()
+    labels = {"labels": targets, "shift_labels": targets, "num_items_in_batch": 1}
+    return model(input_ids=input_ids, **labels, use_cache=False, **where).loss
+
+
+def loss_chunk(tokens: int, vocab_size: int, device: str) -> int | None:
+    """Return the tokens of a chunk for a loss over `tokens`, or None where the logits of all are few."""
+    return None if tokens * vocab_size <= WHOLE_LOGITS else CHUNK_TOKENS.get(device, CHUNK_TOKENS["cuda"])
+
+
+def chunked_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    chunk_tokens: int,
+    shift_labels: Tensor | None = None,
+    num_items_in_batch: Tensor | int | None = None,
+    ignore_index: int = IGNORED,
+    **_: Any,
+) -> Tensor:
+    """Return the loss of a causal language model as transformers defines it, without its logits.
+
+    Args:
+        hidden: (B, T, M), what the output layer maps to logits.
+        weight: (V, M), weight of the output layer.
+        labels: (B, T), token ids that are shifted here; `ignore_index` leaves a token out.
+        chunk_tokens: See `summed_nll`.
+        shift_labels: (B, T), labels that are shifted already, in place of `labels`.
+        num_items_in_batch: Divisor of the summed loss; None means the number of labels.
+        ignore_index: Label of tokens without a loss.
+    """
+    if shift_labels is None:
+        shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    targets = shift_labels.to(hidden.device)
+    total = summed_nll(hidden, weight, targets, chunk_tokens=chunk_tokens, ignore_index=ignore_index)
+    return total / ((targets != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch)
+
+
+def summed_nll(
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, chunk_tokens: int, ignore_index: int = IGNORED
+) -> Tensor:
+    """Return the summed negative log-likelihood of the targets in nats, a scalar in fp32.
+
+    Logits exist for a chunk of tokens at a time. Their gradient is formed with them, because that of a sum is known before the
+    backward pass: no logits are kept or computed twice. In place of them, gradients of `hidden` and `weight` are kept. The
+    result has a first derivative only.
+
+    A weight that is a DTensor, sharded by rows, is a vocabulary-parallel head: its ranks see the same tokens, each computes
+    the logits of its rows, and every rank gets the whole loss and the whole gradient of `hidden`.
+
+    Args:
+        hidden: (..., M).
+        weight: (V, M).
+        targets: (...), token ids below V; `ignore_index` leaves a token out.
+        chunk_tokens: Number of tokens whose logits are in memory at a time.
+        ignore_index: Target of tokens without a loss.
+
+    Raises:
+        ConfigError: chunk_tokens is below 1, or a DTensor is not sharded by rows on one mesh dimension.
+    """
+    if chunk_tokens < 1:
+        raise ConfigError(f"chunk_tokens={chunk_tokens}: give at least 1")
+    group: Any = None
+    sharded: Any = weight  # a DTensor, whose import is slow and which only a distributed run has
+    if hasattr(sharded, "placements"):
+        if [placement.is_shard(0) for placement in sharded.placements] != [True]:
+            raise ConfigError(
+                f"weight has placements {sharded.placements}; shard its rows over one dimension of a mesh"
+            )
+        group = sharded.device_mesh.get_group()
+        weight = sharded.to_local()
+    if torch.is_autocast_enabled(hidden.device.type):
+        dtype = torch.get_autocast_dtype(hidden.device.type)
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+    return _SummedNLL.apply(
+        hidden.flatten(0, -2), weight, targets.flatten(), chunk_tokens, ignore_index, group, torch.is_grad_enabled()
+    )
+
+
+class _SummedNLL(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        chunk_tokens: int,
+        ignore_index: int,
+        group: Any,
+        with_gradient: bool,
+    ) -> Tensor:
+        first = 0 if group is None else dist.get_rank(group) * weight.shape[0]
+        total = torch.zeros((), device=hidden.device)
+        if with_gradient:
+            hidden_grad = torch.empty_like(hidden)
+            # The sum over chunks in fp32, rounded once at the end.
+            weight_grad = torch.zeros_like(weight, dtype=torch.float32)
+        for start in range(0, hidden.shape[0], chunk_tokens):
+            rows = slice(start, start + chunk_tokens)
+            wanted = targets[rows]
+            counted = (wanted != ignore_index)[:, None]
+            column = (wanted - first)[:, None]
+            own = counted & (column >= 0) & (column < weight.shape[0])  # targets among this rank's rows
+            column = column.where(own, 0)
+            # In place from here on: one buffer holds logits, exponentials and their gradient in turn.
+            scores = (hidden[rows] @ weight.T).float()
+            scores -= _reduced(scores.amax(-1, keepdim=True), "MAX", group)
+            target = _reduced(scores.gather(1, column).where(own, 0), "SUM", group)
+            normalizer = _reduced(scores.exp_().sum(-1, keepdim=True), "SUM", group)
+            total += (normalizer.log() - target).where(counted, 0).sum()
+            if with_gradient:
+                scores *= counted / normalizer
+                scores.scatter_add_(1, column, -own.float())
+                gradient = scores.to(weight.dtype)
+                hidden_grad[rows] = gradient @ weight
+                if weight.dtype == torch.float32:
+                    weight_grad.addmm_(gradient.T, hidden[rows])
+                else:
+                    weight_grad += gradient.T @ hidden[rows]
+        if with_gradient:
+            ctx.save_for_backward(_reduced(hidden_grad, "SUM", group), weight_grad.to(weight.dtype))
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_grad, weight_grad = ctx.saved_tensors
+        return hidden_grad * scale, weight_grad * scale, None, None, None, None, None
+
+
+def _reduced(value: Tensor, how: str, group: Any) -> Tensor:
+    if group is not None:
+        dist.all_reduce(value, getattr(dist.ReduceOp, how), group)
+    return value

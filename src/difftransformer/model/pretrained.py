@@ -19,6 +19,7 @@ from .weights import weights_files
 ATTN_IMPLEMENTATIONS: dict[str, str | None] = {
     "difftransformer": None,
     "eager": "reference",
+    "paged|eager": "reference",  # transformers' name for it in continuous batching
     "sdpa": "sdpa",
     "flash_attention_2": "flash",
     "flex_attention": "flex",
@@ -37,9 +38,11 @@ class DiffTransformerPreTrainedModel(PreTrainedModel):  # type: ignore[misc]
     _supports_sdpa = True
     _can_compile_fullgraph = True
 
-    def __init__(self, config: DiffTransformerConfig, *arguments: Any, **options: Any) -> None:
-        super().__init__(config, *arguments, **options)
-        self._keep_in_fp32_modules_strict = list(config.attention.fp32_parameters)
+    def post_init(self) -> None:
+        """Finish the initialisation as `PreTrainedModel.post_init` does, with the parameters that stay in fp32."""
+        there = {name.rpartition(".")[2] for name, _ in self.named_parameters()}
+        self._keep_in_fp32_modules_strict = [name for name in self.config.attention.fp32_parameters if name in there]
+        super().post_init()
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -58,8 +61,10 @@ class DiffTransformerPreTrainedModel(PreTrainedModel):  # type: ignore[misc]
         # transformers passes no mask at all for a name that it does not know, so every accepted name has a backend here.
         name = attn_implementation or "difftransformer"
         if name not in ATTN_IMPLEMENTATIONS:
+            name = name.removeprefix("paged|")  # the older names for continuous batching
+        if name not in ATTN_IMPLEMENTATIONS:
             raise ConfigError(
-                f"attn_implementation={name!r} is not supported; choose one of {', '.join(ATTN_IMPLEMENTATIONS)}"
+                f'Specified `attn_implementation="{name}"` is not supported; choose one of {", ".join(ATTN_IMPLEMENTATIONS)}'
             )
         backend = ATTN_IMPLEMENTATIONS[name] or self.config.attn_backend
         for module in self.modules():

@@ -25,10 +25,9 @@ class RotaryEmbedding(LlamaRotaryEmbedding):  # type: ignore[misc]
                 f"({type(error).__name__}: {on_one_line(error)})"
             ) from error
 
-    def forward(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cosine and sine, (B, T, D / 2) each in fp32: one value for each pair of features."""
-        fp32 = torch.empty(0, device=position_ids.device, dtype=torch.float32)
-        cos, sin = super().forward(fp32, position_ids)
+    def forward(self, hidden: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cosine and sine, (B, T, D / 2) each: one value for each pair of features, in fp32 whatever hidden's dtype."""
+        cos, sin = super().forward(hidden.new_empty(0, dtype=torch.float32), position_ids)
         half = cos.shape[-1] // 2
         return cos[..., :half], sin[..., :half]
 

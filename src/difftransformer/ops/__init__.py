@@ -3,8 +3,10 @@
 from .attention import (
     attention_maps,
     differential_attention,
+    max_logits,
     normed_differential_attention,
     observe_inputs,
+    observe_max_logits,
     softmax_attention,
     softmax_maps,
 )

@@ -19,6 +19,7 @@ from ..errors import ConfigError, ShapeError
 from . import reference
 from .backends import select_backend
 from .isolation import isolated
+from .logits import largest_logits
 from .norms import rms_norm
 from .problem import (
     Call,
@@ -52,6 +53,18 @@ def observe_inputs(observer: InputsObserver) -> Iterator[None]:
         yield
     finally:
         _inputs_observer.reset(token)
+
+
+@contextmanager
+def observe_max_logits() -> Iterator[list[Tensor]]:
+    """Collect the largest logits of every attention call inside the block, (maps, H) each, as `max_logits` returns them.
+
+    Backends do not know them, so each call forms its logits once more, some rows at a time. Like `observe_inputs`, of which
+    this is a use, the block must begin before `torch.compile` traces the model.
+    """
+    found: list[Tensor] = []
+    with observe_inputs(lambda inputs, restrictions, scale: found.append(largest_logits(inputs, restrictions, scale))):
+        yield found
 
 
 @torch.compiler.assume_constant_result
@@ -221,6 +234,43 @@ def softmax_maps(
     return maps(query, key, restrictions, count=1, scale=scale)[0]
 
 
+def max_logits(
+    query: Tensor,
+    key: Tensor,
+    *,
+    num_maps: int = 2,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    window: int | None = None,
+    kv_start: Tensor | None = None,
+    kv_lengths: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:
+    """The largest logit s q k of each map and head, over the batch and the pairs that may attend: what QK-Clip watches.
+
+    It takes one product of queries and keys and O(n) memory, and does not depend on a backend. No gradient flows to it. The
+    arguments that are not listed here are those of `attention_maps`.
+
+    Args:
+        query: (B, H, T, 2D); (B, H, T, D) for one map.
+        key: (B, G, S, 2D) or (B, G, S, D).
+        num_maps: 2 for differential attention, 1 for ordinary attention.
+
+    Returns:
+        (num_maps, H) in fp32 (float64 for float64 inputs), -inf for a head none of whose queries may attend to a key.
+    """
+    if num_maps not in (1, 2):
+        raise ConfigError(
+            f"num_maps: {shown(num_maps)}; it must be 1 (ordinary attention) or 2 (differential attention)"
+        )
+    restrictions = Restrictions(attn_mask, is_causal, window, kv_start, kv_lengths, cu_seqlens)
+    scale = _check({"query": query, "key": key}, restrictions, num_maps, scale)
+    inputs = ((query, key),) if num_maps == 1 else inputs_of_maps(query, key)
+    with without_autocast(query.device.type):
+        return largest_logits(inputs, restrictions, scale)
+
+
 def attend(
     query: Tensor,
     key: Tensor,
@@ -252,7 +302,8 @@ def attend(
     chosen = select_backend(Problem.of(call), backend, query.device)
     observer = _observer()
     if observer is not None:
-        observer(call.maps(), restrictions, scale)
+        with without_autocast(query.device.type):
+            observer(call.maps(), restrictions, scale)
     # The caller chooses the dtypes: autocast acts on the layers above, not in here.
     with without_autocast(query.device.type):
         heads_BHTE = isolated(chosen.run, call) if chosen.multiplies_all else chosen.run(call)

@@ -156,6 +156,11 @@ def _distrust(name: str, device: torch.device, dtype: torch.dtype) -> str | None
     return trust.refusal(BACKENDS[name], device, dtype)
 
 
+@torch.compiler.assume_constant_result
+def _is_exported_to_onnx() -> bool:
+    return torch.compiler.is_exporting() and torch.onnx.is_in_onnx_export()
+
+
 @contextlib.contextmanager
 def use_backend(name: str) -> Iterator[None]:
     """Make calls with `backend="auto"` use one backend inside the block, for tests and benchmarks.
@@ -209,12 +214,14 @@ def _known(name: str) -> Backend:
 
 
 def _first_of_table(problem: Problem, device: torch.device | None) -> Backend:
-    is_long = problem.queries * problem.keys > QUADRATIC_MEMORY_MAX_LENGTH**2
+    if _is_exported_to_onnx():
+        return BACKENDS["reference"]  # ONNX has no operator for the others
     for row in TABLE:
         if not row.fits(problem):
             continue
         backend = BACKENDS[row.backend]
-        if is_long and backend.has_quadratic_memory(problem):
+        # In this order: an exported program must not depend on a bound of its lengths.
+        if backend.has_quadratic_memory(problem) and problem.queries * problem.keys > QUADRATIC_MEMORY_MAX_LENGTH**2:
             continue
         if _refusal(backend, problem, device) is None:
             return backend

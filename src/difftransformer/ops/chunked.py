@@ -60,8 +60,8 @@ class Tile(NamedTuple):
 
 
 def supports(problem: Problem) -> str | None:
-    """Return None: this backend runs every problem."""
-    return None
+    """Return why this backend cannot run the problem, or None: it runs all outside of traced transforms."""
+    return fused.untraceable()
 
 
 def has_quadratic_memory(problem: Problem) -> bool:
@@ -386,7 +386,7 @@ def _backward(grad: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor]
     return dq_NRTC.view(query.shape), dk_NSC.view(key.shape).to(dtype), dv_NSE.view(value.shape).to(dtype), dlam
 
 
-_library = fused.define("chunked", normed=False)
+_library, _attend = fused.define("chunked", normed=False)
 
 
 @torch.library.impl(_library, "chunked_attention", "CompositeExplicitAutograd")
@@ -417,5 +417,5 @@ def _(
 
 def run(call: Call) -> Tensor:
     """Attend as `reference.run` does."""
-    out: Tensor = torch.ops.difftransformer.chunked_attention(*call[:4], *call.restrictions, call.scale)
+    out: Tensor = _attend(*call[:4], *call.restrictions, call.scale)
     return out

@@ -1,10 +1,11 @@
-"""What the operators of the backends have in common: their signature, and how autograd differentiates them."""
+"""What the operators of the backends have in common: their signature, and how autograd and torch.func differentiate them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Function, forward_ad
 
 from ..errors import BackendUnavailable
 from .problem import SCHEMA, Call, Restrictions
@@ -16,7 +17,7 @@ _DIFFERENTIABLE = {"Tensor query", "Tensor key", "Tensor value", "Tensor? lam", 
 
 def define(
     backend: str, kept: Sequence[str] = (), *, keeps_out: bool = False, normed: bool = True, more: Sequence[str] = ()
-) -> torch.library.Library:
+) -> tuple[torch.library.Library, Callable[..., Any]]:
     """Define `difftransformer::BACKEND_attention` and `difftransformer::BACKEND_attention_backward`.
 
     The first operator returns its output and the tensors `kept`. With `norm_eps`, it returns factor * RMSNorm(head) * weight
@@ -32,7 +33,7 @@ def define(
         more: Further arguments in the language of operator schemas.
 
     Returns:
-        The library to register implementations with.
+        The library to register implementations with, and a function that calls the first operator.
     """
     name = f"{backend}_attention"
     arguments = (*_INPUTS, *(_NORM if normed else ()), *more)
@@ -58,7 +59,7 @@ def define(
         count = len(saved) - len(tensors)
         for place, tensor in zip(tensors, saved[count:], strict=True):
             inputs[place] = tensor
-        found = getattr(torch.ops.difftransformer, f"{name}_backward")(grad, *saved[:count], *inputs)
+        found = call_backward(grad, *saved[:count], *inputs)
         grads: list[Tensor | None] = [None] * len(inputs)
         for place, gradient in zip(differentiable, found, strict=True):
             grads[place] = None if inputs[place] is None else gradient.to(inputs[place].dtype)
@@ -67,9 +68,60 @@ def define(
     def refuse(ctx: Any, *_: Any) -> None:
         raise BackendUnavailable(f"backend {backend!r} has no second derivatives; name backend='reference'")
 
+    def refuse_forward_mode(ctx: Any, *_: Any) -> None:
+        raise BackendUnavailable(f"backend {backend!r} has no forward-mode derivatives; name backend='reference'")
+
     torch.library.register_autograd(f"difftransformer::{name}", differentiate, setup_context=save)
     torch.library.register_autograd(f"difftransformer::{name}_backward", refuse)
-    return library
+    call = _transformable(name, save, differentiate, refuse_forward_mode)
+    call_backward = _transformable(f"{name}_backward", lambda ctx, inputs, output: None, refuse, refuse_forward_mode)
+    return library, call
+
+
+def _transformable(
+    name: str, setup_context: Callable[..., None], backward: Callable[..., Any], jvp: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Return a function that calls an operator, also under the transforms of torch.func and in forward mode.
+
+    torch.func refuses gradients that are registered for an operator, and forward mode does not see that there is no formula.
+    Both take a `Function`. Under vmap it runs one sample after the other.
+    """
+
+    def forward(*arguments: Any) -> Any:
+        return getattr(torch.ops.difftransformer, name)(*arguments)
+
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[Any, Any]:
+        samples = [
+            transformed.apply(
+                *(x if dim is None else x.select(dim, i) for x, dim in zip(arguments, in_dims, strict=True))
+            )
+            for i in range(info.batch_size)
+        ]
+        if isinstance(samples[0], Tensor):
+            return torch.stack(samples), 0
+        return tuple(map(torch.stack, zip(*samples, strict=True))), (0,) * len(samples[0])
+
+    methods = {"forward": forward, "setup_context": setup_context, "backward": backward, "jvp": jvp, "vmap": vmap}
+    transformed: Any = type(name, (Function,), {key: staticmethod(method) for key, method in methods.items()})
+
+    def call(*arguments: Any) -> Any:
+        if _is_transformed():
+            return transformed.apply(*arguments)
+        return forward(*arguments)
+
+    return call
+
+
+@torch.compiler.assume_constant_result
+def _is_transformed() -> bool:
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def untraceable() -> str | None:
+    """Return why a registered operator cannot run now, or None."""
+    if torch.compiler.is_compiling() and _is_transformed():
+        return "torch.compile cannot trace its gradient under the transforms of torch.func"
+    return None
 
 
 def arguments_of(call: Call) -> tuple[Any, ...]:

@@ -390,7 +390,7 @@ def is_readable(tensor: Tensor) -> bool:
         not torch.compiler.is_compiling()
         and type(tensor) is Tensor
         and tensor.device.type == "cpu"
-        and not torch._C._functorch.is_batchedtensor(tensor)  # of vmap
+        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)  # of vmap, for example
     )
 
 

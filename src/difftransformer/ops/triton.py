@@ -21,7 +21,9 @@ DESCRIPTION = "fused Triton kernels for GPUs, forward, backward and decoding; su
 MAX_WIDTH, MAX_VALUE_WIDTH = 128, 256
 MIN_CAPABILITY = (8, 0)  # matrix instructions for bf16
 
-_library = fused.define("triton", ("lse", "second", "plain", "inverse_rms"), keeps_out=True, more=("bool save",))
+_library, _attend = fused.define(
+    "triton", ("lse", "second", "plain", "inverse_rms"), keeps_out=True, more=("bool save",)
+)
 
 
 def supports(problem: Problem) -> str | None:
@@ -30,7 +32,7 @@ def supports(problem: Problem) -> str | None:
         return "takes bfloat16, float16 and float32, not float64"
     if problem.width > MAX_WIDTH or problem.value_width > MAX_VALUE_WIDTH:
         return f"takes D up to {MAX_WIDTH} and E up to {MAX_VALUE_WIDTH}, not D = {problem.width} and E = {problem.value_width}"
-    return _unavailable(problem.device_type)
+    return fused.untraceable() or _unavailable(problem.device_type)
 
 
 def has_quadratic_memory(problem: Problem) -> bool:
@@ -41,7 +43,7 @@ def has_quadratic_memory(problem: Problem) -> bool:
 def run(call: Call) -> Tensor:
     """Attend as `reference.run` does, and normalise heads in the same pass."""
     save = Problem.of(call).needs_grad
-    out: Tensor = torch.ops.difftransformer.triton_attention(*fused.arguments_of(call), save)[0]
+    out: Tensor = _attend(*fused.arguments_of(call), save)[0]
     return out
 
 

@@ -60,6 +60,7 @@ def bench_tables(bench: Bench) -> list[Table]:
         (bench.diffllama, _diffllama_table),
         (bench.generation, _generation_table),
         (bench.models, _models_table),
+        (bench.loss, _loss_table),
     ]
     return tables + [make(bench) for rows, make in others if rows]
 
@@ -264,6 +265,23 @@ def _models_table(bench: Bench) -> Table:
         "tokens."
     ]
     return Table("models", "Whole models", _groups(["work", *titles]), rows, notes)
+
+
+def _loss_table(bench: Bench) -> Table:
+    cells = _grouped(bench.loss, lambda t: f"{t.dtype}, {t.tokens:,} x {t.hidden_size}, {t.vocab_size:,} logits")
+    rows = [
+        [
+            f"{title}: {timing.implementation}",
+            _milliseconds(timing.median_seconds),
+            _ratio(timing.ratio_to_whole),
+            f"{timing.peak_bytes / 2**20:,.0f}",
+            _ratio(timing.peak_bytes / timings[0].peak_bytes),
+        ]
+        for title, timings in cells.items()
+        for timing in timings
+    ]
+    notes = [f"Forward and backward; ratios to {bench.loss[0].implementation}. Memory above the inputs."]
+    return Table("loss", "Loss", _groups(["loss", "ms", "ratio", "MiB", "memory, ratio"]), rows, notes)
 
 
 def is_gpu(bench: Bench) -> bool:

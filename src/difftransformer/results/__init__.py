@@ -23,6 +23,8 @@ from .bench import (
     DiffLlamaTiming,
     GenerationTiming,
     GeometricMean,
+    LossShape,
+    LossTiming,
     MemoryPoint,
     ModelTiming,
     ModelWork,

@@ -129,6 +129,25 @@ class TrainingTiming(_ModelTiming):
 
 
 @dataclass(frozen=True, kw_only=True)
+class LossShape:
+    """A loss over `vocab_size` logits of each of `tokens` hidden states."""
+
+    dtype: Dtype
+    tokens: int
+    hidden_size: int
+    vocab_size: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossTiming(Timing, LossShape):
+    """Time of the loss with both gradients, its ratio to that with whole logits, and the peak memory above the inputs."""
+
+    implementation: str
+    ratio_to_whole: float
+    peak_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainingSkip:
     """A training step that was left out, and the reason."""
 
@@ -211,3 +230,4 @@ class Bench:
     generation: list[GenerationTiming] = dataclasses.field(default_factory=list)
     peaked: list[AttentionTiming] = dataclasses.field(default_factory=list)
     models: list[ModelTiming] = dataclasses.field(default_factory=list)
+    loss: list[LossTiming] = dataclasses.field(default_factory=list)

@@ -1,22 +1,12 @@
-"""Our language model made of vLLM's layers, with its paged cache, for the attention types "diff", "diff_v2" and "softmax".
+"""Our language model made of vLLM's layers, with its paged cache.
 
-vLLM's `Attention` is ordinary grouped-query attention whose keys and values are equally wide. One call of it computes both
-maps exactly: softmax(Q K^T) V is computed for each part of V, and the maps are subtracted afterwards in fp32.
+`heads.py` says how ordinary attention computes both maps; they are subtracted afterwards in fp32.
 
-    keys      shared by the maps             own for each map
-    kv heads  (group, part)                  (group, map, part)
-    queries   (group, part, head, map)       (group, map, part, head)
-
-"diff_v2" has a shared key and one part: 2 H query heads over G key/value heads, in the order of its rows. "diff" has a key
-for each map and a value of 2 D, which makes two parts: 4 H query heads over 4 G key/value heads. Each key and each value is
-cached twice, 8 D numbers a group and token where our own cache holds 4 D, and the scores are computed twice.
-
-Dimensions: N tokens of all requests, H heads and G key/value heads of this rank, R = H / G, P parts of D in a value.
+Dimensions: N tokens of all requests, H heads of this rank, E width of a value, M width of the model.
 """
 
 from collections.abc import Iterable
 from itertools import islice
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,107 +20,94 @@ from vllm.model_executor.layers.linear import ColumnParallelLinear, MergedColumn
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
-from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.model_executor.models.interfaces import SupportsPP
 from vllm.model_executor.models.utils import (
     AutoWeightsLoader,
     PPMissingLayer,
+    WeightsMapper,
     extract_layer_index,
-    is_pp_missing_parameter,
     make_empty_intermediate_tensors_factory,
     make_layers,
     maybe_prefix,
 )
 from vllm.sequence import IntermediateTensors
 
-from ..attention import HeadLayout, variant
+from ..attention import variant
+from ..attention.dex import DifferentialExtension
 from ..attention.differential import LAMBDA_VECTORS, Differential, lambda_init
 from ..errors import ConfigError
 from ..model import DiffTransformerConfig
-
-SERVED_TYPES = ("softmax", "diff", "diff_v2")
-STACKED = {
-    "gate_proj": ("gate_up_proj", 0),
-    "up_proj": ("gate_up_proj", 1),
-}  # our names -> vLLM's layer, and the place in it
+from .heads import ServedHeads
 
 
-def check_served(config: DiffTransformerConfig, ranks: int) -> HeadLayout:
-    """Check that vLLM can serve the model, and return the model's heads.
+def check_served(config: DiffTransformerConfig) -> None:
+    """Check what vLLM's layers are built for.
 
     Raises:
-        ConfigError: vLLM's attention cannot express the model, or its heads do not divide among the ranks.
+        ConfigError: the model has another activation, or is not causal.
     """
-    if config.attention_type not in SERVED_TYPES:
-        raise ConfigError(
-            f"vLLM: attention_type={config.attention_type!r} is not served; its attention can express {', '.join(SERVED_TYPES)}"
-        )
     if config.hidden_act != "silu":
         raise ConfigError(f"vLLM: hidden_act={config.hidden_act!r} is not served; its gated layer uses silu")
     if not config.is_causal:
         raise ConfigError("vLLM: is_causal=False is not served; its decoder is causal")
-    layout = config.head_layout()
-    if layout.value_head_dim % layout.head_dim:
-        raise ConfigError(
-            f"vLLM: value_head_dim={layout.value_head_dim} is not a multiple of head_dim={layout.head_dim}, so values cannot "
-            "be cached in parts as wide as the keys; generate with transformers"
-        )
-    if layout.num_key_value_heads % ranks:
-        raise ConfigError(
-            f"vLLM: {layout.num_key_value_heads} key/value heads do not divide among {ranks} tensor-parallel ranks; "
-            "use a divisor"
-        )
-    return layout
 
 
 class ServedAttention(nn.Module):
     """An attention layer with this rank's heads."""
 
+    chosen: Tensor
+    places: Tensor
+
     def __init__(self, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__()
         config: DiffTransformerConfig = vllm_config.model_config.hf_config
-        quant, ranks = vllm_config.quant_config, get_tensor_model_parallel_world_size()
-        layout = check_served(config, ranks)
-        self.heads, self.groups = layout.num_heads // ranks, layout.num_key_value_heads // ranks
-        self.head_dim, self.maps, self.key_maps = layout.head_dim, layout.query_maps, layout.key_maps
-        self.parts = layout.value_head_dim // layout.head_dim
-        width, heads, groups = config.hidden_size, layout.num_heads, layout.num_key_value_heads
+        quant = vllm_config.quant_config
+        check_served(config)
+        self.heads = ServedHeads.of(config, get_tensor_model_parallel_world_size())
+        layout, width = self.heads.layout, config.hidden_size
 
         def project(name: str, rows: int) -> nn.Module:
             return ColumnParallelLinear(width, rows, bias=False, quant_config=quant, prefix=f"{prefix}.{name}")
 
-        # These are separate, because vLLM's joint layer needs keys and values of one width.
-        self.q_proj = project("q_proj", heads * layout.query_width)
-        self.k_proj = project("k_proj", groups * layout.key_width)
-        self.v_proj = project("v_proj", groups * layout.value_head_dim)
+        # These are separate, because vLLM's joint layer needs queries, keys and values of one width.
+        self.q_proj = project("q_proj", layout.query_groups * layout.query_width)
+        self.k_proj = project("k_proj", layout.cache_heads * layout.key_width)
+        self.v_proj = project("v_proj", layout.num_key_value_heads * layout.value_head_dim)
         self.o_proj = RowParallelLinear(
-            heads * layout.value_head_dim, width, bias=False, quant_config=quant, prefix=f"{prefix}.o_proj"
+            layout.num_heads * layout.value_head_dim, width, bias=False, quant_config=quant, prefix=f"{prefix}.o_proj"
         )
+        # Only the gated layout of "grouped_diff_v2" has the field.
+        gated = getattr(layout, "output_gate", False)
+        self.gate_proj = project("gate_proj", layout.num_heads * layout.value_head_dim) if gated else None
         self.rotary_emb = get_rope(
-            self.head_dim,
+            layout.head_dim,
             max_position=config.max_position_embeddings,
             is_neox_style=True,  # half-split
             rope_parameters=config.rope_parameters,
         )
         self.attn = Attention(
-            self.heads * self.maps * self.parts,
-            self.head_dim,
-            self.head_dim**-0.5,
-            num_kv_heads=self.groups * self.key_maps * self.parts,
+            self.heads.query_heads,
+            self.heads.head_size,
+            layout.head_dim**-0.5,
+            num_kv_heads=self.heads.key_value_heads,
             cache_config=vllm_config.cache_config,
             quant_config=quant,
             per_layer_sliding_window=config.sliding_window,
             prefix=f"{prefix}.attn",
         )
-        kind = variant(config.attention_type)
+        kind, layer_index = variant(config.attention_type), extract_layer_index(prefix)
+        self.first_head = get_tensor_model_parallel_rank() * self.heads.heads
         if issubclass(kind, Differential):
             self.options = kind.options_of(config)
             start = self.options.lambda_init
-            self.lambda_init = lambda_init(extract_layer_index(prefix)) if start is None else start
-            self._add_own_parameters(config, layout, prefix)
+            self.lambda_init = lambda_init(layer_index) if start is None else start
+            self._add_differential(config, prefix)
+        elif issubclass(kind, DifferentialExtension):
+            chosen = kind.arguments_of(config, layer_index)["dex_heads"]
+            self._add_extension(range(layout.num_heads) if chosen is None else sorted(chosen))
 
-    def _add_own_parameters(self, config: DiffTransformerConfig, layout: HeadLayout, prefix: str) -> None:
-        options = self.options
+    def _add_differential(self, config: DiffTransformerConfig, prefix: str) -> None:
+        options, layout = self.options, self.heads.layout
         if options.lambda_form in ("layer", "head"):
             shape = (layout.head_dim,) if options.lambda_form == "layer" else (layout.num_heads, layout.head_dim)
             for name in LAMBDA_VECTORS:
@@ -145,34 +122,32 @@ class ServedAttention(nn.Module):
                 layout.value_head_dim, eps=config.head_norm_eps, has_weight=options.head_norm == "gain"
             )
 
+    def _add_extension(self, chosen: Iterable[int]) -> None:
+        heads, width = list(chosen), self.heads.layout.value_head_dim
+        self.dex_lambda = nn.Parameter(torch.empty(len(heads)), requires_grad=False)
+        self.dex_proj = nn.Parameter(torch.empty(len(heads), width, width), requires_grad=False)
+        # The chosen heads of this rank, and their places among all that are chosen.
+        here = [place for place, head in enumerate(heads) if 0 <= head - self.first_head < self.heads.heads]
+        self.register_buffer("chosen", torch.tensor([heads[at] - self.first_head for at in here]), persistent=False)
+        self.register_buffer("places", torch.tensor(here), persistent=False)
+
     def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
         """Map (N, M) to (N, M)."""
-        tokens = hidden_states.shape[0]
         query, key, value = (projection(hidden_states)[0] for projection in (self.q_proj, self.k_proj, self.v_proj))
         query, key = self.rotary_emb(positions, query, key)
-        groups, parts, maps, width = self.groups, self.parts, self.maps, self.head_dim
-        query = query.view(tokens, groups, -1, maps, width)  # (N, G, R, maps, D)
-        if self.key_maps == 2:
-            query = query.transpose(2, 3).unsqueeze(3).expand(-1, -1, -1, parts, -1, -1)
-        else:
-            query = query.unsqueeze(2).expand(-1, -1, parts, -1, -1, -1)
-        key = key.view(tokens, groups, self.key_maps, 1, width).expand(-1, -1, -1, parts, -1)
-        value = value.view(tokens, groups, 1, parts, width).expand(-1, -1, self.key_maps, -1, -1)
-        query, key, value = (states.reshape(tokens, -1) for states in (query, key, value))
-        attended = self.attn(query, key, value)
-        # Make it (N, G, R, maps, P, D), so that heads are in the order of o_proj's columns.
-        if self.key_maps == 2:
-            attended = attended.view(tokens, groups, maps, parts, -1, width).permute(0, 1, 4, 2, 3, 5)
-        else:
-            attended = attended.view(tokens, groups, parts, -1, maps, width).permute(0, 1, 3, 4, 2, 5)
-        heads = attended.reshape(tokens, self.heads, maps, parts * width)
-        heads = heads[:, :, 0] if maps == 1 else self._subtract(heads, hidden_states)
-        return self.o_proj(heads.reshape(tokens, -1))[0]
+        heads, second = self.heads.separate(self.attn(*self.heads.arrange(query, key, value)))
+        if second is not None:
+            heads = self._subtract(heads, second, hidden_states)
+        elif hasattr(self, "dex_proj"):
+            heads = self._extend(heads)
+        heads = heads.reshape(len(heads), -1)
+        if self.gate_proj is not None:
+            heads = heads * torch.sigmoid(self.gate_proj(hidden_states)[0])
+        return self.o_proj(heads)[0]
 
-    def _subtract(self, heads: Tensor, hidden_states: Tensor) -> Tensor:
-        """Subtract lambda times the second map's heads from the first's, and normalise: (N, H, 2, E) to (N, H, E)."""
-        first, second = heads.float().unbind(2)
-        result = (first - self._lam(hidden_states) * second).to(heads.dtype)
+    def _subtract(self, first: Tensor, second: Tensor, hidden_states: Tensor) -> Tensor:
+        """Subtract lambda times the second map's heads (N, H, E) from the first's, and normalise."""
+        result = (first.float() - self._lam(hidden_states) * second.float()).to(first.dtype)
         if self.head_norm is not None:
             normed = self.head_norm(result.reshape(-1, result.shape[-1])).view_as(result)
             result = normed * (1 - self.lambda_init)
@@ -187,10 +162,13 @@ class ServedAttention(nn.Module):
             return torch.sigmoid(self.lambda_proj(hidden_states)[0].float()).unsqueeze(-1)
         q1, k1, q2, k2 = (getattr(self, name) for name in LAMBDA_VECTORS)
         lam = torch.exp((q1 * k1).sum(-1)) - torch.exp((q2 * k2).sum(-1)) + self.lambda_init
-        if form == "head":
-            first = get_tensor_model_parallel_rank() * self.heads
-            lam = lam[first : first + self.heads].unsqueeze(-1)
-        return lam
+        return lam[self.first_head : self.first_head + self.heads.heads].unsqueeze(-1) if form == "head" else lam
+
+    def _extend(self, heads: Tensor) -> Tensor:
+        """Subtract lambda O W_D from the chosen heads of (N, H, E)."""
+        chosen = heads[:, self.chosen]
+        mapped = torch.einsum("nhe,hef->nhf", chosen, self.dex_proj[self.places])
+        return heads.index_copy(1, self.chosen, chosen - self.dex_lambda[self.places].unsqueeze(-1) * mapped)
 
 
 class ServedMlp(nn.Module):
@@ -240,6 +218,11 @@ class ServedLayer(nn.Module):
 class ServedModel(nn.Module):
     """The decoder without its output layer."""
 
+    # Our names -> vLLM's layer, and the place in it.
+    hf_to_vllm_mapper = WeightsMapper(
+        orig_to_new_stacked={".mlp.gate_proj": (".mlp.gate_up_proj", 0), ".mlp.up_proj": (".mlp.gate_up_proj", 1)}
+    )
+
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
         config = vllm_config.model_config.hf_config
@@ -284,22 +267,7 @@ class ServedModel(nn.Module):
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Copy a checkpoint's tensors by name and return the names of the filled parameters."""
-        parameters, filled = dict(self.named_parameters()), set()
-        for name, tensor in weights:
-            shard: tuple[Any, ...] = ()
-            for ours, (theirs, place) in STACKED.items():
-                if f".{ours}." in name:
-                    name, shard = name.replace(ours, theirs), (place,)
-            if is_pp_missing_parameter(name, self):
-                continue
-            if name not in parameters:
-                raise ConfigError(
-                    f"vLLM: the checkpoint's model.{name} is not a tensor of this model; check config.json"
-                )
-            parameter = parameters[name]
-            getattr(parameter, "weight_loader", default_weight_loader)(parameter, tensor, *shard)
-            filled.add(name)
-        return filled
+        return AutoWeightsLoader(self).load_weights(weights, mapper=self.hf_to_vllm_mapper)
 
 
 class DiffTransformerForCausalLM(nn.Module, SupportsPP):  # type: ignore[misc]
@@ -344,5 +312,4 @@ class DiffTransformerForCausalLM(nn.Module, SupportsPP):  # type: ignore[misc]
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Copy a checkpoint's tensors by name and return the names of the filled parameters."""
-        tied = ["lm_head."] if self.config.tie_word_embeddings else None
-        return AutoWeightsLoader(self, skip_prefixes=tied).load_weights(weights)
+        return AutoWeightsLoader(self).load_weights(weights)

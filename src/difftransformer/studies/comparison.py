@@ -66,7 +66,15 @@ def compare(
             start_run(place, run)
             done = is_done(place, run, tasks, log)
             title = f"{label(model)}, seed {seed}"
-            job = Job(label=title, folder=place, steps=run.training.steps, threads=threads, lock=lock, done=done)
+            job = Job(
+                label=title,
+                folder=place,
+                shards=shards.folders,
+                steps=run.training.steps,
+                threads=threads,
+                lock=lock,
+                done=done,
+            )
             jobs.append(job)
         log(f"training {len(jobs)} runs, {recipe.compare.jobs} at a time with {threads} threads each")
         run_jobs(jobs, at_once=recipe.compare.jobs, progress=progress)

@@ -56,7 +56,14 @@ def commit() -> str:
     # A package that is installed in another project's checkout is not among that project's files.
     for words in (["ls-files", "--error-unmatch", Path(__file__).name], describe):
         try:
-            done = subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, timeout=10, check=True)
+            done = subprocess.run(
+                ["git", "--no-optional-locks", *words],
+                cwd=folder,
+                capture_output=True,
+                text=True,
+                timeout=10,
+                check=True,
+            )
         except (OSError, subprocess.SubprocessError):
             return _installed_commit()
         answers.append(done.stdout.strip())

@@ -21,10 +21,14 @@ WATCH_SECONDS = 0.5
 
 @dataclass(kw_only=True)
 class Job:
-    """One run: what it is called, where it is, and how far it has come. Its process inherits the folder's lock."""
+    """One run: what it is called, where it and its shards are, and how far it has come.
+
+    Its process inherits the folder's lock.
+    """
 
     label: str
     folder: Path
+    shards: Sequence[Path]
     steps: int
     threads: int
     lock: int | None = None
@@ -41,6 +45,7 @@ class Job:
                 "difftransformer.studies.run",
                 str(self.folder),
                 str(self.threads),
+                *map(str, self.shards),
                 pass_fds=() if self.lock is None else (self.lock,),
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -13,6 +13,7 @@ from transformers import AutoConfig
 
 from ..convert.checkpoint_io import naming_config
 from ..data import DataConfig
+from ..data.tokenizer import BYTE_VOCABULARY
 from ..errors import ConfigError, DataError
 from ..evals.tasks import task_kind
 from ..families import DifferentialFamilyConfig
@@ -20,7 +21,7 @@ from ..model import DiffTransformerConfig, preset
 from ..reading import parse_yaml, read_json
 from ..results import write_text_atomically
 from ..sources import check_name, read_recipe
-from ..train import ParallelConfig, TrainingConfig
+from ..train import ParallelConfig, TrainingConfig, checkpoints
 from ..typed import build, short, unknown_key
 
 STARTS = (DiffTransformerConfig.model_type, DifferentialFamilyConfig.model_type)
@@ -119,7 +120,8 @@ class Recipe:
         evaluation: Tasks that a trained model is evaluated with.
         evaluation_batch_tokens: Largest number of tokens in a batch of an evaluation.
         compare: Models, seeds, jobs.
-        start_from: Folder of a saved model of this package whose weights training starts from; `model` is then empty.
+        start_from: Run, or folder of a saved model of this package, whose weights training starts from. `model` is then empty,
+            or describes a model that takes these weights: positions and rotary settings may differ.
     """
 
     name: str
@@ -140,13 +142,8 @@ class Recipe:
             raise ConfigError(f"evaluation.{error}") from None
         if self.evaluation_batch_tokens < 1:
             raise ConfigError(f"evaluation_batch_tokens={self.evaluation_batch_tokens}: give at least 1")
-        if self.start_from is None:
+        if self.start_from is None or self.model:
             self.model_config(vocab_size=1)  # impossible models are refused when the recipe is read
-        elif self.model:
-            raise ConfigError(
-                f"model: {', '.join(self.model)} are given beside start_from, whose config.json says what the model is; "
-                "use model: {}"
-            )
 
     def model_config(self, *, vocab_size: int, **tokens: int) -> DiffTransformerConfig:
         """The model's configuration with the tokenizer's vocabulary and special tokens.
@@ -155,7 +152,7 @@ class Recipe:
             ConfigError: an unknown field or an impossible combination.
         """
         context = self.training.context_tokens
-        if self.start_from is not None:
+        if self.start_from is not None and not self.model:
             return self._start_config(context)
         types = DiffTransformerConfig.field_types()
         allowed = ["preset", *(name for name in types if name not in FROM_TOKENIZER)]
@@ -175,8 +172,30 @@ class Recipe:
             **{**fields, "max_position_embeddings": longest, "vocab_size": vocab_size, **tokens}
         )
 
+    def planned_config(self) -> DiffTransformerConfig:
+        """The model's configuration while neither data nor tokenizer need exist: with the preset's vocabulary, if it has one.
+
+        Raises:
+            ConfigError: See `model_config`.
+        """
+        if "preset" in self.model:
+            return self.model_config(vocab_size=preset(self.model["preset"]).fields["vocab_size"])
+        return self.model_config(vocab_size=BYTE_VOCABULARY if self.data.tokenizer == "byte" else self.data.vocab_size)
+
+    def missing(self) -> list[str]:
+        """What the recipe names and is not there, one line each."""
+        named = {"data.source": self.data.source, "data.tokenizer": self.data.tokenizer, "start_from": self.start_from}
+        return [
+            f"{key}: {value} does not exist"
+            for key, value in named.items()
+            if value not in (None, "python-stdlib", "bpe", "byte")
+            and not value.startswith("hf:")
+            and not Path(value).exists()
+        ]
+
     def _start_config(self, context: int) -> DiffTransformerConfig:
-        path = Path(str(self.start_from)) / "config.json"
+        folder = Path(str(self.start_from))
+        path = (checkpoints(folder) or [folder])[-1] / "config.json"
         document = read_json(path, error=ConfigError, advice="name the folder of a saved model as start_from")
         model_type = document.get("model_type") if isinstance(document, dict) else None
         if model_type not in STARTS:

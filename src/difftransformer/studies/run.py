@@ -66,12 +66,35 @@ def _model(recipe: Recipe, shards: Shards) -> tuple[Any, DiffTransformerConfig]:
             f"data.tokenizer has {tokenizer.vocab_size} tokens and the model of start_from {start.config.vocab_size}; "
             "use the model's own tokenizer"
         )
+    if start is not None and recipe.model:
+        start = _given_another_length(start, recipe)
+        return start, start.config
     return start, recipe.model_config(
         vocab_size=tokenizer.vocab_size,
         bos_token_id=tokenizer.end_of_text,
         eos_token_id=tokenizer.end_of_text,
         pad_token_id=tokenizer.pad,
     )
+
+
+def _given_another_length(start: DiffTransformerForCausalLM, recipe: Recipe) -> DiffTransformerForCausalLM:
+    """Build the recipe's model with the weights of `start`.
+
+    Raises:
+        ConfigError: They differ in more than positions and rotary settings.
+    """
+    special = {name: getattr(start.config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    config = recipe.model_config(vocab_size=start.config.vocab_size, **special)
+    before, after = start.config.to_dict(), config.to_dict()
+    for name in DiffTransformerConfig.field_types():
+        if name not in ("max_position_embeddings", "rope_parameters") and before.get(name) != after.get(name):
+            raise ConfigError(
+                f"model.{name} is {after.get(name)!r}, and {before.get(name)!r} in start_from {recipe.start_from}; only "
+                "max_position_embeddings and rope_parameters may change, or use model: {}"
+            )
+    model = DiffTransformerForCausalLM(config)
+    model.load_state_dict(start.state_dict())
+    return model
 
 
 def run_results(
@@ -95,12 +118,12 @@ def is_trained(folder: Path, recipe: Recipe) -> bool:
 
 
 def main(arguments: list[str]) -> int:
-    """Train and evaluate in FOLDER with THREADS threads; errors go to standard error on one line."""
-    folder, threads = Path(arguments[0]), int(arguments[1])
+    """Train and evaluate in FOLDER with THREADS threads on SHARDS ...; errors go to standard error on one line."""
+    folder, threads, made = Path(arguments[0]), int(arguments[1]), [Path(word) for word in arguments[2:]]
     torch.set_num_threads(threads)
     try:
         recipe = load_recipe(folder / RECIPE_FILE)
-        shards = prepare_shards(recipe.data)
+        shards = prepare_shards(recipe.data, made=made)
         if not is_trained(folder, recipe):
             train_run(folder, recipe, shards)
         newest = checkpoints(folder)[-1]

@@ -85,7 +85,10 @@ def upcycling_study(
             start_run(at, run)
             done = is_done(at, run, tasks, log)
             steps = recipe.training.steps
-            jobs.append(Job(label=_label(name), folder=at, steps=steps, threads=threads, lock=lock, done=done))
+            job = Job(
+                label=_label(name), folder=at, shards=shards.folders, steps=steps, threads=threads, lock=lock, done=done
+            )
+            jobs.append(job)
         log(f"training {len(jobs)} models, {recipe.compare.jobs} at a time")
         run_jobs(jobs, at_once=recipe.compare.jobs, progress=progress)
     ends = [run_result(folder, name, run, tasks) for name, run in runs.items()]

@@ -3,7 +3,7 @@
 runs/NAME/checkpoints/step-000500/
     config.json, model.safetensors, tokenizer files    Hugging Face model folder
     trained.safetensors                                adapters of a run with training.lora, which the model has merged
-    optimizer.safetensors                              moments of AdamW and states of the random generators
+    optimizer.safetensors                              moments of the optimizer and states of the random generators
     state.json                                         step, loader, size and SHA-256 of every other file and of itself
 
 A checkpoint is written under another name, flushed to disk and renamed, so a folder called step-* was once complete. The
@@ -43,7 +43,7 @@ STATE_VERSION = 1
 OPTIMIZER_FILE = "optimizer.safetensors"
 WEIGHTS_FILE = "model.safetensors"
 ADAPTER_FILE = "trained.safetensors"
-MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+MOMENTS = ("exp_avg", "exp_avg_sq", "step", "momentum_buffer")
 _NAME = re.compile(r"step-(\d{6,})")
 
 

@@ -10,9 +10,15 @@ from ..errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW. The defaults are those of the paper's 3B run (arXiv:2410.05258 Table 9), which states no clipping.
+    """AdamW, or Muon for hidden matrices.
+
+    The defaults are those of the paper's 3B run (arXiv:2410.05258 Table 9), which states no clipping.
 
     Attributes:
+        method: "adamw"; or "muon" for the matrices between embedding and output layer (torch.optim.Muon), with AdamW for
+            embeddings, vectors and matrices of a single row. Updates of Muon are scaled to AdamW's size (arXiv:2502.16982
+            section 2.2), so that both take the same learning rate and weight decay.
+        momentum: Momentum of Muon.
         learning_rate: Peak learning rate.
         betas: Decay rates of the two moments.
         eps: Term added to the denominator.
@@ -20,6 +26,8 @@ class OptimizerConfig:
         clip_norm: Maximum gradient norm; None turns clipping off.
     """
 
+    method: Literal["adamw", "muon"] = "adamw"
+    momentum: float = 0.95
     learning_rate: float = 3.2e-4
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
@@ -32,6 +40,8 @@ class OptimizerConfig:
                 raise ConfigError(f"{name}={getattr(self, name)}: give a number above 0")
         if not 0 <= self.weight_decay < math.inf:
             raise ConfigError(f"weight_decay={self.weight_decay}: give 0 or more")
+        if not 0 <= self.momentum < 1:
+            raise ConfigError(f"momentum={self.momentum}: give a decay rate, at least 0 and below 1")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ConfigError(f"betas={list(self.betas)}: each is a decay rate, at least 0 and below 1")
         if self.clip_norm is not None and not 0 < self.clip_norm < math.inf:
@@ -145,6 +155,8 @@ class TrainingConfig:
         accumulation: Number of parts that a batch is split into to save memory.
         precision: "fp32", or "bf16" for autocast with fp32 weights.
         seed: Seed of weights and batches. A DIFF model and its twin with the same seed see the same batches.
+        pack_documents: Whether a row holds whole documents that do not see each other, in place of a window of the
+            concatenated text.
         retrieval: Needle documents among the rows, or None.
         lora: Adapters to train in place of the weights, or None. They are meant for a pretrained model.
         optimizer: Settings of AdamW.
@@ -153,6 +165,8 @@ class TrainingConfig:
         validation_windows: Number of validation windows, each of the last stage's length.
         checkpoint_every: Steps between checkpoints. The last step is always saved.
         keep_checkpoints: Number of checkpoints to keep.
+        loss_chunk_tokens: Number of tokens whose logits are in memory at a time. None means all where they are few, else a
+            number that suits the device.
         gradient_checkpointing: Whether to recompute activations in the backward pass, which saves memory and takes time. True
             keeps the input of each layer alone; "selective" also keeps the results of attention and of matrix products.
         compile: Whether to compile every layer with torch.compile.
@@ -164,6 +178,7 @@ class TrainingConfig:
     accumulation: int = 1
     precision: Literal["fp32", "bf16"] = "fp32"
     seed: int = 0
+    pack_documents: bool = False
     retrieval: RetrievalMix | None = None
     lora: LoraConfig | None = None
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -172,6 +187,7 @@ class TrainingConfig:
     validation_windows: int = 16
     checkpoint_every: int = 500
     keep_checkpoints: int = 2
+    loss_chunk_tokens: int | None = None
     gradient_checkpointing: Literal[False, True, "selective"] = False
     compile: bool = False
 
@@ -182,6 +198,8 @@ class TrainingConfig:
                 raise ConfigError(f"{name}={getattr(self, name)}: give at least 1")
         if self.seed < 0:
             raise ConfigError(f"seed={self.seed}: give 0 or more")
+        if self.loss_chunk_tokens is not None and self.loss_chunk_tokens < 1:
+            raise ConfigError(f"loss_chunk_tokens={self.loss_chunk_tokens}: give at least 1, or null to choose by size")
         check_context_stages(self.context_stages, self.batch_tokens, parts=self.accumulation, divisor="accumulation")
 
     @property

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 
 from ..attention import Attention
-from ..data import Loader, Shards, validation_windows
+from ..data import Loader, Shards, document_positions, validation_windows
 from ..errors import EXIT_INTERRUPTED, EXIT_REQUEUE, DiffTransformerError
 from ..model import DiffTransformerConfig, DiffTransformerForCausalLM
-from ..model.nll import next_token_nll
+from ..model.nll import IGNORED, loss_chunk, summed_next_token_nll
 from .checkpoint import CheckpointState, checkpoints, load_checkpoint, save_checkpoint
 from .config import TrainingConfig
 from .lora import add_lora
@@ -107,7 +107,12 @@ def train(
             rank=mesh.row_rank,
             world_size=mesh.row_ranks,
             retrieval=config.retrieval,
+            pack_documents=config.pack_documents,
         )
+    if isinstance(model, DiffTransformerForCausalLM):
+        part_tokens = config.batch_tokens // config.accumulation // mesh.row_ranks // mesh.context
+        chunk = loss_chunk(part_tokens, model_config.vocab_size, processes.device)
+        model.loss_chunk_tokens = config.loss_chunk_tokens or chunk
     recompute_activations(model, config)
     model = mesh.place(model, config)
     model.train()
@@ -208,14 +213,13 @@ def _step(
     """
     batch, device = next(loader), mesh.processes.device
     loss = torch.zeros((), device=device)
-    parts = list(zip(batch.input_ids.chunk(config.accumulation), batch.targets.chunk(config.accumulation), strict=True))
-    for index, (input_ids, targets) in enumerate(parts, start=1):
-        mesh.synchronise(model, now=index == len(parts))
+    for index, part in enumerate(batch.parts(config.accumulation, device), start=1):
+        mesh.synchronise(model, now=index == config.accumulation)
         with torch.autocast(device, torch.bfloat16, enabled=config.precision == "bf16"):
-            nll = next_token_nll(model, **mesh.inputs(input_ids.to(device), targets.to(device)))
-        part = nll.sum() / config.batch_tokens
-        part.backward()
-        loss += part.detach()
+            nll = summed_next_token_nll(model, **mesh.inputs(part.input_ids, part.targets, part.position_ids))
+        mean = nll / batch.step_targets
+        mean.backward()
+        loss += mean.detach()
     clip = config.optimizer.clip_norm
     norm = mesh.clip_gradients(model, float("inf") if clip is None else clip).item()
     total = mesh.sum(loss.item())
@@ -242,15 +246,16 @@ def validate(
     model.eval()
     rows = max(1, config.batch_tokens // config.accumulation // config.context_tokens // mesh.row_ranks)
     total, tokens, stopped = 0.0, 0, False
-    device = mesh.processes.device
+    device, end_of_text = mesh.processes.device, shards.tokenizer.end_of_text
     for part, weight in zip(windows.to(device).split(rows), weights.to(device).split(rows), strict=True):
         if stopped := bool(stop()):
             break
-        inputs = mesh.inputs(part[:, :-1], part[:, 1:])
+        positions = document_positions(part[:, :-1], end_of_text) if config.pack_documents else None
+        is_text = (part[:, 1:] != end_of_text) & weight
+        inputs = mesh.inputs(part[:, :-1], part[:, 1:].where(is_text, IGNORED), positions)
         with torch.autocast(device, torch.bfloat16, enabled=config.precision == "bf16"):
-            nll = next_token_nll(model, **inputs).double()
-        is_text = (inputs["targets"] != shards.tokenizer.end_of_text) & weight
-        total, tokens = total + nll[is_text].sum().item(), tokens + int(is_text.sum())
+            total += summed_next_token_nll(model, **inputs).item()
+        tokens += int((inputs["targets"] != IGNORED).sum())
     model.train()
     mesh.forget_whole(model)
     return None if stopped else mesh.sum(total) / mesh.sum(tokens)

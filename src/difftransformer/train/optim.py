@@ -1,4 +1,7 @@
-"""AdamW with weight decay on matrices only, and its learning rate."""
+"""The optimizer, with weight decay on matrices only, and its learning rate."""
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -7,17 +10,62 @@ from .config import OptimizerConfig, ScheduleConfig
 from .parallel.weights import by_mesh
 
 
-def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """Build AdamW over the trainable parameters, with weight decay on those of two or more dimensions."""
+class MuonWithAdamW(torch.optim.Optimizer):
+    """Muon for some matrices and AdamW for the other parameters, with one state and one list of groups.
+
+    Args:
+        muon: Optimizer of the matrices.
+        adamw: Optimizer of the others.
+    """
+
+    def __init__(self, muon: torch.optim.Muon, adamw: torch.optim.AdamW) -> None:
+        self._parts = (muon, adamw)
+        super().__init__([*muon.param_groups, *adamw.param_groups], {})
+        for part in self._parts:
+            part.state = self.state
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        """Make one step of both."""
+        if closure is not None:
+            closure()
+        for part in self._parts:
+            part.step()
+
+
+def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
+    """Build the optimizer of the trainable parameters, with weight decay on those of two or more dimensions."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    matrices, vectors = [p for p in parameters if p.dim() >= 2], [p for p in parameters if p.dim() < 2]
+    hidden = set(_hidden_matrices(model)) if config.method == "muon" else set()
+    others = [parameter for parameter in parameters if parameter not in hidden]
+    matrices, vectors = [p for p in others if p.dim() >= 2], [p for p in others if p.dim() < 2]
     groups = [
         {"params": group, "weight_decay": weight_decay}
         for kind, weight_decay in ((matrices, config.weight_decay), (vectors, 0.0))
         for group in by_mesh(kind)
     ]
     fused = all(parameter.device.type in ("cpu", "cuda") for parameter in parameters)
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, eps=config.eps, fused=fused)
+    adamw = torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, eps=config.eps, fused=fused)
+    if not hidden:
+        return adamw
+    muon = torch.optim.Muon(
+        [{"params": group} for group in by_mesh(p for p in parameters if p in hidden)],
+        lr=config.learning_rate,
+        weight_decay=config.weight_decay,
+        momentum=config.momentum,
+        adjust_lr_fn="match_rms_adamw",
+    )
+    return MuonWithAdamW(muon, adamw)
+
+
+def _hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
+    """Return the trainable matrices of at least two rows and columns, without embedding and output layer."""
+    ends: Any = model
+    outer = {id(end.weight) for end in (ends.get_input_embeddings(), ends.get_output_embeddings())}
+    return [
+        parameter
+        for parameter in model.parameters()
+        if parameter.requires_grad and parameter.dim() == 2 and min(parameter.shape) > 1 and id(parameter) not in outer
+    ]
 
 
 def learning_rate(step: int, *, peak: float, steps: int, schedule: ScheduleConfig) -> float:

@@ -1,6 +1,6 @@
 """How large a model's attention logits and hidden states are, in memory that does not grow with their number."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -9,12 +9,12 @@ from torch import Tensor, nn
 
 from ...attention import Attention
 from ...errors import EvaluationError
-from ...ops.problem import LOW_PRECISION, Restrictions, allowed_keys
+from ...ops.logits import logits_of_rows
+from ...ops.problem import Restrictions
 from . import BINS
 from .hooks import observing_inputs, on_the_op, written_out
 
 _FIRST_NOT_FINITE = 0x7F80
-_LOGITS_AT_ONCE = 1 << 22
 
 
 class Magnitude:
@@ -84,7 +84,7 @@ def magnitudes(model: Any, rows: Sequence[Tensor], largest: int) -> dict[str, An
     def observe(layer: int, maps: Sequence[tuple[Tensor, Tensor]], restrictions: Restrictions, scale: float) -> None:
         for number, (query, key) in enumerate(maps):
             distinct = slice(None, None, _copies(tapped[layer]) if number else 1)
-            for scores, allowed in _logits_of_rows(query, key, restrictions, scale, distinct):
+            for scores, allowed in logits_of_rows(query, key, restrictions, scale, distinct):
                 logits.add(scores, allowed)
 
     def leave(module: nn.Module, arguments: Any, output: Any) -> None:
@@ -96,29 +96,6 @@ def magnitudes(model: Any, rows: Sequence[Tensor], largest: int) -> dict[str, An
         for row in rows:
             model(input_ids=row, use_cache=False, logits_to_keep=1)
     return {"logits": logits.summary(), "hidden": hidden.summary()}
-
-
-def _logits_of_rows(
-    query: Tensor, key: Tensor, restrictions: Restrictions, scale: float, heads: slice
-) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Yield the logits (B, H, rows, keys) of one map in fp32 with their bool mask, some rows of some heads at a time.
-
-    Keys that are later than all of these rows are left out.
-    """
-    queries, keys = query.shape[2], key.shape[2]
-    key = key.repeat_interleave(query.shape[1] // key.shape[1], 1)[:, heads]
-    query = query[:, heads]
-    if query.dtype in LOW_PRECISION:
-        query, key = query.float(), key.float()
-    step = max(1, _LOGITS_AT_ONCE // (query.shape[0] * query.shape[1] * keys))
-    for first in range(0, queries, step):
-        last = min(first + step, queries)
-        seen = last + keys - queries if restrictions.is_causal and restrictions.kv_lengths is None else keys
-        scores = (query[:, :, first:last] * scale) @ key[:, :, :seen].mT
-        allowed = allowed_keys(restrictions, queries, keys, query.device, (first, last), (0, seen))
-        if allowed is not None and allowed.shape[1] > 1:
-            allowed = allowed[:, heads]
-        yield scores, allowed
 
 
 def _copies(module: nn.Module) -> int:

@@ -19,6 +19,7 @@ from ...attention.base import REPLICATED
 from ...data import check_context_stages
 from ...errors import ConfigError
 from ...model import DiffTransformerConfig, DiffTransformerForCausalLM
+from ...model.masks import packed_starts, row_lengths
 from ..config import ParallelConfig, TrainingConfig
 from .processes import ALONE, Processes
 from .tensor import split_layers
@@ -95,6 +96,13 @@ class Mesh:
                     f"parallel.context={self.context} does not divide a row of {length} tokens (training.context_stages); "
                     "change one"
                 )
+            rows = training.batch_tokens // length
+            if self.context > 1 and training.pack_documents and rows != parts:
+                raise ConfigError(
+                    f"parallel.context={self.context} with training.pack_documents takes one row at a time, and a step "
+                    f"has {rows} rows of {length} tokens in {parts} parts ({divisor}); set training.accumulation to "
+                    f"{rows // self.row_ranks}"
+                )
 
     def place(self, model: DiffTransformerForCausalLM, training: TrainingConfig) -> DiffTransformerForCausalLM:
         """Move a whole model to its place: on the device, and each process with its part of the weights."""
@@ -129,14 +137,27 @@ class Mesh:
             module.set_force_sum_reduction_for_comms(True)
         return model
 
-    def inputs(self, input_ids: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        """Return what this process computes of rows (B, T): all of them, or its part of each with the positions."""
+    def inputs(self, input_ids: Tensor, targets: Tensor, position_ids: Tensor | None = None) -> dict[str, Tensor]:
+        """Return what this process computes of rows (B, T): all of them, or its part of each with the positions.
+
+        Args:
+            input_ids: (B, T).
+            targets: (B, T).
+            position_ids: (B, T) positions that start at 0 in each packed document, or None for rows of one document. Where
+                processes share a row, B is 1.
+        """
         if self._context_group is None:
-            return {"input_ids": input_ids, "targets": targets}
+            documents = {} if position_ids is None else {"position_ids": position_ids}
+            return {"input_ids": input_ids, "targets": targets, **documents}
+        documents = {}
+        if position_ids is None:
+            position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).unsqueeze(0)
+        else:
+            documents["cu_seq_lens_q"] = row_lengths(packed_starts(position_ids, None))
         length = input_ids.shape[1] // self.context
         own = slice(self.context_rank * length, (self.context_rank + 1) * length)
-        positions = torch.arange(own.start, own.stop, device=input_ids.device).unsqueeze(0)
-        return {"input_ids": input_ids[:, own], "targets": targets[:, own], "position_ids": positions}
+        parts = {"input_ids": input_ids, "targets": targets, "position_ids": position_ids}
+        return {name: rows[:, own] for name, rows in parts.items()} | documents
 
     def own_rows(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return this process's part of rows that every process has, and which of them count, (rows, 1) bool.

@@ -1,0 +1,161 @@
+"""Grouped differential attention with lambda by token, shared keys and an output gate (Motif 3)."""
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import ConfigError
+from .base import AttentionConfig, Option, PlainLayer
+from .differential import DifferentialOptions
+from .shared_noise import SharedNoise, SharedNoiseLayout, paired
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatedLayout(SharedNoiseLayout):
+    """Signal heads and noise heads that read the keys and values of their group.
+
+    Attributes:
+        output_gate: Whether a projection of the hidden states scales the heads.
+    """
+
+    output_gate: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_noise_heads % self.num_key_value_heads:
+            raise ConfigError(
+                f"num_key_value_heads={self.num_key_value_heads} does not divide num_noise_heads={self.num_noise_heads}; "
+                "a noise head and its signal heads read one key"
+            )
+
+    def projection_parameters(self, hidden_size: int) -> int:
+        """Count the weights of q_proj, k_proj, v_proj, o_proj and gate_proj."""
+        gate = hidden_size * self.num_heads * self.value_head_dim if self.output_gate else 0
+        return super().projection_parameters(hidden_size) + gate
+
+
+class GroupedDifferentialAttentionV2(SharedNoise):
+    """Grouped differential attention of Motif 3, causal unless forward gets is_causal=False (arXiv:2608.09119, its vLLM fork).
+
+    head_h = (softmax(Q1_h K_g^T / sqrt(D)) - sigmoid(X w_h) softmax(Q2_j K_g^T / sqrt(D))) V_g, with
+        h = 0 ... H - 1 signal heads, j = h // (H / N) the noise head that h shares with H / N - 1 others,
+        and g = h // (H / G) the key/value head of both
+    output = (sigmoid(X W_G) * concat(head)) W_O
+
+    A noise head and its signal heads read one key and one value, so G divides N. lambda is one number for each token and
+    signal head, and there is no headwise norm. With N = H and without the gate this is DIFF V2. Rows of q_proj are ordered
+    (noise head, H / N signal queries and the noise query, D), those of lambda_proj and gate_proj by signal head.
+
+    Motif 3 forms queries, keys and values from latent vectors (multi-head latent attention) and its gate from the queries'
+    latent, with rotary embedding of a part of each head. Here all of them are projections of the hidden states, and whole
+    heads are rotated, as in the other variants. How weights start is not published: they start as all others.
+
+    A configuration's num_attention_heads is H + N, so W_Q has the size of the same-size Transformer's. G is its number of
+    key/value heads where that divides N, else the greatest number that divides both. W_O and W_G have H D M numbers each.
+
+    Args:
+        output_gate: Whether to scale the heads by sigmoid(X W_G).
+
+    num_key_value_heads None means N, and value_head_dim None D. The other arguments are those of `SharedNoise`.
+    """
+
+    layout: GatedLayout
+    name: ClassVar[str] = "grouped_diff_v2"
+    label: ClassVar[str] = "grouped DIFF V2"
+    config_options: ClassVar[dict[str, Option]] = SharedNoise.config_options | {"output_gate": Option(bool, True)}
+    twin_heads: ClassVar[int] = 1
+    defaults: ClassVar[DifferentialOptions] = DifferentialOptions(
+        lambda_form="token", head_norm="none", shared_key=True
+    )
+
+    def __init__(self, embed_dim: int, num_heads: int, *, output_gate: bool = True, **arguments: Any) -> None:
+        super().__init__(embed_dim, num_heads, output_gate=output_gate, **arguments)
+        layout = self.layout
+        self.gate_proj = (
+            nn.Linear(embed_dim, layout.num_heads * layout.value_head_dim, bias=False) if output_gate else None
+        )
+
+    @classmethod
+    def heads(
+        cls,
+        signal: int,
+        noise: int,
+        groups: int | None,
+        head_dim: int,
+        value_head_dim: int | None,
+        output_gate: bool = True,
+    ) -> GatedLayout:
+        """Return the layout; G is N if None."""
+        return GatedLayout(
+            num_heads=signal,
+            num_key_value_heads=noise if groups is None else groups,
+            head_dim=head_dim,
+            query_maps=2,
+            key_maps=1,
+            value_head_dim=value_head_dim or head_dim,
+            num_noise_heads=noise,
+            output_gate=output_gate,
+        )
+
+    @classmethod
+    def layout_of(cls, config: AttentionConfig) -> GatedLayout:
+        """Divide the Transformer's heads into signal and noise heads, and find a number of keys that both can share.
+
+        Raises:
+            ConfigError: heads, or keys, that do not divide.
+        """
+        cls.allowed(cls.options_of(config))
+        signal, noise = cls.heads_of(config)
+        groups = cls.option(config, "num_differential_key_value_heads") or math.gcd(config.num_key_value_heads, noise)
+        gate = cls.option(config, "output_gate")
+        return cls.heads(signal, noise, groups, config.head_dim, cls.option(config, "value_head_dim"), gate)
+
+    @classmethod
+    def arguments_of(cls, config: AttentionConfig, layer_index: int) -> dict[str, Any]:
+        """Pass whether there is a gate."""
+        return super().arguments_of(config, layer_index) | {"output_gate": cls.option(config, "output_gate")}
+
+    @classmethod
+    def tensor_parallel(cls, config: AttentionConfig) -> dict[str, str]:
+        """Split the gate's projection too."""
+        plan = super().tensor_parallel(config)
+        return plan | {"gate_proj": "colwise"} if cls.option(config, "output_gate") else plan
+
+    @classmethod
+    def upcycled_options(cls, config: AttentionConfig) -> dict[str, Any]:
+        """Give every head a noise head of its own: lambda, a sigmoid, cannot start at 0, so maps must cancel within a head."""
+        heads = config.num_attention_heads
+        return {
+            "num_differential_heads": heads,
+            "num_noise_heads": heads,
+            "num_differential_key_value_heads": config.num_key_value_heads,
+        }
+
+    @classmethod
+    def upcycled(cls, name: str, shape: tuple[int, ...], plain: PlainLayer) -> Tensor:
+        """Give both maps the Transformer's queries. lambda and the gate are sigmoid(0) = 1/2, so W_O is multiplied by 4."""
+        if name == "q_proj.weight":
+            return plain.twice(name, plain.config.num_attention_heads)
+        if name == "o_proj.weight":
+            return (4 if cls.option(plain.config, "output_gate") else 2) * plain.read(name)
+        return (
+            plain.zeros(shape)
+            if name.startswith(("lambda_proj", "gate_proj"))
+            else super().upcycled(name, shape, plain)
+        )
+
+    def op_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Pair every signal query with a copy of its noise query, which makes queries (B, H, T, 2 D)."""
+        return paired(query, self.layout.head_dim), key, value
+
+    def head_gate(self, hidden: Tensor) -> Tensor | None:
+        """Return sigmoid(X W_G), (B, T, H E), or None without a gate."""
+        return None if self.gate_proj is None else torch.sigmoid(self.gate_proj(hidden))
+
+    def _keys_like(self, query: Tensor) -> Tensor:
+        layout = self.layout
+        rows = query.view(layout.num_noise_heads, -1, layout.head_dim, query.shape[-1])
+        return rows[:: layout.num_noise_heads // layout.num_key_value_heads, 0].flatten(0, 1)

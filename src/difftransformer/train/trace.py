@@ -1,0 +1,116 @@
+"""One training step on fake tensors, as one of many ranks: what PyTorch's own memory tracker finds, without the memory.
+
+Operators run on shapes alone, FSDP2 runs on a fake process group, and the tracker follows every storage. The fake device is a
+CPU, so norms keep one tensor more than a GPU's fused ones, as the formulas of `plan` count too. The tracker's time grows with
+the square of the number of modules, so models of few layers are traced, and the others follow: every layer adds the same bytes.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from ..errors import ConfigError
+from ..model import DiffTransformerConfig, DiffTransformerForCausalLM
+from ..model.nll import loss_chunk, summed_next_token_nll
+from .config import TrainingConfig
+from .plan import Layout
+
+TRACED_LAYERS = (4, 5)  # with fewer, gathered weights may outweigh activations
+
+
+def traced_bytes(config: DiffTransformerConfig, training: TrainingConfig, layout: Layout) -> int:
+    """Return the peak bytes of one rank in a step after the first.
+
+    Args:
+        config: Model configuration.
+        training: Training configuration.
+        layout: How ranks divide the run, without divided heads and tokens.
+
+    Raises:
+        ConfigError: The layout divides heads or tokens.
+    """
+    if layout.tensor * layout.context > 1:
+        raise ConfigError(f"{layout}: only rows and weights can be divided in a trace; set the other degrees to 1")
+    with _fake_ranks(layout.ranks):
+        mesh = init_device_mesh("cpu", (layout.copies, layout.parts), mesh_dim_names=("copies", "parts"))
+        mesh = mesh if layout.copies > 1 else mesh["parts"]
+        few, more = TRACED_LAYERS
+        low, high = (_peak_bytes(config, layers, training, layout, mesh) for layers in TRACED_LAYERS)
+    return low + (high - low) * (config.num_hidden_layers - few) // (more - few)
+
+
+def _peak_bytes(
+    config: DiffTransformerConfig, layers: int, training: TrainingConfig, layout: Layout, mesh: DeviceMesh
+) -> int:
+    config = config.twin(config.attention_type)
+    config.num_hidden_layers = layers
+    config.attn_backend = "cpu"  # its operator keeps what a GPU kernel keeps
+    with FakeTensorMode():
+        return _tracked(DiffTransformerForCausalLM(config).train(), training, layout, mesh)
+
+
+def _tracked(model: DiffTransformerForCausalLM, training: TrainingConfig, layout: Layout, mesh: DeviceMesh) -> int:
+    low = torch.bfloat16 if training.precision == "bf16" else None
+    if layout.recompute:
+        # Newer releases of transformers rename the method and warn about the old name.
+        enable: Any = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+        enable()
+    tokens = layout.micro_rows * training.context_tokens
+    model.loss_chunk_tokens = training.loss_chunk_tokens or loss_chunk(tokens, model.config.vocab_size, "cuda")
+    if layout.ranks > 1:
+        policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh, mp_policy=policy)
+        policy = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
+        fully_shard(model, mesh=mesh, mp_policy=policy)
+    # The optimizer sees this rank's parts, because the tracker counts a DTensor as large as the whole.
+    own = {parameter: _own(parameter.detach()) for parameter in model.parameters()}
+    optimizer = torch.optim.AdamW(own.values(), fused=True)
+    ids = torch.zeros(layout.micro_rows, training.context_tokens, dtype=torch.long)
+
+    for mine in own.values():  # as after the first step
+        moments = {name: torch.zeros_like(mine) for name in ("exp_avg", "exp_avg_sq")}
+        optimizer.state[mine] = {"step": torch.zeros(()), **moments}
+    tracker = MemTracker()
+    tracker.track_external(model, optimizer)
+    parts = min(2, layout.accumulation)  # more hold no more
+    with tracker:
+        for part in range(parts):
+            if isinstance(model, FSDPModule):
+                model.set_requires_gradient_sync(part == parts - 1)
+            with torch.autocast("cpu", torch.bfloat16, enabled=low is not None):
+                loss = summed_next_token_nll(model, ids, ids)
+            loss.backward()
+            tracker.reset_mod_stats()  # which it has for one pass only; the peak stays
+        for parameter, mine in own.items():
+            mine.grad = _own(parameter.grad)  # type: ignore[arg-type]
+        optimizer.step()
+    return int(sum(found["Total"] for found in tracker.get_tracker_snapshot("peak").values()))
+
+
+def _own(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+@contextmanager
+def _fake_ranks(count: int) -> Iterator[None]:
+    """Be rank 0 of a group whose collectives do nothing.
+
+    Raises:
+        ConfigError: A process group exists already.
+    """
+    if dist.is_initialized():
+        raise ConfigError("a trace needs a process of its own, and this one has joined a process group")
+    dist.init_process_group("fake", rank=0, world_size=count, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

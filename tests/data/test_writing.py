@@ -1,0 +1,327 @@
+"""Shards written from a stream: in several processes, resumed after a stop, and with flat memory."""
+
+import itertools
+import json
+import os
+import random
+import signal
+import time
+
+import numpy as np
+import pytest
+
+from difftransformer import data
+from difftransformer.data import (
+    DataConfig,
+    Document,
+    encoding,
+    prepare,
+    prepare_shards,
+    split_documents,
+    text,
+    write_shards,
+)
+from difftransformer.data.writing import PROGRESS_FILE
+from difftransformer.errors import ConfigError, DataError
+from difftransformer.typed import build
+from tests.support import fresh
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch):
+    """Batches and files so small that a test has many of them."""
+    monkeypatch.setattr(text, "_RECENT_SECONDS", 0)
+    monkeypatch.setattr(encoding, "BATCH_CHARACTERS", 2000)
+    monkeypatch.setattr(prepare, "SHARD_TOKENS", 1000)
+
+
+def lines_file(path, documents, *, seed=0):
+    draw = random.Random(seed)
+    rows = [{"text": " ".join(draw.choices(["alpha", "beta", "gamma", "delta"], k=60))} for _ in range(documents)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    os.utime(path, (1, 1))
+    return path
+
+
+def request(path, folder, **fields):
+    return DataConfig(
+        **{"source": str(path), "tokenizer": "byte", "validation_share": 0.2, "folder": str(folder), **fields}
+    )
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in sorted(folder.glob("*.bin"))}
+
+
+def test_one_pass_writes_what_two_lists_give(tmp_path, corpus, bpe):
+    train, validation = split_documents(corpus, validation_share=0.3, seed=1)
+    write_shards(tmp_path / "lists", train, validation, bpe, shard_tokens=1000)
+    source = tmp_path / "text"
+    source.mkdir()
+    for document in corpus:
+        (source / f"{document.name}.txt").write_text(document.text, encoding="utf-8")
+    bpe.save(tmp_path / "tokenizer")
+    config = request(
+        source, tmp_path / "shards", tokenizer=str(tmp_path / "tokenizer"), validation_share=0.3, split_seed=1
+    )
+    names = [document.name + ".txt" for document in corpus]
+    renamed = [Document(name, document.text) for name, document in zip(names, corpus, strict=True)]
+    train, validation = split_documents(renamed, validation_share=0.3, seed=1)
+    expected = write_shards(tmp_path / "named", train, validation, bpe, shard_tokens=1000)
+    streamed = prepare_shards(config)
+    assert len(contents(streamed.folder)) > 10
+    assert contents(streamed.folder) == contents(tmp_path / "named")
+    assert streamed.manifest.splits == expected.splits
+
+
+def test_processes_give_the_same_shards(tmp_path, monkeypatch):
+    path = lines_file(tmp_path / "a.jsonl", 80)
+    alone = prepare_shards(request(path, tmp_path / "one"), processes=1)
+    started = []
+    worker = encoding._Worker
+    monkeypatch.setattr(encoding, "_Worker", lambda folder: started.append(folder) or worker(folder))
+    several = prepare_shards(request(path, tmp_path / "two"), processes=2)
+    assert len(started) == 2
+    assert contents(several.folder) == contents(alone.folder)
+    assert several.manifest == alone.manifest
+    with pytest.raises(ConfigError, match="processes=0"):
+        prepare_shards(request(path, tmp_path / "two"), processes=0)
+
+
+def test_a_process_that_dies_is_one_line(tmp_path, monkeypatch):
+    path = lines_file(tmp_path / "a.jsonl", 80)
+    end = encoding._Worker.encode
+
+    def encode(self, texts):
+        self.process.send_signal(signal.SIGKILL)
+        return end(self, texts)
+
+    monkeypatch.setattr(encoding._Worker, "encode", encode)
+    with pytest.raises(DataError, match=r"a tokenising process ended with status -9; .*use fewer processes"):
+        prepare_shards(request(path, tmp_path / "shards"), processes=2)
+    assert not list((tmp_path / "shards").rglob("*.bin"))
+
+
+class Stopped(BaseException):
+    """Stands for Ctrl-C."""
+
+
+def stop_after(monkeypatch, documents):
+    """Let the reader stop after so many documents. Return a list of the texts that are encoded."""
+    read, encode, encoded = text.iter_documents, encoding.encode_texts, []
+
+    def reader(*arguments):
+        for number, document in enumerate(read(*arguments)):
+            if number == documents:
+                raise Stopped
+            yield document
+
+    def encoder(tokenizer, texts):
+        encoded.extend(texts)
+        return encode(tokenizer, texts)
+
+    monkeypatch.setattr(prepare, "iter_documents", reader)
+    monkeypatch.setattr(encoding, "encode_texts", encoder)
+    return encoded
+
+
+@pytest.mark.parametrize("tokenizer", ["byte", "bpe"])
+@pytest.mark.parametrize("stop", [50, 119])
+def test_a_stopped_writer_goes_on_after_the_last_complete_file(tmp_path, monkeypatch, stop, tokenizer):
+    path = lines_file(tmp_path / "a.jsonl", 120)
+    fields = {"tokenizer": tokenizer, "vocab_size": 258}
+    whole = prepare_shards(request(path, tmp_path / "whole", **fields))
+    monkeypatch.setattr(prepare, "_train_bpe", lambda *_, made=whole.tokenizer: made)
+    with monkeypatch.context() as patch:
+        stop_after(patch, stop)
+        with pytest.raises(Stopped):
+            prepare_shards(request(path, tmp_path / "shards", **fields))
+    (begun,) = (tmp_path / "shards").glob("making-*")
+    progress = json.loads((begun / PROGRESS_FILE).read_text())
+    files = sum(len(split["shards"]) for split in progress["splits"].values())
+    assert files > 3
+    lines = []
+    with monkeypatch.context() as patch:
+        encoded = stop_after(patch, None)
+        resumed = prepare_shards(request(path, tmp_path / "shards", **fields), log=lines.append)
+    assert lines == [f"going on with {path} in {tmp_path / 'shards'}"]
+    assert contents(resumed.folder) == contents(whole.folder)
+    assert resumed.manifest == whole.manifest
+    assert len(encoded) <= 120 - stop + 30  # batches under way, and what was not yet in a complete file
+    assert sorted(item.name for item in (tmp_path / "shards").iterdir()) == [whole.folder.name]
+    assert not (resumed.folder / PROGRESS_FILE).exists()
+
+
+@pytest.mark.parametrize("change", ["text", "shorter", "file", "progress"])
+def test_what_no_longer_fits_is_begun_again(tmp_path, monkeypatch, change):
+    path = lines_file(tmp_path / "a.jsonl", 120)
+    with monkeypatch.context() as patch:
+        stop_after(patch, 100)
+        with pytest.raises(Stopped):
+            prepare_shards(request(path, tmp_path / "shards"))
+    (begun,) = (tmp_path / "shards").glob("making-*")
+    if change == "text":
+        lines_file(path, 120, seed=1)
+    elif change == "shorter":
+        lines_file(path, 30)
+    elif change == "file":
+        (begun / "train-00002.bin").unlink()
+    else:
+        (begun / PROGRESS_FILE).write_text("{")
+    found = prepare_shards(request(path, tmp_path / "shards"))
+    expected = prepare_shards(request(path, tmp_path / "whole"))
+    assert contents(found.folder) == contents(expected.folder)
+    assert found.manifest == expected.manifest
+
+
+def test_a_bad_line_leaves_what_is_complete_and_no_shards_that_count(tmp_path):
+    path = lines_file(tmp_path / "a.jsonl", 120)
+    good = path.read_text()
+    path.write_text(good + "{\n")
+    for _ in range(2):
+        with pytest.raises(DataError, match="line 121 is not JSON"):
+            prepare_shards(request(path, tmp_path / "shards"))
+    path.write_text(good + '{"text": "the end"}\n')
+    lines = []
+    shards = prepare_shards(request(path, tmp_path / "shards"), log=lines.append)
+    assert "going on" in lines[0]
+    assert b"the end" in shards.text_bytes("train") + shards.text_bytes("validation")
+
+
+def test_processes_of_a_study_do_not_look_at_the_text(tmp_path, monkeypatch):
+    path = lines_file(tmp_path / "a.jsonl", 40)
+    config = request(path, tmp_path / "shards")
+    made = prepare_shards(config)
+    path.unlink()
+    assert prepare_shards(config, made=made.folders).manifest == made.manifest
+
+
+def recipe_mixture(tmp_path, **fields):
+    sources = [lines_file(tmp_path / f"{name}.jsonl", 60, seed=seed) for seed, name in enumerate("ab")]
+    document = {
+        "mixture": [{"source": str(sources[0]), "weight": 3.0}, {"source": str(sources[1])}],
+        "tokenizer": "byte", "validation_share": 0.2, "folder": str(tmp_path / "shards"),
+    }  # fmt: skip
+    return build(DataConfig, document | fields, source="recipe", error=ConfigError)
+
+
+def test_a_mixture_shares_the_shards_of_its_sources(tmp_path):
+    config = recipe_mixture(tmp_path)
+    mixed = prepare_shards(config)
+    alone = [prepare_shards(request(one.source, tmp_path / "shards")) for one in config.mixture]
+    assert mixed.folders == [shards.folder for shards in alone]
+    assert [source.weight for source, _ in mixed.sources] == [3.0, 1.0]
+    for split in ("train", "validation"):
+        expected = list(itertools.chain.from_iterable(shards.tokens(split)[:].tolist() for shards in alone))
+        assert mixed.tokens(split)[:].tolist() == expected
+        assert mixed.manifest.splits[split].documents == sum(s.manifest.splits[split].documents for s in alone)
+    assert prepare_shards(config, made=mixed.folders).manifest == mixed.manifest
+
+
+def test_a_mixture_has_one_bpe_of_all_its_text(tmp_path, monkeypatch):
+    config = recipe_mixture(tmp_path, tokenizer="bpe", vocab_size=280)
+    trained = []
+    train_bpe = prepare._train_bpe
+    monkeypatch.setattr(prepare, "_train_bpe", lambda *arguments: trained.append(1) or train_bpe(*arguments))
+    mixed = prepare_shards(config)
+    again = prepare_shards(config)
+    assert (len(trained), again.manifest) == (1, mixed.manifest)
+    texts = [document.text for one in config.mixture
+             for document in split_documents(text.read_documents(one.source), validation_share=0.2, seed=0)[0]]  # fmt: skip
+    assert mixed.tokenizer.sha256 == data.train_bpe(texts, 280).sha256
+    lines_file(tmp_path / "b.jsonl", 61, seed=7)
+    changed = prepare_shards(config)
+    assert len(trained) == 2
+    assert changed.folders[1] != mixed.folders[1]
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        (
+            {"mixture": [{"source": "a", "weight": 0.0}]},
+            r"mixture\[0\]: weight=0.0: give a weight above 0, or leave a out",
+        ),
+        ({"mixture": [{"source": "a", "weight": -2}]}, r"mixture\[0\]: weight=-2.0"),
+        ({"mixture": [{"source": "a"}, {"source": "a"}]}, r"mixture: a is given twice"),
+        ({"mixture": [{"weight": 1.0}]}, r"mixture\[0\].source: missing"),
+        ({"mixture": [{"source": "a"}], "source": "b"}, r"source=b is given beside a mixture"),
+    ],
+)
+def test_impossible_mixtures_are_refused(tmp_path, fields, words):
+    with pytest.raises(ConfigError, match=words):
+        recipe_mixture(tmp_path, **fields)
+
+
+def test_an_empty_or_missing_source_of_a_mixture_is_named(tmp_path):
+    (tmp_path / "empty.jsonl").write_text("")
+    for name, words in (("empty.jsonl", "empty.jsonl: the file is empty"), ("none.txt", "no such file or folder")):
+        config = recipe_mixture(
+            tmp_path, mixture=[{"source": str(tmp_path / "a.jsonl")}, {"source": str(tmp_path / name)}]
+        )
+        with pytest.raises(DataError, match=words) as caught:
+            prepare_shards(config)
+        assert name in str(caught.value)
+
+
+def test_a_large_text_teaches_a_bpe_by_parts_spread_over_it(tmp_path, monkeypatch):
+    path = lines_file(tmp_path / "a.jsonl", 200)
+    monkeypatch.setattr(prepare, "BPE_CHARACTERS", path.stat().st_size // 4)
+    config = request(path, tmp_path)
+    chosen = list(prepare._training_text(config, [str(path)]))
+    train, _ = split_documents(text.read_documents(str(path)), validation_share=0.2, seed=0)
+    places = [[document.text for document in train].index(part) for part in chosen]
+    assert len(places) == len(train) // 4
+    assert set(np.diff(places).tolist()) <= {4}
+
+
+MEMORY = """
+    import resource, sys
+    import numpy as np
+    from difftransformer.data import DataConfig, encoding, prepare_shards
+
+    def encode_texts(tokenizer, texts):  # the ids of the byte tokenizer, in a hundredth of its time
+        texts = [text.encode() for text in texts]
+        counts = np.array([len(text) for text in texts], np.int64)
+        return counts, np.frombuffer(b"".join(texts), np.uint8).astype(np.uint32)
+
+    encoding.encode_texts = encode_texts
+    prepare_shards(DataConfig(source=sys.argv[1], tokenizer="byte", folder=sys.argv[2]), processes=1)
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("suffix", ["txt", "jsonl"])
+def test_memory_does_not_grow_with_the_text(tmp_path, suffix):
+    line = " ".join(f"word{index}" for index in range(900))
+    line = line + "\n" if suffix == "txt" else json.dumps({"text": line}) + "\n"
+    peaks = []
+    for megabytes in (20, 100):
+        path = tmp_path / f"{megabytes}.{suffix}"
+        path.write_text(line * (megabytes * 2**20 // len(line)), encoding="utf-8")
+        found = fresh.Fresh(MEMORY, path, tmp_path / f"shards-{megabytes}").finish(timeout=500)
+        assert found.returncode == 0, found.stderr
+        peaks.append(int(found.stdout.split()[-1]) / 1024)
+    # How many batches are under way at once differs by some 20 MiB. Text or tokens that were held would add 80 or more.
+    assert peaks[1] < peaks[0] + 40, peaks
+
+
+@pytest.mark.slow
+def test_the_work_around_tokenising_is_small(tmp_path, monkeypatch, corpus, bpe):
+    """Processor time, which other processes on the machine do not change, over all threads."""
+    monkeypatch.undo()
+    texts = [document.text for document in corpus] * 40
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"text": one}) + "\n" for one in texts), encoding="utf-8")
+    bpe.save(tmp_path / "tokenizer")
+    ratios = []
+    for attempt in range(3):
+        started = time.process_time()
+        bpe.backend.encode_batch_fast(texts, add_special_tokens=False)
+        alone = time.process_time() - started
+        started = time.process_time()
+        config = request(path, tmp_path / str(attempt), tokenizer=str(tmp_path / "tokenizer"))
+        prepare_shards(config, processes=1)
+        ratios.append((time.process_time() - started) / alone)
+    assert min(ratios) < 1.25, ratios

@@ -1,0 +1,76 @@
+"""ONNX by `torch.onnx.export(dynamo=True)`, computed by onnxruntime at other lengths than the exported ones."""
+
+import pytest
+import torch
+from torch import nn
+from torch.export import Dim
+
+from difftransformer.attention import VARIANTS
+from difftransformer.ops import inverse_frequencies, rotary_tables
+from tests.support.oracle import relative_error
+from tests.support.tiny_models import tiny, tokens
+
+# torch's own converter uses what torch deprecates, and warns of two inputs with the same free dimensions.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:# The axis name:UserWarning"),
+]
+
+
+@pytest.fixture
+def onnx(needs, tmp_path):
+    """Export a module whose first two dimensions are free, and return a function that onnxruntime computes."""
+    needs("onnxscript")
+    runtime = needs("onnxruntime")
+
+    def compiled(module, *inputs):
+        sizes = {0: Dim("B"), 1: Dim("T")}
+        program = torch.onnx.export(module, inputs, dynamo=True, verbose=False, dynamic_shapes=(sizes,) * len(inputs))
+        program.save(tmp_path / "model.onnx")
+        session = runtime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
+        names = [x.name for x in session.get_inputs()]
+
+        def run(*arguments):
+            given = dict(zip(names, (x.numpy() for x in arguments), strict=True))
+            return [torch.from_numpy(out) for out in session.run(None, given)]
+
+        return run
+
+    return compiled
+
+
+def test_a_model(onnx):
+    """With padding on the left, and inside of a row."""
+    model = tiny(use_cache=False, num_hidden_layers=1, num_key_value_heads=2, sliding_window=8)
+    ids = tokens(2, 9)
+    run = onnx(model, ids, torch.ones_like(ids))
+    for shape in ((2, 9), (3, 21)):
+        ids = tokens(*shape)
+        mask = torch.ones_like(ids)
+        mask[0, :4] = mask[1, 3:5] = 0
+        with torch.no_grad():
+            wanted = model(ids, attention_mask=mask).logits
+        (found,) = run(ids, mask)
+        assert relative_error(found[mask.bool()], wanted[mask.bool()]) < 1e-5
+
+
+class EveryVariant(nn.Module):
+    """The layers of all variants in a row."""
+
+    def __init__(self):
+        super().__init__()
+        models = [tiny(attention_type=name, hidden_size=40, num_attention_heads=10, head_dim=4) for name in VARIANTS]
+        self.layers = nn.ModuleList(model.model.layers[0].self_attn for model in models)
+
+    def forward(self, hidden):
+        rotation = rotary_tables(torch.arange(hidden.shape[1])[None], inverse_frequencies(4))
+        return [layer(hidden, position_embeddings=rotation)[0] for layer in self.layers]
+
+
+@torch.no_grad()
+def test_every_variant(onnx):
+    module = EveryVariant().eval()
+    run = onnx(module, torch.randn(2, 9, 40))
+    hidden = torch.randn(3, 17, 40)
+    for found, wanted in zip(run(hidden), module(hidden), strict=True):
+        assert relative_error(found, wanted) < 1e-5

@@ -1,0 +1,80 @@
+"""transformers' own test suites: what passes for Llama passes for every attention type, or the table says why not.
+
+The suites are those of the installed release, from its source distribution. This lacks the generation and the export suite;
+DIFFTRANSFORMER_TRANSFORMERS_TESTS names the folder `tests` of a checkout of transformers that has them.
+"""
+
+import csv
+import os
+import subprocess
+import sys
+import xml.etree.ElementTree as xml
+from collections import Counter, defaultdict
+from pathlib import Path
+
+import pytest
+
+from difftransformer.attention import VARIANTS
+from tests.ecosystem.conftest import UNDER_CI
+from tests.support.transformers_suites import layout
+
+OUTCOMES = ("passed", "skipped", "failed")  # from best to worst
+with Path(layout.__file__).with_name("exceptions.csv").open(encoding="utf-8", newline="") as table:
+    ROWS = {(row["attention_type"], row["test"]): row["reason"] for row in csv.DictReader(table)}
+FEWEST_PASSED = 110  # of Llama; a suite that is skipped as a whole shows nothing
+
+
+@pytest.fixture
+def archive(cache):
+    """The source distribution of the installed release."""
+    folder = cache.mkdir("transformers")
+    try:
+        return layout.download(folder)
+    except subprocess.CalledProcessError as error:
+        reason = f"pip cannot fetch transformers' source distribution: {error.stderr.strip()[-200:]}"
+        (pytest.fail if UNDER_CI else pytest.skip)(reason)
+
+
+def outcomes(folder):
+    """Run the suites in one process; {model: {test: outcome}}."""
+    results = folder / "results.xml"
+    options = ["-q", "--tb=line", "-p", "no:cacheprovider", "-W", "ignore", f"--junitxml={results}"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-c", "pytest.ini", *options, "tests/test_cases.py"],
+        cwd=folder,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=3000,
+    )
+    assert done.returncode in (0, 1), (done.stdout + done.stderr)[-2000:]
+    found = defaultdict(dict)
+    for case in xml.parse(results).iter("testcase"):
+        tags = {child.tag for child in case} & {"skipped", "failure", "error"}
+        outcome = "passed" if not tags else "skipped" if tags == {"skipped"} else "failed"
+        found[case.get("classname").rpartition(".")[2]][case.get("name")] = outcome
+    return found
+
+
+def test_table():
+    counts = Counter(attention_type for attention_type, _ in ROWS)
+    assert set(counts) <= set(VARIANTS)
+    assert all(counts[name] <= (8 if name == "diff" else 3) for name in VARIANTS), counts
+    assert all(ROWS.values())
+
+
+@pytest.mark.slow(minutes=4)
+def test_what_passes_for_llama_passes(archive, needs, tmp_path):
+    needs("parameterized")
+    layout.lay_out(archive, tmp_path, os.environ.get("DIFFTRANSFORMER_TRANSFORMERS_TESTS"))
+    found = outcomes(tmp_path)
+    llama = found["llama"]
+    assert list(llama.values()).count("passed") >= FEWEST_PASSED, llama
+    assert all(found[name].keys() == llama.keys() for name in VARIANTS)
+    behind = {
+        (name, test)
+        for name in VARIANTS
+        for test, outcome in found[name].items()
+        if OUTCOMES.index(outcome) > OUTCOMES.index(llama[test])
+    }
+    assert behind == ROWS.keys()

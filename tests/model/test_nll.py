@@ -1,0 +1,126 @@
+"""The chunked loss against PyTorch's cross-entropy over whole logits."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from difftransformer.errors import ConfigError
+from difftransformer.model.nll import IGNORED, loss_chunk, next_token_nll, summed_next_token_nll, summed_nll
+from tests.support.oracle import relative_error
+from tests.support.tiny_models import tiny, tokens
+
+
+def _case(dtype=torch.float64, rows=37, width=24, vocabulary=301):
+    draw = torch.Generator().manual_seed(0)
+    hidden = torch.randn(rows, width, generator=draw, dtype=torch.float64)
+    weight = torch.randn(vocabulary, width, generator=draw, dtype=torch.float64)
+    targets = torch.randint(vocabulary, (rows,), generator=draw)
+    targets[::5] = IGNORED
+    return hidden.to(dtype), weight.to(dtype), targets
+
+
+def _whole(hidden, weight, targets):
+    hidden, weight = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
+    loss = F.cross_entropy((hidden @ weight.T).float() if hidden.dtype != torch.float64 else hidden @ weight.T, targets)
+    loss.backward()
+    return loss.detach(), hidden.grad, weight.grad
+
+
+def _chunked(hidden, weight, targets, chunk_tokens):
+    hidden, weight = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
+    loss = summed_nll(hidden, weight, targets, chunk_tokens=chunk_tokens) / (targets != IGNORED).sum()
+    loss.backward()
+    return loss.detach(), hidden.grad, weight.grad
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 8, 36, 37, 500])
+def test_equals_whole_logits(chunk_tokens):
+    exact = _whole(*_case())
+    for value, expected in zip(_chunked(*_case(torch.float32), chunk_tokens), exact, strict=True):
+        assert relative_error(value, expected) < 1e-6
+
+
+def test_low_precision():
+    exact, plain, own = _whole(*_case()), _whole(*_case(torch.bfloat16)), _chunked(*_case(torch.bfloat16), 8)
+    for value, rounded, expected in zip(own, plain, exact, strict=True):
+        assert value.dtype == rounded.dtype
+        assert relative_error(value, expected) <= 2 * relative_error(rounded, expected)
+
+
+def test_large_logits_stay_finite():
+    hidden, weight, targets = _case(torch.float32)
+    value, hidden_grad, weight_grad = _chunked(1e4 * hidden, weight, targets, 8)
+    assert relative_error(value, _whole(1e4 * hidden.double(), weight.double(), targets)[0]) < 1e-6
+    assert hidden_grad.isfinite().all()
+    assert weight_grad.isfinite().all()
+
+
+def test_without_gradient():
+    hidden, weight, targets = _case(torch.float32)
+    weight.requires_grad_()
+    with torch.no_grad():
+        value = summed_nll(hidden, weight, targets, chunk_tokens=8)
+    assert not value.requires_grad
+    assert value.item() == pytest.approx(F.cross_entropy(hidden @ weight.T, targets, reduction="sum").item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("extra", [{}, {"num_items_in_batch": 50}, {"shift_labels": tokens(2, 24, seed=3)}])
+def test_model_with_labels(extra, autocast):
+    model, ids = tiny().train(), tokens(2, 24)
+    labels = ids.masked_fill(torch.arange(24) < 5, IGNORED)
+    results = []
+    for chunk in (None, 7):
+        model.loss_chunk_tokens = chunk
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            output = model(ids, labels=labels, **extra)
+        assert (output.logits is None) == (chunk is not None)
+        output.loss.backward()
+        results.append((output.loss.detach(), torch.cat([p.grad.flatten() for p in model.parameters()])))
+    for value, expected in zip(results[1], results[0], strict=True):
+        assert relative_error(value, expected) < (1e-2 if autocast else 1e-6)
+    assert model(ids).logits is not None
+
+
+def test_logits_of_one_chunk_are_in_memory():
+    hidden, weight, targets = _case(torch.float32, rows=512, width=8, vocabulary=4000)
+    logits_bytes = 4 * 512 * 4000
+    peaks = [_most_live_bytes(run, hidden, weight, targets) for run in (_whole, lambda *case: _chunked(*case, 32))]
+    assert peaks[0] > 2 * logits_bytes  # logits and their gradient
+    assert peaks[1] < 0.4 * peaks[0]
+
+
+def _most_live_bytes(run, *case):
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        run(*case)
+    live, most = 0, 0
+    for event in profile.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            live += event.nbytes()
+            most = max(most, live)
+    return most
+
+
+def test_chunk_is_chosen_by_size():
+    assert loss_chunk(2048, 1024, "cpu") is None
+    assert loss_chunk(4096, 20_000, "cpu") == 256
+    assert loss_chunk(4096, 100_288, "cuda") == 1024
+
+
+def test_refusal():
+    with pytest.raises(ConfigError, match="chunk_tokens=0"):
+        summed_nll(*_case(), chunk_tokens=0)
+
+
+def test_training_and_validation_take_the_chunked_path():
+    """The sum over a batch, with tokens left out and positions given, by both paths."""
+    model, ids = tiny().train(), tokens(2, 24)
+    inputs, targets = ids[:, :-1], ids[:, 1:].masked_fill(torch.arange(23) < 5, IGNORED)
+    positions = torch.arange(3, 26).unsqueeze(0)
+    expected = next_token_nll(model, inputs, targets, position_ids=positions).sum()
+    assert not torch.allclose(expected, next_token_nll(model, inputs, targets * 0 + 7).sum())
+    for chunk in (None, 7):
+        model.loss_chunk_tokens = chunk
+        found = summed_next_token_nll(model, inputs, targets, position_ids=positions)
+        assert relative_error(found.detach(), expected.detach()) < 1e-6

@@ -1,0 +1,125 @@
+"""Classes that run transformers' test mixins for Llama and for our model with each attention type.
+
+`layout.py` copies this file as `tests/test_cases.py` into the tests of transformers' source distribution, where its relative
+imports find transformers' mixins. It does not run from here.
+"""
+
+import copy
+from unittest import mock
+
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForQuestionAnswering,
+    LlamaForSequenceClassification,
+    LlamaForTokenClassification,
+    LlamaModel,
+)
+
+import difftransformer as ours
+from difftransformer.attention import VARIANTS
+
+from . import test_executorch, test_tensor_parallel_mixin
+from .generation.test_utils import GenerationTesterMixin
+from .test_configuration_common import ConfigTester
+from .test_modeling_common import ModelTesterMixin, ids_tensor
+from .test_tensor_parallel_mixin import TensorParallelTesterMixin
+from .test_training_mixin import TrainingTesterMixin
+
+test_tensor_parallel_mixin.TP_DISTRIBUTED_TEST_MODEL_TYPES = None  # every model type, not only theirs
+
+LLAMA = (
+    LlamaConfig,
+    LlamaModel,
+    LlamaForCausalLM,
+    LlamaForQuestionAnswering,
+    LlamaForSequenceClassification,
+    LlamaForTokenClassification,
+)
+OURS = (
+    ours.DiffTransformerConfig,
+    ours.DiffTransformerModel,
+    ours.DiffTransformerForCausalLM,
+    ours.DiffTransformerForQuestionAnswering,
+    ours.DiffTransformerForSequenceClassification,
+    ours.DiffTransformerForTokenClassification,
+)
+SIZES = {
+    "vocab_size": 99,
+    "hidden_size": 32,
+    "intermediate_size": 37,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 4,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+class Tester:
+    """What the mixins ask about a model: its classes, a small configuration, inputs, and the shapes of its outputs."""
+
+    is_training = True
+    batch_size = 3
+    seq_length = 7
+    num_labels = 3
+    encoder_seq_length = seq_length
+
+    def __init__(self, classes, options):
+        self.config_class, self.base_model_class, self.causal_lm_class = classes[:3]
+        (
+            self.question_answering_class,
+            self.sequence_classification_class,
+            self.token_classification_class,
+        ) = classes[3:]
+        self.options = options
+        vars(self).update(SIZES)
+        if classes is OURS:
+            self.num_attention_heads = (
+                self.get_config().head_layout().num_heads
+            )  # of the maps, which the mixins compare
+
+    def get_config(self):
+        return self.config_class(**SIZES, **self.options)
+
+    def prepare_config_and_inputs_for_common(self):
+        ids = ids_tensor([self.batch_size, self.seq_length], self.vocab_size)
+        return self.get_config(), {"input_ids": ids, "attention_mask": torch.tril(torch.ones_like(ids))}
+
+
+class Suite(ModelTesterMixin, GenerationTesterMixin, TrainingTesterMixin, TensorParallelTesterMixin):
+    """The suites of one model."""
+
+    classes, options = OURS, {}
+    model_tester = None
+
+    def setUp(self):
+        self.model_tester = Tester(self.classes, self.options)
+        self.config_tester = ConfigTester(self, config_class=self.classes[0], **SIZES, **self.options)
+        self.all_model_classes = self.classes[1:]
+        self.pipeline_model_mapping = {"text-generation": self.classes[2]}
+        model = self.classes[2](self.model_tester.get_config())
+        with mock.patch.object(test_executorch.AutoModelForCausalLM, "from_pretrained", return_value=model):
+            super().setUp()
+
+    def _check_attentions_for_generate(self, *, config, **generated):
+        config = copy.copy(config)
+        config.num_attention_heads = self.model_tester.num_attention_heads  # of the maps that the model returns
+        super()._check_attentions_for_generate(config=config, **generated)
+
+    def test_config(self):
+        self.config_tester.run_common_tests()
+
+
+def suite(name, **attributes):
+    """A class of tests with this name."""
+    return type(name, (Suite, test_executorch.ExecutorchTest), attributes)
+
+
+llama = suite("llama", classes=LLAMA)
+globals().update({name: suite(name, options={"attention_type": name}) for name in VARIANTS})

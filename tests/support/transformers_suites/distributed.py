@@ -1,0 +1,41 @@
+"""Start the processes of transformers' distributed tests: its source distribution lacks the module of this name."""
+
+import multiprocessing
+import os
+import socket
+
+import torch.distributed as dist
+from torch.multiprocessing import start_processes
+
+multiprocessing.set_forkserver_preload(["torch", "tests.test_cases"])  # processes then start without importing again
+
+
+def run_distributed(world_size):
+    """Return a function that calls another one in world_size processes of one gloo group."""
+
+    def decorate(function):
+        def start(*arguments):
+            with socket.create_server(("127.0.0.1", 0)) as server:
+                port = server.getsockname()[1]
+            start_processes(
+                _process, args=(function, world_size, port, arguments), nprocs=world_size, start_method="forkserver"
+            )
+
+        return start
+
+    return decorate
+
+
+def _process(rank, function, world_size, port, arguments):
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+    }
+    dist.init_process_group("gloo", rank=rank, world_size=world_size)
+    try:
+        function(rank, *arguments)
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,87 @@
+"""Muon for hidden matrices: which parameters it takes, what a step does, and resuming."""
+
+import dataclasses
+import os
+import signal
+
+import pytest
+import torch
+
+from difftransformer.errors import ConfigError
+from difftransformer.train import Interrupted, OptimizerConfig, build_model
+from difftransformer.train.optim import build_optimizer
+
+MUON = OptimizerConfig(method="muon", learning_rate=0.01, weight_decay=0.0)
+
+
+class Small(torch.nn.Module):
+    """An embedding, an output layer, and hidden matrices of which one has a single row."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.output = torch.nn.Embedding(7, 6), torch.nn.Linear(6, 7, bias=False)
+        self.wide, self.row = torch.nn.Linear(6, 4), torch.nn.Linear(6, 1)
+
+    def get_input_embeddings(self):
+        return self.embedding
+
+    def get_output_embeddings(self):
+        return self.output
+
+
+def test_update_is_the_nearest_orthogonal_matrix():
+    """Its singular vectors are those of the gradient, and its singular values those of a quintic iteration, near 1."""
+    model = Small()
+    optimizer = build_optimizer(model, MUON)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    gradient = model.wide.weight.grad.double()
+    optimizer.step()
+    update = (before["wide.weight"] - model.wide.weight.detach()).double() / (0.01 * 0.2 * 6**0.5)
+    left, _, right = torch.linalg.svd(gradient, full_matrices=False)
+    inner = left.T @ update @ right.T
+    assert (inner.diagonal() - 1).abs().max() < 0.35
+    assert (inner - inner.diagonal().diag()).abs().max() < 0.05
+    for name in (
+        "embedding.weight",
+        "output.weight",
+        "row.weight",
+        "wide.bias",
+    ):  # AdamW's first step: the sign of the gradient
+        parameter = model.get_parameter(name)
+        assert torch.allclose(before[name] - parameter, 0.01 * parameter.grad.sign(), atol=1e-6), name
+
+
+@pytest.mark.parametrize("attention_type", ["diff", "diff_v2", "softmax"])
+def test_takes_hidden_matrices(model_config, attention_type):
+    model = build_model(model_config(attention_type), seed=0)
+    optimizer = build_optimizer(model, MUON)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    found = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
+    assert sorted(found) == sorted(names.values())
+    muon = {names[id(p)] for p in optimizer.param_groups[0]["params"]}
+    assert muon == {name for name, p in model.named_parameters() if p.dim() == 2 and "embed" not in name}
+
+
+def test_resumes_bitwise(tmp_path, toy_recipe, train_toy, read_run):
+    optimizer = dataclasses.replace(toy_recipe.training.optimizer, method="muon")
+
+    def stop(metrics):
+        if metrics.step == 5 and hasattr(metrics, "loss_nats"):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    whole = train_toy(tmp_path / "whole", optimizer=optimizer)
+    with pytest.raises(Interrupted):
+        train_toy(tmp_path / "cut", optimizer=optimizer, on_metrics=stop)
+    resumed = train_toy(tmp_path / "cut", optimizer=optimizer)
+    assert read_run(tmp_path / "cut") == read_run(tmp_path / "whole")
+    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), resumed.parameters(), strict=True))
+    adamw = train_toy(tmp_path / "adamw")
+    assert not torch.equal(adamw.model.layers[0].mlp.up_proj.weight, whole.model.layers[0].mlp.up_proj.weight)
+
+
+def test_momentum_is_a_rate():
+    with pytest.raises(ConfigError, match=r"momentum=1\.0"):
+        OptimizerConfig(momentum=1.0)
