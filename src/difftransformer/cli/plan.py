@@ -129,7 +129,10 @@ def _trace(config: Any, training: Any, plan: "Plan") -> dict[str, Any]:
 
 def _print(name: str, gpus: int, memory: str, documents: list[dict[str, Any]]) -> None:
     sizes = Table(
-        "", *(document["attention_type"] for document in documents), title=f"{name} on {gpus} GPUs of {memory}"
+        "",
+        *(document["attention_type"] for document in documents),
+        title=f"{name} on {gpus} GPUs of {memory}",
+        caption="Bytes are those of one rank at the peak of a step. A layout ends with the rows of a part x parts of a step.",
     )
     best = [document["layouts"][0] for document in documents]
     rows = {
@@ -166,7 +169,8 @@ def _print(name: str, gpus: int, memory: str, documents: list[dict[str, Any]]) -
 def _layout(layout: dict[str, Any]) -> str:
     degrees = layout["layout"]
     words = [f"{name} {degrees[name]}" for name in ("replicate", "shard", "tensor", "context") if degrees[name] > 1]
-    words.append(f"{degrees['micro_rows']} rows x {degrees['accumulation']}")
+    rows = degrees["micro_rows"]
+    words.append(f"{rows} row{'s' * (rows > 1)} x {degrees['accumulation']}")
     return ", ".join(words + (["recompute"] if degrees["recompute"] else []))
 
 
