@@ -127,3 +127,23 @@ def test_goes_on_with_another_mesh(before, after, trained, shards, tmp_path):
         assert all(found == expected for found, expected in files) == (before == after)
         if before == after:
             assert all(map(torch.equal, figures(run), figures(whole)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["fsdp", "tensor"])
+def test_recomputed_activations_chunked_loss_and_bf16(layout, trained, shards, tmp_path):
+    """Recomputing changes no bit; bf16 differs from one process as the order of its sums does."""
+    few = {"variants": ["diff"]}
+    exact, _ = figures(trained("one") / "diff")
+    for how in (True, "selective"):
+        train(tmp_path / str(how), shards, "one", gradient_checkpointing=how, **few)
+        found, _ = figures(tmp_path / str(how) / "diff")
+        assert torch.equal(found, exact)
+    train(tmp_path / "chunks", shards, layout, loss_chunk_tokens=24, **few)
+    assert_equal_runs(tmp_path / "chunks" / "diff", trained("one") / "diff")
+    low = {"precision": "bf16", "gradient_checkpointing": "selective", **few}
+    for name, chosen in (("alone", "one"), ("divided", layout)):
+        train(tmp_path / name, shards, chosen, **low)
+    alone, divided = (figures(tmp_path / name / "diff")[0] for name in ("alone", "divided"))
+    assert not torch.equal(alone, exact)
+    torch.testing.assert_close(divided, alone, rtol=2e-3, atol=0)

@@ -26,6 +26,7 @@ REFUSED = {
     ("parallel.context=2", "model.num_key_value_heads=2"): "tensor 1 x context 2 = 2 does not divide the 1 key/value heads",
     ("parallel.tensor=2", "model.intermediate_size=33"): "parallel.tensor=2 does not divide model.intermediate_size=33",
     ("parallel.context=2", "training.context_stages=[[0, 1]]", "training.retrieval=null"): "does not divide a row of 1 tokens",
+    ("parallel.tensor=2", "training.lora={}"): "parallel.tensor=2 with training.lora: adapters are not divided",
     ("training.accumulation=4", "training.context_stages=[[0, 64]]"): "accumulation x data.replicate x data.shard 8",
     ANOTHER_MODEL: "holds a run of another recipe (model.hidden_size was 32 and is now 64)",
 }  # fmt: skip

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from difftransformer.data import Loader
-from difftransformer.train import Interrupted, build_model, checkpoints, load_checkpoint
+from difftransformer.train import Interrupted, build_model, checkpoints, load_checkpoint, loop
 from difftransformer.train.checkpoint import verify_checkpoint
 from difftransformer.train.optim import build_optimizer
 
@@ -83,6 +83,27 @@ def test_the_second_signal_interrupts_at_once(tmp_path, train_toy):
     with pytest.raises(KeyboardInterrupt):
         train_toy(tmp_path, on_metrics=twice)
     assert checkpoints(tmp_path) == []
+
+
+def test_a_signal_ends_a_validation_which_is_made_up_for(tmp_path, train_toy, read_run, monkeypatch):
+    fields = {"validation_windows": 6, "accumulation": 2, "validate_every": 4}
+    train_toy(tmp_path / "whole", **fields)
+    draw, validations = loop.summed_next_token_nll, []
+
+    def signalled(model, *arguments, **options):
+        if not model.training:
+            validations.append(model)
+            if len(validations) == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+        return draw(model, *arguments, **options)
+
+    monkeypatch.setattr(loop, "summed_next_token_nll", signalled)
+    with pytest.raises(Interrupted) as stopped:
+        train_toy(tmp_path / "cut", **fields)
+    assert (stopped.value.step, stopped.value.status, len(validations)) == (4, 75, 2)
+    assert read_run(tmp_path / "cut")[1] == []
+    train_toy(tmp_path / "cut", **fields)
+    assert read_run(tmp_path / "cut") == read_run(tmp_path / "whole")
 
 
 def test_handlers_are_put_back(tmp_path, train_toy):

@@ -78,6 +78,10 @@ class Mesh:
                 f"parallel: tensor {self.tensor} x context {self.context} with model_type {config.model_type!r}: only "
                 "model_type 'difftransformer' divides so; set both to 1"
             )
+        if self.tensor > 1 and training.lora is not None:
+            raise ConfigError(
+                f"parallel.tensor={self.tensor} with training.lora: adapters are not divided; set tensor to 1"
+            )
         layout = config.head_layout()
         for name, heads in (("query groups", layout.query_groups), ("key/value heads", layout.cache_heads)):
             if heads % degree:
