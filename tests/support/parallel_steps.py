@@ -24,7 +24,7 @@ VARIANTS = {
 }
 
 
-def settings(steps, **fields):
+def settings(steps, method="adamw", **fields):
     """Configuration of the training; 8 and 4 rows a step."""
     from difftransformer.data import RetrievalMix
     from difftransformer.train import OptimizerConfig, ScheduleConfig, TrainingConfig
@@ -37,7 +37,7 @@ def settings(steps, **fields):
         "validate_every": 10,
         "validation_windows": 3,
         "checkpoint_every": 10,
-        "optimizer": OptimizerConfig(learning_rate=0.002),
+        "optimizer": OptimizerConfig(learning_rate=0.002, method=method),
         "schedule": ScheduleConfig(warmup_steps=4),
     }
     return TrainingConfig(**plain | fields)

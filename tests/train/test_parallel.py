@@ -85,6 +85,18 @@ def test_two_processes_train_as_one(shards, tmp_path):
 
 
 @pytest.mark.slow
+def test_muon_on_two_processes(shards, tmp_path):
+    """Its iteration multiplies in bf16, whose sums are in another order on two processes."""
+    runs = {"one": "muon", "fsdp": "muon", "adamw": "adamw"}
+    for name, method in runs.items():
+        layout = "one" if name == "adamw" else name
+        train(tmp_path / name, shards, layout, steps=6, variants=["diff"], method=method, context_stages=[[0, 32]])
+    alone, divided, adamw = (figures(tmp_path / name / "diff")[0][:, 0] for name in runs)
+    torch.testing.assert_close(divided, alone, rtol=2e-4, atol=0)
+    assert (adamw - alone).abs().max() > 10 * (divided - alone).abs().max()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["fsdp", "ulysses"])
 def test_packed_documents_train_as_one(layout, shards, tmp_path):
     """Of which each process has some rows, or a part of the one row."""
