@@ -67,12 +67,13 @@ def test_help_of_every_verb_shows_its_arguments(verb, capsys):
         main([verb, "--help"])
     assert done.value.code == 0
     entries = re.split(r"^  (?=\S)", capsys.readouterr().out, flags=re.MULTILINE)[1:]
-    options = [entry.split()[0].removeprefix("--") for entry in entries if entry.startswith("--")]
+    offered = [entry.split()[0] for entry in entries]
+    options = [word.removeprefix("--").replace("-", "_") for word in offered if word.startswith("--")]
     assert len(options) == len(set(options))
     parameters = inspect.signature(importlib.import_module(f"difftransformer.cli.{module_name(verb)}").run).parameters
     named = {name for name, parameter in parameters.items() if parameter.default is not parameter.empty}
     named = {name.removesuffix("_") for name in named}
-    assert named <= {entry.split()[0].removeprefix("--") for entry in entries}
+    assert named <= {*offered, *options}
     assert bool(set(options) - {name.removesuffix("_") for name in parameters}) == ("options" in parameters)
     for entry in entries:
         words = [word for word in entry.split()[1:] if not (word.isupper() or word.startswith(("-", "[", "{")))]

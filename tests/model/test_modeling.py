@@ -1,5 +1,7 @@
 """The model against the paper's equations written a second time, transformers' Llama, and hand-computed losses."""
 
+import re
+
 import pytest
 import torch
 from torch.export import Dim
@@ -226,7 +228,7 @@ class TestMasks:
                 logits(model, tokens(1, 6), attention_mask=mask)
 
     def test_every_implementation_is_tested_with_padding(self):
-        assert set(ATTN_IMPLEMENTATIONS) == {*IMPLEMENTATIONS, "flex_attention", "flash_attention_2"}
+        assert set(ATTN_IMPLEMENTATIONS) == {*IMPLEMENTATIONS, "flex_attention", "flash_attention_2", "paged|eager"}
 
     @pytest.mark.parametrize("dtype", [torch.long, torch.bool, torch.float32])
     def test_mask_dtypes(self, dtype):
@@ -557,9 +559,9 @@ class TestOutputs:
 
 
 class TestImplementations:
-    @pytest.mark.parametrize("name", ["flash", "paged|sdpa", "sdpaa", "kernels-community/flash-attn"])
+    @pytest.mark.parametrize("name", ["flash", "paged|sdpaa", "sdpaa", "kernels-community/flash-attn"])
     def test_unknown_is_refused_with_the_allowed_names(self, name):
-        allowed = "difftransformer, eager, sdpa, flash_attention_2, flex_attention"
+        allowed = re.escape("difftransformer, eager, paged|eager, sdpa, flash_attention_2, flex_attention")
         with pytest.raises(ConfigError, match=f"not supported; choose one of {allowed}"):
             DiffTransformerForCausalLM._from_config(tiny_config(), attn_implementation=name)
         model = tiny()
@@ -572,6 +574,7 @@ class TestImplementations:
         backend = {
             "difftransformer": "chunked",
             "eager": "reference",
+            "paged|eager": "reference",
             "sdpa": "sdpa",
             "flash_attention_2": "flash",
             "flex_attention": "flex",

@@ -1,8 +1,8 @@
 """difftransformer plan."""
 
-import json
 import re
 from dataclasses import asdict
+from json import dumps
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
@@ -34,7 +34,7 @@ ARGUMENTS = SET | {
         "action": "store_true",
         "help": "Also run a step on fake tensors, and show the bytes that PyTorch counts.",
     },
-    "--json": {"action": "store_true", "dest": "as_json", "help": "Print JSON in place of tables."},
+    "--json": {"action": "store_true", "help": "Print JSON in place of tables."},
 }
 
 
@@ -46,7 +46,7 @@ def run(
     tflops: float = H100_TFLOPS,
     tokens_per_second: float | None = None,
     trace: bool = False,
-    as_json: bool = False,
+    json: bool = False,
     set: list[str] | None = None,
 ) -> int:
     """Compute what training a recipe's model and its twin takes on many GPUs. Neither GPUs nor data are needed.
@@ -59,7 +59,7 @@ def run(
         tflops: Peak speed of one GPU in TFLOP/s. Defaults to an H100's in bf16.
         tokens_per_second: Measured training tokens a second of one GPU.
         trace: Whether to run a step on fake tensors too.
-        as_json: Whether to print JSON.
+        json: Whether to print JSON.
     """
     read_recipe(recipe)
     check_positive(gpus=gpus)
@@ -95,8 +95,8 @@ def run(
         if trace:
             document["trace"] = _trace(config, training, plans[0])
         documents.append(document)
-    if as_json:
-        show(json.dumps({"recipe": loaded.name, "gpus": gpus, "gpu_bytes": memory, "models": documents}, indent=1))
+    if json:
+        show(dumps({"recipe": loaded.name, "gpus": gpus, "gpu_bytes": memory, "models": documents}, indent=1))
         return 0
     _print(loaded.name, gpus, gpu_memory, documents)
     return 0
