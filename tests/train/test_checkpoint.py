@@ -236,6 +236,25 @@ def test_a_full_disk_keeps_and_names_the_older_checkpoint(run, train_toy, monkey
     verify_checkpoint(checkpoints(run)[-1])
 
 
+def test_training_goes_on_while_the_disk_is_full(tmp_path, train_toy, read_run, monkeypatch):
+    train_toy(tmp_path / "undisturbed", checkpoint_every=1)
+    write, steps = checkpoint_module.save_file, iter(range(1, 9))
+
+    def full_at_times(tensors, path):
+        full_disk() if next(steps) in (3, 4) else write(tensors, path)
+
+    monkeypatch.setattr(checkpoint_module, "save_file", full_at_times)
+    with pytest.warns(UserWarning, match="training goes on") as warned:
+        train_toy(tmp_path / "run", checkpoint_every=1)
+    assert len(warned) == 2
+    for step, warning in zip((3, 4), warned, strict=True):
+        words = f"step {step} cannot be written .*step-000002 is kept and complete; training goes on$"
+        assert re.search(words, str(warning.message))
+    assert read_run(tmp_path / "run") == read_run(tmp_path / "undisturbed")
+    for run in ("run", "undisturbed"):
+        assert verify_checkpoint(checkpoints(tmp_path / run)[-1]).step == 8
+
+
 def test_a_full_disk_at_the_first_checkpoint(tmp_path, train_toy, monkeypatch):
     monkeypatch.setattr(checkpoint_module, "save_file", full_disk)
     with pytest.raises(CheckpointError, match="no earlier checkpoint exists"):

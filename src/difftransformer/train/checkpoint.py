@@ -45,6 +45,7 @@ STATE_VERSION = 1
 OPTIMIZER_FILE = "optimizer.safetensors"
 WEIGHTS_FILE = "model.safetensors"
 ADAPTER_FILE = "trained.safetensors"
+MAKE_ROOM = "; make room and run again"
 MOMENTS = ("exp_avg", "exp_avg_sq", "step", "momentum_buffer")
 _NAME = re.compile(r"step-(\d{6,})")
 
@@ -211,7 +212,7 @@ def _write(
         if isinstance(cause, OSError) and cause.strerror:
             reason = f"{Path(cause.filename or final).name}: {cause.strerror}"
         raise CheckpointError(
-            f"{final}: the checkpoint of step {state.step} cannot be written ({reason}); {kept}; make room and run again"
+            f"{final}: the checkpoint of step {state.step} cannot be written ({reason}); {kept}{MAKE_ROOM}"
         ) from None
     return final
 

@@ -4,6 +4,7 @@ import math
 import os
 import signal
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,10 +15,10 @@ import torch
 
 from ..attention import Attention
 from ..data import Loader, Shards, document_positions, validation_windows
-from ..errors import EXIT_INTERRUPTED, EXIT_REQUEUE, DiffTransformerError
+from ..errors import EXIT_INTERRUPTED, EXIT_REQUEUE, CheckpointError, DiffTransformerError, FailedElsewhere
 from ..model import DiffTransformerConfig, DiffTransformerForCausalLM
 from ..model.nll import IGNORED, loss_chunk, summed_next_token_nll
-from .checkpoint import CheckpointState, load_checkpoint, newest_intact, save_checkpoint
+from .checkpoint import MAKE_ROOM, CheckpointState, checkpoints, load_checkpoint, newest_intact, save_checkpoint
 from .config import TrainingConfig
 from .lora import add_lora
 from .metrics import METRICS_FILE, Metrics, MetricsLog, StepMetrics, ValidationMetrics
@@ -84,7 +85,8 @@ def train(
         The trained model, of which each process holds its part.
 
     Raises:
-        CheckpointError: No checkpoint is intact, or a new one cannot be written.
+        CheckpointError: No checkpoint is intact, or the first or the last of a run cannot be written. For others there is a
+            warning.
         ConfigError: The adapters do not fit the model, PEFT is missing, or the mesh does not divide the model or its rows.
         DiffTransformerError: The loss or the gradient is no longer finite. Nothing is saved after that.
         FailedElsewhere: Another process has raised one of these.
@@ -146,6 +148,15 @@ def train(
             processes=processes,
         )
 
+    def save_if_possible() -> None:
+        try:
+            save()
+        except (CheckpointError, FailedElsewhere) as error:
+            if not processes.from_first(lambda: checkpoints(run)):
+                raise
+            if processes.is_first:
+                warnings.warn(f"{str(error).removesuffix(MAKE_ROOM)}; training goes on", stacklevel=2)
+
     def validate_if_due(stop: Callable[[], int]) -> None:
         nonlocal validated
         if step > validated and (step == config.steps or step % config.validate_every == 0):
@@ -191,10 +202,12 @@ def train(
                 )
                 validate_if_due(stop)
                 status, last = stop(), step == config.steps
-                if last or status or step % config.checkpoint_every == 0 or config.keeps_step(step):
+                if last or status:
                     saved = save()
                     if status and not (last and validated == step):
                         raise Interrupted(saved, step, status)
+                elif step % config.checkpoint_every == 0 or config.keeps_step(step):
+                    save_if_possible()
     finally:
         if log is not None:
             log.close()
