@@ -1,4 +1,4 @@
-"""`train --processes 2`: signals to one process, to the launcher, and a process that is killed; then going on bitwise."""
+"""Two processes: signals to one, to the launcher, a process that is killed, torchrun's restarts; then going on bitwise."""
 
 import os
 import signal
@@ -26,18 +26,8 @@ def start(toy, toy_shards, tmp_path):
     recipe.write_text(yaml.safe_dump(toy))
     started = []
 
-    def run(folder):
-        command = [
-            sys.executable,
-            "-m",
-            "difftransformer",
-            "train",
-            str(recipe),
-            "--out",
-            str(folder),
-            "--processes",
-            "2",
-        ]
+    def run(folder, launcher=("-m", "difftransformer"), flags=("--processes", "2")):
+        command = [sys.executable, *launcher, "train", str(recipe), "--out", str(folder), *flags]
         process = subprocess.Popen(
             command,
             cwd=tmp_path,
@@ -70,7 +60,7 @@ def members(launcher):
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=2)
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="finds processes in /proc")
 def test_stopped_and_killed_goes_on_bitwise(start, tmp_path):
     run = tmp_path / "run"
@@ -108,10 +98,22 @@ def test_stopped_and_killed_goes_on_bitwise(start, tmp_path):
     assert checkpoints(run)[-1].name == f"step-{steps_done(run):06d}"
 
     assert ended(start(run))[0] == 0
+
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "2"]
+    restarted = tmp_path / "restarted"
+    process = start(restarted, [*torchrun, "-m", "difftransformer"], ())
+    for least in (10, 60):
+        wait_until(lambda least=least: steps_done(restarted) >= least, process)
+        os.kill(members(process)[1], signal.SIGKILL)
+        wait_until(lambda least=least: steps_done(restarted) < least, process)  # it goes on from step 0 and 50
+    process.communicate(timeout=PATIENCE_SECONDS)
+    assert process.returncode == 0
+
     assert ended(start(tmp_path / "whole"))[0] == 0
-    assert losses(run) == losses(tmp_path / "whole")
-    for name in ("model.safetensors", "optimizer.safetensors"):
-        found, expected = (load_file(checkpoints(at)[-1] / name) for at in (run, tmp_path / "whole"))
-        assert found.keys() == expected.keys()
-        for key in found.keys() - {"random/cpu"}:  # the generator that nothing draws from
-            assert torch.equal(found[key], expected[key]), key
+    for killed in (run, restarted):
+        assert losses(killed) == losses(tmp_path / "whole")
+        for name in ("model.safetensors", "optimizer.safetensors"):
+            found, expected = (load_file(checkpoints(at)[-1] / name) for at in (killed, tmp_path / "whole"))
+            assert found.keys() == expected.keys()
+            for key in found.keys() - {"random/cpu"}:  # the generator that nothing draws from
+                assert torch.equal(found[key], expected[key]), key

@@ -104,6 +104,7 @@ BASES = {
     "export": ("export", "ours", "new"),
     "tokenize": ("tokenize", "text.txt", "--tokenizer", "byte", "--out", "new"),
     "info": ("info", "ours"),
+    "plan": ("plan", "recipe.yaml", "--gpus", "2"),
     "check causality": ("check", "causality", "ours", "--length", "9"),
     "bench": ("bench", "nothing"),
     "build-kernels": ("build-kernels",),

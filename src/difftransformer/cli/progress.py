@@ -107,7 +107,7 @@ def evaluation_progress(label: str) -> "Iterator[Callback]":
             now = time.monotonic()
             spent = now - began
             left = f", about {spent * (total - done) / done:.0f} s left" if 0 < done < total else ""
-            line = f"{title}: {100 * done // total} % after {spent:.0f} s{left}"
+            line = f"{title}: {100 * done // max(1, total)} % after {spent:.0f} s{left}"
             if bars.update(title, done, total, line, at_once=now - printed > PRINTED_SECONDS):
                 printed = now
 

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from ...errors import ConfigError, DiffTransformerError, FailedElsewhere
 
@@ -121,8 +122,13 @@ def joined(device: str) -> Iterator[Processes]:
                 f"{os.environ.get('LOCAL_WORLD_SIZE', place + 1)} processes; start as many processes as there are GPUs"
             )
         torch.cuda.set_device(place)
+    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     try:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", rank=rank, world_size=count)
+        store, _, _ = next(rendezvous("env://", rank, count))
+        if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
+            # After a restart, torchrun's store still has the addresses of processes that are gone.
+            store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=count)
     except (dist.DistError, RuntimeError) as error:
         reason = str(error).partition("\n")[0]
         where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
