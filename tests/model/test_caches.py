@@ -58,3 +58,6 @@ def test_another_number_of_values_is_refused():
     model = tiny(attention_type="grouped_diff", num_attention_heads=8, num_noise_heads=2)
     with pytest.raises(ShapeError, match="8 heads of width 4 as values, this attention caches 2 of width 24"):
         model(tokens(2, 3), past_key_values=cache_of(model, 8, 4))
+    model = tiny(attention_type="grouped_diff_v2", **GROUPED)
+    with pytest.raises(ShapeError, match="4 heads of width 4 as keys, this attention caches 2 of width 4"):
+        model(tokens(2, 3), past_key_values=cache_of(model, 4, 4))

@@ -22,9 +22,11 @@ def regroup(cache: Cache, layout: HeadLayout) -> None:
     for layer in getattr(cache, "layers", ()):
         for name, width in (("keys", layout.key_width), ("values", layout.value_width)):
             states = getattr(layer, name, None)
-            if states is None or states.dim() != 4 or states.shape[-1] in (0, width):
+            if states is None or states.dim() != 4 or states.shape[-1] == 0:
                 continue
             batch, heads, length, theirs = states.shape
+            if theirs == width and heads <= layout.cache_heads:  # fewer are those of a tensor-parallel process
+                continue
             if heads * theirs != layout.cache_heads * width:
                 raise ShapeError(
                     f"the cache holds {heads} heads of width {theirs} as {name}, this attention caches {layout.cache_heads} "
