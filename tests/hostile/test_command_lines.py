@@ -182,7 +182,7 @@ def command_line(draw, verb):
             words += [f"--{draw.choice(flags(verb))}", draw.choice(VALUES)]
         elif what == "replace" and len(words) > 1:
             words[draw.randrange(1, len(words))] = draw.choice(VALUES)
-        elif what == "drop":
+        elif what == "drop" and words:
             del words[draw.randrange(len(words))]
         elif what == "unknown":
             words.insert(
