@@ -1,5 +1,6 @@
 """What the variants share whose signal heads subtract the maps of few noise heads."""
 
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -97,11 +98,11 @@ class SharedNoise(Differential):
         self._build(embed_dim, layout, chosen, layer_index=layer_index, head_norm_eps=head_norm_eps, backend=backend)
 
     @classmethod
+    @abstractmethod
     def heads(
         cls, signal: int, noise: int, groups: int | None, head_dim: int, value_head_dim: int | None
     ) -> SharedNoiseLayout:
         """Return the variant's layout of H signal heads, N noise heads and G key/value heads."""
-        raise NotImplementedError
 
     @classmethod
     def allowed(cls, options: DifferentialOptions) -> DifferentialOptions:
