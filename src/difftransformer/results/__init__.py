@@ -32,6 +32,16 @@ from .bench import (
     TrainingSkip,
     TrainingTiming,
 )
+from .evidence import (
+    ChosenRate,
+    RunFigure,
+    RunRecord,
+    StudyArm,
+    StudyAxis,
+    StudyFigure,
+    StudyIndex,
+    StudyMember,
+)
 from .files import (
     SCHEMA_VERSION,
     VERSIONS,

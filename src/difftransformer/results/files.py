@@ -11,6 +11,7 @@ from ..files import naming
 from ..typed import build
 from .bench import RENAMED_KEYS, Bench
 from .checksums import opened, sealed
+from .evidence import RunRecord, StudyIndex
 from .studies import Comparison, Drift, Study, Upcycling
 from .tasks import TaskResult
 
@@ -24,9 +25,11 @@ KINDS: dict[str, type] = {
     "upcycling": Upcycling,
     "bench": Bench,
     "task": TaskResult,
+    "run": RunRecord,
+    "study": StudyIndex,
 }
 
-Result = Study | Bench | TaskResult | Drift
+Result = Study | Bench | TaskResult | Drift | RunRecord | StudyIndex
 T = TypeVar("T")
 
 

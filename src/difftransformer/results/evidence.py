@@ -1,0 +1,158 @@
+"""Results of `study`: one small file for each trained run, and an index that says which runs a study is made of.
+
+A run's file knows nothing of studies, so that several studies may share it.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from .base import Environment
+from .studies import Curve
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFigure:
+    """One figure of a run's evaluations. `at` is that of the measurement (see `Measurement`)."""
+
+    task: str
+    name: str
+    unit: str
+    better: Literal["lower", "higher"] | None
+    at: dict[str, Any]
+    value: float
+    n: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """One trained and evaluated run.
+
+    Attributes:
+        recipe: The resolved recipe.
+        data_sha256: SHA-256 of the tokenised text and the tokenizer.
+        parameters: Number of parameters of the model.
+        train_tokens: Number of tokens trained on.
+        train_seconds: Time spent in training steps.
+        step_seconds: Median time of a step.
+        total_seconds: Time from the start of the process to its end, evaluation included.
+        figures: Figures of the evaluations.
+        curves: Metrics over training steps, by name, each of at most 50 points.
+    """
+
+    recipe: dict[str, Any]
+    data_sha256: str
+    created: str
+    environment: Environment
+    parameters: int
+    train_tokens: int
+    train_seconds: float
+    step_seconds: float
+    total_seconds: float
+    figures: list[RunFigure]
+    curves: dict[str, Curve]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudyArm:
+    """One arm: a name, its label in tables and figures, and what it is in a sentence."""
+
+    name: str
+    label: str
+    about: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudyAxis:
+    """One axis: its name and the names of its values, in order. `numbers` are what they stand for on a numeric axis."""
+
+    name: str
+    values: list[str]
+    label: str = ""
+    numbers: list[float] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudyFigure:
+    """One figure that a study compares its arms by: an evaluation's figure, or the step at which a curve reaches a level.
+
+    Attributes:
+        label: Name in tables and sentences.
+        task: Evaluation of the recipe.
+        name: Name of the measurement.
+        at: Where it was taken; empty for the figure over everything.
+        curve: Curve of a run, in place of an evaluation.
+        reaches: Level of the curve. A run that never reaches it counts with its last step.
+        better: The direction that is an improvement.
+        unit: Unit of the values; "share" for values from 0 to 1.
+        paper: What the paper reports for each arm, by name.
+        source: Where the paper reports it.
+    """
+
+    label: str
+    task: str = ""
+    name: str = ""
+    at: dict[str, Any] = field(default_factory=dict)
+    curve: str = ""
+    reaches: float | None = None
+    better: Literal["lower", "higher"] = "lower"
+    unit: str = ""
+    paper: dict[str, float] = field(default_factory=dict)
+    source: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudyMember:
+    """One run of a study: its arm, its value on each axis, its seed, and its file beside the index.
+
+    A run with `is_tuning` was trained to choose the learning rate and is in no comparison.
+    """
+
+    arm: str
+    point: dict[str, str]
+    seed: int
+    file: str
+    is_tuning: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChosenRate:
+    """The learning rate chosen for an arm at a point, with the mean figure of each rate tried, over the tuning seeds."""
+
+    arm: str
+    point: dict[str, str]
+    learning_rate: float
+    tried: list[tuple[float, float]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudyIndex:
+    """A study: its question, its arms, axes and figures, and the runs that are there.
+
+    Attributes:
+        name: Name of the study.
+        preset: Name of its size.
+        question: The question.
+        about: What the reader must know to read the answer.
+        analysis: "arms" compares arms at every point; "scaling" also fits power laws over the axes size and tokens.
+        arms: The arms; `reference` names the one that the others are compared with.
+        axes: The axes; each arm is trained at every combination of their values.
+        figures: The figures, the most important one first.
+        members: The runs that are there.
+        planned: Number of runs that the study asks for, tuning included.
+        rates: Learning rates that were chosen.
+        command: Command that wrote the index.
+    """
+
+    name: str
+    preset: str
+    question: str
+    about: str
+    analysis: Literal["arms", "scaling"]
+    reference: str
+    arms: list[StudyArm]
+    axes: list[StudyAxis]
+    figures: list[StudyFigure]
+    members: list[StudyMember]
+    planned: int
+    rates: list[ChosenRate]
+    command: str
