@@ -95,6 +95,7 @@ NEEDLE = (
 BASES = {
     "train": ("train", "recipe.yaml", "--out", "new", "--set", "training.steps=1"),
     "compare": ("compare", "recipe.yaml", "--out", "new", "--set", "training.steps=0"),
+    "study": ("study", "study.yaml", "--dry-run", "--results", "new", "--set", "training.steps=1"),
     "eval": ("eval", "run", "--out", "new", "--set", "evaluation.perplexity.windows=2"),
     "eval suite": ("eval", "suite", "ours", "--preset", "suite.yaml", "--out", "new"),
     "generate": ("generate", "ours", "text", "--max_new_tokens", "2"),

@@ -125,8 +125,9 @@ BAD = [
     ("evaluation_batch_tokens=0", "evaluation_batch_tokens=0: give at least 1"),
     ("data.validation_share=2", "data: validation_share=2.0"),
     ("data.vocab_size=10", "data: vocab_size=10"),
-    ("compare.models=[diff]", "compare: models=['diff']: name two attention types"),
+    ("compare.models=[diff]", "compare: models=['diff']: name two or more attention types"),
     ("compare.models=[diff, diff]", "compare: models=['diff', 'diff']"),
+    ("compare.fields={dex: {}}", "compare: fields.dex: unknown key"),
     ("compare.seeds=0", "compare: seeds=0"),
 ]
 

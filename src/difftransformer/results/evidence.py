@@ -183,9 +183,9 @@ def figure_of(record: RunRecord, figure: StudyFigure) -> float | None:
 
 
 def reached_at(curve: Curve, level: float) -> float | None:
-    """Return the step at which a curve first reaches a level from the side of its first value; None if it never does."""
+    """Return the step at which a curve first reaches a level, upwards if it ends above its start; None if it never does."""
     points = list(zip(curve.steps, curve.values, strict=True))
-    sign = 1 if points[0][1] <= level else -1
+    sign = 1 if curve.values[-1] >= curve.values[0] else -1
     before = points[0]
     for point in points:
         if sign * (point[1] - level) >= 0:

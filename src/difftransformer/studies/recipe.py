@@ -88,18 +88,23 @@ class CompareConfig:
     """The models that `compare` trains.
 
     Attributes:
-        models: Attention types; the first is compared with the second.
+        models: Attention types; each is compared with the last one.
+        fields: Fields of the model that one of them alone has, such as an intermediate_size for equal parameters.
         seeds: Number of seeds, counted from training.seed.
         jobs: Runs that train at the same time; each gets an equal share of the threads.
     """
 
     models: list[str] = field(default_factory=lambda: ["diff", "softmax"])
+    fields: dict[str, dict[str, Any]] = field(default_factory=dict)
     seeds: int = 1
     jobs: int = 1
 
     def __post_init__(self) -> None:
-        if len(self.models) != 2 or len(set(self.models)) != 2:
-            raise ConfigError(f"models={self.models}: name two attention types, the one under test first")
+        if not 2 <= len(set(self.models)) == len(self.models):
+            raise ConfigError(f"models={self.models}: name two or more attention types, the one to compare with last")
+        for name in self.fields:
+            if name not in self.models:
+                raise ConfigError(f"fields.{name}: {unknown_key(name, self.models)}")
         if not 1 <= self.seeds <= MOST_SEEDS or not 1 <= self.jobs <= MOST_JOBS:
             raise ConfigError(
                 f"seeds={self.seeds}, jobs={self.jobs}: give 1 to {MOST_SEEDS} seeds and 1 to {MOST_JOBS} jobs"
@@ -213,8 +218,9 @@ class Recipe:
         return config
 
     def with_model(self, attention_type: str) -> "Recipe":
-        """The same recipe with another attention type."""
-        return dataclasses.replace(self, model=self.model | {"attention_type": attention_type})
+        """The same recipe with another attention type, and the fields that it alone has."""
+        fields = self.compare.fields.get(attention_type, {})
+        return dataclasses.replace(self, model=self.model | fields | {"attention_type": attention_type})
 
     def with_seed(self, seed: int) -> "Recipe":
         """The same recipe with another training seed."""

@@ -49,7 +49,7 @@ class RunStore:
 
     def find(self, run: PlannedRun, data_sha256: str) -> Path | None:
         """Return the file of a run on that data, or None."""
-        return self._found.get((identity(run.recipe), data_sha256))
+        return self._found.get((run.identity, data_sha256))
 
     def files(self) -> list[Path]:
         """Return the files of all records that can be read."""
@@ -57,12 +57,12 @@ class RunStore:
 
     def data_of(self, run: PlannedRun) -> set[str]:
         """Return the data on which a run has been made."""
-        asked = identity(run.recipe)
+        asked = run.identity
         return {data for known, data in self._found if known == asked}
 
     def add(self, run: PlannedRun, record: RunRecord) -> Path:
         """Write the record of a run below its study, and return the file."""
-        asked = identity(run.recipe)
+        asked = run.identity
         digest = hashlib.sha256(f"{asked} {record.data_sha256}".encode()).hexdigest()[:10]
         words = [run.arm, place(run.point), "tuning" if run.is_tuning else "", f"seed{run.seed}", digest]
         path = self.folder / run.recipe.name / RUNS / f"{'-'.join(word for word in words if word)}.json"
