@@ -115,7 +115,7 @@ def test_the_subtraction_is_a_subtraction(family, tmp_path):
     ours, _ = upcycled(source_model(family, **OPTIONS[family]), tmp_path, "diff")
     for module in ours.modules():
         if isinstance(module, Attention):
-            module.lambda_init = 1.0
+            module.lambda_value = 1.0
     other = ids()
     other[:, :-1] = other[:, :-1].flip(1)
     assert not torch.equal(other, ids())

@@ -220,6 +220,12 @@ class TestRefusals:
                 {"to": "grouped"},
                 "--to 'grouped' is unknown; choose one of softmax, diff, diff_v2, grouped_diff, grouped_diff_v2, dex",
             ),
+            ({"to": "diff", "lambda_init": 0.5}, "lambda_init=0.5: the model would not keep its function"),
+            ({"to": "diff", "lambda_value": 0.5}, "lambda_value=0.5: the model would not keep its function"),
+            (
+                {"to": "softmax", "softmax_head_norm": "gain"},
+                "softmax_head_norm='gain': the model would not keep its function; leave it out, which means 'none'",
+            ),
             ({"to": "diff", "dex_heads": [[0]] * 3}, "dex_heads is not an option of --to 'diff'"),
             ({"to": "dex", "dex_heads": [[0]] * 2}, "for each of the 3 layers"),
             ({"to": "dex", "dex_heads": [[0], [1], [0, 1]]}, "equally long"),

@@ -17,7 +17,7 @@ from ..attention import Attention, PlainLayer
 from ..errors import ConfigError
 from ..families import FAMILIES, attention_fields, family_config, refused_features
 from .conversion import Conversion, Read, Shape, shapes_of
-from .llama import chosen_variant, drawn, notes
+from .llama import chosen_variant, drawn, kept_options, notes
 
 ATTENTION = "self_attn."
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
@@ -41,7 +41,7 @@ def from_family(
     if family not in FAMILIES:
         raise ConfigError(f"model_type={family!r} is not supported; expected one of {', '.join(FAMILIES)}")
     heads = attention_fields(config)
-    document = config.to_dict() | options | kind.upcycled_options(heads)
+    document = config.to_dict() | kept_options(kind, heads, options)
     document |= {"family": family, "attention_type": to, "attention_dropout": 0.0}
     ours = family_config(family).from_dict(document)
     with torch.device("meta"):

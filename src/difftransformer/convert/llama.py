@@ -18,7 +18,7 @@ A headwise norm would discard the size of every row, which W_O has learned to re
 
 import json
 import zlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from ..attention import Attention, PlainLayer, SoftmaxAttention, variant, variants
+from ..attention import Attention, AttentionConfig, PlainLayer, SoftmaxAttention, variant, variants
 from ..errors import ConfigError
 from ..model import DiffTransformerConfig, DiffTransformerForCausalLM
 from .conversion import Conversion, Read, Shape, shapes_of
@@ -79,7 +79,7 @@ def from_llama(
         "sliding_window": getattr(config, "sliding_window", None),
         "rope_parameters": dict(config.rope_parameters),
     }
-    fields |= options | kind.upcycled_options(config)
+    fields |= kept_options(kind, config, options)
     ours = DiffTransformerConfig(**fields, architectures=["DiffTransformerForCausalLM"], dtype=config.dtype)
     ties = TIES if config.tie_word_embeddings else {}
     with torch.device("meta"):
@@ -97,7 +97,12 @@ def to_llama(config: DiffTransformerConfig) -> Conversion:
     Raises:
         ConfigError: Llama cannot express the model; the message names the field, its value and what is possible.
     """
-    possible = {"attention_type": SoftmaxAttention.name, "sliding_window": None, "is_causal": True}
+    possible = {
+        "attention_type": SoftmaxAttention.name,
+        "softmax_head_norm": "none",
+        "sliding_window": None,
+        "is_causal": True,
+    }
     for field, expected in possible.items():
         if getattr(config, field) != expected:
             raise ConfigError(
@@ -133,6 +138,21 @@ def chosen_variant(to: str, head_norm: str | None, options: Collection[str]) -> 
         if name not in kind.config_options:
             raise ConfigError(f"{name} is not an option of --to {to!r}; leave it out")
     return kind
+
+
+def kept_options(kind: type[Attention], config: AttentionConfig, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the given options and those with which a pretrained model keeps its function.
+
+    Raises:
+        ConfigError: a given option is another than that.
+    """
+    needed = kind.upcycled_options(config)
+    for name, value in options.items():
+        if name in needed and value != needed[name]:
+            raise ConfigError(
+                f"{name}={value!r}: the model would not keep its function; leave it out, which means {needed[name]!r}"
+            )
+    return {**options, **needed}
 
 
 def _make(name: str, shape: Shape, config: DiffTransformerConfig, seed: int) -> Callable[[Read], Tensor]:
