@@ -225,7 +225,7 @@ import re, sys, threading, time
 from difftransformer.convert import upcycle_folder
 
 def test_wider_mlps_are_for_llamas_alone(tmp_path):
-    with pytest.raises(ConfigError, match=r"--to 'softmax\+diff': only a Llama or Mistral without biases"):
+    with pytest.raises(ConfigError, match=r"--to 'softmax\\+diff': only a Llama or Mistral without biases"):
         upcycled(source_model("qwen3", **OPTIONS["qwen3"]), tmp_path, "softmax+diff")
     assert not (tmp_path / "made").exists()
 

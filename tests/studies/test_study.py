@@ -5,9 +5,12 @@ import shutil
 from collections import Counter
 
 import pytest
+import torch
 import yaml
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from difftransformer.cli.main import main
+from difftransformer.data import byte_tokenizer
 from difftransformer.errors import ConfigError
 from difftransformer.results import RunRecord, StudyIndex, read_result
 from difftransformer.results.evidence import Curve, reached_at
@@ -313,3 +316,41 @@ def test_steps_to_a_level():
     assert reached_at(falling, 3.5) == 15
     assert reached_at(falling, 4.5) == 10
     assert reached_at(falling, 2.0) is None
+
+
+def test_arms_that_start_from_a_pretrained_model(document, design, trained, tmp_path, toy):
+    source = tmp_path / "pretrained"
+    model = LlamaForCausalLM(
+        LlamaConfig(vocab_size=259, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+    )
+    model.save_pretrained(source)
+    byte_tokenizer().save(source)
+    toy["training"] |= {"steps": 2, "checkpoint_every": 2, "context_stages": [[0, 64]], "retrieval": None}
+    toy["evaluation"] = toy["evaluation"][:1]
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(toy))
+    document |= {
+        "source": "pretrained",
+        "axes": {},
+        "reference": "plain",
+        "arms": {"diff": {"upcycle": "diff"}, "plain": {"upcycle": "softmax"}},
+    }
+    with pytest.raises(ConfigError, match="--source None: the study small starts from pretrained"):
+        Study(design(), tmp_path / "results")
+    study = Study(design(), tmp_path / "results", source=str(source), models=tmp_path / "models")
+    index = study.train(tmp_path / "out", at_once=1)
+    assert len(trained) == len(index.members) == 2
+    records = {m.arm: read_result(study.index_file.parent / m.file, RunRecord) for m in index.members}
+    assert records["diff"].parameters > records["plain"].parameters
+    first = {arm: record.curves["train_loss_nats"].values[0] for arm, record in records.items()}
+    assert first["diff"] == pytest.approx(first["plain"], rel=1e-4)  # both start with the function of the source
+    assert str(tmp_path) not in json.dumps(records["diff"].recipe | {"data": None})
+    again = Study(design(), tmp_path / "results", source=str(source), models=tmp_path / "elsewhere")
+    assert None not in again.files(again.design.reported())
+    with torch.no_grad():
+        model.lm_head.weight += 1
+    model.save_pretrained(source)
+    other = Study(design(), tmp_path / "results", source=str(source), models=tmp_path / "others")
+    assert other.prepared(other.design.reported()[0]).data_sha256 != records["diff"].data_sha256
+    document["arms"]["diff"] = {}
+    with pytest.raises(ConfigError, match=r"arms\.diff\.upcycle is ''"):
+        design()

@@ -29,6 +29,7 @@ def run(
     jobs: int | None = None,
     threads: int | None = None,
     device: str = "cpu",
+    source: str | None = None,
     results: str = RESULTS,
     out: str | None = None,
     set: list[str] | None = None,
@@ -43,6 +44,7 @@ def run(
         jobs: Runs that train at the same time. Defaults to one for each thread on the CPU, and to one on a GPU.
         threads: Number of CPU threads of all runs together.
         device: cpu or cuda.
+        source: The pretrained model of a study that starts from one: a folder, a .gguf file, or owner/name on the hub.
         results: Folder with one subfolder for each study. Runs that any of them has are not trained again.
         out: Folder for checkpoints; reports/studies/NAME by default.
     """
@@ -59,11 +61,12 @@ def run(
 
     loaded = load_study(study)
     at_once = jobs or (torch.get_num_threads() if device == "cpu" else 1)
-    whole = Study(Design(loaded, preset, seeds=seeds, changes=set or []), Path(results), log)
+    folder = Path(out or f"reports/studies/{loaded.name}")
+    design = Design(loaded, preset, seeds=seeds, changes=set or [])
+    whole = Study(design, Path(results), log, source=source, models=folder / "models")
     if dry_run:
         return _describe(whole, at_once)
     build.load()  # here, where its line is seen, and not in a run
-    folder = Path(out or f"reports/studies/{loaded.name}")
     title = f"study {loaded.name}"
     with locked(folder), resumable("stopped; every run is saved"), training_progress() as bars:
         index = whole.train(folder, at_once=at_once, device=device, progress=watch_study(bars, title))

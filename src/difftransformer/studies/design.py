@@ -18,6 +18,8 @@ from ..typed import build, unknown_key
 from .recipe import MOST_SEEDS, Recipe, override, parsed_change, recipe_dict, recipe_from
 
 IDENTITY_VERSION = 1
+UPCYCLED = "upcycled to "
+"""What start_from and data.tokenizer of a planned run begin with, where they name a model that the study makes."""
 LEARNING_RATE = "training.optimizer.learning_rate"
 NOT_PART_OF_A_RUN = ("name", "compare", "parallel", "evaluation_batch_tokens")
 NOT_PART_OF_TRAINING = ("checkpoint_every", "keep_checkpoints", "keep_every", "keep_steps")
@@ -31,11 +33,13 @@ class ArmConfig:
         label: Name in tables and figures; the arm's own name by default.
         about: What it is, in a sentence.
         seeds: Number of seeds, where it is not the study's.
+        upcycle: What the study's source becomes in this arm, such as "diff" (see `convert.upcycle_folder`).
         set: Values of the recipe by dotted key, such as `model.attention_type: diff`.
     """
 
     label: str = ""
     about: str = ""
+    upcycle: str = ""
     seeds: int | None = None
     set: dict[str, Any] = field(default_factory=dict)
 
@@ -106,6 +110,7 @@ class StudyConfig:
         question: The question that it answers.
         about: What a reader must know to read the answer.
         recipe: Recipe that every run starts from: a shipped one by its name, or a file, also beside the study's.
+        source: Pretrained model that every arm starts from, by the name of its folder or file; empty for new models.
         reference: The arm that the others are compared with.
         arms: The arms by name.
         axes: The axes by name.
@@ -118,6 +123,7 @@ class StudyConfig:
     question: str
     about: str = ""
     recipe: str
+    source: str = ""
     reference: str
     arms: dict[str, ArmConfig]
     axes: dict[str, AxisConfig] = field(default_factory=dict)
@@ -129,6 +135,12 @@ class StudyConfig:
         check_name(self.name)
         if self.reference not in self.arms:
             raise ConfigError(f"reference: no arm {self.reference!r}; choose one of {', '.join(self.arms)}")
+        for name, one_arm in self.arms.items():
+            if bool(one_arm.upcycle) != bool(self.source):
+                raise ConfigError(
+                    f"arms.{name}.upcycle is {one_arm.upcycle!r} and source is {self.source!r}; a study of a pretrained model has "
+                    "a source, and each arm says what becomes of it"
+                )
         if not self.figures:
             raise ConfigError("figures: empty; name what the arms are compared by")
         for one in self.figures:
@@ -226,6 +238,9 @@ class Design:
             override(document, *parsed_change(change), said=f"--set {change}")
         if rate is not None:
             override(document, LEARNING_RATE, rate, said=LEARNING_RATE)
+        if self.config.source:
+            document |= {"model": {}, "start_from": f"{UPCYCLED}{one.upcycle} {self.config.source}"}
+            override(document, "data.tokenizer", f"{UPCYCLED}softmax {self.config.source}", said="data.tokenizer")
         recipe = recipe_from(document, source=f"{self.config.name}, arm {arm}").with_seed(seed)
         return PlannedRun(arm=arm, label=one.label or arm, point=point, seed=seed, recipe=recipe, is_tuning=is_tuning)
 

@@ -94,7 +94,7 @@ def _records(study: Study) -> Iterable[tuple[RunRecord, Recipe]]:
 def _measured_seconds(study: Study, run: PlannedRun, threads: int) -> float:
     """Time some steps of a run's model at each of its row lengths, and count its evaluations' tokens as forward passes."""
     prepared, training = study.prepared(run), run.recipe.training
-    config = run.recipe.model_config(vocab_size=prepared.shards.tokenizer.vocab_size)
+    config = prepared.recipe.model_config(vocab_size=prepared.shards.tokenizer.vocab_size)
     model = build_model(config, 0)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)

@@ -109,7 +109,7 @@ def run_record(
         values = [line.lambdas[layer] for line in steps]
         curves[f"lambda {layer}"] = _thinned([line.step for line in steps], values)
     return RunRecord(
-        recipe=_portable(recipe),
+        recipe=portable(recipe),
         data_sha256=shards.manifest.fingerprint,
         created=now(),
         environment=dataclasses.replace(environment(device), threads=threads),
@@ -126,7 +126,7 @@ def run_record(
     )
 
 
-def _portable(recipe: Recipe) -> dict[str, Any]:
+def portable(recipe: Recipe) -> dict[str, Any]:
     """Return a recipe as plain data without what belongs to this machine or to other commands."""
     plain = recipe_dict(recipe)
     for name in ("compare", "parallel"):

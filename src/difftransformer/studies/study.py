@@ -1,25 +1,29 @@
 """Run a study: choose learning rates, train and evaluate what is missing, and write an index of what is there."""
 
+import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
 
 import torch
 
+from ..convert.upcycle import upcycle_folder
 from ..data import Shards, prepare_shards
-from ..errors import EvaluationError
+from ..errors import ConfigError, EvaluationError
 from ..evals.engine import Task
 from ..files import locked
+from ..hub import folder_sha256, source_folder
 from ..results import ChosenRate, RunRecord, StudyIndex, StudyMember, read_result, write_result
 from ..results.evidence import figure_of
-from .design import Design, PlannedRun, place
+from .design import UPCYCLED, Design, PlannedRun, place
 from .evaluation import draw_tasks
 from .jobs import Job, run_jobs
-from .records import RunStore, run_record
+from .recipe import Recipe
+from .records import RunStore, portable, run_record
 from .run import is_done, start_run
 
 Log = Callable[[str], None]
@@ -27,10 +31,15 @@ Log = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Prepared:
-    """The data and the tasks of a run."""
+    """A run's recipe with the folders of this machine, its data, and its tasks.
 
+    `data_sha256` covers the tokens, and the pretrained model if the run starts from one.
+    """
+
+    recipe: Recipe
     shards: Shards
     tasks: Mapping[str, Task]
+    data_sha256: str
 
 
 class Study:
@@ -40,10 +49,28 @@ class Study:
         design: What is asked for.
         results: Folder of all studies' records, such as docs/results/studies.
         log: Called with what is being done.
+        source: The pretrained model of a study that starts from one: a folder, a .gguf file, or owner/name on the hub.
+        models: Folder for what becomes of it.
+
+    Raises:
+        ConfigError: The study needs a source and has none, or has one and needs none.
     """
 
-    def __init__(self, design: Design, results: Path, log: Log = lambda text: None) -> None:
+    def __init__(
+        self,
+        design: Design,
+        results: Path,
+        log: Log = lambda text: None,
+        *,
+        source: str | None = None,
+        models: Path = Path("models"),
+    ) -> None:
+        wanted = design.config.source
+        if bool(wanted) != (source is not None):
+            needed = f"starts from {wanted}; name its folder, .gguf file or owner/name" if wanted else "needs none"
+            raise ConfigError(f"--source {source}: the study {design.config.name} {needed}")
         self.design, self.results, self._log = design, results, log
+        self._source, self._models = source, models
         self.store = RunStore(results, log)
         self._prepared: dict[str, Prepared] = {}
 
@@ -54,13 +81,35 @@ class Study:
 
     def prepared(self, run: PlannedRun) -> Prepared:
         """Return a run's data and tasks, which runs of the same request share."""
-        recipe = run.recipe
+        recipe = self._on_this_machine(run.recipe)
         asked = [asdict(recipe.data), [asdict(spec) for spec in recipe.evaluation], recipe.training.context_tokens]
         key = json.dumps(asked, default=str)
         if key not in self._prepared:
             shards = prepare_shards(recipe.data, log=self._log)
-            self._prepared[key] = Prepared(shards, draw_tasks(recipe, shards))
-        return self._prepared[key]
+            self._prepared[key] = Prepared(recipe, shards, draw_tasks(recipe, shards), self._data_sha256(shards))
+        return replace(self._prepared[key], recipe=recipe)
+
+    def _on_this_machine(self, recipe: Recipe) -> Recipe:
+        """Return a recipe with the folders of upcycled models, which are made if they are missing."""
+        if self._source is None:
+            return recipe
+        made = {}
+        for named in (str(recipe.start_from), recipe.data.tokenizer):
+            to = named.removeprefix(UPCYCLED).partition(" ")[0]
+            made[named] = self._models / to
+            if not made[named].exists():
+                self._log(f"making {made[named]} of {self._source}")
+                with source_folder(self._source) as pretrained:
+                    upcycle_folder(pretrained, made[named], to=to)
+        data = replace(recipe.data, tokenizer=str(made[recipe.data.tokenizer]))
+        return replace(recipe, start_from=str(made[str(recipe.start_from)]), data=data)
+
+    def _data_sha256(self, shards: Shards) -> str:
+        fingerprint = shards.manifest.fingerprint
+        if self._source is None:
+            return fingerprint
+        with source_folder(self._source) as pretrained:
+            return hashlib.sha256(f"{fingerprint} {folder_sha256(pretrained)}".encode()).hexdigest()
 
     def files(self, runs: Sequence[PlannedRun]) -> list[Path | None]:
         """Return the file of each run's record, None for those that are missing.
@@ -73,7 +122,7 @@ class Study:
             groups.setdefault((run.seed, run.is_tuning, place(run.point)), []).append(run)
         data = {}
         for key, group in groups.items():
-            here = self.prepared(group[0]).shards.manifest.fingerprint
+            here = self.prepared(group[0]).data_sha256
             everywhere = set.intersection(*(self.store.data_of(run) for run in group))
             data[key] = here if here in everywhere or not everywhere else min(everywhere)
         return [self.store.find(run, data[run.seed, run.is_tuning, place(run.point)]) for run in runs]
@@ -189,13 +238,14 @@ class Study:
             prepared = self.prepared(run)
             record = run_record(
                 job.folder,
-                run.recipe,
+                prepared.recipe,
                 prepared.tasks,
                 prepared.shards,
                 seconds=job.seconds,
                 device=device,
                 threads=threads,
             )
+            record = replace(record, recipe=portable(run.recipe), data_sha256=prepared.data_sha256)
             self.store.add(run, record)
             self.write_index()
 
@@ -204,7 +254,7 @@ class Study:
                 prepared = self.prepared(run)
                 where = folder / "runs" / f"{run.arm}-seed{run.seed}-{asked[:10]}"
                 lock = locks.enter_context(locked(where))
-                start_run(where, run.recipe)
+                start_run(where, prepared.recipe)
                 by_folder[where] = run
                 job = Job(
                     label=run.title,
@@ -214,7 +264,7 @@ class Study:
                     threads=threads,
                     device=device,
                     lock=lock,
-                    done=is_done(where, run.recipe, prepared.tasks, self._log),
+                    done=is_done(where, prepared.recipe, prepared.tasks, self._log),
                 )
                 if job.done:  # it ended, and the study was killed before it could keep the record
                     keep(job)
