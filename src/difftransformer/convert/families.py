@@ -31,7 +31,11 @@ def from_family(
     Raises:
         ConfigError: the target is unknown, or the source's attention has a feature that differential attention does not.
     """
-    kind, family = chosen_variant(to, head_norm, options), config.model_type
+    (kind, matched), family = chosen_variant(to, head_norm, options), config.model_type
+    if matched is not None:
+        raise ConfigError(
+            f"--to {to!r}: only a Llama or Mistral without biases can get wider MLPs; choose another --to"
+        )
     with torch.device("meta"):
         source = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     if features := refused_features(source, config):
