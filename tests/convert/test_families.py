@@ -220,6 +220,12 @@ def test_refused_by_what_it_has(family, tmp_path):
     assert not (tmp_path / "made").exists()
 
 
+def test_wider_mlps_are_for_llamas_alone(tmp_path):
+    with pytest.raises(ConfigError, match=r"--to 'softmax\+diff': only a Llama or Mistral without biases"):
+        upcycled(source_model("qwen3", **OPTIONS["qwen3"]), tmp_path, "softmax+diff")
+    assert not (tmp_path / "made").exists()
+
+
 MEASURED = """
 import re, sys, threading, time
 from difftransformer.convert import upcycle_folder

@@ -26,7 +26,14 @@ SHAPE = {"vocab_size": 97, "hidden_size": 128, "num_attention_heads": 4, "head_d
 MODELS = {
     "softmax": {"attention_type": "softmax", "num_key_value_heads": 2},
     "diff": {"attention_type": "diff", "num_key_value_heads": 2},
-    "diff with a window": {"attention_type": "diff", "sliding_window": 7},
+    "softmax with a norm": {"attention_type": "softmax", "num_key_value_heads": 2, "softmax_head_norm": "gain"},
+    "diff with a window": {
+        "attention_type": "diff",
+        "sliding_window": 7,
+        "lambda_form": "scalar",
+        "lambda_value": 0.6,
+        "head_scale": 1.3,
+    },
     "diff with a narrow value": {
         "attention_type": "diff",
         "value_head_dim": 32,
@@ -92,6 +99,7 @@ def test_the_engine(served):
     }
     assert {name: tuple(result["heads"].values()) for name, (_, result) in served.items()} == {
         "softmax": (4, 2, 32),
+        "softmax with a norm": (4, 2, 32),
         "diff": (4, 1, 64),
         "diff with a window": (4, 2, 64),
         "diff with a narrow value": (4, 2, 64),

@@ -23,6 +23,8 @@ CASES = {
     "grouped_diff_v2": {"attention_type": "grouped_diff_v2"},
     "dex": {"attention_type": "dex"},
     "softmax": {"attention_type": "softmax"},
+    "softmax, headwise norm": {"attention_type": "softmax", "softmax_head_norm": "gain"},
+    "diff, scalar lambda": {"lambda_form": "scalar"},
     "diff, untied, grouped": {"tie_word_embeddings": False, "num_key_value_heads": 2},
     "diff, bf16": {},
     "diff, chunked loss": {},
