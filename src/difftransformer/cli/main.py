@@ -26,6 +26,7 @@ from ..reading import LARGEST_INT
 LONGEST_MESSAGE = 2000  # characters of an error; a word of the command line may have any number
 VERBS = {
     "compare": "Train a model and its same-size twin on identical batches, evaluate both, write a report",
+    "study": "Train several variants of a recipe with many seeds, and add to the results that are there",
     "train": "Train one model from a recipe, or continue a run",
     "eval": "Evaluate a checkpoint: loss, retrieval, attention allocation",
     "eval suite": "Several of these on several models, and one report",

@@ -60,6 +60,10 @@ class _Bars:
             console.print(line)
         return printed
 
+    def hide(self, title: str) -> None:
+        """Take a bar away."""
+        self.progress.update(self.ids[title], visible=False)
+
 
 def training_progress() -> Progress:
     """Return a display with one bar per run: steps, loss, elapsed and remaining time."""
@@ -75,6 +79,26 @@ def watch_jobs(progress: Progress) -> "Callable[[Sequence[Job]], None]":
             loss = "" if job.loss_nats is None else f"loss {job.loss_nats:.3f}"
             line = f"{job.label}: step {job.step} of {job.steps} {loss}"
             bars.update(job.label, job.step, job.steps, line, started=job.process is not None, loss=loss)
+
+    return watch
+
+
+def watch_study(progress: Progress, title: str) -> "Callable[[Sequence[Job]], None]":
+    """Return a callback that draws one bar over the steps of all jobs, and one for each that is running."""
+    bars = _Bars(progress)
+
+    def watch(jobs: "Sequence[Job]") -> None:
+        ended = sum(job.done for job in jobs)
+        done, total = sum(job.step for job in jobs), sum(job.steps for job in jobs)
+        bars.update(title, done, total, f"{title}: {ended} of {len(jobs)} runs", loss=f"{ended} of {len(jobs)} runs")
+        for job in jobs if console.is_terminal else ():
+            if job.process is not None and not job.done:
+                loss = "" if job.loss_nats is None else f"loss {job.loss_nats:.3f}"
+                bars.update(
+                    job.label, job.step, job.steps, f"{job.label}: step {job.step} of {job.steps} {loss}", loss=loss
+                )
+            elif job.label in bars.ids:
+                bars.hide(job.label)
 
     return watch
 

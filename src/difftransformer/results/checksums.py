@@ -50,9 +50,9 @@ def rows(content: bytes) -> Iterator[tuple[dict[str, Any], int]]:
         raise DamagedLine(len(lines) + 1)
 
 
-def sealed(document: Mapping[str, Any]) -> str:
-    """Return a document, which is not empty, as JSON with its checksum."""
-    body = json.dumps(document, indent=1, allow_nan=False).removesuffix("\n}")
+def sealed(document: Mapping[str, Any], *, is_short: bool = False) -> str:
+    """Return a document, which is not empty, as JSON with its checksum; `is_short` leaves out indentation."""
+    body = json.dumps(document, indent=None if is_short else 1, allow_nan=False).removesuffix("}").removesuffix("\n")
     return body + _file_end(body.encode()).decode()
 
 

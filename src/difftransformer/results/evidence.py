@@ -156,3 +156,41 @@ class StudyIndex:
     planned: int
     rates: list[ChosenRate]
     command: str
+
+
+def figure_of(record: RunRecord, figure: StudyFigure) -> float | None:
+    """Return a study's figure of one run; None if its evaluations have no such figure.
+
+    A curve gives the first step at which it reaches the figure's level, by linear interpolation between its points, or its
+    last step if it never does; without a level it gives its last value.
+    """
+    if not figure.curve:
+        return next(
+            (
+                one.value
+                for one in record.figures
+                if (one.task, one.name, one.at) == (figure.task, figure.name, figure.at)
+            ),
+            None,
+        )
+    curve = record.curves.get(figure.curve)
+    if curve is None:
+        return None
+    if figure.reaches is None:
+        return curve.values[-1]
+    step = reached_at(curve, figure.reaches)
+    return float(curve.steps[-1]) if step is None else step
+
+
+def reached_at(curve: Curve, level: float) -> float | None:
+    """Return the step at which a curve first reaches a level from the side of its first value; None if it never does."""
+    points = list(zip(curve.steps, curve.values, strict=True))
+    sign = 1 if points[0][1] <= level else -1
+    before = points[0]
+    for point in points:
+        if sign * (point[1] - level) >= 0:
+            rise = point[1] - before[1]
+            share = (level - before[1]) / rise if rise else 1.0
+            return before[0] + share * (point[0] - before[0])
+        before = point
+    return None

@@ -19,6 +19,9 @@ SCHEMA_VERSION = 1
 VERSIONS = {"comparison": 2, "upcycling": 2}
 """Versions of the kinds that have changed since the first release; the others are at SCHEMA_VERSION."""
 
+SHORT_KINDS = ("run",)
+"""Kinds of which there are many files, so that each takes as little room as it can."""
+
 KINDS: dict[str, type] = {
     "comparison": Comparison,
     "drift": Drift,
@@ -38,7 +41,7 @@ def write_result(result: Result, path: Path | str) -> Path:
     path = Path(path)
     kind = next(name for name, cls in KINDS.items() if isinstance(result, cls))
     document = {"kind": kind, "version": VERSIONS.get(kind, SCHEMA_VERSION), "result": dataclasses.asdict(result)}
-    write_text_atomically(path, sealed(document))
+    write_text_atomically(path, sealed(document, is_short=kind in SHORT_KINDS))
     return path
 
 

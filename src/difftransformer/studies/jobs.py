@@ -23,7 +23,7 @@ WATCH_SECONDS = 0.5
 class Job:
     """One run: what it is called, where it and its shards are, and how far it has come.
 
-    Its process inherits the folder's lock.
+    Its process inherits the folder's lock. `seconds` is the time that the process took.
     """
 
     label: str
@@ -31,20 +31,25 @@ class Job:
     shards: Sequence[Path]
     steps: int
     threads: int
+    device: str = "cpu"
     lock: int | None = None
     done: bool = False
     step: int = 0
     loss_nats: float | None = None
     process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
+    seconds: float = 0.0
+    began: float = 0.0
 
     def start(self) -> None:
         """Start the process; what it prints goes to log.txt."""
+        self.began = time.monotonic()
         environment = os.environ | {"OMP_NUM_THREADS": str(self.threads), "TOKENIZERS_PARALLELISM": "false"}
         with (self.folder / LOG_FILE).open("wb") as log:
             self.process = start_child(
                 "difftransformer.studies.run",
                 str(self.folder),
                 str(self.threads),
+                self.device,
                 *map(str, self.shards),
                 pass_fds=() if self.lock is None else (self.lock,),
                 stdout=log,
@@ -79,8 +84,14 @@ class Job:
         return lines[-1] if lines else f"it ended without a message, with {free / 2**20:.0f} MiB of disk free"
 
 
-def run_jobs(jobs: Sequence[Job], *, at_once: int, progress: Callable[[Sequence[Job]], None]) -> None:
-    """Run jobs, `at_once` at a time, until all are done.
+def run_jobs(
+    jobs: Sequence[Job],
+    *,
+    at_once: int,
+    progress: Callable[[Sequence[Job]], None],
+    on_done: Callable[[Job], None] = lambda job: None,
+) -> None:
+    """Run jobs, `at_once` at a time, until all are done; `on_done` is called with each that has just ended well.
 
     Raises:
         DiffTransformerError: a job failed; the others are stopped, each with a checkpoint.
@@ -117,7 +128,8 @@ def run_jobs(jobs: Sequence[Job], *, at_once: int, progress: Callable[[Sequence[
                 elif code != 0:
                     raise DiffTransformerError(f"{job.label}: {job.failure()} (see {job.folder / LOG_FILE})")
                 else:
-                    job.done, job.step = True, job.steps
+                    job.done, job.step, job.seconds = True, job.steps, time.monotonic() - job.began
+                    on_done(job)
             progress(jobs)
         if stop["asked"]:
             _end(running)

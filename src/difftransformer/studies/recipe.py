@@ -229,8 +229,8 @@ def load_recipe(path: Path | str, overrides: list[str] | None = None) -> Recipe:
             the file, the key and the value.
     """
     document = read_recipe(path)
-    for override in overrides or []:
-        _override(document, override)
+    for change in overrides or []:
+        override(document, *parsed_change(change), said=f"--set {change}")
     return recipe_from(document, source=str(path))
 
 
@@ -270,37 +270,54 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _override(document: dict[str, Any], override: str) -> None:
-    key, separator, text = override.partition("=")
+def parsed_change(change: str) -> tuple[str, Any]:
+    """Split a change such as training.steps=100 into its key and its value.
+
+    Raises:
+        ConfigError: It has no equals sign, or its value is not YAML.
+    """
+    key, separator, text = change.partition("=")
     if not separator:
-        raise ConfigError(f"--set {override}: expected KEY=VALUE, such as training.steps=100")
+        raise ConfigError(f"--set {change}: expected KEY=VALUE, such as training.steps=100")
     try:
-        value = parse_yaml(text)
+        return key, parse_yaml(text)
     except ValueError as error:
-        raise ConfigError(f"--set {override}: the value is {error}") from None
+        raise ConfigError(f"--set {change}: the value is {error}") from None
+
+
+def override(document: dict[str, Any], key: str, value: Any, *, said: str) -> None:
+    """Replace a value of a recipe in plain data.
+
+    Args:
+        document: The recipe.
+        key: Dotted key, such as training.steps; below `evaluation` a task's name and one of its options.
+        value: The value; null takes a task out.
+        said: What messages call the change.
+
+    Raises:
+        ConfigError: There is no such task, or a parent that is no mapping.
+    """
     *parents, last = key.split(".")
     place: Any = document
     if isinstance(specs := document.get("evaluation"), list) and parents[:1] == ["evaluation"]:
-        place, parents = _task_options(specs, [*parents[1:], last][0], override), parents[2:]
+        place, parents = _task_options(specs, [*parents[1:], last][0], said), parents[2:]
         if key.count(".") == 1:
             if value is not None:
-                raise ConfigError(f"--set {override}: give null to leave a task out, or name one of its options")
+                raise ConfigError(f"{said}: give null to leave a task out, or name one of its options")
             specs[:] = [spec for spec in specs if spec.get("options") is not place]
             return
     for parent in parents:
         place = place.setdefault(parent, {})
         if not isinstance(place, dict):
-            raise ConfigError(f"--set {override}: {parent} is not a mapping in the recipe")
+            raise ConfigError(f"{said}: {parent} is not a mapping in the recipe")
     place[last] = value
 
 
-def _task_options(specs: list[Any], name: str, override: str) -> dict[str, Any]:
+def _task_options(specs: list[Any], name: str, said: str) -> dict[str, Any]:
     """Return the options of the task of that name, as evaluation.needle.documents=50 means them."""
     named = {spec.get("label") or spec.get("task"): spec for spec in specs if isinstance(spec, dict)}
     if name not in named:
-        raise ConfigError(
-            f"--set {override}: the recipe has no evaluation {name!r}; it has {', '.join(map(str, named))}"
-        )
+        raise ConfigError(f"{said}: the recipe has no evaluation {name!r}; it has {', '.join(map(str, named))}")
     options: dict[str, Any] = named[name].setdefault("options", {})
     return options
 

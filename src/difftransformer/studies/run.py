@@ -19,7 +19,7 @@ from ..hub import open_model
 from ..model import DiffTransformerConfig, DiffTransformerForCausalLM
 from ..results import TaskResult
 from ..train import Interrupted, checkpoints, train
-from ..train.parallel import Mesh
+from ..train.parallel import Mesh, Processes
 from ..train.run_summary import RECIPE_FILE
 from .evaluation import evaluate_checkpoint, evaluations_folder, found_results
 from .recipe import Recipe, load_recipe, recipe_dict, save_recipe
@@ -118,16 +118,19 @@ def is_trained(folder: Path, recipe: Recipe) -> bool:
 
 
 def main(arguments: list[str]) -> int:
-    """Train and evaluate in FOLDER with THREADS threads on SHARDS ...; errors go to standard error on one line."""
-    folder, threads, made = Path(arguments[0]), int(arguments[1]), [Path(word) for word in arguments[2:]]
+    """Train and evaluate in FOLDER with THREADS threads on DEVICE with SHARDS ...; errors are one line on standard error."""
+    folder, threads, device = Path(arguments[0]), int(arguments[1]), arguments[2]
+    made = [Path(word) for word in arguments[3:]]
     torch.set_num_threads(threads)
     try:
         recipe = load_recipe(folder / RECIPE_FILE)
         shards = prepare_shards(recipe.data, made=made)
         if not is_trained(folder, recipe):
-            train_run(folder, recipe, shards)
+            train_run(folder, recipe, shards, mesh=Mesh(Processes(device=device), recipe.parallel))
         newest = checkpoints(folder)[-1]
-        evaluate_checkpoint(newest, recipe, shards, evaluations_folder(newest), wait=True)  # for `eval RUN`
+        evaluate_checkpoint(
+            newest, recipe, shards, evaluations_folder(newest), wait=True, device=device
+        )  # for `eval RUN`
     except Interrupted as stopped:
         sys.stderr.write(f"{stopped}\n")
         return EXIT_INTERRUPTED

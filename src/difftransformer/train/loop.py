@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from ..attention import Attention
-from ..data import Loader, Shards, document_positions, validation_windows
+from ..data import Loader, Shards, document_positions, held_out_documents, validation_windows
 from ..errors import EXIT_INTERRUPTED, EXIT_REQUEUE, CheckpointError, DiffTransformerError, FailedElsewhere
 from ..model import DiffTransformerConfig, DiffTransformerForCausalLM
 from ..model.nll import IGNORED, loss_chunk, summed_next_token_nll
@@ -25,6 +25,8 @@ from .metrics import METRICS_FILE, Metrics, MetricsLog, StepMetrics, ValidationM
 from .optim import build_optimizer, learning_rate
 from .parallel import Mesh, Processes
 from .recompute import recompute_activations
+
+RETRIEVAL_DOCUMENTS = 128
 
 
 class Interrupted(Exception):
@@ -162,7 +164,8 @@ def train(
         if step > validated and (step == config.steps or step % config.validate_every == 0):
             loss = validate(model, shards, config, mesh, stop)
             if loss is not None:
-                report(ValidationMetrics(step=step, validation_loss_nats=loss))
+                accuracy = retrieval_accuracy(model, shards, config, mesh)
+                report(ValidationMetrics(step=step, validation_loss_nats=loss, validation_accuracy=accuracy))
                 validated = step
 
     try:
@@ -274,6 +277,37 @@ def validate(
     model.train()
     mesh.forget_whole(model)
     return None if stopped else mesh.sum(total) / mesh.sum(tokens)
+
+
+@torch.no_grad()
+def retrieval_accuracy(
+    model: DiffTransformerForCausalLM, shards: Shards, config: TrainingConfig, mesh: Mesh
+) -> float | None:
+    """Return the share of right answers to one question about each of RETRIEVAL_DOCUMENTS needle documents in held-out text.
+
+    An answer is right if each of its tokens is the most probable one. None for runs without needle documents, and where
+    processes divide tokens or heads.
+    """
+    if config.retrieval is None or mesh.context > 1 or mesh.tensor > 1:
+        return None
+    text, context, count = shards.tokens("validation"), config.context_tokens, RETRIEVAL_DOCUMENTS
+    documents, lengths = held_out_documents(
+        shards.tokenizer, text, context_tokens=context, mix=config.retrieval, count=count
+    )
+    rows, counts = mesh.own_rows(torch.from_numpy(documents))
+    answers, _ = mesh.own_rows(torch.from_numpy(lengths).unsqueeze(1))
+    longest, device = int(lengths.max()), mesh.processes.device
+    is_answer = torch.arange(longest, 0, -1) <= answers
+    model.eval()
+    right = 0
+    for part, asked, counted in zip(rows.split(64), is_answer.split(64), counts.split(64), strict=True):
+        with torch.autocast(device, torch.bfloat16, enabled=config.precision == "bf16"):
+            logits = model(input_ids=part[:, :-1].to(device), logits_to_keep=longest).logits
+        wrong = (logits.argmax(-1).cpu() != part[:, -longest:]) & asked
+        right += int((~wrong.any(1, keepdim=True) & counted).sum())
+    model.train()
+    mesh.forget_whole(model)
+    return mesh.sum(right) / count
 
 
 @contextmanager

@@ -42,10 +42,15 @@ class StepMetrics:
 
 @dataclass(frozen=True, kw_only=True)
 class ValidationMetrics:
-    """Loss on fixed validation windows after `step` steps."""
+    """Loss on fixed validation windows after `step` steps.
+
+    `validation_accuracy` is the share of right answers to questions about needles in held-out text, in runs that train
+    retrieval; None in others, where documents or heads are divided, and in logs of earlier releases.
+    """
 
     step: int
     validation_loss_nats: float
+    validation_accuracy: float | None = None
 
 
 Metrics = StepMetrics | ValidationMetrics

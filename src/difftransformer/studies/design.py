@@ -1,0 +1,321 @@
+"""A study: arms x axes x seeds over one recipe, read from a YAML file and expanded to runs."""
+
+import copy
+import hashlib
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from ..errors import ConfigError
+from ..reading import is_plain_name
+from ..results import StudyArm, StudyAxis, StudyFigure
+from ..sources import check_name, read_mapping, read_recipe, shipped_recipes
+from ..typed import build, unknown_key
+from .recipe import MOST_SEEDS, Recipe, override, parsed_change, recipe_dict, recipe_from
+
+IDENTITY_VERSION = 1
+LEARNING_RATE = "training.optimizer.learning_rate"
+NOT_PART_OF_A_RUN = ("name", "compare", "parallel", "evaluation_batch_tokens")
+NOT_PART_OF_TRAINING = ("checkpoint_every", "keep_checkpoints", "keep_every", "keep_steps")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArmConfig:
+    """One arm.
+
+    Attributes:
+        label: Name in tables and figures; the arm's own name by default.
+        about: What it is, in a sentence.
+        seeds: Number of seeds, where it is not the study's.
+        set: Values of the recipe by dotted key, such as `model.attention_type: diff`.
+    """
+
+    label: str = ""
+    about: str = ""
+    seeds: int | None = None
+    set: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AxisValue:
+    """One value of an axis.
+
+    Attributes:
+        set: Values of the recipe by dotted key.
+        number: What the value stands for on a numeric axis.
+        seeds: Number of seeds, where it is more than the study's.
+    """
+
+    set: dict[str, Any] = field(default_factory=dict)
+    number: float | None = None
+    seeds: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class AxisConfig:
+    """One axis: its values by name. Each arm is trained at every combination of the values of all axes."""
+
+    label: str = ""
+    values: dict[str, AxisValue] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuningConfig:
+    """How the learning rate is chosen, for each arm alike.
+
+    Attributes:
+        learning_rates: Rates that are tried. With none the recipe's rate is used.
+        seeds: Number of seeds for each rate, counted from 1000. They are not those that are reported.
+        per: "arm" chooses at the first value of each axis; "point" chooses at every combination.
+    """
+
+    learning_rates: list[float] = field(default_factory=list)
+    seeds: int = 2
+    per: Literal["arm", "point"] = "arm"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PresetConfig:
+    """A size of the study.
+
+    Attributes:
+        set: Values of the recipe by dotted key; values of arms and axes come after these.
+        seeds: Number of seeds.
+        arms: Names of the arms; None means all.
+        axes: Names of values by axis; an axis that is not named keeps all.
+        tuning: How the learning rate is chosen.
+    """
+
+    set: dict[str, Any] = field(default_factory=dict)
+    seeds: int = 3
+    arms: list[str] | None = None
+    axes: dict[str, list[str]] = field(default_factory=dict)
+    tuning: TuningConfig = field(default_factory=TuningConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudyConfig:
+    """A study.
+
+    Attributes:
+        name: Name of its folder.
+        question: The question that it answers.
+        about: What a reader must know to read the answer.
+        recipe: Recipe that every run starts from: a shipped one by its name, or a file.
+        reference: The arm that the others are compared with.
+        arms: The arms by name.
+        axes: The axes by name.
+        figures: What the arms are compared by, the most important first. The first one also chooses learning rates.
+        presets: Sizes of the study by name.
+        analysis: "arms", or "scaling" for power laws over the axes size and tokens.
+    """
+
+    name: str
+    question: str
+    about: str = ""
+    recipe: str
+    reference: str
+    arms: dict[str, ArmConfig]
+    axes: dict[str, AxisConfig] = field(default_factory=dict)
+    figures: list[StudyFigure]
+    presets: dict[str, PresetConfig]
+    analysis: Literal["arms", "scaling"] = "arms"
+
+    def __post_init__(self) -> None:
+        check_name(self.name)
+        if self.reference not in self.arms:
+            raise ConfigError(f"reference: no arm {self.reference!r}; choose one of {', '.join(self.arms)}")
+        if not self.figures:
+            raise ConfigError("figures: empty; name what the arms are compared by")
+        for one in self.figures:
+            if bool(one.curve) == bool(one.task):
+                raise ConfigError(f"figures: {one.label!r} needs either a task and its name, or a curve")
+        for name, axis in self.axes.items():
+            if not axis.values:
+                raise ConfigError(f"axes.{name}: no values; give at least one")
+        for name in (*self.arms, *self.axes, *(value for axis in self.axes.values() for value in axis.values)):
+            if not is_plain_name(name) or " " in name:
+                raise ConfigError(f"{name!r} names files; use letters, digits, points, hyphens and underscores")
+        if not self.presets:
+            raise ConfigError("presets: empty; give at least one, such as laptop")
+        for name, preset in self.presets.items():
+            if not 1 <= preset.seeds <= MOST_SEEDS:
+                raise ConfigError(f"presets.{name}.seeds={preset.seeds}: give 1 to {MOST_SEEDS}")
+            for arm in preset.arms or []:
+                if arm not in self.arms:
+                    raise ConfigError(f"presets.{name}.arms: {unknown_key(arm, self.arms)}")
+            for axis_name, values in preset.axes.items():
+                if axis_name not in self.axes:
+                    raise ConfigError(f"presets.{name}.axes: {unknown_key(axis_name, self.axes)}")
+                for value in values:
+                    if value not in self.axes[axis_name].values:
+                        raise ConfigError(
+                            f"presets.{name}.axes.{axis_name}: {unknown_key(value, self.axes[axis_name].values)}"
+                        )
+            if preset.arms is not None and self.reference not in preset.arms:
+                raise ConfigError(f"presets.{name}.arms: the reference {self.reference} is missing")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedRun:
+    """One run that a study asks for: its arm, its value on each axis, its seed and its recipe."""
+
+    arm: str
+    label: str
+    point: Mapping[str, str]
+    seed: int
+    recipe: Recipe
+    is_tuning: bool = False
+
+    @property
+    def title(self) -> str:
+        """Arm, point and seed in words."""
+        place = "".join(f", {axis} {value}" for axis, value in self.point.items())
+        rate = f", learning rate {self.recipe.training.optimizer.learning_rate:g}" if self.is_tuning else ""
+        return f"{self.label}{place}{rate}, seed {self.seed}"
+
+
+class Design:
+    """A study at one of its sizes.
+
+    Args:
+        config: The study.
+        preset: Name of the size.
+        seeds: Number of seeds in place of the preset's and of those of arms and axes.
+        changes: Values of the recipe that come last, such as "training.steps=100".
+
+    Raises:
+        ConfigError: There is no such preset, or a value that the recipe does not take.
+    """
+
+    def __init__(
+        self, config: StudyConfig, preset: str, *, seeds: int | None = None, changes: Sequence[str] = ()
+    ) -> None:
+        if preset not in config.presets:
+            raise ConfigError(f"--preset {preset}: {config.name} has {', '.join(config.presets)}")
+        self.config, self.name, self.preset = config, preset, config.presets[preset]
+        self._seeds, self._changes = seeds, list(changes)
+        self._document = read_recipe(config.recipe)
+        self.arms = self.preset.arms or list(config.arms)
+        self.values = {axis: self.preset.axes.get(axis) or list(one.values) for axis, one in config.axes.items()}
+        self.points = [
+            dict(zip(self.values, combination, strict=True)) for combination in itertools.product(*self.values.values())
+        ]
+        self.reported()  # every recipe is checked before anything is trained
+
+    def run(
+        self, arm: str, point: Mapping[str, str], seed: int, rate: float | None = None, *, is_tuning: bool = False
+    ) -> PlannedRun:
+        """Return one run, at the recipe's learning rate or another one."""
+        one = self.config.arms[arm]
+        sets = [self.preset.set, *(self.config.axes[axis].values[value].set for axis, value in point.items()), one.set]
+        document = copy.deepcopy(self._document) | {"name": self.config.name}
+        for values in sets:
+            for key, value in values.items():
+                override(document, key, value, said=f"{self.config.name}: {key}")
+        for change in self._changes:
+            override(document, *parsed_change(change), said=f"--set {change}")
+        if rate is not None:
+            override(document, LEARNING_RATE, rate, said=LEARNING_RATE)
+        recipe = recipe_from(document, source=f"{self.config.name}, arm {arm}").with_seed(seed)
+        return PlannedRun(arm=arm, label=one.label or arm, point=point, seed=seed, recipe=recipe, is_tuning=is_tuning)
+
+    def tuning(self) -> list[PlannedRun]:
+        """Return the runs that choose learning rates, none where the study tries none."""
+        tuning = self.preset.tuning
+        return [
+            self.run(arm, point, 1000 + seed, rate, is_tuning=True)
+            for seed in range(tuning.seeds)
+            for point in self.tuned_points()
+            for rate in tuning.learning_rates
+            for arm in self.arms
+        ]
+
+    def tuned_points(self) -> list[dict[str, str]]:
+        """Return the points at which learning rates are chosen."""
+        return self.points if self.preset.tuning.per == "point" else self.points[:1]
+
+    def reported(self, rates: Mapping[tuple[str, str], float] | None = None) -> list[PlannedRun]:
+        """Return the runs that are compared, all arms of a seed side by side.
+
+        Args:
+            rates: Learning rate by arm and by `place` of the point where it was chosen.
+        """
+        counts = {(arm, place(point)): self._count(arm, point) for arm in self.arms for point in self.points}
+        return [
+            self.run(arm, point, seed, (rates or {}).get((arm, place(self.tuned_point(point)))))
+            for seed in range(max(counts.values()))
+            for point in self.points
+            for arm in self.arms
+            if seed < counts[arm, place(point)]
+        ]
+
+    def tuned_point(self, point: Mapping[str, str]) -> Mapping[str, str]:
+        """Return the point whose learning rate a point takes."""
+        return point if self.preset.tuning.per == "point" else self.points[0]
+
+    def _count(self, arm: str, point: Mapping[str, str]) -> int:
+        if self._seeds is not None:
+            return self._seeds
+        own = [self.config.axes[axis].values[value].seeds for axis, value in point.items()]
+        return max(self.config.arms[arm].seeds or self.preset.seeds, *(number or 0 for number in own), 1)
+
+    def described_arms(self) -> list[StudyArm]:
+        """Return the arms as an index holds them."""
+        return [
+            StudyArm(name=name, label=arm.label or name, about=arm.about)
+            for name, arm in self.config.arms.items()
+            if name in self.arms
+        ]
+
+    def described_axes(self) -> list[StudyAxis]:
+        """Return the axes as an index holds them."""
+        axes = []
+        for name, values in self.values.items():
+            axis = self.config.axes[name]
+            numbers = [axis.values[value].number for value in values]
+            known = [number for number in numbers if number is not None]
+            axes.append(
+                StudyAxis(
+                    name=name,
+                    label=axis.label or name,
+                    values=values,
+                    numbers=known if len(known) == len(numbers) else None,
+                )
+            )
+        return axes
+
+
+def place(point: Mapping[str, str]) -> str:
+    """Return a point as a word, for names of files and keys."""
+    return "-".join(f"{axis}{value}" for axis, value in point.items())
+
+
+def identity(recipe: Recipe) -> str:
+    """Return a SHA-256 of what a run trains and evaluates: recipes with equal ones give the same run on the same data.
+
+    It is computed from the recipe as this release reads it, so that an option that is new keeps the runs before it.
+    """
+    plain = recipe_dict(recipe)
+    for name in NOT_PART_OF_A_RUN:
+        del plain[name]
+    for name in NOT_PART_OF_TRAINING:
+        plain["training"].pop(name, None)
+    del plain["data"]["folder"]
+    plain["evaluation"] = [[spec.name, spec.task, asdict(spec.built())] for spec in recipe.evaluation]
+    text = json.dumps([IDENTITY_VERSION, plain], sort_keys=True, default=list)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def load_study(path: Path | str) -> StudyConfig:
+    """Read a study, or one that is shipped by its name.
+
+    Raises:
+        ConfigError: no such file, not YAML, an unknown key, a wrong type or an impossible combination.
+    """
+    expected = "a study is a mapping with name, question, recipe, arms, figures and presets"
+    document = read_mapping(path, shipped_recipes("studies"), expected)
+    return build(StudyConfig, document, source=str(path), error=ConfigError)

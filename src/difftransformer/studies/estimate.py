@@ -1,0 +1,123 @@
+"""How long a study takes, from the runs that this machine has made, or from some steps of each kind."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ..bench.timing import time_interleaved
+from ..bench.work import training_work
+from ..ops import processor
+from ..results import RunRecord, read_result
+from ..train import build_model
+from .design import PlannedRun, identity
+from .recipe import Recipe, recipe_from
+from .study import Study
+
+START_SECONDS = 7.0
+"""What a run's process spends before its first step, where no record says: imports, kernels, data."""
+FORWARD_SHARE = 1 / 3  # of the time of a training step, by operations
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Runs that a study asks for, those that are missing, and the time that they take.
+
+    Attributes:
+        runs: Number of runs, those of tuning included.
+        missing: Number of these that are not there.
+        seconds: Time until all are there, so many at once.
+        longest: The longest run, by title, and its time.
+        is_measured: Whether any time was measured on this machine now, where no record says.
+    """
+
+    runs: int
+    missing: int
+    seconds: float
+    longest: tuple[str, float] | None
+    is_measured: bool
+
+
+def estimate(study: Study, *, at_once: int, threads: int) -> Estimate:
+    """Estimate a study's time.
+
+    Args:
+        study: The study.
+        at_once: Number of runs that train at the same time.
+        threads: Threads of each.
+    """
+    tuning = study.design.tuning()
+    runs = [*tuning, *study.design.reported()]
+    missing = [run for run, file in zip(runs, study.files(runs), strict=True) if file is None]
+    known = _known_seconds(study, threads)
+    measured: dict[str, float] = {}
+    seconds = []
+    for run in missing:
+        kind = _kind(run.recipe)
+        if kind not in known and kind not in measured:
+            measured[kind] = _measured_seconds(study, run, threads)
+        seconds.append(known.get(kind, measured.get(kind, 0.0)))
+    longest = max(zip((run.title for run in missing), seconds, strict=True), key=lambda one: one[1], default=None)
+    return Estimate(len(runs), len(missing), _scheduled(seconds, at_once), longest, bool(measured))
+
+
+def _scheduled(seconds: Sequence[float], at_once: int) -> float:
+    """Return the end of jobs that are started in order as soon as one of `at_once` places is free."""
+    places = [0.0] * at_once
+    for one in seconds:
+        places[places.index(min(places))] += one
+    return max(places)
+
+
+def _kind(recipe: Recipe) -> str:
+    """Return what a run's time depends on: everything but its seed and its learning rate."""
+    training = replace(recipe.training, seed=0, optimizer=replace(recipe.training.optimizer, learning_rate=1.0))
+    return identity(replace(recipe, training=training))
+
+
+def _known_seconds(study: Study, threads: int) -> dict[str, float]:
+    """Return the times of this machine's runs with as many threads, by kind."""
+    found: dict[str, list[float]] = {}
+    for record, recipe in _records(study):
+        if record.environment.processor == processor.name() and record.environment.threads == threads:
+            found.setdefault(_kind(recipe), []).append(record.total_seconds)
+    return {kind: sorted(times)[len(times) // 2] for kind, times in found.items()}
+
+
+def _records(study: Study) -> Iterable[tuple[RunRecord, Recipe]]:
+    for path in study.store.files():
+        record = read_result(path, RunRecord)
+        yield record, recipe_from(record.recipe, source=str(path))
+
+
+def _measured_seconds(study: Study, run: PlannedRun, threads: int) -> float:
+    """Time some steps of a run's model at each of its row lengths, and count its evaluations' tokens as forward passes."""
+    prepared, training = study.prepared(run), run.recipe.training
+    config = run.recipe.model_config(vocab_size=prepared.shards.tokenizer.vocab_size)
+    model = build_model(config, 0)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        works: dict[str, Any] = {
+            str(length): training_work(model, training.batch_tokens // length, length, training.precision)
+            for length in {length for _, length in training.context_stages}
+        }
+        timings = time_interleaved(works, rounds=3, warmup=1)
+    finally:
+        torch.set_num_threads(before)
+    ends = [first for first, _ in training.context_stages[1:]] + [training.steps]
+    steps = sum(
+        max(0, min(end, training.steps) - first) * timings[str(length)].median_seconds
+        for (first, length), end in zip(training.context_stages, ends, strict=True)
+    )
+    per_token = FORWARD_SHARE * timings[str(training.context_tokens)].median_seconds / training.batch_tokens
+    asked = sum(request.shown_tokens for task in prepared.tasks.values() for request in task.requests)
+    validations = training.steps / training.validate_every * training.validation_windows * training.context_tokens
+    return START_SECONDS + steps + per_token * (asked + validations)
+
+
+def described(seconds: float) -> str:
+    """Return a time in words."""
+    minutes, hours = seconds / 60, seconds / 3600
+    return f"{seconds:.0f} s" if seconds < 100 else f"{minutes:.0f} min" if minutes < 100 else f"{hours:.1f} h"
