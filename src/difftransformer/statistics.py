@@ -258,14 +258,11 @@ def detectable(seeds: int, comparisons: int = 1, power: float = 0.8, alpha: floa
         )
     if seeds < 2:
         return math.inf
-    from scipy.optimize import brentq
-    from scipy.special import nctdtr, stdtrit
+    from scipy.special import nctdtrinc, stdtrit
 
-    degrees, level = seeds - 1, alpha / comparisons
-    bound = -float(stdtrit(degrees, level / 2))
-    # The other tail is left out: at a power above alpha it adds less than level / 2.
-    shift = brentq(lambda shift: 1 - power - float(nctdtr(degrees, shift, bound)), 0.0, 10 * bound + 10)
-    return float(shift) / math.sqrt(seeds)
+    bound = -float(stdtrit(seeds - 1, alpha / comparisons / 2))
+    # The other tail is left out: where the power is above alpha it adds next to nothing.
+    return float(nctdtrinc(seeds - 1, 1 - power, bound)) / math.sqrt(seeds)
 
 
 def holm(p_values: Sequence[float | None]) -> list[float | None]:

@@ -81,7 +81,8 @@ class StudyFigure:
         name: Name of the measurement.
         at: Where it was taken; empty for the figure over everything.
         curve: Curve of a run, in place of an evaluation.
-        reaches: Level of the curve. A run that never reaches it counts with its last step.
+        reaches: Level of the curve, from above for a curve in nats and from below for others. A run that never reaches it
+            counts with its last step.
         better: The direction that is an improvement.
         unit: Unit of the values; "share" for values from 0 to 1.
         paper: What the paper reports for each arm, by name.
@@ -174,23 +175,23 @@ def figure_of(record: RunRecord, figure: StudyFigure) -> float | None:
             None,
         )
     curve = record.curves.get(figure.curve)
-    if curve is None:
+    if curve is None or not curve.steps:
         return None
     if figure.reaches is None:
         return curve.values[-1]
-    step = reached_at(curve, figure.reaches)
+    step = reached_at(curve, figure)
     return float(curve.steps[-1]) if step is None else step
 
 
-def reached_at(curve: Curve, level: float) -> float | None:
-    """Return the step at which a curve first reaches a level from the side of its first value; None if it never does."""
-    points = list(zip(curve.steps, curve.values, strict=True))
-    sign = 1 if points[0][1] <= level else -1
-    before = points[0]
-    for point in points:
-        if sign * (point[1] - level) >= 0:
-            rise = point[1] - before[1]
-            share = (level - before[1]) / rise if rise else 1.0
-            return before[0] + share * (point[0] - before[0])
-        before = point
+def reached_at(curve: Curve, figure: StudyFigure) -> float | None:
+    """Return the step at which a curve first reaches a figure's level; None if it never does."""
+    assert figure.reaches is not None
+    sign = -1 if figure.curve.endswith("_nats") else 1
+    before: tuple[int, float] | None = None
+    for step, value in zip(curve.steps, curve.values, strict=True):
+        if sign * (value - figure.reaches) >= 0:
+            if before is None:
+                return float(step)
+            return before[0] + (figure.reaches - before[1]) / (value - before[1]) * (step - before[0])
+        before = step, value
     return None

@@ -90,8 +90,10 @@ def brief_words(evidence: Evidence, rows: Sequence[Compared], figure: StudyFigur
         row = row_of(rows, figure.label, arm.name, ())
         if row is not None:
             states.setdefault(row.state, []).append(arm.label)
+    if len(arms) > 1 and states.keys() == {"undecided"}:
+        return f" Nor can any other arm be told apart from {evidence.reference.label}."
     words = {
-        "better": f"Also better than {evidence.reference.label}",
+        "better": f"Better than {evidence.reference.label}",
         "worse": f"Worse than {evidence.reference.label}",
         "undecided": f"Not told apart from {evidence.reference.label}",
         "no interval": "Without an interval",
@@ -127,8 +129,8 @@ def power_words(evidence: Evidence, rows: Sequence[Compared]) -> str:
     row = row_of(rows, figure.label, evidence.others[0].name, ())
     if row is not None and row.detectable:
         words += (
-            f" In {figure.label}, {row.pairs} seeds of {row.arm.label} show a true difference with 80 % probability if it is at "
-            f"least {amount(row.detectable, figure)}."
+            f" In {figure.label}, {row.pairs} seeds of {row.arm.label} show a true difference with 80 % probability if it is "
+            f"at least {amount(row.detectable, figure)}."
         )
     return words
 
@@ -150,8 +152,8 @@ def scaling_answers(scaling: Scaling) -> list[Verdict]:
         title = f"{what.capitalize()} for equal {scaling.figure.label}"
         state = "first" if need.is_less else "second" if need.is_more else "undecided"
         text = (
-            f"For the {scaling.figure.label} of {scaling.reference.label} with {quantity(need.n)} {what}, {need.arm.label} needs "
-            f"{share_words(need.fit)} of them by the fitted power laws, and {share_words(need.raw)} by interpolation."
+            f"For the {scaling.figure.label} of {scaling.reference.label} with {quantity(need.n)} {what}, {need.arm.label} "
+            f"needs {share_words(need.fit)} of them by the fitted power laws, and {share_words(need.raw)} by interpolation."
         )
         if state == "undecided":
             text += " The intervals do not agree on fewer or more."

@@ -13,7 +13,7 @@ from typing import Literal
 
 from difftransformer.report.evidence.reading import Evidence, Point
 from difftransformer.report.tables import Outcome, outcome
-from difftransformer.results import Curve, PairedDifference, RunRecord, Statistic, StudyArm, StudyFigure
+from difftransformer.results import PairedDifference, Statistic, StudyArm, StudyFigure, figure_of, reached_at
 from difftransformer.statistics import detectable, holm_differences, mean_and_standard_error, paired_difference
 
 State = Literal["better", "worse", "undecided", "no interval"]
@@ -62,29 +62,6 @@ class Compared:
         if not self.spread or self.difference is None or not self.difference.comparisons:
             return None
         return self.spread * detectable(self.pairs, self.difference.comparisons)
-
-
-def value_of(run: RunRecord, figure: StudyFigure) -> float | None:
-    """Return a figure of a run; None if it was not measured."""
-    if figure.curve:
-        curve = run.curves.get(figure.curve)
-        if curve is None or not curve.steps:
-            return None
-        return curve.values[-1] if figure.reaches is None else float(step_of(curve, figure)[0])
-    found = (row.value for row in run.figures if (row.task, row.name, row.at) == (figure.task, figure.name, figure.at))
-    return next(found, None)
-
-
-def step_of(curve: Curve, figure: StudyFigure) -> tuple[int, bool]:
-    """Return the first step at which a curve is at the figure's level or beyond it, and whether there is one.
-
-    A curve in nats reaches a level from above, any other curve from below. Without such a step the last one counts.
-    """
-    assert figure.reaches is not None
-    for step, value in zip(curve.steps, curve.values, strict=True):
-        if value <= figure.reaches if figure.curve.endswith("_nats") else value >= figure.reaches:
-            return step, True
-    return curve.steps[-1], False
 
 
 def compare(evidence: Evidence, reference: str | None = None) -> list[Compared]:
@@ -164,7 +141,7 @@ def _values(evidence: Evidence, figure: StudyFigure, point: Point, arm: str) -> 
         tables = [_values(evidence, figure, place, arm) for place in evidence.points]
         seeds = sorted(set.intersection(*(set(table) for table in tables)))
         return {seed: math.fsum(table[seed] for table in tables) / len(tables) for seed in seeds}
-    found = ((seed, value_of(run, figure)) for seed, run in sorted(evidence.at(arm, point).items()))
+    found = ((seed, figure_of(run, figure)) for seed, run in sorted(evidence.at(arm, point).items()))
     return {seed: value for seed, value in found if value is not None}
 
 
@@ -172,4 +149,4 @@ def _reached(evidence: Evidence, figure: StudyFigure, point: Point, arm: str) ->
     if figure.reaches is None or (evidence.index.axes and not point):
         return None
     runs = evidence.at(arm, point).values()
-    return sum(step_of(curve, figure)[1] for run in runs if (curve := run.curves.get(figure.curve)) and curve.steps)
+    return sum(reached_at(run.curves[figure.curve], figure) is not None for run in runs if figure.curve in run.curves)

@@ -66,9 +66,9 @@ def draw_arms(evidence: Evidence, rows: Sequence[Compared]) -> Drawing | None:
             unit = f" ({figure.unit})" if figure.unit else ""
             ax.set_xlabel(f"minus {evidence.reference.label}{unit}")
         caption = (
-            f"Each arm minus {evidence.reference.label}, the grey line. Pale dots: single seeds. Marker: their mean, filled where "
-            "the arm is better or worse after Holm's correction, hollow where it is undecided. Bar: 95 % Student t interval; an "
-            "arrow where it leaves the panel."
+            f"Each arm minus {evidence.reference.label}, the grey line. Pale dots: single seeds. Marker: their mean, filled "
+            "where the arm is better or worse after Holm's correction, hollow where it is undecided. Bar: 95 % Student t "
+            "interval, with an arrow where it leaves the panel."
         )
         if evidence.index.axes:
             caption += f" Means over {len(evidence.points)} settings."
@@ -176,11 +176,11 @@ def draw_losses(evidence: Evidence) -> Drawing | None:
             line[0].set_ylabel("nats/token")
         for ax in panels[-1]:
             ax.set_xlabel("training step")
-        words = evidence.words(point)
+        words = _at_words(evidence, point)
         caption = (
-            f"Held-out loss (thick, band from the smallest to the largest seed) and training loss (thin) of each arm, in its "
-            f"colour, and of {evidence.reference.label}, in grey{f', at {words}' if words else ''}. Means over seeds. The first "
-            "steps may lie above the drawn range."
+            "Held-out loss (thick, band from the smallest to the largest seed) and training loss (thin) of each arm, in its "
+            f"colour, and of {evidence.reference.label}, in grey{words}. Means over seeds. The first steps may lie above the "
+            "drawn range."
         )
         return finish("losses", "Training and held-out loss", caption, canvas, False)
 
@@ -221,8 +221,10 @@ def draw_positions(evidence: Evidence) -> Drawing | None:
         ax.set_xlabel("position in the context (tokens)")
         ax.set_ylabel(f"held-out loss minus that of\n{evidence.reference.label} (nats/token)")
         legend_above(canvas, _handles(evidence, styles))
-        words = evidence.words(point)
-        caption = f"Held-out loss by position in the context, each arm minus {evidence.reference.label}, mean over seeds{f', at {words}' if words else ''}."
+        caption = (
+            f"Held-out loss by position in the context, each arm minus {evidence.reference.label}, mean over "
+            f"seeds{_at_words(evidence, point)}."
+        )
         caption += " Below zero is better."
         if len(evidence.others) <= 2:
             caption += " Band: 95 % Student t interval at each position by itself."
@@ -262,7 +264,7 @@ def draw_scaling(evidence: Evidence, scaling: Scaling) -> Drawing | None:
         unit = scaling.figure.unit
         panels[0].set_ylabel(f"{scaling.figure.label}{f' ({unit})' if unit else ''}")
         legend_above(canvas, _handles(evidence, styles))
-        caption = "Means over seeds with one standard error, and the power laws L = a N^-b + c fitted to them, inside the measured range."
+        caption = "Means over seeds with one standard error, and the power laws L = a N^-b + c fitted to them."
         return finish("scaling", "Power laws", caption, canvas, False)
 
 
@@ -293,6 +295,11 @@ def _draw_panel(ax: Axes, evidence: Evidence, rows: Sequence[Compared], figure: 
         marker = styles[row.arm.name]["marker"]
         ax.plot(difference.mean, line, marker, markersize=6.5, color=colour, markerfacecolor=face, markeredgewidth=1.4)
     ax.set_xlim(low, high)
+
+
+def _at_words(evidence: Evidence, point: Point) -> str:
+    words = evidence.words(point)
+    return f", at {words}" if words else ""
 
 
 def _better_words(figure: StudyFigure) -> str:

@@ -141,9 +141,14 @@ def claims_table(judged: Sequence[Judged]) -> Table:
         tests = [[study.evidence.slug, what, vote] for study, what, vote in one.votes]
         tests = tests or [["", one.claim.not_testable, ""]]
         rows += [[*(head if place == 0 else ["", "", ""]), *test] for place, test in enumerate(tests)]
+    notes = [f"{one.claim.claim}: {one.controls}" for one in judged if one.controls]
     titles = ("claim", "in the paper", "here", "study", "comparison, or why there is none", "says")
     return Table(
-        "claims", "Claims of the paper", tuple(Group(title, numeric=False) for title in titles), rows, [CLAIMS_NOTE]
+        "claims",
+        "Claims of the paper",
+        tuple(Group(title, numeric=False) for title in titles),
+        rows,
+        [*notes, CLAIMS_NOTE],
     )
 
 

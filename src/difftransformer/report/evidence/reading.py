@@ -1,6 +1,7 @@
 """The records of a study, read from its index and the files of its runs."""
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -90,11 +91,20 @@ def read_evidence(path: Path | str) -> Evidence:
     return Evidence(index=index, path=path, runs=runs, files=files)
 
 
-def find_studies(folder: Path | str) -> list[Path]:
-    """Return the indexes of studies in a folder of studies, or in the folder of one, by name."""
-    folder = Path(folder)
-    found = sorted({*folder.glob("*.json"), *folder.glob("*/*.json")})
-    return [path for path in found if path.parent.name != "runs" and read_document(path)[0] == "study"]
+def find_studies(path: Path | str) -> list[Path]:
+    """Return the indexes of studies at a path: itself, those in a study's folder, or those in a folder of studies.
+
+    A folder with a results.json is one of another command.
+    """
+    path = Path(path)
+    if path.is_file():
+        with suppress(ResultsError):  # its own reader says what is wrong with it
+            return [path] if read_document(path)[0] == "study" else []
+        return []
+    if (path / "results.json").exists():
+        return []
+    found = sorted({*path.glob("*.json"), *path.glob("*/*.json")})
+    return [one for one in found if one.parent.name != "runs" and read_document(one)[0] == "study"]
 
 
 def _check(index: StudyIndex, path: Path) -> None:

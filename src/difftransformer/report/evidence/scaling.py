@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from difftransformer.errors import ResultsError
-from difftransformer.report.evidence.comparisons import paired_seeds, value_of
+from difftransformer.report.evidence.comparisons import paired_seeds
 from difftransformer.report.evidence.reading import Evidence, Point
-from difftransformer.results import StudyArm, StudyAxis, StudyFigure
+from difftransformer.results import StudyArm, StudyAxis, StudyFigure, figure_of
 from difftransformer.statistics import CONFIDENCE
 
 DRAWS = 2_000
@@ -225,7 +225,7 @@ def _paired(evidence: Evidence, axis: StudyAxis, arm: StudyArm) -> _Paired:
         point: Point = (*largest[:place], name, *largest[place + 1 :])
         rows, runs = [], (evidence.at(arm.name, point), evidence.at(reference, point))
         for seed in paired_seeds(evidence, arm.name, reference, point):
-            row = [value_of(by_seed[seed], figure) for by_seed in runs]
+            row = [figure_of(by_seed[seed], figure) for by_seed in runs]
             if None not in row:
                 rows.append(row)
         if rows:

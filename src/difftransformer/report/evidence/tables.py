@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from difftransformer.report.evidence.answers import decimals, quantity, share_text, title_of
-from difftransformer.report.evidence.comparisons import Compared, paired_seeds, row_of, value_of
+from difftransformer.report.evidence.comparisons import Compared, paired_seeds, row_of
 from difftransformer.report.evidence.reading import Evidence, Point
 from difftransformer.report.evidence.scaling import Amount, Scaling
 from difftransformer.report.tables import NOT_MEASURED, Group, Table, fixed, p_text, significant
-from difftransformer.results import Curve, RunRecord, StudyArm, StudyFigure
+from difftransformer.results import Curve, RunRecord, StudyArm, StudyFigure, figure_of
 from difftransformer.statistics import mean_and_standard_error, paired_difference
 
 TRAINING, HELD_OUT = "train_loss_nats", "validation_loss_nats"
@@ -42,7 +42,9 @@ def overview_table(evidence: Evidence, rows: Sequence[Compared]) -> Table:
     groups += [
         Group(_with_unit(figure.label, figure), ("mean", "standard error", "result"), "judged") for figure in figures
     ]
-    notes = [f"Mean \u00b1 standard error over seeds. Better, worse: than {evidence.reference.label}; no word: undecided."]
+    notes = [
+        f"Mean \u00b1 standard error over seeds. Better, worse: than {evidence.reference.label}; no word: undecided."
+    ]
     if evidence.index.axes:
         notes.append(f"Means over {len(evidence.points)} settings.")
     return Table("overview", "All figures", tuple(groups), cells, notes)
@@ -366,7 +368,7 @@ def runs_table(evidence: Evidence) -> Table:
     figures = evidence.index.figures
     rows = []
     for arm, point, seed, run in evidence.every_run():
-        values = [value_of(run, figure) for figure in figures]
+        values = [figure_of(run, figure) for figure in figures]
         rows.append(
             [
                 arm.label,
@@ -460,6 +462,8 @@ def _ratio_text(
 
 def _amount_cells(found: Amount) -> list[str]:
     cells = [share_text(value) for value in (found.share, found.low, found.high)]
+    if len(set(cells)) == 1 and found.outside:
+        return [cells[0], "", "", ""]
     return [*cells, "outside the range" if found.outside else ""]
 
 
