@@ -79,7 +79,7 @@ QUERY = (
         "projects, rotates, appends keys and values to the cache",
         "query (B, H, T, 2 D)",
     ),
-    Step("attention/differential.py", "Differential.attend", "adds lambda and the headwise norm", "lam, norm"),
+    Step("attention/head_norm.py", "NormedAttention.attend", "adds lambda and the headwise norm", "lam, norm"),
     Step("ops/attention.py", "attend", "checks shapes, and describes the call", "Call, Problem"),
     Step("ops/backends.py", "select_backend", "takes the first backend that fits, or the named one", "Backend"),
     Step("ops/cpu.py", "run", "calls the operator cpu_attention", "tensors and numbers"),

@@ -6,8 +6,14 @@ import math
 import pytest
 import torch
 
-from difftransformer import DiffTransformerConfig
-from difftransformer.attention import DifferentialAttention, DifferentialAttentionV2, DifferentialOptions, variant
+from difftransformer import DiffTransformerConfig, DiffTransformerForCausalLM
+from difftransformer.attention import (
+    DifferentialAttention,
+    DifferentialAttentionV2,
+    DifferentialOptions,
+    SoftmaxAttention,
+    variant,
+)
 from difftransformer.errors import ConfigError
 
 VECTORS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
@@ -22,7 +28,7 @@ def drawn(layer, seed=0):
             noise = torch.randn(parameter.shape, generator=draw, dtype=torch.float64)
             if "norm" in name:
                 parameter.copy_(1 + 0.3 * noise)
-            elif name in VECTORS:
+            elif name in (*VECTORS, "lambda_offset"):
                 parameter.copy_(0.4 * noise)
             else:
                 parameter.copy_(1.5 * noise / parameter.shape[1] ** 0.5)
@@ -33,8 +39,13 @@ def states(*shape, seed=1):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def by_hand(layer, hidden, context=None, *, lambda_form, head_norm, shared_key, start, causal=True):
+def by_hand(
+    layer, hidden, context=None, *, lambda_form, head_norm, shared_key, start, value=None, scale=None, causal=True
+):
     """One head at a time; everything but the weights and the sizes is given by the caller."""
+    if scale is None:
+        scale = 1 if head_norm == "none" else 1 - start
+    start = start if value is None else value
     context = hidden if context is None else context
     layout = layer.layout
     heads, groups, d, e = layout.num_heads, layout.num_key_value_heads, layout.head_dim, layout.value_head_dim
@@ -56,6 +67,8 @@ def by_hand(layer, hidden, context=None, *, lambda_form, head_norm, shared_key, 
             maps.append(torch.softmax(scores.masked_fill(blocked, -torch.inf), -1))
         if lambda_form == "constant":
             lam = start
+        elif lambda_form == "scalar":
+            lam = layer.lambda_offset[0] + start
         elif lambda_form == "token":
             lam = 1 / (1 + torch.exp(-(hidden @ layer.lambda_proj.weight[h]))).unsqueeze(-1)
         else:
@@ -65,10 +78,10 @@ def by_hand(layer, hidden, context=None, *, lambda_form, head_norm, shared_key, 
             lam = torch.exp(q1 @ k1) - torch.exp(q2 @ k2) + start
         out = (maps[0] - lam * maps[1]) @ v[..., g * e : (g + 1) * e]
         if head_norm != "none":
-            out = out / torch.sqrt(out.square().mean(-1, keepdim=True) + 1e-5) * (1 - start)
+            out = out / torch.sqrt(out.square().mean(-1, keepdim=True) + 1e-5)
         if head_norm == "gain":
             out = out * layer.head_norm.weight
-        outputs.append(out)
+        outputs.append(out * scale)
     return torch.cat(outputs, -1) @ layer.o_proj.weight.T
 
 
@@ -85,7 +98,9 @@ def test_v2_is_the_released_module():
 
 
 LADDER = list(
-    itertools.product(("layer", "head", "token", "constant"), ("gain", "plain", "none"), (False, True), (1, 2))
+    itertools.product(
+        ("layer", "head", "scalar", "token", "constant"), ("gain", "plain", "none"), (False, True), (1, 2)
+    )
 )
 
 
@@ -116,11 +131,12 @@ def test_cross_attention_without_a_mask():
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("form", ["layer", "head"])
-def test_lambda_vectors_stay_in_fp32(form):
+@pytest.mark.parametrize("form", ["layer", "head", "scalar"])
+def test_the_numbers_of_lambda_stay_in_fp32(form):
     layer = DifferentialAttention(32, 2, options=DifferentialOptions(lambda_form=form)).to(torch.bfloat16)
-    assert {getattr(layer, name).dtype for name in VECTORS} == {torch.float32}
-    assert layer.lam().shape == (() if form == "layer" else (2,))
+    own = ("lambda_offset",) if form == "scalar" else VECTORS
+    assert {getattr(layer, name).dtype for name in own} == {torch.float32}
+    assert layer.lam().shape == ((2,) if form == "head" else ())
     assert layer(torch.randn(1, 4, 32, dtype=torch.bfloat16))[0].dtype == torch.bfloat16
 
 
@@ -155,8 +171,165 @@ def test_a_constant_lambda_of_one_as_some_write_it():
         DifferentialOptions(lambda_init=1.0, head_norm="gain")
 
 
+@pytest.mark.parametrize("value", [0.0, 1.0, -0.8, 0.3])
+@pytest.mark.parametrize(("head_norm", "scale"), [("gain", None), ("plain", 1.0), ("none", None), ("none", 0.5)])
+def test_lambda_and_the_factor_of_the_heads_apart_from_lambda_init(value, head_norm, scale):
+    """The factor after the norm follows the schedule whatever lambda is fixed at, unless it is given too."""
+    options = DifferentialOptions(
+        lambda_form="constant", lambda_value=value, head_norm=head_norm, head_scale=scale, shared_key=False
+    )
+    for layer_index in (0, 5):
+        layer = drawn(DifferentialAttention(20, 3, head_dim=4, layer_index=layer_index, options=options))
+        hidden, init = states(2, 7, 20), 0.8 - 0.6 * math.exp(-0.3 * layer_index)
+        found, weights = layer(hidden, need_map=True)
+        expected = by_hand(
+            layer,
+            hidden,
+            lambda_form="constant",
+            head_norm=head_norm,
+            shared_key=False,
+            start=init,
+            value=value,
+            scale=scale,
+        )
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(layer(hidden)[0], expected, rtol=1e-9, atol=1e-9)  # norm fused with the op
+        torch.testing.assert_close(weights.sum(-1), torch.full_like(weights.sum(-1), 1 - value), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("form", ["layer", "head", "scalar"])
+def test_a_learned_lambda_around_another_number_than_lambda_init(form):
+    options = DifferentialOptions(lambda_form=form, lambda_value=-0.2, lambda_init=0.6)
+    layer = drawn(DifferentialAttention(20, 3, head_dim=4, options=options))
+    hidden = states(2, 7, 20)
+    expected = by_hand(
+        layer, hidden, lambda_form=form, head_norm="gain", shared_key=False, start=0.6, value=-0.2, scale=0.4
+    )
+    torch.testing.assert_close(layer(hidden)[0], expected, rtol=1e-9, atol=1e-9)
+
+
+def test_both_maps_averaged():
+    """(A1 + A2) V / 2 is the mean of two calls of PyTorch's attention; a norm takes the half out."""
+    layer = {
+        norm: drawn(
+            DifferentialAttention(
+                20, 2, head_dim=4,
+                options=DifferentialOptions(lambda_form="constant", lambda_value=-1.0, head_norm=norm, head_scale=0.5),
+            )
+        )
+        for norm in ("none", "plain")
+    }  # fmt: skip
+    hidden, maps = states(2, 6, 20), layer["none"]
+    q, k, v = (x(hidden).unflatten(-1, (2, -1)).transpose(1, 2) for x in (maps.q_proj, maps.k_proj, maps.v_proj))
+    each = [
+        torch.nn.functional.scaled_dot_product_attention(a, b, v, is_causal=True)
+        for a, b in zip(q.chunk(2, -1), k.chunk(2, -1), strict=True)
+    ]
+    mean = (each[0] + each[1]) / 2
+    torch.testing.assert_close(
+        maps(hidden)[0], mean.transpose(1, 2).flatten(2) @ maps.o_proj.weight.T, rtol=1e-9, atol=1e-9
+    )
+    normed = torch.nn.functional.rms_norm(mean, (8,), eps=1e-5 / 4) / 2
+    expected = normed.transpose(1, 2).flatten(2) @ layer["plain"].o_proj.weight.T
+    torch.testing.assert_close(layer["plain"](hidden)[0], expected, rtol=1e-9, atol=1e-9)
+
+
+def test_a_scalar_lambda_starts_at_lambda_init_and_learns():
+    torch.manual_seed(0)
+    layer = DifferentialAttention(16, 2, layer_index=3, options=DifferentialOptions(lambda_form="scalar"))
+    assert layer.lam().item() == pytest.approx(0.8 - 0.6 * math.exp(-0.9))
+    assert layer.lambda_offset.shape == (1,)
+    layer(torch.randn(1, 5, 16))[0].square().sum().backward()
+    assert layer.lambda_offset.grad.abs().item() > 0
+
+
+@pytest.mark.parametrize("backend", ["reference", "chunked", "sdpa", "cpu"])
+@pytest.mark.parametrize("norm", ["gain", "plain"])
+def test_the_twin_with_a_headwise_norm(norm, backend):
+    """Table 6's third row: PyTorch's attention, PyTorch's norm over each head, no factor."""
+    layer = SoftmaxAttention(24, 3, num_key_value_heads=1, head_norm=norm, head_norm_eps=1e-3, backend=backend)
+    layer, hidden = drawn(layer).float(), states(2, 6, 24).float()
+    q, k, v = (x(hidden).unflatten(-1, (-1, 8)).transpose(1, 2) for x in (layer.q_proj, layer.k_proj, layer.v_proj))
+    heads = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    gain = layer.head_norm.weight if norm == "gain" else None
+    heads = torch.nn.functional.rms_norm(heads, (8,), gain, 1e-3)
+    expected = layer.o_proj(heads.transpose(1, 2).flatten(2))
+    torch.testing.assert_close(layer(hidden)[0], expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(layer(hidden, need_map=True)[0], expected, rtol=1e-4, atol=1e-5)
+    torch.autograd.grad(layer(hidden)[0].square().sum(), list(layer.parameters()))
+
+
+def test_a_twin_takes_no_norm_from_the_differential_model():
+    """Models saved before the twin could have a norm may state head_norm, which never was the twin's."""
+    fields = {"hidden_size": 32, "num_attention_heads": 4}
+    config = DiffTransformerConfig(attention_type="diff", head_norm="plain", **fields).twin()
+    assert SoftmaxAttention.from_config(config, 0).head_norm is None
+    normed = DiffTransformerConfig(attention_type="softmax", softmax_head_norm="gain", **fields)
+    assert SoftmaxAttention.from_config(normed, 0).head_norm.weight.shape == (8,)
+    assert normed.twin("dex").attention.from_config(normed.twin("dex"), 0).head_norm is None
+
+
+def test_half_the_heads_of_twice_the_width_have_the_twins_parameters():
+    fields = {"attention_type": "softmax", "vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2}
+    twin, wide = (DiffTransformerConfig(num_attention_heads=heads, **fields) for heads in (4, 2))
+    diff = twin.twin("diff").head_layout()
+    assert (twin.head_dim, wide.head_dim, diff.value_head_dim) == (8, 16, 16)
+    sizes = [sum(p.numel() for p in DiffTransformerForCausalLM(config).parameters()) for config in (twin, wide)]
+    assert sizes[0] == sizes[1]
+
+
+HEADS = {"num_differential_heads": 4, "num_differential_key_value_heads": 2, "value_head_dim": 8}
+STEPS = {"lambda_form": "token", "head_norm": "none", "shared_key": True}
+
+
+@pytest.mark.parametrize("done", range(5))
+def test_the_steps_from_v1_to_v2_in_a_configuration(done):
+    """Lambda, norm, key, then heads: each step's parameters by hand, and the last is V2 with the same tensors."""
+    fields = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1}
+    chosen = dict(list(STEPS.items())[:done]) | (HEADS if done == 4 else {})
+    config = DiffTransformerConfig(attention_type="diff", **fields, **chosen)
+    layer = drawn(config.attention.from_config(config, 0))
+    width, d = 32, 8
+    #           Q       K      V      O      lambda  gain
+    sizes = [
+        width * (4 * d + 2 * d + 2 * d + 4 * d) + 4 * d + 2 * d,
+        width * (4 * d + 2 * d + 2 * d + 4 * d) + 2 * width + 2 * d,
+        width * (4 * d + 2 * d + 2 * d + 4 * d) + 2 * width,
+        width * (4 * d + 1 * d + 2 * d + 4 * d) + 2 * width,
+        width * (8 * d + 2 * d + 2 * d + 4 * d) + 4 * width,
+    ]
+    assert sum(p.numel() for p in layer.parameters()) == sizes[done]
+    hidden = states(2, 6, width)
+    form = {"lambda_form": "layer", "head_norm": "gain", "shared_key": False} | {
+        name: value for name, value in chosen.items() if name not in HEADS
+    }
+    expected = by_hand(layer, hidden, start=0.2, **form)
+    torch.testing.assert_close(layer(hidden)[0], expected, rtol=1e-9, atol=1e-9)
+    if done == 4:
+        v2 = DiffTransformerConfig(attention_type="diff_v2", **fields)
+        released = v2.attention.from_config(v2, 0).double()
+        released.load_state_dict(layer.state_dict())
+        torch.testing.assert_close(released(hidden)[0], expected, rtol=1e-9, atol=1e-9)
+
+
+def test_options_that_mean_nothing_are_refused():
+    with pytest.raises(ConfigError, match=r"lambda_value=0.5 with lambda_form='token': .* has no constant term"):
+        DiffTransformerConfig(attention_type="diff_v2", hidden_size=32, num_attention_heads=4, lambda_value=0.5)
+    with pytest.raises(ConfigError, match="head_scale=0 gives heads of zero"):
+        DifferentialOptions(head_scale=0.0)
+    with pytest.raises(ConfigError, match="lambda_value=nan: give a finite number"):
+        DifferentialOptions(lambda_value=math.nan)
+    with pytest.raises(
+        ConfigError, match=r"softmax_head_norm: .layer. is not allowed; choose one of gain, plain, none"
+    ):
+        DiffTransformerConfig(hidden_size=32, num_attention_heads=4, softmax_head_norm="layer")
+    with pytest.raises(ConfigError, match="head_norm='row' is unknown; choose one of gain, plain, none"):
+        SoftmaxAttention(16, 2, head_norm="row")
+    DifferentialOptions(lambda_init=1.0, head_norm="gain", head_scale=0.2)
+
+
 def test_unknown_options_are_named():
-    with pytest.raises(ConfigError, match="lambda_form='row' is unknown; choose one of layer, head, token, constant"):
+    with pytest.raises(ConfigError, match="lambda_form='row' is unknown; choose one of layer, head, scalar, token"):
         DifferentialOptions(lambda_form="row")
     with pytest.raises(ConfigError, match="head_norm='layer' is unknown; choose one of gain, plain, none"):
         DiffTransformerConfig(hidden_size=32, num_attention_heads=4, head_norm="layer")

@@ -162,7 +162,7 @@ def test_compare_stopped_and_killed_goes_on_with_the_same_results(toy, tmp_path,
         reference.mkdir(parents=True)
         recipe = recipe_from(toy, source="toy").with_model(found.model).with_seed(0)
         save_recipe(recipe, reference / "config.yaml")
-        assert run_main([str(reference), "1"]) == 0
+        assert run_main([str(reference), "1", "cpu"]) == 0
         assert losses(run) == losses(reference)
         for name in ("perplexity", "needle", "allocation"):
             expected = read_result(reference / "evals" / "step-001000" / f"{name}.json", TaskResult)

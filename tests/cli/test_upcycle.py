@@ -78,20 +78,29 @@ def test_the_study(llama, text, tmp_path, capfd):
         "training.context_stages": "[[0, 64]]", "training.retrieval": "null", "training.validate_every": 2,
         "training.validation_windows": 2, "evaluation.perplexity.windows": 3, "evaluation.needle": "null",
     }  # fmt: skip
-    words = ["upcycle", str(llama), str(tmp_path / "study"), "--to", "diff_v2,dex", "--train", "recipes/upcycle.yaml"]
+    words = [
+        "upcycle",
+        str(llama),
+        str(tmp_path / "study"),
+        "--to",
+        "diff_v2,dex,softmax+diff_v2",
+        "--train",
+        "recipes/upcycle.yaml",
+    ]
     words += [word for key, value in shorter.items() for word in ("--set", f"{key}={value}")]
     assert main(words) == 0
     printed = capfd.readouterr().out
     study = read_result(tmp_path / "study" / "results.json", Upcycling)
-    assert [model.model for model in study.models] == ["diff_v2", "dex", "softmax"]
+    assert [model.model for model in study.models] == ["diff_v2", "dex", "softmax+diff_v2", "softmax"]
     assert study.source == "llama"
     assert study.added_parameters["softmax"] == 0
     assert min(study.added_parameters["diff_v2"], study.added_parameters["dex"]) > 0
+    assert abs(study.added_parameters["diff_v2"] - study.added_parameters["softmax+diff_v2"]) <= 1.5 * 24 * 2
     assert all(
         drift.largest_logit_difference < 1e-5 and drift.greedy_same_tokens == 64 for drift in study.drift.values()
     )
     first = [run.train_loss_nats.values[0] for run in study.runs]
-    assert first == pytest.approx([first[0]] * 3, abs=2e-3)  # the same batch, the same function, in bf16
+    assert first == pytest.approx([first[0]] * 4, abs=2e-3)  # the same batch, the same function, in bf16
     assert list(study.before) == ["perplexity"]
     assert all(run.train_tokens == 3 * 128 for run in study.runs)
     ends = {
@@ -99,12 +108,14 @@ def test_the_study(llama, text, tmp_path, capfd):
         for run in study.runs
     }
     loss = next(metric for metric in study.metrics if metric.unit == "nats/token")
-    assert set(loss.differences) == {"diff_v2", "dex"}
+    assert set(loss.differences) == {"diff_v2", "dex", "softmax+diff_v2"}
     for name, difference in loss.differences.items():
         assert difference.mean == pytest.approx(ends[name] - ends["softmax"])
         assert f"{ends[name]:.4f}" in printed
     assert (tmp_path / "study" / "figures" / "loss.svg").read_text().startswith("<?xml")
-    assert "unconverted" in (tmp_path / "study" / "index.html").read_text()
+    page = (tmp_path / "study" / "index.html").read_text()
+    assert "unconverted" in page
+    assert "unconverted, MLP wider by what DIFF V2 adds" in page
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "study" / "runs").rglob("*.safetensors")}
     assert before
     assert main(words) == 0

@@ -57,6 +57,9 @@ class TestModelsThatDiffLlamaLacks:
             ({"lambda_form": "head"}, ("lambda_form='head'", "'layer'")),
             ({"lambda_form": "token"}, ("lambda_form='token'", "'layer'")),
             ({"lambda_form": "constant"}, ("lambda_form='constant'", "'layer'")),
+            ({"lambda_form": "scalar"}, ("lambda_form='scalar'", "'layer'")),
+            ({"lambda_value": 0.0}, ("lambda_value=0.0", "None")),
+            ({"head_scale": 1.0}, ("head_scale=1.0", "None")),
             ({"lambda_init": 0.8}, ("lambda_init=0.8", "None")),
             ({"head_norm": "none"}, ("head_norm='none'", "'gain' or 'plain'")),
             ({"shared_key": True}, ("shared_key=True", "False")),
@@ -77,6 +80,12 @@ class TestModelsThatDiffLlamaLacks:
         path = tmp_path / "source" / "config.json"
         path.write_text(path.read_text().replace("ForMaskedLM", "ForCausalLM"))
         assert "is_causal=False: DiffLlama is a decoder" in refusal(tmp_path, ConfigError)
+
+
+def test_a_norm_that_llama_lacks(source, tmp_path):
+    source(tiny(attention_type="softmax", softmax_head_norm="plain"))
+    message = refusal(tmp_path, ConfigError, to="llama")
+    assert "softmax_head_norm='plain': Llama can express 'none' only" in message
 
 
 class TestModelsThatOursLack:

@@ -115,7 +115,7 @@ def test_the_subtraction_is_a_subtraction(family, tmp_path):
     ours, _ = upcycled(source_model(family, **OPTIONS[family]), tmp_path, "diff")
     for module in ours.modules():
         if isinstance(module, Attention):
-            module.lambda_init = 1.0
+            module.lambda_value = 1.0
     other = ids()
     other[:, :-1] = other[:, :-1].flip(1)
     assert not torch.equal(other, ids())
@@ -223,6 +223,12 @@ def test_refused_by_what_it_has(family, tmp_path):
 MEASURED = """
 import re, sys, threading, time
 from difftransformer.convert import upcycle_folder
+
+def test_wider_mlps_are_for_llamas_alone(tmp_path):
+    with pytest.raises(ConfigError, match=r"--to 'softmax\+diff': only a Llama or Mistral without biases"):
+        upcycled(source_model("qwen3", **OPTIONS["qwen3"]), tmp_path, "softmax+diff")
+    assert not (tmp_path / "made").exists()
+
 
 def resident():
     return int(re.search(r"VmRSS:\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024

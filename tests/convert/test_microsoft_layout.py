@@ -164,6 +164,9 @@ class TestRefusals:
         [
             ({"lambda_form": "head"}, ("lambda_form='head'", "'layer'")),
             ({"lambda_form": "constant"}, ("lambda_form='constant'", "'layer'")),
+            ({"lambda_form": "scalar"}, ("lambda_form='scalar'", "'layer'")),
+            ({"lambda_value": 0.2}, ("lambda_value=0.2", "None")),
+            ({"head_scale": 0.8}, ("head_scale=0.8", "None")),
             ({"shared_key": True}, ("shared_key=True", "False")),
             ({"head_norm": "none"}, ("head_norm='none'", "'gain'")),
             ({"lambda_init": 0.5}, ("lambda_init=0.5", "0.2")),

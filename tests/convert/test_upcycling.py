@@ -116,6 +116,32 @@ def test_everything_new_learns(to, tmp_path):
     assert set(own) >= {name for name, _ in stock.named_parameters() if "self_attn" in name}
 
 
+@pytest.mark.parametrize("matched", DIFFERENTIAL)
+def test_the_plain_model_with_as_many_parameters(matched, tmp_path):
+    """Wider MLPs that add nothing at the start, and learn: down_proj at once, gate_proj and up_proj after it."""
+    fields = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 37}
+    stock = saved(tmp_path / "source", **fields)
+    wide, other = (upcycle_folder(tmp_path / "source", tmp_path / to, to=to) for to in (f"softmax+{matched}", matched))
+    ours = DiffTransformerForCausalLM.from_pretrained(tmp_path / f"softmax+{matched}")
+    assert ours.config.attention_type == "softmax"
+    assert abs(wide.parameters - other.parameters) <= 1.5 * ours.config.hidden_size * ours.config.num_hidden_layers
+    width = ours.config.intermediate_size
+    assert wide.added_parameters == 3 * ours.config.hidden_size * ours.config.num_hidden_layers * (width - 37) > 0
+    torch.testing.assert_close(ours.double()(ids_of()).logits, stock.double()(ids_of()).logits, rtol=0, atol=2e-5)
+    mlp = ours.model.layers[1].mlp
+    assert mlp.gate_proj.weight[37:].std().item() == pytest.approx(ours.config.initializer_range, rel=0.3)
+    assert not torch.equal(mlp.gate_proj.weight[37:], mlp.up_proj.weight[37:])
+    assert not mlp.down_proj.weight[:, 37:].any()
+    ours.train()(ids_of(), labels=ids_of()).loss.backward()
+    assert mlp.down_proj.weight.grad[:, 37:].any()
+    assert not mlp.gate_proj.weight.grad[37:].any()
+    with torch.no_grad():
+        mlp.down_proj.weight -= 0.1 * mlp.down_proj.weight.grad
+    ours(ids_of(), labels=ids_of()).loss.backward()
+    assert mlp.gate_proj.weight.grad[37:].any()
+    assert mlp.up_proj.weight.grad[37:].any()
+
+
 def test_what_is_drawn_follows_the_seed(tmp_path):
     saved(tmp_path / "source")
     weights = []
@@ -219,6 +245,14 @@ class TestRefusals:
             (
                 {"to": "grouped"},
                 "--to 'grouped' is unknown; choose one of softmax, diff, diff_v2, grouped_diff, grouped_diff_v2, dex",
+            ),
+            ({"to": "diff+dex"}, "--to 'diff+dex' is unknown; choose one of softmax, diff"),
+            ({"to": "softmax+wide"}, "or softmax+TYPE with one of them"),
+            ({"to": "diff", "lambda_init": 0.5}, "lambda_init=0.5: the model would not keep its function"),
+            ({"to": "diff", "lambda_value": 0.5}, "lambda_value=0.5: the model would not keep its function"),
+            (
+                {"to": "softmax", "softmax_head_norm": "gain"},
+                "softmax_head_norm='gain': the model would not keep its function; leave it out, which means 'none'",
             ),
             ({"to": "diff", "dex_heads": [[0]] * 3}, "dex_heads is not an option of --to 'diff'"),
             ({"to": "dex", "dex_heads": [[0]] * 2}, "for each of the 3 layers"),

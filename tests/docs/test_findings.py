@@ -28,7 +28,9 @@ def test_sections_with_figures_name_a_results_file():
 
 
 def test_generated_text_is_that_of_the_records():
-    done = subprocess.run([sys.executable, DOCS / "evidence.py", "--check"], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, DOCS / "evidence.py", "--check"], capture_output=True, text=True, check=False
+    )
     assert done.stdout == done.stderr == ""
     assert done.returncode == 0
 

@@ -63,6 +63,19 @@ def whole(tmp_path_factory):
     (folder / "start.yaml").write_text(yaml.safe_dump(start), encoding="utf-8")
     tasks = [{"task": "perplexity", "options": {"text": "text.txt", "windows": 2}}]
     (folder / "suite.yaml").write_text(yaml.safe_dump({"name": "small", "tasks": tasks}), encoding="utf-8")
+    study = {
+        "name": "small",
+        "question": "?",
+        "recipe": "recipe.yaml",
+        "reference": "twin",
+        "arms": {
+            "diff": {"set": {"model.attention_type": "diff"}},
+            "twin": {"set": {"model.attention_type": "softmax"}},
+        },
+        "figures": [{"label": "loss", "task": "perplexity", "name": "nll"}],
+        "presets": {"laptop": {"seeds": 1}},
+    }
+    (folder / "study.yaml").write_text(yaml.safe_dump(study), encoding="utf-8")
     assert main(["train", str(folder / "recipe.yaml"), "--out", str(folder / "run")]) == 0
     assert main(["eval", str(folder / "run")]) == 0
     write_result(make_comparison(seeds=1, layers=2, needle_counts=1), folder / "results.json")

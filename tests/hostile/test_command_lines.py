@@ -95,6 +95,7 @@ NEEDLE = (
 BASES = {
     "train": ("train", "recipe.yaml", "--out", "new", "--set", "training.steps=1"),
     "compare": ("compare", "recipe.yaml", "--out", "new", "--set", "training.steps=0"),
+    "study": ("study", "study.yaml", "--dry-run", "--results", "new", "--set", "training.steps=1"),
     "eval": ("eval", "run", "--out", "new", "--set", "evaluation.perplexity.windows=2"),
     "eval suite": ("eval", "suite", "ours", "--preset", "suite.yaml", "--out", "new"),
     "generate": ("generate", "ours", "text", "--max_new_tokens", "2"),
@@ -113,6 +114,7 @@ BASES = {
     "eval perplexity": ("eval", "perplexity", "ours", "--text", "text.txt", "--windows", "2", "--out", "new"),
     "eval recall": ("eval", "recall", "ours", "--text", "text.txt", "--windows", "2", "--out", "new"),
     "eval outliers": ("eval", "outliers", "ours", "--text", "text.txt", "--tokens", "99", "--out", "new"),
+    "eval perturbation": ("eval", "perturbation", "ours", "--text", "text.txt", "--windows", "2", "--out", "new"),
     "eval icl": ("eval", "icl", "ours", "--train", "rows.jsonl", "--items", "2", "--shots", "[2]", "--out", "new"),
     "eval order": (
         "eval",

@@ -34,6 +34,11 @@ CASES = {
     "lambda by head": {"lambda_form": "head"},
     "lambda by token": {"lambda_form": "token"},
     "constant lambda": {"lambda_form": "constant", "lambda_init": 0.4},
+    "constant lambda, own factor": {"lambda_form": "constant", "lambda_value": -0.8, "head_scale": 0.7},
+    "learned lambda without exponentials": {"lambda_form": "scalar", "lambda_value": 0.5},
+    "factor without a norm": {"head_norm": "none", "head_scale": 0.5},
+    "twin with a norm": {"attention_type": "softmax", "softmax_head_norm": "gain", "num_key_value_heads": 2},
+    "twin with a plain norm": {"attention_type": "softmax", "softmax_head_norm": "plain"},
     "plain norm": {"head_norm": "plain", "lambda_init": 0.3},
     "no norm, shared key": {"head_norm": "none", "shared_key": True},
     "diff_v2 like V1": {

@@ -7,7 +7,7 @@ from transformers import DynamicCache
 
 from difftransformer import DiffTransformerConfig, DiffTransformerForCausalLM
 from difftransformer.errors import ConfigError
-from difftransformer.model import PRESETS, count, preset, weights_and_kv_bytes
+from difftransformer.model import PRESETS, count, matching_width, preset, weights_and_kv_bytes
 from tests.support.tiny_models import tiny, tiny_config, tokens
 
 TABLE_10 = {"830m": 0.83e9, "1.4b": 1.4e9, "2.8b": 2.8e9, "6.8b": 6.8e9, "13.1b": 13.1e9}
@@ -44,9 +44,13 @@ CONFIGS = {
     },
     "grouped_diff_v2, no gate": {"attention_type": "grouped_diff_v2", "output_gate": False},
     "diff by head, no norm": {"lambda_form": "head", "head_norm": "none", "shared_key": True},
+    "diff, learned lambda without exponentials": {"lambda_form": "scalar"},
+    "diff, constant lambda": {"lambda_form": "constant", "lambda_value": -0.8, "head_scale": 0.5},
     "dex": {"attention_type": "dex"},
     "dex, chosen heads": {"attention_type": "dex", "num_hidden_layers": 3, "dex_heads": [[0], [1], [3]]},
     "softmax": {"attention_type": "softmax"},
+    "softmax, headwise norm": {"attention_type": "softmax", "softmax_head_norm": "gain"},
+    "softmax, plain headwise norm": {"attention_type": "softmax", "softmax_head_norm": "plain"},
     "softmax grouped untied": {"attention_type": "softmax", "num_key_value_heads": 1, "tie_word_embeddings": False},
 }
 
@@ -119,6 +123,22 @@ class TestParameters:
     def test_unknown_preset(self):
         with pytest.raises(ConfigError, match=r"preset '7b' is unknown; choose one of tiny, small, 830m"):
             preset("7b")
+
+
+class TestMatchingWidth:
+    @pytest.mark.parametrize("kind", ["diff", "diff_v2", "grouped_diff", "grouped_diff_v2", "dex"])
+    @pytest.mark.parametrize("fields", [{}, {"num_key_value_heads": 4, "num_attention_heads": 8, "hidden_size": 64}])
+    def test_the_real_modules_have_equal_parameters(self, kind, fields):
+        config = tiny_config(attention_type=kind, **fields)
+        wanted = parameters_of(config.twin())
+        config.intermediate_size = matching_width(config, wanted)
+        found = parameters_of(config)
+        assert abs(found - wanted) <= 1.5 * config.hidden_size * config.num_hidden_layers
+        assert found == pytest.approx(wanted, rel=0.005)
+
+    def test_too_small_a_number(self):
+        with pytest.raises(ConfigError, match="'diff_v2' has 12,608 parameters without its MLP, and 9,000 are to be"):
+            matching_width(tiny_config(attention_type="diff_v2"), 9000)
 
 
 class TestFlops:

@@ -45,7 +45,7 @@ def study_document(toy):
 def run_here(jobs, **options):
     """Run jobs in this process, which takes less than to load torch in processes of their own."""
     with threads(1):
-        assert all(run_main([str(job.folder), "1"]) == 0 for job in jobs if not job.done)
+        assert all(run_main([str(job.folder), "1", "cpu"]) == 0 for job in jobs if not job.done)
 
 
 @pytest.fixture

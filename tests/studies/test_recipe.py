@@ -75,6 +75,23 @@ def test_a_preset_comes_first_and_own_fields_win(toy):
     assert (config.num_hidden_layers, config.vocab_size) == (3, 123)
 
 
+def test_equal_parameters_are_a_key_of_the_recipe(toy):
+    """The stated width is that of the type that is matched; the vocabulary does not matter."""
+    toy["model"] = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 171}
+    plain, v2 = (
+        recipe_from(toy | {"model": toy["model"] | more}, source="x")
+        for more in ({"attention_type": "softmax"}, {"attention_type": "diff_v2", "match_parameters": "softmax"})
+    )
+    # V2 has 64 x 64 + 4 x 64 weights more in each layer; one of the MLP's width has 3 x 64.
+    for vocabulary in (9, 5000):
+        assert plain.model_config(vocab_size=vocabulary).intermediate_size == 171
+        assert v2.model_config(vocab_size=vocabulary).intermediate_size == 171 - round((64 * 64 + 4 * 64) / (3 * 64))
+    assert plain.with_model("softmax").model_config(vocab_size=9).intermediate_size == 171
+    toy["model"]["match_parameters"] = "plain"
+    with pytest.raises(ConfigError, match="attention_type='plain' is unknown"):
+        recipe_from(toy, source="x")
+
+
 BAD = [
     # A misspelt key, with the nearest right one.
     ("training.stepz=3", "training.stepz: unknown key; did you mean steps? allowed: steps, batch_tokens,"),
@@ -125,8 +142,9 @@ BAD = [
     ("evaluation_batch_tokens=0", "evaluation_batch_tokens=0: give at least 1"),
     ("data.validation_share=2", "data: validation_share=2.0"),
     ("data.vocab_size=10", "data: vocab_size=10"),
-    ("compare.models=[diff]", "compare: models=['diff']: name two attention types"),
+    ("compare.models=[diff]", "compare: models=['diff']: name two or more attention types"),
     ("compare.models=[diff, diff]", "compare: models=['diff', 'diff']"),
+    ("compare.fields={dex: {}}", "compare: fields.dex: unknown key"),
     ("compare.seeds=0", "compare: seeds=0"),
 ]
 

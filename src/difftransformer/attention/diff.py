@@ -16,7 +16,8 @@ class DifferentialAttention(Differential):
     lambda = exp(lambda_q1 . lambda_k1) - exp(lambda_q2 . lambda_k2) + lambda_init
 
     Two heads of the same-size Transformer make one, with a value of 2 D, so the number of parameters is equal except for
-    lambda and the gain. lambda is one number for each layer, shared by the heads, and may leave (0, 1).
+    lambda and the gain. lambda is one number for each layer, shared by the heads, and may leave (0, 1). `DifferentialOptions`
+    has all that can be chosen otherwise.
     """
 
     name: ClassVar[str] = "diff"

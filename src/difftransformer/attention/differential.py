@@ -3,29 +3,29 @@
 A variant sets the default of each `DifferentialOptions` field, and how many heads of the Transformer make one of its heads.
 V1 and V2 differ in four choices (own or shared keys, norm or none, lambda by layer or by token, a value of 2 D or D). Each
 choice is an option of its own.
+
+`lambda_init` is two numbers in the paper: the constant term of lambda (eq. 2), and 1 minus the factor after the norm (eq. 3).
+`lambda_value` and `head_scale` set one of them and leave the other.
 """
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from functools import partial
 from typing import Any, ClassVar, Literal, Self, get_args
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import ConfigError
-from ..ops.attention import attend
-from ..ops.norms import rms_norm
-from ..ops.problem import LOW_PRECISION, Norm, Restrictions
-from .base import REPLICATED, Attention, AttentionConfig, HeadLayout, Option, PlainLayer, RMSNorm
+from ..ops.problem import LOW_PRECISION
+from .base import REPLICATED, AttentionConfig, HeadLayout, Option, PlainLayer
+from .head_norm import HEAD_NORM_EPS, HeadNorm, NormedAttention
 
-LambdaForm = Literal["layer", "head", "token", "constant"]
-HeadNorm = Literal["gain", "plain", "none"]
+LambdaForm = Literal["layer", "head", "scalar", "token", "constant"]
 
 LAMBDA_STD = 0.1  # standard deviation of the initial lambda vectors (the paper's code)
-HEAD_NORM_EPS = 1e-5  # eps of the headwise norm (the paper's code)
 LAMBDA_VECTORS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
+LAMBDA_OFFSET = "lambda_offset"
 
 
 def lambda_init(layer_index: int) -> float:
@@ -38,18 +38,23 @@ class DifferentialOptions:
     """The choices in which differential layers differ; None leaves a choice to the variant.
 
     Attributes:
-        lambda_form: "layer", one number for the layer by eq. 2; "head", the same with vectors for each head; "token", the
-            sigmoid of a projection of the hidden states, one number for each token and head (DIFF V2); "constant",
-            lambda_init.
-        lambda_init: The constant term of eq. 2; None means the paper's schedule by depth.
-        head_norm: "gain", a headwise RMSNorm with one learned gain, times (1 - lambda_init); "plain", the same without the
-            gain; "none", neither norm nor factor.
+        lambda_form: "layer", one number for the layer by eq. 2; "head", the same with vectors for each head; "scalar", a
+            learned number for the layer plus the constant term, without exponentials; "token", the sigmoid of a projection of
+            the hidden states, one number for each token and head (DIFF V2); "constant", the constant term alone.
+        lambda_init: The constant term of eq. 2, and 1 minus the factor after the norm; None means the paper's schedule by
+            depth.
+        lambda_value: The constant term alone, of any sign; None means lambda_init. 1 subtracts the whole second map, 0 leaves
+            it out, and negative numbers add it.
+        head_norm: "gain", a headwise RMSNorm with one learned gain; "plain", the same without the gain; "none".
+        head_scale: The factor of each head alone; None means 1 - lambda_init after a norm, and 1 without one.
         shared_key: Whether both maps read one key.
     """
 
     lambda_form: LambdaForm | None = None
     lambda_init: float | None = None
+    lambda_value: float | None = None
     head_norm: HeadNorm | None = None
+    head_scale: float | None = None
     shared_key: bool | None = None
 
     def __post_init__(self) -> None:
@@ -57,11 +62,22 @@ class DifferentialOptions:
             value = getattr(self, name)
             if value is not None and value not in allowed:
                 raise ConfigError(f"{name}={value!r} is unknown; choose one of {', '.join(allowed)}")
-        if self.head_norm in ("gain", "plain") and self.lambda_init == 1:
+        for name in ("lambda_init", "lambda_value", "head_scale"):
+            value = getattr(self, name)
+            if value is not None and not math.isfinite(value):
+                raise ConfigError(f"{name}={value}: give a finite number")
+        if self.lambda_form == "token" and self.lambda_value is not None:
+            raise ConfigError(
+                f"lambda_value={self.lambda_value} with lambda_form='token': the sigmoid of a projection has no constant "
+                "term; leave lambda_value out or use another lambda_form"
+            )
+        if self.head_norm in ("gain", "plain") and self.lambda_init == 1 and self.head_scale is None:
             raise ConfigError(
                 "lambda_init=1 with a headwise norm gives heads of zero, since the norm is followed by (1 - lambda_init); "
-                "use head_norm='none' or another lambda_init"
+                "use head_norm='none' or another lambda_init, or set head_scale"
             )
+        if self.head_scale == 0:
+            raise ConfigError("head_scale=0 gives heads of zero; use another number")
 
     def over(self, defaults: "DifferentialOptions") -> "DifferentialOptions":
         """Return these choices, with the defaults for those that are None."""
@@ -70,37 +86,27 @@ class DifferentialOptions:
             **{name: getattr(defaults, name) if value is None else value for name, value in chosen.items()}
         )
 
+    def constants(self, layer_index: int) -> tuple[float, float]:
+        """Return the constant term of lambda, and the factor of each head, of a layer; every choice but these is made."""
+        init = lambda_init(layer_index) if self.lambda_init is None else self.lambda_init
+        scale = self.head_scale
+        if scale is None:
+            scale = 1.0 if self.head_norm == "none" else 1.0 - init
+        return init if self.lambda_value is None else self.lambda_value, scale
+
     def parameters(self, layout: HeadLayout, hidden_size: int) -> int:
         """Count by formula the parameters that a layer has besides its four projections."""
         lambdas = {
             "layer": 4 * layout.head_dim,
             "head": 4 * layout.num_heads * layout.head_dim,
+            "scalar": 1,
             "token": layout.num_heads * hidden_size,
             "constant": 0,
         }
         return lambdas[self.lambda_form or "layer"] + (layout.value_head_dim if self.head_norm == "gain" else 0)
 
 
-class HeadwiseRMSNorm(RMSNorm):
-    """The norm of each head's output, factor * RMSNorm(head) * weight (arXiv:2410.05258 eq. 3).
-
-    The attention operator fuses it, so this module calls what computes the norm. Hooks that load or gather its weight, such as
-    those of accelerate, DeepSpeed and FSDP, then run before the weight is read.
-    """
-
-    def forward(  # type: ignore[override]
-        self, compute: Callable[..., Tensor], *tensors: Any, factor: float, **options: Any
-    ) -> Tensor:
-        """Return compute(*tensors, norm=(weight, eps, factor), **options)."""
-        return compute(*tensors, norm=(self.weight, self.eps, factor), **options)
-
-
-def _normed(heads: Tensor, *, norm: Norm) -> Tensor:
-    weight, eps, factor = norm
-    return rms_norm(heads, weight, eps) * factor
-
-
-class Differential(Attention):
+class Differential(NormedAttention):
     """Base of the differential variants (arXiv:2410.05258 eq. 1-3): head = norm((A1 - lambda A2) V).
 
     Rows of q_proj and, with own keys, of k_proj are ordered (head, map, D). In grouped-query attention each map keeps its own
@@ -128,16 +134,19 @@ class Differential(Attention):
         "value_head_dim": Option(int | None),
         "lambda_form": Option(str | None),
         "lambda_init": Option(float | None),
+        "lambda_value": Option(float | None),
         "head_norm": Option(str | None),
+        "head_scale": Option(float | None),
         "shared_key": Option(bool | None),
         "head_norm_eps": Option(float, HEAD_NORM_EPS),
     }
-    fp32_parameters: ClassVar[tuple[str, ...]] = LAMBDA_VECTORS
+    fp32_parameters: ClassVar[tuple[str, ...]] = (*LAMBDA_VECTORS, LAMBDA_OFFSET)
 
     lambda_q1: Tensor
     lambda_k1: Tensor
     lambda_q2: Tensor
     lambda_k2: Tensor
+    lambda_offset: Tensor
     defaults: ClassVar[DifferentialOptions]
     twin_heads: ClassVar[int]  # heads of the same-size Transformer that one differential head stands for
 
@@ -180,16 +189,17 @@ class Differential(Attention):
         num_heads, head_dim = layout.num_heads, layout.head_dim
         self.options = chosen
         self.lambda_init = lambda_init(layer_index) if chosen.lambda_init is None else chosen.lambda_init
+        self.lambda_value, scale = chosen.constants(layer_index)
         if chosen.lambda_form in ("layer", "head"):
             shape = (head_dim,) if chosen.lambda_form == "layer" else (num_heads, head_dim)
             for name in LAMBDA_VECTORS:
                 setattr(self, name, nn.Parameter(torch.empty(shape, dtype=torch.float32)))
+        elif chosen.lambda_form == "scalar":
+            # Not of 0 dimensions, which FSDP cannot shard.
+            self.lambda_offset = nn.Parameter(torch.empty(1, dtype=torch.float32))
         elif chosen.lambda_form == "token":
             self.lambda_proj = nn.Linear(embed_dim, num_heads, bias=False)
-        self.head_norm = None
-        if chosen.head_norm != "none":
-            gain = chosen.head_norm == "gain"
-            self.head_norm = HeadwiseRMSNorm(layout.value_head_dim, eps=head_norm_eps, gain=gain)
+        self.add_head_norm(chosen.head_norm or "none", eps=head_norm_eps, scale=scale)
         self.init_own_parameters()
 
     @classmethod
@@ -240,7 +250,9 @@ class Differential(Attention):
             "num_differential_key_value_heads": config.num_key_value_heads,
             "value_head_dim": config.head_dim,
             "head_norm": "none",
+            "head_scale": None,
             "lambda_init": 0.0,
+            "lambda_value": None,
         }
 
     @classmethod
@@ -248,6 +260,8 @@ class Differential(Attention):
         """Make the exponents of lambda equal, so that they cancel, and copy the rest."""
         if name in LAMBDA_VECTORS:
             return plain.normal(name[:-1], shape, LAMBDA_STD)  # one draw for lambda_q1 and lambda_q2
+        if name == LAMBDA_OFFSET:
+            return torch.zeros(shape)
         return plain.read(name)
 
     @classmethod
@@ -280,9 +294,9 @@ class Differential(Attention):
         return int(count // 2)
 
     def init_own_parameters(self, normal_: Any = nn.init.normal_) -> None:
-        """Draw the lambda vectors from N(0, LAMBDA_STD^2)."""
-        for vector in self._lambda_vectors():
-            normal_(vector, mean=0.0, std=LAMBDA_STD)
+        """Draw the lambda vectors from N(0, LAMBDA_STD^2), and let lambda_offset be 0."""
+        for name, tensor in self._wide_parameters().items():
+            normal_(tensor, mean=0.0, std=0.0 if name == LAMBDA_OFFSET else LAMBDA_STD)
 
     def lam(self) -> Tensor | None:
         """Return the layer's lambda now (arXiv:2410.05258 eq. 2): 0-dim or (H,), fp32 or float64; None where it is by token."""
@@ -290,19 +304,22 @@ class Differential(Attention):
         if form == "token":
             return None
         if form == "constant":
-            return torch.tensor(self.lambda_init, device=self.q_proj.weight.device)
+            return torch.tensor(self.lambda_value, device=self.q_proj.weight.device)
+        if form == "scalar":
+            offset = self.lambda_offset
+            return (offset.float() if offset.dtype in LOW_PRECISION else offset).sum() + self.lambda_value
         # As few calls as possible: they count in a decoding step of a small model.
         q1, k1, q2, k2 = self.lambda_q1, self.lambda_k1, self.lambda_q2, self.lambda_k2
         if q1.dtype in LOW_PRECISION:
             q1, k1, q2, k2 = q1.float(), k1.float(), q2.float(), k2.float()
         # Not q1.dot(k1), whose last bit depends on the memory addresses of the vectors.
-        return (q1 * k1).sum(-1).exp() - (q2 * k2).sum(-1).exp() + self.lambda_init
+        return (q1 * k1).sum(-1).exp() - (q2 * k2).sum(-1).exp() + self.lambda_value
 
     def head_lam(self, hidden: Tensor) -> Tensor | float:
         """Return lam(), a float where it is constant, or (B, H, T) where it is by token."""
         form = self.options.lambda_form
         if form == "constant":
-            return self.lambda_init
+            return self.lambda_value
         if form == "token":
             projected = self.lambda_proj(hidden).transpose(1, 2)
             return torch.sigmoid(projected.float() if projected.dtype in LOW_PRECISION else projected)
@@ -310,25 +327,14 @@ class Differential(Attention):
         assert lam is not None
         return lam
 
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, lam: Tensor | float | None, restrictions: Restrictions
-    ) -> Tensor:
-        """Return (A1 - lambda A2) V, normalised where the layer has a headwise norm."""
-        call = attend if self.head_norm is None else partial(self.head_norm, attend, factor=1.0 - self.lambda_init)
-        return call(query, key, value, lam, restrictions=restrictions, backend=self.backend)
-
-    def finish(self, heads: Tensor) -> Tensor:
-        """Normalise each head where the layer has a headwise norm."""
-        return heads if self.head_norm is None else self.head_norm(_normed, heads, factor=1.0 - self.lambda_init)
-
-    def _lambda_vectors(self) -> tuple[nn.Parameter, ...]:
-        return tuple(getattr(self, name) for name in LAMBDA_VECTORS if hasattr(self, name))
+    def _wide_parameters(self) -> dict[str, nn.Parameter]:
+        return {name: getattr(self, name) for name in self.fp32_parameters if hasattr(self, name)}
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         # `.to(bfloat16)` reaches parameters here; the lambdas follow to another device but are never narrowed below fp32.
-        before = [vector.detach() for vector in self._lambda_vectors()]
+        before = [tensor.detach() for tensor in self._wide_parameters().values()]
         super()._apply(fn, recurse)
-        for vector, kept in zip(self._lambda_vectors(), before, strict=True):
+        for vector, kept in zip(self._wide_parameters().values(), before, strict=True):
             if vector.dtype in LOW_PRECISION:
                 vector.data = kept.to(vector.device, torch.float32)
                 if vector.grad is not None:

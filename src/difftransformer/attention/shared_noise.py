@@ -9,7 +9,8 @@ from torch import Tensor
 
 from ..errors import ConfigError
 from .base import AttentionConfig, HeadLayout, Option
-from .differential import HEAD_NORM_EPS, Differential, DifferentialOptions
+from .differential import Differential, DifferentialOptions
+from .head_norm import HEAD_NORM_EPS
 
 SIGNAL_HEADS_PER_NOISE_HEAD = (4, 3)  # among the best ratios of arXiv:2510.06949; Motif-2-12.7B and Motif 3 have 4
 

@@ -1,14 +1,19 @@
 """Plain softmax attention: the Transformer twin's layer."""
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from .base import Attention, AttentionConfig, HeadLayout
+from .base import REPLICATED, AttentionConfig, HeadLayout, Option
+from .head_norm import HEAD_NORM_EPS, HeadNorm, NormedAttention
 
 
-class SoftmaxAttention(Attention):
+class SoftmaxAttention(NormedAttention):
     """Multi-head attention of the same-size Transformer, causal unless forward gets is_causal=False.
 
-    It has Llama's form: no bias, rotary embedding, grouped keys and values.
+    It has Llama's form: no bias, rotary embedding, grouped keys and values. As a control for the Differential Transformer it
+    can have that model's headwise norm, without a factor (arXiv:2410.05258 Table 6, third row).
+
+    In a configuration the norm is `softmax_head_norm`, since `head_norm` describes the differential model of which this one
+    may be the twin.
 
     Args:
         embed_dim: M, width of the hidden states.
@@ -16,7 +21,12 @@ class SoftmaxAttention(Attention):
         num_key_value_heads: Key/value heads; None means num_heads.
         head_dim: Width of a head; None means embed_dim / num_heads.
         layer_index: Index of the layer in the model, from 0.
+        head_norm: "gain", a headwise RMSNorm with one learned gain; "plain", the same without the gain; "none".
+        head_norm_eps: eps of the headwise norm.
         backend: The op's backend, or "auto".
+
+    Raises:
+        ConfigError: head_norm has another value.
     """
 
     name: ClassVar[str] = "softmax"
@@ -24,6 +34,10 @@ class SoftmaxAttention(Attention):
     description: ClassVar[str] = "softmax attention, the same-size twin of a Differential Transformer"
     tags: ClassVar[tuple[str, ...]] = ()
     can_upcycle: ClassVar[bool] = True
+    config_options: ClassVar[dict[str, Option]] = {
+        "softmax_head_norm": Option(HeadNorm, "none"),
+        "head_norm_eps": Option(float, HEAD_NORM_EPS),
+    }
 
     def __init__(
         self,
@@ -33,6 +47,8 @@ class SoftmaxAttention(Attention):
         num_key_value_heads: int | None = None,
         head_dim: int | None = None,
         layer_index: int = 0,
+        head_norm: HeadNorm = "none",
+        head_norm_eps: float = HEAD_NORM_EPS,
         backend: str = "auto",
     ) -> None:
         head_dim = head_dim or embed_dim // num_heads
@@ -45,6 +61,34 @@ class SoftmaxAttention(Attention):
             value_head_dim=head_dim,
         )
         super().__init__(embed_dim, layout, layer_index=layer_index, backend=backend)
+        self.add_head_norm(head_norm, eps=head_norm_eps, scale=1.0)
+
+    @classmethod
+    def arguments_of(cls, config: AttentionConfig, layer_index: int) -> dict[str, Any]:
+        """Pass the headwise norm and its eps."""
+        return {"head_norm": cls.norm_of(config), "head_norm_eps": cls.option(config, "head_norm_eps")}
+
+    @classmethod
+    def norm_of(cls, config: AttentionConfig) -> HeadNorm:
+        """Return the headwise norm of a configuration; a subclass without the option has none."""
+        norm: HeadNorm = "none"
+        return cls.option(config, "softmax_head_norm") if "softmax_head_norm" in cls.config_options else norm
+
+    @classmethod
+    def own_parameters(cls, config: AttentionConfig) -> int:
+        """Count the gain of the norm."""
+        return config.head_dim if cls.norm_of(config) == "gain" else 0
+
+    @classmethod
+    def tensor_parallel(cls, config: AttentionConfig) -> dict[str, str]:
+        """Let every process hold the gain of the norm."""
+        plan = super().tensor_parallel(config)
+        return plan | {"head_norm": REPLICATED} if cls.norm_of(config) == "gain" else plan
+
+    @classmethod
+    def upcycled_options(cls, config: AttentionConfig) -> dict[str, Any]:
+        """Have no norm, which would discard the size of each row."""
+        return {"softmax_head_norm": "none"}
 
     @classmethod
     def layout_of(cls, config: AttentionConfig) -> HeadLayout:

@@ -24,10 +24,10 @@ def measure_costs(
     context_tokens: int,
     labels: Mapping[str, str],
 ) -> list[CostRow]:
-    """Time both models in one interleaved run, measure the memory of each in its own process, add a smaller DIFF by formula.
+    """Time the models in one interleaved run, measure the memory of each in its own process, add a smaller DIFF by formula.
 
     Args:
-        configs: Configuration of each model by name; the first is the model under test, the second its twin.
+        configs: Configuration of each model by name; the first is the model under test, the last its twin.
         rows: Rows of a training step, of a prefill and of a decoding step.
         context_tokens: Tokens of a row.
         labels: The name of each model in the report.
@@ -67,7 +67,7 @@ def _smaller(name: str, configs: Mapping[str, DiffTransformerConfig], labels: Ma
 
     Width and depth shrink by the same factor: parameters scale with its cube, keys and values with its square.
     """
-    twin, under_test = count(list(configs.values())[1]), count(configs[name])
+    twin, under_test = count(list(configs.values())[-1]), count(configs[name])
     parameters = round(PAPER_SHARE * twin.parameters)
     kv_bytes = under_test.kv_bytes_per_token * PAPER_SHARE ** (2 / 3)
     weights = 2 * parameters

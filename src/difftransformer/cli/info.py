@@ -53,6 +53,7 @@ def run(model: str) -> int:
 
 def _sizes(name: str, source: str, config: "DiffTransformerConfig") -> Table:
     from ..attention import variants
+    from ..model import count, matching_width
     from ..model.card import size_rows
 
     table = Table(title=f"{name} ({source})", caption="Computed by formula; FLOPs of matrix products.")
@@ -62,6 +63,9 @@ def _sizes(name: str, source: str, config: "DiffTransformerConfig") -> Table:
         table.add_column(word, justify="right")
     for label in twins[0]:
         table.add_row(label, *(f"{rows[label]:,}" for rows in twins))
+    size = count(config.twin()).parameters
+    equal = (matching_width(config.twin(word), size) for word in variants())
+    table.add_row("FFN width for as many parameters as softmax", *(f"{width:,}" for width in equal))
     return table
 
 

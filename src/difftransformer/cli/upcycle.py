@@ -29,7 +29,8 @@ def run(
         model: Folder with config.json and safetensors, a .gguf file, or owner/name on the Hugging Face hub.
         out: New or empty folder for the model. With --train, the folder of the study.
         to: diff, diff_v2, grouped_diff, grouped_diff_v2, dex, or softmax for the plain model, in this package's layout if it
-            is a Llama or Mistral; with --train several, separated by commas.
+            is a Llama or Mistral; softmax+TYPE for the plain model with MLPs wider by as many parameters as TYPE adds; with
+            --train several, separated by commas.
         train: Recipe to train each model and the unconverted one with; they are evaluated before and after.
         text: Text for the comparison of logits: a text file or any source of a recipe.
         tokens: Number of tokens to compare; 0 leaves the comparison out.
@@ -39,7 +40,7 @@ def run(
     check_model(model)
     import torch
 
-    from ..convert.llama import targets
+    from ..convert.llama import check_target, targets
     from ..convert.upcycle import upcycle_folder
     from ..data import Tokenizer, read_documents
     from ..hub import measure_drift, source_folder
@@ -48,10 +49,7 @@ def run(
         raise ConfigError(f"--to is missing; choose one of {', '.join(targets())}")
     kinds = [name.strip() for name in (to or "diff,diff_v2,dex").split(",")]
     for kind in kinds:
-        if kind not in targets():
-            raise ConfigError(
-                f"--to {kind!r} is unknown; choose {'from' if train else 'one of'} {', '.join(targets())}"
-            )
+        check_target(kind)
     if train is not None:
         return _study(model, Path(out), kinds, train, set or [])
     if len(kinds) > 1:

@@ -127,6 +127,8 @@ def _refuse_what_diffllama_lacks(config: DiffTransformerConfig) -> None:
     for field, value, possible, reason in (
         ("lambda_form", options.lambda_form, ("layer",), "has one lambda a layer"),
         ("lambda_init", options.lambda_init, (None,), "computes lambda_init from the depth and has no setting for it"),
+        ("lambda_value", options.lambda_value, (None,), "has lambda_init as the constant term of lambda"),
+        ("head_scale", options.head_scale, (None,), "multiplies heads by 1 - lambda_init"),
         ("head_norm", options.head_norm, ("gain", "plain"), "always normalises heads"),
         ("shared_key", options.shared_key, (False,), "has a key for each map"),
         ("value_head_dim", layout.value_head_dim, (2 * layout.head_dim,), "has values of twice the head_dim"),

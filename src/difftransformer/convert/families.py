@@ -17,7 +17,7 @@ from ..attention import Attention, PlainLayer
 from ..errors import ConfigError
 from ..families import FAMILIES, attention_fields, family_config, refused_features
 from .conversion import Conversion, Read, Shape, shapes_of
-from .llama import chosen_variant, drawn, notes
+from .llama import chosen_variant, drawn, kept_options, notes
 
 ATTENTION = "self_attn."
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
@@ -31,7 +31,11 @@ def from_family(
     Raises:
         ConfigError: the target is unknown, or the source's attention has a feature that differential attention does not.
     """
-    kind, family = chosen_variant(to, head_norm, options), config.model_type
+    (kind, matched), family = chosen_variant(to, head_norm, options), config.model_type
+    if matched is not None:
+        raise ConfigError(
+            f"--to {to!r}: only a Llama or Mistral without biases can get wider MLPs; choose another --to"
+        )
     with torch.device("meta"):
         source = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     if features := refused_features(source, config):
@@ -41,7 +45,7 @@ def from_family(
     if family not in FAMILIES:
         raise ConfigError(f"model_type={family!r} is not supported; expected one of {', '.join(FAMILIES)}")
     heads = attention_fields(config)
-    document = config.to_dict() | options | kind.upcycled_options(heads)
+    document = config.to_dict() | kept_options(kind, heads, options)
     document |= {"family": family, "attention_type": to, "attention_dropout": 0.0}
     ours = family_config(family).from_dict(document)
     with torch.device("meta"):

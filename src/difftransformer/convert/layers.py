@@ -155,7 +155,7 @@ def refuse_other_than_v1(
             f"{layout.num_heads}"
         )
     possible = {"lambda_form": "layer", "shared_key": False, "value_head_dim": 2 * layout.head_dim}
-    refuse_fields(layer, f"{target} has V1 attention", possible)
+    refuse_fields(layer, f"{target} has V1 attention", possible | dict.fromkeys(("lambda_value", "head_scale")))
     if norm is None:
         raise ConfigError(f"head_norm='none': {target} always normalises heads; expected head_norm='gain' or 'plain'")
     if eps is not None and norm.eps != eps:

@@ -10,6 +10,7 @@ Every source head stays one head, with a value of its own width, so that odd hea
 | `grouped_diff` | noise heads (copies of signal heads), as for `diff` | as for `diff`                                  |
 | `grouped_diff_v2` | as for `diff_v2`, and the gate's projection (zeros) | as `diff_v2`; the gate is 1/2, W_O quadrupled |
 | `dex`     | W_D (random) and lambda (0) for each chosen head        | lambda is 0                                    |
+| `softmax+TYPE` | MLPs wider by as many parameters as TYPE adds      | the new columns of down_proj are 0             |
 
 Each lambda has a gradient from the first step, and what only lambda lets through from the second.
 
@@ -18,7 +19,7 @@ A headwise norm would discard the size of every row, which W_O has learned to re
 
 import json
 import zlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -26,9 +27,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from ..attention import Attention, PlainLayer, SoftmaxAttention, variant, variants
+from ..attention import Attention, AttentionConfig, PlainLayer, SoftmaxAttention, variant, variants
 from ..errors import ConfigError
-from ..model import DiffTransformerConfig, DiffTransformerForCausalLM
+from ..model import DiffTransformerConfig, DiffTransformerForCausalLM, count, matching_width
 from .conversion import Conversion, Read, Shape, shapes_of
 from .diffllama import SHARED_FIELDS, TIES, left_out, stock_fields
 
@@ -65,7 +66,7 @@ def from_llama(
 
     Args:
         config: The source's configuration; `has_llamas_layout` holds.
-        to: One of `targets()`.
+        to: One of `targets()`, or softmax+TYPE: the plain Transformer with as many parameters as TYPE would have.
         head_norm: "none" or None; see above.
         seed: Seed of the random draws.
         **options: Options of the attention type, such as dex_heads.
@@ -73,14 +74,17 @@ def from_llama(
     Raises:
         ConfigError: the target is unknown, or an option is not one of its options.
     """
-    kind = chosen_variant(to, head_norm, options)
+    kind, matched = chosen_variant(to, head_norm, options)
     fields: dict[str, Any] = {name: getattr(config, name) for name in (*SHARED_FIELDS, *HEAD_FIELDS)} | {
-        "attention_type": to,
+        "attention_type": kind.name,
         "sliding_window": getattr(config, "sliding_window", None),
         "rope_parameters": dict(config.rope_parameters),
     }
-    fields |= options | kind.upcycled_options(config)
+    fields |= kept_options(kind, config, options)
     ours = DiffTransformerConfig(**fields, architectures=["DiffTransformerForCausalLM"], dtype=config.dtype)
+    if matched is not None:
+        larger = DiffTransformerConfig(**fields | {"attention_type": matched.name} | matched.upcycled_options(config))
+        ours.intermediate_size = matching_width(ours, count(larger).parameters)
     ties = TIES if config.tie_word_embeddings else {}
     with torch.device("meta"):
         needs = shapes_of(AutoModelForCausalLM.from_config(config, attn_implementation="eager").state_dict())
@@ -97,7 +101,12 @@ def to_llama(config: DiffTransformerConfig) -> Conversion:
     Raises:
         ConfigError: Llama cannot express the model; the message names the field, its value and what is possible.
     """
-    possible = {"attention_type": SoftmaxAttention.name, "sliding_window": None, "is_causal": True}
+    possible = {
+        "attention_type": SoftmaxAttention.name,
+        "softmax_head_norm": "none",
+        "sliding_window": None,
+        "is_causal": True,
+    }
     for field, expected in possible.items():
         if getattr(config, field) != expected:
             raise ConfigError(
@@ -119,25 +128,56 @@ def to_llama(config: DiffTransformerConfig) -> Conversion:
     )
 
 
-def chosen_variant(to: str, head_norm: str | None, options: Collection[str]) -> type[Attention]:
-    """Return the class of the target after checking that it can keep a pretrained model's function with these options."""
-    if to not in targets():
-        raise ConfigError(f"--to {to!r} is unknown; choose one of {', '.join(targets())}")
+def check_target(to: str) -> tuple[type[Attention], type[Attention] | None]:
+    """Return the class of a target, and for softmax+TYPE that of TYPE.
+
+    Raises:
+        ConfigError: there is no such target.
+    """
+    name, plus, matched = to.partition("+")
+    if name not in targets() or (plus and (name != SoftmaxAttention.name or matched not in targets())):
+        raise ConfigError(
+            f"--to {to!r} is unknown; choose one of {', '.join(targets())}, or softmax+TYPE with one of them"
+        )
+    return variant(name), variant(matched) if plus else None
+
+
+def chosen_variant(
+    to: str, head_norm: str | None, options: Collection[str]
+) -> tuple[type[Attention], type[Attention] | None]:
+    """Return `check_target` after checking that the target can keep a pretrained model's function with these options."""
+    kind, matched = check_target(to)
     if head_norm not in (None, "none"):
         raise ConfigError(
             f"head_norm={head_norm!r}: a headwise norm discards the size of each row, so the model could not keep its "
             "function; use 'none'"
         )
-    kind = variant(to)
     for name in options:
         if name not in kind.config_options:
             raise ConfigError(f"{name} is not an option of --to {to!r}; leave it out")
-    return kind
+    return kind, matched
+
+
+def kept_options(kind: type[Attention], config: AttentionConfig, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the given options and those with which a pretrained model keeps its function.
+
+    Raises:
+        ConfigError: a given option is another than that.
+    """
+    needed = kind.upcycled_options(config)
+    for name, value in options.items():
+        if name in needed and value != needed[name]:
+            raise ConfigError(
+                f"{name}={value!r}: the model would not keep its function; leave it out, which means {needed[name]!r}"
+            )
+    return {**options, **needed}
 
 
 def _make(name: str, shape: Shape, config: DiffTransformerConfig, seed: int) -> Callable[[Read], Tensor]:
     """Return the function that makes one tensor of the result from the source's tensors."""
     layer, attention, part = name.partition("self_attn.")
+    if ".mlp." in name:
+        return partial(_wider, name, shape, config.initializer_range, seed)
     if not attention:
         return partial(_same, name)
 
@@ -153,6 +193,15 @@ def _make(name: str, shape: Shape, config: DiffTransformerConfig, seed: int) -> 
 
 def _same(name: str, read: Read) -> Tensor:
     return read(name)
+
+
+def _wider(name: str, shape: Shape, std: float, seed: int, read: Read) -> Tensor:
+    """Append random rows to gate_proj and up_proj, and zero columns to down_proj, up to the shape; at most one of the two."""
+    old = read(name)
+    rows, columns = (new - there for new, there in zip(shape, old.shape, strict=True))
+    if rows:
+        old = torch.cat((old, drawn((rows, shape[1]), std, name, seed).to(old.dtype)))
+    return torch.cat((old, old.new_zeros(shape[0], columns)), 1) if columns else old
 
 
 def drawn(shape: Shape, std: float, name: str, seed: int) -> Tensor:

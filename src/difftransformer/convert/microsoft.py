@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from ..attention import DifferentialAttention, DifferentialAttentionV2
-from ..attention.differential import HEAD_NORM_EPS, LAMBDA_VECTORS, Differential
+from ..attention.differential import LAMBDA_VECTORS, Differential
+from ..attention.head_norm import HEAD_NORM_EPS
 from ..errors import ConfigError
 from ..model import DiffTransformerConfig, DiffTransformerForCausalLM
 from .conversion import Shape, check_tensors, shapes_of
@@ -167,6 +168,7 @@ def _state(layer: Differential) -> dict[str, Tensor]:
     if layer.options.lambda_form == "token":
         possible = {
             "head_norm": "none",
+            "head_scale": None,
             "shared_key": True,
             "value_head_dim": layer.layout.head_dim,
             "heads_per_second_map": 1,

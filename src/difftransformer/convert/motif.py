@@ -21,7 +21,8 @@ from typing import Any
 from torch import Tensor
 
 from ..attention import DifferentialAttention, DifferentialOptions, GroupedDifferentialAttention
-from ..attention.differential import HEAD_NORM_EPS, LAMBDA_VECTORS, Differential
+from ..attention.differential import LAMBDA_VECTORS, Differential
+from ..attention.head_norm import HEAD_NORM_EPS
 from ..errors import ConfigError, ShapeError
 from .conversion import check_tensors, shapes_of
 from .layers import (

@@ -1,7 +1,7 @@
 """The language model, its configuration, presets and counts. Importing it registers the model with transformers."""
 
 from .config import DiffTransformerConfig
-from .counts import Counts, count, weights_and_kv_bytes
+from .counts import Counts, count, matching_width, weights_and_kv_bytes
 from .heads import (
     DiffTransformerForMaskedLM,
     DiffTransformerForQuestionAnswering,

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from ..errors import ConfigError
 from .config import DiffTransformerConfig
 
 BACKWARD_AND_FORWARD = 3  # a backward pass does twice the forward's multiply-adds
@@ -60,6 +61,29 @@ def count(config: DiffTransformerConfig, *, context_tokens: int | None = None, c
         kv_bytes_per_token=layers * layout.cached_values_per_token() * cache_itemsize,
         context_tokens=context,
     )
+
+
+def matching_width(config: DiffTransformerConfig, parameters: int) -> int:
+    """Return the intermediate_size with which a model has as many parameters as another, to the nearest.
+
+    One more is 3 * hidden_size weights in every layer, so the numbers differ by at most half of that.
+
+    Args:
+        config: The model's configuration; its intermediate_size does not matter.
+        parameters: Number of parameters to match, such as `count(config.twin()).parameters`.
+
+    Raises:
+        ConfigError: the model has more parameters even without an MLP.
+    """
+    each = 3 * config.hidden_size * config.num_hidden_layers
+    without_mlp = count(config).parameters - each * config.intermediate_size
+    width = round((parameters - without_mlp) / each)
+    if width < 1:
+        raise ConfigError(
+            f"attention_type={config.attention_type!r} has {without_mlp:,} parameters without its MLP, and {parameters:,} are "
+            "to be matched; use fewer heads"
+        )
+    return width
 
 
 def mean_keys(context_tokens: int, window: int | None) -> float:

@@ -21,11 +21,25 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00")
 MARKERS = ("o", "s", "^", "D", "v")
 ARM_MARKERS = ("D", "s", "^", "v", "P", "X", "<", ">", "p", "h", "*", "d")
 DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
-MORE_COLOURS = ("#56B4E9", "#332288", "#882255", "#999933", "#44AA99", "#AA4499", "#6B4E16")
-"""Further colours, from Okabe and Ito's and Paul Tol's palettes, for studies with many arms."""
+MORE_COLOURS = (
+    "#56B4E9",
+    "#332288",
+    "#882255",
+    "#999933",
+    "#44AA99",
+    "#AA4499",
+    "#6B4E16",
+    "#117733",
+    "#CC6677",
+    "#000000",
+)
+"""Further colours, most from Okabe and Ito's and Paul Tol's palettes, for studies with many arms."""
 
 REFERENCE_COLOUR = "#6b7178"
-ARM_COLOURS = {"diff": 0, "wide": 1, "diff_v2": 2, "grouped_diff": 3, "dex": 4}
+ARM_COLOURS = {
+    "diff": 0, "wide": 1, "diff_v2": 2, "v2": 2, "grouped_diff": 3, "grouped": 3, "no-norm": 4, "dex": 5, "lambda-init": 6,
+    "constant": 6,
+}  # fmt: skip
 """Place in the palette of arms that several studies have, so that each has one colour in all of them."""
 
 INK = "#1a1a1a"

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from .base import Environment
+from .curves import steps_to
 from .studies import Curve
 
 
@@ -186,12 +187,4 @@ def figure_of(record: RunRecord, figure: StudyFigure) -> float | None:
 def reached_at(curve: Curve, figure: StudyFigure) -> float | None:
     """Return the step at which a curve first reaches a figure's level; None if it never does."""
     assert figure.reaches is not None
-    sign = -1 if figure.curve.endswith("_nats") else 1
-    before: tuple[int, float] | None = None
-    for step, value in zip(curve.steps, curve.values, strict=True):
-        if sign * (value - figure.reaches) >= 0:
-            if before is None:
-                return float(step)
-            return before[0] + (figure.reaches - before[1]) / (value - before[1]) * (step - before[0])
-        before = step, value
-    return None
+    return steps_to(curve, figure.reaches, rising=not figure.curve.endswith("_nats"))

@@ -34,7 +34,8 @@ from vllm.sequence import IntermediateTensors
 
 from ..attention import variant
 from ..attention.dex import DifferentialExtension
-from ..attention.differential import LAMBDA_VECTORS, Differential, lambda_init
+from ..attention.differential import LAMBDA_OFFSET, LAMBDA_VECTORS, Differential
+from ..attention.softmax import SoftmaxAttention
 from ..errors import ConfigError
 from ..model import DiffTransformerConfig
 from .heads import ServedHeads
@@ -97,29 +98,36 @@ class ServedAttention(nn.Module):
         )
         kind, layer_index = variant(config.attention_type), extract_layer_index(prefix)
         self.first_head = get_tensor_model_parallel_rank() * self.heads.heads
+        self.head_norm, self.head_scale = None, 1.0
         if issubclass(kind, Differential):
             self.options = kind.options_of(config)
-            start = self.options.lambda_init
-            self.lambda_init = lambda_init(layer_index) if start is None else start
-            self._add_differential(config, prefix)
+            self.lambda_value, self.head_scale = self.options.constants(layer_index)
+            self._add_lambda(config, prefix)
+            self._add_norm(config, self.options.head_norm)
         elif issubclass(kind, DifferentialExtension):
             chosen = kind.arguments_of(config, layer_index)["dex_heads"]
             self._add_extension(range(layout.num_heads) if chosen is None else sorted(chosen))
+        elif issubclass(kind, SoftmaxAttention):
+            self._add_norm(config, kind.norm_of(config))
 
-    def _add_differential(self, config: DiffTransformerConfig, prefix: str) -> None:
+    def _add_norm(self, config: DiffTransformerConfig, kind: str | None) -> None:
+        if kind != "none":
+            width = self.heads.layout.value_head_dim
+            self.head_norm = RMSNorm(width, eps=config.head_norm_eps, has_weight=kind == "gain")
+
+    def _add_lambda(self, config: DiffTransformerConfig, prefix: str) -> None:
         options, layout = self.options, self.heads.layout
         if options.lambda_form in ("layer", "head"):
             shape = (layout.head_dim,) if options.lambda_form == "layer" else (layout.num_heads, layout.head_dim)
             for name in LAMBDA_VECTORS:
                 setattr(self, name, nn.Parameter(torch.empty(shape, dtype=torch.float32), requires_grad=False))
+        elif options.lambda_form == "scalar":
+            self.register_parameter(
+                LAMBDA_OFFSET, nn.Parameter(torch.empty(1, dtype=torch.float32), requires_grad=False)
+            )
         elif options.lambda_form == "token":
             self.lambda_proj = ColumnParallelLinear(
                 config.hidden_size, layout.num_heads, bias=False, prefix=f"{prefix}.lambda_proj"
-            )
-        self.head_norm = None
-        if options.head_norm != "none":
-            self.head_norm = RMSNorm(
-                layout.value_head_dim, eps=config.head_norm_eps, has_weight=options.head_norm == "gain"
             )
 
     def _add_extension(self, chosen: Iterable[int]) -> None:
@@ -140,28 +148,33 @@ class ServedAttention(nn.Module):
             heads = self._subtract(heads, second, hidden_states)
         elif hasattr(self, "dex_proj"):
             heads = self._extend(heads)
+        heads = self._normalise(heads)
         heads = heads.reshape(len(heads), -1)
         if self.gate_proj is not None:
             heads = heads * torch.sigmoid(self.gate_proj(hidden_states)[0])
         return self.o_proj(heads)[0]
 
     def _subtract(self, first: Tensor, second: Tensor, hidden_states: Tensor) -> Tensor:
-        """Subtract lambda times the second map's heads (N, H, E) from the first's, and normalise."""
-        result = (first.float() - self._lam(hidden_states) * second.float()).to(first.dtype)
+        """Subtract lambda times the second map's heads (N, H, E) from the first's."""
+        return (first.float() - self._lam(hidden_states) * second.float()).to(first.dtype)
+
+    def _normalise(self, heads: Tensor) -> Tensor:
+        """Normalise and scale heads (N, H, E)."""
         if self.head_norm is not None:
-            normed = self.head_norm(result.reshape(-1, result.shape[-1])).view_as(result)
-            result = normed * (1 - self.lambda_init)
-        return result
+            heads = self.head_norm(heads.reshape(-1, heads.shape[-1])).view_as(heads)
+        return heads if self.head_scale == 1 else heads * self.head_scale
 
     def _lam(self, hidden_states: Tensor) -> Tensor | float:
         """Return lambda in fp32, broadcastable to (N, H, E)."""
         form = self.options.lambda_form
         if form == "constant":
-            return self.lambda_init
+            return self.lambda_value
         if form == "token":
             return torch.sigmoid(self.lambda_proj(hidden_states)[0].float()).unsqueeze(-1)
+        if form == "scalar":
+            return getattr(self, LAMBDA_OFFSET) + self.lambda_value
         q1, k1, q2, k2 = (getattr(self, name) for name in LAMBDA_VECTORS)
-        lam = torch.exp((q1 * k1).sum(-1)) - torch.exp((q2 * k2).sum(-1)) + self.lambda_init
+        lam = torch.exp((q1 * k1).sum(-1)) - torch.exp((q2 * k2).sum(-1)) + self.lambda_value
         return lam[self.first_head : self.first_head + self.heads.heads].unsqueeze(-1) if form == "head" else lam
 
     def _extend(self, heads: Tensor) -> Tensor:

@@ -5,7 +5,8 @@ import hashlib
 import itertools
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -104,7 +105,7 @@ class StudyConfig:
         name: Name of its folder.
         question: The question that it answers.
         about: What a reader must know to read the answer.
-        recipe: Recipe that every run starts from: a shipped one by its name, or a file.
+        recipe: Recipe that every run starts from: a shipped one by its name, or a file, also beside the study's.
         reference: The arm that the others are compared with.
         arms: The arms by name.
         axes: The axes by name.
@@ -170,6 +171,11 @@ class PlannedRun:
     recipe: Recipe
     is_tuning: bool = False
 
+    @cached_property
+    def identity(self) -> str:
+        """What the run trains and evaluates (see `identity`)."""
+        return identity(self.recipe)
+
     @property
     def title(self) -> str:
         """Arm, point and seed in words."""
@@ -223,19 +229,21 @@ class Design:
         recipe = recipe_from(document, source=f"{self.config.name}, arm {arm}").with_seed(seed)
         return PlannedRun(arm=arm, label=one.label or arm, point=point, seed=seed, recipe=recipe, is_tuning=is_tuning)
 
+    @cached_property
     def tuning(self) -> list[PlannedRun]:
-        """Return the runs that choose learning rates, none where the study tries none."""
+        """The runs that choose learning rates, none where the study tries none."""
         tuning = self.preset.tuning
         return [
             self.run(arm, point, 1000 + seed, rate, is_tuning=True)
             for seed in range(tuning.seeds)
-            for point in self.tuned_points()
+            for point in self.tuned_points
             for rate in tuning.learning_rates
             for arm in self.arms
         ]
 
+    @property
     def tuned_points(self) -> list[dict[str, str]]:
-        """Return the points at which learning rates are chosen."""
+        """The points at which learning rates are chosen."""
         return self.points if self.preset.tuning.per == "point" else self.points[:1]
 
     def reported(self, rates: Mapping[tuple[str, str], float] | None = None) -> list[PlannedRun]:
@@ -318,4 +326,6 @@ def load_study(path: Path | str) -> StudyConfig:
     """
     expected = "a study is a mapping with name, question, recipe, arms, figures and presets"
     document = read_mapping(path, shipped_recipes("studies"), expected)
-    return build(StudyConfig, document, source=str(path), error=ConfigError)
+    config = build(StudyConfig, document, source=str(path), error=ConfigError)
+    beside = Path(path).parent / config.recipe
+    return replace(config, recipe=str(beside)) if beside.is_file() else config

@@ -47,7 +47,7 @@ def estimate(study: Study, *, at_once: int, threads: int) -> Estimate:
         at_once: Number of runs that train at the same time.
         threads: Threads of each.
     """
-    tuning = study.design.tuning()
+    tuning = study.design.tuning
     runs = [*tuning, *study.design.reported()]
     missing = [run for run, file in zip(runs, study.files(runs), strict=True) if file is None]
     known = _known_seconds(study, threads)

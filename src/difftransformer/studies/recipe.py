@@ -17,7 +17,7 @@ from ..data.tokenizer import BYTE_VOCABULARY
 from ..errors import ConfigError, DataError
 from ..evals.tasks import task_kind
 from ..families import DifferentialFamilyConfig
-from ..model import DiffTransformerConfig, preset
+from ..model import DiffTransformerConfig, count, matching_width, preset
 from ..reading import parse_yaml, read_json
 from ..results import write_text_atomically
 from ..sources import check_name, read_recipe
@@ -67,8 +67,8 @@ def check_specs(specs: Sequence[TaskSpec]) -> None:
     Raises:
         ConfigError: one of these.
     """
-    for name, count in Counter(spec.name for spec in specs).items():
-        if count > 1:
+    for name, times in Counter(spec.name for spec in specs).items():
+        if times > 1:
             raise ConfigError(f"{name!r} is given twice; give labels")
         if not re.fullmatch(r"[\w.-]+( [\w.-]+)*", name):
             raise ConfigError(f"label {name!r}: it names files; use letters, digits, points, hyphens and spaces")
@@ -88,18 +88,23 @@ class CompareConfig:
     """The models that `compare` trains.
 
     Attributes:
-        models: Attention types; the first is compared with the second.
+        models: Attention types; each is compared with the last one.
+        fields: Fields of the model that one of them alone has, such as an intermediate_size for equal parameters.
         seeds: Number of seeds, counted from training.seed.
         jobs: Runs that train at the same time; each gets an equal share of the threads.
     """
 
     models: list[str] = field(default_factory=lambda: ["diff", "softmax"])
+    fields: dict[str, dict[str, Any]] = field(default_factory=dict)
     seeds: int = 1
     jobs: int = 1
 
     def __post_init__(self) -> None:
-        if len(self.models) != 2 or len(set(self.models)) != 2:
-            raise ConfigError(f"models={self.models}: name two attention types, the one under test first")
+        if not 2 <= len(set(self.models)) == len(self.models):
+            raise ConfigError(f"models={self.models}: name two or more attention types, the one to compare with last")
+        for name in self.fields:
+            if name not in self.models:
+                raise ConfigError(f"fields.{name}: {unknown_key(name, self.models)}")
         if not 1 <= self.seeds <= MOST_SEEDS or not 1 <= self.jobs <= MOST_JOBS:
             raise ConfigError(
                 f"seeds={self.seeds}, jobs={self.jobs}: give 1 to {MOST_SEEDS} seeds and 1 to {MOST_JOBS} jobs"
@@ -113,7 +118,8 @@ class Recipe:
     Attributes:
         name: Name for titles and default folders.
         model: Fields of DiffTransformerConfig, and optionally `preset`, whose fields come first. Heads describe the
-            same-size Transformer. vocab_size comes from the tokenizer.
+            same-size Transformer. vocab_size comes from the tokenizer. `match_parameters` names an attention type, usually
+            softmax: intermediate_size becomes what gives as many parameters as that type has with the one stated.
         data: Text, tokenizer, split.
         training: Steps, batches, optimiser.
         parallel: How the processes of `train` divide its work; may change when a run continues.
@@ -155,7 +161,7 @@ class Recipe:
         if self.start_from is not None and not self.model:
             return self._start_config(context)
         types = DiffTransformerConfig.field_types()
-        allowed = ["preset", *(name for name in types if name not in FROM_TOKENIZER)]
+        allowed = ["preset", *(name for name in types if name not in FROM_TOKENIZER), "match_parameters"]
         for key, value in self.model.items():
             if key not in allowed:
                 raise ConfigError(f"model.{key}: {unknown_key(key, allowed)}")
@@ -163,14 +169,18 @@ class Recipe:
         fields = dict(self.model)
         if "preset" in fields:
             fields = preset(fields.pop("preset")).fields | fields
+        match = fields.pop("match_parameters", None)
         longest = fields.get("max_position_embeddings", context)
         if longest < context:
             raise ConfigError(
                 f"model.max_position_embeddings={longest} is below the trained context of {context} tokens"
             )
-        return DiffTransformerConfig(
+        config = DiffTransformerConfig(
             **{**fields, "max_position_embeddings": longest, "vocab_size": vocab_size, **tokens}
         )
+        if match is not None:
+            config.intermediate_size = matching_width(config, count(config.twin(match)).parameters)
+        return config
 
     def planned_config(self) -> DiffTransformerConfig:
         """The model's configuration while neither data nor tokenizer need exist: with the preset's vocabulary, if it has one.
@@ -213,8 +223,9 @@ class Recipe:
         return config
 
     def with_model(self, attention_type: str) -> "Recipe":
-        """The same recipe with another attention type."""
-        return dataclasses.replace(self, model=self.model | {"attention_type": attention_type})
+        """The same recipe with another attention type, and the fields that it alone has."""
+        fields = self.compare.fields.get(attention_type, {})
+        return dataclasses.replace(self, model=self.model | fields | {"attention_type": attention_type})
 
     def with_seed(self, seed: int) -> "Recipe":
         """The same recipe with another training seed."""

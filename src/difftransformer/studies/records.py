@@ -15,6 +15,7 @@ from ..errors import DiffTransformerError, ResultsError
 from ..evals.engine import Task
 from ..model import count
 from ..results import Curve, RunFigure, RunRecord, TaskResult, read_result, write_result
+from ..results.curves import spikes
 from ..train import read_metrics
 from ..train.metrics import METRICS_FILE, StepMetrics
 from .design import PlannedRun, identity, place
@@ -23,6 +24,8 @@ from .recipe import Recipe, recipe_dict, recipe_from
 from .run import run_results
 
 RUNS = "runs"
+TRAINING = "training"
+"""Name in place of a task for figures of the training itself."""
 CURVE_POINTS = 50
 MOST_PLACES = 3  # figures that are taken at more places than this are details, such as needles by depth and length
 
@@ -49,7 +52,7 @@ class RunStore:
 
     def find(self, run: PlannedRun, data_sha256: str) -> Path | None:
         """Return the file of a run on that data, or None."""
-        return self._found.get((identity(run.recipe), data_sha256))
+        return self._found.get((run.identity, data_sha256))
 
     def files(self) -> list[Path]:
         """Return the files of all records that can be read."""
@@ -57,12 +60,12 @@ class RunStore:
 
     def data_of(self, run: PlannedRun) -> set[str]:
         """Return the data on which a run has been made."""
-        asked = identity(run.recipe)
+        asked = run.identity
         return {data for known, data in self._found if known == asked}
 
     def add(self, run: PlannedRun, record: RunRecord) -> Path:
         """Write the record of a run below its study, and return the file."""
-        asked = identity(run.recipe)
+        asked = run.identity
         digest = hashlib.sha256(f"{asked} {record.data_sha256}".encode()).hexdigest()[:10]
         words = [run.arm, place(run.point), "tuning" if run.is_tuning else "", f"seed{run.seed}", digest]
         path = self.folder / run.recipe.name / RUNS / f"{'-'.join(word for word in words if word)}.json"
@@ -115,7 +118,10 @@ def run_record(
         train_seconds=steps[-1].seconds,
         step_seconds=step_seconds,
         total_seconds=max(seconds, steps[-1].seconds),
-        figures=[figure for name, result in results.items() for figure in _figures(name, result)],
+        figures=[
+            *(figure for name, result in results.items() for figure in _figures(name, result)),
+            *_training_figures(steps),
+        ],
         curves=curves,
     )
 
@@ -136,6 +142,16 @@ def _figures(task: str, result: TaskResult) -> Iterator[RunFigure]:
             yield RunFigure(
                 task=task, name=row.name, unit=row.unit, better=row.better, at=row.at, value=row.value, n=row.n
             )
+
+
+def _training_figures(steps: Sequence[StepMetrics]) -> list[RunFigure]:
+    """Return figures of the training itself, of which the curves keep too few points."""
+    norms = [line.gradient_norm for line in steps]
+    found = {"gradient spikes": len(spikes(norms)), "largest gradient norm": max(norms)}
+    return [
+        RunFigure(task=TRAINING, name=name, unit="", better="lower", at={}, value=float(value), n=len(steps))
+        for name, value in found.items()
+    ]
 
 
 def _curves(lines: Sequence[object]) -> dict[str, Curve]:

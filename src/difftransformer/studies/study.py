@@ -16,7 +16,7 @@ from ..evals.engine import Task
 from ..files import locked
 from ..results import ChosenRate, RunRecord, StudyIndex, StudyMember, read_result, write_result
 from ..results.evidence import figure_of
-from .design import Design, PlannedRun, identity, place
+from .design import Design, PlannedRun, place
 from .evaluation import draw_tasks
 from .jobs import Job, run_jobs
 from .records import RunStore, run_record
@@ -80,7 +80,7 @@ class Study:
 
     def rates(self) -> list[ChosenRate] | None:
         """Return the learning rate with the best mean figure for each arm; None while a tuning run is missing."""
-        runs = self.design.tuning()
+        runs = self.design.tuning
         files = self.files(runs)
         figure = self.design.config.figures[0]
         sign = 1 if figure.better == "lower" else -1
@@ -109,7 +109,7 @@ class Study:
     def write_index(self) -> StudyIndex:
         """Write what the study asks for and which of its runs are there."""
         config, rates = self.design.config, self.rates()
-        runs = [*self.design.tuning(), *([] if rates is None else self.reported(rates))]
+        runs = [*self.design.tuning, *([] if rates is None else self.reported(rates))]
         members = [
             StudyMember(
                 arm=run.arm,
@@ -132,7 +132,7 @@ class Study:
             axes=self.design.described_axes(),
             figures=config.figures,
             members=members,
-            planned=len(self.design.tuning()) + len(self.design.reported()),
+            planned=len(self.design.tuning) + len(self.design.reported()),
             rates=rates or [],
             command=f"difftransformer study {config.name} --preset {self.design.name}",
         )
@@ -160,7 +160,7 @@ class Study:
             FolderInUse: another process is working on a run.
             Interrupted: a signal; every run has saved a checkpoint.
         """
-        self._train(self.design.tuning(), folder, at_once, device, progress)
+        self._train(self.design.tuning, folder, at_once, device, progress)
         rates = self.rates()
         assert rates is not None
         for one in rates:
@@ -177,7 +177,7 @@ class Study:
         device: str,
         progress: Callable[[Sequence[Job]], None],
     ) -> None:
-        missing = {identity(run.recipe): run for run, file in zip(runs, self.files(runs), strict=True) if file is None}
+        missing = {run.identity: run for run, file in zip(runs, self.files(runs), strict=True) if file is None}
         if not missing:
             return
         threads = max(1, torch.get_num_threads() // at_once)

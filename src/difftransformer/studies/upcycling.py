@@ -46,7 +46,7 @@ def upcycling_study(
         recipe: The recipe of the training; its model is empty, its tokenizer the source's.
         source: The pretrained model: a folder, a GGUF file, or owner/name on the hub.
         folder: Folder for models/, runs/ and results.json.
-        to: Attention types besides the plain one, which is always trained too.
+        to: Targets of `upcycle_folder` besides the plain model, which is always trained too.
         progress: Called again and again with the jobs while they run.
         log: Called with what is being done.
 
@@ -98,7 +98,10 @@ def upcycling_study(
 
 
 def _label(name: str) -> str:
-    return "unconverted" if name == PLAIN else label(name)
+    plain, _, matched = name.partition("+")
+    if plain != PLAIN:
+        return label(name)
+    return f"unconverted, MLP wider by what {label(matched)} adds" if matched else "unconverted"
 
 
 def _drift(source: Path, target: Path, cached: Path, shards: Shards, log: Callable[[str], None]) -> Drift:

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from ...data import Tokenizer
 from ...errors import EvaluationError
-from ..probes import LastRow, Magnitudes, Maps, Probe
+from ..probes import LastRow, Magnitudes, Maps, Perturbed, Probe
 from ..probes.last_row import last_row_weights, row_sums
 from ..probes.magnitudes import magnitudes
 from ..probes.maps import head_maps
+from ..probes.perturbed import perturbed
 from ..requests import Answers, Choice, Continuation, Loss, Request
 from .prefix import CHUNK_TOKENS, PrefixCache, can_be_cut, growing_cache, shared_tokens
 from .quantized import UNTOUCHED_BITS, quantized_linears, quantized_logits
@@ -76,7 +77,13 @@ class CausalLanguageModel:
         Raises:
             EvaluationError: A probe is longer than the context, or the model's attention cannot be observed.
         """
-        yield from self._by_kind(probes, {LastRow: self._last_rows, Maps: self._maps, Magnitudes: self._magnitudes})
+        kinds: dict[type, Callable[[Any], Answers]] = {
+            LastRow: self._last_rows,
+            Maps: self._maps,
+            Magnitudes: self._magnitudes,
+            Perturbed: self._perturbed,
+        }
+        yield from self._by_kind(probes, kinds)
 
     @contextmanager
     def watched(self, tell: Callable[[float], None]) -> Iterator[None]:
@@ -214,6 +221,20 @@ class CausalLanguageModel:
     def _magnitudes(self, requests: Sequence[Magnitudes]) -> Answers:
         for index, request in enumerate(requests):
             yield index, magnitudes(self.model, [self._tensor([row]) for row in request.rows], request.largest)
+
+    def _perturbed(self, requests: Sequence[Perturbed]) -> Answers:
+        for index, request in enumerate(requests):
+            yield (
+                index,
+                perturbed(
+                    self.model,
+                    request.ids,
+                    radii=request.radii,
+                    draws=request.draws,
+                    seed=request.seed,
+                    separator=request.separator,
+                ),
+            )
 
     def _tensor(self, rows: Sequence[Sequence[int]]) -> Tensor:
         return torch.tensor(rows, device=self.model.device)

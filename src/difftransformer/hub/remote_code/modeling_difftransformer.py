@@ -52,9 +52,14 @@ class DiffTransformerConfig(PreTrainedConfig):
         num_differential_heads, num_differential_key_value_heads, value_head_dim: Heads of a differential layer and the width of
             a value; None derives them.
         num_noise_heads: Second maps of a grouped layer; None means a fourth of the signal heads, or a third.
-        lambda_form: "layer", "head", "token" or "constant"; None means "token" in both V2 types and "layer" elsewhere.
-        lambda_init: Constant term of lambda; None means 0.8 - 0.6 exp(-0.3 layer), layers counted from 0.
+        lambda_form: "layer", "head", "scalar", "token" or "constant"; None means "token" in both V2 types and "layer"
+            elsewhere.
+        lambda_init: Constant term of lambda, and 1 minus the factor after the norm; None means 0.8 - 0.6 exp(-0.3 layer),
+            layers counted from 0.
+        lambda_value: Constant term of lambda alone; None means lambda_init.
         head_norm: Norm of each head: "gain", "plain" or "none"; None means "none" in both V2 types and "gain" elsewhere.
+        head_scale: Factor of each head alone; None means 1 - lambda_init after a norm, and 1 without one.
+        softmax_head_norm: Norm of each head of "softmax".
         shared_key: Whether both maps read one key; None means True in both V2 types and False elsewhere.
         output_gate: Whether heads of "grouped_diff_v2" have a gate.
         dex_heads: Extended heads of each layer of "dex"; None means all.
@@ -93,7 +98,10 @@ class DiffTransformerConfig(PreTrainedConfig):
     num_noise_heads: int | None = None
     lambda_form: str | None = None
     lambda_init: float | None = None
+    lambda_value: float | None = None
     head_norm: str | None = None
+    head_scale: float | None = None
+    softmax_head_norm: str = "none"
     head_norm_eps: float = 1e-5
     shared_key: bool | None = None
     output_gate: bool = True
@@ -254,7 +262,7 @@ class Attention(KeepsFloat32):
     grouped_diff_v2      the same, and sigmoid(X W_G) scales the heads unless output_gate is False
 
     with A = softmax(Q K^T / sqrt(D)), and lambda = exp(q1 . k1) - exp(q2 . k2) + lambda_init of the layer, or sigmoid(X w) of a
-    token and head (arXiv:2410.05258 eq. 1-3, arXiv:2510.06949, arXiv:2505.16333).
+    token and head, or lambda_init plus a learned number (arXiv:2410.05258 eq. 1-3, arXiv:2510.06949, arXiv:2505.16333).
     """
 
     def __init__(self, config: DiffTransformerConfig, layer_idx: int) -> None:
@@ -267,6 +275,8 @@ class Attention(KeepsFloat32):
         self.k_proj = nn.Linear(width, heads.cached * heads.key_rows * D, bias=False)
         self.v_proj = nn.Linear(width, heads.key_value_heads * heads.value_dim, bias=False)
         self.o_proj = nn.Linear(heads.heads * heads.value_dim, width, bias=False)
+        self.head_norm: nn.Module | None = None
+        self.head_scale = 1.0
         if heads.is_differential:
             self._add_lambda()
             if config.attention_type == "grouped_diff_v2" and config.output_gate:
@@ -276,6 +286,12 @@ class Attention(KeepsFloat32):
             self.dex_heads = sorted(chosen)
             self.dex_lambda = nn.Parameter(torch.zeros(len(self.dex_heads)))
             self.dex_proj = nn.Parameter(torch.empty(len(self.dex_heads), heads.value_dim, heads.value_dim))
+        else:
+            self._add_norm(config.softmax_head_norm)
+
+    def _add_norm(self, kind: str) -> None:
+        if kind != "none":
+            self.head_norm = RMSNorm(self.heads.value_dim, self.config.head_norm_eps, gain=kind == "gain")
 
     def _add_lambda(self) -> None:
         config, heads = self.config, self.heads
@@ -283,22 +299,28 @@ class Attention(KeepsFloat32):
         self.lambda_form = config.lambda_form or ("token" if is_v2 else "layer")
         head_norm = config.head_norm or ("none" if is_v2 else "gain")
         by_depth = 0.8 - 0.6 * math.exp(-0.3 * self.layer_idx)
-        self.lambda_init = by_depth if config.lambda_init is None else config.lambda_init
+        lambda_init = by_depth if config.lambda_init is None else config.lambda_init
+        self.lambda_value = lambda_init if config.lambda_value is None else config.lambda_value
+        self._add_norm(head_norm)
+        if config.head_scale is not None:
+            self.head_scale = config.head_scale
+        elif head_norm != "none":
+            self.head_scale = 1 - lambda_init
         if self.lambda_form in ("layer", "head"):
             shape = (heads.head_dim,) if self.lambda_form == "layer" else (heads.heads, heads.head_dim)
             for name in LAMBDA_VECTORS:
                 setattr(self, name, nn.Parameter(torch.empty(shape, dtype=torch.float32)))
             self.kept = LAMBDA_VECTORS
+        elif self.lambda_form == "scalar":
+            self.lambda_offset = nn.Parameter(torch.empty(1, dtype=torch.float32))
+            self.kept = ("lambda_offset",)
         elif self.lambda_form == "token":
             self.lambda_proj = nn.Linear(config.hidden_size, heads.heads, bias=False)
-        self.head_norm = None
-        if head_norm != "none":
-            self.head_norm = RMSNorm(heads.value_dim, config.head_norm_eps, gain=head_norm == "gain")
 
     def init_weights(self) -> None:
         """Initialise the parameters that are neither projections nor norms."""
         for name in self.kept:
-            init.normal_(getattr(self, name), mean=0.0, std=0.1)
+            init.normal_(getattr(self, name), mean=0.0, std=0.0 if name == "lambda_offset" else 0.1)
         if self.config.attention_type == "dex":
             init.zeros_(self.dex_lambda)
             init.normal_(self.dex_proj, mean=0.0, std=self.heads.value_dim**-0.5)
@@ -306,11 +328,13 @@ class Attention(KeepsFloat32):
     def lam(self, hidden: Tensor) -> Tensor:
         """Return lambda in fp32 or wider, with four dimensions that broadcast to (B, T, H, 1)."""
         if self.lambda_form == "constant":
-            return torch.full((1, 1, 1, 1), self.lambda_init, dtype=widened(hidden).dtype, device=hidden.device)
+            return torch.full((1, 1, 1, 1), self.lambda_value, dtype=widened(hidden).dtype, device=hidden.device)
         if self.lambda_form == "token":
             return widened(self.lambda_proj(hidden)).sigmoid().unsqueeze(-1)
+        if self.lambda_form == "scalar":
+            return (widened(self.lambda_offset) + self.lambda_value).view(1, 1, 1, 1)
         q1, k1, q2, k2 = (widened(getattr(self, name)) for name in LAMBDA_VECTORS)
-        lam = (q1 * k1).sum(-1).exp() - (q2 * k2).sum(-1).exp() + self.lambda_init
+        lam = (q1 * k1).sum(-1).exp() - (q2 * k2).sum(-1).exp() + self.lambda_value
         return lam.view(1, 1, -1, 1)
 
     def forward(
@@ -353,13 +377,15 @@ class Attention(KeepsFloat32):
             out = widened(out) - lam * widened(second)
             if weights is not None:
                 weights = weights - lam.transpose(1, 2) * second_weights
-            if self.head_norm is not None:
-                out = self.head_norm(out) * (1 - self.lambda_init)
         elif self.config.attention_type == "dex":
             chosen = out[:, :, self.dex_heads]
             change = torch.einsum("bthe,hef->bthf", chosen, self.dex_proj.to(out.dtype))
             change = change * self.dex_lambda.to(out.dtype).view(-1, 1)
             out = out.index_add(2, torch.tensor(self.dex_heads, device=out.device), -change)
+        if self.head_norm is not None:
+            out = self.head_norm(out)
+        if self.head_scale != 1:
+            out = out * self.head_scale
         out = out.to(hidden.dtype).flatten(2)
         if hasattr(self, "gate_proj"):
             out = out * self.gate_proj(hidden).sigmoid()
@@ -407,7 +433,7 @@ class DiffTransformerPreTrainedModel(PreTrainedModel):
     _skip_keys_device_placement = ["past_key_values"]
     _supports_sdpa = True
     _can_compile_fullgraph = True
-    _keep_in_fp32_modules_strict = list(LAMBDA_VECTORS)
+    _keep_in_fp32_modules_strict = [*LAMBDA_VECTORS, "lambda_offset"]
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:

@@ -1,0 +1,74 @@
+"""Attention whose heads may be normalised and scaled before the output projection."""
+
+from collections.abc import Callable
+from typing import Any, Literal, get_args
+
+from torch import Tensor
+
+from ..errors import ConfigError
+from ..ops.attention import attend
+from ..ops.norms import rms_norm
+from ..ops.problem import Norm, Restrictions
+from .base import Attention, RMSNorm
+
+HeadNorm = Literal["gain", "plain", "none"]
+
+HEAD_NORM_EPS = 1e-5  # eps of the headwise norm (the paper's code)
+
+
+class HeadwiseRMSNorm(RMSNorm):
+    """The norm of each head's output, factor * RMSNorm(head) * weight (arXiv:2410.05258 eq. 3).
+
+    The attention operator fuses it, so this module calls what computes the norm. Hooks that load or gather its weight, such as
+    those of accelerate, DeepSpeed and FSDP, then run before the weight is read.
+    """
+
+    def forward(  # type: ignore[override]
+        self, compute: Callable[..., Tensor], *tensors: Any, factor: float, **options: Any
+    ) -> Tensor:
+        """Return compute(*tensors, norm=(weight, eps, factor), **options)."""
+        return compute(*tensors, norm=(self.weight, self.eps, factor), **options)
+
+
+class NormedAttention(Attention):
+    """Base of the variants with an optional headwise norm.
+
+    Attributes:
+        head_norm: The norm of each head's output, or None.
+        head_scale: Number that each head's output is multiplied by, after the norm if there is one.
+    """
+
+    head_norm: HeadwiseRMSNorm | None
+    head_scale: float
+
+    def add_head_norm(self, kind: HeadNorm, *, eps: float, scale: float) -> None:
+        """Set `head_norm`, without a norm if `kind` is "none", and `head_scale`.
+
+        Raises:
+            ConfigError: there is no such kind.
+        """
+        if kind not in get_args(HeadNorm):
+            raise ConfigError(f"head_norm={kind!r} is unknown; choose one of {', '.join(get_args(HeadNorm))}")
+        self.head_scale, self.head_norm = scale, None
+        if kind != "none":
+            self.head_norm = HeadwiseRMSNorm(self.layout.value_head_dim, eps=eps, gain=kind == "gain")
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, lam: Tensor | float | None, restrictions: Restrictions
+    ) -> Tensor:
+        """Call the op, which normalises the heads in the same pass where it can. Returns (B, H, T, E)."""
+        if self.head_norm is None:
+            return super().attend(query, key, value, lam, restrictions)
+        tensors = (query, key, value, lam)
+        return self.head_norm(attend, *tensors, restrictions=restrictions, factor=self.head_scale, backend=self.backend)
+
+    def finish(self, heads: Tensor) -> Tensor:
+        """Normalise and scale each head, from and to (B, H, T, E)."""
+        if self.head_norm is not None:
+            return self.head_norm(_normed, heads, factor=self.head_scale)
+        return heads if self.head_scale == 1 else heads * self.head_scale
+
+
+def _normed(heads: Tensor, *, norm: Norm) -> Tensor:
+    weight, eps, factor = norm
+    return rms_norm(heads, weight, eps) * factor

@@ -1,0 +1,316 @@
+"""Studies: what they ask for, what they share and keep, and what they train again."""
+
+import json
+import shutil
+from collections import Counter
+
+import pytest
+import yaml
+
+from difftransformer.cli.main import main
+from difftransformer.errors import ConfigError
+from difftransformer.results import Curve, RunRecord, StudyFigure, StudyIndex, reached_at, read_result
+from difftransformer.studies import Design, Study, estimate, load_study, recipe_from
+from difftransformer.studies.design import identity
+from difftransformer.studies.run import main as run_main
+from difftransformer.train import read_metrics
+from tests.support.cases import threads
+
+STEPS = 4
+
+
+@pytest.fixture
+def document(toy, tmp_path):
+    """A study of two arms at two numbers of needles, beside its recipe."""
+    toy["training"] |= {"steps": STEPS, "checkpoint_every": 4, "context_stages": [[0, 64]], "validate_every": 2}
+    del toy["evaluation"][2], toy["compare"]
+    toy["evaluation"][1]["options"]["lengths"] = [96]
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(toy))
+    return {
+        "name": "small",
+        "question": "Does it work?",
+        "recipe": "recipe.yaml",
+        "reference": "twin",
+        "arms": {
+            "diff": {"label": "DIFF", "set": {"model.attention_type": "diff"}},
+            "twin": {"label": "Transformer", "set": {"model.attention_type": "softmax"}},
+        },
+        "axes": {
+            "needles": {"values": {"one": {"set": {"training.retrieval.max_needles": 1}, "number": 1.0}, "two": {}}}
+        },
+        "figures": [{"label": "loss", "task": "perplexity", "name": "nll", "unit": "nats/token"}],
+        "presets": {"laptop": {"seeds": 1}},
+    }
+
+
+@pytest.fixture
+def design(document, tmp_path):
+    """Return the design of a changed document."""
+
+    def make(preset="laptop", **options):
+        path = tmp_path / "study.yaml"
+        path.write_text(yaml.safe_dump(document))
+        return Design(load_study(path), preset, **options)
+
+    return make
+
+
+@pytest.fixture
+def trained(monkeypatch):
+    """Runs that were trained, in this process instead of one each."""
+    titles = []
+
+    def here(jobs, *, at_once, progress, on_done):
+        with threads(1):
+            for job in jobs:
+                if not job.done:
+                    assert run_main([str(job.folder), "1", "cpu", *map(str, job.shards)]) == 0
+                    titles.append(job.label)
+                    job.done, job.seconds = True, 1e6
+                    on_done(job)
+
+    monkeypatch.setattr("difftransformer.studies.study.run_jobs", here)
+    return titles
+
+
+def test_arms_axes_and_seeds(document, design):
+    document["arms"]["diff"]["seeds"] = 2
+    document["axes"]["needles"]["values"]["one"]["seeds"] = 3
+    document["axes"]["width"] = {"values": {"32": {}, "64": {"set": {"model.hidden_size": 64}}}}
+    document["presets"]["laptop"] = {"seeds": 1, "set": {"training.steps": 7}}
+    runs = design().reported()
+    counts = Counter((run.arm, run.point["needles"], run.point["width"]) for run in runs)
+    assert counts == {
+        (arm, needles, width): 3 if needles == "one" else 2 if arm == "diff" else 1
+        for arm in ("diff", "twin")
+        for needles in ("one", "two")
+        for width in ("32", "64")
+    }
+    for run in runs:
+        recipe = run.recipe
+        assert recipe.training.seed == run.seed
+        assert recipe.training.steps == 7
+        assert recipe.model["hidden_size"] == int(run.point["width"])
+        assert recipe.model["attention_type"] == {"diff": "diff", "twin": "softmax"}[run.arm]
+        assert recipe.training.retrieval.max_needles == {"one": 1, "two": 2}[run.point["needles"]]
+    assert {run.seed for run in design(seeds=2).reported()} == {0, 1}
+
+
+def test_a_preset_takes_a_part(document, design):
+    document["presets"]["tiny"] = {"seeds": 1, "axes": {"needles": ["two"]}, "arms": ["twin"]}
+    (run,) = design("tiny").reported()
+    assert (run.arm, run.point) == ("twin", {"needles": "two"})
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (("reference",), "none", "reference: no arm 'none'"),
+        (("figures",), [], "figures: empty"),
+        (("figures",), [{"label": "x"}], "'x' needs either a task and its name, or a curve"),
+        (("axes", "needles", "values"), {}, "axes.needles: no values"),
+        (("axes", "needles", "values"), {"a b": {}}, "'a b' names files"),
+        (("presets",), {}, "presets: empty"),
+        (("presets", "laptop", "seeds"), 0, "presets.laptop.seeds=0"),
+        (("presets", "laptop", "arms"), ["diff"], "the reference twin is missing"),
+        (("presets", "laptop", "arms"), ["dif"], "did you mean diff?"),
+        (("presets", "laptop", "axes"), {"needle": ["one"]}, "did you mean needles?"),
+        (("presets", "laptop", "axes"), {"needles": ["three"]}, "presets.laptop.axes.needles: unknown key"),
+        (("arms", "diff", "set"), {"model.attention_typ": "diff"}, "did you mean attention_type?"),
+        (("arms", "diff", "set"), {"evaluation.icl.items": 3}, "the recipe has no evaluation 'icl'"),
+        (("recipe",), "nowhere.yaml", "nowhere.yaml: no such recipe"),
+    ],
+    ids=lambda value: ".".join(value) if isinstance(value, tuple) else None,
+)
+def test_mistakes_are_named(document, design, path, value, message):
+    place = document
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = value
+    with pytest.raises(ConfigError) as error:
+        design()
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_an_unknown_preset_names_those_there_are(design):
+    with pytest.raises(ConfigError, match="--preset gpu: small has laptop"):
+        design("gpu")
+
+
+def test_what_makes_a_run_another(toy):
+    def of(**changes):
+        changed = json.loads(json.dumps(toy))
+        for key, value in changes.items():
+            part, _, name = key.partition("__")
+            changed[part] = changed.get(part, {}) | {name: value} if name else value
+        return identity(recipe_from(changed, source="toy"))
+
+    same = of()
+    assert of(name="other") == of(data__folder="elsewhere") == of(evaluation_batch_tokens=7) == same
+    assert of(training__checkpoint_every=1) == of(compare={"seeds": 5}) == same
+    assert of(training__compile=False) == same  # what is left out has its default
+    others = [of(training__seed=1), of(training__steps=9), of(model__head_norm="none"), of(data__split_seed=1)]
+    others.append(of(evaluation=toy["evaluation"][:1]))
+    assert len({same, *others}) == 6
+
+
+def test_a_study_keeps_what_it_trained(document, design, trained, tmp_path):
+    results = tmp_path / "results"
+    index = Study(design(), results).train(tmp_path / "out", at_once=1)
+    assert len(trained) == index.planned == 4
+    assert {(one.arm, one.point["needles"], one.seed) for one in index.members} == {
+        (arm, needles, 0) for arm in ("diff", "twin") for needles in ("one", "two")
+    }
+    assert read_result(results / "small" / "laptop.json", StudyIndex) == index
+    assert index.axes[0].values == ["one", "two"]
+    assert index.axes[0].numbers is None  # only one of them has a number
+    for member in index.members:
+        record = read_result(results / "small" / member.file, RunRecord)
+        (folder,) = (tmp_path / "out" / "runs").glob(f"{member.arm}-seed0-{identity_of(record)[:10]}")
+        steps, validations = read_metrics(folder / "metrics.jsonl")
+        assert record.curves["train_loss_nats"].values == pytest.approx([line.loss_nats for line in steps], rel=1e-5)
+        assert record.curves["validation_accuracy"].steps == [2, 4]
+        assert record.curves["validation_loss_nats"].values[-1] == pytest.approx(
+            validations[-1].validation_loss_nats, rel=1e-5
+        )
+        assert ("lambda 0" in record.curves) == (member.arm == "diff")
+        evaluated = json.loads((folder / "evals" / "step-000004" / "perplexity.json").read_text())["result"]
+        nll = next(row["value"] for row in evaluated["measurements"] if row["name"] == "nll")
+        assert next(one.value for one in record.figures if one.name == "nll") == nll
+        assert record.train_tokens == STEPS * 256
+        assert record.environment.threads >= 1
+
+    trained.clear()
+    again = Study(design(), results).train(tmp_path / "elsewhere", at_once=1)  # the runs' folders are not needed
+    assert (trained, again.members) == ([], index.members)
+
+    document["name"] = "other"
+    document["axes"] = {}  # two needles is what the recipe has
+    shared = Study(design(), results).train(tmp_path / "out", at_once=1)
+    assert trained == []
+    assert {one.file.split("/")[:2][0] for one in shared.members} == {".."}
+    assert read_result(results / "other" / shared.members[0].file, RunRecord)
+
+    Study(design(seeds=2), results).train(tmp_path / "out", at_once=1)
+    assert trained == ["DIFF, seed 1", "Transformer, seed 1"]
+
+
+def identity_of(record):
+    return identity(recipe_from(record.recipe, source="record"))
+
+
+def test_records_outlive_their_folder_and_new_options(design, trained, tmp_path, document):
+    document["axes"] = {}
+    results = tmp_path / "results"
+    study = Study(design(), results)
+    index = study.train(tmp_path / "out", at_once=1)
+    trained.clear()
+    path = results / "small" / index.members[0].file
+    old = json.loads(path.read_text())
+    del old["sha256"], old["result"]["recipe"]["training"]["compile"]  # as a release without this option wrote it
+    path.write_text(json.dumps(old))
+    assert None not in Study(design(), results).files(study.design.reported())
+
+    old["result"]["recipe"]["training"]["steps"] = 5
+    path.write_text(json.dumps(old))
+    assert Study(design(), results).files(study.design.reported())[0] is None
+
+    lines = []
+    path.write_text(path.read_text()[:-50])
+    Study(design(), results, lines.append).train(tmp_path / "out", at_once=1)
+    assert [line for line in lines if path.name in line and "is not used" in line]
+    assert trained == []  # the run's folder still has everything
+    assert read_result(path, RunRecord)
+
+
+def test_runs_on_other_data_are_not_mixed(design, trained, tmp_path, document, monkeypatch):
+    document["axes"] = {}
+    results = tmp_path / "results"
+    index = Study(design(), results).train(tmp_path / "out", at_once=1)
+
+    def move(member, data):
+        path = results / "small" / member.file
+        changed = json.loads(path.read_text())
+        del changed["sha256"]
+        changed["result"]["data_sha256"] = data
+        path.write_text(json.dumps(changed))
+
+    move(index.members[0], "another machine's")
+    study = Study(design(), results)
+    assert [file is None for file in study.files(study.design.reported())] == [True, False]
+    move(index.members[1], "another machine's")
+    study = Study(design(), results)
+    assert None not in study.files(study.design.reported())  # a whole seed from there is as good
+
+
+def test_the_learning_rate_is_chosen_on_other_seeds(design, trained, tmp_path, document):
+    document["axes"]["needles"]["values"] = {"one": {"set": {"training.retrieval.max_needles": 1}}, "two": {}}
+    document["presets"]["laptop"]["tuning"] = {"learning_rates": [1.0e-7, 5.0e-3, 1.0e-6], "seeds": 2}
+    study = Study(design(), tmp_path / "results")
+    assert {run.seed for run in study.design.tuning} == {1000, 1001}
+    assert {run.point["needles"] for run in study.design.tuning} == {"one"}
+    assert len(study.design.tuning) == 2 * 2 * 3
+    assert study.rates() is None
+    index = study.train(tmp_path / "out", at_once=1)
+    assert index.planned == len(index.members) == 12 + 4
+    assert {rate.arm: rate.learning_rate for rate in index.rates} == {"diff": 5e-3, "twin": 5e-3}
+    for rate in index.rates:
+        files = [m.file for m in index.members if m.is_tuning and m.arm == rate.arm]
+        records = [read_result(study.index_file.parent / file, RunRecord) for file in files]
+        for learning_rate, mean in rate.tried:
+            values = [
+                next(one.value for one in record.figures if one.name == "nll")
+                for record in records
+                if record.recipe["training"]["optimizer"]["learning_rate"] == learning_rate
+            ]
+            assert len(values) == 2
+            assert mean == pytest.approx(sum(values) / 2)
+    reported = [read_result(study.index_file.parent / m.file, RunRecord) for m in index.members if not m.is_tuning]
+    assert {record.recipe["training"]["optimizer"]["learning_rate"] for record in reported} == {5e-3}
+
+
+def test_estimates(design, trained, tmp_path, document):
+    document["axes"] = {}
+    results = tmp_path / "results"
+    study = Study(design(seeds=3), results)
+    first = estimate(study, at_once=2, threads=1)
+    assert (first.runs, first.missing, first.is_measured) == (6, 6, True)
+    Study(design(seeds=1), results).train(tmp_path / "out", at_once=1)
+    threads_then = read_result(next(results.glob("small/runs/*.json")), RunRecord).environment.threads
+    later = estimate(Study(design(seeds=3), results), at_once=2, threads=threads_then)
+    assert (later.runs, later.missing, later.is_measured) == (6, 4, False)
+    assert later.seconds == 2 * 1e6  # four runs of as long as the records say, two at a time
+
+
+def test_the_command(design, trained, tmp_path, document, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    document["axes"] = {}
+    design()
+    assert main(["study", "study.yaml", "--dry-run"]) == 0
+    assert "2 runs, 0 are there, 2 to train" in capsys.readouterr().out
+    assert not (tmp_path / "docs").exists()
+    assert main(["study", "study.yaml", "--set", "training.steps=2"]) == 0
+    out = capsys.readouterr().out
+    assert "study small: 2 of 2 runs are there" in out
+    record = read_result(next((tmp_path / "docs/results/studies/small/runs").glob("diff-seed0-*.json")), RunRecord)
+    assert record.recipe["training"]["steps"] == 2
+    assert str(tmp_path) not in json.dumps(record.recipe["data"].get("folder", ""))
+    shutil.rmtree(tmp_path / "reports")
+    assert main(["study", "study.yaml", "--preset", "huge"]) == 2
+    assert "--preset huge: small has laptop" in capsys.readouterr().err
+    assert main(["study", "nowhere"]) == 2
+    assert "no such recipe" in capsys.readouterr().err
+
+
+def test_steps_to_a_level():
+    curve = Curve(steps=[10, 20, 30], values=[0.0, 0.5, 1.0])
+    rising = [
+        reached_at(curve, StudyFigure(label="", curve="validation_accuracy", reaches=x)) for x in (0.25, 0.5, 1.1)
+    ]
+    assert rising == [15, 20, None]
+    curve = Curve(steps=[10, 20, 30], values=[4.0, 3.0, 3.5])
+    falling = [
+        reached_at(curve, StudyFigure(label="", curve="validation_loss_nats", reaches=x)) for x in (3.5, 4.5, 2.0)
+    ]
+    assert falling == [15, 10, None]
