@@ -28,7 +28,7 @@ from difftransformer.report.page import Page as ReportPage
 from difftransformer.report.page import all_tables, write_page
 from difftransformer.report.tables import Group, Table
 from difftransformer.results import ChosenRate, RunFigure, StudyArm, StudyAxis, StudyFigure
-from tests.report.test_narrow_screens import Ancestors
+from tests.report.test_narrow_screens import Ancestors, width_in_a_browser
 from tests.report.test_page import Page
 from tests.support.simulated_study import LOSS, falling, record, save, study
 
@@ -133,6 +133,13 @@ def test_pages_stand_alone_and_show_every_table(pages):
                 assert list(csv.reader(file)) == [table.header(), *table.rows]
             assert (folder / "tables" / f"{table.name}.md").read_text() == table.markdown()
             assert (folder / "tables" / f"{table.name}.tex").read_text() == table.latex()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [375, 1280])
+def test_no_page_is_wider_than_the_screen(pages, width, tmp_path):
+    for path in sorted(pages.folder.rglob("index.html")):
+        assert width_in_a_browser(path, width, tmp_path) == width
 
 
 def test_the_index_links_every_study(pages):

@@ -8,7 +8,7 @@ import pytest
 from scipy import stats
 
 from difftransformer.errors import EvaluationError, ResultsError
-from difftransformer.report.evidence import compare, fit_power_law, read_evidence, scaling_of
+from difftransformer.report.evidence import compare, fit_power_law, planned_comparisons, read_evidence, scaling_of
 from difftransformer.report.evidence.comparisons import comparisons_of, row_of
 from difftransformer.report.evidence.scaling import interpolate
 from difftransformer.results import Curve, StudyAxis, StudyFigure, figure_of, write_result
@@ -73,7 +73,7 @@ def test_planted_effects_are_found_and_nothing_is_claimed_without():
     false, found, wrong, covered = 0, 0, 0, 0
     for repeat in range(SIMULATIONS):
         rows = [row for row in compare(losses({}, rng, figures)) if row.difference]
-        assert comparisons_of(rows) == len(rows) == comparisons
+        assert comparisons_of(rows) == len(rows) == comparisons == planned_comparisons(len(ARMS), 1, len(figures))
         false += any(row.state != "undecided" for row in rows)
         covered += sum(row.difference.low <= 0 <= row.difference.high for row in rows)
         if repeat % 2:
@@ -164,7 +164,29 @@ def test_means_over_settings_are_paired_seed_by_seed():
     row = row_of(rows, LOSS.label, "diff", ())
     assert row.pairs == 3
     assert row.difference.p_value == pytest.approx(stats.ttest_rel(means["diff"], means["softmax"]).pvalue)
-    assert comparisons_of(rows) == 3  # two settings and their mean
+    assert comparisons_of(rows) == planned_comparisons(arms=2, points=2, figures=1) == 3  # two settings and their mean
+
+
+def test_an_axis_of_one_value_adds_no_comparison():
+    axis = StudyAxis(name="noise", values=["0"])
+    evidence = study(
+        ["diff", "softmax"],
+        [STEPS],
+        3,
+        lambda arm, _, seed: record(
+            [],
+            {},
+            arm=arm,
+            curves={"validation_accuracy": Curve(steps=[1, 2], values=[0.0, 1.0 + seed * (arm == "diff")])},
+        ),
+        axes=[axis],
+    )
+    rows = compare(evidence)
+    assert [(row.arm.name, row.point, row.reached, row.pairs) for row in rows] == [
+        ("diff", (), 3, 3),
+        ("softmax", (), 3, 0),
+    ]
+    assert comparisons_of(rows) == planned_comparisons(arms=2, points=1, figures=1) == 1
 
 
 SIZES = StudyAxis(name="size", values=["s", "m", "l", "xl"], numbers=[0.3e6, 1e6, 3e6, 8e6])

@@ -43,7 +43,7 @@ def answer(evidence: Evidence, rows: Sequence[Compared], figure: StudyFigure) ->
     low, high = row.difference.low, row.difference.high
     if row.state == "undecided" and low is not None and high is not None and not low <= 0 <= high:
         text += f" The interval excludes zero, but among {row.difference.comparisons} comparisons this is no evidence."
-    if evidence.index.axes:
+    if evidence.has_settings:
         text += f" These are means over {len(evidence.points)} settings."
     text += reached_words(evidence, rows, figure)
     text += brief_words(evidence, rows, figure, evidence.others[1:])

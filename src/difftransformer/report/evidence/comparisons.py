@@ -72,7 +72,7 @@ def compare(evidence: Evidence, reference: str | None = None) -> list[Compared]:
         reference: Name of the arm that the others are compared with, in place of the study's.
     """
     reference = reference or evidence.index.reference
-    points: list[Point] = [*([()] if evidence.index.axes else []), *evidence.points]
+    points: list[Point] = [(), *(evidence.points if evidence.has_settings else [])]
     found = [
         _compared(evidence, figure, point, arm, reference)
         for figure in evidence.index.figures
@@ -89,6 +89,11 @@ def compare(evidence: Evidence, reference: str | None = None) -> list[Compared]:
 def comparisons_of(rows: Iterable[Compared]) -> int:
     """Return the number of comparisons that were corrected together."""
     return max((row.difference.comparisons or 0 for row in rows if row.difference), default=0)
+
+
+def planned_comparisons(arms: int, points: int, figures: int) -> int:
+    """Return the number of comparisons of a study once all its runs are there; points is 1 without axes."""
+    return (arms - 1) * (points + (points > 1)) * figures
 
 
 def row_of(rows: Iterable[Compared], figure: str, arm: str, point: Point) -> Compared | None:
@@ -125,8 +130,9 @@ def _compared(evidence: Evidence, figure: StudyFigure, point: Point, arm: StudyA
     if arm.name == reference:
         return row
     others = _values(evidence, figure, point, reference)
-    places = [point] if point or not evidence.index.axes else evidence.points
-    shared = set.intersection(*(set(paired_seeds(evidence, arm.name, reference, place)) for place in places))
+    shared = set.intersection(
+        *(set(paired_seeds(evidence, arm.name, reference, place)) for place in evidence.places(point))
+    )
     seeds = sorted(shared & values.keys() & others.keys())
     if not seeds:
         return row
@@ -137,16 +143,17 @@ def _compared(evidence: Evidence, figure: StudyFigure, point: Point, arm: StudyA
 
 def _values(evidence: Evidence, figure: StudyFigure, point: Point, arm: str) -> dict[int, float]:
     """Return a figure by seed. The mean over points has the seeds that were measured at every point."""
-    if evidence.index.axes and not point:
-        tables = [_values(evidence, figure, place, arm) for place in evidence.points]
-        seeds = sorted(set.intersection(*(set(table) for table in tables)))
-        return {seed: math.fsum(table[seed] for table in tables) / len(tables) for seed in seeds}
-    found = ((seed, figure_of(run, figure)) for seed, run in sorted(evidence.at(arm, point).items()))
-    return {seed: value for seed, value in found if value is not None}
+    tables = []
+    for place in evidence.places(point):
+        found = ((seed, figure_of(run, figure)) for seed, run in sorted(evidence.at(arm, place).items()))
+        tables.append({seed: value for seed, value in found if value is not None})
+    seeds = sorted(set.intersection(*(set(table) for table in tables)))
+    return {seed: math.fsum(table[seed] for table in tables) / len(tables) for seed in seeds}
 
 
 def _reached(evidence: Evidence, figure: StudyFigure, point: Point, arm: str) -> int | None:
-    if figure.reaches is None or (evidence.index.axes and not point):
+    places = evidence.places(point)
+    if figure.reaches is None or len(places) > 1:
         return None
-    runs = evidence.at(arm, point).values()
+    runs = evidence.at(arm, places[0]).values()
     return sum(reached_at(run.curves[figure.curve], figure) is not None for run in runs if figure.curve in run.curves)

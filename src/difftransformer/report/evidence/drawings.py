@@ -70,7 +70,7 @@ def draw_arms(evidence: Evidence, rows: Sequence[Compared]) -> Drawing | None:
             "where the arm is better or worse after Holm's correction, hollow where it is undecided. Bar: 95 % Student t "
             "interval, with an arrow where it leaves the panel."
         )
-        if evidence.index.axes:
+        if evidence.has_settings:
             caption += f" Means over {len(evidence.points)} settings."
         return finish("arms", "Every arm against the reference", caption, canvas, False)
 
@@ -78,7 +78,7 @@ def draw_arms(evidence: Evidence, rows: Sequence[Compared]) -> Drawing | None:
 def draw_axes(evidence: Evidence, rows: Sequence[Compared], figure: StudyFigure) -> Drawing | None:
     """Draw a figure over the axes: the axis with the most values along x, the next ones in columns and rows of panels."""
     axes = evidence.index.axes
-    if not axes or not any(row.figure is figure and row.point for row in rows):
+    if not any(row.figure is figure and row.point for row in rows):
         return None
     order = sorted(range(len(axes)), key=lambda i: (axes[i].numbers is not None, len(axes[i].values)), reverse=True)
     along, across, down = order[0], order[1:2], order[2:]

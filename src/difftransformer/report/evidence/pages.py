@@ -47,7 +47,7 @@ def study_page(study: Studied) -> Page:
         shown = [tables.needs_table(scaling), tables.laws_table(scaling)] if scaling.needs else []
         drawing = drawings.draw_scaling(evidence, scaling)
         sections.append(Section(slug="scaling", title="Power laws", drawing=drawing, tables=shown, gaps=scaling.gaps))
-    if index.axes:
+    if evidence.has_settings:
         for figure in index.figures:
             drawing = drawings.draw_axes(evidence, rows, figure)
             if drawing:

@@ -40,6 +40,15 @@ class Evidence:
         return list(product(*(axis.values for axis in self.index.axes)))
 
     @property
+    def has_settings(self) -> bool:
+        """Whether there are several points, so that figures have a mean over them."""
+        return len(self.points) > 1
+
+    def places(self, point: Point) -> list[Point]:
+        """Return the points behind a point: itself, or all of them where the empty one stands for their mean."""
+        return [point] if point else self.points
+
+    @property
     def reference(self) -> StudyArm:
         """The arm that the others are compared with."""
         return self.arm(self.index.reference)

@@ -45,7 +45,7 @@ def overview_table(evidence: Evidence, rows: Sequence[Compared]) -> Table:
     notes = [
         f"Mean \u00b1 standard error over seeds. Better, worse: than {evidence.reference.label}; no word: undecided."
     ]
-    if evidence.index.axes:
+    if evidence.has_settings:
         notes.append(f"Means over {len(evidence.points)} settings.")
     return Table("overview", "All figures", tuple(groups), cells, notes)
 
@@ -60,9 +60,9 @@ def figure_table(evidence: Evidence, rows: Sequence[Compared], figure: StudyFigu
         whole: Whether to show the means over all settings; every setting by itself otherwise.
     """
     points: list[Point] = [()] if whole else evidence.points
-    by_point = bool(evidence.index.axes) and not whole
+    by_point = evidence.has_settings and not whole
     mine = [row for row in rows if row.figure is figure and row.point in points]
-    reached, papers = figure.reaches is not None and (by_point or not evidence.index.axes), bool(figure.paper)
+    reached, papers = figure.reaches is not None and (by_point or not evidence.has_settings), bool(figure.paper)
     reference = evidence.reference
     groups = [Group("setting", numeric=False)] if by_point else []
     groups += [
@@ -76,7 +76,7 @@ def figure_table(evidence: Evidence, rows: Sequence[Compared], figure: StudyFigu
     ]
     groups += [Group(f"reached {figure.reaches:g}", ("runs", "of"), "of")] if reached else []
     groups += [Group("paper", ("value", "difference"), "remark")] if papers else []
-    if evidence.index.axes and whole:
+    if evidence.has_settings and whole:
         groups.append(Group("settings better / undecided / worse", numeric=False))
     cells, places = [], decimals(mine, figure)
     for point in points:
@@ -96,7 +96,7 @@ def figure_table(evidence: Evidence, rows: Sequence[Compared], figure: StudyFigu
                     _detectable_text(row),
                     *([str(row.reached), str(len(row.values))] if reached else []),
                     *(_paper_cells(figure, arm, reference) if papers else []),
-                    *([_tally(rows, row, evidence)] if evidence.index.axes and whole else []),
+                    *([_tally(rows, row, evidence)] if evidence.has_settings and whole else []),
                 ]
             )
     notes = [
@@ -110,7 +110,7 @@ def figure_table(evidence: Evidence, rows: Sequence[Compared], figure: StudyFigu
         notes.append(
             f"Paper: {figure.source or 'the value as published'}; in brackets minus that of {reference.label}."
         )
-    if evidence.index.axes and whole:
+    if evidence.has_settings and whole:
         notes.append(f"Means over {len(evidence.points)} settings, of the seeds that were run at all of them.")
     name = f"{slug_of(figure)}{'_settings' if by_point else ''}"
     return Table(name, title_of(figure), tuple(groups), cells, notes)
@@ -145,7 +145,7 @@ def losses_table(evidence: Evidence) -> Table | None:
                 for seed, run in evidence.at(evidence.index.reference, point).items()
                 if (found := last_losses(run))
             }
-            cells = [*([evidence.words(point)] if evidence.index.axes else []), arm.label, str(len(own))]
+            cells = [*([evidence.words(point)] if evidence.has_settings else []), arm.label, str(len(own))]
             for pick in (lambda pair: pair[0], lambda pair: pair[1], lambda pair: pair[1] - pair[0]):
                 statistic = mean_and_standard_error([pick(pair) for pair in own.values()])
                 cells += [fixed(statistic.mean, 4), fixed(statistic.standard_error, 4)]
@@ -160,7 +160,7 @@ def losses_table(evidence: Evidence) -> Table | None:
         return None
     reference = evidence.reference.label
     groups = [
-        *([Group("setting", numeric=False)] if evidence.index.axes else []),
+        *([Group("setting", numeric=False)] if evidence.has_settings else []),
         Group("arm", numeric=False),
         Group("seeds"),
         *(
@@ -372,7 +372,7 @@ def runs_table(evidence: Evidence) -> Table:
         rows.append(
             [
                 arm.label,
-                *([evidence.words(point)] if evidence.index.axes else []),
+                *([evidence.words(point)] if evidence.has_settings else []),
                 str(seed),
                 *(NOT_MEASURED if value is None else significant(value, 5) for value in values),
                 significant(run.train_seconds / 60, 3),
@@ -382,7 +382,7 @@ def runs_table(evidence: Evidence) -> Table:
         )
     groups = (
         Group("arm", numeric=False),
-        *([Group("setting", numeric=False)] if evidence.index.axes else []),
+        *([Group("setting", numeric=False)] if evidence.has_settings else []),
         Group("seed"),
         *(Group(_with_unit(figure.label, figure)) for figure in figures),
         Group("minutes"),
