@@ -13,7 +13,7 @@ from pathlib import Path
 
 import yaml
 
-from difftransformer.report.evidence import Studied, find_studies, judge, read_claims, read_evidence, studied
+from difftransformer.report.evidence import Studied, judge, read_claims, read_studies
 from difftransformer.report.evidence.answers import answers, headline, power_words, progress_words
 from difftransformer.report.evidence.drawings import draw_arms, draw_scaling
 from difftransformer.report.evidence.pages import claims_table, studies_table
@@ -38,7 +38,7 @@ Every study trains its arms on the same batches, with several seeds. A file in `
 
 def generated() -> Iterator[tuple[Path, str]]:
     """Yield each file that holds generated text, and its whole content."""
-    found = [studied(read_evidence(path)) for path in find_studies(STUDIES)]
+    found = read_studies(STUDIES)
     drawings = {one.evidence.slug: figure(one) for one in found}
     claims, studies = claims_table(judge(read_claims(), found)), studies_table(found)
     here = {one.evidence.slug: f"../../findings.md#study-{anchor(one.evidence.slug)}" for one in found}

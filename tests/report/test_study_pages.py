@@ -14,10 +14,9 @@ from difftransformer.cli import report as command
 from difftransformer.plots.style import COLOURS, MORE_COLOURS, REFERENCE_COLOUR, arm_styles
 from difftransformer.report.evidence import (
     Studied,
-    find_studies,
     judge,
     read_claims,
-    read_evidence,
+    read_studies,
     studied,
     study_page,
     write_evidence,
@@ -104,7 +103,7 @@ def pages(tmp_path_factory):
     rates = [ChosenRate(arm="diff", point={}, learning_rate=1e-3, tried=[(1e-3, 1.5), (3e-3, 1.7)])]
     parts = {"axes": axes, "analysis": "scaling", "name": "scaling", "rates": rates}
     save(study(["diff", "softmax"], [LOSS], 3, make, **parts), records)
-    studies = [studied(read_evidence(path)) for path in find_studies(records)]
+    studies = read_studies(records)
     built = {one.evidence.slug: study_page(one) for one in studies}
     for slug, page in built.items():
         write_page(page, folder / slug)
@@ -182,7 +181,7 @@ def test_the_command_writes_the_same_pages_each_time_and_removes_old_tables(tmp_
 def test_a_study_without_runs_has_a_page(tmp_path):
     evidence = controls({"diff": 0.9, "twin": 0.1})
     empty = dataclasses.replace(evidence, index=dataclasses.replace(evidence.index, members=[]), runs={}, files={})
-    text = write_evidence([save(empty, tmp_path)], tmp_path / "pages").read_text()
+    text = write_evidence(read_studies(save(empty, tmp_path)), tmp_path / "pages").read_text()
     assert "0 of 99 planned runs" in text
     page = (tmp_path / "pages" / "controls-laptop" / "index.html").read_text()
     assert "have no pair of runs with the same seed and data yet" in page

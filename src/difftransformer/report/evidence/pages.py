@@ -6,7 +6,7 @@ from pathlib import Path
 from difftransformer.report.evidence import drawings, tables
 from difftransformer.report.evidence.answers import answers, headline, power_words, progress_words
 from difftransformer.report.evidence.claims import Judged, Studied, judge, read_claims, studied
-from difftransformer.report.evidence.reading import Evidence, read_evidence
+from difftransformer.report.evidence.reading import Evidence, find_studies, read_evidence
 from difftransformer.report.page import Page, Section, recipe_text, write_page
 from difftransformer.report.tables import Group, Table
 from difftransformer.report.verdict import Verdict
@@ -18,20 +18,25 @@ CLAIMS_NOTE = (
 )
 
 
-def write_evidence(paths: Sequence[Path], folder: Path) -> Path:
-    """Write a page for each study, and one for all of them.
-
-    Args:
-        paths: Indexes of studies.
-        folder: Folder of the pages; `NAME-PRESET/index.html` is a study's.
-
-    Returns:
-        The path of `index.html`.
+def read_studies(path: Path) -> list[Studied]:
+    """Read and compare the studies of a folder, or one of them.
 
     Raises:
         ResultsError: An index or a run cannot be read.
     """
-    studies = [studied(read_evidence(path)) for path in paths]
+    return [studied(read_evidence(one)) for one in find_studies(path)]
+
+
+def write_evidence(studies: Sequence[Studied], folder: Path) -> Path:
+    """Write a page for each study, and one for all of them.
+
+    Args:
+        studies: The studies.
+        folder: Folder of the pages; `NAME-PRESET/index.html` is a study's.
+
+    Returns:
+        The path of `index.html`.
+    """
     for study in studies:
         write_page(study_page(study), folder / study.evidence.slug)
     return write_page(studies_page(studies), folder)
