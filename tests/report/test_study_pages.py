@@ -234,7 +234,7 @@ def test_controls_that_remove_keep_and_reduce_an_effect():
     seen = {"diff": 0.9, "wide": 0.1, "no-norm": 0.9, "init": 0.5, "twin": 0.1}
     (judged,) = judge([CLAIM], [studied(controls(seen))])
     assert judged.controls == (
-        "The advantage of DIFF over TWIN is removed by: WIDE. It is reduced by: INIT. It is kept by: NO-NORM."
+        "The advantage of DIFF over TWIN is removed in: WIDE. It is reduced in: INIT. It is kept in: NO-NORM."
     )
     (judged,) = judge([CLAIM], [studied(controls({"diff": 0.1, "wide": 0.1, "twin": 0.1}))])
     assert "no advantage" in judged.controls

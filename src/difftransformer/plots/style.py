@@ -44,6 +44,9 @@ ARM_COLOURS = {
 
 INK = "#1a1a1a"
 WIDTH_INCHES = 10.0
+_LETTER_INCHES = 0.075
+"""Mean width of a letter in a legend."""
+
 PNG_DOTS_PER_INCH = 160
 
 STYLE: dict[str, Any] = {
@@ -125,7 +128,9 @@ def note(ax: Axes, text: str, xy: tuple[float, float], *, at_right_edge: bool = 
 
 def legend_above(figure: Figure, handles: Sequence[Any]) -> None:
     """Draw a legend above a figure's panels."""
-    figure.legend(handles=list(handles), loc="outside upper left", ncols=min(5, len(handles)), borderaxespad=0.2)
+    longest = max(len(str(handle.get_label())) for handle in handles)
+    columns = max(1, min(5, len(handles), int(WIDTH_INCHES / (0.5 + _LETTER_INCHES * longest))))
+    figure.legend(handles=list(handles), loc="outside upper left", ncols=columns, borderaxespad=0.2)
 
 
 def finish(name: str, title: str, caption: str, figure: Figure, png: bool) -> Drawing:

@@ -21,8 +21,15 @@ def answers(evidence: Evidence, rows: Sequence[Compared], scaling: Scaling | Non
     return [*found, *(answer(evidence, rows, figure) for figure in evidence.index.figures[:MOST_ANSWERS])]
 
 
-def answer(evidence: Evidence, rows: Sequence[Compared], figure: StudyFigure) -> Verdict:
-    """Return what a study says about one figure: the first arm against the reference in full, then the others in brief."""
+def answer(evidence: Evidence, rows: Sequence[Compared], figure: StudyFigure, others: bool = True) -> Verdict:
+    """Return what a study says about one figure.
+
+    Args:
+        evidence: The study.
+        rows: Its comparisons.
+        figure: The figure.
+        others: Whether to say in brief how other arms than the first compare with the reference.
+    """
     whole: Point = ()
     main, reference = evidence.others[0], evidence.reference
     row, other = row_of(rows, figure.label, main.name, whole), row_of(rows, figure.label, reference.name, whole)
@@ -42,11 +49,12 @@ def answer(evidence: Evidence, rows: Sequence[Compared], figure: StudyFigure) ->
     text = f"{words}: {a} against {b}{unit} ({figure.better} is better), {change}."
     low, high = row.difference.low, row.difference.high
     if row.state == "undecided" and low is not None and high is not None and not low <= 0 <= high:
-        text += f" The interval excludes zero, but among {row.difference.comparisons} comparisons this is no evidence."
+        text += f" The interval excludes zero, but not after correction for {row.difference.comparisons} comparisons."
     if evidence.has_settings:
         text += f" These are means over {len(evidence.points)} settings."
     text += reached_words(evidence, rows, figure)
-    text += brief_words(evidence, rows, figure, evidence.others[1:])
+    if others:
+        text += brief_words(evidence, rows, figure, evidence.others[1:])
     state = {"better": "first", "worse": "second", "undecided": "undecided", "no interval": "unknown"}[row.state]
     return Verdict(title_of(figure), state, text)  # type: ignore[arg-type]
 
@@ -102,8 +110,9 @@ def brief_words(evidence: Evidence, rows: Sequence[Compared], figure: StudyFigur
 
 
 def headline(evidence: Evidence, rows: Sequence[Compared], scaling: Scaling | None = None) -> str:
-    """Return the leading answer, as the index of studies shows it."""
-    first = answers(evidence, rows, scaling)[0]
+    """Return the leading answer, on the first arm alone, as the index of studies shows it."""
+    found = scaling_answers(scaling) if scaling else []
+    first = found[0] if found else answer(evidence, rows, evidence.index.figures[0], others=False)
     return f"{first.subject}: {first.text}"
 
 

@@ -173,6 +173,6 @@ def control_words(study: Studied, arm: str, figure: str) -> str:
         states = to_reference.state == "better", to_arm.state
         effect = {(False, "worse"): "removed", (True, "worse"): "reduced"}.get(states, "kept" if states[0] else "open")
         names.setdefault(effect, []).append(other.label)
-    words = {"removed": "removed by", "reduced": "reduced by", "kept": "kept by", "open": "undecided for"}
+    words = {"removed": "removed in", "reduced": "reduced in", "kept": "kept in", "open": "undecided in"}
     parts = [f"{words[effect]}: {'; '.join(names[effect])}" for effect in words if effect in names]
     return f"The advantage of {label} over {reference} is {'. It is '.join(parts)}." if parts else ""
