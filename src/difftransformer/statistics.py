@@ -232,6 +232,39 @@ def item_difference(
     return replace(found, low=low, high=high, p_value=p_value, interval_method="studentised over items")
 
 
+def detectable(seeds: int, comparisons: int = 1, power: float = 0.8, alpha: float = 0.05) -> float:
+    """Return the smallest true effect that a paired comparison over seeds shows with the given probability.
+
+    The effect is in standard deviations of the per-seed paired differences. It is that of the two-sided t test at level
+    `alpha / comparisons`, the level of the smallest p-value under Holm's correction, from the noncentral t distribution
+    (J. Cohen, Statistical Power Analysis for the Behavioral Sciences, 1988, chapter 2).
+
+    Args:
+        seeds: Number of paired differences.
+        comparisons: Number of comparisons that are corrected together.
+        power: Probability of showing the effect, above `alpha` and below 1.
+        alpha: Level of the test, between 0 and 1.
+
+    Returns:
+        The effect; infinity for fewer than two seeds, which show nothing.
+
+    Raises:
+        EvaluationError: `comparisons`, `power` or `alpha` is out of range.
+    """
+    if comparisons < 1 or not 0 < alpha < power < 1:
+        raise EvaluationError(
+            f"detectable: {comparisons} comparisons, power {power} and alpha {alpha}; need at least 1 comparison and "
+            "0 < alpha < power < 1"
+        )
+    if seeds < 2:
+        return math.inf
+    from scipy.special import nctdtrinc, stdtrit
+
+    bound = -float(stdtrit(seeds - 1, alpha / comparisons / 2))
+    # The other tail is left out: where the power is above alpha it adds next to nothing.
+    return float(nctdtrinc(seeds - 1, 1 - power, bound)) / math.sqrt(seeds)
+
+
 def holm(p_values: Sequence[float | None]) -> list[float | None]:
     """Return p-values adjusted for their number by S. Holm's step-down method (1979); None stays None and does not count.
 

@@ -73,20 +73,25 @@ def test_words_break_and_what_is_wide_scrolls(pages):
             assert "overflow-x: auto" in rules[f".{SCROLLING[tag]}"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("width", [375, 1280])
-def test_a_browser_finds_no_page_wider_than_the_screen(pages, width, tmp_path):
+def width_in_a_browser(path, width, folder):
+    """Return how wide a page is on a screen of that width; a message on the console fails."""
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:
         pytest.skip("no Chromium")
+    outer = folder / "outer.html"
+    outer.write_text(MEASURE.replace("PAGE", path.as_uri()).replace("WIDTH", str(width)))
+    words = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--hide-scrollbars"]
+    words += ["--allow-file-access-from-files", f"--user-data-dir={folder}", "--virtual-time-budget=5000"]
+    words += ["--enable-logging=stderr"]
+    done = subprocess.run([browser, *words, "--dump-dom", outer.as_uri()], capture_output=True, text=True, check=True)
+    assert "CONSOLE" not in done.stderr
+    found = re.search('<p id="found">(.*?)</p>', done.stdout)
+    assert found is not None
+    return json.loads(html.unescape(found[1]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [375, 1280])
+def test_a_browser_finds_no_page_wider_than_the_screen(pages, width, tmp_path):
     for path in pages:
-        outer = tmp_path / "outer.html"
-        outer.write_text(MEASURE.replace("PAGE", path.as_uri()).replace("WIDTH", str(width)))
-        words = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--hide-scrollbars"]
-        words += ["--allow-file-access-from-files", f"--user-data-dir={tmp_path}", "--virtual-time-budget=5000"]
-        done = subprocess.run(
-            [browser, *words, "--dump-dom", outer.as_uri()], capture_output=True, text=True, check=True
-        )
-        found = re.search('<p id="found">(.*?)</p>', done.stdout)
-        assert found is not None
-        assert json.loads(html.unescape(found[1])) == width
+        assert width_in_a_browser(path, width, tmp_path) == width

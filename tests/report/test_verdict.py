@@ -80,7 +80,7 @@ def test_no_decision(low: float, high: float, comparison: Comparison) -> None:
 ])  # fmt: skip
 def test_the_better_direction_decides(better: str, sign: int, state: str, comparison: Comparison) -> None:
     _, metric = with_metric(comparison, 0.5, 0.5, low=sign * 0.1 - 0.01, high=sign * 0.1 + 0.01, better=better)
-    assert tables.outcome(metric, "diff") == state
+    assert tables.outcome(metric.differences["diff"], metric.better) == state
 
 
 def test_one_seed_with_a_bootstrap_is_labelled_and_limited(comparison: Comparison) -> None:

@@ -12,8 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from difftransformer.cli.main import main
 from difftransformer.data import byte_tokenizer
 from difftransformer.errors import ConfigError
-from difftransformer.results import RunRecord, StudyIndex, read_result
-from difftransformer.results.evidence import Curve, reached_at
+from difftransformer.results import Curve, RunRecord, StudyFigure, StudyIndex, reached_at, read_result
 from difftransformer.studies import Design, Study, estimate, load_study, recipe_from
 from difftransformer.studies.design import identity
 from difftransformer.studies.run import main as run_main
@@ -309,13 +308,15 @@ def test_the_command(design, trained, tmp_path, document, monkeypatch, capsys):
 
 def test_steps_to_a_level():
     curve = Curve(steps=[10, 20, 30], values=[0.0, 0.5, 1.0])
-    assert reached_at(curve, 0.25) == 15
-    assert reached_at(curve, 0.5) == 20
-    assert reached_at(curve, 1.1) is None
-    falling = Curve(steps=[10, 20, 30], values=[4.0, 3.0, 3.5])
-    assert reached_at(falling, 3.5) == 15
-    assert reached_at(falling, 4.5) == 10
-    assert reached_at(falling, 2.0) is None
+    rising = [
+        reached_at(curve, StudyFigure(label="", curve="validation_accuracy", reaches=x)) for x in (0.25, 0.5, 1.1)
+    ]
+    assert rising == [15, 20, None]
+    curve = Curve(steps=[10, 20, 30], values=[4.0, 3.0, 3.5])
+    falling = [
+        reached_at(curve, StudyFigure(label="", curve="validation_loss_nats", reaches=x)) for x in (3.5, 4.5, 2.0)
+    ]
+    assert falling == [15, 10, None]
 
 
 def test_arms_that_start_from_a_pretrained_model(document, design, trained, tmp_path, toy):

@@ -19,9 +19,34 @@ from ..printable import printable
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00")
 MARKERS = ("o", "s", "^", "D", "v")
+ARM_MARKERS = ("D", "s", "^", "v", "P", "X", "<", ">", "p", "h", "*", "d")
 DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
+MORE_COLOURS = (
+    "#56B4E9",
+    "#332288",
+    "#882255",
+    "#999933",
+    "#44AA99",
+    "#AA4499",
+    "#6B4E16",
+    "#117733",
+    "#CC6677",
+    "#000000",
+)
+"""Further colours, most from Okabe and Ito's and Paul Tol's palettes, for studies with many arms."""
+
+REFERENCE_COLOUR = "#6b7178"
+ARM_COLOURS = {
+    "diff": 0, "wide": 1, "diff_v2": 2, "v2": 2, "grouped_diff": 3, "grouped": 3, "no-norm": 4, "dex": 5, "lambda-init": 6,
+    "constant": 6,
+}  # fmt: skip
+"""Place in the palette of arms that several studies have, so that each has one colour in all of them."""
+
 INK = "#1a1a1a"
 WIDTH_INCHES = 10.0
+_LETTER_INCHES = 0.075
+"""Mean width of a letter in a legend."""
+
 PNG_DOTS_PER_INCH = 160
 
 STYLE: dict[str, Any] = {
@@ -76,6 +101,25 @@ def line_style(index: int) -> dict[str, Any]:
     return {"color": colour_of(index), "linestyle": dash, "marker": marker}
 
 
+def arm_styles(arms: Sequence[str], reference: str) -> dict[str, dict[str, Any]]:
+    """Return colour, dash and marker of each arm of a study: the reference is grey, and no other arm has its colour.
+
+    Arms with a place in `ARM_COLOURS` have it in every study; the others take the free ones in their order.
+    """
+    palette = COLOURS + MORE_COLOURS
+    known = [arm for arm in arms if arm in ARM_COLOURS and arm != reference]
+    free = iter([place for place in range(len(palette)) if place not in {ARM_COLOURS[arm] for arm in known}])
+    styles: dict[str, dict[str, Any]] = {}
+    for arm in arms:
+        if arm == reference:
+            styles[arm] = {"color": REFERENCE_COLOUR, "linestyle": "-", "marker": "o"}
+            continue
+        place = ARM_COLOURS[arm] if arm in ARM_COLOURS else next(free, len(styles) % len(palette))
+        dash, marker = DASHES[place % len(DASHES)], ARM_MARKERS[place % len(ARM_MARKERS)]
+        styles[arm] = {"color": palette[place], "linestyle": dash, "marker": marker}
+    return styles
+
+
 def note(ax: Axes, text: str, xy: tuple[float, float], *, at_right_edge: bool = False, **options: Any) -> None:
     """Write a text beside a point, with options of `Axes.annotate`; at_right_edge measures x as a share of the axes."""
     place = ("axes fraction", "data") if at_right_edge else "data"
@@ -84,7 +128,9 @@ def note(ax: Axes, text: str, xy: tuple[float, float], *, at_right_edge: bool = 
 
 def legend_above(figure: Figure, handles: Sequence[Any]) -> None:
     """Draw a legend above a figure's panels."""
-    figure.legend(handles=list(handles), loc="outside upper left", ncols=min(5, len(handles)), borderaxespad=0.2)
+    longest = max(len(str(handle.get_label())) for handle in handles)
+    columns = max(1, min(5, len(handles), int(WIDTH_INCHES / (0.5 + _LETTER_INCHES * longest))))
+    figure.legend(handles=list(handles), loc="outside upper left", ncols=columns, borderaxespad=0.2)
 
 
 def finish(name: str, title: str, caption: str, figure: Figure, png: bool) -> Drawing:

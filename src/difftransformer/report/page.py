@@ -55,6 +55,7 @@ class Section:
         details: A long table that the reader opens.
         texts: Heading, paragraph and preformatted text.
         gaps: What could not be measured or drawn, and why.
+        links: Addresses of other pages beside this one, by the text of a cell of the section's tables.
     """
 
     slug: str
@@ -65,6 +66,7 @@ class Section:
     details: Table | None = None
     texts: Sequence[tuple[str, str, str]] = ()
     gaps: Sequence[str] = ()
+    links: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +136,7 @@ def write_suite(
 
 
 def write_page(page: Page, folder: Path, *, on_gap: Callable[[str], None] = _no_gap) -> Path:
-    """Write `index.html`, `figures/*.svg` and `tables/*.csv`.
+    """Write `index.html`, `figures/*.svg`, and each table as CSV, Markdown and LaTeX in `tables/`.
 
     The page needs nothing beside itself: style and figures are inside it, and it has no scripts and no addresses. The
     same results give the same bytes. `index.html` is written last, and each file complete or not at all.
@@ -157,7 +159,8 @@ def write_page(page: Page, folder: Path, *, on_gap: Callable[[str], None] = _no_
         if drawing.png is not None:
             write_atomically(folder / "figures" / f"{slug}.png", drawing.png)
     for table in all_tables(page):
-        write_text_atomically(folder / "tables" / f"{table.name}.csv", table.csv())
+        for suffix, made in (("csv", table.csv()), ("md", table.markdown()), ("tex", table.latex())):
+            write_text_atomically(folder / "tables" / f"{table.name}.{suffix}", made)
     write_text_atomically(folder / "index.html", text)
     for gap in page.gaps:
         on_gap(gap)
@@ -172,7 +175,8 @@ def _remove_earlier(folder: Path) -> None:
         for suffix in ("svg", "png"):
             (folder / "figures" / f"{name}.{suffix}").unlink(missing_ok=True)
     for name in re.findall(r'href="tables/([\w.-]+)\.csv"', text):
-        (folder / "tables" / f"{name}.csv").unlink(missing_ok=True)
+        for suffix in ("csv", "md", "tex"):
+            (folder / "tables" / f"{name}.{suffix}").unlink(missing_ok=True)
 
 
 def all_tables(page: Page) -> list[Table]:

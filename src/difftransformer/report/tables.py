@@ -3,7 +3,7 @@
 import csv
 import io
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -23,7 +23,7 @@ from difftransformer.results import (
 NOT_MEASURED = "not measured"
 NOT_RECORDED = "not recorded"
 
-Fold = Literal["plain", "mean", "interval", "metric", "ratio", "remark"]
+Fold = Literal["plain", "mean", "interval", "metric", "ratio", "remark", "of", "ranged", "judged"]
 
 _FOLDS: dict[Fold, tuple[str, ...]] = {
     "plain": ("{}",),
@@ -32,6 +32,9 @@ _FOLDS: dict[Fold, tuple[str, ...]] = {
     "metric": ("{}", ", {}", " ({} is better)"),
     "ratio": ("{}", " ({}x)"),
     "remark": ("{}", " ({})"),
+    "of": ("{}", " of {}"),
+    "judged": ("{}", " \u00b1 {}", " {}"),
+    "ranged": ("{}", " [{}", ", {}]", " ({})"),
 }
 """Texts around the cells of a group that become one; an empty cell is left out with its text."""
 
@@ -82,6 +85,62 @@ class Table:
         writer.writerows(self.rows)
         return printable(buffer.getvalue())
 
+    def markdown(self, links: Mapping[str, str] | None = None) -> str:
+        """Return the table as Markdown, with its cells folded, and its notes.
+
+        Args:
+            links: Addresses by the text of a cell.
+        """
+        links = links or {}
+        titles = [group.title for group in self.groups]
+        marks = ["---:" if group.numeric else "---" for group in self.groups]
+        rows = [
+            [f"[{cell}]({links[cell]})" if cell in links else cell.replace("|", "\\|") for cell in row]
+            for row in self.folded()
+        ]
+        lines = [f"| {' | '.join(row)} |" for row in (titles, marks, *rows)]
+        return printable("\n".join([*lines, *([""] if self.notes else []), " ".join(self.notes)]).rstrip() + "\n")
+
+    def latex(self) -> str:
+        """Return the table as LaTeX for the package booktabs, with its cells folded and its notes as comments."""
+        columns = "".join("r" if group.numeric else "l" for group in self.groups)
+        header, *rows = [
+            " & ".join(map(latex_text, row)) + r" \\"
+            for row in ([group.title for group in self.groups], *self.folded())
+        ]
+        lines = [
+            rf"\begin{{tabular}}{{{columns}}}",
+            r"\toprule",
+            header,
+            r"\midrule",
+            *rows,
+            r"\bottomrule",
+            r"\end{tabular}",
+        ]
+        return printable("\n".join([*(f"% {note}" for note in self.notes), *lines]) + "\n")
+
+
+_LATEX = {
+    "\\": r"\textbackslash{}",
+    "{": r"\{",
+    "}": r"\}",
+    "_": r"\_",
+    "&": r"\&",
+    "%": r"\%",
+    "$": r"\$",
+    "#": r"\#",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "<": r"\textless{}",
+    ">": r"\textgreater{}",
+    "\u00b1": r"$\pm$",
+}
+
+
+def latex_text(text: str) -> str:
+    """Return a text with LaTeX's own characters escaped."""
+    return "".join(_LATEX.get(letter, letter) for letter in text)
+
 
 Outcome = Literal["first", "second", "undecided", "unknown"]
 
@@ -96,10 +155,10 @@ def favoured(difference: PairedDifference) -> Outcome:
     return "first" if low > 0 else "second"
 
 
-def outcome(metric: MetricComparison, model: str) -> Outcome:
-    """Return which model a difference favours: the model, the reference, neither, or there is no interval."""
-    found = favoured(metric.differences[model])
-    if metric.better == "higher" or found not in ("first", "second"):
+def outcome(difference: PairedDifference, better: Literal["lower", "higher"]) -> Outcome:
+    """Return which model a difference favours: the first, the second, neither, or there is no interval."""
+    found = favoured(difference)
+    if better == "higher" or found not in ("first", "second"):
         return found
     return "second" if found == "first" else "first"
 
@@ -353,7 +412,7 @@ def _result_text(metric: MetricComparison, model: str, first: str, second: str) 
         "undecided": "undecided",
         "unknown": "no interval",
     }
-    return words[outcome(metric, model)]
+    return words[outcome(metric.differences[model], metric.better)]
 
 
 def _metric_notes(study: Study) -> list[str]:

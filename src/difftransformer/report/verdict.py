@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from difftransformer.report.tables import fixed, method_text, metric_decimals, outcome, p_text
-from difftransformer.results import MetricComparison, ModelSummary, Study
+from difftransformer.results import MetricComparison, ModelSummary, PairedDifference, Study
 
 
 @dataclass(frozen=True)
@@ -40,15 +40,8 @@ def _verdict(study: Study, metric: MetricComparison, model: ModelSummary, refere
     decimals, difference = metric_decimals(metric), metric.differences[model.model]
     a, b = (fixed(metric.models[one.model].mean, decimals) for one in (model, reference))
     unit = "" if metric.unit == "share" else f" {metric.unit}"
-    change = f"difference {fixed(difference.mean, decimals, '+')}"
-    if difference.low is not None and difference.high is not None:
-        change += f" [{fixed(difference.low, decimals, '+')}, {fixed(difference.high, decimals, '+')}]"
-    remarks = [method_text(difference, len(study.seeds))]
-    if difference.p_holm is not None:
-        remarks.append(f"p (Holm) {p_text(difference.p_holm)}")
-    if any(remarks):
-        change += f" ({'; '.join(filter(None, remarks))})"
-    state = outcome(metric, model.model)
+    change = change_words(difference, len(study.seeds), decimals)
+    state = outcome(difference, metric.better)
     first, second, title = model.label, reference.label, metric.metric
     match state:
         case "first":
@@ -68,3 +61,14 @@ def _verdict(study: Study, metric: MetricComparison, model: ModelSummary, refere
     if difference.interval_method not in ("student-t over seeds", "none"):
         text += " This holds for these trained models on such items; another training seed may differ."
     return Verdict(title, state, text)
+
+
+def change_words(difference: PairedDifference, seeds: int, decimals: int) -> str:
+    """Return a difference over seeds with its interval, the interval's method and the corrected p-value."""
+    change = f"difference {fixed(difference.mean, decimals, '+')}"
+    if difference.low is not None and difference.high is not None:
+        change += f" [{fixed(difference.low, decimals, '+')}, {fixed(difference.high, decimals, '+')}]"
+    remarks = [method_text(difference, seeds)]
+    if difference.p_holm is not None:
+        remarks.append(f"p (Holm) {p_text(difference.p_holm)}")
+    return f"{change} ({'; '.join(filter(None, remarks))})" if any(remarks) else change

@@ -41,6 +41,8 @@ from .evidence import (
     StudyFigure,
     StudyIndex,
     StudyMember,
+    figure_of,
+    reached_at,
 )
 from .files import (
     SCHEMA_VERSION,

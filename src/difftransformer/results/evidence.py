@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from .base import Environment
+from .curves import steps_to
 from .studies import Curve
 
 
@@ -81,7 +82,8 @@ class StudyFigure:
         name: Name of the measurement.
         at: Where it was taken; empty for the figure over everything.
         curve: Curve of a run, in place of an evaluation.
-        reaches: Level of the curve. A run that never reaches it counts with its last step.
+        reaches: Level of the curve, from above for a curve in nats and from below for others. A run that never reaches it
+            counts with its last step.
         better: The direction that is an improvement.
         unit: Unit of the values; "share" for values from 0 to 1.
         paper: What the paper reports for each arm, by name.
@@ -174,23 +176,15 @@ def figure_of(record: RunRecord, figure: StudyFigure) -> float | None:
             None,
         )
     curve = record.curves.get(figure.curve)
-    if curve is None:
+    if curve is None or not curve.steps:
         return None
     if figure.reaches is None:
         return curve.values[-1]
-    step = reached_at(curve, figure.reaches)
+    step = reached_at(curve, figure)
     return float(curve.steps[-1]) if step is None else step
 
 
-def reached_at(curve: Curve, level: float) -> float | None:
-    """Return the step at which a curve first reaches a level, upwards if it ends above its start; None if it never does."""
-    points = list(zip(curve.steps, curve.values, strict=True))
-    sign = 1 if curve.values[-1] >= curve.values[0] else -1
-    before = points[0]
-    for point in points:
-        if sign * (point[1] - level) >= 0:
-            rise = point[1] - before[1]
-            share = (level - before[1]) / rise if rise else 1.0
-            return before[0] + share * (point[0] - before[0])
-        before = point
-    return None
+def reached_at(curve: Curve, figure: StudyFigure) -> float | None:
+    """Return the step at which a curve first reaches a figure's level; None if it never does."""
+    assert figure.reaches is not None
+    return steps_to(curve, figure.reaches, rising=not figure.curve.endswith("_nats"))

@@ -138,8 +138,8 @@ class StudyConfig:
         for name, one_arm in self.arms.items():
             if bool(one_arm.upcycle) != bool(self.source):
                 raise ConfigError(
-                    f"arms.{name}.upcycle is {one_arm.upcycle!r} and source is {self.source!r}; a study of a pretrained model has "
-                    "a source, and each arm says what becomes of it"
+                    f"arms.{name}.upcycle is {one_arm.upcycle!r} and source is {self.source!r}; a study of a pretrained "
+                    "model has a source, and each arm says what becomes of it"
                 )
         if not self.figures:
             raise ConfigError("figures: empty; name what the arms are compared by")

@@ -1,0 +1,140 @@
+"""Write what the documentation says about studies: `python docs/evidence.py`.
+
+It reads the records in docs/results/studies and others' replications in docs/replications.yaml, and writes README.md and
+docs/findings.md between their markers, docs/results/studies/README.md, and docs/figures/study-*.svg. With --check it writes
+nothing and names the files that differ, with exit status 1.
+"""
+
+import argparse
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import yaml
+
+from difftransformer.report.evidence import Studied, judge, read_claims, read_studies
+from difftransformer.report.evidence.answers import answers, headline, power_words, progress_words
+from difftransformer.report.evidence.drawings import draw_arms, draw_scaling
+from difftransformer.report.evidence.pages import claims_table, studies_table
+from difftransformer.report.evidence.tables import needs_table, overview_table
+from difftransformer.report.tables import Group, Table
+
+DOCS = Path(__file__).parent
+STUDIES = DOCS / "results" / "studies"
+PAGE = """# Studies
+
+Every study trains its arms on the same batches, with several seeds. A file in `NAME/runs/` holds one run, and
+`NAME/PRESET.json` says which runs a study is made of. `difftransformer study NAME` trains what is missing.
+`difftransformer report docs/results/studies` writes a page for each study with every table and figure.
+
+## Claims of the paper
+
+{claims}
+## Studies
+
+{studies}"""
+
+
+def generated() -> Iterator[tuple[Path, str]]:
+    """Yield each file that holds generated text, and its whole content."""
+    found = read_studies(STUDIES)
+    drawings = {one.evidence.slug: figure(one) for one in found}
+    claims, studies = claims_table(judge(read_claims(), found)), studies_table(found)
+    here = {one.evidence.slug: f"../../findings.md#study-{anchor(one.evidence.slug)}" for one in found}
+    yield STUDIES / "README.md", PAGE.format(claims=claims.markdown(here), studies=studies.markdown(here))
+    readme = readme_table(found).markdown(
+        {one.evidence.index.question: f"docs/findings.md#study-{anchor(one.evidence.slug)}" for one in found}
+    )
+    yield between(DOCS.parent / "README.md", {"studies": readme if found else "No study has run yet.\n"})
+    yield between(
+        DOCS / "findings.md",
+        {
+            "claims": claims.markdown({one.evidence.slug: f"#study-{anchor(one.evidence.slug)}" for one in found}),
+            "studies": "\n".join(section(one, drawings[one.evidence.slug] is not None) for one in found)
+            or "No study has run yet.\n",
+            "replications": replications().markdown(),
+        },
+    )
+    for one in found:
+        if drawings[one.evidence.slug] is not None:
+            yield figure_file(one), drawings[one.evidence.slug]
+
+
+def readme_table(found: list[Studied]) -> Table:
+    """Return the studies with their leading answers."""
+    rows = [[one.evidence.index.question, headline(one.evidence, one.rows, one.scaling)] for one in found]
+    return Table("studies", "Studies", (Group("question", numeric=False), Group("answer", numeric=False)), rows)
+
+
+def section(one: Studied, has_figure: bool) -> str:
+    """Return a study's part of the findings."""
+    evidence, index = one.evidence, one.evidence.index
+    records = evidence.path.relative_to(DOCS).as_posix()
+    lines = [
+        f"### Study {index.name} ({index.preset})",
+        f"**{index.question}** {index.about}",
+        f"`{index.command}` ([records]({records}), {progress_words(evidence)}).",
+        "\n".join(f"- {answer.subject}: {answer.text}" for answer in answers(evidence, one.rows, one.scaling)),
+    ]
+    if has_figure:
+        lines.append(f"![{index.question}](figures/{figure_file(one).name})")
+    lines.append(overview_table(evidence, one.rows).markdown().rstrip())
+    if one.scaling:
+        lines.append(needs_table(one.scaling).markdown().rstrip())
+    lines.append(power_words(evidence, one.rows))
+    return "\n\n".join(lines) + "\n"
+
+
+def figure(one: Studied) -> str | None:
+    """Return a study's figure as SVG; None if it has no pair of runs."""
+    scaling = draw_scaling(one.evidence, one.scaling) if one.scaling else None
+    drawing = scaling or draw_arms(one.evidence, one.rows)
+    return drawing.svg if drawing else None
+
+
+def figure_file(one: Studied) -> Path:
+    """Return the file of a study's figure."""
+    return DOCS / "figures" / f"study-{one.evidence.slug}.svg"
+
+
+def replications() -> Table:
+    """Return the table of others' replications."""
+    columns = ("who", "scale", "outcome", "soundness")
+    plain = yaml.safe_load((DOCS / "replications.yaml").read_text("utf-8"))
+    rows = [[one[column] for column in columns] for one in plain]
+    return Table("replications", "Replications", tuple(Group(column, numeric=False) for column in columns), rows)
+
+
+def anchor(heading: str) -> str:
+    """Return the address of a heading as code hosts make it."""
+    return re.sub(r"[^\w-]", "", heading.lower().replace(" ", "-"))
+
+
+def between(path: Path, parts: dict[str, str]) -> tuple[Path, str]:
+    """Return a file and its text with new text between each pair of markers."""
+    text = path.read_text("utf-8")
+    for name, new in parts.items():
+        pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
+        text, count = pattern.subn(lambda match, new=new: f"{match[1]}\n{new}\n{match[2]}", text)
+        if count != 1:
+            raise SystemExit(f"{path}: {count} pairs of markers <!-- {name} --> and <!-- /{name} -->; keep one")
+    return path, text
+
+
+def main() -> int:
+    """Write the files, or check them."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing, and name the files that differ")
+    check = parser.parse_args().check
+    differing = [(path, text) for path, text in generated() if not path.exists() or path.read_text("utf-8") != text]
+    for path, text in differing:
+        print(f"{path.relative_to(DOCS.parent)}: {'differs; run python docs/evidence.py' if check else 'written'}")
+        if not check:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, "utf-8")
+    return int(check and bool(differing))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,159 @@
+"""The statistics of a study: every figure of every arm, and its paired difference to the reference.
+
+Runs are paired where seed and data are the same. An arm is called better only where Student's interval of the difference
+excludes zero and its p-value is at most 0.05 after Holm's correction for all comparisons of the study: every arm, at every
+point and at their mean, on every figure.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from statistics import stdev
+from typing import Literal
+
+from difftransformer.report.evidence.reading import Evidence, Point
+from difftransformer.report.tables import Outcome, outcome
+from difftransformer.results import PairedDifference, Statistic, StudyArm, StudyFigure, figure_of, reached_at
+from difftransformer.statistics import detectable, holm_differences, mean_and_standard_error, paired_difference
+
+State = Literal["better", "worse", "undecided", "no interval"]
+STATES: dict[Outcome, State] = {
+    "first": "better",
+    "second": "worse",
+    "undecided": "undecided",
+    "unknown": "no interval",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compared:
+    """One figure of one arm at one point.
+
+    Attributes:
+        point: The point; empty for the mean over all points of a study with axes.
+        values: The figure of each seed.
+        statistic: Mean and standard error over all seeds of the arm.
+        difference: The arm minus the reference over the seeds that both have; None for the reference itself.
+        pairs: Number of these seeds.
+        spread: Standard deviation of the differences of these seeds; None with one seed.
+        reached: Number of runs that reached the level of a curve; None for other figures.
+    """
+
+    figure: StudyFigure
+    point: Point
+    arm: StudyArm
+    values: dict[int, float]
+    statistic: Statistic
+    difference: PairedDifference | None = None
+    pairs: int = 0
+    spread: float | None = None
+    reached: int | None = None
+
+    @property
+    def state(self) -> State:
+        """Whether the arm is better or worse than the reference."""
+        if self.difference is None:
+            return "no interval"
+        return STATES[outcome(self.difference, self.figure.better)]
+
+    @property
+    def detectable(self) -> float | None:
+        """The smallest difference that these seeds show with 80 % probability, judged by their own spread."""
+        if not self.spread or self.difference is None or not self.difference.comparisons:
+            return None
+        return self.spread * detectable(self.pairs, self.difference.comparisons)
+
+
+def compare(evidence: Evidence, reference: str | None = None) -> list[Compared]:
+    """Return every figure of every arm at every point, those of a study with axes also as means over the points.
+
+    Args:
+        evidence: The study.
+        reference: Name of the arm that the others are compared with, in place of the study's.
+    """
+    reference = reference or evidence.index.reference
+    points: list[Point] = [(), *(evidence.points if evidence.has_settings else [])]
+    found = [
+        _compared(evidence, figure, point, arm, reference)
+        for figure in evidence.index.figures
+        for point in points
+        for arm in evidence.index.arms
+    ]
+    rows = [row for row in found if row is not None]
+    differences = [row.difference for row in rows if row.difference]
+    about = [(row.figure.label, row.point, row.arm.name) for row in rows if row.difference]
+    corrected = iter(holm_differences(differences, about))
+    return [replace(row, difference=next(corrected)) if row.difference else row for row in rows]
+
+
+def comparisons_of(rows: Iterable[Compared]) -> int:
+    """Return the number of comparisons that were corrected together."""
+    return max((row.difference.comparisons or 0 for row in rows if row.difference), default=0)
+
+
+def planned_comparisons(arms: int, points: int, figures: int) -> int:
+    """Return the number of comparisons of a study once all its runs are there; points is 1 without axes."""
+    return (arms - 1) * (points + (points > 1)) * figures
+
+
+def row_of(rows: Iterable[Compared], figure: str, arm: str, point: Point) -> Compared | None:
+    """Return the row of a figure (by label), an arm and a point."""
+    wanted = (figure, arm, point)
+    return next((row for row in rows if (row.figure.label, row.arm.name, row.point) == wanted), None)
+
+
+def paired_seeds(evidence: Evidence, arm: str, reference: str, point: Point) -> list[int]:
+    """Return the seeds at which two arms were trained on the same data."""
+    first, second = evidence.at(arm, point), evidence.at(reference, point)
+    return sorted(seed for seed in first.keys() & second.keys() if first[seed].data_sha256 == second[seed].data_sha256)
+
+
+def bounded(difference: PairedDifference, unit: str) -> PairedDifference:
+    """Return a difference with an interval that is no wider than the range of its measure."""
+    if unit != "share" or difference.low is None or difference.high is None:
+        return difference
+    return replace(difference, low=max(-1.0, difference.low), high=min(1.0, difference.high))
+
+
+def _compared(evidence: Evidence, figure: StudyFigure, point: Point, arm: StudyArm, reference: str) -> Compared | None:
+    values = _values(evidence, figure, point, arm.name)
+    if not values:
+        return None
+    row = Compared(
+        figure=figure,
+        point=point,
+        arm=arm,
+        values=values,
+        statistic=mean_and_standard_error(list(values.values())),
+        reached=_reached(evidence, figure, point, arm.name),
+    )
+    if arm.name == reference:
+        return row
+    others = _values(evidence, figure, point, reference)
+    shared = set.intersection(
+        *(set(paired_seeds(evidence, arm.name, reference, place)) for place in evidence.places(point))
+    )
+    seeds = sorted(shared & values.keys() & others.keys())
+    if not seeds:
+        return row
+    difference = paired_difference([values[seed] for seed in seeds], [others[seed] for seed in seeds])
+    spread = stdev(values[seed] - others[seed] for seed in seeds) if len(seeds) > 1 else None
+    return replace(row, difference=bounded(difference, figure.unit), pairs=len(seeds), spread=spread)
+
+
+def _values(evidence: Evidence, figure: StudyFigure, point: Point, arm: str) -> dict[int, float]:
+    """Return a figure by seed. The mean over points has the seeds that were measured at every point."""
+    tables = []
+    for place in evidence.places(point):
+        found = ((seed, figure_of(run, figure)) for seed, run in sorted(evidence.at(arm, place).items()))
+        tables.append({seed: value for seed, value in found if value is not None})
+    seeds = sorted(set.intersection(*(set(table) for table in tables)))
+    return {seed: math.fsum(table[seed] for table in tables) / len(tables) for seed in seeds}
+
+
+def _reached(evidence: Evidence, figure: StudyFigure, point: Point, arm: str) -> int | None:
+    places = evidence.places(point)
+    if figure.reaches is None or len(places) > 1:
+        return None
+    runs = evidence.at(arm, places[0]).values()
+    return sum(reached_at(run.curves[figure.curve], figure) is not None for run in runs if figure.curve in run.curves)

@@ -1,0 +1,277 @@
+"""Statistics of studies against planted truth: runs drawn from a known effect and a known noise of seeds."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from difftransformer.errors import EvaluationError, ResultsError
+from difftransformer.report.evidence import compare, fit_power_law, planned_comparisons, read_evidence, scaling_of
+from difftransformer.report.evidence.comparisons import comparisons_of, row_of
+from difftransformer.report.evidence.scaling import interpolate
+from difftransformer.results import Curve, StudyAxis, StudyFigure, figure_of, write_result
+from difftransformer.statistics import detectable
+from tests.support.simulated_study import LOSS, falling, record, save, study
+
+SIMULATIONS = 2_000
+SEEDS = 5
+NOISE = 0.01
+SHARE = StudyFigure(label="accuracy", task="recall", name="accuracy", better="higher", unit="share")
+STEPS = StudyFigure(label="steps to 90 %", curve="validation_accuracy", reaches=0.9, unit="steps")
+ARMS = ["diff", "diff_v2", "wide", "softmax"]
+
+
+def losses(effects, rng, figures=(LOSS,), seeds=SEEDS):
+    """A study in which arms differ from the reference by `effects`, and seeds by a common and an own part."""
+    common = rng.normal(0, 5 * NOISE, seeds)
+
+    def make(arm, point, seed):
+        own = rng.normal(0, NOISE / math.sqrt(2), len(figures))
+        values = {
+            one.label: 2.0 + effects.get(arm, 0.0) + common[seed] + noise
+            for one, noise in zip(figures, own, strict=True)
+        }
+        return record(figures, values, arm=arm, seed=seed)
+
+    return study(ARMS, figures, seeds, make)
+
+
+def test_a_textbook_sample_size():
+    """For d = 0.5, two-sided 5 % and 80 % power a paired t test needs 34 pairs (J. Cohen; G*Power 3.1)."""
+    assert detectable(34) < 0.5 < detectable(33)
+
+
+@pytest.mark.parametrize("seeds", [2, 3, 5, 8])
+@pytest.mark.parametrize("comparisons", [1, 66])
+def test_the_detectable_effect_has_the_power_of_a_t_test(seeds, comparisons):
+    """The power by integration over the variance: t is beyond the bound if Z + shift > bound * sqrt(V / df)."""
+    shift = detectable(seeds, comparisons) * math.sqrt(seeds)
+    bound = stats.t.isf(0.05 / comparisons / 2, seeds - 1)
+    quantiles = (np.arange(200_000) + 0.5) / 200_000
+    deviations = np.sqrt(stats.chi2.ppf(quantiles, seeds - 1) / (seeds - 1))
+    power = stats.norm.sf(bound * deviations - shift) + stats.norm.cdf(-bound * deviations - shift)
+    assert power.mean() == pytest.approx(0.8, abs=2e-3)
+
+
+def test_one_seed_shows_nothing():
+    assert detectable(1) == math.inf
+    effects = [detectable(seeds, comparisons) for comparisons in (1, 30, 1000) for seeds in (60, 30, 8, 3, 2)]
+    assert all(0 < effect < math.inf for effect in effects)
+    with pytest.raises(EvaluationError, match="0 comparisons"):
+        detectable(5, 0)
+
+
+@pytest.mark.slow
+def test_planted_effects_are_found_and_nothing_is_claimed_without():
+    """Family-wise errors, power at the detectable effect, and coverage, over the same kind of study."""
+    rng = np.random.default_rng(0)
+    figures = (LOSS, dataclasses.replace(LOSS, label="other loss", name="other"))
+    comparisons = len(figures) * (len(ARMS) - 1)
+    planted = -detectable(SEEDS, comparisons) * NOISE
+    false, found, wrong, covered = 0, 0, 0, 0
+    for repeat in range(SIMULATIONS):
+        rows = [row for row in compare(losses({}, rng, figures)) if row.difference]
+        assert comparisons_of(rows) == len(rows) == comparisons == planned_comparisons(len(ARMS), 1, len(figures))
+        false += any(row.state != "undecided" for row in rows)
+        covered += sum(row.difference.low <= 0 <= row.difference.high for row in rows)
+        if repeat % 2:
+            row = row_of(compare(losses({"diff": planted}, rng, figures)), LOSS.label, "diff", ())
+            found += row.state == "better"
+            wrong += row.state == "worse"
+    slack = 3 * math.sqrt(0.05 * 0.95 / SIMULATIONS)
+    assert false / SIMULATIONS <= 0.05 + slack
+    assert abs(covered / (SIMULATIONS * comparisons) - 0.95) < 0.007
+    assert found / (SIMULATIONS / 2) >= 0.8 - 3 * math.sqrt(0.16 / (SIMULATIONS / 2))
+    assert wrong == 0
+
+
+def test_differences_are_those_of_a_paired_t_test():
+    evidence = losses({"diff": -0.01}, np.random.default_rng(1))
+    rows = compare(evidence)
+    own, other = (list(row_of(rows, LOSS.label, arm, ()).values.values()) for arm in ("diff", "softmax"))
+    row, expected = row_of(rows, LOSS.label, "diff", ()), stats.ttest_rel(own, other)
+    assert row.difference.p_value == pytest.approx(expected.pvalue)
+    interval = expected.confidence_interval()
+    assert (row.difference.low, row.difference.high) == pytest.approx((interval.low, interval.high))
+    assert row.detectable == pytest.approx(detectable(SEEDS, 3) * np.std(np.subtract(own, other), ddof=1))
+
+
+def test_runs_on_other_data_are_not_paired():
+    evidence = losses({}, np.random.default_rng(2))
+    runs = evidence.runs["diff", ()]
+    runs[0] = dataclasses.replace(runs[0], data_sha256="1" * 64)
+    del runs[1]
+    row = row_of(compare(evidence), LOSS.label, "diff", ())
+    assert (len(row.values), row.pairs) == (4, 3)
+
+
+def test_a_share_has_no_interval_beyond_one():
+    values = {"diff": [1.0, 0.9, 0.2], "softmax": [0.0, 0.1, 0.1]}
+    evidence = study(
+        ["diff", "softmax"], [SHARE], 3, lambda arm, _, seed: record([SHARE], {SHARE.label: values[arm][seed]}, arm=arm)
+    )
+    row = row_of(compare(evidence), SHARE.label, "diff", ())
+    assert stats.ttest_rel(values["diff"], values["softmax"]).confidence_interval().high > 1
+    assert row.difference.high == 1.0
+
+
+@pytest.mark.parametrize(
+    ("curve", "name", "level", "step"),
+    [
+        (Curve(steps=[100, 200, 300], values=[0.1, 0.8, 1.0]), "validation_accuracy", 0.9, 250.0),
+        (Curve(steps=[100, 200], values=[0.95, 0.99]), "validation_accuracy", 0.9, 100.0),
+        (Curve(steps=[100, 200], values=[0.1, 0.2]), "validation_accuracy", 0.9, 200.0),
+        (Curve(steps=[100, 200], values=[3.0, 1.0]), "validation_loss_nats", 2.5, 125.0),
+        (Curve(steps=[100, 200], values=[3.0, 2.9]), "validation_loss_nats", 2.5, 200.0),
+    ],
+)
+def test_steps_to_a_level(curve, name, level, step):
+    figure = StudyFigure(label="steps", curve=name, reaches=level)
+    assert figure_of(record([], {}, arm="diff", curves={name: curve}), figure) == step
+
+
+def test_runs_that_never_reach_the_level_are_counted():
+    def make(arm, point, seed):
+        end = 1.0 if arm == "diff" and seed else 0.5
+        return record([], {}, arm=arm, curves={"validation_accuracy": Curve(steps=[500, 1000], values=[0.0, end])})
+
+    rows = compare(study(["diff", "softmax"], [STEPS], 3, make))
+    assert row_of(rows, STEPS.label, "diff", ()).reached == 2
+    assert row_of(rows, STEPS.label, "softmax", ()).reached == 0
+    assert row_of(rows, STEPS.label, "softmax", ()).statistic.mean == 1000
+
+
+def test_means_over_settings_are_paired_seed_by_seed():
+    axis = StudyAxis(name="noise", values=["0", "0.4"], numbers=[0.0, 0.4])
+    rng = np.random.default_rng(3)
+    drawn = {
+        (arm, point, seed): rng.normal() for arm in ("diff", "softmax") for point in axis.values for seed in range(4)
+    }
+    evidence = study(
+        ["diff", "softmax"],
+        [LOSS],
+        4,
+        lambda arm, point, seed: record([LOSS], {LOSS.label: drawn[arm, *point, seed]}, arm=arm),
+        axes=[axis],
+    )
+    del evidence.runs["diff", ("0.4",)][3]  # its seed has no mean over settings
+    rows = compare(evidence)
+    means = {
+        arm: [(drawn[arm, "0", seed] + drawn[arm, "0.4", seed]) / 2 for seed in range(3)] for arm in ("diff", "softmax")
+    }
+    row = row_of(rows, LOSS.label, "diff", ())
+    assert row.pairs == 3
+    assert row.difference.p_value == pytest.approx(stats.ttest_rel(means["diff"], means["softmax"]).pvalue)
+    assert comparisons_of(rows) == planned_comparisons(arms=2, points=2, figures=1) == 3  # two settings and their mean
+
+
+def test_an_axis_of_one_value_adds_no_comparison():
+    axis = StudyAxis(name="noise", values=["0"])
+    evidence = study(
+        ["diff", "softmax"],
+        [STEPS],
+        3,
+        lambda arm, _, seed: record(
+            [],
+            {},
+            arm=arm,
+            curves={"validation_accuracy": Curve(steps=[1, 2], values=[0.0, 1.0 + seed * (arm == "diff")])},
+        ),
+        axes=[axis],
+    )
+    rows = compare(evidence)
+    assert [(row.arm.name, row.point, row.reached, row.pairs) for row in rows] == [
+        ("diff", (), 3, 3),
+        ("softmax", (), 3, 0),
+    ]
+    assert comparisons_of(rows) == planned_comparisons(arms=2, points=1, figures=1) == 1
+
+
+SIZES = StudyAxis(name="size", values=["s", "m", "l", "xl"], numbers=[0.3e6, 1e6, 3e6, 8e6])
+TOKENS = StudyAxis(name="tokens", values=["few", "some", "many"], numbers=[5e6, 2e7, 8e7])
+
+
+def scaling_study(rng, factor=1.6, noise=0.004, seeds=3):
+    """The arm has the loss of a reference with `factor` times its parameters."""
+
+    def make(arm, point, seed):
+        size, tokens = (
+            axis.numbers[axis.values.index(value)] for axis, value in zip((SIZES, TOKENS), point, strict=True)
+        )
+        n = size * (factor if arm == "diff" else 1.0)
+        loss = 1.5 + 12 * n**-0.25 + 40 * tokens**-0.3 + rng.normal(0, noise)
+        return record([LOSS], {LOSS.label: loss}, arm=arm, parameters=int(size), tokens=int(tokens))
+
+    return study(["diff", "softmax"], [LOSS], seeds, make, axes=[SIZES, TOKENS], analysis="scaling")
+
+
+def test_a_power_law_without_noise_is_recovered():
+    n = np.array(SIZES.numbers)
+    law = fit_power_law(n, (1.5 + 12 * n**-0.25)[None])
+    assert law.b[0] == pytest.approx(0.25, abs=0.01)
+    assert law.c[0] == pytest.approx(1.5, abs=0.03)
+    assert law.inverse(np.array([1.5 + 12 * 2e6**-0.25]))[0] == pytest.approx(2e6, rel=0.01)
+    flat = fit_power_law(n, np.array([[2.0, 2.0, 2.0, 2.0], [1.0, 2.0, 3.0, 4.0]]))  # nothing falls
+    assert np.isfinite(flat.at(n)).all()
+
+
+def test_interpolation_is_numpys_and_says_what_is_out_of_range():
+    n, losses_ = np.array([1e5, 1e6, 1e7]), np.array([[3.0, 2.0, 1.5]] * 4)
+    found = interpolate(n, losses_, np.array([2.5, 1.75, 3.5, 1.0]))
+    assert found[:2] == pytest.approx(np.exp(np.interp([-2.5, -1.75], [-3, -2, -1.5], np.log(n))))
+    assert found[2:].tolist() == [0.0, math.inf]
+
+
+def test_the_planted_share_of_parameters_is_found():
+    scaling = scaling_of(scaling_study(np.random.default_rng(0), noise=0.0))
+    by_size = [need for need in scaling.needs if need.axis.name == "size"]
+    assert [need.fit.share for need in by_size] == pytest.approx([1 / 1.6] * 4, rel=0.03)
+    assert [need.raw.share for need in by_size[1:]] == pytest.approx([1 / 1.6] * 3, rel=0.06)
+    assert by_size[0].raw.share == 0.0  # below the smallest arm
+    assert [need.fit.outside for need in by_size] == [True, False, False, False]
+    worse = scaling_of(scaling_study(np.random.default_rng(0), factor=1 / 1.6, noise=0.0))
+    assert worse.needs[3].is_more
+    assert worse.needs[3].raw.share == math.inf
+
+
+@pytest.mark.slow
+def test_intervals_of_the_share_of_parameters_cover_it():
+    rng, fit, raw, repeats = np.random.default_rng(5), 0, 0, 60
+    for _ in range(repeats):
+        need = next(one for one in reversed(scaling_of(scaling_study(rng)).needs) if one.axis.name == "size")
+        fit += need.fit.low <= 1 / 1.6 <= need.fit.high
+        raw += need.raw.low <= 1 / 1.6 <= need.raw.high
+    for covered in (fit, raw):
+        assert stats.binomtest(covered, repeats, 0.95).pvalue > 0.001
+
+
+def test_no_axes_no_scaling():
+    with pytest.raises(ResultsError, match="no size here"):
+        scaling_of(losses({}, np.random.default_rng(0)))
+
+
+def test_a_study_is_read_back_from_its_files(tmp_path):
+    rng = np.random.default_rng(0)
+    evidence = losses({"diff": 0.1}, rng)
+    path = save(evidence, tmp_path)
+    assert compare(read_evidence(path)) == compare(evidence)
+    members = [dataclasses.replace(member, arm="nobody") for member in evidence.index.members]
+    write_result(dataclasses.replace(evidence.index, members=members), path)
+    with pytest.raises(ResultsError, match="of arm 'nobody'"):
+        read_evidence(path)
+    write_result(dataclasses.replace(evidence.index, reference="nobody"), path)
+    with pytest.raises(ResultsError, match="the reference 'nobody' is no arm"):
+        read_evidence(path)
+
+
+def test_tuning_runs_are_in_no_comparison(tmp_path):
+    evidence = losses({}, np.random.default_rng(0))
+    members = [dataclasses.replace(member, is_tuning=member.seed == 0) for member in evidence.index.members]
+    path = save(dataclasses.replace(evidence, index=dataclasses.replace(evidence.index, members=members)), tmp_path)
+    assert {row.pairs for row in compare(read_evidence(path)) if row.difference} == {SEEDS - 1}
+
+
+def test_curves_of_simulated_runs_fall():
+    assert falling(6, 2, 1000, np.random.default_rng(0)).values[-1] == pytest.approx(2, abs=0.1)

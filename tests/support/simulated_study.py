@@ -1,0 +1,144 @@
+"""Studies whose truth is known: records of runs drawn from an effect and a noise of seeds, without any training."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from difftransformer.report.evidence import Evidence
+from difftransformer.results import (
+    Curve,
+    Environment,
+    RunFigure,
+    RunRecord,
+    StudyArm,
+    StudyAxis,
+    StudyFigure,
+    StudyIndex,
+    StudyMember,
+    write_result,
+)
+
+ENVIRONMENT = Environment(
+    difftransformer="0.2.0",
+    python="3.11.2",
+    torch="2.13.0+cpu",
+    transformers="5.17.0",
+    platform="Linux-6.1-x86_64",
+    processor="Example CPU, 2 cores",
+    device="cpu",
+    threads=1,
+    commit="0123456789abcdef0123456789abcdef01234567",
+)
+
+LOSS = StudyFigure(label="held-out loss", task="perplexity", name="nll", unit="nats/token")
+
+Values = Callable[[str, tuple[str, ...], int], dict[str, float]]
+"""Figures by label for an arm, a point and a seed."""
+
+
+def record(
+    figures: Sequence[StudyFigure],
+    values: dict[str, float],
+    *,
+    arm: str,
+    seed: int = 0,
+    parameters: int = 500_000,
+    tokens: int = 6_000_000,
+    seconds: float = 100.0,
+    curves: dict[str, Curve] | None = None,
+    more: Sequence[RunFigure] = (),
+    data: str = "0" * 64,
+) -> RunRecord:
+    """Return a run with the given figures."""
+    measured = [
+        RunFigure(
+            task=one.task, name=one.name, unit=one.unit, better=one.better, at=one.at, value=values[one.label], n=100
+        )
+        for one in figures
+        if not one.curve and one.label in values
+    ]
+    return RunRecord(
+        recipe={"name": "simulated", "model": {"attention_type": arm, "hidden_size": 128}, "training": {"seed": seed}},
+        data_sha256=data,
+        created="2026-01-02T03:04:05+00:00",
+        environment=ENVIRONMENT,
+        parameters=parameters,
+        train_tokens=tokens,
+        train_seconds=seconds,
+        step_seconds=seconds / 3000,
+        total_seconds=1.2 * seconds,
+        figures=[*measured, *more],
+        curves=curves or {},
+    )
+
+
+def study(
+    arms: Sequence[str | StudyArm],
+    figures: Sequence[StudyFigure],
+    seeds: int | dict[str, int],
+    make: Callable[[str, tuple[str, ...], int], RunRecord],
+    *,
+    axes: Sequence[StudyAxis] = (),
+    **parts: Any,
+) -> Evidence:
+    """Return a study whose last arm is the reference, with `make` called for every run."""
+    arms = [arm if isinstance(arm, StudyArm) else StudyArm(name=arm, label=arm) for arm in arms]
+    runs: dict[Any, dict[int, RunRecord]] = {}
+    members, files = [], {}
+    for arm in arms:
+        for point in product(*(axis.values for axis in axes)):
+            count = seeds if isinstance(seeds, int) else seeds[arm.name]
+            for seed in range(count):
+                runs.setdefault((arm.name, point), {})[seed] = make(arm.name, point, seed)
+                file = f"runs/{'-'.join([arm.name, *point])}-seed{seed}.json"
+                place = dict(zip([axis.name for axis in axes], point, strict=True))
+                members.append(StudyMember(arm=arm.name, point=place, seed=seed, file=file))
+                files[arm.name, point, seed] = file
+    index = StudyIndex(
+        **{
+            "name": "simulated",
+            "preset": "laptop",
+            "question": "Is there an effect?",
+            "about": "Simulated.",
+            "analysis": "arms",
+            "reference": arms[-1].name,
+            "arms": arms,
+            "axes": list(axes),
+            "figures": list(figures),
+            "members": members,
+            "planned": len(members),
+            "rates": [],
+            "command": "difftransformer study simulated",
+        }
+        | parts
+    )
+    return Evidence(index=index, path=Path("simulated/laptop.json"), runs=runs, files=files)
+
+
+def save(evidence: Evidence, folder: Path) -> Path:
+    """Write a study's index and runs below a folder, and return the index."""
+    place = folder / evidence.index.name
+    for (arm, point, seed), file in evidence.files.items():
+        write_result(evidence.runs[arm, point][seed], place / file)
+    return write_result(evidence.index, place / f"{evidence.index.preset}.json")
+
+
+def falling(
+    start: float, end: float, steps: int, rng: np.random.Generator, noise: float = 0.0, points: int = 40
+) -> Curve:
+    """Return a curve that falls (or rises) from start towards end over training."""
+    x = np.linspace(steps / points, steps, points).astype(int)
+    y = end + (start - end) * np.exp(-5 * x / steps) + rng.normal(0, noise, points)
+    return Curve(steps=x.tolist(), values=[round(float(v), 5) for v in y])
+
+
+def without(evidence: Evidence, arm: str, seed: int) -> Evidence:
+    """Return the study without an arm's runs of a seed."""
+    runs = {
+        key: {s: run for s, run in found.items() if (key[0], s) != (arm, seed)} for key, found in evidence.runs.items()
+    }
+    return dataclasses.replace(evidence, runs=runs)
