@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from difftransformer.errors import CheckpointError
-from difftransformer.train import Interrupted, checkpoints, latest_checkpoint, read_metrics, verify_checkpoint
+from difftransformer.train import Interrupted, checkpoints, latest_checkpoint, read_metrics, saving, verify_checkpoint
 from difftransformer.train import checkpoint as checkpoint_module
 
 
@@ -133,7 +133,7 @@ def test_a_deletion_that_is_cut_short_leaves_no_checkpoint(run, train_toy, read_
     with monkeypatch.context() as stopped:
         stopped.setattr(checkpoint_module.shutil, "rmtree", stop)
         with pytest.raises(KeyboardInterrupt):
-            checkpoint_module._delete(run / "checkpoints" / "step-000006")
+            checkpoint_module.delete_checkpoint(run / "checkpoints" / "step-000006")
     assert checkpoints(run) == []
     train_toy(run)
     assert read_run(run) == before
@@ -216,10 +216,9 @@ def test_a_full_disk_keeps_and_names_the_older_checkpoint(run, train_toy, monkey
     kept = run / "checkpoints" / "step-000006"
     before = {path.name: path.read_bytes() for path in kept.iterdir()}
     with monkeypatch.context() as patch:
-        if where == "weights":
-            patch.setattr("transformers.modeling_utils.safe_save_file", full_disk)
-        elif where == "moments":
-            patch.setattr(checkpoint_module, "save_file", full_disk)
+        if where in ("weights", "moments"):
+            name, write = {"weights": "model", "moments": "optimizer"}[where], saving.save_file
+            patch.setattr(saving, "save_file", lambda *a, **k: full_disk() if a[1].stem == name else write(*a, **k))
         elif where == "tokenizer":
             patch.setattr("difftransformer.data.tokenizer.write_text_atomically", full_disk)
         else:
@@ -238,12 +237,12 @@ def test_a_full_disk_keeps_and_names_the_older_checkpoint(run, train_toy, monkey
 
 def test_training_goes_on_while_the_disk_is_full(tmp_path, train_toy, read_run, monkeypatch):
     train_toy(tmp_path / "undisturbed", checkpoint_every=1)
-    write, steps = checkpoint_module.save_file, iter(range(1, 9))
+    write = saving.save_file
 
-    def full_at_times(tensors, path):
-        full_disk() if next(steps) in (3, 4) else write(tensors, path)
+    def full_at_times(tensors, path, **options):
+        full_disk() if path.parent.name in (".step-000003.tmp", ".step-000004.tmp") else write(tensors, path, **options)
 
-    monkeypatch.setattr(checkpoint_module, "save_file", full_at_times)
+    monkeypatch.setattr(saving, "save_file", full_at_times)
     with pytest.warns(UserWarning, match="training goes on") as warned:
         train_toy(tmp_path / "run", checkpoint_every=1)
     assert len(warned) == 2
@@ -256,7 +255,7 @@ def test_training_goes_on_while_the_disk_is_full(tmp_path, train_toy, read_run, 
 
 
 def test_a_full_disk_at_the_first_checkpoint(tmp_path, train_toy, monkeypatch):
-    monkeypatch.setattr(checkpoint_module, "save_file", full_disk)
+    monkeypatch.setattr(saving, "save_file", full_disk)
     with pytest.raises(CheckpointError, match="no earlier checkpoint exists"):
         train_toy(tmp_path)
     assert list((tmp_path / "checkpoints").iterdir()) == []

@@ -145,6 +145,23 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """How checkpoints are written.
+
+    Attributes:
+        asynchronous: Whether training goes on while a checkpoint is written, from a copy in the memory of the CPU.
+        timeout_seconds: Time after which a save that has not ended is given up.
+    """
+
+    asynchronous: bool = False
+    timeout_seconds: float = 1800.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.timeout_seconds < math.inf:
+            raise ConfigError(f"timeout_seconds={self.timeout_seconds}: give a number above 0")
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
     """One training run.
 
@@ -163,6 +180,7 @@ class TrainingConfig:
         schedule: Schedule of the learning rate.
         validate_every: Steps between validations. The last step is always validated.
         validation_windows: Number of validation windows, each of the last stage's length.
+        checkpoint: How checkpoints are written.
         checkpoint_every: Steps between checkpoints. The last step is always saved.
         keep_checkpoints: Number of newest checkpoints to keep.
         keep_every: Checkpoints of the multiples of this number of steps are kept for good; None keeps none so.
@@ -187,6 +205,7 @@ class TrainingConfig:
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     validate_every: int = 100
     validation_windows: int = 16
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     checkpoint_every: int = 500
     keep_checkpoints: int = 2
     keep_every: int | None = None

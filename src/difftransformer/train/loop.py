@@ -18,13 +18,14 @@ from ..data import Loader, Shards, document_positions, validation_windows
 from ..errors import EXIT_INTERRUPTED, EXIT_REQUEUE, CheckpointError, DiffTransformerError, FailedElsewhere
 from ..model import DiffTransformerConfig, DiffTransformerForCausalLM
 from ..model.nll import IGNORED, loss_chunk, summed_next_token_nll
-from .checkpoint import MAKE_ROOM, CheckpointState, checkpoints, load_checkpoint, newest_intact, save_checkpoint
+from .checkpoint import CheckpointState, checkpoints, load_checkpoint, newest_intact
 from .config import TrainingConfig
 from .lora import add_lora
 from .metrics import METRICS_FILE, Metrics, MetricsLog, StepMetrics, ValidationMetrics
 from .optim import build_optimizer, learning_rate
 from .parallel import Mesh, Processes
 from .recompute import recompute_activations
+from .saving import MAKE_ROOM, Saver
 
 
 class Interrupted(Exception):
@@ -129,28 +130,19 @@ def train(
     with processes.together():
         log = MetricsLog(run / METRICS_FILE, step=step) if processes.is_first else None
     validated = processes.from_first(lambda: log.validated_step if log else 0)
+    saver = Saver(run, model=model, optimizer=optimizer, tokenizer=shards.tokenizer, config=config, processes=processes)
 
     def report(metrics: Metrics) -> None:
         if log is not None:
             log.write(metrics)
             on_metrics(metrics)
 
-    def save() -> Path:
-        state = CheckpointState(step=step, tokens=tokens, seconds=seconds, loader=loader.state_dict())
-        return save_checkpoint(
-            run,
-            state,
-            model=model,
-            optimizer=optimizer,
-            tokenizer=shards.tokenizer,
-            keep=config.keep_checkpoints,
-            keeps_step=config.keeps_step,
-            processes=processes,
-        )
+    def state_now() -> CheckpointState:
+        return CheckpointState(step=step, tokens=tokens, seconds=seconds, loader=loader.state_dict())
 
-    def save_if_possible() -> None:
+    def if_possible(act: Callable[[], object]) -> None:
         try:
-            save()
+            act()
         except (CheckpointError, FailedElsewhere) as error:
             if not processes.from_first(lambda: checkpoints(run)):
                 raise
@@ -203,12 +195,17 @@ def train(
                 validate_if_due(stop)
                 status, last = stop(), step == config.steps
                 if last or status:
-                    saved = save()
+                    if_possible(saver.finish)
+                    saved = saver.save(state_now())
                     if status and not (last and validated == step):
                         raise Interrupted(saved, step, status)
                 elif step % config.checkpoint_every == 0 or config.keeps_step(step):
-                    save_if_possible()
+                    if_possible(saver.finish)
+                    if_possible(lambda: saver.start(state_now()))
+                    if not config.checkpoint.asynchronous:
+                        if_possible(saver.finish)
     finally:
+        saver.close()
         if log is not None:
             log.close()
     return model
