@@ -19,7 +19,7 @@ import re
 import shutil
 import warnings
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -51,12 +51,14 @@ class CheckpointState:
         tokens: Number of tokens trained on.
         seconds: Time spent in training steps.
         loader: State of the loader.
+        norms: Gradient norms that the next ones are compared with.
     """
 
     step: int
     tokens: int
     seconds: float
     loader: dict[str, Any]
+    norms: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)

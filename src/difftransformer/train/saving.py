@@ -216,11 +216,12 @@ class _Writing(Thread):
 
     def _write_own_files(self) -> None:
         folder, members = self._temporary, self._members
-        # First, as all processes fail together here.
-        if members.count > 1:
+        tensors = {stem: share for stem, (share, _) in self._shares.items()}
+        if members.count == 1:
+            tensors[MOMENTS] = self._moments
+        else:  # first, as all processes fail together here
             write_parts(folder, MOMENTS, self._moments, members)
-        tensors = {} if members.count > 1 else {MOMENTS: self._moments}
-        for stem, share in (tensors | {stem: share for stem, (share, _) in self._shares.items()}).items():
+        for stem, share in tensors.items():
             file = folder / part_name(stem, members.rank, members.count)
             if share:
                 with naming(file):
