@@ -26,7 +26,6 @@ from .checkpoint import (
     ADAPTERS,
     MOMENTS,
     MOMENTS_OF,
-    RANDOM,
     STATE_FILE,
     STATE_VERSION,
     WEIGHTS,
@@ -37,6 +36,7 @@ from .checkpoint import (
     delete_checkpoint,
     file_sum,
     folder_of_step,
+    random_states,
     step_of,
 )
 from .config import TrainingConfig
@@ -289,9 +289,7 @@ class _Writing(Thread):
 def _optimizer_tensors(
     model: DiffTransformerForCausalLM, optimizer: torch.optim.Optimizer, processes: Processes
 ) -> dict[str, Tensor]:
-    tensors = {f"{RANDOM}cpu": torch.get_rng_state()} if processes.is_first else {}
-    if torch.cuda.is_available() and processes.count == 1:
-        tensors |= {f"{RANDOM}cuda/{i}": state for i, state in enumerate(torch.cuda.get_rng_state_all())}
+    tensors = random_states() if processes.is_first else {}
     for name, parameter in model.named_parameters():
         state = optimizer.state.get(parameter, {})
         tensors |= {f"{moment}/{name}": state[moment] for moment in MOMENTS_OF if moment in state}
