@@ -30,7 +30,7 @@ def main():
     folder, shards = sys.argv[1:]
     said = {}
     with joined("cpu") as processes:
-        for scenario in (plain, asynchronous, nonfinite, full, hanging, ending):
+        for scenario in (plain, asynchronous, skip, rollback, full, hanging, ending):
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 try:
@@ -56,8 +56,16 @@ def asynchronous(folder, shards, processes):
     train(folder, shards, processes, checkpoint=CheckpointConfig(asynchronous=True))
 
 
-def nonfinite(folder, shards, processes):
-    """The loss of the fifth step is not a number on the second process."""
+def skip(folder, shards, processes):
+    poisoned(folder, shards, processes, rank=1, nonfinite="skip")
+
+
+def rollback(folder, shards, processes):
+    poisoned(folder, shards, processes, rank=1, nonfinite="rollback")
+
+
+def poisoned(folder, shards, processes, *, rank, **fields):
+    """The loss of the fifth step is not a number in one process."""
     from difftransformer.train import loop
 
     compute, calls = loop.summed_next_token_nll, []
@@ -65,11 +73,11 @@ def nonfinite(folder, shards, processes):
     def nll(model, *arguments, **options):
         calls.extend([1] * model.training)
         found = compute(model, *arguments, **options)
-        return found * math.nan if model.training and len(calls) == 5 and processes.rank == 1 else found
+        return found * math.nan if model.training and len(calls) == 5 and processes.rank == rank else found
 
     loop.summed_next_token_nll = nll
     try:
-        train(folder, shards, processes, nonfinite="skip")
+        train(folder, shards, processes, **fields)
     finally:
         loop.summed_next_token_nll = compute
 

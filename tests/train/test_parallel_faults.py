@@ -1,7 +1,6 @@
 """Two processes of which one meets a fault: both go on or end, and nothing unreadable counts."""
 
 import json
-import math
 import shutil
 
 import pytest
@@ -10,8 +9,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from difftransformer.errors import CheckpointError
-from difftransformer.hub import open_model
-from difftransformer.train import checkpoints, loop, read_metrics, verify_checkpoint
+from difftransformer.hub import export_folder, open_model
+from difftransformer.train import checkpoints, read_metrics, verify_checkpoint
 from difftransformer.train.checkpoint import content_sha256, file_sum
 from difftransformer.train.parallel import ALONE
 from tests.support import parallel_faults
@@ -52,23 +51,31 @@ def test_asynchronous_checkpoints_are_the_same(faults):
         assert all(torch.equal(found[name], wanted[name]) for name in wanted | found)
 
 
-def test_all_skip_a_step_that_is_not_finite_on_one(faults, toy_shards, tmp_path, monkeypatch):
-    """As one process does where the whole batch is so."""
+@pytest.mark.parametrize(
+    ("policy", "follows", "steps"),
+    [("skip", "it is skipped", [1, 2, 3, 4, 6, 7, 8]), ("rollback", "training goes back to step 4", [*range(1, 9)])],
+)
+def test_all_do_the_same_where_one_loss_is_not_finite(faults, toy_shards, tmp_path, policy, follows, steps):
+    """As one process does."""
     folder, said = faults
-    assert said["nonfinite"] == ["step 5 has loss nan and gradient norm nan; it is skipped"]
-    compute, calls = loop.summed_next_token_nll, []
-
-    def nll(model, *arguments, **options):
-        calls.extend([1] * model.training)
-        return compute(model, *arguments, **options) * (math.nan if model.training and len(calls) == 5 else 1)
-
-    monkeypatch.setattr(loop, "summed_next_token_nll", nll)
+    assert said[policy] == [f"step 5 has loss nan and gradient norm nan; {follows}"]
     with pytest.warns(UserWarning, match="step 5 has loss nan"):
-        parallel_faults.train(tmp_path, toy_shards.folder, ALONE, nonfinite="skip")
-    found, expected = (read_metrics(at / "diff" / "metrics.jsonl")[0] for at in (folder / "nonfinite", tmp_path))
-    assert [line.step for line in found] == [line.step for line in expected] == [1, 2, 3, 4, 6, 7, 8]
+        parallel_faults.poisoned(tmp_path, toy_shards.folder, ALONE, rank=0, nonfinite=policy)
+    found, expected = (read_metrics(at / "diff" / "metrics.jsonl")[0] for at in (folder / policy, tmp_path))
+    assert [line.step for line in found] == [line.step for line in expected] == steps
     for line, wanted in zip(found, expected, strict=True):
         assert line.loss_nats == pytest.approx(wanted.loss_nats, rel=1e-5)
+
+
+def test_a_checkpoint_of_two_processes_is_exported(faults, tmp_path):
+    run = faults[0] / "plain" / "diff"
+    done = export_folder(run, tmp_path / "out")
+    assert "model.safetensors" in done.files
+    assert not any("optimizer" in name or "index" in name for name in done.files)
+    exported = load_file(tmp_path / "out" / "model.safetensors")
+    tensors = tensors_of(checkpoints(run)[-1])
+    assert exported.keys() <= tensors.keys()
+    assert all(torch.equal(tensor, tensors[name]) for name, tensor in exported.items())
 
 
 def test_a_full_disk_of_the_second_process(faults):

@@ -11,7 +11,6 @@ from pathlib import Path
 from threading import Thread
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -196,7 +195,7 @@ class _Writing(Thread):
         try:
             self._write_own_files()
             sums = self._flushed_sums()
-        except (OSError, SafetensorError, DataError, CheckpointError) as error:
+        except Exception as error:  # the other processes wait for what follows
             sums = _reason(error, self._final)
         found = self._members.gathered(sums)
         if self._members.is_first:
