@@ -7,6 +7,7 @@ import os
 import shutil
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from threading import Thread
 
@@ -15,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..data import Tokenizer
-from ..errors import CheckpointError, DataError
+from ..errors import CheckpointError, DataError, FailedElsewhere
 from ..files import naming
 from ..model import DiffTransformerConfig, DiffTransformerForCausalLM
 from ..model.card import CARD_FILE, model_card
@@ -84,18 +85,48 @@ class Saver:
                 kept, and the message names the newest.
             FailedElsewhere: The same, in all processes but the first.
         """
-        self.start(state)
-        self.finish()
+        self.wait()
+        self._start(state)
+        self._finish()
         return folder_of_step(self._run, state.step)
 
-    def start(self, state: CheckpointState) -> None:
-        """Start to write a checkpoint. Unless saving is asynchronous, training must not go on before `finish`.
+    def save_if_possible(self, state: CheckpointState) -> None:
+        """Write a checkpoint, or start to write it if saving is asynchronous. A fault is a warning, as in `wait`.
 
         Raises:
-            CheckpointError: An earlier save that was given up has still not ended.
+            CheckpointError: As `wait`.
+            FailedElsewhere: As `wait`.
+        """
+        self.wait()
+        self._if_possible(lambda: self._start(state))
+        if not self._config.checkpoint.asynchronous:
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait for the end of a save that has been started. A fault is a warning where another checkpoint exists.
+
+        Raises:
+            CheckpointError: No checkpoint exists.
             FailedElsewhere: The same, in all processes but the first.
         """
-        self.finish()
+        self._if_possible(self._finish)
+
+    def close(self) -> None:
+        """Wait for the save that has been started, also if other processes are gone. A fault is a warning."""
+        writing, self._writing = self._writing, None
+        if writing is not None and (fault := writing.fault()) and self._processes.is_first:
+            warnings.warn(fault, stacklevel=2)
+
+    def _if_possible(self, act: Callable[[], None]) -> None:
+        try:
+            act()
+        except (CheckpointError, FailedElsewhere) as error:
+            if not self._processes.from_first(lambda: checkpoints(self._run)):
+                raise
+            if self._processes.is_first:
+                warnings.warn(f"{str(error).removesuffix(MAKE_ROOM)}; training goes on", stacklevel=2)
+
+    def _start(self, state: CheckpointState) -> None:
         if self._processes.largest(self._last is not None and self._last.is_alive()):
             final = folder_of_step(self._run, state.step)
             self._processes.fail(
@@ -112,13 +143,7 @@ class Saver:
         self._writing = self._last = writing
         writing.start()
 
-    def finish(self) -> None:
-        """Wait for the end of the save that has been started, if there is one.
-
-        Raises:
-            CheckpointError: It has failed, or does not end within `training.checkpoint.timeout_seconds`.
-            FailedElsewhere: The same, in all processes but the first.
-        """
+    def _finish(self) -> None:
         if self._writing is None:
             return
         writing, self._writing = self._writing, None
@@ -127,12 +152,6 @@ class Saver:
             writing.join()
         if fault is not None:
             self._processes.fail(CheckpointError(fault))
-
-    def close(self) -> None:
-        """Wait for the save that has been started, also if other processes are gone. A fault is a warning."""
-        writing, self._writing = self._writing, None
-        if writing is not None and (fault := writing.fault()) and self._processes.is_first:
-            warnings.warn(fault, stacklevel=2)
 
 
 class _Writing(Thread):
