@@ -37,7 +37,7 @@ from .tensor_files import TensorFiles, is_part
 STATE_FILE = "state.json"
 STATE_VERSION = 1
 WEIGHTS, ADAPTERS, MOMENTS = "model", "trained", "optimizer"  # names of files, without .safetensors
-MOMENTS_OF = ("exp_avg", "exp_avg_sq", "step", "momentum_buffer")  # a parameter
+MOMENTS_OF = ("exp_avg", "exp_avg_sq", "step", "momentum_buffer")  # of a parameter
 RANDOM = "random/"
 _NAME = re.compile(r"step-(\d{6,})")
 

@@ -177,6 +177,7 @@ class _Writing(Thread):
         self._run, self._state, self._tokenizer, self._config = run, state, tokenizer, config
         self._model, self._shares, self._moments = model, shares, moments
         self._members = processes.in_background()
+        self._gpu = torch.cuda.current_device() if processes.device == "cuda" else None
         self._final = folder_of_step(run, state.step)
         self._temporary = self._final.with_name(f".{self._final.name}.tmp")
         self._begun, self._given_up = time.monotonic(), False
@@ -200,6 +201,8 @@ class _Writing(Thread):
     def run(self) -> None:
         """Be the thread."""
         try:
+            if self._gpu is not None:  # a new thread is on the first GPU, which belongs to another process
+                torch.cuda.set_device(self._gpu)
             self._write()
         except BaseException as error:
             self._error = error
