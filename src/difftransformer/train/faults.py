@@ -53,4 +53,4 @@ class GradientWatch:
             return None
         is_full, before = len(self.norms) == OUTLIER_STEPS, np.array(self.norms)
         self.norms.append(norm)
-        return "outlier" if is_full and norm > before.mean() + self._sigmas * before.std() else None
+        return "outlier" if is_full and norm > float(before.mean()) + self._sigmas * float(before.std()) else None

@@ -9,7 +9,7 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from threading import Thread
+from threading import TIMEOUT_MAX, Thread
 
 import torch
 from safetensors.torch import save_file
@@ -186,7 +186,7 @@ class _Writing(Thread):
     def fault(self) -> str | None:
         """Return what is wrong with the save, when it has ended or its time is over."""
         most = self._config.checkpoint.timeout_seconds
-        self.join(max(0.0, self._begun + most - time.monotonic()))
+        self.join(min(TIMEOUT_MAX, max(0.0, self._begun + most - time.monotonic())))
         if self.is_alive():
             # What is not whole yet must never count, because training goes on to change the tensors.
             self._given_up = True
