@@ -16,7 +16,6 @@ if TYPE_CHECKING:
         NeedleQuestion,
         RetrievalMix,
         evaluation_document,
-        held_out_documents,
         needle_document_tokens,
         training_document,
     )

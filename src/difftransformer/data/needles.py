@@ -19,7 +19,7 @@ text around a needle. If a needle has no line end nearby, a corpus token is repl
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
@@ -48,7 +48,6 @@ CITIES_UNSEEN = (
 _NEAR_TOKENS = 16
 _NEAR_SHARE = 1 / 64
 _RESERVED_OF = 8
-_FOR_HELD_OUT = 7  # keeps its random draws apart from others
 # With fewer digits nearly every number occurs in ordinary text, so the filler cannot be free of the needles' numbers.
 _FEWEST_ABSENT_DIGITS = 3
 
@@ -208,32 +207,6 @@ def training_document(
     order = np.argsort(places, kind="stable").tolist()
     row, _ = _insert(tokenizer.begin_of_text, filler, [(int(places[index]), sentences[index]) for index in order])
     return row + tail
-
-
-def held_out_documents(
-    tokenizer: Tokenizer, filler_tokens: Any, *, context_tokens: int, mix: RetrievalMix, count: int
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Draw fixed documents in the full wording, each with one question at its end, to measure retrieval during training.
-
-    Args:
-        tokenizer: Tokenizer of `filler_tokens`.
-        filler_tokens: Token ids of held-out text, as for `training_document`.
-        context_tokens: Context.
-        mix: Composition of the training documents. Numbers of needles are drawn alike.
-        count: Number of documents.
-
-    Returns:
-        Documents, (count, context_tokens + 1) int64, and the number of tokens at the end of each that are the answer, (count,).
-    """
-    one = replace(mix, asks=1, dense=0.0, terse=0.0)
-    rows = np.empty((count, context_tokens + 1), np.int64)
-    answers = np.empty(count, np.int64)
-    for index in range(count):
-        rng = np.random.default_rng([_FOR_HELD_OUT, index])
-        rows[index] = training_document(rng, tokenizer, filler_tokens, context_tokens=context_tokens, mix=one)
-        number = tokenizer.decode(rows[index])[-mix.digits :]
-        answers[index] = len(_pieces(tokenizer).answer(number))
-    return rows, answers
 
 
 def needle_document_tokens(tokenizer: Tokenizer, *, needles: int, asks: int, digits: int, cities: Sequence[str]) -> int:

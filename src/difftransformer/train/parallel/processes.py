@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -28,12 +28,18 @@ class Processes:
         count: Number of processes.
         device: "cpu" or "cuda".
         group: Group of all processes for numbers on the CPU; None for one process.
+        background: Another such group, for a thread beside the one that trains.
     """
 
     rank: int = 0
     count: int = 1
     device: str = "cpu"
     group: Any = None
+    background: Any = None
+
+    def in_background(self) -> "Processes":
+        """Return the processes as a thread sees them that meets those of the others while the main threads train."""
+        return replace(self, group=self.background)
 
     @property
     def is_first(self) -> bool:
@@ -73,6 +79,14 @@ class Processes:
         if self.count > 1:
             dist.broadcast_object_list(made, src=0, group=self.group)
         return made[0]  # type: ignore[return-value]
+
+    def gathered(self, value: T) -> list[T]:
+        """Return every process's value, by rank."""
+        if self.count == 1:
+            return [value]
+        values: list[Any] = [None] * self.count
+        dist.all_gather_object(values, value, group=self.group)
+        return values
 
     def fail(self, error: Exception) -> None:
         """Raise an error that every process has met: as it is in the first one, and FailedElsewhere in the others."""
@@ -135,7 +149,8 @@ def joined(device: str) -> Iterator[Processes]:
         advice = "the port is in use; choose another with MASTER_PORT" if "EADDRINUSE" in reason else reason
         raise ConfigError(f"process {rank} of {count} cannot meet the others at {where}: {advice}") from None
     try:
-        yield Processes(rank, count, device, dist.new_group(backend="gloo", timeout=LONGEST_WAIT))
+        groups = [dist.new_group(backend="gloo", timeout=LONGEST_WAIT) for _ in range(2)]
+        yield Processes(rank, count, device, *groups)
     except (DiffTransformerError, KeyboardInterrupt):  # in every process, so that none waits for another
         dist.destroy_process_group()
         raise
