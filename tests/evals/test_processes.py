@@ -1,4 +1,4 @@
-"""Several processes evaluate as one: the same figures to the bit, one file of answers, and weights that no process holds whole."""
+"""Several processes evaluate as one: the same figures to the bit, one file of answers, also with weights that they divide."""
 
 import json
 import os
@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Open a model that several processes hold together: each reads its part of the weights, and FSDP2 gathers a layer's to compute.
+"""Open a model that several processes hold together: each reads its part of the weights, and FSDP2 gathers layer by layer.
 
 No process ever holds all weights. Every process computes the same rows, so answers are to the bit those of one process.
 """
