@@ -218,7 +218,7 @@ def test_a_full_disk(fails, run, toy_file, monkeypatch):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     shutil.rmtree(checkpoints(run)[-1])
-    monkeypatch.setattr("difftransformer.train.checkpoint.save_file", full)
+    monkeypatch.setattr("difftransformer.train.saving.save_file", full)
     line = fails("train", toy_file, "--out", run)
     assert "No space left on device" in line
     assert "step-000006 is kept and complete" in line

@@ -4,14 +4,17 @@ import errno
 import json
 import re
 import shutil
+import threading
+import time
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from difftransformer.errors import CheckpointError
-from difftransformer.train import Interrupted, checkpoints, latest_checkpoint, read_metrics, verify_checkpoint
+from difftransformer.train import Interrupted, checkpoints, latest_checkpoint, read_metrics, saving, verify_checkpoint
 from difftransformer.train import checkpoint as checkpoint_module
+from difftransformer.train.config import CheckpointConfig
 
 
 @pytest.fixture(scope="session")
@@ -133,7 +136,7 @@ def test_a_deletion_that_is_cut_short_leaves_no_checkpoint(run, train_toy, read_
     with monkeypatch.context() as stopped:
         stopped.setattr(checkpoint_module.shutil, "rmtree", stop)
         with pytest.raises(KeyboardInterrupt):
-            checkpoint_module._delete(run / "checkpoints" / "step-000006")
+            checkpoint_module.delete_checkpoint(run / "checkpoints" / "step-000006")
     assert checkpoints(run) == []
     train_toy(run)
     assert read_run(run) == before
@@ -216,10 +219,9 @@ def test_a_full_disk_keeps_and_names_the_older_checkpoint(run, train_toy, monkey
     kept = run / "checkpoints" / "step-000006"
     before = {path.name: path.read_bytes() for path in kept.iterdir()}
     with monkeypatch.context() as patch:
-        if where == "weights":
-            patch.setattr("transformers.modeling_utils.safe_save_file", full_disk)
-        elif where == "moments":
-            patch.setattr(checkpoint_module, "save_file", full_disk)
+        if where in ("weights", "moments"):
+            name, write = {"weights": "model", "moments": "optimizer"}[where], saving.save_file
+            patch.setattr(saving, "save_file", lambda *a, **k: full_disk() if a[1].stem == name else write(*a, **k))
         elif where == "tokenizer":
             patch.setattr("difftransformer.data.tokenizer.write_text_atomically", full_disk)
         else:
@@ -238,12 +240,12 @@ def test_a_full_disk_keeps_and_names_the_older_checkpoint(run, train_toy, monkey
 
 def test_training_goes_on_while_the_disk_is_full(tmp_path, train_toy, read_run, monkeypatch):
     train_toy(tmp_path / "undisturbed", checkpoint_every=1)
-    write, steps = checkpoint_module.save_file, iter(range(1, 9))
+    write = saving.save_file
 
-    def full_at_times(tensors, path):
-        full_disk() if next(steps) in (3, 4) else write(tensors, path)
+    def full_at_times(tensors, path, **options):
+        full_disk() if path.parent.name in (".step-000003.tmp", ".step-000004.tmp") else write(tensors, path, **options)
 
-    monkeypatch.setattr(checkpoint_module, "save_file", full_at_times)
+    monkeypatch.setattr(saving, "save_file", full_at_times)
     with pytest.warns(UserWarning, match="training goes on") as warned:
         train_toy(tmp_path / "run", checkpoint_every=1)
     assert len(warned) == 2
@@ -255,8 +257,84 @@ def test_training_goes_on_while_the_disk_is_full(tmp_path, train_toy, read_run, 
         assert verify_checkpoint(checkpoints(tmp_path / run)[-1]).step == 8
 
 
+@pytest.fixture
+def hang(monkeypatch):
+    """hang(step): the writer of that step's checkpoint waits for the event that is returned."""
+    write = saving.save_file
+
+    def hang_at(step):
+        released = threading.Event()
+
+        def waiting(tensors, path, **options):
+            if path.parent.name == f".step-{step:06d}.tmp":
+                released.wait(60)
+            write(tensors, path, **options)
+
+        monkeypatch.setattr(saving, "save_file", waiting)
+        return released
+
+    return hang_at
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, train_toy, read_run, hang):
+    train_toy(tmp_path / "reference", keep_checkpoints=9)
+    run, released = tmp_path / "run", hang(3)
+
+    def release(metrics):
+        if metrics.step == 5:
+            assert checkpoints(run) == []
+            released.set()
+
+    train_toy(run, keep_checkpoints=9, checkpoint=CheckpointConfig(asynchronous=True), on_metrics=release)
+    assert released.is_set()
+    assert read_run(run) == read_run(tmp_path / "reference")
+    for path, expected in zip(checkpoints(run), checkpoints(tmp_path / "reference"), strict=True):
+        assert verify_checkpoint(path).step == int(path.name[-1])
+        for file in ("model.safetensors", "optimizer.safetensors"):
+            assert (path / file).read_bytes() == (expected / file).read_bytes()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_writer_that_hangs_is_given_up(tmp_path, train_toy, read_run, hang, asynchronous):
+    train_toy(tmp_path / "reference", checkpoint_every=2)
+    run, released = tmp_path / "run", hang(4)
+    threads = threading.active_count()
+
+    def release(metrics):
+        if metrics.step == 7 and not released.is_set():
+            assert [path.name for path in checkpoints(run)] == ["step-000002"]
+            released.set()
+            while threading.active_count() > threads:
+                time.sleep(0.01)
+
+    how = CheckpointConfig(asynchronous=asynchronous, timeout_seconds=2.0)
+    with pytest.warns(UserWarning, match="training goes on") as warned:
+        train_toy(run, checkpoint_every=2, checkpoint=how, on_metrics=release)
+    kept = r"step-000002 is kept and complete"
+    first, second = (str(warning.message) for warning in warned)
+    assert re.search(
+        rf"step 4 cannot be written \(it has not ended after 2 s\); .*{kept}; .*; training goes on$", first
+    )
+    assert re.search(
+        rf"step-000006: not written, as an earlier save has not ended; .*{kept}; training goes on$", second
+    )
+    assert [path.name for path in checkpoints(run)] == ["step-000002", "step-000008"]
+    assert read_run(run) == read_run(tmp_path / "reference")
+    newest = [checkpoints(at)[-1] / "model.safetensors" for at in (run, tmp_path / "reference")]
+    assert newest[0].read_bytes() == newest[1].read_bytes()
+
+
+def test_a_writer_that_hangs_at_the_end(tmp_path, train_toy, hang):
+    released = hang(8)
+    with pytest.raises(
+        CheckpointError, match=r"step 8 cannot be written .it has not ended after 0.3 s.*step-000006 is kept"
+    ):
+        train_toy(tmp_path, checkpoint=CheckpointConfig(timeout_seconds=0.3))
+    released.set()
+
+
 def test_a_full_disk_at_the_first_checkpoint(tmp_path, train_toy, monkeypatch):
-    monkeypatch.setattr(checkpoint_module, "save_file", full_disk)
+    monkeypatch.setattr(saving, "save_file", full_disk)
     with pytest.raises(CheckpointError, match="no earlier checkpoint exists"):
         train_toy(tmp_path)
     assert list((tmp_path / "checkpoints").iterdir()) == []

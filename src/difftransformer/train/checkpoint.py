@@ -6,47 +6,39 @@ runs/NAME/checkpoints/step-000500/
     optimizer.safetensors                              moments of the optimizer and states of the random generators
     state.json                                         step, loader, size and SHA-256 of every other file and of itself
 
+Each of several processes writes files of its own, such as model-00001-of-00002.safetensors: whole weights, as Hugging Face
+divides them, and its parts of the moments. Any number of processes reads them.
+
 A checkpoint is written under another name, flushed to disk and renamed, and renamed again before it is deleted, so a folder
 called step-* was once complete. The sizes and sums in state.json reveal later damage, such as a truncated copy.
 """
 
-import dataclasses
 import hashlib
 import json
-import os
 import re
 import shutil
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ..data import Tokenizer
-from ..errors import CheckpointError, DataError
-from ..files import naming
-from ..model import DiffTransformerConfig, DiffTransformerForCausalLM
-from ..model.card import CARD_FILE, model_card
-from ..model.quiet import quietly
+from ..errors import CheckpointError
+from ..model import DiffTransformerForCausalLM
 from ..reading import is_plain_name, read_json
 from ..typed import build
-from .lora import adapter_state, has_lora, merged_state
+from .lora import adapter_state, has_lora
 from .parallel import ALONE, Processes
-from .parallel.weights import part_like, whole
-from .run_summary import training_summary
+from .tensor_files import TensorFiles, is_part
 
 STATE_FILE = "state.json"
 STATE_VERSION = 1
-OPTIMIZER_FILE = "optimizer.safetensors"
-WEIGHTS_FILE = "model.safetensors"
-ADAPTER_FILE = "trained.safetensors"
-MAKE_ROOM = "; make room and run again"
-MOMENTS = ("exp_avg", "exp_avg_sq", "step", "momentum_buffer")
+WEIGHTS, ADAPTERS, MOMENTS = "model", "trained", "optimizer"  # names of files, without .safetensors
+MOMENTS_OF = ("exp_avg", "exp_avg_sq", "step", "momentum_buffer")  # a parameter
+RANDOM = "random/"
 _NAME = re.compile(r"step-(\d{6,})")
 
 
@@ -59,16 +51,18 @@ class CheckpointState:
         tokens: Number of tokens trained on.
         seconds: Time spent in training steps.
         loader: State of the loader.
+        norms: Gradient norms that the next ones are compared with.
     """
 
     step: int
     tokens: int
     seconds: float
     loader: dict[str, Any]
+    norms: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _StateFile(CheckpointState):
+class StateFile(CheckpointState):
     """Contents of state.json."""
 
     version: int
@@ -80,10 +74,15 @@ def checkpoints(run: Path) -> list[Path]:
     folder = run / "checkpoints"
     if not folder.is_dir():
         return []
-    return sorted((path for path in folder.iterdir() if _NAME.fullmatch(path.name)), key=_step)
+    return sorted((path for path in folder.iterdir() if _NAME.fullmatch(path.name)), key=step_of)
 
 
-def newest_intact(run: Path) -> tuple[Path, CheckpointState] | None:
+def folder_of_step(run: Path, step: int) -> Path:
+    """Return the folder of a step's checkpoint."""
+    return run / "checkpoints" / f"step-{step:06d}"
+
+
+def newest_intact(run: Path) -> tuple[Path, StateFile] | None:
     """Return a run's newest checkpoint whose files are intact, and its state; None for a run without checkpoints.
 
     A warning names the damaged file of each newer checkpoint.
@@ -122,110 +121,15 @@ def latest_checkpoint(run: Path) -> Path:
     return found[-1]
 
 
-def save_checkpoint(
-    run: Path,
-    state: CheckpointState,
-    *,
-    model: DiffTransformerForCausalLM,
-    optimizer: torch.optim.Optimizer,
-    tokenizer: Tokenizer,
-    keep: int,
-    keeps_step: Callable[[int], bool] = lambda step: False,
-    processes: Processes = ALONE,
-) -> Path:
-    """Write a checkpoint atomically, then delete all but the `keep` newest and those whose step `keeps_step` names.
-
-    Every process takes part, and the first one writes. The files do not depend on how weights are divided.
-
-    Raises:
-        CheckpointError: The checkpoint cannot be written, for example because the disk is full. Older checkpoints are kept,
-            and the message names the newest.
-    """
-    moments = _whole_tensors(_optimizer_tensors(model, optimizer), keep=processes.is_first)
-    adapters = _whole_tensors(adapter_state(model), keep=processes.is_first) if has_lora(model) else None
-    weights = None if adapters is None else merged_state(model)
-    if processes.count > 1:
-        state_dict = model.state_dict() if weights is None else weights
-        untied = {name: tensor for name, tensor in state_dict.items() if name not in model.all_tied_weights_keys}
-        weights = _whole_tensors(untied, keep=processes.is_first)
-
-    def write() -> Path:
-        written = _write(run, state, model, tokenizer, weights=weights, adapters=adapters, moments=moments)
-        for old in checkpoints(run)[:-keep]:
-            if not keeps_step(_step(old)):
-                _delete(old)
-        return written
-
-    return processes.from_first(write)
-
-
-def _write(
-    run: Path,
-    state: CheckpointState,
-    model: DiffTransformerForCausalLM,
-    tokenizer: Tokenizer,
-    *,
-    weights: dict[str, Tensor] | None,
-    adapters: dict[str, Tensor] | None,
-    moments: dict[str, Tensor],
-) -> Path:
-    """Write the files of `save_checkpoint`. `weights` are the model's own if they are None."""
-    folder = run / "checkpoints"
-    final = folder / f"step-{state.step:06d}"
-    temporary = folder / f".{final.name}.tmp"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for leftover in folder.glob(".step-*.tmp"):
-            shutil.rmtree(leftover)
-        temporary.mkdir()
-        with naming(temporary):
-            with quietly():
-                model.save_pretrained(temporary, state_dict=weights)
-            if adapters is not None:
-                with naming(temporary / ADAPTER_FILE):
-                    save_file(adapters, temporary / ADAPTER_FILE)
-            tokenizer.save(temporary)
-            if isinstance(model.config, DiffTransformerConfig):
-                card = model_card(model.config, name=run.resolve().name, training=training_summary(run, state.step))
-                (temporary / CARD_FILE).write_text(card, "utf-8")
-            with naming(temporary / OPTIMIZER_FILE):
-                save_file(moments, temporary / OPTIMIZER_FILE)
-            # The sums leave out the card, which users may edit.
-            summed = [path for path in sorted(temporary.iterdir()) if path.is_file() and path.name != CARD_FILE]
-            files = {path.name: _file_sum(path) for path in summed}
-            content = dataclasses.asdict(_StateFile(**vars(state), version=STATE_VERSION, files=files))
-            content["sha256"] = _content_sha256(content)
-            (temporary / STATE_FILE).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-            for path in [*temporary.iterdir(), temporary]:
-                with naming(path):
-                    _flush(path)
-        if final.exists():
-            _delete(final)
-        temporary.rename(final)
-        _flush(folder)
-    except (OSError, SafetensorError, DataError) as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        complete = [path for path in checkpoints(run) if path != final]
-        kept = f"{complete[-1]} is kept and complete" if complete else "no earlier checkpoint exists"
-        cause = error.__cause__ if isinstance(error, DataError) else error
-        reason = str(error)
-        if isinstance(cause, OSError) and cause.strerror:
-            reason = f"{Path(cause.filename or final).name}: {cause.strerror}"
-        raise CheckpointError(
-            f"{final}: the checkpoint of step {state.step} cannot be written ({reason}); {kept}{MAKE_ROOM}"
-        ) from None
-    return final
-
-
 def load_checkpoint(
     path: Path,
     *,
     model: DiffTransformerForCausalLM,
     optimizer: torch.optim.Optimizer,
     processes: Processes = ALONE,
-    state: CheckpointState | None = None,
+    state: "StateFile | None" = None,
 ) -> CheckpointState:
-    """Restore weights, moments and random state from a checkpoint, each process its part of them.
+    """Restore weights, moments and random state from a checkpoint of any mesh. Each process reads its part alone.
 
     Args:
         path: The checkpoint.
@@ -243,28 +147,26 @@ def load_checkpoint(
     verified = state or processes.from_first(lambda: verify_checkpoint(path))
     with processes.together():
         adapted = has_lora(model)
-        file = path / (ADAPTER_FILE if adapted else WEIGHTS_FILE)
-        weights = load_file(file) if file.exists() else {}
-        shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+        weights = _files(path, verified, ADAPTERS if adapted else WEIGHTS)
         held = adapter_state(model) if adapted else model.state_dict()
         own = {name: tuple(tensor.shape) for name, tensor in held.items()}
         expected = {
-            name: shape for name, shape in own.items() if name in shapes or name not in model.all_tied_weights_keys
+            name: shape
+            for name, shape in own.items()
+            if name in weights.shapes or name not in model.all_tied_weights_keys
         }
-        if different := sorted(name for name in shapes | expected if shapes.get(name) != expected.get(name)):
+        if different := sorted(n for n in weights.shapes | expected if weights.shapes.get(n) != expected.get(n)):
             name = different[0]
             raise CheckpointError(
-                f"{file}: weights of another model ({name} has shape {shapes.get(name)} in the file and "
+                f"{weights}: weights of another model ({name} has shape {weights.shapes.get(name)} in the file and "
                 f"{expected.get(name)} in the model); train in another folder"
             )
-        moments = load_file(path / OPTIMIZER_FILE)
-    parts = {name: part_like(tensor, held[name]) for name, tensor in weights.items()}
-    model.load_state_dict(parts, strict=False)
-    _restore_optimizer(moments, model, optimizer)
+        weights.read({name: held[name] for name in expected})
+        _restore_optimizer(_files(path, verified, MOMENTS), model, optimizer)
     return verified
 
 
-def verify_checkpoint(path: Path) -> CheckpointState:
+def verify_checkpoint(path: Path) -> StateFile:
     """Check every file of a checkpoint against state.json, and return the state.
 
     Raises:
@@ -280,7 +182,7 @@ class _Damage(CheckpointError):
     """What is wrong with a file of a checkpoint."""
 
 
-def _verified(path: Path) -> CheckpointState:
+def _verified(path: Path) -> StateFile:
     """Return a checkpoint's state.
 
     Raises:
@@ -298,20 +200,21 @@ def _verified(path: Path) -> CheckpointState:
         )
     # state.json has no other file to vouch for it. Early checkpoints lack the sum.
     expected_sum = content.pop("sha256", None)
-    if expected_sum not in (None, _content_sha256(content)):
+    if expected_sum not in (None, content_sha256(content)):
         raise _Damage(f"{file}: damaged (its sha256 is another)")
-    state = build(_StateFile, content, source=str(file), error=_Damage)
-    for name, expected in state.files.items():
-        file = path / name
-        if not is_plain_name(name) or not file.is_file():
-            raise _Damage(f"{file}: missing")
-        found = _file_sum(file)
-        if found != expected:
-            raise _Damage(f"{file}: damaged (found {found}, expected {expected})")
+    state = build(StateFile, content, source=str(file), error=_Damage)
+    for name in state.files:
+        if not is_plain_name(name) or not (path / name).is_file():
+            raise _Damage(f"{path / name}: missing")
+    with ThreadPoolExecutor() as threads:
+        sums = threads.map(file_sum, [path / name for name in state.files])
+        for (name, expected), found in zip(state.files.items(), sums, strict=True):
+            if found != expected:
+                raise _Damage(f"{path / name}: damaged (found {found}, expected {expected})")
     return state
 
 
-def _delete(checkpoint: Path) -> None:
+def delete_checkpoint(checkpoint: Path) -> None:
     """Delete a checkpoint, which counts as one until nothing of it is deleted yet."""
     leftover = checkpoint.with_name(f".{checkpoint.name}.deleted.tmp")
     shutil.rmtree(leftover, ignore_errors=True)
@@ -319,68 +222,50 @@ def _delete(checkpoint: Path) -> None:
     shutil.rmtree(leftover)
 
 
-def _step(path: Path) -> int:
+def step_of(path: Path) -> int:
+    """Return the step of a checkpoint folder."""
     return int(path.name.removeprefix("step-"))
-
-
-def _content_sha256(content: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def _way_out(path: Path) -> str:
     run = path.parent.parent
-    older = [other for other in checkpoints(run) if _NAME.fullmatch(path.name) and _step(other) < _step(path)]
+    older = [other for other in checkpoints(run) if _NAME.fullmatch(path.name) and step_of(other) < step_of(path)]
     if older:
         return f"delete {path} and run again to continue from {older[-1].name}, which is kept"
     return f"delete {path} and run again from the start; no earlier checkpoint exists"
 
 
-def _optimizer_tensors(model: DiffTransformerForCausalLM, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    tensors = {"random/cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        tensors |= {f"random/cuda/{i}": state for i, state in enumerate(torch.cuda.get_rng_state_all())}
-    for name, parameter in model.named_parameters():
-        tensors |= {
-            f"{moment}/{name}": value
-            for moment, value in optimizer.state.get(parameter, {}).items()
-            if moment in MOMENTS
-        }
-    return tensors
+def _files(path: Path, state: StateFile, stem: str) -> TensorFiles:
+    return TensorFiles([path / name for name in state.files if is_part(name, stem)], name=path / f"{stem}.safetensors")
 
 
 def _restore_optimizer(
-    tensors: dict[str, Tensor], model: DiffTransformerForCausalLM, optimizer: torch.optim.Optimizer
+    moments: TensorFiles, model: DiffTransformerForCausalLM, optimizer: torch.optim.Optimizer
 ) -> None:
-    torch.set_rng_state(tensors["random/cpu"])
-    cuda = [tensors[name] for name in sorted(tensors) if name.startswith("random/cuda/")]
+    tensors: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        for moment in MOMENTS_OF:
+            if (shape := moments.shapes.get(f"{moment}/{name}")) is not None:
+                like = torch.empty_like(parameter, requires_grad=False)
+                # The step count of a parameter is a single number, which is not divided.
+                tensors[f"{moment}/{name}"] = like if shape else torch.empty((), device=parameter.device)
+        optimizer.state[parameter] = {m: tensors[f"{m}/{name}"] for m in MOMENTS_OF if f"{m}/{name}" in tensors}
+    random = {
+        name: torch.empty(shape, dtype=torch.uint8) for name, shape in moments.shapes.items() if name.startswith(RANDOM)
+    }
+    moments.read(tensors | random)
+    torch.set_rng_state(random[f"{RANDOM}cpu"])
+    cuda = [random[name] for name in sorted(random) if name.startswith(f"{RANDOM}cuda/")]
     if torch.cuda.is_available() and len(cuda) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all(cuda)
-    for name, parameter in model.named_parameters():
-        optimizer.state[parameter] = {
-            moment: part_like(tensors[f"{moment}/{name}"], parameter)
-            for moment in MOMENTS
-            if f"{moment}/{name}" in tensors
-        }
 
 
-def _whole_tensors(tensors: dict[str, Tensor], *, keep: bool) -> dict[str, Tensor]:
-    """Return all of every tensor, of which processes may hold parts; nothing in processes that do not keep them."""
-    kept = {}
-    for name, tensor in tensors.items():
-        tensor = whole(tensor)
-        if keep:
-            kept[name] = tensor
-    return kept
+def content_sha256(content: dict[str, Any]) -> str:
+    """Return the sum of what state.json holds, which no other file vouches for."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _file_sum(path: Path) -> dict[str, Any]:
+def file_sum(path: Path) -> dict[str, Any]:
+    """Return size and SHA-256 of a file."""
     with path.open("rb") as file:
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -145,6 +145,23 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """How checkpoints are written.
+
+    Attributes:
+        asynchronous: Whether training goes on while a checkpoint is written, from a copy in the memory of the CPU.
+        timeout_seconds: Time after which a save that has not ended is given up.
+    """
+
+    asynchronous: bool = False
+    timeout_seconds: float = 1800.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.timeout_seconds < math.inf:
+            raise ConfigError(f"timeout_seconds={self.timeout_seconds}: give a number above 0")
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
     """One training run.
 
@@ -163,6 +180,12 @@ class TrainingConfig:
         schedule: Schedule of the learning rate.
         validate_every: Steps between validations. The last step is always validated.
         validation_windows: Number of validation windows, each of the last stage's length.
+        nonfinite: What follows a loss or gradient that is not finite, which never reaches the weights: "stop" ends the run,
+            "skip" goes on with the next batch, and "rollback" goes back to the newest checkpoint and goes on from there with
+            the batches after that one.
+        outlier_sigmas: Skips a step whose gradient norm is this number of standard deviations above the mean of the last 128,
+            such as 6; None skips none.
+        checkpoint: How checkpoints are written.
         checkpoint_every: Steps between checkpoints. The last step is always saved.
         keep_checkpoints: Number of newest checkpoints to keep.
         keep_every: Checkpoints of the multiples of this number of steps are kept for good; None keeps none so.
@@ -187,6 +210,9 @@ class TrainingConfig:
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     validate_every: int = 100
     validation_windows: int = 16
+    nonfinite: Literal["stop", "skip", "rollback"] = "stop"
+    outlier_sigmas: float | None = None
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     checkpoint_every: int = 500
     keep_checkpoints: int = 2
     keep_every: int | None = None
@@ -204,6 +230,10 @@ class TrainingConfig:
             raise ConfigError(f"seed={self.seed}: give 0 or more")
         if self.loss_chunk_tokens is not None and self.loss_chunk_tokens < 1:
             raise ConfigError(f"loss_chunk_tokens={self.loss_chunk_tokens}: give at least 1, or null to choose by size")
+        if self.outlier_sigmas is not None and not 0 < self.outlier_sigmas < math.inf:
+            raise ConfigError(
+                f"outlier_sigmas={self.outlier_sigmas}: give a number above 0, such as 6, or null for none"
+            )
         if self.keep_every is not None and self.keep_every < 1:
             raise ConfigError(f"keep_every={self.keep_every}: give at least 1, or null to keep the newest alone")
         if outside := [step for step in self.keep_steps if not 1 <= step <= self.steps]:

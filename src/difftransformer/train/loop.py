@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import Literal
 
 import numpy as np
 import torch
@@ -18,13 +19,15 @@ from ..data import Loader, Shards, document_positions, validation_windows
 from ..errors import EXIT_INTERRUPTED, EXIT_REQUEUE, CheckpointError, DiffTransformerError, FailedElsewhere
 from ..model import DiffTransformerConfig, DiffTransformerForCausalLM
 from ..model.nll import IGNORED, loss_chunk, summed_next_token_nll
-from .checkpoint import MAKE_ROOM, CheckpointState, checkpoints, load_checkpoint, newest_intact, save_checkpoint
+from .checkpoint import CheckpointState, checkpoints, load_checkpoint, newest_intact
 from .config import TrainingConfig
+from .faults import MOST_NONFINITE, Fault, GradientWatch
 from .lora import add_lora
-from .metrics import METRICS_FILE, Metrics, MetricsLog, StepMetrics, ValidationMetrics
+from .metrics import METRICS_FILE, FaultMetrics, Metrics, MetricsLog, StepMetrics, ValidationMetrics
 from .optim import build_optimizer, learning_rate
 from .parallel import Mesh, Processes
 from .recompute import recompute_activations
+from .saving import MAKE_ROOM, Saver
 
 
 class Interrupted(Exception):
@@ -88,7 +91,8 @@ def train(
         CheckpointError: No checkpoint is intact, or the first or the last of a run cannot be written. For others there is a
             warning.
         ConfigError: The adapters do not fit the model, PEFT is missing, or the mesh does not divide the model or its rows.
-        DiffTransformerError: The loss or the gradient is no longer finite. Nothing is saved after that.
+        DiffTransformerError: The loss or the gradient is not finite, and `config.nonfinite` is "stop", or it is so too often.
+            Nothing is saved after that.
         FailedElsewhere: Another process has raised one of these.
         Interrupted: A signal has stopped the run, in one of its processes.
     """
@@ -119,43 +123,86 @@ def train(
     model = mesh.place(model, config)
     model.train()
     optimizer = build_optimizer(model, config.optimizer)
-    step, tokens, seconds = 0, 0, 0.0
-    if found := processes.from_first(lambda: newest_intact(run)):
-        continued, state = found
-        load_checkpoint(continued, model=model, optimizer=optimizer, processes=processes, state=state)
-        step, tokens, seconds = state.step, state.tokens, state.seconds
+    step, tokens, seconds, watch = 0, 0, 0.0, GradientWatch(config.outlier_sigmas)
+    log: MetricsLog | None = None
+    validated = nonfinite = 0
+    fault: Fault | None = None
+
+    def restore() -> Path | None:
+        """Go to the newest intact checkpoint, if there is one, and drop the lines of later steps."""
+        nonlocal step, tokens, seconds, watch, log, validated
+        found = processes.from_first(lambda: newest_intact(run))
+        if found:
+            path, state = found
+            load_checkpoint(path, model=model, optimizer=optimizer, processes=processes, state=state)
+            step, tokens, seconds = state.step, state.tokens, state.seconds
+            watch = GradientWatch(config.outlier_sigmas, state.norms)
+            with processes.together():
+                loader.load_state_dict(state.loader)
         with processes.together():
-            loader.load_state_dict(state.loader)
-    with processes.together():
-        log = MetricsLog(run / METRICS_FILE, step=step) if processes.is_first else None
-    validated = processes.from_first(lambda: log.validated_step if log else 0)
+            if log is not None:
+                log.close()
+            log = MetricsLog(run / METRICS_FILE, step=step) if processes.is_first else None
+        validated = processes.from_first(lambda: log.validated_step if log else 0)
+        return found[0] if found else None
+
+    continued = restore()
+    saver = Saver(run, model=model, optimizer=optimizer, tokenizer=shards.tokenizer, config=config, processes=processes)
 
     def report(metrics: Metrics) -> None:
         if log is not None:
             log.write(metrics)
             on_metrics(metrics)
 
-    def save() -> Path:
-        state = CheckpointState(step=step, tokens=tokens, seconds=seconds, loader=loader.state_dict())
-        return save_checkpoint(
-            run,
-            state,
-            model=model,
-            optimizer=optimizer,
-            tokenizer=shards.tokenizer,
-            keep=config.keep_checkpoints,
-            keeps_step=config.keeps_step,
-            processes=processes,
-        )
+    def state_now() -> CheckpointState:
+        nonlocal nonfinite
+        nonfinite = nonfinite if fault else 0
+        norms, position = list(watch.norms), loader.state_dict()
+        return CheckpointState(step=step, tokens=tokens, seconds=seconds, loader=position, norms=norms)
 
-    def save_if_possible() -> None:
+    def if_possible(act: Callable[[], object]) -> None:
         try:
-            save()
+            act()
         except (CheckpointError, FailedElsewhere) as error:
             if not processes.from_first(lambda: checkpoints(run)):
                 raise
             if processes.is_first:
                 warnings.warn(f"{str(error).removesuffix(MAKE_ROOM)}; training goes on", stacklevel=2)
+
+    def report_fault(kind: Fault, action: Literal["skip", "rollback"], at_step: int, loss: float, norm: float) -> None:
+        if processes.is_first:
+            follows = "it is skipped" if action == "skip" else f"training goes back to step {step}"
+            warnings.warn(f"step {at_step} has loss {loss:.4g} and gradient norm {norm:.4g}; {follows}", stacklevel=2)
+        report(
+            FaultMetrics(
+                step=at_step if action == "skip" else step + 1,
+                fault=kind,
+                action=action,
+                at_step=at_step,
+                faulty_loss_nats=loss if math.isfinite(loss) else None,
+                faulty_gradient_norm=norm if math.isfinite(norm) else None,
+            )
+        )
+
+    def stop_if_hopeless(loss: float, norm: float) -> None:
+        nonlocal nonfinite
+        nonfinite += 1
+        has_none = config.nonfinite == "rollback" and not processes.from_first(lambda: checkpoints(run))
+        if config.nonfinite == "stop" or nonfinite > MOST_NONFINITE or has_none:
+            which = f", the {nonfinite}th such step since the last checkpoint" if nonfinite > MOST_NONFINITE else ""
+            processes.fail(
+                DiffTransformerError(
+                    f"{run}: step {step + 1} has loss {loss} and gradient norm {norm}{which}; lower "
+                    "training.optimizer.learning_rate or lengthen the warm-up, and train in a new folder"
+                )
+            )
+
+    def go_back(loss: float, norm: float) -> None:
+        at_step, next_batch = step + 1, loader.step
+        if_possible(saver.finish)
+        restore()
+        loader.step = next_batch
+        report_fault("nonfinite", "rollback", at_step, loss, norm)
 
     def validate_if_due(stop: Callable[[], int]) -> None:
         nonlocal validated
@@ -167,7 +214,7 @@ def train(
 
     try:
         with _signals(processes) as stop:
-            if found:
+            if continued:
                 validate_if_due(stop)  # a signal may have cut it short
                 if status := stop():
                     raise Interrupted(continued, step, status)
@@ -178,37 +225,43 @@ def train(
                 for group in optimizer.param_groups:
                     group["lr"] = rate
                 started = time.perf_counter()
-                loss, norm = _step(model, optimizer, loader, config, mesh)
+                loss, norm, fault = _step(model, optimizer, loader, config, mesh, watch)
                 elapsed = time.perf_counter() - started
-                if not (math.isfinite(loss) and math.isfinite(norm)):
-                    processes.fail(
-                        DiffTransformerError(
-                            f"{run}: step {step + 1} has loss {loss} and gradient norm {norm}; lower "
-                            "training.optimizer.learning_rate or lengthen the warm-up, and train in a new folder"
+                if fault == "nonfinite":
+                    stop_if_hopeless(loss, norm)
+                    if config.nonfinite == "rollback":
+                        go_back(loss, norm)
+                        continue
+                step, tokens, seconds = step + 1, tokens + config.batch_tokens, seconds + elapsed
+                if fault is not None:
+                    report_fault(fault, "skip", step, loss, norm)
+                else:
+                    report(
+                        StepMetrics(
+                            step=step,
+                            loss_nats=loss,
+                            gradient_norm=norm,
+                            learning_rate=rate,
+                            tokens=tokens,
+                            seconds=seconds,
+                            tokens_per_second=config.batch_tokens / elapsed,
+                            lambdas=layer_lambdas(model),
                         )
                     )
-                step, tokens, seconds = step + 1, tokens + config.batch_tokens, seconds + elapsed
-                report(
-                    StepMetrics(
-                        step=step,
-                        loss_nats=loss,
-                        gradient_norm=norm,
-                        learning_rate=rate,
-                        tokens=tokens,
-                        seconds=seconds,
-                        tokens_per_second=config.batch_tokens / elapsed,
-                        lambdas=layer_lambdas(model),
-                    )
-                )
                 validate_if_due(stop)
                 status, last = stop(), step == config.steps
                 if last or status:
-                    saved = save()
+                    if_possible(saver.finish)
+                    saved = saver.save(state_now())
                     if status and not (last and validated == step):
                         raise Interrupted(saved, step, status)
                 elif step % config.checkpoint_every == 0 or config.keeps_step(step):
-                    save_if_possible()
+                    if_possible(saver.finish)
+                    if_possible(lambda: saver.start(state_now()))
+                    if not config.checkpoint.asynchronous:
+                        if_possible(saver.finish)
     finally:
+        saver.close()
         if log is not None:
             log.close()
     return model
@@ -220,11 +273,13 @@ def _step(
     loader: Loader,
     config: TrainingConfig,
     mesh: Mesh,
-) -> tuple[float, float]:
-    """Make one optimiser step, unless the loss or the gradient is not finite.
+    watch: GradientWatch,
+) -> tuple[float, float, Fault | None]:
+    """Make one optimiser step, unless `watch` finds a fault.
 
     Returns:
-        The mean loss in nats per token and the gradient norm before clipping, both of the batch of all processes.
+        The mean loss in nats per token and the gradient norm before clipping, both of the batch of all processes; and the
+        fault.
     """
     batch, device = next(loader), mesh.processes.device
     loss = torch.zeros((), device=device)
@@ -238,10 +293,11 @@ def _step(
     clip = config.optimizer.clip_norm
     norm = mesh.clip_gradients(model, float("inf") if clip is None else clip).item()
     total = mesh.sum(loss.item())
-    if math.isfinite(total) and math.isfinite(norm):
+    fault = watch.fault(total, norm)
+    if fault is None:
         optimizer.step()
     optimizer.zero_grad()
-    return total, norm
+    return total, norm, fault
 
 
 @torch.no_grad()

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ..errors import CheckpointError
 from ..files import naming
@@ -48,7 +48,28 @@ class ValidationMetrics:
     validation_loss_nats: float
 
 
-Metrics = StepMetrics | ValidationMetrics
+@dataclass(frozen=True, kw_only=True)
+class FaultMetrics:
+    """A step that has not changed the weights.
+
+    Attributes:
+        step: The step, or under "rollback" the step that follows the checkpoint.
+        fault: What is wrong with it.
+        action: What follows.
+        at_step: The step.
+        faulty_loss_nats: Its loss; None if that is not finite.
+        faulty_gradient_norm: Its gradient norm; None if that is not finite.
+    """
+
+    step: int
+    fault: Literal["nonfinite", "outlier"]
+    action: Literal["skip", "rollback"]
+    at_step: int
+    faulty_loss_nats: float | None
+    faulty_gradient_norm: float | None
+
+
+Metrics = StepMetrics | ValidationMetrics | FaultMetrics
 
 
 class MetricsLog:
@@ -100,7 +121,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def read_metrics(path: Path) -> tuple[list[StepMetrics], list[ValidationMetrics]]:
-    """Read the training steps and the validations of a metrics file.
+    """Read the training steps and the validations of a metrics file. Steps that have not changed the weights are left out.
 
     Raises:
         CheckpointError: The file cannot be read, or a line is damaged.
@@ -109,6 +130,6 @@ def read_metrics(path: Path) -> tuple[list[StepMetrics], list[ValidationMetrics]
     for line in read_lines(path):
         if "validation_loss_nats" in line:
             validations.append(build(ValidationMetrics, line, source=str(path), error=CheckpointError))
-        else:
+        elif "fault" not in line:
             steps.append(build(StepMetrics, line, source=str(path), error=CheckpointError))
     return steps, validations

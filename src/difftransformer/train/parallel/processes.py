@@ -4,7 +4,7 @@ import os
 import signal
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,12 +31,18 @@ class Processes:
         count: Number of processes.
         device: "cpu" or "cuda".
         group: Group of all processes for numbers on the CPU; None for one process.
+        background: Another such group, for a thread beside the one that trains.
     """
 
     rank: int = 0
     count: int = 1
     device: str = "cpu"
     group: Any = None
+    background: Any = None
+
+    def in_background(self) -> "Processes":
+        """Return the processes as a thread sees them that meets those of the others while the main threads train."""
+        return replace(self, group=self.background)
 
     @property
     def is_first(self) -> bool:
@@ -76,6 +82,14 @@ class Processes:
         if self.count > 1:
             dist.broadcast_object_list(made, src=0, group=self.group)
         return made[0]  # type: ignore[return-value]
+
+    def gathered(self, value: T) -> list[T]:
+        """Return every process's value, by rank."""
+        if self.count == 1:
+            return [value]
+        values: list[Any] = [None] * self.count
+        dist.all_gather_object(values, value, group=self.group)
+        return values
 
     def first_before_others(self, make: Callable[[], T]) -> T:
         """Return what `make` makes in this process; the others wait until the first has done it, and find its files."""
@@ -122,10 +136,9 @@ class Processes:
                 failure = error
             asking = False
             status = max((EXIT_REQUEUE if n == signal.SIGTERM else EXIT_INTERRUPTED for n in received), default=0)
-            found: list[Any] = [None] * self.count
-            dist.all_gather_object(found, (own, failure, status), group=self.group)
-            for gathered, _, _ in found:
-                yield from gathered
+            found = self.gathered((own, failure, status))
+            for items_of_one, _, _ in found:
+                yield from items_of_one
             if status := max(status for _, _, status in found):
                 stop = KeyboardInterrupt("stopped")
                 stop.status = status  # type: ignore[attr-defined]
@@ -198,7 +211,8 @@ def joined(device: str) -> Iterator[Processes]:
         advice = "the port is in use; choose another with MASTER_PORT" if "EADDRINUSE" in reason else reason
         raise ConfigError(f"process {rank} of {count} cannot meet the others at {where}: {advice}") from None
     try:
-        processes = Processes(rank, count, device, dist.new_group(backend="gloo", timeout=LONGEST_WAIT))
+        groups = [dist.new_group(backend="gloo", timeout=LONGEST_WAIT) for _ in range(2)]
+        processes = Processes(rank, count, device, *groups)
         with processes.together():
             if lacks_gpu:
                 raise ConfigError(
