@@ -207,6 +207,17 @@ def test_a_damaged_checkpoint(fails, run, toy_file, file):
         assert main(["train", str(toy_file), "--out", str(run)]) == 0
 
 
+def test_a_run_goes_on_with_another_way_to_save_and_another_policy(run, toy_file, fails):
+    changes = ["--set", "training.nonfinite=skip", "--set", "training.checkpoint.asynchronous=true"]
+    shutil.rmtree(checkpoints(run)[-1])
+    assert main(["train", str(toy_file), "--out", str(run), *changes]) == 0
+    training = yaml.safe_load((run / "config.yaml").read_text())["training"]
+    assert (training["nonfinite"], training["checkpoint"]["asynchronous"]) == ("skip", True)
+    assert "training.seed was 0 and is now 1" in fails("train", toy_file, "--out", run, "--seed", "1")
+    assert "timeout_seconds=-1.0: give" in fails("train", toy_file, "--set", "training.checkpoint.timeout_seconds=-1.0")
+    assert "choose one of stop, skip, rollback" in fails("train", toy_file, "--set", "training.nonfinite=go")
+
+
 def test_debug_shows_the_traceback(run, toy_file):
     (checkpoints(run)[-1] / "model.safetensors").write_bytes(b"")
     with pytest.raises(Exception, match="damaged"):

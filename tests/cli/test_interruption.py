@@ -1,10 +1,7 @@
 """Signals to real processes: Ctrl-C and kill -9 of `train` and `compare`, then going on."""
 
 import dataclasses
-import os
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
@@ -28,30 +25,6 @@ def _one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-@pytest.fixture
-def start(tmp_path):
-    """Start a command in a process of its own."""
-    processes = []
-
-    def run(*words):
-        process = subprocess.Popen(
-            [sys.executable, "-m", "difftransformer", *map(str, words)],
-            cwd=tmp_path,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        processes.append(process)
-        return process
-
-    yield run
-    for process in processes:
-        if process.poll() is None:
-            process.kill()
-        process.communicate()
 
 
 def steps_done(run):

@@ -4,10 +4,10 @@ import pytest
 
 from tests.support.kill_storm import run_storms
 
-KILLS = {"train": 8, "compare": 2, "eval": 4}
+KILLS = {"train": 8, "compare": 2, "eval": 4, "ranks": 4, "term": 3}
 
 
-@pytest.mark.slow(minutes=1)
+@pytest.mark.slow(minutes=2)
 def test_kills_leave_no_trace(tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     storms = run_storms(tmp_path, **KILLS)

@@ -2,48 +2,31 @@
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file
 
 from difftransformer.train import checkpoints
 from tests.cli.test_interruption import losses, steps_done, wait_until
+from tests.support.checkpoint_tensors import tensors_of
 
 PATIENCE_SECONDS = 120
 
 
 @pytest.fixture
-def start(toy, toy_shards, tmp_path):
+def start_two(toy, toy_shards, tmp_path, start):
     """Start the toy run in two processes, in a folder."""
     toy["training"] |= {"steps": 120, "checkpoint_every": 50, "validate_every": 40}
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(yaml.safe_dump(toy))
-    started = []
 
     def run(folder, launcher=("-m", "difftransformer"), flags=("--processes", "2")):
-        command = [sys.executable, *launcher, "train", str(recipe), "--out", str(folder), *flags]
-        process = subprocess.Popen(
-            command,
-            cwd=tmp_path,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        started.append(process)
-        return process
+        return start("train", recipe, "--out", folder, *flags, launcher=launcher)
 
-    yield run
-    for process in started:
-        if process.poll() is None:
-            process.kill()
-        process.communicate()
+    return run
 
 
 def members(launcher):
@@ -62,7 +45,7 @@ def members(launcher):
 
 @pytest.mark.slow(minutes=2)
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="finds processes in /proc")
-def test_stopped_and_killed_goes_on_bitwise(start, tmp_path):
+def test_stopped_and_killed_goes_on_bitwise(start_two, tmp_path):
     run = tmp_path / "run"
 
     def ended(process):
@@ -71,7 +54,7 @@ def test_stopped_and_killed_goes_on_bitwise(start, tmp_path):
         assert len(errors.splitlines()) <= 2, errors
         return process.returncode, errors
 
-    process = start(run)
+    process = start_two(run)
     wait_until(lambda: steps_done(run) >= 10, process)
     os.kill(members(process)[1], signal.SIGTERM)  # one process of the two
     status, errors = ended(process)
@@ -80,7 +63,7 @@ def test_stopped_and_killed_goes_on_bitwise(start, tmp_path):
     assert checkpoints(run)[-1].name == f"step-{stopped:06d}"
     assert f"stopped after step {stopped}; saved {checkpoints(run)[-1]}. Continue with: difftransformer train" in errors
 
-    process = start(run)
+    process = start_two(run)
     wait_until(lambda: steps_done(run) >= stopped + 10, process)
     killed = time.monotonic()
     os.kill(members(process)[1], signal.SIGKILL)
@@ -89,7 +72,7 @@ def test_stopped_and_killed_goes_on_bitwise(start, tmp_path):
     assert "process 1 of 2 was killed (SIGKILL), and the others were ended" in errors
     assert time.monotonic() - killed < 60
 
-    process, before = start(run), steps_done(run)
+    process, before = start_two(run), steps_done(run)
     wait_until(lambda: steps_done(run) > before, process)
     both = members(process)
     process.kill()  # the launcher: its processes notice, save and end
@@ -97,11 +80,11 @@ def test_stopped_and_killed_goes_on_bitwise(start, tmp_path):
     wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in both.values()))
     assert checkpoints(run)[-1].name == f"step-{steps_done(run):06d}"
 
-    assert ended(start(run))[0] == 0
+    assert ended(start_two(run))[0] == 0
 
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "2"]
     restarted = tmp_path / "restarted"
-    process = start(restarted, [*torchrun, "-m", "difftransformer"], ())
+    process = start_two(restarted, [*torchrun, "-m", "difftransformer"], ())
     for least in (10, 60):
         wait_until(lambda least=least: steps_done(restarted) >= least, process)
         os.kill(members(process)[1], signal.SIGKILL)
@@ -109,11 +92,10 @@ def test_stopped_and_killed_goes_on_bitwise(start, tmp_path):
     process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 0
 
-    assert ended(start(tmp_path / "whole"))[0] == 0
+    assert ended(start_two(tmp_path / "whole"))[0] == 0
     for killed in (run, restarted):
         assert losses(killed) == losses(tmp_path / "whole")
-        for name in ("model.safetensors", "optimizer.safetensors"):
-            found, expected = (load_file(checkpoints(at)[-1] / name) for at in (killed, tmp_path / "whole"))
-            assert found.keys() == expected.keys()
-            for key in found.keys() - {"random/cpu"}:  # the generator that nothing draws from
-                assert torch.equal(found[key], expected[key]), key
+        found, expected = (tensors_of(checkpoints(at)[-1]) for at in (killed, tmp_path / "whole"))
+        assert found.keys() == expected.keys()
+        for key in found:
+            assert torch.equal(found[key], expected[key]), key

@@ -1,8 +1,9 @@
 """Kill `train`, `compare` and `eval` again and again, and compare what is left with what an undisturbed command leaves.
 
-`python -m tests.support.kill_storm --train 100 --compare 20 --eval 20` prints what it found. It exits with 1 if a result
-differs, a line is lost or doubled, or a process outlives its parent by more than 5 s. The commands are forked from a server
-that has imported the package, so that a kill costs a fraction of a second. The children of `compare` start as they always do.
+`python -m tests.support.kill_storm --train 100 --compare 20 --eval 20 --ranks 30 --term 20` prints what it found. It exits with
+1 if a result differs, a line is lost or doubled, a process outlives its parent by more than 5 s, or a run of two processes does
+not end as it should. The commands are forked from a server that has imported the package, so that a kill costs a fraction of a
+second. The children of `compare` start as they always do.
 """
 
 import abc
@@ -14,6 +15,7 @@ import multiprocessing
 import os
 import random
 import re
+import signal
 import sys
 import tempfile
 import time
@@ -22,6 +24,7 @@ from pathlib import Path
 import yaml
 
 from tests.conftest import TOY
+from tests.support.parallel_steps import free_port
 
 ORPHAN_SECONDS = 5.0
 PATIENCE_SECONDS = 300.0
@@ -29,8 +32,9 @@ CLOCKS = ("seconds", "tokens_per_second", "mfu", "peak_bytes")
 PRELOADED = ("cli.progress", "cli.train", "cli.compare", "cli.eval_task", "studies.comparison", "studies.run", "report")
 
 
-def _be(words, folder, output):
+def _be(words, folder, output, environment=()):
     """Be the command."""
+    os.environ.update(environment)
     import torch
 
     from difftransformer.cli.main import main
@@ -101,8 +105,7 @@ class Storm(abc.ABC):
             return process.exitcode != 0
         children = children_in(out)
         self.note(out, children)
-        process.kill()
-        process.join()
+        self.strike(process, out)
         self.counts["kills"] += 1
         begun = time.monotonic()
         while any(map(is_alive, children)) and time.monotonic() - begun < 2 * ORPHAN_SECONDS:
@@ -112,6 +115,11 @@ class Storm(abc.ABC):
         if seconds > ORPHAN_SECONDS:
             self.faults.append(f"{out}: a child lived for {seconds:.1f} s without its parent")
         return True
+
+    def strike(self, process, out):
+        """Do what the storm is about."""
+        process.kill()
+        process.join()
 
     def finish(self, out):
         process = self.start(out)
@@ -181,6 +189,97 @@ class TrainStorm(Storm):
 
     def check_lines(self, out):
         check_steps(self, out)
+
+
+class Ranks:
+    """Processes of one command, as torchrun starts them."""
+
+    def __init__(self, context, arguments, count=2):
+        everywhere = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        everywhere |= {"GLOO_SOCKET_IFNAME": "lo"}
+        self.processes = [
+            context.Process(target=_be, args=(*arguments, everywhere | {"RANK": str(rank), "LOCAL_RANK": str(rank)}))
+            for rank in range(count)
+        ]
+        for process in self.processes:
+            process.start()
+
+    @property
+    def exitcodes(self):
+        return [process.exitcode for process in self.processes]
+
+    @property
+    def exitcode(self):
+        """That of the first process that has failed; None while all others run."""
+        codes = self.exitcodes
+        return next((code for code in codes if code), None if None in codes else 0)
+
+    def terminate(self):
+        for process in self.processes:
+            process.terminate()
+
+    def kill(self):
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+    def join(self, timeout):
+        end = time.monotonic() + timeout
+        for process in self.processes:
+            process.join(max(0.0, end - time.monotonic()))
+
+
+class RanksStorm(TrainStorm):
+    """Two processes, of which one is killed: the other ends by itself. Every other folder saves beside training."""
+
+    name = "ranks"
+    alone_seconds, most_seconds = 10.0, 60.0
+
+    def words(self, out):
+        beside = str(out.name[-1] in "13579").lower()
+        return [*super().words(out), "--set", f"training.checkpoint.asynchronous={beside}"]
+
+    def start(self, out):
+        return Ranks(
+            self.context, ([str(word) for word in self.words(out)], str(self.folder), str(self.folder / "output.txt"))
+        )
+
+    def strike(self, process, out):
+        self.hit(process, out, lambda one: one.kill())
+
+    def hit(self, process, out, blow):
+        begun = time.monotonic()
+        blow(self.draw.choice(process.processes))
+        process.join(self.alone_seconds)
+        if None in process.exitcodes:  # it has not met the other one yet: torchrun ends it
+            self.counts["ended by torchrun"] = self.counts.get("ended by torchrun", 0) + 1
+            process.terminate()
+            process.join(self.most_seconds - self.alone_seconds)
+        seconds = time.monotonic() - begun
+        self.slowest = max(self.slowest, seconds)
+        if None in process.exitcodes:
+            self.faults.append(f"{out}: the other process lived for {seconds:.1f} s")
+            process.kill()
+
+
+class TermStorm(RanksStorm):
+    """SIGTERM to one of two processes at a moment of its training: both save the same step, and end with status 75."""
+
+    name = "term"
+    alone_seconds = most_seconds = 30.0
+
+    def wait(self, process, out):
+        before = steps_done(out)
+        self.until(lambda: steps_done(out) > before + 1, process)
+        self.pause(0.5)
+
+    def strike(self, process, out):
+        self.hit(process, out, lambda one: os.kill(one.pid, signal.SIGTERM))
+        newest = max((path.name for path in out.glob("checkpoints/step-*")), default="none")
+        if process.exitcodes != [75, 75] or newest != f"step-{steps_done(out):06d}":
+            self.faults.append(
+                f"{out}: {process.exitcodes}, {newest} saved, step {steps_done(out)} done: {self.last_line()}"
+            )
 
 
 class CompareStorm(Storm):
@@ -261,7 +360,7 @@ class EvalStorm(Storm):
         self.counts["answers"] = max(self.counts.get("answers", 0), len(found))
 
 
-STORMS = {storm.name: storm for storm in (TrainStorm, CompareStorm, EvalStorm)}
+STORMS = {storm.name: storm for storm in (TrainStorm, CompareStorm, EvalStorm, RanksStorm, TermStorm)}
 
 
 def children_in(folder):
@@ -288,7 +387,7 @@ def steps_done(run):
 
 
 def run_bits(run):
-    """Metrics without clocks, and the bytes of weights and moments of the last checkpoint."""
+    """Metrics without clocks, and the tensors of the last checkpoint."""
     from safetensors.torch import load_file
 
     from difftransformer.train import checkpoints, read_metrics
@@ -296,11 +395,14 @@ def run_bits(run):
     steps, validations = read_metrics(run / "metrics.jsonl")
     lines = [{key: value for key, value in dataclasses.asdict(line).items() if key not in CLOCKS} for line in steps]
     newest = checkpoints(run)[-1]
-    moments = {name: tensor.numpy().tobytes() for name, tensor in load_file(newest / "optimizer.safetensors").items()}
-    del moments[
-        "random/cpu"
-    ]  # PyTorch seeds its own generator anew in each process, and training draws nothing from it
-    return newest.name, lines, validations, moments, (newest / "model.safetensors").read_bytes()
+    tensors = {
+        (file.name, name): tensor.numpy().tobytes()
+        for file in newest.glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+        if name
+        != "random/cpu"  # PyTorch seeds its own generator anew in each process, and training draws nothing from it
+    }
+    return newest.name, lines, validations, tensors
 
 
 def check_steps(storm, run):
@@ -344,7 +446,7 @@ def run_storms(folder, **kills):
 
 def main():
     parser = argparse.ArgumentParser(description="Kill train, compare and eval, and look at what is left.")
-    for name, number in (("train", 100), ("compare", 20), ("eval", 20)):
+    for name, number in (("train", 100), ("compare", 20), ("eval", 20), ("ranks", 30), ("term", 20)):
         parser.add_argument(f"--{name}", type=int, default=number, help="number of kills")
     parser.add_argument("--folder", help="where the runs are, such as a folder in memory")
     kills = vars(parser.parse_args())
@@ -355,6 +457,8 @@ def main():
     with tempfile.TemporaryDirectory(dir=parent) as folder:
         prepare(Path(folder))
         for name, number in kills.items():
+            if not number:
+                continue
             storm = STORMS[name](Path(folder), number).run()
             counts = ", ".join(f"{count} {what}" for what, count in storm.counts.items())
             print(f"{name}: {counts}; slowest child {storm.slowest:.1f} s; {len(storm.faults)} faults", flush=True)

@@ -89,7 +89,12 @@ def free_port():
 
 def _start(count, ports, function, *arguments):
     code = f"from tests.support import parallel_steps; parallel_steps.{function}()"
-    everywhere = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ports[0])}
+    return start_code(count, code, *arguments, port=ports[0])
+
+
+def start_code(count, code, *arguments, port=None):
+    """Start `count` processes of this code; return them."""
+    everywhere = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port or free_port())}
     everywhere |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     return [fresh.Fresh(code, *arguments, RANK=str(rank), LOCAL_RANK=str(rank), **everywhere) for rank in range(count)]
 

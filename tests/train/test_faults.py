@@ -103,7 +103,7 @@ def test_going_back_leaves_out_the_batches_since_the_checkpoint(train_toy, tmp_p
     ]
 
 
-@pytest.mark.parametrize(("policy", "stopped_at"), [("skip", 4), ("skip", 5), ("rollback", 3), ("rollback", 5)])
+@pytest.mark.parametrize(("policy", "stopped_at"), [("skip", 5), ("rollback", 3), ("rollback", 5)])
 @pytest.mark.filterwarnings("ignore:step . has loss")
 def test_a_run_with_faults_goes_on_bitwise(train_toy, tmp_path, read_run, poison, policy, stopped_at):
     poison(5)

@@ -5,6 +5,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -37,7 +38,8 @@ def time_overhead(
         budget_seconds: Time after which no more steps are timed, but at least 8 are.
     """
     fields, batch, context = SIZES[size]
-    config = DiffTransformerConfig(**{"max_position_embeddings": context} | fields)
+    settings: dict[str, Any] = {"max_position_embeddings": context, **fields}
+    config = DiffTransformerConfig(**settings)
     every = TrainingConfig(steps=1, batch_tokens=context, context_stages=[(0, context)]).checkpoint_every
     inside = 100  # as the documentation recommends
     with tempfile.TemporaryDirectory() as temporary:

@@ -38,12 +38,15 @@ def start_run(folder: Path, recipe: Recipe) -> None:
     before, after = recipe_dict(load_recipe(path)), recipe_dict(recipe)
     for document in (before, after):
         del document["data"]["folder"]  # where shards lie does not change what is trained
+    has_changed = before != after
+    for document in (before, after):  # nor does how checkpoints are written, or what follows the next fault
+        del document["training"]["checkpoint"], document["training"]["nonfinite"]
     for part in ("model", "data", "training", "start_from"):
         if difference := _difference(before[part], after[part], part):
             raise CheckpointError(
                 f"{folder}: holds a run of another recipe ({difference}); choose another --out, or delete the folder"
             )
-    if before != after:
+    if has_changed:
         save_recipe(recipe, path)
 
 

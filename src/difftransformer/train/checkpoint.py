@@ -37,7 +37,7 @@ from .tensor_files import TensorFiles, is_part
 STATE_FILE = "state.json"
 STATE_VERSION = 1
 WEIGHTS, ADAPTERS, MOMENTS = "model", "trained", "optimizer"  # names of files, without .safetensors
-MOMENTS_OF = ("exp_avg", "exp_avg_sq", "step", "momentum_buffer")  # a parameter
+MOMENTS_OF = ("exp_avg", "exp_avg_sq", "step", "momentum_buffer")  # of a parameter
 RANDOM = "random/"
 _NAME = re.compile(r"step-(\d{6,})")
 
@@ -250,14 +250,21 @@ def _restore_optimizer(
                 # The step count of a parameter is a single number, which is not divided.
                 tensors[f"{moment}/{name}"] = like if shape else torch.empty((), device=parameter.device)
         optimizer.state[parameter] = {m: tensors[f"{m}/{name}"] for m in MOMENTS_OF if f"{m}/{name}" in tensors}
-    random = {
-        name: torch.empty(shape, dtype=torch.uint8) for name, shape in moments.shapes.items() if name.startswith(RANDOM)
-    }
+    random = random_states()
+    if not random.keys() <= moments.shapes.keys():  # another number of GPUs
+        random = {f"{RANDOM}cpu": random[f"{RANDOM}cpu"]}
     moments.read(tensors | random)
-    torch.set_rng_state(random[f"{RANDOM}cpu"])
-    cuda = [random[name] for name in sorted(random) if name.startswith(f"{RANDOM}cuda/")]
-    if torch.cuda.is_available() and len(cuda) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(cuda)
+    torch.set_rng_state(random.pop(f"{RANDOM}cpu"))
+    if random:
+        torch.cuda.set_rng_state_all([*random.values()])
+
+
+def random_states() -> dict[str, Tensor]:
+    """Return the states of the random generators of this process."""
+    states = {f"{RANDOM}cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states |= {f"{RANDOM}cuda/{index}": state for index, state in enumerate(torch.cuda.get_rng_state_all())}
+    return states
 
 
 def content_sha256(content: dict[str, Any]) -> str:

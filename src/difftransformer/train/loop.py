@@ -16,7 +16,7 @@ import torch
 
 from ..attention import Attention
 from ..data import Loader, Shards, document_positions, validation_windows
-from ..errors import EXIT_INTERRUPTED, EXIT_REQUEUE, CheckpointError, DiffTransformerError, FailedElsewhere
+from ..errors import EXIT_INTERRUPTED, EXIT_REQUEUE, DiffTransformerError
 from ..model import DiffTransformerConfig, DiffTransformerForCausalLM
 from ..model.nll import IGNORED, loss_chunk, summed_next_token_nll
 from .checkpoint import CheckpointState, checkpoints, load_checkpoint, newest_intact
@@ -28,7 +28,7 @@ from .metrics import METRICS_FILE, FaultMetrics, InsideMetrics, Metrics, Metrics
 from .optim import build_optimizer, learning_rate
 from .parallel import Mesh, Processes
 from .recompute import recompute_activations
-from .saving import MAKE_ROOM, Saver
+from .saving import Saver
 from .speed import Speed
 from .trackers import Trackers
 
@@ -130,18 +130,17 @@ def train(
     optimizer = build_optimizer(model, config.optimizer)
     step, tokens, seconds, watch = 0, 0, 0.0, GradientWatch(config.outlier_sigmas)
     log: MetricsLog | None = None
-    validated = nonfinite = 0
-    fault: Fault | None = None
+    validated = 0
 
     def restore() -> Path | None:
         """Go to the newest intact checkpoint, if there is one, and drop the lines of later steps."""
-        nonlocal step, tokens, seconds, watch, log, validated
+        nonlocal step, tokens, seconds, log, validated
         found = processes.from_first(lambda: newest_intact(run))
         if found:
             path, state = found
             load_checkpoint(path, model=model, optimizer=optimizer, processes=processes, state=state)
             step, tokens, seconds = state.step, state.tokens, state.seconds
-            watch = GradientWatch(config.outlier_sigmas, state.norms)
+            watch.restore(state.norms)
             with processes.together():
                 loader.load_state_dict(state.loader)
         with processes.together():
@@ -170,19 +169,8 @@ def train(
             report(InsideMetrics(step=step, **found))
 
     def state_now() -> CheckpointState:
-        nonlocal nonfinite
-        nonfinite = nonfinite if fault else 0
         norms, position = list(watch.norms), loader.state_dict()
         return CheckpointState(step=step, tokens=tokens, seconds=seconds, loader=position, norms=norms)
-
-    def if_possible(act: Callable[[], object]) -> None:
-        try:
-            act()
-        except (CheckpointError, FailedElsewhere) as error:
-            if not processes.from_first(lambda: checkpoints(run)):
-                raise
-            if processes.is_first:
-                warnings.warn(f"{str(error).removesuffix(MAKE_ROOM)}; training goes on", stacklevel=2)
 
     def report_fault(kind: Fault, action: Literal["skip", "rollback"], at_step: int, loss: float, norm: float) -> None:
         if processes.is_first:
@@ -200,21 +188,20 @@ def train(
         )
 
     def stop_if_hopeless(loss: float, norm: float) -> None:
-        nonlocal nonfinite
-        nonfinite += 1
-        has_none = config.nonfinite == "rollback" and not processes.from_first(lambda: checkpoints(run))
-        if config.nonfinite == "stop" or nonfinite > MOST_NONFINITE or has_none:
-            which = f", the {nonfinite}th such step since the last checkpoint" if nonfinite > MOST_NONFINITE else ""
+        often = watch.nonfinite > MOST_NONFINITE
+        nowhere = config.nonfinite == "rollback" and not processes.from_first(lambda: checkpoints(run))
+        if config.nonfinite == "stop" or often or nowhere:
+            count = f", the {watch.nonfinite}th such step since the last checkpoint" if often else ""
             processes.fail(
                 DiffTransformerError(
-                    f"{run}: step {step + 1} has loss {loss} and gradient norm {norm}{which}; lower "
+                    f"{run}: step {step + 1} has loss {loss} and gradient norm {norm}{count}; lower "
                     "training.optimizer.learning_rate or lengthen the warm-up, and train in a new folder"
                 )
             )
 
     def go_back(loss: float, norm: float) -> None:
         at_step, next_batch = step + 1, loader.step
-        if_possible(saver.finish)
+        saver.wait()
         restore()
         loader.step = next_batch
         report_fault("nonfinite", "rollback", at_step, loss, norm)
@@ -269,15 +256,12 @@ def train(
                 validate_if_due(stop)
                 status, last = stop(), step == config.steps
                 if last or status:
-                    if_possible(saver.finish)
                     saved = saver.save(state_now())
                     if status and not (last and validated == step):
                         raise Interrupted(saved, step, status)
                 elif step % config.checkpoint_every == 0 or config.keeps_step(step):
-                    if_possible(saver.finish)
-                    if_possible(lambda: saver.start(state_now()))
-                    if not config.checkpoint.asynchronous:
-                        if_possible(saver.finish)
+                    saver.save_if_possible(state_now())
+                    watch.saved()
     finally:
         saver.close()
         trackers.close()

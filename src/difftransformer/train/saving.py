@@ -7,16 +7,16 @@ import os
 import shutil
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
-from threading import Thread
+from threading import TIMEOUT_MAX, Thread
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from ..data import Tokenizer
-from ..errors import CheckpointError, DataError
+from ..errors import CheckpointError, DataError, FailedElsewhere
 from ..files import naming
 from ..model import DiffTransformerConfig, DiffTransformerForCausalLM
 from ..model.card import CARD_FILE, model_card
@@ -26,7 +26,6 @@ from .checkpoint import (
     ADAPTERS,
     MOMENTS,
     MOMENTS_OF,
-    RANDOM,
     STATE_FILE,
     STATE_VERSION,
     WEIGHTS,
@@ -37,6 +36,7 @@ from .checkpoint import (
     delete_checkpoint,
     file_sum,
     folder_of_step,
+    random_states,
     step_of,
 )
 from .config import TrainingConfig
@@ -85,18 +85,48 @@ class Saver:
                 kept, and the message names the newest.
             FailedElsewhere: The same, in all processes but the first.
         """
-        self.start(state)
-        self.finish()
+        self.wait()
+        self._start(state)
+        self._finish()
         return folder_of_step(self._run, state.step)
 
-    def start(self, state: CheckpointState) -> None:
-        """Start to write a checkpoint. Unless saving is asynchronous, training must not go on before `finish`.
+    def save_if_possible(self, state: CheckpointState) -> None:
+        """Write a checkpoint, or start to write it if saving is asynchronous. A fault is a warning, as in `wait`.
 
         Raises:
-            CheckpointError: An earlier save that was given up has still not ended.
+            CheckpointError: As `wait`.
+            FailedElsewhere: As `wait`.
+        """
+        self.wait()
+        self._if_possible(lambda: self._start(state))
+        if not self._config.checkpoint.asynchronous:
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait for the end of a save that has been started. A fault is a warning where another checkpoint exists.
+
+        Raises:
+            CheckpointError: No checkpoint exists.
             FailedElsewhere: The same, in all processes but the first.
         """
-        self.finish()
+        self._if_possible(self._finish)
+
+    def close(self) -> None:
+        """Wait for the save that has been started, also if other processes are gone. A fault is a warning."""
+        writing, self._writing = self._writing, None
+        if writing is not None and (fault := writing.fault()) and self._processes.is_first:
+            warnings.warn(fault, stacklevel=2)
+
+    def _if_possible(self, act: Callable[[], None]) -> None:
+        try:
+            act()
+        except (CheckpointError, FailedElsewhere) as error:
+            if not self._processes.from_first(lambda: checkpoints(self._run)):
+                raise
+            if self._processes.is_first:
+                warnings.warn(f"{str(error).removesuffix(MAKE_ROOM)}; training goes on", stacklevel=2)
+
+    def _start(self, state: CheckpointState) -> None:
         if self._processes.largest(self._last is not None and self._last.is_alive()):
             final = folder_of_step(self._run, state.step)
             self._processes.fail(
@@ -113,13 +143,7 @@ class Saver:
         self._writing = self._last = writing
         writing.start()
 
-    def finish(self) -> None:
-        """Wait for the end of the save that has been started, if there is one.
-
-        Raises:
-            CheckpointError: It has failed, or does not end within `training.checkpoint.timeout_seconds`.
-            FailedElsewhere: The same, in all processes but the first.
-        """
+    def _finish(self) -> None:
         if self._writing is None:
             return
         writing, self._writing = self._writing, None
@@ -128,12 +152,6 @@ class Saver:
             writing.join()
         if fault is not None:
             self._processes.fail(CheckpointError(fault))
-
-    def close(self) -> None:
-        """Wait for the save that has been started, also if other processes are gone. A fault is a warning."""
-        writing, self._writing = self._writing, None
-        if writing is not None and (fault := writing.fault()) and self._processes.is_first:
-            warnings.warn(fault, stacklevel=2)
 
 
 class _Writing(Thread):
@@ -159,6 +177,7 @@ class _Writing(Thread):
         self._run, self._state, self._tokenizer, self._config = run, state, tokenizer, config
         self._model, self._shares, self._moments = model, shares, moments
         self._members = processes.in_background()
+        self._gpu = torch.cuda.current_device() if processes.device == "cuda" else None
         self._final = folder_of_step(run, state.step)
         self._temporary = self._final.with_name(f".{self._final.name}.tmp")
         self._begun, self._given_up = time.monotonic(), False
@@ -167,7 +186,7 @@ class _Writing(Thread):
     def fault(self) -> str | None:
         """Return what is wrong with the save, when it has ended or its time is over."""
         most = self._config.checkpoint.timeout_seconds
-        self.join(max(0.0, self._begun + most - time.monotonic()))
+        self.join(min(TIMEOUT_MAX, max(0.0, self._begun + most - time.monotonic())))
         if self.is_alive():
             # What is not whole yet must never count, because training goes on to change the tensors.
             self._given_up = True
@@ -182,6 +201,8 @@ class _Writing(Thread):
     def run(self) -> None:
         """Be the thread."""
         try:
+            if self._gpu is not None:  # a new thread is on the first GPU, which belongs to another process
+                torch.cuda.set_device(self._gpu)
             self._write()
         except BaseException as error:
             self._error = error
@@ -196,7 +217,7 @@ class _Writing(Thread):
         try:
             self._write_own_files()
             sums = self._flushed_sums()
-        except (OSError, SafetensorError, DataError, CheckpointError) as error:
+        except Exception as error:  # the other processes wait for what follows
             sums = _reason(error, self._final)
         found = self._members.gathered(sums)
         if self._members.is_first:
@@ -289,9 +310,7 @@ class _Writing(Thread):
 def _optimizer_tensors(
     model: DiffTransformerForCausalLM, optimizer: torch.optim.Optimizer, processes: Processes
 ) -> dict[str, Tensor]:
-    tensors = {f"{RANDOM}cpu": torch.get_rng_state()} if processes.is_first else {}
-    if torch.cuda.is_available() and processes.count == 1:
-        tensors |= {f"{RANDOM}cuda/{i}": state for i, state in enumerate(torch.cuda.get_rng_state_all())}
+    tensors = random_states() if processes.is_first else {}
     for name, parameter in model.named_parameters():
         state = optimizer.state.get(parameter, {})
         tensors |= {f"{moment}/{name}": state[moment] for moment in MOMENTS_OF if moment in state}

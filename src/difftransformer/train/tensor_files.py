@@ -71,15 +71,14 @@ def write_parts(folder: Path, stem: str, tensors: dict[str, Tensor], processes: 
         OSError: A process cannot write.
     """
     writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
-    name = part_name(stem, processes.rank, processes.count)
-    with naming(folder / name):
-        try:
-            dcp.save(tensors, storage_writer=writer, process_group=processes.group)
-        except CheckpointException as fault:
-            error, _ = fault.failures[min(fault.failures)]
+    try:
+        dcp.save(tensors, storage_writer=writer, process_group=processes.group)
+    except CheckpointException as fault:
+        rank, (error, _) = min(fault.failures.items())
+        with naming(folder / part_name(stem, rank, processes.count)):
             raise error from None
-        for written in folder.glob(f"shard-{processes.rank + 1:05d}-*.safetensors"):
-            written.rename(folder / name)
+    for written in folder.glob(f"shard-{processes.rank + 1:05d}-*.safetensors"):
+        written.rename(folder / part_name(stem, processes.rank, processes.count))
 
 
 class TensorFiles(HuggingFaceStorageReader):
@@ -108,6 +107,9 @@ class TensorFiles(HuggingFaceStorageReader):
             raise CheckpointError(f"{name}: cannot be read ({error})") from None
         entries: dict[str, Any] = self._metadata.state_dict_metadata
         self.shapes = {key: tuple(entry.size) for key, entry in entries.items()}
+        for key, entry in entries.items():
+            if sum(part.sizes.numel() for part in entry.chunks) != entry.size.numel():
+                raise CheckpointError(f"{name}: parts of {key} are missing, or are there twice")
 
     def __str__(self) -> str:
         return str(self._name)

@@ -1,0 +1,144 @@
+"""Faults of one process of two, as each process meets them: one pair of processes runs all of them."""
+
+import errno
+import json
+import math
+import os
+import sys
+import threading
+import warnings
+from pathlib import Path
+
+import torch
+
+from tests.support import parallel_steps
+
+SAVED = {"steps": 8, "context_stages": [(0, 32)], "checkpoint_every": 2, "validate_every": 8, "keep_checkpoints": 9}
+
+
+def start(folder, shards):
+    """Start both processes; return them."""
+    code = "from tests.support import parallel_faults; parallel_faults.main()"
+    return parallel_steps.start_code(2, code, folder, shards)
+
+
+def main():
+    """Be the process of a rank, and print what the warnings of each scenario said."""
+    from difftransformer.train.parallel import joined
+
+    torch.set_num_threads(1)
+    folder, shards = sys.argv[1:]
+    said = {}
+    with joined("cpu") as processes:
+        for scenario in (plain, asynchronous, skip, rollback, full, hanging, ending):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                try:
+                    scenario(Path(folder) / scenario.__name__, shards, processes)
+                except Exception as error:
+                    said[f"{scenario.__name__} raised"] = f"{type(error).__name__}: {error}"
+            said[scenario.__name__] = [str(warning.message) for warning in caught]
+    print(json.dumps(said), flush=True)
+    os._exit(0)
+
+
+def train(folder, shards, processes, **fields):
+    parallel_steps.run(folder, shards, layout={}, processes=processes, variants=["diff"], **SAVED | fields)
+
+
+def plain(folder, shards, processes):
+    train(folder, shards, processes)
+
+
+def asynchronous(folder, shards, processes):
+    from difftransformer.train.config import CheckpointConfig
+
+    train(folder, shards, processes, checkpoint=CheckpointConfig(asynchronous=True))
+
+
+def skip(folder, shards, processes):
+    poisoned(folder, shards, processes, rank=1, nonfinite="skip")
+
+
+def rollback(folder, shards, processes):
+    poisoned(folder, shards, processes, rank=1, nonfinite="rollback")
+
+
+def poisoned(folder, shards, processes, *, rank, **fields):
+    """The loss of the fifth step is not a number in one process."""
+    from difftransformer.train import loop
+
+    compute, calls = loop.summed_next_token_nll, []
+
+    def nll(model, *arguments, **options):
+        calls.extend([1] * model.training)
+        found = compute(model, *arguments, **options)
+        return found * math.nan if model.training and len(calls) == 5 and processes.rank == rank else found
+
+    loop.summed_next_token_nll = nll
+    try:
+        train(folder, shards, processes, **fields)
+    finally:
+        loop.summed_next_token_nll = compute
+
+
+def full(folder, shards, processes):
+    """The disk of the second process is full at step 4 for weights, and at step 6 for moments."""
+    from torch.distributed.checkpoint import filesystem
+
+    from difftransformer.train import saving
+
+    write, create = saving.save_file, filesystem.FileSystem.create_stream
+
+    def save_file(tensors, path, **options):
+        if processes.rank == 1 and path.parent.name == ".step-000004.tmp":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(tensors, path, **options)
+
+    def create_stream(self, path, mode):
+        if processes.rank == 1 and Path(path).parent.name == ".step-000006.tmp":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return create(self, path, mode)
+
+    saving.save_file, filesystem.FileSystem.create_stream = save_file, create_stream
+    try:
+        train(folder, shards, processes)
+    finally:
+        saving.save_file, filesystem.FileSystem.create_stream = write, create
+
+
+def hanging(folder, shards, processes):
+    """The second process does not write its weights of step 4 before the step 6 is done."""
+    _hang(folder, shards, processes, at=4, until=6)
+
+
+def ending(folder, shards, processes):
+    """Nor those of step 8, the last."""
+    _hang(folder, shards, processes, at=8, until=99)
+
+
+def _hang(folder, shards, processes, *, at, until):
+    from difftransformer.data import Loader
+    from difftransformer.train import saving
+    from difftransformer.train.config import CheckpointConfig
+
+    write, draw, released = saving.save_file, Loader.__next__, threading.Event()
+
+    def save_file(tensors, path, **options):
+        if processes.rank == 1 and path.parent.name == f".step-{at:06d}.tmp":
+            released.wait(120)
+        write(tensors, path, **options)
+
+    def next_batch(loader):
+        if loader.step == until and not released.is_set():
+            released.set()
+            for thread in threading.enumerate():
+                if thread.name == "checkpoint":
+                    thread.join()
+        return draw(loader)
+
+    saving.save_file, Loader.__next__ = save_file, next_batch
+    try:
+        train(folder, shards, processes, checkpoint=CheckpointConfig(timeout_seconds=8.0))
+    finally:
+        saving.save_file, Loader.__next__ = write, draw
