@@ -1,10 +1,12 @@
 """Commands that several processes run together: started by `--processes`, or by torchrun."""
 
+import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from ..errors import ConfigError
+from ..errors import ConfigError, FailedElsewhere
 from .arguments import check_device, check_positive
 
 if TYPE_CHECKING:
@@ -22,8 +24,6 @@ def run_together(run: Run, device: str, processes: int | None, check: Callable[[
         processes: Number of processes of this machine; None takes those that there are.
         check: Raises for bad input, before processes start or go on.
     """
-    import sys
-
     from ..train.parallel import launch, started_by_torchrun
 
     check_positive(processes=processes)
@@ -42,11 +42,13 @@ def members(device: str, processes: int | None) -> "Iterator[Processes]":
     """Meet the processes of this command. A wrong device or number is said once."""
     from ..train.parallel import joined, world_size
 
-    if world_size() == 1:
+    if processes not in (None, count := world_size()):
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            raise FailedElsewhere("the first process says why")
+        raise ConfigError(f"--processes {processes}: torchrun has started {count}; omit --processes")
+    if count == 1:
         check_device(device)
     with joined(device) as crew:
         with crew.together():
             check_device(device)
-            if processes not in (None, crew.count):
-                raise ConfigError(f"--processes {processes}: torchrun has started {crew.count}; omit --processes")
         yield crew
