@@ -41,7 +41,7 @@ def wait_until(condition, process=None):
 
 
 def losses(run):
-    clocks = ("seconds", "tokens_per_second")
+    clocks = ("seconds", "tokens_per_second", "mfu", "peak_bytes")
     steps, validations = read_metrics(run / "metrics.jsonl")
     lines = [{k: v for k, v in dataclasses.asdict(line).items() if k not in clocks} for line in steps]
     return lines, validations

@@ -28,7 +28,7 @@ from tests.support.parallel_steps import free_port
 
 ORPHAN_SECONDS = 5.0
 PATIENCE_SECONDS = 300.0
-CLOCKS = ("seconds", "tokens_per_second")
+CLOCKS = ("seconds", "tokens_per_second", "mfu", "peak_bytes")
 PRELOADED = ("cli.progress", "cli.train", "cli.compare", "cli.eval_task", "studies.comparison", "studies.run", "report")
 
 

@@ -43,11 +43,11 @@ def settings(steps, method="adamw", **fields):
     return TrainingConfig(**plain | fields)
 
 
-def run(folder, shards, steps, *, layout, processes, variants=(*VARIANTS,), **fields):
+def run(folder, shards, steps, *, layout, processes, variants=(*VARIANTS,), logs=None, **fields):
     """Train every variant in this process. initial.safetensors gets the weights at the start, as they lie on the mesh."""
     from difftransformer.data import Shards
     from difftransformer.model import DiffTransformerConfig
-    from difftransformer.train import ParallelConfig, build_model, train
+    from difftransformer.train import LogsConfig, ParallelConfig, build_model, train
     from difftransformer.train.parallel import Mesh
     from difftransformer.typed import build
 
@@ -63,7 +63,7 @@ def run(folder, shards, steps, *, layout, processes, variants=(*VARIANTS,), **fi
         if processes.is_first:
             run.mkdir(parents=True, exist_ok=True)
             save_file(weights, run / "initial.safetensors")
-        train(config, model, opened, run, mesh=mesh)
+        train(config, model, opened, run, mesh=mesh, logs=LogsConfig(**logs or {}))
 
 
 def whole(tensor):

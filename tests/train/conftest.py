@@ -8,7 +8,7 @@ from difftransformer.model import DiffTransformerConfig
 from difftransformer.train import read_metrics, train
 
 # Wall time differs from run to run; everything else in metrics.jsonl must not.
-CLOCKS = ("seconds", "tokens_per_second")
+CLOCKS = ("seconds", "tokens_per_second", "mfu", "peak_bytes")
 
 
 @pytest.fixture

@@ -16,6 +16,8 @@ from difftransformer.sources import shipped_recipes
 from difftransformer.studies import load_recipe
 from difftransformer.train import TrainingConfig
 from difftransformer.train.plan import Layout, communicated_bytes, fitting_plans, layouts, rank_bytes, sizes_of
+from tests.support import fresh
+from tests.support.parallel_steps import free_port
 from tests.support.tiny_models import tiny_config
 
 # Parameters that follow from the shapes of Tables 9 and 10 (arXiv:2410.05258), the embedding counted once: the stated sizes of
@@ -155,20 +157,63 @@ def test_formula_and_trace_agree():
     assert done.returncode == 0, done.stderr
     ratios = json.loads(done.stdout.splitlines()[-1])
     assert {case.partition(",")[0] for case in ratios} == set(PARAMETERS) - {"paper-math"}
+    assert sum("128" in case for case in ratios) == 3
     assert {case: ratio for case, ratio in ratios.items() if not 0.85 < ratio < 1.15} == {}
 
 
 def trace_all():
-    """Print formula over trace of every recipe as one of 64 ranks. paper-math has the shape of paper-3b."""
+    """Print formula over trace of every recipe as one of 64 or 128 ranks. paper-math has the shape of paper-3b."""
     from difftransformer.train.trace import traced_bytes
 
+    whole = Layout(shard=64)
+    cases = [(name, "diff", whole) for name in PARAMETERS if name not in ("paper-math", "paper-64k")]
+    cases += [(name, "softmax", whole) for name in ("paper-3b", "paper-13.1b")]
+    cases += [(name, "diff", Layout(shard=128)) for name in ("paper-3b", "paper-13.1b")]
+    cases += [("paper-64k", "diff", Layout(shard=64, recompute=True))]
+    cases += [("paper-64k", "diff", Layout(shard=32, context=4, recompute=True))]
     ratios = {}
-    for name in PARAMETERS:
+    for name, word, layout in cases:
         recipe = load_recipe(name)
-        for word in (
-            [] if name == "paper-math" else ["diff", "softmax"] if name in ("paper-3b", "paper-13.1b") else ["diff"]
-        ):
-            config, layout = recipe.planned_config().twin(word), Layout(shard=64, recompute=name == "paper-64k")
-            formula = rank_bytes(sizes_of(config, recipe.training), layout).total
-            ratios[f"{name}, {word}"] = formula / traced_bytes(config, recipe.training, layout)
+        config = recipe.planned_config().twin(word)
+        formula = rank_bytes(sizes_of(config, recipe.training), layout).total
+        key = f"{name}, {word}, {layout.ranks} ranks, context {layout.context}"
+        ratios[key] = formula / traced_bytes(config, recipe.training, layout)
     print(json.dumps(ratios))
+
+
+MEASURED = """
+    import os, sys
+    from difftransformer.train import ParallelConfig, build_model
+    from difftransformer.train.parallel import Mesh, joined
+    from difftransformer.train.trace import tracked_bytes
+    from tests.train.test_plan import MEASURED_LAYOUT, measured_config, measured_training
+
+    with joined("cpu") as processes:
+        mesh = Mesh(processes, ParallelConfig())
+        model = mesh.place(build_model(measured_config(), 0).train(), measured_training())
+        print(tracked_bytes(model, measured_training(), MEASURED_LAYOUT, mesh), flush=True)
+    os._exit(0)
+"""
+MEASURED_LAYOUT = Layout(shard=2, micro_rows=4)
+
+
+def measured_config():
+    shape = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 6, "vocab_size": 4096}
+    return tiny_config(**shape, max_position_embeddings=512, attn_backend="cpu")
+
+
+def measured_training():
+    return _training(batch_tokens=4096, context_stages=[(0, 512)], loss_chunk_tokens=512)
+
+
+@pytest.mark.slow
+def test_a_real_step_of_two_processes_takes_what_the_formula_says():
+    """Two processes make a step on real tensors, which PyTorch's tracker follows as they are made and freed."""
+    everywhere = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    everywhere |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    workers = [fresh.Fresh(MEASURED, RANK=str(rank), LOCAL_RANK=str(rank), **everywhere) for rank in range(2)]
+    done = [worker.finish(timeout=300) for worker in workers]
+    formula = rank_bytes(sizes_of(measured_config(), measured_training()), MEASURED_LAYOUT).total
+    for one in done:
+        assert one.returncode == 0, one.stderr
+        assert formula == pytest.approx(int(one.stdout), rel=0.1)

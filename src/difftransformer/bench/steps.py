@@ -20,6 +20,7 @@ from ..results import (
     MemoryPoint,
     Mode,
     ModelTiming,
+    Overhead,
     TrainingSkip,
     TrainingTiming,
 )
@@ -32,12 +33,24 @@ from .loss import loss_shapes, time_loss
 from .memory import peak_attention_bytes
 from .models import SIZES, time_models
 from .models import WORKS as MODEL_WORKS
+from .overhead import time_overhead
 from .roofline import attention_flops
 from .timing import MIN_ROUNDS
 from .training import IMPLEMENTATIONS, time_training
 
 Part = Literal[
-    "attention", "peaked", "decode", "memory", "training", "train", "diffllama", "generation", "models", "loss", "all"
+    "attention",
+    "peaked",
+    "decode",
+    "memory",
+    "training",
+    "train",
+    "diffllama",
+    "generation",
+    "models",
+    "loss",
+    "overhead",
+    "all",
 ]
 MODEL_SIZES = ("0.5M", "5M", "20M")  # 135M takes 12 GB: there are five models, each with its moments
 
@@ -127,6 +140,7 @@ def sort_rows(rows: Iterable[object], by_width: bool = False) -> dict[str, Any]:
         "generation": of(GenerationTiming),
         "models": of(ModelTiming),
         "loss": of(LossTiming),
+        "overhead": of(Overhead),
     }
 
 
@@ -270,6 +284,21 @@ def _loss(settings: Settings) -> list[Step]:
     ]
 
 
+def _overhead(settings: Settings) -> list[Step]:
+    return [
+        _step(
+            settings,
+            f"training loop of {size}, {dtype}",
+            settings.budget_seconds,
+            time_overhead,
+            size,
+            dtype,
+        )
+        for size in settings.sizes or ("5M",)
+        for dtype in settings.dtypes
+    ]
+
+
 _PARTS_OF_ALL: dict[str, Callable[[Settings], list[Step]]] = {
     "attention": _attention,
     "peaked": _peaked,
@@ -283,6 +312,7 @@ _OTHER_PARTS: dict[str, Callable[[Settings], list[Step]]] = {
     "generation": _generation,
     "models": _models,
     "loss": _loss,
+    "overhead": _overhead,
 }
 
 

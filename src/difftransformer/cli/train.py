@@ -4,11 +4,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import ConfigError
 from ..files import locked
 from ..sources import read_recipe
 from .arguments import SET, check_device, check_positive, use_threads
 from .console import log, resumable, show
+from .members import members
 from .progress import evaluation_progress, training_progress, watch_steps
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def run(
     """
     read_recipe(recipe)
     check_positive(processes=processes)
-    from ..train.parallel import joined, launch, started_by_torchrun, world_size
+    from ..train.parallel import launch, started_by_torchrun
 
     overrides = list(set or []) + ([f"training.seed={seed}"] if seed is not None else [])
     if dry_run:
@@ -59,36 +59,33 @@ def run(
         return launch(
             processes or 1, ["train", recipe, *words, *(w for change in overrides for w in ("--set", change))]
         )
-    if processes is not None and processes != world_size():
-        raise ConfigError(f"--processes {processes}: torchrun has started {world_size()}; omit --processes")
-    check_device(device)
-    with joined(device) as members:
-        return _train(recipe, overrides, out, threads, members)
+    with members(device, processes) as crew:
+        return _train(recipe, overrides, out, threads, crew)
 
 
-def _train(recipe: str, overrides: list[str], out: str | None, threads: int | None, members: Any) -> int:
+def _train(recipe: str, overrides: list[str], out: str | None, threads: int | None, crew: Any) -> int:
     from ..data import prepare_shards
     from ..studies import load_recipe, start_run, train_run
     from ..train import Interrupted, checkpoints
     from ..train.parallel import Mesh
 
-    first = members.is_first
-    with members.together():
+    first = crew.is_first
+    with crew.together():
         loaded = load_recipe(recipe, overrides)
         use_threads(threads)
-        loaded.parallel.degrees(members.count)
-    mesh = Mesh(members, loaded.parallel)
-    with members.together():
+        loaded.parallel.degrees(crew.count)
+    mesh = Mesh(crew, loaded.parallel)
+    with crew.together():
         mesh.check(loaded.model_config(vocab_size=1), loaded.training)
     folder = Path(out or f"runs/{loaded.name}")
     with ExitStack() as stack:
-        with members.together():
+        with crew.together():
             if first:
                 stack.enter_context(locked(folder))
                 start_run(folder, loaded)
                 with evaluation_progress("tokenising") as tokenised:
                     shards = prepare_shards(loaded.data, log=log, progress=tokenised)
-        with members.together():
+        with crew.together():
             if not first:
                 shards = prepare_shards(loaded.data)
         if not first:

@@ -194,6 +194,12 @@ class WeightsReader:
             self._open(self._where[name])
         return self._file.get_tensor(name)  # type: ignore[no-any-return]
 
+    def read_rows(self, name: str, begin: int, end: int) -> Tensor:
+        """Load some rows of one tensor."""
+        if self._where[name] != self._opened:
+            self._open(self._where[name])
+        return self._file.get_slice(name)[begin:end]  # type: ignore[no-any-return]
+
     @property
     def shard_bytes(self) -> int:
         """Size to split a conversion's weights by: 3/4 of the folder's largest file, or SHARD_BYTES if it has only one.

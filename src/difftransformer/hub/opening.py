@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,9 @@ from ..model.quiet import quietly
 from ..reading import LARGEST_INT
 from ..results import ModelIdentity
 from ..train.checkpoint import STATE_FILE, verify_checkpoint
+from ..train.parallel import ALONE, Processes
 from ..typed import short
+from .divided import divide, plain_class
 from .source import source_folder
 
 # A Hugging Face folder with a tokenizer has at least one of these files.
@@ -49,6 +51,7 @@ def open_model(
     backend: str = "auto",
     model_type: str | None = None,
     auto_class: Any = AutoModelForCausalLM,
+    divided_by: Processes | None = None,
 ) -> Any:
     """Open a causal language model, or a model of another Auto class, with complete weights.
 
@@ -61,6 +64,7 @@ def open_model(
         backend: Attention backend of a model of this package or of a DiffLlama.
         model_type: The only `model_type` to accept, such as "difftransformer". None accepts all.
         auto_class: transformers' Auto class of the model.
+        divided_by: Processes that hold the model together, see `divided.divide`; None opens all of it in this process.
 
     Raises:
         CheckpointError: The model is damaged, incomplete or of another type, or cannot be opened.
@@ -84,14 +88,18 @@ def open_model(
                 )
             with WeightsReader(folder) as weights:  # refuses pickles, names damaged files
                 _check_size(config, weights, auto_class)
-                network, found = auto_class.from_pretrained(
-                    folder,
-                    config=config,
-                    dtype="auto" if dtype == "auto" else DTYPES[dtype],
-                    output_loading_info=True,
-                    use_safetensors=True,
-                    **local,
-                )
+                if divided_by is not None:
+                    network = divide(config, weights, dtype=dtype, processes=divided_by)
+                    found: dict[str, Any] = {"missing_keys": (), "unexpected_keys": ()}
+                else:
+                    network, found = auto_class.from_pretrained(
+                        folder,
+                        config=config,
+                        dtype="auto" if dtype == "auto" else DTYPES[dtype],
+                        output_loading_info=True,
+                        use_safetensors=True,
+                        **local,
+                    )
         except DiffTransformerError:
             raise
         except FOREIGN_FAULTS as error:
@@ -139,6 +147,8 @@ def open_language_model(
     context_tokens: int | None = None,
     prefix_caching: bool = True,
     accelerated: bool = True,
+    processes: Processes = ALONE,
+    divide_weights: bool = False,
 ) -> Iterator[OpenedModel]:
     """Open a model and its tokenizer for evaluation.
 
@@ -149,14 +159,50 @@ def open_language_model(
         context_tokens: Largest number of tokens in a row. Defaults to the model's number of positions.
         prefix_caching: Whether prompts with a common prefix compute it once.
         accelerated: Whether to accelerate a model of another package (see `accelerate`) where that is supported.
+        processes: This process and the others, each of which opens the model.
+        divide_weights: Whether the processes divide the weights of one model (see `divided.divide`), for a model that
+            does not fit one device. Each process otherwise has its own.
 
     Raises:
         CheckpointError: The model or its tokenizer is missing, damaged or cannot be opened, or the two do not match.
+        ConfigError: The weights cannot be divided.
     """
+    with processes.together():
+        stack = ExitStack()
+        opened = stack.enter_context(
+            _language_model(
+                model,
+                device=device,
+                dtype=dtype,
+                batch_tokens=batch_tokens,
+                context_tokens=context_tokens,
+                prefix_caching=prefix_caching,
+                accelerated=accelerated,
+                divided_by=processes if divide_weights else None,
+            )
+        )
+    with stack:
+        yield opened
+
+
+@contextmanager
+def _language_model(
+    model: str,
+    *,
+    device: str,
+    dtype: WeightsDtype,
+    batch_tokens: int,
+    context_tokens: int | None,
+    prefix_caching: bool,
+    accelerated: bool,
+    divided_by: Processes | None,
+) -> Iterator[OpenedModel]:
     with source_folder(model) as folder, quietly():
         theirs = open_tokenizer(folder)
         tokenizer = _text_tokenizer(theirs, folder)
-        network = open_model(folder, dtype=dtype).to(device)
+        network = open_model(folder, dtype=dtype, divided_by=divided_by)
+        if divided_by is None:
+            network = network.to(device)
         if accelerated:
             with suppress(ConfigError):
                 accelerate(network)
@@ -175,10 +221,11 @@ def open_language_model(
             prefix_caching=prefix_caching,
             hf_tokenizer=theirs,
         )
+        language_model.is_divided = divided_by is not None
         is_accelerated = any(isinstance(module, AcceleratedDiffLlamaAttention) for module in network.modules())
         identity = ModelIdentity(
             name=model,
-            architecture=type(network).__name__,
+            architecture=plain_class(network).__name__,
             attention=str(getattr(network.config, "attention_type", None) or network.config.model_type),
             parameters=sum(parameter.numel() for parameter in network.parameters()),
             dtype=str(network.dtype).removeprefix("torch."),

@@ -61,6 +61,7 @@ def bench_tables(bench: Bench) -> list[Table]:
         (bench.generation, _generation_table),
         (bench.models, _models_table),
         (bench.loss, _loss_table),
+        (bench.overhead, _overhead_table),
     ]
     return tables + [make(bench) for rows, make in others if rows]
 
@@ -282,6 +283,25 @@ def _loss_table(bench: Bench) -> Table:
     ]
     notes = [f"Forward and backward; ratios to {bench.loss[0].implementation}. Memory above the inputs."]
     return Table("loss", "Loss", _groups(["loss", "ms", "ratio", "MiB", "memory, ratio"]), rows, notes)
+
+
+def _overhead_table(bench: Bench) -> Table:
+    rows = [
+        [
+            f"{row.model}, {row.dtype}, {row.batch} x {row.context_tokens}",
+            _milliseconds(row.step_seconds),
+            _ratio(row.ratio_to_bare),
+            *(f"{100 * share:.2f}" for share in (row.loader_share, row.log_share, row.inside_share, row.save_share)),
+            f"{100 * row.share:.2f}",
+        ]
+        for row in bench.overhead
+    ]
+    titles = ["step, ms", "over bare loop", "loader, %", "logs, %", "inside, %", "checkpoints, %", "together, %"]
+    first = bench.overhead[0]
+    notes = [
+        f"Shares of a step; looks inside the model every {first.inside_every} steps, a checkpoint every {first.save_every}."
+    ]
+    return Table("overhead", "Training loop", _groups(["model", *titles]), rows, notes)
 
 
 def is_gpu(bench: Bench) -> bool:

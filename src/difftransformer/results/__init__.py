@@ -28,6 +28,7 @@ from .bench import (
     MemoryPoint,
     ModelTiming,
     ModelWork,
+    Overhead,
     Timing,
     TrainingSkip,
     TrainingTiming,

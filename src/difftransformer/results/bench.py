@@ -209,6 +209,52 @@ class ModelTiming(_ModelTiming):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Overhead:
+    """What the training loop costs beside a bare PyTorch loop over the same model, in turns with it.
+
+    Attributes:
+        steps: Number of timed steps.
+        step_seconds: Median time of a step of the loop: batch, step, metrics and their line.
+        bare_seconds: Median time of a bare step.
+        ratio_to_bare: Median over steps of the ratio to the bare step after it.
+        loader_share: Time of reading a batch, as a share of a step.
+        log_share: Time of metrics and their line, as a share of a step; gradient norms by part are in the step itself.
+        inside_seconds: Time of a look inside the model, which `inside_share` spreads over `inside_every` steps.
+        save_seconds: Time of a checkpoint, which `save_share` spreads over `save_every` steps.
+    """
+
+    model: str
+    dtype: Dtype
+    batch: int
+    context_tokens: int
+    steps: int
+    step_seconds: float
+    bare_seconds: float
+    ratio_to_bare: float
+    loader_share: float
+    log_share: float
+    inside_seconds: float
+    inside_every: int
+    save_seconds: float
+    save_every: int
+
+    @property
+    def inside_share(self) -> float:
+        """Looks inside the model, as a share of training."""
+        return self.inside_seconds / self.inside_every / self.step_seconds
+
+    @property
+    def save_share(self) -> float:
+        """Checkpoints, as a share of training."""
+        return self.save_seconds / self.save_every / self.step_seconds
+
+    @property
+    def share(self) -> float:
+        """All of them."""
+        return self.loader_share + self.log_share + self.inside_share + self.save_share
+
+
+@dataclass(frozen=True, kw_only=True)
 class Bench:
     """The result of one run of `bench`.
 
@@ -231,3 +277,4 @@ class Bench:
     peaked: list[AttentionTiming] = dataclasses.field(default_factory=list)
     models: list[ModelTiming] = dataclasses.field(default_factory=list)
     loss: list[LossTiming] = dataclasses.field(default_factory=list)
+    overhead: list[Overhead] = dataclasses.field(default_factory=list)

@@ -10,9 +10,9 @@ from ..evals.engine import Progress, Task, no_progress
 from ..evals.models.causal import UNBOUNDED
 from ..evals.prompts.texts import Setting
 from ..evals.tasks import task_kind
-from ..files import locked
 from ..hub import open_language_model
 from ..results import TaskResult
+from ..train.parallel import ALONE, Processes
 from .recipe import Recipe
 from .tasks import evaluate_task, stored_result
 
@@ -43,6 +43,8 @@ def evaluate_checkpoint(
     *,
     wait: bool = False,
     device: str = "cpu",
+    processes: Processes = ALONE,
+    divide_weights: bool = False,
     progress_bar: Callable[[str], AbstractContextManager[Progress]] = lambda label: nullcontext(no_progress),
     log: Callable[[str], None] = lambda text: None,
 ) -> dict[str, TaskResult]:
@@ -55,6 +57,7 @@ def evaluate_checkpoint(
         folder: Folder for results, FOLDER/NAME.json.
         wait: Whether to wait for another process that is working in the folder.
         device: cpu or cuda.
+        processes, divide_weights: See `open_language_model`. The first process writes.
         progress_bar: Opens a progress bar with a label.
         log: Called with what is being done.
 
@@ -66,7 +69,7 @@ def evaluate_checkpoint(
         CheckpointError: the folder holds no model, or a damaged one.
         FolderInUse: another process is working in the folder, and `wait` is False.
     """
-    tasks = draw_tasks(recipe, shards)
+    tasks = processes.first_before_others(lambda: draw_tasks(recipe, shards))
     # A recipe may ask beyond the trained context. Rows side by side: a study's models are small, and their prompts short.
     with (
         open_language_model(
@@ -75,8 +78,10 @@ def evaluate_checkpoint(
             batch_tokens=recipe.evaluation_batch_tokens,
             context_tokens=UNBOUNDED,
             prefix_caching=False,
+            processes=processes,
+            divide_weights=divide_weights,
         ) as opened,
-        locked(folder, wait=wait),
+        processes.locked(folder, wait=wait),
     ):
         vocabulary, wanted = opened.language_model.tokenizer.vocab_size, shards.tokenizer.vocab_size
         if vocabulary != wanted:
@@ -84,7 +89,7 @@ def evaluate_checkpoint(
                 f"{checkpoint}: vocabulary of {vocabulary}, but the recipe's tokenizer has {wanted} tokens; pass the recipe "
                 "that the model was trained with"
             )
-        found = found_results(folder, recipe, tasks, log)
+        found = processes.from_first(lambda: found_results(folder, recipe, tasks, log))
         for spec in recipe.evaluation:
             result = found.get(spec.name)
             if result is None or result.model.fingerprint != opened.identity.fingerprint:
@@ -99,11 +104,13 @@ def evaluate_checkpoint(
                         label=spec.name,
                         device=device,
                         replace_others=True,
+                        processes=processes,
                         progress=progress,
                         log=log,
                     )
-                for answers in folder.glob(f"{spec.name}.answers.jsonl*"):  # they have served
-                    answers.unlink()
+                if processes.is_first:
+                    for answers in folder.glob(f"{spec.name}.answers.jsonl*"):  # they have served
+                        answers.unlink()
     return {spec.name: found[spec.name] for spec in recipe.evaluation}
 
 

@@ -21,7 +21,7 @@ from ..model import DiffTransformerConfig, count, matching_width, preset
 from ..reading import parse_yaml, read_json
 from ..results import write_text_atomically
 from ..sources import check_name, read_recipe
-from ..train import ParallelConfig, TrainingConfig, checkpoints
+from ..train import LogsConfig, ParallelConfig, TrainingConfig, checkpoints
 from ..typed import build, short, unknown_key
 
 STARTS = (DiffTransformerConfig.model_type, DifferentialFamilyConfig.model_type)
@@ -123,6 +123,7 @@ class Recipe:
         data: Text, tokenizer, split.
         training: Steps, batches, optimiser.
         parallel: How the processes of `train` divide its work; may change when a run continues.
+        logs: What a run says beside its loss, and where; may change when a run continues.
         evaluation: Tasks that a trained model is evaluated with.
         evaluation_batch_tokens: Largest number of tokens in a batch of an evaluation.
         compare: Models, seeds, jobs.
@@ -135,6 +136,7 @@ class Recipe:
     data: DataConfig
     training: TrainingConfig
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    logs: LogsConfig = field(default_factory=LogsConfig)
     evaluation: list[TaskSpec] = field(default_factory=lambda: [_validation_loss()])
     evaluation_batch_tokens: int = 16_384
     compare: CompareConfig = field(default_factory=CompareConfig)

@@ -57,7 +57,7 @@ def train_run(
     mesh = mesh or Mesh(parallel=recipe.parallel)
     with mesh.processes.together():
         start, config = _model(recipe, shards)
-    return train(recipe.training, config, shards, folder, start=start, mesh=mesh, **options)
+    return train(recipe.training, config, shards, folder, start=start, mesh=mesh, logs=recipe.logs, **options)
 
 
 def _model(recipe: Recipe, shards: Shards) -> tuple[Any, DiffTransformerConfig]:

@@ -12,6 +12,7 @@ from ..hub import OpenedModel, open_language_model
 from ..model.dtypes import WeightsDtype
 from ..results import TaskResult
 from ..sources import read_mapping, shipped_recipes
+from ..train.parallel import ALONE, Processes, is_lost_peer
 from ..typed import build
 from .recipe import TaskSpec, check_specs
 from .tasks import evaluate_task, setting_of, stored_result
@@ -63,6 +64,8 @@ def run_suite(
     dtype: WeightsDtype = "auto",
     batch_tokens: int = 16_384,
     accelerated: bool = True,
+    processes: Processes = ALONE,
+    divide_weights: bool = False,
     progress_bar: Callable[[str], AbstractContextManager[Progress]],
     log: Callable[[str], None] = lambda text: None,
 ) -> tuple[dict[str, list[TaskResult]], list[Missing]]:
@@ -78,7 +81,7 @@ def run_suite(
         device: cpu or cuda.
         dtype: Dtype of the weights.
         batch_tokens: Most tokens of a batch.
-        accelerated: See `open_language_model`.
+        accelerated, processes, divide_weights: See `open_language_model`.
         progress_bar: Opens a progress bar with a label.
         log: Called with lines about what is going on.
 
@@ -102,13 +105,21 @@ def run_suite(
         own = folder / "models" / f"{place}-{Path(model).name}"
         try:
             with open_language_model(
-                model, device=device, dtype=dtype, batch_tokens=batch_tokens, accelerated=accelerated
+                model,
+                device=device,
+                dtype=dtype,
+                batch_tokens=batch_tokens,
+                accelerated=accelerated,
+                processes=processes,
+                divide_weights=divide_weights,
             ) as opened:
                 for spec in suite.tasks:
                     try:
                         with progress_bar(f"{Path(model).name}: {spec.name}") as progress:
-                            found[spec.name].append(_result(spec, opened, own, device, progress, log))
+                            found[spec.name].append(_result(spec, opened, own, device, processes, progress, log))
                     except Exception as error:  # whatever it is, it costs one task
+                        if is_lost_peer(error):
+                            raise
                         leave_out(spec.name, model, error)
         except DiffTransformerError as error:
             failures.append(error)
@@ -119,12 +130,18 @@ def run_suite(
 
 
 def _result(
-    spec: TaskSpec, model: OpenedModel, folder: Path, device: str, progress: Progress, log: Callable[[str], None]
+    spec: TaskSpec,
+    model: OpenedModel,
+    folder: Path,
+    device: str,
+    processes: Processes,
+    progress: Progress,
+    log: Callable[[str], None],
 ) -> TaskResult:
     """Return the result that is there, if data, options and model are still the same, or else ask the model."""
     options = spec.built()
-    task = task_kind(spec.task).make(options, setting_of(model))
-    kept = stored_result(folder / f"{spec.name}.json", spec.task, options, task, log)
+    task = processes.first_before_others(lambda: task_kind(spec.task).make(options, setting_of(model)))
+    kept = processes.from_first(lambda: stored_result(folder / f"{spec.name}.json", spec.task, options, task, log))
     if kept is not None and kept.model.fingerprint == model.identity.fingerprint:
         return kept
     return evaluate_task(
@@ -136,6 +153,7 @@ def _result(
         label=spec.name,
         device=device,
         replace_others=True,
+        processes=processes,
         progress=progress,
         log=log,
     )

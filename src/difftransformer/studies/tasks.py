@@ -12,6 +12,7 @@ from ..evals.prompts.texts import Setting
 from ..evals.tasks import task_kind
 from ..hub import OpenedModel
 from ..results import DataIdentity, TaskResult, kept_result, write_result
+from ..train.parallel import ALONE, Processes
 from ..train.run_summary import RECIPE_FILE
 from ..typed import build
 from .environment import command_line, environment, now
@@ -42,6 +43,7 @@ def evaluate_task(
     label: str | None = None,
     device: str = "cpu",
     replace_others: bool = False,
+    processes: Processes = ALONE,
     progress: Progress = no_progress,
     log: Callable[[str], None] = lambda text: None,
 ) -> TaskResult:
@@ -56,6 +58,7 @@ def evaluate_task(
         label: Name of the files; the task's name by default. A folder may hold several results of one task.
         device: The model's device, for the record.
         replace_others: Whether to replace answers of another model or to other questions (see `run_task`).
+        processes: This process and the others that take part, each with the model. The first one writes.
         progress: Called with the tokens asked and the tokens in total, then by a long judging.
         log: Called with lines about what is going on.
 
@@ -68,13 +71,14 @@ def evaluate_task(
     label = label or name
     if task is None:
         log(f"{label}: reading data")
-        task = task_kind(name).make(options, setting_of(model))
+        task = processes.first_before_others(lambda: task_kind(name).make(options, setting_of(model)))
     scores = run_task(
         model.language_model,
         task,
         journal=folder / f"{label}.answers.jsonl",
         identity=model.identity.fingerprint,
         replace_others=replace_others,
+        processes=processes,
         progress=progress,
         log=log,
     )
@@ -93,7 +97,9 @@ def evaluate_task(
         grids=scores.grids,
         gaps=scores.gaps,
     )
-    write_result(result, folder / f"{label}.json")
+    with processes.together():
+        if processes.is_first:
+            write_result(result, folder / f"{label}.json")
     return result
 
 

@@ -1,7 +1,7 @@
 """Training: one loop for every attention type, with exact resume and atomic checkpoints."""
 
 from .checkpoint import checkpoints, latest_checkpoint, load_checkpoint, verify_checkpoint
-from .config import OptimizerConfig, ParallelConfig, ScheduleConfig, TrainingConfig
+from .config import LogsConfig, OptimizerConfig, ParallelConfig, ScheduleConfig, TrainingConfig
 from .loop import Interrupted, build_model, train
 from .metrics import StepMetrics, ValidationMetrics, read_metrics
 from .saving import Saver

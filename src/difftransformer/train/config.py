@@ -145,6 +145,31 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LogsConfig:
+    """What a run says about itself beside its loss, and where. Nothing of it changes the weights.
+
+    Attributes:
+        inside_every: Steps between looks inside the model (`InsideMetrics`), each a forward pass over one row; 0 for none.
+        peak_tflops: Peak speed of one device in TFLOP/s, of which the MFU is a share; None measures a matrix product.
+        tensorboard: Whether TensorBoard gets the metrics too, in the run folder.
+        wandb: Project of Weights & Biases that gets the metrics too, or None. WANDB_MODE=offline keeps them in the run folder.
+    """
+
+    inside_every: int = 0
+    peak_tflops: float | None = None
+    tensorboard: bool = False
+    wandb: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.inside_every < 0:
+            raise ConfigError(f"inside_every={self.inside_every}: give at least 1, or 0 for none")
+        if self.peak_tflops is not None and not 0 < self.peak_tflops < math.inf:
+            raise ConfigError(f"peak_tflops={self.peak_tflops}: give a number above 0, or null to measure it")
+        if self.wandb == "":
+            raise ConfigError("wandb='': name a project, or null")
+
+
+@dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
     """How checkpoints are written.
 

@@ -20,14 +20,17 @@ from ..errors import EXIT_INTERRUPTED, EXIT_REQUEUE, DiffTransformerError
 from ..model import DiffTransformerConfig, DiffTransformerForCausalLM
 from ..model.nll import IGNORED, loss_chunk, summed_next_token_nll
 from .checkpoint import CheckpointState, checkpoints, load_checkpoint, newest_intact
-from .config import TrainingConfig
+from .config import LogsConfig, TrainingConfig
 from .faults import MOST_NONFINITE, Fault, GradientWatch
+from .inside import look_inside
 from .lora import add_lora
-from .metrics import METRICS_FILE, FaultMetrics, Metrics, MetricsLog, StepMetrics, ValidationMetrics
+from .metrics import METRICS_FILE, FaultMetrics, InsideMetrics, Metrics, MetricsLog, StepMetrics, ValidationMetrics
 from .optim import build_optimizer, learning_rate
 from .parallel import Mesh, Processes
 from .recompute import recompute_activations
 from .saving import Saver
+from .speed import Speed
+from .trackers import Trackers
 
 
 class Interrupted(Exception):
@@ -66,6 +69,7 @@ def train(
     device: str = "cpu",
     start: DiffTransformerForCausalLM | None = None,
     mesh: Mesh | None = None,
+    logs: LogsConfig | None = None,
     on_metrics: Callable[[Metrics], None] = lambda metrics: None,
 ) -> DiffTransformerForCausalLM:
     """Train a model to the last step, from the run's newest intact checkpoint if there is one.
@@ -82,6 +86,7 @@ def train(
         device: Device to train on.
         start: Model of that configuration to start from; None builds a new one from the seed.
         mesh: What this process and the others of the run compute; None for a single process. The first process writes.
+        logs: What the metrics hold beside the loss, and where else they go.
         on_metrics: Called with all metrics of the run, in the first process.
 
     Returns:
@@ -96,7 +101,7 @@ def train(
         FailedElsewhere: Another process has raised one of these.
         Interrupted: A signal has stopped the run, in one of its processes.
     """
-    mesh = mesh or Mesh(Processes(device=device))
+    mesh, logs = mesh or Mesh(Processes(device=device)), logs or LogsConfig()
     processes = mesh.processes
     with processes.together():
         mesh.check(model_config, config)
@@ -148,10 +153,20 @@ def train(
     continued = restore()
     saver = Saver(run, model=model, optimizer=optimizer, tokenizer=shards.tokenizer, config=config, processes=processes)
 
+    with processes.together():
+        trackers = Trackers(logs if processes.is_first else LogsConfig(), run, step=step)
+        speed = Speed(model_config, config, logs, device=processes.device, processes=processes.count)
+        row = torch.from_numpy(next(iter(validation_windows(shards, config.context_tokens, 1)))).unsqueeze(0)
+
     def report(metrics: Metrics) -> None:
         if log is not None:
             log.write(metrics)
+            trackers.write(metrics)
             on_metrics(metrics)
+
+    def look_inside_if_due() -> None:
+        if logs.inside_every and step % logs.inside_every == 0 and (found := look_inside(model, row, config, mesh)):
+            report(InsideMetrics(step=step, **found))
 
     def state_now() -> CheckpointState:
         norms, position = list(watch.norms), loader.state_dict()
@@ -212,7 +227,7 @@ def train(
                 for group in optimizer.param_groups:
                     group["lr"] = rate
                 started = time.perf_counter()
-                loss, norm, fault = _step(model, optimizer, loader, config, mesh, watch)
+                loss, norm, norms, fault = _step(model, optimizer, loader, config, mesh, watch)
                 elapsed = time.perf_counter() - started
                 if fault == "nonfinite":
                     stop_if_hopeless(loss, norm)
@@ -233,8 +248,11 @@ def train(
                             seconds=seconds,
                             tokens_per_second=config.batch_tokens / elapsed,
                             lambdas=layer_lambdas(model),
+                            gradient_norms=norms,
+                            **speed.of_step(elapsed),
                         )
                     )
+                look_inside_if_due()
                 validate_if_due(stop)
                 status, last = stop(), step == config.steps
                 if last or status:
@@ -246,6 +264,7 @@ def train(
                     watch.saved()
     finally:
         saver.close()
+        trackers.close()
         if log is not None:
             log.close()
     return model
@@ -258,12 +277,12 @@ def _step(
     config: TrainingConfig,
     mesh: Mesh,
     watch: GradientWatch,
-) -> tuple[float, float, Fault | None]:
+) -> tuple[float, float, dict[str, float], Fault | None]:
     """Make one optimiser step, unless `watch` finds a fault.
 
     Returns:
-        The mean loss in nats per token and the gradient norm before clipping, both of the batch of all processes; and the
-        fault.
+        The mean loss in nats per token, the gradient norm before clipping and that of each part, all of the batch of all
+        processes; and the fault.
     """
     batch, device = next(loader), mesh.processes.device
     loss = torch.zeros((), device=device)
@@ -275,13 +294,13 @@ def _step(
         mean.backward()
         loss += mean.detach()
     clip = config.optimizer.clip_norm
-    norm = mesh.clip_gradients(model, float("inf") if clip is None else clip).item()
+    norm, norms = mesh.clip_gradients(model, float("inf") if clip is None else clip)
     total = mesh.sum(loss.item())
     fault = watch.fault(total, norm)
     if fault is None:
         optimizer.step()
     optimizer.zero_grad()
-    return total, norm, fault
+    return total, norm, norms, fault
 
 
 @torch.no_grad()

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,6 +28,11 @@ class StepMetrics:
         seconds: Time spent in training steps so far, including earlier processes of the run.
         tokens_per_second: Speed of this step.
         lambdas: Lambda of each layer after the step; empty for attention without lambda.
+        mfu: Model FLOPs a second as a share of the peak of all devices; None if one of the two is not known. Recomputed
+            activations do not count.
+        peak_bytes: Most memory of the first process so far: of tensors on a GPU, of all of the process on a CPU.
+        gradient_norms: Gradient norm of each part of the model before clipping: "embedding", "attention", "lambdas", "mlp",
+            "norms", "head", and "other" for what has another name.
     """
 
     step: int
@@ -38,6 +43,9 @@ class StepMetrics:
     seconds: float
     tokens_per_second: float
     lambdas: list[float]
+    mfu: float | None = None
+    peak_bytes: int | None = None
+    gradient_norms: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +77,24 @@ class FaultMetrics:
     faulty_gradient_norm: float | None
 
 
-Metrics = StepMetrics | ValidationMetrics | FaultMetrics
+@dataclass(frozen=True, kw_only=True)
+class InsideMetrics:
+    """What a model does inside on one fixed row of the validation text, by layer, after `step` steps.
+
+    Attributes:
+        step: Number of finished steps.
+        attention_entropy_nats: Entropy of the attention maps, averaged over maps, heads and queries.
+        largest_logits: Largest absolute attention logit.
+        largest_hidden_states: Largest absolute value of the layer's output.
+    """
+
+    step: int
+    attention_entropy_nats: list[float]
+    largest_logits: list[float]
+    largest_hidden_states: list[float]
+
+
+Metrics = StepMetrics | ValidationMetrics | FaultMetrics | InsideMetrics
 
 
 class MetricsLog:
@@ -121,7 +146,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def read_metrics(path: Path) -> tuple[list[StepMetrics], list[ValidationMetrics]]:
-    """Read the training steps and the validations of a metrics file. Steps that have not changed the weights are left out.
+    """Read the training steps and the validations of a metrics file. Other lines are left out.
 
     Raises:
         CheckpointError: The file cannot be read, or a line is damaged.
@@ -130,6 +155,6 @@ def read_metrics(path: Path) -> tuple[list[StepMetrics], list[ValidationMetrics]
     for line in read_lines(path):
         if "validation_loss_nats" in line:
             validations.append(build(ValidationMetrics, line, source=str(path), error=CheckpointError))
-        elif "fault" not in line:
+        elif "loss_nats" in line:
             steps.append(build(StepMetrics, line, source=str(path), error=CheckpointError))
     return steps, validations

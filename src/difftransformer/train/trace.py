@@ -13,14 +13,13 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ..errors import ConfigError
 from ..model import DiffTransformerConfig, DiffTransformerForCausalLM
 from ..model.nll import loss_chunk, summed_next_token_nll
-from .config import TrainingConfig
+from .config import DataParallelConfig, ParallelConfig, TrainingConfig
+from .parallel import Mesh, Processes
 from .plan import Layout
 
 TRACED_LAYERS = (4, 5)  # with fewer, gathered weights may outweigh activations
@@ -32,49 +31,54 @@ def traced_bytes(config: DiffTransformerConfig, training: TrainingConfig, layout
     Args:
         config: Model configuration.
         training: Training configuration.
-        layout: How ranks divide the run, without divided heads and tokens.
+        layout: How ranks divide the run, without divided heads.
 
     Raises:
-        ConfigError: The layout divides heads or tokens.
+        ConfigError: The layout divides heads, or a process group exists already.
     """
-    if layout.tensor * layout.context > 1:
-        raise ConfigError(f"{layout}: only rows and weights can be divided in a trace; set the other degrees to 1")
+    if layout.tensor > 1:
+        raise ConfigError(f"tensor {layout.tensor}: PyTorch's tracker does not count divided heads right; set it to 1")
     with _fake_ranks(layout.ranks):
-        mesh = init_device_mesh("cpu", (layout.copies, layout.parts), mesh_dim_names=("copies", "parts"))
-        mesh = mesh if layout.copies > 1 else mesh["parts"]
+        rows = DataParallelConfig(replicate=layout.replicate, shard=layout.shard)
+        degrees = ParallelConfig(data=rows, tensor=layout.tensor, context=layout.context)
+        mesh = Mesh(Processes(count=layout.ranks), degrees)
         few, more = TRACED_LAYERS
         low, high = (_peak_bytes(config, layers, training, layout, mesh) for layers in TRACED_LAYERS)
     return low + (high - low) * (config.num_hidden_layers - few) // (more - few)
 
 
 def _peak_bytes(
-    config: DiffTransformerConfig, layers: int, training: TrainingConfig, layout: Layout, mesh: DeviceMesh
+    config: DiffTransformerConfig, layers: int, training: TrainingConfig, layout: Layout, mesh: Mesh
 ) -> int:
     config = config.twin(config.attention_type)
     config.num_hidden_layers = layers
     config.attn_backend = "cpu"  # its operator keeps what a GPU kernel keeps
-    with FakeTensorMode():
-        return _tracked(DiffTransformerForCausalLM(config).train(), training, layout, mesh)
-
-
-def _tracked(model: DiffTransformerForCausalLM, training: TrainingConfig, layout: Layout, mesh: DeviceMesh) -> int:
-    low = torch.bfloat16 if training.precision == "bf16" else None
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:  # those of device meshes
+        model = DiffTransformerForCausalLM(config).train()
     if layout.recompute:
         # Newer releases of transformers rename the method and warn about the old name.
         enable: Any = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
         enable()
-    tokens = layout.micro_rows * training.context_tokens
+    model = mesh.place(model, training)  # its parameters are fake, and the meshes are not
+    with mode:
+        return tracked_bytes(model, training, layout, mesh)
+
+
+def tracked_bytes(model: DiffTransformerForCausalLM, training: TrainingConfig, layout: Layout, mesh: Mesh) -> int:
+    """Return the peak bytes of the tensors of this process in a step, by PyTorch's tracker.
+
+    Args:
+        model: The model in its place on the mesh; its parameters may be fake, under their mode.
+        training: Training configuration.
+        layout: How ranks divide the run.
+        mesh: The same, as the model lies on it.
+    """
+    tokens = layout.micro_rows * training.context_tokens // layout.context
     model.loss_chunk_tokens = training.loss_chunk_tokens or loss_chunk(tokens, model.config.vocab_size, "cuda")
-    if layout.ranks > 1:
-        policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32, cast_forward_inputs=False)
-        for layer in model.model.layers:
-            fully_shard(layer, mesh=mesh, mp_policy=policy)
-        policy = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
-        fully_shard(model, mesh=mesh, mp_policy=policy)
     # The optimizer sees this rank's parts, because the tracker counts a DTensor as large as the whole.
     own = {parameter: _own(parameter.detach()) for parameter in model.parameters()}
     optimizer = torch.optim.AdamW(own.values(), fused=True)
-    ids = torch.zeros(layout.micro_rows, training.context_tokens, dtype=torch.long)
+    ids = torch.zeros(layout.micro_rows, training.context_tokens // layout.context, dtype=torch.long)
 
     for mine in own.values():  # as after the first step
         moments = {name: torch.zeros_like(mine) for name in ("exp_avg", "exp_avg_sq")}
@@ -84,9 +88,8 @@ def _tracked(model: DiffTransformerForCausalLM, training: TrainingConfig, layout
     parts = min(2, layout.accumulation)  # more hold no more
     with tracker:
         for part in range(parts):
-            if isinstance(model, FSDPModule):
-                model.set_requires_gradient_sync(part == parts - 1)
-            with torch.autocast("cpu", torch.bfloat16, enabled=low is not None):
+            mesh.synchronise(model, now=part == parts - 1)
+            with torch.autocast("cpu", torch.bfloat16, enabled=training.precision == "bf16"):
                 loss = summed_next_token_nll(model, ids, ids)
             loss.backward()
             tracker.reset_mod_stats()  # which it has for one pass only; the peak stays

@@ -18,12 +18,15 @@ from ..probes.magnitudes import magnitudes
 from ..probes.maps import head_maps
 from ..probes.perturbed import perturbed
 from ..requests import Answers, Choice, Continuation, Loss, Request
-from .prefix import CHUNK_TOKENS, PrefixCache, can_be_cut, growing_cache, shared_tokens
+from .prefix import CHUNK_TOKENS, PrefixCache, can_be_cut, common_prefixes, growing_cache
 from .quantized import UNTOUCHED_BITS, quantized_linears, quantized_logits
 
 _WORTH_SHARING, _STEP_TOKENS = 0.25, 32
 """Use the prefix cache when prompts share at least this share of their tokens and the saving exceeds the cost of unbatched
 decoding, where one step of decoding costs as much as this number of prompt tokens."""
+
+_RUN_OVER_START = 4
+"""A run of prompts with a common prefix ends when it has cost this many times what it costs to compute the prefix again."""
 
 _WRITTEN_OUT_TOKENS = 4096
 """Most tokens of a batch where the maps are formed: n x n memory."""
@@ -44,7 +47,12 @@ class CausalLanguageModel:
         batch_tokens: Most tokens of a batch.
         prefix_caching: Whether to compute keys and values of a common prefix only once.
         hf_tokenizer: The tokenizer as transformers opens it, for lm-eval.
+
+    Attributes:
+        is_divided: Whether several processes hold the model together, so that all of them compute every row.
     """
+
+    is_divided = False
 
     def __init__(
         self,
@@ -70,6 +78,27 @@ class CausalLanguageModel:
         yield from self._by_kind(
             requests, {Loss: self._losses, Continuation: self._continuations, Choice: self._choices}
         )
+
+    def parts(self, requests: Sequence[Any]) -> list[list[int]]:
+        """Return the places of the requests that are computed together: in a batch, or one after the other with a prefix."""
+        groups: dict[type, list[int]] = defaultdict(list)
+        for index, request in enumerate(requests):
+            groups[type(request)].append(index)
+        parts = []
+        for kind, indices in groups.items():
+            found = [[place] for place in range(len(indices))]
+            chosen = [requests[index] for index in indices]
+            if kind is Loss:
+                found = self._equal_lengths([request.ids for request in chosen])
+            elif kind is LastRow:
+                found = self._equal_lengths([request.prompt for request in chosen])
+            elif kind is Choice and self.prefix_caching:
+                found = _runs(chosen)
+            elif kind is Continuation:
+                prompts = [request.prompt for request in chosen]
+                found = _runs(chosen) if self._shares(chosen) else self._equal_lengths(prompts)
+            parts += [[indices[place] for place in part] for part in found]
+        return parts
 
     def probe(self, probes: Sequence[Probe]) -> Answers:
         """Answer every probe.
@@ -107,6 +136,10 @@ class CausalLanguageModel:
     @contextmanager
     def quantized(self, bits: int, granularity: str, weights: str, activations: str) -> Iterator["CausalLanguageModel"]:
         """Open the same model under coarser numbers: see `quantized_logits` and `quantized_linears` for the arguments."""
+        if self.is_divided and weights != "none":
+            raise EvaluationError(
+                "weights that processes divide cannot be quantized; use --weights none, or omit --divide_weights"
+            )
         coarse = copy.copy(self)
         if bits < UNTOUCHED_BITS:
             coarse.batch_tokens = min(self.batch_tokens, _WRITTEN_OUT_TOKENS)
@@ -156,18 +189,22 @@ class CausalLanguageModel:
         return torch.cat(parts, 1)
 
     def _continuations(self, requests: Sequence[Continuation]) -> Answers:
-        prompts = [request.prompt for request in requests]
-        order = sorted(range(len(prompts)), key=prompts.__getitem__)
-        steps = sum(request.tokens for request in requests)
-        total, shared = sum(map(len, prompts)), shared_tokens(prompts[index] for index in order)
-        if self.prefix_caching and shared >= max(_WORTH_SHARING * total, _STEP_TOKENS * steps):
+        if self._shares(requests):
             cache = PrefixCache(self.model, enabled=True)
-            for index in order:
+            for index in sorted(range(len(requests)), key=lambda index: requests[index].prompt):
                 yield index, self._continue_one(cache, requests[index])
             return
-        for indices, ids in self._batches(prompts):
+        for indices, ids in self._batches([request.prompt for request in requests]):
             made = self._continue_rows(ids, [requests[index] for index in indices])
             yield from zip(indices, made, strict=True)
+
+    def _shares(self, requests: Sequence[Continuation]) -> bool:
+        """Whether the prompts share so much that a common prefix is computed once, and their answers one by one."""
+        prompts = sorted(request.prompt for request in requests)
+        steps, total = sum(request.tokens for request in requests), sum(map(len, prompts))
+        return self.prefix_caching and sum(common_prefixes(prompts)) >= max(
+            _WORTH_SHARING * total, _STEP_TOKENS * steps
+        )
 
     def _continue_one(self, cache: PrefixCache, request: Continuation) -> list[int]:
         made: list[int] = []
@@ -241,14 +278,35 @@ class CausalLanguageModel:
 
     def _batches(self, rows: Sequence[Sequence[int]]) -> Iterator[tuple[list[int], Tensor]]:
         """Yield batches of rows of equal length, at most batch_tokens each: the places of the rows and their ids (B, T)."""
+        for chosen in self._equal_lengths(rows):
+            yield chosen, self._tensor([rows[index] for index in chosen])
+
+    def _equal_lengths(self, rows: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Return the places of the rows of each batch."""
         by_length: dict[int, list[int]] = defaultdict(list)
         for index, row in enumerate(rows):
             by_length[len(row)].append(index)
+        found = []
         for length, indices in by_length.items():
             count = max(1, self.batch_tokens // max(1, length))
-            for begin in range(0, len(indices), count):
-                chosen = indices[begin : begin + count]
-                yield chosen, self._tensor([rows[index] for index in chosen])
+            found += [indices[begin : begin + count] for begin in range(0, len(indices), count)]
+        return found
+
+
+def _runs(requests: Sequence[Continuation | Choice]) -> list[list[int]]:
+    """Divide prompts, in the order of their tokens, into runs within which a common prefix is worth keeping."""
+    order = sorted(range(len(requests)), key=lambda index: requests[index].prompt)
+    runs: list[list[int]] = []
+    cost = 0
+    for index, shared in zip(order, common_prefixes([requests[index].prompt for index in order]), strict=True):
+        request = requests[index]
+        steps = request.row_tokens - len(request.prompt)
+        if not runs or cost >= _RUN_OVER_START * shared:
+            runs.append([])
+            cost = 0
+        runs[-1].append(index)
+        cost += len(request.prompt) - shared + _STEP_TOKENS * steps
+    return runs
 
 
 def _walk(cache: PrefixCache, prompt: tuple[int, ...], options: Sequence[tuple[int, ...]]) -> int:

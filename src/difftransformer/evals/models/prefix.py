@@ -118,7 +118,7 @@ def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
     return int(different[0]) if len(different) else length
 
 
-def shared_tokens(rows: Iterable[Sequence[int]]) -> int:
-    """Return the number of tokens that prefix reuse saves for these rows, which are in sorted order."""
+def common_prefixes(rows: Iterable[Sequence[int]]) -> list[int]:
+    """Return the number of tokens that each row shares with the one before it."""
     ordered = [np.asarray(row, np.int64) for row in rows]
-    return sum(common_prefix(a, b) for a, b in pairwise(ordered))
+    return [0, *(common_prefix(a, b) for a, b in pairwise(ordered))][: len(ordered)]

@@ -113,6 +113,8 @@ class HarnessTask(Task):
 
     def answer(self, model: Any, requests: Sequence[Harness]) -> Answers:
         """Run lm-eval on the model, a task at a time."""
+        if getattr(model, "is_divided", False):
+            raise EvaluationError("lm-eval cannot ask a model that processes divide; omit --divide_weights")
         for index, request in enumerate(requests):
             yield index, run_harness(model.model, model.hf_tokenizer, request)
 

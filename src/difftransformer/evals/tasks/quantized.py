@@ -138,6 +138,13 @@ class QuantizedTask(Task):
                     yield place + index, answer
             place += len(inner)
 
+    def parts(self, model: Any) -> list[list[int]] | None:
+        """Return the parts of the inner task under each setting."""
+        inner, count = self.task.parts(model), len(self.task.requests)
+        if inner is None:
+            return None
+        return [[begin + index for index in part] for begin in range(0, len(self.requests), count) for part in inner]
+
     def judge(self, answers: Sequence[Any], progress: Progress) -> list[Any]:
         """Judge the answers under each setting as the inner task does."""
         count = len(self.task.requests)

@@ -25,6 +25,16 @@ from .processes import ALONE, Processes
 from .tensor import split_layers
 from .weights import by_mesh, whole
 
+# The first word that is in a parameter's name says its part.
+_PARTS = {
+    "lambda": "lambdas",
+    "self_attn": "attention",
+    "mlp": "mlp",
+    "norm": "norms",
+    "embed": "embedding",
+    "lm_head": "head",
+}
+
 
 class Mesh:
     """How the processes of a run divide rows, tokens, heads and weights.
@@ -187,17 +197,24 @@ class Mesh:
         """Return the sum of a value over the tokens of all processes."""
         return self.processes.sum(value) / self.tensor
 
-    def clip_gradients(self, model: nn.Module, most: float) -> Tensor:
-        """Complete the gradients, scale them to a norm of at most `most`, and return their norm before that."""
+    def clip_gradients(self, model: nn.Module, most: float) -> tuple[float, dict[str, float]]:
+        """Complete the gradients and scale them to a norm of at most `most`; return their norm before that, and each part's."""
+        if self._weights is not None:
+            self._sum_whole()
+        parts: dict[str, list[nn.Parameter]] = {}
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                parts.setdefault(part_of(name), []).append(parameter)
+        norms = [_norm(by_mesh(parameters)) for parameters in parts.values()]
         if self._weights is None:
-            return torch.nn.utils.clip_grad_norm_(model.parameters(), most)
-        self._sum_whole()
-        groups = by_mesh(p for p in model.parameters() if p.grad is not None)
-        norms = [torch.nn.utils.get_total_norm([p.grad for p in group if p.grad is not None]) for group in groups]
-        norm = torch.linalg.vector_norm(torch.stack([whole(norm) for norm in norms]))
-        for group in groups:
-            torch.nn.utils.clip_grads_with_norm_(group, most, norm)
-        return norm
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), most)
+        else:
+            groups = by_mesh(p for p in model.parameters() if p.grad is not None)
+            norm = _norm(groups)
+            for group in groups:
+                torch.nn.utils.clip_grads_with_norm_(group, most, norm)
+        total, *by_part = torch.stack([norm, *norms]).tolist()  # one transfer from a GPU
+        return total, dict(zip(parts, by_part, strict=True))
 
     def _sum_whole(self) -> None:
         """Add up the gradients of the parameters that every process holds whole, in one collective."""
@@ -211,6 +228,17 @@ class Mesh:
         dist.all_reduce(flat)
         for parameter, total in zip(self._whole, flat.split([grad.numel() for grad in grads]), strict=True):
             parameter.grad = total.view_as(parameter)
+
+
+def _norm(groups: list[list[nn.Parameter]]) -> Tensor:
+    """Return the norm of the gradients of groups of `by_mesh`."""
+    norms = [torch.nn.utils.get_total_norm([p.grad for p in group if p.grad is not None]) for group in groups]
+    return torch.linalg.vector_norm(torch.stack([whole(norm) for norm in norms]))
+
+
+def part_of(name: str) -> str:
+    """Return the part of a model, as metrics name it, that a parameter belongs to."""
+    return next((part for word, part in _PARTS.items() if word in name), "other")
 
 
 def _partly_used(model: nn.Module) -> Iterator[nn.Parameter]:

@@ -1,17 +1,20 @@
 """The processes of a run, which torchrun has started: they meet, agree, and fail together. A single process meets nobody."""
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import signal
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from ...errors import ConfigError, DiffTransformerError, FailedElsewhere
+from ...errors import EXIT_INTERRUPTED, EXIT_REQUEUE, ConfigError, DiffTransformerError, FailedElsewhere
+from ...files import locked
 
 T = TypeVar("T")
 
@@ -88,6 +91,69 @@ class Processes:
         dist.all_gather_object(values, value, group=self.group)
         return values
 
+    def first_before_others(self, make: Callable[[], T]) -> T:
+        """Return what `make` makes in this process; the others wait until the first has done it, and find its files."""
+        with self.together():
+            made = [make()] if self.is_first else []
+        with self.together():
+            return made[0] if self.is_first else make()
+
+    @contextmanager
+    def locked(self, folder: Path, *, wait: bool = False) -> Iterator[None]:
+        """Hold the lock of a folder, which the first process takes for all; see `files.locked`."""
+        with ExitStack() as stack:
+            with self.together():
+                if self.is_first:
+                    stack.enter_context(locked(folder, wait=wait))
+            yield
+
+    @contextmanager
+    def collecting(self) -> Iterator[Callable[[Iterable[T]], Iterator[T]]]:
+        """Yield a function that returns the items of every process's iterable, to all processes.
+
+        If an iterable fails, or SIGINT or SIGTERM arrives, every process gets the items that there are and then ends: the
+        first one with the error or a KeyboardInterrupt, the others quietly.
+        """
+        received: list[int] = []
+        asking = False
+
+        def handle(number: int, _: Any) -> None:
+            received.append(number)
+            if asking:
+                raise KeyboardInterrupt
+
+        def collect(items: Iterable[T]) -> Iterator[T]:
+            nonlocal asking
+            own: list[T] = []
+            failure: Exception | None = None
+            try:
+                asking = True
+                if not received:
+                    own.extend(items)  # which keeps what comes before a failure
+            except KeyboardInterrupt:
+                pass
+            except Exception as error:
+                failure = error
+            asking = False
+            status = max((EXIT_REQUEUE if n == signal.SIGTERM else EXIT_INTERRUPTED for n in received), default=0)
+            found = self.gathered((own, failure, status))
+            for items_of_one, _, _ in found:
+                yield from items_of_one
+            if status := max(status for _, _, status in found):
+                stop = KeyboardInterrupt("stopped")
+                stop.status = status  # type: ignore[attr-defined]
+                raise stop if self.is_first else SystemExit(status)
+            for rank, (_, failed, _) in enumerate(found):
+                if failed is not None:
+                    raise failed if self.is_first else FailedElsewhere(f"process {rank} of {self.count} has failed")
+
+        before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield collect
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
     def fail(self, error: Exception) -> None:
         """Raise an error that every process has met: as it is in the first one, and FailedElsewhere in the others."""
         raise error if self.is_first else FailedElsewhere("process 0 has failed") from error
@@ -129,14 +195,10 @@ def joined(device: str) -> Iterator[Processes]:
         yield Processes(device=device)
         return
     rank, place = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", "0"))
-    if device == "cuda":
-        if place >= torch.cuda.device_count():
-            raise ConfigError(
-                f"--device cuda: this machine has {torch.cuda.device_count()} GPUs for "
-                f"{os.environ.get('LOCAL_WORLD_SIZE', place + 1)} processes; start as many processes as there are GPUs"
-            )
+    lacks_gpu = device == "cuda" and place >= torch.cuda.device_count()
+    if device == "cuda" and not lacks_gpu:
         torch.cuda.set_device(place)
-    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+    backend = "cpu:gloo,cuda:nccl" if device == "cuda" and not lacks_gpu else "gloo"
     try:
         store, _, _ = next(rendezvous("env://", rank, count))
         if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
@@ -150,8 +212,16 @@ def joined(device: str) -> Iterator[Processes]:
         raise ConfigError(f"process {rank} of {count} cannot meet the others at {where}: {advice}") from None
     try:
         groups = [dist.new_group(backend="gloo", timeout=LONGEST_WAIT) for _ in range(2)]
-        yield Processes(rank, count, device, *groups)
-    except (DiffTransformerError, KeyboardInterrupt):  # in every process, so that none waits for another
+        processes = Processes(rank, count, device, *groups)
+        with processes.together():
+            if lacks_gpu:
+                raise ConfigError(
+                    f"--device cuda: this machine has {torch.cuda.device_count()} GPUs for "
+                    f"{os.environ.get('LOCAL_WORLD_SIZE', place + 1)} processes; start as many processes as there are GPUs, "
+                    "or use --device cpu"
+                )
+        yield processes
+    except (DiffTransformerError, KeyboardInterrupt, SystemExit):  # in every process, so that none waits for another
         dist.destroy_process_group()
         raise
     except RuntimeError as error:
@@ -163,6 +233,6 @@ def joined(device: str) -> Iterator[Processes]:
     dist.destroy_process_group()
 
 
-def is_lost_peer(error: RuntimeError) -> bool:
+def is_lost_peer(error: Exception) -> bool:
     """Whether a collective failed because another process is gone."""
-    return isinstance(error, dist.DistError) or "gloo" in str(error)
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))

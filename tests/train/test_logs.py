@@ -1,0 +1,224 @@
+"""What a run says beside its loss: compared with gradients, maps and hidden states of this test; it changes no weight."""
+
+import dataclasses
+import math
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from difftransformer.data import Loader, validation_windows
+from difftransformer.errors import ConfigError
+from difftransformer.model.nll import summed_next_token_nll
+from difftransformer.ops import attention_maps
+from difftransformer.train import LogsConfig, build_model, read_metrics, train
+from difftransformer.train.inside import look_inside
+from difftransformer.train.metrics import InsideMetrics, StepMetrics, read_lines
+from difftransformer.train.parallel import Mesh
+from difftransformer.train.trackers import Trackers, scalars
+from tests.support import parallel_steps
+
+STEP = {"step": 1, "loss_nats": 2.0, "gradient_norm": 1.0, "learning_rate": 0.1, "tokens": 5, "seconds": 1.0}
+OLD = STEP | {"tokens_per_second": 5.0, "lambdas": [0.2, 0.3]}
+
+
+def test_gradient_norms_by_part(toy_recipe, toy_shards, model_config, tmp_path):
+    """Those of the first step, by backward passes of this test."""
+    config = dataclasses.replace(toy_recipe.training, steps=1)
+    train(config, model_config(), toy_shards, tmp_path)
+    (line,), _ = read_metrics(tmp_path / "metrics.jsonl")
+    model = build_model(model_config(), config.seed)
+    batch = next(
+        Loader(
+            toy_shards,
+            split="train",
+            batch_tokens=config.batch_tokens,
+            context_stages=config.context_stages,
+            seed=config.seed,
+            retrieval=config.retrieval,
+        )
+    )
+    (part,) = batch.parts(1, "cpu")
+    (summed_next_token_nll(model, part.input_ids, part.targets) / batch.step_targets).backward()
+    whole = {name: parameter.grad.double().square().sum() for name, parameter in model.named_parameters()}
+    lambdas = sum(square for name, square in whole.items() if "lambda_" in name)
+    expected = {
+        "embedding": whole["model.embed_tokens.weight"],
+        "lambdas": lambdas,
+        "attention": sum(square for name, square in whole.items() if "self_attn" in name) - lambdas,
+        "mlp": sum(square for name, square in whole.items() if "mlp" in name),
+        "norms": sum(square for name, square in whole.items() if "layernorm" in name or name == "model.norm.weight"),
+    }
+    if not model.config.tie_word_embeddings:
+        expected["head"] = whole["lm_head.weight"]
+    assert line.gradient_norms.keys() == expected.keys()
+    for name, square in expected.items():
+        assert line.gradient_norms[name] == pytest.approx(math.sqrt(square), rel=1e-4), name
+    assert math.hypot(*line.gradient_norms.values()) == pytest.approx(line.gradient_norm, rel=1e-5)
+
+
+@pytest.mark.parametrize("attention_type", ["diff", "softmax"])
+def test_inside_is_what_maps_and_layers_show(attention_type, toy_recipe, toy_shards, model_config):
+    model = build_model(model_config(attention_type), 3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.mul_(6)  # sharper maps
+    row = torch.from_numpy(np.stack(list(validation_windows(toy_shards, 64, 1))))
+    found = look_inside(model, row, toy_recipe.training, Mesh())
+    model.eval()
+    entropies, logits, hidden = [], [], []
+
+    def see(module, arguments, options):
+        x = arguments[0] if arguments else options["hidden_states"]
+        batch, length, _ = x.shape
+        heads = module.layout.num_heads
+        maps = 2 if attention_type == "diff" else 1
+        cos, sin = (table.unsqueeze(-2) for table in options["position_embeddings"])
+        parts = []
+        for projection in (module.q_proj, module.k_proj):
+            flat = projection(x).view(batch, length, heads * maps, -1)
+            left, right = flat.chunk(2, -1)
+            turned = torch.cat((left * cos - right * sin, right * cos + left * sin), -1)
+            parts.append(turned.view(batch, length, heads, -1).transpose(1, 2))
+        query, key = parts
+        width = query.shape[-1] // maps
+        future = torch.ones(length, length).triu(1).bool()
+        scores = [
+            (query[..., at : at + width] @ key[..., at : at + width].mT / width**0.5).masked_fill(future, -math.inf)
+            for at in range(0, maps * width, width)
+        ]
+        drawn = [one.softmax(-1) for one in scores]
+        if maps == 2:
+            torch.testing.assert_close(torch.stack(drawn), torch.stack(attention_maps(query, key, is_causal=True)))
+        entropies.append(torch.stack([-torch.where(p > 0, p * p.log(), 0).sum(-1) for p in drawn]).mean().item())
+        logits.append(max(one[~future.expand_as(one)].abs().max().item() for one in scores))
+
+    hooks = [layer.self_attn.register_forward_pre_hook(see, with_kwargs=True) for layer in model.model.layers]
+    hooks += [
+        layer.register_forward_hook(
+            lambda m, a, out: hidden.append((out[0] if isinstance(out, tuple) else out).abs().max())
+        )
+        for layer in model.model.layers
+    ]
+    with torch.no_grad():
+        model(row[:, :-1])
+    for hook in hooks:
+        hook.remove()
+    assert found["attention_entropy_nats"] == pytest.approx(entropies, rel=1e-4)
+    assert found["largest_logits"] == pytest.approx(logits, rel=1e-4)
+    assert found["largest_hidden_states"] == pytest.approx([one.item() for one in hidden], rel=1e-5)
+
+
+def test_logs_change_no_bit(toy_recipe, toy_shards, model_config, tmp_path):
+    everything = LogsConfig(inside_every=2, peak_tflops=0.1)
+    for name, logs in (("off", None), ("on", everything)):
+        train(toy_recipe.training, model_config(), toy_shards, tmp_path / name, logs=logs)
+    states = [tmp_path / name / "checkpoints" / "step-000008" for name in ("off", "on")]
+    for file in ("model.safetensors", "optimizer.safetensors"):
+        off, on = (load_file(state / file) for state in states)
+        assert off.keys() == on.keys()
+        assert all(torch.equal(off[key], on[key]) for key in off), file
+    steps, _ = read_metrics(tmp_path / "on" / "metrics.jsonl")
+    inside = [line["step"] for line in read_lines(tmp_path / "on" / "metrics.jsonl") if "largest_logits" in line]
+    assert inside == [2, 4, 6, 8]
+    assert [line.step for line in steps] == list(range(1, 9))
+
+
+def test_mfu_is_work_over_time_over_peak(toy_recipe, toy_shards, model_config, tmp_path):
+    train(toy_recipe.training, model_config(), toy_shards, tmp_path, logs=LogsConfig(peak_tflops=0.25))
+    (line, *_), _ = read_metrics(tmp_path / "metrics.jsonl")
+    model = build_model(model_config(), 0)
+    matrices = sum(p.numel() for name, p in model.named_parameters() if p.dim() == 2 and "embed" not in name)
+    if model.config.tie_word_embeddings:
+        matrices += model.config.vocab_size * model.config.hidden_size
+    # Six FLOPs a weight and token; attention adds less than half of it again in rows of 128 tokens.
+    least = 6 * matrices * line.tokens_per_second / 0.25e12
+    assert least < line.mfu < 1.5 * least
+    assert 50e6 < line.peak_bytes < 50e9
+
+
+def test_lines_of_earlier_releases_are_read(tmp_path):
+    from difftransformer.results.checksums import line_of
+
+    (tmp_path / "metrics.jsonl").write_bytes(line_of(OLD))
+    (line,), _ = read_metrics(tmp_path / "metrics.jsonl")
+    assert (line.mfu, line.peak_bytes, line.gradient_norms) == (None, None, {})
+
+
+def test_names_of_numbers():
+    line = StepMetrics(**OLD, gradient_norms={"mlp": 0.5})
+    named = dict(scalars(line))
+    assert named["lambdas/layer_01"] == 0.3
+    assert named["gradient_norms/mlp"] == 0.5
+    assert "step" not in named
+    assert "mfu" not in named
+
+
+@pytest.mark.parametrize(
+    ("package", "logs", "extra"),
+    [("torch.utils.tensorboard", {"tensorboard": True}, "tensorboard"), ("wandb", {"wandb": "p"}, "wandb")],
+)
+def test_a_missing_package_is_said_in_one_line(package, logs, extra, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ConfigError, match=rf"pip install 'difftransformer\[{extra}\]'"):
+        Trackers(LogsConfig(**logs), tmp_path, step=0)
+
+
+def test_tensorboard_gets_the_numbers(tmp_path):
+    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    trackers = Trackers(LogsConfig(tensorboard=True), tmp_path, step=0)
+    trackers.write(StepMetrics(**OLD))
+    inside = {"attention_entropy_nats": [1.5, 2.5], "largest_logits": [3.0, 4.0], "largest_hidden_states": [5.0, 6.0]}
+    trackers.write(InsideMetrics(step=1, **inside))
+    trackers.close()
+    found = event_accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
+    found.Reload()
+    assert [event.value for event in found.Scalars("loss_nats")] == [2.0]
+    assert [event.value for event in found.Scalars("attention_entropy_nats/layer_01")] == [2.5]
+
+
+def test_wandb_offline_gets_the_numbers(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
+    trackers = Trackers(LogsConfig(wandb="toy"), tmp_path, step=0)
+    trackers.write(StepMetrics(**OLD))
+    trackers.close()
+    (file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    deadline = time.monotonic() + 30  # another process writes it
+    while b"gradient_norm" not in file.read_bytes() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert b"gradient_norm" in file.read_bytes()
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert not any(b"k" * 40 in path.read_bytes() for path in files)
+
+
+@pytest.mark.slow
+def test_two_processes_say_the_same(toy_shards, tmp_path):
+    """Of divided weights, heads and tokens: norms of parts, and what goes on inside."""
+    runs = {
+        "one": (1, {}),
+        "fsdp": (2, {"data": {"shard": 2}}),
+        "tensor": (2, {"tensor": 2}),
+        "ulysses": (2, {"context": 2}),
+    }
+    logs = {"inside_every": 2}
+    for name, (count, layout) in runs.items():
+        options = {"layout": layout, "variants": ["diff"], "logs": logs, "context_stages": [[0, 32]]}
+        workers = parallel_steps.start(count, tmp_path / name, toy_shards.folder, 4, **options)
+        done = [worker.finish(timeout=300) for worker in workers]
+        assert [worker.returncode for worker in done] == [0] * count, done[0].stderr
+    expected = list(read_lines(tmp_path / "one" / "diff" / "metrics.jsonl"))
+    for name in ("fsdp", "tensor", "ulysses"):
+        found = list(read_lines(tmp_path / name / "diff" / "metrics.jsonl"))
+        assert len(found) == len(expected)
+        for line, other in zip(found, expected, strict=True):
+            assert line.keys() == other.keys()
+            for key in ("gradient_norms", "attention_entropy_nats", "largest_logits", "largest_hidden_states"):
+                if key in line:
+                    assert line[key] == pytest.approx(other[key], rel=2e-5), (name, key)
