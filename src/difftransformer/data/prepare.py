@@ -24,6 +24,7 @@ from ..errors import ConfigError, DataError
 from ..files import locked
 from ..reading import read_json
 from ..results import write_text_atomically
+from .chat import ChatTemplate
 from .documents import Example
 from .needles import CITIES_SEEN, NeedleFormat
 from .shards import Manifest, Shards, SourceConfig, read_manifest, write_manifest
@@ -166,6 +167,8 @@ class _Request:
                 manifest = read_manifest(path.parent)
                 made_by = {key: value for key, value in manifest.request.items() if key != "text_sha256"}
                 is_ours = self.tokenizer is None or self.tokenizer.sha256 == manifest.tokenizer_sha256
+                if self.tokenizer is not None and manifest.template_sha256 is not None:
+                    is_ours = is_ours and ChatTemplate(self.tokenizer).sha256 == manifest.template_sha256
                 if made_by == self.fields and is_ours:
                     candidates.append((path.parent, manifest))
         for folder, manifest in candidates:
