@@ -154,12 +154,10 @@ def test_tokenizers_without_a_template_get_one_which_a_trained_model_keeps(tmp_p
     assert " It is 2.\n<|endoftext|>Because 1 is followed by 2,\nas everyone knows.<|endoftext|>" in answers
 
 
-def test_several_processes_and_other_files_give_the_same(tmp_path, monkeypatch, chat_folder):
-    monkeypatch.setattr("difftransformer.data.encoding.BATCH_CHARACTERS", 200)  # less than a conversation
+def test_parquet_and_data_sets_give_the_same(tmp_path, monkeypatch, chat_folder):
+    monkeypatch.setattr("difftransformer.data.encoding.BATCH_CHARACTERS", 100)  # less than a conversation
     folder = chat_folder(PLAIN)
     expected = prepared(tmp_path, folder)
-    (tmp_path / "again").mkdir()
-    assert prepared(tmp_path / "again", folder, processes=2).manifest.fingerprint == expected.manifest.fingerprint
     parquet = pytest.importorskip("pyarrow.parquet")
     import pyarrow
 
