@@ -2,7 +2,6 @@
 
 import json
 
-import pytest
 from transformers import AutoTokenizer
 
 from difftransformer.data import DataConfig, prepare_shards
@@ -15,7 +14,6 @@ MARKED = (
 )
 
 
-@pytest.mark.slow
 def test_the_answers_of_a_published_template(smollm, tmp_path):
     theirs = AutoTokenizer.from_pretrained(smollm)
     template = theirs.chat_template.replace("\\n", "\n").replace(WRITTEN, MARKED)

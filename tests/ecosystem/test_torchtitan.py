@@ -89,7 +89,6 @@ def main():
     os._exit(0)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_logits_and_gradients_are_those_of_the_model(ranks):
     pytest.importorskip("torchtitan")
