@@ -24,6 +24,8 @@ from ..errors import ConfigError, DataError
 from ..files import locked
 from ..reading import read_json
 from ..results import write_text_atomically
+from .chat import ChatTemplate
+from .documents import Example
 from .needles import CITIES_SEEN, NeedleFormat
 from .shards import Manifest, Shards, SourceConfig, read_manifest, write_manifest
 from .text import iter_documents, iter_split, source_bytes, source_state
@@ -56,7 +58,8 @@ class DataConfig:
     Attributes:
         source: "python-stdlib", a folder, a file, or hf:NAME (see `iter_documents`).
         mixture: Sources that are read in place of `source`, each with its weight.
-        tokenizer: "bpe" to train a byte-level BPE on the training text, "byte", or the folder of a pretrained tokenizer.
+        tokenizer: "bpe" to train a byte-level BPE on the training text, "byte", the folder of a pretrained tokenizer, or
+            "ids:N" for token ids from 0 to N - 1 that stand for no text.
         vocab_size: Number of tokens of a trained BPE.
         needle_words: How often the needle sentence of each training city is added to the text that the BPE is trained
             on, so that its words become tokens; 0 to add none.
@@ -164,6 +167,8 @@ class _Request:
                 manifest = read_manifest(path.parent)
                 made_by = {key: value for key, value in manifest.request.items() if key != "text_sha256"}
                 is_ours = self.tokenizer is None or self.tokenizer.sha256 == manifest.tokenizer_sha256
+                if self.tokenizer is not None and manifest.template_sha256 is not None:
+                    is_ours = is_ours and ChatTemplate(self.tokenizer).sha256 == manifest.template_sha256
                 if made_by == self.fields and is_ours:
                     candidates.append((path.parent, manifest))
         for folder, manifest in candidates:
@@ -271,6 +276,11 @@ def _training_text(config: DataConfig, sources: Sequence[str]) -> Iterator[str]:
     for source in sources:
         documents = iter_documents(source)
         for split, document in iter_split(documents, validation_share=config.validation_share, seed=config.split_seed):
+            if isinstance(document, Example):
+                raise DataError(
+                    f"{source} holds token ids, on which no BPE can be trained; name their tokenizer in data.tokenizer, or "
+                    "ids:N for ids from 0 to N - 1"
+                )
             for part in document.parts() if split == "train" else ():
                 place += 1
                 if math.floor(place * share) > math.floor((place - 1) * share):

@@ -25,6 +25,7 @@ END_OF_TEXT = "<|endoftext|>"
 PAD = "<|pad|>"
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
 BYTE_VOCABULARY = 258  # 256 bytes, end of text, pad
+MOST_IDS = 2**24
 
 # Names of the end-of-text token in published tokenizers, most reliable first, for those that do not configure it.
 _KNOWN_END_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[EOS]")
@@ -85,11 +86,7 @@ class Tokenizer:
 
     def encode_special(self, text: str) -> list[int]:
         """Encode the text of a chat template, in which the names of special tokens stand for these tokens."""
-        self.backend.encode_special_tokens = False
-        try:
-            return self.encode(text)
-        finally:
-            self.backend.encode_special_tokens = True
+        return self._special_backend.encode(text, add_special_tokens=False).ids
 
     def encode_after(self, left: str, text: str, advice: str) -> list[int]:
         """Encode `text` as it is encoded after `left`, which in some tokenizers differs from `text` alone.
@@ -105,9 +102,19 @@ class Tokenizer:
             )
         return whole[len(before) :]
 
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Encode several texts, in parallel if TOKENIZERS_PARALLELISM allows it."""
-        return [encoding.ids for encoding in self.backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+    def encode_batch(self, texts: Sequence[str], *, special: bool = False) -> list[list[int]]:
+        """Encode several texts, in parallel if TOKENIZERS_PARALLELISM allows it; `special` as in `encode_special`."""
+        backend = self._special_backend if special else self.backend
+        return [encoding.ids for encoding in backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    @cached_property
+    def _special_backend(self) -> tokenizers.Tokenizer:
+        return tokenizers.Tokenizer.from_str(self.backend.to_str())
+
+    @property
+    def special_tokens(self) -> list[str]:
+        """The names of the special tokens."""
+        return [token["content"] for token in self._settings["added_tokens"] if token["special"]]
 
     def decode(self, ids: Iterable[int]) -> str:
         """Decode token ids. Special tokens appear by name, and invalid UTF-8 appears as U+FFFD."""
@@ -221,7 +228,9 @@ class Tokenizer:
         pad = named.get("pad_token") or (PAD if backend.token_to_id(PAD) is not None else end_of_text)
         template = path.with_name(CHAT_TEMPLATE_FILE)
         chat_template = template.read_text(encoding="utf-8") if template.is_file() else named.get("chat_template")
-        return cls(backend, end_of_text=end_of_text, pad=pad, chat_template=chat_template)
+        # A chat begins with the token that its template names.
+        begin = named.get("bos_token") if "bos_token" in (chat_template or "") else None
+        return cls(backend, end_of_text=end_of_text, begin_of_text=begin, pad=pad, chat_template=chat_template)
 
 
 def byte_tokenizer() -> Tokenizer:
@@ -231,6 +240,16 @@ def byte_tokenizer() -> Tokenizer:
     # Without merges splitting into words changes no id, but it keeps BPE fast.
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     backend.decoder = decoders.ByteLevel()
+    return _with_special_tokens(backend)
+
+
+def id_tokenizer(count: int) -> Tokenizer:
+    """Return a tokenizer of the ids from 0 to `count` - 1, written as numbers; the end of text and padding follow.
+
+    It belongs to data that are made of ids, such as synthetic tasks.
+    """
+    backend = tokenizers.Tokenizer(models.WordLevel({str(index): index for index in range(count)}, unk_token="0"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return _with_special_tokens(backend)
 
 
@@ -270,11 +289,20 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def load_tokenizer(spec: str) -> Tokenizer:
-    """Open the tokenizer that a recipe names: `byte`, or the folder or `tokenizer.json` of a pretrained tokenizer.
+    """Open the tokenizer that a recipe names.
+
+    Args:
+        spec: `byte`; `ids:N` (see `id_tokenizer`); or the folder or `tokenizer.json` of a pretrained tokenizer.
 
     Raises:
+        ConfigError: N is not a number above 0.
         DataError: There is no such tokenizer.
     """
+    kind, colon, count = spec.partition(":")
+    if kind == "ids" and colon:
+        if not (count.isascii() and count.isdigit() and 0 < int(count) <= MOST_IDS):
+            raise ConfigError(f"tokenizer={spec}: give ids:N with a number of ids from 1 to {MOST_IDS:,}")
+        return id_tokenizer(int(count))
     return byte_tokenizer() if spec == "byte" else Tokenizer.load(spec)
 
 
@@ -301,14 +329,14 @@ def _flatten(part: dict[str, Any] | None) -> list[dict[str, Any]]:
 
 
 def _special_tokens(path: Path) -> dict[str, str]:
-    """Read `eos_token`, `pad_token` and `chat_template` of a `tokenizer_config.json`, as far as it has them."""
+    """Read `bos_token`, `eos_token`, `pad_token` and `chat_template` of a `tokenizer_config.json`, as far as it has them."""
     if not path.exists():
         return {}
     configuration = read_json(path, error=DataError, advice="save the tokenizer again")
     if not isinstance(configuration, dict):
         raise DataError(f"{path}: expected a JSON object, got {short(configuration)}; save the tokenizer again")
     named = {}
-    for key in ("eos_token", "pad_token"):
+    for key in ("bos_token", "eos_token", "pad_token"):
         token = configuration.get(key)
         token = token.get("content") if isinstance(token, dict) else token
         if token and not isinstance(token, str):

@@ -13,7 +13,7 @@ from transformers import AutoConfig
 
 from ..convert.checkpoint_io import naming_config
 from ..data import DataConfig
-from ..data.tokenizer import BYTE_VOCABULARY
+from ..data.tokenizer import load_tokenizer
 from ..errors import ConfigError, DataError
 from ..evals.tasks import task_kind
 from ..families import DifferentialFamilyConfig
@@ -192,16 +192,22 @@ class Recipe:
         """
         if "preset" in self.model:
             return self.model_config(vocab_size=preset(self.model["preset"]).fields["vocab_size"])
-        return self.model_config(vocab_size=BYTE_VOCABULARY if self.data.tokenizer == "byte" else self.data.vocab_size)
+        is_made_up = self.data.tokenizer.partition(":")[0] in ("byte", "ids")
+        return self.model_config(
+            vocab_size=load_tokenizer(self.data.tokenizer).vocab_size if is_made_up else self.data.vocab_size
+        )
 
     def missing(self) -> list[str]:
         """What the recipe names and is not there, one line each."""
-        named = {"data.source": self.data.source, "data.tokenizer": self.data.tokenizer, "start_from": self.start_from}
+        named = [("data.mixture", one.source) for one in self.data.mixture] or [("data.source", self.data.source)]
+        named.append(("data.tokenizer", self.data.tokenizer))
+        if self.start_from is not None:
+            named.append(("start_from", self.start_from))
         return [
             f"{key}: {value} does not exist"
-            for key, value in named.items()
-            if value not in (None, "python-stdlib", "bpe", "byte")
-            and not value.startswith("hf:")
+            for key, value in named
+            if value not in ("python-stdlib", "bpe", "byte")
+            and not value.startswith(("hf:", "hf-stream:", "ids:"))
             and not Path(value).exists()
         ]
 

@@ -28,6 +28,8 @@ from .recipe import Recipe, load_recipe, recipe_dict, save_recipe
 def start_run(folder: Path, recipe: Recipe) -> None:
     """Put a recipe into a run folder; a run in a folder with checkpoints continues if its recipe trains the same.
 
+    `parallel`, `training.accumulation` and the place of the shards may change.
+
     Raises:
         CheckpointError: The folder holds a run of another recipe; the message names the first difference.
     """
@@ -41,6 +43,7 @@ def start_run(folder: Path, recipe: Recipe) -> None:
     has_changed = before != after
     for document in (before, after):  # nor does how checkpoints are written, or what follows the next fault
         del document["training"]["checkpoint"], document["training"]["nonfinite"]
+        del document["training"]["accumulation"]  # the batch is the same, and sums are rounded otherwise
     for part in ("model", "data", "training", "start_from"):
         if difference := _difference(before[part], after[part], part):
             raise CheckpointError(

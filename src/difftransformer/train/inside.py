@@ -25,7 +25,7 @@ def look_inside(model: Any, row: Tensor, config: TrainingConfig, mesh: Mesh) -> 
 
     Args:
         model: The model, of which this process may hold a part.
-        row: (1, T + 1) token ids.
+        row: (1, 3, T) input ids, targets and positions (see `validation_rows`).
         config: Training configuration.
         mesh: The processes, all of which take part.
     """
@@ -57,7 +57,8 @@ def look_inside(model: Any, row: Tensor, config: TrainingConfig, mesh: Mesh) -> 
                 seen[layer, 2] = torch.maximum(seen[layer, 2], largest.cpu())
 
     device = mesh.processes.device
-    inputs = mesh.inputs(row[:, :-1].to(device), row[:, 1:].to(device))
+    ids, targets, positions = row.to(device).unbind(1)
+    inputs = mesh.inputs(ids, targets, positions if config.pack_documents else None)
     model.eval()
     with ExitStack() as hooks, observe_inputs(observe):
         for place, (attention, block) in enumerate(zip(layers, blocks, strict=True)):
