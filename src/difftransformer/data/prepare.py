@@ -13,7 +13,7 @@ import math
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import chain
@@ -25,8 +25,8 @@ from ..files import locked
 from ..reading import read_json
 from ..results import write_text_atomically
 from .needles import CITIES_SEEN, NeedleFormat
-from .shards import Manifest, Shards, SourceConfig, read_manifest, write_manifest
-from .text import iter_documents, iter_split, source_bytes, source_state
+from .shards import Manifest, Shards, SourceConfig, Split, read_manifest, write_manifest
+from .text import held_out_groups, iter_documents, iter_split, source_bytes, source_state
 from .tokenizer import BYTE_VOCABULARY, Tokenizer, load_tokenizer, train_bpe
 from .writing import (
     PROGRESS_FILE,
@@ -208,18 +208,14 @@ class _Request:
         return final
 
     def _write(self, folder: Path, tokenizer: Tokenizer, progress: Progress, processes: int) -> Manifest:
-        digest = TextDigest()
-        documents = iter_split(
-            digest.over(iter_documents(self.source, progress)),
-            validation_share=self.config.validation_share,
-            seed=self.config.split_seed,
-        )
+        digest, origin = TextDigest(), dict[str, Any]()
+        documents = _split(self.config, self.source, digest.over(iter_documents(self.source, progress, origin=origin)))
         with ShardWriter(
             folder, tokenizer, source_state=self.state, shard_tokens=SHARD_TOKENS, resumable=True
         ) as writer:
             writer.write(documents, digest=digest, processes=processes)
             request = {**self.fields, "text_sha256": digest.hexdigest()}
-            manifest = writer.manifest(source=self.source, request=request)
+            manifest = writer.manifest(source=self.source, request=request, origin=origin)
             write_manifest(folder, manifest)
         return manifest
 
@@ -269,8 +265,7 @@ def _training_text(config: DataConfig, sources: Sequence[str]) -> Iterator[str]:
     sizes = [source_bytes(source) or 0 for source in sources]
     share, place, read = min(Fraction(1), Fraction(BPE_CHARACTERS, max(1, sum(sizes)))), 0, 0
     for source in sources:
-        documents = iter_documents(source)
-        for split, document in iter_split(documents, validation_share=config.validation_share, seed=config.split_seed):
+        for split, document in _split(config, source, iter_documents(source)):
             for part in document.parts() if split == "train" else ():
                 place += 1
                 if math.floor(place * share) > math.floor((place - 1) * share):
@@ -278,6 +273,11 @@ def _training_text(config: DataConfig, sources: Sequence[str]) -> Iterator[str]:
                     yield part
             if read > BPE_CHARACTERS:  # compressed, or of unknown size
                 return
+
+
+def _split(config: DataConfig, source: str, documents: Iterable[Any]) -> Iterator[tuple[Split, Any]]:
+    share = {"validation_share": config.validation_share, "seed": config.split_seed}
+    return iter_split(documents, **share, held_out=held_out_groups(source, **share))  # type: ignore[arg-type]
 
 
 def _cores() -> int:

@@ -12,7 +12,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -66,6 +66,7 @@ class Manifest:
         dtype: numpy name of the dtype of the token ids.
         splits: Splits by name.
         source_state: State of the source's files when they were read (see `source_state`), if it is known.
+        origin: What is known of installed text: packages, licences and what was left out.
     """
 
     version: int
@@ -77,6 +78,7 @@ class Manifest:
     dtype: Dtype
     splits: dict[str, SplitManifest]
     source_state: str | None = None
+    origin: dict[str, Any] = field(default_factory=dict)
 
     @property
     def fingerprint(self) -> str:

@@ -233,7 +233,7 @@ class ShardWriter:
             has_completed |= split.add(tokens.astype(self.dtype))
         return has_completed
 
-    def manifest(self, *, source: str, request: dict[str, Any]) -> Manifest:
+    def manifest(self, *, source: str, request: dict[str, Any], origin: dict[str, Any] | None = None) -> Manifest:
         """Return the manifest of what is written."""
         return Manifest(
             version=MANIFEST_VERSION,
@@ -245,6 +245,7 @@ class ShardWriter:
             end_of_text=self.tokenizer.end_of_text,
             dtype=self.dtype,
             splits=self._manifests(),
+            origin=origin or {},
         )
 
     def _manifests(self) -> dict[str, SplitManifest]:
