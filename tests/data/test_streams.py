@@ -13,13 +13,14 @@ from difftransformer.data import (
     Document,
     Tokenizer,
     byte_tokenizer,
+    documents,
     iter_documents,
     read_documents,
     split_documents,
     text,
 )
+from difftransformer.data.documents import LargeDocument
 from difftransformer.data.encoding import cut_parts
-from difftransformer.data.text import LargeDocument
 from difftransformer.errors import DataError
 
 ROWS = [{"text": f"row {index} \u2028 \u00e9\n" * 30, "name": f"n{index}"} for index in range(400)]
@@ -153,7 +154,7 @@ def pretrained_like(kind):
 @pytest.mark.parametrize("kind", ["bpe", "byte", "prefix space", "metaspace"])
 @pytest.mark.parametrize("writing", TEXTS)
 def test_a_large_file_has_the_tokens_of_its_whole_text(tmp_path, monkeypatch, bpe, kind, writing):
-    monkeypatch.setattr(text, "PART_CHARACTERS", 1000)
+    monkeypatch.setattr(documents, "PART_CHARACTERS", 1000)
     monkeypatch.setattr(text, "LARGE_BYTES", 5000)
     whole = TEXTS[writing](random.Random(3))
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbf" + whole.encode())
@@ -174,7 +175,7 @@ def test_a_large_file_has_the_tokens_of_its_whole_text(tmp_path, monkeypatch, bp
 
 
 def test_a_large_file_is_cut_for_validation_where_a_small_one_is(tmp_path, monkeypatch):
-    monkeypatch.setattr(text, "PART_CHARACTERS", 1000)
+    monkeypatch.setattr(documents, "PART_CHARACTERS", 1000)
     for writing in TEXTS.values():
         whole = writing(random.Random(4))
         (tmp_path / "a.txt").write_text(whole, newline="")
@@ -187,7 +188,7 @@ def test_a_large_file_is_cut_for_validation_where_a_small_one_is(tmp_path, monke
 
 
 def test_a_large_file_that_is_not_utf8_is_named_with_the_place(tmp_path, monkeypatch):
-    monkeypatch.setattr(text, "PART_CHARACTERS", 1000)
+    monkeypatch.setattr(documents, "PART_CHARACTERS", 1000)
     monkeypatch.setattr(text, "LARGE_BYTES", 5000)
     path = tmp_path / "a.txt"
     for content, place in ((b"good " * 3000 + b"\xff bad", 15000), (b"good " * 3000 + b"\xc3", 15000)):

@@ -117,12 +117,6 @@ def test_training_on_all_tokens_and_on_answers():
     assert not scored[:, 1::2].any()
 
 
-def _runs(row, is_key):
-    """Cut a row into runs of key tokens, and of others."""
-    cuts = [0, *(place for place in range(1, len(row)) if is_key(row[place]) != is_key(row[place - 1])), len(row)]
-    return [(start, row[start:stop]) for start, stop in zip(cuts, cuts[1:], strict=False)]
-
-
 @pytest.mark.parametrize("noise", [0.0, 0.4])
 @pytest.mark.parametrize("training", [False, True])
 def test_fuzzy_recall(noise, training):
@@ -168,7 +162,8 @@ def test_selective_copying():
     """The answers are the tokens that are not blank, in their order, at the blanks after the token that asks."""
     inputs, targets = drawn("selective-copying", length=64, copied=8, vocab_size=12, test_examples=3000)
     for row, target_row in zip(inputs.tolist(), targets, strict=True):
-        assert row[55] == 11 and set(row[56:]) == {10}
+        assert row[55] == 11
+        assert set(row[56:]) == {10}
         tokens = [token for token in row[:55] if token != 10]
         assert answers_of(target_row) == list(zip(range(56, 64), tokens, strict=True))
         assert row[54] != 10  # blanks stand before tokens
@@ -181,12 +176,15 @@ def test_memorization():
     table, other = {}, {}
     for seed, found in ((3, table), (4, other)):
         inputs, targets = drawn("memorization", training=True, seed=seed)
-        assert inputs.shape == (256, 32) and (inputs[:, 1::2] == 255).all()
+        assert inputs.shape == (256, 32)
+        assert (inputs[:, 1::2] == 255).all()
         assert (targets[:, 0::2] == -100).all()
         for key, value in zip(inputs[:, 0::2].ravel().tolist(), targets[:, 1::2].ravel().tolist(), strict=True):
             assert found.setdefault(key, value) == value
-    assert sorted(table) == list(range(127)) and len(set(table.values())) == 127
-    assert min(table.values()) >= 127 and max(table.values()) < 255 and table != other
+    assert sorted(table) == list(range(127))
+    assert len(set(table.values())) == 127
+    assert set(table.values()) <= set(range(127, 255))
+    assert table != other
     inputs, targets = drawn("memorization", seed=3)
     assert [table[key] for key in inputs[:, 0::2].ravel().tolist()] == targets[:, 1::2].ravel().tolist()
 

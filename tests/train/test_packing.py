@@ -1,15 +1,20 @@
-"""Packed training: the loss of a row is that of its documents by themselves, and accumulation changes nothing."""
+"""Packed training: the loss of a row is that of its documents by themselves, and accumulation changes nothing.
+
+Of examples, the loss is the mean over the targets of the whole step that count.
+"""
 
 import dataclasses
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
-from difftransformer.data import Loader
+from difftransformer.data import Example, Loader, Shards, id_tokenizer, write_shards
 from difftransformer.model.nll import next_token_nll
-from difftransformer.train.loop import build_model, train
+from difftransformer.train.loop import build_model, train, validate
+from difftransformer.train.parallel import Mesh
 
 
 @pytest.fixture
@@ -54,3 +59,43 @@ def test_a_packed_run_has_the_same_losses_with_accumulation(small, toy_shards, t
     whole = losses(1)
     assert len(whole) == 4
     assert losses(2) == pytest.approx(whole, rel=1e-5)
+
+
+def test_the_loss_of_examples_is_the_mean_over_what_counts(small, tmp_path):
+    """In the whole step, whose parts have unequal numbers of targets; computed here example by example."""
+    draw, examples = np.random.default_rng(0), []
+    for index in range(24):
+        size = int(draw.integers(2, 64))
+        targets = np.where(draw.random(size) < (0.9 if index % 3 else 0.1), draw.integers(0, 50, size), -100)
+        targets[-1] = 7
+        examples.append(Example(str(index), draw.integers(0, 50, size), targets))
+    write_shards(tmp_path / "shards", examples, examples[:7], id_tokenizer(50))
+    shards = Shards.open(tmp_path / "shards")
+    config = small.model_config(vocab_size=shards.tokenizer.vocab_size)
+    model = build_model(config, small.training.seed).eval()
+    training = dataclasses.replace(small.training, batch_tokens=2048, context_stages=[(0, 64)], steps=1)
+
+    def nll(ids, targets):
+        with torch.no_grad():
+            logits = model(input_ids=ids[None], use_cache=False).logits[0]
+        return F.cross_entropy(logits.double(), targets, reduction="sum").item(), int((targets != -100).sum())
+
+    def mean(found):
+        return sum(total for total, _ in found) / sum(count for _, count in found)
+
+    loader = Loader(shards, batch_tokens=2048, context_stages=[(0, 64)], seed=small.training.seed, pack_documents=True)
+    batch, alone, counts = loader.batch(0), [], []
+    for row in range(32):
+        starts = [*(batch.position_ids[row] == 0).nonzero().flatten().tolist(), 64]
+        found = [nll(batch.input_ids[row, a:b], batch.targets[row, a:b]) for a, b in pairwise(starts)]
+        alone += found
+        counts.append(sum(count for _, count in found))
+    assert sum(counts[:8]) != sum(counts[8:16])
+    for accumulation in (1, 4):
+        met = []
+        run = tmp_path / str(accumulation)
+        train(dataclasses.replace(training, accumulation=accumulation), config, shards, run, on_metrics=met.append)
+        assert met[0].loss_nats == pytest.approx(mean(alone), rel=1e-5)
+    held = [nll(torch.from_numpy(example.inputs), torch.from_numpy(example.targets)) for example in examples[:7]]
+    training = dataclasses.replace(training, validation_windows=100)
+    assert validate(model, shards, training, Mesh()) == pytest.approx(mean(held), rel=1e-5)

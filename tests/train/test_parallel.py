@@ -2,10 +2,12 @@
 
 import shutil
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from difftransformer.data import Example, id_tokenizer, write_shards
 from difftransformer.train import read_metrics
 from difftransformer.train.parallel import ALONE
 from tests.support import parallel_steps
@@ -106,6 +108,25 @@ def test_packed_documents_train_as_one(layout, shards, tmp_path):
         train(tmp_path / name, shards, name, steps=6, variants=["diff", "diff_v2"], **options)
     for variant in ("diff", "diff_v2"):
         assert_equal_runs(tmp_path / layout / variant, tmp_path / "one" / variant, steps=6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["fsdp", "ulysses"])
+def test_examples_train_as_one(layout, tmp_path):
+    """Their targets that count are few, and not equally many on the processes."""
+    draw, examples = np.random.default_rng(0), []
+    for index in range(40):
+        size = int(draw.integers(2, 64))
+        inputs = draw.integers(0, 50, size)
+        targets = np.where(np.arange(size) < (size - 2 if index % 4 else 1), -100, (inputs + 1) % 50)
+        examples.append(Example(str(index), inputs, targets))
+    write_shards(tmp_path / "shards", examples, examples, id_tokenizer(50))
+    accumulation = {"one": 4, "fsdp": 2, "ulysses": 4}
+    for name in ("one", layout):
+        options = {"context_stages": [[0, 64]], "pack_documents": True, "retrieval": None}
+        options |= {"accumulation": accumulation[name], "variants": ["diff"]}
+        train(tmp_path / name, tmp_path / "shards", name, steps=10, **options)
+    assert_equal_runs(tmp_path / layout / "diff", tmp_path / "one" / "diff", steps=10)
 
 
 @pytest.mark.slow

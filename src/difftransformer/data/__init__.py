@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from .._lazy import lazy_names
 
 if TYPE_CHECKING:
-    from .loader import Batch, Loader, check_context_stages, document_positions, validation_windows
+    from .documents import Document, Example
+    from .loader import Batch, Loader, check_context_stages, document_positions, validation_rows, validation_windows
     from .needles import (
         CITIES_SEEN,
         CITIES_UNSEEN,
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
     from .ngram import byte_bigram_bits_per_byte
     from .prepare import DataConfig, prepare_shards
     from .shards import Manifest, Shards, SourceConfig, TokenStream
-    from .text import Document, iter_documents, read_documents, split_documents
-    from .tokenizer import Tokenizer, byte_tokenizer, load_tokenizer, train_bpe
+    from .text import iter_documents, read_documents, split_documents
+    from .tokenizer import Tokenizer, byte_tokenizer, id_tokenizer, load_tokenizer, train_bpe
     from .writing import write_shards
 
 __getattr__, __dir__, __all__ = lazy_names(__name__)

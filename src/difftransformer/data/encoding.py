@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import DataError
+from .documents import AnyDocument, Example
 from .tokenizer import Tokenizer
 
 BATCH_CHARACTERS = 2**20  # of texts that are tokenised together; bounds the memory of a process
@@ -29,11 +30,27 @@ Ids = npt.NDArray[np.uint32]
 
 
 class Part(NamedTuple):
-    """Text of a document up to a cut, or all of it. `ends` says whether the document ends here."""
+    """Text of a document up to a cut, or all of it. `ends` says whether the document ends here.
+
+    An `example` has its tokens already, and no text.
+    """
 
     split: str
     text: str
     ends: bool
+    example: Example | None = None
+
+    @property
+    def size(self) -> int:
+        """What it adds to the size of a batch."""
+        return len(self.text) if self.example is None else len(self.example.inputs)
+
+
+def parts_of(split: str, document: AnyDocument, tokenizer: Tokenizer) -> Iterator[Part]:
+    """Yield the parts of a document."""
+    if isinstance(document, Example):
+        return iter([Part(split, "", True, document)])
+    return cut_parts(split, document.parts(), tokenizer)
 
 
 def cut_parts(split: str, texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[Part]:
@@ -56,12 +73,12 @@ def _is_safe_cut(before: str, after: str, tokenizer: Tokenizer) -> bool:
 
 
 def batches_of(parts: Iterable[Part]) -> Iterator[list[Part]]:
-    """Group parts into batches of about `BATCH_CHARACTERS` characters."""
+    """Group parts into batches of about `BATCH_CHARACTERS` characters, or tokens of examples."""
     batch: list[Part] = []
     characters = 0
     for part in parts:
         batch.append(part)
-        characters += len(part.text)
+        characters += part.size
         if characters >= BATCH_CHARACTERS:
             yield batch
             batch, characters = [], 0

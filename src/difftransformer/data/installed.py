@@ -105,18 +105,17 @@ class _Package(NamedTuple):
     files: Files
 
 
-def _plain(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name).lower()
-
-
 def _packages(names: str) -> list[_Package]:
     """Return the installed packages, or those named, with the text files of their wheels, sorted by name."""
+    try:
+        wanted = [distribution(name.strip()) for name in names.split(",")] if names else distributions()
+    except (PackageNotFoundError, ValueError) as error:
+        raise DataError(f"python-packages: {error} is not installed; install it or leave it out") from None
     found: dict[str, _Package] = {}
-    wanted = {_plain(name) for name in names.split(",") if name}
-    for one in distributions():
-        key = _plain(one.metadata["Name"] or "")
-        if key in found or key in ("", _OWN) or (wanted and key not in wanted):
-            continue  # of two copies on the path, the first is imported
+    for one in wanted:
+        key = re.sub(r"[-_.]+", "-", one.metadata["Name"] or "").lower()
+        if key in found or key in ("", _OWN):  # of two copies on the path, the first is imported
+            continue
         files = [
             (str(file), Path(str(one.locate_file(file))))
             for file in one.files or ()
@@ -124,12 +123,8 @@ def _packages(names: str) -> list[_Package]:
         ]
         found[key] = _Package(key, one, sorted(pair for pair in files if pair[1].is_file()))
     packages = [package for _, package in sorted(found.items()) if package.files]
-    if missing := sorted(wanted - {package.key for package in packages}):
-        raise DataError(
-            f"python-packages: {missing[0]} is not installed, or has no source files; install it or leave it out"
-        )
     if not packages:
-        raise DataError("python-packages: no installed package has source files; install some, or name another source")
+        raise DataError(f"python-packages{names and ':'}{names}: no source files; install other packages, or name them")
     return packages
 
 

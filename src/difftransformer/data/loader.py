@@ -1,13 +1,13 @@
 """A deterministic loader: the batch of a step is a pure function of data, settings, seed and step.
 
 To resume exactly, only the step has to be saved. Several ranks together see the same rows as one process. Plain rows are
-windows of the token stream, or whole documents packed side by side (`packing`), and each is read once an epoch, in random
-order. In a mixture, each source has its own epochs, and rows are divided among the sources by weight (`mixture`). Retrieval
-rows are needle documents (`needles`), which are drawn from the seed and spread evenly over the sequence of rows according to
-their share.
+windows of the token stream, or whole documents or examples packed side by side (`packing`), and each is read once an epoch,
+in random order. In a mixture, each source has its own epochs, and rows are divided among the sources by weight (`mixture`).
+Retrieval rows are needle documents (`needles`), which are drawn from the seed and spread evenly over the sequence of rows
+according to their share.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass
 from functools import cache
 from itertools import pairwise
@@ -20,12 +20,21 @@ import torch
 from ..errors import ConfigError, DataError
 from .mixture import Allocation, share_of
 from .needles import CITIES_SEEN, RetrievalMix, needle_document_tokens, training_document
-from .packing import Packs, Row, Windows, document_starts, with_long_documents_again
+from .packing import (
+    IGNORED,
+    ExamplePacks,
+    Packs,
+    Row,
+    Windows,
+    document_starts,
+    example_starts,
+    with_long_documents_again,
+)
 from .shards import Shards, SourceConfig, Split
 
 MOST_BATCH_TOKENS = 2**31 - 1
 # The first word of a seed sequence tells what the random numbers are for.
-_FOR_EPOCH, _FOR_RETRIEVAL, _FOR_MIXTURE, _FOR_SOURCE = 1, 2, 3, 4
+_FOR_EPOCH, _FOR_RETRIEVAL, _FOR_MIXTURE, _FOR_SOURCE, _FOR_VALIDATION = 1, 2, 3, 4, 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +43,8 @@ class Batch:
 
     Attributes:
         input_ids: (B, T) int64.
-        targets: (B, T) int64. targets[:, t] follows input_ids[:, t], so they are already shifted. -100 in padding.
+        targets: (B, T) int64. targets[:, t] follows input_ids[:, t], so they are already shifted. -100 in padding,
+            and where an example says that nothing is learned.
         is_retrieval: (B,) bool. True for rows that are needle documents.
         position_ids: (B, T) int64 positions that start at 0 in each document, or None without packing.
         step_targets: Number of targets other than -100 in the step, over all ranks.
@@ -76,7 +86,7 @@ class Loader:
             in every stage.
         retrieval: Composition of the needle documents; None for none.
         pack_documents: Whether rows hold whole documents with positions of their own, in place of windows of the
-            concatenated text.
+            concatenated text. Examples are always packed so.
 
     Raises:
         ConfigError: The settings contradict each other.
@@ -114,6 +124,16 @@ class Loader:
         check_context_stages(self.context_stages, self.batch_tokens, parts=self.world_size, divisor="world_size")
         for start, context in self.context_stages:
             for _, shards in self._sources:
+                if shards.records and not self.pack_documents:
+                    raise ConfigError(
+                        f"pack_documents is false, and {shards.manifest.source} holds examples, of which rows are packed; "
+                        "set pack_documents to true"
+                    )
+                if (longest := shards.manifest.request.get("longest_tokens", 0)) > context:
+                    raise ConfigError(
+                        f"context {context} from step {start}: examples of {shards.manifest.source} have up to {longest} "
+                        "tokens, and cannot be cut; give every stage of context_stages at least as many"
+                    )
                 if (length := len(shards.tokens(self.split))) < context + 1 and not self.pack_documents:
                     raise DataError(
                         f"{shards.folder}: the {self.split} split has {length} tokens, a window takes "
@@ -121,6 +141,10 @@ class Loader:
                     )
             if self.retrieval is None:
                 continue
+            if self.shards.records:
+                raise ConfigError(
+                    f"retrieval: needle documents take text, and {self.shards.manifest.source} holds examples; leave it out"
+                )
             mix, tokenizer = self.retrieval, self.shards.tokenizer
             needed = needle_document_tokens(
                 tokenizer, needles=mix.min_needles, asks=1, digits=mix.digits, cities=CITIES_SEEN
@@ -223,8 +247,7 @@ class Loader:
         context = self.context_stages[stage][1]
         long = {"long_tokens": config.long_tokens, "times": config.long_times}
         if self.pack_documents:
-            starts, pad = document_starts(stream, end_of_text), shards.tokenizer.pad
-            return Packs(stream, starts=starts, context=context, key=key, end_of_text=end_of_text, pad=pad, **long)
+            return _packs(shards, self.split, context=context, key=key, **long)
         if config.long_tokens and config.long_times > 1:
             stream = with_long_documents_again(stream, document_starts(stream, end_of_text), **long)
         return Windows(stream, context=context, key=key)
@@ -291,6 +314,69 @@ def check_context_stages(stages: Sequence[tuple[int, int]], batch_tokens: int, *
                 f"batch_tokens={batch_tokens}: from step {start} it must be a multiple of {context * parts} (context "
                 f"{context} x {divisor} {parts}), so that every part of a batch has the same number of complete rows"
             )
+
+
+def _packs(shards: Shards, split: Split, **packing: Any) -> Packs:
+    tokenizer = shards.tokenizer
+    packing |= {"end_of_text": tokenizer.end_of_text, "pad": tokenizer.pad}
+    if shards.records:
+        records = shards.records[split]
+        return ExamplePacks(records, starts=example_starts(records), **packing)
+    stream = shards.tokens(split)
+    return Packs(stream, starts=document_starts(stream, tokenizer.end_of_text), **packing)
+
+
+def validation_rows(shards: Shards, context_tokens: int, max_rows: int) -> torch.Tensor:
+    """Return the fixed rows that a run is validated on: windows of text, and packed rows of examples.
+
+    Args:
+        shards: Shards to read.
+        context_tokens: Context T.
+        max_rows: Maximum number of rows, which are evenly spread over those of all sources.
+
+    Returns:
+        (N, 3, T) int64 inputs, targets (-100 for the end of text, in padding, and where nothing is learned), and positions
+        that start at 0 in each document.
+
+    Raises:
+        ConfigError: A size is below 1.
+        DataError: The split of text is shorter than one window.
+    """
+    if not shards.records and not any(part.records for _, part in shards.sources):
+        validation_windows(shards, context_tokens, max_rows)  # checks
+        feeds = [_validation_feed(shards, context_tokens)]
+    else:
+        feeds = [_validation_feed(part, context_tokens) for _, part in shards.sources or ((None, shards),)]
+    ends = np.cumsum([count for count, _ in feeds])
+    total = int(ends[-1])
+    rows = []
+    for index in range(min(max_rows, total)):
+        place = index * total // min(max_rows, total)
+        source = int(np.searchsorted(ends, place, side="right"))
+        count, row = feeds[source]
+        rows.append(row(place - int(ends[source]) + count))
+    if all((row.targets == IGNORED).all() for row in rows):
+        raise DataError(
+            f"{shards.folder}: no token of the {len(rows)} validation rows counts in the loss; raise validation_windows, or "
+            "give more validation examples"
+        )
+    return torch.from_numpy(np.array(rows, dtype=np.int64))
+
+
+def _validation_feed(shards: Shards, context: int) -> tuple[int, Callable[[int], Row]]:
+    """Return the number of validation rows of a source, and the function that reads one."""
+    if shards.records:
+        packs = _packs(shards, "validation", context=context, key=(_FOR_VALIDATION,))
+        return packs.per_epoch, packs.row
+    stream, end_of_text = shards.tokens("validation"), shards.tokenizer.end_of_text
+
+    def row(index: int) -> Row:
+        window = torch.from_numpy(stream[index * context : (index + 1) * context + 1].astype(np.int64))
+        inputs, targets = window[:-1], window[1:]
+        positions = document_positions(inputs[None], end_of_text)[0]
+        return Row(inputs.numpy(), targets.where(targets != end_of_text, IGNORED).numpy(), positions.numpy())
+
+    return (len(stream) - 1) // context, row
 
 
 def validation_windows(

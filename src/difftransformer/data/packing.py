@@ -1,10 +1,11 @@
-"""Rows cut from one source: windows of the concatenated text, or whole documents packed side by side.
+"""Rows cut from one source: windows of the concatenated text, or whole documents or examples packed side by side.
 
-Both divide an epoch into a number of rows that depends on the lengths of the documents alone, so that any row of any epoch
+All divide an epoch into a number of rows that depends on the lengths of the documents alone, so that any row of any epoch
 is found by its index. The random numbers of an epoch decide the order of rows, and which documents of equal length share a row.
 """
 
 from bisect import bisect_left, insort
+from collections.abc import Callable, Iterator
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
@@ -12,10 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from .shards import TokenStream
+from .documents import IGNORED
+from .shards import LAST, SCORED, TokenStream
 
-IGNORED = -100
-"""Target that no loss is computed for, as in PyTorch and transformers."""
 _SCANNED_TOKENS = 2**24
 
 Ints = npt.NDArray[np.int64]
@@ -31,12 +31,26 @@ class Row(NamedTuple):
 
 def document_starts(stream: TokenStream, end_of_text: int) -> Ints:
     """Return the offset of each document of a stream, and the length of the stream, (N + 1,)."""
+    return _starts_after(stream, lambda tokens: tokens == end_of_text)
+
+
+def example_starts(records: TokenStream) -> Ints:
+    """Return the offset of each example of a stream of records, and the length of the stream, (N + 1,)."""
+    return _starts_after(records, lambda part: part["flags"] & LAST)
+
+
+def _starts_after(stream: TokenStream, are_last: Callable[[npt.NDArray[Any]], npt.NDArray[Any]]) -> Ints:
     ends = (
-        np.flatnonzero(stream[first : first + _SCANNED_TOKENS] == end_of_text) + first + 1
+        np.flatnonzero(are_last(stream[first : first + _SCANNED_TOKENS])) + first + 1
         for first in range(0, len(stream), _SCANNED_TOKENS)
     )
     starts = np.concatenate([np.zeros(1, np.int64), *ends])
     return starts if starts[-1] == len(stream) else np.append(starts, len(stream))
+
+
+def example_targets(records: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return the targets of records, `IGNORED` where they do not count in the loss."""
+    return np.where(records["flags"] & SCORED, records["target"].astype(np.int64), IGNORED)
 
 
 def with_long_documents_again(stream: TokenStream, starts: Ints, *, long_tokens: int, times: int) -> TokenStream:
@@ -118,8 +132,7 @@ class Packs:
         pieces = np.repeat(-(-lengths // self.context), again)
         first, length = np.repeat(self.starts[:-1], again), np.repeat(lengths, again)
         place = (np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * self.context
-        # The input before the first token of a document is the end of text of its predecessor.
-        self._offsets = np.repeat(first, pieces) + place - 1
+        self._offsets = np.repeat(first, pieces) + place
         self._sizes = np.minimum(np.repeat(length, pieces) - place, self.context)
         rows = best_fit(np.sort(self._sizes)[::-1], self.context)
         self.per_epoch = int(rows.max()) + 1
@@ -139,31 +152,55 @@ class Packs:
 
     def row(self, index: int) -> Row:
         """Return a row, counted from 0 over all epochs. Padding is at its end, with positions of its own."""
-        epoch, place = divmod(index, self.per_epoch)
-        pieces, order = self._epoch(epoch)
-        row = int(order[place])
         inputs = np.full(self.context, self.pad, np.int64)
         targets = np.full(self.context, IGNORED, np.int64)
         positions = np.arange(self.context)
         begin = 0
-        for piece in pieces[self._slots[self._bounds[row] : self._bounds[row + 1]]].tolist():
-            offset, size = int(self._offsets[piece]), int(self._sizes[piece])
+        for offset, size in self._pieces(index):
             end = begin + size
-            inputs[begin:end] = self.stream[offset : offset + size] if offset >= 0 else self._first(size)
-            targets[begin:end] = self.stream[offset + 1 : offset + 1 + size]
+            inputs[begin:end], targets[begin:end] = self._read(offset, size)
             positions[begin:] -= positions[begin]
             begin = end
         if begin < self.context:
             positions[begin:] -= positions[begin]
         return Row(inputs, targets, positions)
 
-    def _first(self, size: int) -> npt.NDArray[Any]:
-        return np.concatenate([[self.end_of_text], self.stream[: size - 1]])
+    def _pieces(self, index: int) -> Iterator[tuple[int, int]]:
+        """Yield the offset and the size of each piece of a row."""
+        epoch, place = divmod(index, self.per_epoch)
+        pieces, order = self._epoch(epoch)
+        row = int(order[place])
+        for piece in pieces[self._slots[self._bounds[row] : self._bounds[row + 1]]].tolist():
+            yield int(self._offsets[piece]), int(self._sizes[piece])
+
+    def _read(self, offset: int, size: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+        """Return inputs and targets. The input before a document is the end of text of its predecessor."""
+        targets = self.stream[offset : offset + size]
+        return self.stream[offset - 1 : offset - 1 + size] if offset else self._first(targets), targets
+
+    def _first(self, targets: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        return np.concatenate([[self.end_of_text], targets[:-1]])
 
     def targets(self, index: int) -> int:
         """Return the number of targets of a row that count in the loss."""
         epoch, place = divmod(index, self.per_epoch)
         return int(self._filled[self._epoch(epoch)[1][place]])
+
+
+class ExamplePacks(Packs):
+    """Rows of whole examples, packed as documents are. An example as long as a row has a row of its own.
+
+    `stream` holds records, which are inputs and targets as they are: nothing is put before or after an example.
+    """
+
+    def _read(self, offset: int, size: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+        records = self.stream[offset : offset + size]
+        return records["input"], example_targets(records)
+
+    def targets(self, index: int) -> int:
+        """Return the number of targets of a row that count in the loss."""
+        flags = (self.stream[offset : offset + size]["flags"] for offset, size in self._pieces(index))
+        return sum(int(np.count_nonzero(part & SCORED)) for part in flags)
 
 
 def best_fit(sizes: Ints, capacity: int) -> Ints:

@@ -24,10 +24,12 @@ from ..errors import ConfigError, DataError
 from ..files import locked
 from ..reading import read_json
 from ..results import write_text_atomically
+from .documents import AnyDocument, Example
 from .needles import CITIES_SEEN, NeedleFormat
 from .shards import Manifest, Shards, SourceConfig, Split, read_manifest, write_manifest
+from .synthetic import PREFIX, synthetic_shards, synthetic_task
 from .text import held_out_groups, iter_documents, iter_split, source_bytes, source_state
-from .tokenizer import BYTE_VOCABULARY, Tokenizer, load_tokenizer, train_bpe
+from .tokenizer import BYTE_VOCABULARY, SPECIAL_TOKENS, Tokenizer, load_tokenizer, train_bpe
 from .writing import (
     PROGRESS_FILE,
     SHARD_TOKENS,
@@ -54,9 +56,12 @@ class DataConfig:
     """Text, tokenizer and split of a run.
 
     Attributes:
-        source: "python-stdlib", a folder, a file, or hf:NAME (see `iter_documents`).
+        source: "python-stdlib", a folder, a file, or hf:NAME (see `iter_documents`); or synthetic:NAME, which has token ids of
+            its own and takes `options` and `split_seed` alone.
+        options: Options of a synthetic task (see `synthetic_task`).
         mixture: Sources that are read in place of `source`, each with its weight.
-        tokenizer: "bpe" to train a byte-level BPE on the training text, "byte", or the folder of a pretrained tokenizer.
+        tokenizer: "bpe" to train a byte-level BPE on the training text, "byte", the folder of a pretrained tokenizer, or
+            "ids:N" for token ids from 0 to N - 1 that stand for no text.
         vocab_size: Number of tokens of a trained BPE.
         needle_words: How often the needle sentence of each training city is added to the text that the BPE is trained
             on, so that its words become tokens; 0 to add none.
@@ -66,6 +71,7 @@ class DataConfig:
     """
 
     source: str = "python-stdlib"
+    options: dict[str, Any] = field(default_factory=dict)
     mixture: list[SourceConfig] = field(default_factory=list)
     tokenizer: str = "bpe"
     vocab_size: int = 4096
@@ -75,6 +81,13 @@ class DataConfig:
     folder: str = DEFAULT_FOLDER
 
     def __post_init__(self) -> None:
+        if self.source.startswith(PREFIX):
+            self._check_synthetic()
+        elif self.options:
+            raise ConfigError(f"options={self.options}: only a source of the form {PREFIX}NAME has options")
+        for one in self.mixture:
+            if one.source.startswith(PREFIX):
+                raise ConfigError(f"mixture: {one.source} has token ids of its own; make it the source")
         if not 0 < self.validation_share < 1:
             raise ConfigError(f"validation_share={self.validation_share}: give a share between 0 and 1")
         if self.tokenizer == "bpe" and self.vocab_size < BYTE_VOCABULARY:
@@ -86,6 +99,21 @@ class DataConfig:
                 raise ConfigError(f"mixture: {source} is given twice; give each source once, with a weight")
         if self.mixture and self.source != "python-stdlib":
             raise ConfigError(f"source={self.source} is given beside a mixture; make it a source of the mixture")
+
+    def _check_synthetic(self) -> None:
+        synthetic_task(self.source, self.options)
+        for name in ("tokenizer", "vocab_size", "needle_words", "validation_share"):
+            if getattr(self, name) != type(self).__dataclass_fields__[name].default:
+                raise ConfigError(
+                    f"{name}={getattr(self, name)}: {self.source} has token ids of its own; leave {name} out"
+                )
+
+    @property
+    def tokenizer_vocabulary(self) -> int:
+        """Number of tokens, as far as it is known before the tokenizer is opened."""
+        if self.source.startswith(PREFIX):
+            return synthetic_task(self.source, self.options).vocab_size + SPECIAL_TOKENS
+        return BYTE_VOCABULARY if self.tokenizer == "byte" else self.vocab_size
 
 
 def prepare_shards(
@@ -115,6 +143,8 @@ def prepare_shards(
     """
     if processes is not None and processes < 1:
         raise ConfigError(f"processes={processes}: give at least 1")
+    if config.source.startswith(PREFIX):
+        return synthetic_shards(config.source, config.options, config.split_seed)
     sources = config.mixture or [SourceConfig(source=config.source)]
     if made:
         opened = [Shards.open(folder) for folder in made]
@@ -228,7 +258,7 @@ class _Request:
 
 def _plain_request(config: DataConfig) -> dict[str, Any]:
     fields = dataclasses.asdict(config)
-    return {key: value for key, value in fields.items() if key not in ("folder", "mixture")}
+    return {key: value for key, value in fields.items() if key not in ("folder", "mixture", "options")}
 
 
 def _key(request: dict[str, Any]) -> str:
@@ -266,6 +296,11 @@ def _training_text(config: DataConfig, sources: Sequence[str]) -> Iterator[str]:
     share, place, read = min(Fraction(1), Fraction(BPE_CHARACTERS, max(1, sum(sizes)))), 0, 0
     for source in sources:
         for split, document in _split(config, source, iter_documents(source)):
+            if isinstance(document, Example):
+                raise DataError(
+                    f"{source} holds token ids, on which no BPE can be trained; name their tokenizer in data.tokenizer, or "
+                    "ids:N for ids from 0 to N - 1"
+                )
             for part in document.parts() if split == "train" else ():
                 place += 1
                 if math.floor(place * share) > math.floor((place - 1) * share):
@@ -275,9 +310,10 @@ def _training_text(config: DataConfig, sources: Sequence[str]) -> Iterator[str]:
                 return
 
 
-def _split(config: DataConfig, source: str, documents: Iterable[Any]) -> Iterator[tuple[Split, Any]]:
-    share = {"validation_share": config.validation_share, "seed": config.split_seed}
-    return iter_split(documents, **share, held_out=held_out_groups(source, **share))  # type: ignore[arg-type]
+def _split(config: DataConfig, source: str, documents: Iterable[AnyDocument]) -> Iterator[tuple[Split, AnyDocument]]:
+    share, seed = config.validation_share, config.split_seed
+    held_out = held_out_groups(source, validation_share=share, seed=seed)
+    return iter_split(documents, validation_share=share, seed=seed, held_out=held_out)
 
 
 def _cores() -> int:

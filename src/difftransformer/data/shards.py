@@ -3,8 +3,9 @@
     manifest.json   tokenizer/   train-00000.bin   train-00001.bin ...   validation-00000.bin ...
 
 The manifest is written last and atomically, so a writer that was stopped (by a full disk or a signal) leaves no folder
-that passes for complete. A `.bin` file is a little-endian array of token ids without a header. Every document is followed by
-the end-of-text token.
+that passes for complete. A `.bin` file is a little-endian array without a header. Of text it holds token ids, and every
+document is followed by the end-of-text token. Of examples, which say what is learned from each of their tokens, it holds
+records (see `item_dtype`), and nothing is added to them.
 """
 
 import dataclasses
@@ -29,6 +30,9 @@ MANIFEST_VERSION = 1
 Split = Literal["train", "validation"]
 SPLITS: tuple[Split, ...] = ("train", "validation")
 Dtype = Literal["<u2", "<u4"]
+Content = Literal["text", "examples"]
+SCORED, LAST = 1, 2
+"""Flags of a record: its target counts in the loss, and it is the last one of its example."""
 
 _TOKENISE_AGAIN = "tokenise again with difftransformer tokenize"
 
@@ -66,6 +70,8 @@ class Manifest:
         dtype: numpy name of the dtype of the token ids.
         splits: Splits by name.
         source_state: State of the source's files when they were read (see `source_state`), if it is known.
+        content: What the files hold.
+        template_sha256: Fingerprint of the chat template that wrote the examples, if one did.
         origin: What is known of installed text: packages, licences and what was left out.
     """
 
@@ -78,14 +84,28 @@ class Manifest:
     dtype: Dtype
     splits: dict[str, SplitManifest]
     source_state: str | None = None
+    content: Content = "text"
+    template_sha256: str | None = None
     origin: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def item_dtype(self) -> np.dtype[Any]:
+        """What a file is an array of."""
+        return item_dtype(self.dtype, self.content)
 
     @property
     def fingerprint(self) -> str:
         """SHA-256 over the tokenizer and all shards: equal for equal data, wherever the folder is."""
-        parts = [self.tokenizer_sha256, self.dtype]
+        parts = [self.tokenizer_sha256, self.dtype, *([self.content] if self.content != "text" else [])]
         parts += [f"{split}:{shard.sha256}" for split in SPLITS for shard in self.splits[split].shards]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def item_dtype(dtype: Dtype, content: Content) -> np.dtype[Any]:
+    """Return what files are arrays of: token ids, or for examples records of an input, its target and flags."""
+    if content == "text":
+        return np.dtype(dtype)
+    return np.dtype([("input", dtype), ("target", dtype), ("flags", "u1")])
 
 
 class TokenStream:
@@ -161,6 +181,7 @@ class Shards:
         tokenizer: Tokenizer of the token ids.
         streams: Token ids by split. Of a mixture, those of its sources one after another.
         sources: Sources of a mixture with their shards; empty otherwise.
+        records: Records by split if the folder holds examples, whose inputs are in `streams`; empty otherwise.
     """
 
     folder: Path
@@ -168,6 +189,7 @@ class Shards:
     tokenizer: Tokenizer
     streams: Mapping[str, TokenStream]
     sources: "Sequence[tuple[SourceConfig, Shards]]" = ()
+    records: Mapping[str, TokenStream] = field(default_factory=dict)
 
     @classmethod
     def open(cls, folder: Path | str, *, verify: bool = True) -> "Shards":
@@ -189,12 +211,15 @@ class Shards:
                 f"{folder / 'tokenizer'}: the tokenizer has sha256 {tokenizer.sha256}, the shards were made with "
                 f"{manifest.tokenizer_sha256}; {_TOKENISE_AGAIN}"
             )
-        dtype = np.dtype(manifest.dtype)
+        dtype = manifest.item_dtype
         streams: dict[str, TokenStream] = {
             split: TokenStream([_open_shard(folder, shard, dtype, verify) for shard in manifest.splits[split].shards])
             for split in SPLITS
         }
-        return cls(folder, manifest, tokenizer, streams)
+        if manifest.content == "text":
+            return cls(folder, manifest, tokenizer, streams)
+        inputs = {split: TokenStream([part["input"] for part in stream.parts]) for split, stream in streams.items()}
+        return cls(folder, manifest, tokenizer, inputs, records=streams)
 
     @classmethod
     def mix(cls, sources: "Sequence[tuple[SourceConfig, Shards]]") -> "Shards":
@@ -227,6 +252,7 @@ class Shards:
             first.manifest,
             source=" + ".join(config.source for config, _ in sources),
             request={},
+            content="examples" if all(shards.records for shards in parts) else "text",
             splits=splits,
             source_state=None,
         )
@@ -242,6 +268,8 @@ class Shards:
 
     def tokens(self, split: Split) -> TokenStream:
         """Return the memory-mapped token ids of a split: all documents, each followed by the end-of-text token.
+
+        Of examples, they are the inputs.
 
         Raises:
             ConfigError: There is no such split.

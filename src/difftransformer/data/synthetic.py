@@ -7,9 +7,11 @@ position is what a model should predict there, which need not be the next input,
 Examples are a function of the options and the seed. Held-out examples are drawn first, and never occur in training.
 """
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -17,7 +19,21 @@ import numpy.typing as npt
 
 from ..errors import ConfigError, DataError
 from ..typed import build
-from .packing import IGNORED
+from .documents import IGNORED
+from .shards import (
+    LAST,
+    MANIFEST_VERSION,
+    SCORED,
+    SPLITS,
+    Dtype,
+    Manifest,
+    ShardFile,
+    Shards,
+    SplitManifest,
+    TokenStream,
+    item_dtype,
+)
+from .tokenizer import id_tokenizer
 
 PREFIX = "synthetic:"
 _ROUNDS = 100
@@ -489,3 +505,53 @@ def _draw_others(part: Part, rng: Rng, held_out: set[bytes]) -> Rows:
         f"{len(again)} of {part.count} training examples are held out however often they are drawn; ask for longer examples or "
         "fewer held-out ones"
     )
+
+
+def synthetic_shards(source: str, options: dict[str, Any], seed: int) -> Shards:
+    """Draw the examples of a task as shards in memory. Held-out examples longer than all of training are left out.
+
+    The tokenizer has two further tokens, for the end of text and padding.
+
+    Raises:
+        ConfigError: See `synthetic_task`.
+        DataError: See `draw_examples`.
+    """
+    task = synthetic_task(source, options)
+    tokenizer = id_tokenizer(task.vocab_size)
+    dtype: Dtype = "<u2" if tokenizer.vocab_size < 2**16 else "<u4"
+    drawn = {split: draw_examples(task, seed, training=split == "train") for split in SPLITS}
+    longest = max(one.inputs.shape[1] for one in drawn["train"])
+    drawn["validation"] = [one for one in drawn["validation"] if one.inputs.shape[1] <= longest]
+    records, splits = {}, {}
+    for split, sets in drawn.items():
+        parts = [_records(one, item_dtype(dtype, "examples")) for one in sets]
+        records[split] = TokenStream(parts)
+        files = [
+            ShardFile(file=f"{split}-{index:05d}", tokens=len(part), sha256=hashlib.sha256(part.tobytes()).hexdigest())
+            for index, part in enumerate(parts)
+        ]
+        count = sum(len(one.inputs) for one in sets)
+        splits[split] = SplitManifest(documents=count, tokens=len(records[split]), bytes=0, shards=files)
+    manifest = Manifest(
+        version=MANIFEST_VERSION,
+        source=source,
+        request={"source": source, "options": options, "seed": seed, "longest_tokens": longest},
+        tokenizer_sha256=tokenizer.sha256,
+        vocab_size=tokenizer.vocab_size,
+        end_of_text=tokenizer.end_of_text,
+        dtype=dtype,
+        splits=splits,
+        content="examples",
+    )
+    streams = {split: TokenStream([part["input"] for part in stream.parts]) for split, stream in records.items()}
+    return Shards(Path(source), manifest, tokenizer, streams, records=records)
+
+
+def _records(examples: Examples, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    is_scored = examples.targets != IGNORED
+    records = np.empty(examples.inputs.shape, dtype)
+    records["input"] = examples.inputs
+    records["target"] = np.where(is_scored, examples.targets, 0)
+    records["flags"] = np.where(is_scored, SCORED, 0)
+    records["flags"][:, -1] |= LAST
+    return records.ravel()

@@ -7,22 +7,22 @@ one-line error that names the file and the place.
 
 import hashlib
 import json
-import re
 import time
 from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Literal
 
 from ..errors import ConfigError, DataError
 from ..typed import short
+from .documents import AnyDocument, Document, Example, LargeDocument
+from .examples import read_example
 from .hub import load_set
 from .installed import installed_source, walk
 from .records import hash_of, is_held_out, json_lines, read_text
-from .streams import OnRead, not_utf8, parquet_rows, readable
+from .streams import OnRead, parquet_rows, readable
 
 TEXT_SUFFIXES = (".txt", ".md", ".py")
 JSONL_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
@@ -35,87 +35,10 @@ SOURCES = (
 _HUB_PREFIXES = ("hf:", "hf-stream:")
 LARGE_BYTES = 2**24
 """Size from which a text file is read in parts."""
-PART_CHARACTERS = 2**20
+_COLUMNS = ("text", "name", "input_ids", "labels")  # that are read of a Parquet file
 _Progress = Callable[[int, int], None]
 
 _RECENT_SECONDS = 2.0  # the coarsest resolution of file times
-# Where a text is cut into parts: before a space between words, or else after a line feed between lines.
-_CUTS = (re.compile(r"(?s).*[^\W\d_](?= [^\W\d_])"), re.compile(r"(?s).*\S\n(?=\S)"))
-
-
-@dataclass(frozen=True)
-class Document:
-    """A text and its name, which is unique in the source (a path, or a path with a line number)."""
-
-    name: str
-    text: str
-
-    @property
-    def size_bytes(self) -> int:
-        """Size of the text in UTF-8."""
-        return len(self.text.encode("utf-8", "surrogatepass"))
-
-    def parts(self) -> Iterator[str]:
-        """Yield the text in parts of about `PART_CHARACTERS`."""
-        return _cut_parts(iter([self.text]))
-
-
-@dataclass(frozen=True)
-class LargeDocument:
-    """A text file, or the bytes from `start` to `stop` of one, that is read in parts."""
-
-    name: str
-    path: Path
-    start: int
-    stop: int
-
-    @property
-    def text(self) -> str:
-        """The whole text."""
-        return "".join(self.parts())
-
-    @property
-    def size_bytes(self) -> int:
-        """Size of the text in UTF-8."""
-        return self.stop - self.start
-
-    def parts(self) -> Iterator[str]:
-        """Yield the text in parts of about `PART_CHARACTERS`.
-
-        Raises:
-            DataError: The file cannot be read or is not UTF-8.
-        """
-        return _cut_parts(self._blocks())
-
-    def _blocks(self) -> Iterator[str]:
-        with readable(self.path), self.path.open("rb") as file:
-            file.seek(self.start)
-            place, rest = self.start, b""
-            while block := file.read(min(PART_CHARACTERS, self.stop - place - len(rest))):
-                block = rest + block
-                try:
-                    text = block.decode("utf-8")
-                    rest = b""
-                except UnicodeDecodeError as error:
-                    is_cut = error.reason == "unexpected end of data" and place + len(block) < self.stop
-                    if not is_cut:
-                        raise not_utf8(self.path, block, error, place) from None
-                    text, rest = block[: error.start].decode("utf-8"), block[error.start :]
-                place += len(block) - len(rest)
-                yield text
-
-
-def _cut_parts(blocks: Iterable[str]) -> Iterator[str]:
-    rest = ""
-    for block in blocks:
-        rest += block
-        while len(rest) > PART_CHARACTERS:
-            found = next((match for cut in _CUTS if (match := cut.match(rest, 0, PART_CHARACTERS))), None)
-            end = found.end() if found else PART_CHARACTERS
-            yield rest[:end]
-            rest = rest[end:]
-    if rest:
-        yield rest
 
 
 def read_documents(source: str) -> list[Document]:
@@ -130,12 +53,17 @@ def read_documents(source: str) -> list[Document]:
     Raises:
         DataError: The source is none of these, is missing or empty, or holds text that is not UTF-8.
     """
-    return [Document(document.name, document.text) for document in iter_documents(source)]
+    documents = []
+    for document in iter_documents(source):
+        if isinstance(document, Example):
+            raise DataError(f"source {source!r} holds token ids and no text; name a source of text")
+        documents.append(Document(document.name, document.text))
+    return documents
 
 
 def iter_documents(
     source: str, progress: _Progress = lambda done, total: None, *, origin: dict[str, Any] | None = None
-) -> Iterator[Document | LargeDocument]:
+) -> Iterator[AnyDocument]:
     """Yield the documents of a source, in an order fixed by their names.
 
     Args:
@@ -146,6 +74,9 @@ def iter_documents(
             CONFIG may be empty, as in `hf:NAME::validation`. With `hf-stream:` in place of `hf:`, the set is not stored first.
         progress: Called with the bytes of files (rows of a data set) that are read, and their total if it is known.
         origin: Gets what is known of installed text when all of it has been read: packages, licences and what was left out.
+
+    A row with `input_ids` in place of `text` is an `Example`. A source that makes its examples is a branch here that yields
+    them; their tokenizer is `ids:N` (see `id_tokenizer`), and rows as long as the examples hold one each.
 
     Raises:
         DataError: The source is none of these, is missing or empty, or holds text that is broken or not UTF-8.
@@ -216,7 +147,7 @@ def split_documents(
 ) -> tuple[list[Document], list[Document]]:
     """Split documents into training and validation by a hash of (seed, name) (see `records.split_by_hash`).
 
-    A single document is cut at a line end instead, and its last `validation_share` becomes the validation document.
+    A single text is cut at a line end instead, and its last `validation_share` becomes the validation document.
 
     Args:
         documents: Documents as returned by `read_documents`.
@@ -232,6 +163,7 @@ def split_documents(
     """
     sides: dict[str, list[Document]] = {"train": [], "validation": []}
     for split, document in iter_split(documents, validation_share=validation_share, seed=seed):
+        assert not isinstance(document, Example)
         sides[split].append(Document(document.name, document.text))
     return sides["train"], sides["validation"]
 
@@ -256,12 +188,12 @@ def held_out_groups(source: str, *, validation_share: float, seed: int) -> froze
 
 
 def iter_split(
-    documents: Iterable[Document | LargeDocument],
+    documents: Iterable[AnyDocument],
     *,
     validation_share: float,
     seed: int,
     held_out: Collection[str] = (),
-) -> Iterator[tuple[Literal["train", "validation"], Document | LargeDocument]]:
+) -> Iterator[tuple[Literal["train", "validation"], AnyDocument]]:
     """Yield documents with their splits; see `split_documents`.
 
     Documents of the groups `held_out` (see `held_out_groups`) are validation documents. Of the others, half of the share is
@@ -271,7 +203,7 @@ def iter_split(
         raise ConfigError(f"validation_share is {validation_share}; give a share between 0 and 1, for example 0.05")
     documents = iter(documents)
     first = list(islice(documents, 2))
-    if len(first) == 1:
+    if len(first) == 1 and isinstance(first[0], Document | LargeDocument):
         train, validation = _cut_document(first[0], validation_share)
         yield "train", train
         yield "validation", validation
@@ -326,9 +258,7 @@ def _cut_document(
     )
 
 
-def _read_files(
-    files: Sequence[tuple[str, Path]], empty: DataError, progress: _Progress
-) -> Iterator[Document | LargeDocument]:
+def _read_files(files: Sequence[tuple[str, Path]], empty: DataError, progress: _Progress) -> Iterator[AnyDocument]:
     """Yield the documents of files; raise `empty` if there are none."""
     with readable(files[0][1].parent):
         total = sum(path.stat().st_size for _, path in files)
@@ -347,18 +277,22 @@ def _read_files(
         raise empty
 
 
-def _read_file(path: Path, name: str, on_read: OnRead) -> Iterator[Document | LargeDocument]:
+def _read_file(path: Path, name: str, on_read: OnRead) -> Iterator[AnyDocument]:
     if path.name.endswith(JSONL_SUFFIXES):
         yield from _read_jsonl(path, name, on_read)
     elif path.suffix == ".parquet":
-        for number, row in enumerate(parquet_rows(path, ("text", "name"), on_read), start=1):
+        for number, row in enumerate(parquet_rows(path, _COLUMNS, on_read), start=1):
             text, row_name = row.get("text"), row.get("name")
+            given_name = row_name if isinstance(row_name, str) else f"{name}:{number}"
+            if "input_ids" in row:
+                yield read_example(row, given_name, f"{path}: row {number}")
+                continue
             if "text" not in row or not isinstance(text, str | None):
                 raise DataError(
                     f'{path}: row {number} has no string "text" (met {short(row)}); rename the column of the text'
                 )
             if text:
-                yield Document(row_name if isinstance(row_name, str) else f"{name}:{number}", text)
+                yield Document(given_name, text)
     elif path.stat().st_size > LARGE_BYTES:
         yield _large_document(path, name)
         on_read(path.stat().st_size)
@@ -375,15 +309,18 @@ def _large_document(path: Path, name: str) -> LargeDocument:
     return LargeDocument(name, path, len(BOM_UTF8) if has_mark else 0, path.stat().st_size)
 
 
-def _read_jsonl(path: Path, name: str, on_read: OnRead) -> Iterator[Document]:
+def _read_jsonl(path: Path, name: str, on_read: OnRead) -> Iterator[AnyDocument]:
     for number, row in json_lines(path, on_read):
-        text, row_name = row.get("text"), row.get("name", f"{name}:{number}")
-        if not isinstance(text, str):
-            raise DataError(f'{path}: line {number} has no string "text" (met {sorted(row)}); give a "text" field')
-        if not text:
-            raise DataError(f'{path}: line {number} has an empty "text"; give it text or remove the line')
+        text, row_name, place = row.get("text"), row.get("name", f"{name}:{number}"), f"{path}: line {number}"
         if not isinstance(row_name, str):
-            raise DataError(f'{path}: line {number} has the "name" {short(row_name)}; it must be a string, or left out')
+            raise DataError(f'{place} has the "name" {short(row_name)}; it must be a string, or left out')
+        if "input_ids" in row:
+            yield read_example(row, row_name, place)
+            continue
+        if not isinstance(text, str):
+            raise DataError(f'{place} has no string "text" (met {sorted(row)}); give a "text" field')
+        if not text:
+            raise DataError(f'{place} has an empty "text"; give it text or remove the line')
         yield Document(row_name, text)
 
 

@@ -24,7 +24,9 @@ from ..typed import short
 END_OF_TEXT = "<|endoftext|>"
 PAD = "<|pad|>"
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
-BYTE_VOCABULARY = 258  # 256 bytes, end of text, pad
+SPECIAL_TOKENS = 2  # end of text, pad
+BYTE_VOCABULARY = 256 + SPECIAL_TOKENS
+MOST_IDS = 2**24
 
 # Names of the end-of-text token in published tokenizers, most reliable first, for those that do not configure it.
 _KNOWN_END_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[EOS]")
@@ -234,6 +236,16 @@ def byte_tokenizer() -> Tokenizer:
     return _with_special_tokens(backend)
 
 
+def id_tokenizer(count: int) -> Tokenizer:
+    """Return a tokenizer of the ids from 0 to `count` - 1, written as numbers; the end of text and padding follow.
+
+    It belongs to data that are made of ids, such as synthetic tasks.
+    """
+    backend = tokenizers.Tokenizer(models.WordLevel({str(index): index for index in range(count)}, unk_token="0"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return _with_special_tokens(backend)
+
+
 def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """Train a byte-level BPE in which every digit is a separate token.
 
@@ -270,11 +282,20 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def load_tokenizer(spec: str) -> Tokenizer:
-    """Open the tokenizer that a recipe names: `byte`, or the folder or `tokenizer.json` of a pretrained tokenizer.
+    """Open the tokenizer that a recipe names.
+
+    Args:
+        spec: `byte`; `ids:N` (see `id_tokenizer`); or the folder or `tokenizer.json` of a pretrained tokenizer.
 
     Raises:
+        ConfigError: N is not a number above 0.
         DataError: There is no such tokenizer.
     """
+    kind, colon, count = spec.partition(":")
+    if kind == "ids" and colon:
+        if not (count.isascii() and count.isdigit() and 0 < int(count) <= MOST_IDS):
+            raise ConfigError(f"tokenizer={spec}: give ids:N with a number of ids from 1 to {MOST_IDS:,}")
+        return id_tokenizer(int(count))
     return byte_tokenizer() if spec == "byte" else Tokenizer.load(spec)
 
 

@@ -12,6 +12,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any
 
@@ -23,15 +24,28 @@ from ..files import naming
 from ..reading import read_json
 from ..results import write_text_atomically
 from ..typed import build
-from .encoding import Ids, Part, batches_of, cut_parts, encode_batches
-from .shards import MANIFEST_VERSION, SPLITS, Dtype, Manifest, ShardFile, Split, SplitManifest, write_manifest
-from .text import Document, LargeDocument
+from .documents import IGNORED, AnyDocument, Example
+from .encoding import Ids, Part, batches_of, encode_batches, parts_of
+from .shards import (
+    LAST,
+    MANIFEST_VERSION,
+    SCORED,
+    SPLITS,
+    Content,
+    Dtype,
+    Manifest,
+    ShardFile,
+    Split,
+    SplitManifest,
+    item_dtype,
+    write_manifest,
+)
 from .tokenizer import Tokenizer
 
 PROGRESS_FILE = "progress.json"
 TOKENIZER_FOLDER = "tokenizer"
 SHARD_TOKENS = 2**24
-Documents = Iterable[tuple[Split, Document | LargeDocument]]
+Documents = Iterable[tuple[Split, AnyDocument]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +59,7 @@ class WritingProgress:
         batches: Number of batches of text that are written.
         text_sha256: Fingerprint of the text read up to there.
         splits: What is written of each split; `tokens` beyond those of its files are in a file that is not complete.
+        content: What the files hold.
     """
 
     tokenizer_sha256: str
@@ -53,6 +68,7 @@ class WritingProgress:
     batches: int = 0
     text_sha256: str = ""
     splits: dict[str, SplitManifest] = field(default_factory=dict)
+    content: Content = "text"
 
 
 class TextDigest:
@@ -61,7 +77,7 @@ class TextDigest:
     def __init__(self) -> None:
         self._digest = hashlib.sha256()
 
-    def over(self, documents: Iterable[Document | LargeDocument]) -> Iterator[Document | LargeDocument]:
+    def over(self, documents: Iterable[AnyDocument]) -> Iterator[AnyDocument]:
         """Yield documents, each after it was taken into the sum."""
         for document in documents:
             name = document.name.encode("utf-8", "surrogatepass")
@@ -77,8 +93,8 @@ class TextDigest:
 
 def write_shards(
     folder: Path | str,
-    train: Iterable[Document],
-    validation: Iterable[Document],
+    train: Iterable[AnyDocument],
+    validation: Iterable[AnyDocument],
     tokenizer: Tokenizer,
     *,
     source: str = "",
@@ -90,7 +106,7 @@ def write_shards(
 
     Args:
         folder: Folder to write; created if it is missing.
-        train: Training documents.
+        train: Training documents: texts, or examples.
         validation: Validation documents.
         tokenizer: Tokenizer, which is saved into the folder too.
         source, source_state, request: See `Manifest`.
@@ -181,6 +197,10 @@ class ShardWriter:
             OSError: A file cannot be written.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
+        documents = iter(documents)
+        first = list(islice(documents, 1))
+        if first and isinstance(first[0][1], Example):
+            self.progress = dataclasses.replace(self.progress, content="examples")
         found = self._found()
         if found is None:
             remove_shards(self.folder)
@@ -188,10 +208,8 @@ class ShardWriter:
             self._save()
         else:
             self.progress = found
-        self._splits = {
-            split: _SplitWriter(self.folder, split, np.dtype(self.dtype), self.progress) for split in SPLITS
-        }
-        parts = (part for split, document in documents for part in cut_parts(split, document.parts(), self.tokenizer))
+        self._splits = {split: _SplitWriter(self.folder, split, self.item_dtype, self.progress) for split in SPLITS}
+        parts = (part for split, document in chain(first, documents) for part in self._parts(split, document))
         done, digests = self.progress.batches, {self.progress.batches: self.progress.text_sha256}
 
         def batches() -> Iterator[list[Part]]:
@@ -220,18 +238,52 @@ class ShardWriter:
         for split in self._splits.values():
             split.finish()
 
+    @property
+    def item_dtype(self) -> np.dtype[Any]:
+        """What a file is an array of."""
+        return item_dtype(self.dtype, self.progress.content)
+
+    def _parts(self, split: Split, document: AnyDocument) -> Iterator[Part]:
+        if isinstance(document, Example) != (self.progress.content == "examples"):
+            raise DataError(
+                f"{self.folder}: {document.name} holds {'token ids' if isinstance(document, Example) else 'text'}, unlike what "
+                "comes before it; divide them into two sources, and name both in data.mixture"
+            )
+        return parts_of(split, document, self.tokenizer)
+
     def _add(self, batch: list[Part], counts: npt.NDArray[np.int64], ids: Ids) -> bool:
         """Append a batch of parts with their tokens. Return whether a file is complete by it."""
         has_completed = False
-        ends = np.array([part.ends for part in batch])
         for name, split in self._splits.items():
             mine = np.array([part.split == name for part in batch])
-            stops = np.cumsum(counts[mine])[ends[mine]]
-            tokens = np.insert(ids[np.repeat(mine, counts)], stops, self.tokenizer.end_of_text)
-            split.documents += len(stops)
-            split.bytes += sum(len(part.text.encode()) for part in batch if part.split == name)
-            has_completed |= split.add(tokens.astype(self.dtype))
+            parts = [part for part in batch if part.split == name]
+            split.documents += sum(part.ends for part in parts)
+            split.bytes += sum(len(part.text.encode()) for part in parts)
+            if self.progress.content == "examples":
+                items = self._records(parts)
+            else:
+                stops = np.cumsum(counts[mine])[[part.ends for part in parts]]
+                items = np.insert(ids[np.repeat(mine, counts)], stops, self.tokenizer.end_of_text).astype(self.dtype)
+            has_completed |= split.add(items)
         return has_completed
+
+    def _records(self, parts: list[Part]) -> npt.NDArray[Any]:
+        """Return the records of examples (see `item_dtype`)."""
+        examples = [part.example for part in parts if part.example is not None]
+        records = np.zeros(sum(len(example.inputs) for example in examples), self.item_dtype)
+        for example in examples:
+            if max(example.inputs.max(), example.targets.max()) >= self.tokenizer.vocab_size:
+                raise DataError(
+                    f"{example.name} holds the token id {max(example.inputs.max(), example.targets.max())}, and the tokenizer "
+                    f"has {self.tokenizer.vocab_size:,}; name the tokenizer that the ids come from in data.tokenizer"
+                )
+        if examples:
+            targets = np.concatenate([example.targets for example in examples])
+            records["input"] = np.concatenate([example.inputs for example in examples])
+            records["target"] = np.where(targets == IGNORED, 0, targets)
+            records["flags"] = np.where(targets == IGNORED, 0, SCORED)
+            records["flags"][np.cumsum([len(example.inputs) for example in examples]) - 1] |= LAST
+        return records
 
     def manifest(self, *, source: str, request: dict[str, Any], origin: dict[str, Any] | None = None) -> Manifest:
         """Return the manifest of what is written."""
@@ -246,6 +298,7 @@ class ShardWriter:
             dtype=self.dtype,
             splits=self._manifests(),
             origin=origin or {},
+            content=self.progress.content,
         )
 
     def _manifests(self) -> dict[str, SplitManifest]:
@@ -258,10 +311,10 @@ class ShardWriter:
         """Return the progress of a writer before, if this one would write the same and its files are there."""
         if not self.resumable:
             return None
-        found, own, item = read_progress(self.folder), self.progress, np.dtype(self.dtype).itemsize
+        found, own, item = read_progress(self.folder), self.progress, self.item_dtype.itemsize
         if found is None or not found.batches:
             return None
-        if (found.tokenizer_sha256, found.shard_tokens) != (own.tokenizer_sha256, own.shard_tokens):
+        if any(getattr(found, key) != getattr(own, key) for key in ("tokenizer_sha256", "shard_tokens", "content")):
             return None
         for name, split in found.splits.items():
             sizes = [shard.tokens * item for shard in split.shards]

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
-from ..data import Shards, validation_windows
+from ..data import Shards, validation_rows
 from ..errors import ConfigError
 from ..evals.engine import Progress, Task, no_progress
 from ..evals.models.causal import UNBOUNDED
@@ -26,7 +26,9 @@ def draw_tasks(recipe: Recipe, shards: Shards) -> dict[str, Task]:
         ConfigError: options that the task does not take, or that cannot be met.
         DataError: text or data that cannot be read, or is too short.
     """
-    validation_windows(shards, recipe.training.context_tokens, 1)  # training asks for these
+    validation_rows(
+        shards, recipe.training.context_tokens, recipe.training.validation_windows
+    )  # training asks for these
     setting = Setting(
         tokenizer=shards.tokenizer,
         context_tokens=recipe.training.context_tokens,

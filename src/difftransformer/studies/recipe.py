@@ -13,7 +13,8 @@ from transformers import AutoConfig
 
 from ..convert.checkpoint_io import naming_config
 from ..data import DataConfig
-from ..data.tokenizer import BYTE_VOCABULARY
+from ..data.installed import installed_source
+from ..data.synthetic import PREFIX
 from ..errors import ConfigError, DataError
 from ..evals.tasks import task_kind
 from ..families import DifferentialFamilyConfig
@@ -180,7 +181,7 @@ class Recipe:
         """
         if "preset" in self.model:
             return self.model_config(vocab_size=preset(self.model["preset"]).fields["vocab_size"])
-        return self.model_config(vocab_size=BYTE_VOCABULARY if self.data.tokenizer == "byte" else self.data.vocab_size)
+        return self.model_config(vocab_size=self.data.tokenizer_vocabulary)
 
     def missing(self) -> list[str]:
         """What the recipe names and is not there, one line each."""
@@ -188,8 +189,9 @@ class Recipe:
         return [
             f"{key}: {value} does not exist"
             for key, value in named.items()
-            if value not in (None, "python-stdlib", "bpe", "byte")
-            and not value.startswith("hf:")
+            if value not in (None, "bpe", "byte")
+            and not value.startswith(("hf:", PREFIX))
+            and installed_source(value) is None
             and not Path(value).exists()
         ]
 

@@ -10,11 +10,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-import numpy as np
 import torch
 
 from ..attention import Attention
-from ..data import Loader, Shards, document_positions, validation_windows
+from ..data import Loader, Shards, validation_rows
 from ..errors import EXIT_INTERRUPTED, EXIT_REQUEUE, CheckpointError, DiffTransformerError, FailedElsewhere
 from ..model import DiffTransformerConfig, DiffTransformerForCausalLM
 from ..model.nll import IGNORED, loss_chunk, summed_next_token_nll
@@ -232,7 +231,7 @@ def _step(
         mesh.synchronise(model, now=index == config.accumulation)
         with torch.autocast(device, torch.bfloat16, enabled=config.precision == "bf16"):
             nll = summed_next_token_nll(model, **mesh.inputs(part.input_ids, part.targets, part.position_ids))
-        mean = nll / batch.step_targets
+        mean = nll / max(1, batch.step_targets)  # a step of few examples may have none
         mean.backward()
         loss += mean.detach()
     clip = config.optimizer.clip_norm
@@ -252,22 +251,20 @@ def validate(
     mesh: Mesh,
     stop: Callable[[], int] = lambda: 0,
 ) -> float | None:
-    """Return the mean loss in nats per token of the text in the run's fixed validation windows, separators left out.
+    """Return the mean loss in nats per token of the run's fixed validation rows (see `validation_rows`).
 
     None if `stop` ended it.
     """
-    found = validation_windows(shards, config.context_tokens, config.validation_windows)
-    windows, weights = mesh.own_rows(torch.from_numpy(np.stack(list(found))))
+    held, counts = mesh.own_rows(validation_rows(shards, config.context_tokens, config.validation_windows))
     model.eval()
     rows = max(1, config.batch_tokens // config.accumulation // config.context_tokens // mesh.row_ranks)
     total, tokens, stopped = 0.0, 0, False
-    device, end_of_text = mesh.processes.device, shards.tokenizer.end_of_text
-    for part, weight in zip(windows.to(device).split(rows), weights.to(device).split(rows), strict=True):
+    device = mesh.processes.device
+    for part, weight in zip(held.to(device).split(rows), counts.to(device).split(rows), strict=True):
         if stopped := bool(stop()):
             break
-        positions = document_positions(part[:, :-1], end_of_text) if config.pack_documents else None
-        is_text = (part[:, 1:] != end_of_text) & weight
-        inputs = mesh.inputs(part[:, :-1], part[:, 1:].where(is_text, IGNORED), positions)
+        input_ids, targets, positions = part.unbind(1)
+        inputs = mesh.inputs(input_ids, targets.where(weight, IGNORED), positions if config.pack_documents else None)
         with torch.autocast(device, torch.bfloat16, enabled=config.precision == "bf16"):
             total += summed_next_token_nll(model, **inputs).item()
         tokens += int((inputs["targets"] != IGNORED).sum())

@@ -170,7 +170,7 @@ class Mesh:
         """
         missing = -len(rows) % self.row_ranks
         counts = torch.arange(len(rows) + missing).unsqueeze(1) < len(rows)
-        filled = torch.cat((rows, rows[-1:].expand(missing, -1)))
+        filled = torch.cat((rows, rows[-1:].expand(missing, *rows.shape[1:])))
         return filled.chunk(self.row_ranks)[self.row_rank], counts.chunk(self.row_ranks)[self.row_rank]
 
     def synchronise(self, model: nn.Module, *, now: bool) -> None:
