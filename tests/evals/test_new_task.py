@@ -147,6 +147,6 @@ def test_tasks_and_reports_load_neither_torch_nor_transformers():
     code = without("torch", "transformers") + (
         "import difftransformer.report\n"
         "from difftransformer.evals.tasks import registered_tasks\n"
-        "assert len(registered_tasks()) == 12 and registered_tasks()['maps'].draw is not None"
+        "assert len(registered_tasks()) == 13 and registered_tasks()['maps'].draw is not None"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

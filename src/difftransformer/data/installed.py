@@ -176,7 +176,7 @@ def _identity(installed: Distribution) -> Origin:
     classifiers = [
         line.rpartition(":: ")[2] for line in about.get_all("Classifier") or () if line.startswith("License")
     ]
-    licence = about.get("License-Expression") or ", ".join(classifiers) or (about.get("License") or "").split("\n")[0]
+    licence = about["License-Expression"] or ", ".join(classifiers) or (about["License"] or "").split("\n")[0]
     # Without what an installer adds: byte code, scripts and its own notes.
     listed = [
         f"{file} {file.hash.value}\n"

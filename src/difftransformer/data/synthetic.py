@@ -47,7 +47,7 @@ class Part(NamedTuple):
     """Examples of one setting: the settings that tell it apart, their number, and what draws as many as asked for."""
 
     at: dict[str, Any]
-    count: int
+    examples: int
     draw: Callable[[Rng, int], Rows]
 
 
@@ -495,15 +495,15 @@ def draw_examples(task: SyntheticTask, seed: int, *, training: bool) -> list[Exa
 
 def _draw_others(part: Part, rng: Rng, held_out: set[bytes]) -> Rows:
     """Draw the examples of a part, other ones in place of those that are held out."""
-    inputs, targets = part.draw(rng, part.count)
+    inputs, targets = part.draw(rng, part.examples)
     for _ in range(_ROUNDS):
         again = np.array([index for index, row in enumerate(inputs) if row.tobytes() in held_out], np.int64)
         if not len(again):
             return inputs, targets
         inputs[again], targets[again] = part.draw(rng, len(again))
     raise DataError(
-        f"{len(again)} of {part.count} training examples are held out however often they are drawn; ask for longer examples or "
-        "fewer held-out ones"
+        f"{len(again)} of {part.examples} training examples are held out however often they are drawn; ask for longer examples "
+        "or fewer held-out ones"
     )
 
 
@@ -522,7 +522,8 @@ def synthetic_shards(source: str, options: dict[str, Any], seed: int) -> Shards:
     drawn = {split: draw_examples(task, seed, training=split == "train") for split in SPLITS}
     longest = max(one.inputs.shape[1] for one in drawn["train"])
     drawn["validation"] = [one for one in drawn["validation"] if one.inputs.shape[1] <= longest]
-    records, splits = {}, {}
+    records: dict[str, TokenStream] = {}
+    splits: dict[str, SplitManifest] = {}
     for split, sets in drawn.items():
         parts = [_records(one, item_dtype(dtype, "examples")) for one in sets]
         records[split] = TokenStream(parts)
