@@ -1,5 +1,6 @@
 """Tiny random models of transformers' own classes, every option away from its default, made differential."""
 
+import inspect
 import json
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from difftransformer.attention import Attention
 from difftransformer.convert import upcycle_folder
 from difftransformer.convert.llama import targets
 from difftransformer.errors import ConfigError
-from difftransformer.families import FAMILIES, DifferentialFields, count_family
+from difftransformer.families import FAMILIES, DifferentialFields, count_family, family_config
 
 BASE = {
     "vocab_size": 61,
@@ -261,3 +262,24 @@ def test_a_source_in_several_files_is_never_whole_in_memory(tmp_path):
     ids = torch.arange(12)[None]
     with torch.no_grad():
         torch.testing.assert_close(made.float()(ids).logits, model.float()(ids).logits, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_loss_in_chunks(family):
+    """Equals that of whole logits, with its gradient; gemma2 soft-caps its logits, so it computes all of them."""
+    config = family_config(family)(**BASE | {"num_key_value_heads": 2} | OPTIONS[family])
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(config)
+    ids = torch.randint(3, 61, (2, 13))
+    labels = ids.masked_fill(torch.rand(ids.shape) < 0.4, -100)
+    found = []
+    for chunk in (None, 5):
+        model.loss_chunk_tokens = chunk
+        output = model(input_ids=ids, labels=labels)
+        assert (output.logits is None) == (chunk is not None and family != "gemma2")
+        model.zero_grad()
+        output.loss.backward()
+        found.append([output.loss.detach(), *(weight.grad for weight in model.parameters())])
+    for value, expected in zip(*found, strict=True):
+        assert (value - expected).abs().max() <= 1e-5 * expected.abs().max()
+    assert "labels" in inspect.signature(model.forward).parameters

@@ -211,7 +211,7 @@ def _stored(shards, split):
         ({"input_ids": [1, 2], "labels": [1, -5]}, "line 2: labels is"),
         ({"input_ids": [1, 2], "labels": [1, -100]}, "nothing is learned"),
         ({"input_ids": [1, 60]}, "rows.jsonl:2 holds the token id 60, and the tokenizer has 52"),
-        ({"text": "word"}, "rows.jsonl:2 holds text, unlike what comes before it.*data.mixture"),
+        ({"text": "word"}, "rows.jsonl:2 holds text, and what comes before it token ids; .*data.mixture"),
     ],
 )
 def test_bad_rows_are_named(tmp_path, row, words):

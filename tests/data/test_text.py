@@ -101,14 +101,17 @@ def test_python_stdlib_holds_sources_and_topics_and_no_tests():
 
 
 def fake_datasets(monkeypatch, columns, calls):
-    class Rows(dict):
+    class Rows(list):
         column_names = list(columns)
+
+        def select_columns(self, names):
+            return Rows({name: row[name] for name in names} for row in self)
 
     def load_dataset(name, config, *, split, revision):
         calls.append((name, config, split))
         if name == "missing":
             raise RuntimeError("not on the hub\nsecond line")
-        return Rows(columns)
+        return Rows(dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True))
 
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
 
@@ -131,7 +134,7 @@ def test_a_hugging_face_name_is_read_by_datasets(monkeypatch, source, call, name
 
 def test_what_datasets_cannot_give_is_said_in_one_line(monkeypatch):
     fake_datasets(monkeypatch, {"body": ["x"]}, [])
-    with pytest.raises(DataError, match=r"no column \"text\" \(met \['body'\]\)"):
+    with pytest.raises(DataError, match=r'no column "text", "messages" or "input_ids" \(met \[\'body\'\]\)'):
         read_documents("hf:set")
     with pytest.raises(DataError, match=r"cannot load missing \(not on the hub\); check") as caught:
         read_documents("hf:missing")

@@ -35,9 +35,13 @@ def _small(monkeypatch):
     monkeypatch.setattr(prepare, "SHARD_TOKENS", 1000)
 
 
-def lines_file(path, documents, *, seed=0):
+def lines_file(path, documents, *, seed=0, chat=False):
     draw = random.Random(seed)
-    rows = [{"text": " ".join(draw.choices(["alpha", "beta", "gamma", "delta"], k=60))} for _ in range(documents)]
+    texts = [" ".join(draw.choices(["alpha", "beta", "gamma", "delta"], k=60)) for _ in range(documents)]
+    rows = [{"text": text} for text in texts]
+    if chat:
+        halves = [(("user", text[:150]), ("assistant", text[150:])) for text in texts]
+        rows = [{"messages": [{"role": role, "content": part} for role, part in both]} for both in halves]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     os.utime(path, (1, 1))
     return path
@@ -74,12 +78,13 @@ def test_one_pass_writes_what_two_lists_give(tmp_path, corpus, bpe):
     assert streamed.manifest.splits == expected.splits
 
 
-def test_processes_give_the_same_shards(tmp_path, monkeypatch):
-    path = lines_file(tmp_path / "a.jsonl", 80)
+@pytest.mark.parametrize("chat", [False, True])
+def test_processes_give_the_same_shards(tmp_path, monkeypatch, chat):
+    path = lines_file(tmp_path / "a.jsonl", 80, chat=chat)
     alone = prepare_shards(request(path, tmp_path / "one"), processes=1)
     started = []
     worker = encoding._Worker
-    monkeypatch.setattr(encoding, "_Worker", lambda folder: started.append(folder) or worker(folder))
+    monkeypatch.setattr(encoding, "_Worker", lambda *given: started.append(given) or worker(*given))
     several = prepare_shards(request(path, tmp_path / "two"), processes=2)
     assert len(started) == 2
     assert contents(several.folder) == contents(alone.folder)
@@ -116,20 +121,20 @@ def stop_after(monkeypatch, documents):
                 raise Stopped
             yield document
 
-    def encoder(tokenizer, texts):
+    def encoder(tokenizer, texts, **options):
         encoded.extend(texts)
-        return encode(tokenizer, texts)
+        return encode(tokenizer, texts, **options)
 
     monkeypatch.setattr(prepare, "iter_documents", reader)
     monkeypatch.setattr(encoding, "encode_texts", encoder)
     return encoded
 
 
-@pytest.mark.parametrize("tokenizer", ["byte", "bpe"])
+@pytest.mark.parametrize("kind", ["byte", "bpe", "chat"])
 @pytest.mark.parametrize("stop", [50, 119])
-def test_a_stopped_writer_goes_on_after_the_last_complete_file(tmp_path, monkeypatch, stop, tokenizer):
-    path = lines_file(tmp_path / "a.jsonl", 120)
-    fields = {"tokenizer": tokenizer, "vocab_size": 258}
+def test_a_stopped_writer_goes_on_after_the_last_complete_file(tmp_path, monkeypatch, stop, kind):
+    path = lines_file(tmp_path / "a.jsonl", 120, chat=kind == "chat")
+    fields = {"tokenizer": "byte" if kind == "chat" else kind, "vocab_size": 258}
     whole = prepare_shards(request(path, tmp_path / "whole", **fields))
     monkeypatch.setattr(prepare, "_train_bpe", lambda *_, made=whole.tokenizer: made)
     with monkeypatch.context() as patch:
@@ -147,7 +152,8 @@ def test_a_stopped_writer_goes_on_after_the_last_complete_file(tmp_path, monkeyp
     assert lines == [f"going on with {path} in {tmp_path / 'shards'}"]
     assert contents(resumed.folder) == contents(whole.folder)
     assert resumed.manifest == whole.manifest
-    assert len(encoded) <= 120 - stop + 30  # batches under way, and what was not yet in a complete file
+    parts = 3 if kind == "chat" else 1  # of a document: prompt, answer, and what ends it
+    assert len(encoded) <= (120 - stop + 30) * parts  # batches under way, and what was not yet in a complete file
     assert sorted(item.name for item in (tmp_path / "shards").iterdir()) == [whole.folder.name]
     assert not (resumed.folder / PROGRESS_FILE).exists()
 
@@ -280,7 +286,7 @@ MEMORY = """
     import numpy as np
     from difftransformer.data import DataConfig, encoding, prepare_shards
 
-    def encode_texts(tokenizer, texts):  # the ids of the byte tokenizer, in a hundredth of its time
+    def encode_texts(tokenizer, texts, **options):  # the ids of the byte tokenizer, in a hundredth of its time
         texts = [text.encode() for text in texts]
         counts = np.array([len(text) for text in texts], np.int64)
         return counts, np.frombuffer(b"".join(texts), np.uint8).astype(np.uint32)

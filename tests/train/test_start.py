@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from difftransformer.convert import upcycle_folder
 from difftransformer.errors import CheckpointError, ConfigError
 from difftransformer.hub import open_model
-from difftransformer.studies import recipe_from, start_run, train_run
+from difftransformer.studies import load_recipe, recipe_from, start_run, train_run
 from difftransformer.train import checkpoints, read_metrics
 from difftransformer.train.metrics import METRICS_FILE
 
@@ -48,6 +49,26 @@ def test_resumes_bitwise(recipe, toy_shards, tmp_path):
         path.rmdir()
     resumed = train_run(tmp_path / "cut", recipe, toy_shards)
     assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), resumed.parameters(), strict=True))
+
+
+def test_goes_on_with_another_accumulation(toy_recipe, toy_shards, tmp_path):
+    """The batches are the same; sums over their parts are rounded otherwise."""
+    losses = {}
+    for name, accumulation in (("whole", 1), ("cut", 2)):
+        folder = tmp_path / name
+        kept = dataclasses.replace(toy_recipe.training, keep_checkpoints=9)
+        recipe = dataclasses.replace(toy_recipe, training=kept)
+        start_run(folder, recipe)
+        train_run(folder, recipe, toy_shards)
+        for path in checkpoints(folder)[1:]:
+            shutil.rmtree(path)
+        changed = dataclasses.replace(recipe, training=dataclasses.replace(kept, accumulation=accumulation))
+        start_run(folder, changed)
+        train_run(folder, changed, toy_shards)
+        assert load_recipe(folder / "config.yaml").training.accumulation == accumulation
+        losses[name] = [step.loss_nats for step in read_metrics(folder / METRICS_FILE)[0]]
+    assert losses["cut"] != losses["whole"]
+    assert losses["cut"] == pytest.approx(losses["whole"], rel=1e-5)
 
 
 def test_goes_on_at_another_length(toy, start, toy_shards, tmp_path):

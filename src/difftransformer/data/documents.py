@@ -1,4 +1,4 @@
-"""What a source holds: texts, texts too large for memory, and examples, which say what is learned from each token."""
+"""What a source holds: texts, texts too large for memory, and examples and conversations, which say what is learned."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -106,7 +106,37 @@ class LargeDocument:
                 yield text
 
 
-AnyDocument = Document | LargeDocument | Example
+@dataclass(frozen=True)
+class Conversation:
+    """Messages, of which the assistant's are learned.
+
+    Attributes:
+        name: Name, which is unique in the source.
+        messages: Role and content of each.
+        place: Where it is, for messages about errors.
+    """
+
+    name: str
+    messages: tuple[tuple[str, str], ...]
+    place: str
+
+    @property
+    def text(self) -> str:
+        """Roles and contents."""
+        return "".join(self.parts())
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of the text in UTF-8."""
+        return len(self.text.encode())
+
+    def parts(self) -> Iterator[str]:
+        """Yield role and content of each message."""
+        for role, content in self.messages:
+            yield f"### {role}\n{content}\n\n"
+
+
+AnyDocument = Document | LargeDocument | Example | Conversation
 
 
 def _cut_parts(blocks: Iterable[str]) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """Tokenise a stream of documents in batches, in this process or in several, with bounded memory.
 
-A worker is `python -m difftransformer.data.encoding TOKENIZER`. It reads batches of texts from standard input, writes token ids
-to standard output, and ends with its input.
+A worker is `python -m difftransformer.data.encoding TOKENIZER plain|special`. It reads batches of texts from standard input,
+writes token ids to standard output, and ends with its input.
 """
 
 import os
@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import DataError
-from .documents import AnyDocument, Example
+from .documents import Example
 from .tokenizer import Tokenizer
 
 BATCH_CHARACTERS = 2**20  # of texts that are tokenised together; bounds the memory of a process
@@ -32,25 +32,19 @@ Ids = npt.NDArray[np.uint32]
 class Part(NamedTuple):
     """Text of a document up to a cut, or all of it. `ends` says whether the document ends here.
 
-    An `example` has its tokens already, and no text.
+    An `example` has its tokens already, and no text. Parts of a conversation say whether they are `scored`.
     """
 
     split: str
     text: str
     ends: bool
     example: Example | None = None
+    scored: bool | None = None
 
     @property
     def size(self) -> int:
         """What it adds to the size of a batch."""
         return len(self.text) if self.example is None else len(self.example.inputs)
-
-
-def parts_of(split: str, document: AnyDocument, tokenizer: Tokenizer) -> Iterator[Part]:
-    """Yield the parts of a document."""
-    if isinstance(document, Example):
-        return iter([Part(split, "", True, document)])
-    return cut_parts(split, document.parts(), tokenizer)
 
 
 def cut_parts(split: str, texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[Part]:
@@ -73,28 +67,33 @@ def _is_safe_cut(before: str, after: str, tokenizer: Tokenizer) -> bool:
 
 
 def batches_of(parts: Iterable[Part]) -> Iterator[list[Part]]:
-    """Group parts into batches of about `BATCH_CHARACTERS` characters, or tokens of examples."""
+    """Group parts into batches of about `BATCH_CHARACTERS` characters, or tokens of examples. Conversations stay whole."""
     batch: list[Part] = []
     characters = 0
     for part in parts:
         batch.append(part)
         characters += part.size
-        if characters >= BATCH_CHARACTERS:
+        if characters >= BATCH_CHARACTERS and (part.ends or part.scored is None):
             yield batch
             batch, characters = [], 0
     if batch:
         yield batch
 
 
-def encode_texts(tokenizer: Tokenizer, texts: Sequence[str]) -> tuple[npt.NDArray[np.int64], Ids]:
-    """Return the number of tokens of each text, and all token ids one after another."""
-    encoded = tokenizer.encode_batch(texts)
+def encode_texts(
+    tokenizer: Tokenizer, texts: Sequence[str], *, special: bool = False
+) -> tuple[npt.NDArray[np.int64], Ids]:
+    """Return the number of tokens of each text, and all token ids one after another.
+
+    `special` says whether the names of special tokens stand for these tokens.
+    """
+    encoded = tokenizer.encode_batch(texts, special=special)
     counts = np.fromiter(map(len, encoded), np.int64, len(encoded))
     return counts, np.fromiter(chain.from_iterable(encoded), np.uint32, int(counts.sum()))
 
 
 def encode_batches(
-    batches: Iterable[list[Part]], tokenizer: Tokenizer, folder: Path, processes: int
+    batches: Iterable[list[Part]], tokenizer: Tokenizer, folder: Path, processes: int, *, special: bool = False
 ) -> Iterator[tuple[list[Part], npt.NDArray[np.int64], Ids]]:
     """Yield each batch in order, with the results of `encode_texts`.
 
@@ -103,18 +102,19 @@ def encode_batches(
         tokenizer: The tokenizer.
         folder: Where it is saved, for other processes.
         processes: Number of processes; with 1, this process works with the tokenizer's own threads.
+        special: See `encode_texts`.
 
     Raises:
         DataError: A process has ended.
     """
-    workers = [_Worker(folder) for _ in range(processes)] if processes > 1 else []
+    workers = [_Worker(folder, special) for _ in range(processes)] if processes > 1 else []
     idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
     for worker in workers:
         idle.put(worker)
 
     def encode(texts: list[str]) -> tuple[npt.NDArray[np.int64], Ids]:
         if not workers:
-            return encode_texts(tokenizer, texts)
+            return encode_texts(tokenizer, texts, special=special)
         worker = idle.get()
         try:
             return worker.encode(texts)
@@ -138,9 +138,9 @@ def encode_batches(
 
 
 class _Worker:
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, special: bool) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", __name__, str(folder)],
+            [sys.executable, "-m", __name__, str(folder), "special" if special else "plain"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=os.environ | {"TOKENIZERS_PARALLELISM": "false"},
@@ -189,7 +189,7 @@ def _receive(file: IO[bytes]) -> list[bytes]:
     return [read(size) for size in struct.unpack(f"<{count}Q", read(8 * count))]
 
 
-def main(folder: str) -> None:
+def main(folder: str, names: str) -> None:
     """Be a worker, until the input ends."""
     tokenizer = Tokenizer.load(folder)
     while True:
@@ -197,9 +197,9 @@ def main(folder: str) -> None:
             texts = _receive(sys.stdin.buffer)
         except EOFError:
             return
-        counts, ids = encode_texts(tokenizer, [text.decode() for text in texts])
+        counts, ids = encode_texts(tokenizer, [text.decode() for text in texts], special=names == "special")
         _send(sys.stdout.buffer, [counts.tobytes(), ids.tobytes()])
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -1,4 +1,4 @@
-"""Rows that say what is learned from each token: token ids with labels."""
+"""Rows that say what is learned: token ids with labels, and conversations."""
 
 from typing import Any
 
@@ -6,7 +6,52 @@ import numpy as np
 
 from ..errors import DataError
 from ..typed import short
-from .documents import IGNORED, Example
+from .documents import IGNORED, Conversation, Example
+
+ROLES = ("system", "user", "assistant")
+FIELDS = ("text", "name", "messages", "input_ids", "labels")
+"""Fields of rows that are read. A row with `text` is text."""
+
+
+def read_special(row: dict[str, Any], name: str, place: str) -> Conversation | Example | None:
+    """Return what a row holds in place of text, or None if it is text.
+
+    Messages begin with `place`, where the row is.
+
+    Raises:
+        DataError: See `read_conversation` and `read_example`.
+    """
+    if row.get("text") is not None:
+        return None
+    if row.get("messages") is not None:
+        return read_conversation(row["messages"], name, place)
+    return read_example(row, name, place) if row.get("input_ids") is not None else None
+
+
+def read_conversation(messages: Any, name: str, place: str) -> Conversation:
+    """Return a conversation that is given as a list of messages, each with `role` and `content`.
+
+    Raises:
+        DataError: It is not of this form, or its last message is not an answer.
+    """
+    if not isinstance(messages, list) or not messages:
+        raise DataError(f"{place}: messages is {short(messages)}; give a list of messages, each with role and content")
+    for number, message in enumerate(messages, start=1):
+        met = message if isinstance(message, dict) else {}
+        role, content = met.get("role"), met.get("content")
+        if role not in ROLES:
+            raise DataError(f"{place}: message {number} has the role {short(role)}; allowed are {', '.join(ROLES)}")
+        if not isinstance(content, str) or not content.strip():
+            raise DataError(f"{place}: message {number} ({role}) has the content {short(content)}; give it text")
+        if further := sorted(key for key, value in met.items() if key not in ("role", "content") and value is not None):
+            raise DataError(
+                f"{place}: message {number} has {', '.join(further)}; only role and content are read, remove it"
+            )
+    if messages[-1]["role"] != "assistant":
+        raise DataError(
+            f"{place}: messages without an answer: the last one is of the {messages[-1]['role']}; end with one of the assistant"
+        )
+    return Conversation(name, tuple((message["role"], message["content"]) for message in messages), place)
 
 
 def read_example(row: dict[str, Any], name: str, place: str) -> Example:

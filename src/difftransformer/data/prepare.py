@@ -24,6 +24,7 @@ from ..errors import ConfigError, DataError
 from ..files import locked
 from ..reading import read_json
 from ..results import write_text_atomically
+from .chat import ChatTemplate
 from .documents import AnyDocument, Example
 from .needles import CITIES_SEEN, NeedleFormat
 from .shards import Manifest, Shards, SourceConfig, Split, read_manifest, write_manifest
@@ -113,7 +114,8 @@ class DataConfig:
         """Number of tokens, as far as it is known before the tokenizer is opened."""
         if self.source.startswith(PREFIX):
             return synthetic_task(self.source, self.options).vocab_size + SPECIAL_TOKENS
-        return BYTE_VOCABULARY if self.tokenizer == "byte" else self.vocab_size
+        is_made_up = self.tokenizer.partition(":")[0] in ("byte", "ids")
+        return load_tokenizer(self.tokenizer).vocab_size if is_made_up else self.vocab_size
 
 
 def prepare_shards(
@@ -194,6 +196,8 @@ class _Request:
                 manifest = read_manifest(path.parent)
                 made_by = {key: value for key, value in manifest.request.items() if key != "text_sha256"}
                 is_ours = self.tokenizer is None or self.tokenizer.sha256 == manifest.tokenizer_sha256
+                if self.tokenizer is not None and manifest.template_sha256 is not None:
+                    is_ours = is_ours and ChatTemplate(self.tokenizer).sha256 == manifest.template_sha256
                 if made_by == self.fields and is_ours:
                     candidates.append((path.parent, manifest))
         for folder, manifest in candidates:

@@ -18,7 +18,7 @@ from typing import Any, Literal
 from ..errors import ConfigError, DataError
 from ..typed import short
 from .documents import AnyDocument, Document, Example, LargeDocument
-from .examples import read_example
+from .examples import FIELDS, read_special
 from .hub import load_set
 from .installed import installed_source, walk
 from .records import hash_of, is_held_out, json_lines, read_text
@@ -35,7 +35,6 @@ SOURCES = (
 _HUB_PREFIXES = ("hf:", "hf-stream:")
 LARGE_BYTES = 2**24
 """Size from which a text file is read in parts."""
-_COLUMNS = ("text", "name", "input_ids", "labels")  # that are read of a Parquet file
 _Progress = Callable[[int, int], None]
 
 _RECENT_SECONDS = 2.0  # the coarsest resolution of file times
@@ -75,8 +74,7 @@ def iter_documents(
         progress: Called with the bytes of files (rows of a data set) that are read, and their total if it is known.
         origin: Gets what is known of installed text when all of it has been read: packages, licences and what was left out.
 
-    A row with `input_ids` in place of `text` is an `Example`. A source that makes its examples is a branch here that yields
-    them; their tokenizer is `ids:N` (see `id_tokenizer`), and rows as long as the examples hold one each.
+    In place of `text`, a row may have `messages`, and is a `Conversation`, or `input_ids`, and is an `Example`.
 
     Raises:
         DataError: The source is none of these, is missing or empty, or holds text that is broken or not UTF-8.
@@ -281,11 +279,11 @@ def _read_file(path: Path, name: str, on_read: OnRead) -> Iterator[AnyDocument]:
     if path.name.endswith(JSONL_SUFFIXES):
         yield from _read_jsonl(path, name, on_read)
     elif path.suffix == ".parquet":
-        for number, row in enumerate(parquet_rows(path, _COLUMNS, on_read), start=1):
+        for number, row in enumerate(parquet_rows(path, FIELDS, on_read), start=1):
             text, row_name = row.get("text"), row.get("name")
             given_name = row_name if isinstance(row_name, str) else f"{name}:{number}"
-            if "input_ids" in row:
-                yield read_example(row, given_name, f"{path}: row {number}")
+            if (special := read_special(row, given_name, f"{path}: row {number}")) is not None:
+                yield special
                 continue
             if "text" not in row or not isinstance(text, str | None):
                 raise DataError(
@@ -314,8 +312,8 @@ def _read_jsonl(path: Path, name: str, on_read: OnRead) -> Iterator[AnyDocument]
         text, row_name, place = row.get("text"), row.get("name", f"{name}:{number}"), f"{path}: line {number}"
         if not isinstance(row_name, str):
             raise DataError(f'{place} has the "name" {short(row_name)}; it must be a string, or left out')
-        if "input_ids" in row:
-            yield read_example(row, row_name, place)
+        if (special := read_special(row, row_name, place)) is not None:
+            yield special
             continue
         if not isinstance(text, str):
             raise DataError(f'{place} has no string "text" (met {sorted(row)}); give a "text" field')
@@ -324,7 +322,7 @@ def _read_jsonl(path: Path, name: str, on_read: OnRead) -> Iterator[AnyDocument]
         yield Document(row_name, text)
 
 
-def _read_hugging_face(source: str, progress: _Progress) -> Iterator[Document]:
+def _read_hugging_face(source: str, progress: _Progress) -> Iterator[AnyDocument]:
     prefix, _, rest = source.partition(":")
     name, config, split, *others = [*rest.split(":"), "", ""]
     if not name or any(others):
@@ -336,11 +334,19 @@ def _read_hugging_face(source: str, progress: _Progress) -> Iterator[Document]:
     streaming = prefix == "hf-stream"
     rows = load_set(f"source {source!r}", name, config=config or None, split=split, streaming=streaming)
     columns = rows.column_names
-    if columns is not None and "text" not in columns:
-        raise DataError(f'source {source!r}: no column "text" (met {sorted(columns)}); write a .jsonl file')
-    total = None if streaming else len(rows["text"])
+    if columns is not None:
+        if not {"text", "messages", "input_ids"} & set(columns):
+            raise DataError(
+                f'source {source!r}: no column "text", "messages" or "input_ids" (met {sorted(columns)}); write a .jsonl file'
+            )
+        rows = rows.select_columns([column for column in FIELDS if column in columns and column != "name"])
+    total = None if streaming else len(rows)
     is_empty = True
-    for index, text in enumerate(row.get("text") for row in rows) if streaming else enumerate(rows["text"]):
+    for index, row in enumerate(rows):
+        text = row.get("text")
+        if (special := read_special(row, f"{name}/{split}/{index}", f"source {source!r}: row {index}")) is not None:
+            is_empty = False
+            yield special
         if text is not None and not isinstance(text, str):
             raise DataError(
                 f'source {source!r}: row {index} has a "text" of type {type(text).__name__}; it must be a string'

@@ -87,11 +87,7 @@ class Tokenizer:
 
     def encode_special(self, text: str) -> list[int]:
         """Encode the text of a chat template, in which the names of special tokens stand for these tokens."""
-        self.backend.encode_special_tokens = False
-        try:
-            return self.encode(text)
-        finally:
-            self.backend.encode_special_tokens = True
+        return self._special_backend.encode(text, add_special_tokens=False).ids
 
     def encode_after(self, left: str, text: str, advice: str) -> list[int]:
         """Encode `text` as it is encoded after `left`, which in some tokenizers differs from `text` alone.
@@ -107,9 +103,19 @@ class Tokenizer:
             )
         return whole[len(before) :]
 
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Encode several texts, in parallel if TOKENIZERS_PARALLELISM allows it."""
-        return [encoding.ids for encoding in self.backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+    def encode_batch(self, texts: Sequence[str], *, special: bool = False) -> list[list[int]]:
+        """Encode several texts, in parallel if TOKENIZERS_PARALLELISM allows it; `special` as in `encode_special`."""
+        backend = self._special_backend if special else self.backend
+        return [encoding.ids for encoding in backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    @cached_property
+    def _special_backend(self) -> tokenizers.Tokenizer:
+        return tokenizers.Tokenizer.from_str(self.backend.to_str())
+
+    @property
+    def special_tokens(self) -> list[str]:
+        """The names of the special tokens."""
+        return [token["content"] for token in self._settings["added_tokens"] if token["special"]]
 
     def decode(self, ids: Iterable[int]) -> str:
         """Decode token ids. Special tokens appear by name, and invalid UTF-8 appears as U+FFFD."""
@@ -223,7 +229,9 @@ class Tokenizer:
         pad = named.get("pad_token") or (PAD if backend.token_to_id(PAD) is not None else end_of_text)
         template = path.with_name(CHAT_TEMPLATE_FILE)
         chat_template = template.read_text(encoding="utf-8") if template.is_file() else named.get("chat_template")
-        return cls(backend, end_of_text=end_of_text, pad=pad, chat_template=chat_template)
+        # A chat begins with the token that its template names.
+        begin = named.get("bos_token") if "bos_token" in (chat_template or "") else None
+        return cls(backend, end_of_text=end_of_text, begin_of_text=begin, pad=pad, chat_template=chat_template)
 
 
 def byte_tokenizer() -> Tokenizer:
@@ -322,14 +330,14 @@ def _flatten(part: dict[str, Any] | None) -> list[dict[str, Any]]:
 
 
 def _special_tokens(path: Path) -> dict[str, str]:
-    """Read `eos_token`, `pad_token` and `chat_template` of a `tokenizer_config.json`, as far as it has them."""
+    """Read `bos_token`, `eos_token`, `pad_token` and `chat_template` of a `tokenizer_config.json`, as far as it has them."""
     if not path.exists():
         return {}
     configuration = read_json(path, error=DataError, advice="save the tokenizer again")
     if not isinstance(configuration, dict):
         raise DataError(f"{path}: expected a JSON object, got {short(configuration)}; save the tokenizer again")
     named = {}
-    for key in ("eos_token", "pad_token"):
+    for key in ("bos_token", "eos_token", "pad_token"):
         token = configuration.get(key)
         token = token.get("content") if isinstance(token, dict) else token
         if token and not isinstance(token, str):

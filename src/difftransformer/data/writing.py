@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import chain, islice
+from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import IO, Any
 
@@ -24,8 +24,9 @@ from ..files import naming
 from ..reading import read_json
 from ..results import write_text_atomically
 from ..typed import build
-from .documents import IGNORED, AnyDocument, Example
-from .encoding import Ids, Part, batches_of, encode_batches, parts_of
+from .chat import ChatTemplate
+from .documents import IGNORED, AnyDocument, Conversation, Document, Example, LargeDocument
+from .encoding import Ids, Part, batches_of, cut_parts, encode_batches
 from .shards import (
     LAST,
     MANIFEST_VERSION,
@@ -46,6 +47,13 @@ PROGRESS_FILE = "progress.json"
 TOKENIZER_FOLDER = "tokenizer"
 SHARD_TOKENS = 2**24
 Documents = Iterable[tuple[Split, AnyDocument]]
+_SAME = (
+    "tokenizer_sha256",
+    "shard_tokens",
+    "content",
+    "template_sha256",
+)  # in the progress of a writer that is continued
+_HELD: dict[type, str] = {Document: "text", Conversation: "messages", Example: "token ids"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +68,7 @@ class WritingProgress:
         text_sha256: Fingerprint of the text read up to there.
         splits: What is written of each split; `tokens` beyond those of its files are in a file that is not complete.
         content: What the files hold.
+        template_sha256: Fingerprint of the chat template, if conversations are written.
     """
 
     tokenizer_sha256: str
@@ -69,6 +78,7 @@ class WritingProgress:
     text_sha256: str = ""
     splits: dict[str, SplitManifest] = field(default_factory=dict)
     content: Content = "text"
+    template_sha256: str | None = None
 
 
 class TextDigest:
@@ -199,7 +209,12 @@ class ShardWriter:
         self.folder.mkdir(parents=True, exist_ok=True)
         documents = iter(documents)
         first = list(islice(documents, 1))
-        if first and isinstance(first[0][1], Example):
+        self.kind = _kind(first[0][1]) if first else Document
+        if self.kind is Conversation:
+            self.template = ChatTemplate(self.tokenizer)
+            self.tokenizer.chat_template = self.template.template  # which is saved with the shards and the model
+            self.progress = dataclasses.replace(self.progress, template_sha256=self.template.sha256)
+        if self.kind is not Document:
             self.progress = dataclasses.replace(self.progress, content="examples")
         found = self._found()
         if found is None:
@@ -224,7 +239,8 @@ class ShardWriter:
             if number < done:
                 raise TextChanged
 
-        encoded = encode_batches(batches(), self.tokenizer, self.folder / TOKENIZER_FOLDER, processes)
+        saved, special = self.folder / TOKENIZER_FOLDER, self.kind is Conversation
+        encoded = encode_batches(batches(), self.tokenizer, saved, processes, special=special)
         for number, (batch, counts, ids) in enumerate(encoded, start=done + 1):
             has_completed = self._add(batch, counts, ids)
             text_sha256 = digests.pop(number)
@@ -244,12 +260,19 @@ class ShardWriter:
         return item_dtype(self.dtype, self.progress.content)
 
     def _parts(self, split: Split, document: AnyDocument) -> Iterator[Part]:
-        if isinstance(document, Example) != (self.progress.content == "examples"):
+        if _kind(document) is not self.kind:
             raise DataError(
-                f"{self.folder}: {document.name} holds {'token ids' if isinstance(document, Example) else 'text'}, unlike what "
-                "comes before it; divide them into two sources, and name both in data.mixture"
+                f"{self.folder}: {document.name} holds {_HELD[_kind(document)]}, and what comes before it {_HELD[self.kind]}; "
+                "divide them into two sources, and name both in data.mixture"
             )
-        return parts_of(split, document, self.tokenizer)
+        if isinstance(document, Example):
+            yield Part(split, "", True, document)
+        elif isinstance(document, Conversation):
+            segments = list(self.template.segments(document))
+            for index, (text, scored) in enumerate(segments, start=1):
+                yield Part(split, text, index == len(segments), scored=scored)
+        else:
+            yield from cut_parts(split, document.parts(), self.tokenizer)
 
     def _add(self, batch: list[Part], counts: npt.NDArray[np.int64], ids: Ids) -> bool:
         """Append a batch of parts with their tokens. Return whether a file is complete by it."""
@@ -259,17 +282,19 @@ class ShardWriter:
             parts = [part for part in batch if part.split == name]
             split.documents += sum(part.ends for part in parts)
             split.bytes += sum(len(part.text.encode()) for part in parts)
-            if self.progress.content == "examples":
-                items = self._records(parts)
+            tokens, own = ids[np.repeat(mine, counts)], counts[mine]
+            if self.kind is Conversation:
+                items = self._records(_examples(parts, own, tokens))
+            elif self.kind is Example:
+                items = self._records([part.example for part in parts if part.example is not None])
             else:
-                stops = np.cumsum(counts[mine])[[part.ends for part in parts]]
-                items = np.insert(ids[np.repeat(mine, counts)], stops, self.tokenizer.end_of_text).astype(self.dtype)
+                stops = np.cumsum(own)[[part.ends for part in parts]]
+                items = np.insert(tokens, stops, self.tokenizer.end_of_text).astype(self.dtype)
             has_completed |= split.add(items)
         return has_completed
 
-    def _records(self, parts: list[Part]) -> npt.NDArray[Any]:
+    def _records(self, examples: list[Example]) -> npt.NDArray[Any]:
         """Return the records of examples (see `item_dtype`)."""
-        examples = [part.example for part in parts if part.example is not None]
         records = np.zeros(sum(len(example.inputs) for example in examples), self.item_dtype)
         for example in examples:
             if max(example.inputs.max(), example.targets.max()) >= self.tokenizer.vocab_size:
@@ -299,6 +324,7 @@ class ShardWriter:
             splits=self._manifests(),
             origin=origin or {},
             content=self.progress.content,
+            template_sha256=self.progress.template_sha256,
         )
 
     def _manifests(self) -> dict[str, SplitManifest]:
@@ -314,7 +340,7 @@ class ShardWriter:
         found, own, item = read_progress(self.folder), self.progress, self.item_dtype.itemsize
         if found is None or not found.batches:
             return None
-        if any(getattr(found, key) != getattr(own, key) for key in ("tokenizer_sha256", "shard_tokens", "content")):
+        if any(getattr(found, key) != getattr(own, key) for key in _SAME):
             return None
         for name, split in found.splits.items():
             sizes = [shard.tokens * item for shard in split.shards]
@@ -326,6 +352,19 @@ class ShardWriter:
             ):
                 return None
         return dataclasses.replace(found, source_state=own.source_state)
+
+
+def _kind(document: AnyDocument) -> type:
+    return Document if isinstance(document, LargeDocument) else type(document)
+
+
+def _examples(parts: list[Part], counts: npt.NDArray[np.int64], tokens: Ids) -> list[Example]:
+    """Return conversations that are tokenised as examples: each token is predicted from those before it."""
+    scored = np.repeat([part.scored for part in parts], counts)
+    targets = np.where(scored, tokens.astype(np.int64), IGNORED)
+    stops = np.cumsum(counts)[[part.ends for part in parts]].tolist()
+    spans = pairwise([0, *stops])
+    return [Example("", tokens[start : stop - 1].astype(np.int64), targets[start + 1 : stop]) for start, stop in spans]
 
 
 class TextChanged(Exception):

@@ -1,6 +1,7 @@
 """Language models of other families with differential attention: which families there are, and their classes."""
 
-from functools import cache
+from collections.abc import Callable
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -14,9 +15,11 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers import initialization as init
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ..attention import Attention
 from ..errors import ConfigError
+from ..model.nll import chunked_loss
 from ..model.pretrained import ATTN_IMPLEMENTATIONS
 from .config import DifferentialFields
 from .layer import IMPLEMENTATION, make_differential
@@ -45,8 +48,13 @@ UNSUPPORTED_PARTS = {
 
 
 class _DifferentialModel(PreTrainedModel):  # type: ignore[misc]
-    """What a differential model adds to a family's language model."""
+    """What a differential model adds to a family's language model.
 
+    Attributes:
+        loss_chunk_tokens: See `DiffTransformerForCausalLM`. Models whose logits are soft-capped compute all of them.
+    """
+
+    loss_chunk_tokens: int | None = None
     config: Any
     _keep_in_fp32_modules_strict: Any
 
@@ -129,10 +137,30 @@ def family_config(family: str) -> type[Any]:
         "__module__": __name__,
         "__doc__": f"{plain.__name__} with differential attention.",
         "config_class": config,
+        "forward": _with_chunked_loss(plain.forward),
     }
     model = type(f"Differential{plain.__name__}", (_DifferentialModel, plain), body)
     AutoModelForCausalLM.register(config, model, exist_ok=True)
     return config
+
+
+def _with_chunked_loss(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the `forward` of a family's language model with the loss in chunks where `loss_chunk_tokens` is set."""
+
+    @wraps(forward)
+    def chunked(self: Any, *arguments: Any, **options: Any) -> Any:
+        needs_logits = arguments or getattr(self.config, "final_logit_softcapping", None) or "logits_to_keep" in options
+        if self.loss_chunk_tokens is None or options.get("labels") is None or needs_logits:
+            return forward(self, *arguments, **options)
+        of_loss = ("labels", "shift_labels", "num_items_in_batch")
+        given = {name: options.pop(name) for name in of_loss if name in options}
+        outputs = self.model(**options)
+        loss = chunked_loss(
+            outputs.last_hidden_state, self.lm_head.weight, chunk_tokens=self.loss_chunk_tokens, **given
+        )
+        return CausalLMOutputWithPast(loss=loss, hidden_states=outputs.hidden_states, attentions=outputs.attentions)
+
+    return chunked
 
 
 def attention_layers(model: nn.Module) -> list[Any]:

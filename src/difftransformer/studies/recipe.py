@@ -185,12 +185,15 @@ class Recipe:
 
     def missing(self) -> list[str]:
         """What the recipe names and is not there, one line each."""
-        named = {"data.source": self.data.source, "data.tokenizer": self.data.tokenizer, "start_from": self.start_from}
+        named = [("data.mixture", one.source) for one in self.data.mixture] or [("data.source", self.data.source)]
+        named.append(("data.tokenizer", self.data.tokenizer))
+        if self.start_from is not None:
+            named.append(("start_from", self.start_from))
         return [
             f"{key}: {value} does not exist"
-            for key, value in named.items()
-            if value not in (None, "bpe", "byte")
-            and not value.startswith(("hf:", PREFIX))
+            for key, value in named
+            if value not in ("bpe", "byte")
+            and not value.startswith(("hf:", "hf-stream:", "ids:", PREFIX))
             and installed_source(value) is None
             and not Path(value).exists()
         ]

@@ -28,6 +28,8 @@ from .recipe import Recipe, load_recipe, recipe_dict, save_recipe
 def start_run(folder: Path, recipe: Recipe) -> None:
     """Put a recipe into a run folder; a run in a folder with checkpoints continues if its recipe trains the same.
 
+    `parallel`, `training.accumulation` and the place of the shards may change.
+
     Raises:
         CheckpointError: The folder holds a run of another recipe; the message names the first difference.
     """
@@ -38,12 +40,15 @@ def start_run(folder: Path, recipe: Recipe) -> None:
     before, after = recipe_dict(load_recipe(path)), recipe_dict(recipe)
     for document in (before, after):
         del document["data"]["folder"]  # where shards lie does not change what is trained
+    has_changed = before != after
+    for document in (before, after):
+        del document["training"]["accumulation"]  # the batch is the same, and sums are rounded otherwise
     for part in ("model", "data", "training", "start_from"):
         if difference := _difference(before[part], after[part], part):
             raise CheckpointError(
                 f"{folder}: holds a run of another recipe ({difference}); choose another --out, or delete the folder"
             )
-    if before != after:
+    if has_changed:
         save_recipe(recipe, path)
 
 

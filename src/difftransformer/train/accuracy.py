@@ -20,9 +20,13 @@ def answer_accuracy(
     documents, an answer is a whole number, and there are `validation_windows` documents (see `needle_questions`). A token is
     right if it has the highest logit given all before it, so an answer of several tokens is right if greedy decoding gives it.
 
-    Needle documents are not asked about where processes divide the tokens of a row.
+    None also where the logits of a row are so many that the loss is computed in chunks, and for needle documents where processes
+    divide the tokens of a row.
     """
     context, documents = config.context_tokens, config.validation_windows
+    at_once = WHOLE_LOGITS // (context * shards.tokenizer.vocab_size)
+    if not at_once:
+        return None
     if shards.records:
         whole, rows = False, validation_rows(shards, context, documents)
     elif config.retrieval is not None and config.retrieval.share > 0 and mesh.context == 1:
@@ -41,7 +45,6 @@ def answer_accuracy(
     held, counts = mesh.own_rows(rows)
     model.eval()
     device = mesh.processes.device
-    at_once = max(1, WHOLE_LOGITS // (context * shards.tokenizer.vocab_size))
     right = asked = 0
     for part, weight in zip(held.to(device).split(at_once), counts.to(device).split(at_once), strict=True):
         ids, targets, positions = part.unbind(1)

@@ -152,7 +152,7 @@ class TrainingConfig:
         steps: Number of optimiser steps.
         batch_tokens: Number of tokens per step, over all rows.
         context_stages: (first step, row length in tokens) pairs in order. Retrieval is learned sooner from short contexts.
-        accumulation: Number of parts that a batch is split into to save memory.
+        accumulation: Number of parts that a batch is split into to save memory. It may change when a run continues.
         precision: "fp32", or "bf16" for autocast with fp32 weights.
         seed: Seed of weights and batches. A DIFF model and its twin with the same seed see the same batches.
         pack_documents: Whether a row holds whole documents that do not see each other, in place of a window of the

@@ -111,7 +111,7 @@ def train(
             retrieval=config.retrieval,
             pack_documents=config.pack_documents,
         )
-    if isinstance(model, DiffTransformerForCausalLM):
+    if hasattr(model, "loss_chunk_tokens"):
         part_tokens = config.batch_tokens // config.accumulation // mesh.row_ranks // mesh.context
         chunk = loss_chunk(part_tokens, model_config.vocab_size, processes.device)
         model.loss_chunk_tokens = config.loss_chunk_tokens or chunk
