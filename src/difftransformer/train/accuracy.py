@@ -20,7 +20,7 @@ def answer_accuracy(
     documents, an answer is a whole number, and there are `validation_windows` documents (see `needle_questions`). A token is
     right if it has the highest logit given all before it, so an answer of several tokens is right if greedy decoding gives it.
 
-    None also where the logits of a row are so many that the loss is computed in chunks, and for needle documents where processes
+    None also where the logits of a row are so many that the loss takes them in chunks, and for needle documents where processes
     divide the tokens of a row.
     """
     context, documents = config.context_tokens, config.validation_windows
