@@ -82,12 +82,13 @@ def test_examples_come_back_whole_with_their_targets(tmp_path):
     assert rows < 1.05 * total / 64
 
 
-def test_the_targets_of_a_step_are_counted_over_all_ranks(tmp_path):
+@pytest.mark.parametrize("count", [2, 3, 4, 8])
+def test_the_targets_of_a_step_are_counted_over_all_ranks(tmp_path, count):
     shards = written(tmp_path, examples_of(2, 200))
-    whole = loader_of(shards)
-    ranks = [loader_of(shards, rank=rank, world_size=4) for rank in range(4)]
+    whole = loader_of(shards, rows=24)
+    ranks = [loader_of(shards, rows=24, rank=rank, world_size=count) for rank in range(count)]
     unequal = 0
-    for step in range(12):
+    for step in range(5):
         batch, parts = whole.batch(step), [loader.batch(step) for loader in ranks]
         counts = [int((part.targets != -100).sum()) for part in parts]
         assert batch.step_targets == sum(counts) == int((batch.targets != -100).sum())

@@ -41,13 +41,9 @@ def all_blocks(path):
         yield text.count("\n", 0, match.start("code")) + 1, match["language"], match["info"].split(), code
 
 
-def blocks(path, *languages, tools=True):
+def blocks(path, *languages):
     """(first line, code) of every block of these languages."""
-    return [
-        (line, code)
-        for line, language, info, code in all_blocks(path)
-        if language in languages and (tools or "tools" not in info)
-    ]
+    return [(line, code) for line, language, _, code in all_blocks(path) if language in languages]
 
 
 def commands(path):
@@ -89,9 +85,11 @@ def test_python_blocks_run(path, tmp_path, monkeypatch):
     """One after the other in one namespace, in an empty folder, as a reader would type them."""
     monkeypatch.chdir(tmp_path)
     namespace = {"__name__": "__main__"}
-    for line, code in blocks(path, "python", "py", tools=False):
-        compiled = compile("\n" * (line - 1) + code, str(path), "exec")
-        exec(compiled, namespace)
+    for line, language, info, code in all_blocks(path):
+        if language in ("python", "py") and "tools" not in info:
+            compiled = compile("\n" * (line - 1) + code, str(path), "exec")
+            if "shown" not in info:
+                exec(compiled, namespace)
 
 
 @pytest.fixture
