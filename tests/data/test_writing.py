@@ -115,8 +115,8 @@ def stop_after(monkeypatch, documents):
     """Let the reader stop after so many documents. Return a list of the texts that are encoded."""
     read, encode, encoded = text.iter_documents, encoding.encode_texts, []
 
-    def reader(*arguments):
-        for number, document in enumerate(read(*arguments)):
+    def reader(*arguments, **known):
+        for number, document in enumerate(read(*arguments, **known)):
             if number == documents:
                 raise Stopped
             yield document

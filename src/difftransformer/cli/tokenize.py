@@ -16,8 +16,8 @@ def run(
     """Turn text into token shards, which training maps into memory.
 
     Args:
-        source: python-stdlib; a folder or a file of .txt, .md, .py, .jsonl (also .gz, .zst) or .parquet; or hf:NAME
-            (hf-stream:NAME) for a Hugging Face data set.
+        source: python-stdlib, python-packages[:NAME,...], wiki-offline[:LANGUAGE] or wikitext-2; a folder or a file of .txt,
+            .md, .py, .jsonl (also .gz, .zst) or .parquet; or hf:NAME (hf-stream:NAME) for a Hugging Face data set.
         tokenizer: bpe to train one on the text, byte, or the folder of a pretrained tokenizer.
         vocab_size: Vocabulary size of a trained BPE.
         validation_share: Share of the documents that is held out for validation.
@@ -26,7 +26,11 @@ def run(
         out: Folder for shards. A subfolder is named after the options and the text.
     """
     from ..data import DataConfig, prepare_shards
+    from ..data.synthetic import PREFIX
+    from ..errors import ConfigError
 
+    if source.startswith(PREFIX):
+        raise ConfigError(f"{source}: examples are drawn when they are needed; there is nothing to tokenise")
     config = DataConfig(
         source=source,
         tokenizer=tokenizer,
@@ -37,6 +41,12 @@ def run(
     )
     with resumable("complete files are kept"), evaluation_progress("tokenising") as progress:
         shards = prepare_shards(config, log=log, progress=progress, processes=processes)
+    origin = shards.manifest.origin
+    for reason, row in origin.get("removed", {}).items():
+        if row["files"]:
+            show(f"left out: {row['files']:,} {reason}, {row['bytes']:,} bytes")
+    if "attribution" in origin:
+        show(f"{origin['attribution']} ({origin['licence']})")
     for name, split in shards.manifest.splits.items():
         show(f"{name}: {split.documents:,} documents, {split.tokens:,} tokens, {split.bytes:,} bytes")
     show(f"Shards: {shards.folder} (vocabulary {shards.tokenizer.vocab_size:,})")

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         RetrievalMix,
         evaluation_document,
         needle_document_tokens,
+        needle_questions,
         training_document,
     )
     from .ngram import byte_bigram_bits_per_byte

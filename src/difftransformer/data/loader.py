@@ -129,6 +129,11 @@ class Loader:
                         f"pack_documents is false, and {shards.manifest.source} holds examples, of which rows are packed; "
                         "set pack_documents to true"
                     )
+                if (longest := shards.manifest.request.get("longest_tokens", 0)) > context:
+                    raise ConfigError(
+                        f"context {context} from step {start}: examples of {shards.manifest.source} have up to {longest} "
+                        "tokens, and cannot be cut; give every stage of context_stages at least as many"
+                    )
                 if (length := len(shards.tokens(self.split))) < context + 1 and not self.pack_documents:
                     raise DataError(
                         f"{shards.folder}: the {self.split} split has {length} tokens, a window takes "
@@ -136,6 +141,10 @@ class Loader:
                     )
             if self.retrieval is None:
                 continue
+            if self.shards.records:
+                raise ConfigError(
+                    f"retrieval: needle documents take text, and {self.shards.manifest.source} holds examples; leave it out"
+                )
             mix, tokenizer = self.retrieval, self.shards.tokenizer
             needed = needle_document_tokens(
                 tokenizer, needles=mix.min_needles, asks=1, digits=mix.digits, cities=CITIES_SEEN

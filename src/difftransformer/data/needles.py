@@ -27,6 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import ConfigError, DataError
+from .documents import IGNORED
 from .tokenizer import Tokenizer
 
 CITIES_SEEN = (
@@ -301,6 +302,51 @@ def evaluation_document(
         length_tokens=length_tokens,
         depth=depth,
     )
+
+
+def needle_questions(
+    tokenizer: Tokenizer, filler_tokens: Any, *, context_tokens: int, mix: RetrievalMix, documents: int, seed: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Draw held-out questions as they are asked during training, one for each needle of each document.
+
+    Documents have `max_needles` needles, or as many as fit, at random places. Cities are those of training, numbers are not.
+
+    Args:
+        tokenizer, filler_tokens: See `evaluation_document`.
+        context_tokens: Length T of a row.
+        mix: Composition of the training documents.
+        documents: Number of documents.
+        seed: Seed of all draws.
+
+    Returns:
+        Inputs and targets, (N, T) each. Targets are the answer's tokens and `IGNORED` elsewhere.
+
+    Raises:
+        DataError: See `evaluation_document`.
+    """
+    rng = np.random.default_rng(seed)
+    needles = min(mix.max_needles, _reserved_count(mix.digits))
+    sizes = {"asks": 1, "digits": mix.digits, "cities": CITIES_SEEN}
+    while needles > 1 and needle_document_tokens(tokenizer, needles=needles, **sizes) > context_tokens:  # type: ignore[arg-type]
+        needles -= 1
+    inputs, targets = [], []
+    for _ in range(documents):
+        document = evaluation_document(
+            rng,
+            tokenizer,
+            filler_tokens,
+            length_tokens=context_tokens,
+            depth=float(rng.random()),
+            needles=needles,
+            asked=needles,
+            digits=mix.digits,
+        )
+        for prompt, number in zip(document.prompts, document.answers, strict=True):
+            answer = _pieces(tokenizer).answer(number)
+            rest = context_tokens - len(prompt) - len(answer)
+            inputs.append([*prompt, *answer, *[tokenizer.pad] * rest])
+            targets.append([*[IGNORED] * (len(prompt) - 1), *answer, *[IGNORED] * (rest + 1)])
+    return np.array(inputs), np.array(targets)
 
 
 def check_needles(*, min_needles: int, max_needles: int, asks: int, cities: Sequence[str]) -> None:

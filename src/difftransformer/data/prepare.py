@@ -13,7 +13,7 @@ import math
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import chain
@@ -25,11 +25,12 @@ from ..files import locked
 from ..reading import read_json
 from ..results import write_text_atomically
 from .chat import ChatTemplate
-from .documents import Example
+from .documents import AnyDocument, Example
 from .needles import CITIES_SEEN, NeedleFormat
-from .shards import Manifest, Shards, SourceConfig, read_manifest, write_manifest
-from .text import iter_documents, iter_split, source_bytes, source_state
-from .tokenizer import BYTE_VOCABULARY, Tokenizer, load_tokenizer, train_bpe
+from .shards import Manifest, Shards, SourceConfig, Split, read_manifest, write_manifest
+from .synthetic import PREFIX, synthetic_shards, synthetic_task
+from .text import held_out_groups, iter_documents, iter_split, source_bytes, source_state
+from .tokenizer import BYTE_VOCABULARY, SPECIAL_TOKENS, Tokenizer, load_tokenizer, train_bpe
 from .writing import (
     PROGRESS_FILE,
     SHARD_TOKENS,
@@ -56,7 +57,9 @@ class DataConfig:
     """Text, tokenizer and split of a run.
 
     Attributes:
-        source: "python-stdlib", a folder, a file, or hf:NAME (see `iter_documents`).
+        source: "python-stdlib", a folder, a file, or hf:NAME (see `iter_documents`); or synthetic:NAME, which has token ids of
+            its own and takes `options` and `split_seed` alone.
+        options: Options of a synthetic task (see `synthetic_task`).
         mixture: Sources that are read in place of `source`, each with its weight.
         tokenizer: "bpe" to train a byte-level BPE on the training text, "byte", the folder of a pretrained tokenizer, or
             "ids:N" for token ids from 0 to N - 1 that stand for no text.
@@ -69,6 +72,7 @@ class DataConfig:
     """
 
     source: str = "python-stdlib"
+    options: dict[str, Any] = field(default_factory=dict)
     mixture: list[SourceConfig] = field(default_factory=list)
     tokenizer: str = "bpe"
     vocab_size: int = 4096
@@ -78,6 +82,13 @@ class DataConfig:
     folder: str = DEFAULT_FOLDER
 
     def __post_init__(self) -> None:
+        if self.source.startswith(PREFIX):
+            self._check_synthetic()
+        elif self.options:
+            raise ConfigError(f"options={self.options}: only a source of the form {PREFIX}NAME has options")
+        for one in self.mixture:
+            if one.source.startswith(PREFIX):
+                raise ConfigError(f"mixture: {one.source} has token ids of its own; make it the source")
         if not 0 < self.validation_share < 1:
             raise ConfigError(f"validation_share={self.validation_share}: give a share between 0 and 1")
         if self.tokenizer == "bpe" and self.vocab_size < BYTE_VOCABULARY:
@@ -89,6 +100,22 @@ class DataConfig:
                 raise ConfigError(f"mixture: {source} is given twice; give each source once, with a weight")
         if self.mixture and self.source != "python-stdlib":
             raise ConfigError(f"source={self.source} is given beside a mixture; make it a source of the mixture")
+
+    def _check_synthetic(self) -> None:
+        synthetic_task(self.source, self.options)
+        for name in ("tokenizer", "vocab_size", "needle_words", "validation_share"):
+            if getattr(self, name) != type(self).__dataclass_fields__[name].default:
+                raise ConfigError(
+                    f"{name}={getattr(self, name)}: {self.source} has token ids of its own; leave {name} out"
+                )
+
+    @property
+    def tokenizer_vocabulary(self) -> int:
+        """Number of tokens, as far as it is known before the tokenizer is opened."""
+        if self.source.startswith(PREFIX):
+            return synthetic_task(self.source, self.options).vocab_size + SPECIAL_TOKENS
+        is_made_up = self.tokenizer.partition(":")[0] in ("byte", "ids")
+        return load_tokenizer(self.tokenizer).vocab_size if is_made_up else self.vocab_size
 
 
 def prepare_shards(
@@ -118,6 +145,8 @@ def prepare_shards(
     """
     if processes is not None and processes < 1:
         raise ConfigError(f"processes={processes}: give at least 1")
+    if config.source.startswith(PREFIX):
+        return synthetic_shards(config.source, config.options, config.split_seed)
     sources = config.mixture or [SourceConfig(source=config.source)]
     if made:
         opened = [Shards.open(folder) for folder in made]
@@ -213,18 +242,14 @@ class _Request:
         return final
 
     def _write(self, folder: Path, tokenizer: Tokenizer, progress: Progress, processes: int) -> Manifest:
-        digest = TextDigest()
-        documents = iter_split(
-            digest.over(iter_documents(self.source, progress)),
-            validation_share=self.config.validation_share,
-            seed=self.config.split_seed,
-        )
+        digest, origin = TextDigest(), dict[str, Any]()
+        documents = _split(self.config, self.source, digest.over(iter_documents(self.source, progress, origin=origin)))
         with ShardWriter(
             folder, tokenizer, source_state=self.state, shard_tokens=SHARD_TOKENS, resumable=True
         ) as writer:
             writer.write(documents, digest=digest, processes=processes)
             request = {**self.fields, "text_sha256": digest.hexdigest()}
-            manifest = writer.manifest(source=self.source, request=request)
+            manifest = writer.manifest(source=self.source, request=request, origin=origin)
             write_manifest(folder, manifest)
         return manifest
 
@@ -237,7 +262,7 @@ class _Request:
 
 def _plain_request(config: DataConfig) -> dict[str, Any]:
     fields = dataclasses.asdict(config)
-    return {key: value for key, value in fields.items() if key not in ("folder", "mixture")}
+    return {key: value for key, value in fields.items() if key not in ("folder", "mixture", "options")}
 
 
 def _key(request: dict[str, Any]) -> str:
@@ -274,8 +299,7 @@ def _training_text(config: DataConfig, sources: Sequence[str]) -> Iterator[str]:
     sizes = [source_bytes(source) or 0 for source in sources]
     share, place, read = min(Fraction(1), Fraction(BPE_CHARACTERS, max(1, sum(sizes)))), 0, 0
     for source in sources:
-        documents = iter_documents(source)
-        for split, document in iter_split(documents, validation_share=config.validation_share, seed=config.split_seed):
+        for split, document in _split(config, source, iter_documents(source)):
             if isinstance(document, Example):
                 raise DataError(
                     f"{source} holds token ids, on which no BPE can be trained; name their tokenizer in data.tokenizer, or "
@@ -288,6 +312,12 @@ def _training_text(config: DataConfig, sources: Sequence[str]) -> Iterator[str]:
                     yield part
             if read > BPE_CHARACTERS:  # compressed, or of unknown size
                 return
+
+
+def _split(config: DataConfig, source: str, documents: Iterable[AnyDocument]) -> Iterator[tuple[Split, AnyDocument]]:
+    share, seed = config.validation_share, config.split_seed
+    held_out = held_out_groups(source, validation_share=share, seed=seed)
+    return iter_split(documents, validation_share=share, seed=seed, held_out=held_out)
 
 
 def _cores() -> int:

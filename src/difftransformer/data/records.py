@@ -149,8 +149,12 @@ def split_by_hash(items: Sequence[T], names: Sequence[str], share: float, seed: 
 
 def is_held_out(name: str, share: float, seed: int) -> bool:
     """Whether an item of that name is among the expected `share` that `split_by_hash` splits off."""
-    digest = hashlib.blake2b(f"{seed}\0{name}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") < share * 2**64
+    return hash_of(name, seed) < share * 2**64
+
+
+def hash_of(name: str, seed: int) -> int:
+    """Return a hash of (seed, name), which is below 2^64."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}\0{name}".encode(), digest_size=8).digest(), "big")
 
 
 def chosen(count: int, wanted: int | None, seed: int) -> list[int]:

@@ -72,6 +72,7 @@ class Manifest:
         source_state: State of the source's files when they were read (see `source_state`), if it is known.
         content: What the files hold.
         template_sha256: Fingerprint of the chat template that wrote the examples, if one did.
+        origin: What is known of installed text: packages, licences and what was left out.
     """
 
     version: int
@@ -85,6 +86,7 @@ class Manifest:
     source_state: str | None = None
     content: Content = "text"
     template_sha256: str | None = None
+    origin: dict[str, Any] = field(default_factory=dict)
 
     @property
     def item_dtype(self) -> np.dtype[Any]:

@@ -7,29 +7,29 @@ one-line error that names the file and the place.
 
 import hashlib
 import json
-import os
-import sysconfig
 import time
 from codecs import BOM_UTF8
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import chain, islice
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from ..errors import ConfigError, DataError
 from ..typed import short
 from .documents import AnyDocument, Document, Example, LargeDocument
 from .examples import FIELDS, read_special
 from .hub import load_set
-from .records import is_held_out, json_lines, read_text
+from .installed import installed_source, walk
+from .records import hash_of, is_held_out, json_lines, read_text
 from .streams import OnRead, parquet_rows, readable
 
 TEXT_SUFFIXES = (".txt", ".md", ".py")
 JSONL_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 SUFFIXES = (*TEXT_SUFFIXES, *JSONL_SUFFIXES, ".parquet")
 SOURCES = (
-    f"python-stdlib; a folder of files that end in {', '.join(SUFFIXES)}; one such file; "
+    "python-stdlib; python-packages[:NAME,...]; wiki-offline[:LANGUAGE]; wikitext-2; "
+    f"a folder of files that end in {', '.join(SUFFIXES)}; one such file; "
     "hf:NAME[:CONFIG][:SPLIT] (a Hugging Face datasets name), or hf-stream:NAME[:CONFIG][:SPLIT], which is not stored first"
 )
 _HUB_PREFIXES = ("hf:", "hf-stream:")
@@ -37,11 +37,6 @@ LARGE_BYTES = 2**24
 """Size from which a text file is read in parts."""
 _Progress = Callable[[int, int], None]
 
-# Tests, bundled wheels, editors and demos are no library sources, or differ between installations.
-_STDLIB_SKIPPED_FOLDERS = frozenset({
-    "__pycache__", "dist-packages", "ensurepip", "idle_test", "idlelib", "lib-dynload", "site-packages", "test", "tests",
-    "turtledemo",
-})  # fmt: skip
 _RECENT_SECONDS = 2.0  # the coarsest resolution of file times
 
 
@@ -65,33 +60,34 @@ def read_documents(source: str) -> list[Document]:
     return documents
 
 
-def iter_documents(source: str, progress: _Progress = lambda done, total: None) -> Iterator[AnyDocument]:
+def iter_documents(
+    source: str, progress: _Progress = lambda done, total: None, *, origin: dict[str, Any] | None = None
+) -> Iterator[AnyDocument]:
     """Yield the documents of a source, in an order fixed by their names.
 
     Args:
-        source: `python-stdlib`; a folder, which is read recursively without hidden and empty files; a `.txt`, `.md` or
-            `.py` file, which is one document; a `.jsonl` file (also `.jsonl.gz` and `.jsonl.zst`) with one object per line
-            that has a string `text` and optionally a string `name`; a `.parquet` file with such columns; or
-            `hf:NAME[:CONFIG][:SPLIT]`, which needs the extra `data`. The split defaults to `train`, and CONFIG may be
-            empty, as in `hf:NAME::validation`. With `hf-stream:` in place of `hf:`, the set is not stored first.
+        source: A name of text that is installed (see `installed_source`); a folder, which is read recursively without hidden
+            and empty files; a `.txt`, `.md` or `.py` file, which is one document; a `.jsonl` file (also `.jsonl.gz` and
+            `.jsonl.zst`) with one object per line that has a string `text` and optionally a string `name`; a `.parquet` file
+            with such columns; or `hf:NAME[:CONFIG][:SPLIT]`, which needs the extra `data`. The split defaults to `train`, and
+            CONFIG may be empty, as in `hf:NAME::validation`. With `hf-stream:` in place of `hf:`, the set is not stored first.
         progress: Called with the bytes of files (rows of a data set) that are read, and their total if it is known.
+        origin: Gets what is known of installed text when all of it has been read: packages, licences and what was left out.
 
-    In place of `text`, a row may have `messages`, and is a `Conversation`, or `input_ids`, and is an `Example`. A source that
-    makes its examples is a branch here that yields them; their tokenizer is `ids:N` (see `id_tokenizer`), and rows as long as
-    the examples hold one each.
+    In place of `text`, a row may have `messages`, and is a `Conversation`, or `input_ids`, and is an `Example`.
 
     Raises:
         DataError: The source is none of these, is missing or empty, or holds text that is broken or not UTF-8.
     """
-    if source == "python-stdlib":
-        return iter(_read_python_stdlib())
+    if (installed := installed_source(source)) is not None:
+        return (Document(*piece) for piece in installed.read({} if origin is None else origin))
     if source.startswith(_HUB_PREFIXES):
         return _read_hugging_face(source, progress)
     path = Path(source)
     if not source or not path.exists():
         raise DataError(f"source {source!r}: no such file or folder; allowed are {SOURCES}")
     if path.is_dir():
-        files, missing = _walk(path, SUFFIXES), "all {} text files are empty; name a folder that holds text"
+        files, missing = walk(path, SUFFIXES), "all {} text files are empty; name a folder that holds text"
         if not files:
             raise DataError(f"{path}: no {', '.join(SUFFIXES)} file in this folder; name a folder that holds text")
     else:
@@ -133,16 +129,15 @@ def source_bytes(source: str) -> int | None:
 
 def _source_files(source: str) -> tuple[Path, list[tuple[str, Path]]] | None:
     """Return the folder or file of a source and its files with their names, or None for a set of the hub."""
-    if source == "python-stdlib":
-        folder = _stdlib_folder()
-        return folder, _walk(folder, (".py",), _STDLIB_SKIPPED_FOLDERS)
+    if (installed := installed_source(source)) is not None:
+        return installed.files()
     suffixes: Sequence[str] = SUFFIXES
     folder = Path(source)
     if source.startswith(_HUB_PREFIXES):
         folder, suffixes = Path(source.split(":")[1]), [""]  # datasets reads local folders with files of any kind
         if not folder.exists():
             return None
-    return folder, _walk(folder, suffixes) if folder.is_dir() else [(folder.name, folder)]
+    return folder, walk(folder, suffixes) if folder.is_dir() else [(folder.name, folder)]
 
 
 def split_documents(
@@ -171,10 +166,37 @@ def split_documents(
     return sides["train"], sides["validation"]
 
 
+def held_out_groups(source: str, *, validation_share: float, seed: int) -> frozenset[str]:
+    """Return the groups of a source, such as packages, that are held out as a whole; none where it has no groups.
+
+    They are the first ones in an order drawn from the seed that hold at most half of `validation_share` of the bytes. A group
+    that would exceed it is passed over.
+    """
+    installed = installed_source(source)
+    found = installed.files() if installed is not None and installed.is_grouped else None
+    sizes: Counter[str] = Counter()
+    for name, path in found[1] if found else ():
+        sizes[name.partition("/")[0]] += path.stat().st_size
+    room, chosen = validation_share / 2 * sizes.total(), set()
+    for group in sorted(sizes, key=lambda group: hash_of(group, seed)):
+        if sizes[group] <= room:
+            chosen.add(group)
+            room -= sizes[group]
+    return frozenset(chosen)
+
+
 def iter_split(
-    documents: Iterable[AnyDocument], *, validation_share: float, seed: int
+    documents: Iterable[AnyDocument],
+    *,
+    validation_share: float,
+    seed: int,
+    held_out: Collection[str] = (),
 ) -> Iterator[tuple[Literal["train", "validation"], AnyDocument]]:
-    """Yield documents with their splits; see `split_documents`."""
+    """Yield documents with their splits; see `split_documents`.
+
+    Documents of the groups `held_out` (see `held_out_groups`) are validation documents. Of the others, half of the share is
+    held out then.
+    """
     if not 0.0 < validation_share < 1.0:
         raise ConfigError(f"validation_share is {validation_share}; give a share between 0 and 1, for example 0.05")
     documents = iter(documents)
@@ -184,15 +206,16 @@ def iter_split(
         yield "train", train
         yield "validation", validation
         return
-    total = held_out = 0
+    total = held = 0
+    share = validation_share / 2 if held_out else validation_share
     for document in chain(first, documents):
-        is_validation = is_held_out(document.name, validation_share, seed)
-        total, held_out = total + 1, held_out + is_validation
+        is_validation = document.name.partition("/")[0] in held_out or is_held_out(document.name, share, seed)
+        total, held = total + 1, held + is_validation
         yield ("validation" if is_validation else "train"), document
-    if not 0 < held_out < total:
+    if not 0 < held < total:
         raise DataError(
             f"splitting {total} documents with validation_share {validation_share} and seed {seed} leaves "
-            f"{total - held_out} for training and {held_out} for validation, each needs at least 1; "
+            f"{total - held} for training and {held} for validation, each needs at least 1; "
             "give more documents, another share or another seed"
         )
 
@@ -231,20 +254,6 @@ def _cut_document(
         LargeDocument(names[0], document.path, document.start, middle),
         LargeDocument(names[1], document.path, middle, document.stop),
     )
-
-
-def _walk(
-    folder: Path, suffixes: Sequence[str], skipped_folders: frozenset[str] = frozenset()
-) -> list[tuple[str, Path]]:
-    """Return (name, path) of the files below a folder, sorted by name, without hidden files and folders."""
-    found = []
-    for current, folders, files in os.walk(folder):
-        folders[:] = [name for name in folders if not name.startswith(".") and name not in skipped_folders]
-        for file in files:
-            if not file.startswith(".") and file.endswith(tuple(suffixes)):
-                path = Path(current, file)
-                found.append((path.relative_to(folder).as_posix(), path))
-    return sorted(found)
 
 
 def _read_files(files: Sequence[tuple[str, Path]], empty: DataError, progress: _Progress) -> Iterator[AnyDocument]:
@@ -311,36 +320,6 @@ def _read_jsonl(path: Path, name: str, on_read: OnRead) -> Iterator[AnyDocument]
         if not text:
             raise DataError(f'{place} has an empty "text"; give it text or remove the line')
         yield Document(row_name, text)
-
-
-def _stdlib_folder() -> Path:
-    return Path(sysconfig.get_paths()["stdlib"])
-
-
-def _read_python_stdlib() -> list[Document]:
-    """Read the running interpreter's library sources without tests, and the topics of its `help()`."""
-    folder = _stdlib_folder()
-    documents = []
-    for name, path in _walk(folder, (".py",), _STDLIB_SKIPPED_FOLDERS):
-        # The topics become documents of their own below. _sysconfigdata records how this interpreter was built.
-        if name == "pydoc_data/topics.py" or path.name.startswith("_sysconfigdata") or name.startswith("config-"):
-            continue
-        try:
-            text = read_text(path)
-        except DataError:
-            continue
-        if text:
-            documents.append(Document(name, text))
-    with suppress(ImportError):  # some distributions leave the topics out
-        from pydoc_data.topics import topics
-
-        documents.extend(Document(f"pydoc_data/topics:{topic}", text) for topic, text in topics.items() if text)
-    if not documents:
-        raise DataError(
-            f"python-stdlib: no library sources in {folder} (this Python was installed without them); "
-            f"name another source: {SOURCES}"
-        )
-    return sorted(documents, key=lambda document: document.name)
 
 
 def _read_hugging_face(source: str, progress: _Progress) -> Iterator[AnyDocument]:

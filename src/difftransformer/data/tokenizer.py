@@ -24,7 +24,8 @@ from ..typed import short
 END_OF_TEXT = "<|endoftext|>"
 PAD = "<|pad|>"
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
-BYTE_VOCABULARY = 258  # 256 bytes, end of text, pad
+SPECIAL_TOKENS = 2  # end of text, pad
+BYTE_VOCABULARY = 256 + SPECIAL_TOKENS
 MOST_IDS = 2**24
 
 # Names of the end-of-text token in published tokenizers, most reliable first, for those that do not configure it.

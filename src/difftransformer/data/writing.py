@@ -310,7 +310,7 @@ class ShardWriter:
             records["flags"][np.cumsum([len(example.inputs) for example in examples]) - 1] |= LAST
         return records
 
-    def manifest(self, *, source: str, request: dict[str, Any]) -> Manifest:
+    def manifest(self, *, source: str, request: dict[str, Any], origin: dict[str, Any] | None = None) -> Manifest:
         """Return the manifest of what is written."""
         return Manifest(
             version=MANIFEST_VERSION,
@@ -322,6 +322,7 @@ class ShardWriter:
             end_of_text=self.tokenizer.end_of_text,
             dtype=self.dtype,
             splits=self._manifests(),
+            origin=origin or {},
             content=self.progress.content,
             template_sha256=self.progress.template_sha256,
         )

@@ -1,4 +1,4 @@
-"""The narrow interface between tasks and models: three kinds of requests, and the model that answers them.
+"""The narrow interface between tasks and models: four kinds of requests, and the model that answers them.
 
 A task turns its options into requests, a `LanguageModel` answers them in any order, and the task scores the answers. The task
 never sees a module: tests give it an oracle that is always right, or a uniform model that is right by chance. Requests and
@@ -39,6 +39,32 @@ class Loss:
     def asked(self) -> list[Any]:
         """What is asked, as JSON: the kind of request, and all that its answer depends on."""
         return ["loss", self.ids, self.first]
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """Asks for the most likely next token at some places of a text. The answer: a token id for each of `places`.
+
+    The prediction at a place is given the ids up to it, that at the place included. Of equally likely tokens, the lowest id is
+    the answer.
+    """
+
+    ids: tuple[int, ...]
+    places: tuple[int, ...]
+
+    @property
+    def shown_tokens(self) -> int:
+        """See `Loss`."""
+        return len(self.ids)
+
+    @property
+    def row_tokens(self) -> int:
+        """See `Loss`."""
+        return len(self.ids)
+
+    def asked(self) -> list[Any]:
+        """See `Loss`."""
+        return ["predictions", self.ids, self.places]
 
 
 @dataclass(frozen=True)
@@ -103,7 +129,7 @@ class Choice(Prompted):
         return ["choice", self.prompt, self.options]
 
 
-Request = Loss | Continuation | Choice
+Request = Loss | Predictions | Continuation | Choice
 Answers = Iterator[tuple[int, Any]]
 """Pairs of a request's index and its answer, which JSON can hold, in any order."""
 

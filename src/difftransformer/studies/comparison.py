@@ -94,7 +94,10 @@ def run_folder(folder: Path, model: str, seed: int) -> Path:
 def _collect(recipe: Recipe, shards: Shards, seeds: list[int], runs: list[RunResult]) -> Comparison:
     models = recipe.compare.models
     configs = {model: recipe.with_model(model).model_config(vocab_size=shards.tokenizer.vocab_size) for model in models}
-    train_text, validation_text = shards.text_bytes("train"), shards.text_bytes("validation")
+    baselines = []
+    if not shards.records:  # examples need not be text
+        bits = byte_bigram_bits_per_byte(shards.text_bytes("train"), shards.text_bytes("validation"))
+        baselines.append(BaselineNll(name="byte bigram", bits_per_byte=bits))
     return Comparison(
         name=recipe.name,
         command=command_line(),
@@ -105,9 +108,7 @@ def _collect(recipe: Recipe, shards: Shards, seeds: list[int], runs: list[RunRes
         models=[summary(model, config, recipe.training.context_tokens) for model, config in configs.items()],
         runs=runs,
         metrics=compare_metrics(runs, models),
-        baselines=[
-            BaselineNll(name="byte bigram", bits_per_byte=byte_bigram_bits_per_byte(train_text, validation_text))
-        ],
+        baselines=baselines,
         costs=measure_costs(
             configs,
             rows=max(1, recipe.training.batch_tokens // recipe.training.context_tokens),

@@ -33,6 +33,7 @@ def draw_tasks(recipe: Recipe, shards: Shards) -> dict[str, Task]:
         tokenizer=shards.tokenizer,
         context_tokens=recipe.training.context_tokens,
         validation=lambda: shards.tokens("validation"),
+        data=lambda: recipe.data,
     )
     return {spec.name: task_kind(spec.task).make(spec.built(), setting) for spec in recipe.evaluation}
 

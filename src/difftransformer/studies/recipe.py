@@ -13,7 +13,8 @@ from transformers import AutoConfig
 
 from ..convert.checkpoint_io import naming_config
 from ..data import DataConfig
-from ..data.tokenizer import load_tokenizer
+from ..data.installed import installed_source
+from ..data.synthetic import PREFIX
 from ..errors import ConfigError, DataError
 from ..evals.tasks import task_kind
 from ..families import DifferentialFamilyConfig
@@ -192,10 +193,7 @@ class Recipe:
         """
         if "preset" in self.model:
             return self.model_config(vocab_size=preset(self.model["preset"]).fields["vocab_size"])
-        is_made_up = self.data.tokenizer.partition(":")[0] in ("byte", "ids")
-        return self.model_config(
-            vocab_size=load_tokenizer(self.data.tokenizer).vocab_size if is_made_up else self.data.vocab_size
-        )
+        return self.model_config(vocab_size=self.data.tokenizer_vocabulary)
 
     def missing(self) -> list[str]:
         """What the recipe names and is not there, one line each."""
@@ -206,8 +204,9 @@ class Recipe:
         return [
             f"{key}: {value} does not exist"
             for key, value in named
-            if value not in ("python-stdlib", "bpe", "byte")
-            and not value.startswith(("hf:", "hf-stream:", "ids:"))
+            if value not in ("bpe", "byte")
+            and not value.startswith(("hf:", "hf-stream:", "ids:", PREFIX))
+            and installed_source(value) is None
             and not Path(value).exists()
         ]
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ..data import prepare_shards
+from ..data import DataConfig, prepare_shards
 from ..errors import ConfigError
 from ..evals.engine import Progress, Task, no_progress, run_task, task_sha256
 from ..evals.prompts.texts import Setting
@@ -24,12 +24,15 @@ def setting_of(model: OpenedModel) -> Setting:
     path = Path(model.identity.name)
     run = path.parent.parent if path.parent.name == "checkpoints" else path
     recipe = run / RECIPE_FILE
+
+    def data() -> DataConfig:
+        return load_recipe(recipe).data
+
     return Setting(
         tokenizer=model.language_model.tokenizer,
         context_tokens=model.language_model.context_tokens,
-        validation=(lambda: prepare_shards(load_recipe(recipe).data).tokens("validation"))
-        if recipe.is_file()
-        else None,
+        validation=(lambda: prepare_shards(data()).tokens("validation")) if recipe.is_file() else None,
+        data=data if recipe.is_file() else None,
     )
 
 

@@ -18,6 +18,7 @@ from ..data import Loader, Shards, validation_rows
 from ..errors import EXIT_INTERRUPTED, EXIT_REQUEUE, DiffTransformerError
 from ..model import DiffTransformerConfig, DiffTransformerForCausalLM
 from ..model.nll import IGNORED, loss_chunk, summed_next_token_nll
+from .accuracy import answer_accuracy
 from .checkpoint import CheckpointState, checkpoints, load_checkpoint, newest_intact
 from .config import LogsConfig, TrainingConfig
 from .faults import MOST_NONFINITE, Fault, GradientWatch
@@ -210,7 +211,8 @@ def train(
         if step > validated and (step == config.steps or step % config.validate_every == 0):
             loss = validate(model, shards, config, mesh, stop)
             if loss is not None:
-                report(ValidationMetrics(step=step, validation_loss_nats=loss))
+                accuracy = answer_accuracy(model, shards, config, mesh)
+                report(ValidationMetrics(step=step, validation_loss_nats=loss, validation_accuracy=accuracy))
                 validated = step
 
     try:

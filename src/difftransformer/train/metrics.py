@@ -50,10 +50,11 @@ class StepMetrics:
 
 @dataclass(frozen=True, kw_only=True)
 class ValidationMetrics:
-    """Loss on fixed validation windows after `step` steps."""
+    """Loss on fixed validation windows after `step` steps, and the share of right answers where the data ask for answers."""
 
     step: int
     validation_loss_nats: float
+    validation_accuracy: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from ..probes.last_row import last_row_weights, row_sums
 from ..probes.magnitudes import magnitudes
 from ..probes.maps import head_maps
 from ..probes.perturbed import perturbed
-from ..requests import Answers, Choice, Continuation, Loss, Request
+from ..requests import Answers, Choice, Continuation, Loss, Predictions, Request
 from .prefix import CHUNK_TOKENS, PrefixCache, can_be_cut, common_prefixes, growing_cache
 from .quantized import UNTOUCHED_BITS, quantized_linears, quantized_logits
 
@@ -76,7 +76,13 @@ class CausalLanguageModel:
             EvaluationError: A request is longer than the context.
         """
         yield from self._by_kind(
-            requests, {Loss: self._losses, Continuation: self._continuations, Choice: self._choices}
+            requests,
+            {
+                Loss: self._losses,
+                Predictions: self._predictions,
+                Continuation: self._continuations,
+                Choice: self._choices,
+            },
         )
 
     def parts(self, requests: Sequence[Any]) -> list[list[int]]:
@@ -88,7 +94,7 @@ class CausalLanguageModel:
         for kind, indices in groups.items():
             found = [[place] for place in range(len(indices))]
             chosen = [requests[index] for index in indices]
-            if kind is Loss:
+            if kind in (Loss, Predictions):
                 found = self._equal_lengths([request.ids for request in chosen])
             elif kind is LastRow:
                 found = self._equal_lengths([request.prompt for request in chosen])
@@ -176,17 +182,30 @@ class CausalLanguageModel:
                 yield index, row[requests[index].first - 1 :].tolist()
 
     def _row_losses(self, ids: Tensor) -> Tensor:
-        """Return losses (B, T - 1) of rows (B, T), part by part, so that only the logits of one part are held at a time."""
-        length, parts = ids.shape[1] - 1, []
+        """Return losses (B, T - 1) of rows (B, T)."""
+        parts, begin = [], 1
+        for logits in self._row_logits(ids[:, :-1]):
+            targets = ids[:, begin : begin + logits.shape[1]]
+            losses = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none")
+            parts.append(losses.view_as(targets).cpu())
+            begin += logits.shape[1]
+        return torch.cat(parts, 1)
+
+    def _predictions(self, requests: Sequence[Predictions]) -> Answers:
+        for indices, ids in self._batches([request.ids for request in requests]):
+            tokens = torch.cat([logits.argmax(-1).cpu() for logits in self._row_logits(ids)], 1)
+            for index, row in zip(indices, tokens, strict=True):
+                yield index, row[list(requests[index].places)].tolist()
+
+    def _row_logits(self, ids: Tensor) -> Iterator[Tensor]:
+        """Yield the logits of rows (B, T), part by part, so that only those of one part are held at a time."""
+        length = ids.shape[1]
         cache = growing_cache(self.model) if length > CHUNK_TOKENS else None
         for begin in range(0, length, CHUNK_TOKENS):
-            end = min(begin + CHUNK_TOKENS, length)
             options = {} if cache is None else {"past_key_values": cache}
-            logits = self.model(input_ids=ids[:, begin:end], use_cache=cache is not None, **options).logits
-            targets = ids[:, begin + 1 : end + 1]
-            parts.append(F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none"))
-            parts[-1] = parts[-1].view_as(targets).cpu()
-        return torch.cat(parts, 1)
+            yield self.model(
+                input_ids=ids[:, begin : begin + CHUNK_TOKENS], use_cache=cache is not None, **options
+            ).logits
 
     def _continuations(self, requests: Sequence[Continuation]) -> Answers:
         if self._shares(requests):

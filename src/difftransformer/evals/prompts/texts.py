@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ...data import Tokenizer, read_documents
+from ...data import DataConfig, Tokenizer, read_documents
 from ...errors import DataError
 
 HAYSTACK_TOKENS = 2**20
@@ -25,11 +25,13 @@ class Setting:
         tokenizer: Text to token ids.
         context_tokens: Tokens of a row where the task's options name none.
         validation: Return the tokens of the text that the model's run held out; None where no run is known.
+        data: Return the data of the model's run; None where no run is known.
     """
 
     tokenizer: Tokenizer
     context_tokens: int
     validation: Callable[[], Any] | None = None
+    data: Callable[[], DataConfig] | None = None
 
 
 def token_stream(

@@ -1,0 +1,558 @@
+"""Synthetic tasks: examples of integers, drawn from a seed, of which some positions are scored.
+
+MQAR is the multi-query associative recall of Zoology (arXiv:2312.04927), and the others are tasks of MAD (arXiv:2403.17844).
+Defaults are the published settings. An example is a row of inputs and, aligned with them, a row of targets: the target at a
+position is what a model should predict there, which need not be the next input, or `IGNORED`.
+
+Examples are a function of the options and the seed. Held-out examples are drawn first, and never occur in training.
+"""
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import ConfigError, DataError
+from ..typed import build
+from .documents import IGNORED
+from .shards import (
+    LAST,
+    MANIFEST_VERSION,
+    SCORED,
+    SPLITS,
+    Dtype,
+    Manifest,
+    ShardFile,
+    Shards,
+    SplitManifest,
+    TokenStream,
+    item_dtype,
+)
+from .tokenizer import id_tokenizer
+
+PREFIX = "synthetic:"
+_ROUNDS = 100
+
+Ints = npt.NDArray[np.int64]
+Rows = tuple[Ints, Ints]
+Rng = np.random.Generator
+
+
+class Part(NamedTuple):
+    """Examples of one setting: the settings that tell it apart, their number, and what draws as many as asked for."""
+
+    at: dict[str, Any]
+    examples: int
+    draw: Callable[[Rng, int], Rows]
+
+
+class SyntheticTask(Protocol):
+    """A task with its options. Token ids lie below `vocab_size`."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids."""
+
+    def parts(self, seed: int, *, training: bool) -> list[Part]:
+        """Return what is drawn for training, or to be held out."""
+
+
+@dataclass(frozen=True, eq=False)
+class Examples:
+    """Examples of one setting.
+
+    Attributes:
+        inputs: (N, L) token ids.
+        targets: (N, L) token ids to predict, or `IGNORED`.
+        at: What tells the setting apart, such as the number of pairs.
+    """
+
+    inputs: Ints
+    targets: Ints
+    at: dict[str, Any]
+
+
+def _require(is_met: bool, text: str) -> None:
+    if not is_met:
+        raise ConfigError(text)
+
+
+def _distinct(rng: Rng, count: int, choices: int, size: int) -> Ints:
+    """Draw rows of `size` different integers below `choices`, (count, size), uniformly over all orders (Floyd's algorithm)."""
+    drawn = np.empty((count, size), np.int64)
+    for place, last in enumerate(range(choices - size, choices)):
+        found = rng.integers(last + 1, size=count)
+        is_taken = (drawn[:, :place] == found[:, None]).any(1)
+        drawn[:, place] = np.where(is_taken, last, found)
+    return rng.permuted(drawn, axis=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MQAR:
+    """Multi-query associative recall (arXiv:2312.04927): pairs of a key and a value, and then each key once more.
+
+    At the second occurrence of a key, its value is to be predicted. It is not among the inputs there. Keys come from the
+    first half of the vocabulary, and values from the second. Distances between a pair and its query follow a power law.
+
+    Attributes:
+        vocab_size: Number of token ids; 0 is the filler.
+        train: (length, pairs, examples) of each part of the training set.
+        test: The same of the held-out set.
+        power: Exponent of the power law plus 1; 1 is uniform.
+        passes: How often the pairs are shown.
+        filler: What stands between the queries: token 0, or random tokens of the whole vocabulary, keys included.
+    """
+
+    vocab_size: int = 8192
+    train: list[tuple[int, int, int]] = field(default_factory=lambda: [(64, 4, 100_000)])
+    test: list[tuple[int, int, int]] = field(default_factory=lambda: [(64, 4, 3_000)])
+    power: float = 0.01
+    passes: int = 1
+    filler: Literal["zero", "random"] = "zero"
+
+    # Zoology's figure 2, a model for each length, and figure 2 of Based (arXiv:2402.18668), one model for all.
+    published: ClassVar[dict[str, dict[str, Any]]] = {
+        f"zoology-{length}": {"train": [[length, pairs, 100_000]], "test": [[length, pairs, 3_000]], "filler": "zero"}
+        for length, pairs in ((64, 4), (128, 8), (256, 16), (512, 64))
+    } | {
+        "based": {
+            "train": [[64, 4, 100_000], *([length, pairs, 20_000] for length, pairs in
+                      ((128, 8), (256, 16), (256, 32), (256, 64)))],
+            "test": [[length, pairs, 1_000] for length, pairs in
+                     ((64, 4), (64, 8), (64, 16), (128, 32), (256, 64), (512, 128), (1024, 256))],
+            "filler": "random",
+        }
+    }  # fmt: skip
+
+    def __post_init__(self) -> None:
+        _require(self.power > 0 and self.passes >= 1, f"power={self.power}, passes={self.passes}: give more than 0")
+        _require(bool(self.train and self.test), "train and test: give at least one [length, pairs, examples] each")
+        for length, pairs, examples in [*self.train, *self.test]:
+            least = 2 * pairs * (self.passes + 1)
+            _require(
+                pairs >= 1 and examples >= 1 and length % 2 == 0 and length >= least,
+                f"[length, pairs, examples]={[length, pairs, examples]}: {pairs} pairs take an even length of at least {least}",
+            )
+            _require(
+                pairs < self.vocab_size // 2,
+                f"vocab_size={self.vocab_size}: {pairs} pairs take at least {2 * (pairs + 1)}",
+            )
+
+    def parts(self, seed: int, *, training: bool) -> list[Part]:
+        """See `SyntheticTask`."""
+        return [
+            Part({"pairs": pairs, "length": length}, examples, partial(self._draw, length, pairs))
+            for length, pairs, examples in (self.train if training else self.test)
+        ]
+
+    def _draw(self, length: int, pairs: int, rng: Rng, count: int) -> Rows:
+        half = self.vocab_size // 2
+        keys = 1 + _distinct(rng, count, half - 1, pairs)
+        values = half + _distinct(rng, count, self.vocab_size - half, pairs)
+        shown = np.tile(np.stack([keys, values], axis=2).reshape(count, -1), (1, self.passes))
+        # The places with the largest perturbed logarithms are a draw by weight without replacement.
+        space = (length - shown.shape[1]) // 2
+        weights = (self.power - 1) * np.log(np.arange(1, space + 1))
+        gaps = np.argsort(-(weights + rng.gumbel(size=(count, space))), axis=1)[:, :pairs]
+        places = shown.shape[1] + 2 * gaps
+        inputs = np.zeros((count, length), np.int64)
+        targets = np.full_like(inputs, IGNORED)
+        inputs[:, : shown.shape[1]] = shown
+        np.put_along_axis(inputs, places, keys, axis=1)
+        np.put_along_axis(targets, places, values, axis=1)
+        if self.filler == "random":
+            inputs = np.where(inputs == 0, rng.integers(self.vocab_size, size=inputs.shape), inputs)
+        return inputs, targets
+
+
+@dataclass(frozen=True, kw_only=True)
+class _MAD:
+    """Settings that tasks of MAD share.
+
+    Attributes:
+        vocab_size: Number of token ids.
+        length: Length of a sequence in tokens.
+        examples: Number of training examples.
+        test_examples: Number of held-out examples.
+    """
+
+    vocab_size: int = 16
+    length: int = 128
+    examples: int = 12_800
+    test_examples: int = 1_280
+
+    def _check(self) -> None:
+        _require(
+            min(self.examples, self.test_examples) >= 1,
+            f"examples={self.examples}, test_examples={self.test_examples}: give at least 1",
+        )
+
+    def _part(self, training: bool, draw: Callable[[Rng, int], Rows], **at: Any) -> list[Part]:
+        return [Part({**at, "length": self.length}, self.examples if training else self.test_examples, draw)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recall(_MAD):
+    """In-context recall of MAD: pairs of a key and a value, in which keys come again with the same value.
+
+    Every value after a key that was shown before is an answer, and so is the last token of an example, whose key is drawn from
+    those shown. In noisy recall, a share of the pairs is replaced by two noise tokens, which come from tokens of their own.
+
+    MAD may leave an example without any pair if there is much noise, and then fails; here, one pair is always kept.
+
+    Attributes:
+        noise_vocab_size: Number of the token ids that are noise.
+        noise_share: Share of the pairs that are noise.
+        multi_query: Whether every repeated key is asked for. Otherwise only the last one is, after a token of its own.
+        train_on: What the training loss covers: all tokens, as in MAD, or the answers alone. Held-out examples score answers.
+    """
+
+    noise_vocab_size: int = 0
+    noise_share: float = 0.0
+    multi_query: bool = True
+    train_on: Literal["all", "answers"] = "all"
+
+    def __post_init__(self) -> None:
+        self._check()
+        _check_noise(self.noise_share, self.noise_vocab_size)
+        _require(
+            self.length % 2 == 0 and self.length >= 4, f"length={self.length}: give an even length of at least 4 tokens"
+        )
+        _require(
+            self._ordinary >= 2, f"vocab_size={self.vocab_size}: no room for a key and a value beside the other tokens"
+        )
+
+    @property
+    def _ordinary(self) -> int:
+        """Number of keys and values."""
+        return self.vocab_size - self.noise_vocab_size - (not self.multi_query)
+
+    def parts(self, seed: int, *, training: bool) -> list[Part]:
+        """See `SyntheticTask`."""
+        return self._part(training, partial(self._draw, training), noise_share=self.noise_share)
+
+    def _draw(self, training: bool, rng: Rng, count: int) -> Rows:
+        key_count, slots = self._ordinary // 2, self.length // 2 - 1
+        keys = rng.integers(key_count, size=(count, slots))
+        table = rng.integers(key_count, self._ordinary, size=(count, key_count))  # the value of each key
+        is_noise = rng.random((count, slots)) < self.noise_share
+        is_noise[np.arange(count), rng.integers(slots, size=count)] = False
+        occurs = np.zeros((count, key_count), bool)
+        is_known = np.empty((count, slots), bool)
+        for slot in range(slots):
+            held = np.arange(count), keys[:, slot]
+            is_known[:, slot] = occurs[held] & ~is_noise[:, slot]
+            occurs[held] |= ~is_noise[:, slot]
+        probe = np.where(occurs, rng.random(occurs.shape), -1).argmax(1)[:, None]
+        keys, is_known = np.hstack([keys, probe]), np.hstack([is_known, np.ones_like(probe, bool)])
+        shown = np.stack([keys, np.take_along_axis(table, keys, 1)], axis=2)
+        noise = self._ordinary + rng.integers(max(1, self.noise_vocab_size), size=(count, slots, 2))
+        shown[:, :-1] = np.where(is_noise[:, :, None], noise, shown[:, :-1])
+        is_asked = np.zeros(shown.shape, bool)
+        is_asked[:, :, 1] = is_known if self.multi_query else False
+        is_asked[:, -1, 1] = True
+        tokens, asked = shown.reshape(count, -1), is_asked.reshape(count, -1)
+        if not self.multi_query:  # the last pair follows a token of its own
+            tokens = np.insert(tokens, -2, self.vocab_size - 1, axis=1)
+            asked = np.insert(asked, -2, False, axis=1)
+        return _next_tokens(tokens, asked | (training and self.train_on == "all"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoisyRecall(Recall):
+    __doc__ = Recall.__doc__
+    vocab_size: int = 32
+    noise_vocab_size: int = 16
+    noise_share: float = 0.2
+
+
+@dataclass(frozen=True, kw_only=True)
+class FuzzyRecall(_MAD):
+    """Fuzzy in-context recall of MAD: as `Recall`, but keys and values are sequences of different tokens.
+
+    Lengths are drawn for each pair. Held-out examples have the longest keys alone. Examples are padded at their start.
+
+    MAD may leave out the pair that is asked for at the end; here it is always in the example, at most two pairs before its end.
+
+    Attributes:
+        key_tokens: Most tokens of a key.
+        value_tokens: Most tokens of a value.
+        noise_vocab_size, noise_share, multi_query, train_on: See `Recall`.
+    """
+
+    key_tokens: int = 3
+    value_tokens: int = 3
+    noise_vocab_size: int = 0
+    noise_share: float = 0.0
+    multi_query: bool = True
+    train_on: Literal["all", "answers"] = "all"
+
+    def __post_init__(self) -> None:
+        self._check()
+        _check_noise(self.noise_share, self.noise_vocab_size)
+        longest = self.key_tokens + self.value_tokens
+        _require(
+            min(self.key_tokens, self.value_tokens) >= 1 and self.length > 3 * longest,
+            f"length={self.length}: keys of {self.key_tokens} and values of {self.value_tokens} tokens (at least 1 each) take "
+            f"more than {3 * longest}",
+        )
+        _require(
+            min(self._ordinary // 2, self._ordinary - self._ordinary // 2) >= max(self.key_tokens, self.value_tokens),
+            f"vocab_size={self.vocab_size}: no room for keys of {self.key_tokens} and values of {self.value_tokens} different "
+            "tokens beside the other tokens",
+        )
+
+    @property
+    def _ordinary(self) -> int:
+        return self.vocab_size - self.noise_vocab_size - 1 - (not self.multi_query)
+
+    def parts(self, seed: int, *, training: bool) -> list[Part]:
+        """See `SyntheticTask`."""
+
+        def draw(rng: Rng, count: int) -> Rows:
+            rows = [self._example(rng, training) for _ in range(count)]
+            tokens, asked = (np.stack(column) for column in zip(*rows, strict=True))
+            return _next_tokens(tokens, asked | (training and self.train_on == "all"))
+
+        return self._part(training, draw, noise_share=self.noise_share)
+
+    def _example(self, rng: Rng, training: bool) -> tuple[Ints, npt.NDArray[np.bool_]]:
+        """Draw the `length` + 1 tokens of an example, and which of them are answers."""
+        most, ordinary = self.length // 2, self._ordinary
+        key_sizes = rng.integers(1 if training else self.key_tokens, self.key_tokens + 1, size=most).tolist()
+        value_sizes = rng.integers(1, self.value_tokens + 1, size=most).tolist()
+        all_keys = _distinct(rng, most, ordinary // 2, self.key_tokens).tolist()
+        all_values = (ordinary // 2 + _distinct(rng, most, ordinary - ordinary // 2, self.value_tokens)).tolist()
+        keys = [tuple(key[:size]) for key, size in zip(all_keys, key_sizes, strict=True)]
+        values = [tuple(value[:size]) for value, size in zip(all_values, value_sizes, strict=True)]
+        is_noise = (rng.random(most) < self.noise_share).tolist()
+        probe, answer = keys[0], values[0]
+        probe_tokens, longest = len(probe) + len(answer), self.key_tokens + self.value_tokens
+        end = self.length - probe_tokens - longest
+        probe_place = int(rng.integers(min(self.length - 2 * probe_tokens, end - longest + 1)))
+        known: dict[tuple[int, ...], tuple[int, ...]] = {}
+        tokens: list[int] = []
+        asked: list[bool] = []
+        index = 1
+        while len(tokens) < end:
+            if len(tokens) >= probe_place and probe not in known:
+                key, value = probe, answer
+            else:
+                key, value, index = keys[index], values[index], index + 1
+                if is_noise[index - 1]:
+                    noise = rng.integers(self.noise_vocab_size, size=len(key) + len(value))
+                    tokens += (ordinary + noise).tolist()
+                    asked += [False] * len(noise)
+                    continue
+                if key == probe:
+                    value = answer
+            is_known = key in known
+            value = known.setdefault(key, value)
+            tokens += [*key, *value]
+            asked += [False] * len(key) + [is_known and self.multi_query] * len(value)
+        prefix = [] if self.multi_query else [self.vocab_size - 1]
+        tokens += [*prefix, *probe, *answer]
+        asked += [False] * (len(prefix) + len(probe)) + [True] * len(answer)
+        missing = self.length + 1 - len(tokens)
+        pad = self.vocab_size - 1 - (not self.multi_query)
+        return np.array([pad] * missing + tokens), np.array([False] * missing + asked)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SelectiveCopying(_MAD):
+    """Selective copying of MAD: tokens among blanks, a token that asks for them, and as many blanks, where the answers belong.
+
+    Attributes:
+        copied: Number of tokens to copy.
+    """
+
+    length: int = 256
+    copied: int = 16
+
+    def __post_init__(self) -> None:
+        self._check()
+        _require(
+            self.copied >= 1 and self.length > 2 * self.copied + 1,
+            f"length={self.length}: copying {self.copied} tokens (at least 1) takes more than {2 * self.copied + 1}",
+        )
+        _require(self.vocab_size >= 3, f"vocab_size={self.vocab_size}: give at least 3")
+
+    def parts(self, seed: int, *, training: bool) -> list[Part]:
+        """See `SyntheticTask`."""
+        return self._part(training, self._draw, copied=self.copied)
+
+    def _draw(self, rng: Rng, count: int) -> Rows:
+        blank, ask = self.vocab_size - 2, self.vocab_size - 1
+        tokens = rng.integers(blank, size=(count, self.copied))
+        # Each blank stands before a token that is drawn uniformly.
+        before = rng.integers(self.copied, size=(count, self.length - 2 * self.copied - 1))
+        places = np.arange(self.copied) + (before[:, :, None] <= np.arange(self.copied)).sum(1)
+        inputs = np.full((count, self.length), blank)
+        np.put_along_axis(inputs, places, tokens, axis=1)
+        inputs[:, -self.copied - 1] = ask
+        targets = np.full_like(inputs, IGNORED)
+        targets[:, -self.copied :] = tokens
+        return inputs, targets
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memorization(_MAD):
+    """Memorization of MAD: keys, each before a place for its value. Values depend on the key alone and are never shown.
+
+    The map from keys to values is one to one, and depends on the seed. It is the same in training and held-out examples.
+    """
+
+    vocab_size: int = 256
+    length: int = 32
+    examples: int = 256
+
+    def __post_init__(self) -> None:
+        self._check()
+        _require(self.length >= 2 and self.length % 2 == 0, f"length={self.length}: give an even length of at least 2")
+        _require(self.vocab_size >= 3, f"vocab_size={self.vocab_size}: give at least 3")
+
+    def parts(self, seed: int, *, training: bool) -> list[Part]:
+        """See `SyntheticTask`."""
+        ask = self.vocab_size - 1
+        keys = ask // 2
+        values = (keys + np.random.default_rng(seed).permutation(ask - keys))[:keys]
+
+        def draw(rng: Rng, count: int) -> Rows:
+            drawn = rng.integers(keys, size=(count, self.length // 2))
+            inputs = np.stack([drawn, np.full_like(drawn, ask)], axis=2).reshape(count, -1)
+            targets = np.stack([np.full_like(drawn, IGNORED), values[drawn]], axis=2).reshape(count, -1)
+            return inputs, targets
+
+        return self._part(training, draw)
+
+
+def _check_noise(share: float, vocab_size: int) -> None:
+    _require(
+        0 <= share < 1 and vocab_size >= (share > 0),
+        f"noise_share={share}, noise_vocab_size={vocab_size}: give a share of at least 0 and below 1, and tokens for noise",
+    )
+
+
+def _next_tokens(tokens: Ints, is_scored: npt.NDArray[np.bool_]) -> Rows:
+    """Return inputs and targets of sequences whose scored tokens are to be predicted from all before."""
+    return tokens[:, :-1], np.where(is_scored, tokens, IGNORED)[:, 1:]
+
+
+TASKS: dict[str, type] = {
+    "mqar": MQAR,
+    "recall": Recall,
+    "noisy-recall": NoisyRecall,
+    "fuzzy-recall": FuzzyRecall,
+    "selective-copying": SelectiveCopying,
+    "memorization": Memorization,
+}
+
+
+def synthetic_task(source: str, options: dict[str, Any]) -> SyntheticTask:
+    """Return a task with its options.
+
+    Args:
+        source: "synthetic:" and a name of `TASKS`.
+        options: Fields of the task, and for MQAR optionally `protocol`, a name of `MQAR.published` whose fields come first.
+
+    Raises:
+        ConfigError: There is no such task or protocol, or an option does not fit.
+    """
+    name = source.removeprefix(PREFIX)
+    if name not in TASKS:
+        raise ConfigError(
+            f"source {source!r}: no such task; choose one of {', '.join(PREFIX + task for task in TASKS)}"
+        )
+    options, published = dict(options), getattr(TASKS[name], "published", {})
+    if published and "protocol" in options:
+        protocol = options.pop("protocol")
+        if protocol not in published:
+            raise ConfigError(f"options.protocol: no {protocol!r}; choose one of {', '.join(published)}")
+        options = published[protocol] | options
+    task: SyntheticTask = build(TASKS[name], options, source="", key="options", error=ConfigError)
+    return task
+
+
+def draw_examples(task: SyntheticTask, seed: int, *, training: bool) -> list[Examples]:
+    """Draw the training examples or the held-out examples of a task, one `Examples` for each setting.
+
+    Raises:
+        DataError: The options leave too few examples that are not held out.
+    """
+    held_out: set[bytes] = set()
+    if training:
+        held_out = {row.tobytes() for one in draw_examples(task, seed, training=False) for row in one.inputs}
+    return [
+        Examples(*_draw_others(part, np.random.default_rng([seed, training, index]), held_out), part.at)
+        for index, part in enumerate(task.parts(seed, training=training))
+    ]
+
+
+def _draw_others(part: Part, rng: Rng, held_out: set[bytes]) -> Rows:
+    """Draw the examples of a part, other ones in place of those that are held out."""
+    inputs, targets = part.draw(rng, part.examples)
+    for _ in range(_ROUNDS):
+        again = np.array([index for index, row in enumerate(inputs) if row.tobytes() in held_out], np.int64)
+        if not len(again):
+            return inputs, targets
+        inputs[again], targets[again] = part.draw(rng, len(again))
+    raise DataError(
+        f"{len(again)} of {part.examples} training examples are held out however often they are drawn; ask for longer examples "
+        "or fewer held-out ones"
+    )
+
+
+def synthetic_shards(source: str, options: dict[str, Any], seed: int) -> Shards:
+    """Draw the examples of a task as shards in memory. Held-out examples longer than all of training are left out.
+
+    The tokenizer has two further tokens, for the end of text and padding.
+
+    Raises:
+        ConfigError: See `synthetic_task`.
+        DataError: See `draw_examples`.
+    """
+    task = synthetic_task(source, options)
+    tokenizer = id_tokenizer(task.vocab_size)
+    dtype: Dtype = "<u2" if tokenizer.vocab_size < 2**16 else "<u4"
+    drawn = {split: draw_examples(task, seed, training=split == "train") for split in SPLITS}
+    longest = max(one.inputs.shape[1] for one in drawn["train"])
+    drawn["validation"] = [one for one in drawn["validation"] if one.inputs.shape[1] <= longest]
+    records: dict[str, TokenStream] = {}
+    splits: dict[str, SplitManifest] = {}
+    for split, sets in drawn.items():
+        parts = [_records(one, item_dtype(dtype, "examples")) for one in sets]
+        records[split] = TokenStream(parts)
+        files = [
+            ShardFile(file=f"{split}-{index:05d}", tokens=len(part), sha256=hashlib.sha256(part.tobytes()).hexdigest())
+            for index, part in enumerate(parts)
+        ]
+        count = sum(len(one.inputs) for one in sets)
+        splits[split] = SplitManifest(documents=count, tokens=len(records[split]), bytes=0, shards=files)
+    manifest = Manifest(
+        version=MANIFEST_VERSION,
+        source=source,
+        request={"source": source, "options": options, "seed": seed, "longest_tokens": longest},
+        tokenizer_sha256=tokenizer.sha256,
+        vocab_size=tokenizer.vocab_size,
+        end_of_text=tokenizer.end_of_text,
+        dtype=dtype,
+        splits=splits,
+        content="examples",
+    )
+    streams = {split: TokenStream([part["input"] for part in stream.parts]) for split, stream in records.items()}
+    return Shards(Path(source), manifest, tokenizer, streams, records=records)
+
+
+def _records(examples: Examples, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    is_scored = examples.targets != IGNORED
+    records = np.empty(examples.inputs.shape, dtype)
+    records["input"] = examples.inputs
+    records["target"] = np.where(is_scored, examples.targets, 0)
+    records["flags"] = np.where(is_scored, SCORED, 0)
+    records["flags"][:, -1] |= LAST
+    return records.ravel()

@@ -1,0 +1,69 @@
+"""Accuracy during training: answers that a model would give, greedily, to held-out questions."""
+
+import torch
+from torch import Tensor
+
+from ..data import Shards, needle_questions, validation_rows
+from ..model import DiffTransformerForCausalLM
+from ..model.nll import IGNORED, WHOLE_LOGITS
+from .config import TrainingConfig
+from .parallel import Mesh
+
+
+@torch.no_grad()
+def answer_accuracy(
+    model: DiffTransformerForCausalLM, shards: Shards, config: TrainingConfig, mesh: Mesh
+) -> float | None:
+    """Return the share of right answers in held-out data, or None where the data ask for none.
+
+    Of examples (synthetic tasks, conversations), every scored token of the run's validation rows is an answer. Of needle
+    documents, an answer is a whole number, and there are `validation_windows` documents (see `needle_questions`). A token is
+    right if it has the highest logit given all before it, so an answer of several tokens is right if greedy decoding gives it.
+
+    None also where the logits of a row are so many that the loss takes them in chunks, and for needle documents where processes
+    divide the tokens of a row.
+    """
+    context, documents = config.context_tokens, config.validation_windows
+    at_once = WHOLE_LOGITS // (context * shards.tokenizer.vocab_size)
+    if not at_once:
+        return None
+    if shards.records:
+        whole, rows = False, validation_rows(shards, context, documents)
+    elif config.retrieval is not None and config.retrieval.share > 0 and mesh.context == 1:
+        questions = needle_questions(
+            shards.tokenizer,
+            shards.tokens("validation"),
+            context_tokens=context,
+            mix=config.retrieval,
+            documents=documents,
+            seed=0,
+        )
+        inputs, answers = map(torch.from_numpy, questions)
+        whole, rows = True, torch.stack([inputs, answers, torch.arange(context).expand_as(inputs)], 1)
+    else:
+        return None
+    held, counts = mesh.own_rows(rows)
+    model.eval()
+    device = mesh.processes.device
+    right = asked = 0
+    for part, weight in zip(held.to(device).split(at_once), counts.to(device).split(at_once), strict=True):
+        ids, targets, positions = part.unbind(1)
+        packed = positions if config.pack_documents and not whole else None
+        arguments = mesh.inputs(ids, targets.where(weight, IGNORED), packed)
+        targets = arguments.pop("targets")
+        with torch.autocast(device, torch.bfloat16, enabled=config.precision == "bf16"):
+            predicted = model(**arguments, use_cache=False).logits.argmax(-1)
+        one_right, one_asked = _counted(predicted, targets, whole)
+        right, asked = right + one_right, asked + one_asked
+    model.train()
+    mesh.forget_whole(model)
+    return mesh.sum(right) / max(1.0, mesh.sum(asked))
+
+
+def _counted(predicted: Tensor, targets: Tensor, whole: bool) -> tuple[int, int]:
+    """Return the numbers of right answers and of all answers; with `whole`, a row is one answer."""
+    is_asked = targets != IGNORED
+    is_right = predicted == targets
+    if whole:
+        is_right, is_asked = (is_right | ~is_asked).all(1), is_asked.any(1)
+    return int((is_right & is_asked).sum()), int(is_asked.sum())

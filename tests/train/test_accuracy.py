@@ -1,0 +1,147 @@
+"""Accuracy during training, of models that read the text or write something else, against a count by hand."""
+
+import dataclasses
+import re
+
+import pytest
+import torch
+
+from difftransformer.data import DataConfig, RetrievalMix, needle_questions, prepare_shards
+from difftransformer.data.needles import CITIES_SEEN, is_reserved
+from difftransformer.data.synthetic import draw_examples, synthetic_task
+from difftransformer.train import read_metrics
+from difftransformer.train.accuracy import answer_accuracy
+from difftransformer.train.parallel import Mesh
+
+MIX = RetrievalMix(share=0.5, min_needles=1, max_needles=3, digits=2)
+QUESTION = re.compile(r"\nThe special magic ([A-Z][a-z]+) number is: ?")
+
+
+class Predictor(torch.nn.Module):
+    """Predicts after each token of a row what a function of the row says."""
+
+    def __init__(self, vocab_size, predict):
+        super().__init__()
+        self.vocab_size, self.predict = vocab_size, predict
+
+    def forward(self, input_ids, use_cache, **positions):
+        logits = torch.zeros(*input_ids.shape, self.vocab_size)
+        for row, ids in zip(logits, input_ids.tolist(), strict=True):
+            predicted = self.predict(ids)
+            row[range(len(predicted)), predicted] = 1.0
+        return type("Outputs", (), {"logits": logits})
+
+
+def text_of(ids):
+    """Text of a row of bytes: without the token that begins it, and padding."""
+    return bytes(token for token in ids if token < 256).decode()
+
+
+def reader(digits=2):
+    """Read the number of the last question from the context, of which `digits` digits are given back."""
+
+    def predict(ids):
+        text = text_of(ids)
+        last = list(QUESTION.finditer(text))[-1]
+        start = text.index(last[0][: len(last[0]) - 1]) + len(last[0])
+        number = text[start : start + digits] + "x" * (2 - digits)
+        return list((text[: last.end()] + number).encode())
+
+    return predict
+
+
+@pytest.fixture
+def bytes_run(toy_text, toy_recipe, tmp_path):
+    shards = prepare_shards(
+        DataConfig(source=str(toy_text), tokenizer="byte", validation_share=0.3, folder=str(tmp_path))
+    )
+    fields = {"retrieval": MIX, "context_stages": [(0, 256)], "validation_windows": 8, "pack_documents": False}
+    return shards, dataclasses.replace(toy_recipe.training, **fields)
+
+
+def test_needle_questions(bytes_run):
+    """Each needle of a document is asked for, by a number of its own that training never shows; the answer is scored alone."""
+    shards, _ = bytes_run
+    inputs, targets = needle_questions(
+        shards.tokenizer, shards.tokens("validation"), context_tokens=256, mix=MIX, documents=8, seed=0
+    )
+    assert inputs.shape == targets.shape == (24, 256)
+    for ids, target in zip(inputs.tolist(), targets.tolist(), strict=True):
+        text = text_of(ids)
+        *needles, question = QUESTION.finditer(text)
+        assert len(needles) == 3
+        assert {needle[1] for needle in needles} <= set(CITIES_SEEN)
+        (asked,) = [needle for needle in needles if needle[1] == question[1]]
+        number = text[asked.end() : asked.end() + 2]
+        assert is_reserved(2, int(number))
+        assert text[question.end() :] == number
+        scored = [(place, token) for place, token in enumerate(target) if token != -100]
+        assert bytes(token for _, token in scored).decode() == f" {number}"
+        assert all(ids[place + 1] == token for place, token in scored)
+
+
+@pytest.mark.parametrize(("digits", "expected"), [(2, 1.0), (1, 0.0)])
+def test_needle_accuracy_counts_whole_numbers(bytes_run, digits, expected):
+    shards, training = bytes_run
+    model = Predictor(shards.tokenizer.vocab_size, reader(digits))
+    assert answer_accuracy(model, shards, training, Mesh()) == expected
+
+
+def test_the_first_needle_for_every_question(bytes_run):
+    """A model that gives the first number of the text is right once in a document of three needles."""
+    shards, training = bytes_run
+
+    def predict(ids):
+        text = text_of(ids)
+        first, *_, last = QUESTION.finditer(text)
+        return list((text[: last.end()] + text[first.end() : first.end() + 2]).encode())
+
+    model = Predictor(shards.tokenizer.vocab_size, predict)
+    assert answer_accuracy(model, shards, training, Mesh()) == pytest.approx(1 / 3)
+
+
+def test_text_without_questions_has_no_accuracy(bytes_run):
+    shards, training = bytes_run
+    plain = dataclasses.replace(training, retrieval=None)
+    assert answer_accuracy(Predictor(258, reader()), shards, plain, Mesh()) is None
+
+
+@pytest.mark.parametrize("windows", [5, 1000])
+def test_accuracy_on_examples(toy_recipe, windows):
+    """Of packed examples, every scored token counts once: a model that knows some values is right as often as they occur."""
+    options = {"vocab_size": 32, "train": [[24, 3, 50]], "test": [[16, 2, 40], [24, 4, 30]]}
+    shards = prepare_shards(DataConfig(source="synthetic:mqar", options=options))
+    training = dataclasses.replace(
+        toy_recipe.training, pack_documents=True, retrieval=None, context_stages=[(0, 64)], validation_windows=windows
+    )
+    asked = []
+
+    def predict(ids):
+        """The value of each key's first pair in the same example, if it is even."""
+        predicted = []
+        for place, token in enumerate(ids):
+            before = [at for at in range(place) if ids[at] == token and ids[at + 1] >= 16]
+            value = ids[before[-1] + 1] if 0 < token < 16 and before else 0
+            predicted.append(value if value % 2 == 0 else 0)
+        asked.append(ids)
+        return predicted
+
+    found = answer_accuracy(Predictor(34, predict), shards, training, Mesh())
+    held = draw_examples(synthetic_task("synthetic:mqar", options), 0, training=False)
+    values = [value for one in held for value in one.targets.ravel().tolist() if value != -100]
+    assert len(values) == 40 * 2 + 30 * 4
+    if windows == 1000:
+        assert found == pytest.approx(sum(value % 2 == 0 for value in values) / len(values))
+    else:
+        assert len(asked) == 5
+        assert 0 < found < 1
+
+
+def test_metrics_of_a_run(train_toy, tmp_path):
+    """Runs with needle documents log an accuracy with every validation, and others log none."""
+    train_toy(tmp_path / "with", steps=2, validate_every=1, retrieval=RetrievalMix(share=0.5, digits=2))
+    train_toy(tmp_path / "without", steps=2, validate_every=2, retrieval=None)
+    logged = [line.validation_accuracy for line in read_metrics(tmp_path / "with" / "metrics.jsonl")[1]]
+    assert len(logged) == 2
+    assert all(0 <= value < 0.5 for value in logged)
+    assert [line.validation_accuracy for line in read_metrics(tmp_path / "without" / "metrics.jsonl")[1]] == [None]
