@@ -20,6 +20,8 @@ PACKAGES = (
     "ops", "attention", "model", "acceleration", "families", "convert", "hub", "data", "train", "evals", "studies", "report",
     "bench", "results",
 )  # fmt: skip
+# Modules whose public names are documented on their package's page, and which the package itself does not import.
+MODULES = {"attention": {"encoder": ["DifferentialEncoderLayer"]}}
 OUTSIDE = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
 ENTRY = re.compile(r"^- \[([^\]]+)\]\(([^)#]+\.(?:md|ipynb))\)", re.MULTILINE)
 
@@ -36,7 +38,8 @@ def public_names(package: str) -> list[str]:
             found.add(node.name)
         elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             found.add(node.target.id)
-    return sorted(name for name in found if not name.startswith("_"))
+    public = (name for name in found if not name.startswith("_"))
+    return sorted(public, key=lambda name: (name.isupper(), name[0].isupper(), name))  # functions, classes, constants
 
 
 def is_own(node: ast.ImportFrom, package: str) -> bool:
@@ -53,7 +56,7 @@ def entry(package: str, name: str) -> str:
     if callable(thing):
         return f".. autofunction:: {full}\n"
     entries = ", ".join(f"``{key}``" for key in thing) if isinstance(thing, dict | tuple | list) else f"``{thing!r}``"
-    return f".. py:data:: {full}\n   :type: {type(thing).__name__}\n\n   {entries}\n"
+    return f".. py:data:: {name}\n   :type: {type(thing).__name__}\n\n   {entries}\n"
 
 
 def write_api(folder: Path) -> None:
@@ -63,6 +66,9 @@ def write_api(folder: Path) -> None:
         title = f"difftransformer.{package}"
         parts = [title, "=" * len(title), "", f".. automodule:: {title}", ""]
         parts += [entry(package, name) for name in public_names(package)]
+        parts += [
+            entry(f"{package}.{module}", name) for module, names in MODULES.get(package, {}).items() for name in names
+        ]
         (folder / f"{package}.rst").write_text("\n".join(parts), encoding="utf-8")
 
 
