@@ -53,7 +53,7 @@ test-data: $(TOOLS) ## Install what heavier tests read (packages with data; as r
 	$(RUN_TOOLS) tests/check_compilers.py
 
 docs: $(PAGES) ## Run the notebooks and build the documentation site, every warning an error; write build/site/index.html
-	$(RUN_DOCS) docs/site.py $(SITE)
+	$(RUN_DOCS) docs/build.py $(SITE)
 
 lint: $(DEV) ## ruff, clang-format, mypy, import-linter
 	$(RUN) -m ruff format --check src tests hatch_build.py

@@ -1,4 +1,4 @@
-"""Settings of Sphinx for the site that `make docs` builds. `site.py` in this folder prepares the pages."""
+"""Settings of Sphinx for the site that `make docs` builds. `build.py` in this folder prepares the pages."""
 
 import os
 import re

@@ -164,11 +164,11 @@ function faint(page, view) {
   const walker = page.createTreeWalker(page.body, NodeFilter.SHOW_TEXT), bad = new Set();
   for (let node; node = walker.nextNode();) {
     const element = node.parentElement, style = view.getComputedStyle(element);
-    if (!node.textContent.trim() || ["SCRIPT", "STYLE", "NOSCRIPT", "TITLE"].includes(element.tagName) || element.closest("svg")) continue;
+    if (!node.textContent.trim() || element.closest("script, style, noscript, title, svg")) continue;
     if (!element.getClientRects().length || style.visibility !== "visible" || +style.opacity === 0) continue;
     const behind = ground(view, element), ink = over(rgba(style.color), behind);
     const [a, b] = [light(ink), light(behind)].sort((x, y) => y - x), ratio = (a + 0.05) / (b + 0.05);
-    if (ratio < LEAST) bad.add(`${element.tagName}.${element.className} ${node.textContent.trim().slice(0, 30)}: ${ratio.toFixed(2)}`);
+    if (ratio < LEAST) bad.add(`${element.tagName} ${node.textContent.trim().slice(0, 30)}: ${ratio.toFixed(2)}`);
   }
   return [...bad].slice(0, 5);
 }

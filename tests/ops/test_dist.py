@@ -117,7 +117,7 @@ def test_without_a_compiler_the_wheel_is_for_any_machine(tmp_path):
 
 
 def test_the_source_archive_alone_installs_and_works(tmp_path):
-    """Everything that the package reads at run time comes along: recipes, templates, C++ sources, the mark of typed packages."""
+    """All that the package reads at run time comes along: recipes, templates, C++ sources, the mark of typed packages."""
     run(sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", tmp_path)
     (package,) = tmp_path.glob("*.tar.gz")
     with tarfile.open(package) as archive:

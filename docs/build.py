@@ -1,4 +1,4 @@
-"""Build the documentation site: `make docs`, or `python docs/site.py FOLDER`.
+"""Build the documentation site: `make docs`, or `python docs/build.py FOLDER`.
 
 Sphinx reads a copy of this folder to which pages are added: the API reference, with a page for each package, and the
 changelog and the contributor's guide of the repository. The navigation is the list of links in index.md. Every warning is
