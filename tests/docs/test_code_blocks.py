@@ -18,7 +18,7 @@ BLOCK = re.compile(
     r"^(?P<indent> *)```(?P<language>\w+)(?P<info>[^\n]*)\n(?P<code>.*?)^ *```", re.MULTILINE | re.DOTALL
 )
 # Documents that are run as a whole, in order. A word after the language says more of a block: `tools` needs the extras eval,
-# quant and tools, and is run by `make test-all`; `shown` is only parsed.
+# quant and tools, and is run by `make test-all`; `after` reads what a command before it wrote; `shown` is only parsed.
 RUN_IN_ORDER = [
     *(
         ROOT / "docs" / f"{name}.md"
@@ -45,12 +45,12 @@ def all_blocks(path):
         yield text.count("\n", 0, match.start("code")) + 1, match["language"], match["info"].split(), code
 
 
-def blocks(path, *languages, tools=True):
+def blocks(path, *languages, without=()):
     """(first line, code) of every block of these languages."""
     return [
         (line, code)
         for line, language, info, code in all_blocks(path)
-        if language in languages and (tools or "tools" not in info)
+        if language in languages and not set(without) & set(info)
     ]
 
 
@@ -93,7 +93,7 @@ def test_python_blocks_run(path, tmp_path, monkeypatch):
     """One after the other in one namespace, in an empty folder, as a reader would type them."""
     monkeypatch.chdir(tmp_path)
     namespace = {"__name__": "__main__"}
-    for line, code in blocks(path, "python", "py", tools=False):
+    for line, code in blocks(path, "python", "py", without=("tools", "after")):
         compiled = compile("\n" * (line - 1) + code, str(path), "exec")
         exec(compiled, namespace)
 
