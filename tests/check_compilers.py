@@ -1,4 +1,4 @@
-"""Install the compilers and the emulator that tests of the CPU kernels for other processors take (`make test-data`).
+"""Install compilers and the emulator for tests of other processors' kernels, and the browser for pages (`make test-data`).
 
 By apt-get, where there is one and its user is root. Elsewhere those tests are skipped and name the packages.
 """
@@ -10,7 +10,12 @@ import subprocess
 import sys
 
 # Programs, and Debian's packages that have them.
-PACKAGES = {"aarch64-linux-gnu-g++": "g++-aarch64-linux-gnu", "qemu-aarch64": "qemu-user", "clang++": "clang"}
+PACKAGES = {
+    "aarch64-linux-gnu-g++": "g++-aarch64-linux-gnu",
+    "qemu-aarch64": "qemu-user",
+    "clang++": "clang",
+    "chromium": "chromium",
+}
 
 
 def missing(*programs: str) -> str | None:
@@ -38,7 +43,7 @@ def main() -> int:
         words = ["apt-get", "install", "-y", "-qq", "--no-install-recommends", *PACKAGES.values()]
         subprocess.run(words, env=environment, **quiet)
     problem = missing(*PACKAGES)
-    print(f"compilers for other processors: {problem or 'found'}")
+    print(f"compilers for other processors, and a browser: {problem or 'found'}")
     return int(problem is not None and are_required())
 
 

@@ -120,9 +120,3 @@ def test_committed_figures_show_the_texts_of_the_script(script):
         assert {text.replace("--", "- -") for text in drawn} == {text.replace("--", "- -") for text in shown}, (
             f"{name}.svg is not what docs/figures/architecture.py draws; run the script"
         )
-
-
-def test_the_readme_lists_every_page():
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    for page in [*(ROOT / "docs").glob("*.md"), ROOT / "CONTRIBUTING.md"]:
-        assert str(page.relative_to(ROOT)) in readme, f"README.md does not list {page.name}"

@@ -18,11 +18,15 @@ BLOCK = re.compile(
     r"^(?P<indent> *)```(?P<language>\w+)(?P<info>[^\n]*)\n(?P<code>.*?)^ *```", re.MULTILINE | re.DOTALL
 )
 # Documents that are run as a whole, in order. A word after the language says more of a block: `tools` needs the extras eval,
-# quant and tools, and is run by `make test-all`; `shown` is only parsed.
+# quant and tools, and is run by `make test-all`; `after` reads what a command before it wrote; `shown` is only parsed.
 RUN_IN_ORDER = [
-    ROOT / "docs" / f"{name}.md" for name in ("conversion", "evaluation", "huggingface", "upcycling", "variants")
+    *(
+        ROOT / "docs" / f"{name}.md"
+        for name in ("choose", "conversion", "evaluation", "huggingface", "upcycling", "variants")
+    ),
+    *(path for path in sorted((ROOT / "docs" / "guides").glob("*.md")) if path.stem != "report"),  # it has no blocks
 ]
-TOO_LONG = ("bench",)
+TOO_LONG = ("bench", "compare variants")
 SHELLS = ("bash", "console", "sh", "shell")
 # [text](target), ![picture](target), src="target" and href="target"; code is taken out before.
 LINK = re.compile(r"\]\(([^()\s]+)(?:\s+\"[^\"]*\")?\)|(?:src|href|srcset)=\"([^\"]+)\"")
@@ -41,9 +45,13 @@ def all_blocks(path):
         yield text.count("\n", 0, match.start("code")) + 1, match["language"], match["info"].split(), code
 
 
-def blocks(path, *languages):
+def blocks(path, *languages, without=()):
     """(first line, code) of every block of these languages."""
-    return [(line, code) for line, language, _, code in all_blocks(path) if language in languages]
+    return [
+        (line, code)
+        for line, language, info, code in all_blocks(path)
+        if language in languages and not set(without) & set(info)
+    ]
 
 
 def commands(path):
@@ -86,7 +94,7 @@ def test_python_blocks_run(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     namespace = {"__name__": "__main__"}
     for line, language, info, code in all_blocks(path):
-        if language in ("python", "py") and "tools" not in info:
+        if language in ("python", "py") and not {"tools", "after"} & set(info):
             compiled = compile("\n" * (line - 1) + code, str(path), "exec")
             if "shown" not in info:
                 exec(compiled, namespace)
@@ -114,7 +122,7 @@ def run_in_order(path, monkeypatch, capsys, *, tools):
             exec(compile("\n" * (line - 1) + code, str(path), "exec"), namespace)
             ran[0] += 1
         for words in commands_of(code) if language in SHELLS else []:
-            if words[0] in TOO_LONG:
+            if shlex.join(words).startswith(TOO_LONG):
                 continue
             monkeypatch.setattr("sys.stdin", io.StringIO("abc\n"))
             status = main(words)
@@ -126,9 +134,7 @@ def run_in_order(path, monkeypatch, capsys, *, tools):
 @pytest.mark.slow
 @pytest.mark.parametrize("path", RUN_IN_ORDER, ids=name)
 def test_blocks_and_commands_run_in_order(path, place, monkeypatch, capsys):
-    python, shell = run_in_order(path, monkeypatch, capsys, tools=False)
-    assert python >= 1
-    assert shell >= 1 or path.stem == "variants"
+    assert sum(run_in_order(path, monkeypatch, capsys, tools=False)) >= 1
 
 
 @pytest.mark.slow

@@ -62,7 +62,18 @@ def environment_with(wheel, folder):
     python = folder / "bin" / "python"
     site = run(python, "-c", "import site; print(site.getsitepackages()[0])").strip()
     Path(site, "below.pth").write_text(sysconfig.get_paths()["purelib"])
-    run(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", wheel)
+    run(
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        python,
+        "install",
+        "--no-deps",
+        "--no-index",
+        "--no-build-isolation",
+        wheel,
+    )
     return python
 
 
@@ -103,6 +114,39 @@ def test_without_a_compiler_the_wheel_is_for_any_machine(tmp_path):
         names = archive.namelist()
     assert "difftransformer/ops/csrc/forward.cpp" in names
     assert not [name for name in names if name.endswith(".so")]
+
+
+def test_the_source_archive_alone_installs_and_works(tmp_path):
+    """All that the package reads at run time comes along: recipes, templates, C++ sources, the mark of typed packages."""
+    run(sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", tmp_path)
+    (package,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(package) as archive:
+        inside = {name.partition("/")[2] for name in archive.getnames()}
+    assert {
+        "README.md",
+        "LICENSE",
+        "CITATION.cff",
+        "CHANGELOG.md",
+        "Makefile",
+        "constraints.txt",
+        "docs/index.md",
+    } <= inside
+    python = environment_with(package, tmp_path / "environment")
+    program = "import difftransformer, pathlib; print(pathlib.Path(difftransformer.__file__).parent)"
+    home = Path(run(python, "-c", program, cwd=tmp_path).strip().splitlines()[-1])
+    assert home.is_relative_to(tmp_path)
+    source = ROOT / "src" / "difftransformer"
+    needed = {
+        path.relative_to(source) for path in source.rglob("*") if path.is_file() and "__pycache__" not in path.parts
+    }
+    needed |= {Path("recipes") / path.relative_to(ROOT / "recipes") for path in (ROOT / "recipes").rglob("*.yaml")}
+    installed = {path.relative_to(home) for path in home.rglob("*")}
+    assert needed - installed == set()
+    command = python.parent / "difftransformer"
+    assert "525,056 parameters" in run(command, "train", "demo", "--dry-run", cwd=tmp_path)
+    (tmp_path / "result.json").write_bytes((ROOT / "docs" / "results" / "retrieval.json").read_bytes())
+    run(command, "report", tmp_path / "result.json", cwd=tmp_path)
+    assert "<svg" in next(tmp_path.glob("**/index.html")).read_text(encoding="utf-8")
 
 
 def test_a_compiler_that_fails_makes_no_wheel(tmp_path):

@@ -86,7 +86,7 @@ class NeedleFormat:
 
     @property
     def answer_tokens(self) -> int:
-        """Maximum number of tokens of an answer: a space, the digits and the line end."""
+        """Maximum number of tokens of an answer, which is a space, the digits and the line end."""
         return self.digits + 2
 
     def draw(self, rng: np.random.Generator, *, reserved: bool) -> str:

@@ -10,6 +10,10 @@ from .config import TrainingConfig
 from .parallel import Mesh
 
 
+NEEDLE_DOCUMENTS = 128
+"""Needle documents that are asked about, if there are not more validation windows than that."""
+
+
 @torch.no_grad()
 def answer_accuracy(
     model: DiffTransformerForCausalLM, shards: Shards, config: TrainingConfig, mesh: Mesh
@@ -17,7 +21,7 @@ def answer_accuracy(
     """Return the share of right answers in held-out data, or None where the data ask for none.
 
     Of examples (synthetic tasks, conversations), every scored token of the run's validation rows is an answer. Of needle
-    documents, an answer is a whole number, and there are `validation_windows` documents (see `needle_questions`). A token is
+    documents, an answer is a whole number, of NEEDLE_DOCUMENTS documents or more (see `needle_questions`). A token is
     right if it has the highest logit given all before it, so an answer of several tokens is right if greedy decoding gives it.
 
     None also where the logits of a row are so many that the loss takes them in chunks, and for needle documents where processes
@@ -35,7 +39,7 @@ def answer_accuracy(
             shards.tokens("validation"),
             context_tokens=context,
             mix=config.retrieval,
-            documents=documents,
+            documents=max(documents, NEEDLE_DOCUMENTS),
             seed=0,
         )
         inputs, answers = map(torch.from_numpy, questions)

@@ -1,0 +1,165 @@
+"""Draw the figures of docs/how-it-works.md: `python docs/figures/mechanism.py` writes them beside this script.
+
+The maps and lambda come from results files that `difftransformer eval maps` wrote. A test compares them with the committed
+figures.
+"""
+
+import hashlib
+import io
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import LinearSegmentedColormap
+from matplotlib.figure import Figure
+from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
+from PIL import Image, PngImagePlugin
+
+from difftransformer.attention.differential import lambda_init
+from difftransformer.plots.heat_map import heat_map, matrix
+from difftransformer.plots.style import COLOURS, INK, STYLE, line_style
+from difftransformer.results import TaskResult, read_result
+
+FOLDER = Path(__file__).parent
+RESULTS = FOLDER.parent / "results"
+WIDTH_INCHES = 9.0
+NAMES = {"A1": "A1", "A2": "A2", "A1 - lambda A2": "A1 − λ A2"}
+SIGNED = LinearSegmentedColormap.from_list("signed", ["#8a3b00", "#e98a3d", "#ffffff", "#4a94c8", "#08306b"])
+LAYER = 1
+FIRST, SECOND, BOTH = "#cfe3f1", "#f8dccb", "#eceff1"
+HALVES = [
+    (4.2, "Q1 (width D)", FIRST),
+    (3.45, "Q2 (width D)", SECOND),
+    (2.75, "K1 (width D)", FIRST),
+    (2.0, "K2 (width D)", SECOND),
+]
+PROJECTIONS = ((3.8, "query, W_Q\n(B, H, T, 2D)"), (2.4, "key, W_K\n(B, G, S, 2D)"), (1.1, "value, W_V\n(B, G, S, 2D)"))
+
+
+def maps_of(result: TaskResult, head: int) -> dict[str, np.ndarray]:
+    """The three maps of a head of the last layer, by name."""
+    return {
+        str(grid.at["map"]): matrix(grid.values)
+        for grid in result.grids
+        if grid.name == "map" and grid.at["layer"] == LAYER and grid.at["head"] == head
+    }
+
+
+def words_of(result: TaskResult) -> list[str]:
+    """The tokens of the prompt, with signs for spaces and line ends."""
+    labels = next(grid.labels for grid in result.grids if grid.labels)
+    return [label.replace("\n", "↵").replace("<|endoftext|>", "start").strip(" ") or "␣" for label in labels]
+
+
+def draw_maps(result: TaskResult) -> Figure:
+    """The maps of head 0, and below them what the last token of the prompt attends to in both heads."""
+    figure = Figure(figsize=(WIDTH_INCHES, 6.6), layout="constrained")
+    above, below = figure.subfigures(2, 1, height_ratios=(3.2, 3.4))
+    maps = maps_of(result, 0)
+    above.suptitle("Head 0: weights of every token (row) on every earlier token (column)", x=0.01, ha="left")
+    for ax, (name, title) in zip(above.subplots(1, 3), NAMES.items(), strict=True):
+        cells = maps[name]
+        image = heat_map(ax, np.sign(cells) * np.sqrt(np.abs(cells)), SIGNED, -1, 1)
+        ax.set_aspect("equal")
+        ax.set_title(title)
+        ax.set_xticks([])
+        ax.set_yticks([])
+    bar = above.colorbar(image, ax=above.axes, fraction=0.02, pad=0.01, label="weight")
+    ticks = (-1, -0.25, 0, 0.25, 1)
+    bar.set_ticks([np.sign(tick) * abs(tick) ** 0.5 for tick in ticks], labels=[f"{tick:g}" for tick in ticks])
+    below.suptitle("The last token, which must be followed by 6 3: its weights on the prompt", x=0.01, ha="left")
+    words = words_of(result)
+    for head, ax in enumerate(below.subplots(2, 1, sharex=True)):
+        rows = {name: cells[-1] for name, cells in maps_of(result, head).items()}
+        for place, (name, title) in enumerate(NAMES.items()):
+            ax.bar(np.arange(len(words)) + 0.27 * (place - 1), rows[name], 0.27, color=COLOURS[place], label=title)
+        ax.axhline(0, color=INK, linewidth=0.6)
+        ax.set_ylabel(f"head {head}")
+        ax.set_ylim(-1, 1.05)
+        ax.set_xlim(-0.8, len(words) - 0.2)
+        ax.set_xticks(range(len(words)), words, rotation=90, fontsize=6.5)
+    below.legend(*ax.get_legend_handles_labels(), loc="outside upper right", ncols=3)
+    return figure
+
+
+def draw_lambda(result: TaskResult) -> Figure:
+    """lambda_init by layer, and the lambda of a trained model."""
+    (grid,) = [grid for grid in result.grids if grid.name == "lambda"]
+    values = [row[0] for row in grid.values]
+    figure = Figure(figsize=(WIDTH_INCHES, 2.8), layout="constrained")
+    ax = figure.subplots()
+    layers = range(len(values))
+    ax.plot(layers, [lambda_init(layer) for layer in layers], **line_style(0), label="lambda_init", zorder=2)
+    ax.plot(layers, values, **line_style(1) | {"linestyle": ""}, label="lambda after training", zorder=3)
+    ax.axhline(0, color=INK, linewidth=0.6)
+    ax.set_xlabel("layer_index")
+    ax.set_ylabel("lambda")
+    ax.set_xticks(layers)
+    figure.legend(loc="outside upper left", ncols=2)
+    return figure
+
+
+def box(ax: Axes, x: float, y: float, text: str, colour: str, width: float = 1.55) -> None:
+    shape = FancyBboxPatch((x - width / 2, y - 0.26), width, 0.52, "round,pad=0.02", fc=colour, ec="#7a828a", lw=0.8)
+    ax.add_patch(shape)
+    ax.text(x, y, text, ha="center", va="center", fontsize=8.5)
+
+
+def arrow(ax: Axes, start: tuple[float, float], end: tuple[float, float]) -> None:
+    ax.add_patch(FancyArrowPatch(start, end, arrowstyle="-|>", mutation_scale=9, color="#555555", lw=0.9, shrinkB=1))
+
+
+def draw_layout() -> Figure:
+    """A head of DIFF V1 from the hidden states to the output, with shapes."""
+    figure = Figure(figsize=(WIDTH_INCHES, 3.5))
+    ax = figure.add_axes((0, 0, 1, 1))
+    ax.set_xlim(0, 12.4)
+    ax.set_ylim(0.2, 4.6)
+    ax.set_axis_off()
+    box(ax, 0.95, 2.4, "hidden states\n(B, T, M)", BOTH)
+    for y, name in PROJECTIONS:
+        box(ax, 3.05, y, name, BOTH)
+        arrow(ax, (1.75, 2.4), (2.25, y))
+    for y, name, colour in HALVES:
+        box(ax, 5.15, y, name, colour, 1.4)
+        arrow(ax, (3.85, 3.8 if y > 3 else 2.4), (4.42, y))
+    box(ax, 7.3, 3.6, "A1 = softmax\n(T x S)", FIRST)
+    box(ax, 7.3, 2.5, "A2 = softmax\n(T x S)", SECOND)
+    for y, _, colour in HALVES:
+        arrow(ax, (5.88, y), (6.5, 3.6 if colour == FIRST else 2.5))
+    box(ax, 9.3, 3.05, "A1 − λ A2\n(B, H, T, S)", BOTH)
+    arrow(ax, (8.1, 3.6), (8.5, 3.15))
+    arrow(ax, (8.1, 2.5), (8.5, 2.95))
+    box(ax, 9.3, 1.1, "times V\n(B, H, T, 2D)", BOTH)
+    arrow(ax, (3.85, 1.1), (8.5, 1.1))
+    arrow(ax, (9.3, 2.78), (9.3, 1.4))
+    box(ax, 11.4, 1.1, "RMSNorm of each\nhead, (1 − λ_init)", BOTH, 1.75)
+    arrow(ax, (10.1, 1.1), (10.5, 1.1))
+    box(ax, 11.4, 3.05, "output, W_O\n(B, T, M)", BOTH, 1.75)
+    arrow(ax, (11.4, 1.4), (11.4, 2.76))
+    return figure
+
+
+def digest(path: Path) -> str:
+    """What a PNG says of the results file that it was drawn from."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def main() -> None:
+    maps, lambdas = (RESULTS / f"{name}.json" for name in ("maps", "lambda"))
+    with matplotlib.rc_context(STYLE | {"axes.grid": False, "font.size": 9.0}):
+        buffer = io.BytesIO()
+        draw_maps(read_result(maps, TaskResult)).savefig(buffer, format="png", dpi=150)
+        picture = Image.open(buffer).convert("RGB").quantize(200)
+        notes = PngImagePlugin.PngInfo()
+        notes.add_text("Source", digest(maps))
+        picture.save(FOLDER / "maps.png", optimize=True, pnginfo=notes)
+        for name, figure in (("layout", draw_layout()), ("lambda", draw_lambda(read_result(lambdas, TaskResult)))):
+            figure.savefig(
+                FOLDER / f"{name}.svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None}
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,206 @@
+"""What the pages for newcomers promise: short sentences, terms that lead to the glossary, tables and figures as measured."""
+
+import ast
+import importlib.util
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from PIL import Image
+
+import difftransformer
+from difftransformer.model import DiffTransformerConfig, count, preset
+from difftransformer.results import TaskResult, read_result
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PLAIN = [DOCS / "index.md", DOCS / "start.md", DOCS / "how-it-works.md", *sorted((DOCS / "guides").glob("*.md"))]
+NOTEBOOKS = sorted((DOCS / "notebooks").glob("*.ipynb"))
+MOST_WORDS = 30
+
+
+def name(path):
+    return str(path.relative_to(DOCS))
+
+
+def without_code(text):
+    """Text without code blocks; a code span, a formula or a link's target is one word."""
+    text = re.sub(r"^ *```.*?^ *```|^    [^\n]*$|^!\[[^\n]*$", "", text, flags=re.MULTILINE | re.DOTALL)
+    return re.sub(r"`[^`\n]+`", "code", re.sub(r"\]\([^)]*\)", "]", text))
+
+
+def prose(text):
+    """Paragraphs and list items, without headings and tables."""
+    for paragraph in re.split(r"\n\s*\n|\n(?=[-*\d] |\d\. |#|\|)", without_code(text)):
+        if not paragraph.strip().startswith(("#", "|")):
+            yield " ".join(paragraph.split())
+
+
+def sentences(text):
+    return [part for paragraph in prose(text) for part in re.split(r"(?<=[.!?:;])\s+", paragraph) if part]
+
+
+def text_of(path):
+    if path.suffix == ".md":
+        return path.read_text(encoding="utf-8")
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    return "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
+
+
+@pytest.mark.parametrize("path", [*PLAIN, *NOTEBOOKS], ids=name)
+def test_sentences_are_short(path):
+    found = {part: len(part.split()) for part in sentences(text_of(path))}
+    assert found
+    assert {part: words for part, words in found.items() if words > MOST_WORDS} == {}
+
+
+def test_a_long_sentence_is_found():
+    assert (
+        max(len(part.split()) for part in sentences("# Title\n\nOne. " + "word " * 31 + "end.\n\n| " + "a " * 50)) == 32
+    )
+
+
+def glossary_terms():
+    """The terms of the glossary in lower case, alternatives apart."""
+    heads = re.findall(r"^- \*\*([^*]+)\*\*", (DOCS / "glossary.md").read_text(encoding="utf-8"), re.MULTILINE)
+    return {term.strip().lower() for head in heads for term in re.split(r",| and ", head)}
+
+
+# Words that pages also use in their usual meaning.
+EVERYDAY = {
+    "item", "unit", "depth", "task", "n", "r", "reference", "dimensions", "diff", "run", "study", "pair", "signed", "absolute",
+    "positive", "restrictions", "seen", "unseen cities", "unit of 2 n n d",
+}  # fmt: skip
+
+
+def unlinked_terms(path):
+    """Terms that are not a link, to the glossary or to a page, where the page's prose uses them for the first time."""
+    text = re.sub(r"^ *```.*?^ *```|^#[^\n]*|^\|[^\n]*|^!\[[^\n]*|^    [^\n]*$", "", text_of(path), flags=re.M | re.S)
+    text = re.sub(r"`[^`\n]+`", "", re.sub(r"\]\([^)]*\)", "](", text))
+    for term in sorted(glossary_terms() - EVERYDAY):
+        first = re.search(rf"\b{re.escape(term)}(?:s|'s)?\b", text, re.IGNORECASE)
+        if first:
+            before, after = text[: first.start()], text[first.end() :]
+            if "[" not in before or "]" in before.rpartition("[")[2] or not re.match(r"[^\[\]]*\]\(", after):
+                yield term
+
+
+@pytest.mark.parametrize("path", PLAIN[1:], ids=name)
+def test_a_term_is_linked_where_it_is_first_used(path):
+    assert list(unlinked_terms(path)) == []
+
+
+def test_an_unlinked_term_is_found(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("# Twin\n\nA [checkpoint](x.md#y) and `a recipe`, then a checkpoint, and a twin.", encoding="utf-8")
+    assert list(unlinked_terms(page)) == ["twin"]
+
+
+def linked_terms(path):
+    return re.findall(r"\[([^\]]+)\]\([./]*glossary\.md#[\w-]+\)", path.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("path", PLAIN[1:], ids=name)
+def test_links_to_the_glossary_name_its_terms(path):
+    text = (DOCS / "glossary.md").read_text(encoding="utf-8").lower()
+    for term in linked_terms(path):
+        assert re.sub(r"('s|s)$", "", term.lower()) in text, term
+
+
+def test_the_table_of_costs_is_what_the_formulas_give():
+    rows = re.findall(
+        r"^\| `(\w+)` \| ([\d,]+) \| ([\d.]+) \| ([\d.]+) \| ([\d,]+) \|", (DOCS / "choose.md").read_text("utf-8"), re.M
+    )
+    assert len(rows) == 6
+    config = DiffTransformerConfig(**preset("830m").fields)
+    twin = count(config.twin("softmax"), context_tokens=2048)
+    for kind, parameters, ratio, flops, cached in rows:
+        found = count(config.twin(kind), context_tokens=2048)
+        assert f"{found.parameters:,}" == parameters
+        assert f"{found.parameters / twin.parameters:.3f}" == ratio
+        assert f"{found.train_flops_per_token / twin.train_flops_per_token:.3f}" == flops
+        assert f"{found.kv_bytes_per_token:,}" == cached
+
+
+@pytest.fixture(scope="module")
+def script():
+    spec = importlib.util.spec_from_file_location("mechanism", DOCS / "figures" / "mechanism.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_picture_of_the_maps_is_drawn_from_its_result(script):
+    assert Image.open(DOCS / "figures" / "maps.png").text["Source"] == script.digest(DOCS / "results" / "maps.json")
+
+
+def test_what_is_said_of_the_maps_is_in_the_result(script):
+    """Rows of both maps sum to 1, the third is their difference, and the figures in the text are those of the last row."""
+    result = read_result(DOCS / "results" / "maps.json", TaskResult)
+    (lambdas,) = [grid.values for grid in result.grids if grid.name == "lambda"]
+    lam, words = lambdas[script.LAYER][0], script.words_of(result)
+    text = (DOCS / "how-it-works.md").read_text(encoding="utf-8")
+    rows = {}
+    for head in (0, 1):
+        maps = script.maps_of(result, head)
+        first, second, difference = ([float(cell) for cell in maps[kind][-1]] for kind in script.NAMES)
+        assert abs(sum(first) - 1) < 1e-3
+        assert abs(sum(second) - 1) < 1e-3
+        assert max(abs(a - lam * b - c) for a, b, c in zip(first, second, difference, strict=True)) < 1e-3
+        rows[head] = first, second, difference
+    answer = words.index("6")
+    assert words[answer + 1] == "3"
+    assert f"A1 gives {rows[0][0][answer]:.2f} to the token 6" in text
+    assert f"A2 gives {rows[0][1][-1]:.2f} to the last token itself" in text
+    assert rows[0][2][answer] == pytest.approx(rows[0][0][answer], abs=0.01)  # nothing is subtracted there
+    assert min(rows[1][0][-1], rows[1][1][-1]) > 0.985
+    assert f"leaves {rows[1][2][-1]:.2f} of it" in text
+
+
+def test_the_figure_of_lambda_shows_its_result(script):
+    result = read_result(DOCS / "results" / "lambda.json", TaskResult)
+    (ax,) = script.draw_lambda(result).axes
+    schedule, trained = ax.lines[:2]
+    assert list(schedule.get_ydata()) == [
+        pytest.approx(0.8 - 0.6 * 2.718281828459045 ** (-0.3 * layer)) for layer in range(8)
+    ]
+    (grid,) = [grid for grid in result.grids if grid.name == "lambda"]
+    assert [row[0] for row in grid.values] == list(trained.get_ydata())
+    assert f"it is \u2212{-grid.values[0][0]:.2f}" in (DOCS / "how-it-works.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=name)
+def test_notebooks_are_stored_without_outputs_and_parse(path):
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    code = [cell for cell in cells if cell["cell_type"] == "code"]
+    assert len(code) >= 3
+    for cell in code:
+        assert cell["outputs"] == []
+        assert cell["execution_count"] is None
+        ast.parse("".join(cell["source"]))
+
+
+def test_there_are_three_notebooks():
+    assert [path.stem for path in NOTEBOOKS] == ["maps", "twin", "upcycle"]
+
+
+def test_the_citation_has_the_version_and_the_licence():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert citation["version"] == difftransformer.__version__
+    assert citation["license"] == "MIT"
+    assert "MIT License" in (ROOT / "LICENSE").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("path", sorted(DOCS.rglob("*.md")), ids=name)
+def test_pictures_have_a_text_instead(path):
+    for words, file in re.findall(r"!\[([^\]]*)\]\(([^)]+)\)", path.read_text(encoding="utf-8")):
+        assert len(words.split()) >= 3, f"{name(path)}: {file}"
+
+
+def test_the_list_of_pages_is_complete():
+    """index.md is the navigation of the site, so it names every page."""
+    listed = set(re.findall(r"\]\(([^)#]+)", (DOCS / "index.md").read_text(encoding="utf-8")))
+    pages = {name(path) for path in (*DOCS.rglob("*.md"), *NOTEBOOKS)} - {"index.md"}
+    assert pages <= listed, pages - listed

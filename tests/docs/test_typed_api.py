@@ -1,0 +1,70 @@
+"""A user's program under a type checker: the public names have types, and a wrong argument is found."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+PROGRAM = """
+import torch
+from difftransformer import (
+    DifferentialAttention, DifferentialEncoderLayer, DiffTransformerConfig, DiffTransformerForCausalLM, accelerate,
+    attention_maps, differential_attention,
+)
+from difftransformer.convert import convert_folder, upcycle_folder
+from difftransformer.evals import check_causality
+
+query = torch.randn(1, 2, 4, 8)
+reveal_type(differential_attention(query, query, query, 0.5, is_causal=True))
+reveal_type(attention_maps(query, query))
+layer = DifferentialAttention(embed_dim=64, num_heads=2)
+reveal_type(layer.lam())
+config = DiffTransformerConfig(vocab_size=99)
+reveal_type(config.twin("softmax"))
+reveal_type(upcycle_folder("a", "b", to="diff").added_parameters)
+reveal_type(check_causality(lambda x: x, query).is_causal)
+differential_attention(query, query, query, "half")
+DifferentialEncoderLayer(64, 8, head_count=8, norm_first="yes")
+"""
+
+EXPECTED = [
+    "torch._tensor.Tensor",
+    "tuple[torch._tensor.Tensor, torch._tensor.Tensor]",
+    "torch._tensor.Tensor | None",
+    "difftransformer.model.config.DiffTransformerConfig",
+    "int",
+    "bool",
+]
+
+
+@pytest.mark.slow
+def test_a_users_program_is_checked(tmp_path):
+    assert (ROOT / "src" / "difftransformer" / "py.typed").is_file()
+    (tmp_path / "program.py").write_text(PROGRAM, encoding="utf-8")
+    words = [
+        "--follow-imports=silent",
+        "--ignore-missing-imports",
+        "--cache-dir",
+        str(tmp_path / "cache"),
+        "program.py",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", *words],
+        cwd=tmp_path,
+        env=os.environ | {"MYPYPATH": str(ROOT / "src")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    shown = [
+        line.partition("Revealed type is ")[2].strip('"') for line in done.stdout.splitlines() if "Revealed" in line
+    ]
+    assert shown == EXPECTED, done.stdout
+    errors = [line for line in done.stdout.splitlines() if ": error:" in line]
+    assert len(errors) == 2, done.stdout
+    assert 'Argument 4 to "differential_attention"' in errors[0]
+    assert '"norm_first"' in errors[1]
