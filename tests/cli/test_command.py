@@ -86,7 +86,7 @@ def test_version(capsys):
 
 
 def test_unknown_command(fails):
-    assert "no command 'trian'; choose one of compare, train," in fails("trian")
+    assert "no command 'trian'; choose one of compare, study, train," in fails("trian")
 
 
 @pytest.mark.parametrize(

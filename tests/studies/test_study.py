@@ -13,6 +13,7 @@ from difftransformer.cli.main import main
 from difftransformer.data import byte_tokenizer
 from difftransformer.errors import ConfigError
 from difftransformer.results import Curve, RunRecord, StudyFigure, StudyIndex, reached_at, read_result
+from difftransformer.statistics import detectable
 from difftransformer.studies import Design, Study, estimate, load_study, recipe_from
 from difftransformer.studies.design import identity
 from difftransformer.studies.run import main as run_main
@@ -291,7 +292,11 @@ def test_the_command(design, trained, tmp_path, document, monkeypatch, capsys):
     document["axes"] = {}
     design()
     assert main(["study", "study.yaml", "--dry-run"]) == 0
-    assert "2 runs, 0 are there, 2 to train" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "2 runs, 0 are there, 2 to train" in out
+    assert "of the differences by seed: none with 1 seed" in out
+    assert main(["study", "study.yaml", "--dry-run", "--seeds", "5"]) == 0
+    assert f"{detectable(5, 1):.1f} with 5 seeds" in capsys.readouterr().out
     assert not (tmp_path / "docs").exists()
     assert main(["study", "study.yaml", "--set", "training.steps=2"]) == 0
     out = capsys.readouterr().out

@@ -79,10 +79,15 @@ def _describe(study: "Study", at_once: int) -> int:
     """Print what a study asks for."""
     import torch
 
+    from ..report.evidence import planned_comparisons
+    from ..statistics import detectable
     from ..studies import estimate
     from ..studies.estimate import described
 
     threads = max(1, torch.get_num_threads() // at_once)
+    design = study.design
+    comparisons = planned_comparisons(len(design.arms), len(design.points), len(design.config.figures))
+    seeds = design.seeds()
     found = estimate(study, at_once=at_once, threads=threads)
     show(f"{study.design.config.name}, preset {study.design.name}: {study.design.config.question}")
     show(f"{found.runs} runs, {found.runs - found.missing} are there, {found.missing} to train")
@@ -93,4 +98,12 @@ def _describe(study: "Study", at_once: int) -> int:
             f"about {described(found.seconds)}, {at_once} at a time with {threads} threads each, by {source}; "
             f"the longest run, {title}, {described(longest)}"
         )
+    show(
+        f"{comparisons} comparisons, corrected together. Smallest effect that is shown with a probability of 0.8, in standard "
+        "deviations of the differences by seed: "
+        + ", ".join(
+            f"{detectable(count, comparisons):.1f} with {count} seeds" for count in sorted({*seeds}) if count > 1
+        )
+        + ("" if seeds[0] > 1 else ", none with 1 seed" if seeds[1] > 1 else "none with 1 seed")
+    )
     return 0

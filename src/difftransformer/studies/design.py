@@ -21,8 +21,8 @@ IDENTITY_VERSION = 1
 UPCYCLED = "upcycled to "
 """What start_from and data.tokenizer of a planned run begin with, where they name a model that the study makes."""
 LEARNING_RATE = "training.optimizer.learning_rate"
-NOT_PART_OF_A_RUN = ("name", "compare", "parallel", "evaluation_batch_tokens")
-NOT_PART_OF_TRAINING = ("checkpoint_every", "keep_checkpoints", "keep_every", "keep_steps")
+NOT_PART_OF_A_RUN = ("name", "compare", "parallel", "logs", "evaluation_batch_tokens")
+NOT_PART_OF_TRAINING = ("checkpoint", "checkpoint_every", "keep_checkpoints", "keep_every", "keep_steps")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -285,6 +285,17 @@ class Design:
             return self._seeds
         own = [self.config.axes[axis].values[value].seeds for axis, value in point.items()]
         return max(self.config.arms[arm].seeds or self.preset.seeds, *(number or 0 for number in own), 1)
+
+    def seeds(self) -> tuple[int, int]:
+        """Return the smallest and the largest number of seeds that an arm is compared at."""
+        reference = self.config.reference
+        pairs = [
+            min(self._count(arm, point), self._count(reference, point))
+            for arm in self.arms
+            for point in self.points
+            if arm != reference
+        ]
+        return (min(pairs), max(pairs)) if pairs else (0, 0)
 
     def described_arms(self) -> list[StudyArm]:
         """Return the arms as an index holds them."""

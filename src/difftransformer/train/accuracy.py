@@ -9,7 +9,6 @@ from ..model.nll import IGNORED, WHOLE_LOGITS
 from .config import TrainingConfig
 from .parallel import Mesh
 
-
 NEEDLE_DOCUMENTS = 128
 """Needle documents that are asked about, if there are not more validation windows than that."""
 
