@@ -10,7 +10,7 @@ from tokenizers.models import BPE
 from transformers import CompileConfig, PreTrainedTokenizerFast, QuantizedCache
 from transformers.generation.streamers import BaseStreamer
 
-from difftransformer.attention import VARIANTS, base, differential
+from difftransformer.attention import VARIANTS, base, head_norm
 from difftransformer.ops import attention
 from tests.support.generation import WAYS, cache_of, greedy, tiny
 from tests.support.oracle import relative_error
@@ -211,7 +211,7 @@ class TestADecodeStep:
         """One call of the op for each layer, with the cache's own tensors: no copy, and no key or value for every head."""
         calls = []
         op = attention.attend
-        for module in (base, differential):
+        for module in (base, head_norm):
             monkeypatch.setattr(module, "attend", lambda *args, **options: calls.append(args) or op(*args, **options))
         model = build(kind, groups)
         cache = cache_of(cache_kind, model, 12)

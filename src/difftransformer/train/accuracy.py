@@ -3,14 +3,11 @@
 import torch
 from torch import Tensor
 
-from ..data import Shards, needle_questions, validation_rows
+from ..data import CITIES_SEEN, Shards, needle_document_tokens, needle_questions, validation_rows
 from ..model import DiffTransformerForCausalLM
 from ..model.nll import IGNORED, WHOLE_LOGITS
 from .config import TrainingConfig
 from .parallel import Mesh
-
-NEEDLE_DOCUMENTS = 128
-"""Needle documents that are asked about, if there are not more validation windows than that."""
 
 
 @torch.no_grad()
@@ -20,11 +17,11 @@ def answer_accuracy(
     """Return the share of right answers in held-out data, or None where the data ask for none.
 
     Of examples (synthetic tasks, conversations), every scored token of the run's validation rows is an answer. Of needle
-    documents, an answer is a whole number, of NEEDLE_DOCUMENTS documents or more (see `needle_questions`). A token is
+    documents, an answer is a whole number, and there are `validation_windows` documents (see `needle_questions`). A token is
     right if it has the highest logit given all before it, so an answer of several tokens is right if greedy decoding gives it.
 
     None also where the logits of a row are so many that the loss takes them in chunks, and for needle documents where processes
-    divide the tokens of a row.
+    divide the tokens of a row, or where the shortest document is longer than a row.
     """
     context, documents = config.context_tokens, config.validation_windows
     at_once = WHOLE_LOGITS // (context * shards.tokenizer.vocab_size)
@@ -33,12 +30,15 @@ def answer_accuracy(
     if shards.records:
         whole, rows = False, validation_rows(shards, context, documents)
     elif config.retrieval is not None and config.retrieval.share > 0 and mesh.context == 1:
+        sizes = {"needles": 1, "asks": 1, "digits": config.retrieval.digits}
+        if needle_document_tokens(shards.tokenizer, **sizes, cities=CITIES_SEEN) > context:
+            return None
         questions = needle_questions(
             shards.tokenizer,
             shards.tokens("validation"),
             context_tokens=context,
             mix=config.retrieval,
-            documents=max(documents, NEEDLE_DOCUMENTS),
+            documents=documents,
             seed=0,
         )
         inputs, answers = map(torch.from_numpy, questions)
