@@ -46,6 +46,7 @@ PACKAGES = {
     "reading": "JSON and YAML of others",
     "errors": "one family of errors",
     "printable": "text that a terminal and a page can show",
+    "torchrun": "what torchrun has set",
 }
 
 

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from ..errors import ConfigError, FailedElsewhere
+from ..torchrun import started_by_torchrun, world_size
 from .arguments import check_device, check_positive
 
 if TYPE_CHECKING:
@@ -24,23 +25,25 @@ def run_together(run: Run, device: str, processes: int | None, check: Callable[[
         processes: Number of processes of this machine; None takes those that there are.
         check: Raises for bad input, before processes start or go on.
     """
-    from ..train.parallel import launch, started_by_torchrun
-
     check_positive(processes=processes)
-    if (processes or 1) > 1 and not started_by_torchrun():
-        check_device(device)
+    if not started_by_torchrun():
         check()
-        return launch(processes or 1, sys.argv[1:])
+        if (processes or 1) > 1:
+            from ..train.parallel import launch
+
+            check_device(device)
+            return launch(processes or 1, sys.argv[1:])
     with members(device, processes) as crew:
-        with crew.together():
-            check()
+        if crew.count > 1:
+            with crew.together():
+                check()
         return run(crew)
 
 
 @contextmanager
 def members(device: str, processes: int | None) -> "Iterator[Processes]":
     """Meet the processes of this command. A wrong device or number is said once."""
-    from ..train.parallel import joined, world_size
+    from ..train.parallel import joined
 
     if processes not in (None, count := world_size()):
         if os.environ.get("LOCAL_RANK", "0") != "0":

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..files import locked
 from ..sources import read_recipe
+from ..torchrun import started_by_torchrun
 from .arguments import SET, check_device, check_positive, use_threads
 from .console import log, resumable, show
 from .members import members
@@ -45,14 +46,14 @@ def run(
     """
     read_recipe(recipe)
     check_positive(processes=processes)
-    from ..train.parallel import launch, started_by_torchrun
-
     overrides = list(set or []) + ([f"training.seed={seed}"] if seed is not None else [])
     if dry_run:
         from ..studies import load_recipe
 
         return _describe(load_recipe(recipe, overrides))
     if (processes or 1) > 1 and not started_by_torchrun():
+        from ..train.parallel import launch
+
         check_device(device)
         flags = {"out": out, "device": None if device == "cpu" else device, "threads": threads, "processes": processes}
         words = [word for name, value in flags.items() if value is not None for word in (f"--{name}", str(value))]

@@ -2,4 +2,4 @@
 
 from .launch import launch
 from .mesh import Mesh
-from .processes import ALONE, Processes, is_lost_peer, joined, started_by_torchrun, world_size
+from .processes import ALONE, Processes, is_lost_peer, joined
