@@ -12,7 +12,6 @@ copyright = "the difftransformer authors"
 language = "en"
 
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
-exclude_patterns = ["results"]
 suppress_warnings = ["myst.strikethrough"]
 smartquotes = False
 myst_heading_anchors = 4
