@@ -32,7 +32,7 @@ def blocks(studies: Sequence[Studied]) -> dict[Path, dict[str, str]]:
     pages = {
         "README.md": {"demo": demo_table(demo)},
         "findings.md": {"retrieval": retrieval_table(), "demo": attention_table(demo)},
-        "choose.md": {"measured": choice_table(models, upcycled, studies)},
+        "choose.md": {"measured": choice_tables(models, upcycled, studies)},
         "performance.md": {
             "attention": attention_ratios(kernels),
             "peaked": printed(kernels, "peaked"),
@@ -226,31 +226,41 @@ def coverage_table() -> str:
     return Table("intervals", "Coverage of intervals", groups, cells, notes).markdown()
 
 
-def choice_table(models: Bench, upcycled: Upcycling, studies: Sequence[Studied]) -> str:
+def choice_tables(models: Bench, upcycled: Upcycling, studies: Sequence[Studied]) -> str:
     """Return what was measured of each attention type: time, and quality in a study and after upcycling."""
     study = next((one for name in ("variants", "controls") for one in studies if one.evidence.index.name == name), None)
+    works = ("training step", "prefill", "decoding")
     quality = ("held-out loss", "retrieval, seen cities", "retrieval, unseen cities")
-    rows = []
+    times, qualities = [], []
     for kind in TYPES:
-        times = [span(models.models, work) for work in ("training step", "prefill", "decoding")]
-        own = ["1"] * 3 if kind == "softmax" else times if kind == "diff" else [MISSING] * 3
-        rows.append([f"`{kind}`", *own, *studied_cells(study, kind, quality), upcycled_cell(upcycled, kind)])
-    titles = (
-        "`attention_type`", "training step", "prefill", "decoding", "training step in the study", *quality,
-        "upcycled: loss minus the unconverted model's, nats/token",
-    )  # fmt: skip
-    groups = tuple(Group(title, numeric=False) for title in titles)
+        timed = {"softmax": ["1"] * 3, "diff": [span(models.models, work) for work in works]}
+        ratio, *figures = studied_cells(study, kind, quality)
+        times.append([f"`{kind}`", *timed.get(kind, [MISSING] * 3), ratio])
+        qualities.append([f"`{kind}`", *figures, upcycled_cell(upcycled, kind)])
     sizes = ", ".join(dict.fromkeys(row.model for row in models.models))
-    notes = [f"Training step, prefill, decoding: over the twin's, smallest to largest of {sizes} in fp32 and bf16."]
+    time_notes = [
+        f"Over the twin's, smallest to largest of {sizes} in fp32 and bf16. Steps in the study are timed beside other runs."
+    ]
+    notes = ["Upcycled: one seed, 95 % interval over evaluation windows ([more](upcycling.md#continue-training))."]
     if study:
         index = study.evidence.index
-        notes.append(
+        notes.insert(
+            0,
             f"Study: `{index.command}` ([its section](findings.md#study-{index.name}-{index.preset}), "
             f"{progress_words(study.evidence)}), mean \u00b1 standard error over seeds, loss in bits/byte. Better, worse or "
-            "undecided: than the Transformer, by the study's rule. Its steps are timed beside other runs."
+            "undecided: than the Transformer, by the study's rule.",
         )
-    notes.append("Upcycled: one seed, 95 % interval over evaluation windows ([more](upcycling.md#continue-training)).")
-    return Table("measured", "What was measured", groups, rows, notes).markdown()
+    change = "upcycled: loss minus the unconverted model's, nats/token"
+    tables = (
+        Table("times", "Times", columns("`attention_type`", *works, "training step in the study"), times, time_notes),
+        Table("quality", "Quality", columns("`attention_type`", *quality, change), qualities, notes),
+    )
+    return "\n".join(table.markdown() for table in tables)
+
+
+def columns(*titles: str) -> tuple[Group, ...]:
+    """Return columns of words."""
+    return tuple(Group(title, numeric=False) for title in titles)
 
 
 def span(timings: Sequence[ModelTiming], work: str) -> str:

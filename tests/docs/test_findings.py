@@ -56,6 +56,10 @@ def cells_of(text):
     return [rows[0], *rows[2:]]
 
 
+def split_tables(text):
+    return re.findall(r"^\| `attention_type`.*?(?=^\| `attention_type`|\Z)", text, re.MULTILINE | re.DOTALL)
+
+
 def table_after(marker, page):
     return cells_of(page.read_text("utf-8").partition(marker)[2])
 
@@ -114,7 +118,7 @@ def test_the_figures_of_the_demo_are_those_of_its_file():
 def test_choose_a_variant_shows_what_a_study_measured(monkeypatch):
     """A type has the figures of its first arm, in the words of the study's rule; a type without a run has none."""
     monkeypatch.syspath_prepend(str(DOCS))
-    choice = importlib.import_module("measured").choice_table
+    choice = importlib.import_module("measured").choice_tables
     seen = StudyFigure(label="retrieval, seen cities", task="needle", name="accuracy", better="higher", unit="share")
     means = {"diff": 0.9, "diff_v2": 0.5, "softmax": 0.5}
     noise = {0: 0.01, 1: -0.01, 2: 0.02, 3: 0.0, 4: -0.02}
@@ -128,10 +132,14 @@ def test_choose_a_variant_shows_what_a_study_measured(monkeypatch):
     evidence = study(list(means), [seen], 5, make, name="variants")
     models = read_result(DOCS / "results" / "models-epyc-avx512-bf16.json", Bench)
     upcycled = read_result(DOCS / "results" / "upcycle.json", Upcycling)
-    rows = {row[0]: row[4:8] for row in cells_of(choice(models, upcycled, [studied(evidence)]))}
+    times, quality = map(cells_of, split_tables(choice(models, upcycled, [studied(evidence)])))
     missing = "not measured yet"
-    assert rows["`diff`"] == ["1.50", missing, "0.900 \u00b1 0.004, better", missing]
-    assert rows["`diff_v2`"][2].endswith(", undecided")
-    assert rows["`softmax`"] == ["1.00", missing, "0.500 \u00b1 0.007", missing]
-    assert rows["`dex`"] == rows["`grouped_diff`"] == [missing] * 4
-    assert {row[5] for row in cells_of(choice(models, upcycled, []))[1:]} == {missing}
+    ratios = {row[0]: row[-1] for row in times}
+    assert (ratios["`diff`"], ratios["`softmax`"], ratios["`dex`"]) == ("1.50", "1.00", missing)
+    rows = {row[0]: row[1:4] for row in quality}
+    assert rows["`diff`"] == [missing, "0.900 \u00b1 0.004, better", missing]
+    assert rows["`diff_v2`"][1].endswith(", undecided")
+    assert rows["`softmax`"] == [missing, "0.500 \u00b1 0.007", missing]
+    assert rows["`dex`"] == rows["`grouped_diff`"] == [missing] * 3
+    _, nothing = map(cells_of, split_tables(choice(models, upcycled, [])))
+    assert {cell for row in nothing[1:] for cell in row[1:4]} == {missing}
