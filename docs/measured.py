@@ -143,7 +143,7 @@ def by_model(study: Comparison | Upcycling, metrics: Sequence[MetricComparison],
         cells = [model.label]
         for metric in metrics:
             places, mine = metric_decimals(metric), metric.models[model.model]
-            cells += [fixed(mine.mean, places), fixed(mine.standard_error, places) if mine.standard_error else ""]
+            cells += [fixed(mine.mean, places), fixed(mine.standard_error, places)]
             if model.model in metric.differences:
                 change = bounded(metric.differences[model.model], metric.unit)
                 cells += [fixed(value, places, "+") for value in (change.mean, change.low, change.high)]
