@@ -92,6 +92,27 @@ def test_the_plain_model_to_the_last_digit(to, tmp_path):
     torch.testing.assert_close(first, second, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize(
+    ("to", "options"),
+    [
+        ("diff", {"lambda_form": "token"}),
+        ("diff", {"lambda_form": "head", "shared_key": True}),
+        ("diff_v2", {"lambda_form": "layer"}),
+        ("diff_v2", {"lambda_form": "scalar", "shared_key": False}),
+        ("grouped_diff", {"lambda_form": "token"}),
+        ("grouped_diff", {"lambda_form": "scalar"}),
+        ("grouped_diff_v2", {"lambda_form": "head"}),
+        ("grouped_diff_v2", {"lambda_form": "layer", "output_gate": False}),
+    ],
+)
+def test_options_away_from_their_defaults_keep_the_function(to, options, tmp_path):
+    stock = saved(tmp_path / "source", num_attention_heads=6, num_key_value_heads=2)
+    upcycle_folder(tmp_path / "source", tmp_path / "made", to=to, **options)
+    ours = DiffTransformerForCausalLM.from_pretrained(tmp_path / "made")
+    assert all(getattr(ours.config, name) == value for name, value in options.items())
+    torch.testing.assert_close(ours.double()(ids_of()).logits, stock.double()(ids_of()).logits, rtol=0, atol=2e-5)
+
+
 @pytest.mark.parametrize("to", DIFFERENTIAL)
 def test_everything_new_learns(to, tmp_path):
     """lambda from the first step; what only lambda lets through, from the second."""
@@ -250,6 +271,8 @@ class TestRefusals:
             ({"to": "softmax+wide"}, "or softmax+TYPE with one of them"),
             ({"to": "diff", "lambda_init": 0.5}, "lambda_init=0.5: the model would not keep its function"),
             ({"to": "diff", "lambda_value": 0.5}, "lambda_value=0.5: the model would not keep its function"),
+            ({"to": "diff_v2", "head_scale": 0.5}, "head_scale=0.5: the model would not keep its function"),
+            ({"to": "grouped_diff_v2", "lambda_init": 0.8}, "lambda_init=0.8: the model would not keep its function"),
             (
                 {"to": "softmax", "softmax_head_norm": "gain"},
                 "softmax_head_norm='gain': the model would not keep its function; leave it out, which means 'none'",

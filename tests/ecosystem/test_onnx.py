@@ -1,9 +1,12 @@
-"""ONNX by `torch.onnx.export(dynamo=True)`, computed by onnxruntime at other lengths than the exported ones."""
+"""ONNX by torch and by transformers, computed by onnxruntime at other lengths than the exported ones."""
+
+import copy
 
 import pytest
 import torch
 from torch import nn
 from torch.export import Dim
+from transformers import DynamicCache, StaticCache
 
 from difftransformer.attention import VARIANTS
 from difftransformer.ops import inverse_frequencies, rotary_tables
@@ -74,3 +77,43 @@ def test_every_variant(onnx):
     hidden = torch.randn(3, 17, 40)
     for found, wanted in zip(run(hidden), module(hidden), strict=True):
         assert relative_error(found, wanted) < 1e-5
+
+
+def step(model, rows, past, length, slots=None):
+    """A forward's keywords after `past` tokens: the next `length` ones, with padding, beside a cache of free or fixed size."""
+    ids = tokens(rows, past + length)
+    mask = torch.ones(rows, slots or past + length, dtype=torch.long)
+    mask[0, :2] = 0
+    cache = DynamicCache(config=model.config) if slots is None else StaticCache(model.config, max_cache_len=slots)
+    with torch.no_grad():
+        model(ids[:, :past], attention_mask=mask[:, : slots or past], past_key_values=cache, use_cache=True)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)[:, past : past + length]
+    words = {"attention_mask": mask, "position_ids": positions, "past_key_values": cache, "use_cache": True}
+    return {"input_ids": ids[:, past:]} | words
+
+
+@pytest.mark.parametrize(
+    ("name", "slots", "others"),
+    [
+        ("diff", None, ((2, 7, 3), (3, 9, 1), (1, 12, 5))),
+        ("grouped_diff", None, ((2, 7, 3), (3, 9, 1))),
+        ("diff_v2", 16, ((2, 7, 3), (2, 11, 3))),
+    ],
+)
+def test_with_a_cache(name, slots, others, needs):
+    """By transformers' exporter, whose graph takes the cache and returns it; rows, tokens and a past that grow are free."""
+    needs("onnxscript")
+    needs("onnxruntime")
+    from transformers.exporters.exporter_onnx import OnnxConfig, OnnxExporter
+
+    model = tiny(attention_type=name, num_hidden_layers=1, hidden_size=40, num_attention_heads=10, head_dim=4).eval()
+    exported = OnnxExporter().export(model, step(model, *others[0], slots), OnnxConfig(dynamic=slots is None))
+    for sizes in others:
+        given = step(model, *sizes, slots)
+        with torch.no_grad():
+            wanted = model(**copy.deepcopy(given))
+        found = exported(**copy.deepcopy(given))
+        assert relative_error(found.logits, wanted.logits) < 1e-5
+        (layer,), (expected,) = found.past_key_values.layers, wanted.past_key_values.layers
+        assert relative_error(layer.keys, expected.keys) < 1e-5
+        assert relative_error(layer.values, expected.values) < 1e-5

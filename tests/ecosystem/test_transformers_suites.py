@@ -1,7 +1,7 @@
 """transformers' own test suites: what passes for Llama passes for every attention type, or the table says why not.
 
-The suites are those of the installed release, from its source distribution. This lacks the generation and the export suite;
-DIFFTRANSFORMER_TRANSFORMERS_TESTS names the folder `tests` of a checkout of transformers that has them.
+The suites are those of the installed release, from its source distribution. This lacks the generation and the export suite.
+DIFFTRANSFORMER_TRANSFORMERS_TESTS names the folder `tests` of a checkout of transformers that has them; they then run too.
 """
 
 import csv
@@ -21,7 +21,7 @@ from tests.support.transformers_suites import layout
 OUTCOMES = ("passed", "skipped", "failed")  # from best to worst
 with Path(layout.__file__).with_name("exceptions.csv").open(encoding="utf-8", newline="") as table:
     ROWS = {(row["attention_type"], row["test"]): row["reason"] for row in csv.DictReader(table)}
-FEWEST_PASSED = 110  # of Llama; a suite that is skipped as a whole shows nothing
+FEWEST_PASSED = 119  # of Llama; a suite that is skipped as a whole shows nothing
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def test_table():
     assert all(ROWS.values())
 
 
-@pytest.mark.slow(minutes=4)
+@pytest.mark.slow(minutes=6)
 def test_what_passes_for_llama_passes(archive, needs, tmp_path):
     needs("parameterized")
     layout.lay_out(archive, tmp_path, os.environ.get("DIFFTRANSFORMER_TRANSFORMERS_TESTS"))

@@ -5,10 +5,13 @@ import pickle
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from difftransformer import DiffTransformerForCausalLM
 from difftransformer.cli.main import main
+from difftransformer.convert.checkpoint_io import WeightsReader
 from difftransformer.data import byte_tokenizer
 from difftransformer.errors import CheckpointError
 from difftransformer.model.weights import weights_files
@@ -187,3 +190,16 @@ def test_broken_chat_templates(template, tmp_path, capsys):
     line = capsys.readouterr().err
     assert "chat template" in line
     assert line.count("\n") == 1
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:torch.distributed")
+def test_pieces_of_several_processes(tmp_path):
+    """transformers opens what `save_pretrained(distributed_checkpoint=True)` writes; what reads whole tensors refuses it."""
+    model = tiny_folders.model()
+    model.config.save_pretrained(tmp_path / "pieces")
+    writer = HuggingFaceStorageWriter(str(tmp_path / "pieces"), save_distributed=True)
+    dcp.save({name: tensor.clone() for name, tensor in model.state_dict().items()}, storage_writer=writer, no_dist=True)
+    found = DiffTransformerForCausalLM.from_pretrained(tmp_path / "pieces").state_dict()
+    assert all(torch.equal(found[name], tensor) for name, tensor in model.state_dict().items())
+    with pytest.raises(CheckpointError, match="consolidate_distributed_checkpoint"):
+        WeightsReader(tmp_path / "pieces")

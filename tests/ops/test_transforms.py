@@ -5,7 +5,9 @@ import torch
 from torch.autograd import forward_ad
 from torch.export import Dim
 from torch.func import grad, hessian, jacrev, jvp, vjp, vmap
+from transformers.exporters.utils import apply_patches
 
+import difftransformer.model  # noqa: F401  # tells transformers' exporters what they replace
 from difftransformer.errors import BackendUnavailable
 from difftransformer.ops import differential_attention, normed_differential_attention
 from tests.support import oracle
@@ -164,3 +166,11 @@ def test_onnx_gets_operators_that_it_knows(monkeypatch):
     program = exported()
     assert not any("difftransformer" in str(node.target) for node in program.graph.nodes)
     torch.testing.assert_close(program.module()(x), SelfAttention()(x))
+
+
+@pytest.mark.parametrize("runtime", ["onnx", "openvino", "executorch"])
+def test_transformers_exporters_get_operators_that_other_runtimes_know(runtime):
+    with apply_patches(runtime):
+        program = exported()
+    assert not any("difftransformer" in str(node.target) for node in program.graph.nodes)
+    assert any("difftransformer" in str(node.target) for node in exported().graph.nodes)

@@ -10,7 +10,7 @@ query, E value width, M model width.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, cast
 
@@ -293,8 +293,8 @@ class Attention(nn.Module):
         return {"": REPLICATED} | dict.fromkeys(PROJECTIONS[:3], "colwise") | {"o_proj": "rowwise"}
 
     @classmethod
-    def upcycled_options(cls, config: AttentionConfig) -> dict[str, Any]:
-        """Return the options with which a pretrained Transformer's model keeps its function."""
+    def upcycled_options(cls, config: AttentionConfig, chosen: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the options with which a pretrained Transformer's model keeps its function, beside those chosen."""
         return {}
 
     @classmethod

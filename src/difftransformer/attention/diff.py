@@ -1,10 +1,7 @@
 """Differential attention, V1 (arXiv:2410.05258): the difference of two softmax maps, normalised head by head."""
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from torch import Tensor
-
-from .base import AttentionConfig, PlainLayer
 from .differential import Differential, DifferentialOptions
 
 
@@ -27,17 +24,3 @@ class DifferentialAttention(Differential):
     defaults: ClassVar[DifferentialOptions] = DifferentialOptions(
         lambda_form="layer", head_norm="gain", shared_key=False
     )
-
-    @classmethod
-    def upcycled_options(cls, config: AttentionConfig) -> dict[str, Any]:
-        """Keep every head as one differential head; see `_same_heads`."""
-        return cls._same_heads(config)
-
-    @classmethod
-    def upcycled(cls, name: str, shape: tuple[int, ...], plain: PlainLayer) -> Tensor:
-        """Give both maps the Transformer's queries and keys."""
-        if name == "q_proj.weight":
-            return plain.twice(name, plain.config.num_attention_heads)
-        if name == "k_proj.weight":
-            return plain.twice(name, plain.config.num_key_value_heads)
-        return super().upcycled(name, shape, plain)

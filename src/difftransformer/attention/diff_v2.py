@@ -2,9 +2,6 @@
 
 from typing import ClassVar
 
-from torch import Tensor
-
-from .base import PlainLayer
 from .differential import Differential, DifferentialOptions
 
 
@@ -25,12 +22,3 @@ class DifferentialAttentionV2(Differential):
     defaults: ClassVar[DifferentialOptions] = DifferentialOptions(
         lambda_form="token", head_norm="none", shared_key=True
     )
-
-    @classmethod
-    def upcycled(cls, name: str, shape: tuple[int, ...], plain: PlainLayer) -> Tensor:
-        """Give both maps the Transformer's queries. lambda is sigmoid(0) = 1/2, so W_O doubles."""
-        if name == "q_proj.weight":
-            return plain.twice(name, plain.config.num_attention_heads)
-        if name == "o_proj.weight":
-            return 2 * plain.read(name)
-        return plain.zeros(shape) if name == "lambda_proj.weight" else super().upcycled(name, shape, plain)

@@ -9,7 +9,7 @@ choice is an option of its own.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, Self, get_args
 
@@ -240,8 +240,8 @@ class Differential(NormedAttention):
         return cls.options_of(config).parameters(cls.layout_of(config), config.hidden_size)
 
     @classmethod
-    def _same_heads(cls, config: AttentionConfig) -> dict[str, Any]:
-        """Return options that keep every head with a value of D, without a norm, and start at lambda 0.
+    def upcycled_options(cls, config: AttentionConfig, chosen: Mapping[str, Any]) -> dict[str, Any]:
+        """Keep every head, with a value of D and without a norm, and start at lambda 0, or at 1/2 where it is a sigmoid.
 
         A headwise norm would discard the size of each row, which a pretrained W_O has learned to read.
         """
@@ -257,7 +257,19 @@ class Differential(NormedAttention):
 
     @classmethod
     def upcycled(cls, name: str, shape: tuple[int, ...], plain: PlainLayer) -> Tensor:
-        """Make the exponents of lambda equal, so that they cancel, and copy the rest."""
+        """Give both maps the Transformer's queries and keys, and make the exponents of lambda equal, so that they cancel.
+
+        Where lambda is sigmoid(0) = 1/2, W_O doubles.
+        """
+        options, config = cls.options_of(plain.config), plain.config
+        if name == "q_proj.weight":
+            return plain.twice(name, config.num_attention_heads)
+        if name == "k_proj.weight" and not options.shared_key:
+            return plain.twice(name, config.num_key_value_heads)
+        if name == "o_proj.weight" and options.lambda_form == "token":
+            return 2 * plain.read(name)
+        if name == "lambda_proj.weight":
+            return plain.zeros(shape)
         if name in LAMBDA_VECTORS:
             return plain.normal(name[:-1], shape, LAMBDA_STD)  # one draw for lambda_q1 and lambda_q2
         if name == LAMBDA_OFFSET:

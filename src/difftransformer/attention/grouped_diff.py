@@ -1,5 +1,6 @@
 """Grouped differential attention: many signal heads, and few noise heads that they share."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -103,16 +104,21 @@ class GroupedDifferentialAttention(SharedNoise):
         return cls.heads(signal, noise, groups, config.head_dim, cls.option(config, "value_head_dim"))
 
     @classmethod
-    def upcycled_options(cls, config: AttentionConfig) -> dict[str, Any]:
-        """Keep every head as a signal head, and add the fewest noise heads that the keys and the known ratios allow."""
+    def upcycled_options(cls, config: AttentionConfig, chosen: Mapping[str, Any]) -> dict[str, Any]:
+        """Keep every head as a signal head, and add the fewest noise heads that the keys and the known ratios allow.
+
+        Lambda by token cannot start at 0, so the maps of a head must cancel: every head gets a noise head of its own.
+        """
         heads, groups = config.num_attention_heads, config.num_key_value_heads
-        ratios = (*SIGNAL_HEADS_PER_NOISE_HEAD, *range(2, heads + 1), 1)
+        ratios = (
+            (*SIGNAL_HEADS_PER_NOISE_HEAD, *range(2, heads + 1), 1) if chosen.get("lambda_form") != "token" else (1,)
+        )
         noise = next(
             heads // ratio
             for ratio in ratios
             if heads % ratio == 0 and (heads // ratio % groups == 0 or groups % (heads // ratio) == 0)
         )
-        return cls._same_heads(config) | {"num_noise_heads": noise}
+        return super().upcycled_options(config, chosen) | {"num_noise_heads": noise}
 
     @classmethod
     def upcycled(cls, name: str, shape: tuple[int, ...], plain: PlainLayer) -> Tensor:

@@ -1,6 +1,7 @@
 """Grouped differential attention with lambda by token, shared keys and an output gate (Motif 3)."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -125,27 +126,17 @@ class GroupedDifferentialAttentionV2(SharedNoise):
         return plan | {"gate_proj": "colwise"} if cls.option(config, "output_gate") else plan
 
     @classmethod
-    def upcycled_options(cls, config: AttentionConfig) -> dict[str, Any]:
-        """Give every head a noise head of its own: lambda, a sigmoid, cannot start at 0, so maps must cancel within a head."""
-        heads = config.num_attention_heads
-        return {
-            "num_differential_heads": heads,
-            "num_noise_heads": heads,
-            "num_differential_key_value_heads": config.num_key_value_heads,
-        }
+    def upcycled_options(cls, config: AttentionConfig, chosen: Mapping[str, Any]) -> dict[str, Any]:
+        """Give every head a noise head of its own, so that the maps of a head can cancel where lambda cannot start at 0."""
+        return super().upcycled_options(config, chosen) | {"num_noise_heads": config.num_attention_heads}
 
     @classmethod
     def upcycled(cls, name: str, shape: tuple[int, ...], plain: PlainLayer) -> Tensor:
-        """Give both maps the Transformer's queries. lambda and the gate are sigmoid(0) = 1/2, so W_O is multiplied by 4."""
-        if name == "q_proj.weight":
-            return plain.twice(name, plain.config.num_attention_heads)
-        if name == "o_proj.weight":
-            return (4 if cls.option(plain.config, "output_gate") else 2) * plain.read(name)
-        return (
-            plain.zeros(shape)
-            if name.startswith(("lambda_proj", "gate_proj"))
-            else super().upcycled(name, shape, plain)
-        )
+        """Let the gate start at sigmoid(0) = 1/2, for which W_O doubles once more."""
+        if name == "gate_proj.weight":
+            return plain.zeros(shape)
+        made = super().upcycled(name, shape, plain)
+        return 2 * made if name == "o_proj.weight" and cls.option(plain.config, "output_gate") else made
 
     def op_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Pair every signal query with a copy of its noise query, which makes queries (B, H, T, 2 D)."""

@@ -1,5 +1,6 @@
 """Plain softmax attention: the Transformer twin's layer."""
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from .base import REPLICATED, AttentionConfig, HeadLayout, Option
@@ -86,7 +87,7 @@ class SoftmaxAttention(NormedAttention):
         return plan | {"head_norm": REPLICATED} if cls.norm_of(config) == "gain" else plan
 
     @classmethod
-    def upcycled_options(cls, config: AttentionConfig) -> dict[str, Any]:
+    def upcycled_options(cls, config: AttentionConfig, chosen: Mapping[str, Any]) -> dict[str, Any]:
         """Have no norm, which would discard the size of each row."""
         return {"softmax_head_norm": "none"}
 

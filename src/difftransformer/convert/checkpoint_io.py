@@ -23,7 +23,7 @@ from ..errors import CheckpointError, ConfigError, DiffTransformerError
 from ..files import naming
 from ..model import DiffTransformerConfig
 from ..model.foreign import FOREIGN_FAULTS, on_one_line
-from ..model.weights import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, check_inside, weight_map, weights_files
+from ..model.weights import CONFIG_FILE, INDEX_FILE, PIECES, WEIGHTS_FILE, check_inside, weight_map, weights_files
 from ..reading import read_json
 from .conversion import Conversion, Shape, check_tensors
 from .diffllama import from_diffllama, to_diffllama
@@ -169,6 +169,11 @@ class WeightsReader:
         self._dtypes: dict[str, str] = {}
         self.shapes: dict[str, Shape] = {}
         self.files = weights_files(folder)
+        if Path(self.files[0]).match(PIECES):
+            raise CheckpointError(
+                f"{folder / self.files[0]} has one process's pieces of the tensors; first call "
+                "transformers.distributed.consolidate_distributed_checkpoint on the folder"
+            )
         try:
             for name in self.files:
                 self._list(name)

@@ -12,6 +12,8 @@ Every source head stays one head, with a value of its own width, so that odd hea
 | `dex`     | W_D (random) and lambda (0) for each chosen head        | lambda is 0                                    |
 | `softmax+TYPE` | MLPs wider by as many parameters as TYPE adds      | the new columns of down_proj are 0             |
 
+With another lambda_form, lambda starts at 0 as in `diff`, or by token at 1/2 as in `diff_v2`.
+
 Each lambda has a gradient from the first step, and what only lambda lets through from the second.
 
 A headwise norm would discard the size of every row, which W_O has learned to read, so `diff` starts without one.
@@ -83,7 +85,9 @@ def from_llama(
     fields |= kept_options(kind, config, options)
     ours = DiffTransformerConfig(**fields, architectures=["DiffTransformerForCausalLM"], dtype=config.dtype)
     if matched is not None:
-        larger = DiffTransformerConfig(**fields | {"attention_type": matched.name} | matched.upcycled_options(config))
+        larger = DiffTransformerConfig(
+            **fields | {"attention_type": matched.name} | matched.upcycled_options(config, {})
+        )
         ours.intermediate_size = matching_width(ours, count(larger).parameters)
     ties = TIES if config.tie_word_embeddings else {}
     with torch.device("meta"):
@@ -164,7 +168,7 @@ def kept_options(kind: type[Attention], config: AttentionConfig, options: Mappin
     Raises:
         ConfigError: a given option is another than that.
     """
-    needed = kind.upcycled_options(config)
+    needed = kind.upcycled_options(config, options)
     for name, value in options.items():
         if name in needed and value != needed[name]:
             raise ConfigError(

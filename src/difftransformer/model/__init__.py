@@ -1,5 +1,6 @@
 """The language model, its configuration, presets and counts. Importing it registers the model with transformers."""
 
+from . import exporting
 from .config import DiffTransformerConfig
 from .counts import Counts, count, matching_width, weights_and_kv_bytes
 from .heads import (

@@ -56,7 +56,7 @@ def arrange_rows(
         position_ids = places.unsqueeze(0)
     elif length > 1 and cu_seqlens is None:
         mask = None
-        if attention_mask is not None and attention_mask.dim() == 2 and len(attention_mask) == batch:
+        if attention_mask is not None and attention_mask.dim() == 2 and attention_mask.shape[0] == batch:
             # Not the last columns: beside a static cache, the mask is as wide as the cache. `_key_padding` refuses a mask
             # that is too narrow.
             mask = attention_mask[:, places.clamp(max=attention_mask.shape[1] - 1)]

@@ -76,6 +76,19 @@ class DiffTransformerPreTrainedModel(PreTrainedModel):  # type: ignore[misc]
     def _can_set_attn_implementation(cls) -> bool:
         return True
 
+    def _resolve_parallel_plans(self, distributed_config: Any) -> tuple[dict[str, str], dict[str, str], dict[str, str]]:
+        # FSDP2 shards a layer's parameters together, in one dtype. Where vectors of the layer itself stay in fp32, transformers
+        # gives the layer a group of its own, from which its submodules must be taken first.
+        tensors, experts, sharded = super()._resolve_parallel_plans(distributed_config)
+        parts = {
+            f"{name}.{part}": sharded[name]
+            for name, module in self.named_modules()
+            if name in sharded and isinstance(module, Attention)
+            for part, child in module.named_children()
+            if any(True for _ in child.parameters())
+        }
+        return tensors, experts, parts | sharded
+
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *arguments: Any, **options: Any) -> Any:
         """Open a model as `PreTrainedModel.from_pretrained` does, from safetensors inside the folder alone.

@@ -14,6 +14,7 @@ CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
 INDEX_FILE = WEIGHTS_FILE + ".index.json"
 GENERATION_FILE = "generation_config.json"
 ADAPTER_FILE, ADAPTER_CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
+PIECES = "shard-*-model-*-of-*.safetensors"  # one of each process, of save_pretrained(distributed_checkpoint=True)
 PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
@@ -37,6 +38,8 @@ def weights_files(folder: Path) -> list[str]:
         return [WEIGHTS_FILE]
     if listed:
         return sorted(set(listed.values()))
+    if pieces := sorted(path.name for path in folder.glob(PIECES)):
+        return pieces
     if pickles := sorted(path.name for pattern in PICKLES for path in folder.glob(pattern)):
         raise CheckpointError(
             f"{folder / pickles[0]} is a pickle, which can run code when it is opened, and is not read; load the model with "

@@ -157,7 +157,8 @@ def _distrust(name: str, device: torch.device, dtype: torch.dtype) -> str | None
 
 
 @torch.compiler.assume_constant_result
-def _is_exported_to_onnx() -> bool:
+def is_for_another_runtime() -> bool:
+    """Return whether a program is traced that PyTorch will not run: it may have no operators of this package."""
     return torch.compiler.is_exporting() and torch.onnx.is_in_onnx_export()
 
 
@@ -214,8 +215,8 @@ def _known(name: str) -> Backend:
 
 
 def _first_of_table(problem: Problem, device: torch.device | None) -> Backend:
-    if _is_exported_to_onnx():
-        return BACKENDS["reference"]  # ONNX has no operator for the others
+    if is_for_another_runtime():
+        return BACKENDS["reference"]
     for row in TABLE:
         if not row.fits(problem):
             continue

@@ -20,14 +20,16 @@ from transformers import (
 import difftransformer as ours
 from difftransformer.attention import VARIANTS
 
-from . import test_executorch, test_tensor_parallel_mixin
+from . import test_executorch, test_fsdp_mixin, test_tensor_parallel_mixin
 from .generation.test_utils import GenerationTesterMixin
 from .test_configuration_common import ConfigTester
+from .test_fsdp_mixin import FSDPTesterMixin
 from .test_modeling_common import ModelTesterMixin, ids_tensor
 from .test_tensor_parallel_mixin import TensorParallelTesterMixin
 from .test_training_mixin import TrainingTesterMixin
 
 test_tensor_parallel_mixin.TP_DISTRIBUTED_TEST_MODEL_TYPES = None  # every model type, not only theirs
+test_fsdp_mixin.FSDP_DISTRIBUTED_TEST_MODEL_TYPES = None
 
 LLAMA = (
     LlamaConfig,
@@ -92,7 +94,7 @@ class Tester:
         return self.get_config(), {"input_ids": ids, "attention_mask": torch.tril(torch.ones_like(ids))}
 
 
-class Suite(ModelTesterMixin, GenerationTesterMixin, TrainingTesterMixin, TensorParallelTesterMixin):
+class Suite(ModelTesterMixin, GenerationTesterMixin, TrainingTesterMixin, TensorParallelTesterMixin, FSDPTesterMixin):
     """The suites of one model."""
 
     classes, options = OURS, {}
@@ -111,6 +113,11 @@ class Suite(ModelTesterMixin, GenerationTesterMixin, TrainingTesterMixin, Tensor
         config = copy.copy(config)
         config.num_attention_heads = self.model_tester.num_attention_heads  # of the maps that the model returns
         super()._check_attentions_for_generate(config=config, **generated)
+
+    def attention_mask_padding_matches_padding_free_with_position_ids(self, *arguments, **options):
+        # The test takes this attribute, which says that attention is dispatched by name, for support of packed rows.
+        with mock.patch.object(self.classes[2], "_supports_attention_backend", True):
+            super().attention_mask_padding_matches_padding_free_with_position_ids(*arguments, **options)
 
     def test_config(self):
         self.config_tester.run_common_tests()

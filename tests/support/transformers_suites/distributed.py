@@ -4,10 +4,31 @@ import multiprocessing
 import os
 import socket
 
+import torch
 import torch.distributed as dist
 from torch.multiprocessing import start_processes
 
 multiprocessing.set_forkserver_preload(["torch", "tests.test_cases"])  # processes then start without importing again
+
+
+def _get_distributed_backend():
+    return "gloo"
+
+
+def _get_distributed_device_type():
+    return "cpu"
+
+
+def _get_rank_device(rank):
+    return torch.device("cpu")
+
+
+def _set_rank_device(rank):
+    pass
+
+
+def _start_rank_processes(function, args, nprocs):
+    start_processes(function, args=args, nprocs=nprocs, start_method="forkserver")
 
 
 def run_distributed(world_size):
@@ -17,9 +38,7 @@ def run_distributed(world_size):
         def start(*arguments):
             with socket.create_server(("127.0.0.1", 0)) as server:
                 port = server.getsockname()[1]
-            start_processes(
-                _process, args=(function, world_size, port, arguments), nprocs=world_size, start_method="forkserver"
-            )
+            _start_rank_processes(_process, (function, world_size, port, arguments), world_size)
 
         return start
 
