@@ -1,0 +1,200 @@
+"""Models that are built and divided before their matrices have values. Each process then gets its part of the values alone.
+
+A matrix on the meta device has a shape and no memory. Operations on it are noted together with the state of the random
+generator, and done when its values are due: for one whole matrix at a time, on the CPU, whatever the mesh. So the values are to
+the bit those of a model that is built whole, and no process holds more than its part and one matrix.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+Index: TypeAlias = tuple[slice, ...]
+Read: TypeAlias = Callable[[str, Index], Tensor]
+
+
+class Unfilled:
+    """A model whose matrices have no values yet.
+
+    Args:
+        build: Builds the model.
+        read: Returns the part of a parameter at an index, by the parameter's name, if the values of what `build` makes come
+            from elsewhere. None draws them as `build` does, and keeps its vectors.
+
+    Attributes:
+        network: The model, with its matrices on the meta device.
+    """
+
+    def __init__(self, build: Callable[[], Any], read: Read | None = None) -> None:
+        self._notes, self._read = _Notes(), read
+        with _without_matrices():
+            if read is None:
+                with self._notes:
+                    self.network = build()
+            else:
+                self.network = build()
+        self._before = {name: parameter.detach() for name, parameter in self.network.named_parameters()}
+
+    def change(self, change: Callable[[Any], object]) -> None:
+        """Change the model, such as by adding modules, of which new matrices are drawn."""
+        with _without_matrices(), self._notes:
+            change(self.network)
+        self._before = {name: parameter.detach() for name, parameter in self.network.named_parameters()}
+
+    @torch.no_grad()
+    def fill(self, device: str) -> None:
+        """Move the model, which may have been divided since, to a device, and give it its values.
+
+        Names and parameter objects stay what they are.
+        """
+        tensors = [*self.network.named_parameters(), *self.network.named_buffers()]
+        there = {name: tensor.detach().to(device) for name, tensor in tensors if not tensor.is_meta}
+        with _same_parameters():
+            self.network.to_empty(device=device)
+        for name, buffer in self.network.named_buffers():
+            buffer.copy_(there[name])
+        for name, parameter in self.network.named_parameters():
+            own, index = part(parameter)
+            if not own.numel():
+                continue
+            if self._notes.knows(self._before[name]):
+                own.copy_(self._notes.value(self._before[name])[index])
+            elif self._read is not None:
+                own.copy_(self._read(name, index))
+            else:
+                own.copy_(there[name])
+
+
+def part(parameter: Tensor) -> tuple[Tensor, Index]:
+    """Return this process's part of a parameter, and where it is in the whole."""
+    if not isinstance(parameter, DTensor):
+        return parameter, tuple(slice(0, size) for size in parameter.shape)
+    own = parameter.to_local()
+    shape, offsets = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    assert shape == own.shape
+    return own, tuple(slice(begin, begin + size) for begin, size in zip(offsets, shape, strict=True))
+
+
+class _Note(NamedTuple):
+    operator: Any
+    arguments: tuple[Any, ...]
+    options: dict[str, Any]
+    result: Any
+    state: Tensor | None  # of the random generator, if the operator draws
+
+
+class _Notes(TorchDispatchMode):
+    """Notes the operations on meta tensors, and takes from the random generator what they take on others.
+
+    Notes speak of storages, and a tensor is a place in one. So views need no notes.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._count = 0
+        self._storages: dict[int, Any] = {}  # kept, so that each has an address of its own
+        self._of: dict[int, dict[int, _Note]] = {}  # by number, what the values in a storage follow from
+
+    def __torch_dispatch__(self, operator: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        """Run an operation, and note it if a meta tensor takes part."""
+        options = options or {}
+        read = _meta((arguments, options))
+        if not read:
+            return operator(*arguments, **options)
+        state = None
+        if torch.Tag.nondeterministic_seeded in operator.tags:
+            state = torch.get_rng_state()
+            on_cpu = tree_map_only(Tensor, lambda tensor: torch.empty_like(tensor, device="cpu"), arguments)
+            operator(*on_cpu, **options)
+        result = operator(*arguments, **options)
+        if operator.is_view:
+            return result
+        written = {_key(tensor): tensor.untyped_storage() for tensor in _meta(result)}
+        before: dict[int, _Note] = {}
+        if operator.name() not in _OVERWRITE or not _is_whole(arguments[0]):
+            for tensor in read:
+                before |= self._of.get(_key(tensor), {})
+        self._storages |= written
+        # Aliases of the tensors, because a parameter may become another tensor.
+        note = tree_map_only(Tensor, Tensor.detach, _Note(operator, arguments, options, result, state))
+        for key in written:
+            self._of[key] = before | {self._count: note}
+        self._count += 1
+        return result
+
+    def knows(self, tensor: Tensor) -> bool:
+        """Whether the values of a tensor follow from notes."""
+        return tensor.is_meta and _key(tensor) in self._of
+
+    def value(self, tensor: Tensor) -> Tensor:
+        """Return the values of a meta tensor, on the CPU."""
+        storages: dict[int, Any] = {}
+
+        def real(meta: Tensor) -> Tensor:
+            if not meta.is_meta:
+                return meta
+            if _key(meta) not in storages:
+                storages[_key(meta)] = torch.UntypedStorage(meta.untyped_storage().nbytes())
+            place = meta.storage_offset(), meta.shape, meta.stride()
+            return torch.empty(0, dtype=meta.dtype).set_(storages[_key(meta)], *place)
+
+        with torch.random.fork_rng(devices=[]):
+            for _, note in sorted(self._of[_key(tensor)].items()):
+                if note.state is not None:
+                    torch.set_rng_state(note.state)
+                arguments, options = tree_map_only(Tensor, real, (note.arguments, note.options))
+                found = note.operator(*arguments, **options)
+                for meta, made in zip(tree_leaves(note.result), tree_leaves(found), strict=True):
+                    storages.setdefault(_key(meta), made.untyped_storage())
+        return real(tensor)
+
+
+# Operators that write all of their first argument, and read nothing of it.
+_OVERWRITE = {"aten::normal_", "aten::uniform_", "aten::fill_.Scalar", "aten::zero_"}
+
+
+def _meta(values: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.is_meta]
+
+
+def _key(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
+
+
+@contextmanager
+def _without_matrices() -> Iterator[None]:
+    """Put the matrices of modules that are built on the meta device. Vectors and buffers are as they always are."""
+
+    def move(module: nn.Module, name: str, parameter: nn.Parameter | None) -> Any:
+        if parameter is None or parameter.is_meta or parameter.dim() < 2:
+            return None
+        return nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+
+    hook = register_module_parameter_registration_hook(move)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+@contextmanager
+def _same_parameters() -> Iterator[None]:
+    """Let modules that move to another device keep their parameter objects, which may be tied."""
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        yield
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
