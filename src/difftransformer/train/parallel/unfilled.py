@@ -5,6 +5,7 @@ generator, and done when its values are due: for one whole matrix at a time, on 
 the bit those of a model that is built whole, and no process holds more than its part and one matrix.
 """
 
+import mmap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeAlias
@@ -112,8 +113,7 @@ class _Notes(TorchDispatchMode):
         state = None
         if torch.Tag.nondeterministic_seeded in operator.tags:
             state = torch.get_rng_state()
-            on_cpu = tree_map_only(Tensor, lambda tensor: torch.empty_like(tensor, device="cpu"), arguments)
-            operator(*on_cpu, **options)
+            operator(*tree_map_only(Tensor, lambda tensor: _on_cpu(tensor, _memory(tensor)), arguments), **options)
         result = operator(*arguments, **options)
         if operator.is_view:
             return result
@@ -142,9 +142,8 @@ class _Notes(TorchDispatchMode):
             if not meta.is_meta:
                 return meta
             if _key(meta) not in storages:
-                storages[_key(meta)] = torch.UntypedStorage(meta.untyped_storage().nbytes())
-            place = meta.storage_offset(), meta.shape, meta.stride()
-            return torch.empty(0, dtype=meta.dtype).set_(storages[_key(meta)], *place)
+                storages[_key(meta)] = _memory(meta)
+            return _on_cpu(meta, storages[_key(meta)])
 
         with torch.random.fork_rng(devices=[]):
             for _, note in sorted(self._of[_key(tensor)].items()):
@@ -167,6 +166,19 @@ def _meta(values: Any) -> list[Tensor]:
 
 def _key(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
+
+
+def _memory(meta: Tensor) -> Any:
+    """Return a storage on the CPU of the size of a tensor's storage.
+
+    Its memory goes back to the system at once. The small tensors that stay would keep a heap from shrinking.
+    """
+    pages = mmap.mmap(-1, max(1, meta.untyped_storage().nbytes()))
+    return torch.frombuffer(pages, dtype=torch.uint8).untyped_storage()
+
+
+def _on_cpu(meta: Tensor, storage: Any) -> Tensor:
+    return torch.empty(0, dtype=meta.dtype).set_(storage, meta.storage_offset(), meta.shape, meta.stride())
 
 
 def _is_whole(tensor: Tensor) -> bool:
