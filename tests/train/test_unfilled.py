@@ -1,7 +1,6 @@
 """Models that are divided before they have values: the same weights as a model built whole, and the memory of a part."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ from difftransformer.train.parallel.unfilled import part
 from difftransformer.train.parallel.weights import whole
 from difftransformer.typed import build
 from tests.support.parallel_steps import HEADS, VARIANTS, settings, start_code
+from tests.support.peak_memory import LINUX, forget_peak, resident
 from tests.support.tiny_models import tiny, tiny_config
 
 CASES = {
@@ -137,23 +137,18 @@ def read_parts(processes, folder):
 def peak_bytes(processes):
     """Memory that building, dividing and filling takes at its peak; bytes of the part; of the largest matrix; of the model."""
     config = tiny_config(**LARGE)
-    Path("/proc/self/clear_refs").write_text("5")  # sets the peak to what is in use
-    before = resident("VmRSS")
+    forget_peak()
+    before = resident()
     placed = divided(processes, Unfilled(lambda: build_model(config, 3)), MESHES["fsdp"])
-    peak = resident("VmHWM") - before
+    peak = resident(peak=True) - before
     parameters = list(placed.parameters())
     held = sum(part(parameter)[0].numel() for parameter in parameters)
     sizes = [parameter.numel() for parameter in parameters]
     return [peak, *(4 * count for count in (held, max(sizes), sum(sizes)))]
 
 
-def resident(name):
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
-    return 1024 * int(line.split()[1])
-
-
 @pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak is read from Linux")
+@pytest.mark.skipif(not LINUX, reason="the peak is read from Linux")
 def test_every_process_of_a_mesh_gets_its_part_alone(tmp_path):
     tiny(attention_type="grouped_diff", num_attention_heads=10, head_dim=4).to(torch.bfloat16).save_pretrained(tmp_path)
     workers = start_code(4, IN_EACH_PROCESS, tmp_path)
