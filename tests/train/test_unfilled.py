@@ -45,7 +45,7 @@ def test_values_are_those_of_a_model_built_whole(word, initialization):
 
 
 def test_values_that_follow_from_others():
-    """What is computed from drawn matrices, in parts of them, and again by another module."""
+    """What is computed from drawn matrices, in parts of them, and what has values before it is a parameter."""
 
     class Odd(torch.nn.Module):
         def __init__(self):
@@ -58,6 +58,11 @@ def test_values_that_follow_from_others():
                 self.first[1:3].uniform_(-1, 1)
                 self.first[0] = self.second[0, :4] - 1
             self.third = torch.nn.Linear(4, 5)
+            self.fourth = torch.nn.Parameter(torch.rand(3, 3))
+            drawn = torch.empty(3, 2)
+            self.fifth = torch.nn.Parameter(torch.nn.init.normal_(drawn))
+            self.sixth = torch.nn.Parameter(torch.empty_like(self.fifth))
+            torch.nn.init.xavier_uniform_(self.sixth)
 
     def build():
         with torch.random.fork_rng():
@@ -65,6 +70,8 @@ def test_values_that_follow_from_others():
             return Odd()
 
     start = Unfilled(build)
+    assert not start.network.fourth.is_meta
+    assert start.network.third.weight.is_meta
     start.fill("cpu")
     for name, tensor in build().state_dict().items():
         assert torch.equal(start.network.state_dict()[name], tensor), name

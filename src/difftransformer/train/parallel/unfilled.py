@@ -7,7 +7,7 @@ the bit those of a model that is built whole, and no process holds more than its
 
 import mmap
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -25,10 +25,12 @@ Read: TypeAlias = Callable[[str, Index], Tensor]
 class Unfilled:
     """A model whose matrices have no values yet.
 
+    Matrices that a module makes with values, and does not fill in afterwards, have them at once, as vectors do.
+
     Args:
         build: Builds the model.
         read: Returns the part of a parameter at an index, by the parameter's name, if the values of what `build` makes come
-            from elsewhere. None draws them as `build` does, and keeps its vectors.
+            from elsewhere. None takes those that `build` gives them.
 
     Attributes:
         network: The model, with its matrices on the meta device.
@@ -36,18 +38,24 @@ class Unfilled:
 
     def __init__(self, build: Callable[[], Any], read: Read | None = None) -> None:
         self._notes, self._read = _Notes(), read
-        with _without_matrices():
-            if read is None:
-                with self._notes:
-                    self.network = build()
-            else:
-                self.network = build()
-        self._before = {name: parameter.detach() for name, parameter in self.network.named_parameters()}
+        self.network: Any = None
+        self._build(build, noted=read is None)
 
     def change(self, change: Callable[[Any], object]) -> None:
-        """Change the model, such as by adding modules, of which new matrices are drawn."""
-        with _without_matrices(), self._notes:
+        """Change the model in place, such as by adding modules, of which new matrices are drawn."""
+
+        def changed() -> Any:
             change(self.network)
+            return self.network
+
+        self._build(changed, noted=True)
+
+    def _build(self, build: Callable[[], Any], *, noted: bool) -> None:
+        with (
+            _without_memory(self._notes.take_empty if noted else lambda _: True),
+            self._notes if noted else nullcontext(),
+        ):
+            self.network = build()
         self._before = {name: parameter.detach() for name, parameter in self.network.named_parameters()}
 
     @torch.no_grad()
@@ -71,7 +79,7 @@ class Unfilled:
             elif self._read is not None:
                 own.copy_(self._read(name, index))
             else:
-                own.copy_(there[name])
+                parameter.copy_(there[name])
 
 
 def part(parameter: Tensor) -> tuple[Tensor, Index]:
@@ -103,13 +111,20 @@ class _Notes(TorchDispatchMode):
         self._count = 0
         self._storages: dict[int, Any] = {}  # kept, so that each has an address of its own
         self._of: dict[int, dict[int, _Note]] = {}  # by number, what the values in a storage follow from
+        self._empty: dict[int, Any] = {}  # storages on the CPU that hold no values yet
 
     def __torch_dispatch__(self, operator: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
         """Run an operation, and note it if a meta tensor takes part."""
         options = options or {}
         read = _meta((arguments, options))
         if not read:
-            return operator(*arguments, **options)
+            made = operator(*arguments, **options)
+            for tensor in tree_leaves(made):
+                if isinstance(tensor, Tensor) and not operator.is_view:
+                    self._empty.pop(_key(tensor), None)
+                    if operator.name().startswith(_EMPTY):
+                        self._empty[_key(tensor)] = tensor.untyped_storage()
+            return made
         state = None
         if torch.Tag.nondeterministic_seeded in operator.tags:
             state = torch.get_rng_state()
@@ -129,6 +144,10 @@ class _Notes(TorchDispatchMode):
             self._of[key] = before | {self._count: note}
         self._count += 1
         return result
+
+    def take_empty(self, tensor: Tensor) -> bool:
+        """Whether a tensor on the CPU holds no values yet. It is about to be replaced by one on the meta device if so."""
+        return self._empty.pop(_key(tensor), None) is not None
 
     def knows(self, tensor: Tensor) -> bool:
         """Whether the values of a tensor follow from notes."""
@@ -156,6 +175,7 @@ class _Notes(TorchDispatchMode):
         return real(tensor)
 
 
+_EMPTY = ("aten::empty", "aten::new_empty")
 # Operators that write all of their first argument, and read nothing of it.
 _OVERWRITE = {"aten::normal_", "aten::uniform_", "aten::fill_.Scalar", "aten::zero_"}
 
@@ -186,11 +206,11 @@ def _is_whole(tensor: Tensor) -> bool:
 
 
 @contextmanager
-def _without_matrices() -> Iterator[None]:
-    """Put the matrices of modules that are built on the meta device. Vectors and buffers are as they always are."""
+def _without_memory(is_meant: Callable[[Tensor], bool]) -> Iterator[None]:
+    """Put those matrices of modules that are meant on the meta device. Vectors and buffers are as they always are."""
 
     def move(module: nn.Module, name: str, parameter: nn.Parameter | None) -> Any:
-        if parameter is None or parameter.is_meta or parameter.dim() < 2:
+        if parameter is None or parameter.is_meta or parameter.dim() < 2 or not is_meant(parameter):
             return None
         return nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
 
