@@ -8,6 +8,7 @@ import os
 import socket
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -48,7 +49,7 @@ def run(folder, shards, steps, *, layout, processes, variants=(*VARIANTS,), logs
     from difftransformer.data import Shards
     from difftransformer.model import DiffTransformerConfig
     from difftransformer.train import LogsConfig, ParallelConfig, build_model, train
-    from difftransformer.train.parallel import Mesh
+    from difftransformer.train.parallel import Mesh, Unfilled
     from difftransformer.typed import build
 
     parallel = build(ParallelConfig, layout, source="", error=ValueError)
@@ -58,7 +59,9 @@ def run(folder, shards, steps, *, layout, processes, variants=(*VARIANTS,), logs
             attention_type=name, vocab_size=opened.tokenizer.vocab_size, **HEADS | VARIANTS[name]
         )
         mesh, run = Mesh(processes, parallel), Path(folder) / name
-        placed = mesh.place(build_model(model, config.seed), config)
+        start = Unfilled(partial(build_model, model, config.seed))
+        placed = mesh.place(start.network, config)
+        start.fill("cpu")
         weights = {name: whole(weight.detach()) for name, weight in placed.named_parameters()}
         if processes.is_first:
             run.mkdir(parents=True, exist_ok=True)

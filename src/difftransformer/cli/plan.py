@@ -117,7 +117,7 @@ def _document(plan: "Plan") -> dict[str, Any]:
 
 
 def _trace(config: Any, training: Any, plan: "Plan") -> dict[str, Any]:
-    """Trace the chosen layout where heads, tokens and the step are whole, else say why not."""
+    """Trace the chosen layout, or say why that cannot be done."""
     from ..train.trace import traced_bytes
 
     try:

@@ -199,11 +199,11 @@ class WeightsReader:
             self._open(self._where[name])
         return self._file.get_tensor(name)  # type: ignore[no-any-return]
 
-    def read_rows(self, name: str, begin: int, end: int) -> Tensor:
-        """Load some rows of one tensor."""
+    def read_part(self, name: str, index: tuple[slice, ...]) -> Tensor:
+        """Load a part of one tensor, of at least one dimension."""
         if self._where[name] != self._opened:
             self._open(self._where[name])
-        return self._file.get_slice(name)[begin:end]  # type: ignore[no-any-return]
+        return self._file.get_slice(name)[index]  # type: ignore[no-any-return]
 
     @property
     def shard_bytes(self) -> int:

@@ -3,68 +3,71 @@
 No process ever holds all weights. Every process computes the same rows, so answers are to the bit those of one process.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import AutoModelForCausalLM
 
 from ..convert.checkpoint_io import WeightsReader
 from ..errors import CheckpointError, ConfigError
 from ..model.dtypes import DTYPES, WeightsDtype
-from ..train.parallel import Processes
+from ..model.weights import ADAPTER_FILE
+from ..train.lora import BASE
+from ..train.parallel import Processes, Unfilled
 
 
-def divide(config: Any, weights: WeightsReader, *, dtype: WeightsDtype, processes: Processes) -> Any:
-    """Build a causal language model whose matrices are divided among processes, and read each process's part of them.
+def unfilled(config: Any, weights: WeightsReader, *, dtype: WeightsDtype) -> Unfilled:
+    """Build a causal language model, of which each process is to read its part of the weights.
 
     Args:
         config: Configuration of the model.
-        weights: Its weights, by the names of its parameters.
+        weights: Its weights, by the names of its parameters; open until the model is filled.
         dtype: Floating-point type of the weights. "auto" keeps the type in which they were saved.
-        processes: This process and the others.
 
     Raises:
         CheckpointError: Weights are missing, or have other names or shapes than the model's parameters.
-        ConfigError: There is one process only, or the weights are quantized.
+        ConfigError: The weights are quantized, or an adapter lies beside them.
+    """
+    if getattr(config, "quantization_config", None) is not None:
+        raise ConfigError(
+            f"{weights.folder}: quantized weights cannot be read in parts; save the model in bf16 or fp32"
+        )
+    if (weights.folder / ADAPTER_FILE).is_file():
+        raise ConfigError(f"{weights.folder / ADAPTER_FILE}: adapters are not read in parts; merge them into the model")
+    kind = DTYPES[dtype] if dtype != "auto" else config.dtype or torch.float32
+    names: dict[str, str] = {}
+    model = Unfilled(
+        lambda: AutoModelForCausalLM.from_config(config, dtype=kind),
+        lambda name, index: weights.read_part(names[name.replace(BASE, "")], index),
+    )
+    names |= _names(model.network, weights)
+    return model
+
+
+def divide(config: Any, weights: WeightsReader, *, dtype: WeightsDtype, processes: Processes) -> Any:
+    """Open a causal language model whose matrices are divided among processes, each of which reads its part of them.
+
+    Args:
+        config, weights, dtype: See `unfilled`.
+        processes: This process and the others.
+
+    Raises:
+        CheckpointError: See `unfilled`.
+        ConfigError: There is one process only, or as in `unfilled`.
     """
     if processes.count == 1:
         raise ConfigError("--divide_weights true: there is one process; add --processes N, or omit it")
-    if getattr(config, "quantization_config", None) is not None:
-        raise ConfigError(f"{weights.folder}: quantized weights cannot be divided; omit --divide_weights")
-    kind = DTYPES[dtype] if dtype != "auto" else config.dtype or torch.float32
-    with _without_storage():
-        network = AutoModelForCausalLM.from_config(config, dtype=kind)
-    names = _names(network, weights)
+    model = unfilled(config, weights, dtype=dtype)
+    network = model.network
     vectors = {parameter for parameter in network.parameters() if parameter.dim() < 2}
     mesh = init_device_mesh(processes.device, (processes.count,))
     layers = [module for module in network.modules() if type(module).__name__ in (network._no_split_modules or ())]
     for module in [*layers, network]:
         fully_shard(module, mesh=mesh, reshard_after_forward=True, ignored_params=vectors)
-    buffers = {name: buffer.to(processes.device) for name, buffer in network.named_buffers()}
-    network.to_empty(device=processes.device)
-    with torch.no_grad():
-        for name, buffer in network.named_buffers():
-            buffer.copy_(buffers[name])
-        for name, parameter in network.named_parameters():
-            own, begin = parameter, 0
-            if isinstance(parameter, DTensor):
-                own = parameter.to_local()
-                _, offsets = compute_local_shape_and_global_offset(
-                    parameter.shape, parameter.device_mesh, parameter.placements
-                )
-                begin = offsets[0]
-            if own.numel():
-                own.copy_(
-                    weights.read_rows(names[name], begin, begin + own.shape[0]) if own.dim() else weights.read(name)
-                )
+    model.fill(processes.device)
     return network.eval()
 
 
@@ -72,22 +75,6 @@ def plain_class(network: nn.Module) -> type[nn.Module]:
     """Return the class of a model, which FSDP2 has replaced where it divides the weights."""
     kinds = (kind for kind in type(network).__mro__ if issubclass(kind, nn.Module))
     return next(kind for kind in kinds if not issubclass(kind, FSDPModule))
-
-
-@contextmanager
-def _without_storage() -> Iterator[None]:
-    """Put every parameter of the modules that are built on the meta device. Buffers are as they always are."""
-
-    def move(module: nn.Module, name: str, parameter: nn.Parameter | None) -> Any:
-        if parameter is None or parameter.is_meta:
-            return None
-        return nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
-
-    hook = register_module_parameter_registration_hook(move)
-    try:
-        yield
-    finally:
-        hook.remove()
 
 
 def _names(network: Any, weights: WeightsReader) -> dict[str, str]:
@@ -103,8 +90,8 @@ def _names(network: Any, weights: WeightsReader) -> dict[str, str]:
         found = next((alias for alias in aliases if alias in weights.shapes), None)
         if found is None or tuple(weights.shapes[found]) != shape:
             raise CheckpointError(
-                f"{weights.folder}: weight {name} of shape {list(shape)} is missing or of another shape; where transformers "
-                "renames weights as it opens them, they cannot be divided: omit --divide_weights"
+                f"{weights.folder}: weight {name} of shape {list(shape)} is missing or of another shape; save the model "
+                "again. Where transformers renames weights as it opens them, omit --divide_weights"
             )
         names[name] = found
     if unknown := sorted(weights.shapes.keys() - set(names.values()) - tied.keys()):

@@ -1,14 +1,14 @@
 """Open a saved model: the network alone, or a language model with its tokenizer that evaluations can query."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from ..acceleration import IMPLEMENTATION, AcceleratedDiffLlamaAttention, accelerate, restore
 from ..convert.checkpoint_io import WeightsReader
@@ -21,12 +21,13 @@ from ..model import DiffTransformerConfig
 from ..model.dtypes import DTYPES, WeightsDtype
 from ..model.foreign import FOREIGN_FAULTS, on_one_line
 from ..model.quiet import quietly
+from ..model.weights import GENERATION_FILE
 from ..reading import LARGEST_INT
 from ..results import ModelIdentity
 from ..train.checkpoint import STATE_FILE, verify_checkpoint
-from ..train.parallel import ALONE, Processes
+from ..train.parallel import ALONE, Processes, Unfilled
 from ..typed import short
-from .divided import divide, plain_class
+from .divided import divide, plain_class, unfilled
 from .source import source_folder
 
 # A Hugging Face folder with a tokenizer has at least one of these files.
@@ -74,7 +75,7 @@ def open_model(
         if (folder / STATE_FILE).exists():
             verify_checkpoint(folder)
         local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-        try:
+        with _named(folder):
             config = AutoConfig.from_pretrained(folder, **local)
             if model_type not in (None, config.model_type):
                 raise ValueError(f"its model_type is {config.model_type!r}, not {model_type!r}")
@@ -100,10 +101,6 @@ def open_model(
                         use_safetensors=True,
                         **local,
                     )
-        except DiffTransformerError:
-            raise
-        except FOREIGN_FAULTS as error:
-            raise CheckpointError(f"{folder}: cannot be opened as a language model ({on_one_line(error)})") from error
     _check_special_tokens(network, folder)
     for problem in ("missing", "unexpected") if is_ours else ("missing",):
         if names := found[f"{problem}_keys"]:
@@ -111,6 +108,47 @@ def open_model(
     if config.model_type == "diffllama":
         accelerate(network)
     return network
+
+
+@contextmanager
+def open_unfilled(
+    model: Path | str, adapt: Callable[[Any], Any] = lambda own: own, *, verify: bool = True
+) -> Iterator[Unfilled]:
+    """Open a model of this package or of `families` in fp32, to be divided. Filling it reads this process's part alone.
+
+    Args:
+        model: See `open_model`.
+        adapt: Returns the configuration to build it by, from its own. Parameters have the same names and shapes.
+        verify: Whether to compare the files of a checkpoint with their sums, which reads all of them.
+
+    Raises:
+        CheckpointError: The model is damaged, incomplete or of another type, or cannot be opened.
+        ConfigError: Its weights are quantized or adapters, or one that `adapt` raises.
+    """
+    with ExitStack() as stack:
+        folder = stack.enter_context(source_folder(model))
+        if verify and (folder / STATE_FILE).exists():
+            verify_checkpoint(folder)
+        with quietly(), _named(folder):
+            config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            weights = stack.enter_context(WeightsReader(folder))
+            _check_size(config, weights, AutoModelForCausalLM)
+            start = unfilled(adapt(config), weights, dtype="fp32")
+            if (folder / GENERATION_FILE).is_file():
+                start.network.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+        _check_special_tokens(start.network, folder)
+        yield start
+
+
+@contextmanager
+def _named(folder: Path) -> Iterator[None]:
+    """Name the folder in what other packages raise about it."""
+    try:
+        yield
+    except DiffTransformerError:
+        raise
+    except FOREIGN_FAULTS as error:
+        raise CheckpointError(f"{folder}: cannot be opened as a language model ({on_one_line(error)})") from error
 
 
 def _check_special_tokens(network: Any, folder: Path) -> None:

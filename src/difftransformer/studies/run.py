@@ -6,20 +6,20 @@ The folder holds the resolved recipe; what is whole in it already is not done ag
 import shutil
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..data import Shards, prepare_shards
+from ..data import Shards, Tokenizer, prepare_shards
 from ..errors import EXIT_ERROR, EXIT_INTERRUPTED, CheckpointError, ConfigError, DiffTransformerError
 from ..evals.engine import Task
-from ..hub import open_model
+from ..hub import open_unfilled
 from ..model import DiffTransformerConfig, DiffTransformerForCausalLM
 from ..results import TaskResult
 from ..train import Interrupted, checkpoints, train
-from ..train.parallel import Mesh, Processes
+from ..train.parallel import Mesh, Processes, Unfilled
 from ..train.run_summary import RECIPE_FILE
 from .evaluation import evaluate_checkpoint, evaluations_folder, found_results
 from .recipe import Recipe, load_recipe, recipe_dict, save_recipe
@@ -58,24 +58,15 @@ def train_run(
 ) -> DiffTransformerForCausalLM:
     """Train the recipe's model in a run folder, or continue where it was stopped; in one process if there is no mesh."""
     mesh = mesh or Mesh(parallel=recipe.parallel)
-    with mesh.processes.together():
-        start, config = _model(recipe, shards)
-    return train(recipe.training, config, shards, folder, start=start, mesh=mesh, logs=recipe.logs, **options)
+    with ExitStack() as stack:
+        with mesh.processes.together():
+            start = _start(recipe, shards.tokenizer, stack, verify=mesh.processes.is_first)
+            config = _new_config(recipe, shards.tokenizer) if start is None else start.network.config
+        return train(recipe.training, config, shards, folder, start=start, mesh=mesh, logs=recipe.logs, **options)
 
 
-def _model(recipe: Recipe, shards: Shards) -> tuple[Any, DiffTransformerConfig]:
-    """Return the model that training starts from, or None, and its configuration."""
-    tokenizer = shards.tokenizer
-    start = None if recipe.start_from is None else open_model(recipe.start_from)
-    if start is not None and start.config.vocab_size < tokenizer.vocab_size:
-        raise ConfigError(
-            f"data.tokenizer has {tokenizer.vocab_size} tokens and the model of start_from {start.config.vocab_size}; "
-            "use the model's own tokenizer"
-        )
-    if start is not None and recipe.model:
-        start = _given_another_length(start, recipe)
-        return start, start.config
-    return start, recipe.model_config(
+def _new_config(recipe: Recipe, tokenizer: Tokenizer) -> DiffTransformerConfig:
+    return recipe.model_config(
         vocab_size=tokenizer.vocab_size,
         bos_token_id=tokenizer.end_of_text,
         eos_token_id=tokenizer.end_of_text,
@@ -83,24 +74,39 @@ def _model(recipe: Recipe, shards: Shards) -> tuple[Any, DiffTransformerConfig]:
     )
 
 
-def _given_another_length(start: DiffTransformerForCausalLM, recipe: Recipe) -> DiffTransformerForCausalLM:
-    """Build the recipe's model with the weights of `start`.
+def _start(recipe: Recipe, tokenizer: Tokenizer, stack: ExitStack, *, verify: bool) -> Unfilled | None:
+    """Return the model that training starts from, or None. Its files stay open with `stack`.
 
     Raises:
-        ConfigError: They differ in more than positions and rotary settings.
+        ConfigError: It has fewer tokens than the tokenizer, or the recipe's model differs in more than positions and rotary
+            settings.
     """
-    special = {name: getattr(start.config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    config = recipe.model_config(vocab_size=start.config.vocab_size, **special)
-    before, after = start.config.to_dict(), config.to_dict()
+    if recipe.start_from is None:
+        return None
+
+    def adapt(own: DiffTransformerConfig) -> DiffTransformerConfig:
+        if own.vocab_size < tokenizer.vocab_size:
+            raise ConfigError(
+                f"data.tokenizer has {tokenizer.vocab_size} tokens and the model of start_from {own.vocab_size}; use the "
+                "model's own tokenizer"
+            )
+        return _of_another_length(own, recipe) if recipe.model else own
+
+    return stack.enter_context(open_unfilled(recipe.start_from, adapt, verify=verify))
+
+
+def _of_another_length(own: DiffTransformerConfig, recipe: Recipe) -> DiffTransformerConfig:
+    """Return the recipe's configuration, with the special tokens of the model that it starts from."""
+    special = {name: getattr(own, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    config = recipe.model_config(vocab_size=own.vocab_size, **special)
+    before, after = own.to_dict(), config.to_dict()
     for name in DiffTransformerConfig.field_types():
         if name not in ("max_position_embeddings", "rope_parameters") and before.get(name) != after.get(name):
             raise ConfigError(
                 f"model.{name} is {after.get(name)!r}, and {before.get(name)!r} in start_from {recipe.start_from}; only "
                 "max_position_embeddings and rope_parameters may change, or use model: {}"
             )
-    model = DiffTransformerForCausalLM(config)
-    model.load_state_dict(start.state_dict())
-    return model
+    return config
 
 
 def run_results(

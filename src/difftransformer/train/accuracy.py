@@ -45,6 +45,8 @@ def answer_accuracy(
         whole, rows = True, torch.stack([inputs, answers, torch.arange(context).expand_as(inputs)], 1)
     else:
         return None
+    if mesh.context > 1 and config.pack_documents:
+        at_once = 1  # `mesh.inputs` divides one packed row at a time
     held, counts = mesh.own_rows(rows)
     model.eval()
     device = mesh.processes.device

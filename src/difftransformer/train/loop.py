@@ -26,7 +26,7 @@ from .inside import look_inside
 from .lora import add_lora
 from .metrics import METRICS_FILE, FaultMetrics, InsideMetrics, Metrics, MetricsLog, StepMetrics, ValidationMetrics
 from .optim import build_optimizer, learning_rate
-from .parallel import Mesh, Processes
+from .parallel import Mesh, Processes, Unfilled
 from .recompute import recompute_activations
 from .saving import Saver
 from .speed import Speed
@@ -67,7 +67,7 @@ def train(
     run: Path,
     *,
     device: str = "cpu",
-    start: DiffTransformerForCausalLM | None = None,
+    start: Unfilled | None = None,
     mesh: Mesh | None = None,
     logs: LogsConfig | None = None,
     on_metrics: Callable[[Metrics], None] = lambda metrics: None,
@@ -84,7 +84,7 @@ def train(
         shards: Tokens to train on.
         run: Folder for metrics.jsonl and checkpoints/.
         device: Device to train on.
-        start: Model of that configuration to start from; None builds a new one from the seed.
+        start: Model of that configuration to start from, whose values are read; None builds a new one from the seed.
         mesh: What this process and the others of the run compute; None for a single process. The first process writes.
         logs: What the metrics hold beside the loss, and where else they go.
         on_metrics: Called with all metrics of the run, in the first process.
@@ -106,9 +106,9 @@ def train(
     with processes.together():
         mesh.check(model_config, config)
         run.mkdir(parents=True, exist_ok=True)
-        model = build_model(model_config, config.seed) if start is None else start.float()
-        if config.lora is not None:
-            add_lora(model, config.lora, seed=config.seed)
+        start = start or Unfilled(lambda: build_model(model_config, config.seed))
+        if (lora := config.lora) is not None:
+            start.change(lambda model: add_lora(model, lora, seed=config.seed))
         loader = Loader(
             shards,
             split="train",
@@ -120,12 +120,14 @@ def train(
             retrieval=config.retrieval,
             pack_documents=config.pack_documents,
         )
+    model: DiffTransformerForCausalLM = start.network
     if hasattr(model, "loss_chunk_tokens"):
         part_tokens = config.batch_tokens // config.accumulation // mesh.row_ranks // mesh.context
         chunk = loss_chunk(part_tokens, model_config.vocab_size, processes.device)
         model.loss_chunk_tokens = config.loss_chunk_tokens or chunk
     recompute_activations(model, config)
     model = mesh.place(model, config)
+    start.fill(processes.device)
     model.train()
     optimizer = build_optimizer(model, config.optimizer)
     step, tokens, seconds, watch = 0, 0, 0.0, GradientWatch(config.outlier_sigmas)

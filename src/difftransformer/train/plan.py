@@ -1,8 +1,8 @@
 """Memory, communication and time of a training run on many GPUs, by formula: nothing is built.
 
 Weights, gradients and both moments of AdamW are in fp32 and divided as FSDP2 divides them, layer by layer. The embedding and
-the output layer form a group of their own, which is whole on every rank during a step. Activations are what autograd keeps of a
-layer as `model/` writes it.
+the output layer form a group of their own, which is gathered on every rank during a step; where heads are divided, so is their
+vocabulary if the degree divides it. Activations are what autograd keeps of a layer as `model/` writes it.
 """
 
 import itertools
@@ -49,6 +49,10 @@ class Layout:
     def copies(self) -> int:
         """Number of ranks that hold the same weights."""
         return self.replicate if self.shard > 1 else self.replicate * self.context
+
+    def root_parts(self, vocab_size: int) -> int:
+        """Number of ranks among which the embedding and the output layer are divided as heads are: if it divides them."""
+        return self.tensor if vocab_size % self.tensor == 0 else 1
 
     @property
     def ranks(self) -> int:
@@ -161,7 +165,8 @@ def rank_bytes(sizes: Sizes, layout: Layout) -> RankBytes:
 
     That is in the loss, in the backward pass of the last layer, or in the update.
     """
-    layer, root = sizes.layer_weights / layout.tensor, sizes.root_weights
+    root_parts = layout.root_parts(sizes.vocab_size)
+    layer, root = sizes.layer_weights / layout.tensor, sizes.root_weights / root_parts
     weights = sizes.layers * layer + root
     own = FP32 * weights / layout.parts
     tokens = layout.micro_rows * sizes.row_tokens // layout.context
@@ -174,12 +179,12 @@ def rank_bytes(sizes: Sizes, layout: Layout) -> RankBytes:
     gathered = FP32 * root if layout.ranks > 1 else casts * sizes.layers * layer
     gathered_layers, reduced = (2 * sizes.low * layer, (sizes.low + FP32) * layer) if layout.ranks > 1 else (0.0, 0.0)
 
-    head = sizes.vocab_size * sizes.width
+    head = sizes.vocab_size * sizes.width / root_parts
     chunk = sizes.chunk_tokens or loss_chunk(tokens, sizes.vocab_size, "cuda")
     if chunk is None:  # logits, their logarithms and their gradient, and the weight in low precision
         logits = tokens * sizes.vocab_size * (2 * FP32 + casts) + casts * head
     else:
-        logits = min(chunk, tokens) * sizes.vocab_size * (FP32 + casts) + (2 * casts + FP32) * head
+        logits = min(chunk, tokens) * sizes.vocab_size / root_parts * (FP32 + casts) + (2 * casts + FP32) * head
     in_layer = (2 * sizes.low * sizes.inner_width / layout.tensor + 2 * FP32 * sizes.width) * tokens
     moments: list[dict[str, float]] = [
         {
@@ -205,13 +210,18 @@ def rank_bytes(sizes: Sizes, layout: Layout) -> RankBytes:
 def communicated_bytes(sizes: Sizes, layout: Layout) -> int:
     """Compute the bytes that a rank sends in a step, with ring collectives."""
     layers = sizes.layers * sizes.layer_weights / layout.tensor
+    root_parts = layout.root_parts(sizes.vocab_size)
+    root = sizes.root_weights / root_parts
     tokens = layout.micro_rows * sizes.row_tokens / layout.context * layout.accumulation
     parts, copies = layout.parts, layout.copies
-    gathered = layout.accumulation * (2 * sizes.low * layers + FP32 * sizes.root_weights) * (parts - 1) / parts
-    gradients = FP32 * (layers + sizes.root_weights)
+    gathered = layout.accumulation * (2 * sizes.low * layers + FP32 * root) * (parts - 1) / parts
+    gradients = FP32 * (layers + root)
     reduced = gradients * (parts - 1) / parts + 2 * gradients / parts * (copies - 1) / copies
     again = 3 if layout.recompute else 2  # forward passes and the backward pass
-    summed = again * 2 * 2 * sizes.low * sizes.width * tokens * sizes.layers * (layout.tensor - 1) / layout.tensor
+    stream = 2 * sizes.width * tokens  # numbers that a rank sends, but for its own part, to add up hidden states
+    summed = again * 2 * sizes.low * stream * sizes.layers * (layout.tensor - 1) / layout.tensor
+    # The embeddings in fp32, and the gradient of what the output layer reads.
+    summed += (FP32 + sizes.low) * stream * (root_parts - 1) / root_parts
     exchanged = sizes.low * sizes.exchanged_values / layout.tensor * tokens * sizes.layers
     exchanged *= again * (layout.context - 1) / layout.context
     return round(gathered + reduced + summed + exchanged)

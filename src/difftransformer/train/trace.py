@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
+from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ..errors import ConfigError
@@ -31,13 +32,11 @@ def traced_bytes(config: DiffTransformerConfig, training: TrainingConfig, layout
     Args:
         config: Model configuration.
         training: Training configuration.
-        layout: How ranks divide the run, without divided heads.
+        layout: How ranks divide the run.
 
     Raises:
-        ConfigError: The layout divides heads, or a process group exists already.
+        ConfigError: A process group exists already.
     """
-    if layout.tensor > 1:
-        raise ConfigError(f"tensor {layout.tensor}: PyTorch's tracker does not count divided heads right; set it to 1")
     with _fake_ranks(layout.ranks):
         rows = DataParallelConfig(replicate=layout.replicate, shard=layout.shard)
         degrees = ParallelConfig(data=rows, tensor=layout.tensor, context=layout.context)
@@ -83,20 +82,37 @@ def tracked_bytes(model: DiffTransformerForCausalLM, training: TrainingConfig, l
     for mine in own.values():  # as after the first step
         moments = {name: torch.zeros_like(mine) for name in ("exp_avg", "exp_avg_sq")}
         optimizer.state[mine] = {"step": torch.zeros(()), **moments}
-    tracker = MemTracker()
-    tracker.track_external(model, optimizer)
     parts = min(2, layout.accumulation)  # more hold no more
+
+    def compute(part: int) -> None:
+        mesh.synchronise(model, now=part == parts - 1)
+        with torch.autocast("cpu", torch.bfloat16, enabled=training.precision == "bf16"):
+            loss = summed_next_token_nll(model, ids, ids)
+        loss.backward()
+
+    if mesh.tensor > 1:  # DTensor runs each operation once on fake tensors of the whole shapes, to know the shapes
+        compute(parts - 1)
+        model.zero_grad()
+    tracker = _Tracker()
+    tracker.track_external(model, optimizer)
     with tracker:
         for part in range(parts):
-            mesh.synchronise(model, now=part == parts - 1)
-            with torch.autocast("cpu", torch.bfloat16, enabled=training.precision == "bf16"):
-                loss = summed_next_token_nll(model, ids, ids)
-            loss.backward()
+            compute(part)
             tracker.reset_mod_stats()  # which it has for one pass only; the peak stays
         for parameter, mine in own.items():
             mine.grad = _own(parameter.grad)  # type: ignore[arg-type]
         optimizer.step()
     return int(sum(found["Total"] for found in tracker.get_tracker_snapshot("peak").values()))
+
+
+class _Tracker(MemTracker):
+    """PyTorch's tracker below DTensor: of tensors that ranks divide, it sees the part of this one."""
+
+    def __torch_dispatch__(self, operator: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        """Track an operation on plain tensors."""
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        return super().__torch_dispatch__(operator, types, arguments, options)
 
 
 def _own(tensor: torch.Tensor) -> torch.Tensor:

@@ -3,3 +3,4 @@
 from .launch import launch
 from .mesh import Mesh
 from .processes import ALONE, Processes, is_lost_peer, joined
+from .unfilled import Unfilled

@@ -119,17 +119,15 @@ class Mesh:
                 )
 
     def place(self, model: DiffTransformerForCausalLM, training: TrainingConfig) -> DiffTransformerForCausalLM:
-        """Move a whole model to its place: on the device, and each process with its part of the weights."""
+        """Divide a whole model, whose matrices may be on the meta device: each process keeps its part of the weights."""
         layers = [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())]
         if training.compile:
             for layer in layers:
                 layer.compile()
         if self._weights is None:
-            return model.to(self.processes.device)
+            return model
         self._summed = set(_partly_used(model))
         kept = [parameter for parameter in model.parameters() if parameter.dim() < 2 or parameter in self._summed]
-        for parameter in kept:
-            parameter.data = parameter.data.to(self.processes.device)
         self._whole = [parameter for parameter in kept if parameter.requires_grad]
         if self.tensor > 1:
             split_layers(model, self._weights["tensor"])
