@@ -640,7 +640,7 @@ class TestTraining:
 class TestCompile:
     @pytest.mark.parametrize("kind", TYPES)
     def test_whole_forward_without_a_graph_break(self, kind):
-        model = tiny(attention_type=kind)
+        model = tiny(attention_type=kind, num_hidden_layers=1)
         ids = tokens(2, 13)
         mask = torch.ones_like(ids)
         mask[0, :4] = 0
