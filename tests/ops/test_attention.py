@@ -31,6 +31,7 @@ from tests.support.cases import (
     eager,
     expected,
     ints,
+    needs_kernels,
     new_memory_is_nan,
     op,
     peaked,
@@ -190,8 +191,15 @@ def spoiled(case, name, fill, function):
 
 
 @pytest.mark.parametrize("name", ["key", "value"])
-@pytest.mark.parametrize("backend", [*FLOAT64_BACKENDS, "flex"])
-@pytest.mark.parametrize("case", ISOLATED, ids=by_name)
+@pytest.mark.parametrize(
+    ("case", "backend"),
+    [
+        pytest.param(case, backend, marks=pytest.mark.slow if is_slow else (), id=f"{case.name}-{backend}")
+        for case in ISOLATED
+        for backend in (*FLOAT64_BACKENDS, "flex")
+        for is_slow in [backend == "flex" and case.name not in ("window", "mask of keys", "softmax")]
+    ],
+)
 def test_nan_reaches_only_queries_that_may_attend_to_it(case, backend, name):
     """The other outputs, and the gradients that come from them, keep every bit."""
 
@@ -437,7 +445,9 @@ print(json.dumps([peak(n) for n in (512, 4096, 8192)]))
 """
 
 
-@pytest.mark.parametrize("backend", [backend for backend in BACKENDS if backend not in ("reference", "sdpa", TRITON)])
+@pytest.mark.parametrize(
+    "backend", [pytest.param("chunked", marks=pytest.mark.slow), pytest.param("cpu", marks=needs_kernels)]
+)
 def test_memory_grows_linearly(backend):
     """Peak of forward + backward in a fresh process; one 8192 x 8192 map of one head alone would be 256 MiB."""
     done = fresh.run(MEMORY_PROGRAM, backend)
