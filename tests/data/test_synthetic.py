@@ -105,6 +105,15 @@ def test_recall(noise, multi_query):
     assert abs(share - slots) < 4 * (max(noise * (1 - noise), 1e-9) / (400 * 31)) ** 0.5
 
 
+def test_recall_trains_on_several_lengths():
+    options = {"length": 32, "train_lengths": [8, 16, 64], "examples": 300, "test_examples": 50}
+    task = synthetic_task("synthetic:noisy-recall", options)
+    train = draw_examples(task, 0, training=True)
+    assert [one.inputs.shape for one in train] == [(100, 7), (100, 15), (100, 63)]
+    assert [one.at["length"] for one in train] == [8, 16, 64]
+    assert [one.inputs.shape for one in draw_examples(task, 0, training=False)] == [(50, 31)]
+
+
 def test_training_on_all_tokens_and_on_answers():
     """All tokens are MAD's training targets: each is the next input."""
     inputs, targets = drawn("recall", training=True, examples=50, test_examples=20)

@@ -155,7 +155,7 @@ def test_numbers_of_the_page_are_those_of_the_records(pages):
     assert f"{np.mean(values['diff']):.3f} against {np.mean(values['twin']):.3f}" in page.words
     assert f"difference {difference:+.3f} [" in page.words
     assert "60 of 99 planned runs" in page.words
-    assert "corrected by Holm's method for all 33 comparisons" in page.words
+    assert "corrected by Holm's method for the 33 comparisons" in page.words
     assert "0.85 (+0.30)" in page.cells
     assert page.cells.count("1.10") == 2  # DIFF's time over its twin's, a step and a run
     assert "5 of 5" in page.cells

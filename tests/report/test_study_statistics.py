@@ -73,7 +73,7 @@ def test_planted_effects_are_found_and_nothing_is_claimed_without():
     false, found, wrong, covered = 0, 0, 0, 0
     for repeat in range(SIMULATIONS):
         rows = [row for row in compare(losses({}, rng, figures)) if row.difference]
-        assert comparisons_of(rows) == len(rows) == comparisons == planned_comparisons(len(ARMS), 1, len(figures))
+        assert comparisons_of(rows) == len(rows) == comparisons == planned_comparisons(len(ARMS), figures)
         false += any(row.state != "undecided" for row in rows)
         covered += sum(row.difference.low <= 0 <= row.difference.high for row in rows)
         if repeat % 2:
@@ -164,7 +164,32 @@ def test_means_over_settings_are_paired_seed_by_seed():
     row = row_of(rows, LOSS.label, "diff", ())
     assert row.pairs == 3
     assert row.difference.p_value == pytest.approx(stats.ttest_rel(means["diff"], means["softmax"]).pvalue)
-    assert comparisons_of(rows) == planned_comparisons(arms=2, points=2, figures=1) == 3  # two settings and their mean
+    assert comparisons_of(rows) == planned_comparisons(2, [LOSS]) == 1  # claims rest on the mean alone
+    settings = [row for row in rows if row.point and row.difference]
+    assert [row.difference.comparisons for row in settings] == [None, None]
+    assert {row.state for row in settings} == {"no claim"}
+
+
+def test_a_secondary_figure_has_an_interval_and_no_claim():
+    figures = [LOSS, dataclasses.replace(STEPS, secondary=True)]
+    drawn = np.random.default_rng(0).normal(size=(2, 4)) * 1e-3
+    evidence = study(
+        ["diff", "softmax"],
+        figures,
+        4,
+        lambda arm, _, seed: record(
+            [LOSS],
+            {LOSS.label: drawn[int(arm == "diff"), seed] - (arm == "diff")},
+            arm=arm,
+            curves={"validation_accuracy": Curve(steps=[1, 9 + seed], values=[float(arm == "diff"), 1.0])},
+        ),
+    )
+    rows = {row.figure.label: row for row in compare(evidence) if row.arm.name == "diff"}
+    claimed, shown = rows[LOSS.label], rows[STEPS.label]
+    assert claimed.difference.comparisons == planned_comparisons(2, figures) == 1
+    assert (claimed.state, shown.state) == ("better", "no claim")
+    assert shown.difference.high < 0
+    assert shown.difference.p_holm is None
 
 
 def test_an_axis_of_one_value_adds_no_comparison():
@@ -186,7 +211,7 @@ def test_an_axis_of_one_value_adds_no_comparison():
         ("diff", (), 3, 3),
         ("softmax", (), 3, 0),
     ]
-    assert comparisons_of(rows) == planned_comparisons(arms=2, points=1, figures=1) == 1
+    assert comparisons_of(rows) == planned_comparisons(2, [STEPS]) == 1
 
 
 SIZES = StudyAxis(name="size", values=["s", "m", "l", "xl"], numbers=[0.3e6, 1e6, 3e6, 8e6])

@@ -86,7 +86,7 @@ def _describe(study: "Study", at_once: int) -> int:
 
     threads = max(1, torch.get_num_threads() // at_once)
     design = study.design
-    comparisons = planned_comparisons(len(design.arms), len(design.points), len(design.config.figures))
+    comparisons = planned_comparisons(len(design.arms), design.config.figures)
     seeds = design.seeds()
     found = estimate(study, at_once=at_once, threads=threads)
     show(f"{study.design.config.name}, preset {study.design.name}: {study.design.config.question}")

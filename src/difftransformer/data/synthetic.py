@@ -210,18 +210,23 @@ class Recall(_MAD):
         noise_share: Share of the pairs that are noise.
         multi_query: Whether every repeated key is asked for. Otherwise only the last one is, after a token of its own.
         train_on: What the training loss covers: all tokens, as in MAD, or the answers alone. Held-out examples score answers.
+        train_lengths: Lengths of the training examples, of which each has an equal share; `length` alone by default, as in MAD.
     """
 
     noise_vocab_size: int = 0
     noise_share: float = 0.0
     multi_query: bool = True
     train_on: Literal["all", "answers"] = "all"
+    train_lengths: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._check()
         _check_noise(self.noise_share, self.noise_vocab_size)
+        for length in (self.length, *self.train_lengths):
+            _require(length % 2 == 0 and length >= 4, f"length={length}: give an even length of at least 4 tokens")
         _require(
-            self.length % 2 == 0 and self.length >= 4, f"length={self.length}: give an even length of at least 4 tokens"
+            self.examples >= len(self.train_lengths),
+            f"examples={self.examples}: give at least one for each of {len(self.train_lengths)} lengths",
         )
         _require(
             self._ordinary >= 2, f"vocab_size={self.vocab_size}: no room for a key and a value beside the other tokens"
@@ -234,10 +239,15 @@ class Recall(_MAD):
 
     def parts(self, seed: int, *, training: bool) -> list[Part]:
         """See `SyntheticTask`."""
-        return self._part(training, partial(self._draw, training), noise_share=self.noise_share)
+        lengths = (training and self.train_lengths) or [self.length]
+        examples = (self.examples if training else self.test_examples) // len(lengths)
+        return [
+            Part({"noise_share": self.noise_share, "length": length}, examples, partial(self._draw, training, length))
+            for length in lengths
+        ]
 
-    def _draw(self, training: bool, rng: Rng, count: int) -> Rows:
-        key_count, slots = self._ordinary // 2, self.length // 2 - 1
+    def _draw(self, training: bool, length: int, rng: Rng, count: int) -> Rows:
+        key_count, slots = self._ordinary // 2, length // 2 - 1
         keys = rng.integers(key_count, size=(count, slots))
         table = rng.integers(key_count, self._ordinary, size=(count, key_count))  # the value of each key
         is_noise = rng.random((count, slots)) < self.noise_share

@@ -86,6 +86,8 @@ class StudyFigure:
             counts with its last step.
         better: The direction that is an improvement.
         unit: Unit of the values; "share" for values from 0 to 1.
+        secondary: Whether the figure is shown without a claim. Its intervals are not corrected, and it does not count among
+            the comparisons that others are corrected for.
         paper: What the paper reports for each arm, by name.
         source: Where the paper reports it.
     """
@@ -98,6 +100,7 @@ class StudyFigure:
     reaches: float | None = None
     better: Literal["lower", "higher"] = "lower"
     unit: str = ""
+    secondary: bool = False
     paper: dict[str, float] = field(default_factory=dict)
     source: str = ""
 

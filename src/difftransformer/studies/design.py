@@ -143,6 +143,10 @@ class StudyConfig:
                 )
         if not self.figures:
             raise ConfigError("figures: empty; name what the arms are compared by")
+        if self.figures[0].secondary:
+            raise ConfigError(
+                f"figures: {self.figures[0].label!r} comes first and is secondary; put a primary figure first"
+            )
         for one in self.figures:
             if bool(one.curve) == bool(one.task):
                 raise ConfigError(f"figures: {one.label!r} needs either a task and its name, or a curve")

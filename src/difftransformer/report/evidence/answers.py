@@ -12,13 +12,14 @@ from difftransformer.report.verdict import Verdict, change_words
 from difftransformer.results import StudyArm, StudyFigure
 
 MOST_ANSWERS = 4
-"""So many figures are answered in sentences; the tables hold all."""
+"""So many primary figures are answered in sentences; the tables hold all."""
 
 
 def answers(evidence: Evidence, rows: Sequence[Compared], scaling: Scaling | None = None) -> list[Verdict]:
     """Return a study's answers, the most important one first."""
     found = scaling_answers(scaling) if scaling else []
-    return [*found, *(answer(evidence, rows, figure) for figure in evidence.index.figures[:MOST_ANSWERS])]
+    primary = [figure for figure in evidence.index.figures if not figure.secondary]
+    return [*found, *(answer(evidence, rows, figure) for figure in primary[:MOST_ANSWERS])]
 
 
 def answer(evidence: Evidence, rows: Sequence[Compared], figure: StudyFigure, others: bool = True) -> Verdict:
@@ -131,8 +132,9 @@ def power_words(evidence: Evidence, rows: Sequence[Compared]) -> str:
     if not comparisons:
         return "No arm has two seeds in common with the reference: there is no interval and no claim."
     words = (
-        f"p-values are corrected by Holm's method for all {comparisons} comparisons of this study: every arm, setting and "
-        "figure. An arm is called better only where the interval excludes zero and the corrected p-value is at most 0.05."
+        f"p-values are corrected by Holm's method for the {comparisons} comparisons of this study that claims rest on: every "
+        "arm on every primary figure. An arm is called better only where the interval excludes zero and the corrected p-value "
+        "is at most 0.05."
     )
     figure = evidence.index.figures[0]
     row = row_of(rows, figure.label, evidence.others[0].name, ())

@@ -146,9 +146,9 @@ def _vote(study: Studied, test: ClaimTest) -> Vote | None:
             return None
         return "for" if found[-1].is_less else "against" if found[-1].is_more else "open"
     row = row_of(study.rows, test.figure, test.arm, ())
-    if row is None or row.difference is None or row.pairs < 2:
+    if row is None or row.difference is None or row.pairs < 2 or not row.is_primary:
         return None
-    return {"better": "for", "worse": "against", "undecided": "open", "no interval": "open"}[row.state]  # type: ignore[return-value]
+    return {"better": "for", "worse": "against"}.get(row.state, "open")  # type: ignore[return-value]
 
 
 def control_words(study: Studied, arm: str, figure: str) -> str:

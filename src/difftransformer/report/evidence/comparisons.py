@@ -1,8 +1,8 @@
 """The statistics of a study: every figure of every arm, and its paired difference to the reference.
 
 Runs are paired where seed and data are the same. An arm is called better only where Student's interval of the difference
-excludes zero and its p-value is at most 0.05 after Holm's correction for all comparisons of the study: every arm, at every
-point and at their mean, on every figure.
+excludes zero and its p-value is at most 0.05 after Holm's correction for all primary comparisons of the study: every arm on
+every figure that the study does not call secondary, as a mean over its settings. All others have an interval and no claim.
 """
 
 import math
@@ -16,7 +16,7 @@ from difftransformer.report.tables import Outcome, outcome
 from difftransformer.results import PairedDifference, Statistic, StudyArm, StudyFigure, figure_of, reached_at
 from difftransformer.statistics import detectable, holm_differences, mean_and_standard_error, paired_difference
 
-State = Literal["better", "worse", "undecided", "no interval"]
+State = Literal["better", "worse", "undecided", "no interval", "no claim"]
 STATES: dict[Outcome, State] = {
     "first": "better",
     "second": "worse",
@@ -50,8 +50,15 @@ class Compared:
     reached: int | None = None
 
     @property
+    def is_primary(self) -> bool:
+        """Whether the study makes a claim here."""
+        return not self.point and not self.figure.secondary
+
+    @property
     def state(self) -> State:
         """Whether the arm is better or worse than the reference."""
+        if not self.is_primary:
+            return "no claim"
         if self.difference is None:
             return "no interval"
         return STATES[outcome(self.difference, self.figure.better)]
@@ -80,10 +87,10 @@ def compare(evidence: Evidence, reference: str | None = None) -> list[Compared]:
         for arm in evidence.index.arms
     ]
     rows = [row for row in found if row is not None]
-    differences = [row.difference for row in rows if row.difference]
-    about = [(row.figure.label, row.point, row.arm.name) for row in rows if row.difference]
-    corrected = iter(holm_differences(differences, about))
-    return [replace(row, difference=next(corrected)) if row.difference else row for row in rows]
+    primary = [row for row in rows if row.difference and row.is_primary]
+    differences = [row.difference for row in primary if row.difference]
+    corrected = iter(holm_differences(differences, [(row.figure.label, row.arm.name) for row in primary]))
+    return [replace(row, difference=next(corrected)) if row.difference and row.is_primary else row for row in rows]
 
 
 def comparisons_of(rows: Iterable[Compared]) -> int:
@@ -91,9 +98,9 @@ def comparisons_of(rows: Iterable[Compared]) -> int:
     return max((row.difference.comparisons or 0 for row in rows if row.difference), default=0)
 
 
-def planned_comparisons(arms: int, points: int, figures: int) -> int:
-    """Return the number of comparisons of a study once all its runs are there; points is 1 without axes."""
-    return (arms - 1) * (points + (points > 1)) * figures
+def planned_comparisons(arms: int, figures: Iterable[StudyFigure]) -> int:
+    """Return the number of comparisons that are corrected together once all runs of a study are there."""
+    return (arms - 1) * sum(not figure.secondary for figure in figures)
 
 
 def row_of(rows: Iterable[Compared], figure: str, arm: str, point: Point) -> Compared | None:

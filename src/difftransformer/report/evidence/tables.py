@@ -77,8 +77,6 @@ def figure_table(evidence: Evidence, rows: Sequence[Compared], figure: StudyFigu
     ]
     groups += [Group(f"reached {figure.reaches:g}", ("runs", "of"), "of")] if reached else []
     groups += [Group("paper", ("value", "difference"), "remark")] if papers else []
-    if evidence.has_settings and whole:
-        groups.append(Group("settings better / undecided / worse", numeric=False))
     cells, places = [], decimals(mine, figure)
     for point in points:
         for arm in evidence.index.arms:
@@ -97,7 +95,6 @@ def figure_table(evidence: Evidence, rows: Sequence[Compared], figure: StudyFigu
                     _detectable_text(row),
                     *([str(row.reached), str(len(row.values))] if reached else []),
                     *(_paper_cells(figure, arm, reference) if papers else []),
-                    *([_tally(rows, row, evidence)] if evidence.has_settings and whole else []),
                 ]
             )
     notes = [
@@ -105,6 +102,8 @@ def figure_table(evidence: Evidence, rows: Sequence[Compared], figure: StudyFigu
         "interval. Detectable: the true difference that these seeds show with 80 % probability after Holm's correction, judged "
         "by their spread."
     ]
+    if figure.secondary or by_point:
+        notes.append("No claim is made here, and the intervals are not corrected.")
     if figure.reaches is not None:
         notes.append("A run that does not reach the level counts with its last step.")
     if papers:
@@ -433,13 +432,6 @@ def _paper_cells(figure: StudyFigure, arm: StudyArm, reference: StudyArm) -> lis
     places = max(len(f"{number:.6g}".partition(".")[2]) for number in figure.paper.values())
     difference = "" if other is None or arm.name == reference.name else fixed(value - other, places, "+")
     return [fixed(value, places), difference]
-
-
-def _tally(rows: Sequence[Compared], row: Compared, evidence: Evidence) -> str:
-    if row.arm.name == evidence.index.reference:
-        return ""
-    found = [one.state for one in rows if one.figure is row.figure and one.arm.name == row.arm.name and one.point]
-    return " / ".join(str(sum(state == wanted for state in found)) for wanted in ("better", "undecided", "worse"))
 
 
 def _interval_cells(arm: StudyArm, evidence: Evidence, values: Sequence[float], others: Sequence[float]) -> list[str]:
