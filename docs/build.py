@@ -8,6 +8,7 @@ an error.
 import ast
 import importlib
 import inspect
+import os
 import re
 import shutil
 import sys
@@ -106,6 +107,8 @@ def navigation(text: str) -> str:
 def main() -> int:
     from sphinx.cmd.build import main as sphinx
 
+    # The notebooks' models are small. Where other programs take the cores, threads that wait for one another lose minutes.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     target = Path(sys.argv[1]).absolute()
     with tempfile.TemporaryDirectory() as place:
         pages = Path(place) / "pages"

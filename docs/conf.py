@@ -12,7 +12,6 @@ copyright = "the difftransformer authors"
 language = "en"
 
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
-exclude_patterns = ["results"]
 suppress_warnings = ["myst.strikethrough"]
 smartquotes = False
 myst_heading_anchors = 4
@@ -31,7 +30,7 @@ napoleon_use_ivar = True
 
 # The outputs of notebooks are not kept in git: the build runs them. "off" builds a site without outputs.
 nb_execution_mode = os.environ.get("DIFFTRANSFORMER_NOTEBOOKS", "force")
-nb_execution_timeout = 600
+nb_execution_timeout = 1800  # of a cell, on a busy machine
 nb_execution_raise_on_error = True
 nb_execution_show_tb = True
 nb_merge_streams = True

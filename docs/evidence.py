@@ -1,8 +1,8 @@
-"""Write what the documentation says about studies: `python docs/evidence.py`.
+"""Write what the documentation says about runs: `python docs/evidence.py`.
 
-It reads the records in docs/results/studies and others' replications in docs/replications.yaml, and writes README.md and
-docs/findings.md between their markers, docs/results/studies/README.md, and docs/figures/study-*.svg. With --check it writes
-nothing and names the files that differ, with exit status 1.
+It reads the results in docs/results, the records of studies among them, and others' replications in docs/replications.yaml. It
+writes README.md and pages in docs between their markers, docs/results/studies/README.md, and docs/figures/study-*.svg. With
+--check it writes nothing and names the files that differ, with exit status 1.
 """
 
 import argparse
@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import measured
 import yaml
 
 from difftransformer.report.evidence import Studied, judge, read_claims, read_studies
@@ -46,16 +47,15 @@ def generated() -> Iterator[tuple[Path, str]]:
     readme = readme_table(found).markdown(
         {one.evidence.index.question: f"docs/findings.md#study-{anchor(one.evidence.slug)}" for one in found}
     )
-    yield between(DOCS.parent / "README.md", {"studies": readme if found else "No study has run yet.\n"})
-    yield between(
-        DOCS / "findings.md",
-        {
-            "claims": claims.markdown({one.evidence.slug: f"#study-{anchor(one.evidence.slug)}" for one in found}),
-            "studies": "\n".join(section(one, drawings[one.evidence.slug] is not None) for one in found)
-            or "No study has run yet.\n",
-            "replications": replications().markdown(),
-        },
-    )
+    pages = measured.blocks(found)
+    pages[DOCS.parent / "README.md"]["studies"] = readme if found else "No study has run yet.\n"
+    pages[DOCS / "findings.md"] |= {
+        "claims": claims.markdown({one.evidence.slug: f"#study-{anchor(one.evidence.slug)}" for one in found}),
+        "studies": "\n".join(section(one, drawings[one.evidence.slug] is not None) for one in found)
+        or "No study has run yet.\n",
+        "replications": replications().markdown(),
+    }
+    yield from (between(path, parts) for path, parts in pages.items())
     for one in found:
         if drawings[one.evidence.slug] is not None:
             yield figure_file(one), drawings[one.evidence.slug]
@@ -83,6 +83,7 @@ def section(one: Studied, has_figure: bool) -> str:
     if one.scaling:
         lines.append(needs_table(one.scaling).markdown().rstrip())
     lines.append(power_words(evidence, one.rows))
+    lines += [f"Text: {words} (CC BY-SA 4.0)." for words in evidence.attributions()]
     return "\n\n".join(lines) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""What a command is given to work on: recipes, own and shipped, and models.
+"""What a command is given to work on: recipes, own and shipped, models, and whom a text is by.
 
 It is checked here before anything heavy is imported, so that a mistake is answered at once.
 """
@@ -50,6 +50,16 @@ def read_recipe(path: Path | str) -> dict[str, Any]:
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from None
     return document
+
+
+def attribution(source: str) -> str | None:
+    """Return whom the text of a source is by, where its licence asks to say so (CC BY-SA 4.0); None for other sources."""
+    name, _, language = source.partition(":")
+    if name == "wiki-offline":
+        return f"Lead sections of vital articles by the contributors of Wikipedia, {language or 'en'}.wikipedia.org"
+    if "wikitext" in source.lower():
+        return "WikiText-2 (arXiv:1609.07843), from articles by the contributors of Wikipedia"
+    return None
 
 
 def check_name(name: str) -> None:

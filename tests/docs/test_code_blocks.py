@@ -5,11 +5,14 @@ import inspect
 import io
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from difftransformer.cli.main import main, module_name, split_verb, verbs
+from tests.support.missing import without
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -28,6 +31,17 @@ RUN_IN_ORDER = [
 ]
 TOO_LONG = ("bench", "compare variants")
 SHELLS = ("bash", "console", "sh", "shell")
+OTHER_DEPENDENCIES = (
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "scipy",
+    "yaml",
+    "jsonargparse",
+    "rich",
+    "matplotlib",
+    "jinja2",
+)
 # [text](target), ![picture](target), src="target" and href="target"; code is taken out before.
 LINK = re.compile(r"\]\(([^()\s]+)(?:\s+\"[^\"]*\")?\)|(?:src|href|srcset)=\"([^\"]+)\"")
 
@@ -98,6 +112,14 @@ def test_python_blocks_run(path, tmp_path, monkeypatch):
             compiled = compile("\n" * (line - 1) + code, str(path), "exec")
             if "shown" not in info:
                 exec(compiled, namespace)
+
+
+@pytest.mark.slow
+def test_the_page_of_the_layer_needs_torch_alone(tmp_path):
+    code = "\n".join(code for _, code in blocks(ROOT / "docs" / "guides" / "layer.md", "python"))
+    (tmp_path / "page.py").write_text(without(*OTHER_DEPENDENCIES) + code, encoding="utf-8")
+    done = subprocess.run([sys.executable, "page.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.fixture

@@ -1,13 +1,17 @@
 """docs/findings.md: every section with figures names a results file, and its table shows what the file holds."""
 
+import importlib
 import re
 import subprocess
 import sys
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
 
-from difftransformer.results import Bench, Comparison, TaskResult, Upcycling, read_document, read_result
+from difftransformer.report.evidence import studied
+from difftransformer.results import Bench, Comparison, StudyFigure, TaskResult, Upcycling, read_document, read_result
+from tests.support.simulated_study import record, study
 
 DOCS = Path(__file__).parents[2] / "docs"
 SECTIONS = dict(
@@ -45,21 +49,36 @@ def test_committed_results_open(path):
     assert result.environment.threads >= 1
 
 
+def cells_of(text):
+    """The cells of the table that a text begins with, without the line below the titles."""
+    lines = takewhile(lambda line: line.startswith("|"), text.lstrip().splitlines())
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return [rows[0], *rows[2:]]
+
+
+def split_tables(text):
+    return re.findall(r"^\| `attention_type`.*?(?=^\| `attention_type`|\Z)", text, re.MULTILINE | re.DOTALL)
+
+
+def table_after(marker, page):
+    return cells_of(page.read_text("utf-8").partition(marker)[2])
+
+
 def test_the_table_of_retrieval_is_that_of_its_file():
     result = read_result(DOCS / "results" / "retrieval.json", Comparison)
-    rows = [
-        [cell.strip() for cell in line.strip("|").split("|")]
-        for line in SECTIONS["Retrieval, DIFF against its twin"].splitlines()
-        if line.startswith("| ")
-    ]
+    rows = table_after("<!-- retrieval -->", DOCS / "findings.md")
     counts = [int(cell) for cell in rows[0][1:]]
-    for label, *cells in rows[2:]:
-        (run,) = [run for run in result.runs if run.model == {"DIFF": "diff", "Transformer": "softmax"}[label]]
+    assert len(rows) == 5
+    for label, *cells in rows[1:]:
+        name, cities = re.fullmatch(r"(.+), (\w+) cities", label).groups()
+        (run,) = [
+            run for run in result.runs if run.model == {"DIFF Transformer": "diff", "Transformer": "softmax"}[name]
+        ]
         for count, cell in zip(counts, cells, strict=True):
             found = [
                 row
                 for row in run.evaluations["needle"].measurements
-                if row.at.get("cities") == "seen" and row.at.get("needles") == count and "depth" in row.at
+                if row.at.get("cities") == cities and row.at.get("needles") == count and "depth" in row.at
             ]
             right, asked = sum(round(row.value * row.n) for row in found), sum(row.n for row in found)
             assert cell == f"{100 * right / asked:.1f} %"
@@ -71,25 +90,56 @@ def test_the_range_of_training_steps_is_that_of_its_file():
         row.ratio_to_twin for row in result.models if row.work == "training step" and row.implementation == "DIFF"
     ]
     assert len(ratios) == 6
-    assert f"{min(ratios):.2f} to {max(ratios):.2f} of its twin's time" in SECTIONS["Speed on CPU"]
+    (cells,) = [row for row in table_after("<!-- measured -->", DOCS / "choose.md") if row[0] == "`diff`"]
+    assert cells[1] == f"{min(ratios):.2f} to {max(ratios):.2f}"
 
 
 def test_the_figures_of_the_demo_are_those_of_its_file():
     result = read_result(DOCS / "results" / "demo.json", Comparison)
-    text = " ".join(SECTIONS["Retrieval, DIFF against its twin"].split())
-    shares = {}
-    for model in ("diff", "softmax"):
-        runs = [run for run in result.runs if run.model == model]
-        for segments in (("answer",), ("before", "after")):
+    rows = table_after("<!-- demo -->", DOCS / "findings.md")[1:]
+    assert len(rows) == len(result.models)
+    for model, (label, *cells, lambdas) in zip(result.models, rows, strict=True):
+        assert label == model.label
+        runs = [run for run in result.runs if run.model == model.model]
+        for cell, segments in zip(cells, (("answer",), ("before", "after")), strict=True):
             found = [
                 row.value
                 for run in runs
                 for row in run.evaluations["allocation"].measurements
                 if row.at.get("form") == "signed" and row.at.get("depth") == 0.5 and row.at["segment"] in segments
             ]
-            shares[model, len(segments)] = f"{sum(found) / len(runs):.0%}".replace("%", " %")
-    assert f"gives {shares['diff', 1]} (DIFF) and {shares['softmax', 1]} (twin) of its signed weight" in text
-    assert f"{shares['diff', 2]} of DIFF's signed weight and {shares['softmax', 2]} of the twin's" in text
-    (first, second), (other_first, other_second) = (run.lambda_values[-1] for run in result.runs if run.lambda_values)
-    assert f"lambda ends at {first:.2f}" in text
-    assert f"ends at {other_first:+.2f}; the second layer's ends at {second:.2f} and {other_second:.2f}" in text
+            assert cell == f"{sum(found) / len(runs):.0%}".replace("%", " %")
+        learned = [value for run in runs for value in (run.lambda_values or [[]])[-1]]
+        assert [float(number) for number in re.findall(r"[+-][\d.]+", lambdas)] == [
+            round(value, 2) for value in learned
+        ]
+
+
+def test_choose_a_variant_shows_what_a_study_measured(monkeypatch):
+    """A type has the figures of its first arm, in the words of the study's rule; a type without a run has none."""
+    monkeypatch.syspath_prepend(str(DOCS))
+    choice = importlib.import_module("measured").choice_tables
+    seen = StudyFigure(label="retrieval, seen cities", task="needle", name="accuracy", better="higher", unit="share")
+    means = {"diff": 0.9, "diff_v2": 0.5, "softmax": 0.5}
+    noise = {0: 0.01, 1: -0.01, 2: 0.02, 3: 0.0, 4: -0.02}
+
+    def make(arm, point, seed):
+        spread = noise[seed] * {"diff": 0.5, "diff_v2": -1, "softmax": 1}[arm]
+        return record(
+            [seen], {seen.label: means[arm] + spread}, arm=arm, seed=seed, seconds=150 if arm == "diff" else 100
+        )
+
+    evidence = study(list(means), [seen], 5, make, name="variants")
+    models = read_result(DOCS / "results" / "models-epyc-avx512-bf16.json", Bench)
+    upcycled = read_result(DOCS / "results" / "upcycle.json", Upcycling)
+    times, quality = map(cells_of, split_tables(choice(models, upcycled, [studied(evidence)])))
+    missing = "not measured yet"
+    ratios = {row[0]: row[-1] for row in times}
+    assert (ratios["`diff`"], ratios["`softmax`"], ratios["`dex`"]) == ("1.50", "1.00", missing)
+    rows = {row[0]: row[1:4] for row in quality}
+    assert rows["`diff`"] == [missing, "0.900 \u00b1 0.004, better", missing]
+    assert rows["`diff_v2`"][1].endswith(", undecided")
+    assert rows["`softmax`"] == [missing, "0.500 \u00b1 0.007", missing]
+    assert rows["`dex`"] == rows["`grouped_diff`"] == [missing] * 3
+    _, nothing = map(cells_of, split_tables(choice(models, upcycled, [])))
+    assert {cell for row in nothing[1:] for cell in row[1:4]} == {missing}

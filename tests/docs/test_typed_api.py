@@ -1,6 +1,9 @@
-"""A user's program under a type checker: the public names have types, and a wrong argument is found."""
+"""A user's program under type checkers: the public names have types, and a wrong argument is found."""
 
+import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -41,20 +44,22 @@ EXPECTED = [
 ]
 
 
-@pytest.mark.slow
-def test_a_users_program_is_checked(tmp_path):
+PYRIGHT = shutil.which("basedpyright", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+
+
+@pytest.fixture
+def program(tmp_path):
     assert (ROOT / "src" / "difftransformer" / "py.typed").is_file()
     (tmp_path / "program.py").write_text(PROGRAM, encoding="utf-8")
-    words = [
-        "--follow-imports=silent",
-        "--ignore-missing-imports",
-        "--cache-dir",
-        str(tmp_path / "cache"),
-        "program.py",
-    ]
+    return tmp_path / "program.py"
+
+
+@pytest.mark.slow
+def test_a_users_program_is_checked_by_mypy(program):
+    words = ["--follow-imports=silent", "--ignore-missing-imports", "--cache-dir", str(program.parent / "cache")]
     done = subprocess.run(
-        [sys.executable, "-m", "mypy", *words],
-        cwd=tmp_path,
+        [sys.executable, "-m", "mypy", *words, program.name],
+        cwd=program.parent,
         env=os.environ | {"MYPYPATH": str(ROOT / "src")},
         capture_output=True,
         text=True,
@@ -68,3 +73,20 @@ def test_a_users_program_is_checked(tmp_path):
     assert len(errors) == 2, done.stdout
     assert 'Argument 4 to "differential_attention"' in errors[0]
     assert '"norm_first"' in errors[1]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(PYRIGHT is None, reason="basedpyright is not installed; CONTRIBUTING.md says how to run it")
+def test_a_users_program_is_checked_by_pyright(program):
+    settings = {"extraPaths": [str(ROOT / "src")], "typeCheckingMode": "standard"}
+    (program.parent / "pyrightconfig.json").write_text(json.dumps(settings), encoding="utf-8")
+    words = ["--outputjson", "--pythonpath", sys.executable, program.name]
+    done = subprocess.run([PYRIGHT, *words], cwd=program.parent, capture_output=True, text=True, check=False)
+    found = json.loads(done.stdout)["generalDiagnostics"]
+    shown = [one["message"] for one in found if one["severity"] == "information"]
+    kinds = [re.sub(r"\w+\.", "", kind) for kind in EXPECTED]
+    assert [message.rpartition(' is "')[2].rstrip('"') for message in shown] == kinds
+    errors = [one["message"] for one in found if one["severity"] != "information"]
+    assert len(errors) == 2, errors
+    assert 'parameter "lam" of type "Tensor | float" in function "differential_attention"' in errors[0]
+    assert 'parameter "norm_first" of type "bool"' in errors[1]

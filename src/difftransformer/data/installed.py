@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from ..errors import DataError
 from ..reading import read_json
+from ..sources import attribution
 from .duplicates import NearDuplicates
 from .hub import load_set
 from .labelled import FOLDER_VARIABLE
@@ -211,9 +212,7 @@ def _read_wiki(language: str, origin: Origin) -> Iterator[Piece]:
     installed, path = _wiki_package(language)
     origin["packages"] = [_identity(installed)]
     origin["licence"] = "text: CC BY-SA 4.0"
-    origin["attribution"] = (
-        f"Lead sections of vital articles by the contributors of Wikipedia, {language}.wikipedia.org"
-    )
+    origin["attribution"] = attribution(f"wiki-offline:{language}")
     articles = read_json(path, error=DataError, advice=f"install {_WIKI_PACKAGE} again")
     try:
         pieces = sorted(Piece(str(title), f"{title}\n\n{article['extract']}\n") for title, article in articles.items())
@@ -231,7 +230,7 @@ def _wikitext_files() -> tuple[Path, Files] | None:
 def _read_wikitext(origin: Origin) -> Iterator[Piece]:
     """Yield the articles of the validation and test texts of WikiText-2, in their tokenised form."""
     origin["licence"] = "CC BY-SA 4.0"
-    origin["attribution"] = "WikiText-2 (arXiv:1609.07843), from articles by the contributors of Wikipedia"
+    origin["attribution"] = attribution("wikitext-2")
     files = _wikitext_files()
     if files is not None:
         texts = [read_text(path) for _, path in files[1]]

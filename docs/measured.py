@@ -1,0 +1,299 @@
+"""Tables of benchmarks, single comparisons and simulations as the documentation shows them, read from docs/results/*.json."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import fmean, geometric_mean
+
+from difftransformer.report.bench import bench_tables, place_of
+from difftransformer.report.evidence import Studied
+from difftransformer.report.evidence.answers import decimals, progress_words
+from difftransformer.report.evidence.comparisons import bounded, paired_seeds, row_of
+from difftransformer.report.tables import Group, Table, fixed, metric_decimals, p_text, upcycling_table
+from difftransformer.results import (
+    Bench,
+    Comparison,
+    MetricComparison,
+    ModelTiming,
+    Upcycling,
+    read_document,
+    read_result,
+)
+
+DOCS = Path(__file__).parent
+RESULTS = DOCS / "results"
+TYPES = ("softmax", "diff", "diff_v2", "grouped_diff", "grouped_diff_v2", "dex")
+MISSING = "not measured yet"
+
+
+def blocks(studies: Sequence[Studied]) -> dict[Path, dict[str, str]]:
+    """Return the generated text of each page, by the name of its markers."""
+    kernels, models = bench("bench-epyc-avx512-bf16"), bench("models-epyc-avx512-bf16")
+    demo, upcycled = read_result(RESULTS / "demo.json", Comparison), read_result(RESULTS / "upcycle.json", Upcycling)
+    pages = {
+        "README.md": {"demo": demo_table(demo)},
+        "findings.md": {"retrieval": retrieval_table(), "demo": attention_table(demo)},
+        "choose.md": {"measured": choice_tables(models, upcycled, studies)},
+        "performance.md": {
+            "attention": attention_ratios(kernels),
+            "peaked": printed(kernels, "peaked"),
+            "decode": printed(kernels, "decode-fp32", "decode-bf16"),
+            "memory": printed(kernels, "memory"),
+            "models": models_ratios(models),
+            "generation": "\n".join(printed(bench(name)) for name in ("generation", "generation-two-threads")),
+            "loss": printed(bench("loss")),
+            "overhead": printed(bench("overhead")),
+        },
+        "huggingface.md": {"diffllama": printed(bench("diffllama"))},
+        "upcycling.md": {"upcycle": upcycling_tables(upcycled)},
+        "evaluation.md": {"intervals": coverage_table()},
+    }
+    return {(DOCS.parent if page == "README.md" else DOCS) / page: parts for page, parts in pages.items()}
+
+
+def bench(name: str) -> Bench:
+    """Read the result of a benchmark."""
+    return read_result(RESULTS / f"{name}.json", Bench)
+
+
+def printed(result: Bench, *names: str) -> str:
+    """Return tables of a benchmark as the command prints them: those of these names, or all of them and its circumstances."""
+    tables = [table for table in bench_tables(result) if table.name in names or not names]
+    texts = [f"{table.title}:\n\n{table.markdown()}" if len(tables) > 1 else table.markdown() for table in tables]
+    return "\n".join(texts) + ("" if names else f"\n{circumstances(result)}\n")
+
+
+def circumstances(result: Bench) -> str:
+    """Return the command of a benchmark, and how busy the machine was."""
+    where = result.environment
+    threads = "one thread" if where.threads == 1 else f"{where.threads} threads"
+    return (
+        f"`{result.command}`, {where.processor}, torch {where.torch}, {threads}; other processes took "
+        f"{100 * (result.foreign_cpu_share or 0):.1f} % of the machine."
+    )
+
+
+def attention_ratios(result: Bench) -> str:
+    """Return the times of attention over PyTorch's, as geometric means over all shapes."""
+    rows = []
+    for dtype, mode in dict.fromkeys((row.dtype, row.mode) for row in result.attention if row.mode != "decode"):
+        times = {}
+        for row in result.attention:
+            if (row.dtype, row.mode) == (dtype, mode):
+                times.setdefault(row.implementation, {})[place_of(row)] = row
+        own = [row.ratio_to_torch_sdpa for row in times["diff cpu"].values()]
+        kernel = geometric_mean(row.ratio_to_softmax_kernel for row in times["diff cpu"].values())
+        llamas = [found for name, found in times.items() if name.startswith("DiffLlama")]
+        normed = [
+            row.median_seconds / min(found[place].median_seconds for found in llamas if place in found)
+            for place, row in times["normed cpu"].items()
+        ]
+        rows.append([
+            f"{dtype} {mode}", f"{geometric_mean(own):.2f}", f"{min(own):.2f}", f"{max(own):.2f}", f"{kernel:.2f}",
+            f"{geometric_mean(normed):.2f}", f"{min(normed):.2f}", f"{max(normed):.2f}",
+        ])  # fmt: skip
+    groups = (
+        Group("", numeric=False),
+        Group("`diff cpu` over `torch sdpa`", ("mean", "low", "high"), "interval"),
+        Group("over `softmax cpu`"),
+        Group("`normed cpu` over the faster DiffLlama", ("mean", "low", "high"), "interval"),
+    )
+    notes = [
+        f"Geometric means over {len(own)} shapes, in brackets the best and the worst shape. {circumstances(result)}"
+    ]
+    return Table("attention", "Attention", groups, rows, notes).markdown()
+
+
+def models_ratios(result: Bench) -> str:
+    """Return the times of whole models over those of others."""
+    rows = []
+    for work, size in dict.fromkeys((row.work, row.model) for row in result.models):
+        found = {(row.implementation, row.dtype): row for row in result.models if (row.work, row.model) == (work, size)}
+        pairs = (("DIFF", "ratio_to_twin"), ("twin", "ratio_to_llama"), ("DIFF", "ratio_to_diffllama"))
+        ratios = [
+            " / ".join(f"{getattr(found[who, dtype], what):.2f}" for dtype in ("fp32", "bf16")) for who, what in pairs
+        ]
+        rows.append([f"{work}, {size}", *ratios])
+    titles = ("fp32 / bf16", "DIFF over its twin", "the twin over Llama", "DIFF over the faster DiffLlama")
+    groups = tuple(Group(title, numeric=place > 0) for place, title in enumerate(titles))
+    return Table("models", "Whole models", groups, rows, [f"Ratios of medians. {circumstances(result)}"]).markdown()
+
+
+def demo_table(result: Comparison) -> str:
+    """Return loss and retrieval of `make demo`."""
+    size, tokens = result.models[0].parameters, result.runs[0].train_tokens
+    notes = [
+        f"{size / 1e6:.1f}M parameters, {tokens / 1e6:.1f}M tokens, {len(result.seeds)} seeds "
+        "([results](docs/results/demo.json)). Mean \u00b1 standard error over seeds; brackets: 95 % interval of the paired "
+        "difference, Student's t over seeds; p after Holm's correction."
+    ]
+    chosen = [row for row in result.metrics if row.unit == "bits/byte" or row.metric.startswith("needle")]
+    return by_model(result, chosen, notes)
+
+
+def upcycling_tables(result: Upcycling) -> str:
+    """Return what upcycling adds, and the loss after training on."""
+    notes = ["One seed; brackets: 95 % interval over evaluation windows; p after Holm's correction."]
+    return f"{upcycling_table(result).markdown()}\n{by_model(result, result.metrics[:1], notes)}"
+
+
+def by_model(study: Comparison | Upcycling, metrics: Sequence[MetricComparison], notes: list[str]) -> str:
+    """Return metrics with a model a row, and each model's difference to the last one."""
+    rows = []
+    for model in study.models:
+        cells = [model.label]
+        for metric in metrics:
+            places, mine = metric_decimals(metric), metric.models[model.model]
+            cells += [fixed(mine.mean, places), fixed(mine.standard_error, places)]
+            if model.model in metric.differences:
+                change = bounded(metric.differences[model.model], metric.unit)
+                cells += [fixed(value, places, "+") for value in (change.mean, change.low, change.high)]
+                cells.append(f"p {p_text(change.p_holm)}")
+            else:
+                cells += [""] * 4
+        rows.append(cells)
+    groups = [Group("model", numeric=False)]
+    for metric in metrics:
+        groups.append(Group(f"{metric.metric}, {metric.unit}", ("mean", "standard error"), "mean"))
+        groups.append(Group(f"minus {study.models[-1].label}", ("mean", "low", "high", "p"), "ranged"))
+    return Table("models", "Models", tuple(groups), rows, notes).markdown()
+
+
+def attention_table(result: Comparison) -> str:
+    """Return where the last token of a needle prompt attends in `make demo`, and the learned lambda."""
+    rows = []
+    for model in result.models:
+        runs = [run for run in result.runs if run.model == model.model]
+        shares = []
+        for segments in (("answer",), ("before", "after")):
+            found = [
+                row.value
+                for run in runs
+                for row in run.evaluations["allocation"].measurements
+                if row.at.get("form") == "signed" and row.at.get("depth") == 0.5 and row.at["segment"] in segments
+            ]
+            shares.append(f"{100 * sum(found) / len(runs):.0f} %")
+        lambdas = "; ".join(
+            ", ".join(f"{value:+.2f}" for value in run.lambda_values[-1]) for run in runs if run.lambda_values
+        )
+        rows.append([model.label, *shares, lambdas])
+    titles = ("", "attention on the answer", "on the text around it", "lambda at the end, by layer; a seed each")
+    groups = tuple(Group(title, numeric=place in (1, 2)) for place, title in enumerate(titles))
+    return Table(
+        "attention", "Attention", groups, rows, ["Signed weight of the last prompt token, answer at mid depth."]
+    ).markdown()
+
+
+def retrieval_table() -> str:
+    """Return the share of right answers about seen and unseen cities, by number of needles."""
+    result = read_result(RESULTS / "retrieval.json", Comparison)
+    rows = []
+    for cities in ("seen", "unseen"):
+        for model in result.models:
+            (run,) = [run for run in result.runs if run.model == model.model]
+            cells = {}
+            for row in run.evaluations["needle"].measurements:
+                if row.at.get("cities") == cities and "depth" in row.at:
+                    cells.setdefault(row.at["needles"], []).append((round(row.value * row.n), row.n))
+            shares = [
+                f"{100 * sum(right for right, _ in found) / sum(n for _, n in found):.1f} %" for found in cells.values()
+            ]
+            rows.append([f"{model.label}, {cities} cities", *shares])
+    groups = (Group("needles in the context", numeric=False), *(Group(str(count)) for count in cells))
+    loss = next(row for row in result.metrics if row.unit == "bits/byte")
+    losses = " and ".join(f"{fixed(loss.models[model.model].mean, 3)} ({model.label})" for model in result.models)
+    notes = [
+        f"`{result.command}`, one seed, {result.runs[0].train_tokens / 1e6:.1f}M tokens. "
+        f"{loss.metric.capitalize()}, bits/byte: {losses}."
+    ]
+    return Table("retrieval", "Retrieval", groups, rows, notes).markdown()
+
+
+def coverage_table() -> str:
+    """Return how often intervals held the true value in simulations."""
+    _, _, plain = read_document(RESULTS / "intervals.json")
+    sizes = sorted({row["n"] for row in plain["rows"]})
+    found = {(row["data"], row["n"]): row["coverage"] for row in plain["rows"]}
+    cells = [
+        [data, *(
+            f"{value:.3f}" if (value := found.get((data, n), {}).get(method)) is not None else ""
+            for method in ("chosen", "percentile") for n in sizes
+        )]
+        for data in dict.fromkeys(row["data"] for row in plain["rows"])
+    ]  # fmt: skip
+    titles = [*(f"{n} items" for n in sizes), *(f"percentile bootstrap, {n} items" for n in sizes)]
+    groups = (Group("data", numeric=False), *(Group(title) for title in titles))
+    notes = [f"`{plain['command']}`, {plain['replicates']:,} simulations."]
+    return Table("intervals", "Coverage of intervals", groups, cells, notes).markdown()
+
+
+def choice_tables(models: Bench, upcycled: Upcycling, studies: Sequence[Studied]) -> str:
+    """Return what was measured of each attention type: time, and quality in a study and after upcycling."""
+    study = next((one for name in ("variants", "controls") for one in studies if one.evidence.index.name == name), None)
+    works = ("training step", "prefill", "decoding")
+    quality = ("held-out loss", "retrieval, seen cities", "retrieval, unseen cities")
+    times, qualities = [], []
+    for kind in TYPES:
+        timed = {"softmax": ["1"] * 3, "diff": [span(models.models, work) for work in works]}
+        ratio, *figures = studied_cells(study, kind, quality)
+        times.append([f"`{kind}`", *timed.get(kind, [MISSING] * 3), ratio])
+        qualities.append([f"`{kind}`", *figures, upcycled_cell(upcycled, kind)])
+    sizes = ", ".join(dict.fromkeys(row.model for row in models.models))
+    time_notes = [
+        f"Over the twin's, smallest to largest of {sizes} in fp32 and bf16. Steps in the study are timed beside other runs."
+    ]
+    notes = ["Upcycled: one seed, 95 % interval over evaluation windows ([more](upcycling.md#continue-training))."]
+    if study:
+        index = study.evidence.index
+        notes.insert(
+            0,
+            f"Study: `{index.command}` ([its section](findings.md#study-{index.name}-{index.preset}), "
+            f"{progress_words(study.evidence)}), mean \u00b1 standard error over seeds, loss in bits/byte. Better, worse or "
+            "undecided: than the Transformer, by the study's rule.",
+        )
+    change = "upcycled: loss minus the unconverted model's, nats/token"
+    tables = (
+        Table("times", "Times", columns("`attention_type`", *works, "training step in the study"), times, time_notes),
+        Table("quality", "Quality", columns("`attention_type`", *quality, change), qualities, notes),
+    )
+    return "\n".join(table.markdown() for table in tables)
+
+
+def columns(*titles: str) -> tuple[Group, ...]:
+    """Return columns of words."""
+    return tuple(Group(title, numeric=False) for title in titles)
+
+
+def span(timings: Sequence[ModelTiming], work: str) -> str:
+    """Return the smallest and the largest time of DIFF over its twin's."""
+    ratios = [row.ratio_to_twin for row in timings if (row.work, row.implementation) == (work, "DIFF")]
+    return f"{min(ratios):.2f} to {max(ratios):.2f}"
+
+
+def studied_cells(study: Studied | None, kind: str, figures: Sequence[str]) -> Iterator[str]:
+    """Yield the ratio of times and each figure of a type's first arm in a study."""
+    runs = study.evidence.every_run() if study else ()
+    arm = next((arm for arm, _, _, run in runs if run.recipe["model"]["attention_type"] == kind), None)
+    if study is None or arm is None:
+        yield from [MISSING] * (1 + len(figures))
+        return
+    evidence, reference = study.evidence, study.evidence.index.reference
+    own, other = evidence.at(arm.name, ()), evidence.at(reference, ())
+    seeds = paired_seeds(evidence, arm.name, reference, ())
+    yield f"{fmean(own[seed].step_seconds / other[seed].step_seconds for seed in seeds):.2f}" if seeds else MISSING
+    for label in figures:
+        row = row_of(study.rows, label, arm.name, ())
+        if row is None:
+            yield MISSING
+            continue
+        places = decimals(study.rows, row.figure)
+        state = "" if arm.name == reference else f", {row.state}"
+        yield f"{fixed(row.statistic.mean, places)} \u00b1 {fixed(row.statistic.standard_error, places)}{state}"
+
+
+def upcycled_cell(result: Upcycling, kind: str) -> str:
+    """Return the loss after training on, minus the unconverted model's."""
+    (name,) = [model.model for model in result.models if model.attention_type == kind] or [None]
+    change = result.metrics[0].differences.get(name)
+    if change is None:
+        return "the measure" if kind == "softmax" else MISSING
+    return f"{change.mean:+.4f} [{change.low:+.4f}, {change.high:+.4f}]"
