@@ -33,7 +33,7 @@ RUN_DOCS := $(if $(PY),$(PY),$(SPHINX)/bin/python)
 SITE  ?= build/site
 
 .DEFAULT_GOAL := help
-.PHONY: demo test test-all test-data docs lint bench dist sanitize help clean
+.PHONY: demo test test-all test-slow test-data docs lint bench dist sanitize help clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
@@ -44,9 +44,12 @@ demo: $(READY) ## Train a Differential Transformer and its Transformer twin on t
 test: $(DEV) lint ## Format, lint, types, layers and the quick tests
 	$(RUN) -m pytest -n $(JOBS) --dist worksteal -m "not slow and not gpu"
 
-test-all: $(DEV) $(TOOLS) $(VLLM) test-data docs ## The heavier tests, those with PEFT, TRL, lm-eval, torchao, transformers serve and vLLM included
-	$(RUN) -m pytest -n $(JOBS) --dist worksteal -m "slow and not gpu and not tools"
+test-all: $(DEV) $(TOOLS) $(VLLM) $(PAGES) test-data ## The heavier tests, those with PEFT, TRL, lm-eval, torchao, transformers serve and vLLM included
+	$(MAKE) -j 2 docs test-slow # the notebooks are one process after the other
 	$(RUN_TOOLS) -m pytest -n $(JOBS) --dist worksteal -m "tools and not gpu"
+
+test-slow: $(DEV)
+	$(RUN) -m pytest -n $(JOBS) --dist worksteal -m "slow and not gpu and not tools"
 
 test-data: $(TOOLS) ## Install what heavier tests read (packages with data; as root with apt-get, compilers too), check folder DIFFTRANSFORMER_DATA; under CI a missing set is a failure
 	$(RUN_TOOLS) tests/check_data.py

@@ -21,6 +21,7 @@ if not torch.cuda.is_available():
 os.environ["DIFFTRANSFORMER_CHECK_BACKENDS"] = "0"
 
 from difftransformer.studies import recipe_from
+from tests.support import fresh
 
 if os.environ.get("DIFFTRANSFORMER_SANITIZE"):
     # `make sanitize`: torch.empty gives NaN, and a backward pass that makes one names the forward call.
@@ -126,3 +127,10 @@ def toy_shards(toy_text, _toy_shards_folder):
     from difftransformer.data import DataConfig, prepare_shards
 
     return prepare_shards(DataConfig(**TOY["data"], source=str(toy_text), folder=str(_toy_shards_folder)))
+
+
+@pytest.fixture
+def warm_children(monkeypatch):
+    """The package's own processes start with torch loaded, which takes half of their seconds. Memory is not to be measured."""
+    for module in ("bench.memory", "studies.jobs"):
+        monkeypatch.setattr(f"difftransformer.{module}.start_child", fresh.start_child)

@@ -357,7 +357,7 @@ class TestInPlace:
         assert_close(base(ids).last_hidden_state, expected[1])
         assert type(base.layers[2].self_attn) is diffllama.AcceleratedDiffLlamaAttention
 
-    @pytest.mark.parametrize("gradients", [False, True])
+    @pytest.mark.parametrize("gradients", [False, pytest.param(True, marks=pytest.mark.slow)])
     def test_compiled_whole(self, gradients):
         model, fast = pair(layers=2)
         torch._dynamo.reset()

@@ -151,7 +151,7 @@ def _study(tmp_path_factory):
 
 
 @pytest.fixture
-def study(toy, _study, tmp_path):
+def study(toy, _study, tmp_path, warm_children):
     """A comparison with the plain Transformer, trained once."""
     toy["model"]["gate_init"] = 0.75
     toy["training"] |= {"steps": STEPS, "context_stages": [[0, 64]]}

@@ -317,7 +317,7 @@ def test_costs_of_a_pair(small, monkeypatch):
         assert row.parameters == sum(p.numel() for p in model.parameters())
 
 
-def test_a_measurement_that_fails_says_why():
+def test_a_measurement_that_fails_says_why(warm_children):
     with pytest.raises(DiffTransformerError, match=r"the memory measurement failed: .*flying"):
         peak_attention_bytes("diff flying", shape(), threads=1)
 
@@ -384,6 +384,7 @@ def test_the_verb(tmp_path, capsys, monkeypatch):
     small = {"vocab_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "max_position_embeddings": 64}
     changed = {"decode_lengths_tokens": (64,), "score_factors": (1, 60), "models": {"5M": small | {"hidden_size": 32}}}
     monkeypatch.setitem(DEFAULTS, "cpu", replace(DEFAULTS["cpu"], **changed))
+    monkeypatch.setattr("difftransformer.bench.steps.PEAKED_TOKENS", 64)
     monkeypatch.setattr("difftransformer.bench.attention.MAPS_BUDGET_BYTES", 5 * 2 * 8 * 48 * 48 * 4)
     words = ("--lengths", "[32,64]", "--head_dims", "[8]", "--dtypes", "[fp32]", "--repeats", 3, "--seconds", 0.1)
     assert run_verb("all", *words, "--threads", 1, "--out", tmp_path) == 0

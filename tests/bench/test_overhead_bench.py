@@ -8,6 +8,7 @@ from difftransformer.bench import overhead
 from difftransformer.bench.overhead import time_overhead
 
 
+@pytest.mark.slow
 def test_parts_are_within_a_step(monkeypatch):
     calls, bare = [], overhead._bare_step
 

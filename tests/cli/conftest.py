@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from tests.support import fresh
+
 
 @pytest.fixture
 def start(tmp_path):
@@ -13,7 +15,7 @@ def start(tmp_path):
     started = []
 
     def run(*words, launcher=("-m", "difftransformer")):
-        process = subprocess.Popen(
+        process = fresh.Popen(
             [sys.executable, *launcher, *map(str, words)],
             cwd=tmp_path,
             env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},

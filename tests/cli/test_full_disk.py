@@ -116,7 +116,10 @@ def test_a_lock_needs_no_room(tmp_path, room):
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no /dev/full")
-@pytest.mark.parametrize(("words", "buffered"), [(["--help"], False), (["--help"], True), (["info", "tiny"], False)])
+@pytest.mark.parametrize(
+    ("words", "buffered"),
+    [(["--help"], False), (["--help"], True), pytest.param(["info", "tiny"], False, marks=pytest.mark.slow)],
+)
 def test_a_full_standard_output_is_no_full_disk(words, buffered):
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     with open("/dev/full", "w") as full:

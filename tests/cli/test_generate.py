@@ -2,7 +2,6 @@
 
 import io
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -20,6 +19,7 @@ from difftransformer.data import byte_tokenizer
 from difftransformer.model.quiet import quietly
 from difftransformer.printable import printable
 from difftransformer.train import checkpoints
+from tests.support import fresh
 
 SIZES = {
     "vocab_size": 258,
@@ -310,15 +310,8 @@ def test_words_come_one_by_one_and_ctrl_c_ends(saved, tmp_path):
     model.generation_config.eos_token_id = None
     model.save_pretrained(folder)
     words = ["generate", str(folder), PROMPT, "--max_new_tokens", "90000", "--temperature", "2"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "difftransformer", *words],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        preexec_fn=lambda: signal.signal(
-            signal.SIGINT, signal.SIG_DFL
-        ),  # a job in the background inherits that it is ignored
-    )
+    command = [sys.executable, "-m", "difftransformer", *words]
+    process = fresh.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
         first = process.stdout.read(10)
         assert len(first) == 10

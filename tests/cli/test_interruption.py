@@ -49,10 +49,10 @@ def losses(run):
 
 def test_train_stopped_and_killed_goes_on_bitwise(toy, tmp_path, start):
     toy["training"] |= {
-        "steps": 150,
+        "steps": 100,
         "checkpoint_every": 15,
         "validate_every": 40,
-        "context_stages": [[0, 64], [60, 128]],
+        "context_stages": [[0, 64], [40, 128]],
     }
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump(toy))
@@ -60,13 +60,13 @@ def test_train_stopped_and_killed_goes_on_bitwise(toy, tmp_path, start):
     command = ["train", path, "--out", run, "--threads", "1", "--set", "compare.models=[diff, softmax]"]
 
     process = start(*command)
-    wait_until(lambda: steps_done(run) >= 20, process)
+    wait_until(lambda: steps_done(run) >= 10, process)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 130, err
     newest = checkpoints(run)[-1]
     stopped = steps_done(run)
-    assert stopped < 150
+    assert stopped < 100
     assert newest.name == f"step-{stopped:06d}"
     assert f"stopped after step {stopped}; saved {newest}." in err
     assert (
@@ -76,12 +76,12 @@ def test_train_stopped_and_killed_goes_on_bitwise(toy, tmp_path, start):
     assert "Traceback" not in err
 
     process = start(*command)
-    wait_until(lambda: steps_done(run) >= stopped + 30, process)
+    wait_until(lambda: steps_done(run) >= stopped + 20, process)
     process.kill()
     process.communicate()
     killed = steps_done(run)
     saved = int(checkpoints(run)[-1].name.removeprefix("step-"))
-    assert stopped < saved <= killed < 150
+    assert stopped < saved <= killed < 100
 
     words = [str(word) for word in command]
     assert main(words) == 0
@@ -94,7 +94,7 @@ def test_train_stopped_and_killed_goes_on_bitwise(toy, tmp_path, start):
 
 @pytest.mark.slow(minutes=2)
 def test_compare_stopped_and_killed_goes_on_with_the_same_results(toy, tmp_path, start, monkeypatch):
-    toy["training"] |= {"steps": 1000, "checkpoint_every": 50, "validate_every": 200, "context_stages": [[0, 64]]}
+    toy["training"] |= {"steps": 500, "checkpoint_every": 50, "validate_every": 200, "context_stages": [[0, 64]]}
     toy["evaluation"][1]["options"]["lengths"] = [96]
     toy["evaluation"][2]["options"]["length"] = 96
     toy["compare"] = {"seeds": 1, "jobs": 2}
@@ -123,7 +123,7 @@ def test_compare_stopped_and_killed_goes_on_with_the_same_results(toy, tmp_path,
     process.communicate()
     wait_until(lambda: not any(map(is_alive, children)))
     assert time.monotonic() - killed < 5
-    assert all(steps_done(run) < 1000 for run in runs)
+    assert all(steps_done(run) < 500 for run in runs)
 
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr("difftransformer.studies.comparison.measure_costs", lambda *args, **options: [])
@@ -138,6 +138,6 @@ def test_compare_stopped_and_killed_goes_on_with_the_same_results(toy, tmp_path,
         assert run_main([str(reference), "1", "cpu"]) == 0
         assert losses(run) == losses(reference)
         for name in ("perplexity", "needle", "allocation"):
-            expected = read_result(reference / "evals" / "step-001000" / f"{name}.json", TaskResult)
+            expected = read_result(reference / "evals" / "step-000500" / f"{name}.json", TaskResult)
             result, measured = found.evaluations[name], (expected.measurements, expected.items, expected.grids)
             assert (result.measurements, result.items, result.grids) == measured, name

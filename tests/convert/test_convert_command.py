@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from difftransformer.cli.main import main
+from tests.support import fresh
 from tests.support.tiny_models import tiny, tokens
 
 
@@ -65,8 +66,9 @@ def test_errors_take_one_line(ours, tmp_path, fails):
 
 def test_in_a_process_of_its_own(ours, tmp_path):
     words = [sys.executable, "-m", "difftransformer", "convert", "ours", "theirs", "--to", "diffllama"]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert (done.returncode, done.stderr) == (0, "")
-    left, converted = done.stdout.splitlines()
+    process = fresh.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    printed, errors = process.communicate(timeout=300)
+    assert (process.returncode, errors) == (0, "")
+    left, converted = printed.splitlines()
     assert left == "Not copied: README.md"  # the card says how the source opens
     assert converted.startswith("theirs: diffllama, 28 tensors")

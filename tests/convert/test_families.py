@@ -14,6 +14,7 @@ from difftransformer.convert import upcycle_folder
 from difftransformer.convert.llama import targets
 from difftransformer.errors import ConfigError
 from difftransformer.families import FAMILIES, DifferentialFields, count_family, family_config
+from tests.support import fresh
 from tests.support.oracle import relative_error
 
 BASE = {
@@ -158,9 +159,8 @@ def test_a_new_process_opens_it(tmp_path):
         "import difftransformer, sys; from transformers import AutoModelForCausalLM; "
         "print(type(AutoModelForCausalLM.from_pretrained(sys.argv[1])).__name__)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path / "diff_v2")], capture_output=True, text=True, check=True
-    )
+    done = fresh.run(program, tmp_path / "diff_v2")
+    assert done.returncode == 0, done.stderr
     assert done.stdout.split()[-1] == "DifferentialQwen3ForCausalLM"
 
 

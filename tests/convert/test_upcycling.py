@@ -204,7 +204,9 @@ def test_what_travels_along(tmp_path):
         assert (tmp_path / "made" / name).read_text() == name
 
 
-@pytest.mark.parametrize("to", TARGETS)
+@pytest.mark.parametrize(
+    "to", [to if to in ("diff", "dex") else pytest.param(to, marks=pytest.mark.slow) for to in TARGETS]
+)
 def test_drift_is_measured(to, tmp_path):
     """None of a conversion; that of a changed weight, against the two models' logits."""
     stock = saved(tmp_path / "source", num_attention_heads=3)

@@ -64,8 +64,8 @@ def masked_decoding(network, prompt, options):
 
 @pytest.mark.parametrize("name", DEMONSTRATIONS, indirect=True)
 def test_the_labels_of_masked_decoding_without_any_cache(name, smollm, model):
-    """All classes compete, on 100 items; few demonstrations, since the plain way computes each of them anew at every step."""
-    task = ShotsTask(Options(data=name, demonstrations=[DEMONSTRATIONS[name]], items=100), model)
+    """All classes compete, on 40 items; few demonstrations, since the plain way computes each of them anew at every step."""
+    task = ShotsTask(Options(data=name, demonstrations=[DEMONSTRATIONS[name]], items=40), model)
     assert len(task.labels) == CLASSES[name]
     network = AutoModelForCausalLM.from_pretrained(smollm, dtype=torch.float32).eval()
     with torch.inference_mode():

@@ -184,7 +184,9 @@ class TestCausality:
 
 class TestMasks:
     @pytest.mark.parametrize("kind", TYPES)
-    @pytest.mark.parametrize("implementation", [*IMPLEMENTATIONS, "flex_attention"])
+    @pytest.mark.parametrize(
+        "implementation", [*IMPLEMENTATIONS, pytest.param("flex_attention", marks=pytest.mark.slow)]
+    )
     @pytest.mark.parametrize("side", ["left", "right"])
     @pytest.mark.parametrize("switched", [False, True])
     def test_padding(self, kind, implementation, side, switched):
@@ -638,9 +640,12 @@ class TestTraining:
 
 
 class TestCompile:
-    @pytest.mark.parametrize("kind", TYPES)
+    @pytest.mark.parametrize(
+        "kind",
+        ["diff", "softmax", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("diff_v2", "grouped_diff"))],
+    )
     def test_whole_forward_without_a_graph_break(self, kind):
-        model = tiny(attention_type=kind)
+        model = tiny(attention_type=kind, num_hidden_layers=1)
         ids = tokens(2, 13)
         mask = torch.ones_like(ids)
         mask[0, :4] = 0
@@ -653,7 +658,7 @@ class TestCompile:
             assert relative_error(out[real], logits(model, ids, **arguments)[real]) < TOLERANCE
 
     def test_gradients(self):
-        plain, traced = tiny().train(), tiny().train()
+        plain, traced = tiny(num_hidden_layers=1).train(), tiny(num_hidden_layers=1).train()
         ids = tokens(2, 13)
         torch._dynamo.reset()
         compiled = torch.compile(traced, fullgraph=True, backend="aot_eager")

@@ -21,7 +21,7 @@ def padded():
     return ids, mask
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_logits_and_gradients(compiled):
     ours, plain = pair()
     ids, mask = padded()

@@ -1,9 +1,6 @@
 """`differential_attention` and `softmax_attention` on every backend against the equations, and their refusals."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -19,7 +16,7 @@ from difftransformer.ops import (
     softmax_attention,
     softmax_maps,
 )
-from tests.support import oracle
+from tests.support import fresh, oracle
 from tests.support.cases import (
     BACKENDS,
     BY_NAME,
@@ -34,16 +31,22 @@ from tests.support.cases import (
     eager,
     expected,
     ints,
+    needs_kernels,
     new_memory_is_nan,
     op,
     peaked,
     random_mask,
+    with_backends,
 )
 from tests.support.oracle import Case, output_and_gradients, relative_error
 
+IN_INTERPRETER = (
+    "one position", "63 own heads causal", "grouped, cross, narrow value", "one query", "shared key", "mask with empty rows",
+    "both ends, causal mask", "cache, window", "documents, window, mask", "softmax, mask",
+)  # fmt: skip
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("case", CASES, ids=by_name)
+
+@pytest.mark.parametrize(("case", "backend"), with_backends(CASES, *IN_INTERPRETER))
 def test_equals_the_equations(case, backend):
     results = output_and_gradients(op(case, backend), case, torch.float32)
     assert_close(results, expected(case.name), 2e-5)
@@ -188,8 +191,15 @@ def spoiled(case, name, fill, function):
 
 
 @pytest.mark.parametrize("name", ["key", "value"])
-@pytest.mark.parametrize("backend", [*FLOAT64_BACKENDS, "flex"])
-@pytest.mark.parametrize("case", ISOLATED, ids=by_name)
+@pytest.mark.parametrize(
+    ("case", "backend"),
+    [
+        pytest.param(case, backend, marks=pytest.mark.slow if is_slow else (), id=f"{case.name}-{backend}")
+        for case in ISOLATED
+        for backend in (*FLOAT64_BACKENDS, "flex")
+        for is_slow in [backend == "flex" and case.name not in ("window", "mask of keys", "softmax")]
+    ],
+)
 def test_nan_reaches_only_queries_that_may_attend_to_it(case, backend, name):
     """The other outputs, and the gradients that come from them, keep every bit."""
 
@@ -392,8 +402,7 @@ def test_softmax_maps():
     "name",
     [
         "both ends, causal mask",
-        "documents",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("shared key", "softmax")),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("documents", "shared key", "softmax")),
     ],
 )
 def test_compiles_without_a_graph_break(name, backend):
@@ -436,12 +445,13 @@ print(json.dumps([peak(n) for n in (512, 4096, 8192)]))
 """
 
 
-@pytest.mark.parametrize("backend", [backend for backend in BACKENDS if backend not in ("reference", "sdpa", TRITON)])
+@pytest.mark.parametrize(
+    "backend", [pytest.param("chunked", marks=pytest.mark.slow), pytest.param("cpu", marks=needs_kernels)]
+)
 def test_memory_grows_linearly(backend):
     """Peak of forward + backward in a fresh process; one 8192 x 8192 map of one head alone would be 256 MiB."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", MEMORY_PROGRAM, backend]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=120)
+    done = fresh.run(MEMORY_PROGRAM, backend)
+    assert done.returncode == 0, done.stderr
     baseline, at_4k, at_8k = json.loads(done.stdout)
     # From 512 on: 2.1 times where memory grows with the length, 4.1 times where it grows with its square.
     assert at_8k - baseline < 3 * (at_4k - baseline), (baseline, at_4k, at_8k)

@@ -341,7 +341,7 @@ OPCHECK_CASES = [
 ]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", OPCHECK_CASES, ids=lambda case: case.name)
 def test_opcheck(case, dtype):
     query, key, value, lam, grad = case.inputs(dtype)

@@ -21,6 +21,7 @@ import torch
 from difftransformer.cli.main import main
 from difftransformer.errors import BackendUnavailable
 from difftransformer.ops import build, processor
+from tests.support import fresh
 
 pytestmark = pytest.mark.skipif(
     "avx2" not in processor.available() or shutil.which("c++") is None, reason="needs AVX2 and a compiler"
@@ -56,10 +57,11 @@ class Place:
     def start(self, code):
         """Another process, in this place, that leads a group."""
         quiet = "logging.getLogger('difftransformer').addHandler(logging.NullHandler())"
-        imports = f"import logging; from pathlib import Path; from difftransformer.ops import build; {quiet}"
-        prepared = f"{imports}; build.SOURCES = Path({str(self.sources)!r})"
-        return subprocess.Popen(
-            [sys.executable, "-W", "error", "-W", "ignore:.*fork:DeprecationWarning", "-c", f"{prepared}\n{code}"],
+        strict = "warnings.simplefilter('error'); warnings.filterwarnings('ignore', '.*fork', DeprecationWarning)"
+        imports = "import logging, warnings; from pathlib import Path; from difftransformer.ops import build"
+        prepared = f"{imports}; {quiet}; {strict}; build.SOURCES = Path({str(self.sources)!r})"
+        return fresh.Popen(
+            [sys.executable, "-c", f"{prepared}\n{code}"],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

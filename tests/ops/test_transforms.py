@@ -11,10 +11,9 @@ import difftransformer.model  # noqa: F401  # tells transformers' exporters what
 from difftransformer.errors import BackendUnavailable
 from difftransformer.ops import differential_attention, normed_differential_attention
 from tests.support import oracle
-from tests.support.cases import BY_NAME, CAUSAL, TRITON, assert_close, expected, ints, needs_kernels, op
+from tests.support.cases import BY_NAME, CAUSAL, SLOW_TRITON, assert_close, expected, ints, needs_kernels, op
 from tests.support.oracle import Case, relative_error
 
-SLOW_TRITON = pytest.param("triton", marks=(*TRITON.marks, pytest.mark.slow))
 # What torch.func.jvp loads on its first use.
 jvp_is_old = pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated:DeprecationWarning")
 FUSED = ("chunked", pytest.param("cpu", marks=needs_kernels), SLOW_TRITON)

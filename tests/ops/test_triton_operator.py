@@ -92,7 +92,7 @@ def test_second_derivatives_are_refused():
 
 
 @pytest.mark.parametrize("norm", [pytest.param(False, marks=pytest.mark.slow), True])
-@pytest.mark.parametrize("case", [SMALL, BY_NAME["cache, window"], BY_NAME["softmax"]], ids=by_name)
+@pytest.mark.parametrize("case", slow_but_for([SMALL, BY_NAME["cache, window"], BY_NAME["softmax"]], "x"), ids=by_name)
 def test_compiles_to_the_same_bits(case, norm):
     if norm and case.lam is None:
         return
@@ -117,7 +117,7 @@ OP_CASES = [
 ]
 
 
-@pytest.mark.parametrize("norm", [None, "gain", pytest.param("no gain", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("norm", ["gain", *(pytest.param(norm, marks=pytest.mark.slow) for norm in (None, "no gain"))])
 @pytest.mark.parametrize("case", [*OP_CASES[:2], *slow_but_for(OPCHECK)], ids=by_name)
 def test_opcheck(case, norm):
     dtype = torch.float16 if norm == "gain" else torch.float32

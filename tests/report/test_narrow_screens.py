@@ -64,7 +64,8 @@ def pages(comparison, tmp_path_factory):
 def test_words_break_and_what_is_wide_scrolls(pages):
     for path in pages:
         text = path.read_text()
-        rules = dict(re.findall(r"^([^@{}]+?) \{ ([^}]*) \}$", text, re.MULTILINE))
+        style = text[: text.index("</style>")]
+        rules = dict(re.findall(r"^([^@{}]+?) \{ ([^}]*) \}$", style, re.MULTILINE))
         assert "overflow-wrap: anywhere" in rules["body"]
         around = Ancestors(text).around
         assert {tag for tag, _ in around} == set(SCROLLING)

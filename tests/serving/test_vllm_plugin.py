@@ -2,7 +2,6 @@
 
 import importlib
 import importlib.metadata
-import subprocess
 import sys
 import tomllib
 import types
@@ -16,7 +15,7 @@ from difftransformer import DiffTransformerForCausalLM
 from difftransformer.errors import ConfigError
 from difftransformer.serving import MODEL_CLASS, register
 from difftransformer.serving.heads import ServedHeads
-from tests.support import stub_vllm
+from tests.support import fresh, stub_vllm
 from tests.support.tiny_models import scramble, tiny_config, tokens
 
 LENGTH = 9
@@ -213,4 +212,5 @@ def test_the_entry_point_names_the_function():
 
 def test_nothing_else_imports_vllm():
     code = "import sys, difftransformer, difftransformer.serving; assert 'vllm' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    done = fresh.run(code)
+    assert done.returncode == 0, done.stderr

@@ -49,7 +49,7 @@ def run_here(jobs, **options):
 
 
 @pytest.fixture
-def study(_study, study_document, tmp_path):
+def study(_study, study_document, tmp_path, warm_children):
     """The command's whole output for two models and two seeds, made once, and a recipe file to run it again.
 
     The first seed runs as the command runs it, in a process for each model, the other in this process.

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 def check_promises(result: Comparison) -> None:
     """What a comparison must show to be worth reading."""
     (bigram,) = result.baselines
-    assert len(result.runs) == 2 * len(result.seeds)
+    assert len(result.runs) == len(result.models) * len(result.seeds)
     for run in result.runs:
         bits = next(row for row in run.evaluations["perplexity"].measurements if row.name == "bits per byte")
         assert bits.value < bigram.bits_per_byte, f"{run.run} learnt no more than letter pairs"
@@ -36,12 +36,13 @@ def check_promises(result: Comparison) -> None:
 
 @pytest.mark.slow(minutes=5)
 def test_the_demo_shows_what_it_promises(tmp_path):
-    """With its first seed alone."""
+    """With its first seed alone, and its two main models."""
     recipe = read_recipe(ROOT / "recipes" / "demo.yaml")
     assert recipe["compare"]["seeds"] >= 2
     out = tmp_path / "demo"
     command = [sys.executable, "-m", "difftransformer", "compare", "recipes/demo.yaml", "--out", str(out)]
-    done = subprocess.run([*command, "--set", "compare.seeds=1"], cwd=ROOT, capture_output=True, text=True, check=False)
+    command += ["--set", "compare.seeds=1", "--set", "compare.models=[diff, softmax]", "--set", "compare.fields={}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     assert (out / "index.html").exists()
     check_promises(read_result(out / "results.json", Comparison))

@@ -110,6 +110,19 @@ def slow_but_for(cases, *names):
     return [case if case.name in names else pytest.param(case, marks=pytest.mark.slow) for case in cases]
 
 
+SLOW_TRITON = pytest.param("triton", marks=(*TRITON.marks, pytest.mark.slow))
+
+
+def with_backends(cases, *names):
+    """(case, backend) of all backends; in Triton's interpreter, all but the named cases are marked slow."""
+    pairs = []
+    for case in cases:
+        for backend in (*BACKENDS[:-1], TRITON if case.name in names else SLOW_TRITON):
+            (value,), marks = getattr(backend, "values", (backend,)), getattr(backend, "marks", ())
+            pairs.append(pytest.param(case, value, marks=marks, id=f"{case.name}-{value}"))
+    return pairs
+
+
 def peaked(case, factor, sign):
     """The case with queries `factor` times as large, and lambda of one sign."""
     changed = dataclasses.replace(case)
