@@ -13,6 +13,7 @@ class Writer:
 
     def __init__(self, write, context_tokens=100_000):
         self.tokenizer, self.write, self.context_tokens = byte_tokenizer(), write, context_tokens
+        self.prompt_tokens = context_tokens
         self.prompts = []
 
     @contextmanager

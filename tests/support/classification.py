@@ -10,6 +10,7 @@ class Reader:
 
     def __init__(self, choose, labels=(), context_tokens=10**6, tokenizer=None):
         self.choose, self.labels, self.context_tokens = choose, sorted(labels), context_tokens
+        self.prompt_tokens = context_tokens
         self.tokenizer = tokenizer or byte_tokenizer()
 
     def answer(self, requests):

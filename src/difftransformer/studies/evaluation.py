@@ -32,6 +32,7 @@ def draw_tasks(recipe: Recipe, shards: Shards) -> dict[str, Task]:
     setting = Setting(
         tokenizer=shards.tokenizer,
         context_tokens=recipe.training.context_tokens,
+        longest=recipe.model_config(vocab_size=shards.tokenizer.vocab_size).max_position_embeddings,
         validation=lambda: shards.tokens("validation"),
         data=lambda: recipe.data,
     )

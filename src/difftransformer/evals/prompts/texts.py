@@ -24,14 +24,21 @@ class Setting:
     Attributes:
         tokenizer: Text to token ids.
         context_tokens: Tokens of a row where the task's options name none.
+        longest: Most tokens of a prompt and its answer, where a pretrained model reads more than a row; None for a row.
         validation: Return the tokens of the text that the model's run held out; None where no run is known.
         data: Return the data of the model's run; None where no run is known.
     """
 
     tokenizer: Tokenizer
     context_tokens: int
+    longest: int | None = None
     validation: Callable[[], Any] | None = None
     data: Callable[[], DataConfig] | None = None
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Most tokens of a prompt and its answer."""
+        return self.longest or self.context_tokens
 
 
 def token_stream(

@@ -158,11 +158,11 @@ class HallucinationTask(Task):
         for item in items:
             start = [*frame[0], *self.tokenizer.encode(before)]
             end = [*self.tokenizer.encode(after.format(question=item.question)), *frame[1]]
-            room = setting.context_tokens - len(start) - len(end) - cap
+            room = setting.prompt_tokens - len(start) - len(end) - cap
             if room < _LEAST_DOCUMENT_TOKENS:
                 raise DataError(
                     f"{name}/{item.name}: the prompt without its document takes {len(start) + len(end)} tokens and the answer "
-                    f"up to {cap}, the model's context has {setting.context_tokens}; lower --max_new_tokens"
+                    f"up to {cap}, the model's context has {setting.prompt_tokens}; lower --max_new_tokens"
                 )
             document = self.tokenizer.encode(item.document)
             if len(document) > room:

@@ -81,8 +81,8 @@ class ShotsTask(Task):
         self.items = draw_items(data, options.items, options.seed)
         form = PromptForm(setting.tokenizer, data.labels, options.words())
         draws = [draw_rounds(data, options.seed, draw) for draw in range(options.draws)]
-        room = form.room(self.items, setting.context_tokens)
-        self.sizes = _sizes(options, draws, form, room, setting.context_tokens)
+        room = form.room(self.items, setting.prompt_tokens)
+        self.sizes = _sizes(options, draws, form, room, setting.prompt_tokens)
         self.requests = [
             Choice(prompt, form.options)
             for at in self.sizes

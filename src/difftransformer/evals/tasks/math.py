@@ -100,10 +100,10 @@ class MathTask(Task):
             for ids in self.tokenizer.encode_batch([_prompt(options, problem) for problem in self.problems])
         ]
         for problem, request in zip(self.problems, self.requests, strict=True):
-            if len(request.prompt) + options.max_new_tokens > setting.context_tokens:
+            if len(request.prompt) + options.max_new_tokens > setting.prompt_tokens:
                 raise DataError(
                     f"{problem.set_name}/{problem.name}: the prompt takes {len(request.prompt)} tokens and the solution up to "
-                    f"{options.max_new_tokens}, the model's context has {setting.context_tokens}; lower --max_new_tokens or "
+                    f"{options.max_new_tokens}, the model's context has {setting.prompt_tokens}; lower --max_new_tokens or "
                     "--shots"
                 )
         self.choices = _choices(options, self.ending)

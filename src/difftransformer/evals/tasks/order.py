@@ -83,8 +83,8 @@ class OrderTask(Task):
         self.items = draw_items(data, options.items or _PAPER_ITEMS[options.format], options.seed)
         form = PromptForm(setting.tokenizer, data.labels, options.words())
         rounds = draw_rounds(data, options.seed)
-        room = form.room(self.items, setting.context_tokens)
-        fit = fitting_shots(form, [rounds], room, setting.context_tokens, options.shots)
+        room = form.room(self.items, setting.prompt_tokens)
+        fit = fitting_shots(form, [rounds], room, setting.prompt_tokens, options.shots)
         shots = options.shots or min(_DEFAULT_SHOTS, 2 ** (fit.bit_length() - 1))
         shown = list(chain.from_iterable(rounds[:shots]))
         self.at = {"format": options.format, "shots": shots, "demonstrations": len(shown)}
