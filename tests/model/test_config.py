@@ -49,7 +49,10 @@ REFUSED = {
     "no words": ({"vocab_size": 0}, "vocab_size=0: give a whole number of at least 1"),
     "no value": ({"value_head_dim": -2}, "value_head_dim=-2: give a whole number of at least 1"),
     "no MLP": ({"intermediate_size": 0}, "intermediate_size=0: give a whole number of at least 1"),
-    "no spread": ({"initializer_range": -1.0}, "initializer_range=-1.0: give a standard deviation above 0"),
+    "no spread": ({"initializer_range": 0.0}, "initializer_range=0.0: give a standard deviation above 0"),
+    "negative spread": ({"initializer_range": -1.0}, "initializer_range=-1.0: give a finite number of at least 0"),
+    "no number as eps": ({"rms_norm_eps": "1e-5"}, "rms_norm_eps='1e-5': give a finite number of at least 0"),
+    "eps is not a number": ({"rms_norm_eps": float("nan")}, "rms_norm_eps=nan: give a finite number of at least 0"),
     "backend": (
         {"attn_backend": "foo"},
         "attn_backend='foo' is unknown; choose one of auto, reference, cpu, ",

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import math
 from typing import Any, Self, get_args
 
 from transformers import AutoConfig, PreTrainedConfig
@@ -116,7 +117,11 @@ class DiffTransformerConfig(PreTrainedConfig):
             most = MOST_LAYERS if field == "num_hidden_layers" else LARGEST_COUNT
             if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
                 raise ConfigError(f"{field}={short(value)}: give a whole number of at least 1 and at most {most:,}")
-        if self.initializer_range <= 0:
+        for field in ("rms_norm_eps", "initializer_range", "attention_dropout"):
+            value = getattr(self, field)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+                raise ConfigError(f"{field}={short(value)}: give a finite number of at least 0")
+        if self.initializer_range == 0:
             raise ConfigError(f"initializer_range={self.initializer_range}: give a standard deviation above 0")
         if self.head_dim is None:
             if self.hidden_size % self.num_attention_heads:
