@@ -14,6 +14,7 @@ from difftransformer.errors import ConfigError
 from difftransformer.evals.engine import run_task, task_sha256
 from difftransformer.evals.models import causal
 from difftransformer.evals.models.prefix import PrefixCache
+from difftransformer.evals.prompts.texts import Setting
 from difftransformer.evals.requests import answers_to
 from difftransformer.evals.tasks.icl import Options, ShotsTask
 from difftransformer.hub import open_language_model
@@ -36,6 +37,10 @@ DEMONSTRATIONS = {"trec": 6, "banking77": 3, "clinc150": 3}
 def model(smollm):
     with open_language_model(str(smollm), dtype="fp32") as opened:
         yield opened.language_model
+
+
+def setting(model):
+    return Setting(tokenizer=model.tokenizer, context_tokens=model.context_tokens)
 
 
 @pytest.fixture
@@ -65,7 +70,7 @@ def masked_decoding(network, prompt, options):
 @pytest.mark.parametrize("name", DEMONSTRATIONS, indirect=True)
 def test_the_labels_of_masked_decoding_without_any_cache(name, smollm, model):
     """All classes compete, on 40 items; few demonstrations, since the plain way computes each of them anew at every step."""
-    task = ShotsTask(Options(data=name, demonstrations=[DEMONSTRATIONS[name]], items=40), model)
+    task = ShotsTask(Options(data=name, demonstrations=[DEMONSTRATIONS[name]], items=40), setting(model))
     assert len(task.labels) == CLASSES[name]
     network = AutoModelForCausalLM.from_pretrained(smollm, dtype=torch.float32).eval()
     with torch.inference_mode():
@@ -76,7 +81,7 @@ def test_the_labels_of_masked_decoding_without_any_cache(name, smollm, model):
 
 @pytest.mark.parametrize("name", FILES, indirect=True)
 def test_every_label_can_be_reached_and_tokens_are_those_of_the_text(name, model, monkeypatch):
-    task = ShotsTask(Options(data=name, shots=[1], items=5), model)
+    task = ShotsTask(Options(data=name, shots=[1], items=5), setting(model))
     encode, decode = model.tokenizer.encode, model.tokenizer.decode
     request = task.requests[0]
     text = decode(request.prompt[1:])
@@ -108,11 +113,13 @@ def test_prefix_caching_changes_nothing_but_the_work(model, monkeypatch):
             caches.append(self)
 
     monkeypatch.setattr(causal, "PrefixCache", Counting)
-    task = ShotsTask(Options(data="trec", demonstrations=[64], items=8), model)
+    task = ShotsTask(Options(data="trec", demonstrations=[64], items=8), setting(model))
     scores = run_task(model, task)
+    cached = sum(cache.computed_tokens for cache in caches)
+    caches.clear()
     monkeypatch.setattr(model, "prefix_caching", False)
     assert run_task(model, task) == scores
-    cached, plain = (cache.computed_tokens for cache in caches)
+    plain = sum(cache.computed_tokens for cache in caches)
     assert plain >= sum(len(request.prompt) for request in task.requests)
     assert plain >= 5 * cached
 
@@ -122,4 +129,4 @@ def test_the_committed_result_asked_the_same(name, model):
     """Its fingerprint is that of the same options today."""
     result = read_result(Path(__file__).parents[2] / "docs" / "results" / "icl-smollm2.json", TaskResult)
     options = build(Options, result.options, source="icl-smollm2.json", error=ConfigError)
-    assert task_sha256(ShotsTask(options, model)) == result.data.sha256
+    assert task_sha256(ShotsTask(options, setting(model))) == result.data.sha256
