@@ -60,7 +60,7 @@ docs: $(PAGES) ## Run the notebooks and build the documentation site, every warn
 
 lint: $(DEV) ## ruff, clang-format, mypy, import-linter
 	$(RUN) -m ruff format --check src tests hatch_build.py
-	$(RUN) -m ruff check src tests hatch_build.py
+	$(RUN) -m ruff check src tests docs hatch_build.py
 	$(RUN) -c "import clang_format; clang_format.clang_format()" --dry-run -Werror src/difftransformer/ops/csrc/* tests/ops/standalone.cpp
 	$(RUN) -m mypy
 	$(RUN) -c "from importlinter.cli import lint_imports_command; lint_imports_command()"
