@@ -14,7 +14,6 @@ from difftransformer.results import (
     AttentionTiming,
     Bench,
     DataIdentity,
-    Environment,
     ItemScore,
     Measurement,
     ModelIdentity,
@@ -26,17 +25,8 @@ from difftransformer.results import (
     write_result,
     write_text_atomically,
 )
+from tests.support.environment import ENVIRONMENT
 
-ENVIRONMENT = Environment(
-    difftransformer="0.1.0",
-    python="3.11",
-    torch="2.13.0",
-    transformers="5.17.0",
-    platform="Linux",
-    processor="example",
-    device="cpu",
-    threads=2,
-)
 BENCH = Bench(
     command="difftransformer bench",
     created="2026-01-02T03:04:05+00:00",

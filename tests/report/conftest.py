@@ -14,7 +14,6 @@ from difftransformer.results import (
     CostRow,
     Curve,
     DataIdentity,
-    Environment,
     Grid,
     ItemScore,
     Measurement,
@@ -23,17 +22,8 @@ from difftransformer.results import (
     RunResult,
     TaskResult,
 )
+from tests.support.environment import ENVIRONMENT
 
-ENVIRONMENT = Environment(
-    difftransformer="0.1.0",
-    python="3.11.2",
-    torch="2.13.0+cpu",
-    transformers="5.17.0",
-    platform="Linux-6.1-x86_64",
-    processor="Example CPU, 2 cores",
-    device="cpu",
-    threads=2,
-)
 LABELS = {"diff": "DIFF", "softmax": "Transformer", "diff_v2": "DIFF V2"}
 STEPS = 600
 

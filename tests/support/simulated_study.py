@@ -11,7 +11,6 @@ import numpy as np
 from difftransformer.report.evidence import Evidence
 from difftransformer.results import (
     Curve,
-    Environment,
     RunFigure,
     RunRecord,
     StudyArm,
@@ -21,18 +20,7 @@ from difftransformer.results import (
     StudyMember,
     write_result,
 )
-
-ENVIRONMENT = Environment(
-    difftransformer="0.2.0",
-    python="3.11.2",
-    torch="2.13.0+cpu",
-    transformers="5.17.0",
-    platform="Linux-6.1-x86_64",
-    processor="Example CPU, 2 cores",
-    device="cpu",
-    threads=1,
-    commit="0123456789abcdef0123456789abcdef01234567",
-)
+from tests.support.environment import ENVIRONMENT
 
 LOSS = StudyFigure(label="held-out loss", task="perplexity", name="nll", unit="nats/token")
 
