@@ -25,7 +25,7 @@ void attend_maps(const Inputs& in, const Outputs& to, Runtime& runtime) {
 template <int maps>
 void differentiate_maps(const Inputs& in, const Outputs& from, const Gradients& grad, Runtime& runtime) {
   using Rows_ = View<const BFloat16>;
-  const Tiled tiled(in.problem, kPair);
+  const Tiled tiled(in.problem, kBackwardKeys);
   const Problem& p = tiled.p;
   const int64_t tasks = p.batch * p.groups * p.blocks();
   float* weights = in.norm.on ? static_cast<float*>(runtime.allocate(tasks * p.value_width * 4)) : nullptr;

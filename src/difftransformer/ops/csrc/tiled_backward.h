@@ -11,7 +11,8 @@
 
 namespace difftransformer {
 
-constexpr int64_t kPair = 2 * kStrip;  // rows of two strips, and keys, of a step
+// Of a step. More of both means fewer passes over the sums of gradients, which are read and written once a product.
+constexpr int64_t kBackwardKeys = 128, kBackwardStrips = 4;
 
 template <int maps>
 struct TiledBackward {
@@ -47,7 +48,7 @@ struct TiledBackward {
 
     Scratch(const Tiled& t, float* base) {
       Carver carve(base);
-      const int64_t rows_ = round_up(t.p.block_rows, kPair), width = std::max(t.width, t.value_width);
+      const int64_t rows_ = t.p.block_rows, width = std::max(t.width, t.value_width);
       lanes = carve.take<Lanes>(rows_ / kStrip);
       scores = carve.take(3 * 2 * kTile);
       staged = carve.take<uint16_t>(kStrip * width);
@@ -55,8 +56,8 @@ struct TiledBackward {
       query_rows = carve.take<uint16_t>(rows_ * maps * t.width);
       grad_columns = carve.take<uint16_t>(rows_ * t.value_width);
       grad_rows = carve.take<uint16_t>(rows_ * t.value_width);
-      for (auto& x : left) x = carve.take<uint16_t>(kPair * kPair);
-      for (auto& x : right) x = carve.take<uint16_t>(kPair * kPair);
+      for (auto& x : left) x = carve.take<uint16_t>(kBackwardKeys * kBackwardStrips * kStrip);
+      for (auto& x : right) x = carve.take<uint16_t>(kBackwardKeys * kBackwardStrips * kStrip);
       grad_query = carve.take(rows_ * maps * t.width);
       rows = carve.take(std::max(kStrip * t.width, 2 * t.value_width));
       floats = carve.floats;
@@ -93,14 +94,14 @@ struct TiledBackward {
     const int64_t b = bg / p.groups, g = bg % p.groups, count = std::min(p.tile_keys, t.keys - first);
     for (int m = 0; m < t.key_maps(); m++) {
       const int64_t at = of_key(bg, m) + first * t.width;
-      copy_keys(p, key, b, g, m * p.width, p.width, t.width, first, count, staged);
-      pack_rows(staged, count, t.width, keys + at);
-      pack_columns(staged, count, t.width, columns + at);
+      const Matrix rows = keys_of(p, key, b, g, m * p.width, p.width, t.width, first, count, staged);
+      pack_rows(rows, count, t.width, keys + at);
+      pack_columns(rows, count, t.width, columns + at);
       std::fill_n(key_sums + at, count * t.width, 0.f);
     }
     const int64_t at = of_value(bg) + first * t.value_width;
-    copy_keys(p, value, b, g, 0, p.value_width, t.value_width, first, count, staged);
-    pack_rows(staged, count, t.value_width, values + at);
+    pack_rows(keys_of(p, value, b, g, 0, p.value_width, t.value_width, first, count, staged), count, t.value_width,
+              values + at);
     std::fill_n(value_sums + at, count * t.value_width, 0.f);
   }
 
@@ -130,12 +131,13 @@ struct TiledBackward {
       if (strips[i].first_key < strips[i].last_key) first = std::min(first, strips[i].first_key);
       last = std::max(last, strips[i].last_key);
     }
-    const int64_t first_step = first / kPair, last_step = ceil_div(last, kPair);
+    const int64_t first_step = first / kBackwardKeys, last_step = ceil_div(last, kBackwardKeys);
     for (int64_t i = 0; i < count; i++) sum_rows(bg, strips[i], s, i);
-    std::fill_n(s.grad_query, round_up(count, 2) * kStrip * maps * t.width, 0.f);
+    std::fill_n(s.grad_query, count * kStrip * maps * t.width, 0.f);
     for (int64_t step = first_step; step < last_step; step++) {
       turns.wait(bg / t.p.groups, task, step);
-      for (int64_t i = 0; i < count; i += 2) add_step(bg, &strips[i], std::min<int64_t>(2, count - i), s, i, step);
+      for (int64_t i = 0; i < count; i += kBackwardStrips)
+        add_step(bg, &strips[i], std::min(kBackwardStrips, count - i), s, i, step);
       turns.pass(task, step);
     }
     for (int64_t i = 0; i < count; i++)
@@ -154,8 +156,8 @@ struct TiledBackward {
           std::memset(to, 0, sizeof(uint16_t) * t.width);
       }
       const int64_t at = (i * maps + m) * kStrip * t.width;
-      pack_right_columns(s.staged, kStrip, t.width, s.query_columns + at);
-      pack_right_rows(s.staged, kStrip, t.width, s.query_rows + at);
+      pack_right_columns({s.staged, t.width}, kStrip, t.width, s.query_columns + at);
+      pack_right_rows({s.staged, t.width}, kStrip, t.width, s.query_rows + at);
     }
     for (int64_t r = 0; r < kStrip; r++) {
       uint16_t* to = s.staged + r * t.value_width;
@@ -165,8 +167,8 @@ struct TiledBackward {
                     grad_weight ? grad_weight + task * p.value_width : nullptr);
       convert_row(s.rows, p.value_width, reinterpret_cast<BFloat16*>(to));
     }
-    pack_right_columns(s.staged, kStrip, t.value_width, s.grad_columns + i * kStrip * t.value_width);
-    pack_right_rows(s.staged, kStrip, t.value_width, s.grad_rows + i * kStrip * t.value_width);
+    pack_right_columns({s.staged, t.value_width}, kStrip, t.value_width, s.grad_columns + i * kStrip * t.value_width);
+    pack_right_rows({s.staged, t.value_width}, kStrip, t.value_width, s.grad_rows + i * kStrip * t.value_width);
     Lanes& lanes = s.lanes[i];
     std::memset(lanes.sums, 0, sizeof(lanes.sums));
     for (int64_t r = 0; r < kStrip; r++) {
@@ -247,9 +249,9 @@ struct TiledBackward {
     }
   }
 
-  // Adds a step of 64 keys to dV, dK and dQ for one or two strips, i and i + 1 of the task.
+  // Adds a step's keys to dV, dK and dQ for L strips of the task, from strip i on.
   void add_step(int64_t bg, const Block* strips, int64_t L, const Scratch& s, int64_t i, int64_t step) const {
-    const int64_t first = step * kPair, R = std::min(kPair, t.keys - first) / kStrip;
+    const int64_t first = step * kBackwardKeys, R = std::min(kBackwardKeys, t.keys - first) / kStrip;
     bool any = false;
     for (int64_t r = 0; r < R; r++)
       for (int64_t l = 0; l < L; l++) any |= sees_some(strips[l], first + r * kStrip);
@@ -278,19 +280,21 @@ struct TiledBackward {
     const int64_t D = t.width / 16, E = t.value_width / 16;
     for (int64_t r = 0; r < R; r++) {
       const int64_t at = first + r * kStrip;
-      for (int64_t e = 0; e < E; e += 2)
+      float* sums = value_sums + of_value(bg) + at * t.value_width;
+      for (int64_t e = 0; e < E; e += 2, sums += kTile)
         product<true>(L, s.left[0] + 2 * r * L * kTile, L, 1, s.grad_rows + i * kStrip * t.value_width + e * kTile, E,
-                      value_sums + of_value(bg) + at * t.value_width + e * (kTile / 2), E);
-      for (int m = 0; m < maps; m++)
-        for (int64_t c = 0; c < D; c += 2)
+                      sums, E, sums + kTile);
+      for (int m = 0; m < maps; m++) {
+        sums = key_sums + of_key(bg, m) + at * t.width;
+        for (int64_t c = 0; c < D; c += 2, sums += kTile)
           product<true>(L, s.left[1 + m] + 2 * r * L * kTile, L, 1,
-                        s.query_rows + (i * maps + m) * kStrip * t.width + c * kTile, maps * D,
-                        key_sums + of_key(bg, m) + at * t.width + c * (kTile / 2), D);
+                        s.query_rows + (i * maps + m) * kStrip * t.width + c * kTile, maps * D, sums, D, sums + kTile);
+      }
     }
     for (int m = 0; m < maps; m++)
       for (int64_t l = 0; l < L; l++)
         for (int64_t c = 0; c < D; c += 2)
-          product<true>(R, columns + of_key(bg, m) + first * t.width + c * kTile, 1, D, s.right[m] + l * 2 * kTile,
+          product<true>(R, columns + of_key(bg, m) + first * t.width + c * R * kTile, 1, 2, s.right[m] + l * 2 * kTile,
                         2 * L, s.grad_query + ((i + l) * maps + m) * kStrip * t.width + c * kTile, 2);
   }
 

@@ -24,8 +24,8 @@ struct TiledForward {
   View<const BFloat16> query, key, value;
   Output<BFloat16> output;
   float* lse;  // (maps, B, H, T), to the base 2
-  // By group: keys by row [key_maps][keys][width], values by column [keys][value_width], and the largest norm of a key,
-  // times the exponent, of each step [key_maps][steps].
+  // By group: keys by row [key_maps][keys][width], values by column of each step [steps][value_width][step's keys], and
+  // the largest norm of a key, times the exponent, of each step [key_maps][steps].
   uint16_t *keys = nullptr, *values = nullptr;
   float* norms = nullptr;
 
@@ -45,7 +45,7 @@ struct TiledForward {
     Scratch(const Tiled& t, float* base) {
       Carver carve(base);
       const int64_t strips = t.strips_of_block() * maps;
-      scores = carve.take(2 * kTile);
+      scores = carve.take(3 * kTile);
       weights = carve.take<uint16_t>(kStepKeys * kStrip);
       staged = carve.take<uint16_t>(kStrip * t.width);
       queries = carve.take<uint16_t>(strips * kStrip * t.width);
@@ -89,14 +89,14 @@ struct TiledForward {
     const int64_t b = bg / p.groups, g = bg % p.groups, first = step * kStepKeys;
     const int64_t count = std::min(kStepKeys, t.keys - first);
     for (int64_t m = 0; m < t.key_maps(); m++) {
-      copy_keys(p, key, b, g, m * p.width, p.width, t.width, first, count, staged);
-      pack_rows(staged, count, t.width, const_cast<uint16_t*>(key_tiles(bg, m, first)));
+      const Matrix rows = keys_of(p, key, b, g, m * p.width, p.width, t.width, first, count, staged);
+      pack_rows(rows, count, t.width, const_cast<uint16_t*>(key_tiles(bg, m, first)));
       float top = 0;
-      for (int64_t i = 0; i < count; i++) top = std::max(top, row_norm(staged + i * t.width, t.width));
+      for (int64_t i = 0; i < count; i++) top = std::max(top, row_norm(rows.row(i), t.width));
       norms[(bg * t.key_maps() + m) * steps() + step] = top * p.exponent();
     }
-    copy_keys(p, value, b, g, 0, p.value_width, t.value_width, first, count, staged);
-    pack_columns(staged, count, t.value_width, values + (bg * t.keys + first) * t.value_width);
+    const Matrix rows = keys_of(p, value, b, g, 0, p.value_width, t.value_width, first, count, staged);
+    pack_columns(rows, count, t.value_width, values + (bg * t.keys + first) * t.value_width);
   }
 
   void attend(int64_t bg, const std::vector<Block>& strips, const Scratch& s) const {
@@ -138,7 +138,7 @@ struct TiledForward {
         std::memset(to, 0, sizeof(uint16_t) * t.width);
       s.norm[at * kStrip + i] = row_norm(to, t.width);
     }
-    pack_right_columns(s.staged, kStrip, t.width, s.queries + at * kStrip * t.width);
+    pack_right_columns({s.staged, t.width}, kStrip, t.width, s.queries + at * kStrip * t.width);
   }
 
   // Keys from .. to of one step, multiples of kStrip.
@@ -147,24 +147,29 @@ struct TiledForward {
       refer(bg, m, at, at + kStrip, lanes, s);
     if (!within(lanes, key_norm(bg, m, step))) refer(bg, m, from, to, lanes, s);
     for (int64_t at = from; at < to; at += kStrip) {
-      score(bg, m, at, lanes, s);
+      // Scores and weights of one key lie equally far above multiples of 4 KiB. If they did not, processors would take
+      // later scores for weights that have just been written, and wait for them.
+      float* scores = s.scores + (at - from) / kStrip % 2 * kTile;
       uint16_t* weights = s.weights + (at - from) * kStrip;
+      score(bg, m, at, lanes, scores);
       if (sees_all(t.p, lanes.strip, at))
-        soften<false>(s.scores, lanes, nullptr, weights);
+        soften<false>(scores, lanes, nullptr, weights);
       else {
         const Keep keep(t.p, lanes.strip, at);
-        soften<true>(s.scores, lanes, &keep, weights);
+        soften<true>(scores, lanes, &keep, weights);
       }
     }
-    const uint16_t* columns = values + (bg * t.keys + from) * t.value_width;
-    for (int64_t e = 0; e < t.value_width / 16; e += 2)
-      product<true>((to - from) / kStrip, columns + e * kTile, 1, t.value_width / 16, s.weights, 2,
-                    lanes.out + e * kTile, 2);
+    // Tile products and vector instructions mixed by the processor take turns on its ports and slow each other down.
+    _mm_lfence();
+    const int64_t first = step * kStepKeys, keys_ = std::min(kStepKeys, t.keys - first);
+    const uint16_t* columns = values + (bg * t.keys + first) * t.value_width + (from - first) * 32;
+    for (int64_t e = 0; e < t.value_width; e += 32)
+      product<true>((to - from) / kStrip, columns + e * keys_, 1, 2, s.weights, 2, lanes.out + e * kStrip, 2);
   }
 
-  void score(int64_t bg, int m, int64_t at, const Lanes& lanes, const Scratch& s) const {
+  void score(int64_t bg, int m, int64_t at, const Lanes& lanes, float* scores) const {
     const int64_t K = t.width / 32;
-    product<false>(K, key_tiles(bg, m, at), K, 1, lanes.query, 2, s.scores, 2);
+    product<false>(K, key_tiles(bg, m, at), K, 1, lanes.query, 2, scores, 2);
   }
 
   // Whether some lane that sees keys in from .. to has no reference yet.
@@ -191,7 +196,7 @@ struct TiledForward {
   void refer(int64_t bg, int m, int64_t from, int64_t to, const Lanes& lanes, const Scratch& s) const {
     Vec top[2] = {splat(kMasked), splat(kMasked)};
     for (int64_t at = from; at < to; at += kStrip) {
-      score(bg, m, at, lanes, s);
+      score(bg, m, at, lanes, s.scores);
       const Keep keep(t.p, lanes.strip, at);
       for (int64_t half = 0; half < 2; half++)
         for (int64_t i = 0; i < kStrip; i++)
@@ -220,20 +225,25 @@ struct TiledForward {
     const Vec exponent = splat(t.p.exponent());
     for (int64_t half = 0; half < 2; half++) {
       const Vec reference = load(lanes.reference + half * W);
-      Vec total[4] = {};
+      Vec total[2] = {};
+      for (int64_t tile = 0; tile < kStrip; tile += 16) {
+        const float* from = scores + place(tile, half);
+        uint16_t* to = weights + half * kTile + tile * 16;
 #pragma GCC unroll 8
-      for (int64_t i = 0; i < kStrip; i += 2) {
-        Vec e[2];
-#pragma GCC unroll 2
-        for (int64_t j = 0; j < 2; j++) {
-          e[j] = exp2<3>(load(scores + place(i + j, half)) * exponent - reference);
-          if constexpr (masked) e[j] = keep->zero_others(i + j, half, e[j]);
-          total[(i + j) % 4] += e[j];
+        for (int64_t i = 0; i < 16; i += 2) {
+          Vec first = exp2<3>(load(from + i * 16) * exponent - reference);
+          Vec second = exp2<3>(load(from + i * 16 + 16) * exponent - reference);
+          if constexpr (masked) {
+            first = keep->zero_others(tile + i, half, first);
+            second = keep->zero_others(tile + i + 1, half, second);
+          }
+          total[0] += first;
+          total[1] += second;
+          _mm512_store_si512(to + i * 16, rounded_in_pairs(first, second));
         }
-        _mm512_store_si512(weights + half * kTile + i * 16, in_pairs(rounded(e[0], e[1])));
       }
       float* sum = lanes.sum + half * W;
-      store(sum, load(sum) + ((total[0] + total[1]) + (total[2] + total[3])));
+      store(sum, load(sum) + (total[0] + total[1]));
     }
   }
 

@@ -33,10 +33,11 @@ class TileSession {
 };
 
 // C (+)= A B over K steps. a, its tile below, and the distance to the next step in tiles; b, whose second tile follows;
-// c, whose second tile follows, and the distance to its two tiles below.
+// c, whose second tile follows, and the distance to its two tiles below; and the c of the next product, if it is far
+// away and should be fetched meanwhile.
 template <bool accumulate>
 inline void product(int64_t K, const uint16_t* a, int64_t a_below, int64_t a_next, const uint16_t* b, int64_t b_next,
-                    float* c, int64_t c_below) {
+                    float* c, int64_t c_below, const float* c_ahead = nullptr) {
   float* d = c + c_below * kTile / 2;
   DIFFTRANSFORMER_FENCE;
   if constexpr (accumulate) {
@@ -55,6 +56,11 @@ inline void product(int64_t K, const uint16_t* a, int64_t a_below, int64_t a_nex
     _tile_loadd(6, b, 64);
     _tile_loadd(7, b + kTile, 64);
     _tile_loadd(5, a + a_below * kTile, 64);
+    if (accumulate && c_ahead && k < 4)
+      for (const float* line = c_ahead + k * 8 * 16; line < c_ahead + (k + 1) * 8 * 16; line += 16) {
+        __builtin_prefetch(line, 1);
+        __builtin_prefetch(line + c_below * kTile / 2, 1);
+      }
     _tile_dpbf16ps(0, 4, 6);
     _tile_dpbf16ps(1, 4, 7);
     _tile_dpbf16ps(2, 5, 6);
@@ -78,42 +84,58 @@ inline __m512i in_pairs(__m512i both) {
                                                      8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
   return _mm512_permutexvar_epi16(_mm512_load_si512(order), both);
 }
+// Rounds two vectors to bf16, ties away from zero, with the lanes of both alternating. It takes four cheap
+// instructions, where conversion and permutation are slow.
+inline __m512i rounded_in_pairs(Vec first, Vec second) {
+  const __m512i half = _mm512_set1_epi32(0x8000);
+  const __m512i low = _mm512_srli_epi32(_mm512_add_epi32((__m512i)first, half), 16);
+  const __m512i high = _mm512_add_epi32((__m512i)second, half);
+  return _mm512_mask_blend_epi16(0xaaaaaaaa, low, high);
+}
 inline __m512i row_pair(const uint16_t* first, const uint16_t* second) {
   const __m256i a = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(first));
   const __m256i b = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(second));
   return in_pairs(_mm512_inserti64x4(_mm512_castsi256_si512(a), b, 1));
 }
 
+// Rows of bf16, `stride` apart.
+struct Matrix {
+  const uint16_t* data;
+  int64_t stride;
+  const uint16_t* row(int64_t i) const { return data + i * stride; }
+};
+
 // X, (rows, width) with both multiples of 32, packed in four ways.
 // Left operand by row: [rows / 16][width / 32] tiles.
-inline void pack_rows(const uint16_t* x, int64_t rows, int64_t width, uint16_t* to) {
+inline void pack_rows(const Matrix& x, int64_t rows, int64_t width, uint16_t* to) {
   for (int64_t i = 0; i < rows; i += 16)
     for (int64_t c = 0; c < width; c += 32)
-      for (int64_t r = 0; r < 16; r++, to += 32) std::memcpy(to, x + (i + r) * width + c, 64);
+      for (int64_t r = 0; r < 16; r++, to += 32) std::memcpy(to, x.row(i + r) + c, 64);
 }
-// Left operand X': [rows / 32][width / 16] tiles.
-inline void pack_columns(const uint16_t* x, int64_t rows, int64_t width, uint16_t* to) {
+// Left operand X': [width / 32][rows / 32][2] tiles, so that a product reads one run of memory.
+inline void pack_columns(const Matrix& x, int64_t rows, int64_t width, uint16_t* to) {
   for (int64_t i = 0; i < rows; i += 32)
-    for (int64_t c = 0; c < width; c += 16, to += kTile) {
+    for (int64_t c = 0; c < width; c += 16) {
       alignas(64) uint32_t pairs[256];
       for (int r = 0; r < 16; r++)
-        _mm512_store_si512(pairs + 16 * r, row_pair(x + (i + 2 * r) * width + c, x + (i + 2 * r + 1) * width + c));
-      transpose_block(pairs, 16, reinterpret_cast<uint32_t*>(to), 16);
+        _mm512_store_si512(pairs + 16 * r, row_pair(x.row(i + 2 * r) + c, x.row(i + 2 * r + 1) + c));
+      uint16_t* tile = to + c / 32 * 32 * rows + (i / 16 + c / 16 % 2) * kTile;
+      transpose_block(pairs, 16, reinterpret_cast<uint32_t*>(tile), 16);
     }
 }
 // Right operand X': [width / 32][rows / 16] tiles.
-inline void pack_right_columns(const uint16_t* x, int64_t rows, int64_t width, uint16_t* to) {
+inline void pack_right_columns(const Matrix& x, int64_t rows, int64_t width, uint16_t* to) {
   for (int64_t c = 0; c < width; c += 32)
     for (int64_t i = 0; i < rows; i += 16, to += kTile)
-      transpose_block(reinterpret_cast<const uint32_t*>(x + i * width + c), width / 2, reinterpret_cast<uint32_t*>(to),
+      transpose_block(reinterpret_cast<const uint32_t*>(x.row(i) + c), x.stride / 2, reinterpret_cast<uint32_t*>(to),
                       16);
 }
 // Right operand X: [rows / 32][width / 16] tiles.
-inline void pack_right_rows(const uint16_t* x, int64_t rows, int64_t width, uint16_t* to) {
+inline void pack_right_rows(const Matrix& x, int64_t rows, int64_t width, uint16_t* to) {
   for (int64_t i = 0; i < rows; i += 32)
     for (int64_t c = 0; c < width; c += 16)
       for (int r = 0; r < 16; r++, to += 32)
-        _mm512_storeu_si512(to, row_pair(x + (i + 2 * r) * width + c, x + (i + 2 * r + 1) * width + c));
+        _mm512_storeu_si512(to, row_pair(x.row(i + 2 * r) + c, x.row(i + 2 * r + 1) + c));
 }
 
 // The norm of a row, rounded up.
@@ -132,16 +154,20 @@ inline void copy_row(const BFloat16* from, int64_t width, int64_t padded, uint16
   std::memset(to + width, 0, sizeof(uint16_t) * (padded - width));
 }
 
-// Copies keys first .. first + count of a group; keys that no query may see are zero, since their memory may hold
-// anything.
-inline void copy_keys(const Problem& p, const View<const BFloat16>& x, int64_t b, int64_t g, int64_t offset,
-                      int64_t width, int64_t padded, int64_t first, int64_t count, uint16_t* to) {
-  for (int64_t key = first; key < first + count; key++, to += padded) {
+// Keys first .. first + count of a group, `padded` wide: where they lie if they fill whole tiles, else a copy. In the
+// copy, keys that no query may see are zero, since their memory may hold anything.
+inline Matrix keys_of(const Problem& p, const View<const BFloat16>& x, int64_t b, int64_t g, int64_t offset,
+                      int64_t width, int64_t padded, int64_t first, int64_t count, uint16_t* copy) {
+  if (width == padded && first >= p.first_key[b] && first + count <= p.last_key[b])
+    return {reinterpret_cast<const uint16_t*>(x.at(b, g, first) + offset), x.strides[2]};
+  for (int64_t i = 0; i < count; i++) {
+    const int64_t key = first + i;
     if (key >= p.first_key[b] && key < p.last_key[b])
-      copy_row(x.at(b, g, key) + offset, width, padded, to);
+      copy_row(x.at(b, g, key) + offset, width, padded, copy + i * padded);
     else
-      std::memset(to, 0, sizeof(uint16_t) * padded);
+      std::memset(copy + i * padded, 0, sizeof(uint16_t) * padded);
   }
+  return {copy, padded};
 }
 
 // Whether some lane of a strip sees one of kStrip keys, and whether every lane sees all of them.
