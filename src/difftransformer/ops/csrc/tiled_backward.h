@@ -132,7 +132,9 @@ struct TiledBackward {
       last = std::max(last, strips[i].last_key);
     }
     const int64_t first_step = first / kBackwardKeys, last_step = ceil_div(last, kBackwardKeys);
-    for (int64_t i = 0; i < count; i++) sum_rows(bg, strips[i], s, i);
+    for (int64_t step = first_step; step < last_step; step++)
+      for (int64_t i = 0; i < count; i++) sum_step(bg, strips[i], s, i, step);
+    for (int64_t i = 0; i < count; i++) finish_sums(strips[i], s.lanes[i]);
     std::fill_n(s.grad_query, count * kStrip * maps * t.width, 0.f);
     for (int64_t step = first_step; step < last_step; step++) {
       turns.wait(bg / t.p.groups, task, step);
@@ -191,10 +193,12 @@ struct TiledBackward {
                    s.scores + 4 * kTile, 2);
   }
 
-  // The first pass over a strip's keys.
-  void sum_rows(int64_t bg, const Block& strip, const Scratch& s, int64_t i) const {
+  // Adds a step's keys to the sums of a strip.
+  void sum_step(int64_t bg, const Block& strip, const Scratch& s, int64_t i, int64_t step) const {
     Lanes& lanes = s.lanes[i];
-    for (int64_t at = strip.first_key / kStrip * kStrip; at < strip.last_key; at += kStrip) {
+    const int64_t first = std::max(step * kBackwardKeys, strip.first_key / kStrip * kStrip);
+    const int64_t last = std::min((step + 1) * kBackwardKeys, strip.last_key);
+    for (int64_t at = first; at < last; at += kStrip) {
       products(bg, at, s, i);
       if (sees_all(t.p, strip, at))
         add_sums<false>(s.scores, lanes, nullptr);
@@ -203,6 +207,8 @@ struct TiledBackward {
         add_sums<true>(s.scores, lanes, &keep);
       }
     }
+  }
+  void finish_sums(const Block& strip, Lanes& lanes) const {
     for (int m = 0; m < maps; m++)
       for (int64_t r = 0; r < kStrip; r++) {
         const float sum = lanes.sums[m][r], d = sum == 0 ? 0.f : lanes.sums[2 + m][r] / sum;
