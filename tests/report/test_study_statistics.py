@@ -9,8 +9,9 @@ from scipy import stats
 
 from difftransformer.errors import EvaluationError, ResultsError
 from difftransformer.report.evidence import compare, fit_power_law, planned_comparisons, read_evidence, scaling_of
-from difftransformer.report.evidence.comparisons import comparisons_of, row_of
+from difftransformer.report.evidence.comparisons import comparisons_of, row_of, timed_seeds
 from difftransformer.report.evidence.scaling import interpolate
+from difftransformer.report.evidence.tables import HELD_OUT, costs_table, equal_time_differences
 from difftransformer.results import Curve, StudyAxis, StudyFigure, figure_of, write_result
 from difftransformer.statistics import detectable
 from tests.support.simulated_study import LOSS, falling, record, save, study
@@ -300,3 +301,20 @@ def test_tuning_runs_are_in_no_comparison(tmp_path):
 
 def test_curves_of_simulated_runs_fall():
     assert falling(6, 2, 1000, np.random.default_rng(0)).values[-1] == pytest.approx(2, abs=0.1)
+
+
+def test_times_are_compared_between_machines_of_one_kind():
+    """Seed 1 of DIFF ran on another processor. The loss falls by 1 over the run, and DIFF's steps take 1.25 of the time."""
+
+    def make(arm, point, seed):
+        curves = {HELD_OUT: Curve(steps=[1, 3000], values=[3.0, 2.0])}
+        run = record([LOSS], {LOSS.label: 2.0}, arm=arm, seed=seed, seconds=100.0 + 25 * (arm == "diff"), curves=curves)
+        elsewhere = dataclasses.replace(run.environment, processor="Another CPU")
+        return dataclasses.replace(run, environment=elsewhere) if (arm, seed) == ("diff", 1) else run
+
+    timed = study(["diff", "softmax"], [LOSS], 2, make)
+    (difference,) = equal_time_differences(timed, timed.index.arms[0])
+    assert difference == pytest.approx(1 / 5, rel=1e-3)  # a fifth of DIFF's steps is missing
+    assert timed_seeds(timed, "diff", "softmax", ()) == [0]
+    parameters, step, run = (costs_table(timed).rows[0][place] for place in (2, 4, 6))
+    assert (parameters, step, run) == ("1.00", "1.25", "1.25")

@@ -13,7 +13,15 @@ from typing import Literal
 
 from difftransformer.report.evidence.reading import Evidence, Point
 from difftransformer.report.tables import Outcome, outcome
-from difftransformer.results import PairedDifference, Statistic, StudyArm, StudyFigure, figure_of, reached_at
+from difftransformer.results import (
+    PairedDifference,
+    RunRecord,
+    Statistic,
+    StudyArm,
+    StudyFigure,
+    figure_of,
+    reached_at,
+)
 from difftransformer.statistics import detectable, holm_differences, mean_and_standard_error, paired_difference
 
 State = Literal["better", "worse", "undecided", "no interval", "no claim"]
@@ -113,6 +121,18 @@ def paired_seeds(evidence: Evidence, arm: str, reference: str, point: Point) -> 
     """Return the seeds at which two arms were trained on the same data."""
     first, second = evidence.at(arm, point), evidence.at(reference, point)
     return sorted(seed for seed in first.keys() & second.keys() if first[seed].data_sha256 == second[seed].data_sha256)
+
+
+def timed_seeds(evidence: Evidence, arm: str, reference: str, point: Point) -> list[int]:
+    """Return the paired seeds at which both arms were timed on machines of one kind, with as many threads."""
+
+    def machine(run: RunRecord) -> tuple[str, str, str, int]:
+        where = run.environment
+        return where.processor, where.instruction_set, where.device, where.threads
+
+    first, second = evidence.at(arm, point), evidence.at(reference, point)
+    seeds = paired_seeds(evidence, arm, reference, point)
+    return [seed for seed in seeds if machine(first[seed]) == machine(second[seed])]
 
 
 def bounded(difference: PairedDifference, unit: str) -> PairedDifference:

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from difftransformer.report.evidence.answers import decimals, quantity, share_text, title_of
-from difftransformer.report.evidence.comparisons import Compared, paired_seeds, row_of
+from difftransformer.report.evidence.comparisons import Compared, paired_seeds, row_of, timed_seeds
 from difftransformer.report.evidence.reading import Evidence, Point
 from difftransformer.report.evidence.scaling import Amount, Scaling
 from difftransformer.report.tables import NOT_MEASURED, Group, Table, fixed, p_text, significant
-from difftransformer.results import Curve, RunRecord, StudyArm, StudyFigure, figure_of
+from difftransformer.results import RunRecord, StudyArm, StudyFigure, figure_of
 from difftransformer.statistics import mean_and_standard_error, paired_difference
 
 TRAINING, HELD_OUT = "train_loss_nats", "validation_loss_nats"
@@ -200,11 +200,11 @@ def costs_table(evidence: Evidence) -> Table:
             continue
         sizes = sorted({run.parameters for run in runs})
         cells = [arm.label, quantity(sizes[0]) if len(sizes) == 1 else f"{quantity(sizes[0])} to {quantity(sizes[-1])}"]
-        cells.append(_ratio_text(evidence, arm, lambda run: run.parameters, interval=False))
+        cells.append(_ratio_text(evidence, arm, lambda run: run.parameters, paired_seeds, interval=False))
         cells.append(significant(1e3 * fmean(run.step_seconds for run in runs), 3))
-        cells.append(_ratio_text(evidence, arm, lambda run: run.step_seconds))
+        cells.append(_ratio_text(evidence, arm, lambda run: run.step_seconds, timed_seeds))
         cells.append(significant(fmean(run.train_seconds for run in runs) / 60, 3))
-        cells.append(_ratio_text(evidence, arm, lambda run: run.train_seconds))
+        cells.append(_ratio_text(evidence, arm, lambda run: run.train_seconds, timed_seeds))
         cells.append(significant(math.fsum(run.total_seconds for run in runs) / 3600, 3))
         equal = equal_time_differences(evidence, arm)
         has_equal |= bool(equal)
@@ -223,38 +223,34 @@ def costs_table(evidence: Evidence) -> Table:
     ]
     notes = [
         f"Ratios to {reference.label}, paired by seed. Times are of the machines in the list of runs, with other runs beside "
-        "them. Hours in all include evaluation."
+        "them; only runs of one kind of machine are compared. Hours in all include evaluation."
     ]
     if has_equal:
         notes.append(
-            "Held-out loss at equal time, in nats a token: both curves at the time when the faster run had ended. The "
+            "Held-out loss at equal time, in nats a token: both curves at the time when the faster run would have ended at "
+            "its median time of a step, which leaves out pauses. The "
             "learning rate of the slower run was not yet at its end then, so this column is against the slower."
         )
     return Table("costs", "Parameters and time", tuple(groups), rows, notes)
 
 
 def equal_time_differences(evidence: Evidence, arm: StudyArm) -> list[float]:
-    """Return an arm's held-out loss minus the reference's at the time when the faster of both had ended, by seed.
+    """Return an arm's held-out loss minus the reference's at the time when the faster of both would have ended, by seed.
 
-    A seed with several settings counts with their mean.
+    Every step takes a run's median time. A seed with several settings counts with their mean.
     """
     by_seed: dict[int, list[float]] = {}
     for point in evidence.points:
         own, other = evidence.at(arm.name, point), evidence.at(evidence.index.reference, point)
-        for seed in paired_seeds(evidence, arm.name, evidence.index.reference, point):
-            pair = (own[seed], other[seed])
-            ended = min(run.train_seconds for run in pair)
-            losses = [_at_time(run, ended) for run in pair]
-            if losses[0] is not None and losses[1] is not None:
-                by_seed.setdefault(seed, []).append(losses[0] - losses[1])
+        for seed in timed_seeds(evidence, arm.name, evidence.index.reference, point):
+            pair = [(run.step_seconds, run.curves.get(HELD_OUT)) for run in (own[seed], other[seed])]
+            curves = [(seconds, curve) for seconds, curve in pair if curve is not None and curve.steps]
+            if len(curves) < 2:
+                continue
+            ended = min(seconds * curve.steps[-1] for seconds, curve in curves)
+            losses = [float(np.interp(ended / seconds, curve.steps, curve.values)) for seconds, curve in curves]
+            by_seed.setdefault(seed, []).append(losses[0] - losses[1])
     return [fmean(found) for found in by_seed.values()]
-
-
-def _at_time(run: RunRecord, seconds: float) -> float | None:
-    curve: Curve | None = run.curves.get(HELD_OUT)
-    if curve is None or not curve.steps:
-        return None
-    return float(np.interp(seconds / run.train_seconds * curve.steps[-1], curve.steps, curve.values))
 
 
 def needs_table(scaling: Scaling) -> Table:
@@ -442,7 +438,11 @@ def _interval_cells(arm: StudyArm, evidence: Evidence, values: Sequence[float], 
 
 
 def _ratio_text(
-    evidence: Evidence, arm: StudyArm, quantity_of: Callable[[RunRecord], float], interval: bool = True
+    evidence: Evidence,
+    arm: StudyArm,
+    quantity_of: Callable[[RunRecord], float],
+    seeds_of: Callable[[Evidence, str, str, Point], list[int]],
+    interval: bool = True,
 ) -> str:
     """Return the geometric mean of ratios to the reference; a seed with several settings counts with their mean."""
     if arm.name == evidence.index.reference:
@@ -450,7 +450,7 @@ def _ratio_text(
     by_seed: dict[int, list[float]] = {}
     for point in evidence.points:
         own, other = evidence.at(arm.name, point), evidence.at(evidence.index.reference, point)
-        for seed in paired_seeds(evidence, arm.name, evidence.index.reference, point):
+        for seed in seeds_of(evidence, arm.name, evidence.index.reference, point):
             by_seed.setdefault(seed, []).append(math.log(quantity_of(own[seed]) / quantity_of(other[seed])))
     if not by_seed:
         return ""
