@@ -1,13 +1,13 @@
 """Tables of benchmarks, single comparisons and simulations as the documentation shows them, read from docs/results/*.json."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, geometric_mean
 
 from difftransformer.report.bench import bench_tables, place_of
 from difftransformer.report.evidence import Studied
 from difftransformer.report.evidence.answers import decimals, progress_words
-from difftransformer.report.evidence.comparisons import bounded, paired_seeds, row_of
+from difftransformer.report.evidence.comparisons import bounded, row_of, timed_seeds
 from difftransformer.report.tables import Group, Table, fixed, metric_decimals, p_text, upcycling_table
 from difftransformer.results import (
     Bench,
@@ -23,22 +23,26 @@ DOCS = Path(__file__).parent
 RESULTS = DOCS / "results"
 TYPES = ("softmax", "diff", "diff_v2", "grouped_diff", "grouped_diff_v2", "dex")
 MISSING = "not measured yet"
+# Files of benchmarks are named after the processor.
+PROCESSORS = {"epyc-avx512-bf16": "AMD EPYC, AVX512_BF16", "xeon-amx": "Intel Xeon, AMX"}
 
 
 def blocks(studies: Sequence[Studied]) -> dict[Path, dict[str, str]]:
     """Return the generated text of each page, by the name of its markers."""
-    kernels, models = bench("bench-epyc-avx512-bf16"), bench("models-epyc-avx512-bf16")
+    kernels = {title: bench(f"bench-{name}") for name, title in PROCESSORS.items()}
+    models = {title: bench(f"models-{name}") for name, title in PROCESSORS.items()}
+    timings = [row for result in models.values() for row in result.models]
     demo, upcycled = read_result(RESULTS / "demo.json", Comparison), read_result(RESULTS / "upcycle.json", Upcycling)
     pages = {
         "README.md": {"demo": demo_table(demo)},
         "findings.md": {"retrieval": retrieval_table(), "demo": attention_table(demo)},
-        "choose.md": {"measured": choice_tables(models, upcycled, studies)},
+        "choose.md": {"measured": choice_tables(timings, upcycled, studies)},
         "performance.md": {
-            "attention": attention_ratios(kernels),
-            "peaked": printed(kernels, "peaked"),
-            "decode": printed(kernels, "decode-fp32", "decode-bf16"),
-            "memory": printed(kernels, "memory"),
-            "models": models_ratios(models),
+            "attention": by_processor(kernels, attention_ratios),
+            "peaked": by_processor(kernels, lambda result: printed(result, "peaked")),
+            "decode": by_processor(kernels, lambda result: printed(result, "decode-fp32", "decode-bf16")),
+            "memory": printed(kernels["AMD EPYC, AVX512_BF16"], "memory"),
+            "models": by_processor(models, models_ratios),
             "generation": "\n".join(printed(bench(name)) for name in ("generation", "generation-two-threads")),
             "loss": printed(bench("loss")),
             "overhead": printed(bench("overhead")),
@@ -48,6 +52,11 @@ def blocks(studies: Sequence[Studied]) -> dict[Path, dict[str, str]]:
         "evaluation.md": {"intervals": coverage_table()},
     }
     return {(DOCS.parent if page == "README.md" else DOCS) / page: parts for page, parts in pages.items()}
+
+
+def by_processor(results: Mapping[str, Bench], text: Callable[[Bench], str]) -> str:
+    """Return the same tables for each processor, under its name."""
+    return "\n".join(f"**{title}**\n\n{text(result)}" for title, result in results.items())
 
 
 def bench(name: str) -> Bench:
@@ -226,20 +235,21 @@ def coverage_table() -> str:
     return Table("intervals", "Coverage of intervals", groups, cells, notes).markdown()
 
 
-def choice_tables(models: Bench, upcycled: Upcycling, studies: Sequence[Studied]) -> str:
+def choice_tables(timings: Sequence[ModelTiming], upcycled: Upcycling, studies: Sequence[Studied]) -> str:
     """Return what was measured of each attention type: time, and quality in a study and after upcycling."""
     study = next((one for name in ("variants", "controls") for one in studies if one.evidence.index.name == name), None)
     works = ("training step", "prefill", "decoding")
     quality = ("held-out loss", "retrieval, seen cities", "retrieval, unseen cities")
     times, qualities = [], []
     for kind in TYPES:
-        timed = {"softmax": ["1"] * 3, "diff": [span(models.models, work) for work in works]}
+        timed = {"softmax": ["1"] * 3, "diff": [span(timings, work) for work in works]}
         ratio, *figures = studied_cells(study, kind, quality)
         times.append([f"`{kind}`", *timed.get(kind, [MISSING] * 3), ratio])
         qualities.append([f"`{kind}`", *figures, upcycled_cell(upcycled, kind)])
-    sizes = ", ".join(dict.fromkeys(row.model for row in models.models))
+    sizes = ", ".join(dict.fromkeys(row.model for row in timings))
     time_notes = [
-        f"Over the twin's, smallest to largest of {sizes} in fp32 and bf16. Steps in the study are timed beside other runs."
+        f"Over the twin's, smallest to largest of {sizes} in fp32 and bf16 on {len(PROCESSORS)} processors. Steps in the study "
+        "are timed beside other runs, and compared between runs of one kind of machine."
     ]
     notes = ["Upcycled: one seed, 95 % interval over evaluation windows ([more](upcycling.md#continue-training))."]
     if study:
@@ -278,7 +288,7 @@ def studied_cells(study: Studied | None, kind: str, figures: Sequence[str]) -> I
         return
     evidence, reference = study.evidence, study.evidence.index.reference
     own, other = evidence.at(arm.name, ()), evidence.at(reference, ())
-    seeds = paired_seeds(evidence, arm.name, reference, ())
+    seeds = timed_seeds(evidence, arm.name, reference, ())
     yield f"{fmean(own[seed].step_seconds / other[seed].step_seconds for seed in seeds):.2f}" if seeds else MISSING
     for label in figures:
         row = row_of(study.rows, label, arm.name, ())

@@ -606,10 +606,11 @@ def test_wrong_shapes_never_reach_the_kernels(changes, monkeypatch):
 # The other instruction sets.
 
 WITH_EMULATOR = """
-import ctypes, sys
+import ctypes, sys, torch
 from difftransformer.ops import build, processor
 wanted, emulator, *arguments = sys.argv[1:]
 if emulator:
+    torch.cpu._init_amx = lambda: False  # a processor with tiles raises SIGILL too, unless the process asks to use them
     emulator = ctypes.CDLL(emulator)
     emulator.tile_emulator_count.restype = ctypes.c_uint64
     found = processor.available()
@@ -655,7 +656,7 @@ def tile_emulator(tmp_path_factory):
 
 
 @pytest.mark.slow(minutes=2)
-@pytest.mark.parametrize("wanted", [*processor.available()[:-1], "amx"])
+@pytest.mark.parametrize("wanted", sorted({*processor.available(), "amx"} - {*processor.available()[-1:]}))
 def test_on_other_instruction_sets(wanted, request):
     """All of this file, and what the other files ask of this backend, in a process with other kernels."""
     available = processor.available()

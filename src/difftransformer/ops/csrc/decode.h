@@ -18,6 +18,12 @@ inline Vec load_some(const In* p, int64_t n) {
   return load(x);
 }
 
+// Asks for a row that is read soon. Two streams of requests keep the memory busier than one.
+template <class In>
+inline void prefetch_row(const In* row, int64_t width) {
+  for (int64_t i = 0; i < width; i += 64 / static_cast<int64_t>(sizeof(In))) __builtin_prefetch(row + i);
+}
+
 template <class In, int maps>
 struct Decode {
   Runtime& runtime;
@@ -77,6 +83,7 @@ struct Decode {
       const int64_t count = std::min<int64_t>(W, keys - k);
       for (int64_t r = 0; r < count; r++) {
         const In* row = key.at(block.batch, block.group, first + k + r);
+        prefetch_row(value.at(block.batch, block.group, first + k + r), p.value_width);
         for (int m = 0; m < maps; m++, row += p.shared_key ? 0 : p.width) {
           Vec sum{};
           int64_t d = 0;
@@ -96,28 +103,36 @@ struct Decode {
 
   // Turns scores into powers of two relative to the chunk's maximum, and masked scores into zero.
   void soften_row(const Block& block, int64_t row, int64_t first, int64_t keys, float* scores, float* record_) const {
-    float maximum = kMasked, sum = 0;
     const bool* mask = !p.mask ? nullptr
                                : p.mask + block.batch * p.mask_strides[0] + block.head[row] * p.mask_strides[1] +
                                      block.query[row] * p.mask_strides[2];
-    const auto kept = [&](int64_t k) {
-      const int64_t at = first + k;
-      return at >= block.low[row] && at < block.high[row] && (!mask || mask[at * p.mask_strides[3]]);
-    };
-    for (int64_t k = 0; k < keys; k++) {
-      scores[k] = kept(k) ? scores[k] : kMasked;
-      maximum = maximum < scores[k] ? scores[k] : maximum;
+    const bool sees_all = !mask && first >= block.low[row] && first + keys <= block.high[row];
+    if (!sees_all)
+      for (int64_t k = 0; k < keys; k++) {
+        const int64_t at = first + k;
+        if (at < block.low[row] || at >= block.high[row] || (mask && !mask[at * p.mask_strides[3]]))
+          scores[k] = kMasked;
+      }
+    const int64_t padded = round_up(keys, W);
+    std::fill(scores + keys, scores + padded, kMasked);
+    Vec top = splat(kMasked), total{};
+    for (int64_t k = 0; k < padded; k += W) {
+      const Vec score = load(scores + k);
+      top = (top < score) ? score : top;
     }
+    float lanes[W], maximum = kMasked, sum = 0;
+    store(lanes, top);
+    for (const float x : lanes) maximum = maximum < x ? x : maximum;
     maximum *= p.exponent();
-    int64_t k = 0;
-    for (; k < keys; k += W) {
-      const int n = static_cast<int>(std::min<int64_t>(W, keys - k));
-      store(scores + k, exp2<5>(load(scores + k, n) * p.exponent() - maximum), n);
+    for (int64_t k = 0; k < padded; k += W) {
+      const Vec score = load(scores + k);
+      Vec weight = exp2<5>(score * p.exponent() - maximum);
+      weight = (score == splat(kMasked)) ? Vec{} : weight;
+      total += weight;
+      store(scores + k, weight);
     }
-    for (k = 0; k < keys; k++) {
-      if (!kept(k)) scores[k] = 0;
-      sum += scores[k];
-    }
+    store(lanes, total);
+    for (const float x : lanes) sum += x;
     record_[0] = maximum;
     record_[1] = sum;
   }
@@ -139,6 +154,9 @@ struct Decode {
     Vec sum[maps][vectors] = {};
     for (int64_t k = 0; k < keys; k++) {
       const In* row = value.at(block.batch, block.group, first + k) + e;
+      if (e == 0 && first + k + kDecodeChunk < block.last_key)
+        prefetch_row(key.at(block.batch, block.group, first + k + kDecodeChunk),
+                     p.shared_key ? p.width : maps * p.width);
 #pragma GCC unroll 8
       for (int j = 0; j < vectors; j++) {
         const Vec v = vectors > 1 ? load(row + j * W) : load_some(row, last);
