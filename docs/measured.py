@@ -2,19 +2,19 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from statistics import fmean, geometric_mean
+from statistics import geometric_mean
 
 from difftransformer.report.bench import bench_tables, place_of
 from difftransformer.report.evidence import Studied
 from difftransformer.report.evidence.answers import decimals, progress_words
-from difftransformer.report.evidence.comparisons import bounded, row_of, timed_seeds
+from difftransformer.report.evidence.comparisons import bounded, row_of
 from difftransformer.report.tables import Group, Table, fixed, metric_decimals, p_text, upcycling_table
 from difftransformer.results import (
     Bench,
     Comparison,
     MetricComparison,
-    ModelTiming,
     Upcycling,
+    VariantTiming,
     read_document,
     read_result,
 )
@@ -31,12 +31,11 @@ def blocks(studies: Sequence[Studied]) -> dict[Path, dict[str, str]]:
     """Return the generated text of each page, by the name of its markers."""
     kernels = {title: bench(f"bench-{name}") for name, title in PROCESSORS.items()}
     models = {title: bench(f"models-{name}") for name, title in PROCESSORS.items()}
-    timings = [row for result in models.values() for row in result.models]
     demo, upcycled = read_result(RESULTS / "demo.json", Comparison), read_result(RESULTS / "upcycle.json", Upcycling)
     pages = {
         "README.md": {"demo": demo_table(demo)},
         "findings.md": {"retrieval": retrieval_table(), "demo": attention_table(demo)},
-        "choose.md": {"measured": choice_tables(timings, upcycled, studies)},
+        "choose.md": {"measured": choice_tables(bench("variants"), upcycled, studies)},
         "performance.md": {
             "attention": by_processor(kernels, attention_ratios),
             "peaked": by_processor(kernels, lambda result: printed(result, "peaked")),
@@ -235,21 +234,18 @@ def coverage_table() -> str:
     return Table("intervals", "Coverage of intervals", groups, cells, notes).markdown()
 
 
-def choice_tables(timings: Sequence[ModelTiming], upcycled: Upcycling, studies: Sequence[Studied]) -> str:
+def choice_tables(timed: Bench, upcycled: Upcycling, studies: Sequence[Studied]) -> str:
     """Return what was measured of each attention type: time, and quality in a study and after upcycling."""
     study = next((one for name in ("variants", "controls") for one in studies if one.evidence.index.name == name), None)
     works = ("training step", "prefill", "decoding")
     quality = ("held-out loss", "retrieval, seen cities", "retrieval, unseen cities")
     times, qualities = [], []
     for kind in TYPES:
-        timed = {"softmax": ["1"] * 3, "diff": [span(timings, work) for work in works]}
-        ratio, *figures = studied_cells(study, kind, quality)
-        times.append([f"`{kind}`", *timed.get(kind, [MISSING] * 3), ratio])
-        qualities.append([f"`{kind}`", *figures, upcycled_cell(upcycled, kind)])
-    sizes = ", ".join(dict.fromkeys(row.model for row in timings))
+        times.append([f"`{kind}`", *(span(timed.variants, kind, work) for work in works)])
+        qualities.append([f"`{kind}`", *studied_cells(study, kind, quality), upcycled_cell(upcycled, kind)])
+    sizes = ", ".join(dict.fromkeys(row.model for row in timed.variants))
     time_notes = [
-        f"Over the twin's, smallest to largest of {sizes} in fp32 and bf16 on {len(PROCESSORS)} processors. Steps in the study "
-        "are timed beside other runs, and compared between runs of one kind of machine."
+        f"Over softmax attention at equal parameters, smallest to largest of {sizes} in fp32 and bf16. {circumstances(timed)}"
     ]
     notes = ["Upcycled: one seed, 95 % interval over evaluation windows ([more](upcycling.md#continue-training))."]
     if study:
@@ -262,7 +258,7 @@ def choice_tables(timings: Sequence[ModelTiming], upcycled: Upcycling, studies: 
         )
     change = "upcycled: loss minus the unconverted model's, nats/token"
     tables = (
-        Table("times", "Times", columns("`attention_type`", *works, "training step in the study"), times, time_notes),
+        Table("times", "Times", columns("`attention_type`", *works), times, time_notes),
         Table("quality", "Quality", columns("`attention_type`", *quality, change), qualities, notes),
     )
     return "\n".join(table.markdown() for table in tables)
@@ -273,30 +269,25 @@ def columns(*titles: str) -> tuple[Group, ...]:
     return tuple(Group(title, numeric=False) for title in titles)
 
 
-def span(timings: Sequence[ModelTiming], work: str) -> str:
-    """Return the smallest and the largest time of DIFF over its twin's."""
-    ratios = [row.ratio_to_twin for row in timings if (row.work, row.implementation) == (work, "DIFF")]
-    return f"{min(ratios):.2f} to {max(ratios):.2f}"
+def span(timings: Sequence[VariantTiming], kind: str, work: str) -> str:
+    """Return the smallest and the largest time of a type over the twin's."""
+    ratios = [row.ratio_to_twin for row in timings if (row.work, row.implementation) == (work, kind)]
+    if not ratios:
+        return MISSING
+    return "1" if kind == "softmax" else f"{min(ratios):.2f} to {max(ratios):.2f}"
 
 
 def studied_cells(study: Studied | None, kind: str, figures: Sequence[str]) -> Iterator[str]:
-    """Yield the ratio of times and each figure of a type's first arm in a study."""
+    """Yield each figure of a type's first arm in a study."""
     runs = study.evidence.every_run() if study else ()
     arm = next((arm for arm, _, _, run in runs if run.recipe["model"]["attention_type"] == kind), None)
-    if study is None or arm is None:
-        yield from [MISSING] * (1 + len(figures))
-        return
-    evidence, reference = study.evidence, study.evidence.index.reference
-    own, other = evidence.at(arm.name, ()), evidence.at(reference, ())
-    seeds = timed_seeds(evidence, arm.name, reference, ())
-    yield f"{fmean(own[seed].step_seconds / other[seed].step_seconds for seed in seeds):.2f}" if seeds else MISSING
     for label in figures:
-        row = row_of(study.rows, label, arm.name, ())
-        if row is None:
+        row = row_of(study.rows, label, arm.name, ()) if study and arm else None
+        if study is None or arm is None or row is None:
             yield MISSING
             continue
         places = decimals(study.rows, row.figure)
-        state = "" if arm.name == reference else f", {row.state}"
+        state = "" if arm.name == study.evidence.index.reference else f", {row.state}"
         yield f"{fixed(row.statistic.mean, places)} \u00b1 {fixed(row.statistic.standard_error, places)}{state}"
 
 

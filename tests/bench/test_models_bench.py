@@ -3,7 +3,18 @@
 import pytest
 
 from difftransformer.bench import Settings, models, steps_of
-from difftransformer.bench.models import DIFF, DIFFLLAMAS, LLAMA, TWIN, WORKS, ModelSize, build_models, time_models
+from difftransformer.bench.models import (
+    DIFF,
+    DIFFLLAMAS,
+    LLAMA,
+    TWIN,
+    WORKS,
+    ModelSize,
+    build_models,
+    build_variants,
+    time_models,
+    time_variants,
+)
 from difftransformer.cli.main import main
 from difftransformer.errors import ConfigError
 from difftransformer.model import DiffTransformerConfig, count
@@ -48,6 +59,30 @@ def test_ratios(tiny, work, dtype):
         assert row.ratio_to_twin == row.median_seconds / seconds[TWIN]
         assert row.ratio_to_llama == row.median_seconds / seconds[LLAMA]
         assert row.ratio_to_diffllama == row.median_seconds / min(seconds[name] for name in DIFFLLAMAS)
+
+
+@pytest.mark.parametrize("work", WORKS)
+def test_variants_are_timed_at_equal_parameters(tiny, work):
+    built = build_variants("tiny")
+    assert set(built) >= {"softmax", "diff", "diff_v2", "grouped_diff", "grouped_diff_v2", "dex"}
+    sizes = {name: model.num_parameters() for name, model in built.items()}
+    unit = 3 * TINY.fields["hidden_size"] * TINY.fields["num_hidden_layers"]  # weights of one more of intermediate_size
+    assert all(abs(size - sizes["softmax"]) <= unit / 2 for size in sizes.values())
+    rows = time_variants("tiny", "fp32", work, rounds=3, budget_seconds=1.0)
+    assert {row.implementation: row.parameters for row in rows} == sizes
+    seconds = {row.implementation: row.median_seconds for row in rows}
+    assert all(row.ratio_to_twin == row.median_seconds / seconds["softmax"] for row in rows)
+
+
+def test_the_command_of_variants(tiny, tmp_path, capsys):
+    words = ["bench", "variants", "--sizes", "[tiny]", "--dtypes", "[fp32]", "--repeats", "3", "--seconds", "1"]
+    assert main([*words, "--threads", "1", "--out", str(tmp_path)]) == 0
+    result = read_result(tmp_path / "results.json", Bench)
+    assert not result.models
+    assert len(result.variants) == len(WORKS) * len(build_variants("tiny"))
+    (table,) = bench_tables(result)
+    assert len(table.rows) == len(WORKS)
+    assert "Attention types" in capsys.readouterr().out
 
 
 def test_sizes_are_chosen_by_name():

@@ -239,20 +239,23 @@ def test_logits_around_ten_thousand(case, sign):
 @pytest.mark.parametrize("spread", [10, 30, 100])
 @pytest.mark.parametrize("queries", [1, 70])
 def test_peaked_maps_are_as_exact_as_torchs(queries, spread):
-    """Where one key takes nearly all, gradients are what is left of a difference."""
+    """Where one key takes nearly all, gradients are what is left of a difference. Draws differ widely, so medians count."""
     case = Case("x", H=4, G=4, T=queries, S=300, D=16, E=16, lam=None)
-    query, key, value, _, grad = case.inputs(requires_grad=False)
-    leaves = (spread * query, key, value)
 
     def fused(*inputs):
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
             return F.scaled_dot_product_attention(*inputs)
 
-    def errors(attend):
-        return errors_of(attend, leaves, grad, lambda *inputs: op(case, "reference")(*inputs, None))
+    def reference(*inputs):
+        return op(case, "reference")(*inputs, None)
 
-    ours, theirs = errors(lambda *inputs: op(case, "cpu")(*inputs, None)), errors(fused)
-    for error, their_error in zip(ours, theirs, strict=True):
+    ours, theirs = [], []
+    for seed in range(9):
+        query, key, value, _, grad = case.inputs(requires_grad=False, seed=seed)
+        leaves = (spread * query, key, value)
+        ours.append(errors_of(lambda *inputs: op(case, "cpu")(*inputs, None), leaves, grad, reference))
+        theirs.append(errors_of(fused, leaves, grad, reference))
+    for error, their_error in zip(torch.tensor(ours).median(0)[0], torch.tensor(theirs).median(0)[0], strict=True):
         assert error <= 2 * max(their_error, 1e-5)
 
 
@@ -606,11 +609,10 @@ def test_wrong_shapes_never_reach_the_kernels(changes, monkeypatch):
 # The other instruction sets.
 
 WITH_EMULATOR = """
-import ctypes, sys, torch
+import ctypes, sys
 from difftransformer.ops import build, processor
 wanted, emulator, *arguments = sys.argv[1:]
 if emulator:
-    torch.cpu._init_amx = lambda: False  # a processor with tiles raises SIGILL too, unless the process asks to use them
     emulator = ctypes.CDLL(emulator)
     emulator.tile_emulator_count.restype = ctypes.c_uint64
     found = processor.available()
@@ -684,8 +686,8 @@ def test_on_other_instruction_sets(wanted, request):
 @pytest.mark.slow
 def test_tiles_that_disagree_are_not_taken(tile_emulator):
     """On a processor that multiplies wrongly one line says so, and the other form takes over."""
-    if "avx512_bf16" not in processor.available():
-        pytest.skip("the tiled kernels need AVX512_BF16 beside the tiles")
+    if processor.available()[-1] != "avx512_bf16":
+        pytest.skip("the emulator needs AVX512_BF16, and a processor with tiles multiplies them itself")
     environment = os.environ | {processor.VARIABLE: "amx", "PYTHONPATH": os.pathsep.join(sys.path)}
     words = [sys.executable, "-c", WRONG, "amx", str(tile_emulator)]
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300)

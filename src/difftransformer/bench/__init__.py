@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from .attention import geometric_means, time_attention
     from .costs import measure_costs
     from .memory import peak_attention_bytes, peak_training_bytes
-    from .models import time_models
+    from .models import time_models, time_variants
     from .steps import Settings, sort_rows, steps_of
     from .timing import time_interleaved
     from .training import time_training

@@ -1,13 +1,16 @@
-"""Training, prefill and decoding of whole models of one shape: DIFF, its twin, transformers' Llama and DiffLlama."""
+"""Training, prefill and decoding of whole models: DIFF, its twin, transformers' Llama and DiffLlama, all of one shape; and
+every attention type with as many parameters as the twin."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from transformers import DiffLlamaConfig, DiffLlamaForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from ..model import DiffTransformerConfig, DiffTransformerForCausalLM
+from ..attention import variants
+from ..model import DiffTransformerConfig, DiffTransformerForCausalLM, count
+from ..model.counts import matching_width
 from ..model.dtypes import DTYPES
-from ..results import Dtype, ModelTiming, ModelWork
+from ..results import Dtype, ModelTiming, ModelWork, VariantTiming
 from .timing import time_interleaved
 from .work import decode_work, prefill_work, training_work
 
@@ -79,10 +82,48 @@ def time_models(
     Returns:
         A timing for each model, with its ratio to the twin, to Llama and to the faster DiffLlama.
     """
+    parts, timings = _time(build_models(size), size, dtype, work, device, rounds, budget_seconds)
+    seconds = {timing["implementation"]: timing["median_seconds"] for timing in timings}
+    diffllama = min(seconds[name] for name in DIFFLLAMAS)
+    return [
+        ModelTiming(
+            **parts,
+            **timing,
+            ratio_to_twin=timing["median_seconds"] / seconds[TWIN],
+            ratio_to_llama=timing["median_seconds"] / seconds[LLAMA],
+            ratio_to_diffllama=timing["median_seconds"] / diffllama,
+        )
+        for timing in timings
+    ]
+
+
+def time_variants(
+    size: str, dtype: Dtype, work: ModelWork, *, device: str = "cpu", rounds: int, budget_seconds: float
+) -> list[VariantTiming]:
+    """Time one kind of work of a model of each attention type, interleaved. The arguments are those of `time_models`.
+
+    Returns:
+        A timing for each type, with its ratio to the twin.
+    """
+    parts, timings = _time(build_variants(size), size, dtype, work, device, rounds, budget_seconds)
+    (twin,) = [timing["median_seconds"] for timing in timings if timing["implementation"] == "softmax"]
+    return [VariantTiming(**parts, **timing, ratio_to_twin=timing["median_seconds"] / twin) for timing in timings]
+
+
+def _time(
+    models: Mapping[str, PreTrainedModel],
+    size: str,
+    dtype: Dtype,
+    work: ModelWork,
+    device: str,
+    rounds: int,
+    budget_seconds: float,
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return what all timings have in common, and the rest of each."""
     _, rows, context = SIZES[size]
-    models = {name: model.to(device) for name, model in build_models(size).items()}
     calls: dict[str, Callable[[], None]] = {}
     for name, model in models.items():
+        model.to(device)
         if work == "training step":
             calls[name] = training_work(model, rows, context, dtype)
         elif work == "prefill":
@@ -90,22 +131,10 @@ def time_models(
         else:
             calls[name] = decode_work(model.to(DTYPES[dtype]), 1, context, DECODED_TOKENS)
     timings = time_interleaved(calls, rounds=rounds, budget_seconds=budget_seconds, device=device)
-    seconds = {name: timing.median_seconds for name, timing in timings.items()}
-    diffllama = min(seconds[name] for name in DIFFLLAMAS)
-    return [
-        ModelTiming(
-            **vars(timing),
-            model=size,
-            dtype=dtype,
-            work=work,
-            batch=rows if work == "training step" else 1,
-            context_tokens=context,
-            parameters=models[name].num_parameters(),
-            implementation=name,
-            ratio_to_twin=seconds[name] / seconds[TWIN],
-            ratio_to_llama=seconds[name] / seconds[LLAMA],
-            ratio_to_diffllama=seconds[name] / diffllama,
-        )
+    batch = rows if work == "training step" else 1
+    parts = {"model": size, "dtype": dtype, "work": work, "batch": batch, "context_tokens": context}
+    return parts, [
+        {**vars(timing), "implementation": name, "parameters": models[name].num_parameters()}
         for name, timing in timings.items()
     ]
 
@@ -121,4 +150,14 @@ def build_models(size: str) -> Mapping[str, PreTrainedModel]:
     }
     for name in DIFFLLAMAS:
         models[name] = DiffLlamaForCausalLM(DiffLlamaConfig(**shape, attn_implementation=name.split()[1]))
+    return models
+
+
+def build_variants(size: str) -> Mapping[str, PreTrainedModel]:
+    """Build a model of each attention type in fp32, with an MLP that makes its parameters those of the twin, to the nearest."""
+    models: dict[str, PreTrainedModel] = {}
+    for name in variants():
+        config = DiffTransformerConfig(**SIZES[size].fields, attention_type=name)
+        config.intermediate_size = matching_width(config, count(config.twin()).parameters)
+        models[name] = DiffTransformerForCausalLM(config)
     return models

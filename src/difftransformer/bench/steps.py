@@ -23,6 +23,7 @@ from ..results import (
     Overhead,
     TrainingSkip,
     TrainingTiming,
+    VariantTiming,
 )
 from .accelerate import WORKS, time_diffllama
 from .attempt import Failure, attempt
@@ -31,7 +32,7 @@ from .defaults import DEFAULTS, PEAKED_SIZE, PEAKED_TOKENS, Defaults, Size
 from .generation import time_generation
 from .loss import loss_shapes, time_loss
 from .memory import peak_attention_bytes
-from .models import SIZES, time_models
+from .models import SIZES, time_models, time_variants
 from .models import WORKS as MODEL_WORKS
 from .overhead import time_overhead
 from .roofline import attention_flops
@@ -48,6 +49,7 @@ Part = Literal[
     "diffllama",
     "generation",
     "models",
+    "variants",
     "loss",
     "overhead",
     "all",
@@ -139,6 +141,7 @@ def sort_rows(rows: Iterable[object], by_width: bool = False) -> dict[str, Any]:
         "diffllama": of(DiffLlamaTiming),
         "generation": of(GenerationTiming),
         "models": of(ModelTiming),
+        "variants": [row for row in of(VariantTiming) if not isinstance(row, ModelTiming)],
         "loss": of(LossTiming),
         "overhead": of(Overhead),
     }
@@ -261,9 +264,17 @@ def _generation(settings: Settings) -> list[Step]:
 
 
 def _models(settings: Settings) -> list[Step]:
+    return _works(settings, "", time_models)
+
+
+def _variants(settings: Settings) -> list[Step]:
+    return _works(settings, "every attention type, ", time_variants)
+
+
+def _works(settings: Settings, of_what: str, measure: Callable[..., Sequence[object]]) -> list[Step]:
     seconds = settings.budget_seconds
     return [
-        _step(settings, f"{work} of {size}, {dtype}", seconds, time_models, size, dtype, work)
+        _step(settings, f"{of_what}{work} of {size}, {dtype}", seconds, measure, size, dtype, work)
         for work in MODEL_WORKS
         for size in settings.sizes or MODEL_SIZES
         for dtype in settings.dtypes
@@ -311,6 +322,7 @@ _OTHER_PARTS: dict[str, Callable[[Settings], list[Step]]] = {
     "diffllama": _diffllama,
     "generation": _generation,
     "models": _models,
+    "variants": _variants,
     "loss": _loss,
     "overhead": _overhead,
 }

@@ -43,8 +43,9 @@ def run(
             "memory", a "training" (or "train") step, or "all" of these; "diffllama" times transformers' DiffLlama,
             accelerated and as it is; "generation" times decoding by whole models, DIFF against DiffLlama with the same
             weights and against the Transformer; "models" times a training step, prefill and decoding of DIFF, its twin,
-            transformers' Llama and DiffLlama, all of one shape; "loss" times the loss over 20,000 logits of 4,096 tokens;
-            "overhead" times the training loop against a bare PyTorch loop.
+            transformers' Llama and DiffLlama, all of one shape; "variants" the same of every attention type, with equally
+            many parameters; "loss" times the loss over 20,000 logits of 4,096 tokens; "overhead" times the training loop
+            against a bare PyTorch loop.
         out: Folder for results.json, and for attention.svg, peaked.svg and models.svg if these parts were measured.
         device: cpu or cuda.
         dtypes: Data types of attention and of the training step, such as [fp32,bf16], the default on the CPU; fp16 is
@@ -58,7 +59,8 @@ def run(
         seconds: Time for a shape; after it no round begins, but at least 3 are timed.
         threads: CPU threads; all by default.
         long_memory: Whether to measure memory up to 65,536 tokens too, on cuda up to 131,072.
-        sizes: Sizes of "models", such as [135M], which needs 12 GB; by default 0.5M, 5M and 20M; of "overhead", 5M.
+        sizes: Sizes of "models" and "variants", such as [135M], which needs 12 GB; by default 0.5M, 5M and 20M; of
+            "overhead", 5M.
     """
     use_threads(threads)
     check_device(device)

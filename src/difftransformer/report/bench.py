@@ -60,6 +60,7 @@ def bench_tables(bench: Bench) -> list[Table]:
         (bench.diffllama, _diffllama_table),
         (bench.generation, _generation_table),
         (bench.models, _models_table),
+        (bench.variants, _variants_table),
         (bench.loss, _loss_table),
         (bench.overhead, _overhead_table),
     ]
@@ -266,6 +267,22 @@ def _models_table(bench: Bench) -> Table:
         "tokens."
     ]
     return Table("models", "Whole models", _groups(["work", *titles]), rows, notes)
+
+
+def _variants_table(bench: Bench) -> Table:
+    names = list(dict.fromkeys(timing.implementation for timing in bench.variants))
+    rows = []
+    cells = _grouped(bench.variants, lambda t: f"{t.work}, {t.model}, {t.dtype}, {t.batch} x {t.context_tokens}")
+    for title, timings in cells.items():
+        cell = {timing.implementation: timing for timing in timings}
+        rows.append([title, _milliseconds(cell["softmax"].median_seconds)])
+        rows[-1] += [_ratio(cell[name].ratio_to_twin) for name in names if name != "softmax"]
+    titles = ["softmax, ms", *(name for name in names if name != "softmax")]
+    notes = [
+        "Ratios of median times to softmax attention, the models having equally many parameters. Below 1 is faster. A decoding "
+        "call makes several tokens."
+    ]
+    return Table("variants", "Attention types", _groups(["work", *titles]), rows, notes)
 
 
 def _loss_table(bench: Bench) -> Table:

@@ -32,6 +32,7 @@ from .bench import (
     Timing,
     TrainingSkip,
     TrainingTiming,
+    VariantTiming,
 )
 from .evidence import (
     ChosenRate,

@@ -192,11 +192,10 @@ ModelWork = Literal["training step", "prefill", "decoding"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelTiming(_ModelTiming):
-    """Time of a whole model, and the ratios of its median to those of other models of the same shape.
+class VariantTiming(_ModelTiming):
+    """Time of a whole model, and the ratio of its median to that of its twin, the model with softmax attention.
 
-    The others are the twin, transformers' Llama on PyTorch's attention, and the faster of transformers' DiffLlamas.
-    `context_tokens` is the length of a row, or in decoding of the cache.
+    `implementation` is the attention type. `context_tokens` is the length of a row, or in decoding of the cache.
     """
 
     model: str
@@ -204,6 +203,15 @@ class ModelTiming(_ModelTiming):
     batch: int
     context_tokens: int
     ratio_to_twin: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelTiming(VariantTiming):
+    """Time of a whole model, and the ratios of its median to those of other models of the same shape.
+
+    The others are the twin, transformers' Llama on PyTorch's attention, and the faster of transformers' DiffLlamas.
+    """
+
     ratio_to_llama: float
     ratio_to_diffllama: float
 
@@ -276,5 +284,6 @@ class Bench:
     generation: list[GenerationTiming] = dataclasses.field(default_factory=list)
     peaked: list[AttentionTiming] = dataclasses.field(default_factory=list)
     models: list[ModelTiming] = dataclasses.field(default_factory=list)
+    variants: list[VariantTiming] = dataclasses.field(default_factory=list)
     loss: list[LossTiming] = dataclasses.field(default_factory=list)
     overhead: list[Overhead] = dataclasses.field(default_factory=list)
