@@ -85,7 +85,7 @@ inline __m512i in_pairs(__m512i both) {
   return _mm512_permutexvar_epi16(_mm512_load_si512(order), both);
 }
 // Rounds two vectors to bf16, ties away from zero, with the lanes of both alternating. It takes four cheap
-// instructions, where conversion and permutation are slow.
+// instructions, where conversion and permutation are slow. NaN stays NaN: one that stems from bf16 has no low bits.
 inline __m512i rounded_in_pairs(Vec first, Vec second) {
   const __m512i half = _mm512_set1_epi32(0x8000);
   const __m512i low = _mm512_srli_epi32(_mm512_add_epi32((__m512i)first, half), 16);
