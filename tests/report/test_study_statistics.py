@@ -9,9 +9,16 @@ from scipy import stats
 
 from difftransformer.errors import EvaluationError, ResultsError
 from difftransformer.report.evidence import compare, fit_power_law, planned_comparisons, read_evidence, scaling_of
+from difftransformer.report.evidence.answers import answer
 from difftransformer.report.evidence.comparisons import comparisons_of, row_of, timed_seeds
 from difftransformer.report.evidence.scaling import interpolate
-from difftransformer.report.evidence.tables import HELD_OUT, costs_table, equal_time_differences
+from difftransformer.report.evidence.tables import (
+    HELD_OUT,
+    costs_table,
+    equal_time_differences,
+    figure_table,
+    overview_table,
+)
 from difftransformer.results import Curve, StudyAxis, StudyFigure, figure_of, write_result
 from difftransformer.statistics import detectable
 from tests.support.simulated_study import LOSS, falling, record, save, study
@@ -142,6 +149,25 @@ def test_runs_that_never_reach_the_level_are_counted():
     assert row_of(rows, STEPS.label, "diff", ()).reached == 2
     assert row_of(rows, STEPS.label, "softmax", ()).reached == 0
     assert row_of(rows, STEPS.label, "softmax", ()).statistic.mean == 1000
+    assert not any(row.is_censored for row in rows)
+
+
+def test_a_level_that_nothing_reaches_has_no_mean_and_no_difference():
+    ends = {"diff": 0.5, "diff_v2": 1.0, "softmax": 0.5}
+
+    def make(arm, point, seed):
+        curve = Curve(steps=[500, 1000 + seed], values=[0.0, ends[arm]])
+        return record([], {}, arm=arm, curves={"validation_accuracy": curve})
+
+    evidence = study(list(ends), [STEPS], 3, make)
+    rows = compare(evidence)
+    cells = {row[0]: row[1:] for row in figure_table(evidence, rows, STEPS).folded()}
+    assert cells["diff"][:5] == ["3", "not reached", "", "", "not reached"]
+    assert cells["softmax"][1] == "not reached"
+    assert cells["diff_v2"][1] == "950.90 ± 0.52"  # 90 % of the way from step 500 to 1000, 1001, 1002
+    assert cells["diff_v2"][2].startswith("-50.10 ")  # minus 1001
+    assert answer(evidence, rows, STEPS).text.startswith("None of 3 runs of diff and 3 runs of softmax reached 0.9.")
+    assert [row[1] for row in overview_table(evidence, rows).folded()][::2] == ["not reached"] * 2
 
 
 def test_means_over_settings_are_paired_seed_by_seed():

@@ -8,7 +8,7 @@ from rich.console import Console
 from difftransformer.plots.style import INK
 from difftransformer.report.tables import Group, Table
 from difftransformer.report.terminal import rich_table
-from difftransformer.results import AttentionShape, AttentionTiming, Bench
+from difftransformer.results import AttentionShape, AttentionTiming, Bench, VariantTiming
 
 BASE = "torch sdpa"
 MEAN, SHAPE = "geometric mean", "n/h/d"
@@ -40,6 +40,7 @@ OTHER_LOOK = (INK, "*")
 Place = tuple[int, int, int, int]  # length, width of a map, heads, batch
 Column = tuple[str, int | None]  # column of the figure: dtype, and the width of a map if each width has its own column
 RowT = TypeVar("RowT")
+VariantT = TypeVar("VariantT", bound=VariantTiming)
 
 
 def bench_tables(bench: Bench) -> list[Table]:
@@ -252,12 +253,17 @@ def _generation_table(bench: Bench) -> Table:
     return Table("generation", "Decoding by whole models", _groups(titles), rows, notes)
 
 
+def _model_cells(timings: Sequence[VariantT]) -> tuple[list[str], dict[str, dict[str, VariantT]]]:
+    """Return the implementations, and the timings of each piece of work by implementation."""
+    names = list(dict.fromkeys(timing.implementation for timing in timings))
+    cells = _grouped(timings, lambda t: f"{t.work}, {t.model}, {t.dtype}, {t.batch} x {t.context_tokens}")
+    return names, {title: {timing.implementation: timing for timing in cell} for title, cell in cells.items()}
+
+
 def _models_table(bench: Bench) -> Table:
-    names = list(dict.fromkeys(timing.implementation for timing in bench.models))
+    names, cells = _model_cells(bench.models)
     rows = []
-    cells = _grouped(bench.models, lambda t: f"{t.work}, {t.model}, {t.dtype}, {t.batch} x {t.context_tokens}")
-    for title, timings in cells.items():
-        cell = {timing.implementation: timing for timing in timings}
+    for title, cell in cells.items():
         ratios = [f"{cell['DIFF'].ratio_to_twin:.3f}", _ratio(cell["twin"].ratio_to_llama)]
         ratios.append(_ratio(cell["DIFF"].ratio_to_diffllama))
         rows.append([title, *(_milliseconds(cell[name].median_seconds) for name in names), *ratios])
@@ -270,11 +276,9 @@ def _models_table(bench: Bench) -> Table:
 
 
 def _variants_table(bench: Bench) -> Table:
-    names = list(dict.fromkeys(timing.implementation for timing in bench.variants))
+    names, cells = _model_cells(bench.variants)
     rows = []
-    cells = _grouped(bench.variants, lambda t: f"{t.work}, {t.model}, {t.dtype}, {t.batch} x {t.context_tokens}")
-    for title, timings in cells.items():
-        cell = {timing.implementation: timing for timing in timings}
+    for title, cell in cells.items():
         rows.append([title, _milliseconds(cell["softmax"].median_seconds)])
         rows[-1] += [_ratio(cell[name].ratio_to_twin) for name in names if name != "softmax"]
     titles = ["softmax, ms", *(name for name in names if name != "softmax")]

@@ -132,30 +132,28 @@ inline void convert_row(const float* from, int64_t n, T* to) {
 }
 inline void convert_row(const float* from, int64_t n, float* to) { std::memcpy(to, from, sizeof(float) * n); }
 
-// 2^r for 0 <= r <= 1 by a polynomial that is exact at 0 and 1, so that a row's dominant weight is, and minimax between
-// them: relative error 1.6e-7 of degree 5, 3.4e-6 of degree 4, 1.0e-4 of degree 3.
+// Minimax polynomials of 2^r by degree - 3, the constant first.
+#if defined(__AVX512DQ__)
+// For 0 <= r <= 1, and exact at both ends, so that a row's dominant weight is: relative error 1.0e-4, 3.4e-6, 1.6e-7.
+constexpr float kExp2[3][6] = {
+    {1.f, 6.954243183e-1f, 2.263076752e-1f, 7.826796919e-2f},
+    {1.f, 6.930321455e-1f, 2.413797677e-1f, 5.203237012e-2f, 1.355574746e-2f},
+    {1.f, 6.931517124e-1f, 2.401592731e-1f, 5.581867695e-2f, 8.990994655e-3f, 1.879318617e-3f}};
+#else
+// For -1/2 <= r <= 1/2: relative error 7.7e-5, 2.7e-6, 2.1e-7.
+constexpr float kExp2[3][6] = {
+    {9.999238e-1f, 6.931985e-1f, 2.426410e-1f, 5.508868e-2f},
+    {9.999992614e-1f, 6.931218147e-1f, 2.402474483e-1f, 5.591786032e-2f, 9.570101911e-3f},
+    {1.000000072f, 6.931469671e-1f, 2.402211972e-1f, 5.550713273e-2f, 9.675541334e-3f, 1.327647199e-3f}};
+#endif
+
 template <int degree>
 inline Vec exp2_of_rest(Vec r) {
   static_assert(degree >= 3 && degree <= 5);
-  if constexpr (degree == 5) {
-    Vec p = splat(1.879318617e-3f);
-    p = p * r + 8.990994655e-3f;
-    p = p * r + 5.581867695e-2f;
-    p = p * r + 2.401592731e-1f;
-    p = p * r + 6.931517124e-1f;
-    return p * r + 1.f;
-  } else if constexpr (degree == 4) {
-    Vec p = splat(1.355574746e-2f);
-    p = p * r + 5.203237012e-2f;
-    p = p * r + 2.413797677e-1f;
-    p = p * r + 6.930321455e-1f;
-    return p * r + 1.f;
-  } else {
-    Vec p = splat(7.826796919e-2f);
-    p = p * r + 2.263076752e-1f;
-    p = p * r + 6.954243183e-1f;
-    return p * r + 1.f;
-  }
+  Vec p = splat(kExp2[degree - 3][degree]);
+#pragma GCC unroll 5
+  for (int i = degree - 1; i >= 0; i--) p = p * r + kExp2[degree - 3][i];
+  return p;
 }
 
 // 2^x for x <= 0 and a little above. Results below 2^-126 are 0, and NaN stays NaN. The caller flushes denormal numbers
@@ -166,8 +164,8 @@ inline Vec exp2(Vec x) {
   const Vec r = (Vec)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF);     // x - floor(x)
   return (Vec)_mm512_scalef_ps((__m512)exp2_of_rest<degree>(r), (__m512)x);  // rounds x down itself
 #else
-  x = (x < splat(-126.5f)) ? splat(-126.5f) : x;
-  const Vec shifted = (x - 0.5f) + 12582912.f;  // 1.5 * 2^23: the integer below x lies in the low bits
+  x = (x < splat(-127.f)) ? splat(-127.f) : x;
+  const Vec shifted = x + 12582912.f;  // 1.5 * 2^23: the integer nearest to x lies in the low bits
   const Vec p = exp2_of_rest<degree>(x - (shifted - 12582912.f));
   Int bits;
   std::memcpy(&bits, &shifted, sizeof(bits));

@@ -37,6 +37,13 @@ def answer(evidence: Evidence, rows: Sequence[Compared], figure: StudyFigure, ot
     if row is None or other is None or row.difference is None:
         missing = f"{main.label} and {reference.label} have no pair of runs with the same seed and data yet."
         return Verdict(title_of(figure), "unknown", missing)
+    if row.is_censored:
+        text = (
+            f"None of {len(row.values)} runs of {main.label} and {len(other.values)} runs of {reference.label} reached "
+            f"{figure.reaches:g}."
+        )
+        text += brief_words(evidence, rows, figure, evidence.others[1:]) if others else ""
+        return Verdict(title_of(figure), "unknown", text)
     places = decimals(rows, figure)
     a, b = (fixed(one.statistic.mean, places) for one in (row, other))
     unit = "" if figure.unit == "share" else f" {figure.unit}"

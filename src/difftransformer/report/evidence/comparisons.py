@@ -45,6 +45,7 @@ class Compared:
         pairs: Number of these seeds.
         spread: Standard deviation of the differences of these seeds; None with one seed.
         reached: Number of runs that reached the level of a curve; None for other figures.
+        is_censored: Whether no run of the arm or of the reference reached the level, so that the difference says nothing.
     """
 
     figure: StudyFigure
@@ -56,6 +57,7 @@ class Compared:
     pairs: int = 0
     spread: float | None = None
     reached: int | None = None
+    is_censored: bool = False
 
     @property
     def is_primary(self) -> bool:
@@ -165,7 +167,13 @@ def _compared(evidence: Evidence, figure: StudyFigure, point: Point, arm: StudyA
         return row
     difference = paired_difference([values[seed] for seed in seeds], [others[seed] for seed in seeds])
     spread = stdev(values[seed] - others[seed] for seed in seeds) if len(seeds) > 1 else None
-    return replace(row, difference=bounded(difference, figure.unit), pairs=len(seeds), spread=spread)
+    return replace(
+        row,
+        difference=bounded(difference, figure.unit),
+        pairs=len(seeds),
+        spread=spread,
+        is_censored=row.reached == 0 and _reached(evidence, figure, point, reference) == 0,
+    )
 
 
 def _values(evidence: Evidence, figure: StudyFigure, point: Point, arm: str) -> dict[int, float]:

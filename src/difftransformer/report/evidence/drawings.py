@@ -40,7 +40,8 @@ def styles_of(evidence: Evidence) -> Styles:
 
 def draw_arms(evidence: Evidence, rows: Sequence[Compared]) -> Drawing | None:
     """Draw the difference of every arm to the reference, a panel for each figure; means over settings."""
-    figures = [figure for figure in evidence.index.figures if any(r.figure is figure and r.difference for r in rows)]
+    told = [row.figure for row in rows if row.difference and not row.is_censored]
+    figures = [figure for figure in evidence.index.figures if figure in told]
     if not figures:
         return None
     arms, styles = evidence.others, styles_of(evidence)
@@ -273,7 +274,7 @@ def _draw_panel(ax: Axes, evidence: Evidence, rows: Sequence[Compared], figure: 
     found = []
     for line, arm in enumerate(evidence.others):
         row, other = row_of(rows, figure.label, arm.name, ()), row_of(rows, figure.label, evidence.index.reference, ())
-        if row is not None and other is not None and row.difference is not None:
+        if row is not None and other is not None and row.difference is not None and not row.is_censored:
             shared = row.values.keys() & other.values.keys()
             found.append(
                 (line, row, row.difference, [row.values[seed] - other.values[seed] for seed in sorted(shared)])

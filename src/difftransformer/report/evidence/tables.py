@@ -17,6 +17,7 @@ from difftransformer.results import RunRecord, StudyArm, StudyFigure, figure_of
 from difftransformer.statistics import mean_and_standard_error, paired_difference
 
 TRAINING, HELD_OUT = "train_loss_nats", "validation_loss_nats"
+NOT_REACHED = "not reached"
 PAPER_NEEDS = {"size": "62 %", "tokens": "64 %"}
 _LAST_SHARE = 0.1
 """The training loss at the end is the mean over this share of its points: one batch says little."""
@@ -34,8 +35,7 @@ def overview_table(evidence: Evidence, rows: Sequence[Compared]) -> Table:
         for figure in figures:
             row, places = row_of(rows, figure.label, arm.name, ()), decimals(rows, figure)
             line += ["", "", ""] if row is None else [
-                fixed(row.statistic.mean, places),
-                fixed(row.statistic.standard_error, places),
+                *_mean_cells(row, places),
                 row.state if row.state in ("better", "worse") else "",
             ]  # fmt: skip
         cells.append(line)
@@ -88,8 +88,7 @@ def figure_table(evidence: Evidence, rows: Sequence[Compared], figure: StudyFigu
                     *([evidence.words(point)] if by_point else []),
                     arm.label,
                     str(len(row.values)),
-                    fixed(row.statistic.mean, places),
-                    fixed(row.statistic.standard_error, places),
+                    *_mean_cells(row, places),
                     *_difference_cells(row, places),
                     result_text(row, reference),
                     _detectable_text(row),
@@ -105,7 +104,9 @@ def figure_table(evidence: Evidence, rows: Sequence[Compared], figure: StudyFigu
     if figure.secondary or by_point:
         notes.append("No claim is made here, and the intervals are not corrected.")
     if figure.reaches is not None:
-        notes.append("A run that does not reach the level counts with its last step.")
+        notes.append(
+            "A run that does not reach the level counts with its last step; where no run does, there is no mean."
+        )
     if papers:
         notes.append(
             f"Paper: {figure.source or 'the value as published'}; in brackets minus that of {reference.label}."
@@ -114,6 +115,12 @@ def figure_table(evidence: Evidence, rows: Sequence[Compared], figure: StudyFigu
         notes.append(f"Means over {len(evidence.points)} settings, of the seeds that were run at all of them.")
     name = f"{slug_of(figure)}{'_settings' if by_point else ''}"
     return Table(name, title_of(figure), tuple(groups), cells, notes)
+
+
+def _mean_cells(row: Compared, places: int) -> list[str]:
+    if row.reached == 0:
+        return [NOT_REACHED, ""]
+    return [fixed(row.statistic.mean, places), fixed(row.statistic.standard_error, places)]
 
 
 def slug_of(figure: StudyFigure) -> str:
@@ -127,6 +134,8 @@ def result_text(row: Compared, reference: StudyArm) -> str:
         return "reference"
     if row.difference is None:
         return "not paired"
+    if row.is_censored:
+        return NOT_REACHED
     if row.state == "no interval" and row.pairs > 1:
         return "no interval: every seed differs by the same amount"
     return row.state
@@ -409,7 +418,7 @@ def machines_table(evidence: Evidence) -> Table:
 
 def _difference_cells(row: Compared, places: int) -> list[str]:
     difference = row.difference
-    if difference is None:
+    if difference is None or row.is_censored:
         return ["", "", "", ""]
     cells = [fixed(value, places, "+") for value in (difference.mean, difference.low, difference.high)]
     return [*cells, p_text(difference.p_holm)]
