@@ -33,7 +33,7 @@ RUN_DOCS := $(if $(PY),$(PY),$(SPHINX)/bin/python)
 SITE  ?= build/site
 
 .DEFAULT_GOAL := help
-.PHONY: demo test test-all test-slow test-data docs lint bench dist sanitize help clean
+.PHONY: demo test test-all test-slow test-tools test-data docs lint bench dist sanitize help clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
@@ -45,11 +45,13 @@ test: $(DEV) lint ## Format, lint, types, layers and the quick tests
 	$(RUN) -m pytest -n $(JOBS) --dist worksteal -m "not slow and not gpu"
 
 test-all: $(DEV) $(TOOLS) $(VLLM) $(PAGES) test-data ## The heavier tests, those with PEFT, TRL, lm-eval, torchao, transformers serve and vLLM included
-	$(MAKE) -j 2 docs test-slow # the notebooks are one process after the other
-	$(RUN_TOOLS) -m pytest -n $(JOBS) --dist worksteal -m "tools and not gpu"
+	$(MAKE) -j 2 test-slow docs test-tools # much of docs and test-tools is one process that waits for another
 
 test-slow: $(DEV)
 	$(RUN) -m pytest -n $(JOBS) --dist worksteal -m "slow and not gpu and not tools"
+
+test-tools: $(TOOLS) $(VLLM)
+	$(RUN_TOOLS) -m pytest -n $(JOBS) --dist worksteal -m "tools and not gpu"
 
 test-data: $(TOOLS) ## Install what heavier tests read (packages with data; as root with apt-get, compilers too), check folder DIFFTRANSFORMER_DATA; under CI a missing set is a failure
 	$(RUN_TOOLS) tests/check_data.py

@@ -170,6 +170,26 @@ def test_a_level_that_nothing_reaches_has_no_mean_and_no_difference():
     assert [row[1] for row in overview_table(evidence, rows).folded()][::2] == ["not reached"] * 2
 
 
+def test_runs_that_reach_the_level_are_counted_over_all_settings():
+    def make(arm, point, seed):
+        end = 1.0 if arm == "diff" and point == ("b",) and seed else 0.5
+        return record([], {}, arm=arm, curves={"validation_accuracy": Curve(steps=[500, 1000], values=[0.0, end])})
+
+    evidence = study(["diff", "softmax"], [STEPS], 3, make, axes=[StudyAxis(name="noise", values=["a", "b"])])
+    rows = compare(evidence)
+    assert [(row.arm.name, row.point, row.reached, row.runs, row.is_censored) for row in rows] == [
+        ("diff", (), 2, 6, False),
+        ("softmax", (), 0, 6, False),
+        ("diff", ("a",), 0, 3, True),
+        ("softmax", ("a",), 0, 3, False),
+        ("diff", ("b",), 2, 3, False),
+        ("softmax", ("b",), 0, 3, False),
+    ]
+    assert " 2 of 6 runs of diff and 0 of 6 runs of softmax reached 0.9;" in answer(evidence, rows, STEPS).text
+    overview = {row[0]: row[1] for row in overview_table(evidence, rows).folded()}
+    assert overview == {"diff": "983 ± 8", "softmax": "not reached"}  # 950 where it is reached, else 1000
+
+
 def test_means_over_settings_are_paired_seed_by_seed():
     axis = StudyAxis(name="noise", values=["0", "0.4"], numbers=[0.0, 0.4])
     rng = np.random.default_rng(3)

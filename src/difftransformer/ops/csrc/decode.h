@@ -8,7 +8,10 @@ namespace difftransformer {
 constexpr int64_t kDecodeRows = 8;     // most rows of a group (heads x queries) for which this is the faster kernel
 constexpr int64_t kDecodeChunk = 256;  // keys of a task
 
-inline bool is_decoding(const Problem& p) { return p.rows() <= kDecodeRows && p.keys > kDecodeChunk / 2; }
+inline bool is_decoding(const Problem& p) {
+  const int64_t rows = p.keys > kDecodeChunk / 2 ? kDecodeRows : kDecodeRows / 2;
+  return p.keys > 0 && p.rows() <= rows;
+}
 
 template <class In>
 inline Vec load_some(const In* p, int64_t n) {

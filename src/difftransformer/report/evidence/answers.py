@@ -39,7 +39,7 @@ def answer(evidence: Evidence, rows: Sequence[Compared], figure: StudyFigure, ot
         return Verdict(title_of(figure), "unknown", missing)
     if row.is_censored:
         text = (
-            f"None of {len(row.values)} runs of {main.label} and {len(other.values)} runs of {reference.label} reached "
+            f"None of {row.runs} runs of {main.label} and {other.runs} runs of {reference.label} reached "
             f"{figure.reaches:g}."
         )
         text += brief_words(evidence, rows, figure, evidence.others[1:]) if others else ""
@@ -60,7 +60,11 @@ def answer(evidence: Evidence, rows: Sequence[Compared], figure: StudyFigure, ot
         text += f" The interval excludes zero, but not after correction for {row.difference.comparisons} comparisons."
     if evidence.has_settings:
         text += f" These are means over {len(evidence.points)} settings."
-    text += reached_words(evidence, rows, figure)
+    if figure.reaches is not None:
+        text += (
+            f" {row.reached} of {row.runs} runs of {main.label} and {other.reached} of {other.runs} runs of "
+            f"{reference.label} reached {figure.reaches:g}; a run that did not counts with its last step."
+        )
     if others:
         text += brief_words(evidence, rows, figure, evidence.others[1:])
     state = {"better": "first", "worse": "second", "undecided": "undecided", "no interval": "unknown"}[row.state]
@@ -80,23 +84,6 @@ def decimals(rows: Sequence[Compared], figure: StudyFigure) -> int:
     if not halves:
         return decimals_for([row.statistic.mean for row in mine])
     return min(6, max(0, 1 - math.floor(math.log10(median(halves)))))
-
-
-def reached_words(evidence: Evidence, rows: Sequence[Compared], figure: StudyFigure) -> str:
-    """Return how many runs of the first arm and of the reference reached the level of a curve."""
-    if figure.reaches is None:
-        return ""
-    counts = []
-    for arm in (evidence.others[0], evidence.reference):
-        mine = [
-            row
-            for row in rows
-            if (row.figure.label, row.arm.name) == (figure.label, arm.name) and row.reached is not None
-        ]
-        counts.append(
-            f"{sum(row.reached or 0 for row in mine)} of {sum(len(row.values) for row in mine)} runs of {arm.label}"
-        )
-    return f" {' and '.join(counts)} reached {figure.reaches:g}; a run that did not counts with its last step."
 
 
 def brief_words(evidence: Evidence, rows: Sequence[Compared], figure: StudyFigure, arms: Sequence[StudyArm]) -> str:

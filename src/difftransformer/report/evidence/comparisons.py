@@ -41,10 +41,11 @@ class Compared:
         point: The point; empty for the mean over all points of a study with axes.
         values: The figure of each seed.
         statistic: Mean and standard error over all seeds of the arm.
+        runs: Number of the arm's runs that have the figure, at all points together where `point` is empty.
         difference: The arm minus the reference over the seeds that both have; None for the reference itself.
         pairs: Number of these seeds.
         spread: Standard deviation of the differences of these seeds; None with one seed.
-        reached: Number of runs that reached the level of a curve; None for other figures.
+        reached: Number of `runs` that reached the level of a curve; None for other figures.
         is_censored: Whether no run of the arm or of the reference reached the level, so that the difference says nothing.
     """
 
@@ -53,6 +54,7 @@ class Compared:
     arm: StudyArm
     values: dict[int, float]
     statistic: Statistic
+    runs: int
     difference: PairedDifference | None = None
     pairs: int = 0
     spread: float | None = None
@@ -148,13 +150,15 @@ def _compared(evidence: Evidence, figure: StudyFigure, point: Point, arm: StudyA
     values = _values(evidence, figure, point, arm.name)
     if not values:
         return None
+    runs, reached = _runs(evidence, figure, point, arm.name)
     row = Compared(
         figure=figure,
         point=point,
         arm=arm,
         values=values,
         statistic=mean_and_standard_error(list(values.values())),
-        reached=_reached(evidence, figure, point, arm.name),
+        runs=runs,
+        reached=reached,
     )
     if arm.name == reference:
         return row
@@ -172,7 +176,7 @@ def _compared(evidence: Evidence, figure: StudyFigure, point: Point, arm: StudyA
         difference=bounded(difference, figure.unit),
         pairs=len(seeds),
         spread=spread,
-        is_censored=row.reached == 0 and _reached(evidence, figure, point, reference) == 0,
+        is_censored=row.reached == 0 and _runs(evidence, figure, point, reference)[1] == 0,
     )
 
 
@@ -186,9 +190,14 @@ def _values(evidence: Evidence, figure: StudyFigure, point: Point, arm: str) -> 
     return {seed: math.fsum(table[seed] for table in tables) / len(tables) for seed in seeds}
 
 
-def _reached(evidence: Evidence, figure: StudyFigure, point: Point, arm: str) -> int | None:
-    places = evidence.places(point)
-    if figure.reaches is None or len(places) > 1:
-        return None
-    runs = evidence.at(arm, places[0]).values()
-    return sum(reached_at(run.curves[figure.curve], figure) is not None for run in runs if figure.curve in run.curves)
+def _runs(evidence: Evidence, figure: StudyFigure, point: Point, arm: str) -> tuple[int, int | None]:
+    """Return how many runs of an arm have a figure, and how many of them reached its level if it has one."""
+    runs = [
+        run
+        for place in evidence.places(point)
+        for run in evidence.at(arm, place).values()
+        if figure_of(run, figure) is not None
+    ]
+    if figure.reaches is None:
+        return len(runs), None
+    return len(runs), sum(reached_at(run.curves[figure.curve], figure) is not None for run in runs)

@@ -63,7 +63,7 @@ def figure_table(evidence: Evidence, rows: Sequence[Compared], figure: StudyFigu
     points: list[Point] = [()] if whole else evidence.points
     by_point = evidence.has_settings and not whole
     mine = [row for row in rows if row.figure is figure and row.point in points]
-    reached, papers = figure.reaches is not None and (by_point or not evidence.has_settings), bool(figure.paper)
+    reached, papers = figure.reaches is not None, bool(figure.paper)
     reference = evidence.reference
     groups = [Group("setting", numeric=False)] if by_point else []
     groups += [
@@ -92,7 +92,7 @@ def figure_table(evidence: Evidence, rows: Sequence[Compared], figure: StudyFigu
                     *_difference_cells(row, places),
                     result_text(row, reference),
                     _detectable_text(row),
-                    *([str(row.reached), str(len(row.values))] if reached else []),
+                    *([str(row.reached), str(row.runs)] if reached else []),
                     *(_paper_cells(figure, arm, reference) if papers else []),
                 ]
             )
