@@ -24,7 +24,11 @@ RESULTS = DOCS / "results"
 TYPES = ("softmax", "diff", "diff_v2", "grouped_diff", "grouped_diff_v2", "dex")
 MISSING = "not measured yet"
 # Files of benchmarks are named after the processor.
-PROCESSORS = {"epyc-avx512-bf16": "AMD EPYC, AVX512_BF16", "xeon-amx": "Intel Xeon, AMX"}
+PROCESSORS = {
+    "epyc-zen5": "AMD EPYC (Zen 5), AVX512_BF16",
+    "xeon-amx": "Intel Xeon, AMX",
+    "epyc-zen4": "AMD EPYC (Zen 4), AVX512_BF16, earlier kernels",
+}
 
 
 def blocks(studies: Sequence[Studied]) -> dict[Path, dict[str, str]]:
@@ -40,7 +44,7 @@ def blocks(studies: Sequence[Studied]) -> dict[Path, dict[str, str]]:
             "attention": by_processor(kernels, attention_ratios),
             "peaked": by_processor(kernels, lambda result: printed(result, "peaked")),
             "decode": by_processor(kernels, lambda result: printed(result, "decode-fp32", "decode-bf16")),
-            "memory": printed(kernels["AMD EPYC, AVX512_BF16"], "memory"),
+            "memory": printed(next(iter(kernels.values())), "memory"),
             "models": by_processor(models, models_ratios),
             "generation": "\n".join(printed(bench(name)) for name in ("generation", "generation-two-threads")),
             "loss": printed(bench("loss")),
