@@ -272,6 +272,12 @@ def test_the_learning_rate_is_chosen_on_other_seeds(design, trained, tmp_path, d
             assert mean == pytest.approx(sum(values) / 2)
     reported = [read_result(study.index_file.parent / m.file, RunRecord) for m in index.members if not m.is_tuning]
     assert {record.recipe["training"]["optimizer"]["learning_rate"] for record in reported} == {5e-3}
+    # Every run has this loss at its first step, so the figure behind decides.
+    tied = {"label": "steps", "curve": "validation_loss_nats", "reaches": 1e3, "unit": "steps"}
+    document["figures"] = [tied, *document["figures"]]
+    rates = Study(design(), tmp_path / "results").rates()
+    assert all(len({mean for _, mean in rate.tried}) == 1 for rate in rates)
+    assert {rate.arm: rate.learning_rate for rate in rates} == {"diff": 5e-3, "twin": 5e-3}
 
 
 def test_estimates(design, trained, tmp_path, document):

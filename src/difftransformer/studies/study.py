@@ -128,27 +128,35 @@ class Study:
         return [self.store.find(run, data[run.seed, run.is_tuning, place(run.point)]) for run in runs]
 
     def rates(self) -> list[ChosenRate] | None:
-        """Return the learning rate with the best mean figure for each arm; None while a tuning run is missing."""
+        """Return the learning rate with the best mean figure for each arm; None while a tuning run is missing.
+
+        The first figure decides; where it is the same, as where all answers are right, the next figure of the claims does.
+        """
         runs = self.design.tuning
         files = self.files(runs)
-        figure = self.design.config.figures[0]
-        sign = 1 if figure.better == "lower" else -1
-        found: dict[tuple[str, str], dict[float, list[float]]] = {}
+        first, *others = self.design.config.figures
+        figures = [first, *(figure for figure in others if not figure.secondary)]
+        found: dict[tuple[str, str], dict[float, list[list[float]]]] = {}
         points: dict[str, Mapping[str, str]] = {}
         for run, file in zip(runs, files, strict=True):
             if file is None:
                 return None
-            value = figure_of(read_result(file, RunRecord), figure)
-            if value is None:
-                raise EvaluationError(f"{file}: has no {figure.label}, by which learning rates are chosen")
+            record, values = read_result(file, RunRecord), []
+            for figure in figures:
+                value = figure_of(record, figure)
+                if value is None:
+                    raise EvaluationError(f"{file}: has no {figure.label}, by which learning rates are chosen")
+                values.append(value)
             points[place(run.point)] = run.point
             of_arm = found.setdefault((run.arm, place(run.point)), {})
-            of_arm.setdefault(run.recipe.training.optimizer.learning_rate, []).append(value)
+            of_arm.setdefault(run.recipe.training.optimizer.learning_rate, []).append(values)
+        signs = [1 if figure.better == "lower" else -1 for figure in figures]
         chosen = []
         for (arm, where), tried in found.items():
-            means = [(rate, fmean(values)) for rate, values in sorted(tried.items())]
-            best = min(means, key=lambda pair: sign * pair[1])[0]
-            chosen.append(ChosenRate(arm=arm, point=dict(points[where]), learning_rate=best, tried=means))
+            means = {rate: [fmean(one) for one in zip(*runs, strict=True)] for rate, runs in sorted(tried.items())}
+            best = min(means, key=lambda rate: [sign * mean for sign, mean in zip(signs, means[rate], strict=True)])
+            first_means = [(rate, of_figures[0]) for rate, of_figures in means.items()]
+            chosen.append(ChosenRate(arm=arm, point=dict(points[where]), learning_rate=best, tried=first_means))
         return chosen
 
     def reported(self, rates: Sequence[ChosenRate]) -> list[PlannedRun]:
