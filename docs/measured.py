@@ -8,6 +8,7 @@ from difftransformer.report.bench import bench_tables, place_of
 from difftransformer.report.evidence import Studied
 from difftransformer.report.evidence.answers import decimals, progress_words
 from difftransformer.report.evidence.comparisons import bounded, row_of
+from difftransformer.report.evidence.tables import NOT_REACHED
 from difftransformer.report.tables import Group, Table, fixed, metric_decimals, p_text, upcycling_table
 from difftransformer.results import (
     Bench,
@@ -239,33 +240,47 @@ def coverage_table() -> str:
 
 
 def choice_tables(timed: Bench, upcycled: Upcycling, studies: Sequence[Studied]) -> str:
-    """Return what was measured of each attention type: time, and quality in a study and after upcycling."""
-    study = next((one for name in ("variants", "controls") for one in studies if one.evidence.index.name == name), None)
+    """Return what was measured of each attention type: time, quality in two studies and after upcycling."""
+    found = {one.evidence.index.name: one for one in studies}
+    trained, recalled = found.get("variants") or found.get("controls"), found.get("synthetic")
     works = ("training step", "prefill", "decoding")
     quality = ("held-out loss", "retrieval, seen cities", "retrieval, unseen cities")
-    times, qualities = [], []
+    recall = ("right answers", "steps to 90 % of answers")
+    times, qualities, recalls = [], [], []
     for kind in TYPES:
         times.append([f"`{kind}`", *(span(timed.variants, kind, work) for work in works)])
-        qualities.append([f"`{kind}`", *studied_cells(study, kind, quality), upcycled_cell(upcycled, kind)])
+        qualities.append([f"`{kind}`", *studied_cells(trained, kind, quality), upcycled_cell(upcycled, kind)])
+        recalls.append([f"`{kind}`", *studied_cells(recalled, kind, recall)])
     sizes = ", ".join(dict.fromkeys(row.model for row in timed.variants))
     time_notes = [
         f"Over softmax attention at equal parameters, smallest to largest of {sizes} in fp32 and bf16. {circumstances(timed)}"
     ]
-    notes = ["Upcycled: one seed, 95 % interval over evaluation windows ([more](upcycling.md#continue-training))."]
-    if study:
-        index = study.evidence.index
-        notes.insert(
-            0,
-            f"Study: `{index.command}` ([its section](findings.md#study-{index.name}-{index.preset}), "
-            f"{progress_words(study.evidence)}), mean \u00b1 standard error over seeds, loss in bits/byte. Better, worse or "
-            "undecided: than the Transformer, by the study's rule.",
-        )
+    notes = [
+        *studied_notes(trained, "Loss in bits/byte."),
+        "Upcycled: one seed, 95 % interval over evaluation windows ([more](upcycling.md#continue-training)).",
+    ]
     change = "upcycled: loss minus the unconverted model's, nats/token"
-    tables = (
+    tables = [
         Table("times", "Times", columns("`attention_type`", *works), times, time_notes),
         Table("quality", "Quality", columns("`attention_type`", *quality, change), qualities, notes),
-    )
+    ]
+    if recalled:
+        titles = ("`attention_type`", *(f"associative recall: {label}" for label in recall))
+        tables.append(Table("recall", "Recall", columns(*titles), recalls, studied_notes(recalled)))
     return "\n".join(table.markdown() for table in tables)
+
+
+def studied_notes(study: Studied | None, units: str = "") -> list[str]:
+    """Return the command of a study, and how to read its cells."""
+    if study is None:
+        return []
+    index = study.evidence.index
+    means = f" of means over {len(study.evidence.points)} settings" if study.evidence.has_settings else ""
+    return [
+        f"Study: `{index.command}` ([its section](findings.md#study-{index.name}-{index.preset}), "
+        f"{progress_words(study.evidence)}), mean \u00b1 standard error over seeds{means}. {units}".rstrip(),
+        "Better, worse or undecided: than the Transformer, by the study's rule.",
+    ]
 
 
 def columns(*titles: str) -> tuple[Group, ...]:
@@ -289,6 +304,9 @@ def studied_cells(study: Studied | None, kind: str, figures: Sequence[str]) -> I
         row = row_of(study.rows, label, arm.name, ()) if study and arm else None
         if study is None or arm is None or row is None:
             yield MISSING
+            continue
+        if row.reached == 0:
+            yield NOT_REACHED
             continue
         places = decimals(study.rows, row.figure)
         state = "" if arm.name == study.evidence.index.reference else f", {row.state}"
