@@ -9,6 +9,7 @@ constexpr int64_t kDecodeRows = 8;     // most rows of a group (heads x queries)
 constexpr int64_t kDecodeChunk = 256;  // keys of a task
 
 inline bool is_decoding(const Problem& p) {
+  // With few keys, several rows share more work in the other kernels.
   const int64_t rows = p.keys > kDecodeChunk / 2 ? kDecodeRows : kDecodeRows / 2;
   return p.keys > 0 && p.rows() <= rows;
 }
