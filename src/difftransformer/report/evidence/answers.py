@@ -46,7 +46,7 @@ def answer(evidence: Evidence, rows: Sequence[Compared], figure: StudyFigure, ot
         return Verdict(title_of(figure), "unknown", text)
     places = decimals(rows, figure)
     a, b = (fixed(one.statistic.mean, places) for one in (row, other))
-    unit = "" if figure.unit == "share" else f" {figure.unit}"
+    unit = "" if figure.unit in ("", "share") else f" {figure.unit}"
     words = {
         "better": f"{main.label} is better than {reference.label}",
         "worse": f"{main.label} is worse than {reference.label}",
@@ -144,7 +144,7 @@ def amount(value: float, figure: StudyFigure) -> str:
     """Return a difference in the unit of a figure."""
     if figure.unit == "share" and value > 1:
         return "larger than any share"
-    unit = "" if figure.unit == "share" else f" {figure.unit}"
+    unit = "" if figure.unit in ("", "share") else f" {figure.unit}"
     return f"{significant(value, 2)}{unit}"
 
 
