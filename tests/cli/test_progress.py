@@ -1,8 +1,13 @@
 """Lines in place of a progress bar: at each tenth of the work, and after a while in any case."""
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
 from difftransformer.cli import progress
+from difftransformer.studies import Job
+from difftransformer.train.metrics import StepMetrics
 
 
 @pytest.fixture
@@ -22,7 +27,47 @@ def test_a_slow_evaluation_prints_a_line_at_least_every_half_minute(clock, capfd
     lines = [line for line in capfd.readouterr().out.splitlines() if line.startswith("needle: ") and "after" in line]
     assert lines == [
         "needle: 0 % after 35 s",
-        "needle: 0 % after 70 s, about 69930 s left",
-        "needle: 0 % after 105 s, about 52395 s left",
-        "needle: 10 % after 120 s, about 1080 s left",
+        "needle: 0 % after 70 s, about 19.4 h left",
+        "needle: 0 % after 2 min, about 14.6 h left",
+        "needle: 10 % after 2 min, about 18 min left",
     ]
+
+
+def test_a_study_prints_a_line_for_each_run_with_the_time_left(clock, capfd):
+    jobs = [Job(label=f"run {i}", folder=Path(f"{i}"), shards=[], steps=100, threads=1) for i in range(3)]
+    with progress.training_progress() as bars:
+        watch = progress.watch_study(bars, "study small")
+        watch(jobs)
+        for i, job in enumerate(jobs):
+            clock[0] += 60
+            job.step, job.done = 100, True
+            watch(jobs)
+            clock[0] += 0.5
+            if i < 2:
+                jobs[i + 1].step = 1
+                watch(jobs)
+    lines = [line for line in capfd.readouterr().out.splitlines() if line.startswith("study small: ")]
+    assert lines == [
+        "study small: 1 of 3 runs, about 2 min left",
+        "study small: 2 of 3 runs, about 60 s left",
+        "study small: 3 of 3 runs",
+    ]
+
+
+def test_a_run_that_goes_on_is_judged_by_its_own_steps(clock, capfd):
+    metrics = StepMetrics(
+        step=0,
+        loss_nats=2.0,
+        gradient_norm=1.0,
+        learning_rate=1.0,
+        tokens=0,
+        seconds=0.0,
+        tokens_per_second=1000.0,
+        lambdas=[],
+    )
+    with progress.training_progress() as bars:
+        watch = progress.watch_steps(bars, "run", 1000)
+        for step in (500, 600):
+            watch(replace(metrics, step=step))
+            clock[0] += 10
+    assert "run: step 600 of 1000, loss 2.000, 1,000 tokens/s, about 40 s left" in capfd.readouterr().out.splitlines()

@@ -27,13 +27,20 @@ PRINTED_PARTS = 10  # number of lines that are printed in place of a bar
 PRINTED_SECONDS = 30.0  # after this time an evaluation prints a line in any case
 
 
+def in_words(seconds: float) -> str:
+    """Return a time such as 95 s, 12 min or 3.5 h."""
+    minutes, hours = seconds / 60, seconds / 3600
+    return f"{seconds:.0f} s" if seconds < 100 else f"{minutes:.0f} min" if minutes < 100 else f"{hours:.1f} h"
+
+
 class _Bars:
-    """Bars by title. Without a terminal, print a line for each tenth of the work."""
+    """Bars by title. Without a terminal, print a line with the time left for each tenth of the work."""
 
     def __init__(self, progress: Progress) -> None:
         self.progress = progress
         self.ids: dict[str, TaskID] = {}
         self.parts: dict[str, int] = {}
+        self.starts: dict[str, tuple[float, int]] = {}  # the time, and what was done before
 
     def update(
         self,
@@ -52,13 +59,20 @@ class _Bars:
         bar = self.progress.tasks[self.ids[title]]
         if started and not bar.started:
             self.progress.start_task(bar.id)
+            self.starts[title] = time.monotonic(), done
         self.progress.update(bar.id, completed=done, total=total, **fields)
         part = PRINTED_PARTS * done // max(1, total)
         printed = not console.is_terminal and (at_once or part > self.parts.get(title, 0))
         if printed:
             self.parts[title] = part
-            console.print(line)
+            console.print(line + self._left(title, done, total))
         return printed
+
+    def _left(self, title: str, done: int, total: int) -> str:
+        began, before = self.starts.get(title, (0.0, done))
+        if not before < done < total:
+            return ""
+        return f", about {in_words((time.monotonic() - began) * (total - done) / (done - before))} left"
 
     def hide(self, title: str) -> None:
         """Take a bar away."""
@@ -77,7 +91,7 @@ def watch_jobs(progress: Progress) -> "Callable[[Sequence[Job]], None]":
     def watch(jobs: "Sequence[Job]") -> None:
         for job in jobs:
             loss = "" if job.loss_nats is None else f"loss {job.loss_nats:.3f}"
-            line = f"{job.label}: step {job.step} of {job.steps} {loss}"
+            line = f"{job.label}: step {job.step} of {job.steps}, {loss}".removesuffix(", ")
             bars.update(job.label, job.step, job.steps, line, started=job.process is not None, loss=loss)
 
     return watch
@@ -85,18 +99,19 @@ def watch_jobs(progress: Progress) -> "Callable[[Sequence[Job]], None]":
 
 def watch_study(progress: Progress, title: str) -> "Callable[[Sequence[Job]], None]":
     """Return a callback that draws one bar over the steps of all jobs, and one for each that is running."""
-    bars = _Bars(progress)
+    bars, printed = _Bars(progress), 0
 
     def watch(jobs: "Sequence[Job]") -> None:
+        nonlocal printed
         ended = sum(job.done for job in jobs)
         done, total = sum(job.step for job in jobs), sum(job.steps for job in jobs)
-        bars.update(title, done, total, f"{title}: {ended} of {len(jobs)} runs", loss=f"{ended} of {len(jobs)} runs")
+        runs = f"{ended} of {len(jobs)} runs"
+        if bars.update(title, done, total, f"{title}: {runs}", at_once=ended > printed, loss=runs):
+            printed = ended
         for job in jobs if console.is_terminal else ():
             if job.process is not None and not job.done:
                 loss = "" if job.loss_nats is None else f"loss {job.loss_nats:.3f}"
-                bars.update(
-                    job.label, job.step, job.steps, f"{job.label}: step {job.step} of {job.steps} {loss}", loss=loss
-                )
+                bars.update(job.label, job.step, job.steps, "", loss=loss)
             elif job.label in bars.ids:
                 bars.hide(job.label)
 
@@ -108,12 +123,12 @@ def watch_steps(progress: Progress, label: str, steps: int) -> "Callable[[Metric
     from ..train.metrics import StepMetrics
 
     bars = _Bars(progress)
-    bars.update(label, 0, steps, "", loss="")
+    bars.update(label, 0, steps, "", started=False, loss="")  # a run that goes on does not begin at step 0
 
     def on_metrics(metrics: "Metrics") -> None:
         if isinstance(metrics, StepMetrics):
             loss = f"loss {metrics.loss_nats:.3f}, {metrics.tokens_per_second:,.0f} tokens/s"
-            bars.update(label, metrics.step, steps, f"{label}: step {metrics.step} of {steps} {loss}", loss=loss)
+            bars.update(label, metrics.step, steps, f"{label}: step {metrics.step} of {steps}, {loss}", loss=loss)
 
     return on_metrics
 
@@ -129,9 +144,7 @@ def evaluation_progress(label: str) -> "Iterator[Callback]":
             nonlocal printed
             title = f"{label}, {stage}" if stage else label
             now = time.monotonic()
-            spent = now - began
-            left = f", about {spent * (total - done) / done:.0f} s left" if 0 < done < total else ""
-            line = f"{title}: {100 * done // max(1, total)} % after {spent:.0f} s{left}"
+            line = f"{title}: {100 * done // max(1, total)} % after {in_words(now - began)}"
             if bars.update(title, done, total, line, at_once=now - printed > PRINTED_SECONDS):
                 printed = now
 

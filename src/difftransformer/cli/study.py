@@ -7,7 +7,7 @@ from ..files import locked
 from ..sources import read_mapping, shipped_recipes
 from .arguments import SET, check_device, check_positive, use_threads
 from .console import log, resumable, show
-from .progress import training_progress, watch_study
+from .progress import in_words, training_progress, watch_study
 
 if TYPE_CHECKING:
     from ..studies import Study
@@ -82,7 +82,6 @@ def _describe(study: "Study", at_once: int) -> int:
     from ..report.evidence import planned_comparisons
     from ..statistics import detectable
     from ..studies import estimate
-    from ..studies.estimate import described
 
     threads = max(1, torch.get_num_threads() // at_once)
     design = study.design
@@ -95,8 +94,8 @@ def _describe(study: "Study", at_once: int) -> int:
         source = "some steps timed now" if found.is_measured else "earlier runs"
         title, longest = found.longest
         show(
-            f"about {described(found.seconds)}, {at_once} at a time with {threads} threads each, by {source}; "
-            f"the longest run, {title}, {described(longest)}"
+            f"about {in_words(found.seconds)}, {at_once} at a time with {threads} threads each, by {source}; "
+            f"the longest run, {title}, {in_words(longest)}"
         )
     show(
         f"{comparisons} comparisons, corrected together. Smallest effect that is shown with a probability of 0.8, in standard "

@@ -115,9 +115,3 @@ def _measured_seconds(study: Study, run: PlannedRun, threads: int) -> float:
     asked = sum(request.shown_tokens for task in prepared.tasks.values() for request in task.requests)
     validations = training.steps / training.validate_every * training.validation_windows * training.context_tokens
     return START_SECONDS + steps + per_token * (asked + validations)
-
-
-def described(seconds: float) -> str:
-    """Return a time in words."""
-    minutes, hours = seconds / 60, seconds / 3600
-    return f"{seconds:.0f} s" if seconds < 100 else f"{minutes:.0f} min" if minutes < 100 else f"{hours:.1f} h"
