@@ -104,7 +104,9 @@ def _most_live_bytes(run, *case):
 
 def test_chunk_is_chosen_by_size():
     assert loss_chunk(2048, 1024, "cpu") is None
-    assert loss_chunk(4096, 20_000, "cpu") == 256
+    assert loss_chunk(2048, 1025, "cpu") == 256
+    assert loss_chunk(2048, 1025, "cuda") is None
+    assert loss_chunk(4096, 20_000, "mps") == 1024
     assert loss_chunk(4096, 100_288, "cuda") == 1024
 
 

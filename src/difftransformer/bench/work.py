@@ -14,7 +14,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 
 from ..model import DiffTransformerForCausalLM
 from ..model.dtypes import DTYPES
-from ..model.nll import next_token_nll
+from ..model.nll import loss_chunk, summed_next_token_nll
 from ..ops import differential_attention, normed_differential_attention, softmax_attention
 from ..results import AttentionShape, Dtype
 from .diffllama import DiffLlamaCore
@@ -166,15 +166,20 @@ def _by_head(data: Data, shape: AttentionShape, maps: int) -> tuple[Tensor, Tens
 
 
 def training_work(model: PreTrainedModel, rows: int, context: int, dtype: str = "fp32") -> Callable[[], None]:
-    """Return a training step with AdamW on `rows` rows of `context` random tokens; "bf16" and "fp16" mean autocast."""
+    """Return a training step with AdamW on `rows` rows of `context` random tokens; "bf16" and "fp16" mean autocast.
+
+    The loss is that of the training loop, in chunks where a model can and its logits are many.
+    """
     model.train()
     device = model.device.type
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     ids = torch.randint(model.config.vocab_size, (rows, context + 1), device=device)
+    if hasattr(model, "loss_chunk_tokens"):
+        model.loss_chunk_tokens = loss_chunk(rows * context, model.config.vocab_size, device)
 
     def step() -> None:
         with torch.autocast(device, DTYPES[dtype], enabled=dtype != "fp32"):
-            loss = next_token_nll(model, ids[:, :-1], ids[:, 1:]).mean()
+            loss = summed_next_token_nll(model, ids[:, :-1], ids[:, 1:]) / (rows * context)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

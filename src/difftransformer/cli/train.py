@@ -68,8 +68,10 @@ def _train(recipe: str, overrides: list[str], out: str | None, threads: int | No
     from ..data import prepare_shards
     from ..studies import load_recipe, start_run, train_run
     from ..train import Interrupted, checkpoints
+    from ..train.heap import keep_freed_memory
     from ..train.parallel import Mesh
 
+    keep_freed_memory()
     first = crew.is_first
     with crew.together():
         loaded = load_recipe(recipe, overrides)

@@ -11,8 +11,9 @@ from torch.autograd.function import once_differentiable
 from ..errors import ConfigError
 
 IGNORED = -100
-WHOLE_LOGITS = 2**26  # logits that are computed at once unless a chunk is given: 256 MiB in fp32
-CHUNK_TOKENS = {"cpu": 256, "cuda": 1024}  # on a CPU a chunk's logits stay in its cache
+# On a CPU, logits beyond the caches cost more time than the calls for each chunk.
+WHOLE_LOGITS = {"cpu": 2**21, "cuda": 2**26}  # logits that are computed at once unless a chunk is given
+CHUNK_TOKENS = {"cpu": 256, "cuda": 1024}
 
 
 def next_token_nll(model: nn.Module, input_ids: Tensor, targets: Tensor, **where: Tensor) -> Tensor:
@@ -43,7 +44,8 @@ def summed_next_token_nll(model: nn.Module, input_ids: Tensor, targets: Tensor, 
 
 def loss_chunk(tokens: int, vocab_size: int, device: str) -> int | None:
     """Return the tokens of a chunk for a loss over `tokens`, or None where the logits of all are few."""
-    return None if tokens * vocab_size <= WHOLE_LOGITS else CHUNK_TOKENS.get(device, CHUNK_TOKENS["cuda"])
+    device = device if device in CHUNK_TOKENS else "cuda"
+    return None if tokens * vocab_size <= WHOLE_LOGITS[device] else CHUNK_TOKENS[device]
 
 
 def chunked_loss(

@@ -19,6 +19,7 @@ from ..hub import open_unfilled
 from ..model import DiffTransformerConfig, DiffTransformerForCausalLM
 from ..results import TaskResult
 from ..train import Interrupted, checkpoints, train
+from ..train.heap import keep_freed_memory
 from ..train.parallel import Mesh, Processes, Unfilled
 from ..train.run_summary import RECIPE_FILE
 from .evaluation import evaluate_checkpoint, evaluations_folder, found_results
@@ -134,6 +135,7 @@ def main(arguments: list[str]) -> int:
     folder, threads, device = Path(arguments[0]), int(arguments[1]), arguments[2]
     made = [Path(word) for word in arguments[3:]]
     torch.set_num_threads(threads)
+    keep_freed_memory()
     try:
         recipe = load_recipe(folder / RECIPE_FILE)
         shards = prepare_shards(recipe.data, made=made)

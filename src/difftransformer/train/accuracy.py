@@ -5,9 +5,11 @@ from torch import Tensor
 
 from ..data import CITIES_SEEN, Shards, needle_document_tokens, needle_questions, validation_rows
 from ..model import DiffTransformerForCausalLM
-from ..model.nll import IGNORED, WHOLE_LOGITS
+from ..model.nll import IGNORED
 from .config import TrainingConfig
 from .parallel import Mesh
+
+LOGITS_AT_ONCE = 2**26
 
 
 @torch.no_grad()
@@ -20,11 +22,11 @@ def answer_accuracy(
     documents, an answer is a whole number, and there are `validation_windows` documents (see `needle_questions`). A token is
     right if it has the highest logit given all before it, so an answer of several tokens is right if greedy decoding gives it.
 
-    None also where the logits of a row are so many that the loss takes them in chunks, and for needle documents where processes
+    None also where a row has more than `LOGITS_AT_ONCE` logits, and for needle documents where processes
     divide the tokens of a row, or where the shortest document is longer than a row.
     """
     context, documents = config.context_tokens, config.validation_windows
-    at_once = WHOLE_LOGITS // (context * shards.tokenizer.vocab_size)
+    at_once = LOGITS_AT_ONCE // (context * shards.tokenizer.vocab_size)
     if not at_once:
         return None
     if shards.records:
