@@ -22,7 +22,7 @@ def test_implementations_agree():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", loss_shapes(("fp32",)), ids=lambda shape: str(shape.hidden_size))
+@pytest.mark.parametrize("shape", loss_shapes(("fp32",)), ids=lambda shape: f"{shape.hidden_size}x{shape.vocab_size}")
 def test_memory(shape):
     whole, chunked = (peak_loss_bytes(name, shape=shape, threads=1) for name in (WHOLE, CHUNKED))
     assert whole > 2 * 4 * shape.tokens * shape.vocab_size

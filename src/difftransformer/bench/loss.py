@@ -1,4 +1,4 @@
-"""The loss over a large vocabulary: logits of all tokens at once, in chunks, and PyTorch's own fused function."""
+"""The loss over a vocabulary: logits of all tokens at once, in chunks, and PyTorch's own fused function."""
 
 from functools import partial
 
@@ -29,7 +29,7 @@ def time_loss(shape: LossShape, *, device: str, rounds: int, budget_seconds: flo
 def loss_shapes(dtypes: tuple[Dtype, ...]) -> list[LossShape]:
     """List the shapes that are measured."""
     return [
-        LossShape(dtype=dtype, tokens=4096, hidden_size=width, vocab_size=20_000)
+        LossShape(dtype=dtype, tokens=tokens, hidden_size=width, vocab_size=words)
         for dtype in dtypes
-        for width in (128, 512)
+        for tokens, width, words in ((2048, 128, 2048), (4096, 128, 20_000), (4096, 512, 20_000))
     ]
