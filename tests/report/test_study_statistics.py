@@ -9,7 +9,7 @@ from scipy import stats
 
 from difftransformer.errors import EvaluationError, ResultsError
 from difftransformer.report.evidence import compare, fit_power_law, planned_comparisons, read_evidence, scaling_of
-from difftransformer.report.evidence.answers import answer
+from difftransformer.report.evidence.answers import answer, headline
 from difftransformer.report.evidence.comparisons import comparisons_of, row_of, timed_seeds
 from difftransformer.report.evidence.scaling import interpolate
 from difftransformer.report.evidence.tables import (
@@ -44,6 +44,14 @@ def losses(effects, rng, figures=(LOSS,), seeds=SEEDS):
         return record(figures, values, arm=arm, seed=seed)
 
     return study(ARMS, figures, seeds, make)
+
+
+def test_the_index_names_the_other_arms_that_are_decided():
+    evidence = losses({"diff_v2": -1.0}, np.random.default_rng(0))
+    rows = compare(evidence)
+    whole, brief = answer(evidence, rows, LOSS).text, headline(evidence, rows)
+    assert whole.endswith(" Better than softmax: diff_v2. Not told apart from softmax: wide.")
+    assert brief == "Held-out loss: " + whole.removesuffix(" Not told apart from softmax: wide.")
 
 
 def test_a_textbook_sample_size():

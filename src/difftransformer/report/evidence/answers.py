@@ -9,7 +9,7 @@ from difftransformer.report.evidence.reading import Evidence, Point
 from difftransformer.report.evidence.scaling import Amount, Scaling
 from difftransformer.report.tables import decimals_for, fixed, significant
 from difftransformer.report.verdict import Verdict, change_words
-from difftransformer.results import StudyArm, StudyFigure
+from difftransformer.results import StudyFigure
 
 MOST_ANSWERS = 4
 """So many primary figures are answered in sentences; the tables hold all."""
@@ -22,14 +22,14 @@ def answers(evidence: Evidence, rows: Sequence[Compared], scaling: Scaling | Non
     return [*found, *(answer(evidence, rows, figure) for figure in primary[:MOST_ANSWERS])]
 
 
-def answer(evidence: Evidence, rows: Sequence[Compared], figure: StudyFigure, others: bool = True) -> Verdict:
+def answer(evidence: Evidence, rows: Sequence[Compared], figure: StudyFigure, *, brief: bool = False) -> Verdict:
     """Return what a study says about one figure.
 
     Args:
         evidence: The study.
         rows: Its comparisons.
         figure: The figure.
-        others: Whether to say in brief how other arms than the first compare with the reference.
+        brief: Whether to leave out the other arms that cannot be told from the reference.
     """
     whole: Point = ()
     main, reference = evidence.others[0], evidence.reference
@@ -42,7 +42,7 @@ def answer(evidence: Evidence, rows: Sequence[Compared], figure: StudyFigure, ot
             f"None of {row.runs} runs of {main.label} and {other.runs} runs of {reference.label} reached "
             f"{figure.reaches:g}."
         )
-        text += brief_words(evidence, rows, figure, evidence.others[1:]) if others else ""
+        text += others_words(evidence, rows, figure, decided_alone=brief)
         return Verdict(title_of(figure), "unknown", text)
     places = decimals(rows, figure)
     a, b = (fixed(one.statistic.mean, places) for one in (row, other))
@@ -65,8 +65,7 @@ def answer(evidence: Evidence, rows: Sequence[Compared], figure: StudyFigure, ot
             f" {row.reached} of {row.runs} runs of {main.label} and {other.reached} of {other.runs} runs of "
             f"{reference.label} reached {figure.reaches:g}; a run that did not counts with its last step."
         )
-    if others:
-        text += brief_words(evidence, rows, figure, evidence.others[1:])
+    text += others_words(evidence, rows, figure, decided_alone=brief)
     state = {"better": "first", "worse": "second", "undecided": "undecided", "no interval": "unknown"}[row.state]
     return Verdict(title_of(figure), state, text)  # type: ignore[arg-type]
 
@@ -86,14 +85,19 @@ def decimals(rows: Sequence[Compared], figure: StudyFigure) -> int:
     return min(6, max(0, 1 - math.floor(math.log10(median(halves)))))
 
 
-def brief_words(evidence: Evidence, rows: Sequence[Compared], figure: StudyFigure, arms: Sequence[StudyArm]) -> str:
-    """Return which other arms are better than the reference, which are worse, and which cannot be told from it."""
+def others_words(
+    evidence: Evidence, rows: Sequence[Compared], figure: StudyFigure, *, decided_alone: bool = False
+) -> str:
+    """Return which arms after the first are better than the reference, which are worse, and which cannot be told from it."""
     states: dict[str, list[str]] = {}
+    arms = evidence.others[1:]
     for arm in arms:
         row = row_of(rows, figure.label, arm.name, ())
         if row is not None:
             states.setdefault(row.state, []).append(arm.label)
-    if len(arms) > 1 and states.keys() == {"undecided"}:
+    if decided_alone:
+        states = {state: labels for state, labels in states.items() if state in ("better", "worse")}
+    elif len(arms) > 1 and states.keys() == {"undecided"}:
         return f" Nor can any other arm be told apart from {evidence.reference.label}."
     words = {
         "better": f"Better than {evidence.reference.label}",
@@ -105,9 +109,9 @@ def brief_words(evidence: Evidence, rows: Sequence[Compared], figure: StudyFigur
 
 
 def headline(evidence: Evidence, rows: Sequence[Compared], scaling: Scaling | None = None) -> str:
-    """Return the leading answer, on the first arm alone, as the index of studies shows it."""
+    """Return the leading answer, on the first arm and those that are better or worse, as the index of studies shows it."""
     found = scaling_answers(scaling) if scaling else []
-    first = found[0] if found else answer(evidence, rows, evidence.index.figures[0], others=False)
+    first = found[0] if found else answer(evidence, rows, evidence.index.figures[0], brief=True)
     return f"{first.subject}: {first.text}"
 
 
