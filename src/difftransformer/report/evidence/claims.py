@@ -163,7 +163,7 @@ def control_words(study: Studied, arm: str, figure: str) -> str:
     label, reference = evidence.arm(arm).label, evidence.reference.label
     row = row_of(study.rows, figure, arm, ())
     if row is None or row.state != "better":
-        return f"{label} has no advantage over {reference} here that a control could remove."
+        return f"{label} has no decided advantage over {reference} here that a control could remove."
     against = compare(evidence, reference=arm)
     names: dict[str, list[str]] = {}
     for other in evidence.others:
