@@ -252,7 +252,7 @@ def test_controls_that_remove_keep_and_reduce_an_effect():
         "The advantage of DIFF over TWIN is removed in: WIDE. It is reduced in: INIT. It is kept in: NO-NORM."
     )
     (judged,) = judge([CLAIM], [studied(controls({"diff": 0.1, "wide": 0.1, "twin": 0.1}))])
-    assert "no advantage" in judged.controls
+    assert "no decided advantage" in judged.controls
 
 
 def test_claims_name_figures_that_the_studies_have():
