@@ -11,6 +11,7 @@ from ..bench.work import training_work
 from ..ops import processor
 from ..results import RunRecord, read_result
 from ..train import build_model
+from ..train.heap import keep_freed_memory
 from .design import PlannedRun, identity
 from .recipe import Recipe, recipe_from
 from .study import Study
@@ -96,6 +97,7 @@ def _measured_seconds(study: Study, run: PlannedRun, threads: int) -> float:
     prepared, training = study.prepared(run), run.recipe.training
     config = prepared.recipe.model_config(vocab_size=prepared.shards.tokenizer.vocab_size)
     model = build_model(config, 0)
+    keep_freed_memory()  # as runs do
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:

@@ -74,14 +74,16 @@ def evaluate_checkpoint(
         FolderInUse: another process is working in the folder, and `wait` is False.
     """
     tasks = processes.first_before_others(lambda: draw_tasks(recipe, shards))
-    # A recipe may ask beyond the trained context. Rows side by side: a study's models are small, and their prompts short.
+    # A recipe may ask beyond the trained context. A study's own models are small, and rows side by side are faster for them
+    # than a common prefix, but not for a pretrained model.
     with (
         open_language_model(
             str(checkpoint),
             device=device,
+            dtype=recipe.evaluation_dtype,
             batch_tokens=recipe.evaluation_batch_tokens,
             context_tokens=UNBOUNDED,
-            prefix_caching=False,
+            prefix_caching=recipe.start_from is not None,
             processes=processes,
             divide_weights=divide_weights,
         ) as opened,

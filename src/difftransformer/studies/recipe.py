@@ -19,6 +19,7 @@ from ..errors import ConfigError, DataError
 from ..evals.tasks import task_kind
 from ..families import DifferentialFamilyConfig
 from ..model import DiffTransformerConfig, count, matching_width, preset
+from ..model.dtypes import WeightsDtype
 from ..reading import parse_yaml, read_json
 from ..results import write_text_atomically
 from ..sources import check_name, read_recipe
@@ -127,6 +128,7 @@ class Recipe:
         logs: What a run says beside its loss, and where; may change when a run continues.
         evaluation: Tasks that a trained model is evaluated with.
         evaluation_batch_tokens: Largest number of tokens in a batch of an evaluation.
+        evaluation_dtype: Dtype of the weights while the model is evaluated; auto is the saved one.
         compare: Models, seeds, jobs.
         start_from: Run, or folder of a saved model of this package, whose weights training starts from. `model` is then empty,
             or describes a model that takes these weights: positions and rotary settings may differ.
@@ -140,6 +142,7 @@ class Recipe:
     logs: LogsConfig = field(default_factory=LogsConfig)
     evaluation: list[TaskSpec] = field(default_factory=lambda: [_validation_loss()])
     evaluation_batch_tokens: int = 16_384
+    evaluation_dtype: WeightsDtype = "auto"
     compare: CompareConfig = field(default_factory=CompareConfig)
     start_from: str | None = None
 
