@@ -9,7 +9,7 @@ from scipy import stats
 
 from difftransformer.errors import EvaluationError, ResultsError
 from difftransformer.report.evidence import compare, fit_power_law, planned_comparisons, read_evidence, scaling_of
-from difftransformer.report.evidence.answers import answer, headline
+from difftransformer.report.evidence.answers import answer, headline, scaling_answers
 from difftransformer.report.evidence.comparisons import comparisons_of, row_of, timed_seeds
 from difftransformer.report.evidence.scaling import interpolate
 from difftransformer.report.evidence.tables import (
@@ -223,6 +223,12 @@ def test_means_over_settings_are_paired_seed_by_seed():
     settings = [row for row in rows if row.point and row.difference]
     assert [row.difference.comparisons for row in settings] == [None, None]
     assert {row.state for row in settings} == {"no claim"}
+    better = sum(
+        sum(drawn["diff", point, seed] - drawn["softmax", point, seed] for seed in seeds) < 0
+        for point, seeds in (("0", range(4)), ("0.4", range(3)))
+    )
+    words = f" These are means over 2 settings, in {better or 'none'} of which diff has the better mean."
+    assert words in answer(evidence, rows, LOSS).text
 
 
 def test_a_secondary_figure_has_an_interval_and_no_claim():
@@ -314,6 +320,20 @@ def test_the_planted_share_of_parameters_is_found():
     worse = scaling_of(scaling_study(np.random.default_rng(0), factor=1 / 1.6, noise=0.0))
     assert worse.needs[3].is_more
     assert worse.needs[3].raw.share == math.inf
+    assert not any("rises" in one.text for one in scaling_answers(scaling))
+
+
+def test_a_loss_that_rises_with_size_is_told():
+    evidence = scaling_study(np.random.default_rng(0), noise=0.0)
+    runs = evidence.runs["softmax", ("l", "many")]
+    for seed, one in runs.items():
+        figure = dataclasses.replace(one.figures[0], value=one.figures[0].value + 1.0)
+        runs[seed] = dataclasses.replace(one, figures=[figure])
+    by_size, by_tokens = scaling_answers(scaling_of(evidence))
+    assert by_size.text.endswith(
+        "With more parameters the mean loss of softmax rises at some step: no power law fits it."
+    )
+    assert "rises" not in by_tokens.text
 
 
 @pytest.mark.slow

@@ -10,11 +10,13 @@ from rich.progress import (
     MofNCompleteColumn,
     Progress,
     ProgressColumn,
+    Task,
     TaskID,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.text import Text
 
 from .console import console
 
@@ -152,5 +154,12 @@ def evaluation_progress(label: str) -> "Iterator[Callback]":
 
 
 def _display(*columns: ProgressColumn) -> Progress:
-    times = (TimeElapsedColumn(), TextColumn("left", markup=False), TimeRemainingColumn(elapsed_when_finished=True))
-    return Progress(TextColumn("{task.description}", markup=False), BarColumn(), *columns, *times, console=console)
+    title, times = TextColumn("{task.description}", markup=False), (TimeElapsedColumn(), _TimeLeft())
+    return Progress(title, BarColumn(), *columns, *times, console=console)
+
+
+class _TimeLeft(TimeRemainingColumn):
+    """The remaining time with the word "left", and nothing when all is done."""
+
+    def render(self, task: Task) -> Text:
+        return Text() if task.finished else Text.assemble("left ", super().render(task))

@@ -4,12 +4,14 @@ import math
 from collections.abc import Sequence
 from statistics import median
 
+import numpy as np
+
 from difftransformer.report.evidence.comparisons import Compared, comparisons_of, row_of
 from difftransformer.report.evidence.reading import Evidence, Point
 from difftransformer.report.evidence.scaling import Amount, Scaling
 from difftransformer.report.tables import decimals_for, fixed, significant
 from difftransformer.report.verdict import Verdict, change_words
-from difftransformer.results import StudyFigure
+from difftransformer.results import StudyArm, StudyFigure
 
 MOST_ANSWERS = 4
 """So many primary figures are answered in sentences; the tables hold all."""
@@ -59,7 +61,7 @@ def answer(evidence: Evidence, rows: Sequence[Compared], figure: StudyFigure, *,
     if row.state == "undecided" and low is not None and high is not None and not low <= 0 <= high:
         text += f" The interval excludes zero, but not after correction for {row.difference.comparisons} comparisons."
     if evidence.has_settings:
-        text += f" These are means over {len(evidence.points)} settings."
+        text += f" These are means over {settings_words(evidence, rows, figure, main)}."
     if figure.reaches is not None:
         text += (
             f" {row.reached} of {row.runs} runs of {main.label} and {other.reached} of {other.runs} runs of "
@@ -68,6 +70,18 @@ def answer(evidence: Evidence, rows: Sequence[Compared], figure: StudyFigure, *,
     text += others_words(evidence, rows, figure, decided_alone=brief)
     state = {"better": "first", "worse": "second", "undecided": "undecided", "no interval": "unknown"}[row.state]
     return Verdict(title_of(figure), state, text)  # type: ignore[arg-type]
+
+
+def settings_words(evidence: Evidence, rows: Sequence[Compared], figure: StudyFigure, arm: StudyArm) -> str:
+    """Return the number of settings that a figure is averaged over, and in how many of them an arm has the better mean."""
+    pairs = [
+        (row.statistic.mean, other.statistic.mean)
+        for point in evidence.points
+        if (row := row_of(rows, figure.label, arm.name, point))
+        and (other := row_of(rows, figure.label, evidence.reference.name, point))
+    ]
+    better = sum(a > b if figure.better == "higher" else a < b for a, b in pairs)
+    return f"{len(evidence.points)} settings, in {better or 'none'} of which {arm.label} has the better mean"
 
 
 def title_of(figure: StudyFigure) -> str:
@@ -166,6 +180,15 @@ def scaling_answers(scaling: Scaling) -> list[Verdict]:
         )
         if state == "undecided":
             text += " The intervals do not agree on fewer or more."
+        rising = [
+            trend.arm.label
+            for trend in scaling.trends
+            if trend.axis.name == axis
+            and trend.arm.name in (arm, scaling.reference.name)
+            and (np.diff(trend.loss) > 0).any()
+        ]
+        if rising:
+            text += f" With more {what} the mean loss of {' and of '.join(rising)} rises at some step: no power law fits it."
         found.append(Verdict(title, state, text))  # type: ignore[arg-type]
     return found
 

@@ -20,6 +20,7 @@ from typing import Literal
 import yaml  # type: ignore[import-untyped]
 
 from difftransformer.errors import ResultsError
+from difftransformer.report.evidence.answers import settings_words
 from difftransformer.report.evidence.comparisons import Compared, compare, row_of
 from difftransformer.report.evidence.reading import Evidence
 from difftransformer.report.evidence.scaling import Scaling, scaling_of
@@ -107,7 +108,7 @@ def _judged(claim: Claim, studies: Sequence[Studied]) -> Judged:
     votes = [
         (
             study,
-            test.figure or {"size": "parameters for equal loss", "tokens": "training tokens for equal loss"}[test.need],
+            _tested(study, test),
             vote,
         )
         for test in claim.tests
@@ -133,6 +134,17 @@ def _judged(claim: Claim, studies: Sequence[Studied]) -> Judged:
             control_words(one, first.arm, first.figure) for one in studies if one.evidence.index.name == first.study
         )
     return Judged(claim=claim, state=state, votes=votes, controls=controls)
+
+
+def _tested(study: Studied, test: ClaimTest) -> str:
+    if test.need:
+        return {"size": "parameters for equal loss", "tokens": "training tokens for equal loss"}[test.need]
+    if not study.evidence.has_settings:
+        return test.figure
+    figure = next(one for one in study.evidence.index.figures if one.label == test.figure)
+    return (
+        f"{test.figure}, mean over {settings_words(study.evidence, study.rows, figure, study.evidence.arm(test.arm))}"
+    )
 
 
 def _vote(study: Studied, test: ClaimTest) -> Vote | None:
