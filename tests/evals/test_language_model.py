@@ -133,6 +133,21 @@ def test_loss_is_the_models(model, prompts, batch_tokens):
     assert tail == pytest.approx(found[2][11:], rel=1e-5)
 
 
+def test_logits_of_a_batch_are_bounded(model, prompts, monkeypatch):
+    requests = [Loss(row) for row in rows_of(prompts)]
+    whole = ask(model, requests)
+    monkeypatch.setattr(causal, "_MOST_LOGITS", 2 * prompts.shape[1] * model.config.vocab_size + 1)
+    rows = []
+    hook = model.register_forward_hook(lambda _, __, output: rows.append(output.logits.shape[0]))
+    try:
+        parts = ask(model, requests)
+    finally:
+        hook.remove()
+    assert rows == [2, 2, 1]
+    assert CausalLanguageModel(model, None).parts(requests) == [[0, 1], [2, 3], [4]]
+    torch.testing.assert_close(torch.tensor(parts), torch.tensor(whole))
+
+
 def test_a_long_row_in_parts(model, prompts, monkeypatch):
     row = rows_of(prompts)[0]
     whole = ask(model, [Loss(row)])[0]

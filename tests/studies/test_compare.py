@@ -13,13 +13,13 @@ import pytest
 import yaml
 
 from difftransformer.cli.main import main
-from difftransformer.errors import CheckpointError, ConfigError, DataError
+from difftransformer.errors import CheckpointError, ConfigError, DataError, DiffTransformerError
 from difftransformer.model import DiffTransformerForCausalLM
 from difftransformer.report import write_report
 from difftransformer.report.metrics import compare_metrics
 from difftransformer.results import Comparison, TaskResult, read_result
 from difftransformer.studies import compare, recipe_from, start_run
-from difftransformer.studies.jobs import run_jobs
+from difftransformer.studies.jobs import Job, run_jobs
 from difftransformer.studies.run import main as run_main
 from difftransformer.train import checkpoints, read_metrics
 from tests.support.cases import threads
@@ -351,6 +351,22 @@ def test_results_say_how_they_were_asked_for(study, comparison):
     assert document["kind"] == "comparison"
     assert comparison.command.split()[0] == "difftransformer"
     assert comparison.environment.threads >= 1
+
+
+def test_a_run_that_the_system_kills_says_so(tmp_path, monkeypatch):
+    (tmp_path / "log.txt").write_text("a warning\n")
+    killed = [sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"]
+
+    def start(job):
+        job.process = subprocess.Popen(killed, stdin=subprocess.PIPE)
+
+    monkeypatch.setattr(Job, "start", start)
+    job = Job(label="DIFF, seed 0", folder=tmp_path, shards=[], steps=5, threads=1, step=3)
+    with pytest.raises(
+        DiffTransformerError,
+        match="DIFF, seed 0: its process was ended by SIGKILL at step 3; if memory ran out, give fewer --jobs",
+    ):
+        run_jobs([job], at_once=1, progress=lambda jobs: None)
 
 
 def test_start_run_names_a_nested_difference(copied, study_document):

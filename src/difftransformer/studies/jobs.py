@@ -78,7 +78,11 @@ class Job:
                 return
 
     def failure(self) -> str:
-        """The last line that the process printed."""
+        """How the process ended: the signal that killed it, or else the last line that it printed."""
+        code = 0 if self.process is None else self.process.returncode
+        if code < 0:
+            hint = "; if memory ran out, give fewer --jobs" if -code == signal.SIGKILL else ""
+            return f"its process was ended by {signal.Signals(-code).name} at step {self.step}{hint}"
         lines = (self.folder / LOG_FILE).read_text(encoding="utf-8", errors="replace").strip().splitlines()
         free = shutil.disk_usage(self.folder).free
         return lines[-1] if lines else f"it ended without a message, with {free / 2**20:.0f} MiB of disk free"

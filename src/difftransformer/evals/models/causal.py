@@ -31,6 +31,9 @@ _RUN_OVER_START = 4
 _WRITTEN_OUT_TOKENS = 4096
 """Most tokens of a batch where the maps are formed: n x n memory."""
 
+_MOST_LOGITS = 2**28
+"""Most logits of a batch: 1 GiB in fp32."""
+
 UNBOUNDED = 2**31
 """A context that refuses nothing."""
 
@@ -95,7 +98,7 @@ class CausalLanguageModel:
             found = [[place] for place in range(len(indices))]
             chosen = [requests[index] for index in indices]
             if kind in (Loss, Predictions):
-                found = self._equal_lengths([request.ids for request in chosen])
+                found = self._equal_lengths([request.ids for request in chosen], self._whole_tokens)
             elif kind is LastRow:
                 found = self._equal_lengths([request.prompt for request in chosen])
             elif kind is Choice and self.prefix_caching:
@@ -176,7 +179,7 @@ class CausalLanguageModel:
                 yield indices[pair[0]], pair[1]
 
     def _losses(self, requests: Sequence[Loss]) -> Answers:
-        for indices, ids in self._batches([request.ids for request in requests]):
+        for indices, ids in self._batches([request.ids for request in requests], self._whole_tokens):
             rows = self._row_losses(ids)
             for index, row in zip(indices, rows, strict=True):
                 yield index, row[requests[index].first - 1 :].tolist()
@@ -192,7 +195,7 @@ class CausalLanguageModel:
         return torch.cat(parts, 1)
 
     def _predictions(self, requests: Sequence[Predictions]) -> Answers:
-        for indices, ids in self._batches([request.ids for request in requests]):
+        for indices, ids in self._batches([request.ids for request in requests], self._whole_tokens):
             tokens = torch.cat([logits.argmax(-1).cpu() for logits in self._row_logits(ids)], 1)
             for index, row in zip(indices, tokens, strict=True):
                 yield index, row[list(requests[index].places)].tolist()
@@ -295,19 +298,26 @@ class CausalLanguageModel:
     def _tensor(self, rows: Sequence[Sequence[int]]) -> Tensor:
         return torch.tensor(rows, device=self.model.device)
 
-    def _batches(self, rows: Sequence[Sequence[int]]) -> Iterator[tuple[list[int], Tensor]]:
-        """Yield batches of rows of equal length, at most batch_tokens each: the places of the rows and their ids (B, T)."""
-        for chosen in self._equal_lengths(rows):
+    @property
+    def _whole_tokens(self) -> int:
+        """Most tokens of a batch where all logits are formed."""
+        return min(self.batch_tokens, _MOST_LOGITS // self.model.config.get_text_config().vocab_size)
+
+    def _batches(
+        self, rows: Sequence[Sequence[int]], most_tokens: int | None = None
+    ) -> Iterator[tuple[list[int], Tensor]]:
+        """Yield batches of rows of equal length: the places of the rows and their ids (B, T)."""
+        for chosen in self._equal_lengths(rows, most_tokens):
             yield chosen, self._tensor([rows[index] for index in chosen])
 
-    def _equal_lengths(self, rows: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Return the places of the rows of each batch."""
+    def _equal_lengths(self, rows: Sequence[Sequence[int]], most_tokens: int | None = None) -> list[list[int]]:
+        """Return the places of the rows of each batch, of at most batch_tokens or `most_tokens`, or of one row."""
         by_length: dict[int, list[int]] = defaultdict(list)
         for index, row in enumerate(rows):
             by_length[len(row)].append(index)
         found = []
         for length, indices in by_length.items():
-            count = max(1, self.batch_tokens // max(1, length))
+            count = max(1, (most_tokens or self.batch_tokens) // max(1, length))
             found += [indices[begin : begin + count] for begin in range(0, len(indices), count)]
         return found
 
