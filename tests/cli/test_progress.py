@@ -1,9 +1,11 @@
 """Lines in place of a progress bar: at each tenth of the work, and after a while in any case."""
 
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from difftransformer.cli import progress
 from difftransformer.studies import Job
@@ -71,3 +73,15 @@ def test_a_run_that_goes_on_is_judged_by_its_own_steps(clock, capfd):
             watch(replace(metrics, step=step))
             clock[0] += 10
     assert "run: step 600 of 1000, loss 2.000, 1,000 tokens/s, about 40 s left" in capfd.readouterr().out.splitlines()
+
+
+def test_a_finished_bar_has_no_time_left(monkeypatch):
+    shown = Console(force_terminal=True, width=120, file=StringIO())
+    monkeypatch.setattr(progress, "console", shown)
+    bars = progress._display()
+    task = bars.add_task("study", total=2)
+    for done, has_left in ((1, True), (2, False)):
+        bars.update(task, completed=done)
+        with shown.capture() as text:
+            shown.print(bars.get_renderable())
+        assert ("left" in text.get()) == has_left

@@ -331,7 +331,7 @@ def test_a_loss_that_rises_with_size_is_told():
         runs[seed] = dataclasses.replace(one, figures=[figure])
     by_size, by_tokens = scaling_answers(scaling_of(evidence))
     assert by_size.text.endswith(
-        "With more parameters the mean loss of softmax rises at some step: no power law fits it."
+        "With more parameters the mean loss of softmax rises at some step, as no power law does."
     )
     assert "rises" not in by_tokens.text
 

@@ -228,6 +228,18 @@ def test_records_outlive_their_folder_and_new_options(design, trained, tmp_path,
     assert read_result(path, RunRecord)
 
 
+def test_a_recipe_chooses_the_dtype_of_evaluations(document, design, trained, tmp_path):
+    document["axes"] = {}
+    fp32 = {run.identity for run in design().reported()}
+    document["presets"]["laptop"]["set"] = {"evaluation_dtype": "bf16"}
+    assert fp32.isdisjoint(run.identity for run in design().reported())
+    Study(design(), tmp_path / "results").train(tmp_path / "out", at_once=1)
+    evaluated = list((tmp_path / "out").glob("runs/*/evals/step-000004/*.json"))
+    assert len(evaluated) == 4  # two tasks of two runs
+    for path in evaluated:
+        assert json.loads(path.read_text())["result"]["model"]["dtype"] == "bfloat16"
+
+
 def test_runs_on_other_data_are_not_mixed(design, trained, tmp_path, document, monkeypatch):
     document["axes"] = {}
     results = tmp_path / "results"

@@ -188,7 +188,7 @@ def scaling_answers(scaling: Scaling) -> list[Verdict]:
             and (np.diff(trend.loss) > 0).any()
         ]
         if rising:
-            text += f" With more {what} the mean loss of {' and of '.join(rising)} rises at some step: no power law fits it."
+            text += f" With more {what} the mean loss of {' and of '.join(rising)} rises at some step, as no power law does."
         found.append(Verdict(title, state, text))  # type: ignore[arg-type]
     return found
 
