@@ -100,7 +100,11 @@ def pages(tmp_path_factory):
         loss = 1.5 + 12 * n**-0.25 + 40 * (tokens / 1e3) ** -0.3 + rng.normal(0, 0.002)
         return record([LOSS], {LOSS.label: loss}, arm=arm, seed=seed, parameters=int(size), tokens=int(tokens))
 
-    rates = [ChosenRate(arm="diff", point={}, learning_rate=1e-3, tried=[(1e-3, 1.5), (3e-3, 1.7)])]
+    tried = {1e-3: [(1e-3, 1.5), (2e-3, 1.6), (3e-3, 1.7)], 2e-3: [(1e-3, 1.6), (2e-3, 1.5), (3e-3, 1.7)]}
+    rates = [
+        ChosenRate(arm="diff", point={"size": size, "tokens": "5M"}, learning_rate=rate, tried=tried[rate])
+        for size, rate in {"0.3M": 2e-3, "8M": 1e-3}.items()
+    ]
     parts = {"axes": axes, "analysis": "scaling", "name": "scaling", "rates": rates}
     save(study(["diff", "softmax"], [LOSS], 3, make, **parts), records)
     studies = read_studies(records)
@@ -109,6 +113,11 @@ def pages(tmp_path_factory):
         write_page(page, folder / slug)
     write_page(studies_page(studies), folder)
     return Built(studies, built, folder)
+
+
+def test_rates_at_the_edge_of_those_tried_are_said(pages):
+    text = (pages.folder / "scaling-laptop" / "index.html").read_text()
+    assert "1 of 2 chosen rates are at the edge of those tried" in text
 
 
 def test_pages_stand_alone_and_show_every_table(pages):

@@ -120,6 +120,7 @@ def test_a_preset_takes_a_part(document, design):
         (("presets", "laptop", "arms"), ["dif"], "did you mean diff?"),
         (("presets", "laptop", "axes"), {"needle": ["one"]}, "did you mean needles?"),
         (("presets", "laptop", "axes"), {"needles": ["three"]}, "presets.laptop.axes.needles: unknown key"),
+        (("presets", "laptop", "tuning"), {"per": ["width"]}, "presets.laptop.tuning.per: unknown key"),
         (("arms", "diff", "set"), {"model.attention_typ": "diff"}, "did you mean attention_type?"),
         (("arms", "diff", "set"), {"evaluation.icl.items": 3}, "the recipe has no evaluation 'icl'"),
         (("recipe",), "nowhere.yaml", "nowhere.yaml: no such recipe"),
@@ -268,8 +269,10 @@ def test_the_learning_rate_is_chosen_on_other_seeds(design, trained, tmp_path, d
     assert {run.point["needles"] for run in study.design.tuning} == {"one"}
     assert len(study.design.tuning) == 2 * 2 * 3
     assert study.rates() is None
+    assert estimate(study, at_once=1, threads=1).missing == 12 + 4
     index = study.train(tmp_path / "out", at_once=1)
     assert index.planned == len(index.members) == 12 + 4
+    assert estimate(study, at_once=1, threads=1).missing == 0
     assert {rate.arm: rate.learning_rate for rate in index.rates} == {"diff": 5e-3, "twin": 5e-3}
     for rate in index.rates:
         files = [m.file for m in index.members if m.is_tuning and m.arm == rate.arm]
@@ -290,6 +293,22 @@ def test_the_learning_rate_is_chosen_on_other_seeds(design, trained, tmp_path, d
     rates = Study(design(), tmp_path / "results").rates()
     assert all(len({mean for _, mean in rate.tried}) == 1 for rate in rates)
     assert {rate.arm: rate.learning_rate for rate in rates} == {"diff": 5e-3, "twin": 5e-3}
+
+
+def test_learning_rates_per_axis(design, document):
+    document["axes"]["steps"] = {"values": {number: {"set": {"training.steps": int(number)}} for number in ("4", "8")}}
+    document["presets"]["laptop"]["tuning"] = {"learning_rates": [1.0e-3, 1.0e-2], "seeds": 1, "per": ["needles"]}
+    tuned = design()
+    points = [{"needles": "one", "steps": "4"}, {"needles": "two", "steps": "4"}]
+    assert tuned.tuned_points == points
+    assert len(tuned.tuning) == 2 * 2 * 2
+    chosen = {("diff", "needlesone-steps4"): 1e-2, ("diff", "needlestwo-steps4"): 1e-3}
+    for run in tuned.reported(chosen):
+        rate = run.recipe.training.optimizer.learning_rate
+        if run.arm == "diff":
+            assert rate == {"one": 1e-2, "two": 1e-3}[run.point["needles"]]
+        else:
+            assert rate == tuned.run("twin", points[0], 0).recipe.training.optimizer.learning_rate
 
 
 def test_estimates(design, trained, tmp_path, document):

@@ -74,12 +74,12 @@ class TuningConfig:
     Attributes:
         learning_rates: Rates that are tried. With none the recipe's rate is used.
         seeds: Number of seeds for each rate, counted from 1000. They are not those that are reported.
-        per: "arm" chooses at the first value of each axis; "point" chooses at every combination.
+        per: Names of axes. A rate is chosen at each of their values, at the first value of every other axis.
     """
 
     learning_rates: list[float] = field(default_factory=list)
     seeds: int = 2
-    per: Literal["arm", "point"] = "arm"
+    per: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,6 +172,9 @@ class StudyConfig:
                         raise ConfigError(
                             f"presets.{name}.axes.{axis_name}: {unknown_key(value, self.axes[axis_name].values)}"
                         )
+            for axis_name in preset.tuning.per:
+                if axis_name not in self.axes:
+                    raise ConfigError(f"presets.{name}.tuning.per: {unknown_key(axis_name, self.axes)}")
             if preset.arms is not None and self.reference not in preset.arms:
                 raise ConfigError(f"presets.{name}.arms: the reference {self.reference} is missing")
 
@@ -263,7 +266,7 @@ class Design:
     @property
     def tuned_points(self) -> list[dict[str, str]]:
         """The points at which learning rates are chosen."""
-        return self.points if self.preset.tuning.per == "point" else self.points[:1]
+        return [point for point in self.points if point == self.tuned_point(point)]
 
     def reported(self, rates: Mapping[tuple[str, str], float] | None = None) -> list[PlannedRun]:
         """Return the runs that are compared, all arms of a seed side by side.
@@ -280,9 +283,9 @@ class Design:
             if seed < counts[arm, place(point)]
         ]
 
-    def tuned_point(self, point: Mapping[str, str]) -> Mapping[str, str]:
+    def tuned_point(self, point: Mapping[str, str]) -> dict[str, str]:
         """Return the point whose learning rate a point takes."""
-        return point if self.preset.tuning.per == "point" else self.points[0]
+        return self.points[0] | {axis: point[axis] for axis in self.preset.tuning.per}
 
     def _count(self, arm: str, point: Mapping[str, str]) -> int:
         if self._seeds is not None:

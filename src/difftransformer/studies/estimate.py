@@ -41,16 +41,19 @@ class Estimate:
 
 
 def estimate(study: Study, *, at_once: int, threads: int) -> Estimate:
-    """Estimate a study's time.
+    """Estimate a study's time. Until the learning rates are chosen, every run to be reported counts as missing.
 
     Args:
         study: The study.
         at_once: Number of runs that train at the same time.
         threads: Threads of each.
     """
-    tuning = study.design.tuning
-    runs = [*tuning, *study.design.reported()]
-    missing = [run for run, file in zip(runs, study.files(runs), strict=True) if file is None]
+    tuning, rates = study.design.tuning, study.rates()
+    reported = study.design.reported() if rates is None else study.reported(rates)
+    looked_for = tuning if rates is None else [*tuning, *reported]
+    missing = [run for run, file in zip(looked_for, study.files(looked_for), strict=True) if file is None]
+    if rates is None:
+        missing += reported
     known = _known_seconds(study, threads)
     measured: dict[str, float] = {}
     seconds = []
@@ -60,7 +63,7 @@ def estimate(study: Study, *, at_once: int, threads: int) -> Estimate:
             measured[kind] = _measured_seconds(study, run, threads)
         seconds.append(known.get(kind, measured.get(kind, 0.0)))
     longest = max(zip((run.title for run in missing), seconds, strict=True), key=lambda one: one[1], default=None)
-    return Estimate(len(runs), len(missing), _scheduled(seconds, at_once), longest, bool(measured))
+    return Estimate(len(tuning) + len(reported), len(missing), _scheduled(seconds, at_once), longest, bool(measured))
 
 
 def _scheduled(seconds: Sequence[float], at_once: int) -> float:

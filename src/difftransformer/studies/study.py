@@ -222,7 +222,10 @@ class Study:
         assert rates is not None
         for one in rates:
             if len(one.tried) > 1 and one.learning_rate in (one.tried[0][0], one.tried[-1][0]):
-                self._log(f"{one.arm}: the best learning rate, {one.learning_rate:g}, is at the edge of those tried")
+                where = f" at {place(one.point)}" if one.point else ""
+                self._log(
+                    f"{one.arm}{where}: the best learning rate, {one.learning_rate:g}, is at the edge of those tried"
+                )
         self._train(self.reported(rates), folder, at_once, device, progress)
         return self.write_index()
 
