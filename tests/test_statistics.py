@@ -125,6 +125,8 @@ def test_student_t_intervals_cover_as_often_as_they_say() -> None:
 def test_seeds_that_differ_by_the_same_amount_have_no_interval() -> None:
     found = paired_difference([1.0, 1.0, 1.0], [0.0, 0.0, 0.0])
     assert (found.mean, found.low, found.high, found.p_value, found.interval_method) == (1.0, None, None, None, "none")
+    found = paired_difference([1.0, 0.5, 1.0], [1.0, 0.5, 1.0])
+    assert (found.mean, found.low, found.high, found.p_value, found.interval_method) == (0.0, None, None, 1.0, "none")
 
 
 def test_the_p_value_over_seeds_is_that_of_the_paired_t_test() -> None:

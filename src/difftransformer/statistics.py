@@ -130,7 +130,7 @@ def paired_difference(a: Sequence[float], b: Sequence[float], confidence: float 
 
     Returns:
         The difference. With one seed, and where all seeds differ by the same amount, `low` and `high` are None and the
-        method is "none".
+        method is "none"; the p-value is 1 where a and b are equal in every seed, as at a ceiling, and None otherwise.
 
     Raises:
         ShapeError: a and b differ in length.
@@ -141,12 +141,12 @@ def paired_difference(a: Sequence[float], b: Sequence[float], confidence: float 
         raise ShapeError(f"paired_difference: {len(a)} values against {len(b)}; give one of each for every seed")
     statistic = mean_and_standard_error([x - y for x, y in zip(a, b, strict=True)])
     mean, error = statistic.mean, statistic.standard_error
-    if error is None or (error == 0 and mean):
-        return _no_interval(mean, confidence)
+    if not error:
+        return replace(_no_interval(mean, confidence), p_value=None if mean or error is None else 1.0)
     from scipy.special import stdtr, stdtrit
 
     half = float(stdtrit(statistic.seeds - 1, 0.5 + confidence / 2)) * error
-    p_value = 2 * float(stdtr(statistic.seeds - 1, -abs(mean) / error)) if error else 1.0
+    p_value = 2 * float(stdtr(statistic.seeds - 1, -abs(mean) / error))
     return PairedDifference(
         mean=mean,
         low=mean - half,

@@ -123,6 +123,19 @@ def test_runs_on_other_data_are_not_paired():
     assert (len(row.values), row.pairs) == (4, 3)
 
 
+def test_arms_at_a_ceiling_are_equal_and_still_count_as_compared():
+    values = {"diff": [1.0, 1.0, 1.0], "wide": [0.9, 0.7, 0.6], "softmax": [1.0, 1.0, 1.0]}
+    evidence = study(
+        list(values), [SHARE], 3, lambda arm, _, seed: record([SHARE], {SHARE.label: values[arm][seed]}, arm=arm)
+    )
+    rows = compare(evidence)
+    row = row_of(rows, SHARE.label, "diff", ())
+    assert (row.state, row.difference.low, row.difference.p_holm, row.difference.comparisons) == ("equal", None, 1.0, 2)
+    text = answer(evidence, rows, SHARE).text
+    assert "are equal in every seed, so there is no interval: 1.00 against 1.00" in text
+    assert "[" not in text.partition("Not told apart")[0]
+
+
 def test_a_share_has_no_interval_beyond_one():
     values = {"diff": [1.0, 0.9, 0.2], "softmax": [0.0, 0.1, 0.1]}
     evidence = study(

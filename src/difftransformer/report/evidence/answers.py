@@ -53,6 +53,7 @@ def answer(evidence: Evidence, rows: Sequence[Compared], figure: StudyFigure, *,
         "better": f"{main.label} is better than {reference.label}",
         "worse": f"{main.label} is worse than {reference.label}",
         "undecided": f"{main.label} and {reference.label} cannot be told apart",
+        "equal": f"{main.label} and {reference.label} are equal in every seed, so there is no interval",
         "no interval": f"{main.label} and {reference.label} cannot be told apart, since there is no interval",
     }[row.state]
     change = change_words(row.difference, row.pairs, places)
@@ -68,7 +69,7 @@ def answer(evidence: Evidence, rows: Sequence[Compared], figure: StudyFigure, *,
             f"{reference.label} reached {figure.reaches:g}; a run that did not counts with its last step."
         )
     text += others_words(evidence, rows, figure, decided_alone=brief)
-    state = {"better": "first", "worse": "second", "undecided": "undecided", "no interval": "unknown"}[row.state]
+    state = {"better": "first", "worse": "second", "undecided": "undecided"}.get(row.state, "unknown")
     return Verdict(title_of(figure), state, text)  # type: ignore[arg-type]
 
 
@@ -117,6 +118,7 @@ def others_words(
         "better": f"Better than {evidence.reference.label}",
         "worse": f"Worse than {evidence.reference.label}",
         "undecided": f"Not told apart from {evidence.reference.label}",
+        "equal": f"Equal to {evidence.reference.label} in every seed",
         "no interval": "Without an interval",
     }
     return "".join(f" {words[state]}: {'; '.join(states[state])}." for state in words if state in states)

@@ -24,7 +24,7 @@ from difftransformer.results import (
 )
 from difftransformer.statistics import detectable, holm_differences, mean_and_standard_error, paired_difference
 
-State = Literal["better", "worse", "undecided", "no interval", "no claim"]
+State = Literal["better", "worse", "undecided", "equal", "no interval", "no claim"]
 STATES: dict[Outcome, State] = {
     "first": "better",
     "second": "worse",
@@ -68,11 +68,13 @@ class Compared:
 
     @property
     def state(self) -> State:
-        """Whether the arm is better or worse than the reference."""
+        """Whether the arm is better or worse than the reference; equal means the same figure in every seed."""
         if not self.is_primary:
             return "no claim"
         if self.difference is None:
             return "no interval"
+        if self.spread == 0 and self.difference.mean == 0:
+            return "undecided" if self.is_censored else "equal"
         return STATES[outcome(self.difference, self.figure.better)]
 
     @property
