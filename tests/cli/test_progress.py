@@ -37,7 +37,7 @@ def test_a_slow_evaluation_prints_a_line_at_least_every_half_minute(clock, capfd
 
 def test_a_study_prints_a_line_for_each_run_with_the_time_left(clock, capfd):
     jobs = [Job(label=f"run {i}", folder=Path(f"{i}"), shards=[], steps=100, threads=1) for i in range(3)]
-    with progress.training_progress() as bars:
+    with progress.study_progress() as bars:
         watch = progress.watch_study(bars, "study small")
         watch(jobs)
         for i, job in enumerate(jobs):
@@ -53,6 +53,29 @@ def test_a_study_prints_a_line_for_each_run_with_the_time_left(clock, capfd):
         "study small: 1 of 3 runs, about 2 min left",
         "study small: 2 of 3 runs, about 60 s left",
         "study small: 3 of 3 runs",
+    ]
+
+
+def test_the_time_left_of_a_study_weighs_runs_by_the_time_of_their_kind(clock, capfd):
+    jobs = [Job(label=f"run {i}", folder=Path(f"{i}"), shards=[], steps=100, threads=1) for i in range(3)]
+    for job, seconds in zip(jobs, (60.0, 60.0, 600.0), strict=True):
+        job.expected_seconds = seconds
+    with progress.study_progress() as bars:
+        watch = progress.watch_study(bars, "study small")
+        watch(jobs)
+        for job in jobs[:2]:
+            clock[0] += 60
+            job.step, job.done = 100, True
+            watch(jobs)
+        jobs[2].expected_seconds = None  # as long by step as the other two
+        clock[0] += 60
+        jobs[2].step = 50
+        watch(jobs)
+    lines = [line for line in capfd.readouterr().out.splitlines() if line.startswith("study small: ")]
+    assert lines == [
+        "study small: 1 of 3 runs, about 11 min left",
+        "study small: 2 of 3 runs, about 10 min left",
+        "study small: 2 of 3 runs, about 36 s left",
     ]
 
 

@@ -68,6 +68,7 @@ def trained(monkeypatch):
         with threads(1):
             for job in jobs:
                 if not job.done:
+                    progress(jobs)
                     assert run_main([str(job.folder), "1", "cpu", *map(str, job.shards)]) == 0
                     titles.append(job.label)
                     job.done, job.seconds = True, 1e6
@@ -322,6 +323,19 @@ def test_estimates(design, trained, tmp_path, document):
     later = estimate(Study(design(seeds=3), results), at_once=2, threads=threads_then)
     assert (later.runs, later.missing, later.is_measured) == (6, 4, False)
     assert later.seconds == 2 * 1e6  # four runs of as long as the records say, two at a time
+
+
+def test_jobs_are_expected_to_take_as_long_as_runs_of_their_kind(design, trained, tmp_path, document):
+    document["axes"] = {
+        "steps": {"values": {number: {"set": {"training.steps": int(number)}} for number in ("4", "8")}}
+    }
+    seen = []
+    study = Study(design(seeds=2), tmp_path / "results")
+    progress = lambda jobs: seen.append([job.expected_seconds for job in jobs])  # noqa: E731
+    study.train(tmp_path / "out", at_once=torch.get_num_threads(), progress=progress)
+    assert seen[0] == [None] * 8
+    assert seen[1] == [1e6, *[None] * 3] * 2  # the first run has ended, and that with another seed is of its kind
+    assert seen[-1] == [1e6] * 8
 
 
 def test_the_command(design, trained, tmp_path, document, monkeypatch, capsys):

@@ -42,13 +42,13 @@ class _Bars:
         self.progress = progress
         self.ids: dict[str, TaskID] = {}
         self.parts: dict[str, int] = {}
-        self.starts: dict[str, tuple[float, int]] = {}  # the time, and what was done before
+        self.starts: dict[str, tuple[float, float]] = {}  # the time, and what was done before
 
     def update(
         self,
         title: str,
-        done: int,
-        total: int,
+        done: float,
+        total: float,
         line: str,
         *,
         started: bool = True,
@@ -63,14 +63,14 @@ class _Bars:
             self.progress.start_task(bar.id)
             self.starts[title] = time.monotonic(), done
         self.progress.update(bar.id, completed=done, total=total, **fields)
-        part = PRINTED_PARTS * done // max(1, total)
+        part = int(PRINTED_PARTS * done / total) if total else 0
         printed = not console.is_terminal and (at_once or part > self.parts.get(title, 0))
         if printed:
             self.parts[title] = part
             console.print(line + self._left(title, done, total))
         return printed
 
-    def _left(self, title: str, done: int, total: int) -> str:
+    def _left(self, title: str, done: float, total: float) -> str:
         began, before = self.starts.get(title, (0.0, done))
         if not before < done < total:
             return ""
@@ -84,6 +84,13 @@ class _Bars:
 def training_progress() -> Progress:
     """Return a display with one bar per run: steps, loss, elapsed and remaining time."""
     return _display(MofNCompleteColumn(), TextColumn("{task.fields[loss]}", markup=False))
+
+
+def study_progress() -> Progress:
+    """Return a display of a study: the share of the work that is done, elapsed and remaining time."""
+    return _display(
+        TextColumn("{task.percentage:>3.0f} %", markup=False), TextColumn("{task.fields[loss]}", markup=False)
+    )
 
 
 def watch_jobs(progress: Progress) -> "Callable[[Sequence[Job]], None]":
@@ -100,15 +107,21 @@ def watch_jobs(progress: Progress) -> "Callable[[Sequence[Job]], None]":
 
 
 def watch_study(progress: Progress, title: str) -> "Callable[[Sequence[Job]], None]":
-    """Return a callback that draws one bar over the steps of all jobs, and one for each that is running."""
+    """Return a callback that draws one bar over all jobs, and one for each that is running.
+
+    A job weighs as much as its kind took before. Those of a new kind weigh as much by step as the others.
+    """
     bars, printed = _Bars(progress), 0
 
     def watch(jobs: "Sequence[Job]") -> None:
         nonlocal printed
         ended = sum(job.done for job in jobs)
-        done, total = sum(job.step for job in jobs), sum(job.steps for job in jobs)
+        known = [(job.expected_seconds, job.steps) for job in jobs if job.expected_seconds]
+        by_step = sum(seconds for seconds, _ in known) / sum(steps for _, steps in known) if known else 1.0
+        weights = [job.expected_seconds or by_step * job.steps for job in jobs]
+        done = sum(weight * job.step / job.steps for weight, job in zip(weights, jobs, strict=True)) / sum(weights)
         runs = f"{ended} of {len(jobs)} runs"
-        if bars.update(title, done, total, f"{title}: {runs}", at_once=ended > printed, loss=runs):
+        if bars.update(title, done, 1.0, f"{title}: {runs}", at_once=ended > printed, loss=runs):
             printed = ended
         for job in jobs if console.is_terminal else ():
             if job.process is not None and not job.done:

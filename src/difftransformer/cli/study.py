@@ -7,7 +7,7 @@ from ..files import locked
 from ..sources import read_mapping, shipped_recipes
 from .arguments import SET, check_device, check_positive, use_threads
 from .console import log, resumable, show
-from .progress import in_words, training_progress, watch_study
+from .progress import in_words, study_progress, watch_study
 
 if TYPE_CHECKING:
     from ..studies import Study
@@ -65,17 +65,17 @@ def run(
     design = Design(loaded, preset, seeds=seeds, changes=set or [])
     whole = Study(design, Path(results), log, source=source, models=folder / "models")
     if dry_run:
-        return _describe(whole, at_once)
+        return _describe(whole, at_once, device)
     build.load()  # here, where its line is seen, and not in a run
     title = f"study {loaded.name}"
-    with locked(folder), resumable("stopped; every run is saved"), training_progress() as bars:
+    with locked(folder), resumable("stopped; every run is saved"), study_progress() as bars:
         index = whole.train(folder, at_once=at_once, device=device, progress=watch_study(bars, title))
     show(f"{title}: {len(index.members)} of {index.planned} runs are there")
     show(f"Index: {whole.index_file}")
     return 0
 
 
-def _describe(study: "Study", at_once: int) -> int:
+def _describe(study: "Study", at_once: int, device: str) -> int:
     """Print what a study asks for."""
     import torch
 
@@ -87,7 +87,7 @@ def _describe(study: "Study", at_once: int) -> int:
     design = study.design
     comparisons = planned_comparisons(len(design.arms), design.config.figures)
     seeds = design.seeds()
-    found = estimate(study, at_once=at_once, threads=threads)
+    found = estimate(study, at_once=at_once, threads=threads, device=device)
     show(f"{study.design.config.name}, preset {study.design.name}: {study.design.config.question}")
     show(f"{found.runs} runs, {found.runs - found.missing} are there, {found.missing} to train")
     if found.longest is not None:

@@ -195,6 +195,11 @@ class PlannedRun:
         """What the run trains and evaluates (see `identity`)."""
         return identity(self.recipe)
 
+    @cached_property
+    def kind(self) -> str:
+        """What the run's time depends on (see `kind`)."""
+        return kind(self.recipe)
+
     @property
     def title(self) -> str:
         """Arm, point and seed in words."""
@@ -349,6 +354,12 @@ def identity(recipe: Recipe) -> str:
     plain["evaluation"] = [[spec.name, spec.task, asdict(spec.built())] for spec in recipe.evaluation]
     text = json.dumps([IDENTITY_VERSION, plain], sort_keys=True, default=list)
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def kind(recipe: Recipe) -> str:
+    """Return a SHA-256 of what a run's time depends on: all that `identity` covers but the seed and the learning rate."""
+    training = replace(recipe.training, seed=0, optimizer=replace(recipe.training.optimizer, learning_rate=1.0))
+    return identity(replace(recipe, training=training))
 
 
 def load_study(path: Path | str) -> StudyConfig:

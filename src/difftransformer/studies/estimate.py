@@ -1,6 +1,6 @@
 """How long a study takes, from the runs that this machine has made, or from some steps of each kind."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -8,12 +8,10 @@ import torch
 
 from ..bench.timing import time_interleaved
 from ..bench.work import training_work
-from ..ops import processor
-from ..results import RunRecord, read_result
 from ..train import build_model
 from ..train.heap import keep_freed_memory
-from .design import PlannedRun, identity
-from .recipe import Recipe, recipe_from
+from .design import PlannedRun
+from .environment import environment
 from .study import Study
 
 START_SECONDS = 7.0
@@ -40,13 +38,14 @@ class Estimate:
     is_measured: bool
 
 
-def estimate(study: Study, *, at_once: int, threads: int) -> Estimate:
+def estimate(study: Study, *, at_once: int, threads: int, device: str = "cpu") -> Estimate:
     """Estimate a study's time. Until the learning rates are chosen, every run to be reported counts as missing.
 
     Args:
         study: The study.
         at_once: Number of runs that train at the same time.
         threads: Threads of each.
+        device: cpu or cuda.
     """
     tuning, rates = study.design.tuning, study.rates()
     reported = study.design.reported() if rates is None else study.reported(rates)
@@ -54,14 +53,14 @@ def estimate(study: Study, *, at_once: int, threads: int) -> Estimate:
     missing = [run for run, file in zip(looked_for, study.files(looked_for), strict=True) if file is None]
     if rates is None:
         missing += reported
-    known = _known_seconds(study, threads)
+    here = replace(environment(device), threads=threads)
     measured: dict[str, float] = {}
     seconds = []
     for run in missing:
-        kind = _kind(run.recipe)
-        if kind not in known and kind not in measured:
-            measured[kind] = _measured_seconds(study, run, threads)
-        seconds.append(known.get(kind, measured.get(kind, 0.0)))
+        known = study.store.seconds(run, here)
+        if known is None and run.kind not in measured:
+            measured[run.kind] = _measured_seconds(study, run, threads, device)
+        seconds.append(measured[run.kind] if known is None else known)
     longest = max(zip((run.title for run in missing), seconds, strict=True), key=lambda one: one[1], default=None)
     return Estimate(len(tuning) + len(reported), len(missing), _scheduled(seconds, at_once), longest, bool(measured))
 
@@ -74,32 +73,11 @@ def _scheduled(seconds: Sequence[float], at_once: int) -> float:
     return max(places)
 
 
-def _kind(recipe: Recipe) -> str:
-    """Return what a run's time depends on: everything but its seed and its learning rate."""
-    training = replace(recipe.training, seed=0, optimizer=replace(recipe.training.optimizer, learning_rate=1.0))
-    return identity(replace(recipe, training=training))
-
-
-def _known_seconds(study: Study, threads: int) -> dict[str, float]:
-    """Return the times of this machine's runs with as many threads, by kind."""
-    found: dict[str, list[float]] = {}
-    for record, recipe in _records(study):
-        if record.environment.processor == processor.name() and record.environment.threads == threads:
-            found.setdefault(_kind(recipe), []).append(record.total_seconds)
-    return {kind: sorted(times)[len(times) // 2] for kind, times in found.items()}
-
-
-def _records(study: Study) -> Iterable[tuple[RunRecord, Recipe]]:
-    for path in study.store.files():
-        record = read_result(path, RunRecord)
-        yield record, recipe_from(record.recipe, source=str(path))
-
-
-def _measured_seconds(study: Study, run: PlannedRun, threads: int) -> float:
+def _measured_seconds(study: Study, run: PlannedRun, threads: int, device: str) -> float:
     """Time some steps of a run's model at each of its row lengths, and count its evaluations' tokens as forward passes."""
     prepared, training = study.prepared(run), run.recipe.training
     config = prepared.recipe.model_config(vocab_size=prepared.shards.tokenizer.vocab_size)
-    model = build_model(config, 0)
+    model = build_model(config, 0).to(device)
     keep_freed_memory()  # as runs do
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -108,7 +86,7 @@ def _measured_seconds(study: Study, run: PlannedRun, threads: int) -> float:
             str(length): training_work(model, training.batch_tokens // length, length, training.precision)
             for length in {length for _, length in training.context_stages}
         }
-        timings = time_interleaved(works, rounds=3, warmup=1)
+        timings = time_interleaved(works, rounds=3, warmup=1, device=device)
     finally:
         torch.set_num_threads(before)
     ends = [first for first, _ in training.context_stages[1:]] + [training.steps]

@@ -23,7 +23,8 @@ WATCH_SECONDS = 0.5
 class Job:
     """One run: what it is called, where it and its shards are, and how far it has come.
 
-    Its process inherits the folder's lock. `seconds` is the time that the process took.
+    Its process inherits the folder's lock. `seconds` is the time that the process took, and `expected_seconds` that of earlier
+    runs of its kind; None if there is none.
     """
 
     label: str
@@ -38,6 +39,7 @@ class Job:
     loss_nats: float | None = None
     process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
     seconds: float = 0.0
+    expected_seconds: float | None = None
     began: float = 0.0
 
     def start(self) -> None:

@@ -14,11 +14,11 @@ from ..data import Shards
 from ..errors import DiffTransformerError, ResultsError
 from ..evals.engine import Task
 from ..model import count
-from ..results import Curve, RunFigure, RunRecord, TaskResult, read_result, write_result
+from ..results import Curve, Environment, RunFigure, RunRecord, TaskResult, read_result, write_result
 from ..results.curves import spikes
 from ..train import read_metrics
 from ..train.metrics import METRICS_FILE, StepMetrics
-from .design import PlannedRun, identity, place
+from .design import PlannedRun, identity, kind, place
 from .environment import environment, now
 from .recipe import Recipe, recipe_dict, recipe_from
 from .run import run_results
@@ -41,6 +41,7 @@ class RunStore:
     def __init__(self, folder: Path, log: Callable[[str], None] = lambda text: None) -> None:
         self.folder = folder
         self._found: dict[tuple[str, str], Path] = {}
+        self._seconds: dict[tuple[str, str, str, int], list[float]] = {}
         for path in sorted(folder.glob(f"*/{RUNS}/*.json")):
             try:
                 record = read_result(path, RunRecord)
@@ -49,6 +50,16 @@ class RunStore:
                 log(f"{path} is not used: {error}")
                 continue
             self._found.setdefault((identity(recipe), record.data_sha256), path)
+            self._note_time(kind(recipe), record)
+
+    def _note_time(self, of: str, record: RunRecord) -> None:
+        where = record.environment
+        self._seconds.setdefault((of, where.processor, where.device, where.threads), []).append(record.total_seconds)
+
+    def seconds(self, run: PlannedRun, where: Environment) -> float | None:
+        """Return the median time of runs of the same kind on the same processor and device; None if there is none."""
+        times = self._seconds.get((run.kind, where.processor, where.device, where.threads))
+        return float(np.median(times)) if times else None
 
     def find(self, run: PlannedRun, data_sha256: str) -> Path | None:
         """Return the file of a run on that data, or None."""
@@ -71,6 +82,7 @@ class RunStore:
         path = self.folder / run.recipe.name / RUNS / f"{'-'.join(word for word in words if word)}.json"
         write_result(record, path)
         self._found[asked, record.data_sha256] = path
+        self._note_time(run.kind, record)
         return path
 
 

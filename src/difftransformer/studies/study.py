@@ -20,6 +20,7 @@ from ..hub import folder_sha256, source_folder
 from ..results import ChosenRate, RunRecord, StudyIndex, StudyMember, read_result, write_result
 from ..results.evidence import figure_of
 from .design import UPCYCLED, Design, PlannedRun, place
+from .environment import environment
 from .evaluation import draw_tasks
 from .jobs import Job, run_jobs
 from .recipe import Recipe
@@ -241,6 +242,7 @@ class Study:
         if not missing:
             return
         threads = max(1, torch.get_num_threads() // at_once)
+        here = replace(environment(device), threads=threads)
         jobs: list[Job] = []
         by_folder: dict[Path, PlannedRun] = {}
 
@@ -259,6 +261,8 @@ class Study:
             record = replace(record, recipe=portable(run.recipe), data_sha256=prepared.data_sha256)
             self.store.add(run, record)
             self.write_index()
+            for other in jobs:
+                other.expected_seconds = self.store.seconds(by_folder[other.folder], here)
 
         with ExitStack() as locks:
             for asked, run in missing.items():
@@ -275,6 +279,7 @@ class Study:
                     threads=threads,
                     device=device,
                     lock=lock,
+                    expected_seconds=self.store.seconds(run, here),
                     done=is_done(where, prepared.recipe, prepared.tasks, self._log),
                 )
                 if job.done:  # it ended, and the study was killed before it could keep the record
