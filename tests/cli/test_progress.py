@@ -19,6 +19,14 @@ def clock(monkeypatch):
     return now
 
 
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(99, "99 s"), (100, "2 min"), (5999, "100 min"), (6000, "1.7 h"), (359_000, "99.7 h"), (1e6, "12 days")],
+)
+def test_times_in_words(seconds, words):
+    assert progress.in_words(seconds) == words
+
+
 def test_a_slow_evaluation_prints_a_line_at_least_every_half_minute(clock, capfd):
     with progress.evaluation_progress("needle") as update:
         for second in range(0, 121, 5):

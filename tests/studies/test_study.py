@@ -1,5 +1,6 @@
 """Studies: what they ask for, what they share and keep, and what they train again."""
 
+import importlib
 import json
 import shutil
 from collections import Counter
@@ -12,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from difftransformer.cli.main import main
 from difftransformer.data import byte_tokenizer
 from difftransformer.errors import ConfigError
+from difftransformer.model import count
 from difftransformer.results import Curve, RunRecord, StudyFigure, StudyIndex, reached_at, read_result
 from difftransformer.statistics import detectable
 from difftransformer.studies import Design, Study, estimate, load_study, recipe_from
@@ -21,6 +23,7 @@ from difftransformer.train import read_metrics
 from tests.support.cases import threads
 
 STEPS = 4
+ESTIMATE = importlib.import_module("difftransformer.studies.estimate")  # the package exports its function by this name
 
 
 @pytest.fixture
@@ -119,6 +122,7 @@ def test_a_preset_takes_a_part(document, design):
         (("presets", "laptop", "seeds"), 0, "presets.laptop.seeds=0"),
         (("presets", "laptop", "arms"), ["diff"], "the reference twin is missing"),
         (("presets", "laptop", "arms"), ["dif"], "did you mean diff?"),
+        (("presets", "laptop", "arm_set"), {"dif": {}}, "presets.laptop.arm_set: unknown key"),
         (("presets", "laptop", "axes"), {"needle": ["one"]}, "did you mean needles?"),
         (("presets", "laptop", "axes"), {"needles": ["three"]}, "presets.laptop.axes.needles: unknown key"),
         (("presets", "laptop", "tuning"), {"per": ["width"]}, "presets.laptop.tuning.per: unknown key"),
@@ -296,6 +300,24 @@ def test_the_learning_rate_is_chosen_on_other_seeds(design, trained, tmp_path, d
     assert {rate.arm: rate.learning_rate for rate in rates} == {"diff": 5e-3, "twin": 5e-3}
 
 
+def test_a_preset_has_a_recipe_and_values_of_its_own(design, document, toy, tmp_path):
+    toy["training"]["steps"] = 9
+    (tmp_path / "large.yaml").write_text(yaml.safe_dump(toy))
+    document["about"] = "Needles."
+    document["presets"]["gpu"] = {
+        "about": "Nine steps.",
+        "recipe": "large.yaml",
+        "set": {"model.num_attention_heads": 8},
+        "arm_set": {"twin": {"model.num_attention_heads": 2}},
+    }
+    large = design("gpu")
+    assert (design().about, large.about) == ("Needles.", "Needles. Nine steps.")
+    for run in large.reported():
+        assert run.recipe.training.steps == 9
+        assert run.recipe.model["num_attention_heads"] == {"diff": 8, "twin": 2}[run.arm]
+    assert {run.recipe.training.steps for run in design().reported()} == {STEPS}
+
+
 def test_learning_rates_per_axis(design, document):
     document["axes"]["steps"] = {"values": {number: {"set": {"training.steps": int(number)}} for number in ("4", "8")}}
     document["presets"]["laptop"]["tuning"] = {"learning_rates": [1.0e-3, 1.0e-2], "seeds": 1, "per": ["needles"]}
@@ -317,12 +339,36 @@ def test_estimates(design, trained, tmp_path, document):
     results = tmp_path / "results"
     study = Study(design(seeds=3), results)
     first = estimate(study, at_once=2, threads=1)
-    assert (first.runs, first.missing, first.is_measured) == (6, 6, True)
+    assert (first.runs, first.missing, first.basis) == (6, 6, "some steps timed now")
     Study(design(seeds=1), results).train(tmp_path / "out", at_once=1)
     threads_then = read_result(next(results.glob("small/runs/*.json")), RunRecord).environment.threads
     later = estimate(Study(design(seeds=3), results), at_once=2, threads=threads_then)
-    assert (later.runs, later.missing, later.is_measured) == (6, 4, False)
+    assert (later.runs, later.missing, later.basis) == (6, 4, "earlier runs")
     assert later.seconds == 2 * 1e6  # four runs of as long as the records say, two at a time
+
+
+def test_estimates_without_data_are_by_operations(design, tmp_path, document, monkeypatch, capsys):
+    document["axes"] = {}
+    document["presets"]["laptop"]["set"] = {"data.source": str(tmp_path / "missing")}
+    monkeypatch.setattr(ESTIMATE, "matmul_flops", lambda device, precision: 1e9)
+    found = estimate(Study(design(seeds=2), tmp_path / "results"), at_once=1, threads=1)
+    assert (found.runs, found.missing, found.basis) == (4, 4, "operations")
+    assert "missing" in found.absent
+    recipe = design().reported()[0].recipe
+    floating = count(recipe.planned_config(), context_tokens=64).train_flops_per_token * recipe.training.batch_tokens
+    assert found.longest[1] == pytest.approx(ESTIMATE.START_SECONDS + STEPS * floating / (0.4 * 1e9))
+    assert main(["study", str(tmp_path / "study.yaml"), "--dry-run"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "No run could be looked up: " in out
+    assert "by operations" in out
+
+
+def test_steps_that_would_take_long_are_not_timed(design, tmp_path, document, monkeypatch):
+    document["axes"] = {}
+    monkeypatch.setattr(ESTIMATE, "matmul_flops", lambda device, precision: 1.0)
+    monkeypatch.setattr(ESTIMATE, "build_model", None)
+    found = estimate(Study(design(), tmp_path / "results"), at_once=1, threads=1)
+    assert (found.missing, found.basis, found.absent) == (2, "operations", "")
 
 
 def test_jobs_are_expected_to_take_as_long_as_runs_of_their_kind(design, trained, tmp_path, document):

@@ -30,9 +30,11 @@ PRINTED_SECONDS = 30.0  # after this time an evaluation prints a line in any cas
 
 
 def in_words(seconds: float) -> str:
-    """Return a time such as 95 s, 12 min or 3.5 h."""
-    minutes, hours = seconds / 60, seconds / 3600
-    return f"{seconds:.0f} s" if seconds < 100 else f"{minutes:.0f} min" if minutes < 100 else f"{hours:.1f} h"
+    """Return a time such as 95 s, 12 min, 3.5 h or 12 days."""
+    for name, size, decimals in (("s", 1, 0), ("min", 60, 0), ("h", 3600, 1)):
+        if seconds < 100 * size:
+            return f"{seconds / size:.{decimals}f} {name}"
+    return f"{seconds / 86_400:,.0f} days"
 
 
 class _Bars:

@@ -90,11 +90,12 @@ def _describe(study: "Study", at_once: int, device: str) -> int:
     found = estimate(study, at_once=at_once, threads=threads, device=device)
     show(f"{study.design.config.name}, preset {study.design.name}: {study.design.config.question}")
     show(f"{found.runs} runs, {found.runs - found.missing} are there, {found.missing} to train")
+    if found.absent:
+        show(f"No run could be looked up: {found.absent}")
     if found.longest is not None:
-        source = "some steps timed now" if found.is_measured else "earlier runs"
         title, longest = found.longest
         show(
-            f"about {in_words(found.seconds)}, {at_once} at a time with {threads} threads each, by {source}; "
+            f"about {in_words(found.seconds)}, {at_once} at a time with {threads} threads each, by {found.basis}; "
             f"the longest run, {title}, {in_words(longest)}"
         )
     show(

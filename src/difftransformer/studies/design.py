@@ -87,14 +87,20 @@ class PresetConfig:
     """A size of the study.
 
     Attributes:
+        about: What a reader must know about this size.
+        recipe: Recipe in place of the study's.
         set: Values of the recipe by dotted key; values of arms and axes come after these.
+        arm_set: Values of the recipe by arm, which come after the arm's own, as where a model has more heads.
         seeds: Number of seeds.
         arms: Names of the arms; None means all.
         axes: Names of values by axis; an axis that is not named keeps all.
         tuning: How the learning rate is chosen.
     """
 
+    about: str = ""
+    recipe: str = ""
     set: dict[str, Any] = field(default_factory=dict)
+    arm_set: dict[str, dict[str, Any]] = field(default_factory=dict)
     seeds: int = 3
     arms: list[str] | None = None
     axes: dict[str, list[str]] = field(default_factory=dict)
@@ -161,9 +167,10 @@ class StudyConfig:
         for name, preset in self.presets.items():
             if not 1 <= preset.seeds <= MOST_SEEDS:
                 raise ConfigError(f"presets.{name}.seeds={preset.seeds}: give 1 to {MOST_SEEDS}")
-            for arm in preset.arms or []:
-                if arm not in self.arms:
-                    raise ConfigError(f"presets.{name}.arms: {unknown_key(arm, self.arms)}")
+            for key, named in (("arms", preset.arms or []), ("arm_set", preset.arm_set)):
+                for arm in named:
+                    if arm not in self.arms:
+                        raise ConfigError(f"presets.{name}.{key}: {unknown_key(arm, self.arms)}")
             for axis_name, values in preset.axes.items():
                 if axis_name not in self.axes:
                     raise ConfigError(f"presets.{name}.axes: {unknown_key(axis_name, self.axes)}")
@@ -228,7 +235,7 @@ class Design:
             raise ConfigError(f"--preset {preset}: {config.name} has {', '.join(config.presets)}")
         self.config, self.name, self.preset = config, preset, config.presets[preset]
         self._seeds, self._changes = seeds, list(changes)
-        self._document = read_recipe(config.recipe)
+        self._document = read_recipe(self.preset.recipe or config.recipe)
         self.arms = self.preset.arms or list(config.arms)
         self.values = {axis: self.preset.axes.get(axis) or list(one.values) for axis, one in config.axes.items()}
         self.points = [
@@ -241,7 +248,8 @@ class Design:
     ) -> PlannedRun:
         """Return one run, at the recipe's learning rate or another one."""
         one = self.config.arms[arm]
-        sets = [self.preset.set, *(self.config.axes[axis].values[value].set for axis, value in point.items()), one.set]
+        axes = (self.config.axes[axis].values[value].set for axis, value in point.items())
+        sets = [self.preset.set, *axes, one.set, self.preset.arm_set.get(arm, {})]
         document = copy.deepcopy(self._document) | {"name": self.config.name}
         for values in sets:
             for key, value in values.items():
@@ -297,6 +305,11 @@ class Design:
             return self._seeds
         own = [self.config.axes[axis].values[value].seeds for axis, value in point.items()]
         return max(self.config.arms[arm].seeds or self.preset.seeds, *(number or 0 for number in own), 1)
+
+    @property
+    def about(self) -> str:
+        """What a reader must know to read the answer."""
+        return f"{self.config.about} {self.preset.about}".strip()
 
     def seeds(self) -> tuple[int, int]:
         """Return the smallest and the largest number of seeds that an arm is compared at."""
@@ -371,5 +384,10 @@ def load_study(path: Path | str) -> StudyConfig:
     expected = "a study is a mapping with name, question, recipe, arms, figures and presets"
     document = read_mapping(path, shipped_recipes("studies"), expected)
     config = build(StudyConfig, document, source=str(path), error=ConfigError)
-    beside = Path(path).parent / config.recipe
-    return replace(config, recipe=str(beside)) if beside.is_file() else config
+
+    def found(recipe: str) -> str:
+        beside = Path(path).parent / recipe
+        return str(beside) if recipe and beside.is_file() else recipe
+
+    presets = {name: replace(preset, recipe=found(preset.recipe)) for name, preset in config.presets.items()}
+    return replace(config, recipe=found(config.recipe), presets=presets)

@@ -183,7 +183,7 @@ class Study:
             name=config.name,
             preset=self.design.name,
             question=config.question,
-            about=config.about,
+            about=self.design.about,
             analysis=config.analysis,
             reference=config.reference,
             arms=self.design.described_arms(),

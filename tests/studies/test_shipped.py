@@ -1,0 +1,64 @@
+"""The shipped studies: every size of each can be planned, says what it is, and fits where it is meant to run."""
+
+import pytest
+
+from difftransformer.model import count
+from difftransformer.sources import shipped_recipes
+from difftransformer.studies import Design, load_study
+from difftransformer.train.plan import Layout, rank_bytes, sizes_of
+
+STUDIES = sorted(shipped_recipes("studies"))
+SIZES = [(name, size) for name in STUDIES for size in load_study(name).presets]
+GPU_BYTES = 0.9 * 80 * 2**30
+
+
+@pytest.fixture(params=SIZES, ids="-".join)
+def design(request):
+    name, size = request.param
+    return Design(load_study(name), size)
+
+
+def test_every_study_has_a_size_for_a_laptop_and_one_for_a_gpu():
+    assert all({"laptop", "gpu"} <= load_study(name).presets.keys() for name in STUDIES)
+
+
+def test_runs_measure_the_figures_of_their_study(design):
+    assert design.preset.about
+    runs = design.reported()
+    assert len({run.identity for run in runs}) == len(runs)
+    for run in [*runs, *design.tuning]:
+        measured = {spec.name for spec in run.recipe.evaluation} | {"training"}
+        figures = [figure for figure in design.config.figures if figure.task]
+        assert {figure.task for figure in figures} <= measured
+
+
+def test_arms_have_as_many_parameters_as_their_reference(design):
+    if design.config.source:
+        return
+    config = {(run.arm, *run.point.values()): run.recipe.planned_config() for run in design.reported()}
+    reference = design.config.reference
+    for (arm, *point), own in config.items():
+        parameters, wanted = (count(one).parameters for one in (own, config[reference, *point]))
+        vectors = 6 * own.head_dim * own.num_hidden_layers  # the lambda vectors and the gain of DIFF
+        assert 0.96 * wanted < parameters < 1.01 * wanted + vectors, arm  # one key for both maps takes 3 % away
+        assert own.num_hidden_layers == config[reference, *point].num_hidden_layers
+
+
+def test_numbers_of_axes_are_those_of_the_models(design):
+    if design.config.analysis != "scaling":
+        return
+    for run in design.reported():
+        numbers = {axis: design.config.axes[axis].values[value].number for axis, value in run.point.items()}
+        training = run.recipe.training
+        assert numbers["tokens"] == training.steps * training.batch_tokens
+        assert numbers["size"] == count(run.recipe.planned_config().twin("softmax")).parameters
+
+
+def test_models_fit_on_one_gpu(design):
+    if design.config.source or design.name == "laptop":
+        return
+    for run in design.reported():
+        config, training = run.recipe.planned_config(), run.recipe.training
+        sizes = sizes_of(config, training)
+        layout = Layout(micro_rows=sizes.rows // training.accumulation, accumulation=training.accumulation)
+        assert rank_bytes(sizes, layout).total < GPU_BYTES
