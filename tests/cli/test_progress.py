@@ -64,6 +64,28 @@ def test_a_study_prints_a_line_for_each_run_with_the_time_left(clock, capfd):
     ]
 
 
+def test_a_study_counts_its_runs_anew_after_learning_rates_were_chosen(clock, monkeypatch):
+    shown = Console(width=120, file=StringIO())
+    monkeypatch.setattr(progress, "console", shown)
+    with progress.study_progress() as bars:
+        watch = progress.watch_study(bars, "study small")
+        for count in (3, 2):
+            jobs = [Job(label=f"run {i}", folder=Path(f"{i}"), shards=[], steps=100, threads=1) for i in range(count)]
+            watch(jobs)
+            for job in jobs:
+                clock[0] += 60
+                job.step, job.done = 100, True
+                watch(jobs)
+        assert [bar.visible for bar in bars.tasks] == [False, True]
+    assert [line for line in shown.file.getvalue().splitlines() if line.startswith("study small: ")] == [
+        "study small: 1 of 3 runs, about 2 min left",
+        "study small: 2 of 3 runs, about 60 s left",
+        "study small: 3 of 3 runs",
+        "study small: 1 of 2 runs, about 60 s left",
+        "study small: 2 of 2 runs",
+    ]
+
+
 def test_the_time_left_of_a_study_weighs_runs_by_the_time_of_their_kind(clock, capfd):
     jobs = [Job(label=f"run {i}", folder=Path(f"{i}"), shards=[], steps=100, threads=1) for i in range(3)]
     for job, seconds in zip(jobs, (60.0, 60.0, 600.0), strict=True):

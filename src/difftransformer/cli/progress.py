@@ -82,6 +82,14 @@ class _Bars:
         """Take a bar away."""
         self.progress.update(self.ids[title], visible=False)
 
+    def forget(self, title: str) -> None:
+        """Take a bar away, if there is one, so that the title gets a new one."""
+        if title in self.ids:
+            self.hide(title)
+            del self.ids[title]
+            self.parts.pop(title, None)
+            self.starts.pop(title, None)
+
 
 def training_progress() -> Progress:
     """Return a display with one bar per run: steps, loss, elapsed and remaining time."""
@@ -111,12 +119,17 @@ def watch_jobs(progress: Progress) -> "Callable[[Sequence[Job]], None]":
 def watch_study(progress: Progress, title: str) -> "Callable[[Sequence[Job]], None]":
     """Return a callback that draws one bar over all jobs, and one for each that is running.
 
-    A job weighs as much as its kind took before. Those of a new kind weigh as much by step as the others.
+    A job weighs as much as its kind took before. Those of a new kind weigh as much by step as the others. The bar begins anew
+    with other jobs, as when learning rates have been chosen.
     """
     bars, printed = _Bars(progress), 0
+    watched: Sequence[Job] | None = None
 
     def watch(jobs: "Sequence[Job]") -> None:
-        nonlocal printed
+        nonlocal printed, watched
+        if jobs is not watched:
+            bars.forget(title)
+            printed, watched = 0, jobs
         ended = sum(job.done for job in jobs)
         known = [(job.expected_seconds, job.steps) for job in jobs if job.expected_seconds]
         by_step = sum(seconds for seconds, _ in known) / sum(steps for _, steps in known) if known else 1.0
