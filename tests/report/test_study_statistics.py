@@ -321,6 +321,9 @@ def test_interpolation_is_numpys_and_says_what_is_out_of_range():
     found = interpolate(n, losses_, np.array([2.5, 1.75, 3.5, 1.0]))
     assert found[:2] == pytest.approx(np.exp(np.interp([-2.5, -1.75], [-3, -2, -1.5], np.log(n))))
     assert found[2:].tolist() == [0.0, math.inf]
+    nearly_flat = np.array([[3.0, 3.0 - 1e-12, 1.5]])
+    with np.errstate(all="raise"):
+        assert interpolate(n, nearly_flat, np.array([1.6])) == pytest.approx(1e6 * 10 ** (1.4 / 1.5))
 
 
 def test_the_planted_share_of_parameters_is_found():

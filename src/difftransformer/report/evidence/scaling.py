@@ -153,7 +153,7 @@ def interpolate(n: np.ndarray, losses: np.ndarray, loss: np.ndarray) -> np.ndarr
     for left in reversed(range(len(n) - 1)):
         high, low = losses[:, left], losses[:, left + 1]
         crosses = (low <= loss) & (loss <= high)
-        share = np.divide(high - loss, high - low, out=np.zeros_like(loss), where=high > low)
+        share = np.divide(high - loss, high - low, out=np.zeros_like(loss), where=crosses & (high > low))
         found = np.where(crosses, n[left] * (n[left + 1] / n[left]) ** share, found)
     return np.where(losses[:, 0] < loss, 0.0, found)
 
