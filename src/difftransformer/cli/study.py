@@ -80,6 +80,7 @@ def _describe(study: "Study", at_once: int, device: str) -> int:
     import torch
 
     from ..report.evidence import planned_comparisons
+    from ..report.tables import comparisons_text
     from ..statistics import detectable
     from ..studies import estimate
 
@@ -99,8 +100,8 @@ def _describe(study: "Study", at_once: int, device: str) -> int:
             f"the longest run, {title}, {in_words(longest)}"
         )
     show(
-        f"{comparisons} comparisons, corrected together. Smallest effect that is shown with a probability of 0.8, in standard "
-        "deviations of the differences by seed: "
+        f"{comparisons_text(comparisons)}, corrected together. Smallest effect that is shown with a probability of 0.8, in "
+        "standard deviations of the differences by seed: "
         + ", ".join(
             f"{detectable(count, comparisons):.1f} with {count} seeds" for count in sorted({*seeds}) if count > 1
         )

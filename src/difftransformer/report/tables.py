@@ -168,14 +168,19 @@ def p_text(p: float | None) -> str:
     return "" if p is None else "< 0.001" if p < 0.001 else f"{p:.3f}"
 
 
+def comparisons_text(number: int) -> str:
+    """Return a number of comparisons in words."""
+    return "1 comparison" if number == 1 else f"{number} comparisons"
+
+
 def holm_note(differences: Iterable[PairedDifference]) -> str:
     """Return the note of a table whose p-values are corrected for the number of comparisons on the page."""
     comparisons = max((one.comparisons or 0 for one in differences), default=0)
     if not comparisons:
         return "Undecided: the interval holds zero."
     return (
-        f"p (Holm): p-value corrected for the {comparisons} comparisons of this page; a loss in two units is one. Undecided: "
-        "it is above 0.05, or the interval holds zero."
+        f"p (Holm): p-value corrected for the {comparisons_text(comparisons)} of this page; a loss in two units is one. "
+        "Undecided: it is above 0.05, or the interval holds zero."
     )
 
 

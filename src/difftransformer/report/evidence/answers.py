@@ -9,7 +9,7 @@ import numpy as np
 from difftransformer.report.evidence.comparisons import Compared, comparisons_of, row_of
 from difftransformer.report.evidence.reading import Evidence, Point
 from difftransformer.report.evidence.scaling import Amount, Scaling
-from difftransformer.report.tables import decimals_for, fixed, significant
+from difftransformer.report.tables import comparisons_text, decimals_for, fixed, significant
 from difftransformer.report.verdict import Verdict, change_words
 from difftransformer.results import StudyArm, StudyFigure
 
@@ -146,9 +146,9 @@ def power_words(evidence: Evidence, rows: Sequence[Compared]) -> str:
     if not comparisons:
         return "No arm has two seeds in common with the reference: there is no interval and no claim."
     words = (
-        f"p-values are corrected by Holm's method for the {comparisons} comparisons of this study that claims rest on: every "
-        "arm on every primary figure. An arm is called better only where the interval excludes zero and the corrected p-value "
-        "is at most 0.05."
+        f"p-values are corrected by Holm's method for the {comparisons_text(comparisons)} of this study that claims rest on: "
+        "every arm on every primary figure. An arm is called better only where the interval excludes zero and the corrected "
+        "p-value is at most 0.05."
     )
     figure = evidence.index.figures[0]
     row = row_of(rows, figure.label, evidence.others[0].name, ())
