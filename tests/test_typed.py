@@ -71,6 +71,14 @@ def test_round_trip_through_json(outer):
     assert build_outer(json.loads(json.dumps(dataclasses.asdict(outer)))) == outer
 
 
+@pytest.mark.parametrize("name", ["\n", "a\nb", "\u2028", "\x00"])
+def test_unprintable_keys_are_escaped(name):
+    with pytest.raises(ConfigError) as raised:
+        build_outer({name: 1})
+    assert repr(name) in str(raised.value)
+    assert str(raised.value).isprintable()
+
+
 @given(outers, st.data())
 def test_no_field_takes_another_type(outer, data):
     """Whatever plain value is put in place of a field, it is refused or comes back as it was."""

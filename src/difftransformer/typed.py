@@ -121,7 +121,8 @@ class _Builder:
 
 
 def _join(key: str, name: Any) -> str:
-    return f"{key}.{name}" if key else str(name)
+    text = str(name) if str(name).isprintable() else repr(name)
+    return f"{key}.{text}" if key else text
 
 
 def short(value: Any) -> str:
