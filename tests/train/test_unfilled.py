@@ -88,6 +88,7 @@ MESHES = {
 LARGE = {"vocab_size": 8192, "hidden_size": 1024, "intermediate_size": 2752, "num_hidden_layers": 4}
 IN_EACH_PROCESS = """
     import json, os, sys
+    import torch
     from difftransformer.train.parallel import joined
     from tests.train import test_unfilled
 
@@ -97,6 +98,7 @@ IN_EACH_PROCESS = """
             "read": test_unfilled.read_parts(processes, sys.argv[1]),
             "bytes": test_unfilled.peak_bytes(processes),
         }
+        torch.distributed.barrier()  # process 0 holds the store through which the others meet, so it must not leave first
     print(json.dumps(found), flush=True)
     os._exit(0)
 """
