@@ -128,6 +128,11 @@ class ChosenRate:
     learning_rate: float
     tried: list[tuple[float, float]]
 
+    @property
+    def is_at_edge(self) -> bool:
+        """Whether it is the smallest or the largest of several rates, so that a better one may lie beyond."""
+        return len(self.tried) > 1 and self.learning_rate in (self.tried[0][0], self.tried[-1][0])
+
 
 @dataclass(frozen=True, kw_only=True)
 class StudyIndex:

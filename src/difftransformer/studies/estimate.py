@@ -65,6 +65,8 @@ def estimate(study: Study, *, at_once: int, threads: int, device: str = "cpu") -
             looked_for = [*looked_for, *study.reported(rates)]
         files = study.files(looked_for)
     except DataError as error:
+        if study.design.config.source:  # without the pretrained model's folder there are no operations to count
+            raise
         absent, files = str(error), [None] * len(looked_for)
     later = study.design.reported() if rates is None else []
     missing = [run for run, file in zip(looked_for, files, strict=True) if file is None] + later

@@ -222,7 +222,7 @@ class Study:
         rates = self.rates()
         assert rates is not None
         for one in rates:
-            if len(one.tried) > 1 and one.learning_rate in (one.tried[0][0], one.tried[-1][0]):
+            if one.is_at_edge:
                 where = f" at {place(one.point)}" if one.point else ""
                 self._log(
                     f"{one.arm}{where}: the best learning rate, {one.learning_rate:g}, is at the edge of those tried"

@@ -373,11 +373,8 @@ def rates_table(evidence: Evidence) -> Table | None:
         f"Chosen by {figure} on seeds of their own, which are in no comparison; every arm has the same number of trials. The "
         "mean over the sweep is the area under the figure over the logarithm of the rate."
     ]
-    edges = [rate for rate in evidence.index.rates if rate.learning_rate in (rate.tried[0][0], rate.tried[-1][0])]
-    if edges:
-        notes.append(
-            f"{len(edges)} of {len(rows)} chosen rates are at the edge of those tried; the best may lie beyond."
-        )
+    if edges := sum(rate.is_at_edge for rate in evidence.index.rates):
+        notes.append(f"{edges} of {len(rows)} chosen rates are at the edge of those tried; the best may lie beyond.")
     return Table("rates", "Learning rates", groups, rows, notes)
 
 
