@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from difftransformer.cli.main import main
 from difftransformer.data import byte_tokenizer
-from difftransformer.errors import ConfigError
+from difftransformer.errors import ConfigError, DataError
 from difftransformer.model import count
 from difftransformer.results import Curve, RunRecord, StudyFigure, StudyIndex, reached_at, read_result
 from difftransformer.statistics import detectable
@@ -440,6 +440,11 @@ def test_arms_that_start_from_a_pretrained_model(document, design, trained, tmp_
     with pytest.raises(ConfigError, match="--source None: the study small starts from pretrained"):
         Study(design(), tmp_path / "results")
     study = Study(design(), tmp_path / "results", source=str(source), models=tmp_path / "models")
+    lacking = design(changes=[f"data.source={tmp_path / 'missing'}"])
+    with pytest.raises(DataError, match="missing"):
+        estimate(
+            Study(lacking, tmp_path / "results", source=str(source), models=tmp_path / "models"), at_once=1, threads=1
+        )
     index = study.train(tmp_path / "out", at_once=1)
     assert len(trained) == len(index.members) == 2
     records = {m.arm: read_result(study.index_file.parent / m.file, RunRecord) for m in index.members}
