@@ -56,6 +56,7 @@ from .files import (
     write_result,
     write_text_atomically,
 )
+from .plans import OWN_BEST, Change, Contrast, Question, RegisteredPlan, StudyPlan, Term
 from .studies import (
     BaselineNll,
     Comparison,

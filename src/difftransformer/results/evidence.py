@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from .base import Environment
 from .curves import steps_to
+from .plans import Change, RegisteredPlan
 from .studies import Curve
 
 
@@ -151,6 +152,8 @@ class StudyIndex:
         planned: Number of runs that the study asks for, tuning included.
         rates: Learning rates that were chosen.
         command: Command that wrote the index.
+        plan: The plan of a study that confirms; None for one that explores.
+        changes: What was changed after data were seen.
     """
 
     name: str
@@ -166,6 +169,8 @@ class StudyIndex:
     planned: int
     rates: list[ChosenRate]
     command: str
+    plan: RegisteredPlan | None = None
+    changes: list[Change] = field(default_factory=list)
 
 
 def figure_of(record: RunRecord, figure: StudyFigure) -> float | None:

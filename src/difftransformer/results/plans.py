@@ -1,0 +1,114 @@
+"""The plan of a confirming study: what it will test, on which seeds and by which rule, written before its runs.
+
+A plan answers questions. Each question has a sequence of contrasts, of which the first is the primary one. A contrast is tested
+at 0.05 if all contrasts before it in its question were decided. Questions do not wait for each other.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+OWN_BEST = "own best"
+"""In place of an axis's value: for each arm the value where its figure was best while learning rates were chosen."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Term:
+    """A part of a contrast: the mean of some arms in one setting, times a weight.
+
+    Attributes:
+        arms: Names of arms, whose figures are averaged.
+        weight: Factor.
+        at: Value of each axis that the setting does not take from the first value; `OWN_BEST` stands for the value at which
+            each arm did best on the tuning seeds.
+    """
+
+    arms: list[str]
+    weight: float
+    at: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contrast:
+    """A weighted sum of figures, which is compared with zero, or with a margin.
+
+    Attributes:
+        name: The contrast in words, such as "DIFF minus Transformer".
+        figure: Label of the study's figure.
+        terms: What is summed.
+        first_seed: First of its seeds.
+        seeds: Number of its seeds.
+        test: "paired" sums the terms of each seed; "welch" takes each term's seeds as independent, where pairing by seed gains
+            nothing.
+        scale: "log odds" compares shares by log((k + 1/2) / (n - k + 1/2)) for k right answers of n.
+        margin: The contrast is decided to lie above (below) only if its interval lies above +margin (below -margin).
+        smallest: Smallest effect that matters, in the figure's unit. An interval inside of +-smallest decides that there is
+            none as large. None leaves that outcome out.
+        above: What it means if the contrast is decided to lie above, in a sentence.
+        below: What it means if it is decided to lie below.
+        within: What it means if the interval lies inside of +-smallest.
+    """
+
+    name: str
+    figure: str
+    terms: list[Term]
+    first_seed: int = 2000
+    seeds: int
+    test: Literal["paired", "welch"] = "paired"
+    scale: Literal["plain", "log odds"] = "plain"
+    margin: float = 0.0
+    smallest: float | None = None
+    above: str
+    below: str
+    within: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """A question with its contrasts, the primary one first."""
+
+    question: str
+    contrasts: list[Contrast]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudyPlan:
+    """What a study will test.
+
+    Attributes:
+        study: Name of the study.
+        preset: Its size.
+        about: Why the plan is as it is, for a reader.
+        questions: The questions.
+    """
+
+    study: str
+    preset: str
+    about: str = ""
+    questions: list[Question]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RegisteredPlan:
+    """A plan as a study's index holds it.
+
+    Attributes:
+        plan: The plan.
+        file: Its file, as in the repository.
+        sha256: SHA-256 of the file.
+        commit: The commit that gave the file this content; empty if it is in none.
+        committed: Time of that commit, ISO 8601 in UTC; empty if it is in none.
+    """
+
+    plan: StudyPlan
+    file: str
+    sha256: str
+    commit: str
+    committed: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """A change of a study's design or of its reading after data were seen: when, and what. `when` is a date or a commit."""
+
+    when: str
+    what: str
