@@ -6,12 +6,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from difftransformer import DiffTransformerConfig
+from difftransformer import DiffTransformerConfig, DiffTransformerForCausalLM
 from difftransformer.convert.checkpoint_io import WeightsReader
+from difftransformer.errors import ConfigError
 from difftransformer.hub import open_unfilled
+from difftransformer.model.initialization import local_part as part
 from difftransformer.train import ParallelConfig, build_model
 from difftransformer.train.parallel import Mesh, Unfilled
-from difftransformer.train.parallel.unfilled import part
 from difftransformer.train.parallel.weights import whole
 from difftransformer.typed import build
 from tests.support.parallel_steps import HEADS, VARIANTS, settings, start_code
@@ -25,7 +26,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("initialization", ["normal", "mimetic"])
+@pytest.mark.parametrize("initialization", ["normal", "mimetic", "fan_in"])
 @pytest.mark.parametrize("word", CASES)
 def test_values_are_those_of_a_model_built_whole(word, initialization):
     for tied, pad in ((False, None), (True, 3)):
@@ -44,37 +45,17 @@ def test_values_are_those_of_a_model_built_whole(word, initialization):
         assert (start.network.lm_head.weight is start.network.model.embed_tokens.weight) == tied
 
 
-def test_values_that_follow_from_others():
-    """What is computed from drawn matrices, in parts of them, and what has values before it is a parameter."""
+def test_a_matrix_that_no_start_fills_is_an_error():
+    """Values that a constructor draws are lost on the meta device, so a variant draws them in init_own_parameters."""
 
-    class Odd(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first = torch.nn.Parameter(torch.empty(6, 4))
-            self.second = torch.nn.Parameter(torch.empty(4, 6))
-            torch.nn.init.normal_(self.first)
-            with torch.no_grad():
-                self.second.copy_(self.first.T * 2)
-                self.first[1:3].uniform_(-1, 1)
-                self.first[0] = self.second[0, :4] - 1
-            self.third = torch.nn.Linear(4, 5)
-            self.fourth = torch.nn.Parameter(torch.rand(3, 3))
-            drawn = torch.empty(3, 2)
-            self.fifth = torch.nn.Parameter(torch.nn.init.normal_(drawn))
-            self.sixth = torch.nn.Parameter(torch.empty_like(self.fifth))
-            torch.nn.init.xavier_uniform_(self.sixth)
+    class Drawn(DiffTransformerForCausalLM):
+        def __init__(self, config):
+            super().__init__(config)
+            self.model.extra = torch.nn.Parameter(torch.rand(3, 3))
 
-    def build():
-        with torch.random.fork_rng():
-            torch.manual_seed(8)
-            return Odd()
-
-    start = Unfilled(build)
-    assert not start.network.fourth.is_meta
-    assert start.network.third.weight.is_meta
-    start.fill("cpu")
-    for name, tensor in build().state_dict().items():
-        assert torch.equal(start.network.state_dict()[name], tensor), name
+    start = Unfilled(lambda: Drawn(tiny_config()))
+    with pytest.raises(ConfigError, match=r"^model\.extra: no start fills this matrix; draw it in init_own_parameters"):
+        start.fill("cpu")
 
 
 MESHES = {

@@ -375,17 +375,21 @@ class Attention(nn.Module):
         transpose of the values' projection, so that W_O W_V is positive. From random weights, a small model spends most of a
         short training on finding either. The weights are not tied afterwards. Q and V are drawn from N(0, 1 / M).
         """
-        layout, width = self.layout, self.embed_dim
         for projection in (self.q_proj, self.v_proj):
-            normal_(projection.weight, mean=0.0, std=width**-0.5)
+            normal_(projection.weight, mean=0.0, std=self.embed_dim**-0.5)
+        copy_(self.k_proj.weight, self.mimetic_key(self.q_proj.weight))
+        copy_(self.o_proj.weight, self.mimetic_output(self.v_proj.weight))
+
+    def mimetic_output(self, value: Tensor) -> Tensor:
+        """Return o_proj's weight of a mimetic start: the transpose of v_proj's."""
+        layout = self.layout
         groups = layout.num_key_value_heads
         shared = layout.num_heads // groups
-        copy_(self.k_proj.weight, self._keys_like(self.q_proj.weight))
-        value = self.v_proj.weight.view(groups, 1, layout.value_head_dim, width).expand(-1, shared, -1, -1)
-        copy_(self.o_proj.weight, value.reshape(-1, width).T)
+        value = value.view(groups, 1, layout.value_head_dim, -1).expand(-1, shared, -1, -1)
+        return value.reshape(-1, value.shape[-1]).T
 
-    def _keys_like(self, query: Tensor) -> Tensor:
-        """Return the rows of q_proj of the first head that reads each key, in the order of k_proj's rows."""
+    def mimetic_key(self, query: Tensor) -> Tensor:
+        """Return k_proj's weight of a mimetic start: q_proj's rows of the first head that reads each key, in k_proj's order."""
         layout = self.layout
         shared = layout.num_heads // layout.num_key_value_heads
         query = query.view(layout.num_key_value_heads, shared, layout.query_maps, layout.head_dim, -1)

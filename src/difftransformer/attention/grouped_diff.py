@@ -138,7 +138,7 @@ class GroupedDifferentialAttention(SharedNoise):
             value = value.unflatten(-1, (values, -1)).transpose(2, 3).flatten(1, 2)
         return paired(query, layout.head_dim), paired(key, layout.head_dim), value
 
-    def _keys_like(self, query: Tensor) -> Tensor:
+    def mimetic_key(self, query: Tensor) -> Tensor:
         layout = self.layout
         groups, cached, noise = layout.num_key_value_heads, layout.cache_heads, layout.query_groups
         rows = query.view(noise, -1, layout.head_dim, query.shape[-1])

@@ -146,7 +146,7 @@ class GroupedDifferentialAttentionV2(SharedNoise):
         """Return sigmoid(X W_G), (B, T, H E), or None without a gate."""
         return None if self.gate_proj is None else torch.sigmoid(self.gate_proj(hidden))
 
-    def _keys_like(self, query: Tensor) -> Tensor:
+    def mimetic_key(self, query: Tensor) -> Tensor:
         layout = self.layout
         rows = query.view(layout.num_noise_heads, -1, layout.head_dim, query.shape[-1])
         return rows[:: layout.num_noise_heads // layout.num_key_value_heads, 0].flatten(0, 1)

@@ -17,7 +17,7 @@ from .presets import paper_ffn_width
 UNSET_COUNTS = ("intermediate_size", "num_key_value_heads", "head_dim")
 COUNTS = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", *UNSET_COUNTS)
 MOST_LAYERS, LARGEST_COUNT = 10_000, 2**31 - 1
-INITIALIZATIONS = ("normal", "mimetic")
+INITIALIZATIONS = ("fan_in", "normal")
 DEFAULT_ROPE_THETA = 10_000.0  # Llama's; the paper states 640,000 for its 64K models only
 
 
@@ -61,9 +61,15 @@ class DiffTransformerConfig(PreTrainedConfig):
         sliding_window: Number of last positions that a query attends to, itself included; None means all.
         is_causal: Whether tokens see only themselves and what precedes them. False makes a bidirectional encoder, which needs
             sliding_window=None.
-        initializer_range: Standard deviation of the initial weights (the paper does not state one).
-        initialization: "normal", or "mimetic" to start attention as a lookup of like tokens (`Attention.init_mimetic`), from
-            which small models learn retrieval in far fewer steps. It is the same for every attention type.
+        initialization: How matrices start (see `model.initialization`; the paper states nothing): "fan_in" by the width of
+            their input, or "normal" from N(0, initializer_range^2). "mimetic", as early versions saved it, means "normal" with
+            mimetic_attention.
+        initializer_range: Standard deviation of the "normal" start.
+        embedding_multiplier: Factor of the embeddings before the first layer, also of `inputs_embeds`; None means
+            sqrt(hidden_size) with the "fan_in" start and 1 with the "normal" one.
+        depth_scaled_residual: Whether o_proj and down_proj start divided by sqrt(2 num_hidden_layers), as in GPT-2.
+        mimetic_attention: Whether attention starts as a lookup of like tokens (`Attention.init_mimetic`), from which small
+            models learn retrieval in far fewer steps. It is the same for every attention type.
         tie_word_embeddings: Whether the output layer is the embedding.
         use_cache: Whether generation keeps keys and values.
         attn_backend: Backend of the attention op: "auto" or a name that `difftransformer info backends` lists.
@@ -89,8 +95,11 @@ class DiffTransformerConfig(PreTrainedConfig):
     rope_parameters: dict[str, Any] | None = None
     sliding_window: int | None = None
     is_causal: bool = True
-    initializer_range: float = 0.02
     initialization: str = "normal"
+    initializer_range: float = 0.02
+    embedding_multiplier: float = None  # type: ignore[assignment]
+    depth_scaled_residual: bool = False
+    mimetic_attention: bool = False
     tie_word_embeddings: bool = True
     use_cache: bool = True
     attn_backend: str = "auto"
@@ -117,12 +126,17 @@ class DiffTransformerConfig(PreTrainedConfig):
             most = MOST_LAYERS if field == "num_hidden_layers" else LARGEST_COUNT
             if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
                 raise ConfigError(f"{field}={short(value)}: give a whole number of at least 1 and at most {most:,}")
-        for field in ("rms_norm_eps", "initializer_range", "attention_dropout"):
+        if self.initialization == "mimetic":
+            self.initialization, self.mimetic_attention = "normal", True
+        if self.embedding_multiplier is None:
+            self.embedding_multiplier = self.hidden_size**0.5 if self.initialization == "fan_in" else 1.0
+        for field in ("rms_norm_eps", "initializer_range", "embedding_multiplier", "attention_dropout"):
             value = getattr(self, field)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
                 raise ConfigError(f"{field}={short(value)}: give a finite number of at least 0")
-        if self.initializer_range == 0:
-            raise ConfigError(f"initializer_range={self.initializer_range}: give a standard deviation above 0")
+        for field, what in (("initializer_range", "a standard deviation"), ("embedding_multiplier", "a factor")):
+            if getattr(self, field) == 0:
+                raise ConfigError(f"{field}={getattr(self, field)}: give {what} above 0")
         if self.head_dim is None:
             if self.hidden_size % self.num_attention_heads:
                 raise ConfigError(

@@ -2,7 +2,7 @@
 
 Other output layers, and the encoder's, are in heads.py.
 
-    hidden = embed_tokens(ids)
+    hidden = embed_tokens(ids) * embedding_multiplier
     for each layer:
         hidden = hidden + self_attn(input_layernorm(hidden))              # attention/: softmax, diff, ...
         hidden = hidden + mlp(post_attention_layernorm(hidden))           # SwiGLU
@@ -26,6 +26,7 @@ from ..attention import Attention, RMSNorm
 from ..errors import ConfigError, ShapeError
 from .caches import regroup
 from .config import DiffTransformerConfig
+from .initialization import new_seed
 from .masks import arrange_rows
 from .nll import chunked_loss
 from .paged import PagedModel, PagedRow, check_paged
@@ -77,6 +78,7 @@ class DiffTransformerModel(DiffTransformerPreTrainedModel):
 
     def __init__(self, config: DiffTransformerConfig) -> None:
         super().__init__(config)
+        self._seed = new_seed()  # before the modules, whose constructors draw too
         self.layout = config.head_layout()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         self.layers = nn.ModuleList(DecoderLayer(config, index) for index in range(config.num_hidden_layers))
@@ -128,6 +130,8 @@ class DiffTransformerModel(DiffTransformerPreTrainedModel):
         need_maps = self.config.output_attentions if output_attentions is None else output_attentions
         need_hidden = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         hidden = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        if self.config.embedding_multiplier != 1:
+            hidden = hidden * self.config.embedding_multiplier
         batch, length = hidden.shape[:2]
         checkpointing = self.training and self.gradient_checkpointing
         if checkpointing:

@@ -13,6 +13,7 @@ from ..attention import Attention
 from ..errors import ConfigError
 from .card import inherited_training, model_card, write_card
 from .config import DiffTransformerConfig, refuse_remote_code
+from .initialization import Make, Start, new_seed
 from .weights import weights_files
 
 # transformers' attn_implementation -> backend of the attention operator. None leaves the choice to config.attn_backend.
@@ -38,19 +39,47 @@ class DiffTransformerPreTrainedModel(PreTrainedModel):  # type: ignore[misc]
     _supports_sdpa = True
     _can_compile_fullgraph = True
 
+    def __init__(self, config: DiffTransformerConfig, *arguments: Any, **options: Any) -> None:
+        super().__init__(config, *arguments, **options)
+        self._seed: int | None = None  # of the base model, from which the models around it draw as well
+        self._start: Start | None = None
+        self.deferred: dict[str, Make] = {}
+
     def post_init(self) -> None:
         """Finish the initialisation as `PreTrainedModel.post_init` does, with the parameters that stay in fp32."""
         there = {name.rpartition(".")[2] for name, _ in self.named_parameters()}
         self._keep_in_fp32_modules_strict = [name for name in self.config.attention.fp32_parameters if name in there]
         super().post_init()
 
+    def initialize_weights(self) -> None:
+        """Give every parameter that was not read from files its first value (see `initialization.Start`)."""
+        base = self.base_model
+        if base._seed is None:
+            base._seed = new_seed()
+        models = [module for module in self.modules() if isinstance(module, DiffTransformerPreTrainedModel)]
+        start = Start(self, base._seed, base.deferred)
+        for model in models:
+            model._start = start
+        super().initialize_weights()
+        for model in models:
+            model._start = None
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        super()._init_weights(module)
-        if isinstance(module, Attention):
-            module.init_own_parameters(init.normal_)
-            if self.config.initialization == "mimetic":
-                module.init_mimetic(init.normal_, init.copy_)
+        start, config = self._start, self.config
+        assert start is not None
+        if isinstance(module, nn.Embedding):
+            start.embedding(module.weight, config, padding=module.padding_idx)
+        elif isinstance(module, nn.Linear) and module is self.get_output_embeddings():
+            start.embedding(module.weight, config)
+        elif isinstance(module, nn.Linear):
+            start.linear(module.weight, config)
+            if module.bias is not None:
+                init.zeros_(module.bias)
+        elif isinstance(module, Attention):
+            start.attention(module, config)
+        else:
+            super()._init_weights(module)
 
     def _initialize_weights(self, module: nn.Module, *_: Any) -> None:
         # For classes outside transformers, the base class skips modules without parameters of their own. An attention layer

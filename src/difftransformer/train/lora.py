@@ -1,20 +1,27 @@
 """Low-rank adapters (arXiv:2106.09685) by PEFT: adding them to a model, saving them and merging them."""
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
 from ..attention import Attention
 from ..errors import ConfigError
 from ..model import DiffTransformerForCausalLM
+from ..model.initialization import Make, fan_in
 from .config import LoraConfig
 
 BASE, ADAPTER = ".base_layer", "default"  # PEFT's names
 
 
-def add_lora(model: DiffTransformerForCausalLM, config: LoraConfig, *, seed: int) -> None:
+@torch.no_grad()
+def add_lora(model: DiffTransformerForCausalLM, config: LoraConfig, *, seed: int) -> dict[str, Make]:
     """Freeze a model except for the parameters that `config` names, and add adapters to its projections.
 
-    The model computes the same function as before.
+    The model computes the same function as before: A is drawn as a linear layer is by default, and B is 0.
+
+    Returns:
+        How the adapters are made whose values are not there, since the model is on the meta device; by name.
 
     Raises:
         ConfigError: PEFT is missing, or a name matches nothing in the model.
@@ -39,11 +46,18 @@ def add_lora(model: DiffTransformerForCausalLM, config: LoraConfig, *, seed: int
     }
     adapters = PeftConfig(r=config.rank, lora_alpha=config.alpha, target_modules=list(config.targets))
     with torch.random.fork_rng():
-        torch.manual_seed(seed)
         inject_adapter_in_model(adapters, model)
+    deferred: dict[str, Make] = {}
     for name, parameter in model.named_parameters():
         asked = any(part in name for part in config.also) and BASE not in name
         parameter.requires_grad_(name in whole or asked or "lora_" in name)
+        if "lora_" in name:
+            make = fan_in(parameter, seed, name) if "lora_A" in name else partial(torch.zeros, parameter.shape)
+            if parameter.is_meta:
+                deferred[name] = make
+            else:
+                parameter.copy_(make())
+    return deferred
 
 
 def has_lora(model: nn.Module) -> bool:
