@@ -212,7 +212,9 @@ def sign_flip(differences: Sequence[float], confidence: float = CONFIDENCE) -> P
     return found if not outside else replace(found, low=float(means[outside - 1]), high=float(means[-outside]))
 
 
-def welch(groups: Sequence[Sequence[float]], weights: Sequence[float], confidence: float = CONFIDENCE) -> PairedDifference:
+def welch(
+    groups: Sequence[Sequence[float]], weights: Sequence[float], confidence: float = CONFIDENCE
+) -> PairedDifference:
     """Return a weighted sum of the means of independent groups, with the interval and the test of B. L. Welch (1947).
 
     Every group has a variance of its own. The degrees of freedom are Satterthwaite's. For two groups with the weights 1 and -1
@@ -236,7 +238,9 @@ def welch(groups: Sequence[Sequence[float]], weights: Sequence[float], confidenc
     if not groups or min(map(len, groups)) < 2:
         raise EvaluationError(f"welch: groups of {[len(group) for group in groups]} values; need at least 2 in each")
     mean = math.fsum(weight * math.fsum(group) / len(group) for group, weight in zip(groups, weights, strict=True))
-    parts = [weight**2 * float(np.var(group, ddof=1)) / len(group) for group, weight in zip(groups, weights, strict=True)]
+    parts = [
+        weight**2 * float(np.var(group, ddof=1)) / len(group) for group, weight in zip(groups, weights, strict=True)
+    ]
     variance = math.fsum(parts)
     if not variance:
         return _no_interval(mean, confidence)
