@@ -44,6 +44,7 @@ from .evidence import (
     StudyIndex,
     StudyMember,
     figure_of,
+    measured,
     reached_at,
 )
 from .files import (
