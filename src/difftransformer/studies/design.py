@@ -400,7 +400,10 @@ class Design:
         return f"{self.config.about} {self.preset.about}".strip()
 
     def seeds(self) -> tuple[int, int]:
-        """Return the smallest and the largest number of seeds that an arm is compared at."""
+        """Return the smallest and the largest number of seeds of a comparison."""
+        if self.plan is not None:
+            counts = [contrast.seeds for question in self.plan.questions for contrast in question.contrasts]
+            return min(counts), max(counts)
         reference = self.config.reference
         pairs = [
             min(self._count(arm, point), self._count(reference, point))

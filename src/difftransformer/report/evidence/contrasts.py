@@ -19,14 +19,14 @@ from difftransformer.errors import ResultsError
 from difftransformer.report.evidence.reading import Evidence, Point
 from difftransformer.results import (
     OWN_BEST,
-    ChosenRate,
     Contrast,
+    Group,
     PairedDifference,
     Question,
     RunRecord,
-    StudyAxis,
     StudyFigure,
     figure_of,
+    groups_of,
     measured,
 )
 from difftransformer.statistics import log_odds, paired_difference, sign_flip, welch
@@ -37,9 +37,6 @@ LEVEL = 0.05
 
 State = Literal["above", "below", "within", "open", "not tested", "incomplete", "too few seeds"]
 DECIDED: tuple[State, ...] = ("above", "below", "within")
-
-Group = tuple[str, Point]
-"""An arm in one setting, whose runs are independent of those of other groups but for the seed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,55 +212,9 @@ def _value(run: RunRecord, figure: StudyFigure, contrast: Contrast) -> float | N
 
 
 def _groups(evidence: Evidence, contrast: Contrast) -> dict[Group, float] | None:
-    """Return the weight of each arm in its setting; None while a setting cannot be chosen yet."""
-    groups: dict[Group, float] = {}
-    for term in contrast.terms:
-        for arm in term.arms:
-            point = _point(evidence, arm, term.at)
-            if point is None:
-                return None
-            groups[arm, point] = groups.get((arm, point), 0.0) + term.weight / len(term.arms)
-    return {group: weight for group, weight in groups.items() if weight}
-
-
-def _point(evidence: Evidence, arm: str, at: dict[str, str]) -> Point | None:
-    axes = evidence.index.axes
-    place = {axis.name: at.get(axis.name, axis.values[0]) for axis in axes}
-    for axis in axes:
-        if place[axis.name] == OWN_BEST:
-            best = own_best(evidence, arm, axis, {name: value for name, value in place.items() if value != OWN_BEST})
-            if best is None:
-                return None
-            place[axis.name] = best
-    return tuple(place[axis.name] for axis in axes)
-
-
-def own_best(evidence: Evidence, arm: str, axis: StudyAxis, others: dict[str, str]) -> str | None:
-    """Return the value of an axis at which an arm was best while its learning rates were chosen; None without rates.
-
-    Args:
-        evidence: The study.
-        arm: Name of the arm.
-        axis: The axis.
-        others: Values of other axes. An axis along which the arm's rates were not chosen apart does not count.
-    """
-    rates = [rate for rate in evidence.index.rates if rate.arm == arm and axis.name in rate.point]
-    apart = {name: value for name, value in others.items() if len({rate.point.get(name) for rate in rates}) > 1}
-    found = {
-        rate.point[axis.name]: best_tried(rate)
-        for rate in rates
-        if all(rate.point.get(name) == value for name, value in apart.items())
-    }
-    known = [value for value in axis.values if value in found]
-    if not known:
-        return None
-    pick = min if evidence.index.figures[0].better == "lower" else max
-    return pick(known, key=found.__getitem__)
-
-
-def best_tried(rate: ChosenRate) -> float:
-    """Return the mean figure of the learning rate that was chosen."""
-    return dict(rate.tried)[rate.learning_rate]
+    index = evidence.index
+    lower_is_better = index.figures[0].better == "lower"
+    return groups_of(contrast, index.axes, index.rates, lower_is_better=lower_is_better)
 
 
 def _known(evidence: Evidence, contrast: Contrast) -> StudyFigure:
