@@ -173,6 +173,15 @@ class DiffTransformerConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
 
     @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """Build the configuration of weights that exist already, as `PreTrainedConfig.from_dict` does.
+
+        A document that does not state the start describes weights without an embedding multiplier: those of an early version,
+        or of another layout.
+        """
+        return super().from_dict({"initialization": "normal", **config_dict}, **kwargs)
+
+    @classmethod
     def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
         """Refuse what transformers' method of this name does.
 
