@@ -168,11 +168,12 @@ def _summary(config: DiffTransformerConfig, what: str) -> str:
 
 
 def _layout(config: DiffTransformerConfig) -> str:
-    defaults = {name: option.default for name, option in config.attention.config_options.items()}
-    chosen = {name: getattr(config, name, defaults.get(name)) for name in (*defaults, "sliding_window")}
+    options = {name: option.default for name, option in config.attention.config_options.items()}
+    defaults = options | {"qk_norm": False, "sliding_window": None}
+    chosen = {name: getattr(config, name, default) for name, default in defaults.items()}
     rows = {
         "attention type": f"`{config.attention_type}`",
-        **{name.replace("_", " "): f"`{v}`" for name, v in chosen.items() if v != defaults.get(name)},
+        **{name.replace("_", " "): f"`{v}`" for name, v in chosen.items() if v != defaults[name]},
         "tied embedding": "yes" if config.tie_word_embeddings else "no",
         **{name: f"{size:,}" for name, size in size_rows(config).items()},
     }
