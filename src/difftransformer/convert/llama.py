@@ -108,6 +108,7 @@ def to_llama(config: DiffTransformerConfig) -> Conversion:
     possible = {
         "attention_type": SoftmaxAttention.name,
         "softmax_head_norm": "none",
+        "qk_norm": False,
         "sliding_window": None,
         "is_causal": True,
     }

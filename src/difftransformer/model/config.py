@@ -129,6 +129,7 @@ class DiffTransformerConfig(PreTrainedConfig):
             most = MOST_LAYERS if field == "num_hidden_layers" else LARGEST_COUNT
             if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
                 raise ConfigError(f"{field}={short(value)}: give a whole number of at least 1 and at most {most:,}")
+        self.qk_norm = build(bool, self.qk_norm, source="", key="qk_norm", error=ConfigError)
         if self.initialization == "mimetic":
             self.initialization, self.mimetic_attention = "normal", True
         if self.embedding_multiplier is None:
