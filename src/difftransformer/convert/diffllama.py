@@ -141,6 +141,7 @@ def _refuse_what_diffllama_lacks(config: DiffTransformerConfig) -> None:
         ("shared_key", options.shared_key, (False,), "has a key for each map"),
         ("value_head_dim", layout.value_head_dim, (2 * layout.head_dim,), "has values of twice the head_dim"),
         ("head_norm_eps", config.head_norm_eps, (config.rms_norm_eps,), "uses rms_norm_eps in every norm"),
+        ("qk_norm", config.qk_norm, (False,), "has no norm of queries and keys"),
         ("sliding_window", config.sliding_window, (None,), "sees all positions and ignores the field"),
         ("is_causal", config.is_causal, (True,), "is a decoder"),
     ):

@@ -115,6 +115,7 @@ def to_llama(config: DiffTransformerConfig, *, untie: bool = False) -> Conversio
     possible = {
         "attention_type": SoftmaxAttention.name,
         "softmax_head_norm": "none",
+        "qk_norm": False,
         "sliding_window": None,
         "is_causal": True,
     }

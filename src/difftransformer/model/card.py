@@ -169,11 +169,12 @@ def _summary(config: DiffTransformerConfig, what: str) -> str:
 
 
 def _layout(config: DiffTransformerConfig) -> str:
-    defaults = {name: option.default for name, option in config.attention.config_options.items()}
-    chosen = {name: getattr(config, name, defaults.get(name)) for name in (*defaults, "sliding_window")}
+    options = {name: option.default for name, option in config.attention.config_options.items()}
+    defaults = options | {"qk_norm": False, "sliding_window": None}
+    chosen = {name: getattr(config, name, default) for name, default in defaults.items()}
     rows = {
         "attention type": f"`{config.attention_type}`",
-        **{name.replace("_", " "): f"`{v}`" for name, v in chosen.items() if v != defaults.get(name)},
+        **{name.replace("_", " "): f"`{v}`" for name, v in chosen.items() if v != defaults[name]},
         "initialization": f"`{config.initialization}`",
         **{name.replace("_", " "): "yes" for name in STARTS if getattr(config, name)},
         "embedding multiplier": f"{config.embedding_multiplier:g}",

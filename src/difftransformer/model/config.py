@@ -54,7 +54,9 @@ class DiffTransformerConfig(PreTrainedConfig):
         num_key_value_heads: Key/value heads of the plain Transformer; None means num_attention_heads.
         head_dim: Width of a head of the plain Transformer and of one differential map; None means
             hidden_size / num_attention_heads.
-        rms_norm_eps: eps of the norms in the residual stream.
+        rms_norm_eps: eps of the norms in the residual stream, and of those of queries and keys.
+        qk_norm: Whether queries and keys are normalised before they are rotated, each map's by itself, as in Qwen3
+            (`Attention`). It is the same for every attention type.
         hidden_act: Activation of the gated MLP.
         max_position_embeddings: Longest trained length, in tokens.
         rope_parameters: transformers' rotary settings; None means the default type with rope_theta 10,000.
@@ -90,6 +92,7 @@ class DiffTransformerConfig(PreTrainedConfig):
     num_key_value_heads: int = None  # type: ignore[assignment]
     head_dim: int = None  # type: ignore[assignment]
     rms_norm_eps: float = 1e-5
+    qk_norm: bool = False
     hidden_act: str = "silu"
     max_position_embeddings: int = 2048
     rope_parameters: dict[str, Any] | None = None
@@ -126,6 +129,7 @@ class DiffTransformerConfig(PreTrainedConfig):
             most = MOST_LAYERS if field == "num_hidden_layers" else LARGEST_COUNT
             if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
                 raise ConfigError(f"{field}={short(value)}: give a whole number of at least 1 and at most {most:,}")
+        self.qk_norm = build(bool, self.qk_norm, source="", key="qk_norm", error=ConfigError)
         if self.initialization == "mimetic":
             self.initialization, self.mimetic_attention = "normal", True
         if self.embedding_multiplier is None:

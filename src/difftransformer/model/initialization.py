@@ -18,6 +18,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -31,9 +32,9 @@ Make = Callable[[], Tensor]
 
 
 def new_seed() -> int | None:
-    """Draw the seed of a model from PyTorch's global generator; None on the meta device, where nothing is drawn."""
+    """Draw the seed of a model from PyTorch's global generator; None where nothing is drawn: tensors are fake or meta."""
     drawn = torch.randint(2**63 - 1, ())
-    return None if drawn.is_meta else int(drawn)
+    return None if drawn.is_meta or isinstance(drawn, FakeTensor) else int(drawn)
 
 
 class Start:

@@ -80,6 +80,8 @@ class ServedAttention(nn.Module):
         # Only the gated layout of "grouped_diff_v2" has the field.
         gated = getattr(layout, "output_gate", False)
         self.gate_proj = project("gate_proj", layout.num_heads * layout.value_head_dim) if gated else None
+        self.q_norm = RMSNorm(layout.head_dim, eps=config.rms_norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(layout.head_dim, eps=config.rms_norm_eps) if config.qk_norm else None
         self.rotary_emb = get_rope(
             layout.head_dim,
             max_position=config.max_position_embeddings,
@@ -142,6 +144,8 @@ class ServedAttention(nn.Module):
     def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
         """Map (N, M) to (N, M)."""
         query, key, value = (projection(hidden_states)[0] for projection in (self.q_proj, self.k_proj, self.v_proj))
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = self._by_map(self.q_norm, query), self._by_map(self.k_norm, key)
         query, key = self.rotary_emb(positions, query, key)
         heads, second = self.heads.separate(self.attn(*self.heads.arrange(query, key, value)))
         if second is not None:
@@ -153,6 +157,10 @@ class ServedAttention(nn.Module):
         if self.gate_proj is not None:
             heads = heads * torch.sigmoid(self.gate_proj(hidden_states)[0])
         return self.o_proj(heads)[0]
+
+    def _by_map(self, norm: nn.Module, rows: Tensor) -> Tensor:
+        """Normalise each map's queries or keys of (N, maps * D)."""
+        return norm(rows.view(len(rows), -1, self.heads.layout.head_dim)).view_as(rows)
 
     def _subtract(self, first: Tensor, second: Tensor, hidden_states: Tensor) -> Tensor:
         """Subtract lambda times the second map's heads (N, H, E) from the first's."""

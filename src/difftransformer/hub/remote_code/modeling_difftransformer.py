@@ -49,6 +49,7 @@ class DiffTransformerConfig(PreTrainedConfig):
         attention_type: "softmax", "diff" (DIFF V1), "diff_v2", "grouped_diff" (arXiv:2510.06949),
             "grouped_diff_v2" (Motif 3, arXiv:2608.09119) or "dex" (arXiv:2505.16333).
         is_causal: False makes a bidirectional encoder.
+        qk_norm: Whether each map's queries and keys are normalised before they are rotated.
         num_differential_heads, num_differential_key_value_heads, value_head_dim: Heads of a differential layer and the width of
             a value; None derives them.
         num_noise_heads: Second maps of a grouped layer; None means a fourth of the signal heads, or a third.
@@ -84,6 +85,7 @@ class DiffTransformerConfig(PreTrainedConfig):
     num_key_value_heads: int = None  # type: ignore[assignment]
     head_dim: int = None  # type: ignore[assignment]
     rms_norm_eps: float = 1e-5
+    qk_norm: bool = False
     hidden_act: str = "silu"
     max_position_embeddings: int = 2048
     rope_parameters: dict[str, Any] | None = None
@@ -292,6 +294,8 @@ class Attention(KeepsFloat32):
         self.k_proj = nn.Linear(width, heads.cached * heads.key_rows * D, bias=False)
         self.v_proj = nn.Linear(width, heads.key_value_heads * heads.value_dim, bias=False)
         self.o_proj = nn.Linear(heads.heads * heads.value_dim, width, bias=False)
+        self.q_norm = RMSNorm(D, config.rms_norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(D, config.rms_norm_eps) if config.qk_norm else nn.Identity()
         self.head_norm: nn.Module | None = None
         self.head_scale = 1.0
         if heads.is_differential:
@@ -363,8 +367,9 @@ class Attention(KeepsFloat32):
     ) -> tuple[Tensor, Tensor | None]:
         """Map (B, T, M) to (B, T, M), and return the map (B, H, T, S), or A1 - lambda A2, where "eager" forms it."""
         heads, (batch, length, _), width = self.heads, hidden.shape, self.heads.head_dim
-        query = rotate(self.q_proj(hidden).view(batch, length, -1, width), *position_embeddings)
-        key = rotate(self.k_proj(hidden).view(batch, length, -1, width), *position_embeddings)
+        query = self.q_norm(self.q_proj(hidden).view(batch, length, -1, width))
+        key = self.k_norm(self.k_proj(hidden).view(batch, length, -1, width))
+        query, key = (rotate(x, *position_embeddings) for x in (query, key))
         key = key.view(batch, length, heads.cached, -1).transpose(1, 2)
         value = self.v_proj(hidden).view(batch, length, heads.cached, -1).transpose(1, 2)
         if past_key_values is not None:
