@@ -64,6 +64,23 @@ def table_after(marker, page):
     return cells_of(page.read_text("utf-8").partition(marker)[2])
 
 
+def test_the_readme_has_a_short_line_for_each_study():
+    rows = table_after("<!-- studies -->", DOCS.parent / "README.md")[1:]
+    assert len(rows) == len(list((DOCS / "results" / "studies").glob("*/*.json")))
+    for row in rows:
+        assert len(" ".join(row).split()) <= 26, row  # the name of the study and 25 words
+
+
+def test_every_study_says_what_was_changed_and_whether_it_confirms():
+    sections = re.findall(r"^### Study .*?(?=^### |^<!-- /studies|\Z)", SECTIONS["Studies"], re.MULTILINE | re.DOTALL)
+    assert len(sections) >= 7
+    for section in sections:
+        assert "Changes after data:" in section
+        assert ("This study explores: nothing in it is confirmed." in section) != ("This study confirms." in section)
+        if "This study explores" in section:
+            assert not re.search(r"is (better|worse) than|Holm", section)
+
+
 def test_the_table_of_retrieval_is_that_of_its_file():
     result = read_result(DOCS / "results" / "retrieval.json", Comparison)
     rows = table_after("<!-- retrieval -->", DOCS / "findings.md")
@@ -117,7 +134,7 @@ def test_the_figures_of_the_demo_are_those_of_its_file():
 
 
 def test_choose_a_variant_shows_what_a_study_measured(monkeypatch):
-    """A type has the figures of its first arm, in the words of the study's rule; a type without a run has none."""
+    """A type has the figures of its first arm, with a mark where the interval excludes zero; a type without a run has none."""
     monkeypatch.syspath_prepend(str(DOCS))
     choice = importlib.import_module("measured").choice_tables
     seen = StudyFigure(label="retrieval, seen cities", task="needle", name="accuracy", better="higher", unit="share")
@@ -137,8 +154,9 @@ def test_choose_a_variant_shows_what_a_study_measured(monkeypatch):
     missing = "not measured yet"
     assert [row[1:] for row in times if row[0] == "`softmax`"] == [["1"] * 3]
     rows = {row[0]: row[1:4] for row in quality}
-    assert rows["`diff`"] == [missing, "0.900 \u00b1 0.004, better", missing]
-    assert rows["`diff_v2`"][1].endswith(", undecided")
+    assert rows["`diff`"] == [missing, "0.900 \u00b1 0.004 *", missing]
+    assert rows["`diff_v2`"][1].startswith("0.500 \u00b1 ")
+    assert not rows["`diff_v2`"][1].endswith("*")
     assert rows["`softmax`"] == [missing, "0.500 \u00b1 0.007", missing]
     assert rows["`dex`"] == rows["`grouped_diff`"] == [missing] * 3
     _, nothing = map(cells_of, split_tables(choice(timed, upcycled, [])))
