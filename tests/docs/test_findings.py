@@ -1,5 +1,6 @@
 """docs/findings.md: every section with figures names a results file, and its table shows what the file holds."""
 
+import dataclasses
 import importlib
 import re
 import subprocess
@@ -10,8 +11,21 @@ from pathlib import Path
 import pytest
 
 from difftransformer.report.evidence import studied
-from difftransformer.results import Bench, Comparison, StudyFigure, TaskResult, Upcycling, read_document, read_result
-from tests.support.simulated_study import record, study
+from difftransformer.results import (
+    Bench,
+    Change,
+    ChosenRate,
+    Comparison,
+    Contrast,
+    Question,
+    StudyFigure,
+    TaskResult,
+    Term,
+    Upcycling,
+    read_document,
+    read_result,
+)
+from tests.support.simulated_study import LOSS, planned, record, study
 
 DOCS = Path(__file__).parents[2] / "docs"
 SECTIONS = dict(
@@ -76,9 +90,46 @@ def test_every_study_says_what_was_changed_and_whether_it_confirms():
     assert len(sections) >= 7
     for section in sections:
         assert "Changes after data:" in section
-        assert ("This study explores: nothing in it is confirmed." in section) != ("This study confirms." in section)
+        assert ("This study explores: nothing in it is confirmed." in section) != (
+            "This study confirms a plan." in section
+        )
         if "This study explores" in section:
             assert not re.search(r"is (better|worse) than|Holm", section)
+
+
+def test_the_section_of_a_plan_has_its_questions_its_contrasts_and_all_rates(monkeypatch):
+    monkeypatch.syspath_prepend(str(DOCS))
+    losses = {"diff": 2.0, "softmax": 2.1}
+    terms = [Term(arms=["diff"], weight=1.0), Term(arms=["softmax"], weight=-1.0)]
+    contrast = Contrast(
+        name="DIFF minus Transformer",
+        figure=LOSS.label,
+        terms=terms,
+        seeds=6,
+        above="It is higher.",
+        below="It is lower.",
+    )
+    rate = ChosenRate(arm="diff", point={}, learning_rate=2e-3, tried=[(1e-3, 2.2), (2e-3, 2.1)])
+    evidence = study(
+        list(losses),
+        [LOSS],
+        6,
+        lambda arm, _, seed: record([LOSS], {LOSS.label: losses[arm] + 0.01 * (seed % 3) * (arm == "diff")}, arm=arm),
+        first_seed=2000,
+        plan=planned([Question(question="Is the loss lower?", contrasts=[contrast])]),
+        rates=[rate],
+        changes=[Change(when="2026-02-01", what="One."), Change(when="abc", what="Two.")],
+    )
+    evidence = dataclasses.replace(evidence, path=DOCS / "results" / "studies" / "simulated" / "laptop.json")
+    text = importlib.import_module("evidence").section(studied(evidence), False)
+    bullet = next(line for line in text.splitlines() if line.startswith("- Is the loss lower?"))
+    assert bullet.startswith("- Is the loss lower? DIFF minus Transformer: -0.0900 nats/token [-0.")
+    assert ", below zero in 6 of 6 seeds: It is lower (registered; Student's t test, p < 0.001)." in bullet
+    assert "### Study simulated (laptop)" in text
+    assert "This study confirms a plan." in text
+    assert "2.200 | 2.100 * | at the edge |" in text
+    assert "Changes after data:\n\n- 2026-02-01: One.\n- abc: Two.\n" in text
+    assert "SHA-256 " + "5" * 64 in text
 
 
 def test_the_table_of_retrieval_is_that_of_its_file():

@@ -368,7 +368,6 @@ def test_the_page_of_a_plan_opens_with_its_questions(tmp_path):
         "2026-02-01: Two seeds were added.",
     ):
         assert words in text.words
-    assert text.words.index("plans/simulated.yaml") < text.words.index("Every arm against TWIN")
     assert "0.8000 *" in text.cells
     assert "arms: - diff" in re.sub(r"\s+", " ", page.sections[0].texts[0][2])
 
