@@ -79,7 +79,7 @@ def section(one: Studied, has_figure: bool) -> str:
     """Return a study's part of the findings."""
     evidence, index = one.evidence, one.evidence.index
     records = evidence.path.relative_to(DOCS).as_posix()
-    stage = "confirms" if index.plan else "explores: nothing in it is confirmed"
+    stage = "confirms a plan" if index.plan else "explores: nothing in it is confirmed"
     lines = [
         f"### Study {index.name} ({evidence.path.stem})",
         f"**{index.question}** {index.about}",
@@ -87,17 +87,13 @@ def section(one: Studied, has_figure: bool) -> str:
     ]
     verdicts = question_verdicts(one) if index.plan else answers(one)
     lines.append(
-        "\n".join(
-            f"- {verdict.subject}{'' if verdict.subject.endswith('?') else ':'} {verdict.text}" for verdict in verdicts
-        )
+        "\n".join(f"- {said.subject}{' ' if said.subject.endswith('?') else ': '}{said.text}" for said in verdicts)
     )
     if has_figure:
         lines.append(f"![{index.question}](figures/{figure_file(one).name})")
     lines += confirming(one) if index.plan else exploring(one)
-    changes = changes_words(one)
-    lines.append("Changes after data: " + (changes[0] if len(changes) == 1 else ""))
-    if len(changes) > 1:
-        lines[-1] = "Changes after data:\n\n" + "\n".join(f"- {change}" for change in changes)
+    first, *more = changes_words(one)
+    lines.append(f"Changes after data: {first}" if not more else "\n- ".join(["Changes after data:\n", first, *more]))
     lines += [words for words in (shared_words(one),) if words]
     lines += [f"Text: {words} (CC BY-SA 4.0)." for words in evidence.attributions()]
     return "\n\n".join(lines) + "\n"
@@ -108,7 +104,7 @@ def confirming(one: Studied) -> list[str]:
     rates = rates_table(one.evidence)
     return [
         contrasts_table(one).markdown().rstrip(),
-        " ".join(plan_words(one)),
+        " ".join([*plan_words(one), one.evidence.index.plan.plan.about]).rstrip(),
         *([rates.markdown().rstrip()] if rates else []),
     ]
 

@@ -318,9 +318,9 @@ def test_a_plan_is_registered_only_if_every_run_began_after_its_commit():
     found = studied(evidence).registration
     assert found.words == "planned, not registered"
     assert found.why_not.startswith(
-        "runs/diff-seed2008.json began at 2025-12-30 12:00 UTC, before the plan's commit of 2026-01-01"
+        "runs/diff-seed2008.json began at 2025-12-30 12:00 UTC, and the plan's commit is of 2026-01-01"
     )
-    assert "1 more of 24 runs" in found.why_not
+    assert "2 of the 24 runs are older" in found.why_not
     plan = planned([Question(question="?", contrasts=[contrast()])], commit="", at="")
     found = studied(confirming(drawn({}), [], plan=plan)).registration
     assert not found.is_registered

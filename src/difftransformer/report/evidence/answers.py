@@ -156,9 +156,11 @@ def progress_words(evidence: Evidence) -> str:
 
 def interval_words(evidence: Evidence) -> str:
     """Return how the intervals of a study are to be read."""
-    words = (
-        "Brackets: 95 % Student t intervals by seed, each for itself. Among many, some exclude zero (*) by chance; a study "
-        "with a plan must confirm what they suggest."
+    words = "Brackets: 95 % Student t intervals by seed, each for itself. Among many, some exclude zero (*) by chance; "
+    words += (
+        "only the contrasts of the plan are decided."
+        if evidence.index.plan
+        else "a study with a plan must confirm what they suggest."
     )
     seeds = {len(found) for found in evidence.runs.values()}
     if seeds and min(seeds) < FEWEST_SEEDS:

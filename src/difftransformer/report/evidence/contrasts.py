@@ -121,8 +121,8 @@ def registration(evidence: Evidence, tested: list[Finding]) -> Registration:
         return Registration(is_registered=True)
     began, file = min(older)
     why = (
-        f"{file} began at {began:%Y-%m-%d %H:%M} UTC, before the plan's commit of {committed:%Y-%m-%d %H:%M} UTC; so did "
-        f"{len(older) - 1} more of {len(used)} runs."
+        f"{file} began at {began:%Y-%m-%d %H:%M} UTC, and the plan's commit is of {committed:%Y-%m-%d %H:%M} UTC; {len(older)} "
+        f"of the {len(used)} runs are older than it."
     )
     return Registration(is_registered=False, why_not=why)
 

@@ -21,8 +21,9 @@ from difftransformer.report.tables import Group, Table
 CLAIMS_NOTE = (
     "Only contrasts of registered plans say anything for or against a claim. Reproduced here: one is decided for it and none "
     "against it. Opposite: the other way round. No difference as large as the paper's: the interval lies within the smallest "
-    "effect that the plan looks for. What was only explored is shown and decides nothing. Nothing here says what holds at the "
-    "paper's scale."
+    "effect that the plan looks for. Planned: seeds are missing, an earlier contrast is open, or the plan is not registered. "
+    "Beside: what an effect is due to. What was only explored decides nothing. Nothing here says what holds at the paper's "
+    "scale."
 )
 
 
@@ -95,9 +96,10 @@ def study_page(study: Studied) -> Page:
     notes = [*changes_words(study), *([shared] if shared else [])]
     sections.append(Section(slug="changes", title="Changes after data", notes=notes))
     sections.append(_made_section(evidence))
+    stage = "confirms a plan" if index.plan else "explores: nothing in it is confirmed"
     return Page(
         title=index.question,
-        about=f"Study {index.name}, preset {index.preset}. {index.about} {progress_words(evidence)}.".replace(
+        about=f"Study {index.name}, preset {index.preset}, which {stage}. {index.about} {progress_words(evidence)}.".replace(
             "  ", " "
         ),
         verdicts=questions.question_verdicts(study) if index.plan else answers(study),

@@ -21,9 +21,7 @@ def question_verdicts(study: Studied) -> list[Verdict]:
         text = finding_words(findings[0], study.registration) + "."
         if findings[1:]:
             decided = sum(bool(one.meaning) for one in findings[1:])
-            text += (
-                f" Of {len(findings) - 1} more contrasts {decided or 'none'} {'is' if decided == 1 else 'are'} decided."
-            )
+            text += f" Further contrasts decided: {decided} of {len(findings) - 1}."
         found.append(Verdict(question.question, _colour(findings[0]), text))
     return found
 
@@ -120,21 +118,20 @@ def contrasts_table(study: Studied) -> Table:
     for question, findings in study.questions:
         for place, finding in enumerate(findings):
             contrast, difference = finding.contrast, finding.difference
-            cells = [question.question if place == 0 else "", contrast.name, contrast.figure]
+            cells = [question.question if place == 0 else "", contrast.name, contrast.figure, finding.unit]
             cells += [str(len(finding.values)), str(contrast.seeds)]
             if difference is None:
-                cells += ["", "", "", "", "", "", "", "", ""]
+                cells += [""] * 8
             else:
-                cells += [*_numbers(finding), finding.unit, str(finding.same_direction), rule_text(finding)]
+                cells += [*_numbers(finding), str(finding.same_direction), rule_text(finding)]
                 cells += _beside_cells(finding)
             rows.append([*cells, verdict_text(finding)])
     groups = (
         Group("question", numeric=False),
         Group("contrast", numeric=False),
-        Group("figure", numeric=False),
+        Group("figure", ("label", "unit"), "remark", numeric=False),
         Group("seeds", ("there", "planned"), "of"),
         Group("effect", ("mean", "low", "high"), "interval"),
-        Group("unit", numeric=False),
         Group("seeds in that direction"),
         Group("test", numeric=False),
         Group("Student's t beside", ("p", "low", "high"), "interval", numeric=False),
