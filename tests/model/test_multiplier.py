@@ -39,7 +39,8 @@ def llama(model):
 def equations(model, ids):
     """Logits and hidden states by the equations, row by row."""
     found = [independent_model.run(model.state_dict(), shape_of(model.config), row)[:2] for row in ids]
-    return torch.stack([logits for logits, _ in found]), [torch.stack(rows) for rows in zip(*(h for _, h in found), strict=True)]
+    hidden = zip(*(rows for _, rows in found), strict=True)
+    return torch.stack([logits for logits, _ in found]), [torch.stack(rows) for rows in hidden]
 
 
 def close(a, b):
