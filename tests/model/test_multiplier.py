@@ -39,7 +39,8 @@ def llama(model):
 def equations(model, ids):
     """Logits and hidden states by the equations, row by row."""
     found = [independent_model.run(model.state_dict(), shape_of(model.config), row)[:2] for row in ids]
-    return torch.stack([logits for logits, _ in found]), [torch.stack(rows) for rows in zip(*(h for _, h in found))]
+    hidden = [torch.stack(rows) for rows in zip(*(states for _, states in found), strict=True)]
+    return torch.stack([logits for logits, _ in found]), hidden
 
 
 def close(a, b):
@@ -176,7 +177,9 @@ def test_saved_and_opened_by_every_class(tmp_path):
 
 
 def test_configurations():
-    fan_in, normal = ({"initialization": name, "hidden_size": 144, "num_attention_heads": 4} for name in ("fan_in", "normal"))
+    fan_in, normal = (
+        {"initialization": name, "hidden_size": 144, "num_attention_heads": 4} for name in ("fan_in", "normal")
+    )
     assert DiffTransformerConfig(**fan_in).embedding_multiplier == 12
     assert DiffTransformerConfig(**normal).embedding_multiplier == 1
     for fields in (fan_in, normal):
