@@ -39,8 +39,8 @@ def llama(model):
 def equations(model, ids):
     """Logits and hidden states by the equations, row by row."""
     found = [independent_model.run(model.state_dict(), shape_of(model.config), row)[:2] for row in ids]
-    hidden = zip(*(rows for _, rows in found), strict=True)
-    return torch.stack([logits for logits, _ in found]), [torch.stack(rows) for rows in hidden]
+    hidden = [torch.stack(rows) for rows in zip(*(states for _, states in found), strict=True)]
+    return torch.stack([logits for logits, _ in found]), hidden
 
 
 def close(a, b):
