@@ -41,13 +41,13 @@ def adapted(recipe, start, **lora):
 
 @pytest.mark.parametrize("attention_type", ["diff", "diff_v2", "dex", "softmax"])
 def test_what_is_trained(attention_type, start, toy_recipe, toy_shards, tmp_path):
-    place = start(attention_type)
+    place = start(attention_type, qk_norm=True)
     recipe = adapted(toy_recipe, place, targets=["q_proj", "o_proj"], also=["input_layernorm"])
     model = train_run(tmp_path / "run", recipe, toy_shards)
     before, after = (load_file(folder / "model.safetensors") for folder in (place, checkpoints(tmp_path / "run")[-1]))
     assert set(before) == set(after)
     moved = {name for name in before if not torch.equal(before[name], after[name])}
-    parts = ("q_proj", "o_proj", "input_layernorm", "lambda_", "dex_", "head_norm")
+    parts = ("q_proj", "o_proj", "input_layernorm", "lambda_", "dex_", "head_norm", "q_norm", "k_norm")
     assert moved == {name for name in before if any(part in name for part in parts)}
     opened = open_model(checkpoints(tmp_path / "run")[-1]).eval()
     torch.testing.assert_close(opened(IDS).logits, model.eval()(IDS).logits, rtol=0, atol=1e-5)

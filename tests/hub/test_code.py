@@ -58,6 +58,11 @@ CASES = {
         "attention_type": "grouped_diff", "num_differential_heads": 4, "num_differential_key_value_heads": 4,
         "num_noise_heads": 1, "value_head_dim": 8, "lambda_form": "head", "head_norm": "none",
     },
+    "QK norm": {"qk_norm": True, "num_key_value_heads": 2, "rms_norm_eps": 1e-2},
+    "twin with QK norm": {"attention_type": "softmax", "qk_norm": True, "num_key_value_heads": 2},
+    "two noise heads with QK norm": {
+        "attention_type": "grouped_diff", "num_key_value_heads": 6, "num_noise_heads": 2, "qk_norm": True, **WIDER,
+    },
     "window": {"sliding_window": 5},
     "llama3 rotation": {"rope_parameters": LLAMA3 | {"original_max_position_embeddings": 64}},
     "multiplied": {"embedding_multiplier": 3.3},

@@ -35,6 +35,7 @@ def two_processes(tmp_path_factory):
         "dex",
         "softmax",
         "softmax, headwise norm",
+        "grouped_diff, QK norm",
         "diff, scalar lambda",
         "diff, untied, grouped",
         "diff, chunked loss",

@@ -19,7 +19,7 @@ from tests.support import fresh
 HEADS = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 4}
 VARIANTS = {
     "diff": {"num_attention_heads": 8, "num_key_value_heads": 8},
-    "diff_v2": {"num_attention_heads": 8, "num_key_value_heads": 4},
+    "diff_v2": {"num_attention_heads": 8, "num_key_value_heads": 4, "qk_norm": True},
     "grouped_diff": {"num_attention_heads": 20, "num_noise_heads": 4},
     "softmax": {"num_attention_heads": 8, "num_key_value_heads": 4},
 }
