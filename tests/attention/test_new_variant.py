@@ -110,6 +110,14 @@ def test_it_is_counted(model, ids):
     assert held == ids.numel() * count(model.config, cache_itemsize=4).kv_bytes_per_token
 
 
+def test_it_can_have_qk_norm():
+    """Which it does not know of: the base builds, counts and divides it."""
+    normed = DiffTransformerForCausalLM(gated_config(qk_norm=True))
+    assert normed.model.layers[0].self_attn.q_norm.weight.shape == (8,)
+    assert count(normed.config).parameters == sum(parameter.numel() for parameter in normed.parameters())
+    assert "layers.*.self_attn.k_norm" in normed.config.base_model_tp_plan
+
+
 def test_it_generates_with_a_cache(model, ids):
     cached, whole = (
         model.generate(ids, max_new_tokens=6, do_sample=False, use_cache=use_cache, pad_token_id=0)

@@ -23,7 +23,7 @@ MODELS = {
     "dex": {"dex_heads": [[0, 3], [1, 2]]},
     "options": {
         "attention_type": "diff", "num_key_value_heads": 2, "lambda_form": "head", "head_norm": "plain", "shared_key": True,
-        "value_head_dim": 12, "sliding_window": 12,
+        "value_head_dim": 12, "sliding_window": 12, "qk_norm": True,
     },
 }  # fmt: skip
 CODE = """

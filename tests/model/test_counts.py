@@ -51,6 +51,9 @@ CONFIGS = {
     "softmax": {"attention_type": "softmax"},
     "softmax, headwise norm": {"attention_type": "softmax", "softmax_head_norm": "gain"},
     "softmax, plain headwise norm": {"attention_type": "softmax", "softmax_head_norm": "plain"},
+    "softmax, QK norm": {"attention_type": "softmax", "qk_norm": True, "head_dim": 10},
+    "grouped_diff_v2, QK norm": {"attention_type": "grouped_diff_v2", "qk_norm": True},
+    "dex, QK norm": {"attention_type": "dex", "qk_norm": True, "num_key_value_heads": 1},
     "softmax grouped untied": {"attention_type": "softmax", "num_key_value_heads": 1, "tie_word_embeddings": False},
 }
 

@@ -35,9 +35,11 @@ def two_processes(tmp_path_factory):
         "dex",
         "softmax",
         "softmax, headwise norm",
+        "grouped_diff, QK norm",
         "diff, scalar lambda",
         "diff, untied, grouped",
         "diff, chunked loss",
+        "diff, multiplied",
     ],
 )
 def test_equals_one_process(name, two_processes):

@@ -41,10 +41,12 @@ MODELS = {
         "head_norm": "none",
     },
     "diff_v2": {"attention_type": "diff_v2", "num_key_value_heads": 2},
+    "diff_v2 with QK norm": {"attention_type": "diff_v2", "num_key_value_heads": 2, "qk_norm": True},
     "grouped_diff": {"attention_type": "grouped_diff", "num_attention_heads": 5, "num_key_value_heads": 2},
     "grouped_diff with more keys": {"attention_type": "grouped_diff", "num_attention_heads": 5},
     "grouped_diff_v2": {"attention_type": "grouped_diff_v2", "num_attention_heads": 10, "num_key_value_heads": 2},
     "dex": {"attention_type": "dex", "dex_heads": [[0, 2], [1, 3]]},
+    "multiplied": {"attention_type": "diff", "embedding_multiplier": 3.3},
 }
 TIED = "diff_v2"
 
@@ -104,10 +106,12 @@ def test_the_engine(served):
         "diff with a window": (4, 2, 64),
         "diff with a narrow value": (4, 2, 64),
         "diff_v2": (8, 2, 32),
+        "diff_v2 with QK norm": (8, 2, 32),
         "grouped_diff": (5, 1, 64),
         "grouped_diff with more keys": (8, 4, 64),
         "grouped_diff_v2": (10, 2, 32),
         "dex": (4, 4, 32),
+        "multiplied": (4, 2, 64),
     }
 
 

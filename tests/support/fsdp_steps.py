@@ -24,10 +24,12 @@ CASES = {
     "dex": {"attention_type": "dex"},
     "softmax": {"attention_type": "softmax"},
     "softmax, headwise norm": {"attention_type": "softmax", "softmax_head_norm": "gain"},
+    "grouped_diff, QK norm": {"attention_type": "grouped_diff", "qk_norm": True},
     "diff, scalar lambda": {"lambda_form": "scalar"},
     "diff, untied, grouped": {"tie_word_embeddings": False, "num_key_value_heads": 2},
     "diff, bf16": {},
     "diff, chunked loss": {},
+    "diff, multiplied": {"embedding_multiplier": 3.3},
 }
 
 

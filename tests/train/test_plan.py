@@ -201,10 +201,12 @@ def trace_all():
     cases += [("paper-64k", "diff", Layout(shard=32, context=4, recompute=True))]
     cases += [("paper-3b", word, Layout(shard=16, tensor=4)) for word in ("diff", "softmax")]
     cases += [("paper-64k", "diff", Layout(shard=16, tensor=2, context=2, recompute=True))]
+    cases += [("paper-830m", "diff with QK norm", whole)]
     ratios = {}
     for name, word, layout in cases:
         recipe = load_recipe(name)
-        config = recipe.planned_config().twin(word)
+        config = recipe.planned_config().twin(word.split()[0])
+        config.qk_norm = "QK norm" in word
         formula = rank_bytes(sizes_of(config, recipe.training), layout).total
         key = f"{name}, {word}, {layout.ranks} ranks, context {layout.context}, tensor {layout.tensor}"
         ratios[key] = formula / traced_bytes(config, recipe.training, layout)

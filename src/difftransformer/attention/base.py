@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+QK_NORMS = ("q_norm", "k_norm")
+QK_NORM_EPS = 1e-6  # eps of the norms of queries and keys (Qwen3's)
 # transformers' name for a module whose weights every tensor-parallel process holds, with summed gradients.
 REPLICATED = "replicated_with_grad_allreduce"
 # Keywords of nn.MultiheadAttention -> what to write here.
@@ -42,13 +44,18 @@ THEIR_KEYWORDS = {
 
 
 class AttentionConfig(Protocol):
-    """The fields of a configuration that every variant reads. The three head fields describe the same-size Transformer."""
+    """The fields of a configuration that every variant reads. The three head fields describe the same-size Transformer.
+
+    rms_norm_eps is read only where qk_norm is True.
+    """
 
     hidden_size: int
     num_hidden_layers: int
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
+    qk_norm: bool
+    rms_norm_eps: float
     attn_backend: str
 
 
@@ -206,13 +213,19 @@ class RMSNorm(nn.Module):
 class Attention(nn.Module):
     """Base of the variants: projections without bias, rotary embedding, cache, and the call of the op.
 
+    With QK norm, the query and the key of each map are RMSNorm(x) * g over their D numbers before they are rotated
+    (arXiv:2505.09388 section 2, Qwen3). All queries of a layer share one gain of D numbers, and so do all of its keys.
+
     Args:
         embed_dim: M, width of the hidden states.
         layout: Heads and widths.
         layer_index: Index of the layer in the model, from 0 (the paper's l is layer_index + 1).
         backend: The op's backend, or "auto".
+        qk_norm: Whether queries and keys are normalised.
+        qk_norm_eps: eps of these norms.
 
     Attributes:
+        q_norm, k_norm: The norms of queries and keys, or None.
         name: The value of `attention_type` that selects the variant.
         label: The variant's name in reports.
         description: The variant in a few words, for model cards.
@@ -233,7 +246,16 @@ class Attention(nn.Module):
     can_upcycle: ClassVar[bool] = False
     context_group: "ProcessGroup | None" = None
 
-    def __init__(self, embed_dim: int, layout: HeadLayout, *, layer_index: int, backend: str = "auto") -> None:
+    def __init__(
+        self,
+        embed_dim: int,
+        layout: HeadLayout,
+        *,
+        layer_index: int,
+        backend: str = "auto",
+        qk_norm: bool = False,
+        qk_norm_eps: float = QK_NORM_EPS,
+    ) -> None:
         super().__init__()
         if layer_index < 0:
             raise ConfigError(
@@ -244,6 +266,8 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(embed_dim, layout.cache_heads * layout.key_width, bias=False)
         self.v_proj = nn.Linear(embed_dim, layout.num_key_value_heads * layout.value_head_dim, bias=False)
         self.o_proj = nn.Linear(layout.num_heads * layout.value_head_dim, embed_dim, bias=False)
+        self.q_norm = RMSNorm(layout.head_dim, eps=qk_norm_eps) if qk_norm else None
+        self.k_norm = RMSNorm(layout.head_dim, eps=qk_norm_eps) if qk_norm else None
 
     @classmethod
     @abstractmethod
@@ -268,6 +292,7 @@ class Attention(nn.Module):
     def from_config(cls, config: AttentionConfig, layer_index: int) -> Self:
         """Build the layer of a model."""
         layout = cls.layout_of(config)
+        norms = {"qk_norm": True, "qk_norm_eps": config.rms_norm_eps} if config.qk_norm else {}
         return cast(Any, cls)(
             config.hidden_size,
             layout.num_heads,
@@ -275,22 +300,31 @@ class Attention(nn.Module):
             head_dim=layout.head_dim,
             layer_index=layer_index,
             backend=config.attn_backend,
+            **norms,
             **cls.arguments_of(config, layer_index),
         )
 
     @classmethod
+    def parameters_of(cls, config: AttentionConfig) -> int:
+        """Count by formula the parameters of a layer: its projections, its norms of queries and keys, and its own."""
+        layout = cls.layout_of(config)
+        norms = len(QK_NORMS) * layout.head_dim if config.qk_norm else 0
+        return layout.projection_parameters(config.hidden_size) + norms + cls.own_parameters(config)
+
+    @classmethod
     def own_parameters(cls, config: AttentionConfig) -> int:
-        """Count by formula the parameters that a layer has besides its four projections."""
+        """Count by formula the parameters that a layer has besides its projections and its norms of queries and keys."""
         return 0
 
     @classmethod
     def tensor_parallel(cls, config: AttentionConfig) -> dict[str, str]:
         """Return transformers' tensor-parallel plan of the layer, by module name ("" is the layer itself).
 
-        Every process holds the projections of some of the heads. Parameters of the layer itself are replicated, and their
-        gradients summed.
+        Every process holds the projections of some of the heads. Parameters of the layer itself and the norms of queries and
+        keys are replicated, and their gradients summed.
         """
-        return {"": REPLICATED} | dict.fromkeys(PROJECTIONS[:3], "colwise") | {"o_proj": "rowwise"}
+        norms = dict.fromkeys(QK_NORMS, REPLICATED) if config.qk_norm else {}
+        return {"": REPLICATED} | dict.fromkeys(PROJECTIONS[:3], "colwise") | {"o_proj": "rowwise"} | norms
 
     @classmethod
     def upcycled_options(cls, config: AttentionConfig, chosen: Mapping[str, Any]) -> dict[str, Any]:
@@ -457,6 +491,8 @@ class Attention(nn.Module):
         query = query.view(batch, length, -1, layout.head_dim)
         key = key.view(batch, source.shape[1], -1, layout.head_dim)
         value_BGSE = self.v_proj(source).view(batch, source.shape[1], -1, layout.value_width).transpose(1, 2)
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = self.q_norm(query), self.k_norm(key)
         key_rotation = position_embeddings if context is None else context_position_embeddings
         if position_embeddings is not None:
             query = apply_rotary(query, *position_embeddings)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..errors import ConfigError
 from ..ops.problem import LOW_PRECISION
-from .base import REPLICATED, AttentionConfig, HeadLayout, Option, PlainLayer
+from .base import QK_NORM_EPS, REPLICATED, AttentionConfig, HeadLayout, Option, PlainLayer
 from .head_norm import HEAD_NORM_EPS, HeadNorm, NormedAttention
 
 LambdaForm = Literal["layer", "head", "scalar", "token", "constant"]
@@ -126,6 +126,8 @@ class Differential(NormedAttention):
         head_norm_eps: eps of the headwise norm.
         backend: The op's backend, or "auto".
         options: Choices that differ from the variant's `defaults`.
+        qk_norm: Whether the query and the key of each map are normalised, as in Qwen3.
+        qk_norm_eps: eps of these norms.
     """
 
     config_options: ClassVar[dict[str, Option]] = {
@@ -162,6 +164,8 @@ class Differential(NormedAttention):
         head_norm_eps: float = HEAD_NORM_EPS,
         backend: str = "auto",
         options: DifferentialOptions | None = None,
+        qk_norm: bool = False,
+        qk_norm_eps: float = QK_NORM_EPS,
     ) -> None:
         chosen = (options or DifferentialOptions()).over(self.defaults)
         head_dim = head_dim or embed_dim // (num_heads * self.twin_heads)
@@ -173,7 +177,8 @@ class Differential(NormedAttention):
             key_maps=1 if chosen.shared_key else 2,
             value_head_dim=value_head_dim or self.twin_heads * head_dim,
         )
-        self._build(embed_dim, layout, chosen, layer_index=layer_index, head_norm_eps=head_norm_eps, backend=backend)
+        base: dict[str, Any] = {"backend": backend, "qk_norm": qk_norm, "qk_norm_eps": qk_norm_eps}
+        self._build(embed_dim, layout, chosen, layer_index=layer_index, head_norm_eps=head_norm_eps, **base)
 
     def _build(
         self,
@@ -183,9 +188,9 @@ class Differential(NormedAttention):
         *,
         layer_index: int,
         head_norm_eps: float,
-        backend: str,
+        **base: Any,
     ) -> None:
-        super().__init__(embed_dim, layout, layer_index=layer_index, backend=backend)
+        super().__init__(embed_dim, layout, layer_index=layer_index, **base)
         num_heads, head_dim = layout.num_heads, layout.head_dim
         self.options = chosen
         self.lambda_init = lambda_init(layer_index) if chosen.lambda_init is None else chosen.lambda_init

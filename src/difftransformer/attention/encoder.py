@@ -37,6 +37,7 @@ class DifferentialEncoderLayer(nn.Module):
         attention_type: A name in `attention.VARIANTS`.
         layer_index: Index of the layer in the model, from 0.
         backend: The op's backend, or "auto".
+        qk_norm: Whether queries and keys are normalised, with eps layer_norm_eps.
         **options: Options of the attention type, as in a model's configuration.
 
     Raises:
@@ -58,6 +59,7 @@ class DifferentialEncoderLayer(nn.Module):
         attention_type: str = "diff",
         layer_index: int = 0,
         backend: str = "auto",
+        qk_norm: bool = False,
         **options: Any,
     ) -> None:
         super().__init__()
@@ -73,8 +75,9 @@ class DifferentialEncoderLayer(nn.Module):
             "num_key_value_heads": nhead,
             "head_dim": d_model // nhead,
         }
+        norms = {"qk_norm": qk_norm, "rms_norm_eps": layer_norm_eps}
         config = SimpleNamespace(
-            **{"hidden_size": d_model, "num_hidden_layers": 1, "attn_backend": backend} | heads | options
+            **{"hidden_size": d_model, "num_hidden_layers": 1, "attn_backend": backend} | heads | norms | options
         )
         self.self_attn = attention.from_config(cast(Any, config), layer_index)
         self.self_attn.batch_first = cast(Any, batch_first)  # nn.TransformerEncoder reads it here

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
-from .base import AttentionConfig, HeadLayout, Option
+from .base import QK_NORM_EPS, AttentionConfig, HeadLayout, Option
 from .differential import Differential, DifferentialOptions
 from .head_norm import HEAD_NORM_EPS
 
@@ -66,6 +66,8 @@ class SharedNoise(Differential):
         head_norm_eps: eps of the headwise norm.
         backend: The op's backend, or "auto".
         options: Choices that differ from the defaults.
+        qk_norm: Whether queries and keys, those of noise heads included, are normalised, as in Qwen3.
+        qk_norm_eps: eps of these norms.
         **more: Arguments of the variant's `heads`.
 
     Raises:
@@ -89,6 +91,8 @@ class SharedNoise(Differential):
         head_norm_eps: float = HEAD_NORM_EPS,
         backend: str = "auto",
         options: DifferentialOptions | None = None,
+        qk_norm: bool = False,
+        qk_norm_eps: float = QK_NORM_EPS,
         **more: Any,
     ) -> None:
         noise = _noise_of_signal(num_heads) if num_noise_heads is None else num_noise_heads
@@ -96,7 +100,8 @@ class SharedNoise(Differential):
             num_heads, noise, num_key_value_heads, head_dim or embed_dim // (num_heads + noise), value_head_dim, **more
         )
         chosen = self.allowed((options or DifferentialOptions()).over(self.defaults))
-        self._build(embed_dim, layout, chosen, layer_index=layer_index, head_norm_eps=head_norm_eps, backend=backend)
+        base: dict[str, Any] = {"backend": backend, "qk_norm": qk_norm, "qk_norm_eps": qk_norm_eps}
+        self._build(embed_dim, layout, chosen, layer_index=layer_index, head_norm_eps=head_norm_eps, **base)
 
     @classmethod
     @abstractmethod

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from .base import REPLICATED, AttentionConfig, HeadLayout, Option
+from .base import QK_NORM_EPS, REPLICATED, AttentionConfig, HeadLayout, Option
 from .head_norm import HEAD_NORM_EPS, HeadNorm, NormedAttention
 
 
@@ -25,6 +25,8 @@ class SoftmaxAttention(NormedAttention):
         head_norm: "gain", a headwise RMSNorm with one learned gain; "plain", the same without the gain; "none".
         head_norm_eps: eps of the headwise norm.
         backend: The op's backend, or "auto".
+        qk_norm: Whether queries and keys are normalised, as in Qwen3.
+        qk_norm_eps: eps of these norms.
 
     Raises:
         ConfigError: head_norm has another value.
@@ -51,6 +53,8 @@ class SoftmaxAttention(NormedAttention):
         head_norm: HeadNorm = "none",
         head_norm_eps: float = HEAD_NORM_EPS,
         backend: str = "auto",
+        qk_norm: bool = False,
+        qk_norm_eps: float = QK_NORM_EPS,
     ) -> None:
         head_dim = head_dim or embed_dim // num_heads
         layout = HeadLayout(
@@ -61,7 +65,8 @@ class SoftmaxAttention(NormedAttention):
             key_maps=1,
             value_head_dim=head_dim,
         )
-        super().__init__(embed_dim, layout, layer_index=layer_index, backend=backend)
+        norms: dict[str, Any] = {"qk_norm": qk_norm, "qk_norm_eps": qk_norm_eps}
+        super().__init__(embed_dim, layout, layer_index=layer_index, backend=backend, **norms)
         self.add_head_norm(head_norm, eps=head_norm_eps, scale=1.0)
 
     @classmethod

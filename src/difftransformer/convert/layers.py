@@ -169,7 +169,12 @@ def refuse_other_than_v1(
 
 
 def refuse_fields(layer: Differential, reason: str, possible: Mapping[str, object]) -> None:
-    """Raise a ConfigError if an option of the layer or a field of its layout has another value than the possible one."""
+    """Raise a ConfigError if an option of the layer or a field of its layout has another value than the possible one.
+
+    No module of another project that is known here normalises queries and keys.
+    """
+    if layer.q_norm is not None:
+        raise ConfigError(f"qk_norm=True: {reason}, whose queries and keys have no norm; expected qk_norm=False")
     for field, expected in ({"output_gate": False} | dict(possible)).items():
         value = getattr(layer.options if hasattr(layer.options, field) else layer.layout, field, expected)
         if field == "shared_key":

@@ -59,6 +59,7 @@ def attention_fields(config: Any, **options: Any) -> Any:
         num_attention_heads=heads,
         num_key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        qk_norm=False,  # a family that has such norms keeps its own
         attn_backend=getattr(config, "attn_backend", "auto"),
         **options,
     )

@@ -19,6 +19,7 @@ from .counts import count
 
 CARD_FILE = "README.md"
 TRAINING_HEADING, NEXT_HEADING = "## Training\n", "## Citation\n"
+STARTS = ("depth_scaled_residual", "mimetic_attention")
 LOADED_FROM = "Of the model that this one was loaded from:"
 _SEAL = re.compile(r"<!-- Written by difftransformer; edit it freely: a changed card is kept\. sha256 (\w+) -->\n")
 _LICENSE = re.compile(r"[a-z0-9][a-z0-9.+-]*")
@@ -168,11 +169,15 @@ def _summary(config: DiffTransformerConfig, what: str) -> str:
 
 
 def _layout(config: DiffTransformerConfig) -> str:
-    defaults = {name: option.default for name, option in config.attention.config_options.items()}
-    chosen = {name: getattr(config, name, defaults.get(name)) for name in (*defaults, "sliding_window")}
+    options = {name: option.default for name, option in config.attention.config_options.items()}
+    defaults = options | {"qk_norm": False, "sliding_window": None}
+    chosen = {name: getattr(config, name, default) for name, default in defaults.items()}
     rows = {
         "attention type": f"`{config.attention_type}`",
-        **{name.replace("_", " "): f"`{v}`" for name, v in chosen.items() if v != defaults.get(name)},
+        **{name.replace("_", " "): f"`{v}`" for name, v in chosen.items() if v != defaults[name]},
+        "initialization": f"`{config.initialization}`",
+        **{name.replace("_", " "): "yes" for name in STARTS if getattr(config, name)},
+        "embedding multiplier": f"{config.embedding_multiplier:g}",
         "tied embedding": "yes" if config.tie_word_embeddings else "no",
         **{name: f"{size:,}" for name, size in size_rows(config).items()},
     }

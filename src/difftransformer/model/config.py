@@ -54,7 +54,9 @@ class DiffTransformerConfig(PreTrainedConfig):
         num_key_value_heads: Key/value heads of the plain Transformer; None means num_attention_heads.
         head_dim: Width of a head of the plain Transformer and of one differential map; None means
             hidden_size / num_attention_heads.
-        rms_norm_eps: eps of the norms in the residual stream.
+        rms_norm_eps: eps of the norms in the residual stream, and of those of queries and keys.
+        qk_norm: Whether queries and keys are normalised before they are rotated, each map's by itself, as in Qwen3
+            (`Attention`). It is the same for every attention type.
         hidden_act: Activation of the gated MLP.
         max_position_embeddings: Longest trained length, in tokens.
         rope_parameters: transformers' rotary settings; None means the default type with rope_theta 10,000.
@@ -90,12 +92,13 @@ class DiffTransformerConfig(PreTrainedConfig):
     num_key_value_heads: int = None  # type: ignore[assignment]
     head_dim: int = None  # type: ignore[assignment]
     rms_norm_eps: float = 1e-5
+    qk_norm: bool = False
     hidden_act: str = "silu"
     max_position_embeddings: int = 2048
     rope_parameters: dict[str, Any] | None = None
     sliding_window: int | None = None
     is_causal: bool = True
-    initialization: str = "normal"
+    initialization: str = "fan_in"
     initializer_range: float = 0.02
     embedding_multiplier: float = None  # type: ignore[assignment]
     depth_scaled_residual: bool = False
@@ -126,6 +129,7 @@ class DiffTransformerConfig(PreTrainedConfig):
             most = MOST_LAYERS if field == "num_hidden_layers" else LARGEST_COUNT
             if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
                 raise ConfigError(f"{field}={short(value)}: give a whole number of at least 1 and at most {most:,}")
+        self.qk_norm = build(bool, self.qk_norm, source="", key="qk_norm", error=ConfigError)
         if self.initialization == "mimetic":
             self.initialization, self.mimetic_attention = "normal", True
         if self.embedding_multiplier is None:
@@ -171,6 +175,15 @@ class DiffTransformerConfig(PreTrainedConfig):
         self.head_layout()  # raises an error for impossible heads before anything is built
         kwargs.pop("auto_map", None)  # names code beside the weights, which is neither run nor saved again
         super().__post_init__(**kwargs)
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """Build the configuration of weights that exist already, as `PreTrainedConfig.from_dict` does.
+
+        A document that does not state the start describes weights without an embedding multiplier: those of an early version,
+        or of another layout.
+        """
+        return super().from_dict({"initialization": "normal", **config_dict}, **kwargs)
 
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:

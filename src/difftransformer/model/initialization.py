@@ -7,9 +7,9 @@ A start is a distribution for every kind of matrix:
   sqrt(d) with this start, so that the residual stream begins with rms 1 at every width d (YOCO, arXiv:2405.05254).
 * "normal": all matrices from N(0, initializer_range^2), as in Llama.
 
-Each parameter is drawn on the CPU from a generator of its own, seeded by the model's seed and the parameter's name. So its
-values depend neither on what else the model has nor on how it is divided among processes, and two models of one seed have equal
-values wherever their parameters have the same name, shape and distribution.
+Each parameter is drawn on the CPU in fp32 from a generator of its own, seeded by the model's seed and the parameter's name. So
+its values depend neither on what else the model has nor on how it is divided among processes, and two models of one seed have
+equal values, up to rounding to their dtypes, wherever their parameters have the same name, shape and distribution.
 """
 
 import hashlib
@@ -18,6 +18,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -31,9 +32,9 @@ Make = Callable[[], Tensor]
 
 
 def new_seed() -> int | None:
-    """Draw the seed of a model from PyTorch's global generator; None on the meta device, where nothing is drawn."""
+    """Draw the seed of a model from PyTorch's global generator; None where nothing is drawn: tensors are fake or meta."""
     drawn = torch.randint(2**63 - 1, ())
-    return None if drawn.is_meta else int(drawn)
+    return None if drawn.is_meta or isinstance(drawn, FakeTensor) else int(drawn)
 
 
 class Start:
@@ -123,13 +124,13 @@ def fan_in(weight: Tensor, seed: int, name: str) -> Make:
 
 
 def _drawn(like: Tensor, seed: int, name: str, draw: Callable[[Tensor, torch.Generator], Tensor]) -> Make:
-    """Return what draws a whole tensor of a parameter's shape and dtype from the parameter's own generator."""
+    """Return what draws a whole tensor of a parameter's shape in fp32 from the parameter's own generator."""
     digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
-    shape, dtype = like.shape, like.dtype
+    shape = like.shape
 
     def make() -> Tensor:
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
-        return draw(torch.empty(shape, dtype=dtype, device="cpu"), generator)
+        return draw(torch.empty(shape, dtype=torch.float32, device="cpu"), generator)
 
     return make
 

@@ -80,6 +80,8 @@ class ServedAttention(nn.Module):
         # Only the gated layout of "grouped_diff_v2" has the field.
         gated = getattr(layout, "output_gate", False)
         self.gate_proj = project("gate_proj", layout.num_heads * layout.value_head_dim) if gated else None
+        self.q_norm = RMSNorm(layout.head_dim, eps=config.rms_norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(layout.head_dim, eps=config.rms_norm_eps) if config.qk_norm else None
         self.rotary_emb = get_rope(
             layout.head_dim,
             max_position=config.max_position_embeddings,
@@ -142,6 +144,8 @@ class ServedAttention(nn.Module):
     def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
         """Map (N, M) to (N, M)."""
         query, key, value = (projection(hidden_states)[0] for projection in (self.q_proj, self.k_proj, self.v_proj))
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = self._by_map(self.q_norm, query), self._by_map(self.k_norm, key)
         query, key = self.rotary_emb(positions, query, key)
         heads, second = self.heads.separate(self.attn(*self.heads.arrange(query, key, value)))
         if second is not None:
@@ -153,6 +157,10 @@ class ServedAttention(nn.Module):
         if self.gate_proj is not None:
             heads = heads * torch.sigmoid(self.gate_proj(hidden_states)[0])
         return self.o_proj(heads)[0]
+
+    def _by_map(self, norm: nn.Module, rows: Tensor) -> Tensor:
+        """Normalise each map's queries or keys of (N, maps * D)."""
+        return norm(rows.view(len(rows), -1, self.heads.layout.head_dim)).view_as(rows)
 
     def _subtract(self, first: Tensor, second: Tensor, hidden_states: Tensor) -> Tensor:
         """Subtract lambda times the second map's heads (N, H, E) from the first's."""
@@ -240,6 +248,7 @@ class ServedModel(nn.Module):
         super().__init__()
         config = vllm_config.model_config.hf_config
         group, width, quant = get_pp_group(), config.hidden_size, vllm_config.quant_config
+        self.embedding_multiplier = config.embedding_multiplier
         self.embed_tokens: nn.Module = PPMissingLayer()
         if group.is_first_rank or (config.tie_word_embeddings and group.is_last_rank):
             self.embed_tokens = VocabParallelEmbedding(config.vocab_size, width, quant_config=quant)
@@ -252,7 +261,7 @@ class ServedModel(nn.Module):
         )
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
-        """Embed token ids, (N,) to (N, M)."""
+        """Embed token ids, (N,) to (N, M), without the multiplier, which `forward` applies."""
         return self.embed_tokens(input_ids)
 
     def forward(
@@ -272,6 +281,8 @@ class ServedModel(nn.Module):
         else:
             assert input_ids is not None
             hidden_states = self.embed_input_ids(input_ids)
+        if residual is None and self.embedding_multiplier != 1:  # the first rank
+            hidden_states = hidden_states * self.embedding_multiplier
         for layer in islice(self.layers, self.start_layer, self.end_layer):
             hidden_states, residual = layer(positions, hidden_states, residual)
         if not get_pp_group().is_last_rank:

@@ -143,6 +143,8 @@ def sizes_of(config: DiffTransformerConfig, training: TrainingConfig) -> Sizes:
     shared = 2 * 2 * FP32 * width + (5 * low * width if low < FP32 else 2 * FP32 * width)
     # Queries, keys, values, the heads' outputs with and without their norm, the normalizers, and four widths of SwiGLU.
     divided = low * (exchanged + maps * out) + FP32 * maps * heads.num_heads + 4 * low * config.intermediate_size
+    if config.qk_norm:  # which keep their input and its normalised value, both wide
+        divided += 2 * FP32 * (exchanged - heads.cache_heads * heads.value_width)
     return Sizes(
         layers=config.num_hidden_layers,
         layer_weights=(counts.parameters - root) // config.num_hidden_layers,
