@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from statistics import geometric_mean
+from statistics import fmean, geometric_mean
+from typing import Any
 
 from difftransformer.report.bench import bench_tables, place_of
 from difftransformer.report.evidence import Studied
@@ -54,6 +55,7 @@ def blocks(studies: Sequence[Studied]) -> dict[Path, dict[str, str]]:
         "huggingface.md": {"diffllama": printed(bench("diffllama"))},
         "upcycling.md": {"upcycle": upcycling_tables(upcycled)},
         "evaluation.md": {"intervals": coverage_table()},
+        "initialization.md": {"start-rms": start_table()},
     }
     return {(DOCS.parent if page == "README.md" else DOCS) / page: parts for page, parts in pages.items()}
 
@@ -237,6 +239,31 @@ def coverage_table() -> str:
     groups = (Group("data", numeric=False), *(Group(title) for title in titles))
     notes = [f"`{plain['command']}`, {plain['replicates']:,} simulations."]
     return Table("intervals", "Coverage of intervals", groups, cells, notes).markdown()
+
+
+def start_table() -> str:
+    """Return attention over the embeddings that it joins at step 0, by width, start and attention type."""
+    _, _, result = read_document(RESULTS / "start-rms.json")
+    rows = result["rows"]
+    columns = list(dict.fromkeys((row["start"], row["arm"]) for row in rows))
+    ratios = {(row["width"], row["start"], row["arm"]): over_stream(row, "attention") for row in rows}
+    cells = [
+        [str(width), *(f"{ratios[width, *column]:.3g}" for column in columns)]
+        for width in dict.fromkeys(row["width"] for row in rows)
+    ]
+    groups = (Group("width"), *(Group(f"`{start}`: {arm}") for start, arm in columns))
+    mlps = {start: [over_stream(row, "mlp") for row in rows if row["start"] == start] for start, _ in columns}
+    spans = " and ".join(f"{min(found):.2g} to {max(found):.2g} with `{start}`" for start, found in mlps.items())
+    notes = [
+        f"`{result['command']}`: RMS of the first layer's attention over that of the embeddings, {result['tokens']} random "
+        f"tokens, mean of {len(result['seeds'])} seeds. The MLP's output over the stream that it joins: {spans}."
+    ]
+    return Table("start", "Sizes at step 0", groups, cells, notes).markdown()
+
+
+def over_stream(row: Mapping[str, Any], branch: str) -> float:
+    """Return the size of a branch over that of the stream that it joins, as the mean over seeds."""
+    return fmean(output / stream for output, stream in zip(row[f"{branch}_rms"], row[f"{branch}_joins"], strict=True))
 
 
 def choice_tables(timed: Bench, upcycled: Upcycling, studies: Sequence[Studied]) -> str:

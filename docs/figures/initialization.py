@@ -54,9 +54,7 @@ def measure() -> None:
             for arm in ARMS:
                 found = [start_sizes(config_of(width, arm, start), seed=seed) for seed in SEEDS]
                 sizes = {
-                    f"{branch.name.lower()}_{what}": [
-                        float(f"{getattr(one[place], field):.5g}") for one in found
-                    ]
+                    f"{branch.name.lower()}_{what}": [float(f"{getattr(one[place], field):.5g}") for one in found]
                     for place, branch in enumerate(found[0])
                     for what, field in (("joins", "stream"), ("rms", "output"))
                 }
@@ -85,14 +83,16 @@ def draw() -> Figure:
     """Return attention over the embeddings that it joins, by width: a panel for each start, a line for each arm."""
     _, _, result = read_document(RESULT)
     # As wide as a phone's screen shows with letters that can be read, so the panels are one above the other.
-    figure = Figure(figsize=(5.4, 6.6), layout="constrained")
+    figure = Figure(figsize=(4.6, 6.0), layout="constrained")
     panels = figure.subplots(2, 1, sharex=True, sharey=True)
     for ax, (start, title) in zip(panels, STARTS.items(), strict=True):
         ax.axhspan(*BAND, color="#d9ead9", zorder=0)
         ax.axhline(1, color=INK, linewidth=0.6)
         for arm, (colour, marker) in LOOKS.items():
             rows = [row for row in result["rows"] if (row["start"], row["arm"]) == (start, arm)]
-            ax.plot([row["width"] for row in rows], [ratio(row) for row in rows], color=colour, marker=marker, markersize=5)
+            ax.plot(
+                [row["width"] for row in rows], [ratio(row) for row in rows], color=colour, marker=marker, markersize=5
+            )
         ax.set_title(title, loc="left")
         ax.set_ylabel("attention / stream")
         ax.set_xscale("log", base=2)
@@ -103,7 +103,9 @@ def draw() -> Figure:
     panels[1].set_xticks([*ticks, 3072], [*map(str, ticks), "3072"])
     panels[1].xaxis.set_minor_locator(matplotlib.ticker.NullLocator())
     panels[1].set_xlabel("width")
-    panels[0].annotate("0.2 to 2", (64, BAND[1]), xytext=(0, -11), textcoords="offset points", fontsize=9.5, color="#3c6e3c")
+    panels[0].annotate(
+        "0.2 to 2", (64, BAND[1]), xytext=(0, -11), textcoords="offset points", fontsize=9.5, color="#3c6e3c"
+    )
     handles = [Line2D([], [], color=colour, marker=marker, label=arm) for arm, (colour, marker) in LOOKS.items()]
     figure.legend(handles=handles, loc="outside upper left", ncols=2)
     return figure

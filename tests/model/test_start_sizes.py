@@ -15,7 +15,7 @@ from difftransformer.train import build_model
 
 def config_of(width=128, layers=2, **fields):
     shape = {"hidden_size": width, "num_attention_heads": 4, "num_hidden_layers": layers, "vocab_size": 300}
-    return DiffTransformerConfig(**shape | fields)
+    return DiffTransformerConfig(**shape | {"initialization": "normal"} | fields)
 
 
 def first(branches, name):
@@ -48,7 +48,7 @@ def test_by_fan_in_no_size_depends_on_the_width(width):
 @pytest.mark.parametrize("kind", sorted(variants()))
 def test_sizes_are_those_of_the_model_that_trains(kind, start):
     """Written out from the weights of the whole model, whose attention layers alone are called."""
-    fields = {"depth_scaled_residual": start == "fan_in", "vocab_size": 300}
+    fields = {"depth_scaled_residual": start == "fan_in", "qk_norm": start == "fan_in"}
     config = config_of(64, layers=3, attention_type=kind, initialization=start, **fields)
     model = build_model(config, 5).model
     ids = torch.randint(300, (1, 256), generator=torch.Generator().manual_seed(5))
