@@ -16,6 +16,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Literal
 
 from difftransformer.errors import ResultsError
+from difftransformer.report.evidence.comparisons import in_direction
 from difftransformer.report.evidence.reading import Evidence, Point
 from difftransformer.results import (
     OWN_BEST,
@@ -64,9 +65,9 @@ class Finding:
 
     @property
     def same_direction(self) -> int:
-        """Number of seeds whose value lies on the same side of zero as the mean."""
-        mean = math.fsum(self.values.values())
-        return sum(value * mean > 0 for value in self.values.values())
+        """Number of seeds in the direction of the mean."""
+        mean = self.difference.mean if self.difference else math.fsum(self.values.values())
+        return in_direction(self.values.values(), mean)
 
     @property
     def unit(self) -> str:
@@ -254,7 +255,7 @@ def own_best(evidence: Evidence, arm: str, axis: StudyAxis, others: dict[str, st
         for rate in rates
         if all(rate.point.get(name) == value for name, value in apart.items())
     }
-    known = [value for value in axis.values if value in found]
+    known = [value for value in axis.values if math.isfinite(found.get(value, math.nan))]
     if not known:
         return None
     pick = min if evidence.index.figures[0].better == "lower" else max
