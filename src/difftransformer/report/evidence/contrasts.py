@@ -6,7 +6,7 @@ paired values, 10 or more are decided by the sign-flip test and fewer by Student
 
 A question's first contrast errs in at most 5 % of studies. So does a whole sequence, as long as only lying above or below
 opens the way to the next contrast: of an effect that is not there, the way is opened in 5 % of studies. Where a contrast was
-decided to lie within its smallest effect, the next one is a test of its own at 5 %.
+decided to lie within its smallest effect, the next one is a test of its own at 5 %, and both together err in up to 10 %.
 """
 
 import math
