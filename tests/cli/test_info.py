@@ -1,0 +1,116 @@
+"""`difftransformer info --start`: the table of the first layers, what is wrong with them, and what cannot be measured."""
+
+import math
+import re
+
+import pytest
+import yaml
+
+from difftransformer.cli.main import main
+from difftransformer.families import family_config
+from difftransformer.model import DiffTransformerConfig, DiffTransformerForCausalLM
+
+ROW = re.compile(r"^ *(\d+)((?: +\d+\.\d+)+) *$", re.MULTILINE)
+
+
+@pytest.fixture
+def start(capsys):
+    """start(name): what is printed, and the numbers of the table by layer."""
+
+    def run(name):
+        assert main(["info", str(name), "--start"]) == 0
+        text = capsys.readouterr().out
+        rows = {int(layer): [float(cell) for cell in cells.split()] for layer, cells in ROW.findall(text)}
+        return text, rows
+
+    return run
+
+
+def test_a_preset_and_its_twin(start):
+    text, rows = start("tiny")
+    assert list(rows) == [0, 1]
+    (stream, attention, _, ratio, twin_stream, twin_attention, _, twin_ratio) = rows[0]
+    assert stream == twin_stream == pytest.approx(0.02, rel=0.05)
+    assert ratio == pytest.approx(0.8 * math.sqrt(64), rel=0.1)  # (1 - lambda_init) sqrt(width)
+    assert ratio == pytest.approx(attention / stream, rel=0.01)
+    assert twin_ratio == pytest.approx(twin_attention / twin_stream, rel=0.05)
+    assert twin_ratio < 0.5
+    assert "tiny at step 0, all layers: RMS on 256 random tokens" in text
+    assert "initialization: normal (initializer_range 0.02), embedding_multiplier: 1" in text
+    assert re.search(
+        r"^diff: the attention of layer 0 starts 6\.\d times .* embeddings .*initialization: fan_in\.$", text, re.M
+    )
+    assert "softmax: no branch starts more than 5 times as large as the residual stream that it joins." in text
+    assert "fresh weights" not in text
+    assert max(map(len, text.partition("tiny at")[0].splitlines())) <= 80
+
+
+def test_a_recipe(start, toy, tmp_path):
+    """With fan_in, nothing is drowned; the text and its tokenizer need not be there."""
+    toy["model"] |= {"initialization": "fan_in", "attention_type": "diff_v2"}
+    toy["data"] |= {"source": "nowhere"}
+    path = tmp_path / "toy.yaml"
+    path.write_text(yaml.safe_dump(toy))
+    text, rows = start(path)
+    assert rows[0][0] == pytest.approx(1, rel=0.1)
+    assert "embedding_multiplier: 5.657" in text
+    assert "diff_v2: no branch starts more than" in text
+    assert "fresh weights" not in text
+
+
+def test_sizes_of_a_recipe(toy_file, capsys):
+    assert main(["info", str(toy_file)]) == 0
+    assert "(recipe)" in capsys.readouterr().out
+
+
+def test_a_shipped_recipe(start):
+    text, rows = start("demo")
+    assert rows[0][3] > 5
+    assert "demo at step 0" in text
+
+
+def test_a_saved_model_is_measured_with_fresh_weights(start, tmp_path):
+    config = DiffTransformerConfig(
+        attention_type="softmax", hidden_size=32, num_attention_heads=4, num_hidden_layers=1, vocab_size=50
+    )
+    model = DiffTransformerForCausalLM(config)
+    model.model.embed_tokens.weight.data.mul_(100)
+    model.save_pretrained(tmp_path)
+    text, rows = start(tmp_path)
+    assert rows[0][0] == pytest.approx(0.02, rel=0.1)
+    assert len(rows[0]) == 4  # a Transformer is its own twin
+    assert "Measured with fresh weights: this is how the configuration starts, not what was trained." in text
+
+
+def test_few_layers_of_a_large_preset(start, monkeypatch):
+    monkeypatch.setattr("difftransformer.model.start_sizes.MOST_BYTES", 3 * 4 * 12 * 512**2)
+    text, rows = start("small")
+    assert list(rows) == [0, 1]
+    assert "small at step 0, the first 2 of 8 layers" in text
+    monkeypatch.setattr("difftransformer.model.start_sizes.MOST_BYTES", 1)
+    text, rows = start("small")
+    assert list(rows) == [0]
+    assert "small at step 0, the first of 8 layers" in text
+
+
+def refused(capsys, *words):
+    assert main(list(map(str, words))) == 2
+    return capsys.readouterr().err
+
+
+def test_what_has_no_start(capsys, tmp_path):
+    line = refused(capsys, "info", "backends", "--start")
+    assert "backends is not a model; name a preset, a recipe or a folder with config.json to use --start" in line
+    line = refused(capsys, "info", "4b", "--start")
+    assert "'4b' is neither a preset (tiny, small," in line
+    assert "nor a recipe (ablation, demo," in line
+    shape = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "head_dim": 8,
+    }
+    family_config("qwen3")(**shape, num_key_value_heads=2, vocab_size=40).save_pretrained(tmp_path)
+    line = refused(capsys, "info", tmp_path, "--start")
+    assert "model_type is 'differential_family', and --start takes 'difftransformer'" in line

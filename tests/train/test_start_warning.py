@@ -1,0 +1,72 @@
+"""Training says once that a new model's first layers drown its embeddings, and computes what it would compute without that."""
+
+import dataclasses
+import warnings
+
+import pytest
+import torch
+
+from difftransformer.studies import start_run, train_run
+from difftransformer.train import checkpoints, loop
+
+WORDS = (
+    r"^at step 0 the attention of layer 0 starts \d+\.\d times as large as the embeddings that it joins, and drowns them; "
+    r"start with initialization: fan_in$"
+)
+
+
+@pytest.fixture
+def wide(toy_recipe):
+    """start -> the toy recipe with one layer of width 128."""
+
+    def recipe(start, **fields):
+        shape = {"hidden_size": 128, "num_attention_heads": 4, "num_hidden_layers": 1, "initialization": start}
+        training = dataclasses.replace(toy_recipe.training, steps=3, validation_windows=1, **fields)
+        return dataclasses.replace(toy_recipe, model=shape, training=training)
+
+    return recipe
+
+
+def train(folder, recipe, shards):
+    start_run(folder, recipe)
+    return train_run(folder, recipe, shards)
+
+
+def test_once_for_a_new_model(wide, toy_shards, tmp_path):
+    with pytest.warns(UserWarning, match=WORDS) as said:
+        train(tmp_path / "run", wide("normal", keep_checkpoints=9, checkpoint_every=1), toy_shards)
+    assert len(said) == 1
+
+
+def test_not_where_a_run_continues(wide, toy_shards, tmp_path):
+    recipe = wide("normal", keep_checkpoints=9, checkpoint_every=1)
+    with pytest.warns(UserWarning, match=WORDS):
+        train(tmp_path / "run", recipe, toy_shards)
+    for file in (newest := checkpoints(tmp_path / "run")[-1]).iterdir():
+        file.unlink()
+    newest.rmdir()
+    with warnings.catch_warnings(action="error"):
+        train(tmp_path / "run", recipe, toy_shards)
+
+
+def test_not_for_saved_weights(wide, toy_shards, tmp_path):
+    with pytest.warns(UserWarning, match=WORDS):
+        train(tmp_path / "first", wide("normal"), toy_shards)
+    recipe = dataclasses.replace(wide("normal"), model={}, start_from=str(checkpoints(tmp_path / "first")[-1]))
+    with warnings.catch_warnings(action="error"):
+        train(tmp_path / "second", recipe, toy_shards)
+
+
+def test_not_for_fan_in(wide, toy_shards, tmp_path):
+    with warnings.catch_warnings(action="error"):
+        train(tmp_path / "run", wide("fan_in"), toy_shards)
+
+
+def test_losses_and_weights_are_those_without_the_measurement(wide, toy_shards, tmp_path, read_run, monkeypatch):
+    with pytest.warns(UserWarning, match=WORDS):
+        measured = train(tmp_path / "measured", wide("normal"), toy_shards)
+    monkeypatch.setattr(loop, "_warn_of_start", lambda config, seed: None)
+    plain = train(tmp_path / "plain", wide("normal"), toy_shards)
+    assert read_run(tmp_path / "measured") == read_run(tmp_path / "plain")
+    for a, b in zip(measured.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(a, b)
