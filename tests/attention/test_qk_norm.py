@@ -217,5 +217,5 @@ def test_names_and_lack():
     assert {*normed.own_parameter_names()} - {*plain.own_parameter_names()} == {"q_norm.weight", "k_norm.weight"}
     assert (plain.q_norm, plain.k_norm) == (None, None)
     assert torch.equal(normed.q_norm.weight, torch.ones(4))
-    with pytest.raises(ConfigError, match="qk_norm=True: Microsoft's module has V1 attention.*expected qk_norm=False"):
+    with pytest.raises(ConfigError, match=r"qk_norm=True: Microsoft's module has V1 attention.*expected qk_norm=False"):
         microsoft_attention_state(normed)

@@ -144,7 +144,9 @@ def test_layouts_without_it_refuse_in_one_line(kind, layout, words, tmp_path):
 
 
 def test_a_converted_llama_has_none():
-    config = LlamaConfig(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4)
+    config = LlamaConfig(
+        vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4
+    )
     assert from_llama(config, to="diff").config["qk_norm"] is False
     with pytest.raises(ConfigError, match="qk_norm is not an option of --to 'diff'; leave it out"):
         from_llama(config, to="diff", qk_norm=True)
