@@ -15,10 +15,18 @@ import measured
 import yaml
 
 from difftransformer.report.evidence import Studied, judge, read_claims, read_studies
-from difftransformer.report.evidence.answers import answers, headline, power_words, progress_words
-from difftransformer.report.evidence.drawings import draw_arms, draw_scaling
-from difftransformer.report.evidence.pages import claims_table, studies_table
-from difftransformer.report.evidence.tables import needs_table, overview_table
+from difftransformer.report.evidence.answers import (
+    answers,
+    changes_words,
+    edge_words,
+    interval_words,
+    progress_words,
+    shared_words,
+)
+from difftransformer.report.evidence.drawings import draw_arms, draw_contrasts, draw_scaling
+from difftransformer.report.evidence.pages import brief_answer, claims_table, studies_table
+from difftransformer.report.evidence.questions import contrasts_table, plan_words, question_verdicts
+from difftransformer.report.evidence.tables import needs_table, overview_table, rates_table
 from difftransformer.report.tables import Group, Table
 
 DOCS = Path(__file__).parent
@@ -45,7 +53,7 @@ def generated() -> Iterator[tuple[Path, str]]:
     here = {one.evidence.slug: f"../../findings.md#study-{anchor(one.evidence.slug)}" for one in found}
     yield STUDIES / "README.md", PAGE.format(claims=claims.markdown(here), studies=studies.markdown(here))
     readme = readme_table(found).markdown(
-        {one.evidence.index.question: f"docs/findings.md#study-{anchor(one.evidence.slug)}" for one in found}
+        {one.evidence.slug: f"docs/findings.md#study-{anchor(one.evidence.slug)}" for one in found}
     )
     pages = measured.blocks(found)
     pages[DOCS.parent / "README.md"]["studies"] = readme if found else "No study has run yet.\n"
@@ -62,35 +70,61 @@ def generated() -> Iterator[tuple[Path, str]]:
 
 
 def readme_table(found: list[Studied]) -> Table:
-    """Return the studies with their leading answers."""
-    rows = [[one.evidence.index.question, headline(one.evidence, one.rows, one.scaling)] for one in found]
-    return Table("studies", "Studies", (Group("question", numeric=False), Group("answer", numeric=False)), rows)
+    """Return the studies with their leading answers, a line of a few words each."""
+    rows = [[one.evidence.slug, brief_answer(one)] for one in found]
+    return Table("studies", "Studies", (Group("study", numeric=False), Group("answer", numeric=False)), rows)
 
 
 def section(one: Studied, has_figure: bool) -> str:
     """Return a study's part of the findings."""
     evidence, index = one.evidence, one.evidence.index
     records = evidence.path.relative_to(DOCS).as_posix()
+    stage = "confirms a plan" if index.plan else "explores: nothing in it is confirmed"
     lines = [
-        f"### Study {index.name} ({index.preset})",
+        f"### Study {index.name} ({evidence.path.stem})",
         f"**{index.question}** {index.about}",
-        f"`{index.command}` ([records]({records}), {progress_words(evidence)}).",
-        "\n".join(f"- {answer.subject}: {answer.text}" for answer in answers(evidence, one.rows, one.scaling)),
+        f"`{index.command}` ([records]({records}), {progress_words(evidence)}). This study {stage}.",
     ]
+    verdicts = question_verdicts(one) if index.plan else answers(one)
+    lines.append(
+        "\n".join(f"- {said.subject}{' ' if said.subject.endswith('?') else ': '}{said.text}" for said in verdicts)
+    )
     if has_figure:
         lines.append(f"![{index.question}](figures/{figure_file(one).name})")
-    lines.append(overview_table(evidence, one.rows).markdown().rstrip())
-    if one.scaling:
-        lines.append(needs_table(one.scaling).markdown().rstrip())
-    lines.append(power_words(evidence, one.rows))
+    lines += confirming(one) if index.plan else exploring(one)
+    first, *more = changes_words(one)
+    lines.append(f"Changes after data: {first}" if not more else "\n- ".join(["Changes after data:\n", first, *more]))
+    lines += [words for words in (shared_words(one),) if words]
     lines += [f"Text: {words} (CC BY-SA 4.0)." for words in evidence.attributions()]
     return "\n\n".join(lines) + "\n"
 
 
+def confirming(one: Studied) -> list[str]:
+    """Return what a section shows of a study with a plan: the plan, its contrasts, and the learning rates."""
+    rates = rates_table(one.evidence)
+    return [
+        contrasts_table(one).markdown().rstrip(),
+        " ".join([*plan_words(one), one.evidence.index.plan.plan.about]).rstrip(),
+        *([rates.markdown().rstrip()] if rates else []),
+    ]
+
+
+def exploring(one: Studied) -> list[str]:
+    """Return what a section shows of a study without a plan: every arm, with intervals."""
+    evidence = one.evidence
+    lines = [overview_table(evidence, one.rows).markdown().rstrip()]
+    if one.scaling:
+        lines.append(needs_table(one.scaling).markdown().rstrip())
+    return [line for line in (*lines, interval_words(evidence), edge_words(evidence)) if line]
+
+
 def figure(one: Studied) -> str | None:
     """Return a study's figure as SVG; None if it has no pair of runs."""
-    scaling = draw_scaling(one.evidence, one.scaling) if one.scaling else None
-    drawing = scaling or draw_arms(one.evidence, one.rows)
+    if one.evidence.index.plan:
+        drawing = draw_contrasts(one)
+    else:
+        scaling = draw_scaling(one.evidence, one.scaling) if one.scaling else None
+        drawing = scaling or draw_arms(one.evidence, one.rows)
     return drawing.svg if drawing else None
 
 

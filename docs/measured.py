@@ -8,7 +8,7 @@ from difftransformer.report.bench import bench_tables, place_of
 from difftransformer.report.evidence import Studied
 from difftransformer.report.evidence.answers import decimals, progress_words
 from difftransformer.report.evidence.comparisons import bounded, row_of
-from difftransformer.report.evidence.tables import NOT_REACHED
+from difftransformer.report.evidence.tables import MARK, NOT_REACHED, is_marked, mark_words
 from difftransformer.report.tables import Group, Table, fixed, metric_decimals, p_text, upcycling_table
 from difftransformer.results import (
     Bench,
@@ -241,7 +241,7 @@ def coverage_table() -> str:
 
 def choice_tables(timed: Bench, upcycled: Upcycling, studies: Sequence[Studied]) -> str:
     """Return what was measured of each attention type: time, quality in two studies and after upcycling."""
-    found = {one.evidence.index.name: one for one in studies}
+    found = {one.evidence.index.name: one for one in studies if one.evidence.index.plan is None}
     trained, recalled = found.get("variants") or found.get("controls"), found.get("synthetic")
     works = ("training step", "prefill", "decoding")
     quality = ("held-out loss", "retrieval, seen cities", "retrieval, unseen cities")
@@ -279,7 +279,7 @@ def studied_notes(study: Studied | None, units: str = "") -> list[str]:
     return [
         f"Study: `{index.command}` ([its section](findings.md#study-{index.name}-{index.preset}), "
         f"{progress_words(study.evidence)}), mean \u00b1 standard error over seeds{means}. {units}".rstrip(),
-        "Better, worse or undecided: than the Transformer, by the study's rule.",
+        mark_words(study.evidence),
     ]
 
 
@@ -309,8 +309,8 @@ def studied_cells(study: Studied | None, kind: str, figures: Sequence[str]) -> I
             yield NOT_REACHED
             continue
         places = decimals(study.rows, row.figure)
-        state = "" if arm.name == study.evidence.index.reference else f", {row.state}"
-        yield f"{fixed(row.statistic.mean, places)} \u00b1 {fixed(row.statistic.standard_error, places)}{state}"
+        mark = f" {MARK}" if is_marked(row) else ""
+        yield f"{fixed(row.statistic.mean, places)} \u00b1 {fixed(row.statistic.standard_error, places)}{mark}"
 
 
 def upcycled_cell(result: Upcycling, kind: str) -> str:

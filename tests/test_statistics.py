@@ -9,6 +9,7 @@ from statistics import NormalDist
 import numpy as np
 import pytest
 import scipy.optimize
+import scipy.special
 import scipy.stats
 
 from difftransformer.errors import EvaluationError, ShapeError
@@ -18,8 +19,11 @@ from difftransformer.statistics import (
     holm,
     holm_differences,
     item_difference,
+    log_odds,
     mean_and_standard_error,
     paired_difference,
+    sign_flip,
+    welch,
     wilson_interval,
 )
 from tests.support.interval_coverage import clustered_coverage, paired_coverage, shape_coverage
@@ -309,3 +313,123 @@ def test_intervals_over_items_cover_as_often_as_they_say() -> None:
         assert paired_coverage(pair, n, replicates, compare=False)["chosen"] > 0.93 - room, (n, pair)
     for documents in (10, 100):
         assert clustered_coverage(0.5, documents, replicates)["chosen"] > 0.93 - room
+
+
+def one_sided(values: list[float], centre: float) -> tuple[float, float]:
+    """P-values of the centre against larger and against smaller values, by all sign patterns of the deviations from it."""
+    deviations = [value - centre for value in values]
+    sums = [
+        math.fsum(sign * one for sign, one in zip(signs, deviations, strict=True))
+        for signs in itertools.product((1, -1), repeat=len(values))
+    ]
+    found = math.fsum(deviations)
+    return sum(one >= found - 1e-9 for one in sums) / len(sums), sum(one <= found + 1e-9 for one in sums) / len(sums)
+
+
+@pytest.mark.parametrize("count", [2, 5, 6, 7, 9])
+def test_a_sign_flip_is_that_of_all_sign_patterns_and_its_interval_holds_what_it_does_not_reject(count: int) -> None:
+    rng = np.random.default_rng(count)
+    for shift in (0.0, 0.8, 3.0):
+        values = list(rng.normal(shift, 1, count))
+        found = sign_flip(values)
+        assert found.p_value == pytest.approx(min(1.0, 2 * min(one_sided(values, 0.0))))
+        reference = scipy.stats.permutation_test((values,), np.mean, permutation_type="samples", n_resamples=np.inf)
+        assert found.p_value == pytest.approx(reference.pvalue)
+        if count < 6:
+            assert (found.low, found.high) == (None, None)
+            assert found.p_value > 0.05
+            continue
+        step = 1e-6
+        for bound, inside in ((found.low, 1), (found.high, -1)):
+            assert 2 * min(one_sided(values, bound + inside * step)) > 0.05
+            assert 2 * min(one_sided(values, bound - inside * step)) <= 0.05
+
+
+def test_a_sign_flip_and_its_interval_agree_on_zero_with_ties() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(100):
+        values = rng.integers(-3, 8, int(rng.integers(6, 10))) * 0.1  # many subsets have a mean of 0 but for rounding
+        found = sign_flip(values)
+        expected = min(1.0, 2 * min(one_sided(list(values), 0.0)))
+        assert found.p_value == pytest.approx(expected)
+        if values.any():
+            assert (found.low <= 0 <= found.high) == (found.p_value > 0.05)
+            mirrored = sign_flip(-values)
+            assert (mirrored.low, mirrored.high) == pytest.approx((-found.high, -found.low))
+
+
+def test_a_sign_flip_of_nothing_but_zeros_decides_nothing() -> None:
+    found = sign_flip([0.0] * 12)
+    assert (found.mean, found.low, found.high, found.p_value, found.interval_method) == (0.0, None, None, 1.0, "none")
+    with pytest.raises(EvaluationError, match="no differences"):
+        sign_flip([])
+
+
+@pytest.mark.parametrize("count", [21, 40])
+def test_many_seeds_draw_sign_patterns_close_to_all_of_them(count: int) -> None:
+    """Of many normal differences the sign flip is close to Student's t, whose interval it must then have but for the draws."""
+    for seed in range(3):
+        values = np.random.default_rng(seed).normal(0.3, 1, count)
+        found, student = sign_flip(values), scipy.stats.ttest_1samp(values, 0)
+        assert found == sign_flip(values)
+        assert found.p_value == pytest.approx(student.pvalue, rel=0.15, abs=0.003)
+        interval = student.confidence_interval()
+        half = (interval.high - interval.low) / 2
+        assert (found.low, found.high) == pytest.approx((interval.low, interval.high), abs=0.1 * half)
+
+
+@pytest.mark.parametrize("shape", ["normal", "heavy", "two modes"])
+def test_intervals_of_sign_flips_cover_the_centre_of_symmetric_differences(shape: str) -> None:
+    rng, repeats, covered = np.random.default_rng(5), 1500, 0
+    for _ in range(repeats):
+        match shape:
+            case "normal":
+                values = rng.normal(1, 1, 10)
+            case "heavy":
+                values = 1 + rng.standard_t(2, 10)
+            case _:
+                values = 1 + rng.choice([-1, 1], 10) + rng.normal(0, 0.05, 10)
+        found = sign_flip(values)
+        covered += found.low <= 1 <= found.high
+    exact = 1 - 2 * math.floor(0.025 * 2**10) / 2**10  # 0.951: the level that 10 seeds have
+    assert covered / repeats == pytest.approx(exact, abs=3 * math.sqrt(0.05 * 0.95 / repeats))
+
+
+def test_welchs_test_is_scipys() -> None:
+    rng = np.random.default_rng(0)
+    for sizes in ((5, 5), (8, 20), (2, 3)):
+        a, b = rng.normal(0, 1, sizes[0]), rng.normal(1, 3, sizes[1])
+        found, expected = welch([a, b], [1.0, -1.0]), scipy.stats.ttest_ind(a, b, equal_var=False)
+        interval = expected.confidence_interval()
+        assert found.p_value == pytest.approx(expected.pvalue)
+        assert (found.mean, found.low, found.high) == pytest.approx((a.mean() - b.mean(), interval.low, interval.high))
+    one = welch([a], [2.0])
+    assert one.p_value == pytest.approx(scipy.stats.ttest_1samp(a, 0).pvalue)
+
+
+def test_welchs_intervals_of_a_contrast_of_four_groups_cover_it() -> None:
+    rng, repeats, covered = np.random.default_rng(1), 4000, 0
+    weights, spreads, sizes = [1.0, -1.0, -0.5, 0.5], [1.0, 0.2, 3.0, 0.5], [8, 6, 12, 5]
+    for _ in range(repeats):
+        groups = [rng.normal(place, spread, size) for place, spread, size in zip(range(4), spreads, sizes, strict=True)]
+        found = welch(groups, weights)
+        covered += found.low <= 0 - 1 - 1 + 1.5 <= found.high
+    assert covered / repeats == pytest.approx(0.95, abs=0.012)
+
+
+def test_welch_says_what_it_cannot_do() -> None:
+    assert welch([[1.0, 1.0], [2.0, 2.0]], [1.0, -1.0]).interval_method == "none"
+    with pytest.raises(EvaluationError, match="groups of \\[2, 1\\] values"):
+        welch([[1.0, 2.0], [1.0]], [1.0, -1.0])
+    with pytest.raises(ShapeError, match="1 weights for 2 groups"):
+        welch([[1.0, 2.0], [1.0, 2.0]], [1.0])
+
+
+def test_log_odds_are_finite_and_odd() -> None:
+    for trials in (1, 7, 400):
+        for right in range(0, trials + 1, max(1, trials // 7)):
+            share = (right + 0.5) / (trials + 1)
+            assert log_odds(right, trials) == pytest.approx(scipy.special.logit(share))
+            assert log_odds(trials - right, trials) == pytest.approx(-log_odds(right, trials))
+    with pytest.raises(EvaluationError, match="5 successes of 4 trials"):
+        log_odds(5, 4)

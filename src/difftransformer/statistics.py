@@ -1,9 +1,11 @@
 """Statistics of a comparison. Nothing here needs torch.
 
-Four rules hold everywhere in the package:
+Five rules hold everywhere in the package:
 
 * An interval over training runs is Student's t over the per-seed paired differences (`paired_difference`). With one seed
   there is no such interval, and no other interval takes its place.
+* A contrast that a study planned is decided by the exact sign-flip test of 10 or more paired differences (`sign_flip`), by
+  Student's t of fewer, or by Welch's test where its groups are independent (`welch`).
 * An interval over evaluation items is that of `item_difference` and is always labelled as one. It says how much the figure
   would vary over samples of items. It says nothing about another training seed.
 * A proportion has a Wilson interval (`wilson_interval`). Where several answers share a document, the document is the unit
@@ -33,6 +35,11 @@ _RESAMPLED_ITEMS_AT_ONCE = 1 << 20
 """Items drawn in one numpy call of the bootstrap; this bounds its memory to about 40 MB."""
 
 _ROUNDING = 1e-12
+
+MOST_EXACT_SEEDS = 20
+"""Up to this number of seeds all 2^n sign patterns are counted; above it, patterns are drawn."""
+
+_DRAWN_PATTERNS = 199_999
 
 
 def wilson_interval(successes: float, trials: float, confidence: float = CONFIDENCE) -> tuple[float, float]:
@@ -155,6 +162,112 @@ def paired_difference(a: Sequence[float], b: Sequence[float], confidence: float 
         interval_method="student-t over seeds",
         p_value=p_value,
     )
+
+
+def sign_flip(differences: Sequence[float], confidence: float = CONFIDENCE) -> PairedDifference:
+    """Return the mean of paired differences with the sign-flip test of its being 0 and the interval of the same test.
+
+    If the differences are independent and symmetric about their centre, each may have had the other sign. The centre is then
+    equally likely to lie in any of the gaps that the means of all non-empty subsets of the differences leave on the line
+    (J. A. Hartigan, Journal of the American Statistical Association 64, 1969). So of n differences the test of the centre c
+    against larger values has the p-value `(1 + number of subset means <= c) / 2^n`; twice the smaller side is the two-sided
+    p-value, and the interval, which ends at two of the subset means, holds exactly the values that are not rejected.
+
+    The test is exact up to `MOST_EXACT_SEEDS` differences. Of more, a sample of subsets that is drawn once and for all takes
+    the place of all of them, which keeps the level of the test.
+
+    Args:
+        differences: One difference per seed.
+        confidence: Coverage of the interval, between 0 and 1.
+
+    Returns:
+        The difference. `low` and `high` are None where there are too few differences for the confidence: below 6 for 95 %.
+        They are None as well where all differences are 0, with a p-value of 1.
+
+    Raises:
+        EvaluationError: There are no differences, or the confidence lies outside (0, 1).
+    """
+    _check_confidence(confidence)
+    values = np.asarray(differences, dtype=np.float64)
+    if not len(values):
+        raise EvaluationError("sign_flip: no differences; give that of at least one seed")
+    mean = float(values.mean())
+    if not values.any():
+        return replace(_no_interval(0.0, confidence), p_value=1.0)
+    means = np.sort(_subset_means(values))
+    patterns = len(means) + 1
+    # Subsets whose mean is 0 but for rounding count on both sides, as the mean itself would.
+    means[np.abs(means) <= _ROUNDING * np.abs(values).max()] = 0.0
+    below, above = np.searchsorted(means, 0.0, side="right"), patterns - 1 - np.searchsorted(means, 0.0, side="left")
+    found = PairedDifference(
+        mean=mean,
+        low=None,
+        high=None,
+        confidence=confidence,
+        interval_method="sign flip over seeds",
+        p_value=min(1.0, 2 * (1 + float(min(below, above))) / patterns),
+    )
+    # Rounded up by a hair, so that 1 - 0.95 leaves the tail that 0.05 has.
+    outside = math.floor((1 - confidence) / 2 * patterns * (1 + _ROUNDING))
+    return found if not outside else replace(found, low=float(means[outside - 1]), high=float(means[-outside]))
+
+
+def welch(
+    groups: Sequence[Sequence[float]], weights: Sequence[float], confidence: float = CONFIDENCE
+) -> PairedDifference:
+    """Return a weighted sum of the means of independent groups, with the interval and the test of B. L. Welch (1947).
+
+    Every group has a variance of its own. The degrees of freedom are Satterthwaite's. For two groups with the weights 1 and -1
+    this is Welch's t test.
+
+    Args:
+        groups: The values of each group, at least two.
+        weights: The weight of each group's mean.
+        confidence: Coverage of the interval, between 0 and 1.
+
+    Returns:
+        The sum. Where no group varies, `low` and `high` are None and the method is "none".
+
+    Raises:
+        ShapeError: There are not as many weights as groups.
+        EvaluationError: A group has fewer than two values, or the confidence lies outside (0, 1).
+    """
+    _check_confidence(confidence)
+    if len(groups) != len(weights):
+        raise ShapeError(f"welch: {len(weights)} weights for {len(groups)} groups; give one for each")
+    if not groups or min(map(len, groups)) < 2:
+        raise EvaluationError(f"welch: groups of {[len(group) for group in groups]} values; need at least 2 in each")
+    mean = math.fsum(weight * math.fsum(group) / len(group) for group, weight in zip(groups, weights, strict=True))
+    parts = [
+        weight**2 * float(np.var(group, ddof=1)) / len(group) for group, weight in zip(groups, weights, strict=True)
+    ]
+    variance = math.fsum(parts)
+    if not variance:
+        return _no_interval(mean, confidence)
+    from scipy.special import stdtr, stdtrit
+
+    freedom = variance**2 / math.fsum(part**2 / (len(group) - 1) for part, group in zip(parts, groups, strict=True))
+    error = math.sqrt(variance)
+    half = float(stdtrit(freedom, 0.5 + confidence / 2)) * error
+    return PairedDifference(
+        mean=mean,
+        low=mean - half,
+        high=mean + half,
+        confidence=confidence,
+        interval_method="welch over seeds",
+        p_value=2 * float(stdtr(freedom, -abs(mean) / error)),
+    )
+
+
+def log_odds(successes: float, trials: float) -> float:
+    """Return log((k + 1/2) / (n - k + 1/2)) of k successes of n trials, which is finite at 0 and at n (J. B. S. Haldane 1956).
+
+    Raises:
+        EvaluationError: The counts are impossible.
+    """
+    if not 0 <= successes <= trials:
+        raise EvaluationError(f"log_odds: {successes} successes of {trials} trials; need 0 <= successes <= trials")
+    return math.log((successes + 0.5) / (trials - successes + 0.5))
 
 
 def item_difference(
@@ -300,6 +413,18 @@ def holm_differences(differences: Sequence[PairedDifference], about: Sequence[Ha
 
 def _no_interval(mean: float, confidence: float) -> PairedDifference:
     return PairedDifference(mean=mean, low=None, high=None, confidence=confidence, interval_method="none")
+
+
+def _subset_means(values: np.ndarray) -> np.ndarray:
+    """Return the means of all non-empty subsets, or of a fixed sample of them where there are too many."""
+    if len(values) > MOST_EXACT_SEEDS:
+        chosen = np.random.default_rng(0).integers(2, size=(_DRAWN_PATTERNS, len(values)), dtype=np.int8)
+        chosen = chosen[chosen.any(axis=1)]
+        return np.asarray(chosen @ values / chosen.sum(axis=1))
+    sums, sizes = np.zeros(1), np.zeros(1)
+    for value in values:
+        sums, sizes = np.concatenate([sums, sums + value]), np.concatenate([sizes, sizes + 1])
+    return np.asarray(sums[1:] / sizes[1:])
 
 
 def _counted(scores: np.ndarray, weights: np.ndarray) -> bool:

@@ -1,5 +1,6 @@
 """docs/findings.md: every section with figures names a results file, and its table shows what the file holds."""
 
+import dataclasses
 import importlib
 import re
 import subprocess
@@ -10,8 +11,21 @@ from pathlib import Path
 import pytest
 
 from difftransformer.report.evidence import studied
-from difftransformer.results import Bench, Comparison, StudyFigure, TaskResult, Upcycling, read_document, read_result
-from tests.support.simulated_study import record, study
+from difftransformer.results import (
+    Bench,
+    Change,
+    ChosenRate,
+    Comparison,
+    Contrast,
+    Question,
+    StudyFigure,
+    TaskResult,
+    Term,
+    Upcycling,
+    read_document,
+    read_result,
+)
+from tests.support.simulated_study import LOSS, planned, record, study
 
 DOCS = Path(__file__).parents[2] / "docs"
 SECTIONS = dict(
@@ -62,6 +76,60 @@ def split_tables(text):
 
 def table_after(marker, page):
     return cells_of(page.read_text("utf-8").partition(marker)[2])
+
+
+def test_the_readme_has_a_short_line_for_each_study():
+    rows = table_after("<!-- studies -->", DOCS.parent / "README.md")[1:]
+    assert len(rows) == len(list((DOCS / "results" / "studies").glob("*/*.json")))
+    for row in rows:
+        assert len(" ".join(row).split()) <= 26, row  # the name of the study and 25 words
+
+
+def test_every_study_says_what_was_changed_and_whether_it_confirms():
+    sections = re.findall(r"^### Study .*?(?=^### |^<!-- /studies|\Z)", SECTIONS["Studies"], re.MULTILINE | re.DOTALL)
+    assert len(sections) >= 7
+    for section in sections:
+        assert "Changes after data:" in section
+        assert ("This study explores: nothing in it is confirmed." in section) != (
+            "This study confirms a plan." in section
+        )
+        if "This study explores" in section:
+            assert not re.search(r"is (better|worse) than|Holm", section)
+
+
+def test_the_section_of_a_plan_has_its_questions_its_contrasts_and_all_rates(monkeypatch):
+    monkeypatch.syspath_prepend(str(DOCS))
+    losses = {"diff": 2.0, "softmax": 2.1}
+    terms = [Term(arms=["diff"], weight=1.0), Term(arms=["softmax"], weight=-1.0)]
+    contrast = Contrast(
+        name="DIFF minus Transformer",
+        figure=LOSS.label,
+        terms=terms,
+        seeds=6,
+        above="It is higher.",
+        below="It is lower.",
+    )
+    rate = ChosenRate(arm="diff", point={}, learning_rate=2e-3, tried=[(1e-3, 2.2), (2e-3, 2.1)])
+    evidence = study(
+        list(losses),
+        [LOSS],
+        6,
+        lambda arm, _, seed: record([LOSS], {LOSS.label: losses[arm] + 0.01 * (seed % 3) * (arm == "diff")}, arm=arm),
+        first_seed=2000,
+        plan=planned([Question(question="Is the loss lower?", contrasts=[contrast])]),
+        rates=[rate],
+        changes=[Change(when="2026-02-01", what="One."), Change(when="abc", what="Two.")],
+    )
+    evidence = dataclasses.replace(evidence, path=DOCS / "results" / "studies" / "simulated" / "laptop.json")
+    text = importlib.import_module("evidence").section(studied(evidence), False)
+    bullet = next(line for line in text.splitlines() if line.startswith("- Is the loss lower?"))
+    assert bullet.startswith("- Is the loss lower? DIFF minus Transformer: -0.0900 nats/token [-0.")
+    assert ", below zero in 6 of 6 seeds: It is lower (registered; Student's t test, p < 0.001)." in bullet
+    assert "### Study simulated (laptop)" in text
+    assert "This study confirms a plan." in text
+    assert "2.200 | 2.100 * | at the edge |" in text
+    assert "Changes after data:\n\n- 2026-02-01: One.\n- abc: Two.\n" in text
+    assert "SHA-256 " + "5" * 64 in text
 
 
 def test_the_table_of_retrieval_is_that_of_its_file():
@@ -117,7 +185,7 @@ def test_the_figures_of_the_demo_are_those_of_its_file():
 
 
 def test_choose_a_variant_shows_what_a_study_measured(monkeypatch):
-    """A type has the figures of its first arm, in the words of the study's rule; a type without a run has none."""
+    """A type has the figures of its first arm, with a mark where the interval excludes zero; a type without a run has none."""
     monkeypatch.syspath_prepend(str(DOCS))
     choice = importlib.import_module("measured").choice_tables
     seen = StudyFigure(label="retrieval, seen cities", task="needle", name="accuracy", better="higher", unit="share")
@@ -137,8 +205,9 @@ def test_choose_a_variant_shows_what_a_study_measured(monkeypatch):
     missing = "not measured yet"
     assert [row[1:] for row in times if row[0] == "`softmax`"] == [["1"] * 3]
     rows = {row[0]: row[1:4] for row in quality}
-    assert rows["`diff`"] == [missing, "0.900 \u00b1 0.004, better", missing]
-    assert rows["`diff_v2`"][1].endswith(", undecided")
+    assert rows["`diff`"] == [missing, "0.900 \u00b1 0.004 *", missing]
+    assert rows["`diff_v2`"][1].startswith("0.500 \u00b1 ")
+    assert not rows["`diff_v2`"][1].endswith("*")
     assert rows["`softmax`"] == [missing, "0.500 \u00b1 0.007", missing]
     assert rows["`dex`"] == rows["`grouped_diff`"] == [missing] * 3
     _, nothing = map(cells_of, split_tables(choice(timed, upcycled, [])))

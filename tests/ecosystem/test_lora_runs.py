@@ -10,9 +10,10 @@ from difftransformer.errors import ConfigError
 from difftransformer.hub import open_model
 from difftransformer.model import DiffTransformerForCausalLM
 from difftransformer.studies import train_run
-from difftransformer.train import checkpoints
+from difftransformer.train import build_model, checkpoints
 from difftransformer.train.config import LoraConfig
 from difftransformer.train.lora import add_lora, merged_state
+from difftransformer.train.parallel import Unfilled
 
 IDS = torch.arange(24).view(2, 12)
 
@@ -72,6 +73,29 @@ def test_starts_as_the_model_it_adapts(start, toy_recipe):
     add_lora(model, LoraConfig(), seed=0)
     assert torch.equal(model(IDS).logits, before)
     assert set(merged_state(model)) == set(open_model(start("diff")).state_dict())
+
+
+@pytest.mark.parametrize("initialization", ["fan_in", "normal"])
+def test_filled_later_it_has_the_values_of_a_model_built_whole(initialization, start, toy_recipe, toy_shards):
+    start("diff")  # PEFT is there
+    recipe = dataclasses.replace(toy_recipe, model=toy_recipe.model | {"initialization": initialization})
+    config, lora = recipe.model_config(vocab_size=toy_shards.tokenizer.vocab_size), LoraConfig(rank=4)
+    model = build_model(config, 3)
+    add_lora(model, lora, seed=7)
+    later = Unfilled(lambda: build_model(config, 3))
+    later.change(lambda network: add_lora(network, lora, seed=7))
+    later.fill("cpu")
+    found = later.network.state_dict()
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(found[name], tensor), name
+        if "lora_A" in name:
+            bound = tensor.shape[1] ** -0.5
+            assert 0.9 * bound < tensor.abs().max() <= bound
+            assert tensor.std() == pytest.approx(bound / 3**0.5, rel=0.2)
+    plain = dict(build_model(config, 3).named_parameters())
+    assert all(
+        torch.equal(plain[name.replace(".base_layer", "")], t) for name, t in found.items() if "lora_" not in name
+    )
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, Trai
 
 from difftransformer.attention import VARIANTS
 from tests.support.tiny_folders import SENTENCES, logits, model, saved, stock, tokens
-from tests.support.tiny_models import scramble
+from tests.support.tiny_models import scramble, tiny
 
 TRAINED_TYPES = ("diff", "diff_v2")
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -61,6 +61,25 @@ def test_lora(attention_type, needs, tmp_path):
     torch.testing.assert_close(logits(merged, ids), after, atol=1e-5, rtol=1e-5)
     merged.save_pretrained(tmp_path / "merged")
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged"), ids), logits(merged, ids))
+
+
+@torch.no_grad()
+def test_adapted_embeddings_are_multiplied(needs):
+    """PEFT's sum of the embedding and its adapter, times the factor, is what the first layer reads."""
+    peft = needs("peft")
+    base = tiny(embedding_multiplier=3.3, tie_word_embeddings=False)
+    ids, embedding = tokens(2, 8), base.get_input_embeddings().weight.clone()
+    lora = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["embed_tokens"], task_type="CAUSAL_LM")
+    adapted = peft.get_peft_model(base, lora)
+    layer = adapted.get_input_embeddings()
+    a, b = layer.lora_embedding_A["default"], layer.lora_embedding_B["default"]
+    a.normal_(generator=torch.Generator().manual_seed(0))
+    b.normal_(generator=torch.Generator().manual_seed(1))
+    expected = 3.3 * (embedding[ids] + 8 / 4 * (b @ a).T[ids])
+    found = adapted(input_ids=ids, output_hidden_states=True)
+    torch.testing.assert_close(found.hidden_states[0], expected)
+    merged = adapted.merge_and_unload()
+    torch.testing.assert_close(logits(merged, ids), found.logits, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("attention_type", VARIANTS)

@@ -65,6 +65,8 @@ CASES = {
     },
     "window": {"sliding_window": 5},
     "llama3 rotation": {"rope_parameters": LLAMA3 | {"original_max_position_embeddings": 64}},
+    "multiplied": {"embedding_multiplier": 3.3},
+    "multiplied by default": {"initialization": "fan_in", "tie_word_embeddings": False},
     "untied": {"tie_word_embeddings": False, "hidden_act": "gelu", "attention_type": "diff_v2"},
 }  # fmt: skip
 
@@ -163,6 +165,71 @@ def test_fresh_weights_are_drawn_as_ours():
     dex = remote.DiffTransformerModel(remote.DiffTransformerConfig(attention_type="dex", num_hidden_layers=1))
     assert not dex.layers[0].self_attn.dex_lambda.any()
     assert dex.layers[0].self_attn.dex_proj.std() == pytest.approx(64**-0.5, rel=0.05)
+
+
+@torch.no_grad()
+def test_given_embeddings_are_multiplied_too():
+    ours = tiny(embedding_multiplier=3.3).double()
+    theirs = twin(ours, remote.DiffTransformerForCausalLM).double()
+    theirs.load_state_dict(ours.state_dict())
+    given = ours.get_input_embeddings()(tokens(2, 8))
+    outputs = theirs(inputs_embeds=given, output_hidden_states=True)
+    assert torch.equal(outputs.hidden_states[0], 3.3 * given)
+    assert torch.equal(outputs.logits, theirs(tokens(2, 8)).logits)
+    assert same(ours(inputs_embeds=given).logits, outputs.logits)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("initialization", ["normal", "fan_in"])
+@torch.no_grad()
+def test_fresh_matrices_have_the_distributions_of_the_configuration(initialization, tied):
+    config = remote.DiffTransformerConfig(
+        vocab_size=500,
+        hidden_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        initialization=initialization,
+        depth_scaled_residual=True,
+        tie_word_embeddings=tied,
+        pad_token_id=7,
+    )
+    torch.manual_seed(0)
+    model = remote.DiffTransformerForCausalLM(config)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() < 2:
+            continue
+        is_end = "embed" in name or name == "lm_head.weight"
+        std = (96 if is_end else 3 * parameter.shape[1]) ** -0.5 if initialization == "fan_in" else 0.02
+        std /= 2 if "o_proj" in name or "down_proj" in name else 1  # sqrt(2 * 2 layers)
+        assert parameter.std().item() == pytest.approx(std, rel=0.05), name
+        if initialization == "fan_in" and not is_end:
+            assert 1.7 < parameter.abs().max() / std <= 3**0.5, name  # uniform
+    assert not model.model.embed_tokens.weight[7].any()
+    head = remote.DiffTransformerForSequenceClassification(config).score.weight
+    bound = 96**-0.5 if initialization == "fan_in" else 0.1
+    assert 0.5 * bound < head.abs().max() <= bound
+
+
+@torch.no_grad()
+def test_a_mimetic_start_is_refused_and_its_model_opens(tmp_path):
+    model = tiny(initialization="mimetic", attention_type="softmax")
+    model.save_pretrained(tmp_path)
+    config = remote.DiffTransformerConfig.from_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"^mimetic_attention=True: .* use the package difftransformer$"):
+        remote.DiffTransformerForCausalLM(config)
+    opened = remote.DiffTransformerForSequenceClassification.from_pretrained(tmp_path)  # only its head is drawn
+    assert torch.equal(opened.model.layers[0].self_attn.q_proj.weight, model.model.layers[0].self_attn.q_proj.weight)
+    assert 0 < opened.score.weight.std() < 0.04
+
+
+def test_files_that_do_not_state_a_start_have_no_multiplier():
+    document = {"hidden_size": 64, "num_attention_heads": 4}
+    for kind in (DiffTransformerConfig, remote.DiffTransformerConfig):
+        early = kind.from_dict(dict(document))
+        assert (early.initialization, early.embedding_multiplier) == ("normal", 1.0)
+        mimetic = kind.from_dict(document | {"initialization": "mimetic"})
+        assert (mimetic.mimetic_attention, mimetic.embedding_multiplier) == (True, 1.0)
+        assert kind.from_dict(document | {"initialization": "fan_in"}).embedding_multiplier == 8.0
 
 
 @pytest.mark.parametrize("name", ["diff", "grouped_diff", "softmax"])

@@ -43,6 +43,8 @@ def test_every_saved_model_has_a_card_with_the_sizes_of_the_module(attention_typ
     assert "license" not in front
     table = rows(text)
     assert table["attention type"] == f"`{attention_type}`"
+    assert (table["initialization"], table["embedding multiplier"]) == ("`normal`", "1")
+    assert "mimetic attention" not in table
     assert table["parameters"] == f"{sum(p.numel() for p in model.parameters()):,}"
     attention = sum(p.numel() for layer in model.model.layers for p in layer.self_attn.parameters())
     assert table["of these, attention"] == f"{attention:,}"
@@ -53,6 +55,13 @@ def test_every_saved_model_has_a_card_with_the_sizes_of_the_module(attention_typ
     assert "# mine\n" in text
     assert "arXiv:2410.05258" in text
     assert is_ours(text)
+
+
+def test_the_card_states_the_start_and_the_multiplier():
+    config = tiny_config(initialization="fan_in", hidden_size=48, mimetic_attention=True, depth_scaled_residual=True)
+    table = rows(model_card(config, name="mine"))
+    assert (table["initialization"], table["embedding multiplier"]) == ("`fan_in`", "6.9282")
+    assert table["mimetic attention"] == table["depth scaled residual"] == "yes"
 
 
 def test_the_code_of_the_card_opens_the_model(tmp_path, monkeypatch):

@@ -40,7 +40,7 @@ REFUSED = {
     "type": ({"attention_type": "dif"}, "attention_type='dif' is unknown; choose one of softmax, diff"),
     "initialization": (
         {"initialization": "xavier"},
-        "initialization='xavier' is unknown; choose one of normal, mimetic",
+        "initialization='xavier' is unknown; choose one of fan_in, normal",
     ),
     "no layers": ({"num_hidden_layers": 0}, "num_hidden_layers=0: give a whole number of at least 1"),
     "no heads": ({"num_attention_heads": 0}, "num_attention_heads=0: give a whole number of at least 1"),

@@ -39,6 +39,7 @@ def two_processes(tmp_path_factory):
         "diff, scalar lambda",
         "diff, untied, grouped",
         "diff, chunked loss",
+        "diff, multiplied",
     ],
 )
 def test_equals_one_process(name, two_processes):

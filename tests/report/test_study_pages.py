@@ -21,15 +21,28 @@ from difftransformer.report.evidence import (
     study_page,
     write_evidence,
 )
-from difftransformer.report.evidence.claims import Claim, ClaimTest
-from difftransformer.report.evidence.pages import studies_page
+from difftransformer.report.evidence.answers import shared_words
+from difftransformer.report.evidence.claims import Claim, ClaimTest, Explored, Named
+from difftransformer.report.evidence.pages import brief_answer, studies_page
+from difftransformer.report.evidence.studied import with_shared
 from difftransformer.report.page import Page as ReportPage
 from difftransformer.report.page import all_tables, write_page
 from difftransformer.report.tables import Group, Table
-from difftransformer.results import ChosenRate, RunFigure, StudyArm, StudyAxis, StudyFigure
+from difftransformer.results import (
+    Change,
+    ChosenRate,
+    Contrast,
+    Question,
+    RunFigure,
+    StudyArm,
+    StudyAxis,
+    StudyFigure,
+    Term,
+    write_result,
+)
 from tests.report.test_narrow_screens import Ancestors, width_in_a_browser
 from tests.report.test_page import Page
-from tests.support.simulated_study import LOSS, falling, record, save, study
+from tests.support.simulated_study import LOSS, falling, planned, record, save, study
 
 RECIPES = Path(__file__).parents[2] / "recipes" / "studies"
 CONTROLS = ["diff", "wide", "norm", "no-norm", "zero", "init", "one", "added", "mean", "normal", "other", "twin"]
@@ -117,7 +130,8 @@ def pages(tmp_path_factory):
 
 def test_rates_at_the_edge_of_those_tried_are_said(pages):
     text = (pages.folder / "scaling-laptop" / "index.html").read_text()
-    assert "1 of 2 chosen rates are at the edge of those tried" in text
+    assert "1 of 2 chosen learning rates are at the edge of those tried" in text
+    assert "diff at size 8M (0.001)" in text
 
 
 def test_pages_stand_alone_and_show_every_table(pages):
@@ -162,9 +176,11 @@ def test_numbers_of_the_page_are_those_of_the_records(pages):
     page = Page((pages.folder / "controls-laptop" / "index.html").read_text())
     difference = np.subtract(values["diff"], values["twin"]).mean()
     assert f"{np.mean(values['diff']):.3f} against {np.mean(values['twin']):.3f}" in page.words
-    assert f"difference {difference:+.3f} [" in page.words
+    assert f"DIFF minus TWIN {difference:+.3f} [" in page.words
+    assert "above zero in 5 of 5 seeds" in page.words
     assert "60 of 99 planned runs" in page.words
-    assert "corrected by Holm's method for the 33 comparisons" in page.words
+    for word in ("Holm", "better than", "worse than"):
+        assert word not in page.words
     assert "0.85 (+0.30)" in page.cells
     assert page.cells.count("1.10") == 2  # DIFF's time over its twin's, a step and a run
     assert "5 of 5" in page.cells
@@ -230,48 +246,167 @@ def test_latex_and_markdown_escape_their_own_characters():
 
 
 CLAIM = Claim(
-    claim="Retrieval", paper="p", tests=[ClaimTest(study="controls", arm="diff", figure=SEEN.label)], controls=True
+    claim="Retrieval",
+    paper="p",
+    tests=[ClaimTest(study="controls", contrast="DIFF minus TWIN", favours="above")],
+    explored=[Explored(study="controls", arm="diff", figure=SEEN.label)],
 )
+PRIMARY = Contrast(
+    name="DIFF minus TWIN",
+    figure=SEEN.label,
+    terms=[Term(arms=["diff"], weight=1.0), Term(arms=["twin"], weight=-1.0)],
+    first_seed=0,
+    seeds=12,
+    smallest=0.1,
+    above="subtraction retrieves more",
+    below="subtraction retrieves less",
+    within="no difference as large as 0.1",
+)
+SECOND = dataclasses.replace(
+    PRIMARY, name="DIFF minus WIDE", terms=[*PRIMARY.terms[:1], Term(arms=["wide"], weight=-1.0)]
+)
+
+
+def confirming(seen, *contrasts, at="2026-01-01T00:00:00Z", seeds=12, **parts):
+    """A study of controls with a plan."""
+    plan = planned([Question(question="Does subtraction retrieve?", contrasts=list(contrasts or [PRIMARY]))], at=at)
+    evidence = controls(seen, seeds=seeds)
+    return dataclasses.replace(evidence, index=dataclasses.replace(evidence.index, plan=plan, **parts))
 
 
 @pytest.mark.parametrize(
-    ("seen", "seeds", "state"),
+    ("seen", "parts", "state"),
     [
-        ({"diff": 0.9, "twin": 0.1}, 5, "reproduced here"),
-        ({"diff": 0.1, "twin": 0.9}, 5, "opposite"),
-        ({"diff": 0.5, "twin": 0.5}, 5, "not reproduced"),
-        ({"diff": 0.9, "twin": 0.1}, 1, "not run yet"),
+        ({"diff": 0.9, "twin": 0.1}, {}, "reproduced here"),
+        ({"diff": 0.1, "twin": 0.9}, {}, "opposite"),
+        ({"diff": 0.5, "twin": 0.5}, {}, "no difference as large as the paper's"),
+        (
+            {"diff": 0.9, "twin": 0.1},
+            {"at": "2026-01-03T00:00:00Z"},
+            "not run yet",
+        ),  # the plan is younger than its runs
+        ({"diff": 0.9, "twin": 0.1}, {"seeds": 11}, "not run yet"),
     ],
 )
-def test_the_state_of_a_claim_follows_from_the_records(seen, seeds, state):
-    (judged,) = judge([CLAIM], [studied(controls(seen, seeds=seeds))])
+def test_the_state_of_a_claim_follows_from_a_registered_contrast(seen, parts, state):
+    (judged,) = judge([CLAIM], [studied(confirming(seen, **parts))])
     assert judged.state == state
 
 
-def test_claims_for_and_against_are_mixed():
-    studies = [studied(controls(seen)) for seen in ({"diff": 0.9, "twin": 0.1}, {"diff": 0.1, "twin": 0.9})]
+def test_an_undecided_contrast_leaves_a_claim_undecided():
+    evidence = controls({"diff": 0.5, "twin": 0.5}, noise=0.2, seeds=12)
+    question = Question(question="?", contrasts=[dataclasses.replace(PRIMARY, smallest=None)])
+    evidence = dataclasses.replace(evidence, index=dataclasses.replace(evidence.index, plan=planned([question])))
+    assert judge([CLAIM], [studied(evidence)])[0].state == "tested, not decided"
+
+
+def test_a_claim_is_never_decided_by_exploration():
+    for seen in ({"diff": 0.9, "twin": 0.1}, {"diff": 0.1, "twin": 0.9}, {"diff": 0.5, "twin": 0.5}):
+        (judged,) = judge([CLAIM], [studied(controls(seen))])
+        assert judged.state == "explored, not confirmed"
+        (said,) = judged.found
+        assert said.words.endswith(" of 5 seeds; explored with the normal start, not confirmed")
+    assert judge([CLAIM], [])[0].state == "not run yet"
+    assert judge([CLAIM], [studied(controls({"diff": 0.9, "twin": 0.1}, seeds=1))])[0].state == "not run yet"
+    weak = dataclasses.replace(CLAIM, explored=[dataclasses.replace(CLAIM.explored[0], weak="Few questions.")])
+    assert judge([weak], [studied(controls(seen))])[0].state == "not tested with enough power"
+    assert judge([Claim(claim="c", paper="p", not_testable="why")], [])[0].state == "not testable here"
+
+
+def test_claims_for_and_against_are_mixed_and_others_stand_beside():
+    studies = [studied(confirming(seen)) for seen in ({"diff": 0.9, "twin": 0.1}, {"diff": 0.1, "twin": 0.9})]
     assert judge([CLAIM], studies)[0].state == "mixed"
-    assert judge([Claim(claim="c", paper="p", not_testable="why")], studies)[0].state == "not testable at this scale"
-
-
-def test_controls_that_remove_keep_and_reduce_an_effect():
-    seen = {"diff": 0.9, "wide": 0.1, "no-norm": 0.9, "init": 0.5, "twin": 0.1}
-    (judged,) = judge([CLAIM], [studied(controls(seen))])
-    assert judged.controls == (
-        "The advantage of DIFF over TWIN is removed in: WIDE. It is reduced in: INIT. It is kept in: NO-NORM."
-    )
-    (judged,) = judge([CLAIM], [studied(controls({"diff": 0.1, "wide": 0.1, "twin": 0.1}))])
-    assert "no decided advantage" in judged.controls
+    beside = Named(study="controls", contrast="DIFF minus WIDE")
+    seen = {"diff": 0.9, "wide": 0.1, "twin": 0.1}
+    (judged,) = judge([dataclasses.replace(CLAIM, beside=[beside])], [studied(confirming(seen, PRIMARY, SECOND))])
+    assert [said.vote for said in judged.found] == ["for", "beside"]
+    assert judged.found[1].words.startswith("DIFF minus WIDE: +0.")
 
 
 def test_claims_name_figures_that_the_studies_have():
     claims = read_claims()
     assert len(claims) == 10
     for claim in claims:
-        assert bool(claim.tests) != bool(claim.not_testable)
-        for test in claim.tests:
-            path = RECIPES / f"{test.study}.yaml"
+        assert bool(claim.tests or claim.explored) != bool(claim.not_testable)
+        if claim.not_testable:
+            assert re.search(r"could be tested from about [\d.]+B parameters", claim.not_testable)
+        for one in claim.explored:
+            path = RECIPES / f"{one.study}.yaml"
             if path.is_file():
                 recipe = yaml.safe_load(path.read_text("utf-8"))
-                assert test.arm in recipe["arms"]
-                assert test.need or test.figure in [figure["label"] for figure in recipe["figures"]], claim.claim
+                assert one.arm in recipe["arms"]
+                assert one.need or one.figure in [figure["label"] for figure in recipe["figures"]], claim.claim
+
+
+def test_the_page_of_a_plan_opens_with_its_questions(tmp_path):
+    rates = [
+        ChosenRate(arm=arm, point={}, learning_rate=1e-3, tried=[(5e-4, 0.2), (1e-3, 0.8), (2e-3, 0.5)])
+        for arm in ("diff", "twin")
+    ]
+    changes = [Change(when="2026-02-01", what="Two seeds were added.")]
+    seen = {"diff": 0.9, "wide": 0.9, "twin": 0.1}
+    page = study_page(studied(confirming(seen, PRIMARY, SECOND, rates=rates, changes=changes)))
+    assert [section.slug for section in page.sections[:3]] == ["plan", "tuning", "arms"]
+    (question,) = page.verdicts
+    assert (question.subject, question.state) == ("Does subtraction retrieve?", "first")
+    assert re.match(r"DIFF minus TWIN: \+0\.\d+ \[\+0\.\d+, \+0\.\d+\], above zero in 12 of 12 seeds: ", question.text)
+    assert (
+        "subtraction retrieves more (registered; exact sign-flip test, p < 0.001). Further contrasts decided: 1 of 1."
+        in question.text
+    )
+    contrasts = page.sections[0].tables[0].folded()
+    assert [row[1] for row in contrasts] == ["DIFF minus TWIN", "DIFF minus WIDE"]
+    assert [row[3] for row in contrasts] == ["12 of 12"] * 2
+    assert contrasts[0][-1] == "subtraction retrieves more"
+    assert contrasts[1][-1] == "no difference as large as 0.1, within \u00b10.1"
+    text = Page((write_page(page, tmp_path)).read_text())
+    for words in (
+        "plans/simulated.yaml",
+        "5" * 64,
+        "c" * 12,
+        "Registered: every run",
+        "2026-02-01: Two seeds were added.",
+    ):
+        assert words in text.words
+    assert "0.8000 *" in text.cells
+    assert "arms: - diff" in re.sub(r"\s+", " ", page.sections[0].texts[0][2])
+
+
+def test_a_plan_younger_than_its_runs_is_not_called_registered():
+    page = study_page(studied(confirming({"diff": 0.9, "twin": 0.1}, at="2026-01-03T00:00:00Z")))
+    assert "(planned, not registered; " in page.verdicts[0].text
+    assert (
+        page.sections[0].notes[1].startswith("Planned, not registered: runs/diff-seed0.json began at 2026-01-02 03:0")
+    )
+
+
+def test_every_answer_of_the_index_is_short():
+    long = "a meaning of so many words that no line of any index of studies could ever hold them all in one"
+    wordy = dataclasses.replace(PRIMARY, name="DIFF minus TWIN, each at its own best start and size", above=long)
+    seen = {"diff": 0.9, "twin": 0.1}
+    evidences = [confirming(seen, wordy), confirming(seen, wordy, seeds=3), confirming(seen), controls(seen)]
+    for evidence in evidences:
+        assert len(brief_answer(studied(evidence)).split()) <= 25
+    assert brief_answer(studied(evidences[2])).endswith("12 of 12 seeds: subtraction retrieves more (registered).")
+
+
+def test_studies_say_which_runs_they_share(tmp_path):
+    first = controls({"diff": 0.9, "twin": 0.1}, seeds=3)
+    again = [dataclasses.replace(member, file=f"../controls/{member.file}") for member in first.index.members[:2]]
+    other = dataclasses.replace(first.index, name="other", members=again)
+    digest = [dataclasses.replace(again[0], file="runs/other-name-seed0-0123456789.json")]
+    save(first, tmp_path)
+    write_result(other, tmp_path / "other" / "laptop.json")
+    found = {one.evidence.slug: one for one in read_studies(tmp_path)}
+    assert found["controls-laptop"].shared == {"other-laptop": 2}
+    assert shared_words(found["other-laptop"]).startswith("Shares 2 runs with controls-laptop:")
+    assert "Shares 2 runs with controls-laptop" in " ".join(
+        note for section in study_page(found["other-laptop"]).sections for note in section.notes
+    )
+    renamed = dataclasses.replace(first.index, name="third", members=digest)
+    named = dataclasses.replace(
+        first.index, members=[dataclasses.replace(digest[0], file="runs/diff-seed0-0123456789.json")]
+    )
+    pair = [studied(dataclasses.replace(first, index=index)) for index in (named, renamed)]
+    assert [one.shared for one in with_shared(pair)] == [{"third-laptop": 1}, {"controls-laptop": 1}]
+    assert study_page(pair[0]).sections[-2].notes == ["None known."]

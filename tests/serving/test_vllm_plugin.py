@@ -70,6 +70,8 @@ OPTIONS = {
     },
     "dex on some heads": {"attention_type": "dex", "dex_heads": [[0, 2], [1, 3]]},
     "dex on all heads": {"attention_type": "dex", "num_key_value_heads": 2},
+    "multiplied": {"attention_type": "diff", "embedding_multiplier": 3.3},
+    "multiplied, untied": {"attention_type": "softmax", "initialization": "fan_in", "tie_word_embeddings": False},
     "V2 with a wide value and a norm": {"attention_type": "diff_v2", "value_head_dim": 24, "head_norm": "gain"},
 }
 
@@ -124,6 +126,27 @@ def test_logits_are_those_of_our_model(kind, shape, tied, tmp_path, monkeypatch)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options(name, tmp_path, monkeypatch):
     check(OPTIONS[name], tmp_path, monkeypatch)
+
+
+@torch.no_grad()
+def test_the_first_pipeline_rank_alone_multiplies(tmp_path, monkeypatch):
+    """Token ids and given embeddings on the first rank; what another rank receives is passed on as it is."""
+    config = tiny_config(embedding_multiplier=3.3, num_hidden_layers=1)
+    whole = scramble(DiffTransformerForCausalLM(config)).eval()
+    whole.save_pretrained(tmp_path)
+    ids, positions = tokens(1, LENGTH)[0], torch.arange(LENGTH)
+    expected = whole.model(ids[None]).last_hidden_state[0]
+    embeddings = whole.get_input_embeddings()(ids)
+    for given in ({"input_ids": ids}, {"input_ids": None, "inputs_embeds": embeddings}):
+        model = served(tmp_path, config, monkeypatch)
+        assert torch.equal(model.embed_input_ids(ids), embeddings)
+        torch.testing.assert_close(model(positions=positions, **given), expected, atol=1e-5, rtol=1e-5)
+    model = served(tmp_path, config, monkeypatch)
+    group = sys.modules["vllm.distributed"].get_pp_group()
+    monkeypatch.setattr(group, "is_first_rank", False)
+    received = {"hidden_states": 3.3 * embeddings, "residual": torch.zeros_like(embeddings)}
+    later = model(input_ids=None, positions=positions, intermediate_tensors=received)
+    torch.testing.assert_close(later, expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["softmax", "diff", "diff_v2", "dex", "grouped_diff", "grouped_diff_v2"])

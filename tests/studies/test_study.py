@@ -3,7 +3,9 @@
 import importlib
 import json
 import shutil
+import subprocess
 from collections import Counter
+from datetime import datetime
 
 import pytest
 import torch
@@ -14,10 +16,11 @@ from difftransformer.cli.main import main
 from difftransformer.data import byte_tokenizer
 from difftransformer.errors import ConfigError, DataError
 from difftransformer.model import count
-from difftransformer.results import Curve, RunRecord, StudyFigure, StudyIndex, reached_at, read_result
+from difftransformer.results import ChosenRate, Curve, RunRecord, StudyFigure, StudyIndex, reached_at, read_result
 from difftransformer.statistics import detectable
 from difftransformer.studies import Design, Study, estimate, load_study, recipe_from
 from difftransformer.studies.design import identity
+from difftransformer.studies.plan import load_plan, registered
 from difftransformer.studies.run import main as run_main
 from difftransformer.train import read_metrics
 from tests.support.cases import threads
@@ -273,7 +276,7 @@ def test_the_learning_rate_is_chosen_on_other_seeds(design, trained, tmp_path, d
     assert {run.seed for run in study.design.tuning} == {1000, 1001}
     assert {run.point["needles"] for run in study.design.tuning} == {"one"}
     assert len(study.design.tuning) == 2 * 2 * 3
-    assert study.rates() is None
+    assert study.rates() == []
     assert estimate(study, at_once=1, threads=1).missing == 12 + 4
     index = study.train(tmp_path / "out", at_once=1)
     assert index.planned == len(index.members) == 12 + 4
@@ -325,13 +328,120 @@ def test_learning_rates_per_axis(design, document):
     points = [{"needles": "one", "steps": "4"}, {"needles": "two", "steps": "4"}]
     assert tuned.tuned_points == points
     assert len(tuned.tuning) == 2 * 2 * 2
-    chosen = {("diff", "needlesone-steps4"): 1e-2, ("diff", "needlestwo-steps4"): 1e-3}
-    for run in tuned.reported(chosen):
-        rate = run.recipe.training.optimizer.learning_rate
-        if run.arm == "diff":
-            assert rate == {"one": 1e-2, "two": 1e-3}[run.point["needles"]]
-        else:
-            assert rate == tuned.run("twin", points[0], 0).recipe.training.optimizer.learning_rate
+    chosen = [
+        ChosenRate(arm="diff", point=point, learning_rate=rate, tried=[(rate, 1.0)])
+        for point, rate in zip(points, (1e-2, 1e-3), strict=True)
+    ]
+    runs = tuned.reported(chosen)
+    assert {run.arm for run in runs} == {"diff"}  # the other arm's rates are not known yet
+    for run in runs:
+        assert run.recipe.training.optimizer.learning_rate == {"one": 1e-2, "two": 1e-3}[run.point["needles"]]
+    assert {run.arm for run in tuned.reported()} == {"diff", "twin"}
+
+
+def planned(**fields):
+    """A contrast of both arms at each one's best number of needles."""
+    term = {"arms": ["diff"], "weight": 1, "at": {"needles": "own best"}}
+    other = {"arms": ["twin"], "weight": -1, "at": {"needles": "own best"}}
+    words = {"above": "More.", "below": "Less.", "figure": "loss"}
+    return {"name": "best", "terms": [term, other], "seeds": 2, **words} | fields
+
+
+@pytest.fixture
+def plan(document, tmp_path):
+    """Give the study a plan of these contrasts, and return its file."""
+
+    def write(*contrasts):
+        file = tmp_path / "plan.yaml"
+        plain = {
+            "study": document["name"],
+            "preset": "laptop",
+            "questions": [{"question": "?", "contrasts": contrasts}],
+        }
+        file.write_text(yaml.safe_dump(plain))
+        document["presets"]["laptop"]["plan"] = str(file)
+        return file
+
+    return write
+
+
+def test_a_plan_says_which_runs_are_made(design, document, plan):
+    document["presets"]["laptop"]["tuning"] = {"learning_rates": [1.0e-3, 1.0e-2], "seeds": 1, "per": ["needles"]}
+    fixed = {"set": {"training.retrieval.max_needles": 1, "training.optimizer.learning_rate": 2.0e-3}}
+    document["axes"]["needles"]["values"]["fixed"] = fixed
+    at = {"needles": "fixed"}
+    terms = [{"arms": ["diff", "twin"], "weight": 1, "at": at}]
+    plan(planned(), planned(name="fixed", terms=terms, first_seed=2001, seeds=1))
+    asked = design()
+    assert [point["needles"] for point in asked.tuned_points] == ["one", "two"]
+    known = asked.reported([])  # before any rate is chosen
+    assert {(run.arm, run.point["needles"], run.seed) for run in known} == {
+        ("diff", "fixed", 2001),
+        ("twin", "fixed", 2001),
+    }
+    assert {run.recipe.training.optimizer.learning_rate for run in known} == {2e-3}
+    losses = {("diff", "one"): 3.0, ("diff", "two"): 2.0, ("twin", "one"): 1.0, ("twin", "two"): 4.0}
+    rates = [
+        ChosenRate(arm=arm, point={"needles": where}, learning_rate=1e-2, tried=[(1e-3, 9.0), (1e-2, loss)])
+        for (arm, where), loss in losses.items()
+    ]
+    runs = {(run.arm, run.point["needles"], run.seed): run for run in asked.reported(rates)}
+    best = {(arm, where, seed) for arm, where in (("diff", "two"), ("twin", "one")) for seed in (2000, 2001)}
+    assert runs.keys() == best | {("diff", "fixed", 2001), ("twin", "fixed", 2001)}
+    assert {runs[key].recipe.training.optimizer.learning_rate for key in best} == {1e-2}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"first_seed": 1999}, "seeds 1999 to 2000; begin at 2000 or above"),
+        ({"seeds": 0}, "give at least 1 seed"),
+        ({"figure": "los"}, "figure: unknown key"),
+        ({"terms": [{"arms": ["dif"], "weight": 1}]}, "arms: unknown key; did you mean diff"),
+        (
+            {"terms": [{"arms": ["diff"], "weight": 1, "at": {"needle": "one"}}]},
+            "at: unknown key; did you mean needles",
+        ),
+        ({"terms": [{"arms": ["diff"], "weight": 1, "at": {"needles": "ten"}}]}, "at.needles: unknown key"),
+        ({"terms": []}, "a term without arms"),
+    ],
+)
+def test_plans_that_do_not_fit(design, plan, fields, message):
+    plan(planned(**fields))
+    with pytest.raises(ConfigError, match=message):
+        design()
+
+
+def test_a_plan_twice_or_of_another_study(design, document, plan):
+    file = plan(planned(), planned())
+    with pytest.raises(ConfigError, match="contrast 'best' stands twice"):
+        design()
+    file.write_text(file.read_text().replace(f"study: {document['name']}", "study: other"))
+    plan(planned())
+    file.write_text(file.read_text().replace("preset: laptop", "preset: gpu"))
+    with pytest.raises(ConfigError, match=r"preset gpu, in .*, preset laptop; name the plan of this size"):
+        design()
+
+
+def test_a_plan_is_registered_by_its_commit(plan, tmp_path):
+    file = plan(planned())
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b.c"]
+    assert registered(str(file), load_plan(str(file))).commit == ""
+    for words in (["init", "-q"], ["add", "plan.yaml"], ["commit", "-q", "-m", "plan"]):
+        subprocess.run([*git, *words], check=True)
+    here = registered(str(file), load_plan(str(file)))
+    head = subprocess.run(
+        [*git, "log", "-1", "--format=%H %cI"], check=True, capture_output=True, text=True
+    ).stdout.split()
+    assert here.commit == head[0]
+    assert datetime.fromisoformat(here.committed) == datetime.fromisoformat(head[1])
+    assert here.sha256 == subprocess.run(["sha256sum", file], check=True, capture_output=True, text=True).stdout[:64]
+    (tmp_path / "other").write_text("")
+    for words in (["add", "other"], ["commit", "-q", "-m", "other"]):
+        subprocess.run([*git, *words], check=True)
+    assert registered(str(file), load_plan(str(file))) == here  # by the commit that gave it this content
+    file.write_text(file.read_text() + "# changed\n")
+    assert registered(str(file), load_plan(str(file))).commit == ""
 
 
 def test_estimates(design, trained, tmp_path, document):

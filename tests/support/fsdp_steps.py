@@ -29,6 +29,7 @@ CASES = {
     "diff, untied, grouped": {"tie_word_embeddings": False, "num_key_value_heads": 2},
     "diff, bf16": {},
     "diff, chunked loss": {},
+    "diff, multiplied": {"embedding_multiplier": 3.3},
 }
 
 

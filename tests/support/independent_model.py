@@ -25,6 +25,7 @@ class Shape:
     theta: float = 10_000.0
     noise: int = 0  # noise heads for "grouped_diff" and "grouped_diff_v2"
     extended: tuple = ()  # for "dex", each layer's extended heads
+    multiplier: float = 1.0  # of the embeddings
 
 
 def causal(length, window=None):
@@ -138,7 +139,7 @@ def run(weights, shape, ids, *, positions=None, allowed=None):
     positions = torch.arange(len(ids)) if positions is None else positions
     positions = positions.double()
     allowed = causal(len(ids)) if allowed is None else allowed
-    x = weights["model.embed_tokens.weight"][ids]
+    x = shape.multiplier * weights["model.embed_tokens.weight"][ids]
     hidden, maps = [], []
     for layer in range(shape.layers):
         at = f"model.layers.{layer}."

@@ -44,7 +44,7 @@ def settings(steps, method="adamw", **fields):
     return TrainingConfig(**plain | fields)
 
 
-def run(folder, shards, steps, *, layout, processes, variants=(*VARIANTS,), logs=None, **fields):
+def run(folder, shards, steps, *, layout, processes, variants=(*VARIANTS,), logs=None, model=None, **fields):
     """Train every variant in this process. initial.safetensors gets the weights at the start, as they lie on the mesh."""
     from difftransformer.data import Shards
     from difftransformer.model import DiffTransformerConfig
@@ -55,18 +55,18 @@ def run(folder, shards, steps, *, layout, processes, variants=(*VARIANTS,), logs
     parallel = build(ParallelConfig, layout, source="", error=ValueError)
     opened, config = Shards.open(Path(shards)), settings(steps, **fields)
     for name in variants:
-        model = DiffTransformerConfig(
-            attention_type=name, vocab_size=opened.tokenizer.vocab_size, **HEADS | VARIANTS[name]
+        architecture = DiffTransformerConfig(
+            attention_type=name, vocab_size=opened.tokenizer.vocab_size, **HEADS | VARIANTS[name] | (model or {})
         )
         mesh, run = Mesh(processes, parallel), Path(folder) / name
-        start = Unfilled(partial(build_model, model, config.seed))
+        start = Unfilled(partial(build_model, architecture, config.seed))
         placed = mesh.place(start.network, config)
         start.fill("cpu")
         weights = {name: whole(weight.detach()) for name, weight in placed.named_parameters()}
         if processes.is_first:
             run.mkdir(parents=True, exist_ok=True)
             save_file(weights, run / "initial.safetensors")
-        train(config, model, opened, run, mesh=mesh, logs=LogsConfig(**logs or {}))
+        train(config, architecture, opened, run, mesh=mesh, logs=LogsConfig(**logs or {}))
 
 
 def whole(tensor):

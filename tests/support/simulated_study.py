@@ -11,6 +11,8 @@ import numpy as np
 from difftransformer.report.evidence import Evidence
 from difftransformer.results import (
     Curve,
+    Question,
+    RegisteredPlan,
     RunFigure,
     RunRecord,
     StudyArm,
@@ -18,6 +20,7 @@ from difftransformer.results import (
     StudyFigure,
     StudyIndex,
     StudyMember,
+    StudyPlan,
     write_result,
 )
 from tests.support.environment import ENVIRONMENT
@@ -40,6 +43,7 @@ def record(
     curves: dict[str, Curve] | None = None,
     more: Sequence[RunFigure] = (),
     data: str = "0" * 64,
+    created: str = "2026-01-02T03:04:05+00:00",
 ) -> RunRecord:
     """Return a run with the given figures."""
     measured = [
@@ -52,7 +56,7 @@ def record(
     return RunRecord(
         recipe={"name": "simulated", "model": {"attention_type": arm, "hidden_size": 128}, "training": {"seed": seed}},
         data_sha256=data,
-        created="2026-01-02T03:04:05+00:00",
+        created=created,
         environment=ENVIRONMENT,
         parameters=parameters,
         train_tokens=tokens,
@@ -71,6 +75,7 @@ def study(
     make: Callable[[str, tuple[str, ...], int], RunRecord],
     *,
     axes: Sequence[StudyAxis] = (),
+    first_seed: int = 0,
     **parts: Any,
 ) -> Evidence:
     """Return a study whose last arm is the reference, with `make` called for every run."""
@@ -80,7 +85,7 @@ def study(
     for arm in arms:
         for point in product(*(axis.values for axis in axes)):
             count = seeds if isinstance(seeds, int) else seeds[arm.name]
-            for seed in range(count):
+            for seed in range(first_seed, first_seed + count):
                 runs.setdefault((arm.name, point), {})[seed] = make(arm.name, point, seed)
                 file = f"runs/{'-'.join([arm.name, *point])}-seed{seed}.json"
                 place = dict(zip([axis.name for axis in axes], point, strict=True))
@@ -105,6 +110,14 @@ def study(
         | parts
     )
     return Evidence(index=index, path=Path("simulated/laptop.json"), runs=runs, files=files)
+
+
+def planned(
+    questions: Sequence[Question], *, commit: str = "c" * 40, at: str = "2026-01-01T00:00:00Z"
+) -> RegisteredPlan:
+    """Return a plan of the simulated study, committed a day before its runs."""
+    plan = StudyPlan(study="simulated", preset="laptop", about="Why it is so.", questions=list(questions))
+    return RegisteredPlan(plan=plan, file="plans/simulated.yaml", sha256="5" * 64, commit=commit, committed=at)
 
 
 def save(evidence: Evidence, folder: Path) -> Path:

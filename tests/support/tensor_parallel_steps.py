@@ -21,6 +21,7 @@ CASES = {
     "diff, grouped keys": EIGHT | {"num_key_value_heads": 4},
     "diff, no gain, untied": FOUR | {"head_norm": "plain", "tie_word_embeddings": False},
     "diff, lambda by head": FOUR | {"lambda_form": "head"},
+    "diff, multiplied": FOUR | {"embedding_multiplier": 3.3},
     "diff, QK norm": FOUR | {"qk_norm": True},
     "diff_v2": FOUR,
     "grouped_diff": EIGHT | {"num_noise_heads": 2},

@@ -13,6 +13,7 @@ BASE = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "max_position_embeddings": 128,
+    "initialization": "normal",
     "eos_token_id": None,
     "pad_token_id": 0,
 }
@@ -82,6 +83,7 @@ def shape_of(config):
         config.rope_parameters["rope_theta"],
         noise,
         extended,
+        config.embedding_multiplier,
     )
 
 

@@ -73,10 +73,14 @@ def trained(shards, tmp_path_factory):
     return folder
 
 
-def test_two_processes_train_as_one(shards, tmp_path):
+@pytest.mark.parametrize("initialization", ["fan_in", "normal"])
+def test_two_processes_train_as_one(initialization, shards, tmp_path):
     """With accumulation, whose parts are other rows on two processes."""
+    options = {"accumulation": 2, "context_stages": [[0, 32]], "model": {"initialization": initialization}}
     for layout in ("one", "fsdp"):
-        train(tmp_path / layout, shards, layout, steps=6, variants=["diff"], accumulation=2, context_stages=[[0, 32]])
+        train(tmp_path / layout, shards, layout, steps=6, variants=["diff"], **options)
+    initial = [load_file(tmp_path / layout / "diff" / "initial.safetensors") for layout in ("one", "fsdp")]
+    assert all(torch.equal(initial[1][name], tensor) for name, tensor in initial[0].items())
     assert_equal_runs(tmp_path / "fsdp" / "diff", tmp_path / "one" / "diff", steps=6)
     states = [tmp_path / layout / "diff" / "checkpoints" / "step-000006" for layout in ("one", "fsdp")]
     assert (states[0] / "config.json").read_bytes() == (states[1] / "config.json").read_bytes()

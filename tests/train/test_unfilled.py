@@ -58,6 +58,7 @@ def test_a_matrix_that_no_start_fills_is_an_error():
         start.fill("cpu")
 
 
+FAN_IN = {"initialization": "fan_in", "depth_scaled_residual": True, "mimetic_attention": True}
 MESHES = {
     "ddp": {"data": {"replicate": 4}},
     "fsdp": {"data": {"shard": 4}},
@@ -98,7 +99,8 @@ def differing(processes):
     found = []
     for name, layout in MESHES.items():
         for word, fields in VARIANTS.items():
-            config = DiffTransformerConfig(attention_type=word, vocab_size=50, **HEADS | fields)
+            start = {"initialization": "normal"} if word == "softmax" else FAN_IN
+            config = DiffTransformerConfig(attention_type=word, vocab_size=50, **HEADS | fields | start)
             placed = divided(processes, Unfilled(lambda config=config: build_model(config, 3)), layout)
             expected = build_model(config, 3).state_dict()
             held = {key: whole(tensor.detach()) for key, tensor in placed.state_dict().items()}

@@ -81,7 +81,7 @@ def build_models() -> Mapping[str, PreTrainedModel]:
     first, *others = theirs.values()
     for other in others:
         other.load_state_dict(first.state_dict())
-    config = DiffTransformerConfig(**MODEL, attention_type="diff", head_norm="plain")
+    config = DiffTransformerConfig(**MODEL, attention_type="diff", head_norm="plain", initialization="normal")
     config.rms_norm_eps = config.head_norm_eps = first.config.rms_norm_eps
     ours = DiffTransformerForCausalLM(config)
     ours.load_state_dict({name: _our_order(name, tensor) for name, tensor in first.state_dict().items()})

@@ -3,10 +3,16 @@
 from ..errors import ConfigError
 from .console import log, show
 
-ARGUMENTS = {"--from": {"dest": "from_", "help": "Layout to read. Defaults to the one that config.json names."}}
+ARGUMENTS = {
+    "--from": {"dest": "from_", "help": "Layout to read. Defaults to the one that config.json names."},
+    "--untie": {
+        "action": "store_true",
+        "help": "Write a tied output layer as a matrix of its own. A model with an embedding multiplier needs this.",
+    },
+}
 
 
-def run(source: str, target: str, to: str | None = None, from_: str | None = None) -> int:
+def run(source: str, target: str, to: str | None = None, from_: str | None = None, untie: bool = False) -> int:
     """Convert a model's folder to another layout, tokenizer and chat template included.
 
     Args:
@@ -19,7 +25,7 @@ def run(source: str, target: str, to: str | None = None, from_: str | None = Non
 
     if to is None:
         raise ConfigError(f"--to is missing; choose one of {', '.join(FOLDER_LAYOUTS)}")
-    done = convert_folder(source, target, to=to, source_layout=from_)
+    done = convert_folder(source, target, to=to, source_layout=from_, untie=untie)
     for note in done.notes:
         log(note)
     if done.left_behind:

@@ -11,6 +11,10 @@ ARGUMENTS = {
         "action": "store_true",
         "help": "Add Python code with which transformers opens the folder without this package (trust_remote_code=True).",
     },
+    "--untie": {
+        "action": "store_true",
+        "help": "With --to, write a tied output layer as a matrix of its own. A model with an embedding multiplier needs this.",
+    },
 }
 
 
@@ -21,6 +25,7 @@ def run(
     to: Literal["difftransformer", "diffllama", "llama"] = "difftransformer",
     license: str | None = None,
     with_code: bool = False,
+    untie: bool = False,
 ) -> int:
     """Write a run or a saved model to a clean Hugging Face folder: weights, tokenizer, model card with recipe and figures.
 
@@ -34,7 +39,7 @@ def run(
     check_model(model)
     from ..hub import export_folder
 
-    done = export_folder(model, out, dtype=dtype, to=to, license=license, with_code=with_code)
+    done = export_folder(model, out, dtype=dtype, to=to, license=license, with_code=with_code, untie=untie)
     for note in done.notes:
         log(note)
     if done.kept_card:

@@ -37,7 +37,7 @@ VERBS = {
     "export": "Write a run or a saved model as a clean Hugging Face folder, with a model card",
     "tokenize": "Turn text into token shards",
     "plan": "Memory, communication and time of a recipe on many GPUs, computed without them",
-    "info": "Show the size of a preset or a saved model, for both twins; or the attention backends",
+    "info": "Show the size or the start of a preset, a recipe or a saved model, for both twins; or the attention backends",
     "bench": "Time attention and a training step of DIFF and its twin on this machine",
     "build-kernels": "Build the CPU attention kernels ahead of their first use",
     "check causality": "Check that a model does not look into the future",

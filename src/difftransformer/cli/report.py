@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from ..report import headline, print_study, read_studies, write_evidence, write_report
+from ..report import brief_answer, print_study, read_studies, write_evidence, write_report
 from ..report.first_release import read_study
 from ..results import write_result
 from .console import Gaps, console, show
@@ -26,7 +26,7 @@ def run(results: str, out: str | None = None) -> int:
     studies = read_studies(path)
     if studies:
         for one in studies:
-            show(f"{one.evidence.slug}: {headline(one.evidence, one.rows, one.scaling)}")
+            show(f"{one.evidence.slug}: {brief_answer(one)}")
         show(f"Report: {write_evidence(studies, Path(out or STUDIES))}")
         return 0
     path = path / "results.json" if path.is_dir() else path

@@ -79,14 +79,11 @@ def _describe(study: "Study", at_once: int, device: str) -> int:
     """Print what a study asks for."""
     import torch
 
-    from ..report.evidence import planned_comparisons
-    from ..report.tables import comparisons_text
     from ..statistics import detectable
     from ..studies import estimate
 
     threads = max(1, torch.get_num_threads() // at_once)
     design = study.design
-    comparisons = planned_comparisons(len(design.arms), design.config.figures)
     seeds = design.seeds()
     found = estimate(study, at_once=at_once, threads=threads, device=device)
     show(f"{study.design.config.name}, preset {study.design.name}: {study.design.config.question}")
@@ -100,11 +97,9 @@ def _describe(study: "Study", at_once: int, device: str) -> int:
             f"the longest run, {title}, {in_words(longest)}"
         )
     show(
-        f"{comparisons_text(comparisons)}, corrected together. Smallest effect that is shown with a probability of 0.8, in "
-        "standard deviations of the differences by seed: "
-        + ", ".join(
-            f"{detectable(count, comparisons):.1f} with {count} seeds" for count in sorted({*seeds}) if count > 1
-        )
+        "Smallest effect that one planned contrast shows with a probability of 0.8, in standard deviations of the differences "
+        "by seed: "
+        + ", ".join(f"{detectable(count):.1f} with {count} seeds" for count in sorted({*seeds}) if count > 1)
         + ("" if seeds[0] > 1 else ", none with 1 seed" if seeds[1] > 1 else "none with 1 seed")
     )
     return 0

@@ -71,6 +71,7 @@ def convert_folder(
     to: str,
     source_layout: str | None = None,
     shard_bytes: int = SHARD_BYTES,
+    untie: bool = False,
 ) -> Converted:
     """Convert a model's folder to another layout.
 
@@ -80,6 +81,8 @@ def convert_folder(
         to: The layout to write, a name in `LAYOUTS`.
         source_layout: The layout to read, a name in `LAYOUTS`; None takes it from config.json.
         shard_bytes: Largest size of a weights file.
+        untie: Whether a tied output layer becomes a matrix of its own, where the target is not this package's layout. A layout
+            without an embedding multiplier needs this.
 
     Raises:
         ConfigError: The layouts do not convert into one another, the target cannot express the model, or the target folder
@@ -91,7 +94,9 @@ def convert_folder(
     refuse_used(target)
     document = read_config(source)
     source_layout = _checked_layouts(document, source_layout, to, source)
-    conversion = _conversion(document, source_layout, to, source)
+    if untie and to == "difftransformer":
+        raise ConfigError(f"--untie with --to {to}: this layout has tied embeddings; leave it out")
+    conversion = _conversion(document, source_layout, to, source, untie)
     return write_converted(source, target, conversion, source_layout, to, shard_bytes)
 
 
@@ -361,7 +366,7 @@ def _checked_layouts(document: dict[str, Any], stated: str | None, to: str, sour
     return name
 
 
-def _conversion(document: dict[str, Any], layout: str, to: str, source: Path) -> Conversion:
+def _conversion(document: dict[str, Any], layout: str, to: str, source: Path, untie: bool) -> Conversion:
     at = source / CONFIG_FILE
     classes = {
         "difftransformer": "DiffTransformerForCausalLM",
@@ -384,7 +389,7 @@ def _conversion(document: dict[str, Any], layout: str, to: str, source: Path) ->
                 raise ConfigError(f"{field}={value!r}: models of this package have {MUST_BE[field]!r}; use upcycle")
             return from_llama(theirs, to=SoftmaxAttention.name)
         make = {"diffllama": to_diffllama, "llama": to_llama}[to]
-        return make(DiffTransformerConfig.from_dict(document))
+        return make(DiffTransformerConfig.from_dict(document), untie=untie)
 
 
 @contextmanager

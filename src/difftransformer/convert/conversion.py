@@ -1,16 +1,18 @@
 """The conversion of a whole model as data: which tensors it needs, and how each tensor of the result is made."""
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
 
-from ..errors import CheckpointError, ShapeError
+from ..errors import CheckpointError, ConfigError, ShapeError
+from ..model import DiffTransformerConfig
 
 Read = Callable[[str], Tensor]
 Shape = tuple[int, ...]
 NAMES_SHOWN = 3  # tensor names that a message lists
+EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +42,48 @@ class Conversion:
         """
         check_tensors(shapes_of(state), self.needs, optional=self.ties)
         return {name: make(state.__getitem__) for name, make in self.makes.items()}
+
+
+def refuse_tied_multiplier(config: DiffTransformerConfig, target: str) -> None:
+    """Refuse a model whose tied embedding would need two sizes where nothing multiplies it.
+
+    Raises:
+        ConfigError: Embeddings are multiplied, and the output layer is the embedding.
+    """
+    if config.tie_word_embeddings and config.embedding_multiplier != 1:
+        raise ConfigError(
+            f"embedding_multiplier={config.embedding_multiplier:g} with tie_word_embeddings=True: {target} has no multiplier, "
+            "and the output layer needs the embedding as it is; untie them (--untie, or untie=True)"
+        )
+
+
+def with_multiplier_folded(
+    conversion: Conversion, config: DiffTransformerConfig, target: str, *, untie: bool
+) -> Conversion:
+    """Return a conversion whose embedding is multiplied, for a layout without `embedding_multiplier`.
+
+    The product is rounded as the model rounds it, so that in the dtype of the weights the function is the same to the bit.
+
+    Args:
+        conversion: A conversion that keeps the embedding, and an output layer of its own.
+        config: Configuration of the source.
+        target: Name of the layout, for messages.
+        untie: Whether a tied output layer becomes a matrix of its own: the embedding as it was.
+
+    Raises:
+        ConfigError: The model's embedding is tied, and untie is False.
+    """
+    makes, document = dict(conversion.makes), conversion.config
+    if untie and config.tie_word_embeddings:
+        embedding = makes[EMBEDDING]
+        makes[OUTPUT] = lambda read: embedding(read).clone()
+        document = document | {"tie_word_embeddings": False}
+    else:
+        refuse_tied_multiplier(config, target)
+    if config.embedding_multiplier != 1:
+        keep = makes[EMBEDDING]
+        makes[EMBEDDING] = lambda read: keep(read) * config.embedding_multiplier
+    return replace(conversion, config=document, makes=makes)
 
 
 def shapes_of(state: Mapping[str, Tensor]) -> dict[str, Shape]:

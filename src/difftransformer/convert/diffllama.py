@@ -7,6 +7,7 @@ It differs from a V1 model of this package in these points:
   `head_norm="plain"`, which has none either.
 - eps: rms_norm_eps serves all of its norms.
 - lambda_init always follows the paper's schedule by depth.
+- Embeddings: DiffLlama has no multiplier. Ours is folded into the embedding.
 
 Both split rotary embeddings into halves.
 """
@@ -23,7 +24,7 @@ from transformers import __version__ as transformers_version
 from ..attention import DifferentialAttention, HeadLayout
 from ..errors import ConfigError
 from ..model import DiffTransformerConfig, DiffTransformerForCausalLM
-from .conversion import Conversion, Read, shapes_of
+from .conversion import EMBEDDING, OUTPUT, Conversion, Read, shapes_of, with_multiplier_folded
 from .permute import fold_gain, heads_first, maps_first
 
 SHARED_FIELDS = (
@@ -41,11 +42,15 @@ SHARED_FIELDS = (
     "eos_token_id",
     "tie_word_embeddings",
 )
-TIES = {"lm_head.weight": "model.embed_tokens.weight"}
+TIES = {OUTPUT: EMBEDDING}
 
 
-def to_diffllama(config: DiffTransformerConfig) -> Conversion:
+def to_diffllama(config: DiffTransformerConfig, *, untie: bool = False) -> Conversion:
     """Describe the conversion of a V1 model of this package.
+
+    Args:
+        config: The source's configuration.
+        untie: Whether a tied output layer becomes a matrix of its own.
 
     Raises:
         ConfigError: DiffLlama cannot express the model; the message names the field, its value and what is possible.
@@ -63,7 +68,9 @@ def to_diffllama(config: DiffTransformerConfig) -> Conversion:
         "lambda_std_dev": 0.1,
     }
     document = fields | stock_fields(config)
-    return _conversion(document, DiffTransformerForCausalLM, config, layout, maps_first, left_out(config, "DiffLlama"))
+    notes = left_out(config, "DiffLlama")
+    conversion = _conversion(document, DiffTransformerForCausalLM, config, layout, maps_first, notes)
+    return with_multiplier_folded(conversion, config, "DiffLlama", untie=untie)
 
 
 def from_diffllama(config: DiffLlamaConfig) -> Conversion:
@@ -86,7 +93,8 @@ def from_diffllama(config: DiffLlamaConfig) -> Conversion:
         # A head_dim of this size would otherwise be refused as one that was halved twice.
         fields["num_differential_heads"] = config.num_attention_heads // 2
         fields["num_differential_key_value_heads"] = config.num_key_value_heads // 2
-    ours = DiffTransformerConfig(**fields, architectures=["DiffTransformerForCausalLM"], dtype=config.dtype)
+    fields |= {"architectures": ["DiffTransformerForCausalLM"], "dtype": config.dtype}
+    ours = DiffTransformerConfig.from_dict(fields)
     document = json.loads(ours.to_json_string())
     return _conversion(document, DiffLlamaForCausalLM, config, ours.head_layout(), heads_first)
 
@@ -157,9 +165,15 @@ def _refuse_what_ours_lacks(config: DiffLlamaConfig) -> None:
 
 def left_out(config: DiffTransformerConfig, target: str) -> tuple[str, ...]:
     """Return sentences about fields that a model of transformers does not have."""
+    defaults = {
+        "attn_backend": "auto",
+        "initialization": "normal",
+        "depth_scaled_residual": False,
+        "mimetic_attention": False,
+    }
     return tuple(
         f"{field}={getattr(config, field)!r} is left out: {target} has no such field, and it does not belong to the weights"
-        for field, default in (("attn_backend", "auto"), ("initialization", "normal"))
+        for field, default in defaults.items()
         if getattr(config, field) != default
     )
 

@@ -32,7 +32,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from ..attention import Attention, AttentionConfig, PlainLayer, SoftmaxAttention, variant, variants
 from ..errors import ConfigError
 from ..model import DiffTransformerConfig, DiffTransformerForCausalLM, count, matching_width
-from .conversion import Conversion, Read, Shape, shapes_of
+from .conversion import Conversion, Read, Shape, shapes_of, with_multiplier_folded
 from .diffllama import SHARED_FIELDS, TIES, left_out, stock_fields
 
 MODEL_TYPES = ("llama", "mistral")
@@ -83,10 +83,11 @@ def from_llama(
         "rope_parameters": dict(config.rope_parameters),
     }
     fields |= kept_options(kind, config, options)
-    ours = DiffTransformerConfig(**fields, architectures=["DiffTransformerForCausalLM"], dtype=config.dtype)
+    of_model = {"architectures": ["DiffTransformerForCausalLM"], "dtype": config.dtype}
+    ours = DiffTransformerConfig.from_dict(fields | of_model)
     if matched is not None:
-        larger = DiffTransformerConfig(
-            **fields | {"attention_type": matched.name} | matched.upcycled_options(config, {})
+        larger = DiffTransformerConfig.from_dict(
+            fields | {"attention_type": matched.name} | matched.upcycled_options(config, {})
         )
         ours.intermediate_size = matching_width(ours, count(larger).parameters)
     ties = TIES if config.tie_word_embeddings else {}
@@ -99,8 +100,14 @@ def from_llama(
     )
 
 
-def to_llama(config: DiffTransformerConfig) -> Conversion:
-    """Describe the conversion of a softmax twin to transformers' Llama. The tensors are the same.
+def to_llama(config: DiffTransformerConfig, *, untie: bool = False) -> Conversion:
+    """Describe the conversion of a softmax twin to transformers' Llama.
+
+    The tensors are the same, but for the embedding: Llama has no multiplier, so it is folded in.
+
+    Args:
+        config: The source's configuration.
+        untie: Whether a tied output layer becomes a matrix of its own.
 
     Raises:
         ConfigError: Llama cannot express the model; the message names the field, its value and what is possible.
@@ -128,9 +135,10 @@ def to_llama(config: DiffTransformerConfig) -> Conversion:
     with torch.device("meta"):
         needs = shapes_of(DiffTransformerForCausalLM(config).state_dict())
     makes = {name: partial(_same, name) for name in needs if name not in ties}
-    return Conversion(
+    conversion = Conversion(
         config=fields | stock_fields(config), needs=needs, ties=ties, makes=makes, notes=left_out(config, "Llama")
     )
+    return with_multiplier_folded(conversion, config, "Llama", untie=untie)
 
 
 def check_target(to: str) -> tuple[type[Attention], type[Attention] | None]:

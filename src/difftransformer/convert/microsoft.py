@@ -24,7 +24,7 @@ from ..attention.differential import LAMBDA_VECTORS, Differential
 from ..attention.head_norm import HEAD_NORM_EPS
 from ..errors import ConfigError
 from ..model import DiffTransformerConfig, DiffTransformerForCausalLM
-from .conversion import Shape, check_tensors, shapes_of
+from .conversion import EMBEDDING, Shape, check_tensors, refuse_tied_multiplier, shapes_of
 from .layers import (
     PROJECTIONS,
     THE_OTHERS,
@@ -107,9 +107,24 @@ def load_microsoft_attention(
     return v1_layer(ours, sizes, layer_index=layer_index, head_norm_eps=HEAD_NORM_EPS, backend=backend)
 
 
-def microsoft_state(model: DiffTransformerForCausalLM) -> dict[str, Tensor]:
-    """Return the tensors of a whole model with Microsoft's attention tensors instead of ours; the others keep their names."""
-    return _whole_state(model, microsoft_attention_state)
+def microsoft_state(model: DiffTransformerForCausalLM, *, untie: bool = False) -> dict[str, Tensor]:
+    """Return the tensors of a whole model with Microsoft's attention tensors instead of ours; the others keep their names.
+
+    An embedding multiplier is folded into the embedding.
+
+    Args:
+        model: The model.
+        untie: Whether a tied output layer may become a matrix of its own, as a multiplier makes it.
+
+    Raises:
+        ConfigError: Microsoft's module cannot express the model, or embeddings are tied and multiplied and untie is False.
+    """
+    state, factor = _whole_state(model, microsoft_attention_state), model.config.embedding_multiplier
+    if not untie:
+        refuse_tied_multiplier(model.config, "Microsoft's layout")
+    if factor != 1:
+        state[EMBEDDING] = state[EMBEDDING] * factor
+    return state
 
 
 def load_microsoft_state(state: Mapping[str, Tensor], config: DiffTransformerConfig) -> DiffTransformerForCausalLM:
@@ -117,16 +132,21 @@ def load_microsoft_state(state: Mapping[str, Tensor], config: DiffTransformerCon
 
     Args:
         state: All tensors; lm_head.weight may be absent if embeddings are tied.
-        config: The configuration; its attention fields must describe the tensors.
+        config: The configuration; its attention fields must describe the tensors, which have no embedding multiplier.
 
     Returns:
         The model in eval mode, in the dtype of the embedding.
 
     Raises:
-        ConfigError: Microsoft's module cannot express the configuration.
+        ConfigError: Microsoft's module cannot express the configuration, or it has an embedding multiplier.
         CheckpointError: A tensor is missing, or there is one too many.
         ShapeError: A shape contradicts the configuration.
     """
+    if config.embedding_multiplier != 1:
+        raise ConfigError(
+            f"embedding_multiplier={config.embedding_multiplier:g}: tensors of Microsoft's layout have none; expected "
+            "embedding_multiplier=1.0"
+        )
     with torch.device("meta"):
         expected = shapes_of(_whole_state(DiffTransformerForCausalLM(config), _state))
     if config.head_norm == "plain":  # a plain norm has no gain
@@ -143,7 +163,7 @@ def load_microsoft_state(state: Mapping[str, Tensor], config: DiffTransformerCon
         attention = {name.removeprefix(at): tensor for name, tensor in state.items() if name.startswith(at)}
         layer = load_microsoft_attention(attention, layer_index=index)
         ours |= {at + name: tensor for name, tensor in layer.state_dict().items()}
-    model = DiffTransformerForCausalLM(config).to(state["model.embed_tokens.weight"].dtype)
+    model = DiffTransformerForCausalLM(config).to(state[EMBEDDING].dtype)
     model.load_state_dict(ours, strict=not config.tie_word_embeddings)
     return model.eval()
 

@@ -1,5 +1,6 @@
 """Export a run or a saved model to a clean Hugging Face folder: weights, configuration, tokenizer and model card."""
 
+import copy
 import json
 import tempfile
 from dataclasses import dataclass, replace
@@ -62,6 +63,7 @@ def export_folder(
     to: ExportLayout = "difftransformer",
     license: str | None = None,
     with_code: bool = False,
+    untie: bool = False,
 ) -> Exported:
     """Write a model to a folder that is ready to be shared. If the export fails, nothing is written.
 
@@ -72,6 +74,7 @@ def export_folder(
         to: Layout. "diffllama", and "llama" for a softmax twin, open in stock transformers.
         license: Licence identifier for the card, such as "mit".
         with_code: Add code with which transformers opens the folder without this package (see `write_code`).
+        untie: Whether a tied output layer becomes a matrix of its own, for a layout without an embedding multiplier.
 
     Raises:
         ConfigError: The target is in use, an option is unknown, or the layout cannot express the model.
@@ -83,6 +86,8 @@ def export_folder(
             raise ConfigError(f"{option}={value!r}: choose one of {', '.join(allowed)}")
     if with_code and to != "difftransformer":
         raise ConfigError(f"--with-code with --to {to}: that layout opens in stock transformers; leave one of them out")
+    if untie and to == "difftransformer":
+        raise ConfigError(f"--untie with --to {to}: this layout has tied embeddings; leave it out")
     refuse_used(target)
     if not Path(source).is_dir():
         raise CheckpointError(f"{source}: no such folder; name a run folder or the folder of a saved model")
@@ -93,8 +98,12 @@ def export_folder(
     model = open_model(folder, model_type="difftransformer", auto_class=_auto_class(document))
     if with_code:
         check_code(model.config)
+    described = copy.deepcopy(model.config)
+    if to != "difftransformer":  # as `convert_folder` writes it
+        described.embedding_multiplier = 1.0
+        described.tie_word_embeddings = described.tie_word_embeddings and not untie
     card = model_card(
-        model.config,
+        described,
         name=target.resolve().name,
         architecture=type(model).__name__,
         training=_training(folder),
@@ -110,7 +119,7 @@ def export_folder(
         else:
             with tempfile.TemporaryDirectory(dir=target.parent) as between, naming(Path(between)):
                 _write(model, Path(between), folder, "auto")
-                notes = convert_folder(between, out, to=to).notes
+                notes = convert_folder(between, out, to=to, untie=untie).notes
             if dtype != "auto":
                 _cast(out, dtype)
         found = read_card(folder)

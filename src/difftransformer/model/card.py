@@ -19,6 +19,7 @@ from .counts import count
 
 CARD_FILE = "README.md"
 TRAINING_HEADING, NEXT_HEADING = "## Training\n", "## Citation\n"
+STARTS = ("depth_scaled_residual", "mimetic_attention")
 LOADED_FROM = "Of the model that this one was loaded from:"
 _SEAL = re.compile(r"<!-- Written by difftransformer; edit it freely: a changed card is kept\. sha256 (\w+) -->\n")
 _LICENSE = re.compile(r"[a-z0-9][a-z0-9.+-]*")
@@ -174,6 +175,9 @@ def _layout(config: DiffTransformerConfig) -> str:
     rows = {
         "attention type": f"`{config.attention_type}`",
         **{name.replace("_", " "): f"`{v}`" for name, v in chosen.items() if v != defaults[name]},
+        "initialization": f"`{config.initialization}`",
+        **{name.replace("_", " "): "yes" for name in STARTS if getattr(config, name)},
+        "embedding multiplier": f"{config.embedding_multiplier:g}",
         "tied embedding": "yes" if config.tie_word_embeddings else "no",
         **{name: f"{size:,}" for name, size in size_rows(config).items()},
     }

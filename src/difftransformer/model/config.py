@@ -98,7 +98,7 @@ class DiffTransformerConfig(PreTrainedConfig):
     rope_parameters: dict[str, Any] | None = None
     sliding_window: int | None = None
     is_causal: bool = True
-    initialization: str = "normal"
+    initialization: str = "fan_in"
     initializer_range: float = 0.02
     embedding_multiplier: float = None  # type: ignore[assignment]
     depth_scaled_residual: bool = False
@@ -175,6 +175,15 @@ class DiffTransformerConfig(PreTrainedConfig):
         self.head_layout()  # raises an error for impossible heads before anything is built
         kwargs.pop("auto_map", None)  # names code beside the weights, which is neither run nor saved again
         super().__post_init__(**kwargs)
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """Build the configuration of weights that exist already, as `PreTrainedConfig.from_dict` does.
+
+        A document that does not state the start describes weights without an embedding multiplier: those of an early version,
+        or of another layout.
+        """
+        return super().from_dict({"initialization": "normal", **config_dict}, **kwargs)
 
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:

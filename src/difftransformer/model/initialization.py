@@ -7,9 +7,9 @@ A start is a distribution for every kind of matrix:
   sqrt(d) with this start, so that the residual stream begins with rms 1 at every width d (YOCO, arXiv:2405.05254).
 * "normal": all matrices from N(0, initializer_range^2), as in Llama.
 
-Each parameter is drawn on the CPU from a generator of its own, seeded by the model's seed and the parameter's name. So its
-values depend neither on what else the model has nor on how it is divided among processes, and two models of one seed have equal
-values wherever their parameters have the same name, shape and distribution.
+Each parameter is drawn on the CPU in fp32 from a generator of its own, seeded by the model's seed and the parameter's name. So
+its values depend neither on what else the model has nor on how it is divided among processes, and two models of one seed have
+equal values, up to rounding to their dtypes, wherever their parameters have the same name, shape and distribution.
 """
 
 import hashlib
@@ -124,13 +124,13 @@ def fan_in(weight: Tensor, seed: int, name: str) -> Make:
 
 
 def _drawn(like: Tensor, seed: int, name: str, draw: Callable[[Tensor, torch.Generator], Tensor]) -> Make:
-    """Return what draws a whole tensor of a parameter's shape and dtype from the parameter's own generator."""
+    """Return what draws a whole tensor of a parameter's shape in fp32 from the parameter's own generator."""
     digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
-    shape, dtype = like.shape, like.dtype
+    shape = like.shape
 
     def make() -> Tensor:
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
-        return draw(torch.empty(shape, dtype=dtype, device="cpu"), generator)
+        return draw(torch.empty(shape, dtype=torch.float32, device="cpu"), generator)
 
     return make
 

@@ -67,8 +67,10 @@ class DiffTransformerPreTrainedModel(PreTrainedModel):  # type: ignore[misc]
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         start, config = self._start, self.config
-        assert start is not None
-        if isinstance(module, nn.Embedding):
+        if start is None:  # `resize_token_embeddings` makes a matrix with more rows
+            assert isinstance(module, (nn.Embedding, nn.Linear))
+            Start(module, new_seed() or 0, {}).embedding(module.weight, config)
+        elif isinstance(module, nn.Embedding):
             start.embedding(module.weight, config, padding=module.padding_idx)
         elif isinstance(module, nn.Linear) and module is self.get_output_embeddings():
             start.embedding(module.weight, config)

@@ -3,6 +3,6 @@
 `tables` builds every row once; the page, the terminal and the CSV files print those rows. No module here imports torch.
 """
 
-from difftransformer.report.evidence import headline, read_studies, write_evidence
+from difftransformer.report.evidence import brief_answer, read_studies, write_evidence
 from difftransformer.report.page import write_report, write_suite
 from difftransformer.report.terminal import cost_table, print_study

@@ -23,7 +23,9 @@ from difftransformer.results import (
 NOT_MEASURED = "not measured"
 NOT_RECORDED = "not recorded"
 
-Fold = Literal["plain", "mean", "interval", "metric", "ratio", "remark", "of", "ranged", "judged"]
+Fold = Literal[
+    "plain", "mean", "interval", "metric", "ratio", "remark", "of", "ranged", "judged", "marked", "marked_value"
+]
 
 _FOLDS: dict[Fold, tuple[str, ...]] = {
     "plain": ("{}",),
@@ -34,6 +36,8 @@ _FOLDS: dict[Fold, tuple[str, ...]] = {
     "remark": ("{}", " ({})"),
     "of": ("{}", " of {}"),
     "judged": ("{}", " \u00b1 {}", " {}"),
+    "marked": ("{}", " [{}", ", {}]", " {}"),
+    "marked_value": ("{}", " {}"),
     "ranged": ("{}", " [{}", ", {}]", " ({})"),
 }
 """Texts around the cells of a group that become one; an empty cell is left out with its text."""

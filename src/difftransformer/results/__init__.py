@@ -44,6 +44,7 @@ from .evidence import (
     StudyIndex,
     StudyMember,
     figure_of,
+    measured,
     reached_at,
 )
 from .files import (
@@ -57,6 +58,7 @@ from .files import (
     write_text_atomically,
 )
 from .plans import OWN_BEST, Change, Contrast, Question, RegisteredPlan, StudyPlan, Term
+from .settings import Group, Point, groups_of, own_best
 from .studies import (
     BaselineNll,
     Comparison,

@@ -3,7 +3,9 @@
 A run's file knows nothing of studies, so that several studies may share it.
 """
 
+import math
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Literal
 
 from .base import Environment
@@ -75,7 +77,7 @@ class StudyAxis:
 
 @dataclass(frozen=True, kw_only=True)
 class StudyFigure:
-    """One figure that a study compares its arms by: an evaluation's figure, or the step at which a curve reaches a level.
+    """One figure that a study compares its arms by: an evaluation's figure, or one that is read off a curve.
 
     Attributes:
         label: Name in tables and sentences.
@@ -85,10 +87,10 @@ class StudyFigure:
         curve: Curve of a run, in place of an evaluation.
         reaches: Level of the curve, from above for a curve in nats and from below for others. A run that never reaches it
             counts with its last step.
+        area: Whether the figure is the mean of the curve over its steps, the area under it, in place of its last value.
         better: The direction that is an improvement.
         unit: Unit of the values; "share" for values from 0 to 1.
-        secondary: Whether the figure is shown without a claim. Its intervals are not corrected, and it does not count among
-            the comparisons that others are corrected for.
+        secondary: Whether the figure is in tables alone, and in no sentence.
         paper: What the paper reports for each arm, by name.
         source: Where the paper reports it.
     """
@@ -99,6 +101,7 @@ class StudyFigure:
     at: dict[str, Any] = field(default_factory=dict)
     curve: str = ""
     reaches: float | None = None
+    area: bool = False
     better: Literal["lower", "higher"] = "lower"
     unit: str = ""
     secondary: bool = False
@@ -173,28 +176,39 @@ class StudyIndex:
     changes: list[Change] = field(default_factory=list)
 
 
+def measured(record: RunRecord, figure: StudyFigure) -> RunFigure | None:
+    """Return the evaluation's figure behind a study's figure; None for a figure of a curve, and where a run has none."""
+    if figure.curve:
+        return None
+    wanted = (figure.task, figure.name, figure.at)
+    return next((one for one in record.figures if (one.task, one.name, one.at) == wanted), None)
+
+
 def figure_of(record: RunRecord, figure: StudyFigure) -> float | None:
     """Return a study's figure of one run; None if its evaluations have no such figure.
 
     A curve gives the first step at which it reaches the figure's level, by linear interpolation between its points, or its
-    last step if it never does; without a level it gives its last value.
+    last step if it never does; its mean over the steps if the figure is an area; and its last value otherwise.
     """
     if not figure.curve:
-        return next(
-            (
-                one.value
-                for one in record.figures
-                if (one.task, one.name, one.at) == (figure.task, figure.name, figure.at)
-            ),
-            None,
-        )
+        found = measured(record, figure)
+        return found.value if found else None
     curve = record.curves.get(figure.curve)
     if curve is None or not curve.steps:
         return None
-    if figure.reaches is None:
-        return curve.values[-1]
-    step = reached_at(curve, figure)
-    return float(curve.steps[-1]) if step is None else step
+    if figure.reaches is not None:
+        step = reached_at(curve, figure)
+        return float(curve.steps[-1]) if step is None else step
+    return _mean_over_steps(curve) if figure.area else curve.values[-1]
+
+
+def _mean_over_steps(curve: Curve) -> float:
+    """Return the mean of a curve from its first to its last point, with straight lines between the points."""
+    points = list(zip(curve.steps, curve.values, strict=True))
+    if len(points) == 1:
+        return curve.values[0]
+    pieces = ((x1 - x0) * (y0 + y1) / 2 for (x0, y0), (x1, y1) in pairwise(points))
+    return math.fsum(pieces) / (curve.steps[-1] - curve.steps[0])
 
 
 def reached_at(curve: Curve, figure: StudyFigure) -> float | None:

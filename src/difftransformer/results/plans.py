@@ -1,7 +1,8 @@
 """The plan of a confirming study: what it will test, on which seeds and by which rule, written before its runs.
 
 A plan answers questions. Each question has a sequence of contrasts, of which the first is the primary one. A contrast is tested
-at 0.05 if all contrasts before it in its question were decided. Questions do not wait for each other.
+at 0.05 if all contrasts before it in its question were decided: to lie above, below, or within. Questions do not wait for each
+other. `report/evidence/contrasts.py` holds the rules, and what they say about errors.
 """
 
 from dataclasses import dataclass, field
@@ -39,10 +40,11 @@ class Contrast:
         seeds: Number of its seeds.
         test: "paired" sums the terms of each seed; "welch" takes each term's seeds as independent, where pairing by seed gains
             nothing.
-        scale: "log odds" compares shares by log((k + 1/2) / (n - k + 1/2)) for k right answers of n.
+        scale: "log" compares natural logarithms; "log odds" compares shares by log((k + 1/2) / (n - k + 1/2)) for k right
+            answers of n.
         margin: The contrast is decided to lie above (below) only if its interval lies above +margin (below -margin).
-        smallest: Smallest effect that matters, in the figure's unit. An interval inside of +-smallest decides that there is
-            none as large. None leaves that outcome out.
+        smallest: Smallest effect that matters, in the unit of the contrast. An interval inside of +-smallest decides that there
+            is none as large. None leaves that outcome out.
         above: What it means if the contrast is decided to lie above, in a sentence.
         below: What it means if it is decided to lie below.
         within: What it means if the interval lies inside of +-smallest.
@@ -54,7 +56,7 @@ class Contrast:
     first_seed: int = 2000
     seeds: int
     test: Literal["paired", "welch"] = "paired"
-    scale: Literal["plain", "log odds"] = "plain"
+    scale: Literal["plain", "log", "log odds"] = "plain"
     margin: float = 0.0
     smallest: float | None = None
     above: str

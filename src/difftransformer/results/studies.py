@@ -76,7 +76,13 @@ class Statistic:
 
 
 IntervalMethod = Literal[
-    "student-t over seeds", "studentised over items", "mid-p over items", "bootstrap over evaluation documents", "none"
+    "student-t over seeds",
+    "sign flip over seeds",
+    "welch over seeds",
+    "studentised over items",
+    "mid-p over items",
+    "bootstrap over evaluation documents",
+    "none",
 ]
 
 

@@ -248,6 +248,7 @@ class ServedModel(nn.Module):
         super().__init__()
         config = vllm_config.model_config.hf_config
         group, width, quant = get_pp_group(), config.hidden_size, vllm_config.quant_config
+        self.embedding_multiplier = config.embedding_multiplier
         self.embed_tokens: nn.Module = PPMissingLayer()
         if group.is_first_rank or (config.tie_word_embeddings and group.is_last_rank):
             self.embed_tokens = VocabParallelEmbedding(config.vocab_size, width, quant_config=quant)
@@ -260,7 +261,7 @@ class ServedModel(nn.Module):
         )
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
-        """Embed token ids, (N,) to (N, M)."""
+        """Embed token ids, (N,) to (N, M), without the multiplier, which `forward` applies."""
         return self.embed_tokens(input_ids)
 
     def forward(
@@ -280,6 +281,8 @@ class ServedModel(nn.Module):
         else:
             assert input_ids is not None
             hidden_states = self.embed_input_ids(input_ids)
+        if residual is None and self.embedding_multiplier != 1:  # the first rank
+            hidden_states = hidden_states * self.embedding_multiplier
         for layer in islice(self.layers, self.start_layer, self.end_layer):
             hidden_states, residual = layer(positions, hidden_states, residual)
         if not get_pp_group().is_last_rank:

@@ -12,9 +12,10 @@ from typing import Any, Literal
 
 from ..errors import ConfigError
 from ..reading import is_plain_name
-from ..results import StudyArm, StudyAxis, StudyFigure
+from ..results import OWN_BEST, Change, ChosenRate, StudyArm, StudyAxis, StudyFigure, groups_of
 from ..sources import check_name, read_mapping, read_recipe, shipped_recipes
 from ..typed import build, unknown_key
+from .plan import load_plan
 from .recipe import MOST_SEEDS, Recipe, override, parsed_change, recipe_dict, recipe_from
 
 IDENTITY_VERSION = 1
@@ -95,6 +96,8 @@ class PresetConfig:
         arms: Names of the arms; None means all.
         axes: Names of values by axis; an axis that is not named keeps all.
         tuning: How the learning rate is chosen.
+        plan: Name or file of the plan of a size that confirms: its contrasts then say which runs are made, and `seeds` is not
+            used.
     """
 
     about: str = ""
@@ -105,6 +108,7 @@ class PresetConfig:
     arms: list[str] | None = None
     axes: dict[str, list[str]] = field(default_factory=dict)
     tuning: TuningConfig = field(default_factory=TuningConfig)
+    plan: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,6 +127,7 @@ class StudyConfig:
         figures: What the arms are compared by, the most important first. The first one also chooses learning rates.
         presets: Sizes of the study by name.
         analysis: "arms", or "scaling" for power laws over the axes size and tokens.
+        changes: What was changed after data were seen.
     """
 
     name: str
@@ -136,6 +141,7 @@ class StudyConfig:
     figures: list[StudyFigure]
     presets: dict[str, PresetConfig]
     analysis: Literal["arms", "scaling"] = "arms"
+    changes: list[Change] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         check_name(self.name)
@@ -241,6 +247,9 @@ class Design:
         self.points = [
             dict(zip(self.values, combination, strict=True)) for combination in itertools.product(*self.values.values())
         ]
+        self.plan = load_plan(self.preset.plan) if self.preset.plan else None
+        if self.plan is not None:
+            self._check_plan()
         self.reported()  # every recipe is checked before anything is trained
 
     def run(
@@ -278,23 +287,102 @@ class Design:
 
     @property
     def tuned_points(self) -> list[dict[str, str]]:
-        """The points at which learning rates are chosen."""
-        return [point for point in self.points if point == self.tuned_point(point)]
+        """The points at which learning rates are chosen: not those whose axes set one."""
+        return [
+            point
+            for point in self.points
+            if point == self.tuned_point(point)
+            and not any(LEARNING_RATE in self.config.axes[axis].values[value].set for axis, value in point.items())
+        ]
 
-    def reported(self, rates: Mapping[tuple[str, str], float] | None = None) -> list[PlannedRun]:
+    def reported(self, rates: Sequence[ChosenRate] | None = None) -> list[PlannedRun]:
         """Return the runs that are compared, all arms of a seed side by side.
 
         Args:
-            rates: Learning rate by arm and by `place` of the point where it was chosen.
+            rates: Learning rates that were chosen. Runs that need another one are left out. None stands for the recipe's rates,
+                where only the number and the kinds of runs matter.
         """
+        known = self._chosen(rates)
+        if self.plan is not None:
+            return self._planned(rates, known)
         counts = {(arm, place(point)): self._count(arm, point) for arm in self.arms for point in self.points}
         return [
-            self.run(arm, point, seed, (rates or {}).get((arm, place(self.tuned_point(point)))))
+            self.run(arm, point, seed, known[arm, place(point)])
             for seed in range(max(counts.values()))
             for point in self.points
             for arm in self.arms
-            if seed < counts[arm, place(point)]
+            if seed < counts[arm, place(point)] and (arm, place(point)) in known
         ]
+
+    def _chosen(self, rates: Sequence[ChosenRate] | None) -> dict[tuple[str, str], float | None]:
+        """Return the learning rate of each arm at each `place` whose rate is known; None stands for that of the recipe."""
+        found = {(one.arm, place(one.point)): one.learning_rate for one in rates or []}
+        tuned = [place(point) for point in self.tuned_points] if self.preset.tuning.learning_rates else []
+        known: dict[tuple[str, str], float | None] = {}
+        for point in self.points:
+            where = place(self.tuned_point(point))
+            for arm in self.arms:
+                if rates is None or where not in tuned or (arm, where) in found:
+                    known[arm, place(point)] = found.get((arm, where))
+        return known
+
+    def _planned(
+        self, rates: Sequence[ChosenRate] | None, known: Mapping[tuple[str, str], float | None]
+    ) -> list[PlannedRun]:
+        """Return the runs of the plan's contrasts, in the order of its questions; each run once.
+
+        Without any rates, a setting that is chosen by tuning is taken to be the first.
+        """
+        assert self.plan is not None
+        if rates is None:
+            anything = {"learning_rate": 0.0, "tried": [(0.0, 0.0)]}
+            rates = [
+                ChosenRate(arm=arm, point=point, **anything)  # type: ignore[arg-type]
+                for arm in self.arms
+                for point in self.tuned_points
+            ]
+        axes, lower_is_better = self.described_axes(), self.config.figures[0].better == "lower"
+        runs: dict[tuple[str, str, int], PlannedRun] = {}
+        for contrast in (contrast for question in self.plan.questions for contrast in question.contrasts):
+            groups = groups_of(contrast, axes, rates, lower_is_better=lower_is_better) or {}
+            points = {group: dict(zip(self.values, group[1], strict=True)) for group in groups}
+            if any((arm, place(point)) not in known for (arm, _), point in points.items()):
+                continue
+            for seed in range(contrast.first_seed, contrast.first_seed + contrast.seeds):
+                for (arm, _), point in points.items():
+                    runs.setdefault((arm, place(point), seed), self.run(arm, point, seed, known[arm, place(point)]))
+        return list(runs.values())
+
+    def _check_plan(self) -> None:
+        """Check that the plan is of this study and names what it has.
+
+        Raises:
+            ConfigError: it does not.
+        """
+        plan, source = self.plan, self.preset.plan
+        assert plan is not None
+        if (plan.study, plan.preset) != (self.config.name, self.name):
+            raise ConfigError(
+                f"{source}: the plan of {plan.study}, preset {plan.preset}, in {self.config.name}, preset {self.name}; name "
+                "the plan of this size"
+            )
+        labels = {figure.label for figure in self.config.figures}
+        for question in plan.questions:
+            for contrast in question.contrasts:
+                where = f"{source}: contrast {contrast.name!r}"
+                if contrast.figure not in labels:
+                    raise ConfigError(f"{where}: figure: {unknown_key(contrast.figure, labels)}")
+                for term in contrast.terms:
+                    for arm in term.arms:
+                        if arm not in self.arms:
+                            raise ConfigError(f"{where}: arms: {unknown_key(arm, self.arms)}")
+                    for axis, value in term.at.items():
+                        if axis not in self.values:
+                            raise ConfigError(f"{where}: at: {unknown_key(axis, self.values)}")
+                        if value not in (OWN_BEST, *self.values[axis]):
+                            raise ConfigError(
+                                f"{where}: at.{axis}: {unknown_key(value, [OWN_BEST, *self.values[axis]])}"
+                            )
 
     def tuned_point(self, point: Mapping[str, str]) -> dict[str, str]:
         """Return the point whose learning rate a point takes."""
@@ -312,7 +400,10 @@ class Design:
         return f"{self.config.about} {self.preset.about}".strip()
 
     def seeds(self) -> tuple[int, int]:
-        """Return the smallest and the largest number of seeds that an arm is compared at."""
+        """Return the smallest and the largest number of seeds of a comparison."""
+        if self.plan is not None:
+            counts = [contrast.seeds for question in self.plan.questions for contrast in question.contrasts]
+            return min(counts), max(counts)
         reference = self.config.reference
         pairs = [
             min(self._count(arm, point), self._count(reference, point))

@@ -13,7 +13,7 @@ from ..model import DiffTransformerConfig, count
 from ..train import build_model
 from ..train.heap import keep_freed_memory
 from ..train.speed import matmul_flops
-from .design import PlannedRun
+from .design import PlannedRun, place
 from .environment import environment
 from .study import Study
 
@@ -58,17 +58,16 @@ def estimate(study: Study, *, at_once: int, threads: int, device: str = "cpu") -
         threads: Threads of each.
         device: cpu or cuda.
     """
-    rates, looked_for, absent = None, study.design.tuning, ""
+    looked_for, absent = study.design.tuning, ""
     try:
-        rates = study.rates()
-        if rates is not None:
-            looked_for = [*looked_for, *study.reported(rates)]
+        looked_for = [*looked_for, *study.design.reported(study.rates())]
         files = study.files(looked_for)
     except DataError as error:
         if study.design.config.source:  # without the pretrained model's folder there are no operations to count
             raise
         absent, files = str(error), [None] * len(looked_for)
-    later = study.design.reported() if rates is None else []
+    known = {(run.arm, place(run.point), run.seed) for run in looked_for}
+    later = [run for run in study.design.reported() if (run.arm, place(run.point), run.seed) not in known]
     missing = [run for run, file in zip(looked_for, files, strict=True) if file is None] + later
     here, clock = replace(environment(device), threads=threads), _Clock(study, threads, device, bool(absent))
     seconds = [study.store.seconds(run, here) or clock.seconds(run) for run in missing]

@@ -23,6 +23,7 @@ from .design import UPCYCLED, Design, PlannedRun, place
 from .environment import environment
 from .evaluation import draw_tasks
 from .jobs import Job, run_jobs
+from .plan import registered
 from .recipe import Recipe
 from .records import RunStore, portable, run_record
 from .run import is_done, start_run
@@ -128,8 +129,8 @@ class Study:
             data[key] = here if here in everywhere or not everywhere else min(everywhere)
         return [self.store.find(run, data[run.seed, run.is_tuning, place(run.point)]) for run in runs]
 
-    def rates(self) -> list[ChosenRate] | None:
-        """Return the learning rate with the best mean figure for each arm; None while a tuning run is missing.
+    def rates(self) -> list[ChosenRate]:
+        """Return the learning rate with the best mean figure for each arm whose tuning runs are all there.
 
         The first figure decides; where it is the same, as where all answers are right, the next figure of the claims does.
         """
@@ -137,11 +138,12 @@ class Study:
         files = self.files(runs)
         first, *others = self.design.config.figures
         figures = [first, *(figure for figure in others if not figure.secondary)]
+        unfinished = {run.arm for run, file in zip(runs, files, strict=True) if file is None}
         found: dict[tuple[str, str], dict[float, list[list[float]]]] = {}
         points: dict[str, Mapping[str, str]] = {}
         for run, file in zip(runs, files, strict=True):
-            if file is None:
-                return None
+            if file is None or run.arm in unfinished:
+                continue
             record, values = read_result(file, RunRecord), []
             for figure in figures:
                 value = figure_of(record, figure)
@@ -160,14 +162,16 @@ class Study:
             chosen.append(ChosenRate(arm=arm, point=dict(points[where]), learning_rate=best, tried=first_means))
         return chosen
 
-    def reported(self, rates: Sequence[ChosenRate]) -> list[PlannedRun]:
-        """Return the runs that are compared, at the chosen rates."""
-        return self.design.reported({(one.arm, place(one.point)): one.learning_rate for one in rates})
+    def planned(self) -> int:
+        """Return the number of runs that the study asks for, tuning included."""
+        rates, design = self.rates(), self.design
+        tuned = len(rates) == len({(run.arm, place(run.point)) for run in design.tuning})
+        return len(design.tuning) + len(design.reported(rates if tuned else None))
 
     def write_index(self) -> StudyIndex:
         """Write what the study asks for and which of its runs are there."""
-        config, rates = self.design.config, self.rates()
-        runs = [*self.design.tuning, *([] if rates is None else self.reported(rates))]
+        config, design, rates = self.design.config, self.design, self.rates()
+        runs = [*design.tuning, *design.reported(rates)]
         members = [
             StudyMember(
                 arm=run.arm,
@@ -190,9 +194,11 @@ class Study:
             axes=self.design.described_axes(),
             figures=config.figures,
             members=members,
-            planned=len(self.design.tuning) + len(self.design.reported()),
-            rates=rates or [],
+            planned=self.planned(),
+            rates=rates,
             command=f"difftransformer study {config.name} --preset {self.design.name}",
+            plan=None if design.plan is None else registered(design.preset.plan, design.plan),
+            changes=config.changes,
         )
         write_result(index, self.index_file)
         return index
@@ -218,16 +224,16 @@ class Study:
             FolderInUse: another process is working on a run.
             Interrupted: a signal; every run has saved a checkpoint.
         """
-        self._train(self.design.tuning, folder, at_once, device, progress)
+        for runs in (self.design.reported(self.rates()), self.design.tuning):  # what needs no tuning decides soonest
+            self._train(runs, folder, at_once, device, progress)
         rates = self.rates()
-        assert rates is not None
         for one in rates:
             if one.is_at_edge:
                 where = f" at {place(one.point)}" if one.point else ""
                 self._log(
                     f"{one.arm}{where}: the best learning rate, {one.learning_rate:g}, is at the edge of those tried"
                 )
-        self._train(self.reported(rates), folder, at_once, device, progress)
+        self._train(self.design.reported(rates), folder, at_once, device, progress)
         return self.write_index()
 
     def _train(

@@ -6,7 +6,7 @@ import signal
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Literal
@@ -15,9 +15,10 @@ import torch
 
 from ..attention import Attention
 from ..data import Loader, Shards, validation_rows
-from ..errors import EXIT_INTERRUPTED, EXIT_REQUEUE, DiffTransformerError
+from ..errors import EXIT_INTERRUPTED, EXIT_REQUEUE, ConfigError, DiffTransformerError
 from ..model import DiffTransformerConfig, DiffTransformerForCausalLM
 from ..model.nll import IGNORED, loss_chunk, summed_next_token_nll
+from ..model.start_sizes import drowning, start_sizes
 from .accuracy import answer_accuracy
 from .checkpoint import CheckpointState, checkpoints, load_checkpoint, newest_intact
 from .config import LogsConfig, TrainingConfig
@@ -106,6 +107,7 @@ def train(
     with processes.together():
         mesh.check(model_config, config)
         run.mkdir(parents=True, exist_ok=True)
+        is_new = start is None
         start = start or Unfilled(lambda: build_model(model_config, config.seed))
         if (lora := config.lora) is not None:
             start.change(lambda model: add_lora(model, lora, seed=config.seed))
@@ -156,6 +158,8 @@ def train(
     saver = Saver(run, model=model, optimizer=optimizer, tokenizer=shards.tokenizer, config=config, processes=processes)
 
     with processes.together():
+        if is_new and continued is None and processes.is_first:
+            _warn_of_start(model_config, config.seed)
         trackers = Trackers(logs if processes.is_first else LogsConfig(), run, step=step)
         speed = Speed(model_config, config, logs, device=processes.device, processes=processes.count)
         row = validation_rows(shards, config.context_tokens, 1)
@@ -271,6 +275,17 @@ def train(
         if log is not None:
             log.close()
     return model
+
+
+def _warn_of_start(config: DiffTransformerConfig, seed: int) -> None:
+    """Warn if a branch of the first two layers drowns the residual stream.
+
+    They are built once more, so that neither the model that trains, which may be compiled or divided, nor the other processes
+    take part.
+    """
+    with suppress(ConfigError):  # a layer is too large for that
+        if said := drowning(config, start_sizes(config, seed=seed, layers=2)):
+            warnings.warn(f"at step 0 {said}", stacklevel=3)
 
 
 def _step(

@@ -64,7 +64,13 @@ class DiffTransformerConfig(PreTrainedConfig):
         shared_key: Whether both maps read one key; None means True in both V2 types and False elsewhere.
         output_gate: Whether heads of "grouped_diff_v2" have a gate.
         dex_heads: Extended heads of each layer of "dex"; None means all.
-        initialization, attn_backend: Not used here; the package `difftransformer` reads them.
+        initialization: "fan_in" or "normal", the distributions of matrices that are not in the files (see `_init_matrix`).
+            Files that do not state it mean "normal".
+        embedding_multiplier: Factor of the embeddings before the first layer, also of `inputs_embeds`; None means
+            sqrt(hidden_size) with "fan_in" and 1 with "normal".
+        depth_scaled_residual: Whether o_proj and down_proj start divided by sqrt(2 num_hidden_layers).
+        mimetic_attention: Whether attention started as a lookup of like tokens, which this file cannot draw.
+        attn_backend: Not used here; the package `difftransformer` reads it.
     """
 
     model_type = "difftransformer"
@@ -85,8 +91,11 @@ class DiffTransformerConfig(PreTrainedConfig):
     rope_parameters: dict[str, Any] | None = None
     sliding_window: int | None = None
     is_causal: bool = True
-    initializer_range: float = 0.02
     initialization: str = "normal"
+    initializer_range: float = 0.02
+    embedding_multiplier: float = None  # type: ignore[assignment]
+    depth_scaled_residual: bool = False
+    mimetic_attention: bool = False
     tie_word_embeddings: bool = True
     use_cache: bool = True
     attn_backend: str = "auto"
@@ -118,7 +127,15 @@ class DiffTransformerConfig(PreTrainedConfig):
             self.head_dim = self.hidden_size // self.num_attention_heads
         if self.rope_parameters is None and "rope_theta" not in kwargs:
             self.rope_parameters = {"rope_type": "default", "rope_theta": 10_000.0}
+        if self.initialization == "mimetic":  # the name of early versions
+            self.initialization, self.mimetic_attention = "normal", True
+        if self.embedding_multiplier is None:
+            self.embedding_multiplier = self.hidden_size**0.5 if self.initialization == "fan_in" else 1.0
         super().__post_init__(**kwargs)
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        return super().from_dict({"initialization": "normal", **config_dict}, **kwargs)
 
 
 def widened(x: Tensor) -> Tensor:
@@ -445,6 +462,32 @@ class DiffTransformerPreTrainedModel(PreTrainedModel):
         super()._init_weights(module)
         if isinstance(module, Attention):
             module.init_weights()
+        elif isinstance(module, (nn.Linear, nn.Embedding)) and not getattr(module.weight, "_is_hf_initialized", False):
+            self._init_matrix(module)
+
+    def _init_matrix(self, module: nn.Linear | nn.Embedding) -> None:
+        """Turn a draw from N(0, initializer_range^2) into the start of the configuration.
+
+        With "fan_in", linear layers are from U(-1/sqrt(d_in), 1/sqrt(d_in)) and embeddings and the output layer from N(0, 1/M).
+
+        Raises:
+            ValueError: The start is mimetic.
+        """
+        config, weight, layers = self.config, module.weight, self.base_model.layers
+        if config.mimetic_attention and any(module is part for layer in layers for part in layer.self_attn.children()):
+            raise ValueError(
+                "mimetic_attention=True: this file opens such models and cannot start one; use the package difftransformer"
+            )
+        if config.initialization == "fan_in":
+            is_resized = all(module is not part for part in self.modules())
+            if isinstance(module, nn.Embedding) or module is self.get_output_embeddings() or is_resized:
+                weight.mul_(config.hidden_size**-0.5 / config.initializer_range)  # a padding token's row stays 0
+            else:
+                bound = weight.shape[1] ** -0.5
+                init.uniform_(weight, -bound, bound)
+        ends = (end for layer in layers for end in (layer.self_attn.o_proj, layer.mlp.down_proj))
+        if config.depth_scaled_residual and any(module is end for end in ends):
+            weight.div_(math.sqrt(2 * config.num_hidden_layers))
 
 
 class DiffTransformerModel(DiffTransformerPreTrainedModel):
@@ -484,6 +527,8 @@ class DiffTransformerModel(DiffTransformerPreTrainedModel):
             )
         need_hidden = config.output_hidden_states if output_hidden_states is None else output_hidden_states
         hidden = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        if config.embedding_multiplier != 1:
+            hidden = hidden * config.embedding_multiplier
         if self.training and self.gradient_checkpointing:
             past_key_values, use_cache = None, False
         if use_cache is None:

@@ -1,41 +1,41 @@
-"""What a study answers, in sentences that are read off its comparisons alone."""
+"""What a study that explores found, in sentences that are read off its comparisons alone. They hold no verdict."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import median
 
 import numpy as np
 
-from difftransformer.report.evidence.comparisons import Compared, comparisons_of, row_of
-from difftransformer.report.evidence.reading import Evidence, Point
-from difftransformer.report.evidence.scaling import Amount, Scaling
-from difftransformer.report.tables import comparisons_text, decimals_for, fixed, significant
-from difftransformer.report.verdict import Verdict, change_words
+from difftransformer.report.evidence.comparisons import Compared, row_of
+from difftransformer.report.evidence.contrasts import FEWEST_SEEDS
+from difftransformer.report.evidence.reading import Evidence
+from difftransformer.report.evidence.scaling import Amount, Need, Scaling
+from difftransformer.report.evidence.studied import Studied
+from difftransformer.report.tables import decimals_for, fixed
+from difftransformer.report.verdict import Verdict
 from difftransformer.results import StudyArm, StudyFigure
+
+NEEDS = {"size": "parameters", "tokens": "training tokens"}
+
+MOST_WORDS = 25
+"""Of an answer in the index of studies."""
 
 MOST_ANSWERS = 4
 """So many primary figures are answered in sentences; the tables hold all."""
 
 
-def answers(evidence: Evidence, rows: Sequence[Compared], scaling: Scaling | None = None) -> list[Verdict]:
-    """Return a study's answers, the most important one first."""
-    found = scaling_answers(scaling) if scaling else []
+def answers(study: Studied) -> list[Verdict]:
+    """Return what a study that explores found, the most important figure first."""
+    evidence = study.evidence
+    found = scaling_answers(evidence, study.scaling) if study.scaling else []
     primary = [figure for figure in evidence.index.figures if not figure.secondary]
-    return [*found, *(answer(evidence, rows, figure) for figure in primary[:MOST_ANSWERS])]
+    return [*found, *(answer(evidence, study.rows, figure) for figure in primary[:MOST_ANSWERS])]
 
 
-def answer(evidence: Evidence, rows: Sequence[Compared], figure: StudyFigure, *, brief: bool = False) -> Verdict:
-    """Return what a study says about one figure.
-
-    Args:
-        evidence: The study.
-        rows: Its comparisons.
-        figure: The figure.
-        brief: Whether to leave out the other arms that cannot be told from the reference.
-    """
-    whole: Point = ()
+def answer(evidence: Evidence, rows: Sequence[Compared], figure: StudyFigure) -> Verdict:
+    """Return what a study that explores found about one figure of its first arm: the effect and its seeds, no verdict."""
     main, reference = evidence.others[0], evidence.reference
-    row, other = row_of(rows, figure.label, main.name, whole), row_of(rows, figure.label, reference.name, whole)
+    row, other = row_of(rows, figure.label, main.name, ()), row_of(rows, figure.label, reference.name, ())
     if row is None or other is None or row.difference is None:
         missing = f"{main.label} and {reference.label} have no pair of runs with the same seed and data yet."
         return Verdict(title_of(figure), "unknown", missing)
@@ -44,33 +44,74 @@ def answer(evidence: Evidence, rows: Sequence[Compared], figure: StudyFigure, *,
             f"None of {row.runs} runs of {main.label} and {other.runs} runs of {reference.label} reached "
             f"{figure.reaches:g}."
         )
-        text += others_words(evidence, rows, figure, decided_alone=brief)
         return Verdict(title_of(figure), "unknown", text)
     places = decimals(rows, figure)
     a, b = (fixed(one.statistic.mean, places) for one in (row, other))
-    unit = "" if figure.unit in ("", "share") else f" {figure.unit}"
-    words = {
-        "better": f"{main.label} is better than {reference.label}",
-        "worse": f"{main.label} is worse than {reference.label}",
-        "undecided": f"{main.label} and {reference.label} cannot be told apart",
-        "equal": f"{main.label} and {reference.label} are equal in every seed, so there is no interval",
-        "no interval": f"{main.label} and {reference.label} cannot be told apart, since there is no interval",
-    }[row.state]
-    change = change_words(row.difference, row.pairs, places)
-    text = f"{words}: {a} against {b}{unit} ({figure.better} is better), {change}."
-    low, high = row.difference.low, row.difference.high
-    if row.state == "undecided" and low is not None and high is not None and not low <= 0 <= high:
-        text += f" The interval excludes zero, but not after correction for {row.difference.comparisons} comparisons."
+    text = f"{effect_words(row, figure, places)} ({a} against {b}; {figure.better} is better)"
+    if row.difference.low is None:
+        text += ", without an interval"
+    elif not row.excludes_zero:
+        text += ", cannot be told apart"
+    text += f"; {explored_words(evidence, main.name)}."
     if evidence.has_settings:
-        text += f" These are means over {settings_words(evidence, rows, figure, main)}."
+        text += f" Mean over {settings_words(evidence, rows, figure, main)}."
     if figure.reaches is not None:
         text += (
             f" {row.reached} of {row.runs} runs of {main.label} and {other.reached} of {other.runs} runs of "
             f"{reference.label} reached {figure.reaches:g}; a run that did not counts with its last step."
         )
-    text += others_words(evidence, rows, figure, decided_alone=brief)
-    state = {"better": "first", "worse": "second", "undecided": "undecided"}.get(row.state, "unknown")
-    return Verdict(title_of(figure), state, text)  # type: ignore[arg-type]
+    return Verdict(title_of(figure), "undecided", f"{main.label} minus {reference.label} {text}")
+
+
+def effect_words(row: Compared, figure: StudyFigure, places: int) -> str:
+    """Return a difference with its interval, and in how many seeds it has that direction."""
+    assert row.difference is not None
+    mean, low, high = (
+        fixed(one, places, "+") for one in (row.difference.mean, row.difference.low, row.difference.high)
+    )
+    unit = "" if figure.unit in ("", "share") else f" {figure.unit}"
+    interval = f" [{low}, {high}]" if low else ""
+    return f"{mean}{unit}{interval}, {direction_words(row.difference.mean, row.same_direction, row.pairs)}"
+
+
+def direction_words(mean: float, same: int, seeds: int) -> str:
+    """Return in how many seeds an effect has its direction."""
+    side = "above zero" if mean > 0 else "below zero" if mean < 0 else "equal"
+    return f"{side} in {same} of {seeds} seeds"
+
+
+def explored_words(evidence: Evidence, *arms: str) -> str:
+    """Return that a result is one of exploration, and how the weights of the arms and the reference started."""
+    starts = evidence.starts(*arms, evidence.index.reference)
+    return f"explored{f' with the {starts[0]} start' if len(starts) == 1 else ''}, not confirmed"
+
+
+def brief_explored(study: Studied) -> str:
+    """Return the effect that a study which explores found on its first figure, in a few words, as its index shows it."""
+    evidence, figure = study.evidence, study.evidence.index.figures[0]
+    if study.scaling and study.scaling.needs:
+        need = next(one for one in reversed(study.scaling.needs) if one.axis.name == study.scaling.needs[0].axis.name)
+        fits = len(next(trend.n for trend in study.scaling.trends if trend.axis is need.axis))
+        return (
+            f"{need.arm.label} needs {share_words(need.fit)} of {quantity(need.n)} {NEEDS[need.axis.name]} for "
+            f"{evidence.reference.label}'s loss, by fits to {fits} settings; "
+            f"{explored_words(evidence, need.arm.name).removesuffix(', not confirmed')}."
+        )
+    main, reference = evidence.others[0], evidence.reference
+    row = row_of(study.rows, figure.label, main.name, ())
+    if row is None or row.difference is None or row.is_censored:
+        return f"{title_of(figure)}: no pair of runs yet."
+    effect = effect_words(row, figure, decimals(study.rows, figure))
+    words = explored_words(evidence, main.name).removesuffix(", not confirmed")
+    texts = [
+        f"{title_of(figure)}: {main.label} minus {reference.label} {effect}; {one}." for one in (words, "explored")
+    ]
+    return shortest([*texts, f"{title_of(figure)}: {effect}; explored."])
+
+
+def shortest(texts: Sequence[str]) -> str:
+    """Return the first text of at most `MOST_WORDS` words, or the last one."""
+    return next((text for text in texts if len(text.split()) <= MOST_WORDS), texts[-1])
 
 
 def settings_words(evidence: Evidence, rows: Sequence[Compared], figure: StudyFigure, arm: StudyArm) -> str:
@@ -95,40 +136,12 @@ def decimals(rows: Sequence[Compared], figure: StudyFigure) -> int:
     mine = [row for row in rows if row.figure is figure]
     bounds = [(row.difference.low, row.difference.high) for row in mine if row.difference]
     halves = [(high - low) / 2 for low, high in bounds if low is not None and high is not None and high > low]
-    if not halves:
-        return decimals_for([row.statistic.mean for row in mine])
-    return min(6, max(0, 1 - math.floor(math.log10(median(halves)))))
+    return two_digits(median(halves)) if halves else decimals_for([row.statistic.mean for row in mine])
 
 
-def others_words(
-    evidence: Evidence, rows: Sequence[Compared], figure: StudyFigure, *, decided_alone: bool = False
-) -> str:
-    """Return which arms after the first are better than the reference, which are worse, and which cannot be told from it."""
-    states: dict[str, list[str]] = {}
-    arms = evidence.others[1:]
-    for arm in arms:
-        row = row_of(rows, figure.label, arm.name, ())
-        if row is not None:
-            states.setdefault(row.state, []).append(arm.label)
-    if decided_alone:
-        states = {state: labels for state, labels in states.items() if state in ("better", "worse")}
-    elif len(arms) > 1 and states.keys() == {"undecided"}:
-        return f" Nor can any other arm be told apart from {evidence.reference.label}."
-    words = {
-        "better": f"Better than {evidence.reference.label}",
-        "worse": f"Worse than {evidence.reference.label}",
-        "undecided": f"Not told apart from {evidence.reference.label}",
-        "equal": f"Equal to {evidence.reference.label} in every seed",
-        "no interval": "Without an interval",
-    }
-    return "".join(f" {words[state]}: {'; '.join(states[state])}." for state in words if state in states)
-
-
-def headline(evidence: Evidence, rows: Sequence[Compared], scaling: Scaling | None = None) -> str:
-    """Return the leading answer, on the first arm and those that are better or worse, as the index of studies shows it."""
-    found = scaling_answers(scaling) if scaling else []
-    first = found[0] if found else answer(evidence, rows, evidence.index.figures[0], brief=True)
-    return f"{first.subject}: {first.text}"
+def two_digits(half_width: float) -> int:
+    """Return the decimals at which an interval's half width has two digits, from 0 to 6."""
+    return min(6, max(0, 1 - math.floor(math.log10(half_width))))
 
 
 def progress_words(evidence: Evidence) -> str:
@@ -140,48 +153,65 @@ def progress_words(evidence: Evidence) -> str:
     return f"{words}, {tuning} of them to choose learning rates" if tuning else words
 
 
-def power_words(evidence: Evidence, rows: Sequence[Compared]) -> str:
-    """Return what the table of a study is corrected for, and what its leading figure could show."""
-    comparisons = comparisons_of(rows)
-    if not comparisons:
-        return "No arm has two seeds in common with the reference: there is no interval and no claim."
-    words = (
-        f"p-values are corrected by Holm's method for the {comparisons_text(comparisons)} of this study that claims rest on: "
-        "every arm on every primary figure. An arm is called better only where the interval excludes zero and the corrected "
-        "p-value is at most 0.05."
+def interval_words(evidence: Evidence) -> str:
+    """Return how the intervals of a study are to be read."""
+    words = "Brackets: 95 % Student t intervals by seed, each for itself. Among many, some exclude zero (*) by chance; "
+    words += (
+        "only the contrasts of the plan are decided."
+        if evidence.index.plan
+        else "a study with a plan must confirm what they suggest."
     )
-    figure = evidence.index.figures[0]
-    row = row_of(rows, figure.label, evidence.others[0].name, ())
-    if row is not None and row.detectable:
-        words += (
-            f" In {figure.label}, {row.pairs} seeds of {row.arm.label} show a true difference with 80 % probability if it is "
-            f"at least {amount(row.detectable, figure)}."
-        )
+    seeds = {len(found) for found in evidence.runs.values()}
+    if seeds and min(seeds) < FEWEST_SEEDS:
+        words += f" Intervals of fewer than {FEWEST_SEEDS} seeds are wide, and rest on an estimate of their own noise."
     return words
 
 
-def amount(value: float, figure: StudyFigure) -> str:
-    """Return a difference in the unit of a figure."""
-    if figure.unit == "share" and value > 1:
-        return "larger than any share"
-    unit = "" if figure.unit in ("", "share") else f" {figure.unit}"
-    return f"{significant(value, 2)}{unit}"
+def edge_words(evidence: Evidence) -> str:
+    """Return for which arms and settings the best learning rate is at the edge of those tried; empty if for none."""
+    edges = [rate for rate in evidence.index.rates if rate.is_at_edge]
+    if not edges:
+        return ""
+    places = [
+        f"{evidence.arm(rate.arm).label}{at_words(evidence, rate.point)} ({rate.learning_rate:g})" for rate in edges
+    ]
+    return (
+        f"{len(edges)} of {len(evidence.index.rates)} chosen learning rates are at the edge of those tried, so that a better "
+        f"one may lie beyond: {'; '.join(places)}."
+    )
 
 
-def scaling_answers(scaling: Scaling) -> list[Verdict]:
+def at_words(evidence: Evidence, point: Mapping[str, str]) -> str:
+    """Return the setting of a learning rate, by the axes along which there are several; empty if there is one setting."""
+    words = [
+        f"{axis.label or axis.name} {point[axis.name]}"
+        for axis in evidence.index.axes
+        if axis.name in point and len({rate.point.get(axis.name) for rate in evidence.index.rates}) > 1
+    ]
+    return f" at {', '.join(words)}" if words else ""
+
+
+def changes_words(study: Studied) -> list[str]:
+    """Return what was changed after data were seen, a line each."""
+    changes = study.evidence.index.changes
+    return [f"{change.when}: {change.what}" for change in changes] or ["None known."]
+
+
+def shared_words(study: Studied) -> str:
+    """Return which runs a study has in common with other studies; empty if none."""
+    if not study.shared:
+        return ""
+    words = [f"{count} {'run' if count == 1 else 'runs'} with {slug}" for slug, count in study.shared.items()]
+    return f"Shares {' and '.join(words)}: on these the studies are not independent of each other."
+
+
+def scaling_answers(evidence: Evidence, scaling: Scaling) -> list[Verdict]:
     """Return how many parameters and tokens each arm needs for the reference's loss at its largest setting."""
     found = []
     for axis, arm in dict.fromkeys((need.axis.name, need.arm.name) for need in scaling.needs):
         need = [need for need in scaling.needs if (need.axis.name, need.arm.name) == (axis, arm)][-1]
-        what = {"size": "parameters", "tokens": "training tokens"}[axis]
-        title = f"{what.capitalize()} for equal {scaling.figure.label}"
-        state = "first" if need.is_less else "second" if need.is_more else "undecided"
-        text = (
-            f"For the {scaling.figure.label} of {scaling.reference.label} with {quantity(need.n)} {what}, {need.arm.label} "
-            f"needs {share_words(need.fit)} of them by the fitted power laws, and {share_words(need.raw)} by interpolation."
-        )
-        if state == "undecided":
-            text += " The intervals do not agree on fewer or more."
+        what = NEEDS[axis]
+        text = f"{need_words(need, scaling)}; {explored_words(evidence, arm)}."
         rising = [
             trend.arm.label
             for trend in scaling.trends
@@ -191,8 +221,17 @@ def scaling_answers(scaling: Scaling) -> list[Verdict]:
         ]
         if rising:
             text += f" With more {what} the mean loss of {' and of '.join(rising)} rises at some step, as no power law does."
-        found.append(Verdict(title, state, text))  # type: ignore[arg-type]
+        found.append(Verdict(f"{what.capitalize()} for equal {scaling.figure.label}", "undecided", text))
     return found
+
+
+def need_words(need: Need, scaling: Scaling) -> str:
+    """Return how many parameters or tokens an arm needs for the reference's loss."""
+    return (
+        f"{need.arm.label} needs {share_words(need.fit)} of the {quantity(need.n)} {NEEDS[need.axis.name]} of "
+        f"{scaling.reference.label} for its {scaling.figure.label} by the fitted power laws, and {share_words(need.raw)} by "
+        "interpolation"
+    )
 
 
 def share_words(amount: Amount) -> str:

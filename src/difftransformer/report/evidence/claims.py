@@ -1,18 +1,12 @@
 """The claims of the paper's abstract, each with a state that is computed from the studies.
 
-A test of a claim is one comparison of a study, over all its settings: it is *for* the claim if the arm is better than the
-reference by the study's own rule (interval and Holm's correction), *against* it if it is worse, and *open* otherwise. A need
-for parameters or tokens is for the claim if the intervals of fit and interpolation both lie below 1. A claim is
-
-* reproduced here, if a test is for it and none is against it,
-* opposite, if a test is against it and none is for it,
-* mixed, if there are both,
-* not reproduced, if all tests that were run are open,
-* not run yet, if no test has two paired seeds,
-* not testable at this scale, if it has no test.
+Only a contrast of a registered plan says anything for or against a claim. It is *for* the claim if it was decided to lie on
+the claim's side of zero, *against* it on the other side, *small* if it was decided to be smaller than the smallest effect that
+its plan looks for, and *open* if its test decided nothing. What studies found that explore is shown beside the claim and gives
+no state but "explored, not confirmed".
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -20,28 +14,62 @@ from typing import Literal
 import yaml  # type: ignore[import-untyped]
 
 from difftransformer.errors import ResultsError
-from difftransformer.report.evidence.answers import settings_words
-from difftransformer.report.evidence.comparisons import Compared, compare, row_of
-from difftransformer.report.evidence.reading import Evidence
-from difftransformer.report.evidence.scaling import Scaling, scaling_of
+from difftransformer.report.evidence.answers import (
+    NEEDS,
+    decimals,
+    effect_words,
+    explored_words,
+    share_words,
+)
+from difftransformer.report.evidence.comparisons import row_of
+from difftransformer.report.evidence.contrasts import Finding
+from difftransformer.report.evidence.questions import finding_words
+from difftransformer.report.evidence.studied import Studied
 from difftransformer.typed import build
 
 FILE = Path(__file__).parent / "claims.yaml"
 
 ClaimState = Literal[
-    "reproduced here", "opposite", "mixed", "not reproduced", "not run yet", "not testable at this scale"
+    "reproduced here",
+    "opposite",
+    "mixed",
+    "no difference as large as the paper's",
+    "tested, not decided",
+    "explored, not confirmed",
+    "not tested with enough power",
+    "not run yet",
+    "not testable here",
 ]
-Vote = Literal["for", "against", "open"]
+Vote = Literal["for", "against", "small", "open", "planned", "explored", "too little power", "beside"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClaimTest:
-    """A comparison that tests a claim: an arm on a figure (by its label), or its need for size or tokens."""
+class Named:
+    """A contrast of a confirming study, by its name in the plan."""
+
+    study: str
+    contrast: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClaimTest(Named):
+    """A contrast that tests a claim. `favours` is the side of zero that is for the claim."""
+
+    favours: Literal["above", "below"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explored:
+    """What an exploring study found: an arm against the reference on a figure (by its label), or its need for size or tokens.
+
+    `weak` says why the study had too little power, if it had.
+    """
 
     study: str
     arm: str
     figure: str = ""
     need: Literal["", "size", "tokens"] = ""
+    weak: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,46 +79,36 @@ class Claim:
     Attributes:
         claim: The claim.
         paper: What the paper reports for it.
-        tests: Comparisons that test it.
-        controls: Whether to say which arms remove the effect of the first test.
-        not_testable: Why there is no test.
+        tests: Contrasts that test it.
+        beside: Contrasts that say what an effect is due to, and neither for nor against the claim.
+        explored: What exploring studies found about it.
+        not_testable: Why no study of this size can test it, and at which size one could.
     """
 
     claim: str
     paper: str
     tests: list[ClaimTest] = field(default_factory=list)
-    controls: bool = False
+    beside: list[Named] = field(default_factory=list)
+    explored: list[Explored] = field(default_factory=list)
     not_testable: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Studied:
-    """A study with its comparisons, made once for all pages."""
+class Evident:
+    """What a study says about a claim, in words, with its vote."""
 
-    evidence: Evidence
-    rows: list[Compared]
-    scaling: Scaling | None
+    study: Studied
+    words: str
+    vote: Vote
 
 
 @dataclass(frozen=True, kw_only=True)
 class Judged:
-    """A claim with its state.
-
-    Attributes:
-        votes: Study, what was tested there, and the outcome.
-        controls: Sentences on which arms keep or remove the effect.
-    """
+    """A claim with its state, and what it follows from."""
 
     claim: Claim
     state: ClaimState
-    votes: list[tuple[Studied, str, Vote]]
-    controls: str
-
-
-def studied(evidence: Evidence) -> Studied:
-    """Compare the arms of a study, and fit its power laws if it has them."""
-    scaling = scaling_of(evidence) if evidence.index.analysis == "scaling" else None
-    return Studied(evidence=evidence, rows=compare(evidence), scaling=scaling)
+    found: list[Evident]
 
 
 def read_claims(path: Path = FILE) -> list[Claim]:
@@ -105,86 +123,85 @@ def judge(claims: Sequence[Claim], studies: Sequence[Studied]) -> list[Judged]:
 
 
 def _judged(claim: Claim, studies: Sequence[Studied]) -> Judged:
-    votes = [
-        (
-            study,
-            _tested(study, test),
-            vote,
-        )
-        for test in claim.tests
-        for study in studies
-        if study.evidence.index.name == test.study and (vote := _vote(study, test))
+    found = [
+        *(
+            Evident(study=study, words=_words(study, finding), vote=_vote(study, finding, test))
+            for test in claim.tests
+            for study, finding in _findings(test, studies)
+        ),
+        *(
+            Evident(study=study, words=_words(study, finding), vote="beside")
+            for test in claim.beside
+            for study, finding in _findings(test, studies)
+        ),
+        *(one for explored in claim.explored for one in _explored(explored, studies)),
     ]
-    found = {vote for _, _, vote in votes}
-    state: ClaimState
-    if not claim.tests:
-        state = "not testable at this scale"
-    elif not found:
-        state = "not run yet"
-    elif {"for", "against"} <= found:
-        state = "mixed"
-    elif "for" in found:
-        state = "reproduced here"
-    else:
-        state = "opposite" if "against" in found else "not reproduced"
-    controls = ""
-    if claim.controls and claim.tests:
-        first = claim.tests[0]
-        controls = " ".join(
-            control_words(one, first.arm, first.figure) for one in studies if one.evidence.index.name == first.study
-        )
-    return Judged(claim=claim, state=state, votes=votes, controls=controls)
+    return Judged(claim=claim, state=_state(claim, {one.vote for one in found}), found=found)
 
 
-def _tested(study: Studied, test: ClaimTest) -> str:
-    if test.need:
-        return {"size": "parameters for equal loss", "tokens": "training tokens for equal loss"}[test.need]
-    if not study.evidence.has_settings:
-        return test.figure
-    figure = next(one for one in study.evidence.index.figures if one.label == test.figure)
-    return (
-        f"{test.figure}, mean over {settings_words(study.evidence, study.rows, figure, study.evidence.arm(test.arm))}"
-    )
+def _state(claim: Claim, votes: set[Vote]) -> ClaimState:
+    if claim.not_testable:
+        return "not testable here"
+    if "for" in votes:
+        return "mixed" if "against" in votes else "reproduced here"
+    rest: dict[Vote, ClaimState] = {
+        "against": "opposite",
+        "small": "no difference as large as the paper's",
+        "open": "tested, not decided",
+        "explored": "explored, not confirmed",
+        "too little power": "not tested with enough power",
+    }
+    return next((state for vote, state in rest.items() if vote in votes), "not run yet")
 
 
-def _vote(study: Studied, test: ClaimTest) -> Vote | None:
-    if test.need:
-        found = [
-            need
-            for need in (study.scaling.needs if study.scaling else [])
-            if need.axis.name == test.need and need.arm.name == test.arm
-        ]
-        if not found:
-            return None
-        return "for" if found[-1].is_less else "against" if found[-1].is_more else "open"
-    row = row_of(study.rows, test.figure, test.arm, ())
-    if row is None or row.difference is None or row.pairs < 2 or not row.is_primary:
-        return None
-    return {"better": "for", "worse": "against"}.get(row.state, "open")  # type: ignore[return-value]
+def _findings(test: Named, studies: Sequence[Studied]) -> Iterator[tuple[Studied, Finding]]:
+    for study in studies:
+        if study.evidence.index.name == test.study:
+            yield from ((study, one) for one in study.findings if one.contrast.name == test.contrast)
 
 
-def control_words(study: Studied, arm: str, figure: str) -> str:
-    """Return which arms keep, reduce or remove the advantage of an arm over the reference.
+def _words(study: Studied, finding: Finding) -> str:
+    assert study.registration is not None
+    return finding_words(finding, study.registration)
 
-    An arm *removes* the advantage if the arm in question is better than it, and it is not better than the reference. It
-    *keeps* it if it is better than the reference and not told apart from the arm, or better than it. If it is better than
-    the reference and worse than the arm, it *reduces* it. Of all others nothing can be said. Both comparisons are corrected
-    by Holm's method, each for all comparisons of the study with that arm.
-    """
+
+def _vote(study: Studied, finding: Finding, test: ClaimTest) -> Vote:
+    if study.registration is None or not study.registration.is_registered:
+        return "planned"
+    if finding.state in ("above", "below"):
+        return "for" if finding.state == test.favours else "against"
+    others: dict[str, Vote] = {"within": "small", "open": "open", "too few seeds": "too little power"}
+    return others.get(finding.state, "planned")
+
+
+def _explored(explored: Explored, studies: Sequence[Studied]) -> Iterator[Evident]:
+    for study in studies:
+        if study.evidence.index.name == explored.study and study.evidence.index.plan is None:
+            words = _explored_words(study, explored)
+            if words:
+                vote: Vote = "too little power" if explored.weak else "explored"
+                yield Evident(
+                    study=study, words=f"{words}. {explored.weak}".strip() if explored.weak else words, vote=vote
+                )
+
+
+def _explored_words(study: Studied, explored: Explored) -> str:
+    """Return the effect that an exploring study found; empty if it has no pair of runs."""
     evidence = study.evidence
-    label, reference = evidence.arm(arm).label, evidence.reference.label
-    row = row_of(study.rows, figure, arm, ())
-    if row is None or row.state != "better":
-        return f"{label} has no decided advantage over {reference} here that a control could remove."
-    against = compare(evidence, reference=arm)
-    names: dict[str, list[str]] = {}
-    for other in evidence.others:
-        to_reference, to_arm = row_of(study.rows, figure, other.name, ()), row_of(against, figure, other.name, ())
-        if other.name == arm or to_reference is None or to_arm is None:
-            continue
-        states = to_reference.state == "better", to_arm.state
-        effect = {(False, "worse"): "removed", (True, "worse"): "reduced"}.get(states, "kept" if states[0] else "open")
-        names.setdefault(effect, []).append(other.label)
-    words = {"removed": "removed in", "reduced": "reduced in", "kept": "kept in", "open": "undecided in"}
-    parts = [f"{words[effect]}: {'; '.join(names[effect])}" for effect in words if effect in names]
-    return f"The advantage of {label} over {reference} is {'. It is '.join(parts)}." if parts else ""
+    if explored.need:
+        needs = study.scaling.needs if study.scaling else []
+        mine = [need for need in needs if need.axis.name == explored.need and need.arm.name == explored.arm]
+        if not mine:
+            return ""
+        need = mine[-1]
+        return (
+            f"{need.arm.label} needs {share_words(need.fit)} of the {NEEDS[explored.need]} by the fitted power laws, "
+            f"{share_words(need.raw)} by interpolation; {explored_words(evidence, explored.arm)}"
+        )
+    row = row_of(study.rows, explored.figure, explored.arm, ())
+    if row is None or row.difference is None or row.pairs < 2 or row.is_censored:
+        return ""
+    effect = effect_words(row, row.figure, decimals(study.rows, row.figure))
+    where = f", mean over {len(evidence.points)} settings" if evidence.has_settings else ""
+    names = f"{row.arm.label} minus {evidence.reference.label}"
+    return f"{explored.figure}{where}: {names} {effect}; {explored_words(evidence, explored.arm)}"

@@ -1,18 +1,14 @@
-"""The statistics of a study: every figure of every arm, and its paired difference to the reference.
+"""Every figure of every arm of a study, and its paired difference to the reference, with an interval and without a verdict.
 
-Runs are paired where seed and data are the same. An arm is called better only where Student's interval of the difference
-excludes zero and its p-value is at most 0.05 after Holm's correction for all primary comparisons of the study: every arm on
-every figure that the study does not call secondary, as a mean over its settings. All others have an interval and no claim.
+Runs are paired where seed and data are the same. Intervals are Student's t by seed. They stand each for itself: of many, some
+exclude zero by chance, so that only the contrasts that a study planned are decided (`contrasts.py`).
 """
 
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from statistics import stdev
-from typing import Literal
 
 from difftransformer.report.evidence.reading import Evidence, Point
-from difftransformer.report.tables import Outcome, outcome
 from difftransformer.results import (
     PairedDifference,
     RunRecord,
@@ -22,15 +18,7 @@ from difftransformer.results import (
     figure_of,
     reached_at,
 )
-from difftransformer.statistics import detectable, holm_differences, mean_and_standard_error, paired_difference
-
-State = Literal["better", "worse", "undecided", "equal", "no interval", "no claim"]
-STATES: dict[Outcome, State] = {
-    "first": "better",
-    "second": "worse",
-    "undecided": "undecided",
-    "unknown": "no interval",
-}
+from difftransformer.statistics import mean_and_standard_error, paired_difference
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +32,7 @@ class Compared:
         runs: Number of the arm's runs that have the figure, at all points together where `point` is empty.
         difference: The arm minus the reference over the seeds that both have; None for the reference itself.
         pairs: Number of these seeds.
-        spread: Standard deviation of the differences of these seeds; None with one seed.
+        same_direction: Number of these seeds in the direction of the mean (see `in_direction`).
         reached: Number of `runs` that reached the level of a curve; None for other figures.
         is_censored: Whether no run of the arm or of the reference reached the level, so that the difference says nothing.
     """
@@ -57,64 +45,27 @@ class Compared:
     runs: int
     difference: PairedDifference | None = None
     pairs: int = 0
-    spread: float | None = None
+    same_direction: int = 0
     reached: int | None = None
     is_censored: bool = False
 
     @property
-    def is_primary(self) -> bool:
-        """Whether the study makes a claim here."""
-        return not self.point and not self.figure.secondary
-
-    @property
-    def state(self) -> State:
-        """Whether the arm is better or worse than the reference; equal means the same figure in every seed."""
-        if not self.is_primary:
-            return "no claim"
-        if self.difference is None:
-            return "no interval"
-        if self.spread == 0 and self.difference.mean == 0:
-            return "undecided" if self.is_censored else "equal"
-        return STATES[outcome(self.difference, self.figure.better)]
-
-    @property
-    def detectable(self) -> float | None:
-        """The smallest difference that these seeds show with 80 % probability, judged by their own spread."""
-        if not self.spread or self.difference is None or not self.difference.comparisons:
-            return None
-        return self.spread * detectable(self.pairs, self.difference.comparisons)
+    def excludes_zero(self) -> bool:
+        """Whether there is an interval that does not hold zero. That is a remark, not a verdict."""
+        low, high = (self.difference.low, self.difference.high) if self.difference else (None, None)
+        return low is not None and high is not None and not low <= 0 <= high
 
 
-def compare(evidence: Evidence, reference: str | None = None) -> list[Compared]:
-    """Return every figure of every arm at every point, those of a study with axes also as means over the points.
-
-    Args:
-        evidence: The study.
-        reference: Name of the arm that the others are compared with, in place of the study's.
-    """
-    reference = reference or evidence.index.reference
+def compare(evidence: Evidence) -> list[Compared]:
+    """Return every figure of every arm at every point, those of a study with axes also as means over the points."""
     points: list[Point] = [(), *(evidence.points if evidence.has_settings else [])]
     found = [
-        _compared(evidence, figure, point, arm, reference)
+        _compared(evidence, figure, point, arm)
         for figure in evidence.index.figures
         for point in points
         for arm in evidence.index.arms
     ]
-    rows = [row for row in found if row is not None]
-    primary = [row for row in rows if row.difference and row.is_primary]
-    differences = [row.difference for row in primary if row.difference]
-    corrected = iter(holm_differences(differences, [(row.figure.label, row.arm.name) for row in primary]))
-    return [replace(row, difference=next(corrected)) if row.difference and row.is_primary else row for row in rows]
-
-
-def comparisons_of(rows: Iterable[Compared]) -> int:
-    """Return the number of comparisons that were corrected together."""
-    return max((row.difference.comparisons or 0 for row in rows if row.difference), default=0)
-
-
-def planned_comparisons(arms: int, figures: Iterable[StudyFigure]) -> int:
-    """Return the number of comparisons that are corrected together once all runs of a study are there."""
-    return (arms - 1) * sum(not figure.secondary for figure in figures)
+    return [row for row in found if row is not None]
 
 
 def row_of(rows: Iterable[Compared], figure: str, arm: str, point: Point) -> Compared | None:
@@ -141,6 +92,11 @@ def timed_seeds(evidence: Evidence, arm: str, reference: str, point: Point) -> l
     return [seed for seed in seeds if machine(first[seed]) == machine(second[seed])]
 
 
+def in_direction(values: Iterable[float], mean: float) -> int:
+    """Return how many values lie on the same side of zero as their mean, or are zero as it is."""
+    return sum(value * mean > 0 or value == mean == 0 for value in values)
+
+
 def bounded(difference: PairedDifference, unit: str) -> PairedDifference:
     """Return a difference with an interval that is no wider than the range of its measure."""
     if unit != "share" or difference.low is None or difference.high is None:
@@ -148,7 +104,8 @@ def bounded(difference: PairedDifference, unit: str) -> PairedDifference:
     return replace(difference, low=max(-1.0, difference.low), high=min(1.0, difference.high))
 
 
-def _compared(evidence: Evidence, figure: StudyFigure, point: Point, arm: StudyArm, reference: str) -> Compared | None:
+def _compared(evidence: Evidence, figure: StudyFigure, point: Point, arm: StudyArm) -> Compared | None:
+    reference = evidence.index.reference
     values = _values(evidence, figure, point, arm.name)
     if not values:
         return None
@@ -172,12 +129,11 @@ def _compared(evidence: Evidence, figure: StudyFigure, point: Point, arm: StudyA
     if not seeds:
         return row
     difference = paired_difference([values[seed] for seed in seeds], [others[seed] for seed in seeds])
-    spread = stdev(values[seed] - others[seed] for seed in seeds) if len(seeds) > 1 else None
     return replace(
         row,
         difference=bounded(difference, figure.unit),
         pairs=len(seeds),
-        spread=spread,
+        same_direction=in_direction([values[seed] - others[seed] for seed in seeds], difference.mean),
         is_censored=row.reached == 0 and _runs(evidence, figure, point, reference)[1] == 0,
     )
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from textwrap import fill
 from typing import Any
 
 import matplotlib
@@ -12,6 +13,8 @@ from matplotlib.lines import Line2D
 
 from difftransformer.plots import seeds
 from difftransformer.plots.style import (
+    COLOURS,
+    REFERENCE_COLOUR,
     STYLE,
     WIDTH_INCHES,
     Drawing,
@@ -21,14 +24,17 @@ from difftransformer.plots.style import (
 )
 from difftransformer.report.evidence.answers import quantity, title_of
 from difftransformer.report.evidence.comparisons import Compared, paired_seeds, row_of
+from difftransformer.report.evidence.contrasts import DECIDED, Finding
 from difftransformer.report.evidence.reading import Evidence, Point
 from difftransformer.report.evidence.scaling import Scaling
+from difftransformer.report.evidence.studied import Studied
 from difftransformer.report.evidence.tables import HELD_OUT, TRAINING, slug_of
 from difftransformer.results import Curve, StudyFigure
 from difftransformer.statistics import paired_difference
 
 _COLUMNS = 3
 _CURVE_COLUMNS = 4
+_LABEL_LETTERS = 44
 
 Styles = dict[str, dict[str, Any]]
 
@@ -68,12 +74,64 @@ def draw_arms(evidence: Evidence, rows: Sequence[Compared]) -> Drawing | None:
             ax.set_xlabel(f"minus {evidence.reference.label}{unit}")
         caption = (
             f"Each arm minus {evidence.reference.label}, the grey line. Pale dots: single seeds. Marker: their mean, filled "
-            "where the arm is better or worse after Holm's correction, hollow where it is undecided. Bar: 95 % Student t "
-            "interval, with an arrow where it leaves the panel."
+            "where the interval excludes zero. Bar: 95 % Student t interval, each for itself, with an arrow where it leaves "
+            "the panel."
         )
         if evidence.has_settings:
             caption += f" Means over {len(evidence.points)} settings."
         return finish("arms", "Every arm against the reference", caption, canvas, False)
+
+
+def draw_contrasts(study: Studied) -> Drawing | None:
+    """Draw the contrasts of a plan, a panel for each figure and unit; None while none has all of its seeds."""
+    panels_of: dict[tuple[str, str], list[Finding]] = {}
+    for finding in study.findings:
+        if finding.difference is not None:
+            panels_of.setdefault((finding.contrast.figure, finding.unit), []).append(finding)
+    if not panels_of:
+        return None
+    heights = [0.9 + 0.5 * len(findings) for findings in panels_of.values()]
+    with matplotlib.rc_context(STYLE):
+        canvas = Figure(figsize=(WIDTH_INCHES, sum(heights) + 0.2), layout="constrained")
+        panels = canvas.subplots(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0]
+        for ax, ((figure, unit), findings) in zip(panels, panels_of.items(), strict=True):
+            for line, finding in enumerate(findings):
+                _draw_contrast(ax, line, finding)
+            ax.axvline(0, color=REFERENCE_COLOUR, linewidth=1.2)
+            ax.set_yticks(range(len(findings)), [fill(one.contrast.name, _LABEL_LETTERS) for one in findings])
+            ax.set_ylim(len(findings) - 0.4, -0.6)
+            ax.grid(False, axis="y")
+            ax.tick_params(axis="y", length=0)
+            ax.set_xlabel(f"{figure} ({unit})" if unit else figure)
+        caption = (
+            "Each contrast with its 95 % interval, by the test that decides it. Pale dots: single seeds. Marker: the effect, "
+            "filled where it is decided. Pale band: effects smaller than the smallest one that the plan looks for; "
+            "dotted lines: the margin that the interval must clear."
+        )
+        return finish("contrasts", "Contrasts of the plan", caption, canvas, False)
+
+
+def _draw_contrast(ax: Axes, line: int, finding: Finding) -> None:
+    contrast, difference = finding.contrast, finding.difference
+    assert difference is not None
+    if contrast.smallest is not None:
+        ax.fill_between(
+            [-contrast.smallest, contrast.smallest],
+            line - 0.38,
+            line + 0.38,
+            color=REFERENCE_COLOUR,
+            alpha=0.15,
+            linewidth=0,
+        )
+    if contrast.margin:
+        for margin in (-contrast.margin, contrast.margin):
+            ax.plot([margin, margin], [line - 0.38, line + 0.38], ":", color=REFERENCE_COLOUR, linewidth=1.2)
+    values = list(finding.values.values())
+    ax.plot(values, [line] * len(values), "o", markersize=3.5, color=COLOURS[0], alpha=0.35, markeredgewidth=0)
+    if difference.low is not None and difference.high is not None:
+        ax.plot([difference.low, difference.high], [line, line], color=COLOURS[0], linewidth=1.8, solid_capstyle="butt")
+    face = COLOURS[0] if finding.state in DECIDED else "white"
+    ax.plot(difference.mean, line, "D", markersize=6.5, color=COLOURS[0], markerfacecolor=face, markeredgewidth=1.4)
 
 
 def draw_axes(evidence: Evidence, rows: Sequence[Compared], figure: StudyFigure) -> Drawing | None:
@@ -283,7 +341,7 @@ def _draw_panel(ax: Axes, evidence: Evidence, rows: Sequence[Compared], figure: 
     room = 0.3 * (high - low) or 1.0
     low, high = low - room, high + room
     for line, row, difference, dots in found:
-        colour, is_claimed = styles[row.arm.name]["color"], row.state in ("better", "worse")
+        colour = styles[row.arm.name]["color"]
         ax.plot(dots, [line] * len(dots), "o", markersize=3.5, color=colour, alpha=0.4, markeredgewidth=0)
         if difference.low is not None and difference.high is not None:
             ends = max(low, difference.low), min(high, difference.high)
@@ -292,7 +350,7 @@ def _draw_panel(ax: Axes, evidence: Evidence, rows: Sequence[Compared], figure: 
                 ax.plot(low, line, marker="<", markersize=5, color=colour, clip_on=False)
             if difference.high > high:
                 ax.plot(high, line, marker=">", markersize=5, color=colour, clip_on=False)
-        face = colour if is_claimed else "white"
+        face = colour if row.excludes_zero else "white"
         marker = styles[row.arm.name]["marker"]
         ax.plot(difference.mean, line, marker, markersize=6.5, color=colour, markerfacecolor=face, markeredgewidth=1.4)
     ax.set_xlim(low, high)

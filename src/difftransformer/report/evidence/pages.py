@@ -3,28 +3,28 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from difftransformer.report.evidence import drawings, tables
-from difftransformer.report.evidence.answers import answers, headline, power_words, progress_words
-from difftransformer.report.evidence.claims import Judged, Studied, judge, read_claims, studied
-from difftransformer.report.evidence.reading import Evidence, find_studies, read_evidence
+from difftransformer.report.evidence import drawings, questions, tables
+from difftransformer.report.evidence.answers import (
+    answers,
+    brief_explored,
+    changes_words,
+    interval_words,
+    progress_words,
+    shared_words,
+)
+from difftransformer.report.evidence.claims import Judged, judge, read_claims
+from difftransformer.report.evidence.reading import Evidence
+from difftransformer.report.evidence.studied import Studied
 from difftransformer.report.page import Page, Section, recipe_text, write_page
 from difftransformer.report.tables import Group, Table
-from difftransformer.report.verdict import Verdict
 
 CLAIMS_NOTE = (
-    "States are computed from the studies. Reproduced here: a comparison of a study is for the claim by the study's own rule "
-    "(the interval excludes zero, and the p-value is at most 0.05 after Holm's correction), and none is against it. Opposite: "
-    "the other way round. Not reproduced: no comparison decides. Nothing here says what holds at the paper's scale."
+    "Only contrasts of registered plans say anything for or against a claim. Reproduced here: one is decided for it and none "
+    "against it. Opposite: the other way round. No difference as large as the paper's: the interval lies within the smallest "
+    "effect that the plan looks for. Planned: seeds are missing, an earlier contrast is open, or the plan is not registered. "
+    "Beside: what an effect is due to. What was only explored decides nothing. Nothing here says what holds at the paper's "
+    "scale."
 )
-
-
-def read_studies(path: Path) -> list[Studied]:
-    """Read and compare the studies of a folder, or one of them.
-
-    Raises:
-        ResultsError: An index or a run cannot be read.
-    """
-    return [studied(read_evidence(one)) for one in find_studies(path)]
 
 
 def write_evidence(studies: Sequence[Studied], folder: Path) -> Path:
@@ -46,7 +46,10 @@ def study_page(study: Studied) -> Page:
     """Build the page of a study."""
     evidence, rows = study.evidence, study.rows
     index = evidence.index
-    sections = [_result_section(evidence, study)]
+    rates = tables.rates_table(evidence)
+    tuning = [Section(slug="tuning", title="Learning rates", tables=[rates])] if rates else []
+    sections = [_plan_section(study), *tuning] if index.plan else []
+    sections.append(_result_section(study))
     if study.scaling:
         scaling = study.scaling
         shown = [tables.needs_table(scaling), tables.laws_table(scaling)] if scaling.needs else []
@@ -79,9 +82,7 @@ def study_page(study: Studied) -> Page:
         sections.append(Section(slug=positions.name, title=positions.title, drawing=positions))
     if evidence.runs:
         sections.append(Section(slug="cost", title="Parameters and time", tables=[tables.costs_table(evidence)]))
-    rates = tables.rates_table(evidence)
-    if rates:
-        sections.append(Section(slug="tuning", title="Learning rates", details=rates))
+    sections += [] if index.plan else tuning
     sections.append(Section(slug="arms-compared", title="Arms", tables=[tables.arms_table(evidence)]))
     sections.append(
         Section(
@@ -91,24 +92,43 @@ def study_page(study: Studied) -> Page:
             details=tables.runs_table(evidence),
         )
     )
+    shared = shared_words(study)
+    notes = [*changes_words(study), *([shared] if shared else [])]
+    sections.append(Section(slug="changes", title="Changes after data", notes=notes))
     sections.append(_made_section(evidence))
+    stage = "confirms a plan" if index.plan else "explores: nothing in it is confirmed"
     return Page(
         title=index.question,
-        about=f"Study {index.name}, preset {index.preset}. {index.about} {progress_words(evidence)}.".replace(
+        about=f"Study {index.name}, preset {index.preset}, which {stage}. {index.about} {progress_words(evidence)}.".replace(
             "  ", " "
         ),
-        verdicts=answers(evidence, rows, study.scaling),
+        verdicts=questions.question_verdicts(study) if index.plan else answers(study),
         sections=sections,
     )
 
 
-def _result_section(evidence: Evidence, study: Studied) -> Section:
+def _plan_section(study: Studied) -> Section:
+    plan = study.evidence.index.plan
+    assert plan is not None
+    about = [plan.plan.about] if plan.plan.about else []
+    return Section(
+        slug="plan",
+        title="Questions of the plan",
+        drawing=drawings.draw_contrasts(study),
+        notes=[*questions.plan_words(study), *about],
+        tables=[questions.contrasts_table(study)],
+        texts=[("The plan", "As it is in the study's index.", questions.plan_text(plan.plan))],
+    )
+
+
+def _result_section(study: Studied) -> Section:
+    evidence = study.evidence
     shown = [tables.figure_table(evidence, study.rows, figure) for figure in evidence.index.figures]
     return Section(
         slug="arms",
         title=f"Every arm against {evidence.reference.label}",
         drawing=drawings.draw_arms(evidence, study.rows),
-        notes=[power_words(evidence, study.rows)],
+        notes=[interval_words(evidence)],
         tables=[tables.overview_table(evidence, study.rows), *(table for table in shown if table.rows)],
     )
 
@@ -131,43 +151,36 @@ def studies_page(studies: Sequence[Studied]) -> Page:
         Section(slug="claims", title="Claims of the paper", tables=[claims_table(judged)], links=links),
         Section(slug="studies", title="Studies", tables=[studies_table(studies)], links=links),
     ]
-    verdicts = [Verdict(one.claim.claim, "unknown", one.controls) for one in judged if one.controls]
     about = (
         "The paper's claims, tested on small models with controls, several seeds and paired statistics. Every number follows "
         "from the committed records of runs."
     )
-    return Page(title="Evidence for the Differential Transformer", about=about, verdicts=verdicts, sections=sections)
+    return Page(title="Evidence for the Differential Transformer", about=about, sections=sections)
 
 
 def claims_table(judged: Sequence[Judged]) -> Table:
-    """Return the claims with their states, and a row for each comparison that tests one."""
+    """Return the claims with their states, and a row for whatever a study says about one."""
     rows = []
     for one in judged:
         head = [one.claim.claim, one.claim.paper, one.state]
-        tests = [[study.evidence.slug, what, vote] for study, what, vote in one.votes]
-        tests = tests or [["", one.claim.not_testable, ""]]
-        rows += [[*(head if place == 0 else ["", "", ""]), *test] for place, test in enumerate(tests)]
-    notes = [f"{one.claim.claim}: {one.controls}" for one in judged if one.controls]
-    titles = ("claim", "in the paper", "here", "study", "comparison, or why there is none", "says")
-    return Table(
-        "claims",
-        "Claims of the paper",
-        tuple(Group(title, numeric=False) for title in titles),
-        rows,
-        [*notes, CLAIMS_NOTE],
-    )
+        found = [[said.study.evidence.slug, said.words, said.vote] for said in one.found]
+        found = found or [["", one.claim.not_testable, ""]]
+        rows += [[*(head if place == 0 else ["", "", ""]), *cells] for place, cells in enumerate(found)]
+    titles = ("claim", "in the paper", "here", "study", "what it found, or why there is none", "says")
+    groups = tuple(Group(title, numeric=False) for title in titles)
+    return Table("claims", "Claims of the paper", groups, rows, [CLAIMS_NOTE])
 
 
 def studies_table(studies: Sequence[Studied]) -> Table:
     """Return the studies with their answers."""
     rows = [
-        [
-            one.evidence.slug,
-            one.evidence.index.question,
-            headline(one.evidence, one.rows, one.scaling),
-            progress_words(one.evidence),
-        ]
+        [one.evidence.slug, one.evidence.index.question, brief_answer(one), progress_words(one.evidence)]
         for one in studies
     ]
     groups = tuple(Group(title, numeric=False) for title in ("study", "question", "answer", "runs"))
     return Table("studies", "Studies", groups, rows)
+
+
+def brief_answer(study: Studied) -> str:
+    """Return a study's leading answer in at most `answers.MOST_WORDS` words."""
+    return questions.brief_answer(study) if study.evidence.index.plan else brief_explored(study)

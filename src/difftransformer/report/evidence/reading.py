@@ -32,8 +32,8 @@ class Evidence:
 
     @property
     def slug(self) -> str:
-        """Name of the study and its preset, as in addresses."""
-        return f"{self.index.name}-{self.index.preset}"
+        """Name of the study and of its index, as in addresses: two indexes of a preset have two pages."""
+        return f"{self.index.name}-{self.path.stem}"
 
     @property
     def points(self) -> list[Point]:
@@ -73,6 +73,17 @@ class Evidence:
         if axes and not point:
             return f"mean over {len(self.points)} settings"
         return ", ".join(f"{axis.label or axis.name} {value}" for axis, value in zip(axes, point, strict=True))
+
+    def starts(self, *arms: str) -> list[str]:
+        """Return how the weights of these arms start, in words: one entry where all of their runs start alike.
+
+        A run that starts from a trained model has none. A recipe without an initialization has the normal one.
+        """
+        found = set()
+        for arm, _, _, run in self.every_run():
+            if arm.name in arms and not run.recipe.get("start_from"):
+                found.add(str(run.recipe.get("model", {}).get("initialization") or "normal"))
+        return sorted(found)
 
     def every_run(self) -> Iterator[tuple[StudyArm, Point, int, RunRecord]]:
         """Yield arm, point, seed and record of each run, in the order of arms, points and seeds."""

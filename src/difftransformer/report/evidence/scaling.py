@@ -77,16 +77,6 @@ class Need:
     fit: Amount
     raw: Amount
 
-    @property
-    def is_less(self) -> bool:
-        """Whether both intervals lie below 1."""
-        return max(self.fit.high, self.raw.high) < 1
-
-    @property
-    def is_more(self) -> bool:
-        """Whether both intervals lie above 1."""
-        return min(self.fit.low, self.raw.low) > 1
-
 
 @dataclass(frozen=True, kw_only=True)
 class Trend:

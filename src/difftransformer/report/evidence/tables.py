@@ -8,16 +8,19 @@ from typing import Any
 
 import numpy as np
 
-from difftransformer.report.evidence.answers import decimals, quantity, share_text, title_of
+from difftransformer.report.evidence.answers import at_words, decimals, edge_words, quantity, share_text, title_of
 from difftransformer.report.evidence.comparisons import Compared, paired_seeds, row_of, timed_seeds
 from difftransformer.report.evidence.reading import Evidence, Point
 from difftransformer.report.evidence.scaling import Amount, Scaling
-from difftransformer.report.tables import NOT_MEASURED, Group, Table, fixed, p_text, significant
+from difftransformer.report.tables import NOT_MEASURED, Group, Table, fixed, significant
 from difftransformer.results import RunRecord, StudyArm, StudyFigure, figure_of
 from difftransformer.statistics import mean_and_standard_error, paired_difference
 
 TRAINING, HELD_OUT = "train_loss_nats", "validation_loss_nats"
 NOT_REACHED = "not reached"
+MARK = "*"
+"""Beside an interval that excludes zero, and beside the learning rate that was chosen."""
+
 PAPER_NEEDS = {"size": "62 %", "tokens": "64 %"}
 _LAST_SHARE = 0.1
 """The training loss at the end is the mean over this share of its points: one batch says little."""
@@ -27,28 +30,35 @@ _UNCOMPARED = ("seed", "name", "run")
 
 
 def overview_table(evidence: Evidence, rows: Sequence[Compared]) -> Table:
-    """Return the mean of every figure of every arm, with what it says against the reference."""
+    """Return the mean of every figure of every arm, and a mark where the interval against the reference excludes zero."""
     figures = [figure for figure in evidence.index.figures if any(row.figure is figure for row in rows)]
     cells = []
     for arm in evidence.index.arms:
         line = [arm.label]
         for figure in figures:
             row, places = row_of(rows, figure.label, arm.name, ()), decimals(rows, figure)
-            line += ["", "", ""] if row is None else [
-                *_mean_cells(row, places),
-                row.state if row.state in ("better", "worse") else "",
-            ]  # fmt: skip
+            line += ["", "", ""] if row is None else [*_mean_cells(row, places), MARK if is_marked(row) else ""]
         cells.append(line)
     groups = [Group("arm", numeric=False)]
     groups += [
-        Group(_with_unit(figure.label, figure), ("mean", "standard error", "result"), "judged") for figure in figures
+        Group(_with_unit(figure.label, figure), ("mean", "standard error", "excludes zero"), "judged")
+        for figure in figures
     ]
-    notes = [
-        f"Mean \u00b1 standard error over seeds. Better, worse: than {evidence.reference.label}; no word: undecided."
-    ]
+    notes = ["Mean \u00b1 standard error over seeds.", mark_words(evidence)]
     if evidence.has_settings:
         notes.append(f"Means over {len(evidence.points)} settings.")
     return Table("overview", "All figures", tuple(groups), cells, notes)
+
+
+def is_marked(row: Compared) -> bool:
+    """Whether a row has an interval that excludes zero."""
+    return row.excludes_zero and not row.is_censored
+
+
+def mark_words(evidence: Evidence) -> str:
+    """Return what the mark stands for."""
+    words = "" if evidence.index.plan else " (explored, not confirmed)"
+    return f"{MARK}: the 95 % interval of the difference to {evidence.reference.label} excludes zero{words}."
 
 
 def figure_table(evidence: Evidence, rows: Sequence[Compared], figure: StudyFigure, *, whole: bool = True) -> Table:
@@ -70,10 +80,8 @@ def figure_table(evidence: Evidence, rows: Sequence[Compared], figure: StudyFigu
         Group("arm", numeric=False),
         Group("seeds"),
         Group(_with_unit("mean", figure), ("mean", "standard error"), "mean"),
-        Group(f"minus {reference.label}", ("mean", "low", "high"), "interval"),
-        Group("p (Holm)"),
-        Group("result", numeric=False),
-        Group("detectable"),
+        Group(f"minus {reference.label}", ("mean", "low", "high", "excludes zero"), "marked"),
+        Group("seeds in that direction", ("seeds", "of"), "of"),
     ]
     groups += [Group(f"reached {figure.reaches:g}", ("runs", "of"), "of")] if reached else []
     groups += [Group("paper", ("value", "difference"), "remark")] if papers else []
@@ -89,20 +97,16 @@ def figure_table(evidence: Evidence, rows: Sequence[Compared], figure: StudyFigu
                     arm.label,
                     str(len(row.values)),
                     *_mean_cells(row, places),
-                    *_difference_cells(row, places),
-                    result_text(row, reference),
-                    _detectable_text(row),
+                    *_difference_cells(row, places, reference),
                     *([str(row.reached), str(row.runs)] if reached else []),
                     *(_paper_cells(figure, arm, reference) if papers else []),
                 ]
             )
     notes = [
         "Mean \u00b1 standard error over seeds. Differences are taken seed by seed, on the same data; brackets: 95 % Student t "
-        "interval. Detectable: the true difference that these seeds show with 80 % probability after Holm's correction, judged "
-        "by their spread."
+        "interval, each for itself.",
+        mark_words(evidence),
     ]
-    if figure.secondary or by_point:
-        notes.append("No claim is made here, and the intervals are not corrected.")
     if figure.reaches is not None:
         notes.append(
             "A run that does not reach the level counts with its last step; where no run does, there is no mean."
@@ -126,19 +130,6 @@ def _mean_cells(row: Compared, places: int) -> list[str]:
 def slug_of(figure: StudyFigure) -> str:
     """Return a figure's label as it stands in names of files and addresses."""
     return "".join(letter if letter.isalnum() else "-" for letter in figure.label.lower()).strip("-")
-
-
-def result_text(row: Compared, reference: StudyArm) -> str:
-    """Return what a row says."""
-    if row.arm.name == reference.name:
-        return "reference"
-    if row.difference is None:
-        return "not paired"
-    if row.is_censored:
-        return NOT_REACHED
-    if row.state == "no interval" and row.pairs > 1:
-        return "no interval: every seed differs by the same amount"
-    return row.state
 
 
 def losses_table(evidence: Evidence) -> Table | None:
@@ -183,8 +174,8 @@ def losses_table(evidence: Evidence) -> Table | None:
     ]
     notes = [
         "Nats a token at the end of training, mean \u00b1 standard error over seeds; the training loss is the mean over the "
-        "last tenth of its points. A gain in training that held-out text does not show is one of fit. The intervals are not "
-        "corrected and no claim rests on them."
+        "last tenth of its points. A gain in training that held-out text does not show is one of fit. No claim rests on these "
+        "intervals."
     ]
     return Table("losses", "Training and held-out loss", tuple(groups), rows, notes)
 
@@ -346,36 +337,33 @@ def arms_table(evidence: Evidence) -> Table:
 
 
 def rates_table(evidence: Evidence) -> Table | None:
-    """Return the learning rates that were tried and chosen; None if none was."""
-    if not evidence.index.rates:
+    """Return the mean figure of every learning rate that was tried, the best one marked; None if none was."""
+    index = evidence.index
+    if not index.rates:
         return None
-    rows = [
-        [
-            evidence.arm(rate.arm).label,
-            evidence.words(tuple(rate.point.get(axis.name, "") for axis in evidence.index.axes)) if rate.point else "",
-            f"{rate.learning_rate:g}",
-            significant(dict(rate.tried).get(rate.learning_rate)),
-            significant(fmean(value for _, value in rate.tried)),
-            ", ".join(f"{learning_rate:g}: {significant(value)}" for learning_rate, value in rate.tried),
+    every = sorted({rate for one in index.rates for rate, _ in one.tried})
+    rows = []
+    for one in index.rates:
+        tried = dict(one.tried)
+        cells = [
+            evidence.arm(one.arm).label,
+            at_words(evidence, one.point).removeprefix(" at "),
+            f"{one.learning_rate:g}",
         ]
-        for rate in evidence.index.rates
-    ]
-    groups = (
-        Group("arm", numeric=False),
-        Group("setting", numeric=False),
-        Group("chosen rate"),
-        Group("best of the sweep"),
-        Group("mean over the sweep"),
-        Group("tried", numeric=False),
-    )
-    figure = evidence.index.figures[0].label
+        for rate in every:
+            cells += [significant(tried.get(rate)), MARK if rate == one.learning_rate else ""]
+        rows.append([*cells, "at the edge" if one.is_at_edge else ""])
+    groups = [Group("arm", numeric=False), Group("setting", numeric=False), Group("chosen rate")]
+    groups += [Group(f"{rate:g}", ("mean", "best"), "marked_value") for rate in every]
+    groups += [Group("edge", numeric=False)]
+    figure = index.figures[0]
     notes = [
-        f"Chosen by {figure} on seeds of their own, which are in no comparison; every arm has the same number of trials. The "
-        "mean over the sweep is the area under the figure over the logarithm of the rate."
+        f"Mean {figure.label} over seeds of their own, which are in no comparison; {figure.better} is better. {MARK}: the rate "
+        "that was chosen. An empty cell: not tried."
     ]
-    if edges := sum(rate.is_at_edge for rate in evidence.index.rates):
-        notes.append(f"{edges} of {len(rows)} chosen rates are at the edge of those tried; the best may lie beyond.")
-    return Table("rates", "Learning rates", groups, rows, notes)
+    if words := edge_words(evidence):
+        notes.append(words)
+    return Table("rates", "Learning rates", tuple(groups), rows, notes)
 
 
 def runs_table(evidence: Evidence) -> Table:
@@ -418,18 +406,15 @@ def machines_table(evidence: Evidence) -> Table:
     return Table("machines", "Machines", groups, rows)
 
 
-def _difference_cells(row: Compared, places: int) -> list[str]:
+def _difference_cells(row: Compared, places: int, reference: StudyArm) -> list[str]:
+    """Return mean, low, high, mark, and the seeds of that direction; words where there is no difference."""
     difference = row.difference
-    if difference is None or row.is_censored:
-        return ["", "", "", ""]
+    if difference is None:
+        return ["reference" if row.arm.name == reference.name else "not paired", "", "", "", "", ""]
+    if row.is_censored:
+        return [NOT_REACHED, "", "", "", "", ""]
     cells = [fixed(value, places, "+") for value in (difference.mean, difference.low, difference.high)]
-    return [*cells, p_text(difference.p_holm)]
-
-
-def _detectable_text(row: Compared) -> str:
-    if row.detectable is None:
-        return ""
-    return "none" if row.figure.unit == "share" and row.detectable > 1 else significant(row.detectable, 2)
+    return [*cells, MARK if is_marked(row) else "", str(row.same_direction), str(row.pairs)]
 
 
 def _paper_cells(figure: StudyFigure, arm: StudyArm, reference: StudyArm) -> list[str]:

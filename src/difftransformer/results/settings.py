@@ -1,0 +1,61 @@
+"""Which runs a planned contrast speaks of: each arm in its setting, with its weight."""
+
+from collections.abc import Sequence
+
+from .evidence import ChosenRate, StudyAxis
+from .plans import OWN_BEST, Contrast
+
+Point = tuple[str, ...]
+Group = tuple[str, Point]
+"""An arm in one setting, whose runs are independent of those of other groups but for the seed."""
+
+
+def groups_of(
+    contrast: Contrast, axes: Sequence[StudyAxis], rates: Sequence[ChosenRate], *, lower_is_better: bool
+) -> dict[Group, float] | None:
+    """Return the weight of each arm in its setting; None while rates are missing that choose a setting.
+
+    Args:
+        contrast: The contrast.
+        axes: Axes of the study.
+        rates: Learning rates that were chosen, with the figure that chose them.
+        lower_is_better: Whether that figure is better where it is lower.
+    """
+    groups: dict[Group, float] = {}
+    for term in contrast.terms:
+        for arm in term.arms:
+            place = {axis.name: term.at.get(axis.name, axis.values[0]) for axis in axes}
+            for axis in axes:
+                if place[axis.name] == OWN_BEST:
+                    others = {name: value for name, value in place.items() if value != OWN_BEST}
+                    best = own_best(rates, arm, axis, others, lower_is_better=lower_is_better)
+                    if best is None:
+                        return None
+                    place[axis.name] = best
+            group = arm, tuple(place[axis.name] for axis in axes)
+            groups[group] = groups.get(group, 0.0) + term.weight / len(term.arms)
+    return {group: weight for group, weight in groups.items() if weight}
+
+
+def own_best(
+    rates: Sequence[ChosenRate], arm: str, axis: StudyAxis, others: dict[str, str], *, lower_is_better: bool
+) -> str | None:
+    """Return the value of an axis at which an arm was best while its learning rates were chosen; None without rates.
+
+    Args:
+        rates: Learning rates that were chosen.
+        arm: Name of the arm.
+        axis: The axis.
+        others: Values of other axes. An axis along which the arm's rates were not chosen apart does not count.
+        lower_is_better: Whether lower figures are better.
+    """
+    mine = [rate for rate in rates if rate.arm == arm and axis.name in rate.point]
+    apart = {name: value for name, value in others.items() if len({rate.point.get(name) for rate in mine}) > 1}
+    found = {
+        rate.point[axis.name]: dict(rate.tried)[rate.learning_rate]
+        for rate in mine
+        if all(rate.point.get(name) == value for name, value in apart.items())
+    }
+    known = [value for value in axis.values if value in found]
+    pick = min if lower_is_better else max
+    return pick(known, key=found.__getitem__) if known else None
