@@ -315,6 +315,6 @@ def test_layers_start_as_microsofts():
     difference = ours.mean(0) - theirs.mean(0)
     error = ((ours.var(0) + theirs.var(0)) / seeds).sqrt()
     assert (difference.abs() < 5 * error).all(), difference / error
-    assert (error[:, 1] < 0.03 * theirs[:, :, 1].mean(0)).all()  # the comparison of rms is one to a few percent
+    assert (error[:, 1] < 0.006 * theirs[:, :, 1].mean(0)).all()  # so a difference of rms by 3% would show
     for depth in range(depths):
         assert stats.ks_2samp(ours[:, depth, 1].numpy(), theirs[:, depth, 1].numpy()).pvalue > 1e-4
