@@ -31,6 +31,8 @@ from difftransformer.report.tables import Group, Table
 
 DOCS = Path(__file__).parent
 STUDIES = DOCS / "results" / "studies"
+OLD_START = "-normal-start"
+"""Sizes of studies whose runs began with N(0, 0.02²) or N(0, 0.05²). README, which is read first, tells the others alone."""
 PAGE = """# Studies
 
 Every study trains its arms on the same batches, with several seeds. A file in `NAME/runs/` holds one run, and
@@ -52,11 +54,13 @@ def generated() -> Iterator[tuple[Path, str]]:
     claims, studies = claims_table(judge(read_claims(), found)), studies_table(found)
     here = {one.evidence.slug: f"../../findings.md#study-{anchor(one.evidence.slug)}" for one in found}
     yield STUDIES / "README.md", PAGE.format(claims=claims.markdown(here), studies=studies.markdown(here))
-    readme = readme_table(found).markdown(
-        {one.evidence.slug: f"docs/findings.md#study-{anchor(one.evidence.slug)}" for one in found}
+    told = [one for one in found if not one.evidence.slug.endswith(OLD_START)]
+    readme = readme_table(told).markdown(
+        {one.evidence.slug: f"docs/findings.md#study-{anchor(one.evidence.slug)}" for one in told}
     )
     pages = measured.blocks(found)
-    pages[DOCS.parent / "README.md"]["studies"] = readme if found else "No study has run yet.\n"
+    pages[DOCS.parent / "README.md"]["studies"] = readme if told else "No study has run yet.\n"
+    pages[DOCS / "initialization.md"] = pages.get(DOCS / "initialization.md", {}) | {"start-loss": start_loss(found)}
     pages[DOCS / "findings.md"] |= {
         "claims": claims.markdown({one.evidence.slug: f"#study-{anchor(one.evidence.slug)}" for one in found}),
         "studies": "\n".join(section(one, drawings[one.evidence.slug] is not None) for one in found)
@@ -86,9 +90,7 @@ def section(one: Studied, has_figure: bool) -> str:
         f"`{index.command}` ([records]({records}), {progress_words(evidence)}). This study {stage}.",
     ]
     verdicts = question_verdicts(one) if index.plan else answers(one)
-    lines.append(
-        "\n".join(f"- {said.subject}{' ' if said.subject.endswith('?') else ': '}{said.text}" for said in verdicts)
-    )
+    lines.append("\n".join(f"- {said.subject}{' ' if said.subject.endswith('?') else ': '}{said.text}" for said in verdicts))
     if has_figure:
         lines.append(f"![{index.question}](figures/{figure_file(one).name})")
     lines += confirming(one) if index.plan else exploring(one)
@@ -116,6 +118,16 @@ def exploring(one: Studied) -> list[str]:
     if one.scaling:
         lines.append(needs_table(one.scaling).markdown().rstrip())
     return [line for line in (*lines, interval_words(evidence), edge_words(evidence)) if line]
+
+
+def start_loss(found: list[Studied]) -> str:
+    """Return what the study of the start found: an answer to each question, its contrasts, and the loss at every rate."""
+    one = next((one for one in found if one.evidence.slug == "start-laptop"), None)
+    if one is None:
+        return "The study has not run yet.\n"
+    said = "\n".join(f"- {verdict.subject} {verdict.text}" for verdict in question_verdicts(one))
+    rates = rates_table(one.evidence)
+    return "\n\n".join([said, contrasts_table(one).markdown().rstrip(), *([rates.markdown().rstrip()] if rates else [])]) + "\n"
 
 
 def figure(one: Studied) -> str | None:

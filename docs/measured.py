@@ -306,7 +306,7 @@ def studied_notes(study: Studied | None, units: str = "") -> list[str]:
     return [
         f"Study: `{index.command}` ([its section](findings.md#study-{index.name}-{index.preset}), "
         f"{progress_words(study.evidence)}), mean \u00b1 standard error over seeds{means}. {units}".rstrip(),
-        f"Explored, not confirmed. {mark_words(study.evidence)}",
+        mark_words(study.evidence),
     ]
 
 

@@ -68,7 +68,7 @@ def test_adapted_embeddings_are_multiplied(needs):
     """PEFT's sum of the embedding and its adapter, times the factor, is what the first layer reads."""
     peft = needs("peft")
     base = tiny(embedding_multiplier=3.3, tie_word_embeddings=False)
-    ids, embedding = tokens(2, 8), base.get_input_embeddings().weight.clone()
+    ids, embedding = tokens(2, 8) % 61, base.get_input_embeddings().weight.clone()
     lora = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["embed_tokens"], task_type="CAUSAL_LM")
     adapted = peft.get_peft_model(base, lora)
     layer = adapted.get_input_embeddings()

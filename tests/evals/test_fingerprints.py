@@ -10,7 +10,7 @@ from difftransformer.data import byte_tokenizer
 from difftransformer.evals.engine import task_sha256
 from difftransformer.evals.probes import LastRow, Magnitudes, Maps
 from difftransformer.evals.prompts.texts import Setting
-from difftransformer.evals.requests import Choice, Continuation, Loss, requests_sha256
+from difftransformer.evals.requests import Choice, Continuation, Loss, ScoredContinuation, requests_sha256
 from difftransformer.evals.tasks import task_kind
 from difftransformer.evals.tasks.harness import Harness
 from difftransformer.evals.tasks.quantized import Quantized
@@ -20,6 +20,7 @@ from tests.evals.test_engine import numbers
 ASKED = [
     (Loss((1, 2)), '["loss",[1,2],1]'),
     (Continuation((1, 2), 3, (0,), (4,)), '["continuation",[1,2],3,[0],[4]]'),
+    (ScoredContinuation((1, 2), 3, (0,), (4,), (5, 6)), '["scored continuation",[1,2],3,[0],[4],[5,6]]'),
     (Choice((1,), ((2,), (3, 4))), '["choice",[1],[[2],[3,4]]]'),
     (LastRow((1, 2, 3), (0, 1, 3)), '["last row",[1,2,3],[0,1,3]]'),
     (Maps((1, 2), (0,), (1, 3)), '["maps",[1,2],[0],[1,3]]'),
@@ -56,6 +57,7 @@ def test_names_in_the_code_do_not_matter():
     [
         (Loss((1, 2)), {"ids": (1, 3), "first": 0}),
         (Continuation((1, 2), 3, (0,), (4,)), {"prompt": (1,), "tokens": 2, "stop": (5,), "leading": ()}),
+        (ScoredContinuation((1, 2), 3, right=(7,)), {"prompt": (1,), "tokens": 2, "right": (8,)}),
         (Choice((1,), ((2,), (3,))), {"prompt": (2,), "options": ((2,), (4,))}),
         (
             Harness("piqa", 5, None, None, 4, 7),

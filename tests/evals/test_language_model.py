@@ -4,6 +4,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from transformers import MistralConfig, MistralForCausalLM
 from transformers.cache_utils import DynamicLayer
 
 from difftransformer import DiffTransformerConfig
@@ -12,7 +13,7 @@ from difftransformer.evals import CausalLanguageModel
 from difftransformer.evals.models import causal, prefix
 from difftransformer.evals.models.prefix import PrefixCache
 from difftransformer.evals.probes import LastRow
-from difftransformer.evals.requests import Choice, Continuation, Loss, answers_to
+from difftransformer.evals.requests import Choice, Continuation, Loss, ScoredContinuation, answers_to
 from difftransformer.train import build_model
 
 
@@ -25,6 +26,7 @@ def model(request):
         num_hidden_layers=2,
         num_attention_heads=4,
         max_position_embeddings=64,
+        initialization="normal",
         initializer_range=0.3,  # large, so that every token says something else
         eos_token_id=5,
     )
@@ -96,6 +98,65 @@ def test_a_leading_token_stops_a_row_only_behind_others(model, prompts, prefix_c
     assert Continuation(row, 4, (1, 2), (1,)).ends((), 2)
     assert not Continuation(row, 4, (1, 2), (1,)).ends((1, 1), 1)
     assert Continuation(row, 4, (1, 2), (1,)).ends((1, 7), 1)
+
+
+RIGHT = [(3, 50, 7), (96,), (5, 5, 5, 5), (1, 2), (9, 80, 33)]
+
+
+@pytest.mark.parametrize("batch_tokens", [16_384, 45])
+@pytest.mark.parametrize("shares_a_prefix", [False, True])
+def test_losses_of_right_continuations_are_those_of_whole_rows(
+    model, prompts, batch_tokens, shares_a_prefix, monkeypatch
+):
+    """Continuations of different lengths, in batches and behind a common prefix; what is continued stays the same."""
+    monkeypatch.setattr(causal, "_STEP_TOKENS", 0)
+    if shares_a_prefix:
+        prompts[:, :15] = prompts[0, :15]
+    rows = rows_of(prompts)
+    requests = [ScoredContinuation(row, 4, right=right) for row, right in zip(rows, RIGHT, strict=True)]
+    found = ask(model, requests, batch_tokens=batch_tokens)
+    assert [one["ids"] for one in found] == ask(model, [Continuation(row, 4) for row in rows])
+    for row, right, one in zip(rows, RIGHT, found, strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor([[*row, *right]])).logits[0, 19:-1].double()
+        expected = -torch.log_softmax(logits, -1)[range(len(right)), right]
+        assert one["losses"] == pytest.approx(expected.tolist(), rel=1e-4)
+
+
+@pytest.mark.parametrize("shares_a_prefix", [False, True])
+def test_losses_of_right_continuations_beside_a_sliding_window(prompts, shares_a_prefix, monkeypatch):
+    """A cache that has lost earlier tokens cannot be cut behind the prompt."""
+    monkeypatch.setattr(causal, "_STEP_TOKENS", 0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    torch.manual_seed(0)
+    config = MistralConfig(
+        vocab_size=97,
+        sliding_window=8,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        initializer_range=0.3,
+        **sizes,
+    )
+    model = MistralForCausalLM(config).eval()
+    if shares_a_prefix:
+        prompts[:, :15] = prompts[0, :15]
+    rows = rows_of(prompts)
+    requests = [ScoredContinuation(row, 4, right=right) for row, right in zip(rows, RIGHT, strict=True)]
+    found = ask(model, requests)
+    assert [one["ids"] for one in found] == ask(model, [Continuation(row, 4) for row in rows])
+    for row, right, one in zip(rows, RIGHT, found, strict=True):
+        (expected,) = ask(model, [Loss((*row, *right), first=20)])
+        assert one["losses"] == pytest.approx(expected, rel=1e-4)
+
+
+def test_losses_cost_the_tokens_of_the_answer_alone(model, prompts):
+    """The prompt is computed once, and its answer's tokens in one pass more."""
+    row, right = rows_of(prompts)[0], (3, 50, 7)
+    cache = PrefixCache(model)
+    first, *_ = cache.continued_logits(row, right[:-1])
+    assert cache.computed_tokens == 20 + 2
+    assert torch.allclose(cache.next_logits(row), first, atol=1e-5)
+    assert cache.computed_tokens == 20 + 2 + 1
 
 
 @pytest.mark.parametrize("batch_tokens", [16_384, 45])

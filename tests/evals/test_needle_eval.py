@@ -1,5 +1,6 @@
 """Retrieval: an oracle scores everything, a guesser scores chance, and every model gets the same documents."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -8,8 +9,9 @@ import torch
 from difftransformer.data import CITIES_SEEN, CITIES_UNSEEN
 from difftransformer.errors import ConfigError, DataError
 from difftransformer.evals import Setting, run_task
-from difftransformer.evals.tasks.needle import NeedleTask, Options
+from difftransformer.evals.tasks.needle import ANSWER_NLL, NeedleTask, Options
 from difftransformer.statistics import wilson_interval
+from tests.support.fakes import Guesser, Oracle, Telling, Uniform
 
 # As a study asks: each cell with documents of its own, and each kind of city apart.
 GRID = Options(
@@ -76,6 +78,55 @@ def test_a_right_city_with_one_wrong_digit_is_wrong(oracle, toy_shards):
 
     oracle.continue_greedily = slip
     assert sum(row.value for row in cells(oracle, toy_shards, GRID)) == 0
+
+
+class TellingOracle(Telling, Oracle):
+    """Is certain of every right answer."""
+
+
+class TellingGuesser(Telling, Guesser):
+    """Says a random number, and takes every token for equally likely."""
+
+    def nll(self, input_ids, targets):
+        return Uniform(self.tokenizer.vocab_size).nll(input_ids, targets)
+
+
+def nll_rows(scores):
+    return [row for row in scores.measurements if row.name == ANSWER_NLL]
+
+
+def test_the_loss_of_the_answer_stands_wherever_the_accuracy_does(toy_shards):
+    """None for the oracle, and for equally likely tokens that of their number, in cells, over them and of each document."""
+    task = drawn(toy_shards, GRID)
+    tokens = {len(request.right) for request in task.requests}
+    assert tokens == {1 + GRID.digits}
+    chance = (1 + GRID.digits) * math.log(toy_shards.tokenizer.vocab_size)
+    for model, expected in (
+        (TellingOracle(toy_shards.tokenizer), 0),
+        (TellingGuesser(toy_shards.tokenizer, 3), chance),
+    ):
+        scores = run_task(model, task)
+        found = nll_rows(scores)
+        places = [(row.at, row.n, row.units, row.detail) for row in scores.measurements if row.name == "accuracy"]
+        assert [(row.at, row.n, row.units, row.detail) for row in found] == places
+        for row in found:
+            assert (row.unit, row.better) == ("nats", "lower")
+            assert row.value == pytest.approx(expected)
+        items = {
+            kind: [item for item in scores.items if item.name.startswith(kind)] for kind in ("accuracy", ANSWER_NLL)
+        }
+        assert [(one.item, one.weight) for one in items[ANSWER_NLL]] == [(o.item, o.weight) for o in items["accuracy"]]
+        assert all(one.score / one.weight == pytest.approx(expected) for one in items[ANSWER_NLL])
+
+
+def test_a_model_that_tells_no_likelihoods_has_the_accuracy_alone(oracle, toy_shards):
+    assert nll_rows(run_task(oracle, drawn(toy_shards, GRID))) == []
+
+
+def test_the_right_answer_is_asked_as_the_text_goes_on(toy_shards):
+    for request, trial in zip((task := drawn(toy_shards, CHOSEN)).requests, task._trials, strict=True):
+        text = toy_shards.tokenizer.decode(request.prompt)
+        assert toy_shards.tokenizer.decode((*request.prompt, *request.right)) == f"{text} {trial.answer}"
 
 
 def test_a_guesser_scores_chance(guesser, toy_shards):

@@ -165,19 +165,12 @@ def test_values_do_not_depend_on_the_dtype(initialization, dtype):
             assert torch.equal(tensor, expected), name
 
 
-def test_one_number_is_drawn_from_the_global_generator():
-    """Whatever the model's size: what a program draws afterwards does not depend on the model."""
-    after = []
-    for fields in ({}, {"num_hidden_layers": 4, "vocab_size": 900}):
-        config = DiffTransformerConfig(**SIZES | {"initialization": "fan_in"} | fields)
-        with torch.random.fork_rng():
-            torch.manual_seed(3)
-            with torch.device("meta"):
-                DiffTransformerForCausalLM(config)
-            after.append(torch.rand(3))
-            torch.manual_seed(3)
-            expected = torch.rand(3)
-        assert torch.equal(after[-1], expected)  # on the meta device nothing is drawn
+def test_nothing_is_drawn_on_the_meta_device():
+    with torch.device("meta"):
+        torch.manual_seed(3)
+        before = torch.get_rng_state()
+        DiffTransformerForCausalLM(DiffTransformerConfig(**SIZES | {"initialization": "fan_in"}))
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize("initialization", STARTS)
@@ -315,6 +308,6 @@ def test_layers_start_as_microsofts():
     difference = ours.mean(0) - theirs.mean(0)
     error = ((ours.var(0) + theirs.var(0)) / seeds).sqrt()
     assert (difference.abs() < 5 * error).all(), difference / error
-    assert (error[:, 1] < 0.03 * theirs[:, :, 1].mean(0)).all()  # the comparison of rms is one to a few percent
+    assert (error[:, 1] < 0.006 * theirs[:, :, 1].mean(0)).all()  # so a difference of rms by 3% would show
     for depth in range(depths):
         assert stats.ks_2samp(ours[:, depth, 1].numpy(), theirs[:, depth, 1].numpy()).pvalue > 1e-4

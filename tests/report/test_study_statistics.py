@@ -11,7 +11,7 @@ from scipy import stats
 from difftransformer.errors import EvaluationError, ResultsError
 from difftransformer.report.evidence import compare, fit_power_law, read_evidence, scaling_of
 from difftransformer.report.evidence.answers import answer, scaling_answers
-from difftransformer.report.evidence.comparisons import row_of, timed_seeds
+from difftransformer.report.evidence.comparisons import in_direction, row_of, timed_seeds
 from difftransformer.report.evidence.scaling import interpolate
 from difftransformer.report.evidence.tables import (
     HELD_OUT,
@@ -125,10 +125,19 @@ def test_arms_at_a_ceiling_are_equal_and_have_no_interval():
     )
     rows = compare(evidence)
     row = row_of(rows, SHARE.label, "diff", ())
-    assert (row.excludes_zero, row.difference.low, row.same_direction) == (False, None, 0)
+    assert (row.excludes_zero, row.difference.low, row.same_direction) == (False, None, 3)
     text = answer(evidence, rows, SHARE).text
-    assert "equal in all 3 seeds (1.00 against 1.00; higher is better), without an interval;" in text
+    assert "equal in 3 of 3 seeds (1.00 against 1.00; higher is better), without an interval;" in text
     assert "[" not in text
+
+
+def test_seeds_are_counted_in_the_direction_of_their_mean():
+    assert [in_direction(values, sum(values)) for values in ([1, 2, -1], [-1, 0, -2], [0, 0], [1, -1, 0])] == [
+        2,
+        2,
+        2,
+        1,
+    ]
 
 
 def test_a_share_has_no_interval_beyond_one():

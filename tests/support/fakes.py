@@ -8,7 +8,7 @@ import torch
 
 from difftransformer.evals.probes import LastRow
 from difftransformer.evals.probes.last_row import row_sums
-from difftransformer.evals.requests import Continuation, Loss
+from difftransformer.evals.requests import Continuation, Loss, ScoredContinuation
 
 
 class TensorModel:
@@ -39,6 +39,17 @@ class TensorModel:
             return self.continue_greedily(prompts, requests[0].tokens).tolist()
         rows = self.last_token_weights(prompts)
         return [row_sums([row], request.edges) for row, request in zip(rows, requests, strict=True)]
+
+
+class Telling:
+    """Beside another of these models: tells how likely right answers are, where that model only continues."""
+
+    def answer(self, requests):
+        for index, answer in super().answer(requests):
+            if isinstance(requests[index], ScoredContinuation):
+                right = torch.tensor([requests[index].right])
+                answer = {"ids": answer, "losses": self.nll(right, right)[0].tolist()}
+            yield index, answer
 
 
 class Oracle(TensorModel):

@@ -16,6 +16,7 @@ SENTENCES = [f"the quick brown fox number {i % 4} jumps over the lazy dog" for i
 def config(attention_type="diff", **fields):
     base = {"vocab_size": 258, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
     base |= {"max_position_embeddings": 128, "pad_token_id": 257, "bos_token_id": 256, "eos_token_id": 256}
+    base |= {"initialization": "normal"}  # without an embedding multiplier, every layout takes the weights as they are
     return DiffTransformerConfig(attention_type=attention_type, **base | fields)
 
 

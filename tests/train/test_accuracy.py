@@ -1,6 +1,7 @@
 """Accuracy during training, of models that read the text or write something else, against a count by hand."""
 
 import dataclasses
+import math
 import re
 
 import pytest
@@ -10,7 +11,7 @@ from difftransformer.data import DataConfig, RetrievalMix, needle_questions, pre
 from difftransformer.data.needles import CITIES_SEEN, is_reserved
 from difftransformer.data.synthetic import draw_examples, synthetic_task
 from difftransformer.train import read_metrics
-from difftransformer.train.accuracy import answer_accuracy
+from difftransformer.train.accuracy import answer_scores
 from difftransformer.train.parallel import Mesh
 
 MIX = RetrievalMix(share=0.5, min_needles=1, max_needles=3, digits=2)
@@ -84,7 +85,17 @@ def test_needle_questions(bytes_run):
 def test_needle_accuracy_counts_whole_numbers(bytes_run, digits, expected):
     shards, training = bytes_run
     model = Predictor(shards.tokenizer.vocab_size, reader(digits))
-    assert answer_accuracy(model, shards, training, Mesh()) == expected
+    assert answer_scores(model, shards, training, Mesh()).accuracy == expected
+
+
+@pytest.mark.parametrize(("digits", "missed"), [(2, 0), (1, 1)])
+def test_the_loss_of_an_answer_is_the_sum_over_its_tokens(bytes_run, digits, missed):
+    """A space and two digits, each with a logit of 1 if the model says it, among 257 others of 0."""
+    shards, training = bytes_run
+    size = shards.tokenizer.vocab_size
+    model = Predictor(size, reader(digits))
+    total = math.log(math.e + size - 1)
+    assert answer_scores(model, shards, training, Mesh()).nll_nats == pytest.approx(3 * total - (3 - missed), rel=1e-5)
 
 
 def test_the_first_needle_for_every_question(bytes_run):
@@ -97,13 +108,13 @@ def test_the_first_needle_for_every_question(bytes_run):
         return list((text[: last.end()] + text[first.end() : first.end() + 2]).encode())
 
     model = Predictor(shards.tokenizer.vocab_size, predict)
-    assert answer_accuracy(model, shards, training, Mesh()) == pytest.approx(1 / 3)
+    assert answer_scores(model, shards, training, Mesh()).accuracy == pytest.approx(1 / 3)
 
 
 def test_text_without_questions_has_no_accuracy(bytes_run):
     shards, training = bytes_run
     plain = dataclasses.replace(training, retrieval=None)
-    assert answer_accuracy(Predictor(258, reader()), shards, plain, Mesh()) is None
+    assert answer_scores(Predictor(258, reader()), shards, plain, Mesh()) is None
 
 
 @pytest.mark.parametrize("windows", [5, 1000])
@@ -126,7 +137,7 @@ def test_accuracy_on_examples(toy_recipe, windows):
         asked.append(ids)
         return predicted
 
-    found = answer_accuracy(Predictor(34, predict), shards, training, Mesh())
+    found = answer_scores(Predictor(34, predict), shards, training, Mesh()).accuracy
     held = draw_examples(synthetic_task("synthetic:mqar", options), 0, training=False)
     values = [value for one in held for value in one.targets.ravel().tolist() if value != -100]
     assert len(values) == 40 * 2 + 30 * 4
@@ -144,4 +155,7 @@ def test_metrics_of_a_run(train_toy, tmp_path):
     logged = [line.validation_accuracy for line in read_metrics(tmp_path / "with" / "metrics.jsonl")[1]]
     assert len(logged) == 2
     assert all(0 <= value < 0.5 for value in logged)
+    losses = [line.validation_answer_nll_nats for line in read_metrics(tmp_path / "with" / "metrics.jsonl")[1]]
+    assert len(losses) == 2
+    assert all(value > 0 for value in losses)
     assert [line.validation_accuracy for line in read_metrics(tmp_path / "without" / "metrics.jsonl")[1]] == [None]

@@ -135,6 +135,7 @@ class NeedleQuestion:
         prompts: Token ids, of the same length for all prompts. Each begins with the token that begins a text and ends with the
             colon of the question.
         answers: Digits that should follow after a space.
+        answer_ids: Token ids of each answer, the space included, as they follow the prompt.
         cities: City that each prompt asks for.
         spans: [start, end) of the needle asked for, including its leading line end, in tokens of the prompt.
         query_starts: Start of the question in each prompt.
@@ -144,6 +145,7 @@ class NeedleQuestion:
 
     prompts: list[list[int]]
     answers: list[str]
+    answer_ids: list[list[int]]
     cities: list[str]
     spans: list[tuple[int, int]]
     query_starts: list[int]
@@ -296,6 +298,7 @@ def evaluation_document(
     return NeedleQuestion(
         prompts=prompts,
         answers=numbers[:asked],
+        answer_ids=[pieces.answer(number) for number in numbers[:asked]],
         cities=names[:asked],
         spans=spans,
         query_starts=query_starts,
@@ -341,8 +344,7 @@ def needle_questions(
             asked=needles,
             digits=mix.digits,
         )
-        for prompt, number in zip(document.prompts, document.answers, strict=True):
-            answer = _pieces(tokenizer).answer(number)
+        for prompt, answer in zip(document.prompts, document.answer_ids, strict=True):
             rest = context_tokens - len(prompt) - len(answer)
             inputs.append([*prompt, *answer, *[tokenizer.pad] * rest])
             targets.append([*[IGNORED] * (len(prompt) - 1), *answer, *[IGNORED] * (rest + 1)])

@@ -1,4 +1,4 @@
-"""The narrow interface between tasks and models: four kinds of requests, and the model that answers them.
+"""The narrow interface between tasks and models: five kinds of requests, and the model that answers them.
 
 A task turns its options into requests, a `LanguageModel` answers them in any order, and the task scores the answers. The task
 never sees a module: tests give it an oracle that is always right, or a uniform model that is right by chance. Requests and
@@ -110,6 +110,26 @@ class Continuation(Prompted):
 
 
 @dataclass(frozen=True)
+class ScoredContinuation(Continuation):
+    """Asks for the greedy continuation, and how likely the right one would have been.
+
+    The answer: {"ids": the token ids, as of a `Continuation`, "losses": negative log-likelihoods in nats of the tokens of
+    `right`, each given the prompt and those before it}. A model that cannot tell likelihoods answers with the token ids alone.
+    """
+
+    right: tuple[int, ...] = ()
+
+    @property
+    def row_tokens(self) -> int:
+        """See `Loss`."""
+        return len(self.prompt) + max(self.tokens, len(self.right) - 1)
+
+    def asked(self) -> list[Any]:
+        """See `Loss`."""
+        return ["scored continuation", *super().asked()[1:], self.right]
+
+
+@dataclass(frozen=True)
 class Choice(Prompted):
     """Asks which of some continuations follows. The answer: its index.
 
@@ -129,7 +149,7 @@ class Choice(Prompted):
         return ["choice", self.prompt, self.options]
 
 
-Request = Loss | Predictions | Continuation | Choice
+Request = Loss | Predictions | Continuation | ScoredContinuation | Choice
 Answers = Iterator[tuple[int, Any]]
 """Pairs of a request's index and its answer, which JSON can hold, in any order."""
 

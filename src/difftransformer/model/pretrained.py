@@ -54,10 +54,10 @@ class DiffTransformerPreTrainedModel(PreTrainedModel):  # type: ignore[misc]
     def initialize_weights(self) -> None:
         """Give every parameter that was not read from files its first value (see `initialization.Start`)."""
         base = self.base_model
-        if base._seed is None:
-            base._seed = new_seed()
+        if base._seed is None and not all(getattr(one, "_is_hf_initialized", False) for one in self.parameters()):
+            base._seed = new_seed()  # files lack parameters
         models = [module for module in self.modules() if isinstance(module, DiffTransformerPreTrainedModel)]
-        start = Start(self, base._seed, base.deferred)
+        start = Start(self, base._seed or 0, base.deferred)
         for model in models:
             model._start = start
         super().initialize_weights()

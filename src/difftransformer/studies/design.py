@@ -96,6 +96,7 @@ class PresetConfig:
         arms: Names of the arms; None means all.
         axes: Names of values by axis; an axis that is not named keeps all.
         tuning: How the learning rate is chosen.
+        figures: What this size compares its arms by, in place of the study's figures.
         plan: Name or file of the plan of a size that confirms: its contrasts then say which runs are made, and `seeds` is not
             used.
     """
@@ -108,6 +109,7 @@ class PresetConfig:
     arms: list[str] | None = None
     axes: dict[str, list[str]] = field(default_factory=dict)
     tuning: TuningConfig = field(default_factory=TuningConfig)
+    figures: list[StudyFigure] = field(default_factory=list)
     plan: str = ""
 
 
@@ -155,13 +157,17 @@ class StudyConfig:
                 )
         if not self.figures:
             raise ConfigError("figures: empty; name what the arms are compared by")
-        if self.figures[0].secondary:
-            raise ConfigError(
-                f"figures: {self.figures[0].label!r} comes first and is secondary; put a primary figure first"
-            )
-        for one in self.figures:
-            if bool(one.curve) == bool(one.task):
-                raise ConfigError(f"figures: {one.label!r} needs either a task and its name, or a curve")
+        for where, figures in (
+            ("", self.figures),
+            *((f"presets.{name}.", one.figures) for name, one in self.presets.items()),
+        ):
+            if figures and figures[0].secondary:
+                raise ConfigError(
+                    f"{where}figures: {figures[0].label!r} comes first and is secondary; put a primary figure first"
+                )
+            for one in figures:
+                if bool(one.curve) == bool(one.task):
+                    raise ConfigError(f"{where}figures: {one.label!r} needs either a task and its name, or a curve")
         for name, axis in self.axes.items():
             if not axis.values:
                 raise ConfigError(f"axes.{name}: no values; give at least one")
@@ -243,6 +249,7 @@ class Design:
         self._seeds, self._changes = seeds, list(changes)
         self._document = read_recipe(self.preset.recipe or config.recipe)
         self.arms = self.preset.arms or list(config.arms)
+        self.figures = self.preset.figures or config.figures
         self.values = {axis: self.preset.axes.get(axis) or list(one.values) for axis, one in config.axes.items()}
         self.points = [
             dict(zip(self.values, combination, strict=True)) for combination in itertools.product(*self.values.values())
@@ -341,7 +348,7 @@ class Design:
                 for arm in self.arms
                 for point in self.tuned_points
             ]
-        axes, lower_is_better = self.described_axes(), self.config.figures[0].better == "lower"
+        axes, lower_is_better = self.described_axes(), self.figures[0].better == "lower"
         runs: dict[tuple[str, str, int], PlannedRun] = {}
         for contrast in (contrast for question in self.plan.questions for contrast in question.contrasts):
             groups = groups_of(contrast, axes, rates, lower_is_better=lower_is_better) or {}
@@ -366,7 +373,7 @@ class Design:
                 f"{source}: the plan of {plan.study}, preset {plan.preset}, in {self.config.name}, preset {self.name}; name "
                 "the plan of this size"
             )
-        labels = {figure.label for figure in self.config.figures}
+        labels = {figure.label for figure in self.figures}
         for question in plan.questions:
             for contrast in question.contrasts:
                 where = f"{source}: contrast {contrast.name!r}"

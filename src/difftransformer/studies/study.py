@@ -136,7 +136,7 @@ class Study:
         """
         runs = self.design.tuning
         files = self.files(runs)
-        first, *others = self.design.config.figures
+        first, *others = self.design.figures
         figures = [first, *(figure for figure in others if not figure.secondary)]
         unfinished = {run.arm for run, file in zip(runs, files, strict=True) if file is None}
         found: dict[tuple[str, str], dict[float, list[list[float]]]] = {}
@@ -192,7 +192,7 @@ class Study:
             reference=config.reference,
             arms=self.design.described_arms(),
             axes=self.design.described_axes(),
-            figures=config.figures,
+            figures=design.figures,
             members=members,
             planned=self.planned(),
             rates=rates,

@@ -1,6 +1,9 @@
-"""Accuracy during training: answers that a model would give, greedily, to held-out questions."""
+"""Answers during training: those that a model would give, greedily, to held-out questions, and the loss of the right ones."""
+
+from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..data import CITIES_SEEN, Shards, needle_document_tokens, needle_questions, validation_rows
@@ -12,11 +15,24 @@ from .parallel import Mesh
 LOGITS_AT_ONCE = 2**26
 
 
+@dataclass(frozen=True)
+class AnswerScores:
+    """How well a model answers.
+
+    Attributes:
+        accuracy: Share of right answers.
+        nll_nats: Mean negative log-likelihood of the right answer in nats, the sum over its tokens.
+    """
+
+    accuracy: float
+    nll_nats: float
+
+
 @torch.no_grad()
-def answer_accuracy(
+def answer_scores(
     model: DiffTransformerForCausalLM, shards: Shards, config: TrainingConfig, mesh: Mesh
-) -> float | None:
-    """Return the share of right answers in held-out data, or None where the data ask for none.
+) -> AnswerScores | None:
+    """Return how well a model answers in held-out data, or None where the data ask for no answers.
 
     Of examples (synthetic tasks, conversations), every scored token of the run's validation rows is an answer. Of needle
     documents, an answer is a whole number, and there are `validation_windows` documents (see `needle_questions`). A token is
@@ -52,19 +68,22 @@ def answer_accuracy(
     held, counts = mesh.own_rows(rows)
     model.eval()
     device = mesh.processes.device
-    right = asked = 0
+    right, asked, nll_nats = 0, 0, 0.0
     for part, weight in zip(held.to(device).split(at_once), counts.to(device).split(at_once), strict=True):
         ids, targets, positions = part.unbind(1)
         packed = positions if config.pack_documents and not whole else None
         arguments = mesh.inputs(ids, targets.where(weight, IGNORED), packed)
         targets = arguments.pop("targets")
         with torch.autocast(device, torch.bfloat16, enabled=config.precision == "bf16"):
-            predicted = model(**arguments, use_cache=False).logits.argmax(-1)
-        one_right, one_asked = _counted(predicted, targets, whole)
+            logits = model(**arguments, use_cache=False).logits
+        one_right, one_asked = _counted(logits.argmax(-1), targets, whole)
         right, asked = right + one_right, asked + one_asked
+        is_asked = targets != IGNORED
+        nll_nats += float(F.cross_entropy(logits[is_asked].float(), targets[is_asked], reduction="sum"))
     model.train()
     mesh.forget_whole(model)
-    return mesh.sum(right) / max(1.0, mesh.sum(asked))
+    everything = max(1.0, mesh.sum(asked))
+    return AnswerScores(accuracy=mesh.sum(right) / everything, nll_nats=mesh.sum(nll_nats) / everything)
 
 
 def _counted(predicted: Tensor, targets: Tensor, whole: bool) -> tuple[int, int]:

@@ -19,7 +19,7 @@ from ..errors import EXIT_INTERRUPTED, EXIT_REQUEUE, ConfigError, DiffTransforme
 from ..model import DiffTransformerConfig, DiffTransformerForCausalLM
 from ..model.nll import IGNORED, loss_chunk, summed_next_token_nll
 from ..model.start_sizes import drowning, start_sizes
-from .accuracy import answer_accuracy
+from .accuracy import answer_scores
 from .checkpoint import CheckpointState, checkpoints, load_checkpoint, newest_intact
 from .config import LogsConfig, TrainingConfig
 from .faults import MOST_NONFINITE, Fault, GradientWatch
@@ -217,8 +217,15 @@ def train(
         if step > validated and (step == config.steps or step % config.validate_every == 0):
             loss = validate(model, shards, config, mesh, stop)
             if loss is not None:
-                accuracy = answer_accuracy(model, shards, config, mesh)
-                report(ValidationMetrics(step=step, validation_loss_nats=loss, validation_accuracy=accuracy))
+                answers = answer_scores(model, shards, config, mesh)
+                report(
+                    ValidationMetrics(
+                        step=step,
+                        validation_loss_nats=loss,
+                        validation_accuracy=None if answers is None else answers.accuracy,
+                        validation_answer_nll_nats=None if answers is None else answers.nll_nats,
+                    )
+                )
                 validated = step
 
     try:

@@ -50,11 +50,16 @@ class StepMetrics:
 
 @dataclass(frozen=True, kw_only=True)
 class ValidationMetrics:
-    """Loss on fixed validation windows after `step` steps, and the share of right answers where the data ask for answers."""
+    """Loss on fixed validation windows after `step` steps.
+
+    Where the data ask for answers, the share of right ones, and the mean negative log-likelihood of the right answer (see
+    `accuracy.AnswerScores`).
+    """
 
     step: int
     validation_loss_nats: float
     validation_accuracy: float | None = None
+    validation_answer_nll_nats: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from ..probes.last_row import last_row_weights, row_sums
 from ..probes.magnitudes import magnitudes
 from ..probes.maps import head_maps
 from ..probes.perturbed import perturbed
-from ..requests import Answers, Choice, Continuation, Loss, Predictions, Request
+from ..requests import Answers, Choice, Continuation, Loss, Predictions, Request, ScoredContinuation
 from .prefix import CHUNK_TOKENS, PrefixCache, can_be_cut, common_prefixes, growing_cache
 from .quantized import UNTOUCHED_BITS, quantized_linears, quantized_logits
 
@@ -41,7 +41,7 @@ UNBOUNDED = 2**31
 class CausalLanguageModel:
     """Answers requests and probes with a model: rows of equal length in batches, or prompts with a common prefix in sequence.
 
-    No row is padded, so an answer depends on its request only, up to the rounding of the kernels.
+    No prompt is padded, so an answer depends on its request only, up to the rounding of the kernels.
 
     Args:
         model: A causal language model with the interface of transformers, on any device.
@@ -84,6 +84,7 @@ class CausalLanguageModel:
                 Loss: self._losses,
                 Predictions: self._predictions,
                 Continuation: self._continuations,
+                ScoredContinuation: self._continuations,
                 Choice: self._choices,
             },
         )
@@ -103,7 +104,7 @@ class CausalLanguageModel:
                 found = self._equal_lengths([request.prompt for request in chosen])
             elif kind is Choice and self.prefix_caching:
                 found = _runs(chosen)
-            elif kind is Continuation:
+            elif kind in (Continuation, ScoredContinuation):
                 prompts = [request.prompt for request in chosen]
                 found = _runs(chosen) if self._shares(chosen) else self._equal_lengths(prompts)
             parts += [[indices[place] for place in part] for part in found]
@@ -217,8 +218,7 @@ class CausalLanguageModel:
                 yield index, self._continue_one(cache, requests[index])
             return
         for indices, ids in self._batches([request.prompt for request in requests]):
-            made = self._continue_rows(ids, [requests[index] for index in indices])
-            yield from zip(indices, made, strict=True)
+            yield from zip(indices, self._continue_rows(ids, [requests[index] for index in indices]), strict=True)
 
     def _shares(self, requests: Sequence[Continuation]) -> bool:
         """Whether the prompts share so much that a common prefix is computed once, and their answers one by one."""
@@ -228,25 +228,34 @@ class CausalLanguageModel:
             _WORTH_SHARING * total, _STEP_TOKENS * steps
         )
 
-    def _continue_one(self, cache: PrefixCache, request: Continuation) -> list[int]:
+    def _continue_one(self, cache: PrefixCache, request: Continuation) -> Any:
         made: list[int] = []
         cache.start()
+        losses = None
+        if isinstance(request, ScoredContinuation):
+            logits = cache.continued_logits(request.prompt, request.right[:-1])
+            losses = F.cross_entropy(logits, self._tensor([request.right])[0], reduction="none").tolist()
+            cache.start()  # a cache that cannot be cut begins again
         while len(made) < request.tokens:
             token = int(cache.next_logits((*request.prompt, *made)).argmax())
             if request.ends(made, token):
                 break
             made.append(token)
-        return made
+        return made if losses is None else {"ids": made, "losses": losses}
 
-    def _continue_rows(self, ids: Tensor, requests: Sequence[Continuation]) -> list[list[int]]:
+    def _continue_rows(self, ids: Tensor, requests: Sequence[Continuation]) -> list[Any]:
         """Continue rows in a batch; a finished row leaves it."""
         made: list[list[int]] = [[] for _ in requests]
+        right = [request.right for request in requests if isinstance(request, ScoredContinuation)]
+        losses: list[list[float]] = []
         # A model with other kinds of layers creates its own cache.
         cache = growing_cache(self.model) if can_be_cut(self.model) else None
         left, inputs = list(range(len(requests))), ids
         while left:
             outputs = self.model(input_ids=inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
             cache, tokens = outputs.past_key_values, outputs.logits[:, -1].argmax(-1)
+            if right and not losses:
+                losses = self._losses_of(right, ids, outputs.logits[:, -1:], cache)
             going = []
             for place, (row, token) in enumerate(zip(left, tokens.tolist(), strict=True)):
                 if not requests[row].ends(made[row], token):
@@ -258,7 +267,31 @@ class CausalLanguageModel:
                 cache.batch_select_indices(kept)
                 tokens = tokens[kept]
             left, inputs = [left[place] for place in going], tokens.unsqueeze(1)
-        return made
+        return [{"ids": one, "losses": of_right} for one, of_right in zip(made, losses, strict=True)] if right else made
+
+    def _losses_of(self, right: Sequence[tuple[int, ...]], ids: Tensor, first: Tensor, cache: Any) -> list[list[float]]:
+        """Return the losses of given continuations of rows (B, T), in one pass after that of the rows.
+
+        Args:
+            right: The continuations, of 1 token or more.
+            ids: The rows.
+            first: Logits (B, 1, V) after the rows.
+            cache: Keys and values of the rows, which are left as they are.
+        """
+        most = max(map(len, right))
+        # What stands behind the end of a shorter one changes nothing before it.
+        targets = self._tensor([[*one, *one[-1:] * (most - len(one))] for one in right])
+        logits = first
+        if most > 1 and can_be_cut(self.model):
+            rest = self.model(input_ids=targets[:, :-1], past_key_values=cache, use_cache=True).logits
+            cache.crop(1 - most)
+            logits = torch.cat([first, rest], 1)
+        elif most > 1:
+            logits = self.model(
+                input_ids=torch.cat([ids, targets[:, :-1]], 1), use_cache=False, logits_to_keep=most
+            ).logits
+        losses = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
+        return [row[: len(one)] for row, one in zip(losses.tolist(), right, strict=True)]
 
     def _choices(self, requests: Sequence[Choice]) -> Answers:
         cache = PrefixCache(self.model, enabled=self.prefix_caching)

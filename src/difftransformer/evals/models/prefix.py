@@ -84,19 +84,30 @@ class PrefixCache:
 
     def next_logits(self, row: Sequence[int]) -> Tensor:
         """Return the logits (V,) of the token after `row`, in fp32."""
-        ids = np.asarray(row, np.int64)
-        # The last token always goes through the model, because its logits are the result.
-        keep = 0 if self._cache is None else min(common_prefix(self._ids, ids), len(ids) - 1)
+        return self.continued_logits(row, ())[0]
+
+    def continued_logits(self, row: Sequence[int], more: Sequence[int]) -> Tensor:
+        """Return the logits (1 + len(more), V) of the token after `row` and after each token of `more` behind it, in fp32."""
+        ids = np.asarray([*row, *more], np.int64)
+        # The row's last token always goes through the model, because its logits are part of the result.
+        keep = 0 if self._cache is None else min(common_prefix(self._ids, ids), len(row) - 1)
         self._cut(keep)
-        logits = None
-        for begin in range(keep, len(ids), CHUNK_TOKENS):
-            part = torch.from_numpy(ids[begin : begin + CHUNK_TOKENS]).to(self.model.device).unsqueeze(0)
-            outputs = self.model(input_ids=part, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
-            self._cache, logits = outputs.past_key_values, outputs.logits
-            self.computed_tokens += part.shape[1]
+        found: list[Tensor] = []
+        for begin in range(keep, len(row), CHUNK_TOKENS):
+            found = [self._logits(ids[begin : min(begin + CHUNK_TOKENS, len(row))], 1)]
+        if len(more):
+            found.append(self._logits(ids[len(row) :], len(more)))
         self._ids = ids
-        assert logits is not None
-        return logits[0, -1].float()
+        return torch.cat(found, 1)[0].float()
+
+    def _logits(self, ids: np.ndarray, keep: int) -> Tensor:
+        """Return the logits (1, keep, V) after the last `keep` of some tokens, which are appended to the cache."""
+        part = torch.from_numpy(ids).to(self.model.device).unsqueeze(0)
+        outputs = self.model(input_ids=part, past_key_values=self._cache, use_cache=True, logits_to_keep=keep)
+        self._cache = outputs.past_key_values
+        self.computed_tokens += part.shape[1]
+        logits: Tensor = outputs.logits
+        return logits
 
     def _cut(self, keep: int) -> None:
         if keep == 0 or self._cache is None:

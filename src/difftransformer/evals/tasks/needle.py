@@ -4,9 +4,10 @@ This is arXiv:2410.05258 section 3.3: which magic number belongs to a city?
 
 The paper states neither the haystack, the prompt of a base model, nor how two answers are scored. Here the prompt ends with
 the start of the needle's own sentence. Every needle asked for is one trial, right when the greedy continuation starts with
-all its digits.
+all its digits. The negative log-likelihood of the right answer says more with few trials: it tells near misses from far ones.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -27,14 +28,15 @@ from ..prompts.chat import chat_frame
 from ..prompts.haystack import CITIES, Kind, check_documents, draw_documents
 from ..prompts.texts import HAYSTACK_TOKENS, VALIDATION, Setting, token_stream
 from ..registry import TaskKind, register
-from ..requests import Continuation
-from ..scores import details, proportion, unit_scores
+from ..requests import Continuation, ScoredContinuation
+from ..scores import details, mean, proportion, unit_scores
 
 _CHAT_INSTRUCTION = (
     "Somewhere in the text below are sentences that give cities a special magic number. Read it, then answer the question "
     "with the number alone.\n\n"
 )
 _CHAT_ANSWER_TOKENS = 32
+ANSWER_NLL = "nll of the answer"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +94,7 @@ class _Trial:
 
 
 class NeedleTask(Task):
-    """The grid's documents, and the share of exact answers in each cell."""
+    """The grid's documents, and the share of exact answers and the loss of the right ones in each cell."""
 
     def __init__(self, options: Options, setting: Setting) -> None:
         self.options, self.tokenizer, self.data_name = options, setting.tokenizer, options.text
@@ -115,8 +117,13 @@ class NeedleTask(Task):
             own = [] if options.paired else [kind, f"{length} tokens", f"depth {depth:g}"]
             for number, question in enumerate(questions):
                 document = ", ".join([f"N={needles} R={asked}", *own, f"document {number}"])
-                for prompt, answer in zip(question.prompts, question.answers, strict=True):
-                    self.requests.append(Continuation(tuple(prompt), tokens))
+                for prompt, answer, ids in zip(question.prompts, question.answers, question.answer_ids, strict=True):
+                    # A chat model may begin its answer with any words.
+                    self.requests.append(
+                        Continuation(tuple(prompt), tokens)
+                        if self._frame
+                        else ScoredContinuation(tuple(prompt), tokens, right=tuple(ids))
+                    )
                     self._trials.append(_Trial(kind, length, needles, asked, depth, document, answer))
 
     def _questions(
@@ -152,11 +159,16 @@ class NeedleTask(Task):
         return questions
 
     def score(self, answers: Sequence[Any]) -> Scores:
-        """Return the accuracy over everything, for each number of needles, for each length, and in each cell."""
-        groups: dict[tuple[tuple[str, Any], ...], list[tuple[str, bool]]] = defaultdict(list)
+        """Return the accuracy over everything, for each number of needles, for each length, and in each cell.
+
+        Beside it stands the negative log-likelihood of the right answer, the sum over its tokens, if the model told it.
+        """
+        groups: dict[tuple[tuple[str, Any], ...], list[tuple[str, bool, float | None]]] = defaultdict(list)
         several = len(self.options.needles) > 1
-        for trial, ids in zip(self._trials, answers, strict=True):
-            text = self.tokenizer.decode(ids).strip()
+        for trial, answer in zip(self._trials, answers, strict=True):
+            told = isinstance(answer, dict)
+            text = self.tokenizer.decode(answer["ids"] if told else answer).strip()
+            loss = math.fsum(answer["losses"]) if told else None
             right = trial.answer in text if self.options.prompt == "chat" else text.startswith(trial.answer)
             place: dict[str, Any] = {} if trial.cities == "all" else {"cities": trial.cities}
             places = [place] if several else []
@@ -165,18 +177,31 @@ class NeedleTask(Task):
             places += [place, place | {"length_tokens": trial.length}]
             places.append(places[-1] | {"depth": trial.depth})
             for at in places:
-                groups[tuple(at.items())].append((trial.document, right))
+                groups[tuple(at.items())].append((trial.document, right, loss))
         # Rows of few places first, as a reader wants them.
         rows: list[Measurement] = []
         items: list[ItemScore] = []
         for key, found in sorted(groups.items(), key=lambda group: len(group[0])):
-            at, documents, marks = dict(key), [document for document, _ in found], [mark for _, mark in found]
-            row = proportion("accuracy", marks, at, units=documents)
-            rows += details([row]) if "depth" in at else [row]
-            if key and key[-1][0] == "asked":
-                cities = f", {at['cities']} cities" if "cities" in at else ""
-                items += unit_scores(f"accuracy N={at['needles']} R={at['asked']}{cities}", marks, documents)
+            at, (documents, marks, _) = dict(key), zip(*found, strict=True)
+            losses = [loss for *_, loss in found if loss is not None]
+            figures: list[tuple[str, Sequence[float], Measurement]] = [
+                ("accuracy", marks, proportion("accuracy", marks, at, units=documents))
+            ]
+            if len(losses) == len(found):
+                row = mean(ANSWER_NLL, "nats", losses, at, units=documents, better="lower")
+                figures.append((ANSWER_NLL, losses, row))
+            for name, values, row in figures:
+                rows += details([row]) if "depth" in at else [row]
+                if key and key[-1][0] == "asked":
+                    cities = f", {at['cities']} cities" if "cities" in at else ""
+                    items += unit_scores(f"{name} N={at['needles']} R={at['asked']}{cities}", values, documents)
         return Scores(measurements=rows, items=items)
+
+
+_NLL_CHOICE = (
+    f"The {ANSWER_NLL} is the sum over its tokens, the space before the number included, each given the prompt and the right "
+    "tokens before it."
+)
 
 
 def _choices(options: Options) -> list[str]:
@@ -191,6 +216,7 @@ def _choices(options: Options) -> list[str]:
         "Each needle asked for is one trial. A base model's continuation must start with all its digits; a chat model's "
         "answer must contain them.",
         "Lengths include the question and room for the answer.",
+        *([] if options.prompt == "chat" else [_NLL_CHOICE]),
     ]
 
 

@@ -91,7 +91,7 @@ class DiffTransformerConfig(PreTrainedConfig):
     rope_parameters: dict[str, Any] | None = None
     sliding_window: int | None = None
     is_causal: bool = True
-    initialization: str = "normal"
+    initialization: str = "fan_in"
     initializer_range: float = 0.02
     embedding_multiplier: float = None  # type: ignore[assignment]
     depth_scaled_residual: bool = False

@@ -76,9 +76,8 @@ def effect_words(row: Compared, figure: StudyFigure, places: int) -> str:
 
 def direction_words(mean: float, same: int, seeds: int) -> str:
     """Return in how many seeds an effect has its direction."""
-    if mean == 0:
-        return f"equal in all {seeds} seeds" if same == 0 else f"zero over {seeds} seeds"
-    return f"{'above' if mean > 0 else 'below'} zero in {same} of {seeds} seeds"
+    side = "above zero" if mean > 0 else "below zero" if mean < 0 else "equal"
+    return f"{side} in {same} of {seeds} seeds"
 
 
 def explored_words(evidence: Evidence, *arms: str) -> str:

@@ -32,7 +32,7 @@ class Compared:
         runs: Number of the arm's runs that have the figure, at all points together where `point` is empty.
         difference: The arm minus the reference over the seeds that both have; None for the reference itself.
         pairs: Number of these seeds.
-        same_direction: Number of these seeds whose difference lies on the same side of zero as the mean.
+        same_direction: Number of these seeds in the direction of the mean (see `in_direction`).
         reached: Number of `runs` that reached the level of a curve; None for other figures.
         is_censored: Whether no run of the arm or of the reference reached the level, so that the difference says nothing.
     """
@@ -92,6 +92,11 @@ def timed_seeds(evidence: Evidence, arm: str, reference: str, point: Point) -> l
     return [seed for seed in seeds if machine(first[seed]) == machine(second[seed])]
 
 
+def in_direction(values: Iterable[float], mean: float) -> int:
+    """Return how many values lie on the same side of zero as their mean, or are zero as it is."""
+    return sum(value * mean > 0 or value == mean == 0 for value in values)
+
+
 def bounded(difference: PairedDifference, unit: str) -> PairedDifference:
     """Return a difference with an interval that is no wider than the range of its measure."""
     if unit != "share" or difference.low is None or difference.high is None:
@@ -128,7 +133,7 @@ def _compared(evidence: Evidence, figure: StudyFigure, point: Point, arm: StudyA
         row,
         difference=bounded(difference, figure.unit),
         pairs=len(seeds),
-        same_direction=sum((values[seed] - others[seed]) * difference.mean > 0 for seed in seeds),
+        same_direction=in_direction([values[seed] - others[seed] for seed in seeds], difference.mean),
         is_censored=row.reached == 0 and _runs(evidence, figure, point, reference)[1] == 0,
     )
 

@@ -6,7 +6,7 @@ paired values, 10 or more are decided by the sign-flip test and fewer by Student
 
 A question's first contrast errs in at most 5 % of studies. So does a whole sequence, as long as only lying above or below
 opens the way to the next contrast: of an effect that is not there, the way is opened in 5 % of studies. Where a contrast was
-decided to lie within its smallest effect, the next one is a test of its own at 5 %.
+decided to lie within its smallest effect, the next one is a test of its own at 5 %, and both together err in up to 10 %.
 """
 
 import math
@@ -16,6 +16,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Literal
 
 from difftransformer.errors import ResultsError
+from difftransformer.report.evidence.comparisons import in_direction
 from difftransformer.report.evidence.reading import Evidence, Point
 from difftransformer.results import (
     OWN_BEST,
@@ -61,9 +62,9 @@ class Finding:
 
     @property
     def same_direction(self) -> int:
-        """Number of seeds whose value lies on the same side of zero as the mean."""
-        mean = math.fsum(self.values.values())
-        return sum(value * mean > 0 for value in self.values.values())
+        """Number of seeds in the direction of the mean."""
+        mean = self.difference.mean if self.difference else math.fsum(self.values.values())
+        return in_direction(self.values.values(), mean)
 
     @property
     def unit(self) -> str:
