@@ -157,7 +157,10 @@ class StudyConfig:
                 )
         if not self.figures:
             raise ConfigError("figures: empty; name what the arms are compared by")
-        for where, figures in (("", self.figures), *((f"presets.{name}.", one.figures) for name, one in self.presets.items())):
+        for where, figures in (
+            ("", self.figures),
+            *((f"presets.{name}.", one.figures) for name, one in self.presets.items()),
+        ):
             if figures and figures[0].secondary:
                 raise ConfigError(
                     f"{where}figures: {figures[0].label!r} comes first and is secondary; put a primary figure first"
