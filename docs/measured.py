@@ -207,7 +207,7 @@ def retrieval_table() -> str:
             (run,) = [run for run in result.runs if run.model == model.model]
             cells = {}
             for row in run.evaluations["needle"].measurements:
-                if row.at.get("cities") == cities and "depth" in row.at:
+                if row.name == "accuracy" and row.at.get("cities") == cities and "depth" in row.at:
                     cells.setdefault(row.at["needles"], []).append((round(row.value * row.n), row.n))
             shares = [
                 f"{100 * sum(right for right, _ in found) / sum(n for _, n in found):.1f} %" for found in cells.values()

@@ -24,7 +24,9 @@ SIZES |= {"max_position_embeddings": 64, "initializer_range": 0.3}
 def model(request):
     torch.manual_seed(1)
     if request.param == "diff":
-        return DiffTransformerForCausalLM(DiffTransformerConfig(attention_type="diff", **SIZES)).eval()
+        return DiffTransformerForCausalLM(
+            DiffTransformerConfig(attention_type="diff", initialization="normal", **SIZES)
+        ).eval()
     return LlamaForCausalLM(LlamaConfig(**SIZES, intermediate_size=48)).eval()
 
 

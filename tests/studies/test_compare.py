@@ -150,6 +150,10 @@ VALUES = {
     ("validation loss", "nats/token"): lambda run: figure(run, "perplexity", "nll"),
     ("needle accuracy (seen cities)", "share"): lambda run: figure(run, "needle", "accuracy", cities="seen"),
     ("needle accuracy (unseen cities)", "share"): lambda run: figure(run, "needle", "accuracy", cities="unseen"),
+    ("nll of the answer (seen cities)", "nats"): lambda run: figure(run, "needle", "nll of the answer", cities="seen"),
+    ("nll of the answer (unseen cities)", "nats"): lambda run: figure(
+        run, "needle", "nll of the answer", cities="unseen"
+    ),
 } | {
     (f"{form} attention on the answer", "share"): lambda run, form=form: figure(
         run, "allocation", f"{form} attention on the answer"
