@@ -99,6 +99,7 @@ class PresetConfig:
         figures: What this size compares its arms by, in place of the study's figures.
         plan: Name or file of the plan of a size that confirms: its contrasts then say which runs are made, and `seeds` is not
             used.
+        changes: What was changed after data of this size were seen.
     """
 
     about: str = ""
@@ -111,6 +112,7 @@ class PresetConfig:
     tuning: TuningConfig = field(default_factory=TuningConfig)
     figures: list[StudyFigure] = field(default_factory=list)
     plan: str = ""
+    changes: list[Change] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +131,6 @@ class StudyConfig:
         figures: What the arms are compared by, the most important first. The first one also chooses learning rates.
         presets: Sizes of the study by name.
         analysis: "arms", or "scaling" for power laws over the axes size and tokens.
-        changes: What was changed after data were seen.
     """
 
     name: str
@@ -143,7 +144,6 @@ class StudyConfig:
     figures: list[StudyFigure]
     presets: dict[str, PresetConfig]
     analysis: Literal["arms", "scaling"] = "arms"
-    changes: list[Change] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         check_name(self.name)

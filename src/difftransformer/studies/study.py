@@ -198,7 +198,7 @@ class Study:
             rates=rates,
             command=f"difftransformer study {config.name} --preset {self.design.name}",
             plan=None if design.plan is None else registered(design.preset.plan, design.plan),
-            changes=config.changes,
+            changes=design.preset.changes,
         )
         write_result(index, self.index_file)
         return index
