@@ -81,7 +81,8 @@ def table_after(marker, page):
 
 def test_the_readme_has_a_short_line_for_each_study():
     rows = table_after("<!-- studies -->", DOCS.parent / "README.md")[1:]
-    assert len(rows) == len(list((DOCS / "results" / "studies").glob("*/*.json")))
+    told = [path for path in (DOCS / "results" / "studies").glob("*/*.json") if path.stem != "normal-start"]
+    assert len(rows) == len(told)
     for row in rows:
         assert len(" ".join(row).split()) <= 26, row  # the name of the study and 25 words
 
