@@ -204,7 +204,7 @@ def test_undefined_figures_and_broken_figures_are_gaps_of_the_page(models, prese
     ):
         assert gap in page
         assert any(gap in line for line in lines)
-    assert f"{figure(out, '0-diff', 'the loss'):.4g}" in page
+    assert f"{figure(out, '0-diff', 'the loss'):.2g}" in page
     text = ["--text", str(preset.parent / "text.txt"), "--window", "64", "--windows", "2"]
     assert main(["eval", "perplexity", str(broken), *text, "--out", str(tmp_path / "one")]) == 2
     lines = capsys.readouterr().err.splitlines()

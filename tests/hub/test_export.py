@@ -120,7 +120,7 @@ def test_a_persons_card_travels_as_it_is(run, tmp_path, capsys):
 @pytest.mark.parametrize("dtype", ["auto", "bf16"])
 def test_to_diffllama(run, tmp_path, dtype):
     out = tmp_path / "stock"
-    assert main(["export", str(run), str(out), "--to", "diffllama", "--dtype", dtype]) == 0
+    assert main(["export", str(run), str(out), "--to", "diffllama", "--untie", "--dtype", dtype]) == 0
     assert {path.name for path in out.iterdir()} >= {"README.md", "config.json", "model.safetensors", "tokenizer.json"}
     assert not list(out.glob(".*"))
     assert "import difftransformer" not in (out / "README.md").read_text()
@@ -132,7 +132,7 @@ def test_to_diffllama(run, tmp_path, dtype):
         tensors = load_file(out / "model.safetensors")
         assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
         full = tmp_path / "full"
-        assert main(["export", str(run), str(full), "--to", "diffllama"]) == 0
+        assert main(["export", str(run), str(full), "--to", "diffllama", "--untie"]) == 0
         expected = load_file(full / "model.safetensors")
         assert all(torch.equal(tensors[name], expected[name].bfloat16()) for name in expected)
 

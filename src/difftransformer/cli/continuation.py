@@ -60,7 +60,7 @@ def print_continuation(
             streamer.end()
             return EXIT_INTERRUPTED
     if num_beams > 1:
-        show(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
+        show(printable(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)))
     return 0
 
 
