@@ -285,11 +285,13 @@ def train(
 
 
 def _warn_of_start(config: DiffTransformerConfig, seed: int) -> None:
-    """Warn if a branch of the first two layers drowns the residual stream.
+    """Warn if a branch of the first two layers drowns the residual stream, unless attention starts mimetic and is meant to.
 
     They are built once more, so that neither the model that trains, which may be compiled or divided, nor the other processes
     take part.
     """
+    if config.mimetic_attention:
+        return
     with suppress(ConfigError):  # a layer is too large for that
         if said := drowning(config, start_sizes(config, seed=seed, layers=2)):
             warnings.warn(f"at step 0 {said}", stacklevel=3)
