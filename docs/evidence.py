@@ -121,13 +121,13 @@ def exploring(one: Studied) -> list[str]:
 
 
 def start_loss(found: list[Studied]) -> str:
-    """Return what the study of the start found: an answer to each question, its contrasts, and the loss at every rate."""
+    """Return what the study of the start found: an answer to each question, and the loss at every learning rate."""
     one = next((one for one in found if one.evidence.slug == "start-laptop"), None)
     if one is None:
         return "The study has not run yet.\n"
     said = "\n".join(f"- {verdict.subject} {verdict.text}" for verdict in question_verdicts(one))
     rates = rates_table(one.evidence)
-    return "\n\n".join([said, contrasts_table(one).markdown().rstrip(), *([rates.markdown().rstrip()] if rates else [])]) + "\n"
+    return said + (f"\n\n{rates.markdown()}" if rates else "\n")
 
 
 def figure(one: Studied) -> str | None:
