@@ -66,7 +66,7 @@ def served(tmp_path):
     for number, (name, fields) in enumerate(MODELS.items()):
         config = tiny_config(**SHAPE | fields, tie_word_embeddings=name == TIED)
         models[name] = scramble(DiffTransformerForCausalLM(config), number).eval()
-        models[name].save_pretrained(place / str(number))
+        models[name].save_pretrained(place / f"{number:02}")
     done = subprocess.run(
         [python, Path(__file__).with_name("vllm_program.py"), *map(str, sorted(place.iterdir()))],
         input=json.dumps({"prompts": PROMPTS, "new": NEW}),
