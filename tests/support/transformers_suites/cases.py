@@ -129,4 +129,4 @@ def suite(name, **attributes):
 
 
 llama = suite("llama", classes=LLAMA)
-globals().update({name: suite(name, options={"attention_type": name}) for name in VARIANTS})
+globals().update({name: suite(name, options={"attention_type": name, "initialization": "normal"}) for name in VARIANTS})
