@@ -109,9 +109,13 @@ def test_it_computes_and_generates_the_same(python, tmp_path):
         assert torch.equal(results[name]["static"], expected)
         exact = copy.deepcopy(model).double()
         whole, padded = exact(ids, labels=ids), exact(ids, attention_mask=mask, position_ids=positions).logits
-        largest = whole.logits.abs().max()
-        assert (results[name]["logits"] - whole.logits).abs().max() <= 1e-6 * largest
-        assert (results[name]["padded"] - padded)[real].abs().max() <= 1e-6 * largest
+        # sums are rounded in other orders, so errors are of one size, not equal
+        smallest = 1e-6 * whole.logits.abs().max()
+        rounded, rounded_padded = model(ids).logits, model(ids, attention_mask=mask, position_ids=positions).logits
+        allowed = 2 * max((rounded - whole.logits).abs().max(), smallest)
+        assert (results[name]["logits"] - whole.logits).abs().max() <= allowed
+        allowed = 2 * max((rounded_padded - padded)[real].abs().max(), smallest)
+        assert (results[name]["padded"] - padded)[real].abs().max() <= allowed
         assert results[name]["loss"].item() == pytest.approx(whole.loss.item(), rel=1e-6)
     prompt = torch.tensor([list(b"the quick")])
     last = model.generate(prompt, max_new_tokens=8, do_sample=False)[0, prompt.shape[1] :]
