@@ -39,7 +39,7 @@ help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
 
 demo: $(READY) ## Train a Differential Transformer and its Transformer twin on this machine's own Python sources; write reports/demo/index.html
-	$(RUN) -m difftransformer compare recipes/demo.yaml --out $(DEMO)
+	$(RUN) -m difftransformer_lab compare recipes/demo.yaml --out $(DEMO)
 
 test: $(DEV) lint ## Format, lint, types, layers and the quick tests
 	$(RUN) -m pytest -n $(JOBS) --dist worksteal -m "not slow and not gpu"
@@ -68,7 +68,7 @@ lint: $(DEV) ## ruff, clang-format, mypy, import-linter
 	$(RUN) -c "from importlinter.cli import lint_imports_command; lint_imports_command()"
 
 bench: $(READY) ## Time attention, decoding, memory and a training step of DIFF and its twin on this machine; write reports/bench/results.json
-	$(RUN) -m difftransformer bench all --out reports/bench
+	$(RUN) -m difftransformer_lab bench all --out reports/bench
 
 dist: $(DEV) ## Write dist/*.whl, with the CPU kernels of this machine's architecture where there is a C++ compiler, and dist/*.tar.gz
 	$(RUN) hatch_build.py $(DIST)
@@ -89,12 +89,12 @@ endef
 $(VENV)/.ready: pyproject.toml constraints.txt constraints-ci.txt
 	@$(PYTHON) -c '$(CHECK_PYTHON)'
 	$(PYTHON) -m venv $(VENV)
-	$(RUN) $(PIP) $(PINS) -e .
+	$(RUN) $(PIP) $(PINS) -e '.[lab]'
 	@touch $@
 
 .ready-%: pyproject.toml
 	@$(PY) -c '$(CHECK_PYTHON)'
-	$(PY) $(PIP) -e .
+	$(PY) $(PIP) -e '.[lab]'
 	@touch $@
 
 $(DEV): $(READY)

@@ -17,19 +17,18 @@ from pathlib import Path
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
-PACKAGES = (
-    "ops", "attention", "model", "acceleration", "families", "convert", "hub", "data", "train", "evals", "studies", "report",
-    "bench", "results",
-)  # fmt: skip
+LIBRARY = ("ops", "attention", "model", "acceleration", "families", "convert", "hub", "data", "train")
+LABORATORY = ("evals", "studies", "report", "bench", "results")
+PACKAGES = (*(f"difftransformer.{name}" for name in LIBRARY), *(f"difftransformer_lab.{name}" for name in LABORATORY))
 # Modules whose public names are documented on their package's page, and which the package itself does not import.
-MODULES = {"attention": {"encoder": ["DifferentialEncoderLayer"]}}
+MODULES = {"difftransformer.attention": {"encoder": ["DifferentialEncoderLayer"]}}
 OUTSIDE = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
 ENTRY = re.compile(r"^- \[([^\]]+)\]\(([^)#]+\.(?:md|ipynb))\)", re.MULTILINE)
 
 
 def public_names(package: str) -> list[str]:
     """Names that a package imports from its own modules or defines in its `__init__.py`: its public names."""
-    tree = ast.parse((ROOT / "src" / "difftransformer" / package / "__init__.py").read_text(encoding="utf-8"))
+    tree = ast.parse((ROOT / "src" / package.replace(".", "/") / "__init__.py").read_text(encoding="utf-8"))
     blocks = [tree, *(node for node in tree.body if isinstance(node, ast.If))]
     found = set()
     for node in (node for block in blocks for node in block.body):
@@ -45,13 +44,13 @@ def public_names(package: str) -> list[str]:
 
 def is_own(node: ast.ImportFrom, package: str) -> bool:
     """Whether an import takes names from modules of the package itself."""
-    return node.level == 1 or (node.module or "").startswith(f"difftransformer.{package}.")
+    return node.level == 1 or (node.module or "").startswith(f"{package}.")
 
 
 def entry(package: str, name: str) -> str:
     """The directive that documents one name."""
-    thing = getattr(importlib.import_module(f"difftransformer.{package}"), name)
-    full = f"difftransformer.{package}.{name}"
+    thing = getattr(importlib.import_module(package), name)
+    full = f"{package}.{name}"
     if inspect.isclass(thing):
         return f".. autoclass:: {full}\n   :members:\n"
     if callable(thing):
@@ -64,8 +63,7 @@ def write_api(folder: Path) -> None:
     """Write a page for each package, in reStructuredText as the docstrings are."""
     folder.mkdir()
     for package in PACKAGES:
-        title = f"difftransformer.{package}"
-        parts = [title, "=" * len(title), "", f".. automodule:: {title}", ""]
+        parts = [package, "=" * len(package), "", f".. automodule:: {package}", ""]
         parts += [entry(package, name) for name in public_names(package)]
         parts += [
             entry(f"{package}.{module}", name) for module, names in MODULES.get(package, {}).items() for name in names

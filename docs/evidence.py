@@ -14,8 +14,8 @@ from pathlib import Path
 import measured
 import yaml
 
-from difftransformer.report.evidence import Studied, judge, read_claims, read_studies
-from difftransformer.report.evidence.answers import (
+from difftransformer_lab.report.evidence import Studied, judge, read_claims, read_studies
+from difftransformer_lab.report.evidence.answers import (
     answers,
     changes_words,
     edge_words,
@@ -23,11 +23,11 @@ from difftransformer.report.evidence.answers import (
     progress_words,
     shared_words,
 )
-from difftransformer.report.evidence.drawings import draw_arms, draw_contrasts, draw_scaling
-from difftransformer.report.evidence.pages import brief_answer, claims_table, studies_table
-from difftransformer.report.evidence.questions import contrasts_table, plan_words, question_verdicts
-from difftransformer.report.evidence.tables import needs_table, overview_table, rates_table
-from difftransformer.report.tables import Group, Table
+from difftransformer_lab.report.evidence.drawings import draw_arms, draw_contrasts, draw_scaling
+from difftransformer_lab.report.evidence.pages import brief_answer, claims_table, studies_table
+from difftransformer_lab.report.evidence.questions import contrasts_table, plan_words, question_verdicts
+from difftransformer_lab.report.evidence.tables import needs_table, overview_table, rates_table
+from difftransformer_lab.report.tables import Group, Table
 
 DOCS = Path(__file__).parent
 STUDIES = DOCS / "results" / "studies"

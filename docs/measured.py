@@ -5,13 +5,13 @@ from pathlib import Path
 from statistics import fmean, geometric_mean
 from typing import Any
 
-from difftransformer.report.bench import bench_tables, place_of
-from difftransformer.report.evidence import Studied
-from difftransformer.report.evidence.answers import decimals, progress_words
-from difftransformer.report.evidence.comparisons import bounded, row_of
-from difftransformer.report.evidence.tables import MARK, NOT_REACHED, is_marked, mark_words
-from difftransformer.report.tables import Group, Table, fixed, metric_decimals, p_text, upcycling_table
-from difftransformer.results import (
+from difftransformer_lab.report.bench import bench_tables, place_of
+from difftransformer_lab.report.evidence import Studied
+from difftransformer_lab.report.evidence.answers import decimals, progress_words
+from difftransformer_lab.report.evidence.comparisons import bounded, row_of
+from difftransformer_lab.report.evidence.tables import MARK, NOT_REACHED, is_marked, mark_words
+from difftransformer_lab.report.tables import Group, Table, fixed, metric_decimals, p_text, upcycling_table
+from difftransformer_lab.results import (
     Bench,
     Comparison,
     MetricComparison,

@@ -21,7 +21,7 @@ if not torch.cuda.is_available():
 # Tests replace parts of the backends, which a check at that moment would switch off for good. tests/ops/test_trust.py checks.
 os.environ["DIFFTRANSFORMER_CHECK_BACKENDS"] = "0"
 
-from difftransformer.studies import recipe_from
+from difftransformer_lab.studies import recipe_from
 from tests.support import fresh
 
 # A busy machine fails no test by its clock. Continuous integration draws the same examples each time, others draw new ones.

@@ -6,13 +6,13 @@ import zlib
 
 import pytest
 
-from difftransformer.cli.main import main
+from difftransformer.checksums import line_of
 from difftransformer.errors import CheckpointError, DamagedResult, ResultsError
-from difftransformer.evals.engine import run_task
-from difftransformer.results import TaskResult, read_result, write_result
-from difftransformer.results.checksums import line_of
 from difftransformer.train import StepMetrics, ValidationMetrics, read_metrics
 from difftransformer.train.metrics import MetricsLog
+from difftransformer_lab.cli.main import main
+from difftransformer_lab.evals.engine import run_task
+from difftransformer_lab.results import TaskResult, read_result, write_result
 from tests.evals.test_engine import Adding, numbers
 from tests.support.task_results import task_result
 

@@ -17,7 +17,7 @@ LIMIT_SECONDS = 5.0
 PARENT = """
 import sys
 sys.argv[0] = "difftransformer"
-from difftransformer.child import start_child
+from difftransformer_lab.child import start_child
 child = start_child(sys.argv[1], *sys.argv[2:])
 assert "torch" not in sys.modules
 print(child.pid, flush=True)

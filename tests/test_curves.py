@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from difftransformer.errors import ResultsError
-from difftransformer.results import Curve
-from difftransformer.results.curves import mean_over_steps, spikes, steps_to
+from difftransformer_lab.results import Curve
+from difftransformer_lab.results.curves import mean_over_steps, spikes, steps_to
 
 
 def falling_norms(count=1000, seed=0):

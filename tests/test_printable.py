@@ -5,7 +5,7 @@ import unicodedata
 from hypothesis import given
 from hypothesis import strategies as st
 
-from difftransformer.printable import printable, printable_line
+from difftransformer_lab.printable import printable, printable_line
 
 
 @given(st.text(st.characters()))

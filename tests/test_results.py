@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from difftransformer.errors import ResultsError
-from difftransformer.results import (
+from difftransformer_lab.results import (
     SCHEMA_VERSION,
     AttentionTiming,
     Bench,

@@ -13,8 +13,8 @@ import scipy.special
 import scipy.stats
 
 from difftransformer.errors import EvaluationError, ShapeError
-from difftransformer.results import PairedDifference
-from difftransformer.statistics import (
+from difftransformer_lab.results import PairedDifference
+from difftransformer_lab.statistics import (
     effective_trials,
     holm,
     holm_differences,
@@ -177,7 +177,7 @@ def test_an_item_difference_repeats_itself_whatever_its_batches(monkeypatch: pyt
     found = item_difference(a, b, weights, seed=7)
     assert found == item_difference(a, b, weights, seed=7)
     assert found != item_difference(a, b, weights, seed=8)
-    monkeypatch.setattr("difftransformer.statistics._RESAMPLED_ITEMS_AT_ONCE", 1000)
+    monkeypatch.setattr("difftransformer_lab.statistics._RESAMPLED_ITEMS_AT_ONCE", 1000)
     assert found == item_difference(a, b, weights, seed=7)
 
 

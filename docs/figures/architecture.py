@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
-from difftransformer.plots.style import COLOURS, INK, STYLE
+from difftransformer_lab.plots.style import COLOURS, INK, STYLE
 
 FOLDER = Path(__file__).parent
 WIDTH_INCHES = 9.0
@@ -23,7 +23,7 @@ CODE_COLOUR, DISK_COLOUR = "#eaf2f8", "#fdf2e3"
 PACKAGES = {
     "cli": "one file per command",
     "studies": "compare, upcycle --train, suites",
-    "hub": "open, export and compare saved models",
+    "hub": "open and export saved models",
     "report": "tables and pages from results files",
     "train": "loop, checkpoints",
     "evals": "engine, probes, tasks",
@@ -39,9 +39,11 @@ PACKAGES = {
     "plots": "style and parts of figures",
     "statistics": "intervals",
     "results": "typed results files",
-    "sources": "recipes and models by name",
+    "sources": "models and texts by name",
+    "recipe_files": "recipes by name",
+    "checksums": "of files and lines",
     "child": "processes that end with their parent",
-    "files": "locks, errors that name files",
+    "files": "locks, whole files",
     "typed": "checks of fields and types",
     "reading": "JSON and YAML of others",
     "errors": "one family of errors",
@@ -55,7 +57,7 @@ class Step:
     """One box of a walk: a function, its file, and what it does.
 
     Attributes:
-        file: Path below src/difftransformer.
+        file: Path below src/difftransformer or src/difftransformer_lab.
         name: A function or Class.method of that file.
         does: What it does.
         gives: What it passes on: a tensor with its shape, or files on disk.
@@ -101,7 +103,7 @@ TOKEN = (
         "optimizer steps, validation, checkpoints",
         "runs/NAME/\nmetrics.jsonl, checkpoints/step-000500/",
     ),
-    Step("hub/opening.py", "open_language_model", "opens a run, a folder or a name on the hub", "", "eval"),
+    Step("evals/opening.py", "open_language_model", "opens a run, a folder or a name on the hub", "", "eval"),
     Step(
         "evals/engine.py",
         "run_task",
@@ -148,20 +150,22 @@ def canvas(height: float) -> tuple[Figure, Axes]:
 
 
 def draw_layers() -> Figure:
-    """The layers of the contract, the highest on top: a package imports only from rows below its own."""
+    """The layers of both contracts, the laboratory on top: a package imports only from rows below its own."""
     project = tomllib.loads((FOLDER.parents[1] / "pyproject.toml").read_text(encoding="utf-8"))
-    layers = project["tool"]["importlinter"]["contracts"][0]["layers"]
-    rows = [[name.strip() for name in layer.split("|")] for layer in layers]
-    rows = [[name for name in row if not name.startswith("_")] for row in rows]
-    rows = [row for row in rows if row]
+    contracts = {tuple(contract.get("containers", ())): contract for contract in project["tool"]["importlinter"]["contracts"]}
+    rows = []
+    for package in ("difftransformer_lab", "difftransformer"):
+        named = [layer.split("|") for layer in contracts[(package,)]["layers"]]
+        named = [[(package, name.strip()) for name in row if not name.strip().startswith("_")] for row in named]
+        rows += [row for row in named if row]
     step, height, left, right = 0.66, 0.5, 0.9, WIDTH_INCHES - 0.15
     figure, ax = canvas(step * len(rows) + 0.3)
     for place, row in enumerate(reversed(rows)):
         y = 0.2 + place * step
         width = (right - left - 0.12 * (len(row) - 1)) / len(row)
-        for index, name in enumerate(row):
+        for index, (package, name) in enumerate(row):
             x = left + index * (width + 0.12)
-            box(ax, x, y, width, height, CODE_COLOUR)
+            box(ax, x, y, width, height, CODE_COLOUR if package == "difftransformer" else DISK_COLOUR)
             ax.text(x + width / 2, y + 0.335, name, ha="center", va="center", family=CODE, weight="bold", fontsize=9.5)
             ax.text(
                 x + width / 2,

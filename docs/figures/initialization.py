@@ -14,10 +14,11 @@ import transformers
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from difftransformer.files import write_text_atomically
 from difftransformer.model import DiffTransformerConfig
 from difftransformer.model.start_sizes import TOKENS, VOCABULARY, start_sizes
-from difftransformer.plots.style import COLOURS, INK, MARKERS, REFERENCE_COLOUR, STYLE
-from difftransformer.results import read_document, write_text_atomically
+from difftransformer_lab.plots.style import COLOURS, INK, MARKERS, REFERENCE_COLOUR, STYLE
+from difftransformer_lab.results import read_document
 
 FOLDER = Path(__file__).parent
 RESULT = FOLDER.parent / "results" / "start-rms.json"

@@ -17,9 +17,9 @@ from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 from PIL import Image, PngImagePlugin
 
 from difftransformer.attention.differential import lambda_init
-from difftransformer.plots.heat_map import heat_map, matrix
-from difftransformer.plots.style import COLOURS, INK, STYLE, line_style
-from difftransformer.results import TaskResult, read_result
+from difftransformer_lab.plots.heat_map import heat_map, matrix
+from difftransformer_lab.plots.style import COLOURS, INK, STYLE, line_style
+from difftransformer_lab.results import TaskResult, read_result
 
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER.parent / "results"

@@ -1,4 +1,4 @@
-"""What protects files from other processes and from a full disk: locks on folders, and errors that name their file."""
+"""What protects files from other processes and from a full disk: locks on folders, whole files, and errors that name theirs."""
 
 import contextlib
 import errno
@@ -145,3 +145,23 @@ def naming(path: Path) -> Iterator[None]:
 def _newest(folder: Path) -> Path:
     files = [file for file in folder.rglob("*") if file.is_file()]
     return max(files, key=lambda file: file.stat().st_mtime_ns, default=folder)
+
+
+def write_text_atomically(path: Path, text: str) -> None:
+    """Write a text file so that a reader sees the old content or the new, never a part."""
+    write_atomically(path, text.encode("utf-8"))
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write a file so that a reader sees the old content or the new, never a part."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with naming(path):
+            with open(temporary, "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -17,6 +17,8 @@ from .reading import LARGEST_INT
 
 T = TypeVar("T")
 
+WeightsDtype = Literal["auto", "fp32", "bf16", "fp16"]  # "auto" keeps the type that the weights were saved in
+
 
 def build(cls: type[T], value: Any, *, source: str, error: type[DiffTransformerError], key: str = "") -> T:
     """Build a dataclass from a mapping.

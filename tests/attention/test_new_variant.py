@@ -16,13 +16,13 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from difftransformer import DiffTransformerConfig, DiffTransformerForCausalLM
 from difftransformer.attention import VARIABLE, VARIANTS, Option, SoftmaxAttention, config_options, register, variants
-from difftransformer.cli.main import main
 from difftransformer.convert.llama import targets
 from difftransformer.errors import ConfigError
 from difftransformer.model import count
-from difftransformer.results import Comparison, read_result
-from difftransformer.studies import recipe_from
 from difftransformer.train import checkpoints
+from difftransformer_lab.cli.main import main
+from difftransformer_lab.results import Comparison, read_result
+from difftransformer_lab.studies import recipe_from
 
 STEPS = 4
 

@@ -10,7 +10,10 @@ import torch
 from rich.console import Console
 
 from difftransformer import DiffTransformerConfig
-from difftransformer.bench import (
+from difftransformer.errors import ConfigError, DiffTransformerError
+from difftransformer.ops import backend_names, differential_attention
+from difftransformer.train import build_model
+from difftransformer_lab.bench import (
     Settings,
     geometric_means,
     peak_attention_bytes,
@@ -20,22 +23,20 @@ from difftransformer.bench import (
     time_interleaved,
     time_training,
 )
-from difftransformer.bench import attention as attention_module
-from difftransformer.bench import timing as timing_module
-from difftransformer.bench import training as training_module
-from difftransformer.bench import work as work_module
-from difftransformer.bench.attention import MAP_COPIES, _implementations
-from difftransformer.bench.costs import measure_costs
-from difftransformer.bench.defaults import DEFAULTS
-from difftransformer.bench.diffllama import ATTN_IMPLEMENTATIONS, DiffLlamaCore
-from difftransformer.bench.timing import MIN_ROUNDS, foreign_cpu_seconds
-from difftransformer.bench.work import attention_work, decode_work, prefill_work, training_work
-from difftransformer.cli.main import main
-from difftransformer.errors import ConfigError, DiffTransformerError
-from difftransformer.ops import backend_names, differential_attention
-from difftransformer.report.bench import bench_tables, print_bench
-from difftransformer.report.bench_figures import draw_attention
-from difftransformer.results import (
+from difftransformer_lab.bench import attention as attention_module
+from difftransformer_lab.bench import timing as timing_module
+from difftransformer_lab.bench import training as training_module
+from difftransformer_lab.bench import work as work_module
+from difftransformer_lab.bench.attention import MAP_COPIES, _implementations
+from difftransformer_lab.bench.costs import measure_costs
+from difftransformer_lab.bench.defaults import DEFAULTS
+from difftransformer_lab.bench.diffllama import ATTN_IMPLEMENTATIONS, DiffLlamaCore
+from difftransformer_lab.bench.timing import MIN_ROUNDS, foreign_cpu_seconds
+from difftransformer_lab.bench.work import attention_work, decode_work, prefill_work, training_work
+from difftransformer_lab.cli.main import main
+from difftransformer_lab.report.bench import bench_tables, print_bench
+from difftransformer_lab.report.bench_figures import draw_attention
+from difftransformer_lab.results import (
     AttentionShape,
     AttentionSkip,
     AttentionTiming,
@@ -44,7 +45,6 @@ from difftransformer.results import (
     Timing,
     read_result,
 )
-from difftransformer.train import build_model
 
 
 @pytest.fixture
@@ -304,8 +304,8 @@ def test_decoding_can_be_repeated(small):
 
 def test_costs_of_a_pair(small, monkeypatch):
     """The measured columns come from the clock and the fresh process; the smaller model has none."""
-    monkeypatch.setattr("difftransformer.bench.costs.REPEATS", 2)
-    monkeypatch.setattr("difftransformer.bench.costs.peak_training_bytes", lambda config, **_: 7)
+    monkeypatch.setattr("difftransformer_lab.bench.costs.REPEATS", 2)
+    monkeypatch.setattr("difftransformer_lab.bench.costs.peak_training_bytes", lambda config, **_: 7)
     rows = measure_costs(
         {"diff": small, "softmax": small.twin()}, rows=2, context_tokens=32, labels={"diff": "DIFF Transformer"}
     )
@@ -380,12 +380,12 @@ def run_verb(*words):
 
 def test_the_verb(tmp_path, capsys, monkeypatch):
     """A toy of the whole command: rows that agree with each other, tables, figure, and what was left out."""
-    monkeypatch.setattr("difftransformer.bench.steps.peak_attention_bytes", lambda *_, **__: 3 * 2**20)
+    monkeypatch.setattr("difftransformer_lab.bench.steps.peak_attention_bytes", lambda *_, **__: 3 * 2**20)
     small = {"vocab_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "max_position_embeddings": 64}
     changed = {"decode_lengths_tokens": (64,), "score_factors": (1, 60), "models": {"5M": small | {"hidden_size": 32}}}
     monkeypatch.setitem(DEFAULTS, "cpu", replace(DEFAULTS["cpu"], **changed))
-    monkeypatch.setattr("difftransformer.bench.steps.PEAKED_TOKENS", 64)
-    monkeypatch.setattr("difftransformer.bench.attention.MAPS_BUDGET_BYTES", 5 * 2 * 8 * 48 * 48 * 4)
+    monkeypatch.setattr("difftransformer_lab.bench.steps.PEAKED_TOKENS", 64)
+    monkeypatch.setattr("difftransformer_lab.bench.attention.MAPS_BUDGET_BYTES", 5 * 2 * 8 * 48 * 48 * 4)
     words = ("--lengths", "[32,64]", "--head_dims", "[8]", "--dtypes", "[fp32]", "--repeats", 3, "--seconds", 0.1)
     assert run_verb("all", *words, "--threads", 1, "--out", tmp_path) == 0
     text = capsys.readouterr().out

@@ -3,12 +3,12 @@
 import pytest
 
 from difftransformer.acceleration import diffllama
-from difftransformer.bench import Settings, accelerate, sort_rows, steps_of
-from difftransformer.bench.accelerate import OURS, THEIRS, WORKS, time_diffllama
-from difftransformer.bench.work import SPARE_TOKENS
-from difftransformer.cli.main import main
-from difftransformer.report.bench import bench_tables
-from difftransformer.results import Bench, read_result
+from difftransformer_lab.bench import Settings, accelerate, sort_rows, steps_of
+from difftransformer_lab.bench.accelerate import OURS, THEIRS, WORKS, time_diffllama
+from difftransformer_lab.bench.work import SPARE_TOKENS
+from difftransformer_lab.cli.main import main
+from difftransformer_lab.report.bench import bench_tables
+from difftransformer_lab.results import Bench, read_result
 
 TINY = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
 

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from difftransformer.bench import Settings, generation, sort_rows, steps_of
-from difftransformer.bench import work as work_module
-from difftransformer.bench.generation import OURS, THEIRS, TWIN, build_models, time_generation
-from difftransformer.cli.main import main
-from difftransformer.report.bench import bench_tables
-from difftransformer.results import Bench, read_result
+from difftransformer_lab.bench import Settings, generation, sort_rows, steps_of
+from difftransformer_lab.bench import work as work_module
+from difftransformer_lab.bench.generation import OURS, THEIRS, TWIN, build_models, time_generation
+from difftransformer_lab.cli.main import main
+from difftransformer_lab.report.bench import bench_tables
+from difftransformer_lab.results import Bench, read_result
 
 TINY = {"vocab_size": 50, "hidden_size": 18, "intermediate_size": 24, "num_hidden_layers": 2, "head_dim": 4}
 NAMES = [OURS, *THEIRS, TWIN]

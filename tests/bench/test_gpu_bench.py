@@ -10,21 +10,21 @@ import torch
 from rich.console import Console
 from torch.nn.attention import SDPBackend
 
-from difftransformer.bench import Settings, sort_rows, steps_of, time_attention, time_interleaved, time_training
-from difftransformer.bench import attention as attention_module
-from difftransformer.bench import steps as steps_module
-from difftransformer.bench import timing as timing_module
-from difftransformer.bench import training as training_module
-from difftransformer.bench.attempt import LONGEST_REASON, Failure, attempt, attempt_each
-from difftransformer.bench.defaults import DEFAULTS, GPU_CALL_TOKENS, GPU_HIDDEN_SIZE
-from difftransformer.bench.roofline import Peak, peak_of
-from difftransformer.bench.timing import Prepared
-from difftransformer.bench.work import DETERMINISTIC, attention_work, deterministically, draw, pinned, training_work
-from difftransformer.cli.main import main
 from difftransformer.ops import BACKENDS
-from difftransformer.report.bench import bench_tables, print_bench
-from difftransformer.report.bench_figures import draw_attention
-from difftransformer.results import (
+from difftransformer_lab.bench import Settings, sort_rows, steps_of, time_attention, time_interleaved, time_training
+from difftransformer_lab.bench import attention as attention_module
+from difftransformer_lab.bench import steps as steps_module
+from difftransformer_lab.bench import timing as timing_module
+from difftransformer_lab.bench import training as training_module
+from difftransformer_lab.bench.attempt import LONGEST_REASON, Failure, attempt, attempt_each
+from difftransformer_lab.bench.defaults import DEFAULTS, GPU_CALL_TOKENS, GPU_HIDDEN_SIZE
+from difftransformer_lab.bench.roofline import Peak, peak_of
+from difftransformer_lab.bench.timing import Prepared
+from difftransformer_lab.bench.work import DETERMINISTIC, attention_work, deterministically, draw, pinned, training_work
+from difftransformer_lab.cli.main import main
+from difftransformer_lab.report.bench import bench_tables, print_bench
+from difftransformer_lab.report.bench_figures import draw_attention
+from difftransformer_lab.results import (
     AttentionShape,
     AttentionSkip,
     AttentionTiming,

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from difftransformer.bench.loss import loss_shapes
-from difftransformer.bench.loss_work import CHUNKED, LOSSES, WHOLE
-from difftransformer.bench.memory import peak_loss_bytes
+from difftransformer_lab.bench.loss import loss_shapes
+from difftransformer_lab.bench.loss_work import CHUNKED, LOSSES, WHOLE
+from difftransformer_lab.bench.memory import peak_loss_bytes
 
 
 def test_implementations_agree():

@@ -2,8 +2,10 @@
 
 import pytest
 
-from difftransformer.bench import Settings, models, steps_of
-from difftransformer.bench.models import (
+from difftransformer.errors import ConfigError
+from difftransformer.model import DiffTransformerConfig, count
+from difftransformer_lab.bench import Settings, models, steps_of
+from difftransformer_lab.bench.models import (
     DIFF,
     DIFFLLAMAS,
     LLAMA,
@@ -15,11 +17,9 @@ from difftransformer.bench.models import (
     time_models,
     time_variants,
 )
-from difftransformer.cli.main import main
-from difftransformer.errors import ConfigError
-from difftransformer.model import DiffTransformerConfig, count
-from difftransformer.report.bench import bench_tables
-from difftransformer.results import Bench, read_result
+from difftransformer_lab.cli.main import main
+from difftransformer_lab.report.bench import bench_tables
+from difftransformer_lab.results import Bench, read_result
 
 TINY = ModelSize({"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}, 2, 12)
 NAMES = [DIFF, TWIN, LLAMA, *DIFFLLAMAS]

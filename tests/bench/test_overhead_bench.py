@@ -4,8 +4,8 @@ import time
 
 import pytest
 
-from difftransformer.bench import overhead
-from difftransformer.bench.overhead import time_overhead
+from difftransformer_lab.bench import overhead
+from difftransformer_lab.bench.overhead import time_overhead
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from difftransformer.bench.roofline import (
+from difftransformer_lab.bench.roofline import (
     FOUR_CALLS,
     FUSED,
     PEAKS,
@@ -21,7 +21,7 @@ from difftransformer.bench.roofline import (
     roofline_seconds,
     work_over_least,
 )
-from difftransformer.results import AttentionShape
+from difftransformer_lab.results import AttentionShape
 
 B, H, N, D = 2, 3, 16, 4
 

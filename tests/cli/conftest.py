@@ -14,7 +14,7 @@ def start(tmp_path):
     """start(*words): start a command; it is killed at the end if it still runs."""
     started = []
 
-    def run(*words, launcher=("-m", "difftransformer")):
+    def run(*words, launcher=("-m", "difftransformer_lab")):
         process = fresh.Popen(
             [sys.executable, *launcher, *map(str, words)],
             cwd=tmp_path,

@@ -8,9 +8,9 @@ import textwrap
 import pytest
 import yaml
 
-from difftransformer.cli.main import main, verbs
+from difftransformer_lab.cli.main import main, verbs
 
-COMMAND = [sys.executable, "-m", "difftransformer"]
+COMMAND = [sys.executable, "-m", "difftransformer_lab"]
 
 
 def shell(line, **environment):
@@ -43,7 +43,7 @@ def test_faults_of_the_command_line_are_found_without_torch(tmp_path):
     code = f"""
         import sys
         sys.argv = ["difftransformer"]
-        from difftransformer.cli.main import main
+        from difftransformer_lab.cli.main import main
         assert main(["--help"]) == 0
         for verb in {sorted(set(verbs()) - {"bench", "build-kernels"})!r}:
             assert main([*verb.split(), "--no_such_flag", "3"]) == 2
@@ -170,7 +170,7 @@ def test_streams_of_few_characters():
 def test_pages_hold_no_control_characters(tmp_path):
     import dataclasses
 
-    from difftransformer.report import write_report
+    from difftransformer_lab.report import write_report
     from tests.report.conftest import make_comparison
 
     bad = "\x1b[31m<b>\x07\u202e[bold]"
@@ -185,7 +185,7 @@ def test_pages_hold_no_control_characters(tmp_path):
 def test_tables_hold_no_control_characters_and_no_markup(capsys):
     from rich.table import Table
 
-    from difftransformer.cli.console import console, log, show
+    from difftransformer_lab.cli.console import console, log, show
 
     bad = "[bold]a[/nope]\x1b[31m\x07"
     table = Table(bad, title=bad)

@@ -13,9 +13,9 @@ import torch
 import yaml
 
 from difftransformer import DiffTransformerForCausalLM, __version__
-from difftransformer.cli.main import main, module_name, verbs
-from difftransformer.results import VERSIONS, TaskResult, read_result
 from difftransformer.train import checkpoints
+from difftransformer_lab.cli.main import main, module_name, verbs
+from difftransformer_lab.results import VERSIONS, TaskResult, read_result
 
 
 @pytest.fixture(autouse=True)
@@ -70,7 +70,9 @@ def test_help_of_every_verb_shows_its_arguments(verb, capsys):
     offered = [entry.split()[0] for entry in entries]
     options = [word.removeprefix("--").replace("-", "_") for word in offered if word.startswith("--")]
     assert len(options) == len(set(options))
-    parameters = inspect.signature(importlib.import_module(f"difftransformer.cli.{module_name(verb)}").run).parameters
+    parameters = inspect.signature(
+        importlib.import_module(f"difftransformer_lab.cli.{module_name(verb)}").run
+    ).parameters
     named = {name for name, parameter in parameters.items() if parameter.default is not parameter.empty}
     named = {name.removesuffix("_") for name in named}
     assert named <= {*offered, *options}
@@ -233,7 +235,7 @@ def test_a_full_disk(fails, run, toy_file, monkeypatch):
     line = fails("train", toy_file, "--out", run)
     assert "No space left on device" in line
     assert "step-000006 is kept and complete" in line
-    monkeypatch.setattr("difftransformer.results.files.os.fsync", full)
+    monkeypatch.setattr("difftransformer_lab.results.files.os.fsync", full)
     monkeypatch.undo()
     assert main(["train", str(toy_file), "--out", str(run)]) == 0
 
@@ -242,7 +244,7 @@ def test_a_full_disk_elsewhere(fails, toy_file, tmp_path, monkeypatch):
     def full(*args, **options):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("difftransformer.results.files.os.fsync", full)
+    monkeypatch.setattr("difftransformer_lab.results.files.os.fsync", full)
     line = fails("train", toy_file, "--out", tmp_path / "out")
     assert "No space left on device" in line
     assert "make room" in line

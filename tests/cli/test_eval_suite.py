@@ -11,13 +11,13 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from difftransformer import DiffTransformerConfig
-from difftransformer.cli.main import main
 from difftransformer.data.tokenizer import byte_tokenizer
-from difftransformer.evals.models.causal import CausalLanguageModel
-from difftransformer.evals.tasks import needle
-from difftransformer.results import TaskResult, read_result
-from difftransformer.studies import suite as suites
 from difftransformer.train import build_model
+from difftransformer_lab.cli.main import main
+from difftransformer_lab.evals.models.causal import CausalLanguageModel
+from difftransformer_lab.evals.tasks import needle
+from difftransformer_lab.results import TaskResult, read_result
+from difftransformer_lab.studies import suite as suites
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import sys
 import pytest
 import yaml
 
-from difftransformer.cli.main import main
+from difftransformer_lab.cli.main import main
 from tests.support import tiny_folders
 from tests.test_files import HOLDER
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from difftransformer.cli.main import main
 from difftransformer.files import locked
+from difftransformer_lab.cli.main import main
 from tests.support import tiny_folders
 
 
@@ -124,7 +124,7 @@ def test_a_full_standard_output_is_no_full_disk(words, buffered):
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     with open("/dev/full", "w") as full:
         done = subprocess.run(
-            [sys.executable, *([] if buffered else ["-u"]), "-m", "difftransformer", *words],
+            [sys.executable, *([] if buffered else ["-u"]), "-m", "difftransformer_lab", *words],
             stdout=full,
             stderr=subprocess.PIPE,
             env=environment,

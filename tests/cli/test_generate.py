@@ -14,11 +14,11 @@ from transformers import AutoTokenizer, DiffLlamaConfig, DiffLlamaForCausalLM, L
 
 from difftransformer import DiffTransformerConfig, DiffTransformerForCausalLM
 from difftransformer.acceleration import diffllama
-from difftransformer.cli.main import main
 from difftransformer.data import byte_tokenizer
 from difftransformer.model.quiet import quietly
-from difftransformer.printable import printable
 from difftransformer.train import checkpoints
+from difftransformer_lab.cli.main import main
+from difftransformer_lab.printable import printable
 from tests.support import fresh
 
 SIZES = {
@@ -310,7 +310,7 @@ def test_words_come_one_by_one_and_ctrl_c_ends(saved, tmp_path):
     model.generation_config.eos_token_id = None
     model.save_pretrained(folder)
     words = ["generate", str(folder), PROMPT, "--max_new_tokens", "90000", "--temperature", "2"]
-    command = [sys.executable, "-m", "difftransformer", *words]
+    command = [sys.executable, "-m", "difftransformer_lab", *words]
     process = fresh.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
         first = process.stdout.read(10)

@@ -6,9 +6,9 @@ import re
 import pytest
 import yaml
 
-from difftransformer.cli.main import main
 from difftransformer.families import family_config
 from difftransformer.model import DiffTransformerConfig, DiffTransformerForCausalLM
+from difftransformer_lab.cli.main import main
 
 ROW = re.compile(r"^ *(\d+)((?: +\d+\.\d+)+) *$", re.MULTILINE)
 

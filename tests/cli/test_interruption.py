@@ -8,11 +8,11 @@ import pytest
 import torch
 import yaml
 
-from difftransformer.cli.main import main
-from difftransformer.results import Comparison, TaskResult, read_result
-from difftransformer.studies import recipe_from, save_recipe
-from difftransformer.studies.run import main as run_main
 from difftransformer.train import checkpoints, read_metrics
+from difftransformer_lab.cli.main import main
+from difftransformer_lab.results import Comparison, TaskResult, read_result
+from difftransformer_lab.studies import recipe_from, save_recipe
+from difftransformer_lab.studies.run import main as run_main
 from tests.support.kill_storm import children_in, is_alive
 
 PATIENCE_SECONDS = 120
@@ -126,7 +126,7 @@ def test_compare_stopped_and_killed_goes_on_with_the_same_results(toy, tmp_path,
     assert all(steps_done(run) < 500 for run in runs)
 
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setattr("difftransformer.studies.comparison.measure_costs", lambda *args, **options: [])
+    monkeypatch.setattr("difftransformer_lab.studies.comparison.measure_costs", lambda *args, **options: [])
     assert main([str(word) for word in command]) == 0
     result = read_result(study / "results.json", Comparison)
 

@@ -23,7 +23,7 @@ def start_two(toy, toy_shards, tmp_path, start):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(yaml.safe_dump(toy))
 
-    def run(folder, launcher=("-m", "difftransformer"), flags=("--processes", "2")):
+    def run(folder, launcher=("-m", "difftransformer_lab"), flags=("--processes", "2")):
         return start("train", recipe, "--out", folder, *flags, launcher=launcher)
 
     return run
@@ -84,7 +84,7 @@ def test_stopped_and_killed_goes_on_bitwise(start_two, tmp_path):
 
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "2"]
     restarted = tmp_path / "restarted"
-    process = start_two(restarted, [*torchrun, "-m", "difftransformer"], ())
+    process = start_two(restarted, [*torchrun, "-m", "difftransformer_lab"], ())
     for least in (10, 60):
         wait_until(lambda least=least: steps_done(restarted) >= least, process)
         os.kill(members(process)[1], signal.SIGKILL)

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from difftransformer.cli import progress
-from difftransformer.studies import Job
 from difftransformer.train.metrics import StepMetrics
+from difftransformer_lab.cli import progress
+from difftransformer_lab.studies import Job
 
 
 @pytest.fixture

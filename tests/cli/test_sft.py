@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from difftransformer import DiffTransformerConfig, DiffTransformerForCausalLM
-from difftransformer.cli.main import main
 from difftransformer.data import byte_tokenizer
 from difftransformer.train import read_metrics
+from difftransformer_lab.cli.main import main
 
 
 @pytest.fixture

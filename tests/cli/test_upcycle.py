@@ -4,10 +4,10 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from difftransformer.cli.main import main
 from difftransformer.data import byte_tokenizer
 from difftransformer.model import DiffTransformerForCausalLM
-from difftransformer.results import Upcycling, read_result
+from difftransformer_lab.cli.main import main
+from difftransformer_lab.results import Upcycling, read_result
 
 
 @pytest.fixture

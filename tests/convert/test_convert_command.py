@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from difftransformer.cli.main import main
+from difftransformer_lab.cli.main import main
 from tests.support import fresh
 from tests.support.tiny_models import tiny, tokens
 
@@ -65,7 +65,7 @@ def test_errors_take_one_line(ours, tmp_path, fails):
 
 
 def test_in_a_process_of_its_own(ours, tmp_path):
-    words = [sys.executable, "-m", "difftransformer", "convert", "ours", "theirs", "--to", "diffllama"]
+    words = [sys.executable, "-m", "difftransformer_lab", "convert", "ours", "theirs", "--to", "diffllama"]
     process = fresh.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     printed, errors = process.communicate(timeout=300)
     assert (process.returncode, errors) == (0, "")

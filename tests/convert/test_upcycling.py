@@ -11,7 +11,8 @@ from difftransformer import DiffTransformerForCausalLM
 from difftransformer.convert import upcycle_folder
 from difftransformer.convert.llama import from_llama, targets
 from difftransformer.errors import CheckpointError, ConfigError, DiffTransformerError, ShapeError
-from difftransformer.hub import measure_drift, source_folder
+from difftransformer.hub import source_folder
+from difftransformer_lab.evals.drift import measure_drift
 
 TARGETS = tuple(targets())
 DIFFERENTIAL = tuple(name for name in TARGETS if name != "softmax")

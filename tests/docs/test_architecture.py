@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SOURCE = ROOT / "src" / "difftransformer"
+SOURCES = (ROOT / "src" / "difftransformer", ROOT / "src" / "difftransformer_lab")
 GUIDES = [ROOT / "docs" / "architecture.md", ROOT / "CONTRIBUTING.md"]
 FIGURES = ROOT / "docs" / "figures"
 COMMANDS = ("difftransformer", "make", "python", "pip")
@@ -50,19 +50,21 @@ def names_in(path):
 @cache
 def all_names():
     """Names that any file of the package defines, methods also without their class, and those of modules and packages."""
-    names = {name for path in SOURCE.rglob("*") if path.suffix in (".py", ".cpp", ".h") for name in names_in(path)}
-    return names | {name.rpartition(".")[2] for name in names} | {path.stem for path in SOURCE.rglob("*")}
+    paths = [path for source in SOURCES for path in source.rglob("*")]
+    names = {name for path in paths if path.suffix in (".py", ".cpp", ".h") for name in names_in(path)}
+    return names | {name.rpartition(".")[2] for name in names} | {path.stem for path in paths}
 
 
 @cache
 def is_written(name):
     """Whether a file of the package names a file that it writes or reads."""
-    return any(f'"{name}"' in path.read_text(encoding="utf-8") for path in SOURCE.rglob("*.py"))
+    paths = (path for source in SOURCES for path in source.rglob("*.py"))
+    return any(f'"{name}"' in path.read_text(encoding="utf-8") for path in paths)
 
 
 def place_of(path):
-    """A path as the guides write it: from the repository's root, or from the package's."""
-    return next((base / path for base in (ROOT, SOURCE) if (base / path).exists()), None)
+    """A path as the guides write it: from the repository's root, or from that of one of the two packages."""
+    return next((base / path for base in (ROOT, *SOURCES) if (base / path).exists()), None)
 
 
 def missing(span):
@@ -89,7 +91,7 @@ def test_the_functions_and_tests_beside_the_equations_exist():
     text = (ROOT / "docs" / "equations.md").read_text(encoding="utf-8")
     for test in re.findall(r"`(tests/[\w./]+)`", text):
         assert (ROOT / test).exists(), test
-    for name in re.findall(r"`(difftransformer\.[\w.]+)`", text):
+    for name in re.findall(r"`(difftransformer(?:_lab)?\.[\w.]+)`", text):
         assert pkgutil.resolve_name(name) is not None
 
 
@@ -108,8 +110,7 @@ def script():
 
 def test_the_steps_of_both_walks_exist(script):
     for step in (*script.QUERY, *script.TOKEN):
-        assert (SOURCE / step.file).is_file(), step.file
-        assert step.name in names_in(SOURCE / step.file), f"{step.file}: {step.name}"
+        assert step.name in names_in(place_of(step.file)), f"{step.file}: {step.name}"
 
 
 def test_committed_figures_show_the_texts_of_the_script(script):

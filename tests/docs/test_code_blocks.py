@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from difftransformer.cli.main import main, module_name, split_verb, verbs
+from difftransformer_lab.cli.main import main, module_name, split_verb, verbs
 from tests.support.missing import without
 
 ROOT = Path(__file__).parents[2]
@@ -84,7 +84,7 @@ def commands_of(code):
             words = shlex.split(part, comments=True)
             while words and re.fullmatch(r"\w+=\S*", words[0]):
                 words.pop(0)
-            if words[1:3] == ["-m", "difftransformer"]:
+            if words[1:3] == ["-m", "difftransformer_lab"]:
                 words = ["difftransformer", *words[3:]]
             if words[:1] == ["difftransformer"]:
                 found.append(words[1:])
@@ -178,7 +178,7 @@ def test_blocks_that_need_tools_run_in_order(place, monkeypatch, capsys):
 def parsed(words, monkeypatch):
     """What the verb's function would be called with; an error of the parser otherwise."""
     calls = []
-    module = importlib.import_module(f"difftransformer.cli.{module_name(split_verb(words)[0])}")
+    module = importlib.import_module(f"difftransformer_lab.cli.{module_name(split_verb(words)[0])}")
     real = module.run
 
     def record(*args, **options):

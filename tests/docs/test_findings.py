@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from difftransformer.report.evidence import studied
-from difftransformer.results import (
+from difftransformer_lab.report.evidence import studied
+from difftransformer_lab.results import (
     Bench,
     Change,
     ChosenRate,

@@ -12,7 +12,7 @@ from PIL import Image
 
 import difftransformer
 from difftransformer.model import DiffTransformerConfig, count, preset
-from difftransformer.results import TaskResult, read_result
+from difftransformer_lab.results import TaskResult, read_result
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

@@ -105,10 +105,10 @@ def test_notebooks_have_been_run(pages):
 
 def public_names(package):
     """Public names as Python itself gives them: `__all__`, or else what the package's own modules define."""
-    module = importlib.import_module(f"difftransformer.{package}")
+    module = importlib.import_module(package)
     if hasattr(module, "__all__"):
         return set(module.__all__)
-    own = f"difftransformer.{package}."
+    own = f"{package}."
     return {
         name
         for name, thing in vars(module).items()
@@ -124,7 +124,7 @@ def test_every_public_name_is_documented_with_its_source(pages):
         anchors = set(re.findall(r'id="([\w.]+)"', text))
         names = public_names(package)
         assert names
-        assert {name for name in names if f"difftransformer.{package}.{name}" not in anchors} == set(), package
+        assert {name for name in names if f"{package}.{name}" not in anchors} == set(), package
         assert "viewcode-link" in text, package
 
 

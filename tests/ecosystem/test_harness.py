@@ -10,10 +10,10 @@ import torch
 from transformers import AutoTokenizer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from difftransformer.cli.main import main
 from difftransformer.data.tokenizer import byte_tokenizer
-from difftransformer.evals.tasks.harness import Harness, run_harness
-from difftransformer.results import TaskResult, read_result
+from difftransformer_lab.cli.main import main
+from difftransformer_lab.evals.tasks.harness import Harness, run_harness
+from difftransformer_lab.results import TaskResult, read_result
 from tests.support.tiny_folders import logits, saved, stock
 
 pytestmark = [

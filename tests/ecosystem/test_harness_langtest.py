@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from difftransformer.cli.main import main
-from difftransformer.results import TaskResult, read_result
+from difftransformer_lab.cli.main import main
+from difftransformer_lab.results import TaskResult, read_result
 
 pytestmark = [
     # lm-eval and datasets leave a file of a task open

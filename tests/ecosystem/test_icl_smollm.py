@@ -11,15 +11,15 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from difftransformer.errors import ConfigError
-from difftransformer.evals.engine import run_task, task_sha256
-from difftransformer.evals.models import causal
-from difftransformer.evals.models.prefix import PrefixCache
-from difftransformer.evals.prompts.texts import Setting
-from difftransformer.evals.requests import answers_to
-from difftransformer.evals.tasks.icl import Options, ShotsTask
-from difftransformer.hub import open_language_model
-from difftransformer.results import TaskResult, read_result
 from difftransformer.typed import build
+from difftransformer_lab.evals.engine import run_task, task_sha256
+from difftransformer_lab.evals.models import causal
+from difftransformer_lab.evals.models.prefix import PrefixCache
+from difftransformer_lab.evals.opening import open_language_model
+from difftransformer_lab.evals.prompts.texts import Setting
+from difftransformer_lab.evals.requests import answers_to
+from difftransformer_lab.evals.tasks.icl import Options, ShotsTask
+from difftransformer_lab.results import TaskResult, read_result
 
 pytestmark = pytest.mark.slow(minutes=3)
 

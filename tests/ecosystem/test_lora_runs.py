@@ -9,11 +9,11 @@ from safetensors.torch import load_file
 from difftransformer.errors import ConfigError
 from difftransformer.hub import open_model
 from difftransformer.model import DiffTransformerForCausalLM
-from difftransformer.studies import train_run
 from difftransformer.train import build_model, checkpoints
 from difftransformer.train.config import LoraConfig
 from difftransformer.train.lora import add_lora, merged_state
 from difftransformer.train.parallel import Unfilled
+from difftransformer_lab.studies import train_run
 
 IDS = torch.arange(24).view(2, 12)
 

@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from difftransformer.data import Tokenizer, read_documents
-from difftransformer.evals.probes.last_row import last_row_weights
-from difftransformer.evals.probes.magnitudes import magnitudes
-from difftransformer.evals.tasks.outliers import merge
+from difftransformer_lab.evals.probes.last_row import last_row_weights
+from difftransformer_lab.evals.probes.magnitudes import magnitudes
+from difftransformer_lab.evals.tasks.outliers import merge
 
 ROWS, TOKENS, LARGEST = 2, 128, 100
 

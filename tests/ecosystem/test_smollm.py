@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 
 from difftransformer.convert import upcycle_folder
 from difftransformer.data import Tokenizer, read_documents
-from difftransformer.hub import measure_drift
+from difftransformer_lab.evals.drift import measure_drift
 
 pytestmark = pytest.mark.slow(minutes=1)
 

@@ -8,9 +8,9 @@ import torch
 
 from difftransformer.data import CITIES_SEEN, CITIES_UNSEEN
 from difftransformer.errors import ConfigError
-from difftransformer.evals import Setting, run_task
-from difftransformer.evals.probes.last_row import row_sums
-from difftransformer.evals.tasks.allocation import SEGMENTS, AllocationTask, Options, segment_shares
+from difftransformer_lab.evals import Setting, run_task
+from difftransformer_lab.evals.probes.last_row import row_sums
+from difftransformer_lab.evals.tasks.allocation import SEGMENTS, AllocationTask, Options, segment_shares
 from tests.support.fakes import TensorModel
 
 OPTIONS = Options(text="validation", length=160, needles=3, depths=[0.0, 0.5, 1.0], documents=3, digits=3)

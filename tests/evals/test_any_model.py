@@ -10,8 +10,8 @@ import torch
 
 from difftransformer.data.tokenizer import Tokenizer, byte_tokenizer
 from difftransformer.errors import ConfigError, DataError
-from difftransformer.evals.engine import run_task
-from difftransformer.evals.tasks import needle, perplexity
+from difftransformer_lab.evals.engine import run_task
+from difftransformer_lab.evals.tasks import needle, perplexity
 from tests.support.fakes import Guesser, Oracle, TensorModel, Uniform
 
 NEEDLES = {"lengths": [240, 320], "needles": [[1, 1], [4, 2]], "depths": [0.0, 0.5, 1.0], "documents": 4, "digits": 3}

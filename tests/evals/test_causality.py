@@ -9,9 +9,9 @@ from transformers import DiffLlamaConfig, DiffLlamaForCausalLM, LlamaConfig, Lla
 
 from difftransformer import DiffTransformerModel
 from difftransformer.attention import variants
-from difftransformer.cli.main import main
 from difftransformer.errors import EvaluationError
-from difftransformer.evals import check_causality
+from difftransformer_lab.cli.main import main
+from difftransformer_lab.evals import check_causality
 from tests.support.answering import tiny_model
 from tests.support.tiny_models import VOCABULARY, tiny, tiny_config
 

@@ -7,11 +7,11 @@ import pytest
 
 from difftransformer.data import byte_tokenizer
 from difftransformer.errors import CheckpointError, EvaluationError
-from difftransformer.evals.engine import Scores, Task, run_task
-from difftransformer.evals.models.causal import CausalLanguageModel
-from difftransformer.evals.requests import Choice, Loss, requests_sha256
-from difftransformer.evals.tasks.quantized import Quantized
-from difftransformer.results import Grid, ItemScore, Measurement
+from difftransformer_lab.evals.engine import Scores, Task, run_task
+from difftransformer_lab.evals.models.causal import CausalLanguageModel
+from difftransformer_lab.evals.requests import Choice, Loss, requests_sha256
+from difftransformer_lab.evals.tasks.quantized import Quantized
+from difftransformer_lab.results import Grid, ItemScore, Measurement
 from tests.support import tiny_folders as tiny_models
 from tests.support.fakes import TensorModel
 

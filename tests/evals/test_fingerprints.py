@@ -7,13 +7,13 @@ import json
 import pytest
 
 from difftransformer.data import byte_tokenizer
-from difftransformer.evals.engine import task_sha256
-from difftransformer.evals.probes import LastRow, Magnitudes, Maps
-from difftransformer.evals.prompts.texts import Setting
-from difftransformer.evals.requests import Choice, Continuation, Loss, ScoredContinuation, requests_sha256
-from difftransformer.evals.tasks import task_kind
-from difftransformer.evals.tasks.harness import Harness
-from difftransformer.evals.tasks.quantized import Quantized
+from difftransformer_lab.evals.engine import task_sha256
+from difftransformer_lab.evals.probes import LastRow, Magnitudes, Maps
+from difftransformer_lab.evals.prompts.texts import Setting
+from difftransformer_lab.evals.requests import Choice, Continuation, Loss, ScoredContinuation, requests_sha256
+from difftransformer_lab.evals.tasks import task_kind
+from difftransformer_lab.evals.tasks.harness import Harness
+from difftransformer_lab.evals.tasks.quantized import Quantized
 from tests.evals.test_engine import numbers
 
 # Version 1, written out: what a request asks as JSON without spaces, one line each.

@@ -4,12 +4,12 @@ import json
 
 import pytest
 
-from difftransformer.cli.main import main
 from difftransformer.data.qa_sets import GROUNDED_SETS
 from difftransformer.errors import ConfigError, DataError, EvaluationError
-from difftransformer.evals.engine import run_task
-from difftransformer.evals.tasks import hallucination, quantized, task_kind
-from difftransformer.evals.tasks.hallucination import HallucinationTask, Options
+from difftransformer_lab.cli.main import main
+from difftransformer_lab.evals.engine import run_task
+from difftransformer_lab.evals.tasks import hallucination, quantized, task_kind
+from difftransformer_lab.evals.tasks.hallucination import HallucinationTask, Options
 from tests.support.answering import Writer, tiny_model
 from tests.support.judge_server import KEY, judge_server, reply
 

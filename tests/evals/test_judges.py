@@ -14,12 +14,12 @@ import torch
 from transformers import BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast
 
 from difftransformer.errors import CheckpointError, ConfigError, DiffTransformerError, EvaluationError
-from difftransformer.evals.judges import endpoint
-from difftransformer.evals.judges import nli as nli_judge
-from difftransformer.evals.judges.base import Case, OutOfBudget, Unjudged, judge_all
-from difftransformer.evals.judges.endpoint import EndpointJudge, Spending
-from difftransformer.evals.judges.nli import NliJudge
-from difftransformer.evals.judges.overlap import OverlapJudge
+from difftransformer_lab.evals.judges import endpoint
+from difftransformer_lab.evals.judges import nli as nli_judge
+from difftransformer_lab.evals.judges.base import Case, OutOfBudget, Unjudged, judge_all
+from difftransformer_lab.evals.judges.endpoint import EndpointJudge, Spending
+from difftransformer_lab.evals.judges.nli import NliJudge
+from difftransformer_lab.evals.judges.overlap import OverlapJudge
 from tests.support.judge_server import FLOODS, KEY, SLOW, endless_server, judge_server, reply
 
 VARIABLE = "DIFFTRANSFORMER_TEST_KEY"

@@ -9,12 +9,12 @@ from transformers.cache_utils import DynamicLayer
 
 from difftransformer import DiffTransformerConfig
 from difftransformer.errors import EvaluationError
-from difftransformer.evals import CausalLanguageModel
-from difftransformer.evals.models import causal, prefix
-from difftransformer.evals.models.prefix import PrefixCache
-from difftransformer.evals.probes import LastRow
-from difftransformer.evals.requests import Choice, Continuation, Loss, ScoredContinuation, answers_to
 from difftransformer.train import build_model
+from difftransformer_lab.evals import CausalLanguageModel
+from difftransformer_lab.evals.models import causal, prefix
+from difftransformer_lab.evals.models.prefix import PrefixCache
+from difftransformer_lab.evals.probes import LastRow
+from difftransformer_lab.evals.requests import Choice, Continuation, Loss, ScoredContinuation, answers_to
 
 
 @pytest.fixture(params=["diff", "softmax"])

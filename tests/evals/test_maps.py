@@ -7,9 +7,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from difftransformer import DiffTransformerConfig, DiffTransformerForCausalLM
 from difftransformer.data.tokenizer import byte_tokenizer
 from difftransformer.errors import ConfigError, DataError, EvaluationError
-from difftransformer.evals import CausalLanguageModel, run_task
-from difftransformer.evals.probes.maps import head_maps
-from difftransformer.evals.tasks.maps import MapsTask, Options
+from difftransformer_lab.evals import CausalLanguageModel, run_task
+from difftransformer_lab.evals.probes.maps import head_maps
+from difftransformer_lab.evals.tasks.maps import MapsTask, Options
 
 SIZES = {"vocab_size": 258, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
 SIZES |= {"max_position_embeddings": 200, "initializer_range": 0.3}

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from difftransformer.evals.judges.math_answers import is_right
+from difftransformer_lab.evals.judges.math_answers import is_right
 
 # Reference, answer, whether it is right.
 CASES = {

@@ -5,13 +5,13 @@ import re
 
 import pytest
 
-from difftransformer.cli.main import main
 from difftransformer.data import byte_tokenizer
 from difftransformer.errors import ConfigError, DataError
-from difftransformer.evals.engine import run_task
-from difftransformer.evals.judges.math_answers import extract_answer, is_right, number_of, same_answer
-from difftransformer.evals.models.stopping import stop_tokens, text_until
-from difftransformer.evals.tasks.math import MathTask, Options
+from difftransformer_lab.cli.main import main
+from difftransformer_lab.evals.engine import run_task
+from difftransformer_lab.evals.judges.math_answers import extract_answer, is_right, number_of, same_answer
+from difftransformer_lab.evals.models.stopping import stop_tokens, text_until
+from difftransformer_lab.evals.tasks.math import MathTask, Options
 from tests.support.answering import Writer, tiny_model
 
 

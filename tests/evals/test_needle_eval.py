@@ -8,9 +8,9 @@ import torch
 
 from difftransformer.data import CITIES_SEEN, CITIES_UNSEEN
 from difftransformer.errors import ConfigError, DataError
-from difftransformer.evals import Setting, run_task
-from difftransformer.evals.tasks.needle import ANSWER_NLL, NeedleTask, Options
-from difftransformer.statistics import wilson_interval
+from difftransformer_lab.evals import Setting, run_task
+from difftransformer_lab.evals.tasks.needle import ANSWER_NLL, NeedleTask, Options
+from difftransformer_lab.statistics import wilson_interval
 from tests.support.fakes import Guesser, Oracle, Telling, Uniform
 
 # As a study asks: each cell with documents of its own, and each kind of city apart.

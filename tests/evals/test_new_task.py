@@ -11,17 +11,17 @@ import pytest
 import yaml
 from matplotlib.figure import Figure
 
-from difftransformer.cli.main import main
 from difftransformer.errors import ConfigError
-from difftransformer.evals import registry
-from difftransformer.evals.engine import Scores, Task
-from difftransformer.evals.models.causal import CausalLanguageModel
-from difftransformer.evals.registry import TaskKind, register
-from difftransformer.evals.requests import Continuation
-from difftransformer.evals.scores import proportion
-from difftransformer.plots.bars import bars
-from difftransformer.plots.curves import select
-from difftransformer.results import ItemScore, TaskResult, read_result
+from difftransformer_lab.cli.main import main
+from difftransformer_lab.evals import registry
+from difftransformer_lab.evals.engine import Scores, Task
+from difftransformer_lab.evals.models.causal import CausalLanguageModel
+from difftransformer_lab.evals.registry import TaskKind, register
+from difftransformer_lab.evals.requests import Continuation
+from difftransformer_lab.evals.scores import proportion
+from difftransformer_lab.plots.bars import bars
+from difftransformer_lab.plots.curves import select
+from difftransformer_lab.results import ItemScore, TaskResult, read_result
 from tests.support.answering import tiny_model
 from tests.support.missing import without
 
@@ -146,8 +146,8 @@ def test_under_coarser_numbers(tmp_path, asked):
 def test_tasks_and_reports_load_neither_torch_nor_transformers():
     """A report draws the picture of every task, on a machine with Python and matplotlib."""
     code = without("torch", "transformers") + (
-        "import difftransformer.report\n"
-        "from difftransformer.evals.tasks import registered_tasks\n"
+        "import difftransformer_lab.report\n"
+        "from difftransformer_lab.evals.tasks import registered_tasks\n"
         "assert len(registered_tasks()) == 14 and registered_tasks()['maps'].draw is not None"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

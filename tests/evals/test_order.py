@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from difftransformer.errors import ConfigError, EvaluationError
-from difftransformer.evals.engine import run_task
-from difftransformer.evals.tasks.order import Options, OrderTask, binomial_margin, permuted_margin
+from difftransformer_lab.evals.engine import run_task
+from difftransformer_lab.evals.tasks.order import Options, OrderTask, binomial_margin, permuted_margin
 from tests.support.classification import Reader, figures, truth, write_labelled
 
 LABELS = ("a", "b", "c")

@@ -10,9 +10,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from difftransformer import DiffTransformerConfig, DiffTransformerForCausalLM
 from difftransformer.data.tokenizer import byte_tokenizer
 from difftransformer.errors import ConfigError, DataError, EvaluationError
-from difftransformer.evals import CausalLanguageModel, run_task
-from difftransformer.evals.probes.magnitudes import Magnitude, magnitudes
-from difftransformer.evals.tasks.outliers import Options, OutliersTask, merge, ranks
+from difftransformer_lab.evals import CausalLanguageModel, run_task
+from difftransformer_lab.evals.probes.magnitudes import Magnitude, magnitudes
+from difftransformer_lab.evals.tasks.outliers import Options, OutliersTask, merge, ranks
 
 SIZES = {"vocab_size": 258, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 SIZES |= {"max_position_embeddings": 64, "initializer_range": 0.3}

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from difftransformer.errors import ConfigError, DataError
-from difftransformer.evals import Setting, run_task
-from difftransformer.evals.tasks.perplexity import Options, PerplexityTask
-from difftransformer.results import Measurement
+from difftransformer_lab.evals import Setting, run_task
+from difftransformer_lab.evals.tasks.perplexity import Options, PerplexityTask
+from difftransformer_lab.results import Measurement
 from tests.support.fakes import TensorModel
 
 

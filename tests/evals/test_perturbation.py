@@ -9,9 +9,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from difftransformer.data.tokenizer import byte_tokenizer
 from difftransformer.errors import ConfigError, DataError, EvaluationError
-from difftransformer.evals import CausalLanguageModel, run_task
-from difftransformer.evals.probes.perturbed import perturbed
-from difftransformer.evals.tasks.perturbation import Options, PerturbationTask
+from difftransformer_lab.evals import CausalLanguageModel, run_task
+from difftransformer_lab.evals.probes.perturbed import perturbed
+from difftransformer_lab.evals.tasks.perturbation import Options, PerturbationTask
 from tests.support.tiny_models import tiny
 
 SEPARATOR = 5

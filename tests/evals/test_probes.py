@@ -19,17 +19,17 @@ from transformers import (
 
 from difftransformer import DiffTransformerConfig, DiffTransformerForCausalLM
 from difftransformer.acceleration import accelerate
-from difftransformer.cli.main import main
 from difftransformer.data.tokenizer import byte_tokenizer
 from difftransformer.errors import EvaluationError
-from difftransformer.evals.models.quantized import quantized_linears, quantized_logits
-from difftransformer.evals.probes import magnitudes as measuring
-from difftransformer.evals.probes.hooks import written_out
-from difftransformer.evals.probes.last_row import last_row_weights
 from difftransformer.ops import logits as op_logits
 from difftransformer.ops.quantize import quantize_last
 from difftransformer.ops.reference import observe_logits
-from difftransformer.results import TaskResult, read_result
+from difftransformer_lab.cli.main import main
+from difftransformer_lab.evals.models.quantized import quantized_linears, quantized_logits
+from difftransformer_lab.evals.probes import magnitudes as measuring
+from difftransformer_lab.evals.probes.hooks import written_out
+from difftransformer_lab.evals.probes.last_row import last_row_weights
+from difftransformer_lab.results import TaskResult, read_result
 
 SIZES = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 SIZES |= {"max_position_embeddings": 64, "initializer_range": 0.3}

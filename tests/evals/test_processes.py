@@ -10,9 +10,9 @@ import time
 import pytest
 import torch
 
-from difftransformer.cli.main import main
-from difftransformer.evals.models.causal import CausalLanguageModel
-from difftransformer.evals.requests import Choice, Continuation, Loss
+from difftransformer_lab.cli.main import main
+from difftransformer_lab.evals.models.causal import CausalLanguageModel
+from difftransformer_lab.evals.requests import Choice, Continuation, Loss
 from tests.support import parallel_steps, tiny_folders
 
 QUESTIONS = 24
@@ -180,7 +180,7 @@ def test_interrupted_in_two_processes_goes_on_in_one(tasks, alone, text, tmp_pat
     words += ["--batch_tokens", "64", "--out"]
     journal = tmp_path / "two" / "perplexity.answers.jsonl"
     process = subprocess.Popen(
-        [sys.executable, "-m", "difftransformer", *words, str(tmp_path / "two"), "--processes", "2"],
+        [sys.executable, "-m", "difftransformer_lab", *words, str(tmp_path / "two"), "--processes", "2"],
         env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -9,11 +9,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from difftransformer import DiffTransformerConfig, DiffTransformerForCausalLM
 from difftransformer.data.tokenizer import byte_tokenizer
 from difftransformer.errors import ConfigError
-from difftransformer.evals import CausalLanguageModel, run_task
-from difftransformer.evals.models.quantized import quantized_logits
-from difftransformer.evals.requests import Continuation, Loss, answers_to
-from difftransformer.evals.tasks.quantized import Options, QuantizedTask
 from difftransformer.ops.reference import observe_logits
+from difftransformer_lab.evals import CausalLanguageModel, run_task
+from difftransformer_lab.evals.models.quantized import quantized_logits
+from difftransformer_lab.evals.requests import Continuation, Loss, answers_to
+from difftransformer_lab.evals.tasks.quantized import Options, QuantizedTask
 from tests.support.fakes import Oracle
 
 SIZES = {"vocab_size": 258, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from difftransformer.cli.main import main
 from difftransformer.data import byte_tokenizer
 from difftransformer.errors import ConfigError, DataError
-from difftransformer.evals.engine import run_task
-from difftransformer.evals.tasks.recall import Options, RecallTask, counted, packed
+from difftransformer_lab.cli.main import main
+from difftransformer_lab.evals.engine import run_task
+from difftransformer_lab.evals.tasks.recall import Options, RecallTask, counted, packed
 from tests.support.answering import tiny_model
 from tests.support.fakes import TensorModel, Uniform
 

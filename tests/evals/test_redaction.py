@@ -9,7 +9,7 @@ import urllib.parse
 
 import pytest
 
-from difftransformer.evals.judges.redaction import Redactor
+from difftransformer_lab.evals.judges.redaction import Redactor
 
 KEY = "sk-proj-aB3/dE+9_zQ=x7Y~w"
 BYTES = KEY.encode()

@@ -10,18 +10,18 @@ import torch.nn.functional as F
 from tokenizers import AddedToken
 
 from difftransformer import DiffTransformerConfig, DiffTransformerForCausalLM
-from difftransformer.cli.main import main
 from difftransformer.data import byte_tokenizer
 from difftransformer.errors import CheckpointError
-from difftransformer.evals.prompts.chat import chat_frame
-from difftransformer.evals.tasks.recall import Options, RecallTask
-from difftransformer.hub import open_language_model
-from difftransformer.report.page import suite_page
-from difftransformer.results import TaskResult, read_result
 from difftransformer.train import build_model
 from difftransformer.train.config import TrainingConfig
 from difftransformer.train.loop import validate
 from difftransformer.train.parallel import Mesh
+from difftransformer_lab.cli.main import main
+from difftransformer_lab.evals.opening import open_language_model
+from difftransformer_lab.evals.prompts.chat import chat_frame
+from difftransformer_lab.evals.tasks.recall import Options, RecallTask
+from difftransformer_lab.report.page import suite_page
+from difftransformer_lab.results import TaskResult, read_result
 from tests.support.fakes import TensorModel
 from tests.support.task_results import task_result
 

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 from difftransformer.data import CITIES_SEEN
-from difftransformer.evals.judges.base import Case, Judgment
-from difftransformer.evals.scores import mean, mean_of_sets, proportion
-from difftransformer.evals.tasks.allocation import SEGMENTS
-from difftransformer.evals.tasks.hallucination import HallucinationTask
-from difftransformer.evals.tasks.harness import _items
-from difftransformer.results import summary_rows
-from difftransformer.statistics import wilson_interval
+from difftransformer_lab.evals.judges.base import Case, Judgment
+from difftransformer_lab.evals.scores import mean, mean_of_sets, proportion
+from difftransformer_lab.evals.tasks.allocation import SEGMENTS
+from difftransformer_lab.evals.tasks.hallucination import HallucinationTask
+from difftransformer_lab.evals.tasks.harness import _items
+from difftransformer_lab.results import summary_rows
+from difftransformer_lab.statistics import wilson_interval
 from tests.evals import test_allocation, test_needle_eval
 from tests.support.task_results import task_result
 

@@ -8,16 +8,16 @@ import torch
 import yaml
 
 from difftransformer import DiffTransformerConfig, DiffTransformerForCausalLM
-from difftransformer.cli.main import main
 from difftransformer.data import DataConfig, id_tokenizer
 from difftransformer.data.synthetic import TASKS
 from difftransformer.errors import ConfigError
-from difftransformer.evals.engine import run_task
-from difftransformer.evals.models.causal import CausalLanguageModel
-from difftransformer.evals.prompts.texts import Setting
-from difftransformer.evals.requests import Continuation, Predictions, answers_to
-from difftransformer.evals.tasks.synthetic import Options, SyntheticTask, draw
-from difftransformer.results import TaskResult, read_result
+from difftransformer_lab.cli.main import main
+from difftransformer_lab.evals.engine import run_task
+from difftransformer_lab.evals.models.causal import CausalLanguageModel
+from difftransformer_lab.evals.prompts.texts import Setting
+from difftransformer_lab.evals.requests import Continuation, Predictions, answers_to
+from difftransformer_lab.evals.tasks.synthetic import Options, SyntheticTask, draw
+from difftransformer_lab.results import TaskResult, read_result
 
 MQAR = {"vocab_size": 64, "test": [[32, 4, 60], [32, 8, 40]]}
 

@@ -8,11 +8,11 @@ import torch
 import yaml
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from difftransformer.cli.main import main
 from difftransformer.convert import convert_folder
 from difftransformer.data import byte_tokenizer
 from difftransformer.model.quiet import quietly
-from difftransformer.results import write_result
+from difftransformer_lab.cli.main import main
+from difftransformer_lab.results import write_result
 from tests.conftest import TOY
 from tests.report.conftest import make_comparison
 from tests.support import tiny_folders

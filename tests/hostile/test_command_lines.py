@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from difftransformer.cli.main import module_name, verbs
-from difftransformer.evals.registry import registered_tasks
+from difftransformer_lab.cli.main import module_name, verbs
+from difftransformer_lab.evals.registry import registered_tasks
 from tests.support.forks import Case
 
 pytestmark = pytest.mark.slow
@@ -167,7 +167,7 @@ NEVER = {"force", "text", "set", "sets"}  # a build of minutes; a tokenization o
 
 def flags(verb):
     """The names of a command's arguments."""
-    module = importlib.import_module(f"difftransformer.cli.{module_name(verb)}")
+    module = importlib.import_module(f"difftransformer_lab.cli.{module_name(verb)}")
     names = set(inspect.signature(module.run).parameters) - {"verb", "options"}
     if verb.startswith("eval ") and verb != "eval suite":
         names |= {field.name for field in dataclasses.fields(registered_tasks()[verb.removeprefix("eval ")].options)}

@@ -14,12 +14,12 @@ from difftransformer import (
     DiffTransformerForSequenceClassification,
 )
 from difftransformer.attention import VARIANTS, SoftmaxAttention, config_options
-from difftransformer.cli.main import main
 from difftransformer.convert import convert_folder
 from difftransformer.errors import ConfigError
 from difftransformer.hub import write_code
 from difftransformer.hub.code import ATTENTION_TYPES, MODELING
 from difftransformer.hub.remote_code import modeling_difftransformer as remote
+from difftransformer_lab.cli.main import main
 from tests.support import fresh
 from tests.support.tiny_models import scramble, tiny, tiny_config, tokens
 

@@ -10,8 +10,8 @@ import yaml
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from difftransformer.cli.main import main
-from difftransformer.results import TaskResult, read_result, summary_rows
+from difftransformer_lab.cli.main import main
+from difftransformer_lab.results import TaskResult, read_result, summary_rows
 from tests.support import fresh
 
 IDS = torch.arange(3, 43)[None]
@@ -186,7 +186,7 @@ def test_harness_says_what_to_install_where_lm_eval_is_missing(run):
     code = (
         "import sys, importlib.util as u; find = u.find_spec\n"
         "u.find_spec = lambda name, *rest: None if name == 'lm_eval' else find(name, *rest)\n"
-        "from difftransformer.cli.main import main\n"
+        "from difftransformer_lab.cli.main import main\n"
         "sys.exit(main(['eval', 'harness', sys.argv[1], '--tasks', 'piqa']))"
     )
     done = fresh.run(code, run)

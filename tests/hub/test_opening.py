@@ -15,10 +15,10 @@ from transformers.models.diffllama.modeling_diffllama import DiffLlamaAttention
 from difftransformer import DiffTransformerConfig, DiffTransformerForCausalLM
 from difftransformer.data import byte_tokenizer
 from difftransformer.errors import CheckpointError
-from difftransformer.evals.requests import Loss, answers_to
-from difftransformer.evals.tasks import perplexity
-from difftransformer.hub import open_language_model
-from difftransformer.studies.tasks import evaluate_task
+from difftransformer_lab.evals.opening import open_language_model
+from difftransformer_lab.evals.requests import Loss, answers_to
+from difftransformer_lab.evals.tasks import perplexity
+from difftransformer_lab.studies.tasks import evaluate_task
 
 SIZES = {"vocab_size": 258, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 STOCK = SIZES | {"intermediate_size": 48, "num_key_value_heads": 2}

@@ -104,7 +104,7 @@ def test_names_that_need_less_work_where_less_is_installed(missing):
     """What needs transformers says so, on first use."""
     code = without(*missing) + textwrap.dedent(
         """
-        import difftransformer, difftransformer.report
+        import difftransformer, difftransformer_lab.report
         assert "DiffTransformerForCausalLM" in dir(difftransformer)
         if "torch" not in sys.argv:
             import torch
@@ -127,7 +127,7 @@ def test_command_line_is_light(arguments):
         import runpy, sys
         sys.argv = ["difftransformer", *sys.argv[1:]]
         try:
-            runpy.run_module("difftransformer", run_name="__main__")
+            runpy.run_module("difftransformer_lab", run_name="__main__")
         except SystemExit as leaving:
             assert not leaving.code, leaving.code
         print()

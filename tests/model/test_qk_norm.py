@@ -8,11 +8,11 @@ from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, Qwen3C
 
 from difftransformer import DiffTransformerConfig, DiffTransformerForCausalLM
 from difftransformer.attention import VARIANTS
-from difftransformer.cli.main import main
 from difftransformer.convert import convert_folder
 from difftransformer.convert.llama import from_llama
 from difftransformer.errors import ConfigError
-from difftransformer.evals.probes.hooks import combined, observing_maps, written_out
+from difftransformer_lab.cli.main import main
+from difftransformer_lab.evals.probes.hooks import combined, observing_maps, written_out
 from tests.support.tiny_models import BASE, tiny, tiny_config, tokens
 
 SHAPE = {"num_attention_heads": 8, "head_dim": 6, "num_key_value_heads": 4, "qk_norm": True, "rms_norm_eps": 1e-3}

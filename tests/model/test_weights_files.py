@@ -10,11 +10,11 @@ from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from difftransformer import DiffTransformerForCausalLM
-from difftransformer.cli.main import main
 from difftransformer.convert.checkpoint_io import WeightsReader
 from difftransformer.data import byte_tokenizer
 from difftransformer.errors import CheckpointError
 from difftransformer.model.weights import weights_files
+from difftransformer_lab.cli.main import main
 from tests.support import tiny_folders
 
 

@@ -18,9 +18,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from difftransformer.cli.main import main
 from difftransformer.errors import BackendUnavailable
 from difftransformer.ops import build, processor
+from difftransformer_lab.cli.main import main
 from tests.support import fresh
 
 pytestmark = pytest.mark.skipif(

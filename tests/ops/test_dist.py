@@ -135,12 +135,13 @@ def test_the_source_archive_alone_installs_and_works(tmp_path):
     program = "import difftransformer, pathlib; print(pathlib.Path(difftransformer.__file__).parent)"
     home = Path(run(python, "-c", program, cwd=tmp_path).strip().splitlines()[-1])
     assert home.is_relative_to(tmp_path)
-    source = ROOT / "src" / "difftransformer"
+    source = ROOT / "src"
     needed = {
         path.relative_to(source) for path in source.rglob("*") if path.is_file() and "__pycache__" not in path.parts
     }
-    needed |= {Path("recipes") / path.relative_to(ROOT / "recipes") for path in (ROOT / "recipes").rglob("*.yaml")}
-    installed = {path.relative_to(home) for path in home.rglob("*")}
+    recipes = Path("difftransformer_lab") / "recipes"
+    needed |= {recipes / path.relative_to(ROOT / "recipes") for path in (ROOT / "recipes").rglob("*.yaml")}
+    installed = {path.relative_to(home.parent) for path in home.parent.rglob("*")}
     assert needed - installed == set()
     command = python.parent / "difftransformer"
     assert "525,056 parameters" in run(command, "train", "demo", "--dry-run", cwd=tmp_path)

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from difftransformer.cli.main import main
 from difftransformer.errors import BackendUnavailable
 from difftransformer.ops import BACKENDS, backends, chunked, differential_attention, examination, trust, use_backend
+from difftransformer_lab.cli.main import main
 from tests.support import oracle
 from tests.support.cases import CAUSAL, PROBLEM, needs_kernels
 from tests.support.oracle import Case, relative_error

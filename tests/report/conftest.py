@@ -6,9 +6,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from difftransformer.evals.scores import details, mean, proportion
-from difftransformer.report.metrics import compare_metrics
-from difftransformer.results import (
+from difftransformer_lab.evals.scores import details, mean, proportion
+from difftransformer_lab.report.metrics import compare_metrics
+from difftransformer_lab.results import (
     BaselineNll,
     Comparison,
     CostRow,

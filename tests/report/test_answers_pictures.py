@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from difftransformer.evals.tasks import hallucination, math, needle, recall
-from difftransformer.report.tasks import draw_task
-from difftransformer.results import Measurement
+from difftransformer_lab.evals.tasks import hallucination, math, needle, recall
+from difftransformer_lab.report.tasks import draw_task
+from difftransformer_lab.results import Measurement
 from tests.support.task_results import task_result
 
 

@@ -9,10 +9,10 @@ import pytest
 from scipy import stats
 
 from difftransformer.errors import ResultsError
-from difftransformer.report.evidence import studied
-from difftransformer.report.evidence.contrasts import questions_of
-from difftransformer.report.evidence.questions import finding_words
-from difftransformer.results import (
+from difftransformer_lab.report.evidence import studied
+from difftransformer_lab.report.evidence.contrasts import questions_of
+from difftransformer_lab.report.evidence.questions import finding_words
+from difftransformer_lab.results import (
     OWN_BEST,
     ChosenRate,
     Contrast,

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from difftransformer.cli.main import main
 from difftransformer.errors import ResultsError
-from difftransformer.report.first_release import read_study
-from difftransformer.results import Comparison, Upcycling, read_result
+from difftransformer_lab.cli.main import main
+from difftransformer_lab.report.first_release import read_study
+from difftransformer_lab.results import Comparison, Upcycling, read_result
 
 ENVIRONMENT = {
     "difftransformer": "0.1.0", "python": "3", "torch": "2", "transformers": "5", "platform": "p", "processor": "c",

@@ -2,9 +2,9 @@
 
 import pytest
 
-from difftransformer.evals.tasks import icl, order
-from difftransformer.report.tasks import draw_task
-from difftransformer.results import ItemScore, Measurement
+from difftransformer_lab.evals.tasks import icl, order
+from difftransformer_lab.report.tasks import draw_task
+from difftransformer_lab.results import ItemScore, Measurement
 from tests.support.task_results import task_result
 
 

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 from matplotlib.figure import Figure
 
-from difftransformer.evals.tasks import allocation, maps, outliers, perturbation, quantized
-from difftransformer.report.tasks import draw_task, measurement_table
-from difftransformer.results import Grid, Measurement
+from difftransformer_lab.evals.tasks import allocation, maps, outliers, perturbation, quantized
+from difftransformer_lab.report.tasks import draw_task, measurement_table
+from difftransformer_lab.results import Grid, Measurement
 from tests.support.task_results import task_result
 
 

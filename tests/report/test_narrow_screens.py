@@ -9,8 +9,8 @@ from html.parser import HTMLParser
 
 import pytest
 
-from difftransformer.evals.scores import proportion
-from difftransformer.report import write_report, write_suite
+from difftransformer_lab.evals.scores import proportion
+from difftransformer_lab.report import write_report, write_suite
 from tests.support.task_results import task_result
 
 LONG = "/a/folder/" + "with-a-name-that-cannot-be-broken-" * 4

@@ -17,11 +17,11 @@ import pytest
 from rich.console import Console
 
 from difftransformer.errors import ResultsError
-from difftransformer.report import cost_table, print_study, write_report
-from difftransformer.report.page import all_tables, study_page
-from difftransformer.report.tables import Table, metrics_table
-from difftransformer.report.terminal import rich_table
-from difftransformer.results import Comparison, read_result, write_result
+from difftransformer_lab.report import cost_table, print_study, write_report
+from difftransformer_lab.report.page import all_tables, study_page
+from difftransformer_lab.report.tables import Table, metrics_table
+from difftransformer_lab.report.terminal import rich_table
+from difftransformer_lab.results import Comparison, read_result, write_result
 from tests.support.missing import without
 
 
@@ -265,7 +265,7 @@ def test_the_baseline_stands_beside_bits_per_byte_alone(comparison: Comparison) 
 def test_a_report_is_made_without_torch_and_without_a_display(comparison: Comparison, tmp_path: Path) -> None:
     path = write_result(comparison, tmp_path / "results.json")
     program = without("torch", "transformers") + (
-        "from difftransformer.report import write_report; from difftransformer.results import *;"
+        "from difftransformer_lab.report import write_report; from difftransformer_lab.results import *;"
         f"write_report(read_result({str(path)!r}, Comparison), {str(tmp_path / 'report')!r});"
         "loaded = {'matplotlib.pyplot', 'tkinter'} & sys.modules.keys();"
         "assert not loaded, loaded"

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from difftransformer.evals.scores import mean, proportion
-from difftransformer.plots.seeds import pooled
-from difftransformer.report.page import all_tables, suite_page
-from difftransformer.report.tasks import measurement_table
-from difftransformer.report.tasks.pairs import corrected_pairs, task_pairs
-from difftransformer.results import ItemScore, Measurement
+from difftransformer_lab.evals.scores import mean, proportion
+from difftransformer_lab.plots.seeds import pooled
+from difftransformer_lab.report.page import all_tables, suite_page
+from difftransformer_lab.report.tasks import measurement_table
+from difftransformer_lab.report.tasks.pairs import corrected_pairs, task_pairs
+from difftransformer_lab.results import ItemScore, Measurement
 from tests.support.task_results import task_result
 
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import yaml
 
-from difftransformer.cli import report as command
-from difftransformer.plots.style import COLOURS, MORE_COLOURS, REFERENCE_COLOUR, arm_styles
-from difftransformer.report.evidence import (
+from difftransformer_lab.cli import report as command
+from difftransformer_lab.plots.style import COLOURS, MORE_COLOURS, REFERENCE_COLOUR, arm_styles
+from difftransformer_lab.report.evidence import (
     Studied,
     judge,
     read_claims,
@@ -21,14 +21,14 @@ from difftransformer.report.evidence import (
     study_page,
     write_evidence,
 )
-from difftransformer.report.evidence.answers import shared_words
-from difftransformer.report.evidence.claims import Claim, ClaimTest, Explored, Named
-from difftransformer.report.evidence.pages import brief_answer, studies_page
-from difftransformer.report.evidence.studied import with_shared
-from difftransformer.report.page import Page as ReportPage
-from difftransformer.report.page import all_tables, write_page
-from difftransformer.report.tables import Group, Table
-from difftransformer.results import (
+from difftransformer_lab.report.evidence.answers import shared_words
+from difftransformer_lab.report.evidence.claims import Claim, ClaimTest, Explored, Named
+from difftransformer_lab.report.evidence.pages import brief_answer, studies_page
+from difftransformer_lab.report.evidence.studied import with_shared
+from difftransformer_lab.report.page import Page as ReportPage
+from difftransformer_lab.report.page import all_tables, write_page
+from difftransformer_lab.report.tables import Group, Table
+from difftransformer_lab.results import (
     Change,
     ChosenRate,
     Contrast,

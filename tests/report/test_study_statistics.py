@@ -9,19 +9,19 @@ import pytest
 from scipy import stats
 
 from difftransformer.errors import EvaluationError, ResultsError
-from difftransformer.report.evidence import compare, fit_power_law, read_evidence, scaling_of
-from difftransformer.report.evidence.answers import answer, scaling_answers
-from difftransformer.report.evidence.comparisons import in_direction, row_of, timed_seeds
-from difftransformer.report.evidence.scaling import interpolate
-from difftransformer.report.evidence.tables import (
+from difftransformer_lab.report.evidence import compare, fit_power_law, read_evidence, scaling_of
+from difftransformer_lab.report.evidence.answers import answer, scaling_answers
+from difftransformer_lab.report.evidence.comparisons import in_direction, row_of, timed_seeds
+from difftransformer_lab.report.evidence.scaling import interpolate
+from difftransformer_lab.report.evidence.tables import (
     HELD_OUT,
     costs_table,
     equal_time_differences,
     figure_table,
     overview_table,
 )
-from difftransformer.results import Curve, StudyAxis, StudyFigure, figure_of, write_result
-from difftransformer.statistics import detectable
+from difftransformer_lab.results import Curve, StudyAxis, StudyFigure, figure_of, write_result
+from difftransformer_lab.statistics import detectable
 from tests.support.simulated_study import LOSS, falling, record, save, study
 
 SEEDS = 5

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from difftransformer.plots.seeds import smooth
-from difftransformer.report import tables
-from difftransformer.report.verdict import Verdict, verdicts
-from difftransformer.results import Comparison, Curve, MetricComparison, PairedDifference, Statistic
+from difftransformer_lab.plots.seeds import smooth
+from difftransformer_lab.report import tables
+from difftransformer_lab.report.verdict import Verdict, verdicts
+from difftransformer_lab.results import Comparison, Curve, MetricComparison, PairedDifference, Statistic
 
 
 def with_metric(comparison: Comparison, a: float, b: float, **changes: Any) -> tuple[Comparison, MetricComparison]:

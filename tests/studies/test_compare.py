@@ -12,16 +12,16 @@ import sys
 import pytest
 import yaml
 
-from difftransformer.cli.main import main
 from difftransformer.errors import CheckpointError, ConfigError, DataError, DiffTransformerError
 from difftransformer.model import DiffTransformerForCausalLM
-from difftransformer.report import write_report
-from difftransformer.report.metrics import compare_metrics
-from difftransformer.results import Comparison, TaskResult, read_result
-from difftransformer.studies import compare, recipe_from, start_run
-from difftransformer.studies.jobs import Job, run_jobs
-from difftransformer.studies.run import main as run_main
 from difftransformer.train import checkpoints, read_metrics
+from difftransformer_lab.cli.main import main
+from difftransformer_lab.report import write_report
+from difftransformer_lab.report.metrics import compare_metrics
+from difftransformer_lab.results import Comparison, TaskResult, read_result
+from difftransformer_lab.studies import compare, recipe_from, start_run
+from difftransformer_lab.studies.jobs import Job, run_jobs
+from difftransformer_lab.studies.run import main as run_main
 from tests.support.cases import threads
 from tests.support.missing import without
 
@@ -63,7 +63,7 @@ def study(_study, study_document, tmp_path, warm_children):
             run_here([job for job in jobs if job.folder.name.endswith("-seed1")])
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("difftransformer.studies.comparison.run_jobs", half_here)
+            patch.setattr("difftransformer_lab.studies.comparison.run_jobs", half_here)
             assert main(["compare", str(path), "--out", str(_study)]) == 0
     return _study, path
 
@@ -218,7 +218,9 @@ def test_a_metric_that_a_run_lacks_has_no_row(comparison):
 @pytest.fixture
 def no_costs(monkeypatch, comparison):
     """Costs take time, and are not what is looked at."""
-    monkeypatch.setattr("difftransformer.studies.comparison.measure_costs", lambda *args, **options: comparison.costs)
+    monkeypatch.setattr(
+        "difftransformer_lab.studies.comparison.measure_costs", lambda *args, **options: comparison.costs
+    )
 
 
 @pytest.fixture
@@ -228,7 +230,7 @@ def no_jobs(monkeypatch):
     def refuse(jobs, **options):
         assert [job.label for job in jobs if not job.done] == []
 
-    monkeypatch.setattr("difftransformer.studies.comparison.run_jobs", refuse)
+    monkeypatch.setattr("difftransformer_lab.studies.comparison.run_jobs", refuse)
 
 
 def measured(run):
@@ -276,7 +278,7 @@ def test_only_what_is_missing_or_damaged_is_done_again(
         waiting.extend(job.folder.name for job in jobs if not job.done)
         run_here(jobs)
 
-    monkeypatch.setattr("difftransformer.studies.comparison.run_jobs", in_this_process)
+    monkeypatch.setattr("difftransformer_lab.studies.comparison.run_jobs", in_this_process)
     assert main(["compare", str(path), "--out", str(folder)]) == 0
     assert sorted(waiting) == ["diff-seed0", "diff-seed1", "softmax-seed1"]
     assert f"{changed}: not a results file, or changed since it was written" in capsys.readouterr().out
@@ -348,7 +350,9 @@ def test_a_run_that_fails_says_why_and_the_others_are_stopped(copied, study_docu
 def test_what_cannot_be_evaluated_is_refused_before_training(
     tmp_path, study_document, monkeypatch, part, change, error, words
 ):
-    monkeypatch.setattr("difftransformer.studies.comparison.run_jobs", lambda *args, **options: pytest.fail("trained"))
+    monkeypatch.setattr(
+        "difftransformer_lab.studies.comparison.run_jobs", lambda *args, **options: pytest.fail("trained")
+    )
     tasks = {spec["task"]: spec["options"] for spec in study_document["evaluation"]}
     (tasks | study_document)[part].update(change)
     with pytest.raises(error, match=words):
@@ -392,7 +396,7 @@ def test_start_run_names_a_nested_difference(copied, study_document):
 def test_the_report_is_drawn_again_without_torch(study, tmp_path):
     """In a process where torch and transformers cannot even be imported."""
     code = without("torch", "transformers") + (
-        "from difftransformer.cli.main import main\nraise SystemExit(main(sys.argv[1:]))\n"
+        "from difftransformer_lab.cli.main import main\nraise SystemExit(main(sys.argv[1:]))\n"
     )
     words = ["report", str(study[0]), "--out", str(tmp_path / "page")]
     done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=False)
@@ -407,7 +411,7 @@ def test_any_task_can_be_in_a_study(copied, study_document, no_costs, monkeypatc
     options = {"text": "validation", "window": 64, "windows": 4}
     study_document["evaluation"].append({"task": "recall", "label": "pairs", "options": options})
 
-    monkeypatch.setattr("difftransformer.studies.comparison.run_jobs", run_here)
+    monkeypatch.setattr("difftransformer_lab.studies.comparison.run_jobs", run_here)
     result = compare(recipe_from(study_document, source="toy"), folder)
     rows = [row for row in result.metrics if row.task == "pairs"]
     assert [row.metric for row in rows] == ["nll of AR-hits", "nll of others", "validation loss"]

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from difftransformer.results import Comparison, read_result
-from difftransformer.sources import read_recipe
-from difftransformer.statistics import wilson_interval
+from difftransformer_lab.recipe_files import read_recipe
+from difftransformer_lab.results import Comparison, read_result
+from difftransformer_lab.statistics import wilson_interval
 
 ROOT = Path(__file__).parents[2]
 
@@ -40,7 +40,7 @@ def test_the_demo_shows_what_it_promises(tmp_path):
     recipe = read_recipe(ROOT / "recipes" / "demo.yaml")
     assert recipe["compare"]["seeds"] >= 2
     out = tmp_path / "demo"
-    command = [sys.executable, "-m", "difftransformer", "compare", "recipes/demo.yaml", "--out", str(out)]
+    command = [sys.executable, "-m", "difftransformer_lab", "compare", "recipes/demo.yaml", "--out", str(out)]
     command += ["--set", "compare.seeds=1", "--set", "compare.models=[diff, softmax]", "--set", "compare.fields={}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from difftransformer.ops.build import Library
-from difftransformer.results import Environment
-from difftransformer.studies import environment as module
+from difftransformer_lab.results import Environment
+from difftransformer_lab.studies import environment as module
 
 ROOT = Path(__file__).parents[2]
 

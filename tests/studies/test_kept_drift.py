@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from difftransformer.results import Drift, read_result
-from difftransformer.studies import upcycling
+from difftransformer_lab.results import Drift, read_result
+from difftransformer_lab.studies import upcycling
 
 
 def test_drift_is_that_of_the_models_and_the_text_as_they_are(tmp_path, monkeypatch):

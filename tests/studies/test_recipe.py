@@ -6,8 +6,8 @@ import pytest
 import yaml
 
 from difftransformer.errors import ConfigError
-from difftransformer.studies import load_recipe, recipe_dict, recipe_from, save_recipe
 from difftransformer.train import TrainingConfig
+from difftransformer_lab.studies import load_recipe, recipe_dict, recipe_from, save_recipe
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
 

@@ -3,9 +3,9 @@
 import pytest
 
 from difftransformer.model import count
-from difftransformer.sources import shipped_recipes
-from difftransformer.studies import Design, load_study
 from difftransformer.train.plan import Layout, rank_bytes, sizes_of
+from difftransformer_lab.recipe_files import shipped_recipes
+from difftransformer_lab.studies import Design, load_study
 
 STUDIES = sorted(shipped_recipes("studies"))
 SIZES = [(name, size) for name in STUDIES for size in load_study(name).presets]

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from difftransformer.report.evidence.claims import read_claims
-from difftransformer.results import OWN_BEST, RunRecord, StudyIndex, read_result
-from difftransformer.sources import shipped_recipes
-from difftransformer.studies import Design, load_study
-from difftransformer.studies.design import identity
-from difftransformer.studies.plan import FIRST_SEED, load_plan
-from difftransformer.studies.recipe import recipe_from
+from difftransformer_lab.recipe_files import shipped_recipes
+from difftransformer_lab.report.evidence.claims import read_claims
+from difftransformer_lab.results import OWN_BEST, RunRecord, StudyIndex, read_result
+from difftransformer_lab.studies import Design, load_study
+from difftransformer_lab.studies.design import identity
+from difftransformer_lab.studies.plan import FIRST_SEED, load_plan
+from difftransformer_lab.studies.recipe import recipe_from
 
 PLANS = sorted(shipped_recipes("plans"))
 RECORDS = Path(__file__).parents[2] / "docs" / "results" / "studies"

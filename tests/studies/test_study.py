@@ -12,21 +12,23 @@ import torch
 import yaml
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from difftransformer.cli.main import main
 from difftransformer.data import byte_tokenizer
 from difftransformer.errors import ConfigError, DataError
 from difftransformer.model import count
-from difftransformer.results import ChosenRate, Curve, RunRecord, StudyFigure, StudyIndex, reached_at, read_result
-from difftransformer.statistics import detectable
-from difftransformer.studies import Design, Study, estimate, load_study, recipe_from
-from difftransformer.studies.design import identity
-from difftransformer.studies.plan import load_plan, registered
-from difftransformer.studies.run import main as run_main
 from difftransformer.train import read_metrics
+from difftransformer_lab.cli.main import main
+from difftransformer_lab.results import ChosenRate, Curve, RunRecord, StudyFigure, StudyIndex, reached_at, read_result
+from difftransformer_lab.statistics import detectable
+from difftransformer_lab.studies import Design, Study, estimate, load_study, recipe_from
+from difftransformer_lab.studies.design import identity
+from difftransformer_lab.studies.plan import load_plan, registered
+from difftransformer_lab.studies.run import main as run_main
 from tests.support.cases import threads
 
 STEPS = 4
-ESTIMATE = importlib.import_module("difftransformer.studies.estimate")  # the package exports its function by this name
+ESTIMATE = importlib.import_module(
+    "difftransformer_lab.studies.estimate"
+)  # the package exports its function by this name
 
 
 @pytest.fixture
@@ -80,7 +82,7 @@ def trained(monkeypatch):
                     job.done, job.seconds = True, 1e6
                     on_done(job)
 
-    monkeypatch.setattr("difftransformer.studies.study.run_jobs", here)
+    monkeypatch.setattr("difftransformer_lab.studies.study.run_jobs", here)
     return titles
 
 

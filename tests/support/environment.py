@@ -1,6 +1,6 @@
 """The machine and software of results that no machine has measured."""
 
-from difftransformer.results import Environment
+from difftransformer_lab.results import Environment
 
 ENVIRONMENT = Environment(
     difftransformer="0.1.0",

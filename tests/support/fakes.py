@@ -6,9 +6,9 @@ from collections import defaultdict
 
 import torch
 
-from difftransformer.evals.probes import LastRow
-from difftransformer.evals.probes.last_row import row_sums
-from difftransformer.evals.requests import Continuation, Loss, ScoredContinuation
+from difftransformer_lab.evals.probes import LastRow
+from difftransformer_lab.evals.probes.last_row import row_sums
+from difftransformer_lab.evals.requests import Continuation, Loss, ScoredContinuation
 
 
 class TensorModel:

@@ -121,7 +121,7 @@ def _command(case, out, err):
     resource.setrlimit(resource.RLIMIT_AS, (size, size))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     sys.argv = ["difftransformer", *case["words"]]
-    from difftransformer.cli import console, main
+    from difftransformer_lab.cli import console, main
 
     console.console.file = None  # rich asks for sys.stdout anew
     status = 1
@@ -150,7 +150,7 @@ def _serve(warm_up):
     results = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     sys.argv = ["difftransformer"]
-    from difftransformer.cli.main import main
+    from difftransformer_lab.cli.main import main
 
     for words in warm_up:
         with contextlib.suppress(SystemExit):

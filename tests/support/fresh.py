@@ -205,5 +205,5 @@ class Popen:
 
 
 def start_child(module, *words, **options):
-    """`difftransformer.child.start_child`, with torch loaded already."""
-    return Popen([sys.executable, "-m", "difftransformer.child", module, *words], stdin=subprocess.PIPE, **options)
+    """`difftransformer_lab.child.start_child`, with torch loaded already."""
+    return Popen([sys.executable, "-m", "difftransformer_lab.child", module, *words], stdin=subprocess.PIPE, **options)

@@ -14,8 +14,8 @@ import numpy as np
 import scipy
 from scipy.special import ndtr, ndtri, stdtrit
 
-from difftransformer.evals.scores import proportion
-from difftransformer.statistics import item_difference, wilson_interval
+from difftransformer_lab.evals.scores import proportion
+from difftransformer_lab.statistics import item_difference, wilson_interval
 
 SIZES = (5, 10, 20, 100)
 DRAWS = 999

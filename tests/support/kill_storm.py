@@ -37,8 +37,8 @@ def _be(words, folder, output, environment=()):
     os.environ.update(environment)
     import torch
 
-    from difftransformer.cli.main import main
-    from difftransformer.studies import comparison
+    from difftransformer_lab.cli.main import main
+    from difftransformer_lab.studies import comparison
 
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
@@ -306,7 +306,7 @@ class CompareStorm(Storm):
         self.counts["while importing"] = self.counts.get("while importing", 0) + (self.importing and bool(children))
 
     def result(self, out):
-        from difftransformer.results import Comparison, TaskResult, read_result
+        from difftransformer_lab.results import Comparison, TaskResult, read_result
 
         runs = {run.run: run for run in read_result(out / "results.json", Comparison).runs}
         bits = {name: run_bits(out / name) for name in runs}
@@ -345,7 +345,7 @@ class EvalStorm(Storm):
         return [int(found[1]) for line in lines if (found := re.search(rb'"request": ?(\d+)', line))]
 
     def result(self, out):
-        from difftransformer.results import TaskResult, read_result
+        from difftransformer_lab.results import TaskResult, read_result
 
         result = read_result(out / "perplexity.json", TaskResult)
         return result.measurements, result.items, sorted(self.answered(out))
@@ -368,7 +368,7 @@ def children_in(folder):
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
-            if b"difftransformer.child" in (line := path.read_bytes()) and str(folder).encode() + b"/" in line:
+            if b"difftransformer_lab.child" in (line := path.read_bytes()) and str(folder).encode() + b"/" in line:
                 found.append(int(path.parent.name))
     return found
 

@@ -116,7 +116,7 @@ def main():
 
 def run_commands():
     """Be the process of a rank of `start_commands`."""
-    from difftransformer.cli.main import main
+    from difftransformer_lab.cli.main import main
 
     found = []
     for port, words in json.loads(sys.argv[1]):

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from difftransformer.report.evidence import Evidence
-from difftransformer.results import (
+from difftransformer_lab.report.evidence import Evidence
+from difftransformer_lab.results import (
     Curve,
     Question,
     RegisteredPlan,

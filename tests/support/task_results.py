@@ -1,6 +1,6 @@
 """A task's result with given figures and nothing else of interest."""
 
-from difftransformer.results import DataIdentity, Environment, ModelIdentity, TaskResult
+from difftransformer_lab.results import DataIdentity, Environment, ModelIdentity, TaskResult
 
 ENVIRONMENT = Environment(
     difftransformer="0", python="3", torch="2", transformers="5", platform="p", processor="c", device="cpu", threads=1

@@ -141,7 +141,7 @@ def test_mfu_is_work_over_time_over_peak(toy_recipe, toy_shards, model_config, t
 
 
 def test_lines_of_earlier_releases_are_read(tmp_path):
-    from difftransformer.results.checksums import line_of
+    from difftransformer.checksums import line_of
 
     (tmp_path / "metrics.jsonl").write_bytes(line_of(OLD))
     (line,), _ = read_metrics(tmp_path / "metrics.jsonl")

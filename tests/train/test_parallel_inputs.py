@@ -8,12 +8,12 @@ import pytest
 import torch
 import yaml
 
-from difftransformer.cli.main import main
 from difftransformer.errors import ConfigError
 from difftransformer.files import locked
 from difftransformer.train import ParallelConfig
 from difftransformer.train.config import DataParallelConfig
 from difftransformer.train.parallel import joined
+from difftransformer_lab.cli.main import main
 from tests.support import parallel_steps
 
 ANOTHER_MODEL = ("model.hidden_size=64",)

@@ -10,17 +10,17 @@ import pytest
 import torch
 
 from difftransformer import DiffTransformerForCausalLM
-from difftransformer.cli.main import main
 from difftransformer.errors import ConfigError
 from difftransformer.model import count
 from difftransformer.model.nll import summed_next_token_nll
-from difftransformer.sources import shipped_recipes
-from difftransformer.studies import load_recipe
 from difftransformer.train import ParallelConfig, TrainingConfig, build_model
 from difftransformer.train.config import DataParallelConfig
 from difftransformer.train.optim import build_optimizer
 from difftransformer.train.parallel import Mesh, Unfilled, joined
 from difftransformer.train.plan import Layout, communicated_bytes, fitting_plans, layouts, rank_bytes, sizes_of
+from difftransformer_lab.cli.main import main
+from difftransformer_lab.recipe_files import shipped_recipes
+from difftransformer_lab.studies import load_recipe
 from tests.support.parallel_steps import free_port
 from tests.support.peak_memory import LINUX, forget_peak, resident
 from tests.support.tiny_models import tiny_config

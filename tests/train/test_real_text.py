@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from difftransformer.data import prepare_shards
-from difftransformer.studies import recipe_from, train_run
 from difftransformer.train import read_metrics
+from difftransformer_lab.studies import recipe_from, train_run
 from tests import check_data
 
 

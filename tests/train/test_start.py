@@ -11,9 +11,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from difftransformer.convert import upcycle_folder
 from difftransformer.errors import CheckpointError, ConfigError
 from difftransformer.hub import open_model
-from difftransformer.studies import load_recipe, recipe_from, start_run, train_run
 from difftransformer.train import checkpoints, read_metrics
 from difftransformer.train.metrics import METRICS_FILE
+from difftransformer_lab.studies import load_recipe, recipe_from, start_run, train_run
 
 
 @pytest.fixture

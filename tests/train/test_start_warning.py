@@ -6,8 +6,8 @@ import warnings
 import pytest
 import torch
 
-from difftransformer.studies import start_run, train_run
 from difftransformer.train import checkpoints, loop
+from difftransformer_lab.studies import start_run, train_run
 
 WORDS = (
     r"^at step 0 the attention of layer 0 starts \d+\.\d times as large as the embeddings that it joins, and drowns them; "

@@ -21,9 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError, DataError
-from ..files import locked
+from ..files import locked, write_text_atomically
 from ..reading import read_json
-from ..results import write_text_atomically
 from .chat import ChatTemplate
 from .documents import AnyDocument, Example
 from .needles import CITIES_SEEN, NeedleFormat

@@ -21,8 +21,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import ConfigError, DataError
+from ..files import write_text_atomically
 from ..reading import is_plain_name, read_json
-from ..results import write_text_atomically
 from ..typed import build
 from .tokenizer import Tokenizer
 

@@ -17,8 +17,8 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
 from ..errors import ConfigError, DataError
+from ..files import write_text_atomically
 from ..reading import read_json
-from ..results import write_text_atomically
 from ..typed import short
 
 END_OF_TEXT = "<|endoftext|>"

@@ -20,9 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import ConfigError, DataError
-from ..files import naming
+from ..files import naming, write_text_atomically
 from ..reading import read_json
-from ..results import write_text_atomically
 from ..typed import build
 from .chat import ChatTemplate
 from .documents import IGNORED, AnyDocument, Conversation, Document, Example, LargeDocument

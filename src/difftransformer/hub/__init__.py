@@ -1,7 +1,6 @@
-"""Open models from any source, compare a model with its conversion, and export models."""
+"""Open models from any source, and export models."""
 
 from .code import write_code
-from .drift import measure_drift
 from .export import Exported, export_folder
-from .opening import OpenedModel, folder_sha256, open_language_model, open_model, open_tokenizer, open_unfilled
+from .opening import folder_sha256, open_model, open_tokenizer, open_unfilled
 from .source import source_folder

@@ -3,6 +3,7 @@
 import copy
 import json
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -19,7 +20,7 @@ from ..convert.checkpoint_io import (
     whole_or_not_at_all,
     write_weights,
 )
-from ..errors import CheckpointError, ConfigError, DamagedResult, ResultsError
+from ..errors import CheckpointError, ConfigError
 from ..files import naming
 from ..model.card import CARD_FILE, HEADS, Training, is_ours, model_card, read_card, training_section
 from ..model.dtypes import DTYPES
@@ -27,7 +28,6 @@ from ..model.foreign import FOREIGN_FAULTS, on_one_line
 from ..model.pretrained import DiffTransformerPreTrainedModel
 from ..model.quiet import quietly
 from ..model.weights import CONFIG_FILE, GENERATION_FILE, INDEX_FILE
-from ..results import TaskResult, read_result, summary_rows
 from ..train import latest_checkpoint
 from ..train.run_summary import training_summary
 from .code import check_code, write_code
@@ -64,6 +64,7 @@ def export_folder(
     license: str | None = None,
     with_code: bool = False,
     untie: bool = False,
+    figures: Sequence[tuple[str, str]] = (),
 ) -> Exported:
     """Write a model to a folder that is ready to be shared. If the export fails, nothing is written.
 
@@ -75,6 +76,7 @@ def export_folder(
         license: Licence identifier for the card, such as "mit".
         with_code: Add code with which transformers opens the folder without this package (see `write_code`).
         untie: Whether a tied output layer becomes a matrix of its own, for a layout without an embedding multiplier.
+        figures: Names and values of evaluations, for the card of a run.
 
     Raises:
         ConfigError: The target is in use, an option is unknown, or the layout cannot express the model.
@@ -106,7 +108,7 @@ def export_folder(
         described,
         name=target.resolve().name,
         architecture=type(model).__name__,
-        training=_training(folder),
+        training=_training(folder, figures),
         license=license,
         opens_with="code" if with_code else "package" if to == "difftransformer" else "transformers",
     )
@@ -167,21 +169,11 @@ def _cast(folder: Path, dtype: str) -> None:
     (folder / CONFIG_FILE).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
 
 
-def _training(folder: Path) -> Training | str | None:
+def _training(folder: Path, figures: Sequence[tuple[str, str]]) -> Training | str | None:
     """Return recipe and figures from the run that the checkpoint belongs to, or the training section of its card."""
     if folder.parent.name == "checkpoints":
         run, step = folder.parent.parent, int(folder.name.removeprefix("step-"))
         recorded = training_summary(run, step)
         if recorded is not None:
-            rows = [row for path in sorted((run / "evals" / folder.name).glob("*.json")) for row in _figures(path)]
-            return replace(recorded, figures=[*recorded.figures, *rows])
+            return replace(recorded, figures=[*recorded.figures, *figures])
     return training_section(read_card(folder) or "")
-
-
-def _figures(path: Path) -> list[tuple[str, str]]:
-    try:
-        return summary_rows(read_result(path, TaskResult))
-    except DamagedResult:
-        raise
-    except ResultsError:  # another kind of file
-        return []

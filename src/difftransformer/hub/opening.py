@@ -1,21 +1,18 @@
-"""Open a saved model: the network alone, or a language model with its tokenizer that evaluations can query."""
+"""Open a saved model from any source, and its tokenizer."""
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from ..acceleration import IMPLEMENTATION, AcceleratedDiffLlamaAttention, accelerate, restore
+from ..acceleration import accelerate
 from ..convert.checkpoint_io import WeightsReader
-from ..data import Tokenizer
 from ..data.records import files_sha256
 from ..errors import CheckpointError, ConfigError, DiffTransformerError
-from ..evals import CausalLanguageModel
 from ..families import DifferentialFields
 from ..model import DiffTransformerConfig
 from ..model.dtypes import DTYPES, WeightsDtype
@@ -23,26 +20,16 @@ from ..model.foreign import FOREIGN_FAULTS, on_one_line
 from ..model.quiet import quietly
 from ..model.weights import GENERATION_FILE
 from ..reading import LARGEST_INT
-from ..results import ModelIdentity
 from ..train.checkpoint import STATE_FILE, verify_checkpoint
-from ..train.parallel import ALONE, Processes, Unfilled
+from ..train.parallel import Processes, Unfilled
 from ..typed import short
-from .divided import divide, plain_class, unfilled
+from .divided import divide, unfilled
 from .source import source_folder
 
 # A Hugging Face folder with a tokenizer has at least one of these files.
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 MOST_MISSING = 2  # up to twice the size of its weights a model is built, so that the missing ones can be named
 _HASHED_SUFFIXES = (".json", ".safetensors", ".model", ".jinja", ".txt")
-
-
-@dataclass(frozen=True, kw_only=True)
-class OpenedModel:
-    """A language model that answers requests, its identity for results files, and its folder."""
-
-    language_model: CausalLanguageModel
-    identity: ModelIdentity
-    folder: Path
 
 
 def open_model(
@@ -175,104 +162,6 @@ def _check_size(config: Any, weights: WeightsReader, auto_class: Any) -> None:
         raise ValueError(f"config.json describes {described:,} parameters, and the weights hold {held:,}")
 
 
-@contextmanager
-def open_language_model(
-    model: str,
-    *,
-    device: str = "cpu",
-    dtype: WeightsDtype = "auto",
-    batch_tokens: int = 16_384,
-    context_tokens: int | None = None,
-    prefix_caching: bool = True,
-    accelerated: bool = True,
-    processes: Processes = ALONE,
-    divide_weights: bool = False,
-) -> Iterator[OpenedModel]:
-    """Open a model and its tokenizer for evaluation.
-
-    Args:
-        model, dtype: See `open_model`.
-        device: "cpu" or "cuda".
-        batch_tokens: Largest number of tokens in a batch.
-        context_tokens: Largest number of tokens in a row. Defaults to the model's number of positions.
-        prefix_caching: Whether prompts with a common prefix compute it once.
-        accelerated: Whether to accelerate a model of another package (see `accelerate`) where that is supported.
-        processes: This process and the others, each of which opens the model.
-        divide_weights: Whether the processes divide the weights of one model (see `divided.divide`), for a model that
-            does not fit one device. Each process otherwise has its own.
-
-    Raises:
-        CheckpointError: The model or its tokenizer is missing, damaged or cannot be opened, or the two do not match.
-        ConfigError: The weights cannot be divided.
-    """
-    with processes.together():
-        stack = ExitStack()
-        opened = stack.enter_context(
-            _language_model(
-                model,
-                device=device,
-                dtype=dtype,
-                batch_tokens=batch_tokens,
-                context_tokens=context_tokens,
-                prefix_caching=prefix_caching,
-                accelerated=accelerated,
-                divided_by=processes if divide_weights else None,
-            )
-        )
-    with stack:
-        yield opened
-
-
-@contextmanager
-def _language_model(
-    model: str,
-    *,
-    device: str,
-    dtype: WeightsDtype,
-    batch_tokens: int,
-    context_tokens: int | None,
-    prefix_caching: bool,
-    accelerated: bool,
-    divided_by: Processes | None,
-) -> Iterator[OpenedModel]:
-    with source_folder(model) as folder, quietly():
-        theirs = open_tokenizer(folder)
-        tokenizer = _text_tokenizer(theirs, folder)
-        network = open_model(folder, dtype=dtype, divided_by=divided_by)
-        if divided_by is None:
-            network = network.to(device)
-        if accelerated:
-            with suppress(ConfigError):
-                accelerate(network)
-        else:
-            restore(network)
-        rows = network.get_input_embeddings().num_embeddings
-        if tokenizer.vocab_size > rows:
-            raise CheckpointError(
-                f"{model}: the tokenizer has {tokenizer.vocab_size} tokens, the model {rows}; they do not belong together"
-            )
-        language_model = CausalLanguageModel(
-            network,
-            tokenizer,
-            context_tokens=context_tokens,
-            batch_tokens=batch_tokens,
-            prefix_caching=prefix_caching,
-            hf_tokenizer=theirs,
-        )
-        language_model.is_divided = divided_by is not None
-        is_accelerated = any(isinstance(module, AcceleratedDiffLlamaAttention) for module in network.modules())
-        identity = ModelIdentity(
-            name=model,
-            architecture=plain_class(network).__name__,
-            attention=str(getattr(network.config, "attention_type", None) or network.config.model_type),
-            parameters=sum(parameter.numel() for parameter in network.parameters()),
-            dtype=str(network.dtype).removeprefix("torch."),
-            sha256=folder_sha256(folder),
-            kernels=IMPLEMENTATION if is_accelerated else str(network.config._attn_implementation),
-        )
-        yield OpenedModel(language_model=language_model, identity=identity, folder=folder)
-
-
 def folder_sha256(folder: Path) -> str:
     """Return the fingerprint of a saved model: of its configuration, weights and tokenizer files."""
     return files_sha256(
@@ -294,16 +183,3 @@ def open_tokenizer(folder: Path) -> Any:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # tokenizers raises bare Exception
         raise CheckpointError(f"{folder}: its tokenizer cannot be opened ({on_one_line(error)})") from error
-
-
-def _text_tokenizer(theirs: Any, folder: Path) -> Tokenizer:
-    end, begin = theirs.eos_token or theirs.bos_token, theirs.bos_token or theirs.eos_token
-    if not getattr(theirs, "is_fast", False) or end is None:
-        raise CheckpointError(f"{folder}: its tokenizer has no tokenizer.json, or no token that begins or ends a text")
-    return Tokenizer(
-        theirs.backend_tokenizer,
-        end_of_text=end,
-        begin_of_text=begin,
-        pad=theirs.pad_token or end,
-        chat_template=theirs.chat_template,
-    )

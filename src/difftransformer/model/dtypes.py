@@ -2,7 +2,7 @@
 
 import torch
 
-from ..results.base import WeightsDtype
+from ..typed import WeightsDtype
 
 __all__ = ["DTYPES", "WeightsDtype"]
 

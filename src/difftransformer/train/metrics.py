@@ -6,10 +6,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from ..checksums import DamagedLine, line_of, rows
 from ..errors import CheckpointError
-from ..files import naming
-from ..results import write_text_atomically
-from ..results.checksums import DamagedLine, line_of, rows
+from ..files import naming, write_text_atomically
 from ..typed import build
 
 METRICS_FILE = "metrics.jsonl"

@@ -1,5 +1,0 @@
-"""python -m difftransformer."""
-
-from .cli.main import main
-
-raise SystemExit(main())

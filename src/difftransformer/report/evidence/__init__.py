@@ -1,9 +1,0 @@
-"""From the records of studies to statistics, pages and the index of claims."""
-
-from difftransformer.report.evidence.claims import judge, read_claims
-from difftransformer.report.evidence.comparisons import Compared, compare
-from difftransformer.report.evidence.contrasts import Finding, Registration
-from difftransformer.report.evidence.pages import brief_answer, study_page, write_evidence
-from difftransformer.report.evidence.reading import Evidence, find_studies, read_evidence
-from difftransformer.report.evidence.scaling import fit_power_law, scaling_of
-from difftransformer.report.evidence.studied import Studied, read_studies, studied

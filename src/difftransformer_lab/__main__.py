@@ -1,0 +1,24 @@
+"""The command `difftransformer`, also as `python -m difftransformer_lab`."""
+
+import os
+import sys
+from importlib.metadata import requires
+
+os.environ["DIFFTRANSFORMER_LAZY"] = "1"  # see `difftransformer.__init__`; the command's own processes inherit it
+
+
+def main() -> int:
+    """Run the command line, or say what is missing for it."""
+    try:
+        from .cli.main import main as command
+    except ModuleNotFoundError as missing:
+        extra = [line for line in requires("difftransformer") or [] if 'extra == "lab"' in line]
+        if not any(line.startswith((missing.name or "").partition(".")[0]) for line in extra):
+            raise
+        print(f"difftransformer: {missing.name} is not installed; pip install 'difftransformer[lab]'", file=sys.stderr)
+        return 2
+    return command()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

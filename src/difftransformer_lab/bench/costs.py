@@ -1,0 +1,85 @@
+"""What a model costs compared with its twin: training step, prefill, decoding and memory."""
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from difftransformer.model import DiffTransformerConfig, DiffTransformerForCausalLM, count, weights_and_kv_bytes
+
+from ..results import CostRow, Timing
+from .memory import peak_training_bytes
+from .timing import time_interleaved
+from .work import decode_work, prefill_work, training_work
+
+REPEATS = 7
+DECODE_TOKENS = 16
+SHORT, LONG = 4096, 65_536  # context lengths of the memory columns, in tokens
+# arXiv:2410.05258 section 3.2: a 6.8B DIFF matches the loss of an 11B Transformer (62.2 %), by the fitted curves.
+PAPER_SHARE = 0.62
+
+
+def measure_costs(
+    configs: Mapping[str, DiffTransformerConfig],
+    *,
+    rows: int,
+    context_tokens: int,
+    labels: Mapping[str, str],
+) -> list[CostRow]:
+    """Time the models in one interleaved run, measure the memory of each in its own process, add a smaller DIFF by formula.
+
+    Args:
+        configs: Configuration of each model by name; the first is the model under test, the last its twin.
+        rows: Rows of a training step, of a prefill and of a decoding step.
+        context_tokens: Tokens of a row.
+        labels: The name of each model in the report.
+    """
+    models = {name: DiffTransformerForCausalLM(config) for name, config in configs.items()}
+
+    def time_all(work: Callable[..., Callable[[], None]], *arguments: int, warmup: int = 1) -> dict[str, Timing]:
+        calls = {name: work(model, rows, context_tokens, *arguments) for name, model in models.items()}
+        return time_interleaved(calls, rounds=REPEATS, warmup=warmup)
+
+    train = time_all(training_work, warmup=2)
+    prefill = time_all(prefill_work)
+    decode = time_all(decode_work, DECODE_TOKENS)
+    result = []
+    for name, config in configs.items():
+        counts = count(config)
+        result.append(
+            CostRow(
+                model=name,
+                label=labels.get(name, name),
+                parameters=counts.parameters,
+                train_step_seconds=train[name].median_seconds,
+                prefill_tokens_per_second=rows * context_tokens / prefill[name].median_seconds,
+                decode_tokens_per_second=rows * DECODE_TOKENS / decode[name].median_seconds,
+                peak_training_bytes=peak_training_bytes(
+                    config, rows=rows, context_tokens=context_tokens, threads=torch.get_num_threads()
+                ),
+                weights_and_kv_bytes_4k=weights_and_kv_bytes(counts, SHORT),
+                weights_and_kv_bytes_64k=weights_and_kv_bytes(counts, LONG),
+            )
+        )
+    return [*result, _smaller(next(iter(configs)), configs, labels)]
+
+
+def _smaller(name: str, configs: Mapping[str, DiffTransformerConfig], labels: Mapping[str, str]) -> CostRow:
+    """Compute the costs of the model under test at PAPER_SHARE of the twin's parameters.
+
+    Width and depth shrink by the same factor: parameters scale with its cube, keys and values with its square.
+    """
+    twin, under_test = count(list(configs.values())[-1]), count(configs[name])
+    parameters = round(PAPER_SHARE * twin.parameters)
+    kv_bytes = under_test.kv_bytes_per_token * PAPER_SHARE ** (2 / 3)
+    weights = 2 * parameters
+    return CostRow(
+        model=f"{name}-{PAPER_SHARE:.0%}",
+        label=f"{labels.get(name, name)} at {PAPER_SHARE:.0%} of the parameters, by formula",
+        parameters=parameters,
+        train_step_seconds=None,
+        prefill_tokens_per_second=None,
+        decode_tokens_per_second=None,
+        peak_training_bytes=None,
+        weights_and_kv_bytes_4k=round(weights + SHORT * kv_bytes),
+        weights_and_kv_bytes_64k=round(weights + LONG * kv_bytes),
+    )

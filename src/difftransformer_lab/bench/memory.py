@@ -1,0 +1,124 @@
+"""Peak memory of one call or training run.
+
+On the CPU it is measured in a fresh process, which is given a JSON spec: the peak of the resident set (VmHWM on Linux) above
+what the process held before the work, which is its imports and the inputs. The process must be fresh because allocators keep
+memory, and because a child's peak from getrusage starts at its parent's. On a GPU PyTorch counts the memory in use, in any
+process.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from difftransformer.errors import DiffTransformerError
+from difftransformer.model import DiffTransformerConfig, DiffTransformerForCausalLM
+
+from ..child import start_child
+from ..results import AttentionShape, LossShape
+from .loss_work import loss_work
+from .work import attention_work, training_work
+
+SHORT_TOKENS = 64
+
+
+def peak_attention_bytes(implementation: str, shape: AttentionShape, *, threads: int, device: str = "cpu") -> int:
+    """Measure the peak above the inputs of one call of `attention_work`."""
+    if device != "cpu":
+        work = attention_work(implementation, shape, device)
+        work()  # tuning and compiling take memory of their own, once
+        return device_peak_bytes(work)
+    spec = {"work": "attention", "implementation": implementation, "shape": vars(shape), "threads": threads}
+    return _measure(spec)
+
+
+def peak_training_bytes(config: DiffTransformerConfig, *, rows: int, context_tokens: int, threads: int) -> int:
+    """Measure the peak of two training steps: weights, gradients, both moments and activations."""
+    return _measure(
+        {"work": "training", "config": config.to_dict(), "rows": rows, "context": context_tokens, "threads": threads}
+    )
+
+
+def peak_loss_bytes(implementation: str, *, shape: LossShape, threads: int) -> int:
+    """Measure the peak above the inputs of one call of `loss_work`."""
+    return _measure({"work": "loss", "implementation": implementation, "shape": vars(shape), "threads": threads})
+
+
+def device_peak_bytes(work: Callable[[], object], before: int | None = None) -> int:
+    """Return the most GPU memory in use during the work above `before`, by default the memory in use when it begins."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated() if before is None else before
+    work()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def _measure(spec: dict[str, Any]) -> int:
+    # Return freed blocks to the system at once, so that the peak counts only memory in use.
+    environment = os.environ | {"MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_MMAP_THRESHOLD_": "65536"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with start_child("difftransformer_lab.bench.memory", json.dumps(spec), env=environment, **pipes) as process:
+        lines = process.stdout.read().decode(errors="replace").splitlines()  # type: ignore[union-attr]
+    if process.returncode:
+        reason = lines[-1] if lines else f"status {process.returncode}"
+        raise DiffTransformerError(f"the memory measurement failed: {reason}")
+    return int(next(line for line in reversed(lines) if line.isdecimal()))
+
+
+def _resident_bytes(field: str) -> int:
+    """Return VmRSS (now) or VmHWM (peak) of this process."""
+    status = Path("/proc/self/status")
+    if not status.exists():  # other systems tell only the peak
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    line = next(line for line in status.read_text().splitlines() if line.startswith(field))
+    return int(line.split()[1]) * 1024
+
+
+def main(arguments: list[str]) -> int:
+    """Do the work of a spec and print its peak in bytes."""
+    sys.stdout.write(f"{_peak(json.loads(arguments[0]))}\n")
+    return 0
+
+
+def _peak(spec: dict[str, Any]) -> int:
+    torch.set_num_threads(spec["threads"])
+    torch.manual_seed(0)
+    if spec["work"] == "attention":
+        shape = AttentionShape(**spec["shape"])
+        # Make a short call first: libraries allocate their workspaces once.
+        attention_work(spec["implementation"], dataclasses.replace(shape, length_tokens=SHORT_TOKENS))()
+        return _peak_bytes(attention_work(spec["implementation"], shape))
+    if spec["work"] == "loss":
+        loss_shape = LossShape(**spec["shape"])
+        loss_work(
+            spec["implementation"], dataclasses.replace(loss_shape, tokens=SHORT_TOKENS, vocab_size=SHORT_TOKENS)
+        )()
+        return _peak_bytes(loss_work(spec["implementation"], loss_shape))
+    fields = {
+        key: value for key, value in spec["config"].items() if key not in ("architectures", "transformers_version")
+    }
+
+    def train() -> None:
+        model = DiffTransformerForCausalLM(DiffTransformerConfig(**fields))
+        step = training_work(model, spec["rows"], spec["context"])
+        step()
+        step()
+
+    return _peak_bytes(train)
+
+
+def _peak_bytes(work: Callable[[], object]) -> int:
+    """Return the peak of the resident set during the work, above its size before."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")  # reset the peak, which the imports have set
+    before = _resident_bytes("VmRSS")
+    work()
+    return _resident_bytes("VmHWM") - before

@@ -1,0 +1,44 @@
+"""difftransformer compare."""
+
+from pathlib import Path
+
+from difftransformer.files import locked
+
+from ..recipe_files import read_recipe
+from .arguments import SET
+from .console import Gaps, console, log, resumable, show
+from .progress import training_progress, watch_jobs
+
+ARGUMENTS = SET
+
+
+def run(
+    recipe: str, out: str | None = None, seeds: int | None = None, jobs: int | None = None, set: list[str] | None = None
+) -> int:
+    """Compare a model with its same-size twin.
+
+    Args:
+        recipe: YAML file that says what to train, evaluate and compare.
+        out: Folder for runs, results.json and the report; reports/NAME of the recipe by default.
+        seeds: Number of seeds in place of the recipe's.
+        jobs: Runs that train at the same time, in place of the recipe's; each gets an equal share of the threads.
+    """
+    read_recipe(recipe)
+    from difftransformer.ops import build
+
+    from ..report import print_study, write_report
+    from ..studies import compare, load_recipe
+
+    overrides = list(set or [])
+    overrides += [f"compare.{key}={value}" for key, value in (("seeds", seeds), ("jobs", jobs)) if value is not None]
+    loaded = load_recipe(recipe, overrides)
+    folder = Path(out or f"reports/{loaded.name}")
+    build.load()  # here, where its line is seen, and not in a run
+    with locked(folder):
+        with resumable("stopped; every run is saved"), training_progress() as bars:
+            comparison = compare(loaded, folder, progress=watch_jobs(bars), log=log)
+        gaps = Gaps("compare")
+        page = write_report(comparison, folder, on_gap=gaps)
+    print_study(comparison, console)
+    show(f"Report: {page}\nResults: {folder / 'results.json'}")
+    return gaps.status

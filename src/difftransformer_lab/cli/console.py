@@ -1,0 +1,78 @@
+"""Print to the terminal, and stop a command so that it can be continued. All that commands print goes through this file."""
+
+import shlex
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
+
+from difftransformer.errors import EXIT_ERROR, EXIT_INTERRUPTED
+
+from ..printable import printable, printable_line
+
+WIDTH_WITHOUT_TERMINAL = 120  # for logs, which have no width of their own
+
+
+class _PlainConsole(Console):
+    """Prints text as it is: brackets are no markup, and control characters in names and texts are made visible."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for text, style, control in super().render(renderable, options):
+            yield Segment(text if control else printable(text), style, control)
+
+
+console = _PlainConsole(
+    width=None if sys.stdout is not None and sys.stdout.isatty() else WIDTH_WITHOUT_TERMINAL, markup=False, emoji=False
+)
+
+
+def show(text: str) -> None:
+    """Print a result exactly as it is, without wrapping lines."""
+    console.print(text, highlight=False, soft_wrap=True)
+
+
+def log(text: str) -> None:
+    """Print a dimmed line about progress."""
+    console.print(text, style="dim", highlight=False, soft_wrap=True)
+
+
+def complain(text: str) -> None:
+    """Print one line on standard error."""
+    print(printable_line(text), file=sys.stderr)
+
+
+class Gaps:
+    """What a page or a result lacks: said on standard error, and in the exit status."""
+
+    def __init__(self, verb: str) -> None:
+        self.verb, self.count = verb, 0
+
+    def __call__(self, gap: str) -> None:
+        """Say one gap."""
+        self.count += 1
+        complain(f"difftransformer {self.verb}: missing: {' '.join(gap.split())}")
+
+    @property
+    def status(self) -> int:
+        """The exit status."""
+        return EXIT_ERROR if self.count else 0
+
+
+@contextmanager
+def resumable(saved: str = "") -> Iterator[None]:
+    """Raise KeyboardInterrupt with the command that continues the work, if the block is interrupted.
+
+    Args:
+        saved: Sentence that says what is saved. Defaults to that of `train.Interrupted`.
+    """
+    from difftransformer.train import Interrupted
+
+    try:
+        yield
+    except (Interrupted, KeyboardInterrupt) as stop:
+        command = shlex.join(["difftransformer", *sys.argv[1:]])
+        interruption = KeyboardInterrupt(f"{saved or stop}. Continue with: {command}")
+        interruption.status = getattr(stop, "status", EXIT_INTERRUPTED)  # type: ignore[attr-defined]
+        raise interruption from None

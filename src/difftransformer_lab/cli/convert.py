@@ -1,0 +1,36 @@
+"""difftransformer convert."""
+
+from difftransformer.errors import ConfigError
+
+from .console import log, show
+
+ARGUMENTS = {
+    "--from": {"dest": "from_", "help": "Layout to read. Defaults to the one that config.json names."},
+    "--untie": {
+        "action": "store_true",
+        "help": "Write a tied output layer as a matrix of its own. A model with an embedding multiplier needs this.",
+    },
+}
+
+
+def run(source: str, target: str, to: str | None = None, from_: str | None = None, untie: bool = False) -> int:
+    """Convert a model's folder to another layout, tokenizer and chat template included.
+
+    Args:
+        source: Folder with config.json and safetensors.
+        target: Folder to write. It must not exist, or be empty.
+        to: Layout to write: difftransformer, diffllama, or llama for a softmax twin.
+    """
+    from difftransformer.convert import convert_folder
+    from difftransformer.convert.registry import FOLDER_LAYOUTS
+
+    if to is None:
+        raise ConfigError(f"--to is missing; choose one of {', '.join(FOLDER_LAYOUTS)}")
+    done = convert_folder(source, target, to=to, source_layout=from_, untie=untie)
+    for note in done.notes:
+        log(note)
+    if done.left_behind:
+        log(f"Not copied: {', '.join(done.left_behind)}")
+    carried = f"; copied: {', '.join(done.carried)}" if done.carried else ""
+    show(f"{done.folder}: {done.layout}, {done.tensors} tensors, {done.bytes:,} bytes{carried}")
+    return 0

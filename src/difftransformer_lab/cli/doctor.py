@@ -1,0 +1,59 @@
+"""difftransformer doctor."""
+
+from json import dumps
+from typing import Any
+
+from rich.table import Table
+
+from .arguments import check_device
+from .console import console, show
+
+ARGUMENTS = {"--json": {"action": "store_true", "help": "Print JSON instead of tables."}}
+EXIT_SWITCHED_OFF = 1
+
+
+def run(device: str | None = None, json: bool = False) -> int:
+    """Check every attention backend against the equations, and print what a bug report needs. Takes up to two minutes.
+
+    A backend that fails is switched off on this device from then on. The exit status is then 1.
+
+    Args:
+        device: cpu or cuda; by default cuda where there is one.
+    """
+    import torch
+
+    from difftransformer.ops.examination import examine_backends, machine_facts
+
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    check_device(device)
+    place = torch.empty(0, device=device).device
+    checks, facts = examine_backends(place), machine_facts(place)
+    if json:
+        show(dumps({"facts": facts, "backends": checks}, indent=2))
+    else:
+        _print(facts, checks)
+    return EXIT_SWITCHED_OFF if any(check["verdict"] == "off" for check in checks) else 0
+
+
+def _print(facts: dict[str, str], checks: list[dict[str, Any]]) -> None:
+    width = max(map(len, facts))
+    for name, value in facts.items():
+        show(f"{name:<{width}}  {value}")
+    dtypes = list(dict.fromkeys(check["dtype"] for check in checks))
+    table = Table("backend", *dtypes, caption="Error against float64 over the largest number; forward and backward.")
+    cells = {(check["backend"], check["dtype"]): _cell(check) for check in checks}
+    for name in dict.fromkeys(check["backend"] for check in checks):
+        table.add_row(name, *(cells[name, dtype] for dtype in dtypes))
+    console.print(table)
+    reasons = {(check["backend"], check["verdict"], check["reason"]): None for check in checks if check["reason"]}
+    for name, verdict, reason in reasons:
+        show(f"{name}: {verdict}: {reason}")
+
+
+def _cell(check: dict[str, Any]) -> str:
+    words = [check["verdict"]]
+    if check["error"] is not None:
+        words.append(f"{check['error']:.0e}")
+    if check["milliseconds"] is not None:
+        words.append(f"{check['milliseconds']:.1f} ms")
+    return ", ".join(words)

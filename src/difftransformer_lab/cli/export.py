@@ -1,0 +1,75 @@
+"""difftransformer export."""
+
+from pathlib import Path
+from typing import Literal
+
+from difftransformer.errors import DamagedResult, ResultsError
+from difftransformer.sources import check_model
+
+from ..results import TaskResult, read_result, summary_rows
+from .console import log, show
+
+ARGUMENTS = {
+    "--with-code": {
+        "dest": "with_code",
+        "action": "store_true",
+        "help": "Add Python code with which transformers opens the folder without this package (trust_remote_code=True).",
+    },
+    "--untie": {
+        "action": "store_true",
+        "help": "With --to, write a tied output layer as a matrix of its own. A model with an embedding multiplier needs this.",
+    },
+}
+
+
+def run(
+    model: str,
+    out: str,
+    dtype: Literal["auto", "fp32", "bf16"] = "auto",
+    to: Literal["difftransformer", "diffllama", "llama"] = "difftransformer",
+    license: str | None = None,
+    with_code: bool = False,
+    untie: bool = False,
+) -> int:
+    """Write a run or a saved model to a clean Hugging Face folder: weights, tokenizer, model card with recipe and figures.
+
+    Args:
+        model: Run folder (its newest checkpoint), checkpoint, or folder of a saved model.
+        out: Folder to write. It must not exist, or be empty.
+        dtype: Floating-point type of the weights. auto keeps the type that they were saved in.
+        to: Layout. diffllama, and llama for a softmax twin, open in stock transformers, without this package.
+        license: Licence identifier for the card, such as mit or apache-2.0.
+    """
+    check_model(model)
+    from difftransformer.hub import export_folder
+    from difftransformer.train import latest_checkpoint
+
+    done = export_folder(
+        model,
+        out,
+        dtype=dtype,
+        to=to,
+        license=license,
+        with_code=with_code,
+        untie=untie,
+        figures=_evaluations(latest_checkpoint(Path(model))),
+    )
+    for note in done.notes:
+        log(note)
+    if done.kept_card:
+        log("README.md was edited by hand and is copied unchanged")
+    show(f"{done.folder}: {done.source} as {done.layout}, {done.bytes:,} bytes: {', '.join(done.files)}")
+    return 0
+
+
+def _evaluations(checkpoint: Path) -> list[tuple[str, str]]:
+    """Return the figures of a run's checkpoint, which the run keeps in evals/CHECKPOINT; none for other folders."""
+    rows = []
+    for path in sorted((checkpoint.parents[1] / "evals" / checkpoint.name).glob("*.json")):
+        try:
+            rows += summary_rows(read_result(path, TaskResult))
+        except DamagedResult:
+            raise
+        except ResultsError:  # another kind of file
+            pass
+    return rows

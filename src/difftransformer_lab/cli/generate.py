@@ -1,0 +1,115 @@
+"""difftransformer generate."""
+
+import sys
+from math import isfinite
+from pathlib import Path
+from typing import Any, Literal
+
+from difftransformer.errors import ConfigError, DataError
+from difftransformer.sources import check_model
+from difftransformer.typed import WeightsDtype
+
+from .arguments import check_device, check_positive
+
+MOST_BEAMS = 1024
+ARGUMENTS = {
+    "prompt": {"nargs": "?", "help": "Text to continue. Defaults to the text of --prompt_file or standard input."},
+    "--chat": {
+        "action": "store_true",
+        "help": "Put the prompt into the tokenizer's chat template as a user's message.",
+    },
+}
+
+
+def run(
+    model: str,
+    prompt: str | None = None,
+    prompt_file: str | None = None,
+    chat: bool = False,
+    max_new_tokens: int = 128,
+    temperature: float = 0.0,
+    top_p: float | None = None,
+    top_k: int | None = None,
+    seed: int = 0,
+    num_beams: int = 1,
+    device: str = "cpu",
+    dtype: WeightsDtype = "auto",
+    cache: Literal["dynamic", "static"] = "dynamic",
+    backend: str = "auto",
+) -> int:
+    """Continue a prompt and print the text word by word.
+
+    Args:
+        model: Run folder (its newest checkpoint), checkpoint, folder of any causal language model that transformers opens
+            without remote code, .gguf file, or owner/name on the Hugging Face hub.
+        prompt_file: File with the prompt. A newline at the end of the file or of standard input is removed.
+        max_new_tokens: Largest number of new tokens.
+        temperature: 0 takes the most likely token. Above 0, tokens are sampled; higher values make the draw more uniform.
+        top_p: Sample from the most likely tokens whose probabilities add up to this value.
+        top_k: Sample from this many most likely tokens.
+        seed: Seed of the sampling.
+        num_beams: Number of beams of a beam search. Above 1, the text is printed at the end.
+        device: cpu or cuda.
+        dtype: Floating-point type of the weights. auto keeps the type that they were saved in.
+        cache: dynamic grows with the text; static has its full size from the start.
+        backend: Attention backend of a DIFF model or a DiffLlama (see `difftransformer info backends`).
+    """
+    _check_numbers(max_new_tokens, temperature, top_p, top_k, num_beams)
+    check_device(device)
+    text = _prompt(prompt, prompt_file)
+    check_model(model)
+    from .continuation import print_continuation
+
+    sampling: dict[str, Any] = {"do_sample": temperature > 0, "temperature": None, "top_p": None, "top_k": None}
+    if temperature > 0:
+        sampling |= {"temperature": temperature, "top_p": top_p or 1.0, "top_k": top_k or 0}
+    return print_continuation(
+        model,
+        text,
+        chat=chat,
+        max_new_tokens=max_new_tokens,
+        sampling=sampling,
+        seed=seed,
+        num_beams=num_beams,
+        device=device,
+        dtype=dtype,
+        cache=cache,
+        backend=backend,
+    )
+
+
+def _check_numbers(
+    max_new_tokens: int, temperature: float, top_p: float | None, top_k: int | None, num_beams: int
+) -> None:
+    check_positive(max_new_tokens=max_new_tokens, top_k=top_k, num_beams=num_beams)
+    if num_beams > MOST_BEAMS:
+        raise ConfigError(f"--num_beams {num_beams}: give at most {MOST_BEAMS}")
+    if not isfinite(temperature) or temperature < 0:
+        raise ConfigError(f"--temperature {temperature}: give 0 for the most likely token, or a number above 0")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise ConfigError(f"--top_p {top_p}: give a probability above 0 and up to 1")
+    for flag, value in (("--top_p", top_p), ("--top_k", top_k)):
+        if value is not None and temperature == 0:
+            raise ConfigError(f"{flag} {value} is for sampling, but --temperature 0 does not sample; raise it")
+
+
+def _prompt(prompt: str | None, prompt_file: str | None) -> str:
+    if prompt is not None and prompt_file is not None:
+        raise ConfigError("a prompt and --prompt_file were given; choose one")
+    where = "the prompt"
+    if prompt is None:
+        if prompt_file is None and sys.stdin.isatty():
+            raise ConfigError("no prompt: give it after the model, with --prompt_file, or on standard input")
+        where = prompt_file or "standard input"
+        try:
+            prompt = Path(prompt_file).read_text(encoding="utf-8") if prompt_file else sys.stdin.read()
+        except UnicodeDecodeError as error:
+            raise DataError(f"{where}: not UTF-8 ({error.reason} at byte {error.start}); convert it") from None
+        prompt = prompt.removesuffix("\n")
+    if not prompt.strip():
+        raise ConfigError(f"{where} is empty; give a text to continue")
+    try:
+        prompt.encode("utf-8")
+    except UnicodeEncodeError:
+        raise DataError(f"{where}: not UTF-8; convert it") from None
+    return prompt

@@ -1,0 +1,169 @@
+"""difftransformer info."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from difftransformer.errors import ConfigError
+
+from ..recipe_files import shipped_recipes
+from .console import console, show
+
+if TYPE_CHECKING:
+    from difftransformer.model import DiffTransformerConfig
+    from difftransformer.model.start_sizes import Branch
+
+ARGUMENTS = {
+    "--start": {
+        "action": "store_true",
+        "help": "Measure how large attention and MLP are at step 0 beside the residual stream, in place of the sizes.",
+    }
+}
+
+
+def run(model: str, start: bool = False) -> int:
+    """Show parameters, FLOPs and bytes of a model and its twins, computed by formula; or how the model starts.
+
+    Args:
+        model: A preset (tiny, small, 830m, 1.4b, 2.8b, 3b, 6.8b, 13.1b), a recipe's YAML file or a shipped recipe's name, the
+            folder of a saved model, or "backends" to list the attention backends.
+    """
+    from difftransformer.families import DifferentialFields
+    from difftransformer.model import PRESETS, DiffTransformerConfig, count, preset
+
+    if model == "backends":
+        if start:
+            raise ConfigError(
+                "backends is not a model; name a preset, a recipe or a folder with config.json to use --start"
+            )
+        console.print(_backends())
+        return 0
+    stated, is_saved = None, False
+    if model in PRESETS:
+        chosen = preset(model)
+        config, source = DiffTransformerConfig(**chosen.fields), chosen.source
+        stated = chosen.paper_parameters
+    elif Path(model).is_dir() or not _is_recipe(model):
+        config, source, is_saved = _saved_config(model), model, True
+    else:
+        from ..studies import load_recipe
+
+        loaded = load_recipe(model)
+        config, source, is_saved = loaded.planned_config(), "recipe", loaded.start_from is not None
+    if isinstance(config, DifferentialFields):
+        if start:
+            raise ConfigError(
+                f"{model}: model_type is {config.model_type!r}, and --start takes 'difftransformer'; a model of another family "
+                "starts from pretrained weights"
+            )
+        console.print(_family(model, config))
+        return 0
+    if not isinstance(config, DiffTransformerConfig):
+        raise ConfigError(f"{model}: model_type is {config.model_type!r}; name the folder of a differential model")
+    if start:
+        _show_start(model, config, is_saved)
+        return 0
+    console.print(_sizes(model, source, config))
+    if stated is not None:
+        tied = count(config).parameters
+        untied = tied + config.vocab_size * config.hidden_size
+        text = f"The paper states {stated / 1e9:.3g}B. This shape has {tied / 1e9:.2f}B with a tied embedding"
+        console.print(f"{text}, {untied / 1e9:.2f}B untied.", highlight=False)
+    return 0
+
+
+def _is_recipe(name: str) -> bool:
+    return name in shipped_recipes() | shipped_recipes("paper") or Path(name).suffix in (".yaml", ".yml")
+
+
+def _saved_config(folder: str) -> Any:
+    from transformers import AutoConfig
+
+    from difftransformer.convert.checkpoint_io import naming_config
+    from difftransformer.model import PRESETS
+
+    path = Path(folder, "config.json")
+    if not path.is_file():
+        raise ConfigError(
+            f"{folder!r} is neither a preset ({', '.join(PRESETS)}), nor a recipe ({', '.join(shipped_recipes())}, or a YAML "
+            "file), nor a folder with config.json"
+        )
+    with naming_config(path, "difftransformer"):
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+
+
+def _show_start(name: str, config: "DiffTransformerConfig", is_saved: bool) -> None:
+    """Print the sizes of a model's branches at step 0 beside those of its softmax twin, and what is wrong with them."""
+    from difftransformer.model.start_sizes import LARGEST_RATIO, TOKENS, drowning, start_sizes
+
+    configs = {word: config.twin(word) for word in dict.fromkeys((config.attention_type, "softmax"))}
+    found = {word: start_sizes(one) for word, one in configs.items()}
+    layers, whole = min(map(len, found.values())) // 2, config.num_hidden_layers
+    console.print(_start_table(found, layers))
+    measured = "all layers" if layers == whole else f"the first {f'{layers} of' if layers > 1 else 'of'} {whole} layers"
+    std = f" (initializer_range {config.initializer_range:g})" if config.initialization == "normal" else ""
+    show(f"{name} at step 0, {measured}: RMS on {TOKENS} random tokens. ratio: attention / stream.")
+    show(f"initialization: {config.initialization}{std}, embedding_multiplier: {config.embedding_multiplier:.4g}")
+    if is_saved:
+        show("Measured with fresh weights: this is how the configuration starts, not what was trained.")
+    for word, branches in found.items():
+        said = drowning(configs[word], branches)
+        said = (
+            said or f"no branch starts more than {LARGEST_RATIO:g} times as large as the residual stream that it joins"
+        )
+        show(f"{word}: {said}.")
+
+
+def _start_table(found: "dict[str, list[Branch]]", layers: int) -> Table:
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False, pad_edge=False)
+    table.add_column("\nlayer", justify="right")
+    for word in found:
+        for above, title in (("", "stream"), (word, "attention"), ("", "MLP"), ("", "ratio")):
+            table.add_column(f"{above}\n{title}", justify="right", no_wrap=True)
+    for layer in range(layers):
+        cells = [str(layer)]
+        for branches in found.values():
+            attention, mlp = branches[2 * layer : 2 * layer + 2]
+            cells += [f"{size:.4f}" for size in (attention.stream, attention.output, mlp.output)]
+            cells.append(f"{attention.ratio:.2f}")
+        table.add_row(*cells)
+    return table
+
+
+def _sizes(name: str, source: str, config: "DiffTransformerConfig") -> Table:
+    from difftransformer.attention import variants
+    from difftransformer.model import count, matching_width
+    from difftransformer.model.card import size_rows
+
+    table = Table(title=f"{name} ({source})", caption="Computed by formula; FLOPs of matrix products.")
+    table.add_column("")
+    twins = [size_rows(config.twin(word)) for word in variants()]
+    for word in variants():
+        table.add_column(word, justify="right")
+    for label in twins[0]:
+        table.add_row(label, *(f"{rows[label]:,}" for rows in twins))
+    size = count(config.twin()).parameters
+    equal = (matching_width(config.twin(word), size) for word in variants())
+    table.add_row("FFN width for as many parameters as softmax", *(f"{width:,}" for width in equal))
+    return table
+
+
+def _family(name: str, config: Any) -> Table:
+    from difftransformer.families import count_family
+
+    counts = count_family(config)
+    table = Table("", config.attention_type, title=f"{name} ({config.family})", caption="FLOPs of matrix products.")
+    for field, value in vars(counts).items():
+        table.add_row(field.replace("_", " "), f"{value:,}")
+    return table
+
+
+def _backends() -> Table:
+    from difftransformer.ops import BACKENDS
+
+    table = Table("name", "description", title="Attention backends")
+    for name, backend in BACKENDS.items():
+        table.add_row(name, backend.description)
+    return table

@@ -1,0 +1,107 @@
+"""difftransformer study."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from difftransformer.files import locked
+
+from ..recipe_files import read_mapping, shipped_recipes
+from .arguments import SET, check_device, check_positive, use_threads
+from .console import log, resumable, show
+from .progress import in_words, study_progress, watch_study
+
+if TYPE_CHECKING:
+    from ..studies import Study
+
+RESULTS = "docs/results/studies"
+ARGUMENTS = SET | {
+    "--dry-run": {
+        "action": "store_true",
+        "dest": "dry_run",
+        "help": "Print the runs, the time that they take and the smallest effect that the seeds can detect; train nothing.",
+    }
+}
+
+
+def run(
+    study: str,
+    preset: str = "laptop",
+    seeds: int | None = None,
+    jobs: int | None = None,
+    threads: int | None = None,
+    device: str = "cpu",
+    source: str | None = None,
+    results: str = RESULTS,
+    out: str | None = None,
+    set: list[str] | None = None,
+    dry_run: bool = False,
+) -> int:
+    """Train the runs of a study that are missing, and write its index.
+
+    Args:
+        study: Name of a study, such as controls, or a YAML file.
+        preset: Size of the study.
+        seeds: Number of seeds of every arm, in place of the study's.
+        jobs: Runs that train at the same time. Defaults to one for each thread on the CPU, and to one on a GPU.
+        threads: Number of CPU threads of all runs together.
+        device: cpu or cuda.
+        source: The pretrained model of a study that starts from one: a folder, a .gguf file, or owner/name on the hub.
+        results: Folder with one subfolder for each study. Runs that any of them has are not trained again.
+        out: Folder for checkpoints; reports/studies/NAME by default.
+    """
+    read_mapping(
+        study, shipped_recipes("studies"), "a study is a mapping with name, question, recipe, arms and figures"
+    )
+    check_positive(seeds=seeds, jobs=jobs)
+    check_device(device)
+    use_threads(threads)
+    import torch
+
+    from difftransformer.ops import build
+
+    from ..studies import Design, Study, load_study
+
+    loaded = load_study(study)
+    at_once = jobs or (torch.get_num_threads() if device == "cpu" else 1)
+    folder = Path(out or f"reports/studies/{loaded.name}")
+    design = Design(loaded, preset, seeds=seeds, changes=set or [])
+    whole = Study(design, Path(results), log, source=source, models=folder / "models")
+    if dry_run:
+        return _describe(whole, at_once, device)
+    build.load()  # here, where its line is seen, and not in a run
+    title = f"study {loaded.name}"
+    with locked(folder), resumable("stopped; every run is saved"), study_progress() as bars:
+        index = whole.train(folder, at_once=at_once, device=device, progress=watch_study(bars, title))
+    show(f"{title}: {len(index.members)} of {index.planned} runs are there")
+    show(f"Index: {whole.index_file}")
+    return 0
+
+
+def _describe(study: "Study", at_once: int, device: str) -> int:
+    """Print what a study asks for."""
+    import torch
+
+    from ..statistics import detectable
+    from ..studies import estimate
+
+    threads = max(1, torch.get_num_threads() // at_once)
+    design = study.design
+    seeds = design.seeds()
+    found = estimate(study, at_once=at_once, threads=threads, device=device)
+    show(f"{study.design.config.name}, preset {study.design.name}: {study.design.config.question}")
+    show(f"{found.runs} runs, {found.runs - found.missing} are there, {found.missing} to train")
+    if found.absent:
+        show(f"No run could be looked up: {found.absent}")
+    if found.longest is not None:
+        title, longest = found.longest
+        show(
+            f"about {in_words(found.seconds)}, {at_once} at a time with {threads} threads each, by {found.basis}; "
+            f"the longest run, {title}, {in_words(longest)}"
+        )
+    show(
+        "Smallest effect that one planned contrast shows with a probability of 0.8, in standard deviations of the differences "
+        "by seed: "
+        + ", ".join(f"{detectable(count):.1f} with {count} seeds" for count in sorted({*seeds}) if count > 1)
+        + ("" if seeds[0] > 1 else ", none with 1 seed" if seeds[1] > 1 else "none with 1 seed")
+    )
+    return 0

@@ -1,0 +1,126 @@
+"""difftransformer train."""
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from difftransformer.files import locked
+from difftransformer.torchrun import started_by_torchrun
+
+from ..recipe_files import read_recipe
+from .arguments import SET, check_device, check_positive, use_threads
+from .console import log, resumable, show
+from .members import members
+from .progress import evaluation_progress, training_progress, watch_steps
+
+if TYPE_CHECKING:
+    from ..studies import Recipe
+
+ARGUMENTS = SET | {
+    "--dry-run": {
+        "action": "store_true",
+        "dest": "dry_run",
+        "help": "Say what would be trained and what is missing, and train nothing.",
+    }
+}
+
+
+def run(
+    recipe: str,
+    out: str | None = None,
+    seed: int | None = None,
+    device: str = "cpu",
+    threads: int | None = None,
+    processes: int | None = None,
+    set: list[str] | None = None,
+    dry_run: bool = False,
+) -> int:
+    """Train one model. A run that was stopped continues from its newest checkpoint.
+
+    Args:
+        recipe: YAML file with model, data and training.
+        out: Run folder. Defaults to runs/NAME, with the recipe's name.
+        seed: Training seed that replaces the recipe's.
+        device: cpu or cuda.
+        threads: Number of CPU threads of each process. Defaults to all. Losses are bitwise equal for equal numbers of threads.
+        processes: Number of processes of this machine, which the recipe's `parallel` divides. torchrun starts more machines.
+    """
+    read_recipe(recipe)
+    check_positive(processes=processes)
+    overrides = list(set or []) + ([f"training.seed={seed}"] if seed is not None else [])
+    if dry_run:
+        from ..studies import load_recipe
+
+        return _describe(load_recipe(recipe, overrides))
+    if (processes or 1) > 1 and not started_by_torchrun():
+        from .launch import launch
+
+        check_device(device)
+        flags = {"out": out, "device": None if device == "cpu" else device, "threads": threads, "processes": processes}
+        words = [word for name, value in flags.items() if value is not None for word in (f"--{name}", str(value))]
+        return launch(
+            processes or 1, ["train", recipe, *words, *(w for change in overrides for w in ("--set", change))]
+        )
+    with members(device, processes) as crew:
+        return _train(recipe, overrides, out, threads, crew)
+
+
+def _train(recipe: str, overrides: list[str], out: str | None, threads: int | None, crew: Any) -> int:
+    from difftransformer.data import prepare_shards
+    from difftransformer.train import Interrupted, checkpoints
+    from difftransformer.train.heap import keep_freed_memory
+    from difftransformer.train.parallel import Mesh
+
+    from ..studies import load_recipe, start_run, train_run
+
+    keep_freed_memory()
+    first = crew.is_first
+    with crew.together():
+        loaded = load_recipe(recipe, overrides)
+        use_threads(threads)
+        loaded.parallel.degrees(crew.count)
+    mesh = Mesh(crew, loaded.parallel)
+    with crew.together():
+        mesh.check(loaded.model_config(vocab_size=1), loaded.training)
+    folder = Path(out or f"runs/{loaded.name}")
+    with ExitStack() as stack:
+        with crew.together():
+            if first:
+                stack.enter_context(locked(folder))
+                start_run(folder, loaded)
+                with evaluation_progress("tokenising") as tokenised:
+                    shards = prepare_shards(loaded.data, log=log, progress=tokenised)
+        with crew.together():
+            if not first:
+                shards = prepare_shards(loaded.data)
+        if not first:
+            try:
+                train_run(folder, loaded, shards, mesh=mesh)
+            except Interrupted as stopped:
+                return stopped.status
+            return 0
+        with resumable(), training_progress() as progress:
+            on_metrics = watch_steps(progress, loaded.name, loaded.training.steps)
+            train_run(folder, loaded, shards, mesh=mesh, on_metrics=on_metrics)
+    show(f"Trained: {checkpoints(folder)[-1]}")
+    return 0
+
+
+def _describe(recipe: "Recipe") -> int:
+    """Print what a recipe trains, and what it names that is not there."""
+    from difftransformer.model import count
+
+    missing = recipe.missing()
+    if recipe.model or recipe.start_from is None or not missing:
+        config, training = recipe.planned_config(), recipe.training
+        tokens, stages = (
+            training.steps * training.batch_tokens,
+            ", ".join(str(long) for _, long in training.context_stages),
+        )
+        show(f"{recipe.name}: {config.attention_type}, {count(config).parameters:,} parameters")
+        show(
+            f"{training.steps:,} steps of {training.batch_tokens:,} tokens, {tokens:,} in all; rows of {stages} tokens"
+        )
+    for line in missing:
+        show(f"missing: {line}")
+    return 0

@@ -1,0 +1,95 @@
+"""difftransformer upcycle."""
+
+from pathlib import Path
+
+from difftransformer.errors import ConfigError
+from difftransformer.files import locked
+from difftransformer.sources import check_model
+
+from .arguments import SET
+from .console import Gaps, console, log, resumable, show
+from .progress import evaluation_progress, training_progress, watch_jobs
+
+ARGUMENTS = SET
+
+
+def run(
+    model: str,
+    out: str,
+    to: str | None = None,
+    train: str | None = None,
+    text: str = "python-stdlib",
+    tokens: int = 256,
+    head_norm: str | None = None,
+    seed: int = 0,
+    set: list[str] | None = None,
+) -> int:
+    """Make a pretrained language model differential without changing what it computes, and report that it did not.
+
+    Args:
+        model: Folder with config.json and safetensors, a .gguf file, or owner/name on the Hugging Face hub.
+        out: New or empty folder for the model. With --train, the folder of the study.
+        to: diff, diff_v2, grouped_diff, grouped_diff_v2, dex, or softmax for the plain model, in this package's layout if it
+            is a Llama or Mistral; softmax+TYPE for the plain model with MLPs wider by as many parameters as TYPE adds; with
+            --train several, separated by commas.
+        train: Recipe to train each model and the unconverted one with; they are evaluated before and after.
+        text: Text for the comparison of logits: a text file or any source of a recipe.
+        tokens: Number of tokens to compare; 0 leaves the comparison out.
+        head_norm: none; anything else is refused, since a headwise norm would change what the model computes.
+        seed: Seed of the random start of new parameters.
+    """
+    check_model(model)
+    import torch
+
+    from difftransformer.convert.llama import check_target, targets
+    from difftransformer.convert.upcycle import upcycle_folder
+    from difftransformer.data import Tokenizer, read_documents
+    from difftransformer.hub import source_folder
+    from difftransformer_lab.evals.drift import measure_drift
+
+    if to is None and train is None:
+        raise ConfigError(f"--to is missing; choose one of {', '.join(targets())}")
+    kinds = [name.strip() for name in (to or "diff,diff_v2,dex").split(",")]
+    for kind in kinds:
+        check_target(kind)
+    if train is not None:
+        return _study(model, Path(out), kinds, train, set or [])
+    if len(kinds) > 1:
+        raise ConfigError(f"--to {to}: several are made with --train only; choose one of {', '.join(targets())}")
+    with source_folder(model) as source:
+        ids: list[int] = []
+        if tokens:
+            tokenizer = Tokenizer.load(source)
+            for document in read_documents(text):
+                ids += tokenizer.encode(document.text)
+                if len(ids) >= tokens:
+                    break
+        done = upcycle_folder(source, out, to=kinds[0], head_norm=head_norm, seed=seed)
+        for note in done.converted.notes:
+            log(note)
+        share = done.added_parameters / (done.parameters - done.added_parameters)
+        show(f"{out}: {kinds[0]}, {done.parameters:,} parameters, {done.added_parameters:,} of them new ({share:+.1%})")
+        if ids:
+            with evaluation_progress(f"comparing with {model}") as progress:
+                drift = measure_drift(source, out, torch.tensor(ids[:tokens]), progress=progress)
+            show(
+                f"On {drift.tokens} tokens of {text}, in fp32: logits differ by at most {drift.largest_logit_difference:.1e} "
+                f"(the largest is {drift.largest_logit:.1f}); "
+                f"{drift.greedy_same_tokens} of {drift.greedy_tokens} greedy tokens are the same"
+            )
+    return 0
+
+
+def _study(model: str, out: Path, kinds: list[str], train: str, overrides: list[str]) -> int:
+    from ..report import print_study, write_report
+    from ..studies import load_recipe, upcycling_study
+
+    recipe = load_recipe(train, overrides)
+    with locked(out):
+        with resumable("stopped; every run is saved"), training_progress() as bars:
+            result = upcycling_study(recipe, model, out, to=kinds, progress=watch_jobs(bars), log=log)
+        gaps = Gaps("upcycle")
+        page = write_report(result, out, on_gap=gaps)
+    print_study(result, console)
+    show(f"Report: {page}\nResults: {out / 'results.json'}")
+    return gaps.status

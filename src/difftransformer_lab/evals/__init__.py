@@ -1,0 +1,15 @@
+"""Evaluations: tasks, the models that answer them, probes of a model's inside, judges, and the engine that runs a task."""
+
+from typing import TYPE_CHECKING
+
+from difftransformer._lazy import lazy_names
+
+if TYPE_CHECKING:
+    from .causality import Causality, check_causality
+    from .engine import Task, run_task
+    from .models.causal import CausalLanguageModel
+    from .prompts.texts import Setting
+    from .registry import TaskKind, register
+    from .requests import LanguageModel
+
+__getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -1,0 +1,160 @@
+"""Does a model look into the future? A check of any causal model or module from outside, by its outputs alone."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from difftransformer.errors import EvaluationError
+
+MOST_POSITIONS = 16
+# Largest change that rounding explains, in standard deviations of the outputs.
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
+TOLERANCE_BELOW_FP32 = 0.05
+
+
+@dataclass(frozen=True)
+class Change:
+    """The largest change of an output.
+
+    Attributes:
+        size: In standard deviations of the outputs.
+        output: Position of the output that changed most.
+        position: Position of the first token that was changed or left out.
+    """
+
+    size: float
+    output: int
+    position: int
+
+
+@dataclass(frozen=True)
+class Causality:
+    """What `check_causality` found.
+
+    Attributes:
+        changed: Outputs before a position when all tokens from it on were replaced.
+        alone: Outputs of the tokens before a position by themselves, against those in the whole input.
+        tolerance: Largest change that counts as rounding, in standard deviations of the outputs.
+    """
+
+    changed: Change
+    alone: Change
+    tolerance: float
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether no output changed by more than the tolerance."""
+        return max(self.changed.size, self.alone.size) <= self.tolerance
+
+
+@torch.no_grad()
+def check_causality(
+    model: Callable[[Tensor], Any],
+    inputs: Tensor,
+    *,
+    vocabulary: int | None = None,
+    positions: Sequence[int] | None = None,
+    tolerance: float | None = None,
+    seed: int = 0,
+) -> Causality:
+    """Check that no output depends on later inputs.
+
+    Each position t is tried in two ways. Tokens from t on are replaced at random, which finds outputs that read them.
+    And tokens before t are given alone, which also finds outputs that depend on the length, as in a model that normalises
+    over time.
+
+    Args:
+        model: A function of a batch of inputs that returns a tensor (B, T, ...), or an output of transformers with `logits` or
+            `last_hidden_state`, or a tuple that begins with such a tensor. Modules must be in evaluation mode.
+        inputs: (B, T) token ids or (B, T, C) numbers, T at least 2.
+        vocabulary: Number of token ids to draw from. None means those up to the largest id of the inputs.
+        positions: Positions to try, from 1 to T - 1. None means all, or 16 from the first to the last.
+        tolerance: Largest change that counts as rounding, in standard deviations of the outputs. None means 1e-9 in
+            float64, 1e-4 in float32 and 0.05 below.
+        seed: Seed of the replacements.
+
+    Raises:
+        EvaluationError: Inputs or positions have other shapes or values, outputs have other shapes or are not finite,
+            or two equal calls differ, as those of a module with dropout do.
+    """
+    length = _check_inputs(inputs, vocabulary)
+    tried = _spread(length) if positions is None else list(positions)
+    if not tried or not all(0 < position < length for position in tried):
+        raise EvaluationError(f"positions {tried}: name some from 1 to {length - 1}, the last of the inputs")
+    whole = _outputs(model, inputs)
+    if not torch.equal(again := _outputs(model, inputs), whole):
+        difference = (again - whole).abs().max().item()
+        raise EvaluationError(f"two equal calls differ by up to {difference:.2g}; put the module in evaluation mode")
+    if (spread := whole.double().std().item()) == 0:
+        raise EvaluationError("all outputs are equal, which shows nothing; use a model with other weights")
+    others = _replacements(inputs, vocabulary, seed)
+    changed, alone = [], []
+    for position in tried:
+        mixed = torch.cat((inputs[:, :position], others[:, position:]), 1)
+        changed.append(_change(whole, _outputs(model, mixed), position, spread))
+        alone.append(_change(whole, _outputs(model, inputs[:, :position]), position, spread))
+    if tolerance is None:
+        tolerance = TOLERANCES.get(whole.dtype, TOLERANCE_BELOW_FP32)
+    return Causality(_largest(changed), _largest(alone), tolerance)
+
+
+def _check_inputs(inputs: Tensor, vocabulary: int | None) -> int:
+    """Return the number of positions."""
+    if inputs.ndim < 2 or inputs.shape[1] < 2 or not inputs.numel():
+        raise EvaluationError(
+            f"inputs have shape {tuple(inputs.shape)}; give (B, T) ids or (B, T, C) numbers, T at least 2"
+        )
+    if not inputs.is_floating_point():
+        largest, size = int(inputs.max()), _size(inputs, vocabulary)
+        if size < 2 or size <= largest:
+            raise EvaluationError(
+                f"a vocabulary of {size} with ids up to {largest}; give one with every id and at least 2"
+            )
+    return inputs.shape[1]
+
+
+def _size(inputs: Tensor, vocabulary: int | None) -> int:
+    return int(inputs.max()) + 1 if vocabulary is None else vocabulary
+
+
+def _spread(length: int) -> list[int]:
+    count = min(length - 1, MOST_POSITIONS)
+    return sorted({round(1 + i * (length - 2) / max(1, count - 1)) for i in range(count)})
+
+
+def _outputs(model: Callable[[Tensor], Any], inputs: Tensor) -> Tensor:
+    found = model(inputs)
+    for name in ("logits", "last_hidden_state"):
+        found = getattr(found, name, found)
+    outputs = found[0] if isinstance(found, (tuple, list)) else found
+    if not isinstance(outputs, Tensor) or outputs.shape[:2] != inputs.shape[:2]:
+        kind = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
+        raise EvaluationError(f"inputs of shape {tuple(inputs.shape)} gave {kind}; outputs must begin with (B, T)")
+    if not outputs.isfinite().all():
+        raise EvaluationError("some outputs are not finite, which hides what they depend on")
+    return outputs.detach()
+
+
+def _replacements(inputs: Tensor, vocabulary: int | None, seed: int) -> Tensor:
+    """Draw inputs that differ everywhere."""
+    generator = torch.Generator().manual_seed(seed)
+    if inputs.is_floating_point():
+        drawn = torch.randn(inputs.shape, generator=generator).to(inputs)
+        return inputs + drawn * inputs.std().clamp_min(1e-3)
+    size = _size(inputs, vocabulary)
+    shift = torch.randint(1, size, inputs.shape, generator=generator).to(inputs)
+    return (inputs + shift) % size
+
+
+def _largest(changes: list[Change]) -> Change:
+    return max(changes, key=lambda change: change.size)
+
+
+def _change(whole: Tensor, other: Tensor, position: int, spread: float) -> Change:
+    """Compare the outputs before a position."""
+    differences = (whole[:, :position].double() - other[:, :position].double()).abs()
+    by_output = differences.movedim(1, 0).flatten(1).amax(1)
+    return Change(by_output.max().item() / spread, int(by_output.argmax()), position)

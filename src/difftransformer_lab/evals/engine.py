@@ -1,0 +1,271 @@
+"""Run a task: ask a model its requests, keep every answer on disk as it comes, and score the answers."""
+
+import math
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from difftransformer.checksums import DamagedLine
+from difftransformer.errors import CheckpointError, EvaluationError
+
+from ..results import Grid, ItemScore, Measurement
+from .journal import Journal, OtherHeader
+from .requests import FINGERPRINT_VERSION, Answers, LanguageModel, plain_sha256, requests_sha256
+
+_SYNC_SECONDS = 5.0
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scores:
+    """What a task makes of the answers: measurements, each item's contribution to them, and grids for the picture.
+
+    `run_task` takes out what is not a finite number, and names it in `gaps`.
+    """
+
+    measurements: list[Measurement]
+    items: list[ItemScore]
+    grids: list[Grid] = field(default_factory=list)
+    gaps: list[str] = field(default_factory=list)
+
+
+class Progress(Protocol):
+    """A callback for progress: `done` of `total` tokens while the model answers, or of `stage`'s own items later."""
+
+    def __call__(self, done: int, total: int, stage: str = "") -> None:
+        """Called after every item."""
+        ...
+
+
+def no_progress(done: int, total: int, stage: str = "") -> None:
+    """A `Progress` that shows nothing."""
+
+
+class Members(Protocol):
+    """The processes that evaluate together, see `train.parallel.Processes`."""
+
+    @property
+    def rank(self) -> int:
+        """Index of this process."""
+        ...
+
+    @property
+    def count(self) -> int:
+        """Number of processes."""
+        ...
+
+    def from_first(self, make: Callable[[], T]) -> T:
+        """Return in every process what the first one makes."""
+        ...
+
+    def collecting(self) -> AbstractContextManager[Callable[[Iterable[T]], Iterator[T]]]:
+        """Yield a function that returns the items of every process's iterable, to all processes."""
+        ...
+
+
+class Task(ABC):
+    """One evaluation, with its data drawn and turned into requests.
+
+    Attributes:
+        requests: What is asked: objects with a property `shown_tokens` and a method `asked` (see `requests.Loss`). A function
+            of the options, the data and the tokenizer only, so that every model with that tokenizer gets the same requests.
+        data_name: Name of the data, for the result.
+        choices: Sentences: what the paper leaves open and how it was settled, and where the task departs from the paper.
+    """
+
+    requests: Sequence[Any]
+    data_name: str
+    choices: Sequence[str]
+    rules = 1
+    """Raised when the same answers are scored to other figures, so that earlier results are not taken for new ones."""
+
+    def scored_by(self) -> Any:
+        """Return, as JSON, what the answers are scored by beside the requests and the options, such as the right answers."""
+        return None
+
+    def answer(self, model: Any, requests: Sequence[Any]) -> Answers:
+        """Ask a model some of the requests. A task that runs by itself or needs more than a `LanguageModel` overrides this."""
+        found: Answers = model.answer(requests)
+        return found
+
+    def parts(self, model: Any) -> list[list[int]] | None:
+        """Return the places of the requests that a model is asked together, such as those of a batch; None if it is the same.
+
+        They depend on the requests and the model alone, and so does every answer, down to rounding.
+        """
+        divide = getattr(model, "parts", None)
+        return None if divide is None else divide(self.requests)
+
+    def judge(self, answers: Sequence[Any], progress: Progress) -> Sequence[Any]:
+        """Prepare the answers for `score`, one value for each answer. A task whose judging takes long overrides this."""
+        return answers
+
+    @abstractmethod
+    def score(self, answers: Sequence[Any]) -> Scores:
+        """Compute the figures from the judged answers, which are in the order of the requests."""
+
+
+def task_sha256(task: Task) -> str:
+    """Return the fingerprint of a task: of what it asks and of what it scores the answers by."""
+    scoring = ["scored by", task.rules, task.scored_by()]
+    return plain_sha256(chain((request.asked() for request in task.requests), [scoring]))
+
+
+def run_task(
+    model: LanguageModel,
+    task: Task,
+    *,
+    journal: Path | None = None,
+    identity: str = "",
+    replace_others: bool = False,
+    processes: Members | None = None,
+    progress: Progress = no_progress,
+    log: Callable[[str], None] = lambda text: None,
+) -> Scores:
+    """Answer a task's requests and score them.
+
+    Several processes take turns: in each, every process asks its model one part of the requests (`Task.parts`), and the first
+    one saves the answers of all. Processes that hold one model together (`CausalLanguageModel.is_divided`) all ask everything.
+
+    Args:
+        model: The model to ask.
+        task: The evaluation.
+        journal: File of answers. Requests that it answers are not asked again; new answers are appended as they come.
+        identity: Fingerprint of the model: a journal of another model is refused.
+        replace_others: Whether to begin again, instead, where the journal belongs to another model or to other requests. A
+            journal of an earlier release, which cannot be compared, is always replaced.
+        processes: This process and the others, all of which call the function and get the scores; None for a single one. The
+            first one keeps the journal, judges and scores.
+        progress: Called with the tokens asked and the tokens in total after every answer and, while a batch is computed, after
+            each layer of a model that can be watched (`CausalLanguageModel.watched`); then by a long judging.
+        log: Called with a line if a journal is replaced. The file is kept with `.old` after its name.
+
+    Raises:
+        EvaluationError: The task has no requests, or the model cannot answer one.
+        CheckpointError: The journal is damaged, or belongs to another model or to other requests.
+    """
+    if not task.requests:
+        raise EvaluationError(f"{task.data_name}: nothing to ask; give more data")
+    costs = [request.shown_tokens for request in task.requests]
+    rank, count = (0, 1) if processes is None else (processes.rank, processes.count)
+    from_first = (lambda make: make()) if processes is None else processes.from_first
+    kept: list[Journal] = []
+
+    def found() -> dict[int, Any]:
+        answers: dict[int, Any] = {}
+        if journal is not None:
+            kept.append(_opened(journal, answers, f"{identity} {requests_sha256(task.requests)}", replace_others, log))
+        return answers
+
+    answers = from_first(found)
+    done, total = sum(costs[index] for index in answers), sum(costs)
+    ahead, shown = 0.0, done  # tokens that were computed but not answered yet; what progress was told last
+    progress(done, total)
+
+    def computed(tokens: float) -> None:
+        nonlocal ahead, shown
+        ahead += tokens
+        if (reached := min(total - 1, int(done + ahead))) > shown:
+            shown = reached
+            progress(shown, total)
+
+    watched = getattr(model, "watched", lambda tell: nullcontext())
+    with ExitStack() as opened:
+        for file in kept:
+            opened.enter_context(file)
+        opened.enter_context(watched(computed))
+        divided = count > 1 and not getattr(model, "is_divided", False)
+        for index, answer in _in_turns(model, task, answers, rank, processes if divided else None):
+            answers[index] = answer
+            for file in kept:
+                file.add({"request": index, "answer": answer})
+            done, ahead = done + costs[index], max(0.0, ahead - costs[index])
+            shown = max(shown, done)
+            progress(shown, total)
+    return from_first(
+        lambda: _defined(task.score(task.judge([answers[index] for index in range(len(costs))], progress)))
+    )
+
+
+def _in_turns(
+    model: LanguageModel, task: Task, answers: dict[int, Any], rank: int, processes: Members | None
+) -> Iterator[tuple[int, Any]]:
+    """Yield the places and answers of the requests that `answers` lacks.
+
+    A part of which one answer is missing is asked whole, so that each answer is the same to the bit however often the
+    evaluation was stopped, and on any number of processes.
+    """
+    left = [index for index in range(len(task.requests)) if index not in answers]
+    parts = task.parts(model)
+    if parts is None:
+        parts = [left] if processes is None else [[index] for index in left]
+    missing, costs = set(left), [request.shown_tokens for request in task.requests]
+    parts = [part for part in parts if not missing.isdisjoint(part)]
+
+    def ask(part: list[int]) -> Iterator[tuple[int, Any]]:
+        for place, answer in task.answer(model, [task.requests[index] for index in part]):
+            if part[place] in missing:
+                yield part[place], answer
+
+    if processes is None:
+        for part in parts:
+            yield from ask(part)
+        return
+    # In a turn all processes have about the same to do.
+    parts.sort(key=lambda part: -sum(costs[index] for index in part))
+    with processes.collecting() as collect:
+        for turn in range(0, len(parts), processes.count):
+            own = parts[turn + rank : turn + rank + 1]
+            yield from collect(chain.from_iterable(map(ask, own)))
+
+
+def _opened(
+    journal: Path, answers: dict[int, Any], answers_of: str, replace_others: bool, log: Callable[[str], None]
+) -> Journal:
+    """Open a file of answers and read those that it has; see `run_task`."""
+
+    def take(row: Any) -> None:
+        answers[row["request"]] = row["answer"]
+
+    header = {"answers_of": answers_of}
+    try:
+        return Journal(journal, take, header=header, sync_seconds=_SYNC_SECONDS)
+    except DamagedLine as damage:
+        raise CheckpointError(
+            f"{journal}: line {damage.line} is damaged; delete {'the file' if damage.line == 1 else 'the line'} to ask "
+            "again what it answered"
+        ) from None
+    except OtherHeader as other:
+        is_older = f" {FINGERPRINT_VERSION}:" not in str(other.met.get("answers_of", f" {FINGERPRINT_VERSION}:"))
+        if not (is_older or replace_others):
+            raise CheckpointError(
+                f"{journal}: holds answers of another model or to other questions; choose another --out, or delete the file"
+            ) from None
+        old = journal.replace(journal.with_name(f"{journal.name}.old"))
+        whose = "an earlier release" if is_older else "another model or to other questions"
+        log(f"{journal}: holds answers of {whose}; every question is asked again, and they are kept in {old.name}")
+        return Journal(journal, take, header=header, sync_seconds=_SYNC_SECONDS)
+
+
+def _defined(scores: Scores) -> Scores:
+    """Take out what is not a finite number, and name it in `gaps`."""
+    measured = [row for row in scores.measurements if _is_finite(row.value, row.standard_error, row.low, row.high)]
+    grids = [grid for grid in scores.grids if _is_finite(*chain.from_iterable(grid.values))]
+    broken = {item.name for item in scores.items if not _is_finite(item.score, item.weight)}
+    gaps = list(scores.gaps)
+    for found, kept in ((scores.measurements, measured), (scores.grids, grids)):
+        there, whole = Counter(row.name for row in kept), Counter(row.name for row in found)
+        for name, places in whole.items():
+            if lost := places - there[name]:
+                gaps.append(f"{name} is undefined" + (f" in {lost} of {places} places" if places > 1 else ""))
+    items = [item for item in scores.items if item.name not in broken]
+    return replace(scores, measurements=measured, items=items, grids=grids, gaps=list(dict.fromkeys(gaps)))
+
+
+def _is_finite(*values: float | None) -> bool:
+    return all(value is None or math.isfinite(value) for value in values)

@@ -1,0 +1,136 @@
+"""Interface of judges, which decide whether an answer is faithful to its document, and the file of their verdicts.
+
+Each verdict is written to disk at once as a JSON line, under a fingerprint of the judge and of everything it was shown. An
+answer is judged only once, an interrupted run continues, and a person can read the reasons.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from difftransformer.checksums import DamagedLine
+from difftransformer.errors import CheckpointError
+from difftransformer.files import locked
+
+from ..engine import Progress, no_progress
+from ..journal import Journal
+
+_DOCUMENT_CHARACTERS = 400
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """An answer to judge. The question is None if the answer is a summary."""
+
+    set_name: str
+    item: str
+    document: str
+    question: str | None
+    reference: str
+    answer: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judgment:
+    """A verdict and its reasoning."""
+
+    faithful: bool
+    reasoning: str
+
+
+class OutOfBudget(Exception):
+    """The judge has reached a spending limit or is unreachable."""
+
+
+class Unjudged(Exception):
+    """The judge gave no verdict on one answer."""
+
+
+class Judge(Protocol):
+    """Interface of a judge.
+
+    Attributes:
+        name: Name of the judge, for results.
+        identity: Everything that a verdict depends on besides the case.
+        rules: Sentences that describe how the judge decides.
+    """
+
+    name: str
+    identity: str
+    rules: Sequence[str]
+
+    def judge(self, case: Case) -> Judgment:
+        """Return a verdict.
+
+        Raises:
+            Unjudged: There is no verdict on this case.
+            OutOfBudget: There will be no verdict on any other case either.
+        """
+        ...
+
+
+def judge_all(
+    judge: Judge, cases: Sequence[Case], file: Path, progress: Progress = no_progress
+) -> tuple[list[Judgment | None], list[str]]:
+    """Judge all cases whose verdicts are not in the file yet, after another process that adds to the file.
+
+    Returns:
+        The verdict on each case, or None for a case without one, and the reasons for missing verdicts.
+
+    Raises:
+        CheckpointError: The file holds something else.
+    """
+    known: dict[str, Judgment] = {}
+
+    def take(row: Any) -> None:
+        faithful = {"faithful": True, "hallucinated": False}[row["verdict"]]
+        known[row["key"]] = Judgment(faithful=faithful, reasoning=row["reasoning"])
+
+    reasons: list[str] = []
+    with locked(file.parent, name=f".{file.name}.lock", wait=True):
+        try:
+            journal = Journal(file, take)
+        except DamagedLine as damage:
+            raise CheckpointError(
+                f"{file}: line {damage.line} is no judgment; choose another with --judgments"
+            ) from None
+        keys = [fingerprint(judge, case) for case in cases]
+        with journal:
+            for place, (key, case) in enumerate(zip(keys, cases, strict=True)):
+                progress(place, len(cases), "judging")
+                if key in known:
+                    continue
+                try:
+                    known[key] = judge.judge(case)
+                    journal.add(_row(key, judge, case, known[key]))
+                except Unjudged as reason:
+                    reasons.append(str(reason))
+                except OutOfBudget as reason:
+                    reasons.append(str(reason))
+                    break
+    progress(len(cases), len(cases), "judging")
+    return [known.get(key) for key in keys], list(dict.fromkeys(reasons))
+
+
+def fingerprint(judge: Judge, case: Case) -> str:
+    """Return the SHA-256 of a judge and of everything it is shown of a case."""
+    seen = [judge.identity, case.document, case.question, case.reference, case.answer]
+    return hashlib.sha256(json.dumps(seen).encode()).hexdigest()
+
+
+def _row(key: str, judge: Judge, case: Case, verdict: Judgment) -> dict[str, Any]:
+    return {
+        "set": case.set_name,
+        "item": case.item,
+        "question": case.question,
+        "answer": case.answer,
+        "verdict": "faithful" if verdict.faithful else "hallucinated",
+        "reasoning": verdict.reasoning,
+        "reference": case.reference,
+        "document_begins": case.document[:_DOCUMENT_CHARACTERS],
+        "judge": judge.name,
+        "key": key,
+    }

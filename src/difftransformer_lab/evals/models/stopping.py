@@ -1,0 +1,27 @@
+"""Where a continuation ends, and its text up to there."""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+
+from difftransformer.data import Tokenizer
+
+
+def stop_tokens(tokenizer: Tokenizer, ending: str | None = None) -> tuple[int, ...]:
+    """Return the tokens that end a continuation: all special ones and, if given, all whose text contains `ending`."""
+    added = tokenizer.backend.get_added_tokens_decoder()
+    found = {index for index, token in added.items() if token.special}
+    if ending is not None:
+        found |= {index for index in range(tokenizer.vocab_size) if ending in tokenizer.decode([index])}
+    return tuple(sorted(found))
+
+
+def text_until(tokenizer: Tokenizer, ids: Sequence[int], ending: str | None = None) -> tuple[str, int]:
+    """Return a continuation's text up to `ending`, and the number of its tokens that this takes.
+
+    The ending may be spread over several tokens, none of which is a stop token.
+    """
+    text = tokenizer.decode(ids)
+    if ending is None or ending not in text:
+        return text, len(ids)
+    tokens = bisect_left(range(len(ids) + 1), True, key=lambda count: ending in tokenizer.decode(ids[:count]))
+    return text.partition(ending)[0], tokens

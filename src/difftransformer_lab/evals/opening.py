@@ -1,0 +1,139 @@
+"""Open a saved model with its tokenizer as a language model that evaluations can query."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from difftransformer.acceleration import IMPLEMENTATION, AcceleratedDiffLlamaAttention, accelerate, restore
+from difftransformer.data import Tokenizer
+from difftransformer.errors import CheckpointError, ConfigError
+from difftransformer.hub import folder_sha256, open_model, open_tokenizer, source_folder
+from difftransformer.hub.divided import plain_class
+from difftransformer.model.dtypes import WeightsDtype
+from difftransformer.model.quiet import quietly
+from difftransformer.train.parallel import ALONE, Processes
+
+from ..results import ModelIdentity
+from .models.causal import CausalLanguageModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenedModel:
+    """A language model that answers requests, its identity for results files, and its folder."""
+
+    language_model: CausalLanguageModel
+    identity: ModelIdentity
+    folder: Path
+
+
+@contextmanager
+def open_language_model(
+    model: str,
+    *,
+    device: str = "cpu",
+    dtype: WeightsDtype = "auto",
+    batch_tokens: int = 16_384,
+    context_tokens: int | None = None,
+    prefix_caching: bool = True,
+    accelerated: bool = True,
+    processes: Processes = ALONE,
+    divide_weights: bool = False,
+) -> Iterator[OpenedModel]:
+    """Open a model and its tokenizer for evaluation.
+
+    Args:
+        model, dtype: See `open_model`.
+        device: "cpu" or "cuda".
+        batch_tokens: Largest number of tokens in a batch.
+        context_tokens: Largest number of tokens in a row. Defaults to the model's number of positions.
+        prefix_caching: Whether prompts with a common prefix compute it once.
+        accelerated: Whether to accelerate a model of another package (see `accelerate`) where that is supported.
+        processes: This process and the others, each of which opens the model.
+        divide_weights: Whether the processes divide the weights of one model (see `divided.divide`), for a model that
+            does not fit one device. Each process otherwise has its own.
+
+    Raises:
+        CheckpointError: The model or its tokenizer is missing, damaged or cannot be opened, or the two do not match.
+        ConfigError: The weights cannot be divided.
+    """
+    with processes.together():
+        stack = ExitStack()
+        opened = stack.enter_context(
+            _language_model(
+                model,
+                device=device,
+                dtype=dtype,
+                batch_tokens=batch_tokens,
+                context_tokens=context_tokens,
+                prefix_caching=prefix_caching,
+                accelerated=accelerated,
+                divided_by=processes if divide_weights else None,
+            )
+        )
+    with stack:
+        yield opened
+
+
+@contextmanager
+def _language_model(
+    model: str,
+    *,
+    device: str,
+    dtype: WeightsDtype,
+    batch_tokens: int,
+    context_tokens: int | None,
+    prefix_caching: bool,
+    accelerated: bool,
+    divided_by: Processes | None,
+) -> Iterator[OpenedModel]:
+    with source_folder(model) as folder, quietly():
+        theirs = open_tokenizer(folder)
+        tokenizer = _text_tokenizer(theirs, folder)
+        network = open_model(folder, dtype=dtype, divided_by=divided_by)
+        if divided_by is None:
+            network = network.to(device)
+        if accelerated:
+            with suppress(ConfigError):
+                accelerate(network)
+        else:
+            restore(network)
+        rows = network.get_input_embeddings().num_embeddings
+        if tokenizer.vocab_size > rows:
+            raise CheckpointError(
+                f"{model}: the tokenizer has {tokenizer.vocab_size} tokens, the model {rows}; they do not belong together"
+            )
+        language_model = CausalLanguageModel(
+            network,
+            tokenizer,
+            context_tokens=context_tokens,
+            batch_tokens=batch_tokens,
+            prefix_caching=prefix_caching,
+            hf_tokenizer=theirs,
+        )
+        language_model.is_divided = divided_by is not None
+        is_accelerated = any(isinstance(module, AcceleratedDiffLlamaAttention) for module in network.modules())
+        identity = ModelIdentity(
+            name=model,
+            architecture=plain_class(network).__name__,
+            attention=str(getattr(network.config, "attention_type", None) or network.config.model_type),
+            parameters=sum(parameter.numel() for parameter in network.parameters()),
+            dtype=str(network.dtype).removeprefix("torch."),
+            sha256=folder_sha256(folder),
+            kernels=IMPLEMENTATION if is_accelerated else str(network.config._attn_implementation),
+        )
+        yield OpenedModel(language_model=language_model, identity=identity, folder=folder)
+
+
+def _text_tokenizer(theirs: Any, folder: Path) -> Tokenizer:
+    end, begin = theirs.eos_token or theirs.bos_token, theirs.bos_token or theirs.eos_token
+    if not getattr(theirs, "is_fast", False) or end is None:
+        raise CheckpointError(f"{folder}: its tokenizer has no tokenizer.json, or no token that begins or ends a text")
+    return Tokenizer(
+        theirs.backend_tokenizer,
+        end_of_text=end,
+        begin_of_text=begin,
+        pad=theirs.pad_token or end,
+        chat_template=theirs.chat_template,
+    )

@@ -1,0 +1,111 @@
+"""Requests that look inside a model: its attention maps, the size of its logits and hidden states, and its gradient.
+
+Only a model with a method `probe` answers them, such as `models.causal.CausalLanguageModel`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from difftransformer.errors import EvaluationError
+
+from ...results import Form
+from ..engine import Task
+from ..requests import Answers, Prompted
+
+FORMS: tuple[Form, ...] = ("signed", "absolute", "positive")
+"""Three ways to count an attention weight w of either sign: w, |w| and max(w, 0)."""
+
+BINS = 1 << 15
+"""One bin for each nonnegative bf16 number: its 15 bits are the index of the bin."""
+
+
+@dataclass(frozen=True)
+class LastRow(Prompted):
+    """Asks where the prompt's last token looks. The answer: `last_row.row_sums` of its attention weights."""
+
+    edges: tuple[int, ...]
+
+    def asked(self) -> list[Any]:
+        """See `requests.Loss`."""
+        return ["last row", self.prompt, self.edges]
+
+
+@dataclass(frozen=True)
+class Maps(Prompted):
+    """Asks for the attention maps of every head on a prompt. The answer: `maps.head_maps`, with maps of the chosen heads."""
+
+    layers: tuple[int, ...] = ()
+    heads: tuple[int, ...] = ()
+
+    def asked(self) -> list[Any]:
+        """See `requests.Loss`."""
+        return ["maps", self.prompt, self.layers, self.heads]
+
+
+@dataclass(frozen=True)
+class Magnitudes:
+    """Asks how large attention logits and hidden states are. The answer: `magnitudes.magnitudes` over several rows."""
+
+    rows: tuple[tuple[int, ...], ...]
+    largest: int
+
+    @property
+    def shown_tokens(self) -> int:
+        """See `requests.Loss`."""
+        return sum(map(len, self.rows))
+
+    @property
+    def row_tokens(self) -> int:
+        """See `requests.Loss`."""
+        return max(map(len, self.rows))
+
+    def asked(self) -> list[Any]:
+        """See `requests.Loss`."""
+        return ["magnitudes", self.rows, self.largest]
+
+
+@dataclass(frozen=True)
+class Perturbed:
+    """Asks how much small changes of a row's embeddings change what is predicted. The answer: `perturbed.perturbed`.
+
+    The targets of the row are its ids but the first; those equal to `separator` are not scored.
+    """
+
+    ids: tuple[int, ...]
+    radii: tuple[float, ...]
+    draws: int
+    seed: int
+    separator: int
+
+    @property
+    def shown_tokens(self) -> int:
+        """See `requests.Loss`."""
+        return len(self.ids)
+
+    @property
+    def row_tokens(self) -> int:
+        """See `requests.Loss`."""
+        return len(self.ids) - 1
+
+    def asked(self) -> list[Any]:
+        """See `requests.Loss`."""
+        return ["perturbed", self.ids, self.radii, self.draws, self.seed, self.separator]
+
+
+Probe = LastRow | Maps | Magnitudes | Perturbed
+
+
+class ProbeTask(Task):
+    """A task whose requests are probes."""
+
+    def answer(self, model: Any, requests: Sequence[Probe]) -> Answers:
+        """Probe a model.
+
+        Raises:
+            EvaluationError: The model only answers requests.
+        """
+        if not hasattr(model, "probe"):
+            raise EvaluationError(f"{type(model).__name__} answers requests only, no probes; choose another model")
+        found: Answers = model.probe(requests)
+        return found

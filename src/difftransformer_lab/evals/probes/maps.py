@@ -1,0 +1,75 @@
+"""The attention maps of a prompt, head by head."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from difftransformer.errors import EvaluationError
+
+from .hooks import combined, observing_maps, written_out
+
+_NEAR_ZERO = 0.1
+_HEADS_DRAWN = 4
+
+
+def head_maps(model: Any, ids: Tensor, layers: Sequence[int] = (), heads: Sequence[int] = ()) -> dict[str, Any]:
+    """Compute every head's share of negative weight and of weight near zero, and return the maps of some heads.
+
+    Args:
+        model: Model to observe.
+        ids: (1, T).
+        layers: Layers whose maps are returned, from 0; the first, the middle and the last by default.
+        heads: Heads of a layer, from 0; the first four by default.
+
+    Returns:
+        `negative`, `near_zero`, `near_zero_first` and `lambda`, each [layer][head] (see `tasks.maps`); `lambda` is None without
+        a second map. `maps` has for each chosen head `layer`, `head`, `lambda`, and the rows of `first`, `second` and
+        `weights`, row t with its t + 1 keys; `second` is None without a second map.
+
+    Raises:
+        EvaluationError: See `hooks.written_out`; or the model has no such layer or head.
+    """
+    found: dict[str, Any] = {"negative": [], "near_zero": [], "near_zero_first": [], "lambda": [], "maps": []}
+
+    def observe(layer: int, first: Tensor, second: Tensor | None, lam: Tensor | None, allowed: Tensor | None) -> None:
+        weights = combined(first, second, lam)
+        seen = torch.ones_like(first, dtype=torch.bool) if allowed is None else allowed.expand_as(first)
+        tenth = _NEAR_ZERO / seen.sum(-1, keepdim=True)
+        for name, values in (("near_zero", weights), ("near_zero_first", first)):
+            near = (values.abs() < tenth) & seen
+            found[name].append((near.sum((0, 2, 3)) / seen.sum((0, 2, 3))).tolist())
+        wide = weights.double()
+        found["negative"].append((wide.clamp(max=0).abs().sum((0, 2, 3)) / wide.abs().sum((0, 2, 3))).tolist())
+        by_head = None if lam is None else lam.expand(first.shape[:3]).mean((0, 2)).tolist()
+        found["lambda"].append(by_head)
+        if layer not in chosen_layers:
+            return
+        if heads and max(heads) >= first.shape[1]:
+            raise EvaluationError(f"no head {max(heads)}: layer {layer} has {first.shape[1]}, counted from 0")
+        for head in heads or range(min(_HEADS_DRAWN, first.shape[1])):
+            found["maps"].append(
+                {
+                    "layer": layer,
+                    "head": head,
+                    "lambda": None if by_head is None else by_head[head],
+                    "first": _rows(first[0, head]),
+                    "second": None if second is None else _rows(second[0, head]),
+                    "weights": _rows(weights[0, head]),
+                }
+            )
+
+    with written_out(model) as tapped:
+        count = len(tapped)
+        if layers and max(layers) >= count:
+            raise EvaluationError(f"no layer {max(layers)}: the model has {count} with attention, counted from 0")
+        chosen_layers = set(layers) or {0, count // 2, count - 1}
+        with observing_maps(tapped, observe):
+            model(input_ids=ids, use_cache=False)
+    return found
+
+
+def _rows(square: Tensor) -> list[list[float]]:
+    """Return the rows of a causal map without the later keys, with four digits."""
+    return [[float(f"{value:.4g}") for value in row[: index + 1]] for index, row in enumerate(square.tolist())]

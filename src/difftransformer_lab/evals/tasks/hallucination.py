@@ -1,0 +1,271 @@
+"""Contextual hallucination: summaries and answers of a model, judged against their documents.
+
+This is arXiv:2410.05258 section 3.5. In the paper GPT-4o gives a binary verdict on 100 greedy outputs for each set, following
+Chuang et al. (arXiv:2407.07071). Here you choose the judge. Verdicts are kept in a file, so that a person can check them.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from matplotlib.figure import Figure
+
+from difftransformer.data.qa_sets import GROUNDED_SETS, GroundedItem, Kind, read_grounded, read_grounded_file
+from difftransformer.errors import ConfigError, DataError, EvaluationError
+
+from ...plots.bars import accuracy_bars
+from ...plots.curves import labels, select
+from ...plots.seeds import share_intervals
+from ...results import Measurement, TaskResult
+from ..engine import Progress, Scores, Task
+from ..judges.base import Case, Judge, Judgment, judge_all
+from ..judges.endpoint import EndpointJudge, Spending
+from ..judges.overlap import OverlapJudge
+from ..models.stopping import stop_tokens
+from ..prompts.chat import chat_frame
+from ..prompts.texts import Setting
+from ..registry import TaskKind, at_least, register
+from ..requests import Continuation
+from ..scores import mean_of_sets, proportion, single, unit_scores
+
+ANSWER_TOKENS = {"xsum": 64, "cnn_dm": 128, "multinews": 512, "qasper": 128, "hotpotqa": 32, "2wikimqa": 32}
+"""The caps of LongBench; for XSum and CNN/DM, which are not in it, about twice the length of a reference."""
+
+FILE_ANSWER_TOKENS: dict[Kind, int] = {"summary": 256, "qa": 64}
+
+PROMPTS: dict[tuple[str, Kind], tuple[str, str]] = {
+    ("base", "summary"): ("Document:\n", "\n\nA short summary of the document, stating only what it says:"),
+    ("base", "qa"): (
+        "Document:\n",
+        "\n\nQuestion about the document: {question}\nShort answer, taken from the document:",
+    ),
+    ("chat", "summary"): (
+        "Summarise the document below in a few sentences. State only what the document says.\n\nDocument:\n",
+        "\n\nGive the summary alone.",
+    ),
+    ("chat", "qa"): (
+        "Answer the question from the document below, as briefly as you can, using nothing but the document.\n\nDocument:\n",
+        "\n\nQuestion: {question}\nGive the answer alone.",
+    ),
+}
+"""Texts before and after a document."""
+
+_LEAST_DOCUMENT_TOKENS = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Summaries and answers, judged against their documents.
+
+    Attributes:
+        sets: Public sets (xsum, cnn_dm, multinews, qasper, hotpotqa, 2wikimqa); all six if neither a set nor a file is given.
+        file: Your own items: JSONL with document and reference, and for questions also question, on each line.
+        kind: What to ask about the documents of the file: a summary, or the answer to the question of each.
+        items: Items of each set, drawn at random; the paper has 100.
+        prompt: base continues the text after the document; chat asks in the chat template.
+        max_new_tokens: Maximum number of tokens of an answer; by default that of each set.
+        judge: overlap; nli:FOLDER, a local model of natural language inference; or openai:MODEL.
+        judgments: File of verdicts with their reasons; an answer that is in it is not judged again.
+        endpoint: Address of the server for openai:MODEL, up to /chat/completions; any compatible server works.
+        key_variable: Environment variable that contains the key of the endpoint; empty for a server without keys.
+        max_judgments: Maximum number of requests to the endpoint in this run, including retries.
+        max_cost_tokens: Maximum number of tokens that the endpoint may use in this run, for requests and replies.
+        timeout_seconds: Time limit of one request to the endpoint.
+        retries: Retries of a failed request.
+        backoff_seconds: Wait before the first retry; it doubles from retry to retry.
+        overlap_threshold: Share of an answer's content words that its document must contain, for the judge overlap.
+        seed: Seed of the random draws.
+    """
+
+    sets: list[str] = field(default_factory=list)
+    file: str | None = None
+    kind: Kind = "summary"
+    items: int = 100
+    prompt: Literal["base", "chat"] = "base"
+    max_new_tokens: int | None = None
+    judge: str = "overlap"
+    judgments: str = "evals/judgments.jsonl"
+    endpoint: str = "https://api.openai.com/v1"
+    key_variable: str = "OPENAI_API_KEY"
+    max_judgments: int | None = None
+    max_cost_tokens: int | None = None
+    timeout_seconds: float = 120.0
+    retries: int = 6
+    backoff_seconds: float = 1.0
+    overlap_threshold: float = 0.8
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        at_least(self, 1, "items", "max_new_tokens", "max_judgments", "max_cost_tokens")
+        at_least(self, 0, "retries", "backoff_seconds", "seed")
+        if not self.timeout_seconds > 0:
+            raise ConfigError(f"timeout_seconds={self.timeout_seconds}: give more than 0")
+
+
+def make_judge(options: Options) -> Judge:
+    """Return the judge that the options name.
+
+    Raises:
+        ConfigError: There is no such judge, or it is not available.
+    """
+    kind, _, name = options.judge.partition(":")
+    if kind == "overlap" and not name:
+        return OverlapJudge(options.overlap_threshold)
+    if kind == "nli" and name:
+        from ..judges.nli import NliJudge
+
+        return NliJudge(name)
+    if kind == "openai" and name:
+        spending = Spending(
+            timeout_seconds=options.timeout_seconds,
+            retries=options.retries,
+            backoff_seconds=options.backoff_seconds,
+            max_requests=options.max_judgments,
+            max_tokens=options.max_cost_tokens,
+        )
+        return EndpointJudge(name, options.endpoint, options.key_variable, spending)
+    raise ConfigError(f"judge={options.judge!r}: choose overlap, nli:FOLDER or openai:MODEL")
+
+
+class HallucinationTask(Task):
+    """Documents to write about, and verdicts on the model's answers."""
+
+    def __init__(self, options: Options, setting: Setting) -> None:
+        self.options, self.tokenizer, self.chosen_judge = options, setting.tokenizer, make_judge(options)
+        self.items: list[tuple[str, GroundedItem]] = []
+        self.requests: list[Continuation] = []
+        self._cut = 0
+        # The answer to a base prompt is one line, which some models begin with a line end; a chat model ends its turn with
+        # a special token.
+        self.one_line = options.prompt == "base"
+        self.stop = stop_tokens(self.tokenizer, "\n" if self.one_line else None)
+        self.leading = tuple(token for token in self.stop if not self.tokenizer.decode([token]).strip())
+        names = options.sets or ([] if options.file else list(GROUNDED_SETS))
+        for name in names:
+            kind = GROUNDED_SETS[name].kind if name in GROUNDED_SETS else "summary"
+            self._add(name, kind, read_grounded(name, options.items, options.seed), ANSWER_TOKENS.get(name, 0), setting)
+        if options.file:
+            items = read_grounded_file(options.file, options.kind, options.items, options.seed)
+            self._add(Path(options.file).stem, options.kind, items, FILE_ANSWER_TOKENS[options.kind], setting)
+        self.data_name = ", ".join([*names, *([options.file] if options.file else [])])
+        self.choices = self._choices()
+
+    def _add(self, name: str, kind: Kind, items: list[GroundedItem], cap: int, setting: Setting) -> None:
+        cap = self.options.max_new_tokens or cap
+        before, after = PROMPTS[self.options.prompt, kind]
+        frame = chat_frame(self.tokenizer) if self.options.prompt == "chat" else ([self.tokenizer.begin_of_text], [])
+        for item in items:
+            start = [*frame[0], *self.tokenizer.encode(before)]
+            end = [*self.tokenizer.encode(after.format(question=item.question)), *frame[1]]
+            room = setting.prompt_tokens - len(start) - len(end) - cap
+            if room < _LEAST_DOCUMENT_TOKENS:
+                raise DataError(
+                    f"{name}/{item.name}: the prompt without its document takes {len(start) + len(end)} tokens and the answer "
+                    f"up to {cap}, the model's context has {setting.prompt_tokens}; lower --max_new_tokens"
+                )
+            document = self.tokenizer.encode(item.document)
+            if len(document) > room:
+                document = [*document[: (room + 1) // 2], *document[len(document) - room // 2 :]]
+                self._cut += 1
+            self.items.append((name, item))
+            self.requests.append(Continuation((*start, *document, *end), cap, self.stop, self.leading))
+
+    def scored_by(self) -> Any:
+        """Return the judge, and what it is shown of each item."""
+        shown = ([name, item.name, item.document, item.question, item.reference] for name, item in self.items)
+        return [self.chosen_judge.identity, *shown]
+
+    def judge(self, answers: Sequence[Any], progress: Progress) -> list[tuple[Case, Judgment | None]]:
+        """Return a case for each answer, and its verdict; None for an empty answer and where the judge gave none.
+
+        Raises:
+            EvaluationError: The judge gave no verdict at all.
+        """
+        texts = [self.tokenizer.decode(ids).strip() for ids in answers]
+        if self.one_line:
+            texts = [text.partition("\n")[0].strip() for text in texts]
+        cases = [
+            Case(
+                set_name=name,
+                item=item.name,
+                document=item.document,
+                question=item.question,
+                reference=item.reference,
+                answer=text,
+            )
+            for (name, item), text in zip(self.items, texts, strict=True)
+        ]
+        written, file = [case for case in cases if case.answer], Path(self.options.judgments)
+        verdicts, reasons = judge_all(self.chosen_judge, written, file, progress)
+        if verdicts and not any(verdicts):
+            raise EvaluationError(f"{self.chosen_judge.name} judged nothing: {reasons[0]}; every answer is saved")
+        if left := verdicts.count(None):
+            self.choices = [
+                *self.choices,
+                f"{left} of {len(cases)} answers have no verdict and are left out of the accuracy: {'; '.join(reasons)}.",
+            ]
+        given = iter(verdicts)
+        return [(case, next(given) if case.answer else None) for case in cases]
+
+    def score(self, answers: Sequence[tuple[Case, Judgment | None]]) -> Scores:
+        """Compute the share of faithful answers among the judged ones in each set, and count empty and unjudged answers."""
+        right: dict[str, list[bool]] = defaultdict(list)
+        empty: dict[str, list[bool]] = defaultdict(list)
+        documents: dict[str, list[str]] = defaultdict(list)
+        judged: dict[str, list[str]] = defaultdict(list)
+        unjudged: Counter[str] = Counter()
+        named: dict[tuple[str, str], str] = {}
+        for case, verdict in answers:
+            name = case.set_name
+            empty[name].append(not case.answer)
+            document = named.setdefault((name, case.document), f"{name}/{case.item}")  # questions may share a document
+            documents[name].append(document)
+            if verdict is None and case.answer:
+                unjudged[name] += 1
+            else:
+                faithful = verdict is not None and verdict.faithful
+                right[name].append(faithful)
+                judged[name].append(document)
+        accuracies = [proportion("accuracy", found, {"set": name}, units=judged[name]) for name, found in right.items()]
+        items = [item for name, found in right.items() for item in unit_scores("accuracy", found, judged[name])]
+        measurements: list[Measurement] = [*accuracies, mean_of_sets("mean accuracy", accuracies)]
+        for name, found in empty.items():
+            measurements.append(
+                proportion("empty answers", found, {"set": name}, units=documents[name], better="lower")
+            )
+            counted = float(unjudged[name])
+            measurements.append(single("unjudged", "answers", counted, len(found), {"set": name}, "lower"))
+        return Scores(measurements=measurements, items=items)
+
+    def _choices(self) -> list[str]:
+        return [
+            *self.chosen_judge.rules,
+            f"The judge is {self.chosen_judge.name}; verdicts of different judges, and those of GPT-4o in the paper, cannot be "
+            "compared.",
+            "The prompts were written for this package; the paper gives none. Answers are greedy, with the length limits of "
+            "LongBench (XSum 64 and CNN/DM 128 tokens), and end at a special token"
+            + (" or the end of the first line that is not empty." if self.one_line else "."),
+            f"{self._cut} of {len(self.items)} documents do not fit into the model's context and lose their middle; the judge "
+            "sees the whole document.",
+            "MultiNews and the questions are those of LongBench. An empty answer is not judged and counts as wrong.",
+            "The mean over sets gives each set the same weight.",
+        ]
+
+
+def draw(results: Sequence[TaskResult]) -> tuple[str, str, Figure]:
+    """Draw the share of faithful answers in each set (arXiv:2410.05258 Table 4), a bar for each model."""
+    figure = accuracy_bars(results, "answers without hallucination (share)")
+    judges = list(dict.fromkeys(str(result.options["judge"]) for result in results))
+    words = (
+        f"Judge: {judges[0]}" if len(judges) == 1 else f"Different judges, which do not compare: {', '.join(judges)}"
+    )
+    caption = f"Share of answers that keep to their document, with {share_intervals(results)}. {words}."
+    for result, label in zip(results, labels(results), strict=True):
+        if left := sum(row.value for row in select(result, "unjudged")):
+            caption += f" {label}: {left:.0f} answers have no verdict and are left out."
+    return "Contextual hallucination", caption, figure
+
+
+register(TaskKind(name="hallucination", doc=__doc__, options=Options, make=HallucinationTask, draw=draw))

@@ -1,0 +1,296 @@
+"""Multi-needle retrieval, over lengths and depths.
+
+This is arXiv:2410.05258 section 3.3: which magic number belongs to a city?
+
+The paper states neither the haystack, the prompt of a base model, nor how two answers are scored. Here the prompt ends with
+the start of the needle's own sentence. Every needle asked for is one trial, right when the greedy continuation starts with
+all its digits. The negative log-likelihood of the right answer says more with few trials: it tells near misses from far ones.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+from matplotlib.figure import Figure
+
+from difftransformer.data import NeedleFormat, NeedleQuestion
+from difftransformer.errors import ConfigError
+
+from ...plots.curves import labels, select
+from ...plots.heat_map import heat_map
+from ...plots.style import ACCURACY_COLOURS, INK, WIDTH_INCHES
+from ...results import ItemScore, Measurement, TaskResult
+from ..engine import Scores, Task
+from ..prompts.chat import chat_frame
+from ..prompts.haystack import CITIES, Kind, check_documents, draw_documents
+from ..prompts.texts import HAYSTACK_TOKENS, VALIDATION, Setting, token_stream
+from ..registry import TaskKind, register
+from ..requests import Continuation, ScoredContinuation
+from ..scores import details, mean, proportion, unit_scores
+
+_CHAT_INSTRUCTION = (
+    "Somewhere in the text below are sentences that give cities a special magic number. Read it, then answer the question "
+    "with the number alone.\n\n"
+)
+_CHAT_ANSWER_TOKENS = 32
+ANSWER_NLL = "nll of the answer"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Multi-needle retrieval on any model.
+
+    Attributes:
+        lengths: Prompt lengths in tokens, question and answer included; an empty list means the model's context.
+        needles: [needles in the context, needles asked for] pairs; the paper has [1,1], [2,2], [4,2], [6,2] and [8,1].
+        depths: Places of the answer, 0 (start of the context) to 1 (its end).
+        documents: Documents in a cell; the paper has 50.
+        digits: Digits of a number.
+        text: The haystack: python-stdlib, a text file, a folder of them, hf:NAME[:CONFIG][:SPLIT], or validation for the
+            text that a run held out.
+        cities: Cities to name: all, those that training documents name (seen), the others (unseen), or both kinds apart.
+        paired: Whether the same needles in the same haystack stand at every depth and length; otherwise every cell draws
+            its own documents.
+        prompt: base ends with the beginning of the needle's own sentence; chat asks a question in the chat template.
+        seed: Seed of places, cities and numbers.
+    """
+
+    lengths: list[int] = field(default_factory=lambda: [1024, 2048, 4096, 8192])
+    needles: list[list[int]] = field(default_factory=lambda: [[1, 1]])
+    depths: list[float] = field(default_factory=lambda: [0.0, 0.25, 0.5, 0.75, 1.0])
+    documents: int = 10
+    digits: int = 7
+    text: str = "python-stdlib"
+    cities: Literal["all", "seen", "unseen", "apart"] = "all"
+    paired: bool = True
+    prompt: Literal["base", "chat"] = "base"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if any(length < 1 for length in self.lengths):
+            raise ConfigError(f"lengths={self.lengths}: give lengths of at least 1 token")
+        if not self.needles or any(len(pair) != 2 for pair in self.needles):
+            raise ConfigError(f"needles={self.needles}: give [needles, asked] pairs, such as [[1,1],[4,2]]")
+        for needles, asked in self.needles:
+            if not 1 <= asked <= needles:
+                raise ConfigError(f"needles={[needles, asked]}: ask for at least 1 and at most all of the needles")
+        check_documents(self.depths, self.documents, self.digits, self.seed)
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """One needle that is asked for. Trials with the same `document` share their context, or most of it."""
+
+    cities: Kind
+    length: int
+    needles: int
+    asked: int
+    depth: float
+    document: str
+    answer: str
+
+
+class NeedleTask(Task):
+    """The grid's documents, and the share of exact answers and the loss of the right ones in each cell."""
+
+    def __init__(self, options: Options, setting: Setting) -> None:
+        self.options, self.tokenizer, self.data_name = options, setting.tokenizer, options.text
+        self.choices = _choices(options)
+        self.requests: list[Continuation] = []
+        self._trials: list[_Trial] = []
+        self._frame = chat_frame(setting.tokenizer) if options.prompt == "chat" else None
+        tokens = _CHAT_ANSWER_TOKENS if self._frame else NeedleFormat(digits=options.digits).answer_tokens - 1
+        haystack = token_stream(setting, options.text, enough=HAYSTACK_TOKENS)
+        kinds: tuple[Kind, ...] = ("seen", "unseen") if options.cities == "apart" else (options.cities,)
+        cells = [
+            (needles, asked, length, depth, kind)
+            for needles, asked in options.needles
+            for length in options.lengths or [setting.context_tokens]
+            for depth in options.depths
+            for kind in kinds
+        ]
+        for needles, asked, length, depth, kind in cells:
+            questions = self._questions(setting, haystack, needles, asked, length, depth, kind)
+            own = [] if options.paired else [kind, f"{length} tokens", f"depth {depth:g}"]
+            for number, question in enumerate(questions):
+                document = ", ".join([f"N={needles} R={asked}", *own, f"document {number}"])
+                for prompt, answer, ids in zip(question.prompts, question.answers, question.answer_ids, strict=True):
+                    # A chat model may begin its answer with any words.
+                    self.requests.append(
+                        Continuation(tuple(prompt), tokens)
+                        if self._frame
+                        else ScoredContinuation(tuple(prompt), tokens, right=tuple(ids))
+                    )
+                    self._trials.append(_Trial(kind, length, needles, asked, depth, document, answer))
+
+    def _questions(
+        self,
+        setting: Setting,
+        haystack: npt.NDArray[Any],
+        needles: int,
+        asked: int,
+        length: int,
+        depth: float,
+        cities: Kind,
+    ) -> list[NeedleQuestion]:
+        options, before, asking, room = self.options, [], {}, 0
+        if self._frame:
+            before = [*self._frame[0], *self.tokenizer.encode(_CHAT_INSTRUCTION)]
+            for city in CITIES[cities]:
+                text = f"\n\nQuestion: What is the special magic number for {city}?"
+                asking[city] = [*self.tokenizer.encode(text), *self._frame[1]]
+            longest = max(map(len, asking.values()))
+            room = len(before) + longest + _CHAT_ANSWER_TOKENS - NeedleFormat(digits=options.digits).answer_tokens
+        own = [options.seed, length, needles, asked, round(depth * 1000), len(CITIES[cities])]
+        cell = {"length_tokens": length - room, "depth": depth, "needles": needles, "asked": asked}
+        shared = [options.seed, needles, asked]
+        questions = list(draw_documents(options, setting, haystack, shared, own, **cell, cities=CITIES[cities]))
+        if self._frame:
+            for question in questions:
+                question.prompts[:] = [
+                    [*before, *prompt[1:start], *asking[city]]
+                    for prompt, start, city in zip(
+                        question.prompts, question.query_starts, question.cities, strict=True
+                    )
+                ]
+        return questions
+
+    def score(self, answers: Sequence[Any]) -> Scores:
+        """Return the accuracy over everything, for each number of needles, for each length, and in each cell.
+
+        Beside it stands the negative log-likelihood of the right answer, the sum over its tokens, if the model told it.
+        """
+        groups: dict[tuple[tuple[str, Any], ...], list[tuple[str, bool, float | None]]] = defaultdict(list)
+        several = len(self.options.needles) > 1
+        for trial, answer in zip(self._trials, answers, strict=True):
+            told = isinstance(answer, dict)
+            text = self.tokenizer.decode(answer["ids"] if told else answer).strip()
+            loss = math.fsum(answer["losses"]) if told else None
+            right = trial.answer in text if self.options.prompt == "chat" else text.startswith(trial.answer)
+            place: dict[str, Any] = {} if trial.cities == "all" else {"cities": trial.cities}
+            places = [place] if several else []
+            for name, value in (("needles", trial.needles), ("asked", trial.asked)):
+                place = place | {name: value}
+            places += [place, place | {"length_tokens": trial.length}]
+            places.append(places[-1] | {"depth": trial.depth})
+            for at in places:
+                groups[tuple(at.items())].append((trial.document, right, loss))
+        # Rows of few places first, as a reader wants them.
+        rows: list[Measurement] = []
+        items: list[ItemScore] = []
+        for key, found in sorted(groups.items(), key=lambda group: len(group[0])):
+            at, (documents, marks, _) = dict(key), zip(*found, strict=True)
+            losses = [loss for *_, loss in found if loss is not None]
+            figures: list[tuple[str, Sequence[float], Measurement]] = [
+                ("accuracy", marks, proportion("accuracy", marks, at, units=documents))
+            ]
+            if len(losses) == len(found):
+                row = mean(ANSWER_NLL, "nats", losses, at, units=documents, better="lower")
+                figures.append((ANSWER_NLL, losses, row))
+            for name, values, row in figures:
+                rows += details([row]) if "depth" in at else [row]
+                if key and key[-1][0] == "asked":
+                    cities = f", {at['cities']} cities" if "cities" in at else ""
+                    items += unit_scores(f"{name} N={at['needles']} R={at['asked']}{cities}", values, documents)
+        return Scores(measurements=rows, items=items)
+
+
+_NLL_CHOICE = (
+    f"The {ANSWER_NLL} is the sum over its tokens, the space before the number included, each given the prompt and the right "
+    "tokens before it."
+)
+
+
+def _choices(options: Options) -> list[str]:
+    part = "whole held-out text" if options.text == VALIDATION else f"first {HAYSTACK_TOKENS:,} tokens of the text"
+    return [
+        f"The haystack is the {part} named in the options; documents begin at random places.",
+        "The same needles in the same haystack stand at every depth and length: cells are paired, and standard errors are "
+        "over documents."
+        if options.paired
+        else "Every cell draws its own documents: cells are independent.",
+        "The first needle asked for stands at the depth of its cell, the others at random places.",
+        "Each needle asked for is one trial. A base model's continuation must start with all its digits; a chat model's "
+        "answer must contain them.",
+        "Lengths include the question and room for the answer.",
+        *([] if options.prompt == "chat" else [_NLL_CHOICE]),
+    ]
+
+
+def draw(results: Sequence[TaskResult]) -> tuple[str, str, Figure]:
+    """Draw a column for each model, and a row for each kind of city and, with several lengths, number of needles."""
+    cells = [[row for row in select(result, "accuracy") if "depth" in row.at] for result in results]
+    found = [row for rows in cells for row in rows]
+    depths = sorted({row.at["depth"] for row in found})
+    by_length = len({row.at["length_tokens"] for row in found}) > 1
+    columns = sorted({_column(row, by_length) for row in found})
+    panels = sorted({_panel(row, by_length) for row in found})
+    figure = Figure(figsize=(WIDTH_INCHES, len(panels) * (1.0 + 0.42 * len(depths)) + 0.4), layout="constrained")
+    axes = figure.subplots(len(panels), len(results), squeeze=False, sharex=True, sharey=True)
+    image: Any = None
+    for line, panel in zip(axes, panels, strict=True):
+        for ax, rows, label in zip(line, cells, labels(results), strict=True):
+            grid = np.full((len(depths), len(columns)), np.nan)
+            for row in rows:
+                if _panel(row, by_length) != panel:
+                    continue
+                y, x = depths.index(row.at["depth"]), columns.index(_column(row, by_length))
+                grid[y, x] = row.value
+                text, colour = f"{round(row.value * row.n)}/{row.n}", "white" if row.value > 0.62 else INK
+                ax.text(x, y, text, ha="center", va="center", fontsize=8.5, color=colour)
+            image = heat_map(ax, grid, ACCURACY_COLOURS, 0, 1, edgecolors="white", linewidth=1)
+            ax.set_title(", ".join([label, *_words(panel)]))
+            ax.set_xticks(range(len(columns)), [_tick(column) for column in columns])
+            ax.set_yticks(range(len(depths)), [f"{100 * depth:g} %" for depth in depths])
+            ax.spines[:].set_visible(False)
+            ax.tick_params(length=0)
+        line[0].set_ylabel("depth of the answer")
+    figure.supxlabel("length (tokens)" if by_length else "needles hidden (N) and asked for (R)", fontsize=9.5)
+    bar = figure.colorbar(image, ax=list(axes.flat), label="accuracy", fraction=0.03, pad=0.03, aspect=30)
+    counts = sorted({row.at["needles"] for row in found} - {1})
+    for count in counts:
+        bar.ax.axhline(1 / count, color="white", linewidth=2)
+        bar.ax.axhline(1 / count, color=INK, linewidth=1, linestyle=(0, (2, 2)))
+        place: dict[str, Any] = {
+            "transform": bar.ax.get_yaxis_transform(),
+            "ha": "right",
+            "va": "center",
+            "fontsize": 8,
+        }
+        bar.ax.text(-0.2, 1 / count, f"1/{count}", **place)
+    digits = results[0].options["digits"]
+    caption = f"Share of {digits}-digit numbers given back exactly; in each cell right answers of all."
+    caption += f" A guess is right with probability {10.0**-digits:g}."
+    if counts:
+        caption += " Dashed lines in the colour bar: 1/N, the accuracy of a model that gives back any of the N numbers."
+    if not by_length:
+        caption += f" Contexts of {found[0].at['length_tokens']:,} tokens."
+    if any("cities" in row.at for row in found):
+        caption += " Unseen cities never occur as needles in training."
+    return "Needle retrieval", caption, figure
+
+
+def _column(row: Measurement, by_length: bool) -> tuple[int, ...]:
+    return (row.at["length_tokens"],) if by_length else (row.at["needles"], row.at["asked"])
+
+
+def _panel(row: Measurement, by_length: bool) -> tuple[str, int, int]:
+    """Return kind of city, needles and asked; the last two are 0 where columns tell them."""
+    return row.at.get("cities", ""), row.at["needles"] if by_length else 0, row.at["asked"] if by_length else 0
+
+
+def _words(panel: tuple[str, int, int]) -> list[str]:
+    cities, needles, asked = panel
+    count = ["one needle" if needles == 1 else f"{needles} needles, {asked} asked"] if needles else []
+    return [*([f"{cities} cities"] if cities else []), *count]
+
+
+def _tick(column: tuple[int, ...]) -> str:
+    return f"{column[0]:,}" if len(column) == 1 else f"N{column[0]}R{column[1]}"
+
+
+register(TaskKind(name="needle", doc=__doc__, options=Options, make=NeedleTask, draw=draw))

@@ -1,0 +1,164 @@
+"""The largest and the median of attention logits and hidden states.
+
+These are the activation outliers of arXiv:2410.05258 section 3.7, Table 5. Logits are |q . k| / sqrt(d) of every query and
+every key that it may attend to, in all heads and layers; for differential attention the logits of both maps together. Hidden
+states are the output of each layer, after both residual additions.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
+
+from difftransformer.errors import DataError
+
+from ...plots.curves import handles, select
+from ...plots.style import WIDTH_INCHES, legend_above, line_style, note
+from ...results import Measurement, TaskResult
+from ..engine import Scores
+from ..probes import BINS, Magnitudes, ProbeTask
+from ..prompts.texts import Setting, token_stream
+from ..registry import TaskKind, at_least, register
+from ..scores import details, single
+
+PARTS = 20
+"""The rows are split into this number of requests, so that an interrupted run loses little and resumes cheaply."""
+
+DEFAULT_WINDOW = 2048
+_PAPER_RANKS = (1, 2, 3, 10, 100)
+MEASURED = {"logits": "attention logits", "hidden": "hidden states"}
+
+_CHOICES = [
+    "Pairs of a query and a later key are left out; the paper does not say whether it counts them.",
+    "The text is the one named in the options; the paper does not name its text. Rows are cut from it without overlap, at "
+    "random places, and may begin in the middle of a document.",
+    "The largest values are exact. The median is that of the values rounded to bf16: exact for the hidden states of a bf16 "
+    "model, otherwise within a relative error of 2^-8.",
+    "Logits are computed in fp32 from the model's queries and keys, whatever its dtype.",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Outliers in any model.
+
+    Attributes:
+        text: The text to read: python-stdlib, a text file, a folder of text files, or hf:NAME[:CONFIG][:SPLIT].
+        tokens: Tokens in total, rounded down to whole rows; the paper has 400,000.
+        window: Tokens of a row; the model's context by default, at most 2048.
+        largest: Number of largest values to report.
+        seed: Seed of the places of the rows.
+    """
+
+    text: str = "python-stdlib"
+    tokens: int = 400_000
+    window: int | None = None
+    largest: int = 100
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        at_least(self, 2, "window")
+        at_least(self, 1, "tokens", "largest")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """The number of all values, the largest of them in descending order, and their median."""
+
+    count: int
+    largest: list[float]
+    median: float
+
+
+class OutliersTask(ProbeTask):
+    """Rows of text, and the largest values inside the model as it reads them."""
+
+    def __init__(self, options: Options, setting: Setting) -> None:
+        self.options, self.data_name = options, options.text
+        self.choices = [f"Documents are separated by {setting.tokenizer.end_of_text_token!r}.", *_CHOICES]
+        window = options.window or min(setting.context_tokens, DEFAULT_WINDOW)
+        wanted = max(1, options.tokens // window)
+        stream = token_stream(setting, options.text)
+        there = len(stream) // window
+        if there < wanted:
+            raise DataError(
+                f"{options.text}: {len(stream)} tokens, and {wanted * window} are needed for {wanted} rows of {window}; "
+                "name a longer text or ask for fewer --tokens"
+            )
+        chosen = np.sort(np.random.default_rng(options.seed).permutation(there)[:wanted])
+        rows = [tuple(stream[place * window : (place + 1) * window].tolist()) for place in chosen]
+        parts = [rows[part::PARTS] for part in range(min(PARTS, wanted))]
+        self.requests = [Magnitudes(tuple(part), options.largest) for part in parts]
+
+    def score(self, answers: Sequence[Any]) -> Scores:
+        """Return the largest values by rank and the median: first the rows of the paper's table, then the rest of the curve."""
+        first: list[Measurement] = []
+        others: list[Measurement] = []
+        unit = "absolute value"
+        for key, name in MEASURED.items():
+            spread = merge([answer[key] for answer in answers], self.options.largest)
+            for rank in ranks(len(spread.largest)):
+                row = single(name, unit, spread.largest[rank - 1], spread.count, {"rank": rank}, "lower")
+                (first if rank in _PAPER_RANKS else others).append(row)
+            first.append(single(name, unit, spread.median, spread.count, {"rank": "median"}))
+        return Scores(measurements=first + details(others), items=[])
+
+
+def ranks(largest: int) -> list[int]:
+    """Return the ranks of the curve: 1 to 10, then by tens to 100, by hundreds to 1000 and so on, and the last."""
+    rounded = {digit * 10**power for power in range(len(str(largest))) for digit in range(1, 10)}
+    return sorted({rank for rank in rounded if rank < largest} | {largest})
+
+
+def merge(summaries: Sequence[dict[str, Any]], largest: int) -> Spread:
+    """Merge several collections of values.
+
+    Args:
+        summaries: `probes.magnitudes.Magnitude.summary` of each collection.
+        largest: Number of largest values to return; at most what each collection kept.
+    """
+    counts = np.zeros(BINS, np.int64)
+    for summary in summaries:
+        counts[summary["bins"]] += summary["counts"]
+    total, below = int(counts.sum()), counts.cumsum()
+    middle = np.searchsorted(below, [(total - 1) // 2, total // 2], side="right")
+    values = (middle.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    top = sorted((value for summary in summaries for value in summary["largest"]), reverse=True)
+    return Spread(count=total, largest=top[:largest], median=float(values.mean()))
+
+
+def draw(results: Sequence[TaskResult]) -> tuple[str, str, Figure]:
+    """Draw the values over their rank, a curve for each model, with the median as a thin line; logits and hidden states."""
+    figure = Figure(figsize=(WIDTH_INCHES, 4.0), layout="constrained")
+    for ax, kind in zip(figure.subplots(1, 2), MEASURED.values(), strict=True):
+        medians = [select(result, kind, rank="median")[0].value for result in results]
+        for index, (result, median) in enumerate(zip(results, medians, strict=True)):
+            top = sorted((row.at["rank"], row.value) for row in select(result, kind) if row.at["rank"] != "median")
+            style = line_style(index)
+            ax.plot(*zip(*top, strict=True), **style, markersize=4)
+            ax.axhline(median, color=style["color"], linewidth=0.9, linestyle=style["linestyle"])
+            offset, side = ((-3, 3), "bottom") if median == max(medians) else ((-3, -3), "top")
+            look = {"ha": "right", "va": side, "fontsize": 8, "color": style["color"]}
+            note(ax, f"median {median:.3g}", (1.0, median), at_right_edge=True, xytext=offset, **look)
+        ax.set_xscale("log")
+        ax.set_yscale("log")
+        for axis in (ax.xaxis, ax.yaxis):
+            axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axis.set_major_formatter(lambda value, _: f"{value:g}")
+            axis.set_minor_formatter(NullFormatter())
+        ax.set_title(kind, loc="left")
+        ax.set_xlabel("rank, from the largest")
+    figure.axes[0].set_ylabel("absolute value")
+    legend_above(figure, handles(results))
+    counts = ", ".join(f"{select(result, MEASURED['logits'], rank='median')[0].n:.3g}" for result in results)
+    caption = (
+        f"The largest absolute values in order, and the median of all as a line, over {results[0].options['tokens']:,} "
+        f"tokens of {results[0].data.name} ({counts} logits)."
+    )
+    return "Activation outliers", caption, figure
+
+
+register(TaskKind(name="outliers", doc=__doc__, options=Options, make=OutliersTask, draw=draw))

@@ -1,0 +1,200 @@
+"""Loss on a text: nats a token, bits a byte, and by position in the context."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, NullLocator
+
+from difftransformer.errors import ConfigError
+
+from ...plots.curves import curves, handles, labels, select
+from ...plots.seeds import band, difference_band, difference_words, draw_differences, over_difference, seeds_of
+from ...plots.style import colour_of, legend_above, line_style
+from ...results import Curve, Measurement, TaskResult
+from ..engine import Scores, Task
+from ..prompts.texts import Setting, separation, token_stream
+from ..registry import TaskKind, register
+from ..requests import Loss
+from ..scores import details, mean, over_windows
+
+DEFAULT_WINDOW = 4096
+
+_LARGEST_NATS = 700.0
+"""Of a loss whose exponential is a float."""
+
+Losses = npt.NDArray[np.float64]
+Mask = npt.NDArray[np.bool_]
+
+_CHOICES = [
+    "Bits a byte count the bytes that the scored tokens stand for, so that tokenizers compare.",
+    "The cumulative loss at position t is the mean over the tokens at positions 1 to t of all windows, each scored from its "
+    "start.",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Loss on any text.
+
+    Attributes:
+        text: python-stdlib, a text file, a folder of them, hf:NAME[:CONFIG][:SPLIT], or validation for the text that a run
+            held out.
+        window: Tokens of a window; the model's context by default, at most 4096.
+        stride: Targets that each window scores, its last ones, with all before as context; the whole window by default.
+        windows: Largest number of windows.
+        spread: Whether windows stand at even distances over the whole text; otherwise they follow one another from its
+            start.
+        position_buckets: Parts of the window whose mean losses are reported; 0 for none.
+    """
+
+    text: str = "python-stdlib"
+    window: int | None = None
+    stride: int | None = None
+    windows: int = 32
+    spread: bool = False
+    position_buckets: int = 0
+
+    def __post_init__(self) -> None:
+        if self.windows < 1 or (self.window is not None and self.window < 2):
+            raise ConfigError(f"windows={self.windows}, window={self.window}: give at least 1 window of 2 tokens")
+        if self.stride is not None and self.stride < 1:
+            raise ConfigError(f"stride={self.stride}: give at least 1")
+        if self.spread and self.stride is not None:
+            raise ConfigError(
+                f"stride={self.stride}: windows that are spread score every target; leave one of the two out"
+            )
+        if self.position_buckets < 0:
+            raise ConfigError(f"position_buckets={self.position_buckets}: give 0 or more")
+
+
+class PerplexityTask(Task):
+    """Windows of a text."""
+
+    def __init__(self, options: Options, setting: Setting) -> None:
+        self.options, self.data_name = options, options.text
+        self.choices = [separation(setting.tokenizer), *_CHOICES]
+        window = options.window or min(setting.context_tokens, DEFAULT_WINDOW)
+        self.stride = window if options.stride is None else options.stride
+        if self.stride > window:
+            raise ConfigError(f"stride={self.stride} is above the window's {window} tokens; give less")
+        wanted = window + 1 + self.stride * (options.windows - 1)
+        stream = token_stream(setting, options.text, window + 1, enough=None if options.spread else wanted)
+        if options.spread:
+            there = (len(stream) - 1) // window
+            count = min(options.windows, there)
+            starts = [index * there // count * window for index in range(count)]
+        else:
+            starts = list(range(0, min(len(stream), wanted) - window, self.stride))
+        self.requests = [Loss(tuple(stream[start : start + window + 1].tolist())) for start in starts]
+        self.byte_lengths, self.separator = setting.tokenizer.token_byte_lengths(), setting.tokenizer.end_of_text
+
+    def scored_by(self) -> Any:
+        """Return the token that is not scored."""
+        return self.separator
+
+    def score(self, answers: Sequence[Any]) -> Scores:
+        """Return nats a token, bits a byte and perplexity over all windows, and the loss by position."""
+        losses, targets = np.array(answers, np.float64), np.array([request.ids[1:] for request in self.requests])
+        is_text = targets != self.separator
+        losses[~is_text] = 0.0
+        first = np.zeros_like(is_text)
+        first[1:, : losses.shape[1] - self.stride] = True  # the window before has scored these
+        nats, tokens = np.where(first, 0.0, losses).sum(1), (is_text & ~first).sum(1)
+        sizes = np.where(first, 0, self.byte_lengths[targets]).sum(1)
+        nll, items = over_windows("nll", "nats/token", nats, tokens, better="lower")
+        bits, more = over_windows("bits per byte", "bits/byte", nats / math.log(2), sizes, better="lower")
+        curves = [*self._by_position(losses, is_text), *_cumulative(losses, is_text)]
+        perplexity = [_perplexity(nll)] if nll.value < _LARGEST_NATS else []
+        return Scores(measurements=[nll, bits, *perplexity, *details(curves)], items=[*items, *more])
+
+    def _by_position(self, losses: Losses, is_text: Mask) -> Iterator[Measurement]:
+        length = losses.shape[1]
+        edges = np.linspace(0, length, min(self.options.position_buckets, length) + 1).round().astype(int).tolist()
+        for start, end in pairwise(edges):
+            at = {"start": start, "end": end}
+            yield from _mean("nll by position", losses[:, start:end], is_text[:, start:end], at)
+
+
+def _perplexity(nll: Measurement) -> Measurement:
+    """Return exp(loss); its error is that of the loss times the derivative, exp(loss)."""
+    value = math.exp(nll.value)
+    error = None if nll.standard_error is None else value * nll.standard_error
+    return replace(nll, name="perplexity", unit="per token", value=value, standard_error=error, better=None)
+
+
+def _cumulative(losses: Losses, is_text: Mask) -> Iterator[Measurement]:
+    for position in _positions(losses.shape[1]):
+        yield from _mean("cumulative nll", losses[:, :position], is_text[:, :position], {"position": position})
+
+
+def _mean(name: str, losses: Losses, is_text: Mask, at: dict[str, Any]) -> Iterator[Measurement]:
+    """Yield the loss of these positions, over windows; nothing where only separators stand there."""
+    nats, tokens = losses.sum(1).tolist(), is_text.sum(1).tolist()
+    if any(tokens):
+        yield mean(name, "nats/token", nats, at, weights=tokens, better="lower")
+
+
+def _positions(length: int) -> list[int]:
+    """Powers of sqrt(2) up to the length, and the length."""
+    found = {round(2 ** (step / 2)) for step in range(2 * length.bit_length())}
+    return sorted({position for position in found if position < length} | {length})
+
+
+def draw(results: Sequence[TaskResult]) -> tuple[str, str, Figure]:
+    """Draw a line for each model, positions on a log axis; for ranges also each model's minus the last one's."""
+    windows, text = " and ".join(sorted({str(result.data.requests) for result in results})), results[0].data.name
+    if any(select(result, "nll by position") for result in results):
+        return _by_range(results, f"{windows} windows of {text}")
+    figure, ax = curves(results, "cumulative nll", "position", log=True)
+    ax.set_xlabel("position in the window (tokens)")
+    ax.set_ylabel("mean loss up to here (nats/token)")
+    caption = f"Mean loss of all positions up to each, over {windows} windows of {text}; bands: one standard error."
+    return "Cumulative loss by position", caption, figure
+
+
+def _by_range(results: Sequence[TaskResult], where: str) -> tuple[str, str, Figure]:
+    found = [[_curve(seed) for seed in seeds_of(result)] for result in results]
+    differences = [(index, difference_band(group, found[-1])) for index, group in enumerate(found[:-1])]
+    figure, top, bottom = over_difference(len(differences))
+    for index, group in enumerate(found):
+        drawn = band(group)
+        if drawn is None:
+            continue
+        if drawn.seeds > 1:
+            top.fill_between(drawn.x, drawn.low, drawn.high, color=colour_of(index), alpha=0.2, linewidth=0)
+        top.plot(drawn.x, drawn.mean, **line_style(index), markersize=5)
+    top.set_xscale("log", base=2)
+    top.xaxis.set_major_formatter(FuncFormatter(lambda position, _: f"{position:g}"))
+    top.xaxis.set_minor_locator(NullLocator())
+    top.set_ylabel("loss (nats/token)")
+    legend_above(figure, handles(results))
+    (bottom or top).set_xlabel("position in the context (tokens, logarithmic)")
+    seeds = len(found[0])
+    caption = (
+        f"Loss of the tokens in each range of positions (a marker at the range's middle), in nats a token, over {where}: how "
+        "far a longer context helps."
+    )
+    if seeds > 1:
+        caption += f" Lines are means over {seeds} seeds, bands go from the smallest to the largest seed."
+    if bottom:
+        names = labels(results)
+        shown = [(index, difference) for index, difference in differences if difference is not None]
+        draw_differences(bottom, shown, f"Loss of {', '.join(names[:-1])} minus {names[-1]}")
+        caption += difference_words("loss", names[-1], seeds)
+    return "Loss by position in the context", caption, figure
+
+
+def _curve(result: TaskResult) -> Curve:
+    """Return the loss over the middle of each range, geometric and counted from 1 so that a logarithm exists."""
+    rows = sorted(select(result, "nll by position"), key=lambda row: row.at["start"])
+    middles = [((row.at["start"] + 1) * max(row.at["end"], row.at["start"] + 1)) ** 0.5 for row in rows]
+    return Curve(steps=middles, values=[row.value for row in rows])  # type: ignore[arg-type]
+
+
+register(TaskKind(name="perplexity", doc=__doc__, options=Options, make=PerplexityTask, draw=draw))

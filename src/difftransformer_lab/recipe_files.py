@@ -1,0 +1,74 @@
+"""Recipes, studies, plans and suites as YAML files: those of the user, and those that are shipped.
+
+They are checked here before anything heavy is imported, so that a mistake is answered at once.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from difftransformer.errors import ConfigError
+from difftransformer.reading import is_plain_name, parse_yaml
+from difftransformer.typed import short
+
+from .printable import printable_line
+
+
+def shipped_recipes(kind: str = ".") -> dict[str, Path]:
+    """Recipes that come with the package, by name: beside its modules in a wheel, at the top of a source tree.
+
+    Args:
+        kind: Folder below that of the recipes for training.
+    """
+    package = Path(__file__).parent
+    folders = [folder for folder in (package / "recipes", package.parents[1] / "recipes") if folder.is_dir()]
+    return {path.stem: path for folder in folders[:1] for path in sorted((folder / kind).glob("*.yaml"))}
+
+
+def read_recipe(path: Path | str) -> dict[str, Any]:
+    """Read a recipe as plain data, or one that is shipped by its name; see `read_mapping`.
+
+    Raises:
+        ConfigError: no such file, not a YAML mapping, or a name that cannot name a folder.
+    """
+    shipped = shipped_recipes() | shipped_recipes("paper")
+    document = read_mapping(path, shipped, "a recipe is a mapping with name, model, data and training")
+    if isinstance(document.get("name"), str):
+        try:
+            check_name(document["name"])
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from None
+    return document
+
+
+def check_name(name: str) -> None:
+    """Raise a ConfigError unless a recipe's name can name folders."""
+    if not name.strip() or not is_plain_name(name) or printable_line(name) != name:
+        raise ConfigError(f"name: {short(name)} names folders; use letters, digits, points, hyphens and spaces")
+
+
+def read_mapping(path: Path | str, shipped: dict[str, Path], expected: str) -> dict[str, Any]:
+    """Read a YAML file, or one that is shipped by its name.
+
+    Args:
+        path: The file, or a name in `shipped`.
+        shipped: Files that come with the package.
+        expected: What is said where the file holds no mapping.
+
+    Raises:
+        ConfigError: no such file, or not a YAML mapping.
+    """
+    path = shipped.get(str(path), Path(path))
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        names = ", ".join(shipped)
+        raise ConfigError(f"{path}: no such recipe; name a YAML file, or one that is shipped: {names}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read ({error})") from None
+    try:
+        document = parse_yaml(text)
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    if not isinstance(document, dict):
+        raise ConfigError(f"{path}: {expected}; got {short(document)}")
+    return document

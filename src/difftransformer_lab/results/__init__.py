@@ -1,0 +1,84 @@
+"""The typed JSON that every command writes: dataclasses, one writer, one strict reader.
+
+A results file is an object with `kind` (which dataclass), `version` (of this schema) and `result`. The reader checks
+all three and every field's type, so that a report never draws a file that it does not understand. This module imports no
+torch: a report is made wherever Python and matplotlib are.
+
+Units are in the names: `_nats`, `_bits`, `_tokens`, `_bytes`, `_seconds`.
+"""
+
+from .base import (
+    Cities,
+    Dtype,
+    Environment,
+    Form,
+    Mode,
+    Segment,
+)
+from .bench import (
+    AttentionShape,
+    AttentionSkip,
+    AttentionTiming,
+    Bench,
+    DiffLlamaTiming,
+    GenerationTiming,
+    GeometricMean,
+    LossShape,
+    LossTiming,
+    MemoryPoint,
+    ModelTiming,
+    ModelWork,
+    Overhead,
+    Timing,
+    TrainingSkip,
+    TrainingTiming,
+    VariantTiming,
+)
+from .evidence import (
+    ChosenRate,
+    RunFigure,
+    RunRecord,
+    StudyArm,
+    StudyAxis,
+    StudyFigure,
+    StudyIndex,
+    StudyMember,
+    figure_of,
+    measured,
+    reached_at,
+)
+from .files import (
+    SCHEMA_VERSION,
+    VERSIONS,
+    kept_result,
+    read_document,
+    read_result,
+    write_result,
+)
+from .plans import OWN_BEST, Change, Contrast, Question, RegisteredPlan, StudyPlan, Term
+from .settings import Group, Point, groups_of, own_best
+from .studies import (
+    BaselineNll,
+    Comparison,
+    CostRow,
+    Curve,
+    Drift,
+    MetricComparison,
+    ModelSummary,
+    PairedDifference,
+    RunResult,
+    Statistic,
+    Study,
+    Upcycling,
+)
+from .tasks import (
+    DataIdentity,
+    Grid,
+    ItemScore,
+    Measurement,
+    ModelIdentity,
+    TaskResult,
+    headlines,
+    summary_rows,
+    title_of,
+)

@@ -1,0 +1,44 @@
+"""What results of every kind share: where they were measured, and the words that fields may hold."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Cities = Literal["seen", "unseen"]
+Form = Literal["signed", "absolute", "positive"]
+Segment = Literal["first", "before", "answer", "after", "query"]
+Dtype = Literal["fp32", "bf16", "fp16"]
+Mode = Literal["forward", "backward", "forward+backward", "decode"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Environment:
+    """Where a result was measured.
+
+    Attributes:
+        commit: Commit of the package's source, ending in "-dirty" if files had been changed since.
+        compiler: What built the CPU kernels that were used.
+        instruction_set: That of the CPU kernels, such as "avx512_bf16"; of PyTorch's own kernels if those were not used.
+
+    These three are "" where they are unknown: in files of earlier releases, and the commit of an installed wheel.
+    """
+
+    difftransformer: str
+    python: str
+    torch: str
+    transformers: str
+    platform: str
+    processor: str
+    device: str
+    threads: int
+    commit: str = ""
+    compiler: str = ""
+    instruction_set: str = ""
+
+    @property
+    def where(self) -> str:
+        """Device, processor and code in a few words."""
+        sets = [self.instruction_set] if self.instruction_set else []
+        machine = ", ".join([self.processor, *sets, "1 thread" if self.threads == 1 else f"{self.threads} threads"])
+        dirty = " with changes" if self.commit.endswith("-dirty") else ""
+        commit = f" (commit {self.commit[:12]}{dirty})" if self.commit else ""
+        return f"{self.device} ({machine}) by difftransformer {self.difftransformer}{commit}"

@@ -1,0 +1,102 @@
+"""Results files: one writer, one strict reader."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from difftransformer.checksums import opened, sealed
+from difftransformer.errors import DamagedResult, ResultsError
+from difftransformer.files import write_text_atomically
+from difftransformer.typed import build
+
+from .bench import RENAMED_KEYS, Bench
+from .evidence import RunRecord, StudyIndex
+from .studies import Comparison, Drift, Study, Upcycling
+from .tasks import TaskResult
+
+SCHEMA_VERSION = 1
+VERSIONS = {"comparison": 2, "upcycling": 2}
+"""Versions of the kinds that have changed since the first release; the others are at SCHEMA_VERSION."""
+
+SHORT_KINDS = ("run",)
+"""Kinds of which there are many files, so that each takes as little room as it can."""
+
+KINDS: dict[str, type] = {
+    "comparison": Comparison,
+    "drift": Drift,
+    "upcycling": Upcycling,
+    "bench": Bench,
+    "task": TaskResult,
+    "run": RunRecord,
+    "study": StudyIndex,
+}
+
+Result = Study | Bench | TaskResult | Drift | RunRecord | StudyIndex
+T = TypeVar("T")
+
+
+def write_result(result: Result, path: Path | str) -> Path:
+    """Write a result as JSON with a checksum, whole or not at all (a temporary file in the same folder, then a rename)."""
+    path = Path(path)
+    kind = next(name for name, cls in KINDS.items() if isinstance(result, cls))
+    document = {"kind": kind, "version": VERSIONS.get(kind, SCHEMA_VERSION), "result": dataclasses.asdict(result)}
+    write_text_atomically(path, sealed(document, is_short=kind in SHORT_KINDS))
+    return path
+
+
+def read_result(path: Path | str, cls: type[T]) -> T:
+    """Read a results file of the given dataclass.
+
+    Raises:
+        ResultsError: no such file, not JSON, another kind, another version, or a field missing, unknown or mistyped.
+        DamagedResult: the file is not as it was written.
+    """
+    kind, version, result = read_document(path)
+    expected = next(name for name, known in KINDS.items() if known is cls)
+    if kind != expected:
+        raise ResultsError(f"{path}: holds a result of kind {kind!r}, expected {expected!r}; name another file")
+    newest = VERSIONS.get(kind, SCHEMA_VERSION)
+    if version != newest:
+        older = version == SCHEMA_VERSION
+        advice = f"convert it with difftransformer report {path}" if older else "use the release that wrote it"
+        raise ResultsError(f"{path}: results version {version!r}, this release reads version {newest}; {advice}")
+    return build(cls, result, source=str(path), error=ResultsError)
+
+
+def kept_result(path: Path | str, cls: type[T], on_damage: Callable[[str], None]) -> T | None:
+    """Read a result that need not be made again; None where there is no such file, or one of another kind or release.
+
+    `on_damage` is called with a line that names a file which is not as it was written; the result is then None too.
+    """
+    try:
+        return read_result(path, cls)
+    except DamagedResult as damage:
+        on_damage(str(damage))
+    except ResultsError:
+        pass
+    return None
+
+
+def read_document(path: Path | str) -> tuple[str, Any, Any]:
+    """Read kind, version and plain data of a results file.
+
+    Raises:
+        ResultsError: no such file, or not a results file.
+        DamagedResult: the file is not as it was written.
+    """
+    try:
+        document = opened(Path(path).read_bytes(), _with_current_keys)
+    except FileNotFoundError:
+        raise ResultsError(f"{path}: no such results file; name a results.json that a command wrote") from None
+    except (OSError, ValueError) as error:
+        raise DamagedResult(
+            f"{path}: not a results file, or changed since it was written ({error}); run the command that wrote it again"
+        ) from None
+    if not isinstance(document, dict) or document.keys() != {"kind", "version", "result"}:
+        raise ResultsError(f"{path}: not a results file (no kind, version and result); name one that a command wrote")
+    return document["kind"], document["version"], document["result"]
+
+
+def _with_current_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    return {RENAMED_KEYS.get(key, key): value for key, value in pairs}

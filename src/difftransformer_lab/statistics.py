@@ -1,0 +1,511 @@
+"""Statistics of a comparison. Nothing here needs torch.
+
+Five rules hold everywhere in the package:
+
+* An interval over training runs is Student's t over the per-seed paired differences (`paired_difference`). With one seed
+  there is no such interval, and no other interval takes its place.
+* A contrast that a study planned is decided by the exact sign-flip test of 10 or more paired differences (`sign_flip`), by
+  Student's t of fewer, or by Welch's test where its groups are independent (`welch`).
+* An interval over evaluation items is that of `item_difference` and is always labelled as one. It says how much the figure
+  would vary over samples of items. It says nothing about another training seed.
+* A proportion has a Wilson interval (`wilson_interval`). Where several answers share a document, the document is the unit
+  (`effective_trials`).
+* Several differences on a page are judged by p-values after Holm's correction (`holm`).
+
+`docs/evaluation.md` shows how often these intervals cover. scipy is imported inside the functions that use it, because the
+import is slow.
+"""
+
+import math
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+from statistics import NormalDist
+
+import numpy as np
+
+from difftransformer.errors import EvaluationError, ShapeError
+from difftransformer_lab.results import PairedDifference, Statistic
+
+CONFIDENCE = 0.95
+RESAMPLES = 9_999
+FEW_ITEMS = 20
+"""Below this number of items an interval of skewed scores may cover less often than it says, and pages say so."""
+
+_RESAMPLED_ITEMS_AT_ONCE = 1 << 20
+"""Items drawn in one numpy call of the bootstrap; this bounds its memory to about 40 MB."""
+
+_ROUNDING = 1e-12
+
+MOST_EXACT_SEEDS = 20
+"""Up to this number of seeds all 2^n sign patterns are counted; above it, patterns are drawn."""
+
+_DRAWN_PATTERNS = 199_999
+
+
+def wilson_interval(successes: float, trials: float, confidence: float = CONFIDENCE) -> tuple[float, float]:
+    """Return Wilson's score interval of a proportion (E. B. Wilson 1927).
+
+    The interval is the set of p with `|successes/trials - p| <= z sqrt(p (1 - p) / trials)`. It stays inside [0, 1] and
+    has positive width even at 0 and at `trials` successes, where the normal approximation has none.
+
+    Args:
+        successes: Number of successful trials, from 0 to `trials`. Both numbers are fractions where trials are effective
+            ones (`effective_trials`).
+        trials: Number of independent trials; 0 gives (0, 1).
+        confidence: Coverage of the interval, between 0 and 1.
+
+    Returns:
+        (low, high).
+
+    Raises:
+        EvaluationError: The counts are impossible, or the confidence lies outside (0, 1).
+    """
+    _check_confidence(confidence)
+    if not 0 <= successes <= trials:
+        raise EvaluationError(
+            f"wilson_interval: {successes} successes of {trials} trials; need 0 <= successes <= trials"
+        )
+    if trials == 0:
+        return 0.0, 1.0
+    z, failures = NormalDist().inv_cdf(0.5 + confidence / 2), trials - successes
+    middle = successes + z * z / 2
+    half = z * math.sqrt(successes * failures / trials + z * z / 4)
+    low = 0.0 if successes == 0 else (middle - half) / (trials + z * z)
+    high = 1.0 if failures == 0 else (middle + half) / (trials + z * z)
+    return low, high
+
+
+def effective_trials(successes: Sequence[float], trials: Sequence[float], confidence: float = CONFIDENCE) -> float:
+    """Return how many independent trials are worth as much as answers that share documents.
+
+    The number is p (1 - p) / SE^2, with the standard error over documents and Student's t for few of them (E. L. Korn and
+    B. I. Graubard, Survey Methodology 24, 1998). It is at most the number of answers, and at least what remains where all
+    answers of a document agree: the number of documents if these have equally many answers.
+
+    Args:
+        successes: Right answers of each document.
+        trials: Answers of each document, at least 1.
+        confidence: Coverage of the interval that is made with it.
+    """
+    from scipy.special import stdtrit
+
+    count, total = len(trials), math.fsum(trials)
+    least = total**2 / math.fsum(n * n for n in trials)
+    p, error = ratio(successes, trials)
+    if not error:
+        return total if 0 < p < 1 and error is not None else least
+    quantile = 0.5 + confidence / 2
+    few = NormalDist().inv_cdf(quantile) / float(stdtrit(count - 1, quantile))
+    return min(total, max(least, p * (1 - p) * (few / error) ** 2))
+
+
+def ratio(values: Sequence[float], weights: Sequence[float]) -> tuple[float, float | None]:
+    """Return sum(values) / sum(weights) and its standard error, which is None for one item.
+
+    The error is that of the residuals value - ratio * weight (W. G. Cochran, Sampling Techniques, section 6.4). For equal
+    weights it is s / sqrt(n). Without any weight the ratio is undefined, NaN.
+    """
+    count, total = len(values), math.fsum(weights)
+    if not total:
+        return math.nan, None
+    found = math.fsum(values) / total
+    if count == 1:
+        return found, None
+    squares = math.fsum((value - found * weight) ** 2 for value, weight in zip(values, weights, strict=True))
+    return found, math.sqrt(squares * count / (count - 1)) / total
+
+
+def mean_and_standard_error(values: Sequence[float]) -> Statistic:
+    """Return the mean over seeds and its standard error, `s / sqrt(n)` with s from n - 1, or None with one seed.
+
+    Raises:
+        EvaluationError: There are no values.
+    """
+    if not values:
+        raise EvaluationError("mean_and_standard_error: no values; give the value of at least one seed")
+    mean, error = ratio(values, [1.0] * len(values))
+    return Statistic(mean=mean, standard_error=error, seeds=len(values))
+
+
+def paired_difference(a: Sequence[float], b: Sequence[float], confidence: float = CONFIDENCE) -> PairedDifference:
+    """Return the mean of a - b over seeds, with Student's t interval and test of the per-seed differences.
+
+    Args:
+        a: One value per seed.
+        b: Values of the other model for the same seeds, in the same order.
+        confidence: Coverage of the interval, between 0 and 1.
+
+    Returns:
+        The difference. With one seed, and where all seeds differ by the same amount, `low` and `high` are None and the
+        method is "none"; the p-value is 1 where a and b are equal in every seed, as at a ceiling, and None otherwise.
+
+    Raises:
+        ShapeError: a and b differ in length.
+        EvaluationError: a and b are empty, or the confidence lies outside (0, 1).
+    """
+    _check_confidence(confidence)
+    if len(a) != len(b):
+        raise ShapeError(f"paired_difference: {len(a)} values against {len(b)}; give one of each for every seed")
+    statistic = mean_and_standard_error([x - y for x, y in zip(a, b, strict=True)])
+    mean, error = statistic.mean, statistic.standard_error
+    if not error:
+        return replace(_no_interval(mean, confidence), p_value=None if mean or error is None else 1.0)
+    from scipy.special import stdtr, stdtrit
+
+    half = float(stdtrit(statistic.seeds - 1, 0.5 + confidence / 2)) * error
+    p_value = 2 * float(stdtr(statistic.seeds - 1, -abs(mean) / error))
+    return PairedDifference(
+        mean=mean,
+        low=mean - half,
+        high=mean + half,
+        confidence=confidence,
+        interval_method="student-t over seeds",
+        p_value=p_value,
+    )
+
+
+def sign_flip(differences: Sequence[float], confidence: float = CONFIDENCE) -> PairedDifference:
+    """Return the mean of paired differences with the sign-flip test of its being 0 and the interval of the same test.
+
+    If the differences are independent and symmetric about their centre, each may have had the other sign. The centre is then
+    equally likely to lie in any of the gaps that the means of all non-empty subsets of the differences leave on the line
+    (J. A. Hartigan, Journal of the American Statistical Association 64, 1969). So of n differences the test of the centre c
+    against larger values has the p-value `(1 + number of subset means <= c) / 2^n`; twice the smaller side is the two-sided
+    p-value, and the interval, which ends at two of the subset means, holds exactly the values that are not rejected.
+
+    The test is exact up to `MOST_EXACT_SEEDS` differences. Of more, a sample of subsets that is drawn once and for all takes
+    the place of all of them, which keeps the level of the test.
+
+    Args:
+        differences: One difference per seed.
+        confidence: Coverage of the interval, between 0 and 1.
+
+    Returns:
+        The difference. `low` and `high` are None where there are too few differences for the confidence: below 6 for 95 %.
+        They are None as well where all differences are 0, with a p-value of 1.
+
+    Raises:
+        EvaluationError: There are no differences, or the confidence lies outside (0, 1).
+    """
+    _check_confidence(confidence)
+    values = np.asarray(differences, dtype=np.float64)
+    if not len(values):
+        raise EvaluationError("sign_flip: no differences; give that of at least one seed")
+    mean = float(values.mean())
+    if not values.any():
+        return replace(_no_interval(0.0, confidence), p_value=1.0)
+    means = np.sort(_subset_means(values))
+    patterns = len(means) + 1
+    # Subsets whose mean is 0 but for rounding count on both sides, as the mean itself would.
+    means[np.abs(means) <= _ROUNDING * np.abs(values).max()] = 0.0
+    below, above = np.searchsorted(means, 0.0, side="right"), patterns - 1 - np.searchsorted(means, 0.0, side="left")
+    found = PairedDifference(
+        mean=mean,
+        low=None,
+        high=None,
+        confidence=confidence,
+        interval_method="sign flip over seeds",
+        p_value=min(1.0, 2 * (1 + float(min(below, above))) / patterns),
+    )
+    # Rounded up by a hair, so that 1 - 0.95 leaves the tail that 0.05 has.
+    outside = math.floor((1 - confidence) / 2 * patterns * (1 + _ROUNDING))
+    return found if not outside else replace(found, low=float(means[outside - 1]), high=float(means[-outside]))
+
+
+def welch(
+    groups: Sequence[Sequence[float]], weights: Sequence[float], confidence: float = CONFIDENCE
+) -> PairedDifference:
+    """Return a weighted sum of the means of independent groups, with the interval and the test of B. L. Welch (1947).
+
+    Every group has a variance of its own. The degrees of freedom are Satterthwaite's. For two groups with the weights 1 and -1
+    this is Welch's t test.
+
+    Args:
+        groups: The values of each group, at least two.
+        weights: The weight of each group's mean.
+        confidence: Coverage of the interval, between 0 and 1.
+
+    Returns:
+        The sum. Where no group varies, `low` and `high` are None and the method is "none".
+
+    Raises:
+        ShapeError: There are not as many weights as groups.
+        EvaluationError: A group has fewer than two values, or the confidence lies outside (0, 1).
+    """
+    _check_confidence(confidence)
+    if len(groups) != len(weights):
+        raise ShapeError(f"welch: {len(weights)} weights for {len(groups)} groups; give one for each")
+    if not groups or min(map(len, groups)) < 2:
+        raise EvaluationError(f"welch: groups of {[len(group) for group in groups]} values; need at least 2 in each")
+    mean = math.fsum(weight * math.fsum(group) / len(group) for group, weight in zip(groups, weights, strict=True))
+    parts = [
+        weight**2 * float(np.var(group, ddof=1)) / len(group) for group, weight in zip(groups, weights, strict=True)
+    ]
+    variance = math.fsum(parts)
+    if not variance:
+        return _no_interval(mean, confidence)
+    from scipy.special import stdtr, stdtrit
+
+    freedom = variance**2 / math.fsum(part**2 / (len(group) - 1) for part, group in zip(parts, groups, strict=True))
+    error = math.sqrt(variance)
+    half = float(stdtrit(freedom, 0.5 + confidence / 2)) * error
+    return PairedDifference(
+        mean=mean,
+        low=mean - half,
+        high=mean + half,
+        confidence=confidence,
+        interval_method="welch over seeds",
+        p_value=2 * float(stdtr(freedom, -abs(mean) / error)),
+    )
+
+
+def log_odds(successes: float, trials: float) -> float:
+    """Return log((k + 1/2) / (n - k + 1/2)) of k successes of n trials, which is finite at 0 and at n (J. B. S. Haldane 1956).
+
+    Raises:
+        EvaluationError: The counts are impossible.
+    """
+    if not 0 <= successes <= trials:
+        raise EvaluationError(f"log_odds: {successes} successes of {trials} trials; need 0 <= successes <= trials")
+    return math.log((successes + 0.5) / (trials - successes + 0.5))
+
+
+def item_difference(
+    a_scores: Sequence[float],
+    b_scores: Sequence[float],
+    a_weights: Sequence[float],
+    b_weights: Sequence[float] | None = None,
+    *,
+    seed: int,
+    resamples: int = RESAMPLES,
+    confidence: float = CONFIDENCE,
+) -> PairedDifference:
+    """Return the difference of two ratios of sums over the same items, with an interval and a test over items.
+
+    The figure is `sum(a_scores)/sum(a_weights) - sum(b_scores)/sum(b_weights)`, for example nats per token, nats per byte,
+    or right answers per question.
+
+    * Items that are right or wrong: McNemar's mid-p test and the mid-p interval of `_paired_binary`.
+    * Other scores: on each side the bound that is farther out of Student's t and of the studentised bootstrap (P. Hall,
+      The Bootstrap and Edgeworth Expansion, 1992) over the items' residuals (Cochran, section 6.4). The first holds for
+      heavy tails, the second for skewed scores, and each fails where the other holds. Resamples in which all items are
+      equal have no studentised mean and are left out.
+    * Items that all differ by the same amount: no spread can be estimated. Shares of right answers have the interval for
+      items of another kind that n items did not show, other scores have none.
+
+    Args:
+        a_scores: One number per item, such as its summed loss in nats under model A.
+        b_scores: The same items under model B, in the same order.
+        a_weights: One number per item, such as its number of tokens.
+        b_weights: The same for model B; defaults to `a_weights`.
+        seed: Seed of the draws. The same seed gives the same interval.
+        resamples: Number of resamples.
+        confidence: Coverage of the interval, between 0 and 1.
+
+    Returns:
+        The difference; `interval_method` names the method. One item gives no interval (method "none").
+
+    Raises:
+        ShapeError: The sequences differ in length.
+        EvaluationError: There are no items or no resamples, or a weight is not positive.
+    """
+    _check_confidence(confidence)
+    columns = (a_scores, a_weights, b_scores, a_weights if b_weights is None else b_weights)
+    lengths = {len(column) for column in columns}
+    if len(lengths) != 1:
+        raise ShapeError(f"item_difference: sequences of lengths {sorted(lengths)}; give one number per item in each")
+    (count,) = lengths
+    if count == 0 or resamples < 1:
+        raise EvaluationError(f"item_difference: {count} items and {resamples} resamples; need at least one of each")
+    a, a_sizes, b, b_sizes = np.array(columns, dtype=np.float64)
+    if not (a_sizes > 0).all() or not (b_sizes > 0).all():
+        raise EvaluationError("item_difference: an item's weight is not positive; leave out empty items")
+    first, second = a.sum() / a_sizes.sum(), b.sum() / b_sizes.sum()
+    mean = float(first - second)
+    if count == 1:
+        return _no_interval(mean, confidence)
+    found = PairedDifference(
+        mean=mean, low=None, high=None, confidence=confidence, interval_method="mid-p over items", p_value=None
+    )
+    counted = _counted(a, a_sizes) and _counted(b, b_sizes)
+    if counted and max(a_sizes.max(), b_sizes.max()) == 1:
+        low, high, p_value = _paired_binary(int((a > b).sum()), int((a < b).sum()), count, confidence)
+        return replace(found, low=low, high=high, p_value=p_value)
+    # Residuals of both ratios: the mean of `rows` is the difference, and their variance that of its linear approximation.
+    rows = mean + (a - first * a_sizes) / a_sizes.mean() - (b - second * b_sizes) / b_sizes.mean()
+    if np.ptp(rows) <= _ROUNDING * max(abs(first), abs(second)):
+        if not counted:
+            return _no_interval(mean, confidence)
+        other = 1 - (1 - confidence) ** (1 / count)
+        low, high, p_value = mean - other * (1 + mean), mean + other * (1 - mean), (1 + abs(mean)) ** -count
+        return replace(found, low=low, high=high, p_value=p_value)
+    low, high, p_value = _studentised(rows, seed, resamples, confidence)
+    if counted:
+        low, high = max(-1.0, low), min(1.0, high)
+    return replace(found, low=low, high=high, p_value=p_value, interval_method="studentised over items")
+
+
+def detectable(seeds: int, comparisons: int = 1, power: float = 0.8, alpha: float = 0.05) -> float:
+    """Return the smallest true effect that a paired comparison over seeds shows with the given probability.
+
+    The effect is in standard deviations of the per-seed paired differences. It is that of the two-sided t test at level
+    `alpha / comparisons`, the level of the smallest p-value under Holm's correction, from the noncentral t distribution
+    (J. Cohen, Statistical Power Analysis for the Behavioral Sciences, 1988, chapter 2).
+
+    Args:
+        seeds: Number of paired differences.
+        comparisons: Number of comparisons that are corrected together.
+        power: Probability of showing the effect, above `alpha` and below 1.
+        alpha: Level of the test, between 0 and 1.
+
+    Returns:
+        The effect; infinity for fewer than two seeds, which show nothing.
+
+    Raises:
+        EvaluationError: `comparisons`, `power` or `alpha` is out of range.
+    """
+    if comparisons < 1 or not 0 < alpha < power < 1:
+        raise EvaluationError(
+            f"detectable: {comparisons} comparisons, power {power} and alpha {alpha}; need at least 1 comparison and "
+            "0 < alpha < power < 1"
+        )
+    if seeds < 2:
+        return math.inf
+    from scipy.special import nctdtrinc, stdtrit
+
+    bound = -float(stdtrit(seeds - 1, alpha / comparisons / 2))
+    # The other tail is left out: where the power is above alpha it adds next to nothing.
+    return float(nctdtrinc(seeds - 1, 1 - power, bound)) / math.sqrt(seeds)
+
+
+def holm(p_values: Sequence[float | None]) -> list[float | None]:
+    """Return p-values adjusted for their number by S. Holm's step-down method (1979); None stays None and does not count.
+
+    Among true null hypotheses, the probability that the smallest adjusted value is at most alpha is at most alpha.
+    """
+    known = sorted((p, index) for index, p in enumerate(p_values) if p is not None)
+    adjusted: list[float | None] = [None] * len(p_values)
+    largest = 0.0
+    for rank, (p, index) in enumerate(known):
+        largest = max(largest, min(1.0, (len(known) - rank) * p))
+        adjusted[index] = largest
+    return adjusted
+
+
+def holm_differences(differences: Sequence[PairedDifference], about: Sequence[Hashable]) -> list[PairedDifference]:
+    """Return the differences of one page with their p-values after Holm's correction.
+
+    Args:
+        differences: All differences of the page.
+        about: What each difference is about. Those about the same thing, such as a loss in nats per token and in bits per
+            byte, are one comparison with the largest of their p-values.
+    """
+    largest: dict[Hashable, float] = {}
+    for one, what in zip(differences, about, strict=True):
+        if one.p_value is not None:
+            largest[what] = max(one.p_value, largest.get(what, 0.0))
+    corrected = dict(zip(largest, holm(list(largest.values())), strict=True))
+    return [
+        one if one.p_value is None else replace(one, p_holm=corrected[what], comparisons=len(largest))
+        for one, what in zip(differences, about, strict=True)
+    ]
+
+
+def _no_interval(mean: float, confidence: float) -> PairedDifference:
+    return PairedDifference(mean=mean, low=None, high=None, confidence=confidence, interval_method="none")
+
+
+def _subset_means(values: np.ndarray) -> np.ndarray:
+    """Return the means of all non-empty subsets, or of a fixed sample of them where there are too many."""
+    if len(values) > MOST_EXACT_SEEDS:
+        chosen = np.random.default_rng(0).integers(2, size=(_DRAWN_PATTERNS, len(values)), dtype=np.int8)
+        chosen = chosen[chosen.any(axis=1)]
+        return np.asarray(chosen @ values / chosen.sum(axis=1))
+    sums, sizes = np.zeros(1), np.zeros(1)
+    for value in values:
+        sums, sizes = np.concatenate([sums, sums + value]), np.concatenate([sizes, sizes + 1])
+    return np.asarray(sums[1:] / sizes[1:])
+
+
+def _counted(scores: np.ndarray, weights: np.ndarray) -> bool:
+    """Whether scores are numbers of right answers among `weights`."""
+    whole = (scores == scores.round()).all() and (weights == weights.round()).all()
+    return bool(whole and (scores >= 0).all() and (scores <= weights).all())
+
+
+def _studentised(rows: np.ndarray, seed: int, resamples: int, confidence: float) -> tuple[float, float, float]:
+    """Return low, high and the two-sided p-value of the mean's being 0."""
+    from scipy.special import stdtr, stdtrit
+
+    count, mean = len(rows), float(rows.mean())
+    centred = rows - mean
+    error = float(centred.std(ddof=1)) / math.sqrt(count)
+    generator = np.random.default_rng(seed)
+    batch = max(1, _RESAMPLED_ITEMS_AT_ONCE // count)
+    parts = []
+    for start in range(0, resamples, batch):
+        drawn = centred[generator.integers(count, size=(min(batch, resamples - start), count))]
+        errors = drawn.std(axis=1, ddof=1) / math.sqrt(count)
+        spread = errors > _ROUNDING * error
+        parts.append(drawn.mean(axis=1)[spread] / errors[spread])
+    ratios = np.sort(np.concatenate(parts))
+    tail, kept = (1 - confidence) / 2, len(ratios)
+    student = float(stdtrit(count - 1, 1 - tail))
+    outside = min(max(math.floor(tail * (kept + 1)), 1), max(kept, 1))
+    left, right = (-ratios[outside - 1], ratios[kept - outside]) if kept else (student, student)
+    t = mean / error
+    beyond = int((ratios >= t).sum() if t > 0 else (ratios <= t).sum())
+    p_value = min(1.0, 2 * max(float(stdtr(count - 1, -abs(t))), (beyond + 1) / (kept + 1)))
+    return mean - max(student, float(right)) * error, mean + max(student, float(left)) * error, p_value
+
+
+def _paired_binary(only_a: int, only_b: int, count: int, confidence: float) -> tuple[float, float, float]:
+    """Return low, high and p-value of the difference of two paired proportions.
+
+    The p-value is that of McNemar's mid-p test (M. W. Fagerland et al., BMC Medical Research Methodology 13, 2013). The
+    interval holds the differences that a mid-p test of `only_a - only_b` does not reject, with the share of discordant
+    items at its maximum-likelihood value for each difference (T. Tango, Statistics in Medicine 17, 1998). It holds zero
+    wherever McNemar's test does not reject zero.
+
+    Args:
+        only_a: Items that model A alone has right.
+        only_b: Items that model B alone has right.
+        count: All items.
+        confidence: Coverage of the interval.
+    """
+    from scipy.optimize import brentq
+    from scipy.special import bdtr
+
+    found, tail = only_a - only_b, (1 - confidence) / 2
+    size = 1 << (2 * count + 1).bit_length()
+    unit = np.exp(-2j * np.pi * np.arange(size) / size)
+    places = np.arange(-count, count + 1)
+
+    def excess(difference: float, side: int) -> float:
+        """Mid-p of a count at least as far to this side as `found`, minus the tail."""
+        linear = (2 * count - found) * difference - only_a - only_b
+        square = max(0.0, linear**2 + 8 * count * only_b * difference * (1 - difference))
+        b = max(0.0, -difference, (math.sqrt(square) - linear) / (4 * count))
+        a = max(0.0, b + difference)
+        chances = np.fft.ifft((a * unit + b / unit + (1 - a - b)) ** count).real[places % size]
+        return float(chances[side * (places - found) > 0].sum() + chances[found + count] / 2 - tail)
+
+    def bound(side: int) -> float:
+        if found == -side * count:
+            return float(-side)
+        return float(brentq(excess, -side * (1 - 1e-12), found / count, args=(side,), xtol=1e-10))
+
+    low, high = bound(1), bound(-1)
+    discordant, fewer = only_a + only_b, min(only_a, only_b)
+    p_value = 1.0
+    if found:
+        exactly = float(bdtr(fewer, discordant, 0.5)) - (float(bdtr(fewer - 1, discordant, 0.5)) if fewer else 0.0)
+        p_value = min(1.0, 2 * float(bdtr(fewer, discordant, 0.5)) - exactly)
+    if p_value > 1 - confidence:
+        low, high = min(low, 0.0), max(high, 0.0)
+    return low, high, p_value
+
+
+def _check_confidence(confidence: float) -> None:
+    if not 0 < confidence < 1:
+        raise EvaluationError(f"confidence is {confidence}; need 0 < confidence < 1, such as 0.95")

@@ -1,0 +1,492 @@
+"""A study: arms x axes x seeds over one recipe, read from a YAML file and expanded to runs."""
+
+import copy
+import hashlib
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from difftransformer.errors import ConfigError
+from difftransformer.reading import is_plain_name
+from difftransformer.typed import build, unknown_key
+
+from ..recipe_files import check_name, read_mapping, read_recipe, shipped_recipes
+from ..results import OWN_BEST, Change, ChosenRate, StudyArm, StudyAxis, StudyFigure, groups_of
+from .plan import load_plan
+from .recipe import MOST_SEEDS, Recipe, override, parsed_change, recipe_dict, recipe_from
+
+IDENTITY_VERSION = 1
+UPCYCLED = "upcycled to "
+"""What start_from and data.tokenizer of a planned run begin with, where they name a model that the study makes."""
+LEARNING_RATE = "training.optimizer.learning_rate"
+NOT_PART_OF_A_RUN = ("name", "compare", "parallel", "logs", "evaluation_batch_tokens")
+NOT_PART_OF_TRAINING = ("checkpoint", "checkpoint_every", "keep_checkpoints", "keep_every", "keep_steps")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArmConfig:
+    """One arm.
+
+    Attributes:
+        label: Name in tables and figures; the arm's own name by default.
+        about: What it is, in a sentence.
+        seeds: Number of seeds, where it is not the study's.
+        upcycle: What the study's source becomes in this arm, such as "diff" (see `convert.upcycle_folder`).
+        set: Values of the recipe by dotted key, such as `model.attention_type: diff`.
+    """
+
+    label: str = ""
+    about: str = ""
+    upcycle: str = ""
+    seeds: int | None = None
+    set: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AxisValue:
+    """One value of an axis.
+
+    Attributes:
+        set: Values of the recipe by dotted key.
+        number: What the value stands for on a numeric axis.
+        seeds: Number of seeds, where it is more than the study's.
+    """
+
+    set: dict[str, Any] = field(default_factory=dict)
+    number: float | None = None
+    seeds: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class AxisConfig:
+    """One axis: its values by name. Each arm is trained at every combination of the values of all axes."""
+
+    label: str = ""
+    values: dict[str, AxisValue] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuningConfig:
+    """How the learning rate is chosen, for each arm alike.
+
+    Attributes:
+        learning_rates: Rates that are tried. With none the recipe's rate is used.
+        seeds: Number of seeds for each rate, counted from 1000. They are not those that are reported.
+        per: Names of axes. A rate is chosen at each of their values, at the first value of every other axis.
+    """
+
+    learning_rates: list[float] = field(default_factory=list)
+    seeds: int = 2
+    per: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PresetConfig:
+    """A size of the study.
+
+    Attributes:
+        about: What a reader must know about this size.
+        recipe: Recipe in place of the study's.
+        set: Values of the recipe by dotted key; values of arms and axes come after these.
+        arm_set: Values of the recipe by arm, which come after the arm's own, as where a model has more heads.
+        seeds: Number of seeds.
+        arms: Names of the arms; None means all.
+        axes: Names of values by axis; an axis that is not named keeps all.
+        tuning: How the learning rate is chosen.
+        figures: What this size compares its arms by, in place of the study's figures.
+        plan: Name or file of the plan of a size that confirms: its contrasts then say which runs are made, and `seeds` is not
+            used.
+        changes: What was changed after data of this size were seen.
+    """
+
+    about: str = ""
+    recipe: str = ""
+    set: dict[str, Any] = field(default_factory=dict)
+    arm_set: dict[str, dict[str, Any]] = field(default_factory=dict)
+    seeds: int = 3
+    arms: list[str] | None = None
+    axes: dict[str, list[str]] = field(default_factory=dict)
+    tuning: TuningConfig = field(default_factory=TuningConfig)
+    figures: list[StudyFigure] = field(default_factory=list)
+    plan: str = ""
+    changes: list[Change] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudyConfig:
+    """A study.
+
+    Attributes:
+        name: Name of its folder.
+        question: The question that it answers.
+        about: What a reader must know to read the answer.
+        recipe: Recipe that every run starts from: a shipped one by its name, or a file, also beside the study's.
+        source: Pretrained model that every arm starts from, by the name of its folder or file; empty for new models.
+        reference: The arm that the others are compared with.
+        arms: The arms by name.
+        axes: The axes by name.
+        figures: What the arms are compared by, the most important first. The first one also chooses learning rates.
+        presets: Sizes of the study by name.
+        analysis: "arms", or "scaling" for power laws over the axes size and tokens.
+    """
+
+    name: str
+    question: str
+    about: str = ""
+    recipe: str
+    source: str = ""
+    reference: str
+    arms: dict[str, ArmConfig]
+    axes: dict[str, AxisConfig] = field(default_factory=dict)
+    figures: list[StudyFigure]
+    presets: dict[str, PresetConfig]
+    analysis: Literal["arms", "scaling"] = "arms"
+
+    def __post_init__(self) -> None:
+        check_name(self.name)
+        if self.reference not in self.arms:
+            raise ConfigError(f"reference: no arm {self.reference!r}; choose one of {', '.join(self.arms)}")
+        for name, one_arm in self.arms.items():
+            if bool(one_arm.upcycle) != bool(self.source):
+                raise ConfigError(
+                    f"arms.{name}.upcycle is {one_arm.upcycle!r} and source is {self.source!r}; a study of a pretrained "
+                    "model has a source, and each arm says what becomes of it"
+                )
+        if not self.figures:
+            raise ConfigError("figures: empty; name what the arms are compared by")
+        for where, figures in (
+            ("", self.figures),
+            *((f"presets.{name}.", one.figures) for name, one in self.presets.items()),
+        ):
+            if figures and figures[0].secondary:
+                raise ConfigError(
+                    f"{where}figures: {figures[0].label!r} comes first and is secondary; put a primary figure first"
+                )
+            for one in figures:
+                if bool(one.curve) == bool(one.task):
+                    raise ConfigError(f"{where}figures: {one.label!r} needs either a task and its name, or a curve")
+        for name, axis in self.axes.items():
+            if not axis.values:
+                raise ConfigError(f"axes.{name}: no values; give at least one")
+        for name in (*self.arms, *self.axes, *(value for axis in self.axes.values() for value in axis.values)):
+            if not is_plain_name(name) or " " in name:
+                raise ConfigError(f"{name!r} names files; use letters, digits, points, hyphens and underscores")
+        if not self.presets:
+            raise ConfigError("presets: empty; give at least one, such as laptop")
+        for name, preset in self.presets.items():
+            if not 1 <= preset.seeds <= MOST_SEEDS:
+                raise ConfigError(f"presets.{name}.seeds={preset.seeds}: give 1 to {MOST_SEEDS}")
+            for key, named in (("arms", preset.arms or []), ("arm_set", preset.arm_set)):
+                for arm in named:
+                    if arm not in self.arms:
+                        raise ConfigError(f"presets.{name}.{key}: {unknown_key(arm, self.arms)}")
+            for axis_name, values in preset.axes.items():
+                if axis_name not in self.axes:
+                    raise ConfigError(f"presets.{name}.axes: {unknown_key(axis_name, self.axes)}")
+                for value in values:
+                    if value not in self.axes[axis_name].values:
+                        raise ConfigError(
+                            f"presets.{name}.axes.{axis_name}: {unknown_key(value, self.axes[axis_name].values)}"
+                        )
+            for axis_name in preset.tuning.per:
+                if axis_name not in self.axes:
+                    raise ConfigError(f"presets.{name}.tuning.per: {unknown_key(axis_name, self.axes)}")
+            if preset.arms is not None and self.reference not in preset.arms:
+                raise ConfigError(f"presets.{name}.arms: the reference {self.reference} is missing")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedRun:
+    """One run that a study asks for: its arm, its value on each axis, its seed and its recipe."""
+
+    arm: str
+    label: str
+    point: Mapping[str, str]
+    seed: int
+    recipe: Recipe
+    is_tuning: bool = False
+
+    @cached_property
+    def identity(self) -> str:
+        """What the run trains and evaluates (see `identity`)."""
+        return identity(self.recipe)
+
+    @cached_property
+    def kind(self) -> str:
+        """What the run's time depends on (see `kind`)."""
+        return kind(self.recipe)
+
+    @property
+    def title(self) -> str:
+        """Arm, point and seed in words."""
+        place = "".join(f", {axis} {value}" for axis, value in self.point.items())
+        rate = f", learning rate {self.recipe.training.optimizer.learning_rate:g}" if self.is_tuning else ""
+        return f"{self.label}{place}{rate}, seed {self.seed}"
+
+
+class Design:
+    """A study at one of its sizes.
+
+    Args:
+        config: The study.
+        preset: Name of the size.
+        seeds: Number of seeds in place of the preset's and of those of arms and axes.
+        changes: Values of the recipe that come last, such as "training.steps=100".
+
+    Raises:
+        ConfigError: There is no such preset, or a value that the recipe does not take.
+    """
+
+    def __init__(
+        self, config: StudyConfig, preset: str, *, seeds: int | None = None, changes: Sequence[str] = ()
+    ) -> None:
+        if preset not in config.presets:
+            raise ConfigError(f"--preset {preset}: {config.name} has {', '.join(config.presets)}")
+        self.config, self.name, self.preset = config, preset, config.presets[preset]
+        self._seeds, self._changes = seeds, list(changes)
+        self._document = read_recipe(self.preset.recipe or config.recipe)
+        self.arms = self.preset.arms or list(config.arms)
+        self.figures = self.preset.figures or config.figures
+        self.values = {axis: self.preset.axes.get(axis) or list(one.values) for axis, one in config.axes.items()}
+        self.points = [
+            dict(zip(self.values, combination, strict=True)) for combination in itertools.product(*self.values.values())
+        ]
+        self.plan = load_plan(self.preset.plan) if self.preset.plan else None
+        if self.plan is not None:
+            self._check_plan()
+        self.reported()  # every recipe is checked before anything is trained
+
+    def run(
+        self, arm: str, point: Mapping[str, str], seed: int, rate: float | None = None, *, is_tuning: bool = False
+    ) -> PlannedRun:
+        """Return one run, at the recipe's learning rate or another one."""
+        one = self.config.arms[arm]
+        axes = (self.config.axes[axis].values[value].set for axis, value in point.items())
+        sets = [self.preset.set, *axes, one.set, self.preset.arm_set.get(arm, {})]
+        document = copy.deepcopy(self._document) | {"name": self.config.name}
+        for values in sets:
+            for key, value in values.items():
+                override(document, key, value, said=f"{self.config.name}: {key}")
+        for change in self._changes:
+            override(document, *parsed_change(change), said=f"--set {change}")
+        if rate is not None:
+            override(document, LEARNING_RATE, rate, said=LEARNING_RATE)
+        if self.config.source:
+            document |= {"model": {}, "start_from": f"{UPCYCLED}{one.upcycle} {self.config.source}"}
+            override(document, "data.tokenizer", f"{UPCYCLED}softmax {self.config.source}", said="data.tokenizer")
+        recipe = recipe_from(document, source=f"{self.config.name}, arm {arm}").with_seed(seed)
+        return PlannedRun(arm=arm, label=one.label or arm, point=point, seed=seed, recipe=recipe, is_tuning=is_tuning)
+
+    @cached_property
+    def tuning(self) -> list[PlannedRun]:
+        """The runs that choose learning rates, none where the study tries none."""
+        tuning = self.preset.tuning
+        return [
+            self.run(arm, point, 1000 + seed, rate, is_tuning=True)
+            for seed in range(tuning.seeds)
+            for point in self.tuned_points
+            for rate in tuning.learning_rates
+            for arm in self.arms
+        ]
+
+    @property
+    def tuned_points(self) -> list[dict[str, str]]:
+        """The points at which learning rates are chosen: not those whose axes set one."""
+        return [
+            point
+            for point in self.points
+            if point == self.tuned_point(point)
+            and not any(LEARNING_RATE in self.config.axes[axis].values[value].set for axis, value in point.items())
+        ]
+
+    def reported(self, rates: Sequence[ChosenRate] | None = None) -> list[PlannedRun]:
+        """Return the runs that are compared, all arms of a seed side by side.
+
+        Args:
+            rates: Learning rates that were chosen. Runs that need another one are left out. None stands for the recipe's rates,
+                where only the number and the kinds of runs matter.
+        """
+        known = self._chosen(rates)
+        if self.plan is not None:
+            return self._planned(rates, known)
+        counts = {(arm, place(point)): self._count(arm, point) for arm in self.arms for point in self.points}
+        return [
+            self.run(arm, point, seed, known[arm, place(point)])
+            for seed in range(max(counts.values()))
+            for point in self.points
+            for arm in self.arms
+            if seed < counts[arm, place(point)] and (arm, place(point)) in known
+        ]
+
+    def _chosen(self, rates: Sequence[ChosenRate] | None) -> dict[tuple[str, str], float | None]:
+        """Return the learning rate of each arm at each `place` whose rate is known; None stands for that of the recipe."""
+        found = {(one.arm, place(one.point)): one.learning_rate for one in rates or []}
+        tuned = [place(point) for point in self.tuned_points] if self.preset.tuning.learning_rates else []
+        known: dict[tuple[str, str], float | None] = {}
+        for point in self.points:
+            where = place(self.tuned_point(point))
+            for arm in self.arms:
+                if rates is None or where not in tuned or (arm, where) in found:
+                    known[arm, place(point)] = found.get((arm, where))
+        return known
+
+    def _planned(
+        self, rates: Sequence[ChosenRate] | None, known: Mapping[tuple[str, str], float | None]
+    ) -> list[PlannedRun]:
+        """Return the runs of the plan's contrasts, in the order of its questions; each run once.
+
+        Without any rates, a setting that is chosen by tuning is taken to be the first.
+        """
+        assert self.plan is not None
+        if rates is None:
+            anything = {"learning_rate": 0.0, "tried": [(0.0, 0.0)]}
+            rates = [
+                ChosenRate(arm=arm, point=point, **anything)  # type: ignore[arg-type]
+                for arm in self.arms
+                for point in self.tuned_points
+            ]
+        axes, lower_is_better = self.described_axes(), self.figures[0].better == "lower"
+        runs: dict[tuple[str, str, int], PlannedRun] = {}
+        for contrast in (contrast for question in self.plan.questions for contrast in question.contrasts):
+            groups = groups_of(contrast, axes, rates, lower_is_better=lower_is_better) or {}
+            points = {group: dict(zip(self.values, group[1], strict=True)) for group in groups}
+            if any((arm, place(point)) not in known for (arm, _), point in points.items()):
+                continue
+            for seed in range(contrast.first_seed, contrast.first_seed + contrast.seeds):
+                for (arm, _), point in points.items():
+                    runs.setdefault((arm, place(point), seed), self.run(arm, point, seed, known[arm, place(point)]))
+        return list(runs.values())
+
+    def _check_plan(self) -> None:
+        """Check that the plan is of this study and names what it has.
+
+        Raises:
+            ConfigError: it does not.
+        """
+        plan, source = self.plan, self.preset.plan
+        assert plan is not None
+        if (plan.study, plan.preset) != (self.config.name, self.name):
+            raise ConfigError(
+                f"{source}: the plan of {plan.study}, preset {plan.preset}, in {self.config.name}, preset {self.name}; name "
+                "the plan of this size"
+            )
+        labels = {figure.label for figure in self.figures}
+        for question in plan.questions:
+            for contrast in question.contrasts:
+                where = f"{source}: contrast {contrast.name!r}"
+                if contrast.figure not in labels:
+                    raise ConfigError(f"{where}: figure: {unknown_key(contrast.figure, labels)}")
+                for term in contrast.terms:
+                    for arm in term.arms:
+                        if arm not in self.arms:
+                            raise ConfigError(f"{where}: arms: {unknown_key(arm, self.arms)}")
+                    for axis, value in term.at.items():
+                        if axis not in self.values:
+                            raise ConfigError(f"{where}: at: {unknown_key(axis, self.values)}")
+                        if value not in (OWN_BEST, *self.values[axis]):
+                            raise ConfigError(
+                                f"{where}: at.{axis}: {unknown_key(value, [OWN_BEST, *self.values[axis]])}"
+                            )
+
+    def tuned_point(self, point: Mapping[str, str]) -> dict[str, str]:
+        """Return the point whose learning rate a point takes."""
+        return self.points[0] | {axis: point[axis] for axis in self.preset.tuning.per}
+
+    def _count(self, arm: str, point: Mapping[str, str]) -> int:
+        if self._seeds is not None:
+            return self._seeds
+        own = [self.config.axes[axis].values[value].seeds for axis, value in point.items()]
+        return max(self.config.arms[arm].seeds or self.preset.seeds, *(number or 0 for number in own), 1)
+
+    @property
+    def about(self) -> str:
+        """What a reader must know to read the answer."""
+        return f"{self.config.about} {self.preset.about}".strip()
+
+    def seeds(self) -> tuple[int, int]:
+        """Return the smallest and the largest number of seeds of a comparison."""
+        if self.plan is not None:
+            counts = [contrast.seeds for question in self.plan.questions for contrast in question.contrasts]
+            return min(counts), max(counts)
+        reference = self.config.reference
+        pairs = [
+            min(self._count(arm, point), self._count(reference, point))
+            for arm in self.arms
+            for point in self.points
+            if arm != reference
+        ]
+        return (min(pairs), max(pairs)) if pairs else (0, 0)
+
+    def described_arms(self) -> list[StudyArm]:
+        """Return the arms as an index holds them."""
+        return [
+            StudyArm(name=name, label=arm.label or name, about=arm.about)
+            for name, arm in self.config.arms.items()
+            if name in self.arms
+        ]
+
+    def described_axes(self) -> list[StudyAxis]:
+        """Return the axes as an index holds them."""
+        axes = []
+        for name, values in self.values.items():
+            axis = self.config.axes[name]
+            numbers = [axis.values[value].number for value in values]
+            known = [number for number in numbers if number is not None]
+            axes.append(
+                StudyAxis(
+                    name=name,
+                    label=axis.label or name,
+                    values=values,
+                    numbers=known if len(known) == len(numbers) else None,
+                )
+            )
+        return axes
+
+
+def place(point: Mapping[str, str]) -> str:
+    """Return a point as a word, for names of files and keys."""
+    return "-".join(f"{axis}{value}" for axis, value in point.items())
+
+
+def identity(recipe: Recipe) -> str:
+    """Return a SHA-256 of what a run trains and evaluates: recipes with equal ones give the same run on the same data.
+
+    It is computed from the recipe as this release reads it, so that an option that is new keeps the runs before it.
+    """
+    plain = recipe_dict(recipe)
+    for name in NOT_PART_OF_A_RUN:
+        del plain[name]
+    for name in NOT_PART_OF_TRAINING:
+        plain["training"].pop(name, None)
+    del plain["data"]["folder"]
+    plain["evaluation"] = [[spec.name, spec.task, asdict(spec.built())] for spec in recipe.evaluation]
+    text = json.dumps([IDENTITY_VERSION, plain], sort_keys=True, default=list)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def kind(recipe: Recipe) -> str:
+    """Return a SHA-256 of what a run's time depends on: all that `identity` covers but the seed and the learning rate."""
+    training = replace(recipe.training, seed=0, optimizer=replace(recipe.training.optimizer, learning_rate=1.0))
+    return identity(replace(recipe, training=training))
+
+
+def load_study(path: Path | str) -> StudyConfig:
+    """Read a study, or one that is shipped by its name.
+
+    Raises:
+        ConfigError: no such file, not YAML, an unknown key, a wrong type or an impossible combination.
+    """
+    expected = "a study is a mapping with name, question, recipe, arms, figures and presets"
+    document = read_mapping(path, shipped_recipes("studies"), expected)
+    config = build(StudyConfig, document, source=str(path), error=ConfigError)
+
+    def found(recipe: str) -> str:
+        beside = Path(path).parent / recipe
+        return str(beside) if recipe and beside.is_file() else recipe
+
+    presets = {name: replace(preset, recipe=found(preset.recipe)) for name, preset in config.presets.items()}
+    return replace(config, recipe=found(config.recipe), presets=presets)

@@ -1,0 +1,79 @@
+"""Where a result was measured, and how it was asked for."""
+
+import datetime
+import functools
+import importlib.metadata
+import json
+import platform
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+import transformers
+
+from difftransformer._version import __version__
+from difftransformer.ops import build, processor
+
+from ..results import Environment
+
+
+def environment(device: str = "cpu") -> Environment:
+    """This machine and this code, as a result records them."""
+    library = build.loaded()
+    name = torch.cuda.get_device_name(device) if device.startswith("cuda") else device
+    return Environment(
+        difftransformer=__version__,
+        python=platform.python_version(),
+        torch=torch.__version__,
+        transformers=transformers.__version__,
+        platform=platform.platform(),
+        processor=processor.name(),
+        device=name,
+        threads=torch.get_num_threads(),
+        commit=commit(),
+        compiler=library.compiler if library else "",
+        instruction_set=library.instruction_set if library else torch.backends.cpu.get_cpu_capability().lower(),
+    )
+
+
+def now() -> str:
+    """The time in UTC, to the second."""
+    return datetime.datetime.now(datetime.UTC).replace(microsecond=0).isoformat()
+
+
+def command_line() -> str:
+    """The command that is running, as it would be typed."""
+    return shlex.join(["difftransformer", *sys.argv[1:]])
+
+
+@functools.cache
+def commit() -> str:
+    """The commit of this package's source, from its checkout or from what pip installed it from; "" if neither knows."""
+    folder = Path(__file__).parent
+    describe = ["describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
+    answers = []
+    # A package that is installed in another project's checkout is not among that project's files.
+    for words in (["ls-files", "--error-unmatch", Path(__file__).name], describe):
+        try:
+            done = subprocess.run(
+                ["git", "--no-optional-locks", *words],
+                cwd=folder,
+                capture_output=True,
+                text=True,
+                timeout=10,
+                check=True,
+            )
+        except (OSError, subprocess.SubprocessError):
+            return _installed_commit()
+        answers.append(done.stdout.strip())
+    return answers[-1]
+
+
+def _installed_commit() -> str:
+    try:
+        source = importlib.metadata.distribution("difftransformer").read_text("direct_url.json")
+        return str(json.loads(source or "{}")["vcs_info"]["commit_id"])
+    except (importlib.metadata.PackageNotFoundError, KeyError, ValueError):
+        return ""

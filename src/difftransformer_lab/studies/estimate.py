@@ -1,0 +1,155 @@
+"""How long a study takes: by the runs that this machine has made, by some steps of each kind, or by operations."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+
+from difftransformer.errors import DataError
+from difftransformer.model import DiffTransformerConfig, count
+from difftransformer.train import build_model
+from difftransformer.train.heap import keep_freed_memory
+from difftransformer.train.speed import matmul_flops
+
+from ..bench.timing import time_interleaved
+from ..bench.work import training_work
+from .design import PlannedRun, place
+from .environment import environment
+from .study import Study
+
+START_SECONDS = 7.0
+"""What a run's process spends before its first step, where no record says: imports, kernels, data."""
+FORWARD_SHARE = 1 / 3  # of the time of a training step, by operations
+MFU = 0.4
+"""Share of the speed of large matrix products that training reaches, where no step is timed."""
+MOST_SECONDS = 20.0
+"""Steps that take longer by operations are not timed."""
+
+Basis = Literal["earlier runs", "some steps timed now", "operations"]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Runs that a study asks for, those that are missing, and the time that they take.
+
+    Attributes:
+        runs: Number of runs, those of tuning included.
+        missing: Number of these that are not there.
+        seconds: Time until all are there, so many at once.
+        longest: The longest run, by title, and its time.
+        basis: What the times are by, the least certain of it.
+        absent: Which data is missing, so that no run could be looked up; empty if all is there.
+    """
+
+    runs: int
+    missing: int
+    seconds: float
+    longest: tuple[str, float] | None
+    basis: Basis
+    absent: str = ""
+
+
+def estimate(study: Study, *, at_once: int, threads: int, device: str = "cpu") -> Estimate:
+    """Estimate a study's time. Until the learning rates are chosen, every run to be reported counts as missing.
+
+    Args:
+        study: The study.
+        at_once: Number of runs that train at the same time.
+        threads: Threads of each.
+        device: cpu or cuda.
+    """
+    looked_for, absent = study.design.tuning, ""
+    try:
+        looked_for = [*looked_for, *study.design.reported(study.rates())]
+        files = study.files(looked_for)
+    except DataError as error:
+        if study.design.config.source:  # without the pretrained model's folder there are no operations to count
+            raise
+        absent, files = str(error), [None] * len(looked_for)
+    known = {(run.arm, place(run.point), run.seed) for run in looked_for}
+    later = [run for run in study.design.reported() if (run.arm, place(run.point), run.seed) not in known]
+    missing = [run for run, file in zip(looked_for, files, strict=True) if file is None] + later
+    here, clock = replace(environment(device), threads=threads), _Clock(study, threads, device, bool(absent))
+    seconds = [study.store.seconds(run, here) or clock.seconds(run) for run in missing]
+    longest = max(zip((run.title for run in missing), seconds, strict=True), key=lambda one: one[1], default=None)
+    return Estimate(
+        runs=len(looked_for) + len(later),
+        missing=len(missing),
+        seconds=_scheduled(seconds, at_once),
+        longest=longest,
+        basis=clock.basis,
+        absent=absent,
+    )
+
+
+def _scheduled(seconds: Sequence[float], at_once: int) -> float:
+    """Return the end of jobs that are started in order as soon as one of `at_once` places is free."""
+    places = [0.0] * at_once
+    for one in seconds:
+        places[places.index(min(places))] += one
+    return max(places)
+
+
+class _Clock:
+    """Times of kinds of runs that have no record."""
+
+    def __init__(self, study: Study, threads: int, device: str, is_without_data: bool) -> None:
+        self.study, self.threads, self.device, self.is_without_data = study, threads, device, is_without_data
+        self.basis: Basis = "earlier runs"
+        self._by_kind: dict[str, float] = {}
+        self._speeds: dict[str, float] = {}
+
+    def seconds(self, run: PlannedRun) -> float:
+        """Return the time of one run."""
+        if run.kind not in self._by_kind:
+            self._by_kind[run.kind] = self._timed(run)
+        return self._by_kind[run.kind]
+
+    def _timed(self, run: PlannedRun) -> float:
+        """Time some steps of a run's model at each of its row lengths, and count its evaluations' tokens as forward passes."""
+        training = run.recipe.training
+        if self.is_without_data:
+            config = run.recipe.planned_config()
+        else:
+            prepared = self.study.prepared(run)
+            config = prepared.recipe.model_config(vocab_size=prepared.shards.tokenizer.vocab_size)
+        step = self._seconds_by_operations(run, config)
+        if self.is_without_data or step > MOST_SECONDS:
+            self.basis = "operations"
+            return START_SECONDS + training.steps * step
+        if self.basis == "earlier runs":
+            self.basis = "some steps timed now"
+        model = build_model(config, 0).to(self.device)
+        keep_freed_memory()  # as runs do
+        before = torch.get_num_threads()
+        torch.set_num_threads(self.threads)
+        try:
+            tokens = training.batch_tokens // training.accumulation
+            works: dict[str, Any] = {
+                str(length): training_work(model, tokens // length, length, training.precision)
+                for length in {length for _, length in training.context_stages}
+            }
+            timings = time_interleaved(works, rounds=3, warmup=1, device=self.device)
+        finally:
+            torch.set_num_threads(before)
+        per_step = {name: training.accumulation * timing.median_seconds for name, timing in timings.items()}
+        ends = [first for first, _ in training.context_stages[1:]] + [training.steps]
+        steps = sum(
+            max(0, min(end, training.steps) - first) * per_step[str(length)]
+            for (first, length), end in zip(training.context_stages, ends, strict=True)
+        )
+        per_token = FORWARD_SHARE * per_step[str(training.context_tokens)] / training.batch_tokens
+        asked = sum(request.shown_tokens for task in prepared.tasks.values() for request in task.requests)
+        validations = training.steps / training.validate_every * training.validation_windows * training.context_tokens
+        return START_SECONDS + steps + per_token * (asked + validations)
+
+    def _seconds_by_operations(self, run: PlannedRun, config: DiffTransformerConfig) -> float:
+        training = run.recipe.training
+        if training.precision not in self._speeds:
+            before = torch.get_num_threads()
+            torch.set_num_threads(self.threads)
+            self._speeds[training.precision] = matmul_flops(self.device, training.precision)
+            torch.set_num_threads(before)
+        per_token = count(config, context_tokens=training.context_tokens).train_flops_per_token
+        return per_token * training.batch_tokens / (MFU * self._speeds[training.precision])

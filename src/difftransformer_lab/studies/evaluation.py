@@ -1,0 +1,140 @@
+"""The evaluations of a study: the recipe's tasks, asked of a run's checkpoint."""
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+from difftransformer.data import Shards, validation_rows
+from difftransformer.errors import ConfigError
+from difftransformer.train.parallel import ALONE, Processes
+from difftransformer_lab.evals.opening import open_language_model
+
+from ..evals.engine import Progress, Task, no_progress
+from ..evals.models.causal import UNBOUNDED
+from ..evals.prompts.texts import Setting
+from ..evals.tasks import task_kind
+from ..results import TaskResult
+from .recipe import Recipe
+from .tasks import evaluate_task, stored_result
+
+EVALUATIONS = "evals"
+
+
+def draw_tasks(recipe: Recipe, shards: Shards) -> dict[str, Task]:
+    """Draw every task of a recipe, so that an impossible one is refused before training.
+
+    Raises:
+        ConfigError: options that the task does not take, or that cannot be met.
+        DataError: text or data that cannot be read, or is too short.
+    """
+    validation_rows(
+        shards, recipe.training.context_tokens, recipe.training.validation_windows
+    )  # training asks for these
+    setting = Setting(
+        tokenizer=shards.tokenizer,
+        context_tokens=recipe.training.context_tokens,
+        longest=recipe.model_config(vocab_size=shards.tokenizer.vocab_size).max_position_embeddings,
+        validation=lambda: shards.tokens("validation"),
+        data=lambda: recipe.data,
+    )
+    return {spec.name: task_kind(spec.task).make(spec.built(), setting) for spec in recipe.evaluation}
+
+
+def evaluate_checkpoint(
+    checkpoint: Path,
+    recipe: Recipe,
+    shards: Shards,
+    folder: Path,
+    *,
+    wait: bool = False,
+    device: str = "cpu",
+    processes: Processes = ALONE,
+    divide_weights: bool = False,
+    progress_bar: Callable[[str], AbstractContextManager[Progress]] = lambda label: nullcontext(no_progress),
+    log: Callable[[str], None] = lambda text: None,
+) -> dict[str, TaskResult]:
+    """Ask a model the recipe's tasks; those whose results are in the folder already are not asked again.
+
+    Args:
+        checkpoint: Folder of a saved model.
+        recipe: The recipe that names the tasks.
+        shards: The recipe's data.
+        folder: Folder for results, FOLDER/NAME.json.
+        wait: Whether to wait for another process that is working in the folder.
+        device: cpu or cuda.
+        processes, divide_weights: See `open_language_model`. The first process writes.
+        progress_bar: Opens a progress bar with a label.
+        log: Called with what is being done.
+
+    Returns:
+        The results by the tasks' names.
+
+    Raises:
+        ConfigError: the data's tokenizer is not the model's.
+        CheckpointError: the folder holds no model, or a damaged one.
+        FolderInUse: another process is working in the folder, and `wait` is False.
+    """
+    tasks = processes.first_before_others(lambda: draw_tasks(recipe, shards))
+    # A recipe may ask beyond the trained context. A study's own models are small, and rows side by side are faster for them
+    # than a common prefix, but not for a pretrained model.
+    with (
+        open_language_model(
+            str(checkpoint),
+            device=device,
+            dtype=recipe.evaluation_dtype,
+            batch_tokens=recipe.evaluation_batch_tokens,
+            context_tokens=UNBOUNDED,
+            prefix_caching=recipe.start_from is not None,
+            processes=processes,
+            divide_weights=divide_weights,
+        ) as opened,
+        processes.locked(folder, wait=wait),
+    ):
+        vocabulary, wanted = opened.language_model.tokenizer.vocab_size, shards.tokenizer.vocab_size
+        if vocabulary != wanted:
+            raise ConfigError(
+                f"{checkpoint}: vocabulary of {vocabulary}, but the recipe's tokenizer has {wanted} tokens; pass the recipe "
+                "that the model was trained with"
+            )
+        found = processes.from_first(lambda: found_results(folder, recipe, tasks, log))
+        for spec in recipe.evaluation:
+            result = found.get(spec.name)
+            if result is None or result.model.fingerprint != opened.identity.fingerprint:
+                log(f"{spec.name}: evaluating")
+                with progress_bar(spec.name) as progress:
+                    found[spec.name] = evaluate_task(
+                        spec.task,
+                        spec.built(),
+                        opened,
+                        folder,
+                        task=tasks[spec.name],
+                        label=spec.name,
+                        device=device,
+                        replace_others=True,
+                        processes=processes,
+                        progress=progress,
+                        log=log,
+                    )
+                if processes.is_first:
+                    for answers in folder.glob(f"{spec.name}.answers.jsonl*"):  # they have served
+                        answers.unlink()
+    return {spec.name: found[spec.name] for spec in recipe.evaluation}
+
+
+def found_results(
+    folder: Path, recipe: Recipe, tasks: Mapping[str, Task], log: Callable[[str], None] = lambda text: None
+) -> dict[str, TaskResult]:
+    """Return the results in a folder that answer the recipe's tasks; `log` is called with a line for each damaged file."""
+    found = {}
+    for spec in recipe.evaluation:
+        result = stored_result(folder / f"{spec.name}.json", spec.task, spec.built(), tasks[spec.name], log)
+        if result is not None:
+            found[spec.name] = result
+    return found
+
+
+def evaluations_folder(checkpoint: Path) -> Path:
+    """Return the folder for a checkpoint's results: evals/STEP of its run, or evals of a saved model's folder."""
+    if checkpoint.parent.name == "checkpoints":
+        return checkpoint.parent.parent / EVALUATIONS / checkpoint.name
+    return checkpoint / EVALUATIONS

@@ -1,0 +1,75 @@
+"""The plan of a study that confirms: its file, the commit that holds it, and what must agree with the study."""
+
+import hashlib
+import subprocess
+from datetime import UTC, datetime
+from pathlib import Path
+
+from difftransformer.errors import ConfigError
+from difftransformer.typed import build
+
+from ..recipe_files import read_mapping, shipped_recipes
+from ..results import RegisteredPlan, StudyPlan
+
+FIRST_SEED = 2000
+"""Seeds from here on are kept for plans: no study explores with them, and none chooses learning rates."""
+
+
+def load_plan(name: str) -> StudyPlan:
+    """Read a plan by its name in recipes/plans, or from a file.
+
+    Raises:
+        ConfigError: no such file, not YAML, an unknown key, a wrong type or an impossible value.
+    """
+    document = read_mapping(name, shipped_recipes("plans"), "a plan is a mapping with study, preset and questions")
+    plan = build(StudyPlan, document, source=name, error=ConfigError)
+    contrasts = [contrast for question in plan.questions for contrast in question.contrasts]
+    names = [contrast.name for contrast in contrasts]
+    for contrast in contrasts:
+        where = f"{name}: contrast {contrast.name!r}"
+        if names.count(contrast.name) > 1:
+            raise ConfigError(f"{where} stands twice; give each contrast a name of its own")
+        if contrast.first_seed < FIRST_SEED or contrast.seeds < 1:
+            raise ConfigError(
+                f"{where}: seeds {contrast.first_seed} to {contrast.first_seed + contrast.seeds - 1}; begin at {FIRST_SEED} "
+                "or above, where no run has chosen anything, and give at least 1 seed"
+            )
+        if not contrast.terms or not all(term.arms for term in contrast.terms):
+            raise ConfigError(f"{where}: a term without arms; name at least one arm in every term")
+    return plan
+
+
+def registered(name: str, plan: StudyPlan) -> RegisteredPlan:
+    """Return a plan with the commit that gave its file this content, if the file is in one."""
+    path = shipped_recipes("plans").get(name, Path(name)).resolve()
+    commit, committed = _commit(path)
+    return RegisteredPlan(
+        plan=plan,
+        file=f"recipes/plans/{path.name}" if path.parent.name == "plans" else path.name,
+        sha256=hashlib.sha256(path.read_bytes()).hexdigest(),
+        commit=commit,
+        committed=committed,
+    )
+
+
+def _commit(path: Path) -> tuple[str, str]:
+    """Return the commit that last changed a file and its time; empty if the file is in none, or was changed since."""
+    try:
+        answers = [
+            subprocess.run(
+                ["git", "--no-optional-locks", *words, "--", path.name],
+                cwd=path.parent,
+                capture_output=True,
+                text=True,
+                timeout=10,
+                check=True,
+            ).stdout
+            for words in (["status", "--porcelain"], ["log", "-1", "--format=%H %ct"])
+        ]
+    except (OSError, subprocess.SubprocessError):
+        return "", ""
+    changed, last = answers
+    if changed.strip() or not last.strip():
+        return "", ""
+    commit, _, seconds = last.strip().partition(" ")
+    return commit, datetime.fromtimestamp(int(seconds), UTC).isoformat()

@@ -1,0 +1,377 @@
+"""A recipe: one YAML file that says what is trained on what, how it is evaluated, and what is compared."""
+
+import dataclasses
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from transformers import AutoConfig
+
+from difftransformer.convert.checkpoint_io import naming_config
+from difftransformer.data import DataConfig
+from difftransformer.data.installed import installed_source
+from difftransformer.data.synthetic import PREFIX
+from difftransformer.errors import ConfigError, DataError
+from difftransformer.families import DifferentialFamilyConfig
+from difftransformer.files import write_text_atomically
+from difftransformer.model import DiffTransformerConfig, count, matching_width, preset
+from difftransformer.model.dtypes import WeightsDtype
+from difftransformer.reading import parse_yaml, read_json
+from difftransformer.train import LogsConfig, ParallelConfig, TrainingConfig, checkpoints
+from difftransformer.typed import build, short, unknown_key
+
+from ..evals.tasks import task_kind
+from ..recipe_files import check_name, read_recipe
+
+STARTS = (DiffTransformerConfig.model_type, DifferentialFamilyConfig.model_type)
+MOST_SEEDS, MOST_JOBS = 1000, 64
+FROM_TOKENIZER = ("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskSpec:
+    """A task with its options, in a recipe or a suite.
+
+    Attributes:
+        task: Name of the task.
+        label: Name in the report and of its files; the task's name by default.
+        options: Fields of the task's Options; the others keep their defaults.
+    """
+
+    task: str
+    label: str = ""
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """The label, or the task."""
+        return self.label or self.task
+
+    def built(self) -> Any:
+        """Return the task's options.
+
+        Raises:
+            ConfigError: no such task, or options that it does not take.
+        """
+        try:
+            cls = task_kind(self.task).options
+        except ConfigError as error:
+            raise ConfigError(f"{self.name}: {error}") from None
+        return build(cls, self.options, source="", key=self.name, error=ConfigError)
+
+
+def check_specs(specs: Sequence[TaskSpec]) -> None:
+    """Refuse tasks that share a name, names that cannot name files, and options that a task does not take.
+
+    Raises:
+        ConfigError: one of these.
+    """
+    for name, times in Counter(spec.name for spec in specs).items():
+        if times > 1:
+            raise ConfigError(f"{name!r} is given twice; give labels")
+        if not re.fullmatch(r"[\w.-]+( [\w.-]+)*", name):
+            raise ConfigError(f"label {name!r}: it names files; use letters, digits, points, hyphens and spaces")
+    for spec in specs:
+        spec.built()
+
+
+def _validation_loss(**options: Any) -> TaskSpec:
+    return TaskSpec(
+        task="perplexity",
+        options={"text": "validation", "windows": 64, "spread": True, "position_buckets": 8} | options,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareConfig:
+    """The models that `compare` trains.
+
+    Attributes:
+        models: Attention types; each is compared with the last one.
+        fields: Fields of the model that one of them alone has, such as an intermediate_size for equal parameters.
+        seeds: Number of seeds, counted from training.seed.
+        jobs: Runs that train at the same time; each gets an equal share of the threads.
+    """
+
+    models: list[str] = field(default_factory=lambda: ["diff", "softmax"])
+    fields: dict[str, dict[str, Any]] = field(default_factory=dict)
+    seeds: int = 1
+    jobs: int = 1
+
+    def __post_init__(self) -> None:
+        if not 2 <= len(set(self.models)) == len(self.models):
+            raise ConfigError(f"models={self.models}: name two or more attention types, the one to compare with last")
+        for name in self.fields:
+            if name not in self.models:
+                raise ConfigError(f"fields.{name}: {unknown_key(name, self.models)}")
+        if not 1 <= self.seeds <= MOST_SEEDS or not 1 <= self.jobs <= MOST_JOBS:
+            raise ConfigError(
+                f"seeds={self.seeds}, jobs={self.jobs}: give 1 to {MOST_SEEDS} seeds and 1 to {MOST_JOBS} jobs"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Everything that a command needs to know.
+
+    Attributes:
+        name: Name for titles and default folders.
+        model: Fields of DiffTransformerConfig, and optionally `preset`, whose fields come first. Heads describe the
+            same-size Transformer. vocab_size comes from the tokenizer. `match_parameters` names an attention type, usually
+            softmax: intermediate_size becomes what gives as many parameters as that type has with the one stated.
+        data: Text, tokenizer, split.
+        training: Steps, batches, optimiser.
+        parallel: How the processes of `train` divide its work; may change when a run continues.
+        logs: What a run says beside its loss, and where; may change when a run continues.
+        evaluation: Tasks that a trained model is evaluated with.
+        evaluation_batch_tokens: Largest number of tokens in a batch of an evaluation.
+        evaluation_dtype: Dtype of the weights while the model is evaluated; auto is the saved one.
+        compare: Models, seeds, jobs.
+        start_from: Run, or folder of a saved model of this package, whose weights training starts from. `model` is then empty,
+            or describes a model that takes these weights: positions and rotary settings may differ.
+    """
+
+    name: str
+    model: dict[str, Any]
+    data: DataConfig
+    training: TrainingConfig
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    logs: LogsConfig = field(default_factory=LogsConfig)
+    evaluation: list[TaskSpec] = field(default_factory=lambda: [_validation_loss()])
+    evaluation_batch_tokens: int = 16_384
+    evaluation_dtype: WeightsDtype = "auto"
+    compare: CompareConfig = field(default_factory=CompareConfig)
+    start_from: str | None = None
+
+    def __post_init__(self) -> None:
+        check_name(self.name)
+        try:
+            check_specs(self.evaluation)
+        except ConfigError as error:
+            raise ConfigError(f"evaluation.{error}") from None
+        if self.evaluation_batch_tokens < 1:
+            raise ConfigError(f"evaluation_batch_tokens={self.evaluation_batch_tokens}: give at least 1")
+        if self.start_from is None or self.model:
+            self.model_config(vocab_size=1)  # impossible models are refused when the recipe is read
+
+    def model_config(self, *, vocab_size: int, **tokens: int) -> DiffTransformerConfig:
+        """The model's configuration with the tokenizer's vocabulary and special tokens.
+
+        Raises:
+            ConfigError: an unknown field or an impossible combination.
+        """
+        context = self.training.context_tokens
+        if self.start_from is not None and not self.model:
+            return self._start_config(context)
+        types = DiffTransformerConfig.field_types()
+        allowed = ["preset", *(name for name in types if name not in FROM_TOKENIZER), "match_parameters"]
+        for key, value in self.model.items():
+            if key not in allowed:
+                raise ConfigError(f"model.{key}: {unknown_key(key, allowed)}")
+            build(types.get(key, str), value, source="", key=f"model.{key}", error=ConfigError)
+        fields = dict(self.model)
+        if "preset" in fields:
+            fields = preset(fields.pop("preset")).fields | fields
+        match = fields.pop("match_parameters", None)
+        longest = fields.get("max_position_embeddings", context)
+        if longest < context:
+            raise ConfigError(
+                f"model.max_position_embeddings={longest} is below the trained context of {context} tokens"
+            )
+        config = DiffTransformerConfig(
+            **{**fields, "max_position_embeddings": longest, "vocab_size": vocab_size, **tokens}
+        )
+        if match is not None:
+            config.intermediate_size = matching_width(config, count(config.twin(match)).parameters)
+        return config
+
+    def planned_config(self) -> DiffTransformerConfig:
+        """The model's configuration while neither data nor tokenizer need exist: with the preset's vocabulary, if it has one.
+
+        Raises:
+            ConfigError: See `model_config`.
+        """
+        if "preset" in self.model:
+            return self.model_config(vocab_size=preset(self.model["preset"]).fields["vocab_size"])
+        return self.model_config(vocab_size=self.data.tokenizer_vocabulary)
+
+    def missing(self) -> list[str]:
+        """What the recipe names and is not there, one line each."""
+        named = [("data.mixture", one.source) for one in self.data.mixture] or [("data.source", self.data.source)]
+        named.append(("data.tokenizer", self.data.tokenizer))
+        if self.start_from is not None:
+            named.append(("start_from", self.start_from))
+        return [
+            f"{key}: {value} does not exist"
+            for key, value in named
+            if value not in ("bpe", "byte")
+            and not value.startswith(("hf:", "hf-stream:", "ids:", PREFIX))
+            and installed_source(value) is None
+            and not Path(value).exists()
+        ]
+
+    def _start_config(self, context: int) -> DiffTransformerConfig:
+        folder = Path(str(self.start_from))
+        path = (checkpoints(folder) or [folder])[-1] / "config.json"
+        document = read_json(path, error=ConfigError, advice="name the folder of a saved model as start_from")
+        model_type = document.get("model_type") if isinstance(document, dict) else None
+        if model_type not in STARTS:
+            raise ConfigError(
+                f"start_from: {path} has model_type {model_type!r}, expected {' or '.join(map(repr, STARTS))}; "
+                "make it one with difftransformer upcycle or convert"
+            )
+        with naming_config(path, model_type):
+            config = AutoConfig.from_pretrained(path.parent)
+        if config.max_position_embeddings < context:
+            raise ConfigError(
+                f"start_from: {path} has max_position_embeddings={config.max_position_embeddings}, below the trained "
+                f"context of {context} tokens"
+            )
+        return config
+
+    def with_model(self, attention_type: str) -> "Recipe":
+        """The same recipe with another attention type, and the fields that it alone has."""
+        fields = self.compare.fields.get(attention_type, {})
+        return dataclasses.replace(self, model=self.model | fields | {"attention_type": attention_type})
+
+    def with_seed(self, seed: int) -> "Recipe":
+        """The same recipe with another training seed."""
+        return dataclasses.replace(self, training=dataclasses.replace(self.training, seed=seed))
+
+
+def load_recipe(path: Path | str, overrides: list[str] | None = None) -> Recipe:
+    """Read a recipe, or one that is shipped by its name, and apply overrides such as `training.steps=100` (YAML values).
+
+    Raises:
+        ConfigError: no such file, not YAML, an unknown key, a wrong type or an impossible combination; the message names
+            the file, the key and the value.
+    """
+    document = read_recipe(path)
+    for change in overrides or []:
+        override(document, *parsed_change(change), said=f"--set {change}")
+    return recipe_from(document, source=str(path))
+
+
+def recipe_from(document: dict[str, Any], *, source: str) -> Recipe:
+    """Build a recipe from plain data; messages begin with `source`."""
+    old = document.get("evaluation")
+    try:
+        if not isinstance(old, dict):
+            return build(Recipe, document, source=source, error=ConfigError)
+        rest = {key: value for key, value in document.items() if key != "evaluation"}
+        if "batch_tokens" in old:
+            rest["evaluation_batch_tokens"] = old["batch_tokens"]
+        recipe = build(Recipe, rest, source=source, error=ConfigError)
+        try:
+            return dataclasses.replace(recipe, evaluation=_of_first_release(old, recipe.training.context_tokens))
+        except ConfigError as error:
+            raise ConfigError(f"{source}: {error}") from None
+    except DataError as error:
+        raise ConfigError(f"{source}: {error}") from None
+
+
+def save_recipe(recipe: Recipe, path: Path) -> None:
+    """Write a resolved recipe; `load_recipe` reads it back to an equal one."""
+    write_text_atomically(path, yaml.safe_dump(recipe_dict(recipe), sort_keys=False))
+
+
+def recipe_dict(recipe: Recipe) -> dict[str, Any]:
+    """A recipe as plain data: no tuples, so that YAML and JSON hold the same."""
+    return _plain(dataclasses.asdict(recipe))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value
+
+
+def parsed_change(change: str) -> tuple[str, Any]:
+    """Split a change such as training.steps=100 into its key and its value.
+
+    Raises:
+        ConfigError: It has no equals sign, or its value is not YAML.
+    """
+    key, separator, text = change.partition("=")
+    if not separator:
+        raise ConfigError(f"--set {change}: expected KEY=VALUE, such as training.steps=100")
+    try:
+        return key, parse_yaml(text)
+    except ValueError as error:
+        raise ConfigError(f"--set {change}: the value is {error}") from None
+
+
+def override(document: dict[str, Any], key: str, value: Any, *, said: str) -> None:
+    """Replace a value of a recipe in plain data.
+
+    Args:
+        document: The recipe.
+        key: Dotted key, such as training.steps; below `evaluation` a task's name and one of its options.
+        value: The value; null takes a task out.
+        said: What messages call the change.
+
+    Raises:
+        ConfigError: There is no such task, or a parent that is no mapping.
+    """
+    *parents, last = key.split(".")
+    place: Any = document
+    if isinstance(specs := document.get("evaluation"), list) and parents[:1] == ["evaluation"]:
+        place, parents = _task_options(specs, [*parents[1:], last][0], said), parents[2:]
+        if key.count(".") == 1:
+            if value is not None:
+                raise ConfigError(f"{said}: give null to leave a task out, or name one of its options")
+            specs[:] = [spec for spec in specs if spec.get("options") is not place]
+            return
+    for parent in parents:
+        place = place.setdefault(parent, {})
+        if not isinstance(place, dict):
+            raise ConfigError(f"{said}: {parent} is not a mapping in the recipe")
+    place[last] = value
+
+
+def _task_options(specs: list[Any], name: str, said: str) -> dict[str, Any]:
+    """Return the options of the task of that name, as evaluation.needle.documents=50 means them."""
+    named = {spec.get("label") or spec.get("task"): spec for spec in specs if isinstance(spec, dict)}
+    if name not in named:
+        raise ConfigError(f"{said}: the recipe has no evaluation {name!r}; it has {', '.join(map(str, named))}")
+    options: dict[str, Any] = named[name].setdefault("options", {})
+    return options
+
+
+_DOCUMENTS = {"depths": [0.0, 0.25, 0.5, 0.75, 1.0], "documents": 20, "digits": 7, "seed": 0}
+_FIRST_RELEASE: dict[str, dict[str, Any]] = {
+    "nll": {"windows": 64, "position_buckets": 8},
+    "needle": {"lengths_tokens": [], "needles": [[1, 1], [2, 1], [4, 1]], **_DOCUMENTS},
+    "allocation": {"length_tokens": None, "needles": 4, **_DOCUMENTS},
+}
+"""The evaluations of a recipe of release 0.1.0 with their defaults."""
+
+
+def _of_first_release(old: dict[str, Any], context_tokens: int) -> list[TaskSpec]:
+    """Return the tasks that the `evaluation` of a recipe of release 0.1.0 means."""
+    specs = []
+    for name, given in ({"nll": {}} | old).items():
+        if name == "batch_tokens" or given is None:
+            continue
+        if name not in _FIRST_RELEASE:
+            raise ConfigError(f"evaluation.{name}: {unknown_key(name, [*_FIRST_RELEASE, 'batch_tokens'])}")
+        if not isinstance(given, dict):
+            raise ConfigError(f"evaluation.{name}: expected a mapping, got {short(given)}")
+        for key in given:
+            if key not in _FIRST_RELEASE[name]:
+                raise ConfigError(f"evaluation.{name}.{key}: {unknown_key(key, _FIRST_RELEASE[name])}")
+        options = {key.removesuffix("_tokens"): value for key, value in (_FIRST_RELEASE[name] | given).items()}
+        if name == "nll":
+            specs.append(_validation_loss(**options, window=context_tokens))
+            continue
+        if name == "allocation":
+            options["length"] = options["length"] or context_tokens
+        kind = "apart" if name == "needle" else "seen"
+        specs.append(TaskSpec(task=name, options=options | {"text": "validation", "cities": kind, "paired": False}))
+    return specs

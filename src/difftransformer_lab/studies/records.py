@@ -1,0 +1,197 @@
+"""The records of finished runs: one JSON file each, found again by what was trained and evaluated on which data."""
+
+import dataclasses
+import hashlib
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from difftransformer.data import Shards
+from difftransformer.errors import DiffTransformerError, ResultsError
+from difftransformer.model import count
+from difftransformer.train import read_metrics
+from difftransformer.train.metrics import METRICS_FILE, StepMetrics
+
+from ..evals.engine import Task
+from ..results import Curve, Environment, RunFigure, RunRecord, TaskResult, read_result, write_result
+from ..results.curves import spikes
+from .design import PlannedRun, identity, kind, place
+from .environment import environment, now
+from .recipe import Recipe, recipe_dict, recipe_from
+from .run import run_results
+
+RUNS = "runs"
+TRAINING = "training"
+"""Name in place of a task for figures of the training itself."""
+CURVE_POINTS = 50
+MOST_PLACES = 3  # figures that are taken at more places than this are details, such as needles by depth and length
+
+
+class RunStore:
+    """All records below a folder, such as docs/results/studies: studies that ask for the same run share it.
+
+    Args:
+        folder: The folder; each study has a subfolder of its own name with `runs/`.
+        log: Called with a line for each file that cannot be read. It is not used, and not removed.
+    """
+
+    def __init__(self, folder: Path, log: Callable[[str], None] = lambda text: None) -> None:
+        self.folder = folder
+        self._found: dict[tuple[str, str], Path] = {}
+        self._seconds: dict[tuple[str, str, str, int], list[float]] = {}
+        for path in sorted(folder.glob(f"*/{RUNS}/*.json")):
+            try:
+                record = read_result(path, RunRecord)
+                recipe = recipe_from(record.recipe, source=str(path))
+            except (ResultsError, DiffTransformerError) as error:
+                log(f"{path} is not used: {error}")
+                continue
+            self._found.setdefault((identity(recipe), record.data_sha256), path)
+            self._note_time(kind(recipe), record)
+
+    def _note_time(self, of: str, record: RunRecord) -> None:
+        where = record.environment
+        self._seconds.setdefault((of, where.processor, where.device, where.threads), []).append(record.total_seconds)
+
+    def seconds(self, run: PlannedRun, where: Environment) -> float | None:
+        """Return the median time of runs of the same kind on the same processor and device; None if there is none."""
+        times = self._seconds.get((run.kind, where.processor, where.device, where.threads))
+        return float(np.median(times)) if times else None
+
+    def find(self, run: PlannedRun, data_sha256: str) -> Path | None:
+        """Return the file of a run on that data, or None."""
+        return self._found.get((run.identity, data_sha256))
+
+    def files(self) -> list[Path]:
+        """Return the files of all records that can be read."""
+        return sorted(self._found.values())
+
+    def data_of(self, run: PlannedRun) -> set[str]:
+        """Return the data on which a run has been made."""
+        asked = run.identity
+        return {data for known, data in self._found if known == asked}
+
+    def add(self, run: PlannedRun, record: RunRecord) -> Path:
+        """Write the record of a run below its study, and return the file."""
+        asked = run.identity
+        digest = hashlib.sha256(f"{asked} {record.data_sha256}".encode()).hexdigest()[:10]
+        words = [run.arm, place(run.point), "tuning" if run.is_tuning else "", f"seed{run.seed}", digest]
+        path = self.folder / run.recipe.name / RUNS / f"{'-'.join(word for word in words if word)}.json"
+        write_result(record, path)
+        self._found[asked, record.data_sha256] = path
+        self._note_time(run.kind, record)
+        return path
+
+
+def run_record(
+    folder: Path,
+    recipe: Recipe,
+    tasks: Mapping[str, Task],
+    shards: Shards,
+    *,
+    seconds: float,
+    device: str,
+    threads: int,
+) -> RunRecord:
+    """Make the record of a finished run from its folder.
+
+    Args:
+        folder: The run's folder.
+        recipe: Its recipe.
+        tasks: Its tasks, drawn.
+        shards: Its data.
+        seconds: Time that its process took; 0 if that is unknown, since it was stopped in between.
+        device: Where it ran.
+        threads: Number of threads that it had.
+    """
+    steps, validations = read_metrics(folder / METRICS_FILE)
+    step_seconds = float(np.median(np.diff([0.0, *(line.seconds for line in steps)])))
+    config = recipe.model_config(vocab_size=shards.tokenizer.vocab_size) if recipe.model else None
+    results = run_results(folder, recipe, tasks)
+    identities = [result.model.parameters for result in results.values()]
+    curves = {
+        **_curves(validations),
+        "train_loss_nats": _binned(steps, "loss_nats", np.mean),
+        "gradient_norm": _binned(steps, "gradient_norm", np.max),
+    }
+    for layer in range(len(steps[-1].lambdas)):
+        values = [line.lambdas[layer] for line in steps]
+        curves[f"lambda {layer}"] = _thinned([line.step for line in steps], values)
+    return RunRecord(
+        recipe=portable(recipe),
+        data_sha256=shards.manifest.fingerprint,
+        created=now(),
+        environment=dataclasses.replace(environment(device), threads=threads),
+        parameters=identities[0] if identities else count(config).parameters if config else 0,
+        train_tokens=steps[-1].tokens,
+        train_seconds=steps[-1].seconds,
+        step_seconds=step_seconds,
+        total_seconds=max(seconds, steps[-1].seconds),
+        figures=[
+            *(figure for name, result in results.items() for figure in _figures(name, result)),
+            *_training_figures(steps),
+        ],
+        curves=curves,
+    )
+
+
+def portable(recipe: Recipe) -> dict[str, Any]:
+    """Return a recipe as plain data without what belongs to this machine or to other commands."""
+    plain = recipe_dict(recipe)
+    for name in ("compare", "parallel"):
+        del plain[name]
+    del plain["data"]["folder"]
+    return plain
+
+
+def _figures(task: str, result: TaskResult) -> Iterator[RunFigure]:
+    for row in result.measurements:
+        is_short = len(row.at) <= MOST_PLACES and not re.search("depth|head|layer", " ".join(row.at))
+        if is_short and (not row.detail or row.name == "nll by position"):
+            yield RunFigure(
+                task=task, name=row.name, unit=row.unit, better=row.better, at=row.at, value=row.value, n=row.n
+            )
+
+
+def _training_figures(steps: Sequence[StepMetrics]) -> list[RunFigure]:
+    """Return figures of the training itself, of which the curves keep too few points."""
+    norms = [line.gradient_norm for line in steps]
+    found = {"gradient spikes": len(spikes(norms)), "largest gradient norm": max(norms)}
+    return [
+        RunFigure(task=TRAINING, name=name, unit="", better="lower", at={}, value=float(value), n=len(steps))
+        for name, value in found.items()
+    ]
+
+
+def _curves(lines: Sequence[object]) -> dict[str, Curve]:
+    names = [field.name for field in dataclasses.fields(lines[0])] if lines else []  # type: ignore[arg-type]
+    curves = {}
+    for name in names:
+        found = [(line.step, value) for line in lines if (value := getattr(line, name)) is not None]  # type: ignore[attr-defined]
+        if name != "step" and found and all(isinstance(value, (int, float)) for _, value in found):
+            curves[name] = _thinned([step for step, _ in found], [float(value) for _, value in found])
+    return curves
+
+
+def _thinned(steps: Sequence[int], values: Sequence[float]) -> Curve:
+    """Return at most 50 points of a curve, the last one among them."""
+    stride = math.ceil(len(steps) / CURVE_POINTS)
+    kept = range(len(steps) - 1, -1, -stride)[::-1]
+    return Curve(steps=[steps[index] for index in kept], values=[_short(values[index]) for index in kept])
+
+
+def _binned(steps: Sequence[StepMetrics], name: str, reduce: Callable[[Sequence[float]], float]) -> Curve:
+    """Return a metric of every step in at most 50 bins of equal width, each at its last step."""
+    parts = np.array_split(np.arange(len(steps)), min(CURVE_POINTS, len(steps)))
+    return Curve(
+        steps=[steps[part[-1]].step for part in parts],
+        values=[_short(float(reduce([getattr(steps[index], name) for index in part]))) for part in parts],
+    )
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.6g}")

@@ -1,0 +1,298 @@
+"""Run a study: choose learning rates, train and evaluate what is missing, and write an index of what is there."""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import fmean
+
+import torch
+
+from difftransformer.convert.upcycle import upcycle_folder
+from difftransformer.data import Shards, prepare_shards
+from difftransformer.errors import ConfigError, EvaluationError
+from difftransformer.files import locked
+from difftransformer.hub import folder_sha256, source_folder
+
+from ..evals.engine import Task
+from ..results import ChosenRate, RunRecord, StudyIndex, StudyMember, read_result, write_result
+from ..results.evidence import figure_of
+from .design import UPCYCLED, Design, PlannedRun, place
+from .environment import environment
+from .evaluation import draw_tasks
+from .jobs import Job, run_jobs
+from .plan import registered
+from .recipe import Recipe
+from .records import RunStore, portable, run_record
+from .run import is_done, start_run
+
+Log = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run's recipe with the folders of this machine, its data, and its tasks.
+
+    `data_sha256` covers the tokens, and the pretrained model if the run starts from one.
+    """
+
+    recipe: Recipe
+    shards: Shards
+    tasks: Mapping[str, Task]
+    data_sha256: str
+
+
+class Study:
+    """A study at one of its sizes, with the records that are there.
+
+    Args:
+        design: What is asked for.
+        results: Folder of all studies' records, such as docs/results/studies.
+        log: Called with what is being done.
+        source: The pretrained model of a study that starts from one: a folder, a .gguf file, or owner/name on the hub.
+        models: Folder for what becomes of it.
+
+    Raises:
+        ConfigError: The study needs a source and has none, or has one and needs none.
+    """
+
+    def __init__(
+        self,
+        design: Design,
+        results: Path,
+        log: Log = lambda text: None,
+        *,
+        source: str | None = None,
+        models: Path = Path("models"),
+    ) -> None:
+        wanted = design.config.source
+        if bool(wanted) != (source is not None):
+            needed = f"starts from {wanted}; name its folder, .gguf file or owner/name" if wanted else "needs none"
+            raise ConfigError(f"--source {source}: the study {design.config.name} {needed}")
+        self.design, self.results, self._log = design, results, log
+        self._source, self._models = source, models
+        self.store = RunStore(results, log)
+        self._prepared: dict[str, Prepared] = {}
+
+    @property
+    def index_file(self) -> Path:
+        """The file of the study's index."""
+        return self.results / self.design.config.name / f"{self.design.name}.json"
+
+    def prepared(self, run: PlannedRun) -> Prepared:
+        """Return a run's data and tasks, which runs of the same request share."""
+        recipe = self._on_this_machine(run.recipe)
+        asked = [asdict(recipe.data), [asdict(spec) for spec in recipe.evaluation], recipe.training.context_tokens]
+        key = json.dumps(asked, default=str)
+        if key not in self._prepared:
+            shards = prepare_shards(recipe.data, log=self._log)
+            self._prepared[key] = Prepared(recipe, shards, draw_tasks(recipe, shards), self._data_sha256(shards))
+        return replace(self._prepared[key], recipe=recipe)
+
+    def _on_this_machine(self, recipe: Recipe) -> Recipe:
+        """Return a recipe with the folders of upcycled models, which are made if they are missing."""
+        if self._source is None:
+            return recipe
+        made = {}
+        for named in (str(recipe.start_from), recipe.data.tokenizer):
+            to = named.removeprefix(UPCYCLED).partition(" ")[0]
+            made[named] = self._models / to
+            if not made[named].exists():
+                self._log(f"making {made[named]} of {self._source}")
+                with source_folder(self._source) as pretrained:
+                    upcycle_folder(pretrained, made[named], to=to)
+        data = replace(recipe.data, tokenizer=str(made[recipe.data.tokenizer]))
+        return replace(recipe, start_from=str(made[str(recipe.start_from)]), data=data)
+
+    def _data_sha256(self, shards: Shards) -> str:
+        fingerprint = shards.manifest.fingerprint
+        if self._source is None:
+            return fingerprint
+        with source_folder(self._source) as pretrained:
+            return hashlib.sha256(f"{fingerprint} {folder_sha256(pretrained)}".encode()).hexdigest()
+
+    def files(self, runs: Sequence[PlannedRun]) -> list[Path | None]:
+        """Return the file of each run's record, None for those that are missing.
+
+        All arms of a seed are read from records on the same data: those of this machine, or of another if none is missing
+        there.
+        """
+        groups: dict[tuple[object, ...], list[PlannedRun]] = {}
+        for run in runs:
+            groups.setdefault((run.seed, run.is_tuning, place(run.point)), []).append(run)
+        data = {}
+        for key, group in groups.items():
+            here = self.prepared(group[0]).data_sha256
+            everywhere = set.intersection(*(self.store.data_of(run) for run in group))
+            data[key] = here if here in everywhere or not everywhere else min(everywhere)
+        return [self.store.find(run, data[run.seed, run.is_tuning, place(run.point)]) for run in runs]
+
+    def rates(self) -> list[ChosenRate]:
+        """Return the learning rate with the best mean figure for each arm whose tuning runs are all there.
+
+        The first figure decides; where it is the same, as where all answers are right, the next figure of the claims does.
+        """
+        runs = self.design.tuning
+        files = self.files(runs)
+        first, *others = self.design.figures
+        figures = [first, *(figure for figure in others if not figure.secondary)]
+        unfinished = {run.arm for run, file in zip(runs, files, strict=True) if file is None}
+        found: dict[tuple[str, str], dict[float, list[list[float]]]] = {}
+        points: dict[str, Mapping[str, str]] = {}
+        for run, file in zip(runs, files, strict=True):
+            if file is None or run.arm in unfinished:
+                continue
+            record, values = read_result(file, RunRecord), []
+            for figure in figures:
+                value = figure_of(record, figure)
+                if value is None:
+                    raise EvaluationError(f"{file}: has no {figure.label}, by which learning rates are chosen")
+                values.append(value)
+            points[place(run.point)] = run.point
+            of_arm = found.setdefault((run.arm, place(run.point)), {})
+            of_arm.setdefault(run.recipe.training.optimizer.learning_rate, []).append(values)
+        signs = [1 if figure.better == "lower" else -1 for figure in figures]
+        chosen = []
+        for (arm, where), tried in found.items():
+            means = {rate: [fmean(one) for one in zip(*runs, strict=True)] for rate, runs in sorted(tried.items())}
+            best = min(means, key=lambda rate: [sign * mean for sign, mean in zip(signs, means[rate], strict=True)])
+            first_means = [(rate, of_figures[0]) for rate, of_figures in means.items()]
+            chosen.append(ChosenRate(arm=arm, point=dict(points[where]), learning_rate=best, tried=first_means))
+        return chosen
+
+    def planned(self) -> int:
+        """Return the number of runs that the study asks for, tuning included."""
+        rates, design = self.rates(), self.design
+        tuned = len(rates) == len({(run.arm, place(run.point)) for run in design.tuning})
+        return len(design.tuning) + len(design.reported(rates if tuned else None))
+
+    def write_index(self) -> StudyIndex:
+        """Write what the study asks for and which of its runs are there."""
+        config, design, rates = self.design.config, self.design, self.rates()
+        runs = [*design.tuning, *design.reported(rates)]
+        members = [
+            StudyMember(
+                arm=run.arm,
+                point=dict(run.point),
+                seed=run.seed,
+                is_tuning=run.is_tuning,
+                file=os.path.relpath(file, self.index_file.parent),
+            )
+            for run, file in zip(runs, self.files(runs), strict=True)
+            if file is not None
+        ]
+        index = StudyIndex(
+            name=config.name,
+            preset=self.design.name,
+            question=config.question,
+            about=self.design.about,
+            analysis=config.analysis,
+            reference=config.reference,
+            arms=self.design.described_arms(),
+            axes=self.design.described_axes(),
+            figures=design.figures,
+            members=members,
+            planned=self.planned(),
+            rates=rates,
+            command=f"difftransformer study {config.name} --preset {self.design.name}",
+            plan=None if design.plan is None else registered(design.preset.plan, design.plan),
+            changes=design.preset.changes,
+        )
+        write_result(index, self.index_file)
+        return index
+
+    def train(
+        self,
+        folder: Path,
+        *,
+        at_once: int,
+        device: str = "cpu",
+        progress: Callable[[Sequence[Job]], None] = lambda jobs: None,
+    ) -> StudyIndex:
+        """Train and evaluate every run that is missing; each leaves its record as soon as it ends.
+
+        Args:
+            folder: Folder for the runs' checkpoints.
+            at_once: Number of runs that train at the same time; each gets an equal share of the threads.
+            device: cpu or cuda.
+            progress: Called again and again with the jobs while they run.
+
+        Raises:
+            DiffTransformerError: a run failed, or a task is impossible; its message.
+            FolderInUse: another process is working on a run.
+            Interrupted: a signal; every run has saved a checkpoint.
+        """
+        for runs in (self.design.reported(self.rates()), self.design.tuning):  # what needs no tuning decides soonest
+            self._train(runs, folder, at_once, device, progress)
+        rates = self.rates()
+        for one in rates:
+            if one.is_at_edge:
+                where = f" at {place(one.point)}" if one.point else ""
+                self._log(
+                    f"{one.arm}{where}: the best learning rate, {one.learning_rate:g}, is at the edge of those tried"
+                )
+        self._train(self.design.reported(rates), folder, at_once, device, progress)
+        return self.write_index()
+
+    def _train(
+        self,
+        runs: Sequence[PlannedRun],
+        folder: Path,
+        at_once: int,
+        device: str,
+        progress: Callable[[Sequence[Job]], None],
+    ) -> None:
+        missing = {run.identity: run for run, file in zip(runs, self.files(runs), strict=True) if file is None}
+        if not missing:
+            return
+        threads = max(1, torch.get_num_threads() // at_once)
+        here = replace(environment(device), threads=threads)
+        jobs: list[Job] = []
+        by_folder: dict[Path, PlannedRun] = {}
+
+        def keep(job: Job) -> None:
+            run = by_folder[job.folder]
+            prepared = self.prepared(run)
+            record = run_record(
+                job.folder,
+                prepared.recipe,
+                prepared.tasks,
+                prepared.shards,
+                seconds=job.seconds,
+                device=device,
+                threads=threads,
+            )
+            record = replace(record, recipe=portable(run.recipe), data_sha256=prepared.data_sha256)
+            self.store.add(run, record)
+            self.write_index()
+            for other in jobs:
+                other.expected_seconds = self.store.seconds(by_folder[other.folder], here)
+
+        with ExitStack() as locks:
+            for asked, run in missing.items():
+                prepared = self.prepared(run)
+                where = folder / "runs" / f"{run.arm}-seed{run.seed}-{asked[:10]}"
+                lock = locks.enter_context(locked(where))
+                start_run(where, prepared.recipe)
+                by_folder[where] = run
+                job = Job(
+                    label=run.title,
+                    folder=where,
+                    shards=prepared.shards.folders,
+                    steps=run.recipe.training.steps,
+                    threads=threads,
+                    device=device,
+                    lock=lock,
+                    expected_seconds=self.store.seconds(run, here),
+                    done=is_done(where, prepared.recipe, prepared.tasks, self._log),
+                )
+                if job.done:  # it ended, and the study was killed before it could keep the record
+                    keep(job)
+                jobs.append(job)
+            self._log(
+                f"training {sum(not job.done for job in jobs)} runs, {at_once} at a time with {threads} threads each"
+            )
+            run_jobs(jobs, at_once=at_once, progress=progress, on_done=keep)

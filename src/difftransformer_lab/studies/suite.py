@@ -1,0 +1,160 @@
+"""Several tasks on several models, as a preset lists them; every result is a file of its own."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+
+from difftransformer.errors import ConfigError, DiffTransformerError
+from difftransformer.model.dtypes import WeightsDtype
+from difftransformer.train.parallel import ALONE, Processes, is_lost_peer
+from difftransformer.typed import build
+from difftransformer_lab.evals.opening import OpenedModel, open_language_model
+
+from ..evals.engine import Progress
+from ..evals.tasks import task_kind
+from ..recipe_files import read_mapping, shipped_recipes
+from ..results import TaskResult
+from .recipe import TaskSpec, check_specs
+from .tasks import evaluate_task, setting_of, stored_result
+
+
+@dataclass(frozen=True, kw_only=True)
+class Suite:
+    """The content of a preset.
+
+    Attributes:
+        name: Name for the report's title.
+        tasks: The tasks, in the order of the report.
+    """
+
+    name: str
+    tasks: list[TaskSpec]
+
+    def __post_init__(self) -> None:
+        if not self.tasks:
+            raise ConfigError("tasks: give at least one")
+        check_specs(self.tasks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Missing:
+    """A task that was not run on a model, and why."""
+
+    name: str
+    model: str
+    reason: str
+
+
+def load_suite(preset: str) -> Suite:
+    """Read a suite from a file, or one of this package by its name, and check every option.
+
+    Raises:
+        ConfigError: There is no such file, task or option.
+    """
+    document = read_mapping(preset, shipped_recipes("suites"), "a suite is a mapping with name and tasks")
+    return build(Suite, document, source=preset, error=ConfigError)
+
+
+def run_suite(
+    suite: Suite,
+    models: Sequence[str],
+    folder: Path,
+    *,
+    device: str = "cpu",
+    dtype: WeightsDtype = "auto",
+    batch_tokens: int = 16_384,
+    accelerated: bool = True,
+    processes: Processes = ALONE,
+    divide_weights: bool = False,
+    progress_bar: Callable[[str], AbstractContextManager[Progress]],
+    log: Callable[[str], None] = lambda text: None,
+) -> tuple[dict[str, list[TaskResult]], list[Missing]]:
+    """Run every task on every model; results that are already in the folder are not computed again.
+
+    A result holds as long as the model, the options and the content of the data are the same. A task that cannot be run, such
+    as one whose data is not available, does not stop the others, and neither does a model that cannot be opened.
+
+    Args:
+        suite: The tasks.
+        models: Models that `open_language_model` accepts.
+        folder: Results go to FOLDER/models/MODEL/NAME.json.
+        device: cpu or cuda.
+        dtype: Dtype of the weights.
+        batch_tokens: Most tokens of a batch.
+        accelerated, processes, divide_weights: See `open_language_model`.
+        progress_bar: Opens a progress bar with a label.
+        log: Called with lines about what is going on.
+
+    Returns:
+        Results by task, in the order of the models, and the tasks that were not run.
+
+    Raises:
+        DiffTransformerError: No model can be opened.
+    """
+    found: dict[str, list[TaskResult]] = {task.name: [] for task in suite.tasks}
+    missing: list[Missing] = []
+    failures = []
+
+    def leave_out(name: str, model: str, error: Exception) -> None:
+        reason = str(error) if isinstance(error, DiffTransformerError) else f"{type(error).__name__}: {error}"
+        log(f"{name}: left out: {reason}")
+        missing.append(Missing(name=name, model=model, reason=reason))
+
+    for place, model in enumerate(models):
+        log(f"{model}: opening")
+        own = folder / "models" / f"{place}-{Path(model).name}"
+        try:
+            with open_language_model(
+                model,
+                device=device,
+                dtype=dtype,
+                batch_tokens=batch_tokens,
+                accelerated=accelerated,
+                processes=processes,
+                divide_weights=divide_weights,
+            ) as opened:
+                for spec in suite.tasks:
+                    try:
+                        with progress_bar(f"{Path(model).name}: {spec.name}") as progress:
+                            found[spec.name].append(_result(spec, opened, own, device, processes, progress, log))
+                    except Exception as error:  # whatever it is, it costs one task
+                        if is_lost_peer(error):
+                            raise
+                        leave_out(spec.name, model, error)
+        except DiffTransformerError as error:
+            failures.append(error)
+            leave_out("every task", model, error)
+    if len(failures) == len(models):
+        raise failures[0]
+    return found, missing
+
+
+def _result(
+    spec: TaskSpec,
+    model: OpenedModel,
+    folder: Path,
+    device: str,
+    processes: Processes,
+    progress: Progress,
+    log: Callable[[str], None],
+) -> TaskResult:
+    """Return the result that is there, if data, options and model are still the same, or else ask the model."""
+    options = spec.built()
+    task = processes.first_before_others(lambda: task_kind(spec.task).make(options, setting_of(model)))
+    kept = processes.from_first(lambda: stored_result(folder / f"{spec.name}.json", spec.task, options, task, log))
+    if kept is not None and kept.model.fingerprint == model.identity.fingerprint:
+        return kept
+    return evaluate_task(
+        spec.task,
+        options,
+        model,
+        folder,
+        task=task,
+        label=spec.name,
+        device=device,
+        replace_others=True,
+        processes=processes,
+        progress=progress,
+        log=log,
+    )

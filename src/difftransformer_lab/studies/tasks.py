@@ -1,0 +1,124 @@
+"""Run one task on one model and write its result."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from difftransformer.data import DataConfig, prepare_shards
+from difftransformer.errors import ConfigError
+from difftransformer.train.parallel import ALONE, Processes
+from difftransformer.train.run_summary import RECIPE_FILE
+from difftransformer.typed import build
+from difftransformer_lab.evals.opening import OpenedModel
+
+from ..evals.engine import Progress, Task, no_progress, run_task, task_sha256
+from ..evals.prompts.texts import Setting
+from ..evals.tasks import task_kind
+from ..results import DataIdentity, TaskResult, kept_result, write_result
+from .environment import command_line, environment, now
+from .recipe import load_recipe
+
+
+def setting_of(model: OpenedModel) -> Setting:
+    """Return what tasks are drawn for: a model of a run knows the text that the run held out."""
+    path = Path(model.identity.name)
+    run = path.parent.parent if path.parent.name == "checkpoints" else path
+    recipe = run / RECIPE_FILE
+
+    def data() -> DataConfig:
+        return load_recipe(recipe).data
+
+    return Setting(
+        tokenizer=model.language_model.tokenizer,
+        context_tokens=model.language_model.context_tokens,
+        validation=(lambda: prepare_shards(data()).tokens("validation")) if recipe.is_file() else None,
+        data=data if recipe.is_file() else None,
+    )
+
+
+def evaluate_task(
+    name: str,
+    options: Any,
+    model: OpenedModel,
+    folder: Path,
+    *,
+    task: Task | None = None,
+    label: str | None = None,
+    device: str = "cpu",
+    replace_others: bool = False,
+    processes: Processes = ALONE,
+    progress: Progress = no_progress,
+    log: Callable[[str], None] = lambda text: None,
+) -> TaskResult:
+    """Run a task on a model and write FOLDER/LABEL.json; FOLDER/LABEL.answers.jsonl keeps the answers as they come.
+
+    Args:
+        name: Name of the task.
+        options: The task's `Options`.
+        model: The opened model.
+        folder: Folder of the results; requests that it already answers are not asked again.
+        task: The task, if it has been drawn already.
+        label: Name of the files; the task's name by default. A folder may hold several results of one task.
+        device: The model's device, for the record.
+        replace_others: Whether to replace answers of another model or to other questions (see `run_task`).
+        processes: This process and the others that take part, each with the model. The first one writes.
+        progress: Called with the tokens asked and the tokens in total, then by a long judging.
+        log: Called with lines about what is going on.
+
+    Raises:
+        ConfigError: There is no such task.
+        DataError: The task's data cannot be read, or does not fit the model.
+        EvaluationError: The model cannot answer.
+        CheckpointError: The folder holds damaged answers, or those of another model or to other questions.
+    """
+    label = label or name
+    if task is None:
+        log(f"{label}: reading data")
+        task = processes.first_before_others(lambda: task_kind(name).make(options, setting_of(model)))
+    scores = run_task(
+        model.language_model,
+        task,
+        journal=folder / f"{label}.answers.jsonl",
+        identity=model.identity.fingerprint,
+        replace_others=replace_others,
+        processes=processes,
+        progress=progress,
+        log=log,
+    )
+    result = TaskResult(
+        task=name,
+        model=model.identity,
+        data=DataIdentity(name=task.data_name, sha256=task_sha256(task), requests=len(task.requests)),
+        options=dataclasses.asdict(options),
+        choices=list(task.choices),
+        seed=int(getattr(options, "seed", 0)),
+        command=command_line(),
+        created=now(),
+        environment=environment(device),
+        measurements=scores.measurements,
+        items=scores.items,
+        grids=scores.grids,
+        gaps=scores.gaps,
+    )
+    with processes.together():
+        if processes.is_first:
+            write_result(result, folder / f"{label}.json")
+    return result
+
+
+def stored_result(
+    path: Path, name: str, options: Any, task: Task, log: Callable[[str], None] = lambda text: None
+) -> TaskResult | None:
+    """Return the result in a file if it has the figures of this task on its data as they are now, else None.
+
+    `log` is called with a line that names a file which is not as it was written.
+    """
+    result = kept_result(path, TaskResult, lambda text: log(f"{text}, which happens now"))
+    if result is None or result.task != name or result.data.sha256 != task_sha256(task):
+        return None
+    try:  # options that are new since then have their defaults
+        asked = build(type(options), result.options, source=str(path), error=ConfigError)
+    except ConfigError:
+        return None
+    return result if asked == options else None
