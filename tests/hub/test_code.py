@@ -14,8 +14,8 @@ from difftransformer import (
     DiffTransformerForSequenceClassification,
 )
 from difftransformer.attention import VARIANTS, SoftmaxAttention, config_options
-from difftransformer.convert import convert_folder
 from difftransformer.errors import ConfigError
+from difftransformer.families import convert_folder
 from difftransformer.hub import write_code
 from difftransformer.hub.code import ATTENTION_TYPES, MODELING
 from difftransformer.hub.remote_code import modeling_difftransformer as remote

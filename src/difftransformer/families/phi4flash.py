@@ -17,8 +17,8 @@ from ..attention import DifferentialAttention
 from ..attention.differential import LAMBDA_VECTORS, Differential
 from ..attention.head_norm import HEAD_NORM_EPS
 from ..errors import ConfigError, ShapeError
+from .attention_weights import THE_OTHERS, Sizes, refuse_other_than_v1, tensor_of, v1_layer, v1_own_tensors
 from .conversion import Shape, check_tensors, shapes_of
-from .layers import THE_OTHERS, Sizes, refuse_other_than_v1, tensor_of, v1_layer, v1_own_tensors
 
 INNER = "inner_cross_attn."
 

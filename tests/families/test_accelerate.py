@@ -20,8 +20,8 @@ from transformers.masking_utils import sdpa_mask
 from transformers.models.diffllama.modeling_diffllama import DiffLlamaAttention
 
 from difftransformer import DiffTransformerConfig, DiffTransformerForCausalLM, accelerate, restore
-from difftransformer.acceleration import diffllama
 from difftransformer.errors import ConfigError
+from difftransformer.families import acceleration
 
 VOCABULARY = 61
 HEADS = {"multi-head": (8, 8), "grouped": (8, 4), "two keys": (8, 2), "free width": (4, 4)}
@@ -85,13 +85,13 @@ def generated(model, ids, mask=None, **options):
 def count_calls(monkeypatch):
     """How often the op was called."""
     calls = []
-    op = diffllama.normed_differential_attention
+    op = acceleration.normed_differential_attention
 
     def counted(*args, **options):
         calls.append(options)
         return op(*args, **options)
 
-    monkeypatch.setattr(diffllama, "normed_differential_attention", counted)
+    monkeypatch.setattr(acceleration, "normed_differential_attention", counted)
     return calls
 
 
@@ -303,7 +303,7 @@ class TestInPlace:
             expected = model(ids).logits
         before = [(name, type(m), sorted(vars(m)), id(m)) for name, m in model.named_modules()]
         assert accelerate(model) is model
-        assert type(model.model.layers[0].self_attn) is diffllama.AcceleratedDiffLlamaAttention
+        assert type(model.model.layers[0].self_attn) is acceleration.AcceleratedDiffLlamaAttention
         assert isinstance(model.model.layers[0].self_attn, DiffLlamaAttention)
         with torch.no_grad():
             model(ids)
@@ -355,7 +355,7 @@ class TestInPlace:
         accelerate(base)
         assert_close(model(ids).logits, expected[0])
         assert_close(base(ids).last_hidden_state, expected[1])
-        assert type(base.layers[2].self_attn) is diffllama.AcceleratedDiffLlamaAttention
+        assert type(base.layers[2].self_attn) is acceleration.AcceleratedDiffLlamaAttention
 
     @pytest.mark.parametrize("gradients", [False, pytest.param(True, marks=pytest.mark.slow)])
     def test_compiled_whole(self, gradients):

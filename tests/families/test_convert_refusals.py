@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from difftransformer import DiffTransformerForMaskedLM
-from difftransformer.convert import checkpoint_io, convert_folder
 from difftransformer.errors import CheckpointError, ConfigError, DiffTransformerError, ShapeError
+from difftransformer.families import checkpoint_io, convert_folder
 from tests.support.public_modules import stock
 from tests.support.tiny_models import tiny, tiny_config
 

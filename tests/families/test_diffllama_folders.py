@@ -8,8 +8,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, DiffLlamaConfig, DiffLlamaForCausalLM
 
 from difftransformer import DiffTransformerForCausalLM
-from difftransformer.convert import convert_folder
-from difftransformer.convert.diffllama import from_diffllama, to_diffllama
+from difftransformer.families import convert_folder
+from difftransformer.families.diffllama import from_diffllama, to_diffllama
 from tests.support.oracle import relative_error
 from tests.support.public_modules import stock
 from tests.support.tiny_models import tiny, tiny_config, tokens

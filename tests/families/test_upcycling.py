@@ -8,9 +8,9 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from difftransformer import DiffTransformerForCausalLM
-from difftransformer.convert import upcycle_folder
-from difftransformer.convert.llama import from_llama, targets
 from difftransformer.errors import CheckpointError, ConfigError, DiffTransformerError, ShapeError
+from difftransformer.families import upcycle_folder
+from difftransformer.families.llama import from_llama, targets
 from difftransformer.hub import source_folder
 from difftransformer_lab.evals.drift import measure_drift
 

@@ -6,14 +6,14 @@ from transformers import AutoModelForCausalLM
 
 from difftransformer import DiffTransformerForCausalLM
 from difftransformer.attention import DifferentialAttention, DifferentialAttentionV2, DifferentialOptions
-from difftransformer.convert import (
+from difftransformer.errors import CheckpointError, ConfigError, ShapeError
+from difftransformer.families import (
     convert_folder,
     load_microsoft_attention,
     load_microsoft_state,
     microsoft_attention_state,
     microsoft_state,
 )
-from difftransformer.errors import CheckpointError, ConfigError, ShapeError
 from tests.support.public_modules import (
     draw,
     language_model,

@@ -10,10 +10,9 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from difftransformer.attention import Attention
-from difftransformer.convert import upcycle_folder
-from difftransformer.convert.llama import targets
 from difftransformer.errors import ConfigError
-from difftransformer.families import FAMILIES, DifferentialFields, count_family, family_config
+from difftransformer.families import FAMILIES, DifferentialFields, count_family, family_config, upcycle_folder
+from difftransformer.families.llama import targets
 from tests.support import fresh
 from tests.support.oracle import relative_error
 
@@ -230,7 +229,7 @@ def test_wider_mlps_are_for_llamas_alone(tmp_path):
 
 MEASURED = """
 import re, sys, threading, time
-from difftransformer.convert import upcycle_folder
+from difftransformer.families import upcycle_folder
 
 def test_wider_mlps_are_for_llamas_alone(tmp_path):
     with pytest.raises(ConfigError, match=r"--to 'softmax\\+diff': only a Llama or Mistral without biases"):

@@ -1,4 +1,4 @@
-"""Errors that other packages raise for the files of a model that make no sense to them."""
+"""What transformers says and raises while models are opened: the errors of files that make no sense to it, and its warnings."""
 
 import sys
 from collections.abc import Iterator
@@ -8,6 +8,7 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 from jinja2 import TemplateError
 from safetensors import SafetensorError
+from transformers.utils import logging
 
 MOST_CHARACTERS = 300  # that are quoted of an error
 MOST_STEPS = 2_000_000  # of a chat template, which takes some hundred
@@ -50,3 +51,17 @@ def bounded() -> Iterator[None]:
         yield
     finally:
         sys.settrace(before)
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Hide the progress bars and warnings of transformers. This package reports errors itself."""
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()

@@ -22,13 +22,12 @@ from ..attention import SoftmaxAttention
 from ..errors import CheckpointError, ConfigError, DiffTransformerError
 from ..files import naming
 from ..model import DiffTransformerConfig
-from ..model.foreign import FOREIGN_FAULTS, on_one_line
+from ..model.transformers_errors import FOREIGN_FAULTS, on_one_line
 from ..model.weights import CONFIG_FILE, INDEX_FILE, PIECES, WEIGHTS_FILE, check_inside, weight_map, weights_files
 from ..reading import read_json
-from .conversion import Conversion, Shape, check_tensors
+from .conversion import FOLDER_LAYOUTS, LAYOUTS, Conversion, Shape, check_tensors
 from .diffllama import from_diffllama, to_diffllama
 from .llama import MUST_BE, beyond_layout, from_llama, to_llama
-from .registry import FOLDER_LAYOUTS, LAYOUTS
 
 SHARD_BYTES = 5 * 10**9  # largest weights file; hubs and file systems handle this size well
 # Tokenizers of every kind, chat templates, generation settings and licences are copied unchanged.
@@ -353,7 +352,7 @@ def _checked_layouts(document: dict[str, Any], stated: str | None, to: str, sour
             first, second = LAYOUTS[layout].functions[:2]
             raise ConfigError(
                 f"{layout}: {LAYOUTS[layout].summary} convert as attention weights, not as folders; call "
-                f"difftransformer.convert.{first} or .{second}"
+                f"difftransformer.families.{first} or .{second}"
             )
     if LAYOUTS[name].model_type != model_type:
         raise ConfigError(f"{at}: model_type={model_type!r}, expected {LAYOUTS[name].model_type!r} for --from {name}")

@@ -4,15 +4,15 @@ import pytest
 import torch
 
 from difftransformer.attention import DifferentialAttention, DifferentialOptions, GroupedDifferentialAttention
-from difftransformer.convert import (
+from difftransformer.errors import CheckpointError, ConfigError, ShapeError
+from difftransformer.families import (
     load_motif_attention,
     load_phi4flash_attention,
     microsoft_attention_state,
     motif_attention_state,
     phi4flash_attention_state,
 )
-from difftransformer.convert.motif import motif_lambda_init
-from difftransformer.errors import CheckpointError, ConfigError, ShapeError
+from difftransformer.families.motif import motif_lambda_init
 from tests.support.public_modules import (
     draw,
     grouped_motif,

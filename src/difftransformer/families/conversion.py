@@ -1,8 +1,11 @@
-"""The conversion of a whole model as data: which tensors it needs, and how each tensor of the result is made."""
+"""The table of layouts, and the conversion of a whole model as data: which tensors it needs, how each result is made.
+
+A layout is one file of this package and one line of `LAYOUTS`.
+"""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -13,6 +16,39 @@ Read = Callable[[str], Tensor]
 Shape = tuple[int, ...]
 NAMES_SHOWN = 3  # tensor names that a message lists
 EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
+
+
+class Layout(NamedTuple):
+    """A layout of weights.
+
+    Attributes:
+        summary: What it is, in a few words.
+        model_type: The model_type in config.json, or None if the layout has no folders of its own.
+        functions: Names in `difftransformer.families` that convert attention weights; empty if whole folders are converted.
+    """
+
+    summary: str
+    model_type: str | None
+    functions: tuple[str, ...] = ()
+
+
+LAYOUTS: dict[str, Layout] = {
+    "difftransformer": Layout("models of this package", "difftransformer"),
+    "diffllama": Layout("DiffLlama of transformers", "diffllama"),
+    "llama": Layout("Llama of transformers, for softmax twins", "llama"),
+    "microsoft": Layout(
+        "attention modules of microsoft/unilm, V1 and V2",
+        None,
+        ("microsoft_attention_state", "load_microsoft_attention", "microsoft_state", "load_microsoft_state"),
+    ),
+    "phi4flash": Layout(
+        "attention of Phi-4-mini-flash", "phi4flash", ("phi4flash_attention_state", "load_phi4flash_attention")
+    ),
+    "motif": Layout(
+        "attention of Motif-2.6B and Motif-2-12.7B", "Motif", ("motif_attention_state", "load_motif_attention")
+    ),
+}
+FOLDER_LAYOUTS = [name for name, layout in LAYOUTS.items() if not layout.functions]
 
 
 @dataclass(frozen=True, kw_only=True)

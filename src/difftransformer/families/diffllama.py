@@ -24,8 +24,8 @@ from transformers import __version__ as transformers_version
 from ..attention import DifferentialAttention, HeadLayout
 from ..errors import ConfigError
 from ..model import DiffTransformerConfig, DiffTransformerForCausalLM
+from .attention_weights import fold_gain, heads_first, maps_first
 from .conversion import EMBEDDING, OUTPUT, Conversion, Read, shapes_of, with_multiplier_folded
-from .permute import fold_gain, heads_first, maps_first
 
 SHARED_FIELDS = (
     "vocab_size",

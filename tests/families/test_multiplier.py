@@ -7,8 +7,8 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from difftransformer import DiffTransformerForCausalLM
-from difftransformer.convert import convert_folder, load_microsoft_state, microsoft_state, upcycle_folder
 from difftransformer.errors import ConfigError
+from difftransformer.families import convert_folder, load_microsoft_state, microsoft_state, upcycle_folder
 from difftransformer_lab.cli.main import main
 from tests.support.public_modules import stock
 from tests.support.tiny_models import tiny, tokens

@@ -20,8 +20,8 @@ from transformers import (
 )
 
 from difftransformer import accelerate, restore
-from difftransformer.acceleration import attention_function
 from difftransformer.errors import ConfigError
+from difftransformer.families import attention_function
 
 VOCABULARY = 61
 SIZES = {

@@ -24,8 +24,7 @@ from ..attention import DifferentialAttention, DifferentialOptions, GroupedDiffe
 from ..attention.differential import LAMBDA_VECTORS, Differential
 from ..attention.head_norm import HEAD_NORM_EPS
 from ..errors import ConfigError, ShapeError
-from .conversion import check_tensors, shapes_of
-from .layers import (
+from .attention_weights import (
     PROJECTIONS,
     THE_OTHERS,
     Sizes,
@@ -38,6 +37,7 @@ from .layers import (
     v1_shapes,
     v1_sizes,
 )
+from .conversion import check_tensors, shapes_of
 
 
 def motif_lambda_init(layer_index: int) -> float:

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from ..acceleration.attention_function import mask
 from ..attention import Attention
 from ..attention.base import PROJECTIONS
 from ..errors import ConfigError
 from ..ops.norms import rms_norm
 from ..ops.problem import Restrictions
 from ..ops.reference import weighted_values
+from .attention_function import mask
 
 IMPLEMENTATION = "difftransformer_family"
 _classes: dict[type[nn.Module], type[nn.Module]] = {}  # by the class that they extend

@@ -24,11 +24,12 @@ from ..attention.differential import LAMBDA_VECTORS, Differential
 from ..attention.head_norm import HEAD_NORM_EPS
 from ..errors import ConfigError
 from ..model import DiffTransformerConfig, DiffTransformerForCausalLM
-from .conversion import EMBEDDING, Shape, check_tensors, refuse_tied_multiplier, shapes_of
-from .layers import (
+from .attention_weights import (
     PROJECTIONS,
     THE_OTHERS,
     Sizes,
+    half_split,
+    interleaved,
     make_layer,
     quotient,
     refuse_fields,
@@ -39,7 +40,7 @@ from .layers import (
     v1_shapes,
     v1_sizes,
 )
-from .permute import half_split, interleaved
+from .conversion import EMBEDDING, Shape, check_tensors, refuse_tied_multiplier, shapes_of
 
 TARGET = "Microsoft's module"
 

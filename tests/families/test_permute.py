@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from difftransformer.convert.permute import fold_gain, half_split, heads_first, interleaved, maps_first
+from difftransformer.families.attention_weights import fold_gain, half_split, heads_first, interleaved, maps_first
 
 
 @pytest.mark.parametrize("heads", [1, 2, 3])
