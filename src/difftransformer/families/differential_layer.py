@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, Cache
 
-from ..attention import Attention
+from ..attention import Attention, HeadLayout
 from ..attention.base import PROJECTIONS
 from ..errors import ConfigError
 from ..ops.norms import rms_norm
@@ -40,7 +40,29 @@ class DifferentialLayer(nn.Module):
 
     def forward(self, hidden_states: Tensor, *arguments: Any, **keywords: Any) -> Any:
         """Run the family's forward inside that of `differential`, so that hooks have its weights at hand meanwhile."""
+        if keywords.get("past_key_values") is not None:
+            keywords["past_key_values"] = GroupedCache(keywords["past_key_values"], self.differential.layout)
         return self.differential(hidden_states, partial(super().forward, hidden_states, *arguments, **keywords))
+
+
+class GroupedCache:
+    """The cache of a forward pass as the family sees it, with keys and values of equal heads inside, which static caches need.
+
+    What `update` returns is grouped as the op takes it, so that no step copies all that is cached.
+    """
+
+    def __init__(self, cache: Cache, layout: HeadLayout) -> None:
+        self.cache, self.layout = cache, layout
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *arguments: Any, **keywords: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Append (B, N', T, D) keys and (B, G, T, E) values, and return everything cached, in groups."""
+        key, value = _grouped(key_states, self.layout.key_width), _grouped(value_states, self.layout.value_width)
+        return self.cache.update(key, value, *arguments, **keywords)  # type: ignore[no-any-return]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.cache, name)
 
 
 class AroundForward(nn.Module):
@@ -141,7 +163,8 @@ def attention(
 
     Args:
         module: The attention layer.
-        query, key, value: (B, N, T, D), (B, N', S, D) and (B, G, S, E); heads of one group of maps stand together.
+        query, key, value: (B, N, T, D), (B, N', S, D) and (B, G, S, E); heads of one group of maps stand together. Keys and
+            values from a cache are grouped already.
         attention_mask: Bool mask that broadcasts to (B, H, T, S), or None where attention is only causal.
         dropout: Must be 0.
         scaling: Factor of the logits. Defaults to 1/sqrt(D).

@@ -150,6 +150,9 @@ class _DifferentialModel(PreTrainedModel):  # type: ignore[misc]
                 module.backend = ATTN_IMPLEMENTATIONS.get(name) or self.config.attn_backend
         return IMPLEMENTATION
 
+    def _get_static_cache_init_shape(self) -> None:
+        """Leave the allocation of a static cache to its first update: the configuration has the heads of the original."""
+
     @classmethod
     def _can_set_attn_implementation(cls) -> bool:
         return True

@@ -104,9 +104,9 @@ def _flattened(module: str) -> tuple[str, list[str]]:
     for node in ast.walk(ast.parse("".join(lines))):
         if isinstance(node, ast.ImportFrom) and node.level:
             module = ".".join([*package[: len(package) + 1 - node.level], *filter(None, [node.module])])
-            if not _path(module).is_file() or node.module is None:
+            if node.module is None:
                 raise ValueError(
-                    f"{path}:{node.lineno}: transformers reads imports of the form `from .module import name` only"
+                    f"{path}:{node.lineno}: write `from .module import name`, the form that transformers reads"
                 )
             names = ", ".join(ast.unparse(alias) for alias in node.names)
             line = f"{' ' * node.col_offset}from .{_file_name(module).removesuffix('.py')} import {names}\n"

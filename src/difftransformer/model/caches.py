@@ -6,7 +6,8 @@ from typing import Any, Self
 
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import Cache
+from transformers import Cache, DynamicCache
+from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from ..attention import HeadLayout
 from ..errors import ConfigError, ShapeError
@@ -15,6 +16,15 @@ from .config import DiffTransformerConfig
 
 # The implementations for which transformers prepares a mask of all requests. The op's other backends have no such mask.
 PAGED_IMPLEMENTATIONS = ("sdpa", "eager", "paged|eager")
+
+
+def dynamic_cache(config: DiffTransformerConfig) -> DynamicCache:
+    """Make an empty cache that grows. `DynamicCache(config=config)` is the same, but torch.compile cannot trace it."""
+    cache = DynamicCache()
+    if config.sliding_window is not None:
+        layers = range(config.num_hidden_layers)
+        cache.layers = [DynamicSlidingWindowLayer(sliding_window=config.sliding_window) for _ in layers]
+    return cache
 
 
 def regroup(cache: Cache, layout: HeadLayout) -> None:

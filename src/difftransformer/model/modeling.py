@@ -17,7 +17,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache, DynamicCache, GenerationMixin
+from transformers import Cache, GenerationMixin
 from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
@@ -29,7 +29,7 @@ from ..attention import Attention, RMSNorm
 from ..errors import ConfigError, ShapeError
 from ..ops.problem import LOW_PRECISION
 from ..typed import short
-from .caches import PagedModel, PagedRow, check_paged, regroup
+from .caches import PagedModel, PagedRow, check_paged, dynamic_cache, regroup
 from .config import DiffTransformerConfig
 from .initialization import new_seed
 from .masks import arrange_rows
@@ -176,7 +176,7 @@ class DiffTransformerModel(DiffTransformerPreTrainedModel):
                 "pass use_cache=False to encode"
             )
         if use_cache and past_key_values is None:
-            past_key_values = DynamicCache(config=self.config)
+            past_key_values = dynamic_cache(self.config)
         if past_key_values is not None:
             regroup(past_key_values, self.layout)
 
