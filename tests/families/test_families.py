@@ -7,7 +7,9 @@ import sys
 
 import pytest
 import torch
+import transformers
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from difftransformer.attention import Attention
 from difftransformer.errors import ConfigError
@@ -295,3 +297,24 @@ def test_the_loss_in_chunks(family):
     for value, expected in zip(*found, strict=True):
         assert relative_error(value, expected) < 1e-6
     assert "labels" in inspect.signature(model.forward).parameters
+
+
+@torch.no_grad()
+def test_what_transformers_knows_of_a_family():
+    """Trainer shifts the labels that it smooths by a table of names, and TRL looks a class up in `transformers`."""
+    kind = type(AutoModelForCausalLM.from_config(family_config("qwen3")(attention_type="dex", **BASE)))
+    assert kind.__name__ == "DifferentialQwen3ForCausalLM"
+    assert kind.__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    assert getattr(transformers, kind.__name__) is kind
+
+
+@pytest.mark.parametrize("to", ["diff", "grouped_diff", "diff_v2"])
+@torch.no_grad()
+def test_static_caches_and_whole_graphs(to, tmp_path):
+    ours, _ = upcycled(source_model("qwen3", **OPTIONS["qwen3"]), tmp_path, to)
+    greedy = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
+    expected = ours.generate(ids(), **greedy)
+    assert torch.equal(ours.generate(ids(), cache_implementation="static", disable_compile=True, **greedy), expected)
+    torch._dynamo.reset()
+    compiled = torch.compile(ours, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(ids()).logits, ours(ids()).logits)
