@@ -1,4 +1,4 @@
-"""The layers alone, with torch and nothing else: equations, cross-attention, caches of one's own, refusals."""
+"""The layers alone, with torch and nothing else: rotation, caches of one's own, torch's attention, refusals."""
 
 import math
 import re
@@ -18,96 +18,19 @@ from difftransformer.attention import (
 from difftransformer.errors import ConfigError, ShapeError
 from difftransformer.ops.rotary import inverse_frequencies, rotary_tables
 from tests.support import fresh
-
-LAMBDAS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
-
-
-def layer_of(*arguments, cls=DifferentialAttention, seed=0, **fields):
-    """A layer in float64 with no gain of 1 and no lambda near its start."""
-    torch.manual_seed(seed)
-    layer = cls(*arguments, **fields).double()
-    with torch.no_grad():
-        for name, parameter in layer.named_parameters():
-            if "norm" in name:
-                parameter.copy_(1 + 0.3 * torch.randn_like(parameter))
-            elif "lambda" in name:
-                parameter.copy_(0.4 * torch.randn_like(parameter))
-            else:
-                parameter.copy_(torch.randn_like(parameter) / parameter.shape[1] ** 0.5)
-    return layer
-
-
-def states(*shape, seed=1):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+from tests.support.layers import VECTORS, drawn, states
 
 
 def lam_by_hand(layer):
-    q1, k1, q2, k2 = (getattr(layer, name).detach() for name in LAMBDAS)
+    q1, k1, q2, k2 = (getattr(layer, name).detach() for name in VECTORS)
     start = 0.8 - 0.6 * math.exp(-0.3 * layer.layer_index)
     return math.exp(q1 @ k1) - math.exp(q2 @ k2) + start, start
 
 
-def by_hand(layer, hidden, context=None, causal=True):
-    """Microsoft's way to say it (multihead_diffattn.py): 2H query heads in pairs, keys repeated, maps subtracted."""
-    context = hidden if context is None else context
-    layout = layer.layout
-    h, g, d, e = layout.num_heads, layout.num_key_value_heads, layout.head_dim, layout.value_head_dim
-    batch, length, keys = *hidden.shape[:2], context.shape[1]
-    q = (hidden @ layer.q_proj.weight.T).view(batch, length, 2 * h, d).transpose(1, 2)
-    k = (context @ layer.k_proj.weight.T).view(batch, keys, g, 2, d).repeat_interleave(h // g, 2)
-    k = k.view(batch, keys, 2 * h, d).transpose(1, 2)
-    v = (context @ layer.v_proj.weight.T).view(batch, keys, g, e).repeat_interleave(h // g, 2).transpose(1, 2)
-    scores = q @ k.transpose(2, 3) / math.sqrt(d)
-    if causal:
-        scores = scores + torch.full((length, keys), -torch.inf, dtype=torch.float64).triu(1 + keys - length)
-    maps = torch.softmax(scores, -1).view(batch, h, 2, length, keys)
-    lam, start = lam_by_hand(layer)
-    heads = (maps[:, :, 0] - lam * maps[:, :, 1]) @ v
-    norm = nn.RMSNorm(e, eps=layer.head_norm.eps, dtype=torch.float64)
-    norm.weight.data = layer.head_norm.weight.data
-    heads = norm(heads) * (1 - start)
-    return heads.transpose(1, 2).reshape(batch, length, h * e) @ layer.o_proj.weight.T
-
-
-LAYERS = {
-    "plain": {"arguments": (32, 2)},
-    "grouped": {"arguments": (48, 4), "num_key_value_heads": 2},
-    "one group": {"arguments": (24, 3), "num_key_value_heads": 1},
-    "own widths": {"arguments": (20, 3), "head_dim": 4, "value_head_dim": 7},
-    "deep": {"arguments": (32, 2), "layer_index": 9},
-    "eps": {"arguments": (32, 2), "head_norm_eps": 0.5},
-}
-
-
 class TestDifferential:
-    @pytest.mark.parametrize("name", LAYERS)
-    @pytest.mark.parametrize("backend", ["auto", "reference", "chunked", "sdpa"])
-    def test_equations(self, name, backend):
-        fields = dict(LAYERS[name])
-        layer = layer_of(*fields.pop("arguments"), backend=backend, **fields)
-        hidden = states(2, 9, layer.embed_dim)
-        output, attention_map = layer(hidden)
-        assert attention_map is None
-        assert torch.allclose(output, by_hand(layer, hidden), rtol=0, atol=1e-10)
-        free, _ = layer(hidden, is_causal=False)
-        assert torch.allclose(free, by_hand(layer, hidden, causal=False), rtol=0, atol=1e-10)
-
-    @pytest.mark.parametrize("backend", ["auto", "sdpa"])
-    def test_cross_attention(self, backend):
-        layer = layer_of(32, 2, backend=backend)
-        hidden, context = states(2, 5, 32), states(2, 11, 32, seed=2)
-        output, _ = layer(hidden, context=context, is_causal=False)
-        assert torch.allclose(output, by_hand(layer, hidden, context, causal=False), rtol=0, atol=1e-10)
-        mask = torch.rand(2, 1, 1, 11, generator=torch.Generator().manual_seed(0)) > 0.4
-        masked, _ = layer(hidden, context=context, is_causal=False, attn_mask=mask)
-        for row in range(2):
-            kept = context[row : row + 1, mask[row, 0, 0]]
-            alone, _ = layer(hidden[row : row + 1], context=kept, is_causal=False)
-            assert torch.allclose(masked[row], alone[0], rtol=0, atol=1e-10)
-
     def test_rotation_of_a_context(self):
         """Keys turn by their own positions: a context that is the hidden states with their table is self-attention."""
-        layer = layer_of(32, 2)
+        layer = drawn(DifferentialAttention(32, 2))
         hidden = states(1, 7, 32)
         table = rotary_tables(torch.arange(7)[None], inverse_frequencies(8))
         plain, _ = layer(hidden, position_embeddings=table, is_causal=False)
@@ -123,7 +46,7 @@ class TestDifferential:
         assert not torch.allclose(plain, unrotated, atol=1e-3)
 
     def test_rotation_is_relative(self):
-        layer = layer_of(32, 2)
+        layer = drawn(DifferentialAttention(32, 2))
         hidden = states(1, 7, 32)
         outputs = [
             layer(hidden, position_embeddings=rotary_tables(torch.arange(7)[None] + shift, inverse_frequencies(8)))[0]
@@ -145,7 +68,7 @@ class TestDifferential:
                 )
                 return self.held
 
-        layer, cache = layer_of(48, 4, num_key_value_heads=2, layer_index=3), Cache()
+        layer, cache = drawn(DifferentialAttention(48, 4, num_key_value_heads=2, layer_index=3)), Cache()
         hidden = states(2, 10, 48)
         table = rotary_tables(torch.arange(10)[None], inverse_frequencies(6))
         whole, _ = layer(hidden, position_embeddings=table)
@@ -160,22 +83,8 @@ class TestDifferential:
         assert cache.held[0].shape == (2, 2, 10, 12)
         assert cache.held[1].shape == (2, 2, 10, 12)
 
-    def test_map(self):
-        layer = layer_of(48, 4, num_key_value_heads=2)
-        hidden = states(2, 6, 48)
-        output, attention_map = layer(hidden, need_map=True)
-        lam, start = lam_by_hand(layer)
-        assert torch.allclose(attention_map.sum(-1), torch.full((2, 4, 6), 1 - lam, dtype=torch.float64), atol=1e-6)
-        assert torch.all(attention_map.triu(1) == 0)
-        # The map is what multiplies V: the rest of the layer done by hand gives the output.
-        value = (hidden @ layer.v_proj.weight.T).view(2, 6, 2, 12).repeat_interleave(2, 2).transpose(1, 2)
-        heads = attention_map.double() @ value
-        heads = heads / (heads.square().mean(-1, keepdim=True) + 1e-5).sqrt() * layer.head_norm.weight * (1 - start)
-        again = heads.transpose(1, 2).reshape(2, 6, 48) @ layer.o_proj.weight.T
-        assert torch.allclose(again, output, atol=1e-5)
-
     def test_gradcheck(self):
-        layer = layer_of(8, 2, head_dim=2)
+        layer = drawn(DifferentialAttention(8, 2, head_dim=2))
         hidden = states(1, 4, 8).requires_grad_()
         weights = dict(layer.named_parameters())
 
@@ -184,24 +93,15 @@ class TestDifferential:
 
         assert torch.autograd.gradcheck(function, (hidden, *weights.values()))
 
-    def test_packed_and_padded(self):
-        layer = layer_of(32, 2)
-        hidden = states(1, 9, 32)
-        packed, _ = layer(hidden, cu_seqlens=torch.tensor([0, 4, 9], dtype=torch.int32))
-        apart = torch.cat([layer(part)[0] for part in hidden.split((4, 5), 1)], 1)
-        assert torch.allclose(packed, apart, rtol=0, atol=1e-10)
-        padded, _ = layer(hidden, kv_start=torch.tensor([3]))
-        assert torch.allclose(padded[:, 3:], layer(hidden[:, 3:])[0], rtol=0, atol=1e-10)
-
     @pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16])
     def test_lambdas_are_never_narrowed(self, narrow):
         layer = DifferentialAttention(32, 2).to(narrow)
-        assert all(getattr(layer, name).dtype == torch.float32 for name in LAMBDAS)
+        assert all(getattr(layer, name).dtype == torch.float32 for name in VECTORS)
         assert layer.q_proj.weight.dtype == layer.head_norm.weight.dtype == narrow
         output, _ = layer(torch.randn(1, 5, 32, dtype=narrow))
         assert output.dtype == narrow
         output.float().sum().backward()
-        assert all(getattr(layer, name).grad.dtype == torch.float32 for name in LAMBDAS)
+        assert all(getattr(layer, name).grad.dtype == torch.float32 for name in VECTORS)
 
     def test_lambda_can_leave_the_unit_interval(self):
         layer = DifferentialAttention(32, 2)
@@ -213,7 +113,7 @@ class TestDifferential:
 
     def test_a_head_whose_maps_agree_is_scaled_by_one_minus_lambda(self):
         """With Q1 = Q2 and K1 = K2 what is left is (1 - lambda) of ordinary attention."""
-        layer = layer_of(32, 2)
+        layer = drawn(DifferentialAttention(32, 2))
         with torch.no_grad():
             for name in ("q_proj", "k_proj"):
                 rows = getattr(layer, name).weight.view(2, 2, 8, 32)
@@ -231,7 +131,7 @@ class TestDifferential:
 class TestSoftmax:
     @pytest.mark.parametrize("groups", [4, 2, 1])
     def test_against_torch(self, groups):
-        layer = layer_of(32, 4, cls=SoftmaxAttention, num_key_value_heads=groups)
+        layer = drawn(SoftmaxAttention(32, 4, num_key_value_heads=groups))
         hidden = states(2, 9, 32)
         theirs = nn.MultiheadAttention(32, 4, bias=False, batch_first=True, dtype=torch.float64)
         with torch.no_grad():

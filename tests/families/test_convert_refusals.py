@@ -54,10 +54,10 @@ class TestModelsThatDiffLlamaLacks:
         [
             ({"attention_type": "softmax"}, ("attention_type='softmax'", "'diff'")),
             ({"attention_type": "diff_v2"}, ("attention_type='diff_v2'", "'diff'")),
-            ({"lambda_form": "head"}, ("lambda_form='head'", "'layer'")),
-            ({"lambda_form": "token"}, ("lambda_form='token'", "'layer'")),
-            ({"lambda_form": "constant"}, ("lambda_form='constant'", "'layer'")),
-            ({"lambda_form": "scalar"}, ("lambda_form='scalar'", "'layer'")),
+            *(
+                ({"lambda_form": form}, (f"lambda_form={form!r}", "'layer'"))
+                for form in ("head", "token", "constant", "scalar")
+            ),
             ({"lambda_value": 0.0}, ("lambda_value=0.0", "None")),
             ({"head_scale": 1.0}, ("head_scale=1.0", "None")),
             ({"lambda_init": 0.8}, ("lambda_init=0.8", "None")),
@@ -115,68 +115,44 @@ class TestModelsThatOursLack:
 class TestWeights:
     @pytest.mark.parametrize(
         ("change", "error", "words"),
-        [
+        [  # a change is a tensor that is taken out, or tensors that are put in
+            ("model.layers.1.self_attn.head_norm.weight", CheckpointError, "1.self_attn.head_norm.weight is missing"),
+            ({"x": torch.ones(1)}, CheckpointError, "x is not part"),
+            ({"model.layers.0.self_attn.q_proj.bias": torch.ones(32)}, CheckpointError, "q_proj.bias is not part"),
             (
-                lambda w: w.pop("model.layers.1.self_attn.head_norm.weight"),
-                CheckpointError,
-                ("model.layers.1.self_attn.head_norm.weight is missing",),
-            ),
-            (
-                lambda w: w.clear() or w.update(x=torch.ones(1)),
-                CheckpointError,
-                ("missing", "and 27 more", "expected 30"),
-            ),
-            (
-                lambda w: w.update({"model.layers.0.self_attn.q_proj.bias": torch.ones(32)}),
-                CheckpointError,
-                ("model.layers.0.self_attn.q_proj.bias", "not part"),
-            ),
-            (
-                lambda w: w.update({"model.layers.0.self_attn.k_proj.weight": torch.ones(16, 32)}),
+                {"model.layers.0.self_attn.k_proj.weight": torch.ones(16, 32)},
                 ShapeError,
-                ("model.layers.0.self_attn.k_proj.weight", "(16, 32)", "(32, 32)"),
+                "k_proj.weight has shape (16, 32), expected (32, 32)",
             ),
+            ({"lm_head.weight": torch.ones(61, 32)}, CheckpointError, "lm_head.weight differs from model.embed_tokens"),
             (
-                lambda w: w.update({"lm_head.weight": torch.ones(61, 32)}),
+                {"model.norm.weight": torch.ones(32, dtype=torch.int8)},
                 CheckpointError,
-                ("lm_head.weight differs from model.embed_tokens.weight", "tie_word_embeddings"),
-            ),
-            (
-                lambda w: w.update({"model.norm.weight": torch.ones(32, dtype=torch.int8)}),
-                CheckpointError,
-                ("model.norm.weight", "I8", "BF16"),
+                "model.norm.weight has dtype I8",
             ),
         ],
     )
     def test_ours(self, change, error, words, source, tmp_path):
-        edit_weights(source(tiny()), change)
-        message = refusal(tmp_path, error)
-        assert all(word in message for word in words), message
+        edit_weights(source(tiny()), lambda w: w.pop(change) if isinstance(change, str) else w.update(change))
+        assert words in refusal(tmp_path, error)
 
     def test_theirs(self, source, tmp_path):
         edit_weights(source(stock()), lambda w: w.pop("lm_head.weight"))
         assert "lm_head.weight is missing" in refusal(tmp_path, CheckpointError, to="difftransformer")
 
     @pytest.mark.parametrize(
-        ("fields", "word"),
+        ("fields", "error", "words"),
         [
-            ({"num_key_value_heads": 2}, "k_proj.weight has shape (32, 32), expected (16, 32)"),
-            ({"vocab_size": 62}, "model.embed_tokens.weight has shape (61, 32), expected (62, 32)"),
-            ({"intermediate_size": 40}, "gate_proj.weight has shape (48, 32), expected (40, 32)"),
+            ({"num_key_value_heads": 2}, ShapeError, "k_proj.weight has shape (32, 32), expected (16, 32)"),
+            ({"vocab_size": 62}, ShapeError, "model.embed_tokens.weight has shape (61, 32), expected (62, 32)"),
+            ({"intermediate_size": 40}, ShapeError, "gate_proj.weight has shape (48, 32), expected (40, 32)"),
+            ({"num_hidden_layers": 3}, CheckpointError, "model.layers.2."),
+            ({"num_hidden_layers": 1}, CheckpointError, "not part of this layout"),
         ],
     )
-    def test_a_configuration_that_contradicts_them(self, fields, word, source, tmp_path):
+    def test_a_configuration_that_contradicts_them(self, fields, error, words, source, tmp_path):
         edit_config(source(tiny()), **fields)
-        assert word in refusal(tmp_path, ShapeError)
-
-    def test_depth(self, source, tmp_path):
-        path = source(tiny())
-        edit_config(path, num_hidden_layers=3)
-        assert "model.layers.2." in refusal(tmp_path, CheckpointError)
-        edit_config(path, num_hidden_layers=1)
-        message = refusal(tmp_path, CheckpointError)
-        assert "model.layers.1." in message
-        assert "not part" in message
+        assert words in refusal(tmp_path, error)
 
     @pytest.mark.parametrize("share", [0.0, 0.001, 0.5, 0.99])
     def test_half_downloaded(self, share, source, tmp_path):
@@ -211,14 +187,6 @@ class TestWeights:
         path = source(tiny())
         (path / "model.safetensors.index.json").write_text(text)
         assert "model.safetensors.index.json" in refusal(tmp_path, CheckpointError)
-
-    def test_an_index_does_not_lead_out_of_the_folder(self, source, tmp_path):
-        path = source(tiny())
-        weights = load_file(path / "model.safetensors")
-        (path / "model.safetensors").rename(tmp_path / "elsewhere.safetensors")
-        index = {"weight_map": dict.fromkeys(weights, "../elsewhere.safetensors")}
-        (path / "model.safetensors.index.json").write_text(json.dumps(index))
-        assert "'../elsewhere.safetensors' is no safetensors file of this folder" in refusal(tmp_path, CheckpointError)
 
     def test_pickles_are_not_opened(self, source, tmp_path):
         path = source(tiny())

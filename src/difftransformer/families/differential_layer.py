@@ -129,6 +129,10 @@ def make_differential(layer: Any, differential: Attention) -> None:
         layer.num_key_value_heads = sizes["k"] // layout.head_dim
     for name in PROJECTIONS:
         delattr(differential, name)
+    if hasattr(
+        layer, "q_proj"
+    ):  # by whose weight `local_part` sees that processes share the heads; not a module of its own
+        vars(differential)["q_proj"] = layer.q_proj
     differential.__class__ = _combined(AroundForward, type(differential), type(differential).__name__)
     layer.differential = differential
     layer.__class__ = _combined(DifferentialLayer, type(layer), f"Differential{type(layer).__name__}")
@@ -190,6 +194,8 @@ def attention(
         _grouped(key.to(query.dtype), layout.key_width),  # under autocast, the cache holds fp32
         _grouped(value.to(query.dtype), layout.value_width),
     )
+    if isinstance(head_lam, Tensor) and head_lam.dim() == 1:
+        head_lam = variant.local_part(head_lam, query_BHTX.shape[1])
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     restrictions = Restrictions(attn_mask=attention_mask, is_causal=causal and attention_mask is None)
     map_BHTS = None

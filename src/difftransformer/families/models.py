@@ -23,6 +23,7 @@ from transformers import initialization as init
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ..attention import Attention, HeadLayout, config_options, variant
+from ..attention.base import PROJECTIONS, QK_NORMS
 from ..errors import ConfigError
 from ..model.counts import BACKWARD_AND_FORWARD, Counts, mean_keys
 from ..model.nll import chunked_loss
@@ -55,6 +56,9 @@ UNSUPPORTED_PARTS = {
 }
 
 
+ATTENTION_LAYERS = "layers.*.self_attn"  # in a tensor-parallel plan
+
+
 class DifferentialFields:
     """The base that stands before a family's configuration class.
 
@@ -69,6 +73,7 @@ class DifferentialFields:
     family: str
     attention_type: str
     attn_backend: str
+    base_model_tp_plan: dict[str, str] | None
 
     def __post_init__(self, **kwargs: Any) -> None:
         for name, option in config_options().items():
@@ -81,6 +86,7 @@ class DifferentialFields:
             )
         super().__post_init__(**kwargs)  # type: ignore[misc]
         self.head_layout()  # raises an error for impossible heads before anything is built
+        self.base_model_tp_plan = self._tensor_parallel(self.base_model_tp_plan or {})
 
     @property
     def attention(self) -> type[Attention]:
@@ -90,6 +96,14 @@ class DifferentialFields:
     def head_layout(self) -> HeadLayout:
         """Return the heads and widths of this attention type."""
         return self.attention.layout_of(self.attention_fields())
+
+    def _tensor_parallel(self, plan: dict[str, str]) -> dict[str, str]:
+        """Return the family's tensor-parallel plan, and that of the variant where the family divides heads among processes."""
+        if plan.get(f"{ATTENTION_LAYERS}.q_proj") != "colwise":
+            return plan
+        own = self.attention.tensor_parallel(self.attention_fields()).items()
+        parts = {f"differential.{name}".rstrip("."): how for name, how in own if name not in (*PROJECTIONS, *QK_NORMS)}
+        return plan | {f"{ATTENTION_LAYERS}.{name}": how for name, how in parts.items()}
 
     def attention_fields(self) -> Any:
         """Return what a variant reads of a configuration."""
