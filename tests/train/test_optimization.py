@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from difftransformer.attention import RMSNorm
 from difftransformer.errors import ConfigError, DiffTransformerError
 from difftransformer.train import OptimizerConfig, ScheduleConfig, TrainingConfig, build_model
-from difftransformer.train.loop import validate
 from difftransformer.train.optim import build_optimizer, learning_rate
 from difftransformer.train.parallel import Mesh
+from difftransformer.train.trainer import validate
 
 
 @pytest.mark.parametrize("attention_type", ["diff", "softmax"])

@@ -16,7 +16,7 @@ from difftransformer.model.nll import summed_next_token_nll
 from difftransformer.train import ParallelConfig, TrainingConfig, build_model
 from difftransformer.train.config import DataParallelConfig
 from difftransformer.train.optim import build_optimizer
-from difftransformer.train.parallel import Mesh, Unfilled, joined
+from difftransformer.train.parallel import DeferredModel, Mesh, joined
 from difftransformer.train.plan import Layout, communicated_bytes, fitting_plans, layouts, rank_bytes, sizes_of
 from difftransformer_lab.cli.main import main
 from difftransformer_lab.recipe_files import shipped_recipes
@@ -191,7 +191,7 @@ def test_formula_and_trace_agree():
 
 def trace_all():
     """Print formula over trace of every recipe as one of 64 or 128 ranks. paper-math has the shape of paper-3b."""
-    from difftransformer.train.trace import traced_bytes
+    from tests.support.memory_trace import traced_bytes
 
     whole = Layout(shard=64)
     cases = [(name, "diff", whole) for name in PARAMETERS if name != "paper-math" and name not in LONG]
@@ -260,7 +260,7 @@ def measure(processes, layout):
     training, before = measured_training(), resident()
     data = DataParallelConfig(shard=layout.shard)
     mesh = Mesh(processes, ParallelConfig(data=data, tensor=layout.tensor))
-    start = Unfilled(lambda: build_model(measured_config(), 0))
+    start = DeferredModel(lambda: build_model(measured_config(), 0))
     model = mesh.place(start.network.train(), training)
     start.fill("cpu")
     model.loss_chunk_tokens = training.loss_chunk_tokens
