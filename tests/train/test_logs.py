@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import platform
 import sys
 import time
 
@@ -19,7 +20,7 @@ from difftransformer.train.activation_stats import activation_stats
 from difftransformer.train.metrics import InsideMetrics, StepMetrics, read_lines
 from difftransformer.train.parallel import Mesh
 from difftransformer.train.trackers import Trackers, scalars
-from tests.support import parallel_steps
+from tests.support import fresh, parallel_steps
 
 STEP = {"step": 1, "loss_nats": 2.0, "gradient_norm": 1.0, "learning_rate": 0.1, "tokens": 5, "seconds": 1.0}
 OLD = STEP | {"tokens_per_second": 5.0, "lambdas": [0.2, 0.3]}
@@ -139,6 +140,24 @@ def test_mfu_is_work_over_time_over_peak(toy_recipe, toy_shards, model_config, t
     least = 6 * matrices * line.tokens_per_second / 0.25e12
     assert least < line.mfu < 1.5 * least
     assert 50e6 < line.peak_bytes < 50e9
+
+
+FAULTS = """
+import resource, torch
+from difftransformer.train.speed import keep_freed_memory
+keep_freed_memory()
+for _ in range(3):
+    torch.ones(2**24)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(10):
+    torch.ones(2**24)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
+def test_large_tensors_reuse_freed_memory():
+    assert int(fresh.Fresh(FAULTS).finish().stdout) < 1000  # of 163,840 pages
 
 
 def test_lines_of_earlier_releases_are_read(tmp_path):

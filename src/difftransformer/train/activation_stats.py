@@ -90,14 +90,14 @@ def activation_stats(model: Any, row: Tensor, config: TrainingConfig, mesh: Mesh
             summed_next_token_nll(model, **inputs)
     model.train()
     mesh.forget_whole(model)
-    found = torch.stack(mesh.processes.gathered(seen))  # processes may have other heads or tokens
-    sums, counts = found[..., 0].sum(0), found[..., 1].sum(0)
+    stats = torch.stack(mesh.processes.gathered(seen))  # processes may have other heads or tokens
+    sums, counts = stats[..., 0].sum(0), stats[..., 1].sum(0)
     if not counts.all():
         return None
     return {
         "attention_entropy_nats": (sums / counts).tolist(),
-        "largest_logits": found[..., 2].amax(0).tolist(),
-        "largest_hidden_states": found[..., 3].amax(0).tolist(),
+        "largest_logits": stats[..., 2].amax(0).tolist(),
+        "largest_hidden_states": stats[..., 3].amax(0).tolist(),
     }
 
 

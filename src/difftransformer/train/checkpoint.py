@@ -114,10 +114,10 @@ def latest_checkpoint(run: Path) -> Path:
     """
     if (run / "config.json").is_file():
         return run
-    found = checkpoints(run)
-    if not found:
+    saved = checkpoints(run)
+    if not saved:
         raise CheckpointError(f"{run}: no checkpoint here; name a run with checkpoints/step-*, or a model folder")
-    return found[-1]
+    return saved[-1]
 
 
 def load_checkpoint(
@@ -204,9 +204,9 @@ def _verified(path: Path) -> StateFile:
             raise _Damage(f"{path / name}: missing")
     with ThreadPoolExecutor() as threads:
         sums = threads.map(file_sum, [path / name for name in state.files])
-        for (name, expected), found in zip(state.files.items(), sums, strict=True):
-            if found != expected:
-                raise _Damage(f"{path / name}: damaged (found {found}, expected {expected})")
+        for (name, expected), now in zip(state.files.items(), sums, strict=True):
+            if now != expected:
+                raise _Damage(f"{path / name}: damaged (found {now}, expected {expected})")
     return state
 
 

@@ -171,7 +171,7 @@ class Saver:
             with threads.fail_together():
                 self._write_files(temporary, state, shares, moments)
                 sums = _flushed_sums(temporary, threads)
-            files = {name: one for found in threads.gathered(sums) for name, one in found.items()}
+            files = {name: one for sums_of_one in threads.gathered(sums) for name, one in sums_of_one.items()}
             if threads.is_first:
                 self._publish(temporary, final, state, files)
         except BaseException:

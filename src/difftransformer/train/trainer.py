@@ -102,15 +102,11 @@ def layer_lambdas(model: DiffTransformerForCausalLM) -> list[float]:
 
 
 class Trainer:
-    """Trains one model in a run folder. `train.train` puts it together with the callbacks of this package.
+    """Trains one model in a run folder. `train` puts it together with the callbacks of this package.
 
     Args:
-        config: Training configuration.
-        model_config: Model configuration.
-        shards: Tokens to train on.
-        folder: Run folder, for metrics.jsonl and checkpoints/.
-        mesh: What this process and the others of the run compute. The first process writes.
-        start: Model of that configuration to start from, whose values are read; None builds a new one from the seed.
+        config, model_config, shards, mesh, start: As in `train`.
+        folder: Run folder.
         callbacks: Called in this order.
 
     Attributes:

@@ -97,12 +97,12 @@ def run(
 
 
 def _bytes(text: str) -> float:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]i?B)", text)
-    if found is None or found[2] not in _UNITS or not float(found[1]):
+    amount = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]i?B)", text)
+    if amount is None or amount[2] not in _UNITS or not float(amount[1]):
         raise ConfigError(
             f"--gpu-memory {text}: give a number above 0 with a unit ({', '.join(_UNITS)}), such as 80GiB"
         )
-    return float(found[1]) * _UNITS[found[2]]
+    return float(amount[1]) * _UNITS[amount[2]]
 
 
 def _document(plan: "Plan") -> dict[str, Any]:
