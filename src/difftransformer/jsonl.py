@@ -1,5 +1,6 @@
 """Files of JSON lines, which grow by one row at a time and survive the end of their writer."""
 
+import contextlib
 import json
 import os
 import time
@@ -72,7 +73,7 @@ class RowWriter:
 
     def close(self) -> None:
         """Close the file."""
-        with naming(self._path), self._file:
+        with naming(self._path), contextlib.closing(self._file):
             self._file.flush()
             if self._sync_seconds is not None:
                 os.fsync(self._file.fileno())
