@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import load_file
 
 from difftransformer import DiffTransformerConfig, DiffTransformerForCausalLM
-from difftransformer.convert.checkpoint_io import WeightsReader
 from difftransformer.errors import ConfigError
+from difftransformer.families.checkpoint_io import WeightsReader
 from difftransformer.hub import open_deferred
 from difftransformer.model.initialization import local_part as part
 from difftransformer.train import ParallelConfig, build_model

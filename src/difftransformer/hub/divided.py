@@ -11,12 +11,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from transformers import AutoModelForCausalLM
 
-from ..convert.checkpoint_io import WeightsReader
 from ..errors import CheckpointError, ConfigError
-from ..model.dtypes import DTYPES, WeightsDtype
-from ..model.weights import ADAPTER_FILE
+from ..families.checkpoint_io import WeightsReader
+from ..model.weights import ADAPTER_FILE, DTYPES
 from ..train.lora import BASE
 from ..train.parallel import DeferredModel, Processes
+from ..typed import WeightsDtype
 
 
 def deferred(config: Any, weights: WeightsReader, *, dtype: WeightsDtype) -> DeferredModel:

@@ -9,20 +9,17 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from ..acceleration import accelerate
-from ..convert.checkpoint_io import WeightsReader
 from ..data.records import files_sha256
 from ..errors import CheckpointError, ConfigError, DiffTransformerError
-from ..families import DifferentialFields
+from ..families import DifferentialFields, accelerate
+from ..families.checkpoint_io import WeightsReader
 from ..model import DiffTransformerConfig
-from ..model.dtypes import DTYPES, WeightsDtype
-from ..model.foreign import FOREIGN_FAULTS, on_one_line
-from ..model.quiet import quietly
-from ..model.weights import GENERATION_FILE
+from ..model.transformers_errors import FOREIGN_FAULTS, on_one_line, quietly
+from ..model.weights import DTYPES, GENERATION_FILE
 from ..reading import LARGEST_INT
 from ..train.checkpoint import STATE_FILE, verify_checkpoint
 from ..train.parallel import DeferredModel, Processes
-from ..typed import short
+from ..typed import WeightsDtype, short
 from .divided import deferred, divide
 from .source import source_folder
 

@@ -23,7 +23,7 @@ from ..errors import CheckpointError, DataError, FailedElsewhere
 from ..files import naming
 from ..model import DiffTransformerConfig, DiffTransformerForCausalLM
 from ..model.card import CARD_FILE, model_card
-from ..model.quiet import quietly
+from ..model.transformers_errors import quietly
 from ..model.weights import INDEX_FILE
 from .checkpoint import (
     ADAPTERS,

@@ -117,7 +117,9 @@ def packed(layers: list[LayerMaps], facts: Mapping[str, Any]) -> str:
         {"heads": one.rows[0].shape[0], "maps": one.rows[0].shape[1], "lambda": _short(one.lam)} for one in layers
     ]
     for levels in LEVELS:
-        counts = np.concatenate([np.rint(one.rows[t] * levels).ravel() for t in range(len(layers[0].rows)) for one in layers])
+        counts = np.concatenate(
+            [np.rint(one.rows[t] * levels).ravel() for t in range(len(layers[0].rows)) for one in layers]
+        )
         planes = counts.astype("<u2").view(np.uint8).reshape(-1, 2)
         header = json.dumps({**facts, "levels": levels, "layers": shapes}, separators=(",", ":")).encode()
         squeeze = zlib.compressobj(6, zlib.DEFLATED, zlib.MAX_WBITS, zlib.DEF_MEM_LEVEL, zlib.Z_FILTERED)
@@ -175,4 +177,6 @@ def _pieces(tokenizer: Any, ids: list[int]) -> list[str]:
 def _check_vocabulary(network: Any, ids: list[int]) -> None:
     rows = network.get_input_embeddings().num_embeddings
     if max(ids) >= rows:
-        raise ConfigError(f"the tokenizer gives token {max(ids)}, and the model has {rows}; they do not belong together")
+        raise ConfigError(
+            f"the tokenizer gives token {max(ids)}, and the model has {rows}; they do not belong together"
+        )

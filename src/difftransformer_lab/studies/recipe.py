@@ -11,18 +11,17 @@ from typing import Any
 import yaml
 from transformers import AutoConfig
 
-from difftransformer.convert.checkpoint_io import naming_config
 from difftransformer.data import DataConfig
 from difftransformer.data.installed import installed_source
 from difftransformer.data.synthetic import PREFIX
 from difftransformer.errors import ConfigError, DataError
 from difftransformer.families import DifferentialFamilyConfig
+from difftransformer.families.checkpoint_io import naming_config
 from difftransformer.files import write_text_atomically
 from difftransformer.model import DiffTransformerConfig, count, matching_width, preset
-from difftransformer.model.dtypes import WeightsDtype
 from difftransformer.reading import parse_yaml, read_json
 from difftransformer.train import LogsConfig, ParallelConfig, TrainingConfig, checkpoints
-from difftransformer.typed import build, short, unknown_key
+from difftransformer.typed import WeightsDtype, build, short, unknown_key
 
 from ..evals.tasks import task_kind
 from ..recipe_files import check_name, read_recipe

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from difftransformer.errors import ConfigError, DiffTransformerError
-from difftransformer.model.dtypes import WeightsDtype
 from difftransformer.train.parallel import ALONE, Processes, is_lost_peer
-from difftransformer.typed import build
+from difftransformer.typed import WeightsDtype, build
 from difftransformer_lab.evals.opening import OpenedModel, open_language_model
 
 from ..evals.engine import Progress
