@@ -58,7 +58,7 @@ def open_language_model(
         CheckpointError: The model or its tokenizer is missing, damaged or cannot be opened, or the two do not match.
         ConfigError: The weights cannot be divided.
     """
-    with processes.together():
+    with processes.fail_together():
         stack = ExitStack()
         opened = stack.enter_context(
             _language_model(

@@ -1,6 +1,6 @@
 """The model in torchtitan: its model specification, and the names of its weights in a Hugging Face folder.
 
-Needs torchtitan 0.3, which this package does not install. A configuration of torchtitan's trainer takes `model_spec(config)`.
+An example to copy. Needs torchtitan 0.3. A configuration of torchtitan's trainer takes `model_spec(config)`.
 Ranks may replicate and shard the weights (DDP, FSDP2, HSDP).
 """
 
@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torchtitan.protocols import BaseModel, ModelSpec, StateDictAdapter
 
-from ..errors import ConfigError
-from ..model import DiffTransformerConfig, DiffTransformerForCausalLM, count
+from difftransformer.errors import ConfigError
+from difftransformer.model import DiffTransformerConfig, DiffTransformerForCausalLM, count
 
 PREFIX = "model."
 BACKEND = "partial_dtensor"
@@ -21,7 +21,7 @@ BACKEND = "partial_dtensor"
 _TIED, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
-class TitanDiffTransformer(BaseModel):  # type: ignore[misc]
+class TitanDiffTransformer(BaseModel):
     """`DiffTransformerForCausalLM` behind the interface of torchtitan's models.
 
     Attributes:
@@ -29,7 +29,7 @@ class TitanDiffTransformer(BaseModel):  # type: ignore[misc]
     """
 
     @dataclass(kw_only=True, slots=True)
-    class Config(BaseModel.Config):  # type: ignore[misc]
+    class Config(BaseModel.Config):
         """Configuration of torchtitan, which holds one of `DiffTransformerConfig`.
 
         Attributes:
@@ -86,14 +86,14 @@ class TitanDiffTransformer(BaseModel):  # type: ignore[misc]
         """Draw the weights, and compute what is not saved with them."""
         for module in self.model.modules():
             for value in (module, *module.parameters(recurse=False), *module.buffers(recurse=False)):
-                value._is_hf_initialized = False  # type: ignore[union-attr]
+                value._is_hf_initialized = False
         self.model.init_weights()
 
     def verify_module_protocol(self) -> None:
         """Pass: the parts of the model are PyTorch modules."""
 
 
-class TitanStateDictAdapter(StateDictAdapter):  # type: ignore[misc]
+class TitanStateDictAdapter(StateDictAdapter):
     """Converts between weights in torchtitan's checkpoints and in a Hugging Face folder."""
 
     def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:

@@ -5,9 +5,7 @@ CPU, so norms keep one tensor more than a GPU's fused ones, as the formulas of `
 the square of the number of modules, so models of few layers are traced, and the others follow: every layer adds the same bytes.
 """
 
-from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,26 +14,21 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ..errors import ConfigError
-from ..model import DiffTransformerConfig, DiffTransformerForCausalLM
-from ..model.nll import loss_chunk, summed_next_token_nll
-from .config import DataParallelConfig, ParallelConfig, TrainingConfig
-from .parallel import Mesh, Processes
-from .plan import Layout
+from difftransformer.model import DiffTransformerForCausalLM
+from difftransformer.model.nll import loss_chunk, summed_next_token_nll
+from difftransformer.train.config import DataParallelConfig, ParallelConfig
+from difftransformer.train.parallel import Mesh, Processes
 
 TRACED_LAYERS = (4, 5)  # with fewer, gathered weights may outweigh activations
 
 
-def traced_bytes(config: DiffTransformerConfig, training: TrainingConfig, layout: Layout) -> int:
+def traced_bytes(config, training, layout):
     """Return the peak bytes of one rank in a step after the first.
 
     Args:
         config: Model configuration.
         training: Training configuration.
         layout: How ranks divide the run.
-
-    Raises:
-        ConfigError: A process group exists already.
     """
     with _fake_ranks(layout.ranks):
         rows = DataParallelConfig(replicate=layout.replicate, shard=layout.shard)
@@ -46,9 +39,7 @@ def traced_bytes(config: DiffTransformerConfig, training: TrainingConfig, layout
     return low + (high - low) * (config.num_hidden_layers - few) // (more - few)
 
 
-def _peak_bytes(
-    config: DiffTransformerConfig, layers: int, training: TrainingConfig, layout: Layout, mesh: Mesh
-) -> int:
+def _peak_bytes(config, layers, training, layout, mesh):
     config = config.twin(config.attention_type)
     config.num_hidden_layers = layers
     config.attn_backend = "cpu"  # its operator keeps what a GPU kernel keeps
@@ -56,14 +47,14 @@ def _peak_bytes(
         model = DiffTransformerForCausalLM(config).train()
     if layout.recompute:
         # Newer releases of transformers rename the method and warn about the old name.
-        enable: Any = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+        enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
         enable()
     model = mesh.place(model, training)  # its parameters are fake, and the meshes are not
     with mode:
         return tracked_bytes(model, training, layout, mesh)
 
 
-def tracked_bytes(model: DiffTransformerForCausalLM, training: TrainingConfig, layout: Layout, mesh: Mesh) -> int:
+def tracked_bytes(model, training, layout, mesh):
     """Return the peak bytes of the tensors of this process in a step, by PyTorch's tracker.
 
     Args:
@@ -84,7 +75,7 @@ def tracked_bytes(model: DiffTransformerForCausalLM, training: TrainingConfig, l
         optimizer.state[mine] = {"step": torch.zeros(()), **moments}
     parts = min(2, layout.accumulation)  # more hold no more
 
-    def compute(part: int) -> None:
+    def compute(part):
         mesh.synchronise(model, now=part == parts - 1)
         with torch.autocast("cpu", torch.bfloat16, enabled=training.precision == "bf16"):
             loss = summed_next_token_nll(model, ids, ids)
@@ -100,7 +91,7 @@ def tracked_bytes(model: DiffTransformerForCausalLM, training: TrainingConfig, l
             compute(part)
             tracker.reset_mod_stats()  # which it has for one pass only; the peak stays
         for parameter, mine in own.items():
-            mine.grad = _own(parameter.grad)  # type: ignore[arg-type]
+            mine.grad = _own(parameter.grad)
         optimizer.step()
     return int(sum(found["Total"] for found in tracker.get_tracker_snapshot("peak").values()))
 
@@ -108,26 +99,20 @@ def tracked_bytes(model: DiffTransformerForCausalLM, training: TrainingConfig, l
 class _Tracker(MemTracker):
     """PyTorch's tracker below DTensor: of tensors that ranks divide, it sees the part of this one."""
 
-    def __torch_dispatch__(self, operator: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+    def __torch_dispatch__(self, operator, types, arguments=(), options=None):
         """Track an operation on plain tensors."""
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
         return super().__torch_dispatch__(operator, types, arguments, options)
 
 
-def _own(tensor: torch.Tensor) -> torch.Tensor:
+def _own(tensor):
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 @contextmanager
-def _fake_ranks(count: int) -> Iterator[None]:
-    """Be rank 0 of a group whose collectives do nothing.
-
-    Raises:
-        ConfigError: A process group exists already.
-    """
-    if dist.is_initialized():
-        raise ConfigError("a trace needs a process of its own, and this one has joined a process group")
+def _fake_ranks(count):
+    """Be rank 0 of a group whose collectives do nothing."""
     dist.init_process_group("fake", rank=0, world_size=count, store=FakeStore())
     try:
         yield

@@ -1,4 +1,4 @@
-"""What goes on inside a model while it trains: the entropy of its attention, and its largest logits and hidden states."""
+"""Activation statistics while a model trains: the entropy of its attention, and its largest logits and hidden states."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -8,16 +8,38 @@ import torch
 from torch import Tensor, nn
 
 from ..attention import Attention
+from ..data import validation_rows
 from ..model.nll import summed_next_token_nll
 from ..ops import observe_inputs
 from ..ops.logits import logits_of_rows
 from ..ops.problem import Restrictions
-from .config import TrainingConfig
+from .checkpoint import CheckpointState
+from .config import LogsConfig, TrainingConfig
+from .metrics import InsideMetrics
 from .parallel import Mesh
+from .trainer import Callback, Trainer
+
+
+class ActivationStats(Callback):
+    """Writes a line of `InsideMetrics` every `logs.inside_every` steps."""
+
+    def __init__(self, logs: LogsConfig) -> None:
+        self._every = logs.inside_every
+
+    def on_restore(self, trainer: Trainer, state: CheckpointState | None) -> None:
+        """Take the first validation row."""
+        self._row = validation_rows(trainer.shards, trainer.config.context_tokens, 1)
+
+    def on_step(self, trainer: Trainer, figures: dict[str, Any]) -> None:
+        """Look inside if it is due."""
+        if self._every and trainer.step % self._every == 0:
+            stats = activation_stats(trainer.model, self._row, trainer.config, trainer.mesh)
+            if stats is not None:
+                trainer.report(InsideMetrics(step=trainer.step, **stats))
 
 
 @torch.no_grad()
-def look_inside(model: Any, row: Tensor, config: TrainingConfig, mesh: Mesh) -> dict[str, list[float]] | None:
+def activation_stats(model: Any, row: Tensor, config: TrainingConfig, mesh: Mesh) -> dict[str, list[float]] | None:
     """Read a row, and return the fields of `InsideMetrics` except the step; None if the model's attention cannot be seen.
 
     No weight and no random generator changes. Attention runs its usual kernels, and its maps are formed beside them, some rows
@@ -68,14 +90,14 @@ def look_inside(model: Any, row: Tensor, config: TrainingConfig, mesh: Mesh) -> 
             summed_next_token_nll(model, **inputs)
     model.train()
     mesh.forget_whole(model)
-    found = torch.stack(mesh.processes.gathered(seen))  # processes may have other heads or tokens
-    sums, counts = found[..., 0].sum(0), found[..., 1].sum(0)
+    stats = torch.stack(mesh.processes.gathered(seen))  # processes may have other heads or tokens
+    sums, counts = stats[..., 0].sum(0), stats[..., 1].sum(0)
     if not counts.all():
         return None
     return {
         "attention_entropy_nats": (sums / counts).tolist(),
-        "largest_logits": found[..., 2].amax(0).tolist(),
-        "largest_hidden_states": found[..., 3].amax(0).tolist(),
+        "largest_logits": stats[..., 2].amax(0).tolist(),
+        "largest_hidden_states": stats[..., 3].amax(0).tolist(),
     }
 
 

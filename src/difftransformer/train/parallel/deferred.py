@@ -20,7 +20,7 @@ Index: TypeAlias = tuple[slice, ...]
 Read: TypeAlias = Callable[[str, Index], Tensor]
 
 
-class Unfilled:
+class DeferredModel:
     """A model whose matrices have no values yet. Vectors and buffers have theirs.
 
     Args:

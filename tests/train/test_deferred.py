@@ -9,11 +9,11 @@ from safetensors.torch import load_file
 from difftransformer import DiffTransformerConfig, DiffTransformerForCausalLM
 from difftransformer.errors import ConfigError
 from difftransformer.families.checkpoint_io import WeightsReader
-from difftransformer.hub import open_unfilled
+from difftransformer.hub import open_deferred
 from difftransformer.model.initialization import local_part as part
 from difftransformer.train import ParallelConfig, build_model
-from difftransformer.train.parallel import Mesh, Unfilled
-from difftransformer.train.parallel.weights import whole
+from difftransformer.train.parallel import DeferredModel, Mesh
+from difftransformer.train.parallel.mesh import whole
 from difftransformer.typed import build
 from tests.support.parallel_steps import HEADS, VARIANTS, settings, start_code
 from tests.support.peak_memory import LINUX, forget_peak, resident
@@ -33,7 +33,7 @@ def test_values_are_those_of_a_model_built_whole(word, initialization):
         options = {"tie_word_embeddings": tied, "pad_token_id": pad, "initialization": initialization}
         config = DiffTransformerConfig(attention_type=word, vocab_size=50, **HEADS | CASES[word] | options)
         before = torch.get_rng_state()
-        whole, start = build_model(config, 3), Unfilled(lambda config=config: build_model(config, 3))
+        whole, start = build_model(config, 3), DeferredModel(lambda config=config: build_model(config, 3))
         assert all(parameter.is_meta == (parameter.dim() > 1) for parameter in start.network.parameters())
         parameters = dict(start.network.named_parameters())
         start.fill("cpu")
@@ -53,7 +53,7 @@ def test_a_matrix_that_no_start_fills_is_an_error():
             super().__init__(config)
             self.model.extra = torch.nn.Parameter(torch.rand(3, 3))
 
-    start = Unfilled(lambda: Drawn(tiny_config()))
+    start = DeferredModel(lambda: Drawn(tiny_config()))
     with pytest.raises(ConfigError, match=r"^model\.extra: no start fills this matrix; draw it in init_own_parameters"):
         start.fill("cpu")
 
@@ -72,13 +72,13 @@ IN_EACH_PROCESS = """
     import json, os, sys
     import torch
     from difftransformer.train.parallel import joined
-    from tests.train import test_unfilled
+    from tests.train import test_deferred
 
     with joined("cpu") as processes:
         found = {
-            "differ": test_unfilled.differing(processes),
-            "read": test_unfilled.read_parts(processes, sys.argv[1]),
-            "bytes": test_unfilled.peak_bytes(processes),
+            "differ": test_deferred.differing(processes),
+            "read": test_deferred.read_parts(processes, sys.argv[1]),
+            "bytes": test_deferred.peak_bytes(processes),
         }
         torch.distributed.barrier()  # process 0 holds the store through which the others meet, so it must not leave first
     print(json.dumps(found), flush=True)
@@ -101,7 +101,7 @@ def differing(processes):
         for word, fields in VARIANTS.items():
             start = {"initialization": "normal"} if word == "softmax" else FAN_IN
             config = DiffTransformerConfig(attention_type=word, vocab_size=50, **HEADS | fields | start)
-            placed = divided(processes, Unfilled(lambda config=config: build_model(config, 3)), layout)
+            placed = divided(processes, DeferredModel(lambda config=config: build_model(config, 3)), layout)
             expected = build_model(config, 3).state_dict()
             held = {key: whole(tensor.detach()) for key, tensor in placed.state_dict().items()}
             found += [f"{name} {word} {key}" for key in expected if not torch.equal(held[key], expected[key])]
@@ -117,7 +117,7 @@ def read_parts(processes, folder):
         return read(reader, name, index)
 
     WeightsReader.read_part = counted
-    with open_unfilled(folder) as start:
+    with open_deferred(folder) as start:
         placed = divided(processes, start, MESHES["fsdp x tensor"])
     parameters = dict(placed.named_parameters())
     held = sum(part(parameter)[0].numel() for parameter in parameters.values())
@@ -131,7 +131,7 @@ def peak_bytes(processes):
     config = tiny_config(**LARGE)
     forget_peak()
     before = resident()
-    placed = divided(processes, Unfilled(lambda: build_model(config, 3)), MESHES["fsdp"])
+    placed = divided(processes, DeferredModel(lambda: build_model(config, 3)), MESHES["fsdp"])
     peak = resident(peak=True) - before
     parameters = list(placed.parameters())
     held = sum(part(parameter)[0].numel() for parameter in parameters)
