@@ -191,13 +191,16 @@ def test_torch_alone_and_no_command(tmp_path):
     run(sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", tmp_path)
     (wheel,) = tmp_path.glob("*.whl")
     python = environment_of(wheel, tmp_path / "torch", "torch")
-    assert run(python, "-W", "ignore", "-c", ALONE, cwd=tmp_path).splitlines()[-1] == "(1, 2, 7, 8) 6"
+    said = run(
+        python, "-W", "ignore", "-c", ALONE, cwd=tmp_path, CXX="/nonexistent", TORCH_EXTENSIONS_DIR=str(tmp_path)
+    )
+    assert said.splitlines()[-1] == "(1, 2, 7, 8) 6"
     required = [
         re.match(r"[\w.-]+", line)[0] for line in metadata.requires("difftransformer") if "extra ==" not in line
     ]
     python = environment_of(wheel, tmp_path / "library", *required)
-    for words in ([python.parent / "difftransformer"], [python, "-m", "difftransformer_lab", "train", "demo"]):
-        assert run(*words, cwd=tmp_path, status=2) == (
+    for command in ([python.parent / "difftransformer"], [python, "-m", "difftransformer_lab"]):
+        assert run(*command, "train", "demo", cwd=tmp_path, status=2) == (
             "difftransformer: jsonargparse is not installed; pip install 'difftransformer[lab]'\n"
         )
 
