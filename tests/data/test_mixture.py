@@ -22,7 +22,7 @@ from difftransformer.data import (
     byte_tokenizer,
     document_positions,
 )
-from difftransformer.data.mixture import Allocation
+from difftransformer.data.loader import Allocation
 from difftransformer.data.packing import best_fit
 from difftransformer.data.shards import ShardFile, SplitManifest
 from difftransformer.errors import ConfigError, DataError
