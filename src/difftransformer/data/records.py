@@ -295,7 +295,9 @@ def is_held_out(name: str, share: float, seed: int) -> bool:
 
 def hash_of(name: str, seed: int) -> int:
     """Return a hash of (seed, name), which is below 2^64."""
-    return int.from_bytes(hashlib.blake2b(f"{seed}\0{name}".encode(), digest_size=8).digest(), "big")
+    return int.from_bytes(
+        hashlib.blake2b(f"{seed}\0{name}".encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big"
+    )
 
 
 def chosen(count: int, wanted: int | None, seed: int) -> list[int]:
