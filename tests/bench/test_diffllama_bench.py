@@ -2,7 +2,7 @@
 
 import pytest
 
-from difftransformer.acceleration import diffllama
+from difftransformer.families import acceleration
 from difftransformer_lab.bench import Settings, accelerate, sort_rows, steps_of
 from difftransformer_lab.bench.accelerate import OURS, THEIRS, WORKS, time_diffllama
 from difftransformer_lab.bench.work import SPARE_TOKENS
@@ -23,9 +23,9 @@ def _small(monkeypatch):
 @pytest.mark.parametrize("work", WORKS)
 def test_times_of_both(work, monkeypatch):
     calls = []
-    op = diffllama.normed_differential_attention
+    op = acceleration.normed_differential_attention
     monkeypatch.setattr(
-        diffllama, "normed_differential_attention", lambda *a, **options: calls.append(a) or op(*a, **options)
+        acceleration, "normed_differential_attention", lambda *a, **options: calls.append(a) or op(*a, **options)
     )
     rows = time_diffllama(work, "fp32", rounds=3, budget_seconds=1.0)
     assert [row.implementation for row in rows] == [THEIRS, OURS]

@@ -6,8 +6,8 @@ from copy import deepcopy
 import torch
 from transformers import DiffLlamaConfig, DiffLlamaForCausalLM
 
-from difftransformer.acceleration import accelerate
-from difftransformer.model.dtypes import DTYPES
+from difftransformer.families import accelerate
+from difftransformer.model.weights import DTYPES
 
 from ..results import DiffLlamaTiming, Dtype
 from .timing import time_interleaved

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import DiffLlamaConfig, DiffLlamaForCausalLM, PreTrainedModel
 
 from difftransformer.model import DiffTransformerConfig, DiffTransformerForCausalLM
-from difftransformer.model.dtypes import DTYPES
+from difftransformer.model.weights import DTYPES
 
 from ..results import Dtype, GenerationTiming
 from .timing import time_interleaved

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from difftransformer.model.dtypes import DTYPES
 from difftransformer.model.nll import CHUNK_TOKENS, summed_nll
+from difftransformer.model.weights import DTYPES
 
 from ..results import LossShape
 

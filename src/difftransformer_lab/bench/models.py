@@ -9,7 +9,7 @@ from transformers import DiffLlamaConfig, DiffLlamaForCausalLM, LlamaConfig, Lla
 from difftransformer.attention import variants
 from difftransformer.model import DiffTransformerConfig, DiffTransformerForCausalLM, count
 from difftransformer.model.counts import matching_width
-from difftransformer.model.dtypes import DTYPES
+from difftransformer.model.weights import DTYPES
 
 from ..results import Dtype, ModelTiming, ModelWork, VariantTiming
 from .timing import time_interleaved

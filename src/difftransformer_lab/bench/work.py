@@ -13,8 +13,8 @@ from torch.utils import deterministic
 from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 
 from difftransformer.model import DiffTransformerForCausalLM
-from difftransformer.model.dtypes import DTYPES
 from difftransformer.model.nll import loss_chunk, summed_next_token_nll
+from difftransformer.model.weights import DTYPES
 from difftransformer.ops import differential_attention, normed_differential_attention, softmax_attention
 
 from ..results import AttentionShape, Dtype
