@@ -12,8 +12,8 @@ from difftransformer.train import build_model
 from difftransformer.train.heap import keep_freed_memory
 from difftransformer.train.speed import matmul_flops
 
+from ..bench.model_work import training_work
 from ..bench.timing import time_interleaved
-from ..bench.work import training_work
 from .design import PlannedRun, place
 from .environment import environment
 from .study import Study
