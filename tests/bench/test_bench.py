@@ -394,7 +394,7 @@ def test_the_verb(tmp_path, capsys, monkeypatch):
     for said in (
         "Attention, forward+backward",
         "Attention, decode",
-        "geometric mean",
+        "geometric",
         "6 of 6, about 1 min left: attention",
     ):
         assert said in text
