@@ -55,7 +55,7 @@ from tests.support.fused_calls import (
     quick,
     tensors,
 )
-from tests.support.oracle import Case, output_and_gradients
+from tests.support.oracle import Case, output_and_gradients, relative_error
 
 pytestmark = needs_kernels
 
@@ -690,3 +690,23 @@ def test_tiles_that_disagree_are_not_taken(tile_emulator):
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "the kernels for AMX tiles disagree with the others on this machine" in done.stderr
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sizes", [{"T": 70, "S": 70}, {"T": 1, "S": 300}, {"T": 130, "S": 130, "D": 32, "E": 64}])
+@pytest.mark.parametrize("factor", [1e4, 1e10, 1e20])
+def test_huge_scores(sizes, dtype, factor):
+    """Standard normal keys, and queries times a factor: every map is one-hot, and so are the sums of its gradient."""
+    case = Case("huge", H=2, G=2, **sizes, kwargs=CAUSAL)
+    query, key, value, lam, grad = case.inputs(dtype)
+    query = (query.detach() * factor).requires_grad_()
+    inputs = (query, key, value, lam)
+    found = {}
+    for backend in ("cpu", "reference"):
+        out = differential_attention(*inputs, is_causal=True, backend=backend)
+        found[backend] = [out.detach(), *torch.autograd.grad(out, (value, lam), grad)]
+        assert all(x.isfinite().all() for x in torch.autograd.grad(differential_attention(
+            *inputs, is_causal=True, backend=backend), (query, key), grad))  # fmt: skip
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    for ours, right in zip(found["cpu"], found["reference"], strict=True):
+        assert relative_error(ours, right) < tolerance
