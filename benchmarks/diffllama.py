@@ -8,8 +8,8 @@ import torch
 from script import run
 from transformers import DiffLlamaConfig, DiffLlamaForCausalLM
 
-from difftransformer.acceleration import accelerate
-from difftransformer.model.dtypes import DTYPES
+from difftransformer.families import accelerate
+from difftransformer.model.weights import DTYPES
 from difftransformer_lab.bench import generation
 from difftransformer_lab.bench.model_work import SPARE_TOKENS, next_token_work
 from difftransformer_lab.bench.settings import Settings, Step

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from script import run
 from torch import Tensor
 
-from difftransformer.model.dtypes import DTYPES
 from difftransformer.model.nll import CHUNK_TOKENS, summed_nll
+from difftransformer.model.weights import DTYPES
 from difftransformer_lab.bench.memory import RETURN_FREED_BLOCKS, device_peak_bytes, peak_bytes
 from difftransformer_lab.bench.settings import Settings, Step
 from difftransformer_lab.bench.timing import time_interleaved

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.kill_storm import is_alive
+from tests.cli.test_interruption import is_alive
 
 LIMIT_SECONDS = 5.0
 

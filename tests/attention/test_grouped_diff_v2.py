@@ -7,8 +7,8 @@ import torch
 
 from difftransformer import DiffTransformerConfig, DiffTransformerForCausalLM
 from difftransformer.attention import DifferentialAttentionV2, DifferentialOptions, GroupedDifferentialAttentionV2
-from difftransformer.convert import microsoft_attention_state
 from difftransformer.errors import ConfigError
+from difftransformer.families import microsoft_attention_state
 from difftransformer.model import count
 
 WIDTH, D = 24, 4

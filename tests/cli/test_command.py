@@ -235,7 +235,7 @@ def test_a_full_disk(fails, run, toy_file, monkeypatch):
     line = fails("train", toy_file, "--out", run)
     assert "No space left on device" in line
     assert "step-000006 is kept and complete" in line
-    monkeypatch.setattr("difftransformer_lab.results.files.os.fsync", full)
+    monkeypatch.setattr("difftransformer.files.os.fsync", full)
     monkeypatch.undo()
     assert main(["train", str(toy_file), "--out", str(run)]) == 0
 
@@ -244,7 +244,7 @@ def test_a_full_disk_elsewhere(fails, toy_file, tmp_path, monkeypatch):
     def full(*args, **options):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("difftransformer_lab.results.files.os.fsync", full)
+    monkeypatch.setattr("difftransformer.files.os.fsync", full)
     line = fails("train", toy_file, "--out", tmp_path / "out")
     assert "No space left on device" in line
     assert "make room" in line

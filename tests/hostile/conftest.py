@@ -8,9 +8,9 @@ import torch
 import yaml
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from difftransformer.convert import convert_folder
 from difftransformer.data import byte_tokenizer
-from difftransformer.model.quiet import quietly
+from difftransformer.families import convert_folder
+from difftransformer.model.transformers_errors import quietly
 from difftransformer_lab.cli.main import main
 from difftransformer_lab.results import write_result
 from tests.conftest import TOY

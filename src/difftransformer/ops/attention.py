@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError, ShapeError
-from . import reference
 from .backends import select_backend
 from .isolation import isolated
 from .logits import largest_logits
@@ -34,6 +33,7 @@ from .problem import (
     shown,
     without_autocast,
 )
+from .reference import softmax_map
 
 _FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -321,7 +321,7 @@ def maps(
     allowed_BHTS = allowed_keys(restrictions, query.shape[2], key.shape[2], query.device)
     pairs = ((query, key),) if count == 1 else inputs_of_maps(query, key)
     with without_autocast(query.device.type):
-        return tuple(reference.softmax_map(*pair, scale, allowed_BHTS) for pair in pairs)
+        return tuple(softmax_map(*pair, scale, allowed_BHTS) for pair in pairs)
 
 
 def _lam_BHT(lam: Tensor | float, query: Tensor) -> Tensor:

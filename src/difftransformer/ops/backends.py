@@ -159,12 +159,6 @@ def _check(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
     return wrong and f"not used on {device}: {wrong}; `difftransformer doctor` checks it again"
 
 
-@torch.compiler.assume_constant_result
-def is_for_another_runtime() -> bool:
-    """Return whether a program is traced that PyTorch will not run: it may have no operators of this package."""
-    return torch.compiler.is_exporting() and torch.onnx.is_in_onnx_export()
-
-
 @contextlib.contextmanager
 def use_backend(name: str) -> Iterator[None]:
     """Make calls with `backend="auto"` use one backend inside the block, for tests and benchmarks.
@@ -217,7 +211,7 @@ def _known(name: str) -> Backend:
 
 
 def _first_of_table(problem: Problem, device: torch.device | None) -> Backend:
-    if is_for_another_runtime():
+    if torch.compiler.is_exporting():  # the program may run where this package's operators are not
         return BACKENDS["reference"]
     for row in TABLE:
         if not row.fits(problem):

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from difftransformer.model.dtypes import DTYPES
+from difftransformer.model.weights import DTYPES
 from difftransformer.ops.backends import BACKENDS, QUADRATIC_MEMORY_MAX_LENGTH, backend_names, explain
 from difftransformer.ops.problem import Problem
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import deterministic
 
-from difftransformer.model.dtypes import DTYPES
+from difftransformer.model.weights import DTYPES
 from difftransformer.ops import differential_attention, normed_differential_attention, softmax_attention
 
 from ..results import Dtype, Mode

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import DiffLlamaConfig, DiffLlamaForCausalLM, PreTrainedModel
 
 from difftransformer.model import DiffTransformerConfig, DiffTransformerForCausalLM
-from difftransformer.model.dtypes import DTYPES
+from difftransformer.model.weights import DTYPES
 
 from ..results import BenchRow, Dtype
 from .model_work import SPARE_TOKENS, CacheKind, next_token_work

@@ -8,8 +8,8 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 
 from difftransformer.model import DiffTransformerForCausalLM
-from difftransformer.model.dtypes import DTYPES
 from difftransformer.model.nll import loss_chunk, summed_next_token_nll
+from difftransformer.model.weights import DTYPES
 
 SPARE_TOKENS = 256  # of a static cache, for the timed rounds
 CacheKind = Literal["static", "dynamic"]

@@ -9,7 +9,7 @@ from transformers import DiffLlamaConfig, DiffLlamaForCausalLM, LlamaConfig, Lla
 
 from difftransformer.errors import ConfigError
 from difftransformer.model import DiffTransformerConfig, DiffTransformerForCausalLM
-from difftransformer.model.dtypes import DTYPES
+from difftransformer.model.weights import DTYPES
 
 from ..results import BenchRow, Dtype
 from .attempt import attempt_each

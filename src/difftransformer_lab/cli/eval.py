@@ -67,14 +67,14 @@ def _evaluate(
 
     first = crew.is_first
     said = log if first else lambda text: None
-    with crew.together():
+    with crew.fail_together():
         checkpoint = latest_checkpoint(Path(model))
         run_folder = checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else checkpoint
         source = Path(recipe) if recipe else run_folder / RECIPE_FILE
         if recipe is None and not source.exists():
             raise ConfigError(f"{run_folder}: no {RECIPE_FILE} here to say what to evaluate on; pass --recipe FILE")
         loaded = load_recipe(source, changes)
-    shards = crew.first_before_others(lambda: prepare_shards(loaded.data, log=said))
+    shards = crew.rank0_first(lambda: prepare_shards(loaded.data, log=said))
     folder = Path(out) if out else evaluations_folder(checkpoint)
     with resumable("stopped; every answer is saved"):
         found = evaluate_checkpoint(

@@ -31,6 +31,7 @@ VERBS = {
     "train": "Train one model from a recipe, or continue a run",
     "eval": "Evaluate a checkpoint: loss, retrieval, attention allocation",
     "eval suite": "Several of these on several models, and one report",
+    "maps": "Write the attention maps of every head to one page for a browser: A1, A2 and their difference",
     "generate": "Continue a prompt with a run or any saved model",
     "report": "Write the report of a results file again",
     "upcycle": "Make a pretrained Llama or Mistral differential without changing what it computes",

@@ -5,12 +5,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from difftransformer.checksums import opened, sealed
 from difftransformer.errors import DamagedResult, ResultsError
 from difftransformer.files import write_text_atomically
 from difftransformer.typed import build
 
 from .bench import Bench
+from .checksums import opened, sealed
 from .evidence import RunRecord, StudyIndex
 from .studies import Comparison, Drift, Study, Upcycling
 from .tasks import TaskResult

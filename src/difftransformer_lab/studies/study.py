@@ -11,9 +11,9 @@ from statistics import fmean
 
 import torch
 
-from difftransformer.convert.upcycle import upcycle_folder
 from difftransformer.data import Shards, prepare_shards
 from difftransformer.errors import ConfigError, EvaluationError
+from difftransformer.families.upcycle import upcycle_folder
 from difftransformer.files import locked
 from difftransformer.hub import folder_sha256, source_folder
 

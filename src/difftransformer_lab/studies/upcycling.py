@@ -10,9 +10,9 @@ import torch
 from transformers import AutoConfig
 
 from difftransformer.attention import label
-from difftransformer.convert.upcycle import upcycle_folder
 from difftransformer.data import Shards, prepare_shards
 from difftransformer.errors import ConfigError
+from difftransformer.families.upcycle import upcycle_folder
 from difftransformer.files import locked
 from difftransformer.hub import folder_sha256, source_folder
 from difftransformer_lab.evals.drift import measure_drift
