@@ -18,9 +18,6 @@ from hypothesis import HealthCheck, settings
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# Tests replace parts of the backends, which a check at that moment would switch off for good. tests/ops/test_trust.py checks.
-os.environ["DIFFTRANSFORMER_CHECK_BACKENDS"] = "0"
-
 from difftransformer_lab.studies import recipe_from
 from tests.support import fresh
 

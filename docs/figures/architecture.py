@@ -42,6 +42,7 @@ PACKAGES = {
     "recipe_files": "recipes by name",
     "jsonl": "files of JSON lines",
     "child": "processes that end with their parent",
+    "doctor": "checks of backends and machine",
     "files": "locks, whole files",
     "typed": "checks of fields and types",
     "reading": "JSON and YAML of others",
