@@ -50,7 +50,10 @@ def start(tmp_path):
 
     def run(code):
         (tmp_path / "work.py").write_text(code)
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path]),
+            "DIFFTRANSFORMER_LAZY": "1",  # as the command sets it
+        }
         process = subprocess.Popen(
             [sys.executable, "-c", PARENT, "work", "word"],
             cwd=tmp_path,

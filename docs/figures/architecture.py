@@ -42,6 +42,7 @@ PACKAGES = {
     "recipe_files": "recipes by name",
     "jsonl": "files of JSON lines",
     "child": "processes that end with their parent",
+    "doctor": "checks of backends and machine",
     "files": "locks, whole files",
     "typed": "checks of fields and types",
     "reading": "JSON and YAML of others",
@@ -94,7 +95,7 @@ BACK_TO = 4  # the box that the kernel's output returns to
 
 TOKEN = (
     Step("data/text.py", "iter_documents", "reads a folder, a file or a data set", "", "tokenize"),
-    Step("data/writing.py", "ShardWriter.write", "tokenizes every document once", "shards/\nmanifest.json, train-00000.bin"),
+    Step("data/writing.py", "write_documents", "tokenizes every document once", "shards/\nmanifest.json, train-00000.bin"),
     Step("data/loader.py", "Loader.batch", "cuts rows: a function of data, seed and step", "", "train"),
     Step(
         "train/trainer.py",

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from difftransformer.errors import CheckpointError
-from difftransformer.train import Interrupted, checkpoints, latest_checkpoint, read_metrics, saving, verify_checkpoint
+from difftransformer.train import checkpoints, latest_checkpoint, read_metrics, saving, verify_checkpoint
 from difftransformer.train.checkpoint import delete_checkpoint
 from difftransformer.train.config import CheckpointConfig
 
@@ -306,7 +306,3 @@ def test_damaged_metrics_are_named(run, train_toy):
 def test_metrics_of_a_run_that_was_never_started(tmp_path):
     with pytest.raises(CheckpointError, match="cannot read"):
         read_metrics(tmp_path / "metrics.jsonl")
-
-
-def test_interrupted_says_where_it_saved(tmp_path):
-    assert str(Interrupted(tmp_path, 3)) == f"stopped after step 3; saved {tmp_path}"

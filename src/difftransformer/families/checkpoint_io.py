@@ -24,7 +24,7 @@ from ..files import naming
 from ..model import DiffTransformerConfig
 from ..model.transformers_errors import FOREIGN_FAULTS, on_one_line
 from ..model.weights import CONFIG_FILE, INDEX_FILE, PIECES, WEIGHTS_FILE, check_inside, weight_map, weights_files
-from ..reading import read_json
+from ..reading import read_json, with_floats
 from .conversion import FOLDER_LAYOUTS, LAYOUTS, Conversion, Shape, check_tensors
 from .diffllama import from_diffllama, to_diffllama
 from .llama import MUST_BE, beyond_layout, from_llama, to_llama
@@ -333,7 +333,7 @@ def read_config(source: Path) -> dict[str, Any]:
         raise CheckpointError(f"{source} is not a folder; name one with {CONFIG_FILE} and {WEIGHTS_FILE}")
     if not (source / CONFIG_FILE).is_file():
         raise CheckpointError(f"{source} has no {CONFIG_FILE}; name the folder of a saved model")
-    return _read_json(source / CONFIG_FILE)
+    return {key: with_floats(value) for key, value in _read_json(source / CONFIG_FILE).items()}
 
 
 def _checked_layouts(document: dict[str, Any], stated: str | None, to: str, source: Path) -> str:

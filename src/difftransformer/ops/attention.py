@@ -332,8 +332,8 @@ def _lam_BHT(lam: Tensor | float, query: Tensor) -> Tensor:
         if not is_number(lam):
             raise ShapeError(f"lam: {shown(lam)}; it must be a float or a tensor")
         return torch.full((1, 1, 1), lam, dtype=dtype, device=query.device)
-    if lam.dim() > 0 or lam.device.type != "cpu":  # a number in CPU memory serves every device, as in PyTorch
-        check_tensor("lam", lam, query)
+    if lam.dim() > 0 or lam.device.type != "cpu" or lam.layout != torch.strided:
+        check_tensor("lam", lam, query)  # but a number in CPU memory serves every device, as in PyTorch
     if not lam.is_floating_point():
         raise ShapeError(f"lam: dtype {lam.dtype}; it must be floating: pass a float or a floating tensor")
     shape = lam.shape

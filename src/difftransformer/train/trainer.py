@@ -70,7 +70,7 @@ class Callback:
         """Training goes on from a checkpoint, or begins (None). A failure here ends all processes; no communication."""
 
     def on_gradients(self, trainer: "Trainer", update: Update) -> None:
-        """The backward pass of a step is done; `update.action` may be set."""
+        """The backward pass of a step is done, and no callback before has set `update.action`; this one may."""
 
     def on_step(self, trainer: "Trainer", figures: dict[str, Any]) -> None:
         """The weights are updated. Fields of the step's `StepMetrics` may be added."""
@@ -155,6 +155,7 @@ class Trainer:
         self.model = self._placed(start)
         self.optimizer = build_optimizer(self.model, config.optimizer)
         self._log: MetricsLog | None = None  # in the first process alone
+        self._stop: Callable[[], int] = lambda: 0
         self._saver = Saver(
             folder,
             model=self.model,
@@ -236,7 +237,8 @@ class Trainer:
         started = time.perf_counter()
         update = self._compute_gradients()
         for callback in self.callbacks:
-            callback.on_gradients(self, update)
+            if update.action is None:
+                callback.on_gradients(self, update)
         if update.action == "rollback":
             return False
         if update.action is None:

@@ -40,7 +40,7 @@ VERBS = {
     "tokenize": "Turn text into token shards",
     "plan": "Memory, communication and time of a recipe on many GPUs, computed without them",
     "info": "Show the size or the start of a preset, a recipe or a saved model, for both twins; or the attention backends",
-    "bench": "Time attention and a training step of DIFF and its twin on this machine",
+    "bench": "Time attention and models of DIFF and its twin on this machine",
     "build-kernels": "Build the CPU attention kernels ahead of their first use",
     "check causality": "Check that a model does not look into the future",
     "doctor": "Check the attention backends on this machine, and print what a bug report needs",

@@ -12,7 +12,7 @@ import yaml
 from transformers import AutoConfig
 
 from difftransformer.data import DataConfig
-from difftransformer.data.installed import installed_source
+from difftransformer.data.installed import STDLIB
 from difftransformer.data.synthetic import PREFIX
 from difftransformer.errors import ConfigError, DataError
 from difftransformer.families import DifferentialFamilyConfig
@@ -207,9 +207,8 @@ class Recipe:
         return [
             f"{key}: {value} does not exist"
             for key, value in named
-            if value not in ("bpe", "byte")
+            if value not in ("bpe", "byte", STDLIB)
             and not value.startswith(("hf:", "hf-stream:", "ids:", PREFIX))
-            and installed_source(value) is None
             and not Path(value).exists()
         ]
 

@@ -14,6 +14,7 @@ import torch
 
 from difftransformer.data import Shards, Tokenizer, prepare_shards
 from difftransformer.errors import EXIT_ERROR, EXIT_INTERRUPTED, CheckpointError, ConfigError, DiffTransformerError
+from difftransformer.files import locked
 from difftransformer.hub import open_deferred
 from difftransformer.model import DiffTransformerConfig, DiffTransformerForCausalLM
 from difftransformer.train import Interrupted, checkpoints, train
@@ -140,12 +141,13 @@ def main(arguments: list[str]) -> int:
     try:
         recipe = load_recipe(folder / RECIPE_FILE)
         shards = prepare_shards(recipe.data, made=made)
-        if not is_trained(folder, recipe):
-            train_run(folder, recipe, shards, mesh=Mesh(Processes(device=device), recipe.parallel))
-        newest = checkpoints(folder)[-1]
-        evaluate_checkpoint(
-            newest, recipe, shards, evaluations_folder(newest), wait=True, device=device
-        )  # for `eval RUN`
+        with locked(folder, wait=True):
+            if not is_trained(folder, recipe):
+                train_run(folder, recipe, shards, mesh=Mesh(Processes(device=device), recipe.parallel))
+            newest = checkpoints(folder)[-1]
+            evaluate_checkpoint(
+                newest, recipe, shards, evaluations_folder(newest), wait=True, device=device
+            )  # for `eval RUN`
     except Interrupted as stopped:
         sys.stderr.write(f"{stopped}\n")
         return EXIT_INTERRUPTED

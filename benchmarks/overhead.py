@@ -4,50 +4,56 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
+from script import run
 
 from difftransformer.data import DataConfig, Loader, prepare_shards
 from difftransformer.model import DiffTransformerConfig
 from difftransformer.train import LogsConfig, TrainingConfig, build_model, train
 from difftransformer.train.metrics import Metrics, StepMetrics
-
-from ..results import Dtype, Overhead
-from .models import SIZES
+from difftransformer_lab.bench.models import SIZES
+from difftransformer_lab.bench.settings import Settings, Step
+from difftransformer_lab.results import BenchRow
 
 WARM_UP, SAVES = 3, 2
-_WORDS = 400_000
+WORDS = 400_000
 
 
-def time_overhead(
-    size: str, dtype: Dtype, *, device: str = "cpu", rounds: int, budget_seconds: float
-) -> list[Overhead]:
+def steps(settings: Settings) -> list[Step]:
+    """List the sizes and the data types."""
+    return [
+        Step(f"training loop of {size}, {dtype}", partial(measure, size, dtype, settings))
+        for size in settings.sizes or ("5M",)
+        for dtype in settings.dtypes or settings.defaults.dtypes
+    ]
+
+
+def measure(size: str, dtype: str, settings: Settings) -> list[BenchRow]:
     """Run the training loop, and after each of its steps a bare step on a copy of the model.
 
     The loop runs as in `train`: it reads batches, computes metrics of every step, looks inside the model, writes lines and
     saves checkpoints. The bare step computes logits, cross-entropy, gradients, their clipping and fused AdamW on tokens that
     are in memory. On the CPU, times are CPU times of all threads, which do not grow while other processes use the machine.
 
-    Args:
-        size: A name in `models.SIZES`.
-        dtype: "fp32", or "bf16" for autocast.
-        device: "cpu" or "cuda".
-        rounds: Largest number of timed steps.
-        budget_seconds: Time after which no more steps are timed, but at least 8 are.
+    Returns:
+        A row with these figures: medians of a step of the loop (batch, step, metrics and their line) and of the bare step after
+        it, their ratio, and as shares of a step the reading of a batch, metrics and their line (wall time), looks inside
+        the model every `inside_every` steps and checkpoints every `save_every` steps.
     """
+    device, rounds, budget_seconds = settings.device, settings.rounds, settings.budget_seconds
     fields, batch, context = SIZES[size]
-    settings: dict[str, Any] = {"max_position_embeddings": context, **fields}
-    config = DiffTransformerConfig(**settings)
+    config = DiffTransformerConfig(**{"max_position_embeddings": context, **fields})
     every = TrainingConfig(steps=1, batch_tokens=context, context_stages=[(0, context)]).checkpoint_every
     inside = 100  # as the documentation recommends
     with tempfile.TemporaryDirectory() as temporary:
         text = Path(temporary, "text.txt")
-        text.write_text(" ".join(f"word{index * 7919 % 100_003}" for index in range(_WORDS)))
+        text.write_text(" ".join(f"word{index * 7919 % 100_003}" for index in range(WORDS)))
         shards = prepare_shards(DataConfig(source=str(text), tokenizer="byte", folder=str(Path(temporary, "data"))))
-        bare = _bare_step(config, batch, context, dtype, device)
+        bare = bare_step(config, batch, context, dtype, device)
         bare()
         began = time.perf_counter()
         bare()
@@ -87,36 +93,37 @@ def time_overhead(
         loader = Loader(
             shards, split="train", batch_tokens=batch * context, context_stages=training.context_stages, seed=0
         )
-        loading = _median_seconds(lambda: list(next(loader).parts(1, device)), clock)
+        loading = median_seconds(lambda: list(next(loader).parts(1, device)), clock)
     timed = [step for step in whole if step > WARM_UP]
     plain = [step for step in timed if step not in saved and step != looked + 1]
     step_seconds = statistics.median(whole[step] for step in plain)
     look_seconds = max(0.0, whole[looked + 1] - step_seconds)
     save_seconds = max(0.0, statistics.median(whole[step] for step in saved) - step_seconds)
-    bare_seconds = statistics.median(bares[WARM_UP:])
+    figures = {
+        "step_seconds": step_seconds,
+        "bare_seconds": statistics.median(bares[WARM_UP:]),
+        "ratio_to_bare": statistics.median(whole[step] / bares[step - 1] for step in plain),
+        "loader_share": loading / step_seconds,
+        "log_share": statistics.median(logged[step] for step in plain),
+        "inside_share": look_seconds / inside / step_seconds,
+        "save_share": save_seconds / every / step_seconds,
+        "steps": len(plain),
+        "inside_every": inside,
+        "save_every": every,
+    }
     return [
-        Overhead(
-            model=size,
+        BenchRow(
+            part="overhead",
+            work="training step",
             dtype=dtype,
-            batch=batch,
-            context_tokens=context,
-            steps=len(plain),
-            step_seconds=step_seconds,
-            bare_seconds=bare_seconds,
-            ratio_to_bare=statistics.median(whole[step] / bares[step - 1] for step in plain),
-            loader_share=loading / step_seconds,
-            log_share=statistics.median(logged[step] for step in plain),
-            inside_seconds=look_seconds,
-            inside_every=inside,
-            save_seconds=save_seconds,
-            save_every=every,
+            shape={"model": size, "batch": batch, "context_tokens": context},
+            implementation="loop of the package",
+            figures={name: float(value) for name, value in figures.items()},
         )
     ]
 
 
-def _bare_step(
-    config: DiffTransformerConfig, batch: int, context: int, dtype: Dtype, device: str
-) -> Callable[[], None]:
+def bare_step(config: DiffTransformerConfig, batch: int, context: int, dtype: str, device: str) -> Callable[[], None]:
     """Return a training step as one writes it by hand."""
     model = build_model(config, seed=0).to(device).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
@@ -136,10 +143,14 @@ def _bare_step(
     return step
 
 
-def _median_seconds(call: Callable[[], object], clock: Callable[[], float], rounds: int = 20) -> float:
+def median_seconds(call: Callable[[], object], clock: Callable[[], float], rounds: int = 20) -> float:
     seconds = []
     for _ in range(rounds):
         began = clock()
         call()
         seconds.append(clock() - began)
     return statistics.median(seconds)
+
+
+if __name__ == "__main__":
+    run(steps, __doc__)
