@@ -114,7 +114,6 @@ BASES = {
     "eval perplexity": ("eval", "perplexity", "ours", "--text", "text.txt", "--windows", "2", "--out", "new"),
     "eval recall": ("eval", "recall", "ours", "--text", "text.txt", "--windows", "2", "--out", "new"),
     "eval outliers": ("eval", "outliers", "ours", "--text", "text.txt", "--tokens", "99", "--out", "new"),
-    "eval perturbation": ("eval", "perturbation", "ours", "--text", "text.txt", "--windows", "2", "--out", "new"),
     "eval synthetic": ("eval", "synthetic", "ours", "--task", "memorization", "--examples", "2", "--out", "new"),
     "eval icl": ("eval", "icl", "ours", "--train", "rows.jsonl", "--items", "2", "--shots", "[2]", "--out", "new"),
     "eval order": (
