@@ -47,7 +47,7 @@ def test_faults_of_the_command_line_are_found_without_torch(tmp_path):
         assert main(["--help"]) == 0
         for verb in {sorted(set(verbs()) - {"bench", "build-kernels"})!r}:
             assert main([*verb.split(), "--no_such_flag", "3"]) == 2
-            assert main([verb, "a", "--device", "cud", "--threads"]) == 2
+            assert main([*verb.split(), "a", "--device", "cud", "--threads"]) == 2
         assert main(["generate", "a", "text", "--max_new_tokens", "0"]) == 2
         assert main(["train", "a", "--threads", "1e6"]) == 2
         for words in (["train", "a"], ["compare", "a"], ["generate", "a", "text"], ["eval", "a"], ["eval", "needle", "a"],
@@ -83,7 +83,7 @@ def test_a_name_of_several_words(toy_recipe):
 def test_threads(threads, toy_file, tmp_path, fails):
     line = fails("train", toy_file, "--out", tmp_path / "out", "--threads", threads)
     assert "threads" in line
-    assert len(line) < 2300
+    assert len(line) < 300
     assert not (tmp_path / "out").exists()
 
 

@@ -48,7 +48,7 @@ def commands(toy_file, toy, toy_shards, tmp_path):
         "export": ["export", model],
         "convert": ["convert", "--to", "diffllama", model],
         "eval task": task,
-        "eval suite": ["eval", "suite", model, "--preset", tmp_path / "suite.yaml", "--out"],
+        "eval suite": ["eval", tmp_path / "suite.yaml", model, "--out"],
     }
 
 

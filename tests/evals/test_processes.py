@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -41,12 +42,15 @@ def tasks(text):
         "needle": [*small, "--lengths", "[300]", "--documents", "3", "--digits", "2", "--depths", "[0.0, 1.0]"],
         "outliers": [*small, "--window", "40", "--tokens", "400"],
         "hallucination": ["--file", str(people), "--judgments", str(text.with_name("judged")), "--max_new_tokens", "9"],
-        "suite": ["--preset", str(suite)],
+        str(suite): [],
     }
 
 
 def commands(tasks, model, folder, *flags):
-    return [["eval", task, str(model), "--out", str(folder / task), *words, *flags] for task, words in tasks.items()]
+    return [
+        ["eval", task, str(model), "--out", str(folder / Path(task).stem), *words, *flags]
+        for task, words in tasks.items()
+    ]
 
 
 def answered(folder):

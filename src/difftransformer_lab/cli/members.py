@@ -1,4 +1,7 @@
-"""Commands that several processes run together: started by `--processes`, or by torchrun."""
+"""Commands that several processes run: started by `--processes`, or by torchrun.
+
+A process that fails says why and ends, and torchrun ends the others.
+"""
 
 import os
 import sys
@@ -6,22 +9,23 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from difftransformer.errors import ConfigError, FailedElsewhere
+from difftransformer.errors import EXIT_INTERRUPTED, ConfigError, FailedElsewhere
 from difftransformer.torchrun import started_by_torchrun, world_size
 
 from .arguments import check_device, check_positive
+from .console import console
 
 if TYPE_CHECKING:
     from difftransformer.train.parallel import Processes
 
-Run = Callable[["Processes"], int]
 
-
-def run_together(run: Run, device: str, processes: int | None, check: Callable[[], None] = lambda: None) -> int:
+def run_together(
+    run: "Callable[[Processes], int]", device: str, processes: int | None, check: Callable[[], None] = lambda: None
+) -> int:
     """Run a command in this process, in those that torchrun has started, or in `processes` that are started here.
 
     Args:
-        run: The command; it gets this process among the others and returns the exit status.
+        run: The command; it gets this process among the others and returns the exit status. Only the first process prints.
         device: cpu or cuda.
         processes: Number of processes of this machine; None takes those that there are.
         check: Raises for bad input, before processes start or go on.
@@ -38,7 +42,15 @@ def run_together(run: Run, device: str, processes: int | None, check: Callable[[
         if crew.count > 1:
             with crew.together():
                 check()
-        return run(crew)
+        before, console.quiet = console.quiet, not crew.is_first
+        try:
+            return run(crew)
+        except KeyboardInterrupt:
+            if crew.is_first:
+                raise
+            return EXIT_INTERRUPTED
+        finally:
+            console.quiet = before
 
 
 @contextmanager

@@ -147,7 +147,7 @@ class CausalLanguageModel:
         """Open the same model under coarser numbers: see `quantized_logits` and `quantized_linears` for the arguments."""
         if self.is_divided and weights != "none":
             raise EvaluationError(
-                "weights that processes divide cannot be quantized; use --weights none, or omit --divide_weights"
+                "weights that processes divide cannot be quantized; use --weights none, or omit --divide-weights"
             )
         coarse = copy.copy(self)
         if bits < UNTOUCHED_BITS:

@@ -160,7 +160,7 @@ class HallucinationTask(Task):
             if room < _LEAST_DOCUMENT_TOKENS:
                 raise DataError(
                     f"{name}/{item.name}: the prompt without its document takes {len(start) + len(end)} tokens and the answer "
-                    f"up to {cap}, the model's context has {setting.prompt_tokens}; lower --max_new_tokens"
+                    f"up to {cap}, the model's context has {setting.prompt_tokens}; lower --max-new-tokens"
                 )
             document = self.tokenizer.encode(item.document)
             if len(document) > room:

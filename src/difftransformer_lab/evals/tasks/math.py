@@ -107,7 +107,7 @@ class MathTask(Task):
             if len(request.prompt) + options.max_new_tokens > setting.prompt_tokens:
                 raise DataError(
                     f"{problem.set_name}/{problem.name}: the prompt takes {len(request.prompt)} tokens and the solution up to "
-                    f"{options.max_new_tokens}, the model's context has {setting.prompt_tokens}; lower --max_new_tokens or "
+                    f"{options.max_new_tokens}, the model's context has {setting.prompt_tokens}; lower --max-new-tokens or "
                     "--shots"
                 )
         self.choices = _choices(options, self.ending)
