@@ -48,7 +48,7 @@ def test_faults_of_the_command_line_are_found_without_torch(tmp_path):
         for verb in {sorted(set(verbs()) - {"bench", "build-kernels"})!r}:
             assert main([*verb.split(), "--no_such_flag", "3"]) == 2
             assert main([*verb.split(), "a", "--device", "cud", "--threads"]) == 2
-        assert main(["generate", "a", "text", "--max_new_tokens", "0"]) == 2
+        assert main(["generate", "a", "text", "--max-new-tokens", "0"]) == 2
         assert main(["train", "a", "--threads", "1e6"]) == 2
         for words in (["train", "a"], ["compare", "a"], ["generate", "a", "text"], ["eval", "a"], ["eval", "needle", "a"],
                       ["eval", "quantized", "a"], ["export", "a", "b"], ["upcycle", "a", "b", "--to", "diff"]):
@@ -116,7 +116,7 @@ def test_rotary_settings_that_transformers_does_not_know(value, toy, tmp_path, f
 def test_a_long_field_of_a_table(tmp_path, fails):
     (tmp_path / "x.csv").write_text('text,label\n"' + "x" * 200_000 + '",a\n')
     (tmp_path / "model").mkdir()
-    line = fails("eval", "icl", tmp_path / "model", "--train_file", tmp_path / "x.csv")
+    line = fails("eval", "icl", tmp_path / "model", "--train-file", tmp_path / "x.csv")
     assert "checkpoint" in line  # the model is opened first
     from difftransformer.data.labelled import read_labelled_files
     from difftransformer.errors import DataError

@@ -229,7 +229,7 @@ def test_shards_that_were_changed(fails, toy, toy_shards, tmp_path):
 
 
 def test_tokenize(toy_text, tmp_path, capsys):
-    words = ["tokenize", str(toy_text), "--tokenizer", "byte", "--validation_share", "0.3", "--out", str(tmp_path)]
+    words = ["tokenize", str(toy_text), "--tokenizer", "byte", "--validation-share", "0.3", "--out", str(tmp_path)]
     assert main(words) == 0
     text = capsys.readouterr().out
     sizes = [int(size.replace(",", "")) for size in re.findall(r"([\d,]+) bytes", text)]
@@ -317,7 +317,7 @@ def test_eval(run, tmp_path, capsys):
 def test_a_task_on_the_text_that_a_run_held_out(run, tmp_path, fails):
     """The same options ask a run the same in a study and by the task's own command."""
     assert main(["eval", str(run)]) == 0
-    words = ["--text", "validation", "--windows", "4", "--spread", "true", "--position_buckets", "8", "--window", "128"]
+    words = ["--text", "validation", "--windows", "4", "--spread", "true", "--position-buckets", "8", "--window", "128"]
     for model in (run, checkpoints(run)[-1]):
         assert main(["eval", "perplexity", str(model), *words, "--out", str(tmp_path / model.name)]) == 0
         result = read_result(tmp_path / model.name / "perplexity.json", TaskResult)

@@ -110,7 +110,7 @@ def test_a_long_document_loses_its_middle_for_the_model_alone(options, tmp_path)
     row = json.loads((tmp_path / "judgments.jsonl").read_text())
     assert len(row["document_begins"]) == 400  # of the whole one
     with pytest.raises(
-        DataError, match=r"long/1: the prompt without its document takes \d+ tokens .* --max_new_tokens"
+        DataError, match=r"long/1: the prompt without its document takes \d+ tokens .* --max-new-tokens"
     ):
         HallucinationTask(options(file=str(path), max_new_tokens=90), model)
 
@@ -170,7 +170,7 @@ def test_the_command(file, tmp_path, monkeypatch, capfd):
             "--items",
             "3",
         ]
-        words += ["--judgments", str(out / "judgments.jsonl"), "--max_new_tokens", "3", "--judge", "openai:tiny"]
+        words += ["--judgments", str(out / "judgments.jsonl"), "--max-new-tokens", "3", "--judge", "openai:tiny"]
         words += ["--endpoint", address, "--retries", "0"]
         server.script = ["drop", reply("VERDICT: True"), (401, {}, f'{{"error": {{"message": "{KEY}"}}}}')]
         assert main(words) == 2

@@ -145,7 +145,7 @@ def test_a_prompt_longer_than_the_context(problems):
 
 def test_the_command(problems, tmp_path, capfd):
     out = tmp_path / "out"
-    words = ["--sets", f"[{problems}]", "--problems", "2", "--shots", "0", "--max_new_tokens", "4"]
+    words = ["--sets", f"[{problems}]", "--problems", "2", "--shots", "0", "--max-new-tokens", "4"]
     assert main(["eval", "math", tiny_model(tmp_path / "model"), "--out", str(out), *words]) == 0
     result = json.loads((out / "math.json").read_text())["result"]
     assert {row["at"].get("set") for row in result["measurements"]} == {"odd", "even", None}

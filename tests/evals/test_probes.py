@@ -194,7 +194,7 @@ def test_a_model_without_linear_layers():
 COMMANDS = {
     "allocation": ["--length", "150", "--needles", "1", "--documents", "2", "--depths", "[0.0, 0.5]", "--digits", "3"],
     "outliers": ["--tokens", "128", "--window", "32", "--largest", "12"],
-    "quantized": ["--task_options", '{"windows": 2, "window": 40, "text": TEXT}', "--bits", "[16, 4]"],
+    "quantized": ["--task-options", '{"windows": 2, "window": 40, "text": TEXT}', "--bits", "[16, 4]"],
     "maps": ["--prompt", "ab ab", "--layers", "[1]", "--heads", "[0]"],
 }
 

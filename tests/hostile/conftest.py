@@ -19,8 +19,8 @@ from tests.support import tiny_folders
 from tests.support.forks import ForkServer
 
 WARM_UP = (
-    ["generate", "ours", "a", "--max_new_tokens", "2"],
-    ["generate", "llama", "a", "--max_new_tokens", "2"],
+    ["generate", "ours", "a", "--max-new-tokens", "2"],
+    ["generate", "llama", "a", "--max-new-tokens", "2"],
     ["eval", "perplexity", "ours", "--text", "text.txt", "--windows", "1", "--out", "warm/perplexity"],
     ["export", "ours", "warm/export"],
     ["upcycle", "llama", "warm/upcycled", "--to", "diff", "--text", "text.txt", "--tokens", "9"],

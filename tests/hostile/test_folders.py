@@ -9,7 +9,7 @@ from tests.support.forks import Case
 
 pytestmark = pytest.mark.slow
 COUNT = 320
-SHORT = ("--max_new_tokens", "3")
+SHORT = ("--max-new-tokens", "3")
 COMMANDS = {
     "ours": (
         ("generate", "ours", "text", *SHORT),
@@ -18,7 +18,7 @@ COMMANDS = {
         ("eval", "perplexity", "ours", "--text", "text.txt", "--windows", "2"),
         ("export", "ours", "new"),
         ("convert", "ours", "new", "--to", "diffllama"),
-        ("eval", "suite", "ours", "--preset", "suite.yaml", "--out", "new"),
+        ("eval", "suite.yaml", "ours", "--out", "new"),
         ("train", "start.yaml", "--out", "new"),
         ("eval", "ours", "--recipe", "recipe.yaml"),
         ("tokenize", "text.txt", "--tokenizer", "ours", "--out", "new"),

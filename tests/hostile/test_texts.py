@@ -166,7 +166,7 @@ def cases(whole, folder):
         raw = text.encode("utf-8", "surrogatepass") if name != "junk" else b"\x80\x81"
         words = [
             ["train", "x.yaml"],
-            ["eval", "suite", "ours", "--preset", "x.yaml"],
+            ["eval", "x.yaml", "ours"],
             ["eval", "ours", "--recipe", "x.yaml"],
         ][index % 3]
         yield case(name, words, x_yaml=raw)
@@ -196,12 +196,12 @@ def cases(whole, folder):
             )
     for name, contents in ROWS.items():
         for content in contents:
-            words = ["eval", "icl", "ours", "--train_file", name, "--items", "2", "--shots", "[1]", "--out", "new"]
+            words = ["eval", "icl", "ours", "--train-file", name, "--items", "2", "--shots", "[1]", "--out", "new"]
             yield case(f"{name} {content[:20]}", words, **{name.replace(".", "_"): content})
     for content in TEXTS["x.txt"]:
         yield case(
             f"a prompt {content[:20]}",
-            ["generate", "ours", "--prompt_file", "x.txt", "--max_new_tokens", "2"],
+            ["generate", "ours", "--prompt-file", "x.txt", "--max-new-tokens", "2"],
             x_txt=content,
         )
 

@@ -37,7 +37,7 @@ def run(
         length: Number of tokens, at least 2; 513 by default, or the model's positions. All up to 512 are changed, and then
             those beside each 16th.
         dtype: Dtype to compute in; by default fp32 and bf16, and on cuda fp16.
-        backend: Attention backend of a model of this package; by default each that takes it.
+        backend: Attention backend of a model of this package; by default each that auto may take.
         seed: Seed of the tokens.
         device: cpu or cuda.
     """
@@ -68,7 +68,7 @@ def run(
     worst, where = None, ""
     for word, kind in dtypes.items():
         network = network.to(kind)
-        for name in _backends(network, backend):
+        for name in _backends(network, backend, device):
             for how, compute in _ways(network):
                 try:
                     with use_backend(name):
@@ -99,13 +99,15 @@ def run(
     return 0 if worst.is_causal else EXIT_NOT_CAUSAL
 
 
-def _backends(network: Any, chosen: str | None) -> list[str]:
-    """Return the backends to try: those of this package for its own models, or what another model brings."""
-    from difftransformer.ops import BACKENDS
+def _backends(network: Any, chosen: str | None, device: str) -> list[str]:
+    """Return the backends to try: those that `auto` may take here, or what a model of another package brings."""
+    from difftransformer.ops.backends import TABLE
 
     if not hasattr(network.config, "attn_backend"):
         return ["auto"]
-    return [chosen] if chosen is not None else list(BACKENDS)
+    if chosen is not None:
+        return [chosen]
+    return list(dict.fromkeys(row.backend for row in TABLE if row.device_type in (None, device)))
 
 
 def _ways(network: Any) -> "Iterator[tuple[str, Callable[[Tensor], Tensor]]]":

@@ -98,7 +98,7 @@ def _prompt(prompt: str | None, prompt_file: str | None) -> str:
         raise ConfigError("a prompt and --prompt-file were given; choose one")
     where = "the prompt"
     if prompt is None:
-        if prompt_file is None and sys.stdin.isatty():
+        if prompt_file is None and (sys.stdin is None or sys.stdin.isatty()):
             raise ConfigError("no prompt: give it after the model, with --prompt-file, or on standard input")
         where = prompt_file or "standard input"
         try:

@@ -15,7 +15,7 @@ from difftransformer.errors import CheckpointError, EvaluationError
 
 from ..results import Grid, ItemScore, Measurement
 from .journal import Journal, OtherHeader
-from .requests import FINGERPRINT_VERSION, Answers, LanguageModel, plain_sha256, requests_sha256
+from .requests import Answers, LanguageModel, plain_sha256, requests_sha256
 
 if TYPE_CHECKING:
     from difftransformer.train.parallel import Processes
@@ -117,8 +117,7 @@ def run_task(
         task: The evaluation.
         journal: File of answers. Requests that it answers are not asked again; new answers are appended as they come.
         identity: Fingerprint of the model: a journal of another model is refused.
-        replace_others: Whether to begin again, instead, where the journal belongs to another model or to other requests. A
-            journal of an earlier release, which cannot be compared, is always replaced.
+        replace_others: Whether to begin again, instead, where the journal belongs to another model or to other requests.
         processes: This process and the others, all of which call the function and get the scores; None for a single one. The
             first one keeps the journal, judges and scores.
         progress: Called with the tokens asked and the tokens in total after every answer and, while a batch is computed, after
@@ -230,15 +229,16 @@ def _opened(
             f"{journal}: line {damage.line} is damaged; delete {'the file' if damage.line == 1 else 'the line'} to ask "
             "again what it answered"
         ) from None
-    except OtherHeader as other:
-        is_older = f" {FINGERPRINT_VERSION}:" not in str(other.met.get("answers_of", f" {FINGERPRINT_VERSION}:"))
-        if not (is_older or replace_others):
+    except OtherHeader:
+        if not replace_others:
             raise CheckpointError(
                 f"{journal}: holds answers of another model or to other questions; choose another --out, or delete the file"
             ) from None
         old = journal.replace(journal.with_name(f"{journal.name}.old"))
-        whose = "an earlier release" if is_older else "another model or to other questions"
-        log(f"{journal}: holds answers of {whose}; every question is asked again, and they are kept in {old.name}")
+        log(
+            f"{journal}: holds answers of another model or to other questions; every question is asked again, and they are "
+            f"kept in {old.name}"
+        )
         return Journal(journal, take, header=header, sync_seconds=_SYNC_SECONDS)
 
 

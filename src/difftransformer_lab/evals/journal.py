@@ -11,11 +11,7 @@ from difftransformer.files import naming
 
 
 class OtherHeader(Exception):
-    """The first row of a journal, `met`, is not the header that its reader expects."""
-
-    def __init__(self, met: dict[str, Any]) -> None:
-        super().__init__(f"the first row is {met}")
-        self.met = met
+    """The first row of a journal is not the header that its reader expects."""
 
 
 class Journal:
@@ -48,7 +44,7 @@ class Journal:
                     except (KeyError, TypeError, ValueError):
                         raise DamagedLine(number) from None
                 elif row != header:
-                    raise OtherHeader(row)
+                    raise OtherHeader(f"the first row is {row}")
                 self._missing_header, whole = None, end
             os.truncate(path, whole)
         self._path, self._file = path, open(path, "ab")  # noqa: SIM115 - closed by __exit__
