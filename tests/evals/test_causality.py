@@ -28,9 +28,10 @@ THEIRS = {
 }
 
 
+@pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("attention_type", variants())
-def test_our_models_are_causal(attention_type):
-    found = check_causality(tiny(attention_type=attention_type), TOKENS)
+def test_our_models_are_causal(attention_type, window):
+    found = check_causality(tiny(attention_type=attention_type, sliding_window=window), TOKENS)
     assert found.is_causal
     assert max(found.changed.size, found.alone.size) < 1e-5
 

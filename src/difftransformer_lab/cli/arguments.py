@@ -166,7 +166,7 @@ def _types(annotation: Any) -> list[Any]:
 def _sentence(parser: Parser, text: str) -> str:
     """Return a parser's error in words of the command line."""
     advice = f"; see {parser.prog} --help"
-    if wrong := re.match(r'Parser key "([^"]+)": .*?Got value: (.*)$', text):
+    if wrong := re.match(r'Parser key "([^"]+)": .*(?:Got|Given) value: (.*)$', text):
         action = next((action for action in parser._actions if action.dest == wrong[1]), None)
         if action is not None:
             expected = " or ".join(filter(None, map(_expected, _types(getattr(action, "_typehint", None)))))
@@ -177,7 +177,7 @@ def _sentence(parser: Parser, text: str) -> str:
     if unknown := re.match(r"unrecognized arguments: (--[^ =]+)", text, re.IGNORECASE):
         flags = [_flag(action) for action in parser._actions if action.option_strings]
         near = get_close_matches(unknown[1].replace("_", "-"), flags, n=1)
-        return f"no option {short(unknown[1])}{f', did you mean {near[0]}?' if near else ''}{advice}"
+        return f"no option {short(unknown[1])}{f'; did you mean {near[0]}?' if near else advice}"
     return f"{text}{advice}"
 
 
