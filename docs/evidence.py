@@ -97,7 +97,6 @@ def section(one: Studied, has_figure: bool) -> str:
     first, *more = changes_words(one)
     lines.append(f"Changes after data: {first}" if not more else "\n- ".join(["Changes after data:\n", first, *more]))
     lines += [words for words in (shared_words(one),) if words]
-    lines += [f"Text: {words} (CC BY-SA 4.0)." for words in evidence.attributions()]
     return "\n\n".join(lines) + "\n"
 
 

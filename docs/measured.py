@@ -5,7 +5,7 @@ from pathlib import Path
 from statistics import fmean, geometric_mean
 from typing import Any
 
-from difftransformer_lab.report.bench import bench_tables, place_of
+from difftransformer_lab.report.bench import DIFFLLAMAS, bench_tables, cells, ratio
 from difftransformer_lab.report.evidence import Studied
 from difftransformer_lab.report.evidence.answers import decimals, progress_words
 from difftransformer_lab.report.evidence.comparisons import bounded, row_of
@@ -13,10 +13,10 @@ from difftransformer_lab.report.evidence.tables import MARK, NOT_REACHED, is_mar
 from difftransformer_lab.report.tables import Group, Table, fixed, metric_decimals, p_text, upcycling_table
 from difftransformer_lab.results import (
     Bench,
+    BenchRow,
     Comparison,
     MetricComparison,
     Upcycling,
-    VariantTiming,
     read_document,
     read_result,
 )
@@ -44,9 +44,9 @@ def blocks(studies: Sequence[Studied]) -> dict[Path, dict[str, str]]:
         "choose.md": {"measured": choice_tables(bench("variants"), upcycled, studies)},
         "performance.md": {
             "attention": by_processor(kernels, attention_ratios),
-            "peaked": by_processor(kernels, lambda result: printed(result, "peaked")),
-            "decode": by_processor(kernels, lambda result: printed(result, "decode-fp32", "decode-bf16")),
-            "memory": printed(next(iter(kernels.values())), "memory"),
+            "peaked": by_processor(kernels, lambda result: printed(result, "peaked-forward", "peaked-forward+backward")),
+            "decode": by_processor(kernels, lambda result: printed(result, "attention-decode")),
+            "memory": printed(next(iter(kernels.values())), "memory-forward+backward-figures"),
             "models": by_processor(models, models_ratios),
             "generation": "\n".join(printed(bench(name)) for name in ("generation", "generation-two-threads")),
             "loss": printed(bench("loss")),
@@ -90,20 +90,14 @@ def circumstances(result: Bench) -> str:
 def attention_ratios(result: Bench) -> str:
     """Return the times of attention over PyTorch's, as geometric means over all shapes."""
     rows = []
-    for dtype, mode in dict.fromkeys((row.dtype, row.mode) for row in result.attention if row.mode != "decode"):
-        times = {}
-        for row in result.attention:
-            if (row.dtype, row.mode) == (dtype, mode):
-                times.setdefault(row.implementation, {})[place_of(row)] = row
-        own = [row.ratio_to_torch_sdpa for row in times["diff cpu"].values()]
-        kernel = geometric_mean(row.ratio_to_softmax_kernel for row in times["diff cpu"].values())
-        llamas = [found for name, found in times.items() if name.startswith("DiffLlama")]
-        normed = [
-            row.median_seconds / min(found[place].median_seconds for found in llamas if place in found)
-            for place, row in times["normed cpu"].items()
-        ]
+    timed = [row for row in result.rows if row.part == "attention" and row.work != "decode"]
+    for dtype, work in dict.fromkeys((row.dtype, row.work) for row in timed):
+        found = cells(row for row in timed if (row.dtype, row.work) == (dtype, work)).values()
+        own = [ratio(cell, "diff cpu", ("torch sdpa",)) for cell in found]
+        kernel = geometric_mean(ratio(cell, "diff cpu", ("softmax cpu",)) for cell in found)
+        normed = [ratio(cell, "normed cpu", DIFFLLAMAS) for cell in found]
         rows.append([
-            f"{dtype} {mode}", f"{geometric_mean(own):.2f}", f"{min(own):.2f}", f"{max(own):.2f}", f"{kernel:.2f}",
+            f"{dtype} {work}", f"{geometric_mean(own):.2f}", f"{min(own):.2f}", f"{max(own):.2f}", f"{kernel:.2f}",
             f"{geometric_mean(normed):.2f}", f"{min(normed):.2f}", f"{max(normed):.2f}",
         ])  # fmt: skip
     groups = (
@@ -121,12 +115,10 @@ def attention_ratios(result: Bench) -> str:
 def models_ratios(result: Bench) -> str:
     """Return the times of whole models over those of others."""
     rows = []
-    for work, size in dict.fromkeys((row.work, row.model) for row in result.models):
-        found = {(row.implementation, row.dtype): row for row in result.models if (row.work, row.model) == (work, size)}
-        pairs = (("DIFF", "ratio_to_twin"), ("twin", "ratio_to_llama"), ("DIFF", "ratio_to_diffllama"))
-        ratios = [
-            " / ".join(f"{getattr(found[who, dtype], what):.2f}" for dtype in ("fp32", "bf16")) for who, what in pairs
-        ]
+    for work, size in dict.fromkeys((row.work, row.shape["model"]) for row in result.rows):
+        found = cells(row for row in result.rows if (row.work, row.shape["model"]) == (work, size))
+        pairs = (("DIFF", ("twin",)), ("twin", ("Llama sdpa",)), ("DIFF", DIFFLLAMAS))
+        ratios = [" / ".join(f"{ratio(cell, who, bases):.2f}" for cell in found.values()) for who, bases in pairs]
         rows.append([f"{work}, {size}", *ratios])
     titles = ("fp32 / bf16", "DIFF over its twin", "the twin over Llama", "DIFF over the faster DiffLlama")
     groups = tuple(Group(title, numeric=place > 0) for place, title in enumerate(titles))
@@ -275,10 +267,10 @@ def choice_tables(timed: Bench, upcycled: Upcycling, studies: Sequence[Studied])
     recall = ("right answers", "steps to 90 % of answers")
     times, qualities, recalls = [], [], []
     for kind in TYPES:
-        times.append([f"`{kind}`", *(span(timed.variants, kind, work) for work in works)])
+        times.append([f"`{kind}`", *(span(timed.rows, kind, work) for work in works)])
         qualities.append([f"`{kind}`", *studied_cells(trained, kind, quality), upcycled_cell(upcycled, kind)])
         recalls.append([f"`{kind}`", *studied_cells(recalled, kind, recall)])
-    sizes = ", ".join(dict.fromkeys(row.model for row in timed.variants))
+    sizes = ", ".join(dict.fromkeys(row.shape["model"] for row in timed.rows))
     time_notes = [
         f"Over softmax attention at equal parameters, smallest to largest of {sizes} in fp32 and bf16. {circumstances(timed)}"
     ]
@@ -315,9 +307,10 @@ def columns(*titles: str) -> tuple[Group, ...]:
     return tuple(Group(title, numeric=False) for title in titles)
 
 
-def span(timings: Sequence[VariantTiming], kind: str, work: str) -> str:
+def span(timings: Sequence[BenchRow], kind: str, work: str) -> str:
     """Return the smallest and the largest time of a type over the twin's."""
-    ratios = [row.ratio_to_twin for row in timings if (row.work, row.implementation) == (work, kind)]
+    found = cells(row for row in timings if row.work == work).values()
+    ratios = [ratio(cell, kind, ("softmax",)) for cell in found if kind in cell]
     if not ratios:
         return MISSING
     return "1" if kind == "softmax" else f"{min(ratios):.2f} to {max(ratios):.2f}"

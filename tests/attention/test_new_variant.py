@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from difftransformer import DiffTransformerConfig, DiffTransformerForCausalLM
 from difftransformer.attention import VARIABLE, VARIANTS, Option, SoftmaxAttention, config_options, register, variants
-from difftransformer.convert.llama import targets
 from difftransformer.errors import ConfigError
+from difftransformer.families.llama import targets
 from difftransformer.model import count
 from difftransformer.train import checkpoints
 from difftransformer_lab.cli.main import main

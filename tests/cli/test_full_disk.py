@@ -86,11 +86,13 @@ def test_metrics_that_cannot_be_written(toy_file, tmp_path, monkeypatch, capsys)
         def __init__(self, file):
             self.file = file
 
-        def write(self, text):
+        def truncate(self, size):
+            self.file.truncate(size)
+
+        def flush(self, *_):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-        def flush(self):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write = flush
 
         def close(self):
             self.file.close()

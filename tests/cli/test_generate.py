@@ -13,9 +13,9 @@ import torch
 from transformers import AutoTokenizer, DiffLlamaConfig, DiffLlamaForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from difftransformer import DiffTransformerConfig, DiffTransformerForCausalLM
-from difftransformer.acceleration import diffllama
 from difftransformer.data import byte_tokenizer
-from difftransformer.model.quiet import quietly
+from difftransformer.families import acceleration
+from difftransformer.model.transformers_errors import quietly
 from difftransformer.train import checkpoints
 from difftransformer_lab.cli.main import main
 from difftransformer_lab.printable import printable
@@ -166,9 +166,9 @@ def test_backend(saved, generate, fails, kind):
 
 def test_diffllama_is_accelerated(saved, generate, monkeypatch):
     calls = []
-    op = diffllama.normed_differential_attention
+    op = acceleration.normed_differential_attention
     monkeypatch.setattr(
-        diffllama, "normed_differential_attention", lambda *a, **options: calls.append(0) or op(*a, **options)
+        acceleration, "normed_differential_attention", lambda *a, **options: calls.append(0) or op(*a, **options)
     )
     generate(saved("diffllama"), PROMPT, "--max-new-tokens", 3)
     assert len(calls) == 6

@@ -124,7 +124,8 @@ def test_no_judgment_is_lost_and_only_missing_ones_are_asked_again(server, tmp_p
     with open(file, "ab") as torn:  # as if killed in the middle of a line
         torn.write(b'{"set": "s", "verd')
     stub.candidates.clear()
-    assert verdicts(judge_all(judge(address), CASES, file)[0]) == EXPECTED
+    with pytest.warns(UserWarning, match="line 3 is not whole and is left out"):
+        assert verdicts(judge_all(judge(address), CASES, file)[0]) == EXPECTED
     assert stub.candidates == [CASES[index].answer for index in (1, 3, 4, 5)]
     stub.candidates.clear()
     assert verdicts(judge_all(judge(address), CASES, file)[0]) == EXPECTED

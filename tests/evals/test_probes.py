@@ -18,9 +18,9 @@ from transformers import (
 )
 
 from difftransformer import DiffTransformerConfig, DiffTransformerForCausalLM
-from difftransformer.acceleration import accelerate
 from difftransformer.data.tokenizer import byte_tokenizer
 from difftransformer.errors import EvaluationError
+from difftransformer.families import accelerate
 from difftransformer.ops import logits as op_logits
 from difftransformer.ops.quantize import quantize_last
 from difftransformer.ops.reference import observe_logits

@@ -14,8 +14,8 @@ from difftransformer.data import byte_tokenizer
 from difftransformer.errors import CheckpointError
 from difftransformer.train import build_model
 from difftransformer.train.config import TrainingConfig
-from difftransformer.train.loop import validate
 from difftransformer.train.parallel import Mesh
+from difftransformer.train.trainer import validate
 from difftransformer_lab.cli.main import main
 from difftransformer_lab.evals.opening import open_language_model
 from difftransformer_lab.evals.prompts.chat import chat_frame

@@ -212,21 +212,6 @@ def test_a_study_without_runs_has_a_page(tmp_path):
     assert "have no pair of runs with the same seed and data yet" in page
 
 
-def test_texts_under_a_licence_with_attribution_are_named_on_the_page(tmp_path):
-    def make(arm, point, seed):
-        run = record([LOSS], {LOSS.label: 1.5}, arm=arm, seed=seed)
-        mixture = [{"source": "wiki-offline:es", "weight": 1}, {"source": "python-stdlib", "weight": 1}]
-        task = {"task": "perplexity", "label": "", "options": {"text": "hf:wikitext:wikitext-2-v1:validation"}}
-        return dataclasses.replace(run, recipe=run.recipe | {"data": {"mixture": mixture}, "evaluation": [task]})
-
-    page = study_page(studied(study(["diff", "softmax"], [LOSS], 2, make)))
-    text = write_page(page, tmp_path / "wiki").read_text(encoding="utf-8")
-    assert "Lead sections of vital articles by the contributors of Wikipedia, es.wikipedia.org (CC BY-SA 4.0)." in text
-    assert "WikiText-2 (arXiv:1609.07843), from articles by the contributors of Wikipedia (CC BY-SA 4.0)." in text
-    other = study_page(studied(controls({"diff": 0.9, "twin": 0.1})))
-    assert "CC BY-SA" not in write_page(other, tmp_path / "other").read_text(encoding="utf-8")
-
-
 def test_every_arm_has_a_colour_of_its_own_in_all_studies():
     styles = arm_styles(CONTROLS, "twin")
     looks = [tuple(map(str, style.values())) for style in styles.values()]

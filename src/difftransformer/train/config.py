@@ -175,7 +175,7 @@ class CheckpointConfig:
 
     Attributes:
         asynchronous: Whether training goes on while a checkpoint is written, from a copy in the memory of the CPU.
-        timeout_seconds: Time after which a save that has not ended is given up.
+        timeout_seconds: Time after which a save that has not ended ends the run.
     """
 
     asynchronous: bool = False

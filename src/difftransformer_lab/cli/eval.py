@@ -54,7 +54,7 @@ def run(
         if recipe is None and not source.exists():
             raise ConfigError(f"{run_folder}: no {RECIPE_FILE} here to say what to evaluate on; pass --recipe FILE")
         loaded = load_recipe(source, set)
-        shards = crew.first_before_others(lambda: prepare_shards(loaded.data, log=log))
+        shards = crew.rank0_first(lambda: prepare_shards(loaded.data, log=log))
         folder = Path(out) if out else evaluations_folder(checkpoint)
         with resumable("stopped; every answer is saved"):
             results = evaluate_checkpoint(

@@ -43,6 +43,7 @@ GROUPS = {
     },
     "evaluate": {
         "eval": "Run a recipe's tasks, one task or a suite on models",
+        "maps": "Write every head's attention maps to one page",
         "check causality": "Check that a model does not look into the future",
     },
     "tools": {

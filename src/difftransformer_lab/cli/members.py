@@ -20,33 +20,33 @@ if TYPE_CHECKING:
 
 
 def run_together(
-    run: "Callable[[Processes], int]", device: str, processes: int | None, check: Callable[[], None] = lambda: None
+    run: "Callable[[Processes], int]", device: str, count: int | None, check: Callable[[], None] = lambda: None
 ) -> int:
-    """Run a command in this process, in those that torchrun has started, or in `processes` that are started here.
+    """Run a command in this process, in those that torchrun has started, or in `count` processes that are started here.
 
     Args:
         run: The command; it gets this process among the others and returns the exit status. Only the first process prints.
         device: cpu or cuda.
-        processes: Number of processes of this machine; None takes those that there are.
+        count: Number of processes of this machine; None takes those that there are.
         check: Raises for bad input, before processes start or go on.
     """
-    check_positive(processes=processes)
+    check_positive(processes=count)
     if not started_by_torchrun():
         check()
-        if (processes or 1) > 1:
+        if (count or 1) > 1:
             from .launch import launch
 
             check_device(device)
-            return launch(processes or 1, sys.argv[1:])
-    with members(device, processes) as crew:
-        if crew.count > 1:
-            with crew.together():
+            return launch(count or 1, sys.argv[1:])
+    with members(device, count) as processes:
+        if processes.count > 1:
+            with processes.fail_together():
                 check()
-        before, console.quiet = console.quiet, not crew.is_first
+        before, console.quiet = console.quiet, not processes.is_first
         try:
-            return run(crew)
+            return run(processes)
         except KeyboardInterrupt:
-            if crew.is_first:
+            if processes.is_first:
                 raise
             return EXIT_INTERRUPTED
         finally:
@@ -54,17 +54,17 @@ def run_together(
 
 
 @contextmanager
-def members(device: str, processes: int | None) -> "Iterator[Processes]":
+def members(device: str, count: int | None) -> "Iterator[Processes]":
     """Meet the processes of this command. A wrong device or number is said once."""
     from difftransformer.train.parallel import joined
 
-    if processes not in (None, count := world_size()):
+    if count not in (None, started := world_size()):
         if os.environ.get("LOCAL_RANK", "0") != "0":
             raise FailedElsewhere("the first process says why")
-        raise ConfigError(f"--processes {processes}: torchrun has started {count}; omit --processes")
-    if count == 1:
+        raise ConfigError(f"--processes {count}: torchrun has started {started}; omit --processes")
+    if started == 1:
         check_device(device)
-    with joined(device) as crew:
-        with crew.together():
+    with joined(device) as processes:
+        with processes.fail_together():
             check_device(device)
-        yield crew
+        yield processes

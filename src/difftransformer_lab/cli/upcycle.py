@@ -41,9 +41,9 @@ def run(
     check_model(model)
     import torch
 
-    from difftransformer.convert.llama import check_target, targets
-    from difftransformer.convert.upcycle import upcycle_folder
     from difftransformer.data import Tokenizer, read_documents
+    from difftransformer.families.llama import check_target, targets
+    from difftransformer.families.upcycle import upcycle_folder
     from difftransformer.hub import source_folder
     from difftransformer_lab.evals.drift import measure_drift
 

@@ -10,8 +10,8 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from difftransformer.checksums import DamagedLine
 from difftransformer.errors import CheckpointError, EvaluationError
+from difftransformer.jsonl import DamagedLine
 
 from ..results import Grid, ItemScore, Measurement
 from .journal import Journal, OtherHeader
@@ -132,7 +132,7 @@ def run_task(
         raise EvaluationError(f"{task.data_name}: nothing to ask; give more data")
     costs = [request.shown_tokens for request in task.requests]
     rank, count = (0, 1) if processes is None else (processes.rank, processes.count)
-    from_first = (lambda make: make()) if processes is None else processes.from_first
+    broadcast = (lambda make: make()) if processes is None else processes.broadcast
     kept: list[Journal] = []
 
     def found() -> dict[int, Any]:
@@ -141,7 +141,7 @@ def run_task(
             kept.append(_opened(journal, answers, f"{identity} {requests_sha256(task.requests)}", replace_others, log))
         return answers
 
-    answers = from_first(found)
+    answers = broadcast(found)
     done, total = sum(costs[index] for index in answers), sum(costs)
     ahead, shown = 0.0, done  # tokens that were computed but not answered yet; what progress was told last
     progress(done, total)
@@ -166,7 +166,7 @@ def run_task(
             done, ahead = done + costs[index], max(0.0, ahead - costs[index])
             shown = max(shown, done)
             progress(shown, total)
-    return from_first(
+    return broadcast(
         lambda: _defined(task.score(task.judge([answers[index] for index in range(len(costs))], progress)))
     )
 

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from difftransformer.acceleration import IMPLEMENTATION, AcceleratedDiffLlamaAttention, accelerate, restore
 from difftransformer.data import Tokenizer
 from difftransformer.errors import CheckpointError, ConfigError
+from difftransformer.families import IMPLEMENTATION, AcceleratedDiffLlamaAttention, accelerate, restore
 from difftransformer.hub import folder_sha256, open_model, open_tokenizer, source_folder
 from difftransformer.hub.divided import plain_class
-from difftransformer.model.dtypes import WeightsDtype
-from difftransformer.model.quiet import quietly
+from difftransformer.model.transformers_errors import quietly
 from difftransformer.train.parallel import Processes
+from difftransformer.typed import WeightsDtype
 
 from ..results import ModelIdentity
 from .models.causal import CausalLanguageModel

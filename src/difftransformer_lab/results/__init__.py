@@ -15,25 +15,7 @@ from .base import (
     Mode,
     Segment,
 )
-from .bench import (
-    AttentionShape,
-    AttentionSkip,
-    AttentionTiming,
-    Bench,
-    DiffLlamaTiming,
-    GenerationTiming,
-    GeometricMean,
-    LossShape,
-    LossTiming,
-    MemoryPoint,
-    ModelTiming,
-    ModelWork,
-    Overhead,
-    Timing,
-    TrainingSkip,
-    TrainingTiming,
-    VariantTiming,
-)
+from .bench import Bench, BenchRow, Timing
 from .evidence import (
     ChosenRate,
     RunFigure,

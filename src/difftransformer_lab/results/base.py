@@ -7,7 +7,7 @@ Cities = Literal["seen", "unseen"]
 Form = Literal["signed", "absolute", "positive"]
 Segment = Literal["first", "before", "answer", "after", "query"]
 Dtype = Literal["fp32", "bf16", "fp16"]
-Mode = Literal["forward", "backward", "forward+backward", "decode"]
+Mode = Literal["forward", "forward+backward", "decode"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,18 +5,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from difftransformer.checksums import opened, sealed
 from difftransformer.errors import DamagedResult, ResultsError
 from difftransformer.files import write_text_atomically
 from difftransformer.typed import build
 
-from .bench import RENAMED_KEYS, Bench
+from .bench import Bench
+from .checksums import opened, sealed
 from .evidence import RunRecord, StudyIndex
 from .studies import Comparison, Drift, Study, Upcycling
 from .tasks import TaskResult
 
 SCHEMA_VERSION = 1
-VERSIONS = {"comparison": 2, "upcycling": 2}
+VERSIONS = {"comparison": 2, "upcycling": 2, "bench": 2}
 """Versions of the kinds that have changed since the first release; the others are at SCHEMA_VERSION."""
 
 SHORT_KINDS = ("run",)
@@ -58,7 +58,7 @@ def read_result(path: Path | str, cls: type[T]) -> T:
         raise ResultsError(f"{path}: holds a result of kind {kind!r}, expected {expected!r}; name another file")
     newest = VERSIONS.get(kind, SCHEMA_VERSION)
     if version != newest:
-        older = version == SCHEMA_VERSION
+        older = version == SCHEMA_VERSION and kind != "bench"
         advice = f"convert it with difftransformer report {path}" if older else "use the release that wrote it"
         raise ResultsError(f"{path}: results version {version!r}, this release reads version {newest}; {advice}")
     return build(cls, result, source=str(path), error=ResultsError)
@@ -86,7 +86,7 @@ def read_document(path: Path | str) -> tuple[str, Any, Any]:
         DamagedResult: the file is not as it was written.
     """
     try:
-        document = opened(Path(path).read_bytes(), _with_current_keys)
+        document = opened(Path(path).read_bytes())
     except FileNotFoundError:
         raise ResultsError(f"{path}: no such results file; name a results.json that a command wrote") from None
     except (OSError, ValueError) as error:
@@ -96,7 +96,3 @@ def read_document(path: Path | str) -> tuple[str, Any, Any]:
     if not isinstance(document, dict) or document.keys() != {"kind", "version", "result"}:
         raise ResultsError(f"{path}: not a results file (no kind, version and result); name one that a command wrote")
     return document["kind"], document["version"], document["result"]
-
-
-def _with_current_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    return {RENAMED_KEYS.get(key, key): value for key, value in pairs}

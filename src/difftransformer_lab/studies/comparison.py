@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +46,6 @@ def compare(
 
     Raises:
         DiffTransformerError: a run failed, or a task is impossible; its message.
-        FolderInUse: another process is working on a run.
         Interrupted: a signal; every run has saved a checkpoint.
     """
     for attention_type in recipe.compare.models:
@@ -60,25 +58,23 @@ def compare(
     ]
     threads = max(1, torch.get_num_threads() // recipe.compare.jobs)
     jobs = []
-    with ExitStack() as locks:
-        for seed, model, run in runs:
-            place = run_folder(folder, model, seed)
-            lock = locks.enter_context(locked(place))
+    for seed, model, run in runs:
+        place = run_folder(folder, model, seed)
+        with locked(place, wait=True):  # as its process does, which ends soon after this one if this one is killed
             start_run(place, run)
-            done = is_done(place, run, tasks, log)
-            title = f"{label(model)}, seed {seed}"
-            job = Job(
-                label=title,
-                folder=place,
-                shards=shards.folders,
-                steps=run.training.steps,
-                threads=threads,
-                lock=lock,
-                done=done,
-            )
-            jobs.append(job)
-        log(f"training {len(jobs)} runs, {recipe.compare.jobs} at a time with {threads} threads each")
-        run_jobs(jobs, at_once=recipe.compare.jobs, progress=progress)
+        done = is_done(place, run, tasks, log)
+        title = f"{label(model)}, seed {seed}"
+        job = Job(
+            label=title,
+            folder=place,
+            shards=shards.folders,
+            steps=run.training.steps,
+            threads=threads,
+            done=done,
+        )
+        jobs.append(job)
+    log(f"training {len(jobs)} runs, {recipe.compare.jobs} at a time with {threads} threads each")
+    run_jobs(jobs, at_once=recipe.compare.jobs, progress=progress)
     log("measuring cost")
     runs.sort(key=lambda run: recipe.compare.models.index(run[1]))
     results = [run_result(folder, model, run, tasks) for _, model, run in runs]

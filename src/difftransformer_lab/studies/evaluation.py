@@ -75,7 +75,7 @@ def evaluate_checkpoint(
         CheckpointError: the folder holds no model, or a damaged one.
         FolderInUse: another process is working in the folder, and `wait` is False.
     """
-    tasks = processes.first_before_others(lambda: draw_tasks(recipe, shards))
+    tasks = processes.rank0_first(lambda: draw_tasks(recipe, shards))
     # A recipe may ask beyond the trained context. A study's own models are small, and rows side by side are faster for them
     # than a common prefix, but not for a pretrained model.
     with (
@@ -96,7 +96,7 @@ def evaluate_checkpoint(
                 f"{checkpoint}: vocabulary of {vocabulary}, but the recipe's tokenizer has {wanted} tokens; pass the recipe "
                 "that the model was trained with"
             )
-        found = processes.from_first(lambda: found_results(folder, recipe, tasks, log))
+        found = processes.broadcast(lambda: found_results(folder, recipe, tasks, log))
         for spec in recipe.evaluation:
             result = found.get(spec.name)
             if result is None or result.model.fingerprint != opened.identity.fingerprint:

@@ -11,18 +11,17 @@ from typing import Any
 import yaml
 from transformers import AutoConfig
 
-from difftransformer.convert.checkpoint_io import naming_config
 from difftransformer.data import DataConfig
-from difftransformer.data.installed import installed_source
+from difftransformer.data.installed import STDLIB
 from difftransformer.data.synthetic import PREFIX
 from difftransformer.errors import ConfigError, DataError
 from difftransformer.families import DifferentialFamilyConfig
+from difftransformer.families.checkpoint_io import naming_config
 from difftransformer.files import write_text_atomically
 from difftransformer.model import DiffTransformerConfig, count, matching_width, preset
-from difftransformer.model.dtypes import WeightsDtype
 from difftransformer.reading import parse_yaml, read_json
 from difftransformer.train import LogsConfig, ParallelConfig, TrainingConfig, checkpoints
-from difftransformer.typed import build, short, unknown_key
+from difftransformer.typed import WeightsDtype, build, short, unknown_key
 
 from ..evals.tasks import task_kind
 from ..recipe_files import check_name, read_recipe
@@ -208,9 +207,8 @@ class Recipe:
         return [
             f"{key}: {value} does not exist"
             for key, value in named
-            if value not in ("bpe", "byte")
+            if value not in ("bpe", "byte", STDLIB)
             and not value.startswith(("hf:", "hf-stream:", "ids:", PREFIX))
-            and installed_source(value) is None
             and not Path(value).exists()
         ]
 
@@ -313,7 +311,7 @@ def override(document: dict[str, Any], key: str, value: Any, *, said: str) -> No
     Args:
         document: The recipe.
         key: Dotted key, such as training.steps; below `evaluation` a task's name and one of its options.
-        value: The value; null takes a task out.
+        value: The value; null takes a task out, and a field of the model back to its default.
         said: What messages call the change.
 
     Raises:
@@ -332,7 +330,10 @@ def override(document: dict[str, Any], key: str, value: Any, *, said: str) -> No
         place = place.setdefault(parent, {})
         if not isinstance(place, dict):
             raise ConfigError(f"{said}: {parent} is not a mapping in the recipe")
-    place[last] = value
+    if value is None and parents == ["model"]:  # the model's default, which may depend on its other fields
+        place.pop(last, None)
+    else:
+        place[last] = value
 
 
 def _task_options(specs: list[Any], name: str, said: str) -> dict[str, Any]:

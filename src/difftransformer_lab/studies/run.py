@@ -14,12 +14,13 @@ import torch
 
 from difftransformer.data import Shards, Tokenizer, prepare_shards
 from difftransformer.errors import EXIT_ERROR, EXIT_INTERRUPTED, CheckpointError, ConfigError, DiffTransformerError
-from difftransformer.hub import open_unfilled
+from difftransformer.files import locked
+from difftransformer.hub import open_deferred
 from difftransformer.model import DiffTransformerConfig, DiffTransformerForCausalLM
 from difftransformer.train import Interrupted, checkpoints, train
-from difftransformer.train.heap import keep_freed_memory
-from difftransformer.train.parallel import Mesh, Processes, Unfilled
+from difftransformer.train.parallel import DeferredModel, Mesh, Processes
 from difftransformer.train.run_summary import RECIPE_FILE
+from difftransformer.train.speed import keep_freed_memory
 
 from ..evals.engine import Task
 from ..results import TaskResult
@@ -59,9 +60,10 @@ def train_run(
     folder: Path, recipe: Recipe, shards: Shards, *, mesh: Mesh | None = None, **options: Any
 ) -> DiffTransformerForCausalLM:
     """Train the recipe's model in a run folder, or continue where it was stopped; in one process if there is no mesh."""
+    keep_freed_memory()
     mesh = mesh or Mesh(parallel=recipe.parallel)
     with ExitStack() as stack:
-        with mesh.processes.together():
+        with mesh.processes.fail_together():
             start = _start(recipe, shards.tokenizer, stack, verify=mesh.processes.is_first)
             config = _new_config(recipe, shards.tokenizer) if start is None else start.network.config
         return train(recipe.training, config, shards, folder, start=start, mesh=mesh, logs=recipe.logs, **options)
@@ -76,7 +78,7 @@ def _new_config(recipe: Recipe, tokenizer: Tokenizer) -> DiffTransformerConfig:
     )
 
 
-def _start(recipe: Recipe, tokenizer: Tokenizer, stack: ExitStack, *, verify: bool) -> Unfilled | None:
+def _start(recipe: Recipe, tokenizer: Tokenizer, stack: ExitStack, *, verify: bool) -> DeferredModel | None:
     """Return the model that training starts from, or None. Its files stay open with `stack`.
 
     Raises:
@@ -94,7 +96,7 @@ def _start(recipe: Recipe, tokenizer: Tokenizer, stack: ExitStack, *, verify: bo
             )
         return _of_another_length(own, recipe) if recipe.model else own
 
-    return stack.enter_context(open_unfilled(recipe.start_from, adapt, verify=verify))
+    return stack.enter_context(open_deferred(recipe.start_from, adapt, verify=verify))
 
 
 def _of_another_length(own: DiffTransformerConfig, recipe: Recipe) -> DiffTransformerConfig:
@@ -136,16 +138,16 @@ def main(arguments: list[str]) -> int:
     folder, threads, device = Path(arguments[0]), int(arguments[1]), arguments[2]
     made = [Path(word) for word in arguments[3:]]
     torch.set_num_threads(threads)
-    keep_freed_memory()
     try:
         recipe = load_recipe(folder / RECIPE_FILE)
         shards = prepare_shards(recipe.data, made=made)
-        if not is_trained(folder, recipe):
-            train_run(folder, recipe, shards, mesh=Mesh(Processes(device=device), recipe.parallel))
-        newest = checkpoints(folder)[-1]
-        evaluate_checkpoint(
-            newest, recipe, shards, evaluations_folder(newest), wait=True, device=device
-        )  # for `eval RUN`
+        with locked(folder, wait=True):
+            if not is_trained(folder, recipe):
+                train_run(folder, recipe, shards, mesh=Mesh(Processes(device=device), recipe.parallel))
+            newest = checkpoints(folder)[-1]
+            evaluate_checkpoint(
+                newest, recipe, shards, evaluations_folder(newest), wait=True, device=device
+            )  # for `eval RUN`
     except Interrupted as stopped:
         sys.stderr.write(f"{stopped}\n")
         return EXIT_INTERRUPTED

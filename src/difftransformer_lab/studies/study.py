@@ -4,16 +4,15 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
 
 import torch
 
-from difftransformer.convert.upcycle import upcycle_folder
 from difftransformer.data import Shards, prepare_shards
 from difftransformer.errors import ConfigError, EvaluationError
+from difftransformer.families.upcycle import upcycle_folder
 from difftransformer.files import locked
 from difftransformer.hub import folder_sha256, source_folder
 
@@ -222,7 +221,6 @@ class Study:
 
         Raises:
             DiffTransformerError: a run failed, or a task is impossible; its message.
-            FolderInUse: another process is working on a run.
             Interrupted: a signal; every run has saved a checkpoint.
         """
         for runs in (self.design.reported(self.rates()), self.design.tuning):  # what needs no tuning decides soonest
@@ -271,28 +269,24 @@ class Study:
             for other in jobs:
                 other.expected_seconds = self.store.seconds(by_folder[other.folder], here)
 
-        with ExitStack() as locks:
-            for asked, run in missing.items():
-                prepared = self.prepared(run)
-                where = folder / "runs" / f"{run.arm}-seed{run.seed}-{asked[:10]}"
-                lock = locks.enter_context(locked(where))
+        for asked, run in missing.items():
+            prepared = self.prepared(run)
+            where = folder / "runs" / f"{run.arm}-seed{run.seed}-{asked[:10]}"
+            with locked(where, wait=True):  # a run of a study that was killed ends soon
                 start_run(where, prepared.recipe)
-                by_folder[where] = run
-                job = Job(
-                    label=run.title,
-                    folder=where,
-                    shards=prepared.shards.folders,
-                    steps=run.recipe.training.steps,
-                    threads=threads,
-                    device=device,
-                    lock=lock,
-                    expected_seconds=self.store.seconds(run, here),
-                    done=is_done(where, prepared.recipe, prepared.tasks, self._log),
-                )
-                if job.done:  # it ended, and the study was killed before it could keep the record
-                    keep(job)
-                jobs.append(job)
-            self._log(
-                f"training {sum(not job.done for job in jobs)} runs, {at_once} at a time with {threads} threads each"
+            by_folder[where] = run
+            job = Job(
+                label=run.title,
+                folder=where,
+                shards=prepared.shards.folders,
+                steps=run.recipe.training.steps,
+                threads=threads,
+                device=device,
+                expected_seconds=self.store.seconds(run, here),
+                done=is_done(where, prepared.recipe, prepared.tasks, self._log),
             )
-            run_jobs(jobs, at_once=at_once, progress=progress, on_done=keep)
+            if job.done:  # it ended, and the study was killed before it could keep the record
+                keep(job)
+            jobs.append(job)
+        self._log(f"training {sum(not job.done for job in jobs)} runs, {at_once} at a time with {threads} threads each")
+        run_jobs(jobs, at_once=at_once, progress=progress, on_done=keep)

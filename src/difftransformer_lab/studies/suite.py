@@ -128,8 +128,8 @@ def _result(
 ) -> TaskResult:
     """Return the result that is there, if data, options and model are still the same, or else ask the model."""
     options = spec.built()
-    task = processes.first_before_others(lambda: task_kind(spec.task).make(options, setting_of(model)))
-    kept = processes.from_first(lambda: stored_result(folder / f"{spec.name}.json", spec.task, options, task, log))
+    task = processes.rank0_first(lambda: task_kind(spec.task).make(options, setting_of(model)))
+    kept = processes.broadcast(lambda: stored_result(folder / f"{spec.name}.json", spec.task, options, task, log))
     if kept is not None and kept.model.fingerprint == model.identity.fingerprint:
         return kept
     return evaluate_task(

@@ -75,7 +75,7 @@ def evaluate_task(
     label = label or name
     if task is None:
         log(f"{label}: reading data")
-        task = processes.first_before_others(lambda: task_kind(name).make(options, setting_of(model)))
+        task = processes.rank0_first(lambda: task_kind(name).make(options, setting_of(model)))
     scores = run_task(
         model.language_model,
         task,

@@ -3,16 +3,15 @@
 import dataclasses
 import hashlib
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 from transformers import AutoConfig
 
 from difftransformer.attention import label
-from difftransformer.convert.upcycle import upcycle_folder
 from difftransformer.data import Shards, prepare_shards
 from difftransformer.errors import ConfigError
+from difftransformer.families.upcycle import upcycle_folder
 from difftransformer.files import locked
 from difftransformer.hub import folder_sha256, source_folder
 from difftransformer_lab.evals.drift import measure_drift
@@ -54,7 +53,6 @@ def upcycling_study(
 
     Raises:
         DiffTransformerError: the source cannot be converted, or a run failed; its message.
-        FolderInUse: another process is working on a run.
         Interrupted: a signal; every run has saved a checkpoint.
     """
     if recipe.start_from is not None:
@@ -80,19 +78,16 @@ def upcycling_study(
     runs = {name: dataclasses.replace(recipe, start_from=str(place)) for name, place in models.items()}
     jobs = []
     threads = max(1, torch.get_num_threads() // recipe.compare.jobs)
-    with ExitStack() as locks:
-        for name, run in runs.items():
-            at = run_folder(folder, name, recipe.training.seed)
-            lock = locks.enter_context(locked(at))
+    for name, run in runs.items():
+        at = run_folder(folder, name, recipe.training.seed)
+        with locked(at, wait=True):
             start_run(at, run)
-            done = is_done(at, run, tasks, log)
-            steps = recipe.training.steps
-            job = Job(
-                label=_label(name), folder=at, shards=shards.folders, steps=steps, threads=threads, lock=lock, done=done
-            )
-            jobs.append(job)
-        log(f"training {len(jobs)} models, {recipe.compare.jobs} at a time")
-        run_jobs(jobs, at_once=recipe.compare.jobs, progress=progress)
+        done = is_done(at, run, tasks, log)
+        steps = recipe.training.steps
+        job = Job(label=_label(name), folder=at, shards=shards.folders, steps=steps, threads=threads, done=done)
+        jobs.append(job)
+    log(f"training {len(jobs)} models, {recipe.compare.jobs} at a time")
+    run_jobs(jobs, at_once=recipe.compare.jobs, progress=progress)
     ends = [run_result(folder, name, run, tasks) for name, run in runs.items()]
     result = _collect(recipe, source, folder, models, ends, drift, before)
     write_result(result, folder / RESULTS_FILE)

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from difftransformer.data.hub import errors_only
-from difftransformer.data.records import files_sha256
+from difftransformer.data.records import errors_only, files_sha256
 from difftransformer.errors import ConfigError, EvaluationError
 
 from ...results import ItemScore, Measurement

@@ -139,8 +139,7 @@ def _made_section(evidence: Evidence) -> Section:
     if reference:
         words = f"That of {evidence.reference.label} in the first setting; the table of arms says what differs."
         texts.append(("Recipe", words, recipe_text(reference[0].recipe)))
-    notes = [f"Text: {words} (CC BY-SA 4.0)." for words in evidence.attributions()]
-    return Section(slug="made", title="How this was made", notes=notes, texts=texts)
+    return Section(slug="made", title="How this was made", texts=texts)
 
 
 def studies_page(studies: Sequence[Studied]) -> Page:

@@ -7,7 +7,6 @@ from itertools import product
 from pathlib import Path
 
 from difftransformer.errors import ResultsError
-from difftransformer.sources import attribution
 from difftransformer_lab.results import RunRecord, StudyArm, StudyIndex, StudyMember, read_document, read_result
 
 Point = tuple[str, ...]
@@ -91,15 +90,6 @@ class Evidence:
             for point in self.points:
                 for seed, run in sorted(self.at(arm.name, point).items()):
                     yield arm, point, seed, run
-
-    def attributions(self) -> list[str]:
-        """Return whom the texts are by that the runs read, where a licence asks to say so."""
-        sources = set()
-        for _, _, _, run in self.every_run():
-            data = run.recipe.get("data", {})
-            sources |= {data.get("source") or "", *(one["source"] for one in data.get("mixture", ()))}
-            sources |= {str(task["options"].get("text", "")) for task in run.recipe.get("evaluation", ())}
-        return sorted({words for source in sources if (words := attribution(source))})
 
 
 def read_evidence(path: Path | str) -> Evidence:

@@ -1,0 +1,58 @@
+"""difftransformer maps."""
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from difftransformer.errors import ConfigError
+from difftransformer.sources import check_model
+from difftransformer.typed import WeightsDtype
+
+from .arguments import check_device, check_positive
+from .console import log, show
+
+ARGUMENTS = {"prompt": {"nargs": "?", "help": "The text. Defaults to one in which a number must be found."}}
+
+
+def run(
+    model: str,
+    prompt: str | None = None,
+    beside: str | None = None,
+    out: str | None = None,
+    tokens: int = 128,
+    device: str = "cpu",
+    dtype: WeightsDtype = "auto",
+) -> int:
+    """Write the attention maps of every head to one HTML page, which a browser opens from disk.
+
+    Args:
+        model: Run folder (its newest checkpoint), checkpoint, folder of any causal language model that transformers opens
+            without custom code, .gguf file, or owner/name on the Hugging Face hub.
+        beside: A second model to compare with, such as the twin.
+        out: The page; evals/MODEL/maps.html by default.
+        tokens: Most tokens of the text, up to 1024. What follows is cut off, and the page says so.
+        device: cpu or cuda.
+        dtype: Dtype of the weights; auto keeps the one in which they were saved.
+    """
+    check_positive(tokens=tokens)
+    check_device(device)
+    if prompt is not None and not prompt:
+        raise ConfigError("the prompt is empty; give a text")
+    names = [name for name in (model, beside) if name is not None]
+    for name in names:
+        check_model(name)
+    from difftransformer.hub import open_model, open_tokenizer, source_folder
+    from difftransformer.model.transformers_errors import quietly
+
+    from ..explorer import maps
+
+    pairs: list[Any] = []
+    with ExitStack() as stack, quietly():
+        for name in names:
+            folder = stack.enter_context(source_folder(name))
+            pairs.append((open_model(folder, dtype=dtype).to(device), open_tokenizer(folder)))
+        page = maps(*pairs[0], prompt, *pairs[1:], tokens=tokens, names=tuple(names))
+    path = page.save(out or Path("evals", Path(model).resolve().name, "maps.html"))
+    log(f"{len(page.html) / 1e6:.2f} MB")
+    show(f"{path}: open it in a browser")
+    return 0

@@ -1,0 +1,182 @@
+"""The explorer's page: maps packed into one HTML file with its style and script, which asks no server for anything.
+
+A model is one block of base64 in the page, a zlib stream of
+
+    4 bytes     length of the JSON text, little-endian
+    JSON        name, tokens, and for each layer its heads, its maps of a head and its lambdas
+    n bytes     low bytes of all weights, which are counts of 1 / levels
+    n bytes     their high bytes
+
+The weights are ordered (row, layer, head, map, key): row t has t + 1 keys. Rows of one length have weights of one size, which
+compress well together.
+"""
+
+import base64
+import html
+import json
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from difftransformer.attention import label
+from difftransformer.data import Tokenizer
+from difftransformer.errors import ConfigError
+from difftransformer.files import write_text_atomically
+
+from .capture import LayerMaps, capture
+
+TOKENS, MOST_TOKENS = 128, 1024
+LEVELS = (2048, 1024)
+"""Weights are rounded to 1/2048, or to 1/1024 in a model that would be larger than MOST_CHARACTERS. The error of A1 or A2 is half
+of it, and that of A1 - lambda A2 below 1e-3 for |lambda| <= 1."""
+MOST_CHARACTERS = 1_400_000
+DEFAULT_PROMPT = """\
+The grass is green. The sky is blue. The sun is yellow.
+The special magic Lisbon number is: 42
+Here we go. There and back again.
+The special magic Oslo number is: 63
+The grass is green. The sky is blue.
+The special magic Lisbon number is:"""
+
+_FRAME = '<iframe srcdoc="{}" title="Attention maps" sandbox="allow-scripts" style="width: 100%; height: 900px; border: 0"></iframe>'
+
+
+@dataclass(frozen=True)
+class Page:
+    """A page of maps. A notebook shows it where it is the value of a cell.
+
+    Attributes:
+        html: The whole file.
+    """
+
+    html: str
+
+    def save(self, path: Path | str) -> Path:
+        """Write the page, and return its path. Its folder is made if it is missing."""
+        path = Path(path)
+        write_text_atomically(path, self.html)
+        return path
+
+    def _repr_html_(self) -> str:
+        return _FRAME.format(html.escape(self.html))
+
+
+def maps(
+    model: Any,
+    tokenizer: Any,
+    prompt: str | None = None,
+    beside: Any = None,
+    *,
+    tokens: int = TOKENS,
+    names: tuple[str, ...] = (),
+) -> Page:
+    """Draw the attention maps of every head for a text: A1, A2 and A1 - lambda A2, or the one map of other models.
+
+    The text is one row that begins with the token that begins a text, like a document in training.
+
+    Args:
+        model: A causal language model with the interface of transformers.
+        tokenizer: Its tokenizer, as transformers or `difftransformer.data` opens it.
+        prompt: The text; None takes one in which a number must be found.
+        beside: A second model to compare with, or a pair (model, tokenizer) if it has another tokenizer.
+        tokens: Most tokens of the text, up to 1024; the rest is cut off, which no map of a causal model depends on.
+        names: What to call the models on the page; their architectures by default.
+
+    Raises:
+        ConfigError: The prompt has no token, tokens is out of range, or a token is not in the model's vocabulary.
+        EvaluationError: See `capture.capture`.
+    """
+    if not 2 <= tokens <= MOST_TOKENS:
+        raise ConfigError(f"tokens={tokens}: give 2 to {MOST_TOKENS}")
+    text = DEFAULT_PROMPT if prompt is None else prompt
+    pairs = [(model, tokenizer)]
+    if beside is not None:
+        pairs.append(beside if isinstance(beside, tuple) else (beside, tokenizer))
+    blocks = []
+    for index, (network, own) in enumerate(pairs):
+        ids, begins = _encoded(own, text)
+        positions = getattr(network.config.get_text_config(), "max_position_embeddings", None) or tokens
+        shown = ids[: min(tokens, positions)]
+        _check_vocabulary(network, shown)
+        layers = capture(network, torch.tensor([shown], device=network.device))
+        kind = label(getattr(network.config, "attention_type", None) or type(network).__name__)
+        facts = {"name": names[index] if index < len(names) else type(network).__name__, "kind": kind}
+        facts |= {"tokens": _pieces(own, shown), "whole": len(ids), "begins": begins}
+        blocks.append(packed(layers, facts))
+    return Page(_filled(blocks))
+
+
+def packed(layers: list[LayerMaps], facts: Mapping[str, Any]) -> str:
+    """Return the base64 block of a model, whose JSON text has these facts about it beside its layers."""
+    shapes = [
+        {"heads": one.rows[0].shape[0], "maps": one.rows[0].shape[1], "lambda": _short(one.lam)} for one in layers
+    ]
+    for levels in LEVELS:
+        counts = np.concatenate(
+            [np.rint(one.rows[t] * levels).ravel() for t in range(len(layers[0].rows)) for one in layers]
+        )
+        planes = counts.astype("<u2").view(np.uint8).reshape(-1, 2)
+        header = json.dumps({**facts, "levels": levels, "layers": shapes}, separators=(",", ":")).encode()
+        squeeze = zlib.compressobj(6, zlib.DEFLATED, zlib.MAX_WBITS, zlib.DEF_MEM_LEVEL, zlib.Z_FILTERED)
+        content = len(header).to_bytes(4, "little") + header + planes[:, 0].tobytes() + planes[:, 1].tobytes()
+        block = base64.b64encode(squeeze.compress(content) + squeeze.flush()).decode()
+        if len(block) <= MOST_CHARACTERS:
+            break
+    return block
+
+
+def _short(lam: Any) -> list[list[float]] | None:
+    return None if lam is None else [[round(float(value), 5) for value in head] for head in lam]
+
+
+def _filled(blocks: list[str]) -> str:
+    """Return the page with style, script and models in their places."""
+    page, style, script = (
+        Path(__file__).with_name(name).read_text(encoding="utf-8") for name in ("page.html", "style.css", "explorer.js")
+    )
+    models = "\n".join(f'<script type="text/plain" class="packed">{block}</script>' for block in blocks)
+    for place, content in (("/* style */", style), ("<!-- models -->", models), ("/* script */", script)):
+        page = page.replace(place, content, 1)
+    return page
+
+
+def _encoded(tokenizer: Any, text: str) -> tuple[list[int], bool]:
+    """Return the ids of a text with the token that begins it, and whether there is such a token."""
+    if isinstance(tokenizer, Tokenizer):
+        begin, ids = tokenizer.begin_of_text, tokenizer.encode(text)
+    else:
+        begin = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+        ids = tokenizer(text, add_special_tokens=False).input_ids
+    if not ids:
+        raise ConfigError("the prompt has no tokens; give a text")
+    return ([*ids], False) if begin is None else ([begin, *ids], True)
+
+
+def _pieces(tokenizer: Any, ids: list[int]) -> list[str]:
+    """Return the text of each token: what it adds to the text before it, since some tokenizers drop a space at the start."""
+
+    def decode(part: list[int]) -> str:
+        if isinstance(tokenizer, Tokenizer):
+            return tokenizer.decode(part)
+        return str(tokenizer.decode(part, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    pieces, before = [], ""
+    for count in range(1, len(ids) + 1):
+        whole = decode(ids[:count])
+        added = whole[len(before) :] if whole.startswith(before) else ""
+        pieces.append(added or decode(ids[count - 1 : count]))
+        before = whole
+    return pieces
+
+
+def _check_vocabulary(network: Any, ids: list[int]) -> None:
+    rows = network.get_input_embeddings().num_embeddings
+    if max(ids) >= rows:
+        raise ConfigError(
+            f"the tokenizer gives token {max(ids)}, and the model has {rows}; they do not belong together"
+        )
