@@ -59,7 +59,7 @@ def divide(config: Any, weights: WeightsReader, *, dtype: WeightsDtype, processe
         ConfigError: There is one process only, or as in `deferred`.
     """
     if processes.count == 1:
-        raise ConfigError("--divide_weights true: there is one process; add --processes N, or omit it")
+        raise ConfigError("--divide-weights true: there is one process; add --processes N, or omit it")
     model = deferred(config, weights, dtype=dtype)
     network = model.network
     vectors = {parameter for parameter in network.parameters() if parameter.dim() < 2}
@@ -91,7 +91,7 @@ def _names(network: Any, weights: WeightsReader) -> dict[str, str]:
         if found is None or tuple(weights.shapes[found]) != shape:
             raise CheckpointError(
                 f"{weights.folder}: weight {name} of shape {list(shape)} is missing or of another shape; save the model "
-                "again. Where transformers renames weights as it opens them, omit --divide_weights"
+                "again. Where transformers renames weights as it opens them, omit --divide-weights"
             )
         names[name] = found
     if unknown := sorted(weights.shapes.keys() - set(names.values()) - tied.keys()):

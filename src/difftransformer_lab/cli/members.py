@@ -1,4 +1,7 @@
-"""Commands that several processes run together: started by `--processes`, or by torchrun."""
+"""Commands that several processes run: started by `--processes`, or by torchrun.
+
+A process that fails says why and ends, and torchrun ends the others.
+"""
 
 import os
 import sys
@@ -6,25 +9,23 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from difftransformer.errors import ConfigError, FailedElsewhere
+from difftransformer.errors import EXIT_INTERRUPTED, ConfigError, FailedElsewhere
 from difftransformer.torchrun import started_by_torchrun, world_size
 
 from .arguments import check_device, check_positive
+from .console import console
 
 if TYPE_CHECKING:
     from difftransformer.train.parallel import Processes
 
 
 def run_together(
-    run: "Callable[[Processes], int]",
-    device: str,
-    count: int | None,
-    check: Callable[[], None] = lambda: None,
+    run: "Callable[[Processes], int]", device: str, count: int | None, check: Callable[[], None] = lambda: None
 ) -> int:
     """Run a command in this process, in those that torchrun has started, or in `count` processes that are started here.
 
     Args:
-        run: The command; it gets this process among the others and returns the exit status.
+        run: The command; it gets this process among the others and returns the exit status. Only the first process prints.
         device: cpu or cuda.
         count: Number of processes of this machine; None takes those that there are.
         check: Raises for bad input, before processes start or go on.
@@ -41,7 +42,15 @@ def run_together(
         if processes.count > 1:
             with processes.fail_together():
                 check()
-        return run(processes)
+        before, console.quiet = console.quiet, not processes.is_first
+        try:
+            return run(processes)
+        except KeyboardInterrupt:
+            if processes.is_first:
+                raise
+            return EXIT_INTERRUPTED
+        finally:
+            console.quiet = before
 
 
 @contextmanager

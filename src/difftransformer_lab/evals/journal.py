@@ -8,11 +8,7 @@ from difftransformer.jsonl import DamagedLine, RowWriter, read_rows
 
 
 class OtherHeader(Exception):
-    """The first row of a journal, `met`, is not the header that its reader expects."""
-
-    def __init__(self, met: dict[str, Any]) -> None:
-        super().__init__(f"the first row is {met}")
-        self.met = met
+    """The first row of a journal is not the header that its reader expects."""
 
 
 class Journal:
@@ -44,7 +40,7 @@ class Journal:
                 except (KeyError, TypeError, ValueError):
                     raise DamagedLine(number) from None
             elif row != header:
-                raise OtherHeader(row)
+                raise OtherHeader(f"the first row is {row}")
             self._missing_header, whole = None, end
         self._rows = RowWriter(path, keep_bytes=whole, sync_seconds=sync_seconds)
 

@@ -1,6 +1,6 @@
 """The HTML report: one self-contained page, with its figures and tables beside it as SVG, PNG and CSV files.
 
-`compare`, `upcycle --train` and `eval suite` write the same page: a study has sections on its training, its models and its
+`compare`, `upcycle --train` and `eval SUITE` write the same page: a study has sections on its training, its models and its
 cost around the sections of its tasks, a suite has those of its tasks alone.
 """
 

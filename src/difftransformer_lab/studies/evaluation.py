@@ -62,7 +62,8 @@ def evaluate_checkpoint(
         folder: Folder for results, FOLDER/NAME.json.
         wait: Whether to wait for another process that is working in the folder.
         device: cpu or cuda.
-        processes, divide_weights: See `open_language_model`. The first process writes.
+        processes: This process and the others, each with the model. The first one writes.
+        divide_weights: Whether they divide the weights of one model.
         progress_bar: Opens a progress bar with a label.
         log: Called with what is being done.
 
@@ -85,8 +86,7 @@ def evaluate_checkpoint(
             batch_tokens=recipe.evaluation_batch_tokens,
             context_tokens=UNBOUNDED,
             prefix_caching=recipe.start_from is not None,
-            processes=processes,
-            divide_weights=divide_weights,
+            divided_by=processes if divide_weights else None,
         ) as opened,
         processes.locked(folder, wait=wait),
     ):

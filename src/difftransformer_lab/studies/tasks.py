@@ -101,9 +101,8 @@ def evaluate_task(
         grids=scores.grids,
         gaps=scores.gaps,
     )
-    with processes.fail_together():
-        if processes.is_first:
-            write_result(result, folder / f"{label}.json")
+    if processes.is_first:
+        write_result(result, folder / f"{label}.json")
     return result
 
 
