@@ -395,7 +395,7 @@ def test_the_verb(tmp_path, capsys, monkeypatch):
         "Attention, forward+backward",
         "Attention, decode",
         "geometric",
-        "6 of 6, about 1 min left: attention",
+        "8 of 8, about 1 min left: attention",
     ):
         assert said in text
     assert (tmp_path / "attention.svg").read_text().startswith("<?xml")
