@@ -12,19 +12,17 @@ from typing import Any, Literal
 
 from difftransformer.errors import ConfigError
 from difftransformer.reading import is_plain_name
-from difftransformer.typed import build, unknown_key
+from difftransformer.typed import ASIDE, build, plain, unknown_key
 
 from ..recipe_files import check_name, read_mapping, read_recipe, shipped_recipes
 from ..results import OWN_BEST, Change, ChosenRate, StudyArm, StudyAxis, StudyFigure, groups_of
 from .plan import load_plan
-from .recipe import MOST_SEEDS, Recipe, override, parsed_change, recipe_dict, recipe_from
+from .recipe import MOST_SEEDS, Recipe, override, parsed_change, recipe_from
 
 IDENTITY_VERSION = 1
 UPCYCLED = "upcycled to "
 """What start_from and data.tokenizer of a planned run begin with, where they name a model that the study makes."""
 LEARNING_RATE = "training.optimizer.learning_rate"
-NOT_PART_OF_A_RUN = ("name", "compare", "parallel", "logs", "evaluation_batch_tokens")
-NOT_PART_OF_TRAINING = ("checkpoint", "checkpoint_every", "keep_checkpoints", "keep_every", "keep_steps")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -457,14 +455,9 @@ def identity(recipe: Recipe) -> str:
 
     It is computed from the recipe as this release reads it, so that an option that is new keeps the runs before it.
     """
-    plain = recipe_dict(recipe)
-    for name in NOT_PART_OF_A_RUN:
-        del plain[name]
-    for name in NOT_PART_OF_TRAINING:
-        plain["training"].pop(name, None)
-    del plain["data"]["folder"]
-    plain["evaluation"] = [[spec.name, spec.task, asdict(spec.built())] for spec in recipe.evaluation]
-    text = json.dumps([IDENTITY_VERSION, plain], sort_keys=True, default=list)
+    document = plain(recipe, without=[ASIDE])
+    document["evaluation"] = [[spec.name, spec.task, asdict(spec.built())] for spec in recipe.evaluation]
+    text = json.dumps([IDENTITY_VERSION, document], sort_keys=True, default=list)
     return hashlib.sha256(text.encode()).hexdigest()
 
 

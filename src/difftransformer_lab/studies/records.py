@@ -15,13 +15,14 @@ from difftransformer.errors import DiffTransformerError, ResultsError
 from difftransformer.model import count
 from difftransformer.train import read_metrics
 from difftransformer.train.metrics import METRICS_FILE, StepMetrics
+from difftransformer.typed import ASIDE, plain
 
 from ..evals.engine import Task
 from ..results import Curve, Environment, RunFigure, RunRecord, TaskResult, read_result, write_result
 from ..results.curves import spikes
 from .design import PlannedRun, identity, kind, place
 from .environment import environment, now
-from .recipe import Recipe, recipe_dict, recipe_from
+from .recipe import Recipe, recipe_from
 from .run import run_results
 
 RUNS = "runs"
@@ -140,12 +141,8 @@ def run_record(
 
 
 def portable(recipe: Recipe) -> dict[str, Any]:
-    """Return a recipe as plain data without what belongs to this machine or to other commands."""
-    plain = recipe_dict(recipe)
-    for name in ("compare", "parallel"):
-        del plain[name]
-    del plain["data"]["folder"]
-    return plain
+    """Return a recipe as plain data, without what belongs to this machine or to other commands."""
+    return {"name": recipe.name, **plain(recipe, without=[ASIDE])}
 
 
 def _figures(task: str, result: TaskResult) -> Iterator[RunFigure]:
