@@ -139,4 +139,4 @@ def toy_shards(toy_text, _toy_shards_folder):
 def warm_children(monkeypatch):
     """The package's own processes start with torch loaded, which takes half of their seconds. Memory is not to be measured."""
     for module in ("bench.memory", "studies.jobs"):
-        monkeypatch.setattr(f"difftransformer.{module}.start_child", fresh.start_child)
+        monkeypatch.setattr(f"difftransformer_lab.{module}.start_child", fresh.start_child)

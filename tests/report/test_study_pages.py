@@ -12,21 +12,20 @@ import yaml
 
 from difftransformer_lab.cli import report as command
 from difftransformer_lab.plots.style import COLOURS, MORE_COLOURS, REFERENCE_COLOUR, arm_styles
-from difftransformer_lab.report.evidence import (
+from difftransformer_lab.report import (
     Studied,
     judge,
     read_claims,
     read_studies,
     studied,
-    study_page,
     write_evidence,
 )
-from difftransformer_lab.report.evidence.answers import shared_words
-from difftransformer_lab.report.evidence.claims import Claim, ClaimTest, Explored, Named
-from difftransformer_lab.report.evidence.pages import brief_answer, studies_page
-from difftransformer_lab.report.evidence.studied import with_shared
+from difftransformer_lab.report.answers import shared_words
+from difftransformer_lab.report.claims import Claim, ClaimTest, Explored, Named
 from difftransformer_lab.report.page import Page as ReportPage
 from difftransformer_lab.report.page import all_tables, write_page
+from difftransformer_lab.report.studied import with_shared
+from difftransformer_lab.report.study_page import brief_answer, studies_page, study_page
 from difftransformer_lab.report.tables import Group, Table
 from difftransformer_lab.results import (
     Change,

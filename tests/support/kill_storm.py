@@ -306,9 +306,10 @@ class CompareStorm(Storm):
         self.counts["while importing"] = self.counts.get("while importing", 0) + (self.importing and bool(children))
 
     def result(self, out):
-        from difftransformer_lab.results import Comparison, TaskResult, read_result
+        from difftransformer_lab.results import StudyIndex, TaskResult, read_result
 
-        runs = {run.run: run for run in read_result(out / "results.json", Comparison).runs}
+        members = read_result(out / "results.json", StudyIndex).members
+        runs = [f"runs/{member.arm}-seed{member.seed}" for member in members]
         bits = {name: run_bits(out / name) for name in runs}
         figures = {}
         for name in runs:
