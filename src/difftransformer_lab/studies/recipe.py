@@ -297,7 +297,7 @@ def override(document: dict[str, Any], key: str, value: Any, *, said: str) -> No
     Args:
         document: The recipe.
         key: Dotted key, such as training.steps; below `evaluation` a task's name and one of its options.
-        value: The value; null takes a task out.
+        value: The value; null takes a task out, and a field of the model back to its default.
         said: What messages call the change.
 
     Raises:
@@ -316,7 +316,10 @@ def override(document: dict[str, Any], key: str, value: Any, *, said: str) -> No
         place = place.setdefault(parent, {})
         if not isinstance(place, dict):
             raise ConfigError(f"{said}: {parent} is not a mapping in the recipe")
-    place[last] = value
+    if value is None and parents == ["model"]:  # the model's default, which may depend on its other fields
+        place.pop(last, None)
+    else:
+        place[last] = value
 
 
 def _task_options(specs: list[Any], name: str, said: str) -> dict[str, Any]:
