@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from difftransformer.errors import ResultsError
+from difftransformer.files import write_text_atomically
 from difftransformer_lab.results import (
     SCHEMA_VERSION,
     AttentionTiming,
@@ -23,7 +24,6 @@ from difftransformer_lab.results import (
     summary_rows,
     title_of,
     write_result,
-    write_text_atomically,
 )
 from tests.support.environment import ENVIRONMENT
 

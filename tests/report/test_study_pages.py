@@ -195,11 +195,13 @@ def test_the_command_writes_the_same_pages_each_time_and_removes_old_tables(tmp_
     for file in files:
         assert (tmp_path / "again" / file.relative_to(folder)).read_bytes() == file.read_bytes()
     save(dataclasses.replace(evidence, index=dataclasses.replace(evidence.index, figures=[LOSS])), tmp_path / "records")
-    assert command.run(str(path), out=str(folder)) == 0
-    assert capsys.readouterr().out.count("Report: ") == 3
+    assert command.run(str(tmp_path / "records"), out=str(folder)) == 0
+    assert command.run(str(path), out=str(tmp_path / "alone")) == 0
+    assert (tmp_path / "alone" / "tables" / "differences.csv").is_file()
+    assert capsys.readouterr().out.count("Report: ") == 4
     names = {file.name for file in (folder / "controls-laptop" / "tables").iterdir()}
     assert not [name for name in names if re.search("retrieval|steps", name)]
-    assert {"held-out-loss.csv", "held-out-loss.md", "held-out-loss.tex"} <= names
+    assert {"differences.csv", "differences.md", "differences.tex"} <= names
 
 
 def test_a_study_without_runs_has_a_page(tmp_path):

@@ -355,7 +355,7 @@ def test_a_study_is_read_back_from_its_files(tmp_path):
     with pytest.raises(ResultsError, match="of arm 'nobody'"):
         read_evidence(path)
     write_result(dataclasses.replace(evidence.index, reference="nobody"), path)
-    with pytest.raises(ResultsError, match="the reference 'nobody' is no arm"):
+    with pytest.raises(ResultsError, match="the reference 'nobody' is not an arm"):
         read_evidence(path)
 
 
