@@ -22,7 +22,7 @@ CODE_COLOUR, DISK_COLOUR = "#eaf2f8", "#fdf2e3"
 
 PACKAGES = {
     "cli": "one file per command",
-    "studies": "compare, upcycle --train, suites",
+    "studies": "designs, runs, records; suites",
     "hub": "open and export saved models",
     "report": "tables and pages from results files",
     "train": "loop, checkpoints",
@@ -118,8 +118,8 @@ TOKEN = (
         "compare",
     ),
     Step(
-        "report/page.py",
-        "write_report",
+        "report/study_page.py",
+        "write_study",
         "draws figures and tables",
         "reports/NAME/\nindex.html, figures/, tables/",
         "report",

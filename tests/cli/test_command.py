@@ -17,7 +17,7 @@ import yaml
 from difftransformer import DiffTransformerForCausalLM, __version__
 from difftransformer.train import checkpoints
 from difftransformer_lab.cli.main import VERBS, main, module_name, verbs
-from difftransformer_lab.results import VERSIONS, TaskResult, read_result
+from difftransformer_lab.results import TaskResult, read_result
 
 
 @pytest.fixture(autouse=True)
@@ -353,17 +353,16 @@ def test_eval_of_what_is_no_model(fails, run, toy_file, tmp_path):
         (None, "no such results file"),
         ("", "not a results file"),
         ("{}", "not a results file"),
-        ({"kind": "task", "version": 1, "result": {}}, "kind 'task', expected comparison or upcycling"),
-        ({"kind": "comparison", "version": 99, "result": {}}, "results version 99, this release reads version 2"),
-        ({"kind": "comparison", "version": VERSIONS["comparison"], "result": {"name": 3}}, "missing"),
-        ({"kind": "comparison", "version": 1, "result": {"name": 3}}, "a damaged result of release 0.1.0"),
+        ({"kind": "task", "version": 1, "result": {}}, "kind 'task', expected 'study'"),
+        ({"kind": "study", "version": 99, "result": {}}, "results version 99, this release reads version 1"),
+        ({"kind": "study", "version": 1, "result": {"name": "a"}}, "missing"),
     ],
 )
-def test_report_of_what_is_no_comparison(fails, tmp_path, document, message):
+def test_report_of_what_is_not_a_study(fails, tmp_path, document, message):
     path = tmp_path / "results.json"
     if document is not None:
         path.write_text(document if isinstance(document, str) else json.dumps(document))
-    line = fails("report", tmp_path)
+    line = fails("report", path)
     assert str(path) in line
     assert message in line
 

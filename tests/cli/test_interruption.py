@@ -12,7 +12,7 @@ import yaml
 
 from difftransformer.train import checkpoints, read_metrics
 from difftransformer_lab.cli.main import main
-from difftransformer_lab.results import Comparison, TaskResult, read_result
+from difftransformer_lab.results import RunRecord, TaskResult, read_result
 from difftransformer_lab.studies import recipe_from, save_recipe
 from difftransformer_lab.studies.run import main as run_main
 
@@ -148,12 +148,11 @@ def test_compare_stopped_and_killed_goes_on_with_the_same_results(toy, tmp_path,
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr("difftransformer_lab.studies.comparison.measure_costs", lambda *args, **options: [])
     assert main([str(word) for word in command]) == 0
-    result = read_result(study / "results.json", Comparison)
-
-    for run, found in zip(runs, result.runs, strict=True):
+    for run, model in zip(runs, ("diff", "softmax"), strict=True):
+        found = read_result(run / "record.json", RunRecord)
         reference = tmp_path / "reference" / run.name
         reference.mkdir(parents=True)
-        recipe = recipe_from(toy, source="toy").with_model(found.model).with_seed(0)
+        recipe = recipe_from(toy, source="toy").with_model(model).with_seed(0)
         save_recipe(recipe, reference / "config.yaml")
         assert run_main([str(reference), "1", "cpu"]) == 0
         assert losses(run) == losses(reference)

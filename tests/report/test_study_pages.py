@@ -12,21 +12,20 @@ import yaml
 
 from difftransformer_lab.cli import report as command
 from difftransformer_lab.plots.style import COLOURS, MORE_COLOURS, REFERENCE_COLOUR, arm_styles
-from difftransformer_lab.report.evidence import (
+from difftransformer_lab.report import (
     Studied,
     judge,
     read_claims,
     read_studies,
     studied,
-    study_page,
     write_evidence,
 )
-from difftransformer_lab.report.evidence.answers import shared_words
-from difftransformer_lab.report.evidence.claims import Claim, ClaimTest, Explored, Named
-from difftransformer_lab.report.evidence.pages import brief_answer, studies_page
-from difftransformer_lab.report.evidence.studied import with_shared
+from difftransformer_lab.report.answers import shared_words
+from difftransformer_lab.report.claims import Claim, ClaimTest, Explored, Named
 from difftransformer_lab.report.page import Page as ReportPage
 from difftransformer_lab.report.page import all_tables, write_page
+from difftransformer_lab.report.studied import with_shared
+from difftransformer_lab.report.study_page import brief_answer, studies_page, study_page
 from difftransformer_lab.report.tables import Group, Table
 from difftransformer_lab.results import (
     Change,
@@ -196,11 +195,13 @@ def test_the_command_writes_the_same_pages_each_time_and_removes_old_tables(tmp_
     for file in files:
         assert (tmp_path / "again" / file.relative_to(folder)).read_bytes() == file.read_bytes()
     save(dataclasses.replace(evidence, index=dataclasses.replace(evidence.index, figures=[LOSS])), tmp_path / "records")
-    assert command.run(str(path), out=str(folder)) == 0
-    assert capsys.readouterr().out.count("Report: ") == 3
+    assert command.run(str(tmp_path / "records"), out=str(folder)) == 0
+    assert command.run(str(path), out=str(tmp_path / "alone")) == 0
+    assert (tmp_path / "alone" / "tables" / "differences.csv").is_file()
+    assert capsys.readouterr().out.count("Report: ") == 4
     names = {file.name for file in (folder / "controls-laptop" / "tables").iterdir()}
     assert not [name for name in names if re.search("retrieval|steps", name)]
-    assert {"held-out-loss.csv", "held-out-loss.md", "held-out-loss.tex"} <= names
+    assert {"differences.csv", "differences.md", "differences.tex"} <= names
 
 
 def test_a_study_without_runs_has_a_page(tmp_path):

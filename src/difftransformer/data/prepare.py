@@ -22,6 +22,7 @@ from typing import Any
 from ..errors import ConfigError, DataError
 from ..files import locked, write_text_atomically
 from ..reading import read_json
+from ..typed import ASIDE
 from .chat import ChatTemplate
 from .documents import AnyDocument, Example
 from .needles import CITIES_SEEN, NeedleFormat
@@ -69,7 +70,7 @@ class DataConfig:
     needle_words: int = 0
     validation_share: float = 0.02
     split_seed: int = 0
-    folder: str = DEFAULT_FOLDER
+    folder: str = field(default=DEFAULT_FOLDER, metadata=ASIDE)
 
     def __post_init__(self) -> None:
         if self.source.startswith(PREFIX):

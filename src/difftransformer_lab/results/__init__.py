@@ -12,26 +12,16 @@ from .base import (
     Dtype,
     Environment,
     Form,
+    IntervalMethod,
     Mode,
+    PairedDifference,
     Segment,
+    Statistic,
 )
 from .bench import Bench, BenchRow, Timing
-from .evidence import (
-    ChosenRate,
-    RunFigure,
-    RunRecord,
-    StudyArm,
-    StudyAxis,
-    StudyFigure,
-    StudyIndex,
-    StudyMember,
-    figure_of,
-    measured,
-    reached_at,
-)
+from .curves import Curve
 from .files import (
     SCHEMA_VERSION,
-    VERSIONS,
     kept_result,
     read_document,
     read_result,
@@ -40,18 +30,23 @@ from .files import (
 from .plans import OWN_BEST, Change, Contrast, Question, RegisteredPlan, StudyPlan, Term
 from .settings import Group, Point, groups_of, own_best
 from .studies import (
+    ArmSize,
     BaselineNll,
-    Comparison,
+    ChosenRate,
     CostRow,
-    Curve,
     Drift,
-    MetricComparison,
-    ModelSummary,
-    PairedDifference,
-    RunResult,
-    Statistic,
-    Study,
+    RunFigure,
+    RunRecord,
+    StudyArm,
+    StudyAxis,
+    StudyFigure,
+    StudyIndex,
+    StudyMember,
     Upcycling,
+    figure_of,
+    headline_figures,
+    measured,
+    reached_at,
 )
 from .tasks import (
     DataIdentity,

@@ -21,17 +21,18 @@ from difftransformer.train import Interrupted, checkpoints, train
 from difftransformer.train.parallel import DeferredModel, Mesh, Processes
 from difftransformer.train.run_summary import RECIPE_FILE
 from difftransformer.train.speed import keep_freed_memory
+from difftransformer.typed import ADJUSTABLE, ASIDE, plain
 
 from ..evals.engine import Task
 from ..results import TaskResult
 from .evaluation import evaluate_checkpoint, evaluations_folder, found_results
-from .recipe import Recipe, load_recipe, recipe_dict, save_recipe
+from .recipe import Recipe, load_recipe, save_recipe
 
 
 def start_run(folder: Path, recipe: Recipe) -> None:
     """Put a recipe into a run folder; a run in a folder with checkpoints continues if its recipe trains the same.
 
-    `parallel`, `training.accumulation` and the place of the shards may change.
+    Fields that are `ASIDE` or `ADJUSTABLE` may change.
 
     Raises:
         CheckpointError: The folder holds a run of another recipe; the message names the first difference.
@@ -40,19 +41,13 @@ def start_run(folder: Path, recipe: Recipe) -> None:
     if not path.exists() or not checkpoints(folder):
         save_recipe(recipe, path)
         return
-    before, after = recipe_dict(load_recipe(path)), recipe_dict(recipe)
-    for document in (before, after):
-        del document["data"]["folder"]  # where shards lie does not change what is trained
-    has_changed = before != after
-    for document in (before, after):  # nor does how checkpoints are written, or what follows the next fault
-        del document["training"]["checkpoint"], document["training"]["nonfinite"]
-        del document["training"]["accumulation"]  # the batch is the same, and sums are rounded otherwise
-    for part in ("model", "data", "training", "start_from"):
-        if difference := _difference(before[part], after[part], part):
-            raise CheckpointError(
-                f"{folder}: holds a run of another recipe ({difference}); choose another --out, or delete the folder"
-            )
-    if has_changed:
+    there = load_recipe(path)
+    before, after = (plain(one, without=[ASIDE, ADJUSTABLE]) for one in (there, recipe))
+    if difference := _difference(before, after):
+        raise CheckpointError(
+            f"{folder}: holds a run of another recipe ({difference}); choose another --out, or delete the folder"
+        )
+    if there != recipe:
         save_recipe(recipe, path)
 
 
@@ -166,10 +161,10 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _difference(before: object, after: object, key: str) -> str | None:
+def _difference(before: object, after: object, key: str = "") -> str | None:
     if isinstance(before, dict) and isinstance(after, dict):
-        for name in before.keys() | after.keys():
-            if found := _difference(before.get(name), after.get(name), f"{key}.{name}"):
+        for name in before | after:
+            if found := _difference(before.get(name), after.get(name), f"{key}.{name}".removeprefix(".")):
                 return found
         return None
     return None if before == after else f"{key} was {before!r} and is now {after!r}"

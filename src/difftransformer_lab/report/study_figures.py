@@ -8,11 +8,14 @@ from typing import Any
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import BoundaryNorm, ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
 
-from difftransformer_lab.plots import seeds
-from difftransformer_lab.plots.style import (
+from ..plots import seeds
+from ..plots.style import (
     COLOURS,
     REFERENCE_COLOUR,
     STYLE,
@@ -22,15 +25,15 @@ from difftransformer_lab.plots.style import (
     finish,
     legend_above,
 )
-from difftransformer_lab.report.evidence.answers import quantity, title_of
-from difftransformer_lab.report.evidence.comparisons import Compared, paired_seeds, row_of
-from difftransformer_lab.report.evidence.contrasts import DECIDED, Finding
-from difftransformer_lab.report.evidence.reading import Evidence, Point
-from difftransformer_lab.report.evidence.scaling import Scaling
-from difftransformer_lab.report.evidence.studied import Studied
-from difftransformer_lab.report.evidence.tables import HELD_OUT, TRAINING, slug_of
-from difftransformer_lab.results import Curve, StudyFigure
-from difftransformer_lab.statistics import paired_difference
+from ..results import Curve, StudyFigure
+from ..statistics import paired_difference
+from .answers import quantity, title_of
+from .comparisons import Compared, paired_seeds, row_of
+from .contrasts import DECIDED, Finding
+from .reading import Evidence, Point
+from .scaling import Scaling
+from .studied import Studied
+from .study_tables import HELD_OUT, TRAINING, slug_of
 
 _COLUMNS = 3
 _CURVE_COLUMNS = 4
@@ -74,8 +77,8 @@ def draw_arms(evidence: Evidence, rows: Sequence[Compared]) -> Drawing | None:
             ax.set_xlabel(f"minus {evidence.reference.label}{unit}")
         caption = (
             f"Each arm minus {evidence.reference.label}, the grey line. Pale dots: single seeds. Marker: their mean, filled "
-            "where the interval excludes zero. Bar: 95 % Student t interval, each for itself, with an arrow where it leaves "
-            "the panel."
+            f"where the interval excludes zero. Bar: 95 % {'' if evidence.has_one_seed else 'Student t '}interval, each for "
+            "itself, with an arrow where it leaves the panel."
         )
         if evidence.has_settings:
             caption += f" Means over {len(evidence.points)} settings."
@@ -290,6 +293,53 @@ def draw_positions(evidence: Evidence) -> Drawing | None:
         return finish("positions", "Held-out loss by position", caption, canvas, False)
 
 
+def draw_lambda(evidence: Evidence) -> Drawing | None:
+    """Draw lambda of each layer over training, and its start and end by layer; None where no arm has a lambda."""
+    point = evidence.points[-1]
+    found = [
+        (arm, table) for arm in evidence.index.arms if (table := _lambda_table(evidence, arm.name, point)) is not None
+    ]
+    if not found:
+        return None
+    styles = styles_of(evidence)
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(WIDTH_INCHES, 3.7 * len(found)), layout="constrained")
+        panels = figure.subplots(
+            len(found), 2, squeeze=False, sharey="row", width_ratios=(3, 2), gridspec_kw={"wspace": 0.1}
+        )
+        for (left, right), (arm, (steps, values)) in zip(panels, found, strict=True):
+            mean = values.mean(0)
+            layers = mean.shape[1]
+            colours = ListedColormap(matplotlib.colormaps["viridis"](np.linspace(0.0, 0.88, layers)))
+            for layer in range(layers):
+                left.plot(steps, mean[:, layer], color=colours(layer), linewidth=1.4 if layers <= 12 else 1.0)
+            norm = BoundaryNorm(np.arange(layers + 1) - 0.5, layers)
+            bar = figure.colorbar(ScalarMappable(norm, colours), ax=left, label="layer", pad=0.01, aspect=30)
+            bar.set_ticks(sorted({round(tick) for tick in np.linspace(0, layers - 1, min(layers, 8))}))
+            bar.ax.minorticks_off()
+            left.set_title(f"{arm.label}: over training", loc="left")
+            left.set_xlabel("training step")
+            left.set_ylabel("lambda")
+            right.plot(range(layers), mean[0], color="#777777", linestyle=":", marker=".", label=f"step {steps[0]:g}")
+            colour = styles[arm.name]["color"]
+            if len(values) > 1:
+                low, high = values[:, -1].min(0), values[:, -1].max(0)
+                right.fill_between(range(layers), low, high, color=colour, alpha=0.2, linewidth=0)
+            right.plot(range(layers), mean[-1], color=colour, marker="o", markersize=4, label=f"step {steps[-1]:g}")
+            right.set_title("by layer", loc="left")
+            right.set_xlabel("layer (from 0)")
+            right.xaxis.set_major_locator(MaxNLocator(integer=True))
+            right.legend(loc="best")
+        without = [arm.label for arm in evidence.index.arms if arm not in [one for one, _ in found]]
+        caption = (
+            f"Lambda, the weight of the second softmax map{_at_words(evidence, point)}. Left: a line for each layer, mean over "
+            "seeds. It starts near lambda_init (0.8 - 0.6 exp(-0.3 layer) in the paper's V1). Right: first and last point by "
+            "layer, with the band from the smallest to the largest seed."
+        )
+        caption += f" {' and '.join(without)}: no lambda." if without else ""
+        return finish("lambda", "Lambda by layer", caption, figure, False)
+
+
 def draw_scaling(evidence: Evidence, scaling: Scaling) -> Drawing | None:
     """Draw the losses over size and over tokens with their fitted power laws."""
     names = list(dict.fromkeys(trend.axis.name for trend in scaling.trends))
@@ -372,6 +422,18 @@ def _handles(evidence: Evidence, styles: Styles) -> list[Line2D]:
 def _band(evidence: Evidence, arm: str, point: Point, name: str) -> seeds.Band | None:
     curves: list[Curve] = [run.curves[name] for run in evidence.at(arm, point).values() if name in run.curves]
     return seeds.band(curves) if curves else None
+
+
+def _lambda_table(evidence: Evidence, arm: str, point: Point) -> tuple[np.ndarray, np.ndarray] | None:
+    """Return lambda over training: steps (S,) and values (seeds, S, layers); None for a model without lambda."""
+    runs = list(evidence.at(arm, point).values())
+    layers = 0
+    while runs and all(f"lambda {layers}" in run.curves for run in runs):
+        layers += 1
+    by_layer = [seeds.common_values([run.curves[f"lambda {layer}"] for run in runs]) for layer in range(layers)]
+    if not by_layer or not by_layer[0][0].size:
+        return None
+    return by_layer[0][0], np.stack([values for _, values in by_layer], axis=-1)
 
 
 def _by_position(evidence: Evidence, arm: str, point: Point) -> dict[tuple[int, int], dict[int, float]]:

@@ -3,14 +3,13 @@
 from dataclasses import fields, is_dataclass
 from typing import Any, Literal
 
-from difftransformer_lab.report.evidence.answers import direction_words, shortest, two_digits
-from difftransformer_lab.report.evidence.contrasts import FEWEST_SEEDS, SIGN_FLIP_SEEDS, Finding, Registration
-from difftransformer_lab.report.evidence.studied import Studied
-from difftransformer_lab.report.page import recipe_text
-from difftransformer_lab.report.tables import Group, Table, decimals_for, fixed, p_text
-from difftransformer_lab.report.verdict import Verdict
-from difftransformer_lab.results import StudyPlan
-from difftransformer_lab.statistics import MOST_EXACT_SEEDS
+from ..results import StudyPlan
+from ..statistics import MOST_EXACT_SEEDS
+from .answers import direction_words, shortest, two_digits
+from .contrasts import FEWEST_SEEDS, SIGN_FLIP_SEEDS, Finding, Registration
+from .page import Verdict, recipe_text
+from .studied import Studied
+from .tables import Group, Table, decimals_for, fixed, p_text
 
 
 def question_verdicts(study: Studied) -> list[Verdict]:

@@ -8,25 +8,37 @@ from typing import Any
 
 import numpy as np
 
-from difftransformer_lab.report.evidence.answers import at_words, decimals, edge_words, quantity, share_text, title_of
-from difftransformer_lab.report.evidence.comparisons import Compared, paired_seeds, row_of, timed_seeds
-from difftransformer_lab.report.evidence.reading import Evidence, Point
-from difftransformer_lab.report.evidence.scaling import Amount, Scaling
-from difftransformer_lab.report.tables import NOT_MEASURED, Group, Table, fixed, significant
-from difftransformer_lab.results import RunRecord, StudyArm, StudyFigure, figure_of
-from difftransformer_lab.statistics import mean_and_standard_error, paired_difference
+from ..results import RunRecord, StudyArm, StudyFigure, figure_of
+from ..statistics import mean_and_standard_error, paired_difference
+from .answers import ITEM_WORDS, at_words, decimals, edge_words, quantity, share_text, title_of
+from .comparisons import Compared, paired_seeds, row_of, timed_seeds
+from .reading import Evidence, Point
+from .scaling import Amount, Scaling
+from .tables import NOT_MEASURED, Group, Table, fixed, significant
 
 TRAINING, HELD_OUT = "train_loss_nats", "validation_loss_nats"
 NOT_REACHED = "not reached"
 MARK = "*"
 """Beside an interval that excludes zero, and beside the learning rate that was chosen."""
 
+MOST_ARMS = 3
+"""Differences of more arms than these have no room beside their means."""
+
 PAPER_NEEDS = {"size": "62 %", "tokens": "64 %"}
 _LAST_SHARE = 0.1
 """The training loss at the end is the mean over this share of its points: one batch says little."""
 
-_UNCOMPARED = ("seed", "name", "run")
+_UNCOMPARED = ("seed", "name")
 """Keys of a recipe that differ between runs without telling arms apart."""
+
+
+def result_tables(evidence: Evidence, rows: Sequence[Compared]) -> list[Table]:
+    """Return every figure of every arm: in one table where arms are few, else as means and a table for each figure."""
+    figures = evidence.index.figures
+    if len(evidence.index.arms) <= MOST_ARMS and not any(one.paper or one.reaches is not None for one in figures):
+        return [differences_table(evidence, rows)]
+    every = [figure_table(evidence, rows, figure) for figure in figures]
+    return [overview_table(evidence, rows), *(table for table in every if table.rows)]
 
 
 def overview_table(evidence: Evidence, rows: Sequence[Compared]) -> Table:
@@ -44,10 +56,39 @@ def overview_table(evidence: Evidence, rows: Sequence[Compared]) -> Table:
         Group(_with_unit(figure.label, figure), ("mean", "standard error", "excludes zero"), "judged")
         for figure in figures
     ]
-    notes = ["Mean \u00b1 standard error over seeds.", mark_words(evidence)]
-    if evidence.has_settings:
-        notes.append(f"Means over {len(evidence.points)} settings.")
-    return Table("overview", "All figures", tuple(groups), cells, notes)
+    return Table("overview", "All figures", tuple(groups), cells, _notes(evidence))
+
+
+def differences_table(evidence: Evidence, rows: Sequence[Compared]) -> Table:
+    """Return a row for each figure: its mean in every arm, and the difference of each arm to the reference."""
+    figures = [figure for figure in evidence.index.figures if any(row.figure is figure for row in rows)]
+    cells = []
+    for figure in figures:
+        line, places = [figure.label, figure.unit, figure.better], decimals(rows, figure)
+        found = {arm.name: row_of(rows, figure.label, arm.name, ()) for arm in evidence.index.arms}
+        for row in found.values():
+            line += [NOT_MEASURED, ""] if row is None else _mean_cells(row, places)
+        for arm in evidence.others:
+            row = found[arm.name]
+            line += _difference_cells(row, places, evidence.reference)[:4] if row else [""] * 4
+        cells.append(line)
+    groups = [Group("figure", ("name", "unit", "better"), "described", numeric=False)]
+    groups += [Group(arm.label, ("mean", "standard error"), "mean") for arm in evidence.index.arms]
+    groups += [
+        Group(f"{arm.label} minus {evidence.reference.label}", ("mean", "low", "high", "excludes zero"), "marked")
+        for arm in evidence.others
+    ]
+    return Table("differences", "All figures", tuple(groups), cells, _notes(evidence))
+
+
+def _seed_words(evidence: Evidence) -> list[str]:
+    return [ITEM_WORDS if evidence.has_one_seed else "Mean \u00b1 standard error over seeds."]
+
+
+def _notes(evidence: Evidence) -> list[str]:
+    baselines = [f"A {one.name} model has {fixed(one.bits_per_byte, 4)} bits/byte." for one in evidence.index.baselines]
+    settings = [f"Means over {len(evidence.points)} settings."] if evidence.has_settings else []
+    return [*_seed_words(evidence), mark_words(evidence), *baselines, *settings]
 
 
 def is_marked(row: Compared) -> bool:
@@ -102,11 +143,8 @@ def figure_table(evidence: Evidence, rows: Sequence[Compared], figure: StudyFigu
                     *(_paper_cells(figure, arm, reference) if papers else []),
                 ]
             )
-    notes = [
-        "Mean \u00b1 standard error over seeds. Differences are taken seed by seed, on the same data; brackets: 95 % Student t "
-        "interval, each for itself.",
-        mark_words(evidence),
-    ]
+    words = "Differences are taken seed by seed, on the same data; brackets: 95 % Student t interval, each for itself."
+    notes = [" ".join([*_seed_words(evidence), *([] if evidence.has_one_seed else [words])]), mark_words(evidence)]
     if figure.reaches is not None:
         notes.append(
             "A run that does not reach the level counts with its last step; where no run does, there is no mean."
@@ -251,6 +289,101 @@ def equal_time_differences(evidence: Evidence, arm: StudyArm) -> list[float]:
             losses = [float(np.interp(ended / seconds, curve.steps, curve.values)) for seconds, curve in curves]
             by_seed.setdefault(seed, []).append(losses[0] - losses[1])
     return [fmean(found) for found in by_seed.values()]
+
+
+def measured_costs_table(evidence: Evidence) -> Table:
+    """Return each model's cost, with the ratio to the reference wherever both were measured."""
+    costs = evidence.index.costs
+    twin = next((row for row in costs if row.model == evidence.index.reference), None)
+    memory = ("peak_training_bytes", "weights_and_kv_bytes_4k", "weights_and_kv_bytes_64k")
+    largest = max((getattr(row, name) or 0 for row in costs for name in memory), default=0)
+    size = ("GiB", 2.0**-30) if largest >= 10 * 2**30 else ("MiB", 2.0**-20)  # one for all, so that columns compare
+    columns = [
+        ("parameters", "parameters", "M", 1e-6),
+        ("training step", "train_step_seconds", "ms", 1e3),
+        ("prefill", "prefill_tokens_per_second", "tokens/s", 1.0),
+        ("decode", "decode_tokens_per_second", "tokens/s", 1.0),
+        ("training peak memory", "peak_training_bytes", *size),
+        ("weights + KV at 4k", "weights_and_kv_bytes_4k", *size),
+        ("weights + KV at 64k", "weights_and_kv_bytes_64k", *size),
+    ]
+    groups = [Group("model", numeric=False)]
+    groups += [Group(f"{title} ({unit})", ("value", "ratio"), "ratio") for title, _, unit, _ in columns]
+    rows = []
+    for cost in costs:
+        row = [cost.label]
+        for _, name, _, scale in columns:
+            value, against = getattr(cost, name), getattr(twin, name) if twin else None
+            row.append(NOT_MEASURED if value is None else significant(value * scale))
+            row.append(f"{value / against:.2f}" if value is not None and against and cost is not twin else "")
+        rows.append(row)
+    notes = [f"Measured in turns in one process. In brackets: times the figure of {evidence.reference.label}."]
+    if any(value == NOT_MEASURED for row in rows for value in row):
+        notes.append("Parameters, and weights + KV, are by formula; what is not measured was not run here.")
+    return Table("measured_costs", "Measured cost", tuple(groups), rows, notes)
+
+
+def sizes_table(evidence: Evidence) -> Table:
+    """Return the size of each arm's model, and its cost by formula."""
+    rows = [
+        [
+            evidence.arm(size.arm).label,
+            size.attention_type,
+            str(size.parameters),
+            str(size.train_flops_per_token),
+            str(size.kv_bytes_per_token),
+        ]
+        for size in evidence.index.sizes
+    ]
+    titles = ("attention type", "parameters", "training FLOPs a token", "KV cache bytes a token")
+    groups = [Group("arm", numeric=False), *(Group(title, numeric=title != titles[0]) for title in titles)]
+    return Table("sizes", "Sizes", tuple(groups), rows)
+
+
+def upcycling_table(study: Evidence, compared: Sequence[Compared]) -> Table:
+    """Return a row for each arm: its new parameters, the drift of its logits, and each figure before and after training."""
+    upcycling = study.index.upcycling
+    assert upcycling is not None
+    parameters = {size.arm: size.parameters for size in study.index.sizes}
+    before = {(one.task, one.name, repr(one.at)): one.value for one in upcycling.before}
+    told = [
+        (figure, before[key])
+        for figure in study.index.figures
+        if (key := (figure.task, figure.name, repr(figure.at))) in before and figure.unit != "bits/byte"
+    ]
+    groups = (
+        Group("model", numeric=False),
+        Group("parameters"),
+        Group("added"),
+        Group("largest logit difference at the start"),
+        Group("same greedy tokens"),
+        *(Group(f"{figure.label} before and after") for figure, _ in told),
+        Group("seconds a step"),
+    )
+    rows = []
+    for arm in study.index.arms:
+        drift, plain = upcycling.drift[arm.name], parameters[study.index.reference]
+        after = [row_of(compared, figure.label, arm.name, ()) for figure, _ in told]
+        runs = [run for one, _, _, run in study.every_run() if one is arm]
+        steps = [run.train_seconds / run.curves[TRAINING].steps[-1] for run in runs]
+        rows.append(
+            [
+                arm.label,
+                f"{parameters[arm.name]:,}",
+                f"{(parameters[arm.name] - plain) / plain:.1%}",
+                f"{drift.largest_logit_difference:.1e}",
+                f"{drift.greedy_same_tokens} of {drift.greedy_tokens}",
+                *(
+                    f"{fixed(value, 4)}, {fixed(row.statistic.mean, 4) if row else NOT_MEASURED}"
+                    for (_, value), row in zip(told, after, strict=True)
+                ),
+                f"{fmean(steps):.1f}" if steps else NOT_MEASURED,
+            ]
+        )
+    tokens = upcycling.drift[study.index.reference].tokens
+    trained = max((run.train_tokens for _, _, _, run in study.every_run()), default=0)
+    title = f"{upcycling.source} trained on for {trained:,} tokens"
+    return Table("upcycling", title, groups, rows, [f"Logits on {tokens} tokens, fp32."])
 
 
 def needs_table(scaling: Scaling) -> Table:

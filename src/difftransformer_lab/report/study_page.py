@@ -1,10 +1,11 @@
 """The page of a study, and the page of all studies with the index of claims."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from difftransformer_lab.report.evidence import drawings, questions, tables
-from difftransformer_lab.report.evidence.answers import (
+from ..plots.seeds import Pooled, pooled
+from . import questions, study_figures, study_tables
+from .answers import (
     answers,
     brief_explored,
     changes_words,
@@ -12,11 +13,11 @@ from difftransformer_lab.report.evidence.answers import (
     progress_words,
     shared_words,
 )
-from difftransformer_lab.report.evidence.claims import Judged, judge, read_claims
-from difftransformer_lab.report.evidence.reading import Evidence
-from difftransformer_lab.report.evidence.studied import Studied
-from difftransformer_lab.report.page import Page, Section, recipe_text, write_page
-from difftransformer_lab.report.tables import Group, Table
+from .claims import Judged, judge, read_claims
+from .page import Page, Section, Verdict, no_gap, recipe_text, task_section, write_page
+from .reading import Evidence
+from .studied import Studied
+from .tables import Group, Table
 
 CLAIMS_NOTE = (
     "Only contrasts of registered plans say anything for or against a claim. Reproduced here: one is decided for it and none "
@@ -25,6 +26,11 @@ CLAIMS_NOTE = (
     "Beside: what an effect is due to. What was only explored decides nothing. Nothing here says what holds at the paper's "
     "scale."
 )
+
+
+def write_study(study: Studied, folder: Path, *, on_gap: Callable[[str], None] = no_gap) -> Path:
+    """Write the page of one study, `folder/index.html`; `on_gap` is called with each figure that it lacks."""
+    return write_page(study_page(study), folder, on_gap=on_gap)
 
 
 def write_evidence(studies: Sequence[Studied], folder: Path) -> Path:
@@ -38,7 +44,7 @@ def write_evidence(studies: Sequence[Studied], folder: Path) -> Path:
         The path of `index.html`.
     """
     for study in studies:
-        write_page(study_page(study), folder / study.evidence.slug)
+        write_study(study, folder / study.evidence.slug)
     return write_page(studies_page(studies), folder)
 
 
@@ -46,27 +52,30 @@ def study_page(study: Studied) -> Page:
     """Build the page of a study."""
     evidence, rows = study.evidence, study.rows
     index = evidence.index
-    rates = tables.rates_table(evidence)
+    rates = study_tables.rates_table(evidence)
     tuning = [Section(slug="tuning", title="Learning rates", tables=[rates])] if rates else []
     sections = [_plan_section(study), *tuning] if index.plan else []
     sections.append(_result_section(study))
+    if index.upcycling:
+        table = study_tables.upcycling_table(evidence, rows)
+        sections.append(Section(slug="upcycling", title="Before and after", tables=[table]))
     if study.scaling:
         scaling = study.scaling
-        shown = [tables.needs_table(scaling), tables.laws_table(scaling)] if scaling.needs else []
-        drawing = drawings.draw_scaling(evidence, scaling)
+        shown = [study_tables.needs_table(scaling), study_tables.laws_table(scaling)] if scaling.needs else []
+        drawing = study_figures.draw_scaling(evidence, scaling)
         sections.append(Section(slug="scaling", title="Power laws", drawing=drawing, tables=shown, gaps=scaling.gaps))
     if evidence.has_settings:
         for figure in index.figures:
-            drawing = drawings.draw_axes(evidence, rows, figure)
+            drawing = study_figures.draw_axes(evidence, rows, figure)
             if drawing:
-                every = tables.figure_table(evidence, rows, figure, whole=False)
+                every = study_tables.figure_table(evidence, rows, figure, whole=False)
                 sections.append(
                     Section(slug=drawing.name, title=f"{drawing.title}, by setting", drawing=drawing, details=every)
                 )
-    losses = tables.losses_table(evidence)
+    losses = study_tables.losses_table(evidence)
     if losses:
         is_long = len(losses.rows) > 2 * len(index.arms)
-        drawing = drawings.draw_losses(evidence)
+        drawing = study_figures.draw_losses(evidence)
         shown = [] if is_long else [losses]
         sections.append(
             Section(
@@ -77,19 +86,27 @@ def study_page(study: Studied) -> Page:
                 details=losses if is_long else None,
             )
         )
-    positions = drawings.draw_positions(evidence)
+    learned = study_figures.draw_lambda(evidence)
+    if learned:
+        sections.append(Section(slug=learned.name, title=learned.title, drawing=learned))
+    tasks = _task_sections(evidence)
+    sections += tasks
+    positions = None if tasks else study_figures.draw_positions(evidence)
     if positions:
         sections.append(Section(slug=positions.name, title=positions.title, drawing=positions))
     if evidence.runs:
-        sections.append(Section(slug="cost", title="Parameters and time", tables=[tables.costs_table(evidence)]))
+        costs = [study_tables.costs_table(evidence)]
+        costs += [study_tables.measured_costs_table(evidence)] if index.costs else []
+        sections.append(Section(slug="cost", title="Parameters and time", tables=costs))
     sections += [] if index.plan else tuning
-    sections.append(Section(slug="arms-compared", title="Arms", tables=[tables.arms_table(evidence)]))
+    arms = [study_tables.arms_table(evidence), *([study_tables.sizes_table(evidence)] if index.sizes else [])]
+    sections.append(Section(slug="arms-compared", title="Arms", tables=arms))
     sections.append(
         Section(
             slug="runs",
             title="Every run",
-            tables=[tables.machines_table(evidence)],
-            details=tables.runs_table(evidence),
+            tables=[study_tables.machines_table(evidence)],
+            details=study_tables.runs_table(evidence),
         )
     )
     shared = shared_words(study)
@@ -102,9 +119,14 @@ def study_page(study: Studied) -> Page:
         about=f"Study {index.name}, preset {index.preset}, which {stage}. {index.about} {progress_words(evidence)}.".replace(
             "  ", " "
         ),
-        verdicts=questions.question_verdicts(study) if index.plan else answers(study),
+        verdicts=found_words(study),
         sections=sections,
     )
+
+
+def found_words(study: Studied) -> list[Verdict]:
+    """Return what a study found: the answers to its plan's questions, or what it explored."""
+    return questions.question_verdicts(study) if study.evidence.index.plan else answers(study)
 
 
 def _plan_section(study: Studied) -> Section:
@@ -114,7 +136,7 @@ def _plan_section(study: Studied) -> Section:
     return Section(
         slug="plan",
         title="Questions of the plan",
-        drawing=drawings.draw_contrasts(study),
+        drawing=study_figures.draw_contrasts(study),
         notes=[*questions.plan_words(study), *about],
         tables=[questions.contrasts_table(study)],
         texts=[("The plan", "As it is in the study's index.", questions.plan_text(plan.plan))],
@@ -123,14 +145,27 @@ def _plan_section(study: Studied) -> Section:
 
 def _result_section(study: Studied) -> Section:
     evidence = study.evidence
-    shown = [tables.figure_table(evidence, study.rows, figure) for figure in evidence.index.figures]
     return Section(
         slug="arms",
         title=f"Every arm against {evidence.reference.label}",
-        drawing=drawings.draw_arms(evidence, study.rows),
+        drawing=study_figures.draw_arms(evidence, study.rows),
         notes=[interval_words(evidence)],
-        tables=[tables.overview_table(evidence, study.rows), *(table for table in shown if table.rows)],
+        tables=study_tables.result_tables(evidence, study.rows),
     )
+
+
+def _task_sections(evidence: Evidence) -> list[Section]:
+    """Return a section for each task whose whole results are kept, pooled over the seeds of the last setting."""
+    point = evidence.points[-1]
+    found: dict[str, list[Pooled]] = {}
+    for arm in evidence.index.arms:
+        runs = evidence.at(arm.name, point).values()
+        for name in dict.fromkeys(name for run in runs for name in run.evaluations):
+            results = [run.evaluations[name] for run in runs if name in run.evaluations]
+            found.setdefault(name, []).append(pooled(results, arm.label))
+    return [
+        task_section(name, results, seeds=max(len(one.seeds) for one in results)) for name, results in found.items()
+    ]
 
 
 def _made_section(evidence: Evidence) -> Section:

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from difftransformer_lab.report.evidence.comparisons import Compared, compare
-from difftransformer_lab.report.evidence.contrasts import Finding, Registration, questions_of, registration
-from difftransformer_lab.report.evidence.reading import Evidence, find_studies, read_evidence
-from difftransformer_lab.report.evidence.scaling import Scaling, scaling_of
-from difftransformer_lab.results import Question
+from ..results import Question
+from .comparisons import Compared, compare
+from .contrasts import Finding, Registration, questions_of, registration
+from .reading import Evidence, find_studies, read_evidence
+from .scaling import Scaling, scaling_of
 
 _DIGEST = re.compile(r"-([0-9a-f]{10})$")
 """A run's file ends in a digest of what was trained and on which data, the same under any arm's name."""

@@ -6,14 +6,14 @@ from statistics import median
 
 import numpy as np
 
-from difftransformer_lab.report.evidence.comparisons import Compared, row_of
-from difftransformer_lab.report.evidence.contrasts import FEWEST_SEEDS
-from difftransformer_lab.report.evidence.reading import Evidence
-from difftransformer_lab.report.evidence.scaling import Amount, Need, Scaling
-from difftransformer_lab.report.evidence.studied import Studied
-from difftransformer_lab.report.tables import decimals_for, fixed
-from difftransformer_lab.report.verdict import Verdict
-from difftransformer_lab.results import StudyArm, StudyFigure
+from ..results import StudyArm, StudyFigure
+from .comparisons import Compared, row_of
+from .contrasts import FEWEST_SEEDS
+from .page import Verdict
+from .reading import Evidence
+from .scaling import Amount, Need, Scaling
+from .studied import Studied
+from .tables import decimals_for, fixed
 
 NEEDS = {"size": "parameters", "tokens": "training tokens"}
 
@@ -70,7 +70,7 @@ def effect_words(row: Compared, figure: StudyFigure, places: int) -> str:
         fixed(one, places, "+") for one in (row.difference.mean, row.difference.low, row.difference.high)
     )
     unit = "" if figure.unit in ("", "share") else f" {figure.unit}"
-    interval = f" [{low}, {high}]" if low else ""
+    interval = f" [{low}, {high}]{' over items' if row.is_over_items else ''}" if low else ""
     return f"{mean}{unit}{interval}, {direction_words(row.difference.mean, row.same_direction, row.pairs)}"
 
 
@@ -153,8 +153,16 @@ def progress_words(evidence: Evidence) -> str:
     return f"{words}, {tuning} of them to choose learning rates" if tuning else words
 
 
+ITEM_WORDS = (
+    "One seed: no interval is over training. Brackets are 95 % intervals over evaluation items, which say how far other items "
+    "might move a difference, and nothing of another training seed."
+)
+
+
 def interval_words(evidence: Evidence) -> str:
     """Return how the intervals of a study are to be read."""
+    if not evidence.index.plan and evidence.has_one_seed:
+        return ITEM_WORDS
     words = "Brackets: 95 % Student t intervals by seed, each for itself. Among many, some exclude zero (*) by chance; "
     words += (
         "only the contrasts of the plan are decided."

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from difftransformer.errors import ResultsError
-from difftransformer_lab.report.evidence.comparisons import paired_seeds
-from difftransformer_lab.report.evidence.reading import Evidence, Point
-from difftransformer_lab.results import StudyArm, StudyAxis, StudyFigure, figure_of
-from difftransformer_lab.statistics import CONFIDENCE
+
+from ..results import StudyArm, StudyAxis, StudyFigure, figure_of
+from ..statistics import CONFIDENCE
+from .comparisons import paired_seeds
+from .reading import Evidence, Point
 
 DRAWS = 2_000
 EXPONENTS = np.geomspace(0.02, 2.0, 200)

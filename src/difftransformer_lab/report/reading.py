@@ -1,13 +1,13 @@
 """The records of a study, read from its index and the files of its runs."""
 
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
 from difftransformer.errors import ResultsError
-from difftransformer_lab.results import RunRecord, StudyArm, StudyIndex, StudyMember, read_document, read_result
+
+from ..results import RunRecord, StudyArm, StudyIndex, StudyMember, read_document, read_result
 
 Point = tuple[str, ...]
 """A value of each axis, in the order of the axes. The empty point of a study with axes stands for the mean over them."""
@@ -43,6 +43,11 @@ class Evidence:
     def has_settings(self) -> bool:
         """Whether there are several points, so that figures have a mean over them."""
         return len(self.points) > 1
+
+    @property
+    def has_one_seed(self) -> bool:
+        """Whether no arm has a second seed, so that nothing says how much training varies."""
+        return bool(self.runs) and all(len(found) == 1 for found in self.runs.values())
 
     def places(self, point: Point) -> list[Point]:
         """Return the points behind a point: itself, or all of them where the empty one stands for their mean."""
@@ -112,17 +117,12 @@ def read_evidence(path: Path | str) -> Evidence:
 
 
 def find_studies(path: Path | str) -> list[Path]:
-    """Return the indexes of studies at a path: itself, those in a study's folder, or those in a folder of studies.
-
-    A folder with a results.json is one of another command.
-    """
+    """Return the indexes of studies at a path: itself, those in a study's folder, or those in a folder of studies."""
     path = Path(path)
-    if path.is_file():
-        with suppress(ResultsError):  # its own reader says what is wrong with it
-            return [path] if read_document(path)[0] == "study" else []
-        return []
+    if not path.is_dir():
+        return [path]
     if (path / "results.json").exists():
-        return []
+        return [path / "results.json"]
     found = sorted({*path.glob("*.json"), *path.glob("*/*.json")})
     return [one for one in found if one.parent.name != "runs" and read_document(one)[0] == "study"]
 
@@ -130,7 +130,7 @@ def find_studies(path: Path | str) -> list[Path]:
 def _check(index: StudyIndex, path: Path) -> None:
     names = [arm.name for arm in index.arms]
     if index.reference not in names:
-        raise ResultsError(f"{path}: the reference {index.reference!r} is no arm; arms are {', '.join(names)}")
+        raise ResultsError(f"{path}: the reference {index.reference!r} is not an arm; arms are {', '.join(names)}")
     for member in index.members:
         known = {axis.name: axis.values for axis in index.axes}
         if member.arm not in names or member.point.keys() != known.keys():

@@ -16,9 +16,8 @@ from datetime import UTC, datetime, timedelta
 from typing import Literal
 
 from difftransformer.errors import ResultsError
-from difftransformer_lab.report.evidence.comparisons import in_direction
-from difftransformer_lab.report.evidence.reading import Evidence, Point
-from difftransformer_lab.results import (
+
+from ..results import (
     OWN_BEST,
     Contrast,
     Group,
@@ -30,7 +29,9 @@ from difftransformer_lab.results import (
     groups_of,
     measured,
 )
-from difftransformer_lab.statistics import log_odds, paired_difference, sign_flip, welch
+from ..statistics import log_odds, paired_difference, sign_flip, welch
+from .comparisons import in_direction
+from .reading import Evidence, Point
 
 FEWEST_SEEDS = 5
 SIGN_FLIP_SEEDS = 10

@@ -15,17 +15,18 @@ import yaml  # type: ignore[import-untyped]
 
 from difftransformer.errors import ResultsError
 from difftransformer.typed import build
-from difftransformer_lab.report.evidence.answers import (
+
+from .answers import (
     NEEDS,
     decimals,
     effect_words,
     explored_words,
     share_words,
 )
-from difftransformer_lab.report.evidence.comparisons import row_of
-from difftransformer_lab.report.evidence.contrasts import Finding
-from difftransformer_lab.report.evidence.questions import finding_words
-from difftransformer_lab.report.evidence.studied import Studied
+from .comparisons import row_of
+from .contrasts import Finding
+from .questions import finding_words
+from .studied import Studied
 
 FILE = Path(__file__).parent / "claims.yaml"
 

@@ -1,15 +1,15 @@
 """Every figure of every arm of a study, and its paired difference to the reference, with an interval and without a verdict.
 
-Runs are paired where seed and data are the same. Intervals are Student's t by seed. They stand each for itself: of many, some
-exclude zero by chance, so that only the contrasts that a study planned are decided (`contrasts.py`).
+Runs are paired where seed and data are the same. Intervals are Student's t by seed; with one seed, a figure that is a sum over
+items has an interval over these. They stand each for itself: of many, some exclude zero by chance, so that only the contrasts
+that a study planned are decided (`contrasts.py`).
 """
 
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from difftransformer_lab.report.evidence.reading import Evidence, Point
-from difftransformer_lab.results import (
+from ..results import (
     PairedDifference,
     RunRecord,
     Statistic,
@@ -18,7 +18,9 @@ from difftransformer_lab.results import (
     figure_of,
     reached_at,
 )
-from difftransformer_lab.statistics import mean_and_standard_error, paired_difference
+from ..statistics import mean_and_standard_error, paired_difference
+from .reading import Evidence, Point
+from .tasks.pairs import pair_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +56,11 @@ class Compared:
         """Whether there is an interval that does not hold zero. That is a remark, not a verdict."""
         low, high = (self.difference.low, self.difference.high) if self.difference else (None, None)
         return low is not None and high is not None and not low <= 0 <= high
+
+    @property
+    def is_over_items(self) -> bool:
+        """Whether the interval is over evaluation items, and says nothing of another training seed."""
+        return self.difference is not None and self.difference.interval_method.endswith("over items")
 
 
 def compare(evidence: Evidence) -> list[Compared]:
@@ -129,6 +136,8 @@ def _compared(evidence: Evidence, figure: StudyFigure, point: Point, arm: StudyA
     if not seeds:
         return row
     difference = paired_difference([values[seed] for seed in seeds], [others[seed] for seed in seeds])
+    if len(seeds) == 1:
+        difference = _over_items(evidence, figure, point, arm.name, seeds[0]) or difference
     return replace(
         row,
         difference=bounded(difference, figure.unit),
@@ -136,6 +145,19 @@ def _compared(evidence: Evidence, figure: StudyFigure, point: Point, arm: StudyA
         same_direction=in_direction([values[seed] - others[seed] for seed in seeds], difference.mean),
         is_censored=row.reached == 0 and _runs(evidence, figure, point, reference)[1] == 0,
     )
+
+
+def _over_items(evidence: Evidence, figure: StudyFigure, point: Point, arm: str, seed: int) -> PairedDifference | None:
+    """Return the difference of one seed with its interval over items; None where the figure is no sum over the same items."""
+    places = evidence.places(point)
+    results = [
+        evidence.at(name, places[0])[seed].evaluations.get(figure.task) for name in (arm, evidence.index.reference)
+    ]
+    first, second = results
+    if len(places) > 1 or figure.at or first is None or second is None:
+        return None
+    pair = pair_of(first, second, figure.name)
+    return pair.difference if pair else None
 
 
 def _values(evidence: Evidence, figure: StudyFigure, point: Point, arm: str) -> dict[int, float]:
