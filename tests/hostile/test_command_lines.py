@@ -133,6 +133,7 @@ BASES = {
         "new",
     ),
     "eval maps": ("eval", "maps", "ours", "--out", "new"),
+    "maps": ("maps", "ours", "text", "--out", "new"),
     "eval math": (
         "eval",
         "math",

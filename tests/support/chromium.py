@@ -11,9 +11,10 @@ from contextlib import contextmanager
 
 import pytest
 
-KEYS = {"ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40, "Home": 36, "End": 35, "Escape": 27, "Tab": 9}
+KEYS = {"ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40, "Home": 36, "End": 35, "PageUp": 33}
+KEYS |= {"PageDown": 34, "Escape": 27, "Tab": 9}
 SHIFT = 8
-WAIT_SECONDS = 10
+WAIT_SECONDS = 60
 
 
 class Browser:
@@ -50,7 +51,9 @@ class Browser:
 
     def open(self, path, *, width=1280, height=900, scheme="light", ready="document.readyState == 'complete'"):
         """Open a file on a screen of this size, and wait until `ready` holds."""
-        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600)
+        self.call(
+            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
+        )
         self.media(scheme)
         self.call("Page.navigate", url=path.resolve().as_uri())
         end = time.monotonic() + WAIT_SECONDS
@@ -103,7 +106,13 @@ def chromium():
     if program is None:
         pytest.skip("no Chromium")
     (to_read, to_write), (from_read, from_write) = os.pipe(), os.pipe()
-    words = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--remote-debugging-pipe"]
+    words = [
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-background-networking",
+        "--remote-debugging-pipe",
+    ]
 
     def place():  # the protocol's pipes are the file descriptors 3 and 4
         os.dup2(os.dup(to_read), 3)
