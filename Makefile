@@ -61,13 +61,13 @@ docs: $(PAGES) ## Run the notebooks and build the documentation site, every warn
 	$(RUN_DOCS) docs/build.py $(SITE)
 
 lint: $(DEV) ## ruff, clang-format, mypy, import-linter
-	$(RUN) -m ruff format --check src tests hatch_build.py
-	$(RUN) -m ruff check src tests docs hatch_build.py
+	$(RUN) -m ruff format --check src tests benchmarks hatch_build.py
+	$(RUN) -m ruff check src tests docs benchmarks hatch_build.py
 	$(RUN) -c "import clang_format; clang_format.clang_format()" --dry-run -Werror src/difftransformer/ops/csrc/* tests/ops/standalone.cpp
 	$(RUN) -m mypy
 	$(RUN) -c "from importlinter.cli import lint_imports_command; lint_imports_command()"
 
-bench: $(READY) ## Time attention, decoding, memory and a training step of DIFF and its twin on this machine; write reports/bench/results.json
+bench: $(READY) ## Time attention and whole models of DIFF and its twin on this machine, and their memory; write reports/bench/results.json
 	$(RUN) -m difftransformer_lab bench all --out reports/bench
 
 dist: $(DEV) ## Write dist/*.whl, with the CPU kernels of this machine's architecture where there is a C++ compiler, and dist/*.tar.gz

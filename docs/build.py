@@ -17,7 +17,7 @@ from pathlib import Path
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
-LIBRARY = ("ops", "attention", "model", "acceleration", "families", "convert", "hub", "data", "train")
+LIBRARY = ("ops", "attention", "model", "families", "hub", "data", "train")
 LABORATORY = ("evals", "studies", "report", "bench", "results")
 PACKAGES = (*(f"difftransformer.{name}" for name in LIBRARY), *(f"difftransformer_lab.{name}" for name in LABORATORY))
 # Modules whose public names are documented on their package's page, and which the package itself does not import.

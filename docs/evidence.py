@@ -14,19 +14,18 @@ from pathlib import Path
 import measured
 import yaml
 
-from difftransformer_lab.report.evidence import Studied, judge, read_claims, read_studies
-from difftransformer_lab.report.evidence.answers import (
-    answers,
+from difftransformer_lab.report import Studied, judge, read_claims, read_studies
+from difftransformer_lab.report.answers import (
     changes_words,
     edge_words,
     interval_words,
     progress_words,
     shared_words,
 )
-from difftransformer_lab.report.evidence.drawings import draw_arms, draw_contrasts, draw_scaling
-from difftransformer_lab.report.evidence.pages import brief_answer, claims_table, studies_table
-from difftransformer_lab.report.evidence.questions import contrasts_table, plan_words, question_verdicts
-from difftransformer_lab.report.evidence.tables import needs_table, overview_table, rates_table
+from difftransformer_lab.report.questions import contrasts_table, plan_words, question_verdicts
+from difftransformer_lab.report.study_figures import draw_arms, draw_contrasts, draw_scaling
+from difftransformer_lab.report.study_page import brief_answer, claims_table, found_words, studies_table
+from difftransformer_lab.report.study_tables import needs_table, overview_table, rates_table
 from difftransformer_lab.report.tables import Group, Table
 
 DOCS = Path(__file__).parent
@@ -89,15 +88,17 @@ def section(one: Studied, has_figure: bool) -> str:
         f"**{index.question}** {index.about}",
         f"`{index.command}` ([records]({records}), {progress_words(evidence)}). This study {stage}.",
     ]
-    verdicts = question_verdicts(one) if index.plan else answers(one)
-    lines.append("\n".join(f"- {said.subject}{' ' if said.subject.endswith('?') else ': '}{said.text}" for said in verdicts))
+    lines.append(
+        "\n".join(
+            f"- {said.subject}{' ' if said.subject.endswith('?') else ': '}{said.text}" for said in found_words(one)
+        )
+    )
     if has_figure:
         lines.append(f"![{index.question}](figures/{figure_file(one).name})")
     lines += confirming(one) if index.plan else exploring(one)
     first, *more = changes_words(one)
     lines.append(f"Changes after data: {first}" if not more else "\n- ".join(["Changes after data:\n", first, *more]))
     lines += [words for words in (shared_words(one),) if words]
-    lines += [f"Text: {words} (CC BY-SA 4.0)." for words in evidence.attributions()]
     return "\n\n".join(lines) + "\n"
 
 

@@ -5,26 +5,19 @@ from pathlib import Path
 from statistics import fmean, geometric_mean
 from typing import Any
 
-from difftransformer_lab.report.bench import bench_tables, place_of
-from difftransformer_lab.report.evidence import Studied
-from difftransformer_lab.report.evidence.answers import decimals, progress_words
-from difftransformer_lab.report.evidence.comparisons import bounded, row_of
-from difftransformer_lab.report.evidence.tables import MARK, NOT_REACHED, is_marked, mark_words
-from difftransformer_lab.report.tables import Group, Table, fixed, metric_decimals, p_text, upcycling_table
-from difftransformer_lab.results import (
-    Bench,
-    Comparison,
-    MetricComparison,
-    Upcycling,
-    VariantTiming,
-    read_document,
-    read_result,
-)
+from difftransformer_lab.report import Studied, read_evidence, studied
+from difftransformer_lab.report.answers import decimals, interval_words, progress_words
+from difftransformer_lab.report.bench import DIFFLLAMAS, bench_tables, cells, ratio
+from difftransformer_lab.report.comparisons import row_of
+from difftransformer_lab.report.study_tables import MARK, NOT_REACHED, is_marked, mark_words, upcycling_table
+from difftransformer_lab.report.tables import Group, Table, fixed
+from difftransformer_lab.results import Bench, BenchRow, read_document, read_result
 
 DOCS = Path(__file__).parent
 RESULTS = DOCS / "results"
 TYPES = ("softmax", "diff", "diff_v2", "grouped_diff", "grouped_diff_v2", "dex")
 MISSING = "not measured yet"
+LOSS = "validation loss per token"
 # Files of benchmarks are named after the processor.
 PROCESSORS = {
     "epyc-zen5": "AMD EPYC (Zen 5), AVX512_BF16",
@@ -37,16 +30,16 @@ def blocks(studies: Sequence[Studied]) -> dict[Path, dict[str, str]]:
     """Return the generated text of each page, by the name of its markers."""
     kernels = {title: bench(f"bench-{name}") for name, title in PROCESSORS.items()}
     models = {title: bench(f"models-{name}") for name, title in PROCESSORS.items()}
-    demo, upcycled = read_result(RESULTS / "demo.json", Comparison), read_result(RESULTS / "upcycle.json", Upcycling)
+    demo, upcycled = compared("demo"), compared("upcycle")
     pages = {
         "README.md": {"demo": demo_table(demo)},
         "findings.md": {"retrieval": retrieval_table(), "demo": attention_table(demo)},
         "choose.md": {"measured": choice_tables(bench("variants"), upcycled, studies)},
         "performance.md": {
             "attention": by_processor(kernels, attention_ratios),
-            "peaked": by_processor(kernels, lambda result: printed(result, "peaked")),
-            "decode": by_processor(kernels, lambda result: printed(result, "decode-fp32", "decode-bf16")),
-            "memory": printed(next(iter(kernels.values())), "memory"),
+            "peaked": by_processor(kernels, lambda result: printed(result, "peaked-forward", "peaked-forward+backward")),
+            "decode": by_processor(kernels, lambda result: printed(result, "attention-decode")),
+            "memory": printed(next(iter(kernels.values())), "memory-forward+backward-figures"),
             "models": by_processor(models, models_ratios),
             "generation": "\n".join(printed(bench(name)) for name in ("generation", "generation-two-threads")),
             "loss": printed(bench("loss")),
@@ -90,20 +83,14 @@ def circumstances(result: Bench) -> str:
 def attention_ratios(result: Bench) -> str:
     """Return the times of attention over PyTorch's, as geometric means over all shapes."""
     rows = []
-    for dtype, mode in dict.fromkeys((row.dtype, row.mode) for row in result.attention if row.mode != "decode"):
-        times = {}
-        for row in result.attention:
-            if (row.dtype, row.mode) == (dtype, mode):
-                times.setdefault(row.implementation, {})[place_of(row)] = row
-        own = [row.ratio_to_torch_sdpa for row in times["diff cpu"].values()]
-        kernel = geometric_mean(row.ratio_to_softmax_kernel for row in times["diff cpu"].values())
-        llamas = [found for name, found in times.items() if name.startswith("DiffLlama")]
-        normed = [
-            row.median_seconds / min(found[place].median_seconds for found in llamas if place in found)
-            for place, row in times["normed cpu"].items()
-        ]
+    timed = [row for row in result.rows if row.part == "attention" and row.work != "decode"]
+    for dtype, work in dict.fromkeys((row.dtype, row.work) for row in timed):
+        found = cells(row for row in timed if (row.dtype, row.work) == (dtype, work)).values()
+        own = [ratio(cell, "diff cpu", ("torch sdpa",)) for cell in found]
+        kernel = geometric_mean(ratio(cell, "diff cpu", ("softmax cpu",)) for cell in found)
+        normed = [ratio(cell, "normed cpu", DIFFLLAMAS) for cell in found]
         rows.append([
-            f"{dtype} {mode}", f"{geometric_mean(own):.2f}", f"{min(own):.2f}", f"{max(own):.2f}", f"{kernel:.2f}",
+            f"{dtype} {work}", f"{geometric_mean(own):.2f}", f"{min(own):.2f}", f"{max(own):.2f}", f"{kernel:.2f}",
             f"{geometric_mean(normed):.2f}", f"{min(normed):.2f}", f"{max(normed):.2f}",
         ])  # fmt: skip
     groups = (
@@ -121,63 +108,65 @@ def attention_ratios(result: Bench) -> str:
 def models_ratios(result: Bench) -> str:
     """Return the times of whole models over those of others."""
     rows = []
-    for work, size in dict.fromkeys((row.work, row.model) for row in result.models):
-        found = {(row.implementation, row.dtype): row for row in result.models if (row.work, row.model) == (work, size)}
-        pairs = (("DIFF", "ratio_to_twin"), ("twin", "ratio_to_llama"), ("DIFF", "ratio_to_diffllama"))
-        ratios = [
-            " / ".join(f"{getattr(found[who, dtype], what):.2f}" for dtype in ("fp32", "bf16")) for who, what in pairs
-        ]
+    for work, size in dict.fromkeys((row.work, row.shape["model"]) for row in result.rows):
+        found = cells(row for row in result.rows if (row.work, row.shape["model"]) == (work, size))
+        pairs = (("DIFF", ("twin",)), ("twin", ("Llama sdpa",)), ("DIFF", DIFFLLAMAS))
+        ratios = [" / ".join(f"{ratio(cell, who, bases):.2f}" for cell in found.values()) for who, bases in pairs]
         rows.append([f"{work}, {size}", *ratios])
     titles = ("fp32 / bf16", "DIFF over its twin", "the twin over Llama", "DIFF over the faster DiffLlama")
     groups = tuple(Group(title, numeric=place > 0) for place, title in enumerate(titles))
     return Table("models", "Whole models", groups, rows, [f"Ratios of medians. {circumstances(result)}"]).markdown()
 
 
-def demo_table(result: Comparison) -> str:
+def compared(name: str) -> Studied:
+    """Return a committed comparison."""
+    return studied(read_evidence(RESULTS / f"{name}.json"))
+
+
+def demo_table(study: Studied) -> str:
     """Return loss and retrieval of `make demo`."""
-    size, tokens = result.models[0].parameters, result.runs[0].train_tokens
+    evidence = study.evidence
+    _, _, _, run = next(evidence.every_run())
     notes = [
-        f"{size / 1e6:.1f}M parameters, {tokens / 1e6:.1f}M tokens, {len(result.seeds)} seeds "
-        "([results](docs/results/demo.json)). Mean \u00b1 standard error over seeds; brackets: 95 % interval of the paired "
-        "difference, Student's t over seeds; p after Holm's correction."
+        f"{run.parameters / 1e6:.1f}M parameters, {run.train_tokens / 1e6:.1f}M tokens, {len(evidence.at('diff', ()))} seeds "
+        f"([results](docs/results/demo.json)). Mean \u00b1 standard error over seeds. {interval_words(evidence)}",
     ]
-    chosen = [row for row in result.metrics if row.unit == "bits/byte" or row.metric.startswith("needle")]
-    return by_model(result, chosen, notes)
+    figures = [one for one in evidence.index.figures if one.unit == "bits/byte" or one.name == "accuracy"]
+    return by_model(study, [one.label for one in figures], notes)
 
 
-def upcycling_tables(result: Upcycling) -> str:
+def upcycling_tables(study: Studied) -> str:
     """Return what upcycling adds, and the loss after training on."""
-    notes = ["One seed; brackets: 95 % interval over evaluation windows; p after Holm's correction."]
-    return f"{upcycling_table(result).markdown()}\n{by_model(result, result.metrics[:1], notes)}"
+    notes = [interval_words(study.evidence), mark_words(study.evidence)]
+    return f"{upcycling_table(study.evidence, study.rows).markdown()}\n{by_model(study, [LOSS], notes)}"
 
 
-def by_model(study: Comparison | Upcycling, metrics: Sequence[MetricComparison], notes: list[str]) -> str:
-    """Return metrics with a model a row, and each model's difference to the last one."""
+def by_model(study: Studied, labels: Sequence[str], notes: list[str]) -> str:
+    """Return figures with a model a row, and each model's difference to the reference."""
     rows = []
-    for model in study.models:
-        cells = [model.label]
-        for metric in metrics:
-            places, mine = metric_decimals(metric), metric.models[model.model]
-            cells += [fixed(mine.mean, places), fixed(mine.standard_error, places)]
-            if model.model in metric.differences:
-                change = bounded(metric.differences[model.model], metric.unit)
-                cells += [fixed(value, places, "+") for value in (change.mean, change.low, change.high)]
-                cells.append(f"p {p_text(change.p_holm)}")
-            else:
-                cells += [""] * 4
+    for arm in study.evidence.index.arms:
+        cells = [arm.label]
+        for label in labels:
+            row = row_of(study.rows, label, arm.name, ())
+            places = max(4, decimals(study.rows, row.figure))
+            cells += [fixed(row.statistic.mean, places), fixed(row.statistic.standard_error, places)]
+            change = row.difference
+            cells += [fixed(one, places, "+") for one in (change.mean, change.low, change.high)] if change else [""] * 3
+            cells.append(MARK if is_marked(row) else "")
         rows.append(cells)
     groups = [Group("model", numeric=False)]
-    for metric in metrics:
-        groups.append(Group(f"{metric.metric}, {metric.unit}", ("mean", "standard error"), "mean"))
-        groups.append(Group(f"minus {study.models[-1].label}", ("mean", "low", "high", "p"), "ranged"))
+    units = {one.label: one.unit for one in study.evidence.index.figures}
+    for label in labels:
+        groups.append(Group(f"{label}, {units[label]}", ("mean", "standard error"), "mean"))
+        groups.append(Group(f"minus {study.evidence.reference.label}", ("mean", "low", "high", "excludes zero"), "marked"))
     return Table("models", "Models", tuple(groups), rows, notes).markdown()
 
 
-def attention_table(result: Comparison) -> str:
+def attention_table(study: Studied) -> str:
     """Return where the last token of a needle prompt attends in `make demo`, and the learned lambda."""
     rows = []
-    for model in result.models:
-        runs = [run for run in result.runs if run.model == model.model]
+    for arm in study.evidence.index.arms:
+        runs = list(study.evidence.at(arm.name, ()).values())
         shares = []
         for segments in (("answer",), ("before", "after")):
             found = [
@@ -187,10 +176,9 @@ def attention_table(result: Comparison) -> str:
                 if row.at.get("form") == "signed" and row.at.get("depth") == 0.5 and row.at["segment"] in segments
             ]
             shares.append(f"{100 * sum(found) / len(runs):.0f} %")
-        lambdas = "; ".join(
-            ", ".join(f"{value:+.2f}" for value in run.lambda_values[-1]) for run in runs if run.lambda_values
-        )
-        rows.append([model.label, *shares, lambdas])
+        learned = [[curve.values[-1] for name, curve in run.curves.items() if name.startswith("lambda ")] for run in runs]
+        lambdas = "; ".join(", ".join(f"{value:+.2f}" for value in layers) for layers in learned if layers)
+        rows.append([arm.label, *shares, lambdas])
     titles = ("", "attention on the answer", "on the text around it", "lambda at the end, by layer; a seed each")
     groups = tuple(Group(title, numeric=place in (1, 2)) for place, title in enumerate(titles))
     return Table(
@@ -200,11 +188,11 @@ def attention_table(result: Comparison) -> str:
 
 def retrieval_table() -> str:
     """Return the share of right answers about seen and unseen cities, by number of needles."""
-    result = read_result(RESULTS / "retrieval.json", Comparison)
+    study = compared("retrieval")
+    runs = {arm.label: run for arm, _, _, run in study.evidence.every_run()}
     rows = []
     for cities in ("seen", "unseen"):
-        for model in result.models:
-            (run,) = [run for run in result.runs if run.model == model.model]
+        for label, run in runs.items():
             cells = {}
             for row in run.evaluations["needle"].measurements:
                 if row.name == "accuracy" and row.at.get("cities") == cities and "depth" in row.at:
@@ -212,13 +200,14 @@ def retrieval_table() -> str:
             shares = [
                 f"{100 * sum(right for right, _ in found) / sum(n for _, n in found):.1f} %" for found in cells.values()
             ]
-            rows.append([f"{model.label}, {cities} cities", *shares])
+            rows.append([f"{label}, {cities} cities", *shares])
     groups = (Group("needles in the context", numeric=False), *(Group(str(count)) for count in cells))
-    loss = next(row for row in result.metrics if row.unit == "bits/byte")
-    losses = " and ".join(f"{fixed(loss.models[model.model].mean, 3)} ({model.label})" for model in result.models)
+    loss = study.evidence.index.figures[0]
+    means = {arm.label: row_of(study.rows, loss.label, arm.name, ()).statistic.mean for arm in study.evidence.index.arms}
+    losses = " and ".join(f"{fixed(mean, 3)} ({label})" for label, mean in means.items())
     notes = [
-        f"`{result.command}`, one seed, {result.runs[0].train_tokens / 1e6:.1f}M tokens. "
-        f"{loss.metric.capitalize()}, bits/byte: {losses}."
+        f"`{study.evidence.index.command}`, one seed, {run.train_tokens / 1e6:.1f}M tokens. "
+        f"{loss.label.capitalize()}, {loss.unit}: {losses}."
     ]
     return Table("retrieval", "Retrieval", groups, rows, notes).markdown()
 
@@ -266,7 +255,7 @@ def over_stream(row: Mapping[str, Any], branch: str) -> float:
     return fmean(output / stream for output, stream in zip(row[f"{branch}_rms"], row[f"{branch}_joins"], strict=True))
 
 
-def choice_tables(timed: Bench, upcycled: Upcycling, studies: Sequence[Studied]) -> str:
+def choice_tables(timed: Bench, upcycled: Studied, studies: Sequence[Studied]) -> str:
     """Return what was measured of each attention type: time, quality in two studies and after upcycling."""
     found = {one.evidence.index.name: one for one in studies if one.evidence.index.plan is None}
     trained, recalled = found.get("variants") or found.get("controls"), found.get("synthetic")
@@ -275,10 +264,10 @@ def choice_tables(timed: Bench, upcycled: Upcycling, studies: Sequence[Studied])
     recall = ("right answers", "steps to 90 % of answers")
     times, qualities, recalls = [], [], []
     for kind in TYPES:
-        times.append([f"`{kind}`", *(span(timed.variants, kind, work) for work in works)])
+        times.append([f"`{kind}`", *(span(timed.rows, kind, work) for work in works)])
         qualities.append([f"`{kind}`", *studied_cells(trained, kind, quality), upcycled_cell(upcycled, kind)])
         recalls.append([f"`{kind}`", *studied_cells(recalled, kind, recall)])
-    sizes = ", ".join(dict.fromkeys(row.model for row in timed.variants))
+    sizes = ", ".join(dict.fromkeys(row.shape["model"] for row in timed.rows))
     time_notes = [
         f"Over softmax attention at equal parameters, smallest to largest of {sizes} in fp32 and bf16. {circumstances(timed)}"
     ]
@@ -315,9 +304,10 @@ def columns(*titles: str) -> tuple[Group, ...]:
     return tuple(Group(title, numeric=False) for title in titles)
 
 
-def span(timings: Sequence[VariantTiming], kind: str, work: str) -> str:
+def span(timings: Sequence[BenchRow], kind: str, work: str) -> str:
     """Return the smallest and the largest time of a type over the twin's."""
-    ratios = [row.ratio_to_twin for row in timings if (row.work, row.implementation) == (work, kind)]
+    found = cells(row for row in timings if row.work == work).values()
+    ratios = [ratio(cell, kind, ("softmax",)) for cell in found if kind in cell]
     if not ratios:
         return MISSING
     return "1" if kind == "softmax" else f"{min(ratios):.2f} to {max(ratios):.2f}"
@@ -340,10 +330,10 @@ def studied_cells(study: Studied | None, kind: str, figures: Sequence[str]) -> I
         yield f"{fixed(row.statistic.mean, places)} \u00b1 {fixed(row.statistic.standard_error, places)}{mark}"
 
 
-def upcycled_cell(result: Upcycling, kind: str) -> str:
+def upcycled_cell(study: Studied, kind: str) -> str:
     """Return the loss after training on, minus the unconverted model's."""
-    (name,) = [model.model for model in result.models if model.attention_type == kind] or [None]
-    change = result.metrics[0].differences.get(name)
-    if change is None:
+    (name,) = [size.arm for size in study.evidence.index.sizes if size.attention_type == kind] or [""]
+    row = row_of(study.rows, LOSS, name, ())
+    if row is None or row.difference is None:
         return "the measure" if kind == "softmax" else MISSING
-    return f"{change.mean:+.4f} [{change.low:+.4f}, {change.high:+.4f}]"
+    return f"{row.difference.mean:+.4f} [{row.difference.low:+.4f}, {row.difference.high:+.4f}]"

@@ -18,9 +18,6 @@ from hypothesis import HealthCheck, settings
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# Tests replace parts of the backends, which a check at that moment would switch off for good. tests/ops/test_trust.py checks.
-os.environ["DIFFTRANSFORMER_CHECK_BACKENDS"] = "0"
-
 from difftransformer_lab.studies import recipe_from
 from tests.support import fresh
 
@@ -139,4 +136,4 @@ def toy_shards(toy_text, _toy_shards_folder):
 def warm_children(monkeypatch):
     """The package's own processes start with torch loaded, which takes half of their seconds. Memory is not to be measured."""
     for module in ("bench.memory", "studies.jobs"):
-        monkeypatch.setattr(f"difftransformer.{module}.start_child", fresh.start_child)
+        monkeypatch.setattr(f"difftransformer_lab.{module}.start_child", fresh.start_child)

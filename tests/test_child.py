@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.kill_storm import is_alive
+from tests.cli.test_interruption import is_alive
 
 LIMIT_SECONDS = 5.0
 
@@ -50,7 +50,10 @@ def start(tmp_path):
 
     def run(code):
         (tmp_path / "work.py").write_text(code)
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path]),
+            "DIFFTRANSFORMER_LAZY": "1",  # as the command sets it
+        }
         process = subprocess.Popen(
             [sys.executable, "-c", PARENT, "work", "word"],
             cwd=tmp_path,

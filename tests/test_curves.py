@@ -60,8 +60,7 @@ def test_the_mean_is_the_area_over_the_length():
 def test_what_has_no_answer():
     assert spikes([]) == []
     assert steps_to(Curve(steps=[], values=[]), 1.0, rising=True) is None
-    with pytest.raises(ResultsError, match=r"a curve over steps \[3\] has no area"):
-        mean_over_steps(Curve(steps=[3], values=[1.0]))
+    assert mean_over_steps(Curve(steps=[3], values=[1.0])) == 1.0
     for wrong in ({"window": 0}, {"ratio": 1.0}):
         with pytest.raises(ResultsError, match="give a window of at least 1 and a ratio above 1"):
             spikes([1.0], **wrong)

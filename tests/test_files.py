@@ -21,16 +21,12 @@ from difftransformer.files import locked, naming
 
 # A holder of its own: it knows nothing of the package but the file's name and how a holder writes itself into it.
 HOLDER = """
-import fcntl, os, socket, subprocess, sys, time
+import fcntl, os, socket, sys, time
 file = open(sys.argv[1], "a+")
 fcntl.flock(file, fcntl.LOCK_EX)
 file.write(f"{os.getpid()} {socket.gethostname()}" if len(sys.argv) < 3 else sys.argv[2])
 file.flush()
-if "child" in sys.argv[3:]:
-    code = "import time; print('held', flush=True); time.sleep(1.5)"
-    subprocess.Popen([sys.executable, "-c", code], pass_fds=[file.fileno()])
-else:
-    print("held", flush=True)
+print("held", flush=True)
 time.sleep(60)
 """
 
@@ -85,29 +81,6 @@ def test_a_killed_holder_leaves_no_lock(tmp_path, hold):
         with pytest.raises(FolderInUse), locked(tmp_path / "run"):
             pytest.fail("two holders")
     assert list((tmp_path / "run").iterdir()) == []
-
-
-def test_the_children_of_a_killed_holder_are_waited_for(tmp_path, hold):
-    """Also where its parent has not noticed its end yet."""
-    holder = hold(tmp_path / "run", f"{0} {socket.gethostname()}", "child")
-    (tmp_path / "run" / ".lock").write_text(f"{holder.pid} {socket.gethostname()}\n")
-    holder.kill()
-    os.waitid(os.P_PID, holder.pid, os.WEXITED | os.WNOWAIT)
-    begun = time.monotonic()
-    with locked(tmp_path / "run"):
-        assert time.monotonic() - begun > 0.5
-
-
-def test_an_inherited_lock_holds_as_long_as_the_child(tmp_path):
-    with locked(tmp_path / "run") as lock:
-        child = subprocess.Popen([sys.executable, "-c", "input()"], pass_fds=[lock], stdin=subprocess.PIPE)
-        (tmp_path / "run" / ".lock").rename(tmp_path / "kept")
-    (tmp_path / "kept").rename(tmp_path / ".lock")
-    with pytest.raises(FolderInUse), locked(tmp_path):
-        pytest.fail("two holders")
-    child.communicate()
-    with locked(tmp_path):
-        pass
 
 
 def test_waiting_ends_when_the_lock_is_released(tmp_path, hold):

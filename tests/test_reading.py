@@ -1,4 +1,4 @@
-"""Texts that would hang, recurse or surprise are refused in one line, and the others are what json and yaml read."""
+"""Faults of a text are one line, and other texts are what json and yaml read."""
 
 import json
 
@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from difftransformer.errors import ConfigError
-from difftransformer.reading import MOST_NESTING, is_plain_name, parse_json, parse_yaml, read_json
+from difftransformer.reading import is_plain_name, parse_json, parse_yaml, read_json, with_floats
 
 plain = st.recursive(
     st.none()
@@ -18,9 +18,6 @@ plain = st.recursive(
     | st.text("abc \u00e9-:#'\"\n"),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text("ab1", min_size=1), inner, max_size=3),
     max_leaves=9,
-)
-LAUGHS = "- &a [x, x]\n" + "".join(
-    f"- &{b} [{', '.join(['*' + a] * 9)}]\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True)
 )
 
 
@@ -34,33 +31,41 @@ def test_plain_documents(document):
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("[", "not valid YAML in line 1"),
-        ("[" * 3000, f"deeper than {MOST_NESTING} levels"),
-        ("- " * (MOST_NESTING + 1) + "x", f"deeper than {MOST_NESTING} levels"),
-        ("&a [*a]", "an alias that holds itself"),
-        (LAUGHS, "aliases that stand for more than 1,000,000 values"),
-        ("a: " + "9" * 20, "an integer of 67 bits"),
+        ("[", "in line 1"),
+        ("a: 1\n\tb: 2", "in line 2"),
+        ("[" * 3000, "nested too deeply"),
         ("a: " + "9" * 5000, "5000 digits"),
-        ("a: 0x" + "f" * 20, "an integer of 80 bits"),
         ("a: 2024-13-45", "month must be in 1..12"),
-        ("a: 2024-01-02", "is a date"),
-        ("1: a", "the key 1 is no text"),
-        ('"\\ud800"', "half a surrogate pair"),
-        ('a: "b\\0"', "NUL"),
-        ("a: " + "x" * 2_000_000, "2,000,003 characters"),
+        ("a: b\0", "unacceptable character"),
         ("!!python/object:x {}", "could not determine a constructor"),
+        ("a: !!int x", "invalid literal"),
+        *(
+            (f"a: !!{tag}", "a tag (!!...) that does not fit its value")
+            for tag in ("timestamp x", "bool x", "int", "float")
+        ),
+        ("a: !!str [x]", "expected a scalar"),
+        ("a: !!binary x", "base64"),
+        ("? [a]\n: b", "unhashable key"),
     ],
     ids=lambda value: value[:20],
 )
-def test_hostile_yaml(text, reason):
-    with pytest.raises(ValueError, match=r".") as caught:
+def test_faults_of_yaml(text, reason):
+    with pytest.raises(ValueError, match=r"^not valid YAML") as caught:
         parse_yaml(text)
     assert reason in str(caught.value)
-    assert len(str(caught.value)) < 400
+    assert "\n" not in str(caught.value)
 
 
-def test_an_alias_may_be_used_often():
-    assert parse_yaml("a: &x [1, 2]\nb: *x\nc: [*x, *x]") == {"a": [1, 2], "b": [1, 2], "c": [[1, 2], [1, 2]]}
+def test_floats_that_json_lacks():
+    """As transformers writes the time step limits of a Mamba 2."""
+    document = {
+        "a": [{"__float__": "Infinity"}, {"b": {"__float__": "-Infinity"}}],
+        "__float__": 1,
+        "c": {"__float__": "x"},
+    }
+    expected = {"a": [float("inf"), {"b": float("-inf")}], "__float__": 1, "c": {"__float__": "x"}}
+    assert with_floats(document) == expected
+    assert with_floats({"__float__": "NaN"}) != with_floats({"__float__": "NaN"})
 
 
 @pytest.mark.parametrize(

@@ -9,21 +9,23 @@ from typing import Any
 import pytest
 
 from difftransformer.errors import ResultsError
+from difftransformer.files import write_text_atomically
 from difftransformer_lab.results import (
     SCHEMA_VERSION,
-    AttentionTiming,
+    VERSIONS,
     Bench,
+    BenchRow,
     DataIdentity,
     ItemScore,
     Measurement,
     ModelIdentity,
     TaskResult,
+    Timing,
     headlines,
     read_result,
     summary_rows,
     title_of,
     write_result,
-    write_text_atomically,
 )
 from tests.support.environment import ENVIRONMENT
 
@@ -32,26 +34,16 @@ BENCH = Bench(
     created="2026-01-02T03:04:05+00:00",
     environment=ENVIRONMENT,
     foreign_cpu_share=0.25,
-    attention=[
-        AttentionTiming(
+    rows=[
+        BenchRow(
+            part="attention",
+            work="forward",
             dtype="fp32",
-            mode="forward",
-            length_tokens=512,
-            heads=8,
-            head_dim=64,
+            shape={"length_tokens": 512, "heads": 8, "head_dim": 64},
             implementation="diff cpu",
-            median_seconds=0.1,
-            low_seconds=0.09,
-            high_seconds=0.2,
-            rounds=9,
-            ratio_to_torch_sdpa=0.5,
-            ratio_to_softmax_kernel=None,
+            timing=Timing(median_seconds=0.1, low_seconds=0.09, high_seconds=0.2, rounds=9),
         )
     ],
-    skipped=[],
-    means=[],
-    memory=[],
-    training=[],
 )
 
 
@@ -114,28 +106,36 @@ def damage(tmp_path: Path) -> Callable[[Callable[[dict[str, Any]], Any]], Path]:
 def test_a_result_is_read_back_as_it_was_written(result: Bench | TaskResult, tmp_path: Path) -> None:
     path = write_result(result, tmp_path / "deep" / "result.json")
     assert read_result(path, type(result)) == result
-    assert json.loads(path.read_text())["version"] == SCHEMA_VERSION
+    assert json.loads(path.read_text())["version"] == VERSIONS.get(
+        "bench" if result is BENCH else "task", SCHEMA_VERSION
+    )
     assert [entry.name for entry in path.parent.iterdir()] == ["result.json"]
 
 
 def test_a_whole_number_is_read_as_a_float(damage: Callable[..., Path]) -> None:
-    path = damage(lambda document: document["result"]["attention"][0].update(ratio_to_torch_sdpa=1))
-    ratio = read_result(path, Bench).attention[0].ratio_to_torch_sdpa
-    assert (ratio, type(ratio)) == (1.0, float)
+    path = damage(lambda document: document["result"]["rows"][0]["timing"].update(median_seconds=1))
+    seconds = read_result(path, Bench).rows[0].timing.median_seconds
+    assert (seconds, type(seconds)) == (1.0, float)
 
 
 @pytest.mark.parametrize(
     ("edit", "words"),
     [
-        (lambda d: d.update(version=SCHEMA_VERSION + 1), ["version 2", "reads version 1"]),
+        (lambda d: d.update(version=9), ["version 9", f"reads version {VERSIONS['bench']}"]),
         (lambda d: d.update(kind="comparison"), ["'comparison'", "expected 'bench'"]),
         (lambda d: d.pop("version"), ["not a results file"]),
-        (lambda d: d["result"].pop("attention"), ["attention", "missing"]),
-        (lambda d: d["result"]["attention"][0].pop("heads"), ["attention[0]", "heads", "missing"]),
+        (lambda d: d["result"].pop("rows"), ["rows", "missing"]),
+        (lambda d: d["result"]["rows"][0].pop("dtype"), ["rows[0]", "dtype", "missing"]),
         (lambda d: d["result"].update(colour="red"), ["colour", "unknown"]),
-        (lambda d: d["result"]["attention"][0].update(rounds="9"), ["attention[0].rounds", "expected int", "'9'"]),
-        (lambda d: d["result"]["attention"][0].update(rounds=True), ["attention[0].rounds", "expected int", "True"]),
-        (lambda d: d["result"].update(memory={}), ["memory", "expected a list"]),
+        (
+            lambda d: d["result"]["rows"][0]["timing"].update(rounds="9"),
+            ["rows[0].timing.rounds", "expected int", "'9'"],
+        ),
+        (
+            lambda d: d["result"]["rows"][0]["timing"].update(rounds=True),
+            ["rows[0].timing.rounds", "expected int", "True"],
+        ),
+        (lambda d: d["result"].update(rows={}), ["rows", "expected a list"]),
         (lambda d: d["result"].update(environment=[]), ["environment", "Environment"]),
         (lambda d: d["result"]["environment"].update(device=None), ["environment.device", "expected str"]),
     ],

@@ -13,9 +13,9 @@ from ._lazy import lazy_names
 from ._version import __version__
 
 if TYPE_CHECKING:
-    from .acceleration import accelerate, restore
     from .attention import DifferentialAttention, SoftmaxAttention
     from .attention.encoder import DifferentialEncoderLayer
+    from .families import accelerate, restore
     from .model import (
         DiffTransformerConfig,
         DiffTransformerForCausalLM,
@@ -33,4 +33,5 @@ __all__ += ["__version__"]
 
 if "DIFFTRANSFORMER_LAZY" not in os.environ:
     with suppress(ImportError):  # without a suitable transformers; the model then raises this error on first use
-        from . import families, model
+        from . import model
+        from .families import models

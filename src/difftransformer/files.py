@@ -1,4 +1,4 @@
-"""What protects files from other processes and from a full disk: locks on folders, whole files, and errors that name theirs."""
+"""Files that other processes may want: locks on folders, whole files, and errors that name theirs."""
 
 import contextlib
 import errno
@@ -6,116 +6,76 @@ import logging
 import os
 import re
 import socket
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
+
+import filelock
 
 from .errors import FolderInUse
 
 logger = logging.getLogger(__name__)
 
 LOCK_FILE = ".lock"
-_ORPHANS_SECONDS = 6.0  # children of a killed process end within 5 s, see `child`
-_RETRY_SECONDS = 0.1
-_HOLDER_BYTES = 300
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF)
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP)
 
 
 @contextlib.contextmanager
-def locked(folder: Path, *, name: str = LOCK_FILE, wait: bool = False) -> Iterator[int]:
+def locked(folder: Path, *, name: str = LOCK_FILE, wait: bool = False) -> Iterator[None]:
     """Hold the lock of a folder, which is created if it is missing.
 
-    The operating system releases the lock when the process ends, however it ends. A child that inherits the file descriptor
-    holds the lock too. Where the file system has no locks, a warning is logged and the block runs without one.
+    The operating system releases the lock when the process ends, however it ends. Where the file system has no locks, a
+    warning is logged and the block runs without one.
 
     Args:
         folder: The folder.
         name: Name of the lock file, which holds the process and the host of the holder. It is removed at the end.
         wait: Whether to wait for another process to release the lock.
 
-    Yields:
-        The file descriptor of the lock.
-
     Raises:
         FolderInUse: Another process holds the lock, and `wait` is False.
     """
     is_new, path = not folder.exists(), folder / name
-    with _acquire(path, wait) as file:
-        try:
-            yield file.fileno()
-        finally:
-            with contextlib.suppress(OSError):
-                path.unlink()
-            if is_new:
-                with contextlib.suppress(OSError):  # it holds something now
-                    folder.rmdir()
-
-
-def _acquire(path: Path, wait: bool) -> IO[bytes]:
-    end, has_waited = time.monotonic() + _ORPHANS_SECONDS, False
-    while True:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            file = path.open("a+b", buffering=0)
-        except FileNotFoundError:  # its last holder has just removed the folder
-            continue
-        try:
-            _flock(file)
-            if _is_at(path, file):
-                with contextlib.suppress(OSError):  # a full disk
-                    file.truncate(0)
-                    file.write(f"{os.getpid()} {socket.gethostname()}\n".encode())
-                return file
-        except BlockingIOError:
-            file.seek(0)
-            written = re.fullmatch(r"(\d{1,9}) ([!-~]{1,255})\n?", file.read(_HOLDER_BYTES).decode("ascii", "replace"))
-            holder = f"process {written[1]} on {written[2]}" if written else "another process"
-            if wait and not has_waited:
-                logger.warning("waiting for %s, which is working in %s", holder, path.parent)
-                has_waited = True
-            is_ending = written and written[2] == socket.gethostname() and _has_ended(int(written[1]))
-            if not wait and (not is_ending or time.monotonic() > end):
-                file.close()
-                raise FolderInUse(
-                    f"{path.parent}: {holder} is working in it; wait until it ends, or name another folder"
-                ) from None
-            time.sleep(_RETRY_SECONDS)
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                raise
-            logger.warning("%s: this file system has no locks; use the folder in one process at a time", path.parent)
-            return file
-        file.close()
-
-
-def _is_at(path: Path, file: IO[bytes]) -> bool:
-    """Whether the file is still there; its last holder may have removed it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = filelock.FileLock(path, fallback_to_soft=False)
     try:
-        return os.path.samestat(os.fstat(file.fileno()), path.stat())
-    except FileNotFoundError:
-        return False
-
-
-def _flock(file: IO[bytes]) -> None:
+        lock.acquire(timeout=0)
+    except filelock.Timeout:
+        if not wait:
+            raise FolderInUse(
+                f"{folder}: {_holder(path)} is working in it; wait until it ends, or name another folder"
+            ) from None
+        logger.warning("waiting for %s, which is working in %s", _holder(path), folder)
+        _wait_for(lock, folder)
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        logger.warning("%s: this file system has no locks; use the folder in one process at a time", folder)
+    with contextlib.suppress(OSError):  # a full disk, or Windows, where the file is locked for its holder too
+        path.write_text(f"{os.getpid()} {socket.gethostname()}\n", encoding="utf-8")
     try:
-        import fcntl
-    except ImportError:  # on Windows
-        raise OSError(errno.ENOSYS, "no flock") from None
-    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            path.unlink()  # before the release: whoever waits for it sees that it is gone, and makes a new one
+        lock.release()
+        if is_new:
+            with contextlib.suppress(OSError):  # it holds something now
+                folder.rmdir()
 
 
-def _has_ended(pid: int) -> bool:
-    """Whether there is no such process on this host, or it only waits for its parent to notice its end."""
-    with contextlib.suppress(OSError, IndexError):
-        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] in "ZX"
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:
-        return False
-    return False
+def _wait_for(lock: filelock.BaseFileLock, folder: Path) -> None:
+    while not lock.is_locked:
+        folder.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):  # its last holder has just removed the folder
+            lock.acquire()
+
+
+def _holder(path: Path) -> str:
+    """Return who holds a lock, as far as its file says."""
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        if holder := re.fullmatch(r"(\d{1,9}) ([!-~]{1,255})\n?", path.read_text(encoding="utf-8")):
+            return f"process {holder[1]} on {holder[2]}"
+    return "another process"
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ import math
 import reprlib
 import types
 import typing
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any, Literal, TypeVar
 
 from .errors import DiffTransformerError
@@ -18,6 +18,28 @@ from .reading import LARGEST_INT
 T = TypeVar("T")
 
 WeightsDtype = Literal["auto", "fp32", "bf16", "fp16"]  # "auto" keeps the type that the weights were saved in
+
+ASIDE: Mapping[str, str] = {"role": "aside"}
+"""Metadata of a field of a recipe that changes nothing of what a run computes, such as a folder."""
+ADJUSTABLE: Mapping[str, str] = {"role": "adjustable"}
+"""Metadata of a field that makes another run, and that a run under way may go on with all the same."""
+
+
+def plain(value: Any, *, without: Collection[Mapping[str, str]] = ()) -> Any:
+    """Return a value as plain data, dataclasses as mappings and tuples as lists, so that YAML and JSON hold the same.
+
+    Args:
+        value: Dataclasses, mappings, sequences and plain values.
+        without: Metadata of fields that are left out, such as `ASIDE`.
+    """
+    if dataclasses.is_dataclass(value):
+        kept = [field.name for field in dataclasses.fields(value) if field.metadata not in without]
+        return {name: plain(getattr(value, name), without=without) for name in kept}
+    if isinstance(value, dict):
+        return {key: plain(item, without=without) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item, without=without) for item in value]
+    return value
 
 
 def build(cls: type[T], value: Any, *, source: str, error: type[DiffTransformerError], key: str = "") -> T:

@@ -39,7 +39,7 @@ def _end_with_parent() -> None:
 
 
 def main(module: str, *words: str) -> int:
-    """Be the child."""
+    """Run a module in the child process."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     # Libraries swallow a KeyboardInterrupt during their imports, and nothing can be lost so early.
     signal.signal(signal.SIGINT, lambda *_: os._exit(EXIT_INTERRUPTED))

@@ -10,8 +10,6 @@ from difftransformer.errors import ConfigError
 from difftransformer.reading import is_plain_name, parse_yaml
 from difftransformer.typed import short
 
-from .printable import printable_line
-
 
 def shipped_recipes(kind: str = ".") -> dict[str, Path]:
     """Recipes that come with the package, by name: beside its modules in a wheel, at the top of a source tree.
@@ -42,7 +40,7 @@ def read_recipe(path: Path | str) -> dict[str, Any]:
 
 def check_name(name: str) -> None:
     """Raise a ConfigError unless a recipe's name can name folders."""
-    if not name.strip() or not is_plain_name(name) or printable_line(name) != name:
+    if not name.strip() or not is_plain_name(name) or not name.isprintable():
         raise ConfigError(f"name: {short(name)} names folders; use letters, digits, points, hyphens and spaces")
 
 

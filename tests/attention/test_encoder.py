@@ -1,5 +1,7 @@
 """The encoder layer in the place of nn.TransformerEncoderLayer."""
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -108,3 +110,22 @@ def test_keywords_of_torchs_attention_name_ours(keyword, words):
         layer(torch.randn(3, 6, 32), **keyword)
     assert "causal unless" in DifferentialAttention.__doc__.splitlines()[0]
     assert "is_causal=False" in DifferentialAttention.forward.__doc__.splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    [({"dropout": 0.1}, "no dropout"), ({"bias": True}, "no bias"), ({"batch_first": True}, "(batch, length, width)")],
+)
+def test_arguments_of_torchs_attention_name_ours(argument, words):
+    (name,) = argument
+    with pytest.raises(ConfigError, match=f"{name} is no argument of DifferentialAttention: .*{re.escape(words)}"):
+        DifferentialAttention(32, 2, **argument)
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_calls_of_torchs_attention_name_ours(mode):
+    x, theirs = torch.randn(3, 6, 32), nn.TransformerEncoderLayer(32, 4, batch_first=True)
+    theirs.self_attn = DifferentialAttention(32, 2)
+    for call in (lambda: theirs.self_attn(x, x, x), lambda: getattr(theirs, mode)()(x)):
+        with pytest.raises(ConfigError, match=r"pass context=.* use DifferentialEncoderLayer"):
+            call()

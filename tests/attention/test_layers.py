@@ -1,13 +1,30 @@
-"""The layers alone, as they are dropped into another model."""
+"""The layers alone, with torch and nothing else: rotation, caches of one's own, torch's attention, refusals."""
+
+import math
+import re
 
 import pytest
 import torch
 from torch import nn
 
-from difftransformer.attention import VARIANTS, DifferentialAttention, SoftmaxAttention, variant
+from difftransformer.attention import (
+    VARIANTS,
+    DifferentialAttention,
+    HeadLayout,
+    RMSNorm,
+    SoftmaxAttention,
+    variant,
+)
 from difftransformer.errors import ConfigError, ShapeError
-from difftransformer.ops import inverse_frequencies, rotary_tables
+from difftransformer.ops.rotary import inverse_frequencies, rotary_tables
 from tests.support import fresh
+from tests.support.layers import VECTORS, drawn, states
+
+
+def lam_by_hand(layer):
+    q1, k1, q2, k2 = (getattr(layer, name).detach() for name in VECTORS)
+    start = 0.8 - 0.6 * math.exp(-0.3 * layer.layer_index)
+    return math.exp(q1 @ k1) - math.exp(q2 @ k2) + start, start
 
 
 def rotation(length, head_dim, start=0):
@@ -18,55 +35,18 @@ class ListCache:
     """The smallest object that is a cache."""
 
     def __init__(self):
-        self.keys, self.values = [], []
+        self.keys, self.values, self.layers = [], [], []
 
     def update(self, key_states, value_states, layer_idx):
         self.keys.append(key_states)
         self.values.append(value_states)
+        self.layers.append(layer_idx)
         return torch.cat(self.keys, 2), torch.cat(self.values, 2)
-
-
-def test_the_twin_is_torchs_attention():
-    torch.manual_seed(0)
-    layer = SoftmaxAttention(32, 4)
-    theirs = nn.MultiheadAttention(32, 4, bias=False, batch_first=True)
-    with torch.no_grad():
-        theirs.in_proj_weight.copy_(torch.cat([layer.q_proj.weight, layer.k_proj.weight, layer.v_proj.weight]))
-        theirs.out_proj.weight.copy_(layer.o_proj.weight)
-    x, context = torch.randn(2, 7, 32), torch.randn(2, 9, 32)
-    mask = torch.ones(7, 7, dtype=torch.bool).triu(1)
-    assert torch.allclose(layer(x)[0], theirs(x, x, x, attn_mask=mask)[0], atol=1e-5)
-    found, weights = layer(x, context=context, is_causal=False, need_map=True)
-    expected, their_weights = theirs(x, context, context, average_attn_weights=False)
-    assert torch.allclose(found, expected, atol=1e-5)
-    assert torch.allclose(weights, their_weights, atol=1e-6)
-
-
-def test_differential_cross_attention_equals_the_equations():
-    torch.manual_seed(0)
-    layer = DifferentialAttention(24, 2, head_dim=6, num_key_value_heads=1, layer_index=3)
-    x, context = torch.randn(2, 5, 24), torch.randn(2, 8, 24)
-    found, weights = layer(x, context=context, is_causal=False, need_map=True)
-    q, k, v = layer.q_proj(x), layer.k_proj(context), layer.v_proj(context)
-    lam = (
-        torch.exp(layer.lambda_q1 @ layer.lambda_k1) - torch.exp(layer.lambda_q2 @ layer.lambda_k2) + layer.lambda_init
-    )
-    heads = []
-    for h in range(2):
-        first, second = (
-            torch.softmax(q[..., (2 * h + m) * 6 : (2 * h + m + 1) * 6] @ k[..., m * 6 : (m + 1) * 6].mT / 6**0.5, -1)
-            for m in range(2)
-        )
-        assert torch.allclose(weights[:, h], first - lam * second, atol=1e-6)
-        head = (first - lam * second) @ v
-        head = head / torch.sqrt((head**2).mean(-1, keepdim=True) + 1e-5)
-        heads.append((1 - layer.lambda_init) * head)
-    assert torch.allclose(found, layer.o_proj(torch.cat(heads, -1)), atol=1e-5)
 
 
 @pytest.mark.parametrize("cls", list(VARIANTS.values()))
 def test_any_cache_and_rotation(cls):
-    layer = cls(32, 4, head_dim=8)
+    layer = cls(32, 4, head_dim=8, layer_index=3)
     x = torch.randn(1, 9, 32)
     whole, _ = layer(x, position_embeddings=rotation(9, 8))
     cache = ListCache()
@@ -74,38 +54,174 @@ def test_any_cache_and_rotation(cls):
         layer(x[:, a:b], position_embeddings=rotation(b - a, 8, a), cache=cache)[0] for a, b in ((0, 4), (4, 5), (5, 9))
     ]
     assert torch.allclose(torch.cat(parts, 1), whole, atol=1e-5)
+    assert cache.layers == [3, 3, 3]
     unrotated, _ = layer(x)
     assert not torch.allclose(unrotated, whole, atol=1e-3)
 
 
-def test_gradients_reach_every_parameter():
-    layer = DifferentialAttention(32, 2)
-    layer(torch.randn(2, 6, 32))[0].square().sum().backward()
-    assert all(p.grad is not None and p.grad.abs().max() > 0 for p in layer.parameters())
+class TestDifferential:
+    def test_rotation_of_a_context(self):
+        """Keys turn by their own positions: a context that is the hidden states with their table is self-attention."""
+        layer = drawn(DifferentialAttention(32, 2))
+        hidden = states(1, 7, 32)
+        table = rotary_tables(torch.arange(7)[None], inverse_frequencies(8))
+        plain, _ = layer(hidden, position_embeddings=table, is_causal=False)
+        crossed, _ = layer(
+            hidden,
+            context=hidden,
+            position_embeddings=table,
+            context_position_embeddings=table,
+            is_causal=False,
+        )
+        unrotated, _ = layer(hidden, context=hidden, position_embeddings=table, is_causal=False)
+        assert torch.allclose(plain, crossed, rtol=0, atol=1e-12)
+        assert not torch.allclose(plain, unrotated, atol=1e-3)
+
+    def test_rotation_is_relative(self):
+        layer = drawn(DifferentialAttention(32, 2))
+        hidden = states(1, 7, 32)
+        outputs = [
+            layer(hidden, position_embeddings=rotary_tables(torch.arange(7)[None] + shift, inverse_frequencies(8)))[0]
+            for shift in (0, 100)
+        ]
+        assert torch.allclose(*outputs, rtol=0, atol=1e-4)  # the tables are fp32
+        assert not torch.allclose(outputs[0], layer(hidden)[0], atol=1e-2)
+
+    def test_gradcheck(self):
+        layer = drawn(DifferentialAttention(8, 2, head_dim=2))
+        hidden = states(1, 4, 8).requires_grad_()
+        weights = dict(layer.named_parameters())
+
+        def function(hidden, *values):
+            return torch.func.functional_call(layer, dict(zip(weights, values, strict=True)), (hidden,))[0]
+
+        assert torch.autograd.gradcheck(function, (hidden, *weights.values()))
+
+    @pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16])
+    def test_lambdas_are_never_narrowed(self, narrow):
+        layer = DifferentialAttention(32, 2).to(narrow)
+        assert all(getattr(layer, name).dtype == torch.float32 for name in VECTORS)
+        assert layer.q_proj.weight.dtype == layer.head_norm.weight.dtype == narrow
+        output, _ = layer(torch.randn(1, 5, 32, dtype=narrow))
+        assert output.dtype == narrow
+        output.float().sum().backward()
+        assert all(getattr(layer, name).grad.dtype == torch.float32 for name in VECTORS)
+
+    def test_lambda_can_leave_the_unit_interval(self):
+        layer = DifferentialAttention(32, 2)
+        with torch.no_grad():
+            layer.lambda_q1.fill_(0.0)
+            layer.lambda_q2.fill_(0.5)
+            layer.lambda_k2.fill_(0.5)
+        assert layer.lam().item() == pytest.approx(1 - math.exp(8 * 0.25) + 0.2, rel=1e-6)
+
+    def test_a_head_whose_maps_agree_is_scaled_by_one_minus_lambda(self):
+        """With Q1 = Q2 and K1 = K2 what is left is (1 - lambda) of ordinary attention."""
+        layer = drawn(DifferentialAttention(32, 2))
+        with torch.no_grad():
+            for name in ("q_proj", "k_proj"):
+                rows = getattr(layer, name).weight.view(2, 2, 8, 32)
+                rows[:, 1] = rows[:, 0]
+            layer.head_norm.weight.fill_(1.0)
+        hidden = states(1, 6, 32)
+        _, attention_map = layer(hidden, need_map=True)
+        lam, _ = lam_by_hand(layer)
+        q = (hidden @ layer.q_proj.weight.T).view(1, 6, 2, 2, 8)[:, :, :, 0].transpose(1, 2)
+        k = (hidden @ layer.k_proj.weight.T).view(1, 6, 2, 2, 8)[:, :, :, 0].transpose(1, 2)
+        ordinary = torch.softmax((q @ k.mT / math.sqrt(8)).masked_fill(torch.ones(6, 6).triu(1).bool(), -torch.inf), -1)
+        assert torch.allclose(attention_map.double(), (1 - lam) * ordinary, atol=1e-6)
 
 
-def test_the_layer_needs_torch_alone():
-    code = (
-        "import sys; sys.modules['transformers'] = None; sys.modules['tokenizers'] = None; import torch;"
-        "from difftransformer.attention import DifferentialAttention;"
-        "print(DifferentialAttention(16, 2)(torch.randn(1, 3, 16))[0].shape)"
-    )
-    done = fresh.run(code)
-    assert done.stdout.strip() == "torch.Size([1, 3, 16])", done.stderr[-800:]
+class TestSoftmax:
+    @pytest.mark.parametrize("groups", [4, 2, 1])
+    def test_against_torch(self, groups):
+        layer = drawn(SoftmaxAttention(32, 4, num_key_value_heads=groups))
+        hidden = states(2, 9, 32)
+        theirs = nn.MultiheadAttention(32, 4, bias=False, batch_first=True, dtype=torch.float64)
+        with torch.no_grad():
+            k, v = (
+                projection.weight.view(groups, 8, 32).repeat_interleave(4 // groups, 0).reshape(32, 32)
+                for projection in (layer.k_proj, layer.v_proj)
+            )
+            theirs.in_proj_weight.copy_(torch.cat((layer.q_proj.weight, k, v)))
+            theirs.out_proj.weight.copy_(layer.o_proj.weight)
+        mask = torch.ones(9, 9).triu(1).bool()
+        expected, weights = theirs(hidden, hidden, hidden, attn_mask=mask, average_attn_weights=False)
+        output, attention_map = layer(hidden, need_map=True)
+        assert torch.allclose(output, expected, rtol=0, atol=1e-10)
+        assert torch.allclose(attention_map.double(), weights, atol=1e-6)
+        assert layer.lam() is None
 
 
-def test_mistakes_are_named():
-    with pytest.raises(ConfigError, match="counted from 0"):
-        DifferentialAttention(16, 2, layer_index=-1)
-    with pytest.raises(ConfigError, match="not a multiple of num_key_value_heads"):
-        DifferentialAttention(16, 4, num_key_value_heads=3)
-    with pytest.raises(ConfigError, match="choose one of softmax, diff"):
-        variant("diff3")
-    layer = DifferentialAttention(16, 2)
-    with pytest.raises(ShapeError, match="expected \\(batch, length, 16\\)"):
-        layer(torch.randn(1, 3, 8))
-    with pytest.raises(ShapeError, match="context has shape"):
-        layer(torch.randn(1, 3, 16), context=torch.randn(1, 3, 8))
-    layer.k_proj = nn.Linear(16, 4, bias=False)  # what tensor parallelism leaves of one head in four processes
-    with pytest.raises(ShapeError, match="4 of keys, not whole heads of 8 and 8"):
-        layer(torch.randn(1, 3, 16))
+class TestNorm:
+    @pytest.mark.parametrize("gain", [True, False])
+    def test_against_torch(self, gain):
+        x = states(3, 5, 8)
+        theirs = nn.RMSNorm(8, eps=0.2, elementwise_affine=gain, dtype=torch.float64)
+        ours = RMSNorm(8, eps=0.2, gain=gain).double()
+        if gain:
+            theirs.weight.data = ours.weight.data = states(8)
+        assert (ours.weight is not None) == gain
+        assert torch.allclose(ours(x), theirs(x), rtol=0, atol=1e-12)
+
+
+class TestRefused:
+    CASES = {
+        "layers from 0": (
+            lambda: DifferentialAttention(32, 2, layer_index=-1),
+            "layer_index=-1: layers are counted from 0",
+        ),
+        "softmax too": (lambda: SoftmaxAttention(32, 2, layer_index=-3), "layer_index=-3"),
+        "groups": (
+            lambda: DifferentialAttention(48, 4, num_key_value_heads=3),
+            "num_heads=4 is not a multiple of num_key_value_heads=3",
+        ),
+        "odd width": (lambda: DifferentialAttention(30, 3), "head_dim=5 is odd"),
+        "no heads": (
+            lambda: HeadLayout(
+                num_heads=0, num_key_value_heads=1, head_dim=2, query_maps=1, key_maps=1, value_head_dim=2
+            ),
+            "num_heads=0 is below 1",
+        ),
+        "variant": (lambda: variant("difff"), "attention_type='difff' is unknown; choose one of softmax, diff"),
+    }
+
+    @pytest.mark.parametrize("name", CASES)
+    def test_configurations(self, name):
+        build, words = self.CASES[name]
+        with pytest.raises(ConfigError, match=re.escape(words)):
+            build()
+
+    def test_shapes(self):
+        layer = DifferentialAttention(32, 2)
+        with pytest.raises(ShapeError, match=re.escape("hidden has shape (1, 4, 31), expected (batch, length, 32)")):
+            layer(torch.zeros(1, 4, 31))
+        with pytest.raises(ShapeError, match=re.escape("hidden has shape (4, 32), expected (batch, length, 32)")):
+            layer(torch.zeros(4, 32))
+        with pytest.raises(ShapeError, match=re.escape("context has shape (1, 4, 16)")):
+            layer(torch.zeros(1, 4, 32), context=torch.zeros(1, 4, 16), is_causal=False)
+        layer.k_proj = nn.Linear(32, 4, bias=False)  # what tensor parallelism leaves of one head in four processes
+        with pytest.raises(ShapeError, match="4 of keys, not whole heads of 16 and 16"):
+            layer(torch.zeros(1, 3, 32))
+
+
+def test_variants_name_themselves():
+    assert {name: cls.name for name, cls in VARIANTS.items()} == {name: name for name in VARIANTS}
+    assert variant("diff") is DifferentialAttention
+
+
+def test_torch_alone():
+    """The layer works in a plain torch model where transformers is not installed."""
+    code = """
+import sys, torch
+sys.modules["transformers"] = None
+from difftransformer import DifferentialAttention
+model = torch.nn.Sequential(torch.nn.Linear(5, 32), DifferentialAttention(32, 2))
+output, _ = model(torch.randn(2, 4, 5))
+output.sum().backward()
+assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in model.parameters())
+print(tuple(output.shape))
+"""
+    ran = fresh.run(code)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.strip() == "(2, 4, 32)"

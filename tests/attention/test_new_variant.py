@@ -16,12 +16,12 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from difftransformer import DiffTransformerConfig, DiffTransformerForCausalLM
 from difftransformer.attention import VARIABLE, VARIANTS, Option, SoftmaxAttention, config_options, register, variants
-from difftransformer.convert.llama import targets
 from difftransformer.errors import ConfigError
+from difftransformer.families.llama import targets
 from difftransformer.model import count
 from difftransformer.train import checkpoints
 from difftransformer_lab.cli.main import main
-from difftransformer_lab.results import Comparison, read_result
+from difftransformer_lab.report import read_evidence
 from difftransformer_lab.studies import recipe_from
 
 STEPS = 4
@@ -179,11 +179,11 @@ def test_a_recipe_checks_its_option(toy):
 
 
 def test_it_is_trained_and_compared(study):
-    comparison = read_result(study / "results.json", Comparison)
-    assert [summary.label for summary in comparison.models] == ["Gated Transformer", "Transformer"]
-    gated, twin = comparison.models
+    evidence = read_evidence(study / "results.json")
+    assert [arm.label for arm in evidence.index.arms] == ["Gated Transformer", "Transformer"]
+    gated, twin = evidence.index.sizes
     assert gated.parameters == twin.parameters + 2 * 4
-    assert all(len(run.train_loss_nats.values) == STEPS for run in comparison.runs)
+    assert all(len(run.curves["train_loss_nats"].values) == STEPS for *_, run in evidence.every_run())
     assert "Gated Transformer" in (study / "index.html").read_text()
     trained = DiffTransformerForCausalLM.from_pretrained(checkpoints(study / "runs" / "gated-seed0")[-1])
     assert trained.config.gate_init == 0.75

@@ -10,8 +10,8 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3Rotary
 
 from difftransformer import DifferentialEncoderLayer
 from difftransformer.attention import VARIANTS, DifferentialAttention, SoftmaxAttention
-from difftransformer.convert import microsoft_attention_state
 from difftransformer.errors import ConfigError
+from difftransformer.families import microsoft_attention_state
 
 EPS, WIDTH, LENGTH = 1e-2, 20, 7
 # Signal heads, key/value heads and noise heads, and whether keys of the maps are one.

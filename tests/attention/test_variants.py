@@ -1,6 +1,5 @@
-"""DIFF V2 and what lies between it and V1: the layers against the equations, written out for one head after the other."""
+"""DIFF V2 and what lies between it and V1: options of layers and configurations, sizes, starts."""
 
-import itertools
 import math
 
 import pytest
@@ -15,120 +14,7 @@ from difftransformer.attention import (
     variant,
 )
 from difftransformer.errors import ConfigError
-
-VECTORS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
-
-
-def drawn(layer, seed=0):
-    """In float64, with no gain of 1 and no lambda near its start."""
-    draw = torch.Generator().manual_seed(seed)
-    layer = layer.double()
-    with torch.no_grad():
-        for name, parameter in layer.named_parameters():
-            noise = torch.randn(parameter.shape, generator=draw, dtype=torch.float64)
-            if "norm" in name:
-                parameter.copy_(1 + 0.3 * noise)
-            elif name in (*VECTORS, "lambda_offset"):
-                parameter.copy_(0.4 * noise)
-            else:
-                parameter.copy_(1.5 * noise / parameter.shape[1] ** 0.5)
-    return layer
-
-
-def states(*shape, seed=1):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def by_hand(
-    layer, hidden, context=None, *, lambda_form, head_norm, shared_key, start, value=None, scale=None, causal=True
-):
-    """One head at a time; everything but the weights and the sizes is given by the caller."""
-    if scale is None:
-        scale = 1 if head_norm == "none" else 1 - start
-    start = start if value is None else value
-    context = hidden if context is None else context
-    layout = layer.layout
-    heads, groups, d, e = layout.num_heads, layout.num_key_value_heads, layout.head_dim, layout.value_head_dim
-    length, keys = hidden.shape[1], context.shape[1]
-    q, k, v = (
-        x @ getattr(layer, f"{name}_proj").weight.T for x, name in ((hidden, "q"), (context, "k"), (context, "v"))
-    )
-    blocked = (
-        torch.ones(length, keys, dtype=torch.bool).triu(1 + keys - length) if causal else torch.zeros(1, dtype=bool)
-    )
-    outputs = []
-    for h in range(heads):
-        g = h // (heads // groups)
-        maps = []
-        for m in range(2):
-            query = q[..., (2 * h + m) * d : (2 * h + m + 1) * d]
-            at = g * d if shared_key else (2 * g + m) * d
-            scores = query @ k[..., at : at + d].mT / math.sqrt(d)
-            maps.append(torch.softmax(scores.masked_fill(blocked, -torch.inf), -1))
-        if lambda_form == "constant":
-            lam = start
-        elif lambda_form == "scalar":
-            lam = layer.lambda_offset[0] + start
-        elif lambda_form == "token":
-            lam = 1 / (1 + torch.exp(-(hidden @ layer.lambda_proj.weight[h]))).unsqueeze(-1)
-        else:
-            q1, k1, q2, k2 = (
-                getattr(layer, name)[h] if lambda_form == "head" else getattr(layer, name) for name in VECTORS
-            )
-            lam = torch.exp(q1 @ k1) - torch.exp(q2 @ k2) + start
-        out = (maps[0] - lam * maps[1]) @ v[..., g * e : (g + 1) * e]
-        if head_norm != "none":
-            out = out / torch.sqrt(out.square().mean(-1, keepdim=True) + 1e-5)
-        if head_norm == "gain":
-            out = out * layer.head_norm.weight
-        outputs.append(out * scale)
-    return torch.cat(outputs, -1) @ layer.o_proj.weight.T
-
-
-def test_v2_is_the_released_module():
-    """2 h query heads over h keys and values, pairs side by side, the sigmoid of a projection, no norm."""
-    layer = drawn(DifferentialAttentionV2(24, 4, num_key_value_heads=2, layer_index=3))
-    assert layer.q_proj.weight.shape == (48, 24)
-    assert layer.k_proj.weight.shape == layer.v_proj.weight.shape == (12, 24)
-    assert layer.o_proj.weight.shape == (24, 24)
-    assert {name for name, _ in layer.named_parameters() if "proj" not in name} == set()
-    hidden = states(2, 9, 24)
-    expected = by_hand(layer, hidden, lambda_form="token", head_norm="none", shared_key=True, start=None)
-    torch.testing.assert_close(layer(hidden)[0], expected, rtol=1e-9, atol=1e-9)
-
-
-LADDER = list(
-    itertools.product(
-        ("layer", "head", "scalar", "token", "constant"), ("gain", "plain", "none"), (False, True), (1, 2)
-    )
-)
-
-
-@pytest.mark.parametrize(("lambda_form", "head_norm", "shared_key", "value_widths"), LADDER)
-@pytest.mark.parametrize("cls", [DifferentialAttention, DifferentialAttentionV2])
-def test_every_step_between_v1_and_v2(cls, lambda_form, head_norm, shared_key, value_widths):
-    options = DifferentialOptions(lambda_form=lambda_form, head_norm=head_norm, shared_key=shared_key, lambda_init=0.35)
-    layer = cls(20, 3, num_key_value_heads=1, head_dim=4, value_head_dim=4 * value_widths, options=options)
-    layer = drawn(layer)
-    hidden = states(2, 7, 20)
-    found, weights = layer(hidden, need_map=True)
-    expected = by_hand(layer, hidden, lambda_form=lambda_form, head_norm=head_norm, shared_key=shared_key, start=0.35)
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
-    torch.autograd.grad(found.square().sum(), list(layer.parameters()))
-    head = weights.to(hidden.dtype) @ layer.v_proj(hidden).unsqueeze(1)
-    if head_norm == "none":
-        rebuilt = layer.o_proj(head.transpose(1, 2).flatten(2))
-        torch.testing.assert_close(rebuilt, expected, rtol=1e-9, atol=1e-9)
-
-
-def test_cross_attention_without_a_mask():
-    layer = drawn(DifferentialAttentionV2(24, 3))
-    hidden, context = states(2, 5, 24), states(2, 8, 24, seed=2)
-    found, _ = layer(hidden, context=context, is_causal=False)
-    expected = by_hand(
-        layer, hidden, context, lambda_form="token", head_norm="none", shared_key=True, start=None, causal=False
-    )
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+from tests.support.layers import VECTORS, by_hand, causal, drawn, states
 
 
 @pytest.mark.parametrize("form", ["layer", "head", "scalar"])
@@ -163,49 +49,12 @@ def test_the_options_of_a_configuration(cls):
 
 def test_a_constant_lambda_of_one_as_some_write_it():
     options = DifferentialOptions(lambda_form="constant", lambda_init=1.0, head_norm="none")
-    layer = drawn(DifferentialAttention(16, 2, options=options))
-    hidden = states(1, 6, 16)
-    expected = by_hand(layer, hidden, lambda_form="constant", head_norm="none", shared_key=False, start=1.0)
+    layer, hidden = drawn(DifferentialAttention(16, 2, options=options)), states(1, 6, 16)
+    weights, choices = dict(layer.named_parameters()), {"form": "constant", "norm": "none", "start": 1.0}
+    expected, _ = by_hand(weights, hidden, hidden, causal(6), heads=(2, 2, 2), e=8, **choices)
     torch.testing.assert_close(layer(hidden)[0], expected, rtol=1e-9, atol=1e-9)
     with pytest.raises(ConfigError, match="lambda_init=1 with a headwise norm gives heads of zero"):
         DifferentialOptions(lambda_init=1.0, head_norm="gain")
-
-
-@pytest.mark.parametrize("value", [0.0, 1.0, -0.8, 0.3])
-@pytest.mark.parametrize(("head_norm", "scale"), [("gain", None), ("plain", 1.0), ("none", None), ("none", 0.5)])
-def test_lambda_and_the_factor_of_the_heads_apart_from_lambda_init(value, head_norm, scale):
-    """The factor after the norm follows the schedule whatever lambda is fixed at, unless it is given too."""
-    options = DifferentialOptions(
-        lambda_form="constant", lambda_value=value, head_norm=head_norm, head_scale=scale, shared_key=False
-    )
-    for layer_index in (0, 5):
-        layer = drawn(DifferentialAttention(20, 3, head_dim=4, layer_index=layer_index, options=options))
-        hidden, init = states(2, 7, 20), 0.8 - 0.6 * math.exp(-0.3 * layer_index)
-        found, weights = layer(hidden, need_map=True)
-        expected = by_hand(
-            layer,
-            hidden,
-            lambda_form="constant",
-            head_norm=head_norm,
-            shared_key=False,
-            start=init,
-            value=value,
-            scale=scale,
-        )
-        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
-        torch.testing.assert_close(layer(hidden)[0], expected, rtol=1e-9, atol=1e-9)  # norm fused with the op
-        torch.testing.assert_close(weights.sum(-1), torch.full_like(weights.sum(-1), 1 - value), atol=1e-6, rtol=0)
-
-
-@pytest.mark.parametrize("form", ["layer", "head", "scalar"])
-def test_a_learned_lambda_around_another_number_than_lambda_init(form):
-    options = DifferentialOptions(lambda_form=form, lambda_value=-0.2, lambda_init=0.6)
-    layer = drawn(DifferentialAttention(20, 3, head_dim=4, options=options))
-    hidden = states(2, 7, 20)
-    expected = by_hand(
-        layer, hidden, lambda_form=form, head_norm="gain", shared_key=False, start=0.6, value=-0.2, scale=0.4
-    )
-    torch.testing.assert_close(layer(hidden)[0], expected, rtol=1e-9, atol=1e-9)
 
 
 def test_both_maps_averaged():
@@ -300,10 +149,11 @@ def test_the_steps_from_v1_to_v2_in_a_configuration(done):
     ]
     assert sum(p.numel() for p in layer.parameters()) == sizes[done]
     hidden = states(2, 6, width)
-    form = {"lambda_form": "layer", "head_norm": "gain", "shared_key": False} | {
-        name: value for name, value in chosen.items() if name not in HEADS
-    }
-    expected = by_hand(layer, hidden, start=0.2, **form)
+    form, norm = chosen.get("lambda_form", "layer"), chosen.get("head_norm", "gain")
+    equations = {"form": form, "norm": norm, "shared_key": chosen.get("shared_key", False), "d": d, "start": 0.2}
+    heads, e = ((4, 4, 2), d) if done == 4 else ((2, 2, 1), 2 * d)
+    weights = dict(layer.named_parameters())
+    expected, _ = by_hand(weights, hidden, hidden, causal(6), heads=heads, e=e, **equations)
     torch.testing.assert_close(layer(hidden)[0], expected, rtol=1e-9, atol=1e-9)
     if done == 4:
         v2 = DiffTransformerConfig(attention_type="diff_v2", **fields)
@@ -328,15 +178,6 @@ def test_options_that_mean_nothing_are_refused():
     DifferentialOptions(lambda_init=1.0, head_norm="gain", head_scale=0.2)
 
 
-def test_unknown_options_are_named():
-    with pytest.raises(ConfigError, match="lambda_form='row' is unknown; choose one of layer, head, scalar, token"):
-        DifferentialOptions(lambda_form="row")
-    with pytest.raises(ConfigError, match="head_norm='layer' is unknown; choose one of gain, plain, none"):
-        DiffTransformerConfig(hidden_size=32, num_attention_heads=4, head_norm="layer")
-    with pytest.raises(ConfigError, match="choose one of softmax, diff, diff_v2"):
-        variant("diff_v3")
-
-
 def test_v2_takes_odd_head_counts():
     config = DiffTransformerConfig(
         attention_type="diff_v2", hidden_size=48, num_attention_heads=3, num_key_value_heads=1
@@ -345,3 +186,12 @@ def test_v2_takes_odd_head_counts():
     assert (layout.num_heads, layout.num_key_value_heads, layout.head_dim, layout.value_head_dim) == (3, 1, 16, 16)
     twin = config.twin().head_layout()
     assert layout.cached_values_per_token() == twin.cached_values_per_token()
+
+
+def test_unknown_options_are_named():
+    with pytest.raises(ConfigError, match="lambda_form='row' is unknown; choose one of layer, head, scalar, token"):
+        DifferentialOptions(lambda_form="row")
+    with pytest.raises(ConfigError, match="head_norm='layer' is unknown; choose one of gain, plain, none"):
+        DiffTransformerConfig(hidden_size=32, num_attention_heads=4, head_norm="layer")
+    with pytest.raises(ConfigError, match="choose one of softmax, diff, diff_v2"):
+        variant("diff_v3")

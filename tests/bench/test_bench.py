@@ -1,7 +1,6 @@
-"""Benchmarks: ratios by hand, memory that grows with the length, costs by formula."""
+"""`difftransformer bench`: what is timed, ratios by hand, memory that grows with the length, costs by formula."""
 
 import io
-import math
 import time
 from dataclasses import replace
 
@@ -15,43 +14,36 @@ from difftransformer.ops import backend_names, differential_attention
 from difftransformer.train import build_model
 from difftransformer_lab.bench import (
     Settings,
-    geometric_means,
+    attention,
+    attention_work,
     peak_attention_bytes,
-    sort_rows,
+    settings,
     steps_of,
     time_attention,
     time_interleaved,
-    time_training,
+    timing,
 )
-from difftransformer_lab.bench import attention as attention_module
-from difftransformer_lab.bench import timing as timing_module
-from difftransformer_lab.bench import training as training_module
-from difftransformer_lab.bench import work as work_module
-from difftransformer_lab.bench.attention import MAP_COPIES, _implementations
+from difftransformer_lab.bench.attention import MAP_COPIES, implementations
+from difftransformer_lab.bench.attention_work import AttentionShape
 from difftransformer_lab.bench.costs import measure_costs
-from difftransformer_lab.bench.defaults import DEFAULTS
 from difftransformer_lab.bench.diffllama import ATTN_IMPLEMENTATIONS, DiffLlamaCore
+from difftransformer_lab.bench.model_work import decode_work, prefill_work, training_work
 from difftransformer_lab.bench.timing import MIN_ROUNDS, foreign_cpu_seconds
-from difftransformer_lab.bench.work import attention_work, decode_work, prefill_work, training_work
 from difftransformer_lab.cli.main import main
 from difftransformer_lab.report.bench import bench_tables, print_bench
-from difftransformer_lab.report.bench_figures import draw_attention
-from difftransformer_lab.results import (
-    AttentionShape,
-    AttentionSkip,
-    AttentionTiming,
-    Bench,
-    Environment,
-    Timing,
-    read_result,
-)
+from difftransformer_lab.report.bench_figures import bench_drawings
+from difftransformer_lab.results import Bench, BenchRow, Timing, read_result
+from tests.support.environment import ENVIRONMENT
+
+DEFAULTS = settings.DEFAULTS
+QUICK = Settings(rounds=3, budget_seconds=1.0)
 
 
 @pytest.fixture
 def clock(monkeypatch):
     """A clock that only the work moves."""
     now = [0.0]
-    monkeypatch.setattr(timing_module.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
     return now
 
 
@@ -94,9 +86,9 @@ def test_a_slower_candidate_is_slower():
 def test_the_work_of_others_by_hand(monkeypatch):
     """16 s of busy cores (idle and waiting ones aside, other machines' share included) less 4 s of this process."""
     stat = "cpu  1000 0 400 9999 5 50 50 100 7 0\ncpu0 1 2\n"
-    monkeypatch.setattr(timing_module, "open", lambda *_, **__: io.StringIO(stat), raising=False)
-    monkeypatch.setattr(timing_module.os, "sysconf", lambda _: 100)
-    monkeypatch.setattr(timing_module.os, "times", lambda: (2.0, 1.0, 0.5, 0.5, 1e6))
+    monkeypatch.setattr(timing, "open", lambda *_, **__: io.StringIO(stat), raising=False)
+    monkeypatch.setattr(timing.os, "sysconf", lambda _: 100)
+    monkeypatch.setattr(timing.os, "times", lambda: (2.0, 1.0, 0.5, 0.5, 1e6))
     assert foreign_cpu_seconds() == pytest.approx(12.0)
 
 
@@ -117,7 +109,7 @@ def test_attention_work_is_the_attention_of_same_size_models(implementation, fun
     """All hold as many numbers, H heads of 2 D or 2 H heads of D; every input gets a gradient, lambda among them."""
     seen = {}
     *place, name = function.split(".")
-    module = getattr(work_module, place[0]) if place else work_module
+    module = getattr(attention_work, place[0]) if place else attention_work
     honest = getattr(module, name)
     grad = torch.autograd.grad
 
@@ -131,7 +123,7 @@ def test_attention_work_is_the_attention_of_same_size_models(implementation, fun
 
     monkeypatch.setattr(module, name, listen)
     monkeypatch.setattr(torch.autograd, "grad", listen_grad)
-    out = attention_work(implementation, shape(mode, dtype="bf16"))()
+    out = attention_work.attention_work(implementation, shape(mode, dtype="bf16"))()
     queries = 1 if mode == "decode" else 16
     assert seen["query"].shape == out.shape == (1, heads, queries, width)
     assert seen["key"].shape == seen["value"].shape == (1, heads, 16, width)
@@ -180,93 +172,80 @@ def test_diffllama_runs_both_calls_and_no_rotation(attn_implementation, monkeypa
         torch.nn.functional, name, lambda *args, **options: calls.append(args[0]) or honest(*args, **options)
     )
     rotate = modeling_diffllama.apply_rotary_pos_emb
-    out = attention_work(f"DiffLlama {attn_implementation}", shape("forward+backward", dtype="bf16"))()
+    out = attention_work.attention_work(f"DiffLlama {attn_implementation}", shape("forward+backward", dtype="bf16"))()
     assert modeling_diffllama.apply_rotary_pos_emb is rotate
     assert [call.shape[:3] for call in calls] == [(1, 4, 16)] * 2
     assert (out.shape, out.dtype) == ((1, 16, 32), torch.bfloat16)
 
 
-def test_ratios_to_both_kernels_and_their_geometric_means(monkeypatch):
-    """Ratios are those of the medians; a mean is the exponential of the mean logarithm over shapes."""
+def test_every_implementation_is_timed_or_left_out(monkeypatch):
     monkeypatch.setitem(DEFAULTS, "cpu", replace(DEFAULTS["cpu"], kernel="chunked"))
-    runs = [time_attention(shape(length_tokens=length), rounds=3, budget_seconds=1.0) for length in (16, 32)]
-    timed = [[row for row in rows if isinstance(row, AttentionTiming)] for rows in runs]
-    for rows in timed:
-        seconds = {row.implementation: row.median_seconds for row in rows}
-        assert seconds.keys() >= {"DiffLlama sdpa", "DiffLlama eager", "diff reference", "diff sdpa", "normed chunked"}
-        for row in rows:
-            assert row.ratio_to_torch_sdpa == row.median_seconds / seconds["torch sdpa"]
-            assert row.ratio_to_softmax_kernel == row.median_seconds / seconds["softmax chunked"]
-    means = {(mean.implementation, mean.against): mean for mean in geometric_means(timed[0] + timed[1])}
-    ours = [row for rows in timed for row in rows if row.implementation == "diff chunked"]
-    for base, field in (("torch sdpa", "ratio_to_torch_sdpa"), ("softmax chunked", "ratio_to_softmax_kernel")):
-        logarithm = sum(math.log(getattr(row, field)) for row in ours) / 2
-        assert means["diff chunked", base].ratio == pytest.approx(math.exp(logarithm))
-        assert means["diff chunked", base].shapes == 2
+    rows = time_attention(shape(), QUICK)
+    assert all((row.timing is None) is (row.left_out is not None) for row in rows)
+    timed = {row.implementation for row in rows if row.timing}
+    assert timed >= {
+        "torch sdpa",
+        "softmax chunked",
+        "diff reference",
+        "diff sdpa",
+        "normed chunked",
+        "DiffLlama eager",
+    }
+    assert rows[0].shape == {"batch": 1, "length_tokens": 16, "heads": 2, "head_dim": 8}
+    monkeypatch.setattr(attention, "explain", lambda problem: dict.fromkeys(backend_names(), f"no {problem.op} today"))
+    reasons = {row.implementation: row.left_out for row in time_attention(shape(), replace(QUICK, peers=False))}
+    assert reasons["diff chunked"] == "no differential today"
+    assert reasons["softmax chunked"] == "no softmax today"
+    assert reasons["torch sdpa"] is None
 
 
 def test_what_is_left_out_is_said():
     """Five fp32 copies of 2 x 2 maps of 8,192 x 8,192 are 5 GiB; n x n backends run above 1,024 tokens only if named."""
-    reasons = _implementations(shape(length_tokens=8192), "cpu", None, True)
+    reasons = implementations(shape(length_tokens=8192), Settings())
     assert "5.0 GiB, more than the budget of 2 GiB" in reasons["DiffLlama eager"]
     assert "above 1,024 tokens only where --backends names it" in reasons["diff reference"]
     assert reasons["DiffLlama sdpa"] is reasons["torch sdpa"] is None
-    reasons = _implementations(shape(length_tokens=2048, heads=4), "cpu", ["reference"], False)
+    named = Settings(backends=["reference"])
+    reasons = implementations(shape(length_tokens=2048, heads=4), replace(named, peers=False))
     assert reasons.keys() == {"torch sdpa", "softmax cpu", "diff reference"}
     assert reasons["diff reference"] is None
-    reasons = _implementations(shape(length_tokens=8192), "cpu", ["reference"], True)
-    assert "GiB" in reasons["diff reference"]
-
-
-def test_a_backend_that_cannot_is_said(monkeypatch):
-    monkeypatch.setattr(
-        attention_module, "explain", lambda problem: dict.fromkeys(backend_names(), f"no {problem.op} today")
-    )
-    rows = time_attention(shape(), peers=False, rounds=3, budget_seconds=1.0)
-    reasons = {row.implementation: row.reason for row in rows if isinstance(row, AttentionSkip)}
-    assert {f"diff {name}" for name in backend_names()} <= reasons.keys()
-    assert reasons["diff chunked"] == "no differential today"
+    assert "GiB" in implementations(shape(length_tokens=8192), named)["diff reference"]
 
 
 def test_the_steps_of_all():
-    """Lengths with their heads, both passes, decoding, memory and training; long memory for our kernel alone."""
-    steps = steps_of("all", Settings(dtypes=["bf16"], head_dims=[32]))
-    labels = [step.label for step in steps]
-    assert labels == [
-        *(f"bf16 {mode} n={n} h={h} d=32" for mode in ("forward", "forward+backward")
+    """Lengths with their heads, both passes, decoding, memory, models; long memory for our kernel alone."""
+    labels = [step.label for step in steps_of("all", Settings(dtypes=["bf16"], head_dims=[32]))]
+    assert labels[:8] == [
+        *(f"attention, bf16 {mode} n={n} h={h} d=32" for mode in ("forward", "forward+backward")
           for n, h in ((512, 8), (2048, 4), (8192, 2))),
-        *(f"bf16 {mode} n=1024 h=4 d=64 factor {factor}"
-          for mode in ("forward", "forward+backward") for factor in (1, 8, 20, 60)),
-        *(f"bf16 decode n=16384 h={h} d=64" for h in (2, 8)),
-        *(f"memory of {name}, fp32 forward+backward n={n} h=4 d=64"
-          for n in (2048, 8192) for name in ("diff cpu", "diff chunked", "torch sdpa")),
-        "training step of 5M, bf16", "training step of 20M, bf16",
+        *(f"attention, bf16 decode n=16384 h={h} d=64" for h in (2, 8)),
     ]  # fmt: skip
-    assert all(step.expected_seconds > 0 for step in steps)
-    longer = [step.label for step in steps_of("memory", Settings(long_memory=True))][6:]
-    assert longer == [f"memory of diff cpu, fp32 forward+backward n={n} h=4 d=64" for n in (32768, 65536)]
-    with pytest.raises(ConfigError, match="--backends: 'flying' is unknown; choose from reference, "):
-        Settings(backends=["flying"])
+    assert {f"memory of {name}, fp32 forward+backward n={n} h=4 d=64"
+            for n in (2048, 8192) for name in ("diff cpu", "diff chunked", "torch sdpa")} < {*labels}  # fmt: skip
+    assert labels[-10:-1] == [
+        f"{work} of {size}, bf16" for work in ("training step", "prefill", "decoding") for size in ("0.5M", "5M", "20M")
+    ]
+    assert labels[-1] == "decoding by whole models, bf16"
+    long = [step.label for step in steps_of("memory", Settings(long_memory=True))][-2:]
+    assert long == [f"memory of diff cpu, fp32 forward+backward n={n} h=4 d=64" for n in (32768, 65536)]
+    (only,) = steps_of(
+        "attention", Settings(dtypes=["fp32"], modes=["decode"], lengths_tokens=[64], backends=["sdpa"])
+    )[1:]
+    assert only.label == "attention, fp32 decode n=64 h=8 d=64"
 
 
-def test_a_training_step_against_its_twin(monkeypatch):
-    """DIFF and both twins have the model's shape; ratios are to the twin on PyTorch's attention."""
-    seen = {}
-
-    def listen(model, rows, context, dtype):
-        config = model.config
-        seen[config.attention_type, config.attn_backend] = (config.hidden_size, config.head_dim, rows, context, dtype)
-        return lambda: time.sleep(0.001)
-
-    monkeypatch.setattr(training_module, "training_work", listen)
-    rows = time_training("20M", "bf16", rounds=3, budget_seconds=1.0)
-    assert seen == dict.fromkeys(
-        (("diff", "auto"), ("softmax", "sdpa"), ("softmax", "auto")), (512, 64, 8, 512, "bf16")
-    )
-    seconds = {row.implementation: row.median_seconds for row in rows}
-    assert list(seconds) == ["diff auto", "twin sdpa", "twin auto"]
-    assert all(row.ratio_to_twin == row.median_seconds / seconds["twin sdpa"] for row in rows)
-    assert all(19e6 < row.parameters < 20e6 for row in rows)
+@pytest.mark.parametrize(
+    ("part", "options", "message"),
+    [
+        ("all", {"backends": ["flying"]}, "--backends: 'flying' is unknown; choose from reference, "),
+        ("models", {"sizes": ["1B"]}, r"--sizes: '1B' is unknown; choose from 0\.5M, "),
+        ("attention", {"lengths_tokens": [0]}, r"--lengths \[0\]: give whole numbers of at least 1"),
+        ("attention", {"rounds": 2}, "--repeats 2: give at least 3"),
+    ],
+)
+def test_wrong_settings(part, options, message):
+    with pytest.raises(ConfigError, match=message):
+        steps_of(part, Settings(**options))
 
 
 @pytest.fixture
@@ -343,90 +322,85 @@ def test_memory_of_maps_is_quadratic_and_within_the_estimate(implementation):
     assert maps < peak < MAP_COPIES * maps
 
 
+def attention_row(name, length, milliseconds, dtype="fp32", left_out=None):
+    seconds = milliseconds / 1e3
+    times = Timing(median_seconds=seconds, low_seconds=0.9 * seconds, high_seconds=1.2 * seconds, rounds=3)
+    shown = None if left_out else times
+    return BenchRow(part="attention", work="forward", dtype=dtype, shape=shape(length_tokens=length).sizes,
+                    implementation=name, timing=shown, left_out=left_out)  # fmt: skip
+
+
 def test_tables_by_hand(capsys):
-    """Ratios, both bases, a star where a mean is over fewer shapes, a dash where nothing was timed."""
-
-    def row(name, length, ratio):
-        times = {"median_seconds": ratio / 100, "low_seconds": 0.1, "high_seconds": 0.1, "rounds": 3}
-        ratios = {"ratio_to_torch_sdpa": ratio, "ratio_to_softmax_kernel": ratio / 0.5}
-        return AttentionTiming(**vars(shape(length_tokens=length)), **times, **ratios, implementation=name)
-
-    rows = [row(name, n, ratio) for n in (16, 32) for name, ratio in (("torch sdpa", 1.0), ("softmax cpu", 0.5))]
-    rows += [row("diff cpu", 16, 0.25), row("diff cpu", 32, 1.0), row("DiffLlama eager", 16, 4.0)]
-    where = Environment(**dict.fromkeys(("difftransformer", "python", "torch", "transformers", "platform"), "x"),
-                        processor="x", device="cpu", threads=1)  # fmt: skip
-    bench = Bench(command="", created="", environment=where, foreign_cpu_share=0.25, **sort_rows(rows))
+    """Ratios to both bases, a star where a mean is over fewer shapes, a dash where nothing was timed."""
+    rows = [attention_row(name, n, ms) for n in (16, 32) for name, ms in (("torch sdpa", 10), ("softmax cpu", 5))]
+    rows += [
+        attention_row("diff cpu", 16, 2.5),
+        attention_row("diff cpu", 32, 10),
+        attention_row("DiffLlama eager", 16, 40),
+    ]
+    rows += [attention_row("normed cpu", 16, 4), attention_row("DiffLlama sdpa", 16, 20)]
+    rows += [
+        attention_row("DiffLlama eager", 32, 0, left_out="too large"),
+        attention_row("torch sdpa", 16, 1, dtype="bf16"),
+    ]
+    bench = Bench(command="", created="", environment=ENVIRONMENT, foreign_cpu_share=0.25, rows=rows)
     (table,) = bench_tables(bench)
     assert table.header() == [
-        "n/h/d", "torch sdpa, ms", "diff cpu", "softmax cpu", "DiffLlama eager", "diff cpu over softmax cpu"
+        "", "torch sdpa, ms", "softmax cpu", "diff cpu", "DiffLlama eager", "normed cpu", "DiffLlama sdpa",
+        "diff cpu over softmax cpu", "normed cpu over the faster DiffLlama",
     ]  # fmt: skip
     assert table.rows == [
-        ["16/2/8", "10.00", "0.25", "0.50", "4.00", "0.50"],
-        ["32/2/8", "10.00", "1.00", "0.50", "-", "2.00"],
-        ["geometric mean", "", "0.50", "0.50", "4.00*", "1.00"],
+        ["fp32 16/2/8", "10.00", "0.50", "0.25", "4.00", "0.40", "2.00", "0.50", "0.20"],
+        ["fp32 32/2/8", "10.00", "0.50", "1.00", "-", "-", "-", "2.00", "-"],
+        ["fp32 geometric mean", "", "0.50", "0.50", "4.00*", "0.40*", "2.00*", "1.00", "0.20*"],
+        ["bf16 16/2/8", "1.00", "-", "-", "-", "-", "-", "-", "-"],
     ]
-    assert draw_attention(bench).svg == draw_attention(bench).svg
-    print_bench(bench, Console(width=120))
-    assert "Other processes took 25% of this machine meanwhile" in capsys.readouterr().out
+    (drawing,) = bench_drawings(bench)
+    assert drawing.name == "attention"
+    assert drawing.svg.startswith("<?xml")
+    print_bench(bench, Console(width=160))
+    text = capsys.readouterr().out
+    assert "Left out: DiffLlama eager of forward fp32 32/2/8: too large" in text
+    assert "Other processes took 25% of this machine meanwhile" in text
 
 
 def run_verb(*words):
     before = torch.get_num_threads()
     try:
-        return main(["bench", *map(str, words)])
+        return main(["bench", *map(str, words), "--threads", "1"])
     finally:
         torch.set_num_threads(before)
 
 
 def test_the_verb(tmp_path, capsys, monkeypatch):
-    """A toy of the whole command: rows that agree with each other, tables, figure, and what was left out."""
-    monkeypatch.setattr("difftransformer_lab.bench.steps.peak_attention_bytes", lambda *_, **__: 3 * 2**20)
-    small = {"vocab_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "max_position_embeddings": 64}
-    changed = {"decode_lengths_tokens": (64,), "score_factors": (1, 60), "models": {"5M": small | {"hidden_size": 32}}}
-    monkeypatch.setitem(DEFAULTS, "cpu", replace(DEFAULTS["cpu"], **changed))
-    monkeypatch.setattr("difftransformer_lab.bench.steps.PEAKED_TOKENS", 64)
-    monkeypatch.setattr("difftransformer_lab.bench.attention.MAPS_BUDGET_BYTES", 5 * 2 * 8 * 48 * 48 * 4)
+    """A toy of two parts: rows of every implementation, tables, figure, and what was left out."""
+    monkeypatch.setattr(attention, "peak_attention_bytes", lambda *_, **__: 3 * 2**20)
+    monkeypatch.setattr(attention, "MAPS_BUDGET_BYTES", 5 * 2 * 8 * 48 * 48 * 4)
     words = ("--lengths", "[32,64]", "--head_dims", "[8]", "--dtypes", "[fp32]", "--repeats", 3, "--seconds", 0.1)
-    assert run_verb("all", *words, "--threads", 1, "--out", tmp_path) == 0
+    assert run_verb("attention", *words, "--out", tmp_path) == 0
     text = capsys.readouterr().out
     result = read_result(tmp_path / "results.json", Bench)
-    base = {(t.mode, t.length_tokens, t.heads): t for t in result.attention if t.implementation == "torch sdpa"}
-    assert {key[:2] for key in base} == {(m, n) for m in ("forward", "forward+backward") for n in (32, 64)} | {
-        ("decode", 64)
+    assert {(row.work, row.shape["length_tokens"]) for row in result.rows} == {
+        (work, n) for work in ("forward", "forward+backward", "decode") for n in (32, 64)
     }
-    for timing in result.attention:
-        ratio = timing.median_seconds / base[timing.mode, timing.length_tokens, timing.heads].median_seconds
-        assert timing.ratio_to_torch_sdpa == pytest.approx(ratio)
-        assert timing.rounds == 3
+    assert all(row.timing.rounds == 3 for row in result.rows if row.timing)
     assert {"diff chunked", "diff sdpa", "diff reference", "DiffLlama sdpa", "DiffLlama eager"} <= {
-        timing.implementation for timing in result.attention
+        row.implementation for row in result.rows if row.timing
     }
-    eager = [skip for skip in result.skipped if skip.implementation == "DiffLlama eager"]
-    assert [(skip.mode, skip.length_tokens) for skip in eager] == [("forward", 64), ("forward+backward", 64)]
-    assert "Left out: DiffLlama eager at n = 64 (fp32 forward, fp32 forward+backward): 5 copies of its n x n" in text
-    factors = {timing.score_factor for timing in result.peaked if timing.implementation == "diff cpu"}
-    assert factors == {1, 60}
-    assert "Attention of peaked scores" in text
-    assert [timing.implementation for timing in result.training] == ["diff auto", "twin sdpa", "twin auto"]
-    measured = {(point.implementation, point.length_tokens) for point in result.memory}
-    assert {("diff chunked", 2048), ("torch sdpa", 8192)} <= measured
-    for words in ("Attention, forward+backward, fp32", "Attention, decode, fp32", "Peak memory", "Training step"):
-        assert words in text
-    assert "geometric" in text
-    assert "17 of 17, about 1 min left: training step of 5M, fp32" in text
-    for name in ("attention", "peaked"):
-        assert (tmp_path / f"{name}.svg").read_text().startswith("<?xml")
+    left_out = (
+        "Left out: DiffLlama eager of forward fp32 64/8/8, forward+backward fp32 64/8/8: 5 copies of its n x n maps"
+    )
+    assert left_out in text
+    for said in (
+        "Attention, forward+backward",
+        "Attention, decode",
+        "geometric",
+        "8 of 8, about 1 min left: attention",
+    ):
+        assert said in text
+    assert (tmp_path / "attention.svg").read_text().startswith("<?xml")
     assert result.environment.threads == 1
-
-
-def test_a_part_of_the_verb(tmp_path, capsys):
-    """Decoding alone, of one backend: nothing else is drawn or printed."""
-    words = ("--dtypes", "[bf16]", "--backends", "[chunked]", "--repeats", 3, "--seconds", 0)
-    assert run_verb("decode", *words, "--threads", 1, "--out", tmp_path) == 0
+    assert run_verb("memory", "--backends", "[chunked]", "--out", tmp_path) == 0
     result = read_result(tmp_path / "results.json", Bench)
-    assert {(t.mode, t.dtype, t.length_tokens, t.head_dim) for t in result.attention} == {("decode", "bf16", 16384, 64)}
-    assert {"torch sdpa", "diff chunked"} <= {t.implementation for t in result.attention} <= {
-        "torch sdpa", "diff chunked", "softmax cpu"
-    }  # fmt: skip
-    assert result.memory == result.training == []
-    assert "Training step" not in capsys.readouterr().out
+    assert {row.figures["peak_bytes"] for row in result.rows} == {3 * 2**20}
+    assert "Memory, forward+backward: peak memory, MiB" in capsys.readouterr().out

@@ -1,42 +1,37 @@
-"""`bench models`: models of one shape, what is timed of them, their ratios, their table."""
+"""`bench models` and `bench generation`: models of one shape and of equal weights, and what is timed of them."""
 
 import pytest
+import torch
 
-from difftransformer.errors import ConfigError
 from difftransformer.model import DiffTransformerConfig, count
-from difftransformer_lab.bench import Settings, models, steps_of
-from difftransformer_lab.bench.models import (
-    DIFF,
-    DIFFLLAMAS,
-    LLAMA,
-    TWIN,
-    WORKS,
-    ModelSize,
-    build_models,
-    build_variants,
-    time_models,
-    time_variants,
-)
-from difftransformer_lab.cli.main import main
+from difftransformer_lab.bench import Settings, generation, model_work, models
+from difftransformer_lab.bench.generation import OURS, THEIRS, time_generation
+from difftransformer_lab.bench.models import DIFFLLAMAS, LLAMA, TWIN, WORKS, ModelSize, build_models, time_models
 from difftransformer_lab.report.bench import bench_tables
-from difftransformer_lab.results import Bench, read_result
+from difftransformer_lab.results import Bench
+from tests.support.environment import ENVIRONMENT
 
 TINY = ModelSize({"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}, 2, 12)
-NAMES = [DIFF, TWIN, LLAMA, *DIFFLLAMAS]
+NAMES = ["DIFF", TWIN, "twin sdpa", LLAMA, *DIFFLLAMAS]
+QUICK = Settings(rounds=3, budget_seconds=1.0)
 
 
-@pytest.fixture
-def tiny(monkeypatch):
+@pytest.fixture(autouse=True)
+def _tiny(monkeypatch):
     monkeypatch.setitem(models.SIZES, "tiny", TINY)
+    small = {"vocab_size": 50, "hidden_size": 18, "intermediate_size": 24, "num_hidden_layers": 2, "head_dim": 4}
+    monkeypatch.setattr(generation, "MODEL", generation.MODEL | small)
+    monkeypatch.setattr(generation, "CACHED_TOKENS", 40)
 
 
-def test_models_have_one_shape(tiny):
+def test_models_have_one_shape():
     built = build_models("tiny")
     assert list(built) == NAMES
     twin = built[TWIN].num_parameters()
-    assert built[LLAMA].num_parameters() == twin
+    assert built[LLAMA].num_parameters() == built["twin sdpa"].num_parameters() == twin
+    assert (built[TWIN].config.attn_backend, built["twin sdpa"].config.attn_backend) == ("auto", "sdpa")
     # Four lambda vectors a layer of 4 numbers each; ours has the gain of the head norm beside them, 8 numbers.
-    assert [built[name].num_parameters() - twin for name in (DIFF, *DIFFLLAMAS)] == [2 * 24, 2 * 16, 2 * 16]
+    assert [built[name].num_parameters() - twin for name in ("DIFF", *DIFFLLAMAS)] == [2 * 24, 2 * 16, 2 * 16]
 
 
 @pytest.mark.parametrize("size", models.SIZES)
@@ -49,55 +44,53 @@ def test_sizes_are_what_they_are_called(size):
 
 @pytest.mark.parametrize("work", WORKS)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_ratios(tiny, work, dtype):
-    rows = time_models("tiny", dtype, work, rounds=3, budget_seconds=1.0)
+def test_all_models_are_timed(work, dtype):
+    rows = time_models("tiny", dtype, work, QUICK)
     assert [row.implementation for row in rows] == NAMES
-    seconds = {row.implementation: row.median_seconds for row in rows}
     for row in rows:
-        assert (row.model, row.dtype, row.work, row.rounds) == ("tiny", dtype, work, 3)
-        assert (row.batch, row.context_tokens) == (2 if work == "training step" else 1, 12)
-        assert row.ratio_to_twin == row.median_seconds / seconds[TWIN]
-        assert row.ratio_to_llama == row.median_seconds / seconds[LLAMA]
-        assert row.ratio_to_diffllama == row.median_seconds / min(seconds[name] for name in DIFFLLAMAS)
+        assert (row.part, row.work, row.dtype, row.timing.rounds) == ("models", work, dtype, 3)
+        assert row.shape == {"model": "tiny", "batch": 2 if work == "training step" else 1, "context_tokens": 12}
+    (table,) = bench_tables(Bench(command="", created="", environment=ENVIRONMENT, foreign_cpu_share=None, rows=rows))
+    assert table.header()[1] == "Llama sdpa, ms"
+    assert table.header()[-1] == "DIFF over the faster DiffLlama"
+    (row,) = table.rows
+    seconds = {row.implementation: row.timing.median_seconds for row in rows}
+    assert row[-1] == f"{seconds['DIFF'] / min(seconds[name] for name in DIFFLLAMAS):.2f}"
 
 
-@pytest.mark.parametrize("work", WORKS)
-def test_variants_are_timed_at_equal_parameters(tiny, work):
-    built = build_variants("tiny")
-    assert set(built) >= {"softmax", "diff", "diff_v2", "grouped_diff", "grouped_diff_v2", "dex"}
-    sizes = {name: model.num_parameters() for name, model in built.items()}
-    unit = 3 * TINY.fields["hidden_size"] * TINY.fields["num_hidden_layers"]  # weights of one more of intermediate_size
-    assert all(abs(size - sizes["softmax"]) <= unit / 2 for size in sizes.values())
-    rows = time_variants("tiny", "fp32", work, rounds=3, budget_seconds=1.0)
-    assert {row.implementation: row.parameters for row in rows} == sizes
-    seconds = {row.implementation: row.median_seconds for row in rows}
-    assert all(row.ratio_to_twin == row.median_seconds / seconds["softmax"] for row in rows)
+@torch.inference_mode()
+def test_diff_and_diffllama_are_one_model():
+    built = generation.build_models()
+    ids = torch.randint(50, (2, 30), generator=torch.Generator().manual_seed(0))
+    expected = built[THEIRS[0]](ids).logits
+    for name in (OURS, THEIRS[1]):
+        torch.testing.assert_close(built[name].eval()(ids).logits, expected, rtol=1e-4, atol=1e-5)
+    twin = built[generation.TWIN]
+    assert twin.config.attention_type == "softmax"
+    # But for lambda's four vectors a layer; the norm has no gain on either side.
+    assert built[OURS].num_parameters() - twin.num_parameters() == 2 * 4 * 4
+    assert built[OURS].num_parameters() == built[THEIRS[0]].num_parameters()
 
 
-def test_the_command_of_variants(tiny, tmp_path, capsys):
-    words = ["bench", "variants", "--sizes", "[tiny]", "--dtypes", "[fp32]", "--repeats", "3", "--seconds", "1"]
-    assert main([*words, "--threads", "1", "--out", str(tmp_path)]) == 0
-    result = read_result(tmp_path / "results.json", Bench)
-    assert not result.models
-    assert len(result.variants) == len(WORKS) * len(build_variants("tiny"))
-    (table,) = bench_tables(result)
-    assert len(table.rows) == len(WORKS)
-    assert "Attention types" in capsys.readouterr().out
+@pytest.mark.parametrize("kind", ["static", "dynamic"])
+def test_a_step_is_one_token_behind_the_cache(kind, monkeypatch):
+    made = []
+    name = "StaticCache" if kind == "static" else "DynamicCache"
+    cache_class = getattr(model_work, name)
+    monkeypatch.setattr(model_work, name, lambda *a, **options: made.append(cache_class(*a, **options)) or made[-1])
+    built = generation.build_models()
+    for model in built.values():
+        call = model_work.next_token_work(model, 40, kind)
+        for seen in (41, 42):
+            assert call().shape == (1, 1, 50)
+            assert int(made[-1].get_seq_length()) == seen
+    assert len(made) == len(built)
 
 
-def test_sizes_are_chosen_by_name():
-    assert len(steps_of("models", Settings())) == len(WORKS) * 3 * 2
-    assert len(steps_of("models", Settings(sizes=["135M"], dtypes=["bf16"]))) == len(WORKS)
-    assert not any("prefill" in step.label for step in steps_of("all", Settings()))
-    with pytest.raises(ConfigError, match=r"--sizes: '1B' is unknown; choose from 0\.5M, "):
-        Settings(sizes=["1B"])
-
-
-def test_the_command(tiny, tmp_path, capsys):
-    words = ["bench", "models", "--sizes", "[tiny]", "--dtypes", "[fp32]", "--repeats", "3", "--seconds", "1"]
-    assert main([*words, "--threads", "1", "--out", str(tmp_path)]) == 0
-    result = read_result(tmp_path / "results.json", Bench)
-    assert len(result.models) == len(WORKS) * len(NAMES)
-    (table,) = bench_tables(result)
-    assert len(table.rows) == len(WORKS)
-    assert "Whole models" in capsys.readouterr().out
+def test_generation_is_timed_with_either_cache():
+    rows = time_generation("fp32", QUICK)
+    names = [OURS, *THEIRS, generation.TWIN]
+    assert [(row.implementation, row.shape["cache"]) for row in rows] == [
+        (name, f"{kind} cache") for kind in ("static", "dynamic") for name in names
+    ]
+    assert all(row.timing.rounds == 3 and row.figures["cpu_seconds"] > 0 for row in rows)

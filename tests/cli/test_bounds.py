@@ -41,14 +41,14 @@ def fails(capsys):
 
 def test_faults_of_the_command_line_are_found_without_torch(tmp_path):
     code = f"""
-        import sys
-        sys.argv = ["difftransformer"]
+        import os, sys
+        os.environ["DIFFTRANSFORMER_LAZY"] = "1"  # as `difftransformer_lab.__main__` does
         from difftransformer_lab.cli.main import main
         assert main(["--help"]) == 0
         for verb in {sorted(set(verbs()) - {"bench", "build-kernels"})!r}:
             assert main([*verb.split(), "--no_such_flag", "3"]) == 2
-            assert main([verb, "a", "--device", "cud", "--threads"]) == 2
-        assert main(["generate", "a", "text", "--max_new_tokens", "0"]) == 2
+            assert main([*verb.split(), "a", "--device", "cud", "--threads"]) == 2
+        assert main(["generate", "a", "text", "--max-new-tokens", "0"]) == 2
         assert main(["train", "a", "--threads", "1e6"]) == 2
         for words in (["train", "a"], ["compare", "a"], ["generate", "a", "text"], ["eval", "a"], ["eval", "needle", "a"],
                       ["eval", "quantized", "a"], ["export", "a", "b"], ["upcycle", "a", "b", "--to", "diff"]):
@@ -83,7 +83,7 @@ def test_a_name_of_several_words(toy_recipe):
 def test_threads(threads, toy_file, tmp_path, fails):
     line = fails("train", toy_file, "--out", tmp_path / "out", "--threads", threads)
     assert "threads" in line
-    assert len(line) < 2300
+    assert len(line) < 300
     assert not (tmp_path / "out").exists()
 
 
@@ -92,7 +92,7 @@ def test_threads(threads, toy_file, tmp_path, fails):
     [("temperature", "nan"), ("top_p", "inf"), ("seed", "9" * 20), ("seed", "9" * 5000), ("seed", "1e3")],
 )
 def test_numbers(flag, value, fails):
-    assert flag in fails("generate", "a", "b", "--temperature", "1", f"--{flag}", value)
+    assert flag.replace("_", "-") in fails("generate", "a", "b", "--temperature", "1", f"--{flag}", value)
 
 
 OVERRIDES = ["compare.seeds=1000000", "compare.jobs=1000000", f"training.batch_tokens={2**62}"]
@@ -116,7 +116,7 @@ def test_rotary_settings_that_transformers_does_not_know(value, toy, tmp_path, f
 def test_a_long_field_of_a_table(tmp_path, fails):
     (tmp_path / "x.csv").write_text('text,label\n"' + "x" * 200_000 + '",a\n')
     (tmp_path / "model").mkdir()
-    line = fails("eval", "icl", tmp_path / "model", "--train_file", tmp_path / "x.csv")
+    line = fails("eval", "icl", tmp_path / "model", "--train-file", tmp_path / "x.csv")
     assert "checkpoint" in line  # the model is opened first
     from difftransformer.data.labelled import read_labelled_files
     from difftransformer.errors import DataError

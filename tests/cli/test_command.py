@@ -7,6 +7,8 @@ import json
 import os
 import re
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -14,8 +16,8 @@ import yaml
 
 from difftransformer import DiffTransformerForCausalLM, __version__
 from difftransformer.train import checkpoints
-from difftransformer_lab.cli.main import main, module_name, verbs
-from difftransformer_lab.results import VERSIONS, TaskResult, read_result
+from difftransformer_lab.cli.main import VERBS, main, module_name, verbs
+from difftransformer_lab.results import TaskResult, read_result
 
 
 @pytest.fixture(autouse=True)
@@ -53,33 +55,51 @@ def run(_trained, toy_file, tmp_path):
     return tmp_path / "run"
 
 
-def test_help(capsys):
+def test_help_fits_a_screen(capsys):
     for words in ([], ["--help"], ["-h"], ["help"]):
         assert main(words) == 0
-        text = capsys.readouterr().out
-        assert all(re.search(rf"^  {verb} +\w", text, re.MULTILINE) for verb in verbs())
+        lines = capsys.readouterr().out.splitlines()
+        assert len(lines) <= 24
+        assert max(map(len, lines)) <= 80
+        for verb in VERBS:
+            assert any(re.search(rf"^(\w+)? +{verb}  +\w", line) for line in lines), verb
 
 
-@pytest.mark.parametrize("verb", verbs())
+@pytest.mark.parametrize("verb", [*verbs(), "eval quick"])
 def test_help_of_every_verb_shows_its_arguments(verb, capsys):
-    """Every parameter of the verb's function is offered, a task adds options of its own, and each argument is described."""
-    with pytest.raises(SystemExit) as done:
-        main([verb, "--help"])
-    assert done.value.code == 0
-    entries = re.split(r"^  (?=\S)", capsys.readouterr().out, flags=re.MULTILINE)[1:]
-    offered = [entry.split()[0] for entry in entries]
-    options = [word.removeprefix("--").replace("-", "_") for word in offered if word.startswith("--")]
-    assert len(options) == len(set(options))
+    """Every parameter of the verb's function is offered, a task describes options of its own, and the page fits a screen."""
+    assert main([*verb.split(), "--help"]) == 0
+    text = capsys.readouterr().out
+    entries = re.split(r"^  (?=\S)", text, flags=re.MULTILINE)[1:]
     parameters = inspect.signature(
         importlib.import_module(f"difftransformer_lab.cli.{module_name(verb)}").run
     ).parameters
-    named = {name for name, parameter in parameters.items() if parameter.default is not parameter.empty}
-    named = {name.removesuffix("_") for name in named}
-    assert named <= {*offered, *options}
-    assert bool(set(options) - {name.removesuffix("_") for name in parameters}) == ("options" in parameters)
+    named = {name.strip("_").replace("_", "-") for name, one in parameters.items() if one.default is not one.empty}
+    for name in named - {"options"}:
+        assert re.search(rf"--{name}\b|\[{name.upper()}\]", text), name
+    assert len(text.splitlines()) <= 45
+    assert "_" not in "".join(re.findall(r"--[\w-]+", text))
     for entry in entries:
-        words = [word for word in entry.split()[1:] if not (word.isupper() or word.startswith(("-", "[", "{")))]
-        assert not words[0].startswith("("), f"no description: {entry}"
+        assert len(entry.split()) > 2, f"no description: {entry}"
+
+
+@pytest.mark.parametrize(
+    ("task", "words", "field", "value"),
+    [
+        ("icl", ["--shots", "6"], "shots", [6]),
+        ("icl", ["--shots=6,8"], "shots", [6, 8]),
+        ("needle", ["--lengths", "[512]", "--needles", "[[1,1],[2,2]]"], "needles", [[1, 1], [2, 2]]),
+        ("math", ["--sets", "gsm8k", "--max-new-tokens", "5"], "sets", ["gsm8k"]),
+        ("math", ["--max_new_tokens=5"], "max_new_tokens", 5),
+        ("maps", ["--prompt", "[x]"], "prompt", "[x]"),
+    ],
+)
+def test_one_value_is_a_list_and_flags_have_one_spelling(task, words, field, value, monkeypatch):
+    seen = []
+    monkeypatch.setattr("difftransformer_lab.cli.eval_task.run_together", lambda run, *_: seen.append(run) or 0)
+    assert main(["eval", task, "model", *words]) == 0
+    options = inspect.getclosurevars(seen[0]).nonlocals["options"]
+    assert getattr(options, field) == value
 
 
 def test_version(capsys):
@@ -88,16 +108,22 @@ def test_version(capsys):
 
 
 def test_unknown_command(fails):
-    assert "no command 'trian'; choose one of compare, study, train," in fails("trian")
+    assert "difftransformer trian: no such command; did you mean train?" in fails("trian")
+    assert "choose one of compare, study, report, train," in fails("zzz")
+    assert "no task, suite or model 'needl'; did you mean needle?" in fails("eval", "needl", "model")
+    assert "choose one of allocation," in fails("eval", "zzz", "model")
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["train", "x.yaml", "--sede", "3"], "--sede"),
-        (["train"], "recipe"),
+        (["train", "x.yaml", "--sede", "3"], "no option '--sede'; did you mean --seed?"),
+        (["train"], "give RECIPE; see difftransformer train --help"),
         (["train", "a.yaml", "b.yaml"], "b.yaml"),
-        (["train", "x.yaml", "--seed", "many"], "seed"),
+        (["train", "x.yaml", "--seed", "many"], "--seed 'many': expected a whole number"),
+        (["train", "x" * 5000], "xxx..."),
+        (["eval", "icl", "m", "--shots", "[6,x]"], """--shots "[6, 'x']": expected a list such as [1,2]"""),
+        (["eval", "needle", "m", "--cities", "none"], "--cities 'none': expected one of all, seen, unseen, apart"),
         (["compare", "x.yaml", "--seeds"], "--seeds"),
         (["bench", "all", "--repeats", "1"], "--repeats 1: give at least 3"),
         (["bench", "all", "--threads", "0"], "--threads 0: give at least 1"),
@@ -106,12 +132,25 @@ def test_unknown_command(fails):
     ],
 )
 def test_wrong_words(fails, words, message):
-    assert message in fails(*words)
+    line = fails(*words)
+    assert message in line
+    assert len(line) < 300
+
+
+@pytest.mark.parametrize("words", [["--help"], ["info", "backends"]])
+def test_a_closed_pipe_is_silent(words):
+    with subprocess.Popen(
+        [sys.executable, "-m", "difftransformer_lab", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode
 
 
 @pytest.mark.parametrize(
     ("override", "message"),
     [
+        ("training.steps=" + "9" * 5000, "training.steps"),
         ("training.stepz=1", "training.stepz: unknown key; did you mean steps?"),
         ("training.optimizer.learning_rate=3e-4", "(YAML reads 3e-4 as text: write 3.0e-4 or 0.0003)"),
         ("model.num_attention_heads=5", "is not a multiple of num_attention_heads=5"),
@@ -127,7 +166,9 @@ def test_wrong_recipes(fails, toy_file, tmp_path, override, message):
     if message is None:  # allowed: the list of --set is read, and only the listed keys change
         assert main(["train", str(toy_file), "--out", str(out), "--set", override, "--set", "training.steps=1"]) == 0
         return
-    assert message in fails("train", toy_file, "--out", out, "--set", override)
+    line = fails("train", toy_file, "--out", out, "--set", override)
+    assert message in line
+    assert len(line) < 500
     assert not checkpoints(out)
 
 
@@ -190,7 +231,7 @@ def test_shards_that_were_changed(fails, toy, toy_shards, tmp_path):
 
 
 def test_tokenize(toy_text, tmp_path, capsys):
-    words = ["tokenize", str(toy_text), "--tokenizer", "byte", "--validation_share", "0.3", "--out", str(tmp_path)]
+    words = ["tokenize", str(toy_text), "--tokenizer", "byte", "--validation-share", "0.3", "--out", str(tmp_path)]
     assert main(words) == 0
     text = capsys.readouterr().out
     sizes = [int(size.replace(",", "")) for size in re.findall(r"([\d,]+) bytes", text)]
@@ -235,7 +276,7 @@ def test_a_full_disk(fails, run, toy_file, monkeypatch):
     line = fails("train", toy_file, "--out", run)
     assert "No space left on device" in line
     assert "step-000006 is kept and complete" in line
-    monkeypatch.setattr("difftransformer_lab.results.files.os.fsync", full)
+    monkeypatch.setattr("difftransformer.files.os.fsync", full)
     monkeypatch.undo()
     assert main(["train", str(toy_file), "--out", str(run)]) == 0
 
@@ -244,7 +285,7 @@ def test_a_full_disk_elsewhere(fails, toy_file, tmp_path, monkeypatch):
     def full(*args, **options):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("difftransformer_lab.results.files.os.fsync", full)
+    monkeypatch.setattr("difftransformer.files.os.fsync", full)
     line = fails("train", toy_file, "--out", tmp_path / "out")
     assert "No space left on device" in line
     assert "make room" in line
@@ -278,7 +319,7 @@ def test_eval(run, tmp_path, capsys):
 def test_a_task_on_the_text_that_a_run_held_out(run, tmp_path, fails):
     """The same options ask a run the same in a study and by the task's own command."""
     assert main(["eval", str(run)]) == 0
-    words = ["--text", "validation", "--windows", "4", "--spread", "true", "--position_buckets", "8", "--window", "128"]
+    words = ["--text", "validation", "--windows", "4", "--spread", "true", "--position-buckets", "8", "--window", "128"]
     for model in (run, checkpoints(run)[-1]):
         assert main(["eval", "perplexity", str(model), *words, "--out", str(tmp_path / model.name)]) == 0
         result = read_result(tmp_path / model.name / "perplexity.json", TaskResult)
@@ -312,17 +353,16 @@ def test_eval_of_what_is_no_model(fails, run, toy_file, tmp_path):
         (None, "no such results file"),
         ("", "not a results file"),
         ("{}", "not a results file"),
-        ({"kind": "task", "version": 1, "result": {}}, "kind 'task', expected comparison or upcycling"),
-        ({"kind": "comparison", "version": 99, "result": {}}, "results version 99, this release reads version 2"),
-        ({"kind": "comparison", "version": VERSIONS["comparison"], "result": {"name": 3}}, "missing"),
-        ({"kind": "comparison", "version": 1, "result": {"name": 3}}, "a damaged result of release 0.1.0"),
+        ({"kind": "task", "version": 1, "result": {}}, "kind 'task', expected 'study'"),
+        ({"kind": "study", "version": 99, "result": {}}, "results version 99, this release reads version 1"),
+        ({"kind": "study", "version": 1, "result": {"name": "a"}}, "missing"),
     ],
 )
-def test_report_of_what_is_no_comparison(fails, tmp_path, document, message):
+def test_report_of_what_is_not_a_study(fails, tmp_path, document, message):
     path = tmp_path / "results.json"
     if document is not None:
         path.write_text(document if isinstance(document, str) else json.dumps(document))
-    line = fails("report", tmp_path)
+    line = fails("report", path)
     assert str(path) in line
     assert message in line
 

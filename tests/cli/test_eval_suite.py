@@ -1,4 +1,4 @@
-"""eval suite: several experiments on two models, one page; what is there is not asked again; what cannot be run is said."""
+"""eval SUITE: several experiments on two models, one page; what is there is not asked again; what cannot be run is said."""
 
 import json
 import math
@@ -60,12 +60,12 @@ def preset(toy_text, tmp_path):
 
 def test_two_models_on_one_page(models, preset, tmp_path, capsys, monkeypatch):
     out = tmp_path / "report"
-    words = ["eval", "suite", *models, "--preset", str(preset), "--out", str(out)]
+    words = ["eval", str(preset), *models, "--out", str(out)]
     assert main(words) == 2  # one task could not be run
     said = capsys.readouterr()
     assert "elsewhere: left out" in said.out
     assert [line.partition(" on ")[0] for line in said.err.splitlines()] == [
-        "difftransformer eval suite: missing: elsewhere"
+        f"difftransformer eval {preset}: missing: elsewhere"
     ] * 2
     page = (out / "index.html").read_text()
     assert "Suite tiny" in page
@@ -117,7 +117,7 @@ def test_what_changed_behind_its_name_is_asked_again(models, preset, tmp_path, c
     document["tasks"] = document["tasks"][:1]
     preset.write_text(yaml.safe_dump(document))
     text, out = tmp_path / "text.txt", tmp_path / "report"
-    words = ["eval", "suite", str(model), "--preset", str(preset), "--out", str(out)]
+    words = ["eval", str(preset), str(model), "--out", str(out)]
     weights = model / "model.safetensors"
     assert main(words) == 0
     seen = [figure(out, "0-diff", "the loss")]
@@ -150,7 +150,7 @@ def test_right_answers_that_changed_behind_a_name_are_scored_again(models, tmp_p
     shares = []
     for right in ("7", "8", "8"):
         problems.write_text(json.dumps({"question": "How many days has a week?", "answer": right}) + "\n")
-        assert main(["eval", "suite", models[0], "--preset", str(preset), "--out", str(tmp_path / "out")]) == 0
+        assert main(["eval", str(preset), models[0], "--out", str(tmp_path / "out")]) == 0
         shares.append(read_result(path, TaskResult).measurements[0].value)
     assert shares == [1.0, 0.0, 0.0]
     assert len(asked) == 1
@@ -162,7 +162,7 @@ def test_a_window_without_hits_costs_no_page(models, preset, tmp_path):
     text.write_text("abababababababab" + "".join(map(chr, range(33, 60))) + "abababab" * 4)
     tasks = [{"task": "recall", "options": {"text": str(text), "window": 16, "windows": 4}}]
     preset.write_text(yaml.safe_dump({"name": "tiny", "tasks": tasks}))
-    assert main(["eval", "suite", *models, "--preset", str(preset), "--out", str(tmp_path / "out")]) == 0
+    assert main(["eval", str(preset), *models, "--out", str(tmp_path / "out")]) == 0
     page = (tmp_path / "out" / "index.html").read_text()
     assert "diff minus softmax" in page
     items = read_result(tmp_path / "out" / "models" / "0-diff" / "recall.json", TaskResult).items
@@ -184,18 +184,16 @@ def test_undefined_figures_and_broken_figures_are_gaps_of_the_page(models, prese
     monkeypatch.setattr(needle.NeedleTask, "score", fail)
     words = [
         "eval",
-        "suite",
+        str(preset),
         models[0],
         str(broken),
         str(tmp_path / "none"),
-        "--preset",
-        str(preset),
         "--out",
         str(out),
     ]
     assert main(words) == 2
     lines = capsys.readouterr().err.splitlines()
-    assert all(line.startswith("difftransformer eval suite: missing: ") for line in lines)
+    assert all(line.startswith(f"difftransformer eval {preset}: missing: ") for line in lines)
     page = (out / "index.html").read_text()
     for gap in (
         "broken: nll is undefined",
@@ -230,17 +228,17 @@ def open_bytes(preset):
 def test_impossible_suites_are_refused(document, words, models, tmp_path, capsys):
     path = tmp_path / "suite.yaml"
     path.write_text(yaml.safe_dump(document))
-    assert main(["eval", "suite", models[0], "--preset", str(path), "--out", str(tmp_path / "out")]) == 2
+    assert main(["eval", str(path), models[0], "--out", str(tmp_path / "out")]) == 2
     assert words in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
 def test_a_model_named_twice_or_missing_is_refused(models, preset, tmp_path, capsys):
-    assert main(["eval", "suite", models[0], models[0], "--preset", str(preset)]) == 2
+    assert main(["eval", str(preset), models[0], models[0]]) == 2
     assert "given twice" in capsys.readouterr().err
-    assert main(["eval", "suite", str(tmp_path / "none"), "--preset", str(preset), "--out", str(tmp_path / "o")]) == 2
+    assert main(["eval", str(preset), str(tmp_path / "none"), "--out", str(tmp_path / "o")]) == 2
     assert "no such folder" in capsys.readouterr().err
-    assert main(["eval", "suite", models[0], "--preset", "unheard", "--out", str(tmp_path / "o")]) == 2
+    assert main(["eval", "unheard.yaml", models[0], "--out", str(tmp_path / "o")]) == 2
     assert "one that is shipped: " in capsys.readouterr().err
 
 
@@ -249,6 +247,22 @@ def test_shipped_suites_load(name):
     suite = suites.load_suite(name)
     assert suite.name == name
     assert suite.tasks
+
+
+def test_one_task_on_two_models_is_a_suite_of_one(models, preset, tmp_path):
+    words = [
+        "--text",
+        str(preset.parent / "text.txt"),
+        "--window",
+        "64",
+        "--windows",
+        "2",
+        "--out",
+        str(tmp_path / "out"),
+    ]
+    assert main(["eval", "perplexity", *models, *words]) == 0
+    assert "diff minus softmax" in (tmp_path / "out" / "index.html").read_text()
+    assert figure(tmp_path / "out", "0-diff", "perplexity") != figure(tmp_path / "out", "1-softmax", "perplexity")
 
 
 def test_one_task_writes_results_answers_and_a_picture(models, preset, tmp_path, capsys):

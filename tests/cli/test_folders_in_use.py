@@ -42,7 +42,7 @@ def words(toy_file, toy, tmp_path):
         "upcycle": ["upcycle", model, "--train", tmp_path / "study.yaml"],
         "eval": ["eval", model, "--recipe", tmp_path / "asked.yaml", "--out"],
         "eval task": ["eval", "perplexity", model, "--text", text, "--window", "16", "--windows", "2", "--out"],
-        "eval suite": ["eval", "suite", model, "--preset", tmp_path / "suite.yaml", "--out"],
+        "eval suite": ["eval", tmp_path / "suite.yaml", model, "--out"],
     }
 
 

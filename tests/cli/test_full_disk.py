@@ -44,11 +44,11 @@ def commands(toy_file, toy, toy_shards, tmp_path):
     task = ["eval", "perplexity", model, "--text", text, "--window", "16", "--windows", "2", "--out"]
     return {
         "train": ["train", toy_file, "--out"],
-        "tokenize": ["tokenize", toy["data"]["source"], "--tokenizer", "byte", "--validation_share", "0.3", "--out"],
+        "tokenize": ["tokenize", toy["data"]["source"], "--tokenizer", "byte", "--validation-share", "0.3", "--out"],
         "export": ["export", model],
         "convert": ["convert", "--to", "diffllama", model],
         "eval task": task,
-        "eval suite": ["eval", "suite", model, "--preset", tmp_path / "suite.yaml", "--out"],
+        "eval suite": ["eval", tmp_path / "suite.yaml", model, "--out"],
     }
 
 
@@ -86,11 +86,13 @@ def test_metrics_that_cannot_be_written(toy_file, tmp_path, monkeypatch, capsys)
         def __init__(self, file):
             self.file = file
 
-        def write(self, text):
+        def truncate(self, size):
+            self.file.truncate(size)
+
+        def flush(self, *_):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-        def flush(self):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write = flush
 
         def close(self):
             self.file.close()

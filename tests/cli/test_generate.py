@@ -13,9 +13,9 @@ import torch
 from transformers import AutoTokenizer, DiffLlamaConfig, DiffLlamaForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from difftransformer import DiffTransformerConfig, DiffTransformerForCausalLM
-from difftransformer.acceleration import diffllama
 from difftransformer.data import byte_tokenizer
-from difftransformer.model.quiet import quietly
+from difftransformer.families import acceleration
+from difftransformer.model.transformers_errors import quietly
 from difftransformer.train import checkpoints
 from difftransformer_lab.cli.main import main
 from difftransformer_lab.printable import printable
@@ -107,22 +107,22 @@ def expected(folder, text=PROMPT, new=20, seed=None, **options):
 @pytest.mark.parametrize("kind", KINDS)
 def test_greedy(saved, generate, kind):
     folder = saved(kind)
-    text = generate(folder, PROMPT, "--max_new_tokens", 20)
+    text = generate(folder, PROMPT, "--max-new-tokens", 20)
     assert text == expected(folder)
     assert len(set(text)) > 3
-    assert generate(folder, PROMPT, "--max_new_tokens", 20, "--cache", "static") == text
+    assert generate(folder, PROMPT, "--max-new-tokens", 20, "--cache", "static") == text
 
 
 def test_draws(saved, generate):
     folder = saved()
-    words = [folder, PROMPT, "--max_new_tokens", 20, "--temperature", 2.5]
+    words = [folder, PROMPT, "--max-new-tokens", 20, "--temperature", 2.5]
     first = generate(*words)
     assert first == expected(folder, seed=0, do_sample=True, temperature=2.5, top_k=0, top_p=1.0)
     assert generate(*words, "--seed", 0) == first
     assert generate(*words, "--seed", 1) != first
-    narrow = generate(*words, "--top_k", 3, "--top_p", 0.9)
+    narrow = generate(*words, "--top-k", 3, "--top-p", 0.9)
     assert narrow == expected(folder, seed=0, do_sample=True, temperature=2.5, top_k=3, top_p=0.9)
-    assert generate(*words, "--top_k", 1) == expected(folder)
+    assert generate(*words, "--top-k", 1) == expected(folder)
 
 
 def test_settings_saved_with_the_model_do_not_act(saved, generate):
@@ -130,12 +130,12 @@ def test_settings_saved_with_the_model_do_not_act(saved, generate):
     (folder / "generation_config.json").write_text(
         json.dumps({"do_sample": True, "temperature": 5.0, "top_k": 7, "top_p": 0.5})
     )
-    assert generate(folder, PROMPT, "--max_new_tokens", 20) == expected(folder)
+    assert generate(folder, PROMPT, "--max-new-tokens", 20) == expected(folder)
 
 
 def test_beams(saved, generate):
     folder = saved()
-    text = generate(folder, PROMPT, "--max_new_tokens", 20, "--num_beams", 3)
+    text = generate(folder, PROMPT, "--max-new-tokens", 20, "--num-beams", 3)
     assert text == expected(folder, num_beams=3)
 
 
@@ -150,14 +150,14 @@ def test_dtype(saved, generate, monkeypatch):
     monkeypatch.setattr(DiffTransformerForCausalLM, "generate", watched)
     folder = saved()
     for dtype in ("bf16", "auto"):
-        generate(folder, PROMPT, "--max_new_tokens", 2, "--dtype", dtype)
+        generate(folder, PROMPT, "--max-new-tokens", 2, "--dtype", dtype)
     assert used == [torch.bfloat16, torch.float32]
 
 
 @pytest.mark.parametrize("kind", ["diff", "diffllama"])
 def test_backend(saved, generate, fails, kind):
     folder = saved(kind)
-    words = [folder, PROMPT, "--max_new_tokens", 20]
+    words = [folder, PROMPT, "--max-new-tokens", 20]
     assert generate(*words, "--backend", "reference") == generate(*words)
     assert "no backend is named 'fast'" in fails(*words, "--backend", "fast")
     if not torch.cuda.is_available():
@@ -166,21 +166,21 @@ def test_backend(saved, generate, fails, kind):
 
 def test_diffllama_is_accelerated(saved, generate, monkeypatch):
     calls = []
-    op = diffllama.normed_differential_attention
+    op = acceleration.normed_differential_attention
     monkeypatch.setattr(
-        diffllama, "normed_differential_attention", lambda *a, **options: calls.append(0) or op(*a, **options)
+        acceleration, "normed_differential_attention", lambda *a, **options: calls.append(0) or op(*a, **options)
     )
-    generate(saved("diffllama"), PROMPT, "--max_new_tokens", 3)
+    generate(saved("diffllama"), PROMPT, "--max-new-tokens", 3)
     assert len(calls) == 6
 
 
 def test_prompts(saved, generate, tmp_path, monkeypatch):
     folder = saved()
-    words = ["--max_new_tokens", 20]
+    words = ["--max-new-tokens", 20]
     text = generate(folder, "Größe ☃", *words)
     assert text == expected(folder, "Größe ☃")
     (tmp_path / "prompt.txt").write_text("Größe ☃\n", encoding="utf-8")
-    assert generate(folder, "--prompt_file", tmp_path / "prompt.txt", *words) == text
+    assert generate(folder, "--prompt-file", tmp_path / "prompt.txt", *words) == text
     monkeypatch.setattr(sys, "stdin", io.StringIO("Größe ☃"))
     assert generate(folder, *words) == text
     assert generate(*words, folder, "Größe ☃") == text
@@ -192,14 +192,14 @@ def test_chat(saved, generate, fails):
     path = folder / "tokenizer_config.json"
     template = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}[assistant] "
     path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": template}))
-    text = generate(folder, "Hello", "--chat", "--max_new_tokens", 20)
+    text = generate(folder, "Hello", "--chat", "--max-new-tokens", 20)
     assert text == expected(folder, "[user] Hello\n[assistant] ")
 
 
 def test_a_run_and_its_checkpoint(toy_file, tmp_path, generate):
     run = tmp_path / "run"
     assert main(["train", str(toy_file), "--out", str(run)]) == 0
-    texts = [generate(folder, "the ", "--max_new_tokens", 12).split("\n")[-1] for folder in (run, checkpoints(run)[-1])]
+    texts = [generate(folder, "the ", "--max-new-tokens", 12).split("\n")[-1] for folder in (run, checkpoints(run)[-1])]
     assert texts[0].endswith(texts[1])
     (checkpoints(run)[-1] / "model.safetensors").write_bytes(b"cut")
     assert main(["generate", str(run), "the "]) == 2
@@ -207,9 +207,9 @@ def test_a_run_and_its_checkpoint(toy_file, tmp_path, generate):
 
 def test_room(saved, generate, fails, capsys):
     folder = saved()
-    text = generate(folder, "x" * 60, "--max_new_tokens", 20)
+    text = generate(folder, "x" * 60, "--max-new-tokens", 20)
     assert text == expected(folder, "x" * 60, new=4)
-    main(["generate", str(folder), "x" * 60, "--max_new_tokens", "20"])
+    main(["generate", str(folder), "x" * 60, "--max-new-tokens", "20"])
     assert "the model has positions for 4 new tokens" in capsys.readouterr().err
     for count in (64, 200):
         assert f"the prompt has {count} tokens, and the model 64 positions" in fails(folder, "x" * count)
@@ -218,20 +218,20 @@ def test_room(saved, generate, fails, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--max_new_tokens", 0], "--max_new_tokens 0: give at least 1"),
-        (["--num_beams", 0], "--num_beams 0: give at least 1"),
+        (["--max-new-tokens", 0], "--max-new-tokens 0: give at least 1"),
+        (["--num-beams", 0], "--num-beams 0: give at least 1"),
         (["--temperature", -1], "--temperature -1"),
         (["--temperature", "nan"], "temperature"),
-        (["--temperature", 1, "--top_p", 0], "--top_p 0"),
-        (["--temperature", 1, "--top_p", 1.5], "--top_p 1.5: give a probability"),
-        (["--temperature", 1, "--top_k", 0], "--top_k 0: give at least 1"),
-        (["--top_k", 5], "--top_k 5 is for sampling"),
-        (["--top_p", 0.5], "--top_p 0.5 is for sampling"),
+        (["--temperature", 1, "--top-p", 0], "--top-p 0"),
+        (["--temperature", 1, "--top-p", 1.5], "--top-p 1.5: give a probability"),
+        (["--temperature", 1, "--top-k", 0], "--top-k 0: give at least 1"),
+        (["--top-k", 5], "--top-k 5 is for sampling"),
+        (["--top-p", 0.5], "--top-p 0.5 is for sampling"),
         (["--device", "tpu"], "--device tpu"),
         (["--dtype", "int4"], "int4"),
         (["--cache", "paged"], "paged"),
         (["--seed", "many"], "seed"),
-        (["--prompt_file", "x.txt"], "a prompt and --prompt_file were given"),
+        (["--prompt-file", "x.txt"], "a prompt and --prompt-file were given"),
     ],
 )
 def test_wrong_words(saved, fails, words, message):
@@ -242,9 +242,9 @@ def test_wrong_prompts(saved, fails, tmp_path, monkeypatch):
     folder = saved()
     assert "the prompt is empty" in fails(folder, "")
     assert "the prompt is empty" in fails(folder, " \n")
-    assert "nowhere.txt" in fails(folder, "--prompt_file", "nowhere.txt")
+    assert "nowhere.txt" in fails(folder, "--prompt-file", "nowhere.txt")
     (tmp_path / "latin.txt").write_bytes(b"gr\xf6\xdfer")
-    assert "latin.txt: not UTF-8" in fails(folder, "--prompt_file", tmp_path / "latin.txt")
+    assert "latin.txt: not UTF-8" in fails(folder, "--prompt-file", tmp_path / "latin.txt")
     assert "the prompt: not UTF-8" in fails(folder, "gr\udcf6")
     monkeypatch.setattr(sys, "stdin", io.StringIO(""))
     assert "standard input is empty" in fails(folder)
@@ -309,7 +309,7 @@ def test_words_come_one_by_one_and_ctrl_c_ends(saved, tmp_path):
     model = DiffTransformerForCausalLM(DiffTransformerConfig(**SIZES | {"max_position_embeddings": 100_000}))
     model.generation_config.eos_token_id = None
     model.save_pretrained(folder)
-    words = ["generate", str(folder), PROMPT, "--max_new_tokens", "90000", "--temperature", "2"]
+    words = ["generate", str(folder), PROMPT, "--max-new-tokens", "90000", "--temperature", "2"]
     command = [sys.executable, "-m", "difftransformer_lab", *words]
     process = fresh.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:

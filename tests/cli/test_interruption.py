@@ -1,8 +1,10 @@
 """Signals to real processes: Ctrl-C and kill -9 of `train` and `compare`, then going on."""
 
+import contextlib
 import dataclasses
 import signal
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,10 +12,9 @@ import yaml
 
 from difftransformer.train import checkpoints, read_metrics
 from difftransformer_lab.cli.main import main
-from difftransformer_lab.results import Comparison, TaskResult, read_result
+from difftransformer_lab.results import RunRecord, TaskResult, read_result
 from difftransformer_lab.studies import recipe_from, save_recipe
 from difftransformer_lab.studies.run import main as run_main
-from tests.support.kill_storm import children_in, is_alive
 
 PATIENCE_SECONDS = 120
 
@@ -37,7 +38,25 @@ def wait_until(condition, process=None):
     while not condition():
         assert time.monotonic() < end, "nothing happened"
         assert process is None or process.poll() is None, process.communicate()
-        time.sleep(0.01)
+        time.sleep(0.002)
+
+
+def children_in(folder):
+    """Processes that were started for a folder below this one."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if b"difftransformer_lab.child" in (line := path.read_bytes()) and str(folder).encode() + b"/" in line:
+                found.append(int(path.parent.name))
+    return found
+
+
+def is_alive(pid):
+    """Whether a process runs; one that has ended and was not waited for does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
 
 
 def losses(run):
@@ -49,9 +68,9 @@ def losses(run):
 
 def test_train_stopped_and_killed_goes_on_bitwise(toy, tmp_path, start):
     toy["training"] |= {
-        "steps": 100,
-        "checkpoint_every": 15,
-        "validate_every": 40,
+        "steps": 200,
+        "checkpoint_every": 5,
+        "validate_every": 80,
         "context_stages": [[0, 64], [40, 128]],
     }
     path = tmp_path / "recipe.yaml"
@@ -66,7 +85,7 @@ def test_train_stopped_and_killed_goes_on_bitwise(toy, tmp_path, start):
     assert process.returncode == 130, err
     newest = checkpoints(run)[-1]
     stopped = steps_done(run)
-    assert stopped < 100
+    assert stopped < 200
     assert newest.name == f"step-{stopped:06d}"
     assert f"stopped after step {stopped}; saved {newest}." in err
     assert (
@@ -77,11 +96,12 @@ def test_train_stopped_and_killed_goes_on_bitwise(toy, tmp_path, start):
 
     process = start(*command)
     wait_until(lambda: steps_done(run) >= stopped + 20, process)
+    wait_until(lambda: any(run.glob("checkpoints/.step-*.tmp")), process)  # while it saves
     process.kill()
     process.communicate()
     killed = steps_done(run)
     saved = int(checkpoints(run)[-1].name.removeprefix("step-"))
-    assert stopped < saved <= killed < 100
+    assert stopped < saved <= killed < 200
 
     words = [str(word) for word in command]
     assert main(words) == 0
@@ -128,12 +148,11 @@ def test_compare_stopped_and_killed_goes_on_with_the_same_results(toy, tmp_path,
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr("difftransformer_lab.studies.comparison.measure_costs", lambda *args, **options: [])
     assert main([str(word) for word in command]) == 0
-    result = read_result(study / "results.json", Comparison)
-
-    for run, found in zip(runs, result.runs, strict=True):
+    for run, model in zip(runs, ("diff", "softmax"), strict=True):
+        found = read_result(run / "record.json", RunRecord)
         reference = tmp_path / "reference" / run.name
         reference.mkdir(parents=True)
-        recipe = recipe_from(toy, source="toy").with_model(found.model).with_seed(0)
+        recipe = recipe_from(toy, source="toy").with_model(model).with_seed(0)
         save_recipe(recipe, reference / "config.yaml")
         assert run_main([str(reference), "1", "cpu"]) == 0
         assert losses(run) == losses(reference)

@@ -63,7 +63,7 @@ def test_a_model_learns_its_answers(model, tmp_path, capsys):
     assert steps[0].loss_nats > 4
     assert validations[-1].validation_loss_nats < 0.3
     capsys.readouterr()
-    asked = ["--chat", "--max_new_tokens", "20"]
+    asked = ["--chat", "--max-new-tokens", "20"]
     assert main(["generate", str(tmp_path / "run"), noise, *asked]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "I see."
 

@@ -7,7 +7,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from difftransformer.data import byte_tokenizer
 from difftransformer.model import DiffTransformerForCausalLM
 from difftransformer_lab.cli.main import main
-from difftransformer_lab.results import Upcycling, read_result
+from difftransformer_lab.report import read_evidence, studied
 
 
 @pytest.fixture
@@ -90,34 +90,44 @@ def test_the_study(llama, text, tmp_path, capfd):
     words += [word for key, value in shorter.items() for word in ("--set", f"{key}={value}")]
     assert main(words) == 0
     printed = capfd.readouterr().out
-    study = read_result(tmp_path / "study" / "results.json", Upcycling)
-    assert [model.model for model in study.models] == ["diff_v2", "dex", "softmax+diff_v2", "softmax"]
-    assert study.source == "llama"
-    assert study.added_parameters["softmax"] == 0
-    assert min(study.added_parameters["diff_v2"], study.added_parameters["dex"]) > 0
-    assert abs(study.added_parameters["diff_v2"] - study.added_parameters["softmax+diff_v2"]) <= 1.5 * 24 * 2
+    evidence = read_evidence(tmp_path / "study" / "results.json")
+    index, names = evidence.index, ["diff_v2", "dex", "softmax+diff_v2", "softmax"]
+    assert [arm.name for arm in index.arms] == [size.arm for size in index.sizes] == names
+    assert index.upcycling.source == "llama"
+    parameters = {size.arm: size.parameters for size in index.sizes}
+    assert min(parameters["diff_v2"], parameters["dex"]) > parameters["softmax"]
+    assert abs(parameters["diff_v2"] - parameters["softmax+diff_v2"]) <= 1.5 * 24 * 2
+    assert index.upcycling.drift.keys() == set(names)
     assert all(
-        drift.largest_logit_difference < 1e-5 and drift.greedy_same_tokens == 64 for drift in study.drift.values()
+        drift.largest_logit_difference < 1e-5 and drift.greedy_same_tokens == 64
+        for drift in index.upcycling.drift.values()
     )
-    first = [run.train_loss_nats.values[0] for run in study.runs]
+    runs = {arm: evidence.at(arm, ())[0] for arm in names}
+    first = [run.curves["train_loss_nats"].values[0] for run in runs.values()]
     assert first == pytest.approx([first[0]] * 4, abs=2e-3)  # the same batch, the same function, in bf16
-    assert list(study.before) == ["perplexity"]
-    assert all(run.train_tokens == 3 * 128 for run in study.runs)
+    assert {figure.task for figure in index.upcycling.before} == {"perplexity"}
+    assert all(run.train_tokens == 3 * 128 for run in runs.values())
     ends = {
-        run.model: next(row.value for row in run.evaluations["perplexity"].measurements if row.name == "nll")
-        for run in study.runs
+        arm: next(row.value for row in run.evaluations["perplexity"].measurements if row.name == "nll")
+        for arm, run in runs.items()
     }
-    loss = next(metric for metric in study.metrics if metric.unit == "nats/token")
-    assert set(loss.differences) == {"diff_v2", "dex", "softmax+diff_v2"}
-    for name, difference in loss.differences.items():
+    differences = {
+        row.arm.name: row.difference
+        for row in studied(evidence).rows
+        if row.figure.unit == "nats/token" and row.difference
+    }
+    assert set(differences) == {"diff_v2", "dex", "softmax+diff_v2"}
+    for name, difference in differences.items():
         assert difference.mean == pytest.approx(ends[name] - ends["softmax"])
+        assert difference.interval_method == "studentised over items"
         assert f"{ends[name]:.4f}" in printed
-    assert (tmp_path / "study" / "figures" / "loss.svg").read_text().startswith("<?xml")
+    assert (tmp_path / "study" / "figures" / "losses.svg").read_text().startswith("<?xml")
     page = (tmp_path / "study" / "index.html").read_text()
-    assert "unconverted" in page
     assert "unconverted, MLP wider by what DIFF V2 adds" in page
-    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "study" / "runs").rglob("*.safetensors")}
+    before = {
+        path: path.stat().st_mtime_ns for path in (tmp_path / "study" / "runs").rglob("*.[sj]*") if path.is_file()
+    }
     assert before
     assert main(words) == 0
     assert {path: path.stat().st_mtime_ns for path in before} == before
-    assert read_result(tmp_path / "study" / "results.json", Upcycling).runs == study.runs
+    assert read_evidence(tmp_path / "study" / "results.json").runs == evidence.runs

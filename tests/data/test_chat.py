@@ -155,7 +155,7 @@ def test_tokenizers_without_a_template_get_one_which_a_trained_model_keeps(tmp_p
 
 
 def test_parquet_and_data_sets_give_the_same(tmp_path, monkeypatch, chat_folder):
-    monkeypatch.setattr("difftransformer.data.encoding.BATCH_CHARACTERS", 100)  # less than a conversation
+    monkeypatch.setattr("difftransformer.data.writing.BATCH_CHARACTERS", 100)  # less than a conversation
     folder = chat_folder(PLAIN)
     expected = prepared(tmp_path, folder)
     parquet = pytest.importorskip("pyarrow.parquet")

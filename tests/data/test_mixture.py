@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import tracemalloc
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
@@ -21,8 +22,9 @@ from difftransformer.data import (
     TokenStream,
     byte_tokenizer,
     document_positions,
+    packing,
 )
-from difftransformer.data.mixture import Allocation
+from difftransformer.data.loader import Allocation
 from difftransformer.data.packing import best_fit
 from difftransformer.data.shards import ShardFile, SplitManifest
 from difftransformer.errors import ConfigError, DataError
@@ -167,13 +169,16 @@ def test_the_plan_is_best_fit_decreasing(sizes):
 
 
 @pytest.mark.parametrize(("long_tokens", "times"), [(0, 1), (80, 3)])
-def test_an_epoch_of_packed_rows_holds_every_document(long_tokens, times):
+@pytest.mark.parametrize("block", [None, {"BLOCK_TOKENS": 400}, {"BLOCK_DOCUMENTS": 3}])
+def test_an_epoch_of_packed_rows_holds_every_document(monkeypatch, long_tokens, times, block):
+    for name, value in ({"GROUP_BLOCKS": 2} | block if block else {}).items():
+        monkeypatch.setattr(packing, name, value)
     documents = documents_of(7, 60, longest=150)
     config = SourceConfig(source="one", long_tokens=long_tokens, long_times=times)
     shards = Shards.mix([(config, shards_of(documents))])
     loader = loader_of(shards, context_stages=[(0, CONTEXT)], batch_tokens=CONTEXT, pack_documents=True)
     rows = loader._feed(0, 0).per_epoch
-    assert rows < 1.1 * sum(len(document) + 1 for document in documents) / CONTEXT * times
+    assert rows < (1.4 if block else 1.1) * sum(len(document) + 1 for document in documents) / CONTEXT * times
     epochs = []
     for epoch in range(2):
         pieces, order = Counter(), []
@@ -201,6 +206,40 @@ def test_an_epoch_of_packed_rows_holds_every_document(long_tokens, times):
         assert pieces == expected
         epochs.append(order)
     assert epochs[0] != epochs[1]
+
+
+def test_a_document_longer_than_a_block_is_cut_into_the_rows_that_it_has_anyway(monkeypatch):
+    shards = shards_of(documents_of(3, 12, longest=900))
+    options = {"context_stages": [(0, CONTEXT)], "batch_tokens": CONTEXT, "pack_documents": True}
+
+    def epoch():
+        loader = loader_of(shards, **options)
+        rows = [loader.batch(step) for step in range(loader._feed(0, 0).per_epoch)]
+        return sorted(tuple(row.input_ids[0].tolist()) for row in rows if (row.position_ids[0].diff() == 1).all())
+
+    whole = epoch()
+    monkeypatch.setattr(packing, "BLOCK_TOKENS", 2 * CONTEXT)
+    assert len(whole) > 20
+    assert set(whole) <= set(epoch())
+
+
+def test_the_plan_does_not_grow_with_the_text(monkeypatch):
+    monkeypatch.setattr(packing, "BLOCK_TOKENS", 30_000)
+    monkeypatch.setattr(packing, "BLOCK_DOCUMENTS", 5000)
+    monkeypatch.setattr(packing, "GROUP_BLOCKS", 2)
+    lengths = np.random.default_rng(0).integers(1, 9, 400_000)
+    tokens = np.ones(lengths.sum(), np.uint16)
+    tokens[np.cumsum(lengths) - 1] = EOT
+    peaks = []
+    for count in (50_000, 400_000):
+        stream = TokenStream([tokens[: lengths[:count].sum()]])
+        tracemalloc.start()
+        packs = packing.Packs(stream, context=64, key=(1,), end_of_text=EOT, pad=EOT)
+        for epoch in range(2):
+            packs.row(epoch * packs.per_epoch)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] < 1.5 * peaks[0], peaks
 
 
 def test_long_documents_are_read_more_often_in_windows_too():

@@ -1,13 +1,14 @@
 """Readers and the split."""
 
 import json
+import os
 import random
 import sys
 import types
 
 import pytest
 
-from difftransformer.data import Document, read_documents, split_documents
+from difftransformer.data import DataConfig, Document, prepare_shards, read_documents, split_documents
 from difftransformer.errors import ConfigError, DataError
 
 
@@ -33,6 +34,18 @@ def test_a_folder_is_read_recursively_in_the_order_of_names(tmp_path):
         Document("named", "fourth"),
         Document("d.py", "fifth"),
     ]
+
+
+def test_a_file_name_that_is_not_utf8(tmp_path):
+    write(tmp_path / "a.txt", "first\n")
+    try:
+        write(tmp_path / os.fsdecode(b"b\xff.txt"), "second\n")
+    except OSError:
+        pytest.skip("the file system has UTF-8 names alone")
+    shards = prepare_shards(
+        DataConfig(source=str(tmp_path), tokenizer="byte", folder=str(tmp_path / "shards"), validation_share=0.5)
+    )
+    assert sum(split.documents for split in shards.manifest.splits.values()) == 2
 
 
 def test_a_text_file_is_one_document_without_its_byte_order_mark(tmp_path):
@@ -145,7 +158,7 @@ def test_what_datasets_cannot_give_is_said_in_one_line(monkeypatch):
     with pytest.raises(DataError, match="holds no text"):
         read_documents("hf:set")
     fake_datasets(monkeypatch, {"text": [3]}, [])
-    with pytest.raises(DataError, match='row 0 has a "text" of type int'):
+    with pytest.raises(DataError, match=r'row 0 has no string "text" \(met 3\)'):
         read_documents("hf:set")
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(DataError, match=r"pip install 'difftransformer\[data\]'"):

@@ -1,10 +1,9 @@
-"""Shards written from a stream: in several processes, resumed after a stop, and with flat memory."""
+"""Shards written from a stream: in one pass, begun again after a stop, and with flat memory."""
 
 import itertools
 import json
 import os
 import random
-import signal
 import sys
 import threading
 from functools import partial
@@ -17,14 +16,13 @@ from difftransformer.data import (
     DataConfig,
     Document,
     Tokenizer,
-    encoding,
     prepare,
     prepare_shards,
     split_documents,
     text,
     write_shards,
+    writing,
 )
-from difftransformer.data.writing import PROGRESS_FILE
 from difftransformer.errors import ConfigError, DataError
 from difftransformer.typed import build
 from tests.support import fresh
@@ -34,8 +32,8 @@ from tests.support import fresh
 def _small(monkeypatch):
     """Batches and files so small that a test has many of them."""
     monkeypatch.setattr(text, "_RECENT_SECONDS", 0)
-    monkeypatch.setattr(encoding, "BATCH_CHARACTERS", 2000)
-    monkeypatch.setattr(prepare, "SHARD_TOKENS", 1000)
+    monkeypatch.setattr(writing, "BATCH_CHARACTERS", 2000)
+    monkeypatch.setattr(prepare, "write_documents", partial(writing.write_documents, shard_tokens=1000))
 
 
 def lines_file(path, documents, *, seed=0, chat=False):
@@ -81,120 +79,63 @@ def test_one_pass_writes_what_two_lists_give(tmp_path, corpus, bpe):
     assert streamed.manifest.splits == expected.splits
 
 
-@pytest.mark.parametrize("chat", [False, True])
-def test_processes_give_the_same_shards(tmp_path, monkeypatch, chat):
-    path = lines_file(tmp_path / "a.jsonl", 80, chat=chat)
-    alone = prepare_shards(request(path, tmp_path / "one"), processes=1)
-    started = []
-    worker = encoding._Worker
-    monkeypatch.setattr(encoding, "_Worker", lambda *given: started.append(given) or worker(*given))
-    several = prepare_shards(request(path, tmp_path / "two"), processes=2)
-    assert len(started) == 2
-    assert contents(several.folder) == contents(alone.folder)
-    assert several.manifest == alone.manifest
-    with pytest.raises(ConfigError, match="processes=0"):
-        prepare_shards(request(path, tmp_path / "two"), processes=0)
-
-
-def test_a_process_that_dies_is_one_line(tmp_path, monkeypatch):
-    path = lines_file(tmp_path / "a.jsonl", 80)
-    end = encoding._Worker.encode
-
-    def encode(self, texts):
-        self.process.send_signal(signal.SIGKILL)
-        return end(self, texts)
-
-    monkeypatch.setattr(encoding._Worker, "encode", encode)
-    with pytest.raises(DataError, match=r"a tokenising process ended with status -9; .*use fewer processes"):
-        prepare_shards(request(path, tmp_path / "shards"), processes=2)
-    assert not list((tmp_path / "shards").rglob("*.bin"))
-
-
 class Stopped(BaseException):
     """Stands for Ctrl-C."""
 
 
-def stop_after(monkeypatch, documents):
-    """Let the reader stop after so many documents. Return a list of the texts that are encoded."""
-    read, encode, encoded = text.iter_documents, encoding.encode_texts, []
+@pytest.mark.parametrize("chat", [False, True])
+@pytest.mark.parametrize("fault", ["stop", "bad line"])
+def test_what_is_not_complete_is_begun_again(tmp_path, monkeypatch, chat, fault):
+    path = lines_file(tmp_path / "a.jsonl", 120, chat=chat)
+    whole = prepare_shards(request(path, tmp_path / "whole"))
+    shards, good = tmp_path / "shards", path.read_text()
 
-    def reader(*arguments, **known):
-        for number, document in enumerate(read(*arguments, **known)):
-            if number == documents:
-                raise Stopped
-            yield document
+    def reader(*arguments):
+        yield from itertools.islice(text.iter_documents(*arguments), 119)
+        assert list(shards.glob("*/train-00001.bin"))
+        raise Stopped
 
-    def encoder(tokenizer, texts, **options):
-        encoded.extend(texts)
-        return encode(tokenizer, texts, **options)
-
-    monkeypatch.setattr(prepare, "iter_documents", reader)
-    monkeypatch.setattr(encoding, "encode_texts", encoder)
-    return encoded
-
-
-@pytest.mark.parametrize("kind", ["byte", "bpe", "chat"])
-@pytest.mark.parametrize("stop", [50, 119])
-def test_a_stopped_writer_goes_on_after_the_last_complete_file(tmp_path, monkeypatch, stop, kind):
-    path = lines_file(tmp_path / "a.jsonl", 120, chat=kind == "chat")
-    fields = {"tokenizer": "byte" if kind == "chat" else kind, "vocab_size": 258}
-    whole = prepare_shards(request(path, tmp_path / "whole", **fields))
-    monkeypatch.setattr(prepare, "_train_bpe", lambda *_, made=whole.tokenizer: made)
     with monkeypatch.context() as patch:
-        stop_after(patch, stop)
-        with pytest.raises(Stopped):
-            prepare_shards(request(path, tmp_path / "shards", **fields))
-    (begun,) = (tmp_path / "shards").glob("making-*")
-    progress = json.loads((begun / PROGRESS_FILE).read_text())
-    files = sum(len(split["shards"]) for split in progress["splits"].values())
-    assert files > 3
-    lines = []
-    with monkeypatch.context() as patch:
-        encoded = stop_after(patch, None)
-        resumed = prepare_shards(request(path, tmp_path / "shards", **fields), log=lines.append)
-    assert lines == [f"going on with {path} in {tmp_path / 'shards'}"]
-    assert contents(resumed.folder) == contents(whole.folder)
-    assert resumed.manifest == whole.manifest
-    parts = 3 if kind == "chat" else 1  # of a document: prompt, answer, and what ends it
-    assert len(encoded) <= (120 - stop + 30) * parts  # batches under way, and what was not yet in a complete file
-    assert sorted(item.name for item in (tmp_path / "shards").iterdir()) == [whole.folder.name]
-    assert not (resumed.folder / PROGRESS_FILE).exists()
+        if fault == "stop":
+            patch.setattr(prepare, "iter_documents", reader)
+        else:
+            path.write_text(good + "{\n")
+        with pytest.raises(Stopped if fault == "stop" else DataError):
+            prepare_shards(request(path, shards))
+    assert not list(shards.rglob("*"))
+    path.write_text(good)
+    again = prepare_shards(request(path, shards))
+    assert contents(again.folder) == contents(whole.folder)
+    assert again.manifest.fingerprint == whole.manifest.fingerprint
 
 
-@pytest.mark.parametrize("change", ["text", "shorter", "file", "progress"])
-def test_what_no_longer_fits_is_begun_again(tmp_path, monkeypatch, change):
+KILLED = """
+    import os, signal, sys
+    from difftransformer.data import DataConfig, prepare, prepare_shards, writing
+    from functools import partial
+
+    prepare.write_documents = partial(writing.write_documents, shard_tokens=1000)
+    writing.BATCH_CHARACTERS = 2000
+    add, left = writing._SplitWriter.add, [int(sys.argv[3])]
+
+    def killing(self, tokens):
+        left[0] -= 1
+        if not left[0]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        add(self, tokens)
+
+    writing._SplitWriter.add = killing
+    prepare_shards(DataConfig(source=sys.argv[1], tokenizer="byte", validation_share=0.2, folder=sys.argv[2]))
+"""
+
+
+def test_a_killed_process_leaves_nothing_that_counts(tmp_path):
     path = lines_file(tmp_path / "a.jsonl", 120)
-    with monkeypatch.context() as patch:
-        stop_after(patch, 100)
-        with pytest.raises(Stopped):
-            prepare_shards(request(path, tmp_path / "shards"))
-    (begun,) = (tmp_path / "shards").glob("making-*")
-    if change == "text":
-        lines_file(path, 120, seed=1)
-    elif change == "shorter":
-        lines_file(path, 30)
-    elif change == "file":
-        (begun / "train-00002.bin").unlink()
-    else:
-        (begun / PROGRESS_FILE).write_text("{")
-    found = prepare_shards(request(path, tmp_path / "shards"))
-    expected = prepare_shards(request(path, tmp_path / "whole"))
-    assert contents(found.folder) == contents(expected.folder)
-    assert found.manifest == expected.manifest
-
-
-def test_a_bad_line_leaves_what_is_complete_and_no_shards_that_count(tmp_path):
-    path = lines_file(tmp_path / "a.jsonl", 120)
-    good = path.read_text()
-    path.write_text(good + "{\n")
-    for _ in range(2):
-        with pytest.raises(DataError, match="line 121 is not JSON"):
-            prepare_shards(request(path, tmp_path / "shards"))
-    path.write_text(good + '{"text": "the end"}\n')
-    lines = []
-    shards = prepare_shards(request(path, tmp_path / "shards"), log=lines.append)
-    assert "going on" in lines[0]
-    assert b"the end" in shards.text_bytes("train") + shards.text_bytes("validation")
+    assert fresh.Fresh(KILLED, path, tmp_path / "shards", 40).finish(timeout=500).returncode == -9
+    assert list((tmp_path / "shards").glob("making-*/train-00001.bin"))
+    again = prepare_shards(request(path, tmp_path / "shards"))
+    assert contents(again.folder) == contents(prepare_shards(request(path, tmp_path / "whole")).folder)
+    assert [item.name for item in (tmp_path / "shards").iterdir()] == [again.folder.name]
 
 
 def test_processes_of_a_study_do_not_look_at_the_text(tmp_path, monkeypatch):
@@ -287,15 +228,13 @@ def test_a_large_text_teaches_a_bpe_by_parts_spread_over_it(tmp_path, monkeypatc
 MEMORY = """
     import resource, sys
     import numpy as np
-    from difftransformer.data import DataConfig, encoding, prepare_shards
+    from difftransformer.data import DataConfig, Tokenizer, prepare_shards
 
-    def encode_texts(tokenizer, texts, **options):  # the ids of the byte tokenizer, in a hundredth of its time
-        texts = [text.encode() for text in texts]
-        counts = np.array([len(text) for text in texts], np.int64)
-        return counts, np.frombuffer(b"".join(texts), np.uint8).astype(np.uint32)
+    def encode_batch(self, texts, **options):  # the ids of the byte tokenizer, in a hundredth of its time
+        return [np.frombuffer(text.encode(), np.uint8) for text in texts]
 
-    encoding.encode_texts = encode_texts
-    prepare_shards(DataConfig(source=sys.argv[1], tokenizer="byte", folder=sys.argv[2]), processes=1)
+    Tokenizer.encode_batch = encode_batch
+    prepare_shards(DataConfig(source=sys.argv[1], tokenizer="byte", folder=sys.argv[2]))
     print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """
 
@@ -347,7 +286,7 @@ def test_python_does_little_for_a_token(tmp_path, monkeypatch, corpus, bpe):
         path.write_text("".join(json.dumps({"text": one}) + "\n" for one in texts), encoding="utf-8")
         config = request(path, tmp_path / str(times), tokenizer=str(tmp_path / "tokenizer"))
         tokens.append(sum(len(one.ids) for one in bpe.backend.encode_batch_fast(texts, add_special_tokens=False)))
-        instructions.append(python_instructions(partial(prepare_shards, config, processes=1)))
+        instructions.append(python_instructions(partial(prepare_shards, config)))
     assert instructions[1] - instructions[0] < 2 * (tokens[1] - tokens[0])
 
 
@@ -364,5 +303,5 @@ def test_each_text_is_tokenised_once(tmp_path, monkeypatch, corpus, bpe):
         return encode_batch(self, texts, **kwargs)
 
     monkeypatch.setattr(Tokenizer, "encode_batch", spied)
-    prepare_shards(request(path, tmp_path / "shards", tokenizer=str(tmp_path / "tokenizer")), processes=1)
+    prepare_shards(request(path, tmp_path / "shards", tokenizer=str(tmp_path / "tokenizer")))
     assert sorted(encoded) == sorted(texts)

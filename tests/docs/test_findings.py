@@ -10,18 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from difftransformer_lab.report.evidence import studied
+from difftransformer_lab.report import read_evidence, studied
 from difftransformer_lab.results import (
     Bench,
     Change,
     ChosenRate,
-    Comparison,
     Contrast,
     Question,
     StudyFigure,
+    StudyIndex,
     TaskResult,
     Term,
-    Upcycling,
     read_document,
     read_result,
 )
@@ -32,7 +31,7 @@ SECTIONS = dict(
     re.findall(r"^## ([^\n]+)\n(.*?)(?=^## |\Z)", (DOCS / "findings.md").read_text("utf-8"), re.MULTILINE | re.DOTALL)
 )
 FIGURE = re.compile(r"^\|.*\d.*\|$|\d (?:%|bits)|\d\.\d+", re.MULTILINE)
-KINDS = {"bench": Bench, "comparison": Comparison, "task": TaskResult, "upcycling": Upcycling}
+KINDS = {"bench": Bench, "study": StudyIndex, "task": TaskResult}
 
 
 def test_sections_with_figures_name_a_results_file():
@@ -59,9 +58,14 @@ RESULTS = [path for path in sorted((DOCS / "results").glob("*.json")) if path.na
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.name)
 def test_committed_results_open(path):
-    result = read_result(path, KINDS[read_document(path)[0]])
-    assert result.environment.processor
-    assert result.environment.threads >= 1
+    kind, _, _ = read_document(path)
+    opened = (
+        [run for *_, run in read_evidence(path).every_run()] if kind == "study" else [read_result(path, KINDS[kind])]
+    )
+    assert opened
+    for result in opened:
+        assert result.environment.processor
+        assert result.environment.threads >= 1
 
 
 def cells_of(text):
@@ -135,15 +139,13 @@ def test_the_section_of_a_plan_has_its_questions_its_contrasts_and_all_rates(mon
 
 
 def test_the_table_of_retrieval_is_that_of_its_file():
-    result = read_result(DOCS / "results" / "retrieval.json", Comparison)
+    evidence = read_evidence(DOCS / "results" / "retrieval.json")
     rows = table_after("<!-- retrieval -->", DOCS / "findings.md")
     counts = [int(cell) for cell in rows[0][1:]]
     assert len(rows) == 5
     for label, *cells in rows[1:]:
         name, cities = re.fullmatch(r"(.+), (\w+) cities", label).groups()
-        (run,) = [
-            run for run in result.runs if run.model == {"DIFF Transformer": "diff", "Transformer": "softmax"}[name]
-        ]
+        (run,) = evidence.at({"DIFF Transformer": "diff", "Transformer": "softmax"}[name], ()).values()
         for count, cell in zip(counts, cells, strict=True):
             found = [
                 row
@@ -158,20 +160,21 @@ def test_the_ranges_of_times_are_those_of_their_file():
     result = read_result(DOCS / "results" / "variants.json", Bench)
     rows = {row[0]: row for row in table_after("<!-- measured -->", DOCS / "choose.md")}
     for kind in ("diff", "diff_v2", "grouped_diff", "grouped_diff_v2", "dex"):
+        steps = [row for row in result.rows if row.work == "training step"]
+        seconds = {(row.shape["model"], row.dtype, row.implementation): row.timing.median_seconds for row in steps}
         ratios = [
-            row.ratio_to_twin for row in result.variants if (row.work, row.implementation) == ("training step", kind)
+            taken / seconds[size, dtype, "softmax"] for (size, dtype, who), taken in seconds.items() if who == kind
         ]
         assert len(ratios) >= 4
         assert rows[f"`{kind}`"][1] == f"{min(ratios):.2f} to {max(ratios):.2f}"
 
 
 def test_the_figures_of_the_demo_are_those_of_its_file():
-    result = read_result(DOCS / "results" / "demo.json", Comparison)
+    evidence = read_evidence(DOCS / "results" / "demo.json")
     rows = table_after("<!-- demo -->", DOCS / "findings.md")[1:]
-    assert len(rows) == len(result.models)
-    for model, (label, *cells, lambdas) in zip(result.models, rows, strict=True):
-        assert label == model.label
-        runs = [run for run in result.runs if run.model == model.model]
+    for arm, (label, *cells, lambdas) in zip(evidence.index.arms, rows, strict=True):
+        assert label == arm.label
+        runs = list(evidence.at(arm.name, ()).values())
         for cell, segments in zip(cells, (("answer",), ("before", "after")), strict=True):
             found = [
                 row.value
@@ -180,7 +183,7 @@ def test_the_figures_of_the_demo_are_those_of_its_file():
                 if row.at.get("form") == "signed" and row.at.get("depth") == 0.5 and row.at["segment"] in segments
             ]
             assert cell == f"{sum(found) / len(runs):.0%}".replace("%", " %")
-        learned = [value for run in runs for value in (run.lambda_values or [[]])[-1]]
+        learned = [curve.values[-1] for run in runs for name, curve in run.curves.items() if name.startswith("lambda")]
         assert [float(number) for number in re.findall(r"[+-][\d.]+", lambdas)] == [
             round(value, 2) for value in learned
         ]
@@ -202,7 +205,7 @@ def test_choose_a_variant_shows_what_a_study_measured(monkeypatch):
 
     evidence = study(list(means), [seen], 5, make, name="variants")
     timed = read_result(DOCS / "results" / "variants.json", Bench)
-    upcycled = read_result(DOCS / "results" / "upcycle.json", Upcycling)
+    upcycled = studied(read_evidence(DOCS / "results" / "upcycle.json"))
     times, quality = map(cells_of, split_tables(choice(timed, upcycled, [studied(evidence)])))
     missing = "not measured yet"
     assert [row[1:] for row in times if row[0] == "`softmax`"] == [["1"] * 3]

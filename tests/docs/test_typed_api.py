@@ -18,7 +18,7 @@ from difftransformer import (
     DifferentialAttention, DifferentialEncoderLayer, DiffTransformerConfig, DiffTransformerForCausalLM, accelerate,
     attention_maps, differential_attention,
 )
-from difftransformer.convert import convert_folder, upcycle_folder
+from difftransformer.families import convert_folder, upcycle_folder
 from difftransformer_lab.evals import check_causality
 
 query = torch.randn(1, 2, 4, 8)

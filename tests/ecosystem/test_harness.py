@@ -78,8 +78,8 @@ def expected(network):
 def test_the_command_scores_what_the_logits_give(kind, needs, tasks, tmp_path, capsys):
     needs("lm_eval")
     network = stock(tmp_path / "m") if kind == "diffllama" else saved(tmp_path / "m", kind)
-    words = ["eval", "harness", str(tmp_path / "m"), "--tasks", "tiny_choice,tiny_text", "--include_path", str(tasks)]
-    assert main([*words, "--batch_size", "4", "--out", str(tmp_path / "r")]) == 0
+    words = ["eval", "harness", str(tmp_path / "m"), "--tasks", "tiny_choice,tiny_text", "--include-path", str(tasks)]
+    assert main([*words, "--batch-size", "4", "--out", str(tmp_path / "r")]) == 0
     out = capsys.readouterr().out
     assert "tiny_choice" in out
     assert "bits_per_byte, bits/byte" in out
@@ -156,12 +156,12 @@ def test_what_is_wrong_is_said_on_one_line(needs, tasks, tmp_path, monkeypatch, 
         assert main(["eval", "harness", *map(str, words)]) == 2
         return capsys.readouterr().err.strip().splitlines()[-1]
 
-    local = ["--include_path", tasks]
+    local = ["--include-path", tasks]
     assert "--tasks is empty" in fails(tmp_path / "m", *local, "--tasks", "")
     assert "no such task or group; did you mean tiny_text?" in fails(tmp_path / "m", "--tasks", "tiny_texts", *local)
     assert "no such folder" in fails(tmp_path / "none", "--tasks", "tiny_text", *local)
     assert "limit=0: give at least 1" in fails(tmp_path / "m", "--tasks", "tiny_text", "--limit", 0, *local)
-    assert "--include_path" in fails(tmp_path / "m", "--tasks", "tiny_text", "--include_path", tmp_path / "none")
+    assert "--include-path" in fails(tmp_path / "m", "--tasks", "tiny_text", "--include-path", tmp_path / "none")
     (tasks / "questions.jsonl").unlink()
     assert "tiny_text: cannot be run" in fails(tmp_path / "m", "--tasks", "tiny_text", *local)
     (tmp_path / "m" / "tokenizer.json").write_text("{}")

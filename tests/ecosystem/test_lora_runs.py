@@ -12,7 +12,7 @@ from difftransformer.model import DiffTransformerForCausalLM
 from difftransformer.train import build_model, checkpoints
 from difftransformer.train.config import LoraConfig
 from difftransformer.train.lora import add_lora, merged_state
-from difftransformer.train.parallel import Unfilled
+from difftransformer.train.parallel import DeferredModel
 from difftransformer_lab.studies import train_run
 
 IDS = torch.arange(24).view(2, 12)
@@ -82,7 +82,7 @@ def test_filled_later_it_has_the_values_of_a_model_built_whole(initialization, s
     config, lora = recipe.model_config(vocab_size=toy_shards.tokenizer.vocab_size), LoraConfig(rank=4)
     model = build_model(config, 3)
     add_lora(model, lora, seed=7)
-    later = Unfilled(lambda: build_model(config, 3))
+    later = DeferredModel(lambda: build_model(config, 3))
     later.change(lambda network: add_lora(network, lora, seed=7))
     later.fill("cpu")
     found = later.network.state_dict()

@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from difftransformer.convert import upcycle_folder
 from difftransformer.data import Tokenizer, read_documents
+from difftransformer.families import upcycle_folder
 from difftransformer_lab.evals.drift import measure_drift
 
 pytestmark = pytest.mark.slow(minutes=1)

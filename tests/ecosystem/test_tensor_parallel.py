@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from tests.support import fresh
-from tests.support.tensor_parallel_steps import CASES, fields, results
-from tests.support.tiny_models import tiny
+from tests.support.tensor_parallel_steps import CASES, FAMILIES, results, saved
 
 WORLD = 2
 
@@ -13,8 +12,8 @@ WORLD = 2
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
-    for name in CASES:
-        tiny(**fields(name)).save_pretrained(folder / name)
+    for name in (*CASES, *FAMILIES):
+        saved(name, folder / name)
     return folder
 
 
@@ -34,7 +33,7 @@ def two_processes(models, tmp_path_factory):
     return torch.load(f"{meeting}.results")
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, *FAMILIES])
 def test_equals_one_process(name, models, needs, request):
     needs("accelerate")
     alone, split = results(models / name), request.getfixturevalue("two_processes")[name]

@@ -29,7 +29,7 @@ def built(config):
     from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
     from torchtitan.distributed import ParallelDims, parallel_dims
 
-    from difftransformer.train.torchtitan import BACKEND, model_spec
+    from examples.torchtitan_model import BACKEND, model_spec
 
     spec = model_spec(config)
     with torch.device("meta"):
@@ -120,7 +120,7 @@ def test_what_it_cannot_do_is_refused(training, parallelism, words):
 
     from torchtitan.config import ParallelismConfig, TrainingConfig
 
-    from difftransformer.train.torchtitan import model_spec
+    from examples.torchtitan_model import model_spec
 
     config = SimpleNamespace(
         training=TrainingConfig(**{"seq_len": 64} | training),

@@ -5,6 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, Trainer, TrainingArguments
 
 from difftransformer.attention import VARIANTS
+from difftransformer.families import family_config
 from tests.support.tiny_folders import SENTENCES, logits, model, saved, stock, tokens
 from tests.support.tiny_models import scramble, tiny
 
@@ -230,3 +231,43 @@ def test_grpo_with_continuous_batching(attention_type, needs, tmp_path):
         model=network, reward_funcs=reward, args=arguments, train_dataset=rows, processing_class=tokenizer
     ).train()
     assert rewarded == expected
+
+
+def differential_qwen(folder):
+    """A Qwen3 with differential attention, and the byte tokenizer, in a folder."""
+    saved(folder)
+    settings = model().config
+    sizes = {
+        name: getattr(settings, name) for name in ("vocab_size", "hidden_size", "intermediate_size", "eos_token_id")
+    }
+    config = family_config("qwen3")(
+        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8, **sizes
+    )
+    (folder / "model.safetensors").unlink()
+    made = AutoModelForCausalLM.from_config(config)
+    made.save_pretrained(folder)
+    return made.eval()
+
+
+def test_smoothed_labels_of_a_family_are_shifted(needs, tmp_path):
+    needs("accelerate")
+    network, ids = differential_qwen(tmp_path / "base"), tokens(2, 12)
+    trainer = Trainer(
+        model=network, args=TrainingArguments(str(tmp_path / "run"), label_smoothing_factor=0.2, **ARGUMENTS)
+    )
+    log = logits(network, ids)[:, :-1].log_softmax(-1)
+    wanted = -0.8 * log.gather(-1, ids[:, 1:, None]).mean() - 0.2 * log.mean()
+    torch.testing.assert_close(trainer.compute_loss(network, {"input_ids": ids, "labels": ids}), wanted)
+
+
+@pytest.mark.parametrize("make", [saved, differential_qwen])
+def test_trl_opens_a_folder_by_its_path(make, needs, tmp_path):
+    trl, datasets = needs("trl"), needs("datasets")
+    make(tmp_path / "base")
+    arguments = trl.SFTConfig(
+        str(tmp_path / "run"), max_steps=1, max_length=64, save_strategy="no", bf16=False, **ARGUMENTS
+    )
+    rows = datasets.Dataset.from_list([{"text": text} for text in SENTENCES])
+    trainer = trl.SFTTrainer(model=str(tmp_path / "base"), args=arguments, train_dataset=rows)
+    trainer.train()
+    assert type(trainer.model).__name__.startswith("Diff")

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers import DiffLlamaConfig, DiffLlamaForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -27,9 +28,10 @@ THEIRS = {
 }
 
 
+@pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("attention_type", variants())
-def test_our_models_are_causal(attention_type):
-    found = check_causality(tiny(attention_type=attention_type), TOKENS)
+def test_our_models_are_causal(attention_type, window):
+    found = check_causality(tiny(attention_type=attention_type, sliding_window=window), TOKENS)
     assert found.is_causal
     assert max(found.changed.size, found.alone.size) < 1e-5
 
@@ -80,6 +82,45 @@ def test_a_glance_ahead_is_found_where_it_is(steps):
         assert change.output < change.position <= change.output + steps
 
 
+def leaking(chosen):
+    """Sums of inputs so far, and at chosen outputs a hundredth of the next input."""
+    return lambda x: x.cumsum(1) + 0.01 * chosen[: x.shape[1], None] * F.pad(x[:, 1:], (0, 0, 0, 1))
+
+
+@pytest.mark.parametrize("every", [True, False], ids=["every k-th output", "one output"])
+def test_every_leak_of_one_step_is_found(every):
+    """Off by one at the border of a tile, of whatever size, and in any single place."""
+    numbers = torch.randn(1, 513, 1, generator=torch.Generator().manual_seed(5))
+    places = torch.arange(1, 514)
+    for k in range(2, 257) if every else range(1, 513):
+        result = check_causality(leaking(places % k == 0 if every else places == k), numbers)
+        assert not result.is_causal, k
+        assert result.changed.position == result.changed.output + 1
+        assert result.positions == 512
+
+
+def test_above_512_the_borders_of_tiles_are_tried():
+    numbers = torch.randn(1, 1100, 1, generator=torch.Generator().manual_seed(5))
+    places = torch.arange(1, 1101)
+    for k in (16, 32, 64, 128, 256):
+        assert not check_causality(leaking((places % k == 0) & (places > 513)), numbers).is_causal
+    assert check_causality(leaking(places < 0), numbers).positions < 700
+
+
+def test_a_kernel_that_is_off_by_one_is_found():
+    """Attention in which the last query of every tile of 64 sees the next key."""
+    torch.manual_seed(0)
+    inside = torch.ones(130, 130, dtype=torch.bool).tril()
+    off = inside.clone()
+    off[range(63, 129, 64), range(64, 130, 64)] = True
+    for mask, is_causal in ((inside, True), (off, False)):
+        result = check_causality(
+            lambda x, m=mask: F.scaled_dot_product_attention(x, x, x, m[: x.shape[1], : x.shape[1]]),
+            torch.randn(1, 130, 16),
+        )
+        assert result.is_causal is is_causal
+
+
 def test_the_length_is_found_by_leaving_tokens_out():
     """Each output knows how many inputs there are, and nothing of what they are."""
     found = check_causality(lambda x: x.cumsum(1) / x.shape[1], NUMBERS)
@@ -116,9 +157,14 @@ def test_what_it_refuses(model, inputs, how, words):
 def test_the_command(tmp_path, capsys):
     folder = tiny_model(tmp_path / "model")
     assert main(["check", "causality", folder, "--length", "40"]) == 0
-    assert f"{folder}: causal." in capsys.readouterr().out
-    assert main(["check", "causality", folder, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["is_causal"] is True
+    said = capsys.readouterr().out
+    assert f"{folder}: causal." in said
+    assert "39 of 39 positions changed, in one pass, with a cache, packed" in said
+    assert main(["check", "causality", folder, "--length", "9", "--backend", "reference", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["is_causal"], found["positions"]) == (True, 8)
+    ways = [(dtype, how) for dtype in ("fp32", "bf16") for how in ("in one pass", "with a cache", "packed")]
+    assert [(check["dtype"], check["how"]) for check in found["checks"]] == ways
     for words, message in (
         (["--length", "1"], "--length 1: give at least 2"),
         (["--length", "513"], "--length 513: the model has 512 positions"),
@@ -127,7 +173,9 @@ def test_the_command(tmp_path, capsys):
         assert message in capsys.readouterr().err
 
 
-def test_the_command_on_a_model_that_looks_ahead(tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize("only", ["at once", "cached", "packed", "bf16"])
+def test_the_command_on_a_model_that_looks_ahead(tmp_path, capsys, monkeypatch, only):
+    """Always, or with a cache, in packed rows or in bf16 alone."""
     folder = tiny_model(tmp_path / "model")
     from difftransformer import DiffTransformerForCausalLM
 
@@ -135,9 +183,11 @@ def test_the_command_on_a_model_that_looks_ahead(tmp_path, capsys, monkeypatch):
 
     def leaking(self, *arguments, **keywords):
         output = forward(self, *arguments, **keywords)
-        output.logits = output.logits + output.logits.mean(1, keepdim=True)
+        cases = {"cached": keywords.get("past_key_values"), "packed": keywords.get("position_ids") is not None}
+        if cases.get(only, only != "bf16" or self.dtype == torch.bfloat16):
+            output.logits = output.logits + 2 * output.logits.roll(-1, 1)
         return output
 
     monkeypatch.setattr(DiffTransformerForCausalLM, "forward", leaking)
-    assert main(["check", "causality", folder]) == 1
+    assert main(["check", "causality", folder, "--length", "40", "--backend", "sdpa"]) == 1
     assert "NOT causal" in capsys.readouterr().out

@@ -73,7 +73,7 @@ def test_judging_reports_progress(within, options):
 def test_what_has_no_verdict_is_said(options, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     with judge_server(lambda text: reply(f"VERDICT: {'worda' in text}")) as (server, address):
-        limited = options(judge="openai:tiny", endpoint=address, max_judgments=10, backoff_seconds=0.001)
+        limited = options(judge="openai:tiny", endpoint=address, max_judgments=10)
         model = Writer(lambda prompt: document_of(prompt))
         task = HallucinationTask(limited, model)
         scores = run_task(model, task)
@@ -110,7 +110,7 @@ def test_a_long_document_loses_its_middle_for_the_model_alone(options, tmp_path)
     row = json.loads((tmp_path / "judgments.jsonl").read_text())
     assert len(row["document_begins"]) == 400  # of the whole one
     with pytest.raises(
-        DataError, match=r"long/1: the prompt without its document takes \d+ tokens .* --max_new_tokens"
+        DataError, match=r"long/1: the prompt without its document takes \d+ tokens .* --max-new-tokens"
     ):
         HallucinationTask(options(file=str(path), max_new_tokens=90), model)
 
@@ -170,11 +170,11 @@ def test_the_command(file, tmp_path, monkeypatch, capfd):
             "--items",
             "3",
         ]
-        words += ["--judgments", str(out / "judgments.jsonl"), "--max_new_tokens", "3", "--judge", "openai:tiny"]
-        words += ["--endpoint", address, "--backoff_seconds", "0.001", "--retries", "1"]
+        words += ["--judgments", str(out / "judgments.jsonl"), "--max-new-tokens", "3", "--judge", "openai:tiny"]
+        words += ["--endpoint", address, "--retries", "0"]
         server.script = ["drop", reply("VERDICT: True"), (401, {}, f'{{"error": {{"message": "{KEY}"}}}}')]
         assert main(words) == 2
-        assert "refuses with status 401 ([key])" in " ".join(capfd.readouterr().err.split())
+        assert "refuses with status 401;" in " ".join(capfd.readouterr().err.split())
         assert main(words) == 0
     assert len(server.candidates) == 5
     assert [json.loads(line)["verdict"] for line in (out / "judgments.jsonl").read_text().splitlines()] == [

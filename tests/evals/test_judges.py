@@ -1,26 +1,21 @@
-"""Judges: an endpoint that fails in every way, a local classifier, words; and a file that loses no verdict."""
+"""Judges: an endpoint that fails in the usual ways, a local classifier, words; and a file that loses no verdict."""
 
-import asyncio
-import base64
-import email.utils
 import json
 import sys
-import time
 import traceback
-import urllib.parse
 
 import pytest
 import torch
 from transformers import BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast
 
-from difftransformer.errors import CheckpointError, ConfigError, DiffTransformerError, EvaluationError
+from difftransformer.errors import CheckpointError, ConfigError, EvaluationError
 from difftransformer_lab.evals.judges import endpoint
 from difftransformer_lab.evals.judges import nli as nli_judge
 from difftransformer_lab.evals.judges.base import Case, OutOfBudget, Unjudged, judge_all
 from difftransformer_lab.evals.judges.endpoint import EndpointJudge, Spending
 from difftransformer_lab.evals.judges.nli import NliJudge
 from difftransformer_lab.evals.judges.overlap import OverlapJudge
-from tests.support.judge_server import FLOODS, KEY, SLOW, endless_server, judge_server, reply
+from tests.support.judge_server import KEY, judge_server, reply
 
 VARIABLE = "DIFFTRANSFORMER_TEST_KEY"
 
@@ -42,8 +37,7 @@ EXPECTED = [bool(index % 2) for index in range(6)]
 
 
 def judge(address, **spending):
-    limits = {"timeout_seconds": 0.3, "retries": 3, "backoff_seconds": 0.001}
-    return EndpointJudge("tiny", address, VARIABLE, Spending(**limits | spending))
+    return EndpointJudge("tiny", address, VARIABLE, Spending(**{"timeout_seconds": 0.3, "retries": 0} | spending))
 
 
 def verdicts(found):
@@ -72,32 +66,43 @@ def test_verdicts_and_reasons_are_kept_for_a_person(server, tmp_path):
     assert stub.headers[0]["Authorization"] == f"Bearer {KEY}"
 
 
-FAILURES = {
-    "hang": "hang",
-    "drop": "drop",
-    "rate limit": (429, {"Retry-After": "0"}, '{"error": {"message": "slow down"}}'),
-    "server error": (500, {}, "<html>"),
+SOON = {"retry-after-ms": "1"}
+
+
+@pytest.mark.parametrize("failure", ["hang", "drop", (429, SOON, "{}"), (500, SOON, "<html>")])
+def test_a_failed_request_is_tried_again(server, failure):
+    stub, address = server
+    stub.script = [failure]
+    one = judge(address, retries=1)
+    assert one.judge(CASES[1]).faithful
+    assert stub.candidates == ["true 1"] * 2
+    assert one.requests == 1
+
+
+REPLIES = {
     "not JSON": (200, {}, "<html>"),
     "no object": (200, {}, "[]"),
-    "nested": (200, {}, "[" * 100_000),
     "no message": (200, {}, '{"choices": []}'),
     "no text": reply(None),
     "no verdict": reply("It is fine."),
     "verdict not last": reply("VERDICT: True\nor is it?"),
     "two verdicts": reply("VERDICT: True or VERDICT: False"),
-    "empty": reply(""),
     "cut short": (200, {"X-Cut": "1"}, "{"),
+    "another error": (503, {}, "{}"),
+    "too long a document": (413, {}, '{"error": {"code": "context_length_exceeded", "message": "x"}}'),
 }
 
 
-@pytest.mark.parametrize("name", FAILURES)
-def test_a_failure_is_tried_again(server, tmp_path, name):
+@pytest.mark.parametrize("name", REPLIES)
+def test_a_case_without_a_verdict_stops_nothing(server, tmp_path, name):
     stub, address = server
-    stub.script = [FAILURES[name], FAILURES[name]]
-    found, reasons = judge_all(judge(address), CASES[:2], tmp_path / "j.jsonl")
-    assert verdicts(found) == EXPECTED[:2]
-    assert reasons == []
-    assert stub.candidates == ["wrong 0"] * 3 + ["true 1"]
+    stub.script = [REPLIES[name]]
+    found, (reason,) = judge_all(judge(address), CASES[:3], tmp_path / "j.jsonl")
+    assert verdicts(found) == [None, *EXPECTED[1:3]]
+    assert reason.startswith(f"{address}: ")
+    assert ("(context_length_exceeded)" in reason) == (name == "too long a document")
+    assert verdicts(judge_all(judge(address), CASES[:3], tmp_path / "j.jsonl")[0]) == EXPECTED[:3]
+    assert stub.candidates == ["wrong 0", "true 1", "wrong 2", "wrong 0"]
 
 
 @pytest.mark.parametrize(
@@ -112,15 +117,15 @@ def test_usual_spellings_of_a_verdict(server, text):
 def test_no_judgment_is_lost_and_only_missing_ones_are_asked_again(server, tmp_path):
     stub, address = server
     file = tmp_path / "j.jsonl"
-    stub.script = [reply("x\nVERDICT: False"), *["drop"] * 4, reply("x\nVERDICT: False")]
-    found, reasons = judge_all(judge(address), CASES[:3], file)
+    stub.script = [reply("x\nVERDICT: False"), "drop", reply("x\nVERDICT: False")]
+    found, (reason,) = judge_all(judge(address), CASES[:3], file)
     assert verdicts(found) == [False, None, False]
-    assert len(reasons) == 1
-    assert "no verdict in 4 tries (the connection failed" in reasons[0]
+    assert reason == f"{address}: the connection failed"
     with open(file, "ab") as torn:  # as if killed in the middle of a line
         torn.write(b'{"set": "s", "verd')
     stub.candidates.clear()
-    assert verdicts(judge_all(judge(address), CASES, file)[0]) == EXPECTED
+    with pytest.warns(UserWarning, match="line 3 is not whole and is left out"):
+        assert verdicts(judge_all(judge(address), CASES, file)[0]) == EXPECTED
     assert stub.candidates == [CASES[index].answer for index in (1, 3, 4, 5)]
     stub.candidates.clear()
     assert verdicts(judge_all(judge(address), CASES, file)[0]) == EXPECTED
@@ -131,40 +136,22 @@ def test_no_judgment_is_lost_and_only_missing_ones_are_asked_again(server, tmp_p
     assert len(stub.candidates) == 2
 
 
-def test_an_error_in_the_middle_loses_nothing(server, tmp_path):
+def test_a_refusal_of_everything_ends_the_judging_and_loses_nothing(server, tmp_path):
     stub, address = server
-    stub.script = [reply("VERDICT: False"), (401, {}, f'{{"error": {{"message": "wrong key {KEY}"}}}}')]
-    with pytest.raises(EvaluationError, match=r"refuses with status 401 \(wrong key \[key\]\); check the model's name"):
+    stub.script = [reply("VERDICT: False"), (401, {}, '{"error": {"code": "invalid_api_key", "message": "x"}}')]
+    with pytest.raises(EvaluationError, match=r"refuses with status 401 \(invalid_api_key\); check the model's name"):
         judge_all(judge(address), CASES, tmp_path / "j.jsonl")
     stub.candidates.clear()
     judge_all(judge(address), CASES[:2], tmp_path / "j.jsonl")
     assert stub.candidates == ["true 1"]
 
 
-def test_retry_after_is_honoured(server, monkeypatch, tmp_path):
-    waits = []
-    monkeypatch.setattr(endpoint.time, "sleep", waits.append)
-    stub, address = server
-    date = email.utils.formatdate(time.time() + 30, usegmt=True)
-    stub.script = [(429, {"Retry-After": "7"}, ""), (503, {"Retry-After": date}, ""), (500, {}, "")]
-    assert judge(address, backoff_seconds=1.0).judge(CASES[1]).faithful
-    assert waits[0] == 7
-    assert 25 < waits[1] <= 30
-    assert 2 <= waits[2] <= 4  # the third wait doubles twice, less at most half
-    stub.script = [(429, {"Retry-After": "3600"}, "")]
-    found, reasons = judge_all(judge(address), CASES, tmp_path / "j.jsonl")
-    assert verdicts(found) == [None] * 6
-    assert reasons == [f"{address} asks to wait 3600 s; run again then"]
-
-
 def test_requests_are_limited(server, tmp_path):
     stub, address = server
-    stub.script = [reply("?"), reply("?")]
-    found, reasons = judge_all(judge(address, max_requests=4), CASES, tmp_path / "j.jsonl")
-    assert len(stub.candidates) == 4  # of them two garbage: they count
+    found, reasons = judge_all(judge(address, max_requests=2), CASES, tmp_path / "j.jsonl")
+    assert len(stub.candidates) == 2
     assert verdicts(found) == [False, True, None, None, None, None]
-    assert reasons == ["the limit of 4 requests to the judge is reached (--max_judgments)"]
-    assert verdicts(judge_all(judge(address, max_requests=4), CASES, tmp_path / "j.jsonl")[0]) == EXPECTED
+    assert reasons == ["the limit of 2 requests to the judge is reached (--max-judgments)"]
 
 
 def test_tokens_are_limited(server, tmp_path):
@@ -178,75 +165,41 @@ def test_tokens_are_limited(server, tmp_path):
     # A request that got no answer counts as foreseen: it may have been worked on.
     stub.script = ["hang"] * 4
     one = judge(address, max_tokens=2 * foreseen + 500)
-    assert verdicts(judge_all(one, [case("true new")], tmp_path / "k.jsonl")[0]) == [None]
+    assert (
+        verdicts(judge_all(one, [case("true new"), case("newer"), case("newest")], tmp_path / "k.jsonl")[0])
+        == [None] * 3
+    )
     assert one.requests == 2
 
 
 def test_an_endpoint_that_is_gone_stops_the_judging(server, tmp_path):
     stub, address = server
     stub.script = ["drop"] * 100
-    found, reasons = judge_all(judge(address, retries=0), CASES, tmp_path / "j.jsonl")
+    found, reasons = judge_all(judge(address), CASES, tmp_path / "j.jsonl")
     assert verdicts(found) == [None] * 6
     assert len(stub.candidates) == 3
     assert "3 answers in a row; run again later" in reasons[-1]
-    stub.script = [(413, {}, "")]  # one document too long for the judge stops nothing
-    assert verdicts(judge_all(judge(address), CASES, tmp_path / "j.jsonl")[0]) == [None, *EXPECTED[1:]]
-
-
-def test_a_redirection_is_not_followed(server, tmp_path):
-    stub, address = server
-    with judge_server() as (other, elsewhere):
-        stub.script = [(302, {"Location": f"{elsewhere}/chat/completions"}, "")]
-        with pytest.raises(EvaluationError, match="answers 302, a redirection, which is not followed"):
-            judge(address).judge(CASES[0])
-        assert other.headers == []
 
 
 def test_the_key_is_nowhere(server, tmp_path, capfd, caplog):
-    """Also where the server says it back, in a reply, in an error, or in no HTTP at all."""
+    """Also where the server says it back in an error, or the client would log it."""
     stub, address = server
     caplog.set_level(0)
-    echo = json.dumps({"error": {"message": f"who is {KEY}?"}})
-    stub.script = [(500, {}, echo), (429, {}, echo), reply(f"{KEY} is in it.\nVERDICT: True"), *[(500, {}, echo)] * 4]
+    echo = json.dumps({"error": {"message": f"who is {KEY}?", "code": KEY}})
+    headers = {"X-Request-Id": KEY}
+    stub.script = [(500, headers, echo), (429, headers, echo), reply("All is in it.\nVERDICT: True")]
     one = judge(address)
-    found, reasons = judge_all(one, CASES[:2], tmp_path / "j.jsonl")
-    assert found[0].reasoning == "[key] is in it."
+    found, reasons = judge_all(one, CASES[:3], tmp_path / "j.jsonl")
+    assert verdicts(found) == [None, None, True]
     seen = [repr(found), repr(reasons), repr(one), str(one.rules), one.identity, (tmp_path / "j.jsonl").read_text()]
-    for script in ([(401, {}, echo)], ["drop"] * 4, ["hang"] * 4):
-        stub.script = script
-        with pytest.raises((DiffTransformerError, OutOfBudget, Unjudged)) as caught:
+    for step in ((401, headers, echo), (422, headers, echo), "drop", "hang", (200, headers, KEY)):
+        stub.script = [step]
+        with pytest.raises((EvaluationError, OutOfBudget, Unjudged)) as caught:
             one.judge(case("new"))
         seen.append("".join(traceback.format_exception(caught.value)))
     captured = capfd.readouterr()
-    assert len(seen) == 9
     for text in (*seen, captured.out, captured.err, caplog.text):
         assert KEY not in text
-
-
-def test_the_key_is_nowhere_where_a_message_is_cut(server, tmp_path, capfd, caplog):
-    """Wherever the key begins in a message, in whatever form, and also in headers that a client logs."""
-    stub, address = server
-    caplog.set_level(0)
-    forms = (KEY, urllib.parse.quote(KEY.replace("-", "%2D")), base64.b64encode(KEY.encode()).decode(), "\n".join(KEY))
-    shown = []
-    for form in forms:
-        for before in (*range(200 - len(form), 201, 5), 0):
-            echo = json.dumps({"error": {"message": "x" * before + form + "y" * 50}})
-            stub.script = [(401, {"X-Request-Id": KEY, "X-Echo": KEY}, echo)]
-            with pytest.raises(EvaluationError) as caught:
-                judge(address, timeout_seconds=10).judge(case("new"))
-            shown.append(str(caught.value))
-    stub.script = [reply(f"He said {form}.\nVERDICT: True") for form in forms]
-    judge_all(judge(address, timeout_seconds=10), CASES[: len(forms)], tmp_path / "j.jsonl")
-    reasons = [json.loads(line)["reasoning"] for line in (tmp_path / "j.jsonl").read_text().splitlines()]
-    assert reasons[0] == "He said [key]."
-    assert all("[key]" in reason for reason in reasons)
-    captured = capfd.readouterr()
-    everything = [*shown, *reasons, captured.out, captured.err, caplog.text]
-    for text in ("".join(part.split()) for part in everything):
-        for form in ("".join(form.split()) for form in forms):
-            found = [form[start : start + 10] for start in range(len(form) - 9) if form[start : start + 10] in text]
-            assert found == [], text
 
 
 @pytest.mark.parametrize("variable", ["sk-0123-not-for-anyone", "a b", "7"])
@@ -256,29 +209,19 @@ def test_a_key_in_place_of_its_variable_is_not_repeated(variable):
     assert variable not in str(caught.value)
 
 
-@pytest.mark.parametrize("value", [None, "", "  ", "two words", "line\nbreak", "schlüssel"])
+@pytest.mark.parametrize("value", [None, "", "two words", "schlüssel"])
 def test_a_key_that_cannot_be(monkeypatch, value):
     monkeypatch.delenv(VARIABLE, raising=False)
     if value is not None:
         monkeypatch.setenv(VARIABLE, value)
     with pytest.raises(ConfigError, match=f"key_variable={VARIABLE}") as caught:
         judge("http://127.0.0.1:1/v1")
-    assert not (value or "").strip() or value not in str(caught.value)
+    assert not value or value not in str(caught.value)
 
 
 @pytest.mark.parametrize(
     "address",
-    [
-        "ftp://x",
-        "localhost:80",
-        "https://me:secret@x/v1",
-        "https://x/v1?key=secret",
-        "",
-        "http://[",
-        "http://x:port",
-        "http://ö/v1",
-        "http://x y",
-    ],
+    ["ftp://x", "localhost:80", "https://me:secret@x/v1", "https://x/v1?key=secret", "", "http://[", "http://x:port"],
 )
 def test_an_address_that_cannot_be(monkeypatch, address):
     monkeypatch.setenv(VARIABLE, KEY)
@@ -300,52 +243,6 @@ def test_without_the_client_one_line_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "openai", None)
     with pytest.raises(ConfigError, match=r"judge=openai:tiny needs openai; run pip install 'difft.*judge"):
         judge("http://127.0.0.1:1/v1")
-
-
-def test_a_reply_that_trickles_is_too_slow(server):
-    """Every byte comes in time, and the whole does not."""
-    stub, address = server
-    stub.script = ["trickle"] * 2
-    with pytest.raises(Unjudged, match=r"no verdict in 2 tries \(no answer within 0.3 s\)"):
-        judge(address, retries=1).judge(CASES[0])
-
-
-@pytest.mark.parametrize("name", SLOW)
-def test_the_time_limit_ends_a_request_in_every_state(monkeypatch, name):
-    monkeypatch.setenv(VARIABLE, KEY)
-    with endless_server(*SLOW[name]) as (address, _):
-        judge_of_all = judge(address, retries=0, timeout_seconds=0.5)
-        begun = time.monotonic()
-        with pytest.raises(Unjudged, match=r"no verdict in 1 tries \(no answer within 0.5 s\)"):
-            judge_of_all.judge(CASES[0])
-        assert time.monotonic() - begun < 5
-
-
-@pytest.mark.parametrize("name", FLOODS)
-def test_a_flood_is_given_up_long_before_the_time_limit(monkeypatch, name):
-    monkeypatch.setenv(VARIABLE, KEY)
-    with endless_server(*FLOODS[name]) as (address, sent):
-        with pytest.raises(Unjudged, match="a reply that is too long"):
-            judge(address, retries=0, timeout_seconds=60).judge(CASES[0])
-        assert sent[0] < 64 * endpoint._MOST_REPLY_BYTES
-
-
-def test_a_judge_works_where_an_event_loop_is_running(server):
-    """As in a notebook."""
-    _, address = server
-
-    async def ask():
-        return judge(address, timeout_seconds=10).judge(CASES[1])
-
-    assert asyncio.run(ask()).faithful
-
-
-def test_a_reply_without_end_is_given_up(server, monkeypatch):
-    monkeypatch.setattr(endpoint, "_MOST_REPLY_BYTES", 1000)
-    stub, address = server
-    stub.script = [reply("x" * 2000)]
-    with pytest.raises(Unjudged, match="a reply that is too long"):
-        judge(address, retries=0).judge(CASES[0])
 
 
 def test_a_file_of_something_else_is_refused(tmp_path):

@@ -9,7 +9,7 @@ from difftransformer.data import byte_tokenizer
 from difftransformer.errors import ConfigError, DataError
 from difftransformer_lab.cli.main import main
 from difftransformer_lab.evals.engine import run_task
-from difftransformer_lab.evals.judges.math_answers import extract_answer, is_right, number_of, same_answer
+from difftransformer_lab.evals.judges.math_answers import extract_answer, is_right
 from difftransformer_lab.evals.models.stopping import stop_tokens, text_until
 from difftransformer_lab.evals.tasks.math import MathTask, Options
 from tests.support.answering import Writer, tiny_model
@@ -35,69 +35,6 @@ from tests.support.answering import Writer, tiny_model
 )
 def test_extraction(text, answer):
     assert extract_answer(text) == answer
-
-
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
-        ("1,234,567.50", "1234567.5"),
-        ("$18.00", "18 dollars"),
-        ("\\$32,348", "32348"),
-        ("9 (apples)", "9"),
-        ("0.75", "\\frac{3}{4}"),
-        ("\\dfrac12", "0.5"),
-        ("-\\tfrac{3}{4}", "-3/4"),
-        ("3\\frac{1}{2}", "3 1/2"),
-        ("3.5", "3 1/2"),
-        ("-1 1/2", "-1.5"),
-        ("10,\\!000", "10000"),
-        ("12\\text{ inches}", "12"),
-        ("5\\text{ cm}^2", "5"),
-        ("30^\\circ", "30^{\\circ}"),
-        ("12.5 km/h", "12.5"),
-        ("50\\%", "0.5"),
-        ("50%", "50"),
-        ("x = 5", "5"),
-        ("(A)", "a"),
-        ("Yes", "yes."),
-        ("\\left(3, \\frac12\\right)", "(3,0.5)"),
-        ("x^2 + 1", "x^2+1"),
-        ("\\frac{\\sqrt{3}}{2}", "\\dfrac{\\sqrt3}{2}"),
-        ("\u22123", "-3"),
-        ("0.1", ".10"),
-    ],
-)
-def test_equal_answers(one, other):
-    assert same_answer(one, other)
-    assert same_answer(other, one)
-
-
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
-        ("0.333333333333333333333", "1/3"),
-        ("18", "-18"),
-        ("3x", "3"),
-        ("2^3", "2"),
-        ("1/0", "0"),
-        ("(1,2)", "(2,1)"),
-        ("(1,2)", "[1,2]"),
-        ("1,2", "12"),
-        ("50%", "5000"),
-        ("50%", "0.5%"),
-        ("", ""),
-        ("1e99999999999", "1"),
-        ("9" * 200, "9" * 201),
-    ],
-)
-def test_different_answers(one, other):
-    assert not same_answer(one, other)
-    assert not same_answer(other, one)
-
-
-def test_numbers_are_exact():
-    assert number_of("0.1") + number_of("0.2") == number_of("0.3")
-    assert number_of("1" + "0" * 200) is None
 
 
 def test_right_and_wrong_texts():
@@ -208,7 +145,7 @@ def test_a_prompt_longer_than_the_context(problems):
 
 def test_the_command(problems, tmp_path, capfd):
     out = tmp_path / "out"
-    words = ["--sets", f"[{problems}]", "--problems", "2", "--shots", "0", "--max_new_tokens", "4"]
+    words = ["--sets", f"[{problems}]", "--problems", "2", "--shots", "0", "--max-new-tokens", "4"]
     assert main(["eval", "math", tiny_model(tmp_path / "model"), "--out", str(out), *words]) == 0
     result = json.loads((out / "math.json").read_text())["result"]
     assert {row["at"].get("set") for row in result["measurements"]} == {"odd", "even", None}

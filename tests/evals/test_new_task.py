@@ -96,8 +96,8 @@ def asked(monkeypatch):
 
 def test_the_command(tmp_path, asked, capsys):
     """Help, an interruption, a second call that asks only what is left, the result, its table and its picture."""
-    assert main(["--help"]) == 0
-    assert "  eval toy            Repetition of words\n" in capsys.readouterr().out
+    assert main(["eval", "--help"]) == 0
+    assert "  toy            Repetition of words\n" in capsys.readouterr().out
     words = ["eval", "toy", tiny_model(tmp_path / "model"), "--out", str(tmp_path / "out"), "--times", "2"]
     assert main([*words[:-1], "0"]) == 2
     assert "times=0: give at least 1" in capsys.readouterr().err
@@ -121,7 +121,7 @@ def test_a_suite(tmp_path, asked):
     models = [tiny_model(tmp_path / name) for name in ("one", "two")]
     tasks = [{"task": "toy", "options": {"words": "ab,cd"}}, {"task": "toy", "label": "toy again"}]
     (tmp_path / "suite.yaml").write_text(yaml.safe_dump({"name": "toys", "tasks": tasks}))
-    words = ["eval", "suite", *models, "--preset", str(tmp_path / "suite.yaml"), "--out", str(tmp_path / "report")]
+    words = ["eval", str(tmp_path / "suite.yaml"), *models, "--out", str(tmp_path / "report")]
     asked.limit = 3
     assert main(words) == 130
     asked.limit = 10**9
@@ -148,6 +148,6 @@ def test_tasks_and_reports_load_neither_torch_nor_transformers():
     code = without("torch", "transformers") + (
         "import difftransformer_lab.report\n"
         "from difftransformer_lab.evals.tasks import registered_tasks\n"
-        "assert len(registered_tasks()) == 14 and registered_tasks()['maps'].draw is not None"
+        "assert len(registered_tasks()) == 13 and registered_tasks()['maps'].draw is not None"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

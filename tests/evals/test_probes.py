@@ -18,9 +18,9 @@ from transformers import (
 )
 
 from difftransformer import DiffTransformerConfig, DiffTransformerForCausalLM
-from difftransformer.acceleration import accelerate
 from difftransformer.data.tokenizer import byte_tokenizer
 from difftransformer.errors import EvaluationError
+from difftransformer.families import accelerate
 from difftransformer.ops import logits as op_logits
 from difftransformer.ops.quantize import quantize_last
 from difftransformer.ops.reference import observe_logits
@@ -194,8 +194,7 @@ def test_a_model_without_linear_layers():
 COMMANDS = {
     "allocation": ["--length", "150", "--needles", "1", "--documents", "2", "--depths", "[0.0, 0.5]", "--digits", "3"],
     "outliers": ["--tokens", "128", "--window", "32", "--largest", "12"],
-    "quantized": ["--task_options", '{"windows": 2, "window": 40, "text": TEXT}', "--bits", "[16, 4]"],
-    "perturbation": ["--windows", "2", "--window", "24", "--draws", "1"],
+    "quantized": ["--task-options", '{"windows": 2, "window": 40, "text": TEXT}', "--bits", "[16, 4]"],
     "maps": ["--prompt", "ab ab", "--layers", "[1]", "--heads", "[0]"],
 }
 
@@ -211,7 +210,7 @@ def test_the_commands(name, tmp_path, monkeypatch, toy_text):
     text = str(toy_text / "00.txt")
     for task, words in COMMANDS.items():
         words = [word.replace("TEXT", f'"{text}"') for word in words]
-        if task in ("allocation", "outliers", "perturbation"):
+        if task in ("allocation", "outliers"):
             words += ["--text", text]
         assert main(["eval", task, name, *words]) == 0
         result = read_result(tmp_path / "evals" / name / f"{task}.json", TaskResult)

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -35,18 +36,21 @@ def tasks(text):
     listed = [{"task": "perplexity", "options": {"text": str(text), "window": 32, "windows": 6}}, {"task": "recall"}]
     listed[1]["options"] = {"text": str(text), "window": 32, "windows": 4}
     suite.write_text(json.dumps({"name": "tiny", "tasks": listed}))
-    small = ["--batch_tokens", "200", "--text", str(text)]
+    small = ["--batch-tokens", "200", "--text", str(text)]
     return {
         "perplexity": [*small, "--window", "64", "--windows", "9"],
         "needle": [*small, "--lengths", "[300]", "--documents", "3", "--digits", "2", "--depths", "[0.0, 1.0]"],
         "outliers": [*small, "--window", "40", "--tokens", "400"],
-        "hallucination": ["--file", str(people), "--judgments", str(text.with_name("judged")), "--max_new_tokens", "9"],
-        "suite": ["--preset", str(suite)],
+        "hallucination": ["--file", str(people), "--judgments", str(text.with_name("judged")), "--max-new-tokens", "9"],
+        str(suite): [],
     }
 
 
 def commands(tasks, model, folder, *flags):
-    return [["eval", task, str(model), "--out", str(folder / task), *words, *flags] for task, words in tasks.items()]
+    return [
+        ["eval", task, str(model), "--out", str(folder / Path(task).stem), *words, *flags]
+        for task, words in tasks.items()
+    ]
 
 
 def answered(folder):
@@ -94,7 +98,7 @@ def test_two_processes_answer_to_the_bit_as_one(tasks, alone, tmp_path):
 @pytest.mark.slow
 def test_divided_weights_answer_to_the_bit_as_one(tasks, alone, tmp_path):
     model, expected = alone
-    lines = commands(tasks, model, tmp_path, "--divide_weights", "true")
+    lines = commands(tasks, model, tmp_path, "--divide-weights", "true")
     refused = [
         "eval",
         "quantized",
@@ -105,7 +109,7 @@ def test_divided_weights_answer_to_the_bit_as_one(tasks, alone, tmp_path):
         "int8",
         *tasks["perplexity"][:4],
     ]
-    done = run_together(2, [*lines, [*refused, "--task", "perplexity", "--divide_weights", "true"]])
+    done = run_together(2, [*lines, [*refused, "--task", "perplexity", "--divide-weights", "true"]])
     statuses = [json.loads(one.stdout.splitlines()[-1]) for one in done]
     assert statuses == [[0] * len(tasks) + [2]] * 2, done[0].stderr
     assert answered(tmp_path) == answered(expected)
@@ -157,7 +161,7 @@ def test_bad_input_is_said_once(alone, tmp_path):
     bad = {
         ("--device", "cuda"): "--device cuda: this machine has 0 GPUs",
         ("--processes", "3"): "--processes 3: torchrun has started 2; omit --processes",
-        ("--batch_tokens", "0"): "--batch_tokens 0: give at least 1",
+        ("--batch-tokens", "0"): "--batch-tokens 0: give at least 1",
     }
     done = run_together(2, [["eval", "perplexity", str(alone[0]), "--out", str(tmp_path), *words] for words in bad])
     assert [json.loads(one.stdout) for one in done] == [[2] * len(bad)] * 2
@@ -167,7 +171,7 @@ def test_bad_input_is_said_once(alone, tmp_path):
 
 
 def test_one_process_has_nothing_to_divide(alone, tmp_path, capsys):
-    line = ["eval", "perplexity", str(alone[0]), "--out", str(tmp_path), "--divide_weights", "true"]
+    line = ["eval", "perplexity", str(alone[0]), "--out", str(tmp_path), "--divide-weights", "true"]
     assert main(line) == 2
     assert "there is one process; add --processes N" in capsys.readouterr().err
 
@@ -177,7 +181,7 @@ def test_interrupted_in_two_processes_goes_on_in_one(tasks, alone, text, tmp_pat
     """Ctrl-C, as a terminal sends it to all processes."""
     model, _ = alone
     words = ["eval", "perplexity", str(model), "--text", str(text), "--window", "64", "--windows", "200"]
-    words += ["--batch_tokens", "64", "--out"]
+    words += ["--batch-tokens", "64", "--out"]
     journal = tmp_path / "two" / "perplexity.answers.jsonl"
     process = subprocess.Popen(
         [sys.executable, "-m", "difftransformer_lab", *words, str(tmp_path / "two"), "--processes", "2"],

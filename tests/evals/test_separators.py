@@ -14,8 +14,8 @@ from difftransformer.data import byte_tokenizer
 from difftransformer.errors import CheckpointError
 from difftransformer.train import build_model
 from difftransformer.train.config import TrainingConfig
-from difftransformer.train.loop import validate
 from difftransformer.train.parallel import Mesh
+from difftransformer.train.trainer import validate
 from difftransformer_lab.cli.main import main
 from difftransformer_lab.evals.opening import open_language_model
 from difftransformer_lab.evals.prompts.chat import chat_frame
@@ -86,7 +86,7 @@ def test_perplexity_scores_no_separator_and_names_it(saved, tmp_path):
         "And a fourth, which is longer than that.",
     ]
     source = write_documents(tmp_path / "text.jsonl", *texts)
-    words = ["--text", source, "--window", "20", "--windows", "4", "--position_buckets", "20"]
+    words = ["--text", source, "--window", "20", "--windows", "4", "--position-buckets", "20"]
     assert main(["eval", "perplexity", model, *words, "--out", str(tmp_path / "out")]) == 0
     result = read_result(tmp_path / "out" / "perplexity.json", TaskResult)
     (choice,) = [choice for choice in result.choices if "separated by" in choice]

@@ -668,6 +668,18 @@ class TestCompile:
             assert relative_error(b.grad, a.grad) < 1e-4, name
 
 
+@pytest.mark.parametrize("fields", [{}, {"attention_type": "grouped_diff_v2", "sliding_window": 5}])
+@torch.no_grad()
+def test_one_graph_with_the_cache_that_forward_makes(fields):
+    model, ids = tiny(**fields), tokens(2, 9)
+    torch._dynamo.reset()
+    found, expected = torch.compile(model, fullgraph=True, backend="eager")(ids), model(ids)
+    assert relative_error(found.logits, expected.logits) < TOLERANCE
+    for ours, theirs in zip(found.past_key_values.layers, DynamicCache(config=model.config).layers, strict=True):
+        assert type(ours) is type(theirs)
+        assert getattr(ours, "sliding_window", None) == getattr(theirs, "sliding_window", None)
+
+
 @pytest.mark.slow
 def test_an_exported_program_takes_any_length():
     model = tiny(num_hidden_layers=1)
@@ -679,6 +691,7 @@ def test_an_exported_program_takes_any_length():
         {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False},
         dynamic_shapes={"input_ids": sizes, "attention_mask": sizes, "use_cache": None},
     )
+    assert "difftransformer" not in str(program.graph)  # it runs where the package is not
     for batch, length in ((3, 5), (1, 1100)):
         ids = tokens(batch, length)
         mask = torch.ones_like(ids)

@@ -8,9 +8,9 @@ from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, Qwen3C
 
 from difftransformer import DiffTransformerConfig, DiffTransformerForCausalLM
 from difftransformer.attention import VARIANTS
-from difftransformer.convert import convert_folder
-from difftransformer.convert.llama import from_llama
 from difftransformer.errors import ConfigError
+from difftransformer.families import convert_folder
+from difftransformer.families.llama import from_llama
 from difftransformer_lab.cli.main import main
 from difftransformer_lab.evals.probes.hooks import combined, observing_maps, written_out
 from tests.support.tiny_models import BASE, tiny, tiny_config, tokens

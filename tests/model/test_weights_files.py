@@ -10,9 +10,9 @@ from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from difftransformer import DiffTransformerForCausalLM
-from difftransformer.convert.checkpoint_io import WeightsReader
 from difftransformer.data import byte_tokenizer
 from difftransformer.errors import CheckpointError
+from difftransformer.families.checkpoint_io import WeightsReader
 from difftransformer.model.weights import weights_files
 from difftransformer_lab.cli.main import main
 from tests.support import tiny_folders

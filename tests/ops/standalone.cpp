@@ -216,7 +216,7 @@ Reference define(const Case& c, Tensors<In>& x) {
           }
           for (auto& p : P[m]) sum += p = top == -INFINITY ? 0 : std::exp(p - top);
           for (auto& p : P[m]) p = sum ? p / sum : 0;
-          r.lse[m * c.B * c.H * c.T + row] = sum ? (top + std::log(sum)) / std::log(2.) : INFINITY;
+          r.lse[m * c.B * c.H * c.T + row] = sum ? (top + std::log(sum)) / scale : INFINITY;
         }
         const auto weight_of = [&](int64_t s) { return P[0][s] - (c.maps == 2 ? lam * P[1][s] : 0); };
         for (int64_t s = 0; s < c.S; s++)

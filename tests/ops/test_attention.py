@@ -495,6 +495,11 @@ REFUSED = [
     (ShapeError, {"attn_mask": zeros(1, 2, 4, 5, 7).bool()}, "attn_mask: shape .* does not broadcast"),
     (ConfigError, {"window": 3}, "window=3 needs is_causal=True"),
     (ConfigError, {"window": 0, "is_causal": True}, "window=0; it must be at least 1"),
+    (
+        ConfigError,
+        {"window": 2**70, "is_causal": True},
+        r"window=1180591620717411303424; it must be at most 2147483647",
+    ),
     (ShapeError, {"kv_start": zeros(2)}, "kv_start: dtype torch.float32; it must be int32"),
     (ShapeError, {"kv_lengths": ints(7)}, r"kv_lengths: shape \(1,\); it must be \(B,\) = \(2,\)"),
     (ShapeError, {"kv_lengths": ints(7, 8)}, r"kv_lengths: values \[7, 8\]; each must lie between 0 and S = 7"),

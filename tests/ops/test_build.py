@@ -130,7 +130,7 @@ def test_builds_and_reuses(place, caplog):
     assert [record.getMessage() for record in caplog.records] == [
         f"building the CPU attention kernels for avx2, once, about half a minute; kept in {path.parent}"
     ]
-    assert sorted(file.name for file in path.parent.iterdir()) == ["kernels.so", "lock"]
+    assert sorted(file.name for file in path.parent.iterdir()) == ["kernels.sha256", "kernels.so", "lock"]
     assert build.build(ISA, force=True) == path
     assert place.count_calls() == 6
 
@@ -255,7 +255,7 @@ def test_a_killed_build_blocks_nobody(place):
         assert list(folder.glob("build-*"))
         place.compile_with('exec c++ "$@"')
         assert answer(build.build(ISA)) == 42
-        assert sorted(file.name for file in folder.iterdir()) == ["kernels.so", "lock"]
+        assert sorted(file.name for file in folder.iterdir()) == ["kernels.sha256", "kernels.so", "lock"]
     finally:
         killed.stdout.close()
         with contextlib.suppress(ProcessLookupError):
@@ -347,7 +347,7 @@ def test_nothing_is_written_to_use_a_library(place):
     path = build.build(processor.instruction_set())
     (path.parent / "lock").unlink()
     assert build.load() is None
-    assert list(path.parent.iterdir()) == [path]
+    assert {file.name for file in path.parent.iterdir()} == {"kernels.so", "kernels.sha256"}
 
 
 @pytest.mark.parametrize(
@@ -359,6 +359,7 @@ def test_nothing_is_written_to_use_a_library(place):
         lambda data: data[: len(data) // 2],  # to load this ends the process
         lambda data: data[:-1],
         lambda data: data[:4] + b"\0" + data[5:],
+        lambda data: data[: len(data) // 2] + bytes([data[len(data) // 2] ^ 1]) + data[len(data) // 2 + 1 :],
     ],
 )
 def test_a_damaged_library_is_built_again(place, damage, caplog):
@@ -466,9 +467,16 @@ def test_command(place, capsys):
         assert place.count_calls() == calls
 
 
-def test_a_command_that_fails(place, monkeypatch, capsys):
-    monkeypatch.setenv("CXX", "nonexistent")
+@pytest.mark.parametrize(
+    ("compiler", "words"),
+    [
+        ("nonexistent", "no C++ compiler: 'nonexistent' was not found"),
+        ("c++ '", """the variable CXX: "c++ '" is not a command (No closing quotation); correct it"""),
+    ],
+)
+def test_a_command_that_fails(place, monkeypatch, capsys, compiler, words):
+    monkeypatch.setenv("CXX", compiler)
     assert main(["build-kernels"]) == 2
     line = capsys.readouterr().err
-    assert line.startswith("difftransformer build-kernels: no C++ compiler: ")
+    assert line.startswith(f"difftransformer build-kernels: {words}")
     assert line.count("\n") == 1

@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.checkpoint import checkpoint
 
 from difftransformer.errors import BackendUnavailable, DiffTransformerError
 from difftransformer.ops import (
@@ -55,7 +54,7 @@ from tests.support.fused_calls import (
     quick,
     tensors,
 )
-from tests.support.oracle import Case, output_and_gradients
+from tests.support.oracle import Case, output_and_gradients, relative_error
 
 pytestmark = needs_kernels
 
@@ -282,22 +281,6 @@ def test_peaked_scores_take_no_longer(factor, dtype):
     assert min(seconds_of(peaked) / seconds_of(plain) for _ in range(3)) <= 1.5
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("sizes", [{"B": 0}, {"H": 0}, {"T": 0}, {"S": 0}, {"T": 0, "S": 0}], ids=str)
-@pytest.mark.parametrize("norm", [False, True])
-def test_sizes_of_zero(sizes, dtype, norm):
-    case = dataclasses.replace(SMALL, **sizes)
-    leaves, _, _ = tensors(case, dtype)
-    out, *grads = bits(case, dtype, norm)
-    assert out.shape == (case.B, case.H, case.T, case.E)
-    assert out.dtype == dtype
-    assert (out == 0).all()
-    for leaf, grad in zip(leaves, grads, strict=norm is False):
-        assert grad.shape == leaf.shape
-        assert (grad == 0).all()
-    assert all((grad == 0).all() for grad in grads)
-
-
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("groups", "length"), [(4, 65), (2, 200), (1, 1)])
 def test_softmax_and_its_gradients_equal_torchs(groups, length, causal):
@@ -352,41 +335,6 @@ def test_the_same_bits_inside_a_parallel_caller():
             assert_same_bits(together, alone)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_row_does_not_depend_on_the_batch(dtype):
-    case = Case("x", B=3, H=4, G=2, T=70, S=140, D=16, E=24, kwargs=CAUSAL)
-    query, key, value, lam, _ = case.inputs(dtype, requires_grad=False)
-    whole = op(case, "cpu")(query, key, value, lam)
-    for b in range(3):
-        assert torch.equal(whole[b], op(case, "cpu")(query[b : b + 1], key[b : b + 1], value[b : b + 1], lam)[0])
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_an_expanded_gradient(dtype):
-    leaves, lam, _ = tensors(SMALL, dtype)
-    out = op(SMALL, "cpu")(*leaves[:3], lam)
-    ones = torch.ones((), dtype=dtype).expand_as(out)
-    expanded = torch.autograd.grad(out, leaves, ones, retain_graph=True)
-    assert_same_bits(torch.autograd.grad(out, leaves, ones.contiguous()), expanded)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ["one head, causal", "decoding"])
-def test_expanded_inputs(name, dtype):
-    """One key and value for all positions, groups or rows of a batch, without a copy."""
-    case = dataclasses.replace(SAME_BITS[name], B=2, H=4, G=2, lam="head")
-    query, key, value, lam, _ = case.inputs(dtype, requires_grad=False)
-    for index in (
-        (slice(1), slice(None), slice(None)),
-        (slice(None), slice(1), slice(None)),
-        (..., slice(1), slice(None)),
-    ):
-        one_key, one_value = key[index].expand_as(key), value[index].expand_as(value)
-        assert 0 in one_key.stride()
-        out = op(case, "cpu")(query, one_key, one_value, lam)
-        assert torch.equal(out, op(case, "cpu")(query, one_key.contiguous(), one_value.contiguous(), lam))
-
-
 @pytest.mark.parametrize("case", [SAME_BITS["one head, causal"], decoding("decoding")], ids=by_name)
 def test_denormal_numbers_count_as_zero(case):
     """In every thread, whatever they cost on this processor."""
@@ -416,32 +364,6 @@ def test_keys_outside_the_range_are_not_read(name, norm, dtype):
     if norm and UNSEEN[name].lam is None:
         return
     assert_unseen_keys_are_not_read(UNSEEN[name], lambda case: bits(case, dtype, norm))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("which", ["query", "key", "value"])
-@pytest.mark.parametrize(
-    "case", [Case("tiles", B=2, T=70, S=140, kwargs=CAUSAL), decoding("decoding", G=8)], ids=by_name
-)
-def test_nan_in_what_a_query_sees_reaches_its_output(case, which, dtype):
-    query, key, value, lam, _ = case.inputs(dtype, requires_grad=False)
-    t, j = case.T - 1, 3
-    spoiled = {"query": query, "key": key, "value": value}
-    spoiled[which][1, 1, t if which == "query" else j, -1] = torch.nan
-    out = op(case, "cpu")(query, key, value, lam)
-    assert out[0].isfinite().all()
-    if which == "value":
-        assert out[1, 1, :, -1].isnan().all()
-        assert out[1, 1, :, :-1].isfinite().all()
-    else:
-        assert out[1, 1, t].isnan().all()
-    if which == "query":
-        assert out[1, 1, :t].isfinite().all()
-    grads = [x.requires_grad_() for x in (query, key, value)]
-    with torch.autograd.set_detect_anomaly(False):
-        grads = torch.autograd.grad(op(case, "cpu")(query, key, value, lam), grads, torch.ones_like(out))
-    assert grads[0][1, 1, t].isnan().any()
-    assert all(grad[0].isfinite().all() for grad in grads)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -476,65 +398,7 @@ def test_no_uninitialised_memory_in_odd_sizes(case, dtype, norm):
         assert_same_bits(bits(case, dtype, norm), usual)
 
 
-def raw(query, key, value, lam, **changes):
-    """The operator itself."""
-    arguments = {"mask": None, "is_causal": True, "window": None, "kv_start": None, "kv_lengths": None, "bounds": None}
-    return torch.ops.difftransformer.cpu_attention(
-        query, key, value, lam, *(arguments | changes).values(), 0.5, None, None, 1.0
-    )[0]
-
-
-def test_ranges_that_nobody_checked_stay_inside_the_tensors():
-    """Before a compiled call they are not read."""
-    assert build.load() is None
-    query, key, value, _, _ = Case("x", B=2, T=9, S=140).inputs(requires_grad=False)
-    lam = torch.full((1, 1, 1), 0.5)
-    wild = raw(query, key, value, lam, kv_start=ints(-7, 2**30), kv_lengths=ints(2**30, 10**9))
-    assert torch.equal(wild, raw(query, key, value, lam, kv_start=ints(0, 140), kv_lengths=ints(140, 140)))
-    one = [x[:1, :, :9] for x in (query, key, value)]
-    wild = raw(*one, lam, bounds=ints(-5, 3, 10**9))
-    assert torch.equal(wild, raw(*one, lam, bounds=ints(0, 3, 9)))
-
-
 # Autograd, tracing, checkpoints.
-
-
-@pytest.mark.parametrize("name", ["query", "key", "value", "lam", "weight"])
-def test_only_one_input_wants_a_gradient(name):
-    names = ("query", "key", "value", "lam", "weight")
-    whole = dict(zip(names, bits(SMALL, norm=True)[1:], strict=True))
-    query, key, value, lam, grad = SMALL.inputs(requires_grad=False)
-    inputs = dict(zip(names, (query, key, value, lam, torch.linspace(0.5, 1.5, SMALL.E)), strict=True))
-    inputs[name].requires_grad_()
-    normed_differential_attention(*inputs.values(), eps=1e-5, factor=0.4, backend="cpu", is_causal=True).backward(grad)
-    assert torch.equal(inputs[name].grad, whole[name])
-
-
-def test_nothing_wants_a_gradient():
-    query, key, value, lam, _ = SMALL.inputs(requires_grad=False)
-    attend = op(SMALL, "cpu")
-    usual = attend(query, key, value, lam)
-    assert not usual.requires_grad
-    with torch.inference_mode():
-        assert torch.equal(attend(query, key, value, lam), usual)
-    with torch.no_grad():
-        assert not attend(query.requires_grad_(), key, value, lam).requires_grad
-
-
-@pytest.mark.parametrize("name", ["two groups", "decoding"])
-def test_activation_checkpointing_changes_no_bit(name):
-    case = SAME_BITS[name]
-    leaves, lam, grad = tensors(case)
-    out = checkpoint(op(case, "cpu"), *leaves[:3], lam, use_reentrant=False)
-    assert_same_bits([out.detach(), *torch.autograd.grad(out, leaves, grad)], bits(case))
-
-
-def test_second_derivatives_are_refused():
-    leaves, lam, _ = tensors(SMALL)
-    out = op(SMALL, "cpu")(*leaves[:3], lam)
-    (first,) = torch.autograd.grad(out.square().sum(), leaves[0], create_graph=True)
-    with pytest.raises(BackendUnavailable, match="no second derivatives; name backend='reference'"):
-        torch.autograd.grad(first.square().sum(), leaves[0])
 
 
 COMPILED = [SMALL, decoding("decoding"), BY_NAME["cache, window"], BY_NAME["softmax"]]
@@ -690,3 +554,23 @@ def test_tiles_that_disagree_are_not_taken(tile_emulator):
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "the kernels for AMX tiles disagree with the others on this machine" in done.stderr
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sizes", [{"T": 70, "S": 70}, {"T": 1, "S": 300}, {"T": 130, "S": 130, "D": 32, "E": 64}])
+@pytest.mark.parametrize("factor", [1e4, 1e10, 1e20])
+def test_huge_scores(sizes, dtype, factor):
+    """Standard normal keys, and queries times a factor: every map is one-hot, and so are the sums of its gradient."""
+    case = Case("huge", H=2, G=2, **sizes, kwargs=CAUSAL)
+    query, key, value, lam, grad = case.inputs(dtype)
+    query = (query.detach() * factor).requires_grad_()
+    inputs = (query, key, value, lam)
+    found = {}
+    for backend in ("cpu", "reference"):
+        out = differential_attention(*inputs, is_causal=True, backend=backend)
+        found[backend] = [out.detach(), *torch.autograd.grad(out, (value, lam), grad)]
+        assert all(x.isfinite().all() for x in torch.autograd.grad(differential_attention(
+            *inputs, is_causal=True, backend=backend), (query, key), grad))  # fmt: skip
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    for ours, right in zip(found["cpu"], found["reference"], strict=True):
+        assert relative_error(ours, right) < tolerance

@@ -7,6 +7,7 @@ import sys
 import sysconfig
 import tarfile
 import zipfile
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -145,9 +146,62 @@ def test_the_source_archive_alone_installs_and_works(tmp_path):
     assert needed - installed == set()
     command = python.parent / "difftransformer"
     assert "525,056 parameters" in run(command, "train", "demo", "--dry-run", cwd=tmp_path)
-    (tmp_path / "result.json").write_bytes((ROOT / "docs" / "results" / "retrieval.json").read_bytes())
-    run(command, "report", tmp_path / "result.json", cwd=tmp_path)
-    assert "<svg" in next(tmp_path.glob("**/index.html")).read_text(encoding="utf-8")
+    run(command, "report", ROOT / "docs" / "results" / "retrieval.json", "--out", tmp_path / "page", cwd=tmp_path)
+    assert "<svg" in (tmp_path / "page" / "index.html").read_text(encoding="utf-8")
+
+
+def environment_of(wheel, folder, *names):
+    """The interpreter of a virtual environment with a wheel, the named packages and what these require, and nothing else."""
+    python, site = environment_with(wheel, folder), next(folder.glob("lib/python*/site-packages"))
+    (site / "below.pth").unlink()
+    waiting, linked = [*names], set()
+    while waiting:
+        name = waiting.pop()
+        try:
+            package = metadata.distribution(name)
+        except metadata.PackageNotFoundError:  # of another system
+            continue
+        if package.metadata["Name"] in linked:
+            continue
+        linked.add(package.metadata["Name"])
+        for top in {file.parts[0] for file in package.files if file.parts[0] not in ("..", "__pycache__")}:
+            if not (site / top).exists():
+                (site / top).symlink_to(package.locate_file(top))
+        waiting += [re.match(r"[\w.-]+", line)[0] for line in package.requires or [] if "extra ==" not in line]
+    return python
+
+
+ALONE = """
+import importlib.util, torch
+assert not [name for name in ("transformers", "numpy", "yaml", "safetensors", "scipy") if importlib.util.find_spec(name)]
+from difftransformer import DifferentialAttention, ops
+from difftransformer.attention import VARIANTS
+x = torch.randn(2, 5, 32, requires_grad=True)
+layer = DifferentialAttention(32, 2)
+layer(x)[0].sum().backward()
+assert torch.isfinite(x.grad).all()
+query, key, value = torch.randn(3, 1, 2, 7, 8)
+print(tuple(ops.differential_attention(query, key, value, 0.5, is_causal=True).shape), len(VARIANTS))
+"""
+
+
+def test_torch_alone_and_no_command(tmp_path):
+    """The wheel with torch has functions and layers; with what the library requires, the command says what it lacks."""
+    run(sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", tmp_path)
+    (wheel,) = tmp_path.glob("*.whl")
+    python = environment_of(wheel, tmp_path / "torch", "torch")
+    said = run(
+        python, "-W", "ignore", "-c", ALONE, cwd=tmp_path, CXX="/nonexistent", TORCH_EXTENSIONS_DIR=str(tmp_path)
+    )
+    assert said.splitlines()[-1] == "(1, 2, 7, 8) 6"
+    required = [
+        re.match(r"[\w.-]+", line)[0] for line in metadata.requires("difftransformer") if "extra ==" not in line
+    ]
+    python = environment_of(wheel, tmp_path / "library", *required)
+    for command in ([python.parent / "difftransformer"], [python, "-m", "difftransformer_lab"]):
+        assert run(*command, "train", "demo", cwd=tmp_path, status=2) == (
+            "difftransformer: jsonargparse is not installed; pip install 'difftransformer[lab]'\n"
+        )
 
 
 def test_a_compiler_that_fails_makes_no_wheel(tmp_path):

@@ -408,30 +408,6 @@ def test_keys_outside_the_range_are_not_read_when_decoding(name):
     assert_same_bits(outs[1:], outs[:1] * 2)
 
 
-@pytest.mark.parametrize("which", ["query", "key", "value"])
-def test_nan_in_what_a_query_sees_reaches_its_output(which):
-    case = Case("tiles", B=2, T=9, S=80, kwargs=CAUSAL)
-    query, key, value, lam, _ = case.inputs(requires_grad=False)
-    t, j = case.T - 1, 3
-    spoiled = {"query": query, "key": key, "value": value}
-    spoiled[which][1, 1, t if which == "query" else j, -1] = torch.nan
-    leaves = [x.requires_grad_() for x in (query, key, value)]
-    for out in (op(case, "triton")(*leaves, lam), op(case, "triton")(*(x.detach() for x in leaves), lam)):
-        assert out[0].isfinite().all()
-        if which == "value":
-            assert out[1, 1, :, -1].isnan().all()
-            assert out[1, 1, :, :-1].isfinite().all()
-        else:
-            assert out[1, 1, t].isnan().all()
-        if which == "query":
-            assert out[1, 1, :t].isfinite().all()
-    out = op(case, "triton")(*leaves, lam)
-    with torch.autograd.set_detect_anomaly(False):
-        grads = torch.autograd.grad(out, leaves, torch.ones_like(out))
-    assert grads[0][1, 1, t].isnan().any()
-    assert all(grad[0].isfinite().all() for grad in grads)
-
-
 @FORMS
 @pytest.mark.parametrize("name", [pytest.param("left padding", marks=pytest.mark.slow), "more queries than keys"])
 def test_rows_that_see_nothing_are_zero(name, form, take):
@@ -477,69 +453,7 @@ def test_no_uninitialised_memory(case, form, take):
         assert_same_bits(everything(), usual)
 
 
-def raw(query, key, value, lam, save, **changes):
-    """The operator itself."""
-    arguments = {"mask": None, "is_causal": True, "window": None, "kv_start": None, "kv_lengths": None, "bounds": None}
-    return torch.ops.difftransformer.triton_attention(
-        query, key, value, lam, *(arguments | changes).values(), 0.5, None, None, 1.0, save
-    )[0]
-
-
-@pytest.mark.parametrize("save", [False, True])
-def test_ranges_that_nobody_checked_stay_inside_the_tensors(save):
-    """On a device they are not read before a call."""
-    query, key, value, _, _ = Case("x", B=2, T=9, S=140).inputs(requires_grad=False)
-    lam = torch.full((1, 1, 1), 0.5)
-    wild = raw(query, key, value, lam, save, kv_start=ints(-7, 2**30), kv_lengths=ints(2**30, 10**9))
-    assert torch.equal(wild, raw(query, key, value, lam, save, kv_start=ints(0, 140), kv_lengths=ints(140, 140)))
-    one = [x[:1, :, :9] for x in (query, key, value)]
-    wild = raw(*one, lam, save, bounds=ints(-5, 3, 10**9))
-    assert torch.equal(wild, raw(*one, lam, save, bounds=ints(0, 3, 9)))
-
-
 # Sizes, layouts.
-
-
-@pytest.mark.parametrize("sizes", [{"B": 0}, {"H": 0}, {"T": 0}, {"S": 0}, {"T": 0, "S": 0}], ids=str)
-@pytest.mark.parametrize("norm", [False, True])
-def test_sizes_of_zero(sizes, norm):
-    case = dataclasses.replace(SMALL, **sizes)
-    leaves, lam, _ = tensors(case, torch.float16)
-    out, *grads = bits(case, torch.float16, norm)
-    assert out.shape == (case.B, case.H, case.T, case.E)
-    assert out.dtype == torch.float16
-    assert (out == 0).all()
-    for leaf, grad in zip(leaves, grads, strict=norm is False):
-        assert grad.shape == leaf.shape
-        assert (grad == 0).all()
-    assert all((grad == 0).all() for grad in grads)
-    with torch.no_grad():
-        assert torch.equal(op(case, "triton")(*leaves[:3], lam), out)
-
-
-def test_an_expanded_gradient():
-    leaves, lam, _ = tensors(SMALL)
-    out = op(SMALL, "triton")(*leaves[:3], lam)
-    ones = torch.ones(()).expand_as(out)
-    expanded = torch.autograd.grad(out, leaves, ones, retain_graph=True)
-    assert_same_bits(torch.autograd.grad(out, leaves, ones.contiguous()), expanded)
-
-
-@pytest.mark.parametrize("grad", [False, True])
-def test_expanded_inputs(grad):
-    """One key and value for all positions, groups or rows of a batch, without a copy."""
-    case = dataclasses.replace(SMALL, G=2)
-    query, key, value, lam, _ = case.inputs(requires_grad=False)
-    query.requires_grad_(grad)
-    for index in (
-        (slice(1), slice(None), slice(None)),
-        (slice(None), slice(1), slice(None)),
-        (..., slice(1), slice(None)),
-    ):
-        one_key, one_value = key[index].expand_as(key), value[index].expand_as(value)
-        assert 0 in one_key.stride()
-        out = op(case, "triton")(query, one_key, one_value, lam)
-        assert torch.equal(out, op(case, "triton")(query, one_key.contiguous(), one_value.contiguous(), lam))
 
 
 STRIDED = {
@@ -565,15 +479,6 @@ def test_restrictions_and_gains_in_any_layout(name, grad):
             changed = dataclasses.replace(case, kwargs=kwargs)
             out = normed_op(changed, "triton")(query, key, value, lam, weight)
             assert relative_error(out, usual) < 1e-4
-
-
-def test_a_row_does_not_depend_on_the_batch():
-    case = Case("x", B=3, H=2, G=1, T=9, S=70, D=16, E=24, kwargs=CAUSAL)
-    query, key, value, lam, _ = case.inputs(torch.float16)
-    for attend in (op(case, "triton"), torch.no_grad()(op(case, "triton"))):
-        whole = attend(query, key, value, lam)
-        for b in range(3):
-            assert torch.equal(whole[b], attend(query[b : b + 1], key[b : b + 1], value[b : b + 1], lam)[0])
 
 
 def test_the_norm_rounds_once():

@@ -9,10 +9,8 @@ from functools import partial
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from difftransformer.errors import BackendUnavailable
-from difftransformer.ops import normed_differential_attention
 from difftransformer.ops import triton as triton_backend
 from tests.support import fused_calls
 from tests.support.cases import (
@@ -30,9 +28,7 @@ from tests.support.cases import (
 from tests.support.fused_calls import (
     OPCHECK,
     assert_compiles_to_the_same_bits,
-    assert_same_bits,
     operator_inputs,
-    tensors,
 )
 from tests.support.oracle import Case, relative_error
 
@@ -51,44 +47,6 @@ def decoding(name, **fields):
 
 
 # Autograd, tracing, checkpoints.
-
-
-@pytest.mark.parametrize("name", ["query", "key", "value", "lam", "weight"])
-def test_only_one_input_wants_a_gradient(name):
-    names = ("query", "key", "value", "lam", "weight")
-    whole = dict(zip(names, bits(SMALL, norm=True)[1:], strict=True))
-    query, key, value, lam, grad = SMALL.inputs(requires_grad=False)
-    inputs = dict(zip(names, (query, key, value, lam, torch.linspace(0.5, 1.5, SMALL.E)), strict=True))
-    inputs[name].requires_grad_()
-    normed_differential_attention(*inputs.values(), eps=1e-5, factor=0.4, backend="triton", is_causal=True).backward(
-        grad
-    )
-    assert torch.equal(inputs[name].grad, whole[name])
-
-
-def test_nothing_wants_a_gradient():
-    query, key, value, lam, _ = SMALL.inputs(requires_grad=False)
-    attend = op(SMALL, "triton")
-    usual = attend(query, key, value, lam)
-    assert not usual.requires_grad
-    with torch.inference_mode():
-        assert torch.equal(attend(query, key, value, lam), usual)
-    with torch.no_grad():
-        assert not attend(query.requires_grad_(), key, value, lam).requires_grad
-
-
-def test_activation_checkpointing_changes_no_bit():
-    leaves, lam, grad = tensors(SMALL)
-    out = checkpoint(op(SMALL, "triton"), *leaves[:3], lam, use_reentrant=False)
-    assert_same_bits([out.detach(), *torch.autograd.grad(out, leaves, grad)], bits(SMALL))
-
-
-def test_second_derivatives_are_refused():
-    leaves, lam, _ = tensors(SMALL)
-    out = op(SMALL, "triton")(*leaves[:3], lam)
-    (first,) = torch.autograd.grad(out.square().sum(), leaves[0], create_graph=True)
-    with pytest.raises(BackendUnavailable, match="'triton' has no second derivatives; name backend='reference'"):
-        torch.autograd.grad(first.square().sum(), leaves[0])
 
 
 @pytest.mark.parametrize("norm", [pytest.param(False, marks=pytest.mark.slow), True])

@@ -1,5 +1,6 @@
-"""Synthetic comparisons: numbers made by formula and a seed, so that every state of the report can be drawn."""
+"""Synthetic comparisons: numbers made by formula and a seed, so that every state of the page can be drawn."""
 
+import dataclasses
 import math
 from collections.abc import Callable
 
@@ -7,10 +8,10 @@ import numpy as np
 import pytest
 
 from difftransformer_lab.evals.scores import details, mean, proportion
-from difftransformer_lab.report.metrics import compare_metrics
+from difftransformer_lab.report import Evidence
 from difftransformer_lab.results import (
+    ArmSize,
     BaselineNll,
-    Comparison,
     CostRow,
     Curve,
     DataIdentity,
@@ -18,11 +19,14 @@ from difftransformer_lab.results import (
     ItemScore,
     Measurement,
     ModelIdentity,
-    ModelSummary,
-    RunResult,
+    RunRecord,
+    StudyArm,
     TaskResult,
+    headline_figures,
 )
+from difftransformer_lab.studies.records import run_figures
 from tests.support.environment import ENVIRONMENT
+from tests.support.simulated_study import study
 
 LABELS = {"diff": "DIFF", "softmax": "Transformer", "diff_v2": "DIFF V2"}
 STEPS = 600
@@ -113,45 +117,66 @@ def rng_of(*seed: int) -> np.random.Generator:
 
 
 def make_run(
-    model: str,
-    seed: int,
-    loss: float,
-    accuracy: float,
-    layers: int,
-    needle: bool,
-    allocation: bool,
-    needle_counts: int,
-    lengths: tuple[int, ...],
-) -> RunResult:
+    model: str, seed: int, loss: float, layers: int, evaluations: Callable[[np.random.Generator], dict[str, TaskResult]]
+) -> RunRecord:
     rng = rng_of(seed, len(model))
     loss += float(rng.normal(0, 0.004))
 
-    def at(step: float, noise: float) -> float:
-        return loss + (5.5 - loss) * math.exp(-step / 60) + 0.25 * math.exp(-step / 300) + float(rng.normal(0, noise))
+    def curve(every: int, noise: float) -> Curve:
+        steps = list(range(0, STEPS + 1, every))
+        fall = [(5.5 - loss) * math.exp(-step / 60) + 0.25 * math.exp(-step / 300) for step in steps]
+        return Curve(steps=steps, values=[loss + one + float(rng.normal(0, noise)) for one in fall])
 
-    train, validation = list(range(0, STEPS + 1, 2)), list(range(0, STEPS + 1, 30))
     lambdas = [] if model == "softmax" else [0.8 - 0.6 * math.exp(-0.3 * layer) for layer in range(layers)]
-    lambda_steps = list(range(0, STEPS + 1, 50)) if lambdas else []
-    evaluations = {"perplexity": loss_result(model, loss, rng)}
-    if needle:
-        evaluations["needle"] = needle_result(model, accuracy, needle_counts, lengths, rng)
-    if allocation:
-        evaluations["allocation"] = allocation_result(model, rng)
-    return RunResult(
-        model=model,
-        seed=seed,
-        run=f"runs/example/{model}-seed{seed}",
-        train_loss_nats=Curve(steps=train, values=[at(step, 0.03) for step in train]),
-        validation_loss_nats=Curve(steps=validation, values=[at(step, 0.002) for step in validation]),
-        lambda_steps=lambda_steps,
-        lambda_values=[
-            [value + 0.1 * math.sin(3 * layer + seed) * step / STEPS for layer, value in enumerate(lambdas)]
-            for step in lambda_steps
-        ],
+    found = {"perplexity": loss_result(model, loss, rng), **evaluations(rng)}
+    return RunRecord(
+        recipe={
+            "name": "bytes-small",
+            "model": {"attention_type": model, "num_hidden_layers": layers},
+            "training": {"steps": STEPS, "learning_rate": 0.001, "betas": [0.9, 0.95], "seed": seed},
+        },
+        data_sha256="0" * 64,
+        created="2026-01-02T03:04:05+00:00",
+        environment=ENVIRONMENT,
+        parameters=SIZES[model],
         train_tokens=4_915_200,
         train_seconds=301.5 + seed,
-        evaluations=evaluations,
+        step_seconds=0.5,
+        total_seconds=310.0,
+        figures=[figure for name, result in found.items() for figure in run_figures(name, result)],
+        curves={
+            "train_loss_nats": curve(2, 0.03),
+            "validation_loss_nats": curve(30, 0.002),
+            **{
+                f"lambda {layer}": Curve(steps=[0, STEPS], values=[value, value + 0.1 * math.sin(3 * layer + seed)])
+                for layer, value in enumerate(lambdas)
+            },
+        },
+        evaluations=found,
     )
+
+
+SIZES = {"diff": 3_157_224, "softmax": 3_157_000, "diff_v2": 3_400_000}
+
+
+def make_costs(models: tuple[str, ...]) -> list[CostRow]:
+    costs = [
+        CostRow(
+            model=model,
+            label=LABELS[model],
+            parameters=SIZES[model],
+            train_step_seconds=0.412 + 0.05 * (model == "diff"),
+            prefill_tokens_per_second=10234.5,
+            decode_tokens_per_second=151.25,
+            peak_training_bytes=912_345_678,
+            weights_and_kv_bytes_4k=2 * SIZES[model] + 4096 * 3072,
+            weights_and_kv_bytes_64k=2 * SIZES[model] + 65536 * 3072,
+        )
+        for model in models
+    ]
+    unmeasured = ("train_step_seconds", "prefill_tokens_per_second", "decode_tokens_per_second", "peak_training_bytes")
+    smaller = {"model": "diff_62", "label": "DIFF at 62 %", "parameters": 1_957_340} | dict.fromkeys(unmeasured)
+    return [*costs, dataclasses.replace(costs[0], **smaller)]
 
 
 def make_comparison(
@@ -163,87 +188,54 @@ def make_comparison(
     layers: int = 6,
     needle_counts: int = 4,
     lengths: tuple[int, ...] = (512,),
-) -> Comparison:
+) -> Evidence:
     """A comparison in which models[0] is better by `advantage` nats a token, and finds more needles if so."""
-    runs = [
-        make_run(
-            model,
-            seed,
-            0.87 + advantage * min(place, 1),
-            0.75 - 6 * advantage * min(place, 1),
-            layers,
-            needle,
-            allocation,
-            needle_counts,
-            lengths,
-        )
-        for seed in range(seeds)
-        for place, model in enumerate(models)
-    ]
 
-    sizes = {"diff": 3_157_224, "softmax": 3_157_000, "diff_v2": 3_400_000}
-    costs = [
-        CostRow(
-            model=model,
-            label=LABELS[model],
-            parameters=sizes[model],
-            train_step_seconds=0.412 + 0.05 * (model == "diff"),
-            prefill_tokens_per_second=10234.5,
-            decode_tokens_per_second=151.25,
-            peak_training_bytes=912_345_678,
-            weights_and_kv_bytes_4k=2 * sizes[model] + 4096 * 3072,
-            weights_and_kv_bytes_64k=2 * sizes[model] + 65536 * 3072,
+    def make(model: str, point: tuple[str, ...], seed: int) -> RunRecord:
+        behind = advantage * min(models.index(model), 1)
+
+        def evaluations(rng: np.random.Generator) -> dict[str, TaskResult]:
+            found = {}
+            if needle:
+                found["needle"] = needle_result(model, 0.75 - 6 * behind, needle_counts, lengths, rng)
+            if allocation:
+                found["allocation"] = allocation_result(model, rng)
+            return found
+
+        return make_run(model, seed, 0.87 + behind, layers, evaluations)
+
+    arms = [StudyArm(name=model, label=LABELS[model]) for model in models]
+    sizes = [
+        ArmSize(
+            arm=model,
+            attention_type=model,
+            parameters=SIZES[model],
+            train_flops_per_token=19_267_584,
+            kv_bytes_per_token=3072,
         )
         for model in models
     ]
-    costs.append(
-        CostRow(
-            model="diff_62",
-            label="DIFF at 62 %",
-            parameters=1_957_340,
-            train_step_seconds=None,
-            prefill_tokens_per_second=None,
-            decode_tokens_per_second=None,
-            peak_training_bytes=None,
-            weights_and_kv_bytes_4k=2 * 1_957_340 + 4096 * 2048,
-            weights_and_kv_bytes_64k=2 * 1_957_340 + 65536 * 2048,
-        )
-    )
-    return Comparison(
+    return study(
+        arms,
+        headline_figures(make(models[0], (), 0).evaluations),
+        seeds,
+        make,
         name="bytes-small",
+        preset="compare",
+        question="DIFF against Transformer: bytes-small",
         command=f"difftransformer compare recipes/bytes-small.yaml --seeds {seeds}",
-        created="2026-01-02T03:04:05+00:00",
-        environment=ENVIRONMENT,
-        recipe={
-            "data": {"source": "stdlib", "tokenizer": "bytes"},
-            "model": {"hidden_size": 192, "num_hidden_layers": layers},
-            "train": {"steps": STEPS, "learning_rate": 0.001, "betas": [0.9, 0.95]},
-        },
-        seeds=list(range(seeds)),
-        models=[
-            ModelSummary(
-                model=model,
-                label=LABELS[model],
-                attention_type=model,
-                parameters=sizes[model],
-                train_flops_per_token=19_267_584,
-                kv_bytes_per_token=3072,
-            )
-            for model in models
-        ],
+        sizes=sizes,
+        costs=make_costs(models),
         baselines=[BaselineNll(name="byte bigram", bits_per_byte=3.4521)],
-        runs=runs,
-        costs=costs,
-        metrics=compare_metrics(runs, models),
     )
 
 
 @pytest.fixture(scope="session")
-def make() -> Callable[..., Comparison]:
+def make() -> Callable[..., Evidence]:
     return make_comparison
 
 
 @pytest.fixture(scope="session")
-def comparison() -> Comparison:
+def comparison() -> Evidence:
     """Three seeds; DIFF wins."""
     return make_comparison()

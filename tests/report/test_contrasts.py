@@ -9,9 +9,9 @@ import pytest
 from scipy import stats
 
 from difftransformer.errors import ResultsError
-from difftransformer_lab.report.evidence import studied
-from difftransformer_lab.report.evidence.contrasts import questions_of
-from difftransformer_lab.report.evidence.questions import finding_words
+from difftransformer_lab.report import studied
+from difftransformer_lab.report.contrasts import questions_of
+from difftransformer_lab.report.questions import finding_words
 from difftransformer_lab.results import (
     OWN_BEST,
     ChosenRate,

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from matplotlib.figure import Figure
 
-from difftransformer_lab.evals.tasks import allocation, maps, outliers, perturbation, quantized
+from difftransformer_lab.evals.tasks import allocation, maps, outliers, quantized
 from difftransformer_lab.report.tasks import draw_task, measurement_table
 from difftransformer_lab.results import Grid, Measurement
 from tests.support.task_results import task_result
@@ -62,23 +62,6 @@ def test_outliers_draw_ranks_and_median():
     assert curve.get_xydata().tolist() == [[1, 6], [2, 3], [3, 2]]
     assert median.get_ydata() == [3, 3]
     assert other.get_ydata().tolist() == [12, 6, 4]
-
-
-def test_perturbation_draws_the_change_of_the_loss_for_both_directions():
-    def one(model, scale):
-        rows = [
-            measured("loss change", scale * radius, radius=radius, direction=direction)
-            for direction, scale in (("gradient sign", scale), ("random signs", 0.1 * scale))
-            for radius in (0.1, 0.01)
-        ]
-        return task_result("perturbation", model, rows)
-
-    figure = drawn(perturbation, [one("a", 1.0), one("b", 2.0)])
-    assert [ax.get_title(loc="left") for ax in figure.axes] == ["gradient sign", "random signs"]
-    for ax, scale in zip(figure.axes, (1.0, 0.1), strict=True):
-        lines = [line.get_xydata().flatten().tolist() for line in ax.lines[:4]]
-        for factor in (1, 2):
-            assert pytest.approx([0.01, factor * scale * 0.01, 0.1, factor * scale * 0.1]) in lines
 
 
 def test_quantized_draws_the_tasks_main_figure_from_many_bits_to_few():

@@ -10,7 +10,7 @@ from html.parser import HTMLParser
 import pytest
 
 from difftransformer_lab.evals.scores import proportion
-from difftransformer_lab.report import write_report, write_suite
+from difftransformer_lab.report import studied, write_study, write_suite
 from tests.support.task_results import task_result
 
 LONG = "/a/folder/" + "with-a-name-that-cannot-be-broken-" * 4
@@ -58,7 +58,7 @@ def pages(comparison, tmp_path_factory):
     ]
     found = {"needle": [task_result("needle", LONG + name, rows, digits=7, data=LONG) for name in "ab"]}
     missing = [("perplexity", LONG + "a", f"{LONG}.txt: no such file")]
-    return [write_report(comparison, folder / "study"), write_suite("s" * 60, found, missing, folder / "suite")]
+    return [write_study(studied(comparison), folder / "study"), write_suite("s" * 60, found, missing, folder / "suite")]
 
 
 def test_words_break_and_what_is_wide_scrolls(pages):

@@ -17,12 +17,13 @@ import pytest
 from rich.console import Console
 
 from difftransformer.errors import ResultsError
-from difftransformer_lab.report import cost_table, print_study, write_report
-from difftransformer_lab.report.page import all_tables, study_page
-from difftransformer_lab.report.tables import Table, metrics_table
-from difftransformer_lab.report.terminal import rich_table
-from difftransformer_lab.results import Comparison, read_result, write_result
+from difftransformer_lab.report import Evidence, print_study, read_studies, studied, write_study
+from difftransformer_lab.report.page import all_tables
+from difftransformer_lab.report.study_page import study_page
+from difftransformer_lab.report.tables import Table, decimals_for, fixed, significant
+from difftransformer_lab.results import Curve
 from tests.support.missing import without
+from tests.support.simulated_study import save
 
 
 class Page(HTMLParser):
@@ -64,30 +65,33 @@ class Page(HTMLParser):
             self.cells[-1] += data
 
 
-FIGURES = {"loss", "lambda", "perplexity", "needle", "allocation"}
+FIGURES = {"arms", "losses", "lambda", "perplexity", "needle", "allocation"}
 TABLES = {
-    "metrics", "cost", "models", "runs", "environment", "perplexity", "perplexity_brief", "needle", "needle_brief",
-    "allocation", "allocation_brief",
+    "differences", "losses", "costs", "measured_costs", "arms", "sizes", "runs", "machines", "perplexity", "perplexity_brief",
+    "needle", "needle_brief", "allocation", "allocation_brief",
 }  # fmt: skip
 
 
-def build_tables(comparison: Comparison) -> dict[str, Table]:
-    return {table.name: table for table in all_tables(study_page(comparison))}
+def build_tables(comparison: Evidence) -> dict[str, Table]:
+    return {table.name: table for table in all_tables(study_page(studied(comparison)))}
 
 
-def terminal_text(*tables: object) -> str:
-    console = Console(width=400, record=True, file=io.StringIO())
-    for table in tables:
-        console.print(table)
+def terminal(comparison: Evidence, width: int) -> str:
+    console = Console(width=width, record=True, file=io.StringIO())
+    print_study(studied(comparison), console)
     return console.export_text()
 
 
+def written_to(folder: Path, comparison: Evidence) -> Path:
+    return write_study(studied(comparison), folder)
+
+
 @pytest.fixture(scope="module")
-def written(comparison: Comparison, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_report(comparison, tmp_path_factory.mktemp("report"))
+def written(comparison: Evidence, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return written_to(tmp_path_factory.mktemp("report"), comparison)
 
 
-def test_every_table_stands_on_the_page_and_in_its_csv(comparison: Comparison, written: Path) -> None:
+def test_every_table_stands_on_the_page_and_in_its_csv(comparison: Evidence, written: Path) -> None:
     page = Page(written.read_text())
     tables = build_tables(comparison)
     assert set(tables) == TABLES
@@ -100,24 +104,24 @@ def test_every_table_stands_on_the_page_and_in_its_csv(comparison: Comparison, w
         assert header == table.header()
         assert rows == table.rows
         assert rows
-        for row, folded in zip(rows, table.folded(), strict=True):
-            assert all(cell in "|".join(folded) for cell in row)
     assert not page.stack
 
 
-def test_the_page_holds_what_was_measured(comparison: Comparison, written: Path) -> None:
+def test_the_page_holds_what_was_measured(comparison: Evidence, written: Path) -> None:
     page = Page(written.read_text())
     cells, words = "|".join(page.cells), page.words
-    for metric in comparison.metrics:
-        for statistic in metric.models.values():
-            assert f"{statistic.mean:.4f} \u00b1 {statistic.standard_error:.4f}" in cells
-        difference = metric.differences["diff"]
-        assert f"{difference.mean:+.4f} [{difference.low:+.4f}, {difference.high:+.4f}]" in cells
-    for run in comparison.runs:
-        assert f"{run.evaluations['perplexity'].measurements[0].value:.4f}" in cells
-        assert run.run in cells
+    values = {
+        arm: [run.evaluations["perplexity"].measurements[1].value for run in comparison.at(arm, ()).values()]
+        for arm in ("diff", "softmax")
+    }
+    differences = [a - b for a, b in zip(*values.values(), strict=True)]
+    half = 4.302653 * statistics.stdev(differences) / math.sqrt(3)  # Student's t with two degrees of freedom, any table
+    for arm in values.values():
+        assert f"{statistics.mean(arm):.3f} \u00b1 {statistics.stdev(arm) / math.sqrt(3):.3f}" in cells
+    mean = statistics.mean(differences)
+    assert f"{mean:+.3f} [{mean - half:+.3f}, {mean + half:+.3f}] *" in cells
     # The interval is Student's t over the seeds' shares, not Wilson's over the answers of all seeds.
-    unseen = [row for run in comparison.runs if run.model == "diff" for row in run.evaluations["needle"].measurements
+    unseen = [row for run in comparison.at("diff", ()).values() for row in run.evaluations["needle"].measurements
               if row.at == {"cities": "unseen"}]  # fmt: skip
     shares = [row.value for row in unseen]
     assert len(set(shares)) > 1
@@ -125,10 +129,12 @@ def test_the_page_holds_what_was_measured(comparison: Comparison, written: Path)
     low, high = max(0, statistics.mean(shares) - half), min(1, statistics.mean(shares) + half)
     assert f"{statistics.mean(shares):.2f} [{low:.2f}, {high:.2f}]" in cells
     assert f"{sum(row.n for row in unseen):,}" in page.cells
-    for known in ("3.4521", "462.0 (1.12x)", "not measured", "870.1", "131.7 (0.67x)", "3157224", "DIFF at 62 %"):
+    for known in ("462.0 (1.12x)", "not measured", "870.1", "3157224", "DIFF at 62 %", "runs/diff-seed2.json"):
         assert known in cells
-    for known in (comparison.command, "learning_rate: 0.001", "Example CPU, 2 cores", comparison.created, "0, 1, 2"):
+    for known in (comparison.index.command, "learning_rate: 0.001", "Example CPU, 2 cores", "3.4521 bits/byte"):
         assert known in words
+    assert "DIFF minus Transformer -0.0" in words
+    assert "below zero in 3 of 3 seeds" in words
 
 
 def test_the_page_needs_nothing_from_outside(written: Path) -> None:
@@ -147,39 +153,36 @@ def test_the_page_needs_nothing_from_outside(written: Path) -> None:
     assert len(page.ids) == len(set(page.ids))
 
 
-def test_the_same_results_give_the_same_bytes(comparison: Comparison, written: Path, tmp_path: Path) -> None:
-    path = write_result(comparison, tmp_path / "results.json")
-    again = write_report(read_result(path, Comparison), tmp_path / "again")
+def test_the_same_results_give_the_same_bytes(comparison: Evidence, written: Path, tmp_path: Path) -> None:
+    (read,) = read_studies(save(comparison, tmp_path))
+    assert read.evidence.runs == comparison.runs
+    path = comparison.path
+    again = written_to(tmp_path / "again", dataclasses.replace(read.evidence, path=path))
     files = sorted(path.relative_to(written.parent) for path in written.parent.rglob("*") if path.is_file())
     assert files == sorted(path.relative_to(again.parent) for path in again.parent.rglob("*") if path.is_file())
     assert len(files) == 1 + len(FIGURES) + 3 * len(TABLES)  # CSV, Markdown, LaTeX
     for file in files:
         assert (written.parent / file).read_bytes() == (again.parent / file).read_bytes(), file
-
-
-def test_figures_are_pictures_of_their_own(written: Path) -> None:
     for name in sorted(FIGURES):
         root = ElementTree.parse(written.parent / "figures" / f"{name}.svg").getroot()
         assert root.tag.endswith("}svg")
         assert len(list(root.iter())) > 50
 
 
-def test_a_later_report_leaves_nothing_of_an_earlier_one(
-    comparison: Comparison, make: Callable[..., Comparison], tmp_path: Path
+def test_a_later_report_leaves_nothing_of_an_earlier_one_but_what_is_not_its_own(
+    comparison: Evidence, make: Callable[..., Evidence], tmp_path: Path
 ) -> None:
-    write_report(comparison, tmp_path, png=True)
-    images = {path.stem for path in (tmp_path / "figures").glob("*.png")}
-    assert images == FIGURES
-    assert all(path.read_bytes().startswith(b"\x89PNG") for path in (tmp_path / "figures").glob("*.png"))
-    write_report(make(seeds=1, needle=False, allocation=False), tmp_path)
-    assert {path.name for path in (tmp_path / "figures").iterdir()} == {"loss.svg", "perplexity.svg", "lambda.svg"}
+    written_to(tmp_path, comparison)
+    (tmp_path / "figures" / "mine.svg").write_text("mine")
+    written_to(tmp_path, make(seeds=1, needle=False, allocation=False))
+    left = {path.stem for path in (tmp_path / "figures").iterdir()}
+    assert left == {"arms", "losses", "perplexity", "lambda", "mine"}
     assert not (tmp_path / "tables" / "needle.csv").exists()
 
 
-def test_the_terminal_prints_the_same_numbers(comparison: Comparison, written: Path) -> None:
-    tables = build_tables(comparison)
-    text = terminal_text(rich_table(metrics_table(comparison)), cost_table(comparison))
-    for name in ("metrics", "cost"):
+def test_the_terminal_prints_the_same_numbers(comparison: Evidence) -> None:
+    tables, text = build_tables(comparison), terminal(comparison, 400)
+    for name in ("differences", "measured_costs"):
         for row in tables[name].folded():
             for cell in row:
                 assert cell in text
@@ -187,14 +190,12 @@ def test_the_terminal_prints_the_same_numbers(comparison: Comparison, written: P
             assert note in " ".join(text.split())
 
 
-def test_the_terminal_says_who_won_and_loses_no_digit_when_narrow(comparison: Comparison) -> None:
-    console = Console(width=80, record=True, file=io.StringIO())
-    print_study(comparison, console)
-    text = console.export_text()
-    assert "DIFF reaches a lower validation loss than Transformer" in " ".join(text.split())
+def test_the_terminal_loses_no_digit_when_narrow(comparison: Evidence) -> None:
+    text = terminal(comparison, 80)
+    assert "Validation loss: DIFF minus Transformer -0.0" in " ".join(text.split())
     assert "\u2026" not in text
-    for metric in comparison.metrics:
-        assert f"{metric.differences['diff'].mean:+.4f}" in text
+    for row in build_tables(comparison)["differences"].rows:
+        assert all(cell in text for cell in row[3:10])
 
 
 @pytest.mark.parametrize(
@@ -204,81 +205,88 @@ def test_the_terminal_says_who_won_and_loses_no_digit_when_narrow(comparison: Co
         {"seeds": 1, "needle": False},
         {"seeds": 2, "allocation": False, "needle_counts": 1},
         {"seeds": 2, "advantage": -0.03, "layers": 2},
-        {"models": ("softmax",), "needle": False, "allocation": False},
-        {"models": ("diff", "softmax", "diff_v2"), "layers": 40, "lengths": (512, 4096), "seeds": 2},
+        {"needle": False, "allocation": False},
+        {"models": ("diff", "diff_v2", "softmax"), "layers": 40, "lengths": (512, 4096), "seeds": 2},
     ],
 )
-def test_every_shape_of_comparison_has_a_page(options: dict, make: Callable[..., Comparison], tmp_path: Path) -> None:
-    comparison = make(**options)
-    page = Page(write_report(comparison, tmp_path).read_text())
+def test_every_shape_of_comparison_has_a_page(options: dict, make: Callable[..., Evidence], tmp_path: Path) -> None:
+    page = Page(written_to(tmp_path, make(**options)).read_text())
     assert not page.stack
     assert ("needle" in page.ids) == options.get("needle", True)
     assert ("allocation" in page.ids) == options.get("allocation", True)
     assert ("lambda" in page.ids) == ("diff" in options.get("models", ("diff",)))
-    assert ("One seed: there is no standard error" in page.words) == (options.get("seeds") == 1)
+    assert ("One seed: no interval is over training" in page.words) == (options.get("seeds") == 1)
 
 
-def test_runs_without_curves_have_a_page(comparison: Comparison, tmp_path: Path) -> None:
-    empty = dataclasses.replace(comparison.runs[0].train_loss_nats, steps=[], values=[])
-    bare = [
-        dataclasses.replace(
-            run,
-            train_loss_nats=empty,
-            validation_loss_nats=empty,
-            lambda_steps=[],
-            lambda_values=[],
-            evaluations={},
-        )
-        for run in comparison.runs
-    ]
-    write_report(dataclasses.replace(comparison, runs=bare, metrics=[]), tmp_path)
+def test_one_seed_has_an_interval_over_items_for_losses_and_none_for_retrieval(make: Callable[..., Evidence]) -> None:
+    evidence = make(seeds=1)
+    rows = {row.figure.label: row for row in studied(evidence).rows if row.difference}
+    diff, twin = (evidence.at(arm, ())[0].evaluations["perplexity"] for arm in ("diff", "softmax"))
+    loss = rows["validation loss per token"].difference
+    assert loss.interval_method == "studentised over items"
+    assert loss.low < loss.mean < loss.high
+    assert loss.mean == pytest.approx(diff.measurements[0].value - twin.measurements[0].value)
+    assert rows["validation loss"].statistic.standard_error is None
+    seen = rows["needle accuracy (seen cities)"].difference
+    assert (seen.interval_method, seen.low, seen.high) == ("none", None, None)
+    first, second, *_ = study_page(studied(evidence)).verdicts
+    assert re.search(r"bits/byte \[-0\.\d+, [+-]0\.\d+\] over items, below zero in 1 of 1 seeds", first.text)
+    assert ", without an interval; explored" in second.text
+
+
+def test_sentences_are_about_the_leading_figure_of_each_task(make: Callable[..., Evidence]) -> None:
+    said = study_page(studied(make())).verdicts
+    assert [one.subject for one in said] == [
+        "Validation loss", "Needle accuracy (seen cities)", "Needle accuracy (unseen cities)", "Signed attention on the answer"
+    ]  # fmt: skip
+    assert len(study_page(studied(make(needle=False, allocation=False))).verdicts) == 1
+
+
+def test_runs_without_curves_and_evaluations_have_a_page(comparison: Evidence, tmp_path: Path) -> None:
+    runs = {
+        key: {seed: dataclasses.replace(run, curves={}, evaluations={}, figures=[]) for seed, run in found.items()}
+        for key, found in comparison.runs.items()
+    }
+    written_to(tmp_path, dataclasses.replace(comparison, runs=runs))
     assert not (tmp_path / "figures").exists()
 
 
-def test_names_from_outside_are_text_not_markup(comparison: Comparison, tmp_path: Path) -> None:
+def test_names_from_outside_are_text_not_markup(comparison: Evidence, tmp_path: Path) -> None:
     sly = "<script>alert(1)</script> & $x$ [bold]"
-    models = [dataclasses.replace(comparison.models[0], label=sly), *comparison.models[1:]]
-    changed = dataclasses.replace(comparison, name=sly, models=models, recipe={"note": sly})
-    page = Page(write_report(changed, tmp_path).read_text())
+    arms = [dataclasses.replace(comparison.index.arms[0], label=sly), *comparison.index.arms[1:]]
+    index = dataclasses.replace(comparison.index, question=sly, arms=arms)
+    changed = dataclasses.replace(comparison, index=index)
+    page = Page(written_to(tmp_path, changed).read_text())
     assert "script" not in page.tags
     assert sly in page.words
-    assert sly in terminal_text(rich_table(metrics_table(changed)))
+    assert sly in terminal(changed, 400)
 
 
-def test_curves_that_contradict_themselves_are_refused(comparison: Comparison, tmp_path: Path) -> None:
-    run = comparison.runs[0]
-    for broken in (
-        dataclasses.replace(run, lambda_values=run.lambda_values[:-1]),
-        dataclasses.replace(run, train_loss_nats=dataclasses.replace(run.train_loss_nats, values=[1.0])),
-    ):
-        with pytest.raises(ResultsError, match="run the command again"):
-            write_report(dataclasses.replace(comparison, runs=[broken, *comparison.runs[1:]]), tmp_path)
+def test_curves_that_contradict_themselves_are_refused(comparison: Evidence, tmp_path: Path) -> None:
+    run = comparison.at("diff", ())[0]
+    broken = dataclasses.replace(run, curves=run.curves | {"lambda 0": Curve(steps=[1, 2], values=[1.0])})
+    runs = comparison.runs | {("diff", ()): comparison.at("diff", ()) | {0: broken}}
+    with pytest.raises(ResultsError, match="run the command again"):
+        written_to(tmp_path, dataclasses.replace(comparison, runs=runs))
     assert not (tmp_path / "index.html").exists()
 
 
-def test_the_baseline_stands_beside_bits_per_byte_alone(comparison: Comparison) -> None:
-    table = metrics_table(comparison)
-    column = table.header().index("byte bigram (baseline)")
-    assert [(row[1], row[column]) for row in table.rows if row[column]] == [("bits/byte", "3.4521")]
-
-
-def test_a_report_is_made_without_torch_and_without_a_display(comparison: Comparison, tmp_path: Path) -> None:
-    path = write_result(comparison, tmp_path / "results.json")
+def test_a_report_is_made_without_torch_and_without_a_display(comparison: Evidence, tmp_path: Path) -> None:
+    path = save(comparison, tmp_path)
     program = without("torch", "transformers") + (
-        "from difftransformer_lab.report import write_report; from difftransformer_lab.results import *;"
-        f"write_report(read_result({str(path)!r}, Comparison), {str(tmp_path / 'report')!r});"
+        "from difftransformer_lab.cli.main import main;"
+        f"assert main(['report', {str(path)!r}, '--out', {str(tmp_path / 'report')!r}]) == 0;"
         "loaded = {'matplotlib.pyplot', 'tkinter'} & sys.modules.keys();"
         "assert not loaded, loaded"
     )
     environment = {"PYTHONPATH": ":".join(filter(None, sys.path)), "HOME": str(tmp_path), "PATH": "/usr/bin:/bin"}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+    assert "DIFF minus Transformer" in done.stdout
     assert (tmp_path / "report" / "index.html").is_file()
 
 
-def test_a_report_leaves_other_files_of_its_folder(comparison: Comparison, tmp_path: Path) -> None:
-    (tmp_path / "figures").mkdir()
-    (tmp_path / "figures" / "mine.svg").write_text("mine")
-    for _ in range(2):
-        write_report(comparison, tmp_path)
-    assert (tmp_path / "figures" / "mine.svg").read_text() == "mine"
+def test_small_numbers_keep_their_digits() -> None:
+    assert [decimals_for(values) for values in ([1.25, 1.26], [12345.6], [0.0])] == [4, 0, 4]
+    assert fixed(-0.00001, 4, "+") == "+0.0000"
+    assert [significant(value) for value in (12345.6, 462.0, 0.00012345, None)] == ["12346", "462.0", "0.0001234", ""]

@@ -9,11 +9,11 @@ import pytest
 from scipy import stats
 
 from difftransformer.errors import EvaluationError, ResultsError
-from difftransformer_lab.report.evidence import compare, fit_power_law, read_evidence, scaling_of
-from difftransformer_lab.report.evidence.answers import answer, scaling_answers
-from difftransformer_lab.report.evidence.comparisons import in_direction, row_of, timed_seeds
-from difftransformer_lab.report.evidence.scaling import interpolate
-from difftransformer_lab.report.evidence.tables import (
+from difftransformer_lab.report import read_evidence
+from difftransformer_lab.report.answers import answer, scaling_answers
+from difftransformer_lab.report.comparisons import compare, in_direction, row_of, timed_seeds
+from difftransformer_lab.report.scaling import fit_power_law, interpolate, scaling_of
+from difftransformer_lab.report.study_tables import (
     HELD_OUT,
     costs_table,
     equal_time_differences,
@@ -355,7 +355,7 @@ def test_a_study_is_read_back_from_its_files(tmp_path):
     with pytest.raises(ResultsError, match="of arm 'nobody'"):
         read_evidence(path)
     write_result(dataclasses.replace(evidence.index, reference="nobody"), path)
-    with pytest.raises(ResultsError, match="the reference 'nobody' is no arm"):
+    with pytest.raises(ResultsError, match="the reference 'nobody' is not an arm"):
         read_evidence(path)
 
 

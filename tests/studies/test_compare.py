@@ -1,8 +1,6 @@
 """The comparison, end to end on a toy: what it writes, what it reuses, what it refuses."""
 
 import copy
-import dataclasses
-import json
 import math
 import shutil
 import statistics
@@ -16,14 +14,13 @@ from difftransformer.errors import CheckpointError, ConfigError, DataError, Diff
 from difftransformer.model import DiffTransformerForCausalLM
 from difftransformer.train import checkpoints, read_metrics
 from difftransformer_lab.cli.main import main
-from difftransformer_lab.report import write_report
-from difftransformer_lab.report.metrics import compare_metrics
-from difftransformer_lab.results import Comparison, TaskResult, read_result
+from difftransformer_lab.report import read_evidence, studied, write_study
+from difftransformer_lab.report.comparisons import row_of
+from difftransformer_lab.results import TaskResult, read_result
 from difftransformer_lab.studies import compare, recipe_from, start_run
 from difftransformer_lab.studies.jobs import Job, run_jobs
 from difftransformer_lab.studies.run import main as run_main
 from tests.support.cases import threads
-from tests.support.missing import without
 
 STEPS = 4
 
@@ -42,10 +39,14 @@ def study_document(toy):
     return toy
 
 
-def run_here(jobs, **options):
+def run_here(jobs, *, on_done, **options):
     """Run jobs in this process, which takes less than to load torch in processes of their own."""
     with threads(1):
-        assert all(run_main([str(job.folder), "1", "cpu"]) == 0 for job in jobs if not job.done)
+        for job in jobs:
+            if not job.done:
+                assert run_main([str(job.folder), "1", "cpu"]) == 0
+                job.done = True
+                on_done(job)
 
 
 @pytest.fixture
@@ -60,10 +61,10 @@ def study(_study, study_document, tmp_path, warm_children):
 
         def half_here(jobs, **options):
             run_jobs([job for job in jobs if job.folder.name.endswith("-seed0")], **options)
-            run_here([job for job in jobs if job.folder.name.endswith("-seed1")])
+            run_here([job for job in jobs if job.folder.name.endswith("-seed1")], **options)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("difftransformer_lab.studies.comparison.run_jobs", half_here)
+            patch.setattr("difftransformer_lab.studies.study.run_jobs", half_here)
             assert main(["compare", str(path), "--out", str(_study)]) == 0
     return _study, path
 
@@ -78,53 +79,58 @@ def copied(study, tmp_path):
 
 @pytest.fixture
 def comparison(study):
-    return read_result(study[0] / "results.json", Comparison)
+    return read_evidence(study[0] / "results.json")
 
 
 def test_what_it_writes(study, comparison):
     folder, _ = study
     assert "<html" in (folder / "index.html").read_text().lower()
-    assert [(run.model, run.seed) for run in comparison.runs] == [
+    index = comparison.index
+    assert [(arm.name, seed) for arm, _, seed, _ in comparison.every_run()] == [
         ("diff", 0), ("diff", 1), ("softmax", 0), ("softmax", 1)
     ]  # fmt: skip
-    assert comparison.seeds == [0, 1]
-    assert [model.attention_type for model in comparison.models] == ["diff", "softmax"]
-    assert [baseline.name for baseline in comparison.baselines] == ["byte bigram"]
-    assert comparison.recipe["training"]["steps"] == STEPS
-    for run in comparison.runs:
-        steps, validations = read_metrics(folder / run.run / "metrics.jsonl")
-        assert run.train_loss_nats.values == [line.loss_nats for line in steps]
-        assert run.train_loss_nats.steps == list(range(1, STEPS + 1))
-        assert run.validation_loss_nats.values == [line.validation_loss_nats for line in validations]
+    assert [size.attention_type for size in index.sizes] == ["diff", "softmax"]
+    assert [baseline.name for baseline in index.baselines] == ["byte bigram"]
+    assert index.command.startswith("difftransformer ")
+    for arm, point, seed, run in comparison.every_run():
+        place = folder / comparison.files[arm.name, point, seed]
+        steps, validations = read_metrics(place.parent / "metrics.jsonl")
+        curves = {name: curve.values for name, curve in run.curves.items()}
+        assert curves["train_loss_nats"] == pytest.approx([line.loss_nats for line in steps], rel=1e-5)
+        assert run.curves["train_loss_nats"].steps == list(range(1, STEPS + 1))
+        assert curves["validation_loss_nats"] == pytest.approx(
+            [line.validation_loss_nats for line in validations], rel=1e-5
+        )
         assert run.train_tokens == STEPS * 256
-        assert len(run.lambda_values) == (STEPS if run.model == "diff" else 0)
+        assert run.recipe["training"]["steps"] == STEPS
+        assert len(curves.get("lambda 1", [])) == (STEPS if arm.name == "diff" else 0)
         assert list(run.evaluations) == ["perplexity", "needle", "allocation"]
+        assert run.environment.threads >= 1
         for name, result in run.evaluations.items():
-            assert read_result(folder / run.run / "evals" / "step-000004" / f"{name}.json", TaskResult) == result
+            assert read_result(place.parent / "evals" / "step-000004" / f"{name}.json", TaskResult) == result
 
 
 def test_sizes_are_those_of_the_models(study, comparison):
     folder, _ = study
-    for summary, cost in zip(comparison.models, comparison.costs, strict=False):
-        newest = checkpoints(folder / "runs" / f"{summary.model}-seed0")[-1]
+    for size, cost in zip(comparison.index.sizes, comparison.index.costs, strict=False):
+        newest = checkpoints(folder / "runs" / f"{size.arm}-seed0")[-1]
         model = DiffTransformerForCausalLM.from_pretrained(newest)
-        assert summary.parameters == cost.parameters == sum(p.numel() for p in model.parameters())
-    one, two = (model.parameters for model in comparison.models)
+        assert size.parameters == cost.parameters == sum(p.numel() for p in model.parameters())
+    one, two = (size.parameters for size in comparison.index.sizes)
     assert abs(one - two) <= 2 * 6 * 8  # 6 head_dim a layer
 
 
 def test_costs_are_measured_for_both_and_computed_for_the_smaller(comparison):
-    diff, softmax, smaller = comparison.costs
+    diff, softmax, smaller = comparison.index.costs
     for row in (diff, softmax):
         assert 0 < row.train_step_seconds < 60
         assert row.prefill_tokens_per_second > 0
         assert row.decode_tokens_per_second > 0
         # Two moments, gradients and weights in fp32 at least.
         assert row.peak_training_bytes > 8 * row.parameters
-    assert softmax.parameters == comparison.models[1].parameters
     # By hand: 2 layers, each token keeps a key and a value of width 32 in bf16.
     kv = 2 * 2 * 32 * 2
-    assert comparison.models[0].kv_bytes_per_token == comparison.models[1].kv_bytes_per_token == kv
+    assert [size.kv_bytes_per_token for size in comparison.index.sizes] == [kv, kv]
     assert softmax.weights_and_kv_bytes_4k == 2 * softmax.parameters + 4096 * kv
     assert softmax.weights_and_kv_bytes_64k == 2 * softmax.parameters + 65536 * kv
     # 62 % of the twin's parameters: width and depth both shrink by the cube root, keys and values go with their product.
@@ -138,88 +144,49 @@ def test_costs_are_measured_for_both_and_computed_for_the_smaller(comparison):
     assert "formula" in smaller.label
 
 
-def figure(run, task, name, **at):
-    """A figure of a run's evaluation, where it covers all of the data but `at`."""
-    rows = run.evaluations[task].measurements
-    (row,) = [row for row in rows if row.name == name and row.at == at and not row.detail]
-    return row.value
-
-
 VALUES = {
-    ("validation loss", "bits/byte"): lambda run: figure(run, "perplexity", "bits per byte"),
-    ("validation loss", "nats/token"): lambda run: figure(run, "perplexity", "nll"),
-    ("needle accuracy (seen cities)", "share"): lambda run: figure(run, "needle", "accuracy", cities="seen"),
-    ("needle accuracy (unseen cities)", "share"): lambda run: figure(run, "needle", "accuracy", cities="unseen"),
-    ("nll of the answer (seen cities)", "nats"): lambda run: figure(run, "needle", "nll of the answer", cities="seen"),
-    ("nll of the answer (unseen cities)", "nats"): lambda run: figure(
-        run, "needle", "nll of the answer", cities="unseen"
-    ),
-} | {
-    (f"{form} attention on the answer", "share"): lambda run, form=form: figure(
-        run, "allocation", f"{form} attention on the answer"
-    )
-    for form in ("signed", "absolute", "positive")
+    "validation loss": ("perplexity", "bits per byte", {}),
+    "validation loss per token": ("perplexity", "nll", {}),
+    "needle accuracy (seen cities)": ("needle", "accuracy", {"cities": "seen"}),
+    "needle accuracy (unseen cities)": ("needle", "accuracy", {"cities": "unseen"}),
+    "nll of the answer (seen cities)": ("needle", "nll of the answer", {"cities": "seen"}),
+    "nll of the answer (unseen cities)": ("needle", "nll of the answer", {"cities": "unseen"}),
+    "signed attention on the answer": ("allocation", "signed attention on the answer", {}),
+    "absolute attention on the answer": ("allocation", "absolute attention on the answer", {}),
+    "positive attention on the answer": ("allocation", "positive attention on the answer", {}),
 }
 
 
 def test_statistics_are_those_of_the_runs(comparison):
-    assert {(row.metric, row.unit) for row in comparison.metrics} == set(VALUES)
-    for row in comparison.metrics:
-        found = {
-            model: [VALUES[row.metric, row.unit](run) for run in comparison.runs if run.model == model]
-            for model in ("diff", "softmax")
-        }
-        assert row.better == ("lower" if row.unit != "share" else "higher")
-        for model, numbers in found.items():
-            assert row.models[model].mean == pytest.approx(sum(numbers) / 2)
-            assert row.models[model].standard_error == pytest.approx(statistics.stdev(numbers) / math.sqrt(2))
-            assert row.models[model].seeds == 2
-        differences = [a - b for a, b in zip(found["diff"], found["softmax"], strict=True)]
-        difference = row.differences["diff"]
-        assert difference.mean == pytest.approx(sum(differences) / 2)
+    rows = studied(comparison).rows
+    assert {row.figure.label for row in rows} == set(VALUES)
+    for label, (task, name, at) in VALUES.items():
+        found = {}
+        for arm in ("diff", "softmax"):
+            every = [run.evaluations[task].measurements for run in comparison.at(arm, ()).values()]
+            found[arm] = [
+                row.value for rows in every for row in rows if (row.name, row.at, row.detail) == (name, at, False)
+            ]
+            mine = row_of(rows, label, arm, ())
+            assert mine.statistic.mean == pytest.approx(sum(found[arm]) / 2)
+            assert mine.statistic.standard_error == pytest.approx(statistics.stdev(found[arm]) / math.sqrt(2))
+        diff = row_of(rows, label, "diff", ())
+        assert diff.figure.better == ("higher" if diff.figure.unit == "share" else "lower")
+        differences = [a - b for a, b in zip(*found.values(), strict=True)]
+        assert diff.difference.mean == pytest.approx(sum(differences) / 2)
         if differences[0] == differences[1]:
-            assert (difference.interval_method, difference.low, difference.high) == ("none", None, None)
-            continue
-        assert difference.interval_method == "student-t over seeds"
-        # Student's t with one degree of freedom, 97.5 %: 12.7062 (any table).
-        half = 12.7062 * statistics.stdev(differences) / math.sqrt(2)
-        assert difference.high - difference.mean == pytest.approx(half, rel=1e-4, abs=1e-12)
-    losses = [row for row in comparison.metrics if row.unit != "share"]
-    assert all(row.differences["diff"].low is not None for row in losses)
-
-
-def test_one_seed_gives_an_interval_over_items_for_losses_and_none_for_retrieval(comparison):
-    rows = compare_metrics([run for run in comparison.runs if run.seed == 0], ["diff", "softmax"])
-    for row in rows:
-        assert row.models["diff"].standard_error is None
-        difference = row.differences["diff"]
-        if row.task == "perplexity":
-            assert difference.interval_method == "studentised over items"
-            assert difference.low <= difference.mean <= difference.high
-        if row.task == "needle":
-            assert difference.interval_method == "none"
-            assert difference.low is difference.high is None
-    loss = next(row for row in rows if row.unit == "nats/token")
-    diff, softmax = (next(r for r in comparison.runs if (r.model, r.seed) == (m, 0)) for m in ("diff", "softmax"))
-    expected = figure(diff, "perplexity", "nll") - figure(softmax, "perplexity", "nll")
-    assert loss.differences["diff"].mean == pytest.approx(expected)
-
-
-def test_a_metric_that_a_run_lacks_has_no_row(comparison):
-    runs = [
-        dataclasses.replace(
-            run, evaluations={name: run.evaluations[name] for name in ("perplexity", "needle")[: 2 - i]}
-        )
-        for i, run in enumerate(comparison.runs[:2])
-    ] + comparison.runs[2:]
-    assert {row.unit for row in compare_metrics(runs, ["diff", "softmax"])} == {"bits/byte", "nats/token"}
+            assert (diff.difference.low, diff.difference.high) == (None, None)
+        elif diff.figure.unit != "share":
+            # Student's t with one degree of freedom, 97.5 %: 12.7062 (any table).
+            half = 12.7062 * statistics.stdev(differences) / math.sqrt(2)
+            assert diff.difference.high - diff.difference.mean == pytest.approx(half, rel=1e-4, abs=1e-12)
 
 
 @pytest.fixture
 def no_costs(monkeypatch, comparison):
     """Costs take time, and are not what is looked at."""
     monkeypatch.setattr(
-        "difftransformer_lab.studies.comparison.measure_costs", lambda *args, **options: comparison.costs
+        "difftransformer_lab.studies.comparison.measure_costs", lambda *args, **options: comparison.index.costs
     )
 
 
@@ -230,12 +197,15 @@ def no_jobs(monkeypatch):
     def refuse(jobs, **options):
         assert [job.label for job in jobs if not job.done] == []
 
-    monkeypatch.setattr("difftransformer_lab.studies.comparison.run_jobs", refuse)
+    monkeypatch.setattr("difftransformer_lab.studies.study.run_jobs", refuse)
 
 
-def measured(run):
-    """A run without the time and the number of threads of its evaluations."""
-    return run.run, {name: (result.measurements, result.items) for name, result in run.evaluations.items()}
+def measured(evidence):
+    """Runs without the time and the number of threads of their evaluations."""
+    return [
+        {name: (result.measurements, result.items) for name, result in run.evaluations.items()}
+        for *_, run in evidence.every_run()
+    ]
 
 
 def times(folder):
@@ -247,17 +217,16 @@ def test_a_second_run_reuses_everything(study, study_document, comparison, no_co
     before = times(folder)
     assert main(["compare", str(path), "--out", str(folder)]) == 0
     assert times(folder) == before
-    again = read_result(folder / "results.json", Comparison)
+    again = read_evidence(folder / "results.json")
     assert again.runs == comparison.runs
-    assert again.metrics == comparison.metrics
+    assert again.index.figures == comparison.index.figures
 
 
 def test_other_jobs_and_an_own_name_reuse_everything_too(copied, study_document, no_costs, no_jobs):
     folder, _ = copied
     study_document["compare"]["jobs"] = 1
     study_document["name"] = "another"
-    result = compare(recipe_from(study_document, source="toy"), folder)
-    assert result.name == "another"
+    assert compare(recipe_from(study_document, source="toy"), folder).name == "another"
 
 
 def test_only_what_is_missing_or_damaged_is_done_again(
@@ -276,19 +245,17 @@ def test_only_what_is_missing_or_damaged_is_done_again(
 
     def in_this_process(jobs, **options):
         waiting.extend(job.folder.name for job in jobs if not job.done)
-        run_here(jobs)
+        run_here(jobs, **options)
 
-    monkeypatch.setattr("difftransformer_lab.studies.comparison.run_jobs", in_this_process)
+    monkeypatch.setattr("difftransformer_lab.studies.study.run_jobs", in_this_process)
     assert main(["compare", str(path), "--out", str(folder)]) == 0
     assert sorted(waiting) == ["diff-seed0", "diff-seed1", "softmax-seed1"]
     assert f"{changed}: not a results file, or changed since it was written" in capsys.readouterr().out
-    again = {"needle.json", "perplexity.json", "allocation.json"}
+    again = {"needle.json", "perplexity.json", "allocation.json", "record.json"}
     assert {p: t for p, t in times(folder).items() if p.name not in again} == {
         p: t for p, t in before.items() if p.name not in again
     }
-    assert [measured(run) for run in read_result(folder / "results.json", Comparison).runs] == [
-        measured(run) for run in comparison.runs
-    ]
+    assert measured(read_evidence(folder / "results.json")) == measured(comparison)
 
 
 @pytest.mark.parametrize(
@@ -350,20 +317,11 @@ def test_a_run_that_fails_says_why_and_the_others_are_stopped(copied, study_docu
 def test_what_cannot_be_evaluated_is_refused_before_training(
     tmp_path, study_document, monkeypatch, part, change, error, words
 ):
-    monkeypatch.setattr(
-        "difftransformer_lab.studies.comparison.run_jobs", lambda *args, **options: pytest.fail("trained")
-    )
+    monkeypatch.setattr("difftransformer_lab.studies.study.run_jobs", lambda *args, **options: pytest.fail("trained"))
     tasks = {spec["task"]: spec["options"] for spec in study_document["evaluation"]}
     (tasks | study_document)[part].update(change)
     with pytest.raises(error, match=words):
         compare(recipe_from(study_document, source="toy"), tmp_path)
-
-
-def test_results_say_how_they_were_asked_for(study, comparison):
-    document = json.loads((study[0] / "results.json").read_text())
-    assert document["kind"] == "comparison"
-    assert comparison.command.split()[0] == "difftransformer"
-    assert comparison.environment.threads >= 1
 
 
 def test_a_run_that_the_system_kills_says_so(tmp_path, monkeypatch):
@@ -393,28 +351,16 @@ def test_start_run_names_a_nested_difference(copied, study_document):
         )
 
 
-def test_the_report_is_drawn_again_without_torch(study, tmp_path):
-    """In a process where torch and transformers cannot even be imported."""
-    code = without("torch", "transformers") + (
-        "from difftransformer_lab.cli.main import main\nraise SystemExit(main(sys.argv[1:]))\n"
-    )
-    words = ["report", str(study[0]), "--out", str(tmp_path / "page")]
-    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "DIFF Transformer" in done.stdout
-    assert "DIFF Transformer" in (tmp_path / "page" / "index.html").read_text()
-
-
 def test_any_task_can_be_in_a_study(copied, study_document, no_costs, monkeypatch):
     """The recipe asks for another task of the trained runs: it is asked, shown on the page and compared."""
     folder, _ = copied
     options = {"text": "validation", "window": 64, "windows": 4}
     study_document["evaluation"].append({"task": "recall", "label": "pairs", "options": options})
 
-    monkeypatch.setattr("difftransformer_lab.studies.comparison.run_jobs", run_here)
-    result = compare(recipe_from(study_document, source="toy"), folder)
-    rows = [row for row in result.metrics if row.task == "pairs"]
-    assert [row.metric for row in rows] == ["nll of AR-hits", "nll of others", "validation loss"]
-    write_report(result, folder)
+    monkeypatch.setattr("difftransformer_lab.studies.study.run_jobs", run_here)
+    index = compare(recipe_from(study_document, source="toy"), folder)
+    labels = [figure.label for figure in index.figures if figure.task == "pairs"]
+    assert labels == ["nll of AR-hits", "nll of others", "validation loss (pairs)"]
+    write_study(studied(read_evidence(folder / "results.json")), folder)
     assert (folder / "figures" / "pairs.svg").is_file()
     assert "Associative recall" in (folder / "index.html").read_text()

@@ -1,12 +1,18 @@
 """The shipped studies: every size of each can be planned, says what it is, and fits where it is meant to run."""
 
+from pathlib import Path
+
 import pytest
 
 from difftransformer.model import count
 from difftransformer.train.plan import Layout, rank_bytes, sizes_of
 from difftransformer_lab.recipe_files import shipped_recipes
-from difftransformer_lab.studies import Design, load_study
+from difftransformer_lab.results import RunRecord, StudyIndex, read_result
+from difftransformer_lab.studies import Design, load_study, recipe_from
+from difftransformer_lab.studies.design import identity
+from difftransformer_lab.studies.records import RunStore
 
+RECORDS = Path(__file__).parents[2] / "docs" / "results" / "studies"
 STUDIES = sorted(shipped_recipes("studies"))
 SIZES = [(name, size) for name in STUDIES for size in load_study(name).presets]
 GPU_BYTES = 0.9 * 80 * 2**30
@@ -63,3 +69,22 @@ def test_models_fit_on_one_gpu(design):
         sizes = sizes_of(config, training)
         layout = Layout(micro_rows=sizes.rows // training.accumulation, accumulation=training.accumulation)
         assert rank_bytes(sizes, layout).total < GPU_BYTES
+
+
+@pytest.mark.parametrize("path", sorted(RECORDS.glob("*/*.json")), ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_every_committed_record_is_found(path):
+    """The run that an index names is one that its study asks for today."""
+    index = read_result(path, StudyIndex)
+    design = Design(load_study(index.name), index.preset)
+    wanted = {run.identity for run in [*design.tuning, *design.reported(index.rates)]}
+    for member in index.members:
+        file = path.parent / member.file
+        recipe = recipe_from(read_result(file, RunRecord).recipe, source=str(file))
+        assert identity(recipe) in wanted, member.file
+
+
+def test_every_committed_record_is_read():
+    said = []
+    files = {path.resolve() for path in RunStore(RECORDS, said.append).files()}
+    assert said == []
+    assert files == {path.resolve() for path in RECORDS.glob("*/runs/*.json")}

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from difftransformer_lab.recipe_files import shipped_recipes
-from difftransformer_lab.report.evidence.claims import read_claims
+from difftransformer_lab.report.claims import read_claims
 from difftransformer_lab.results import OWN_BEST, RunRecord, StudyIndex, read_result
 from difftransformer_lab.studies import Design, load_study
 from difftransformer_lab.studies.design import identity

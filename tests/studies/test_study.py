@@ -119,7 +119,6 @@ def test_a_preset_takes_a_part(document, design):
     ("path", "value", "message"),
     [
         (("reference",), "none", "reference: no arm 'none'"),
-        (("figures",), [], "figures: empty"),
         (("figures",), [{"label": "x"}], "'x' needs either a task and its name, or a curve"),
         (("axes", "needles", "values"), {}, "axes.needles: no values"),
         (("axes", "needles", "values"), {"a b": {}}, "'a b' names files"),

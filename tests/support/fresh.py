@@ -38,8 +38,8 @@ def _execute(code, arguments, environment, folder, output, errors):
     exec(compile(code, "<fresh process>", "exec"), {"__name__": "__main__"})
 
 
-def _run(flag, program, words, environment, folder, streams, kept, is_leader):
-    """Be the process that runs a module or code. It keeps the files that it is given as long as it runs."""
+def _run(flag, program, words, environment, folder, streams, is_leader):
+    """Run a module or code as a process of its own."""
     if is_leader:
         os.setsid()
     _settle(environment, folder, streams)
@@ -121,7 +121,6 @@ class Popen:
         cwd=".",
         env=None,
         text=False,
-        pass_fds=(),
         start_new_session=False,
     ):
         interpreter, flag, program, *words = command
@@ -145,8 +144,7 @@ class Popen:
                 theirs[number] = given if isinstance(given, int) else given.fileno()
         # Each number arrives as that of a duplicate of its own.
         streams = {number: _Descriptor(file) for number, file in theirs.items()}
-        kept = [_Descriptor(file) for file in pass_fds]
-        arguments = (flag, program, words, dict(env or os.environ), str(cwd), streams, kept, start_new_session)
+        arguments = (flag, program, words, dict(env or os.environ), str(cwd), streams, start_new_session)
         self.process = _context().Process(target=_run, args=arguments)
         self.process.start()
         for file in passed:

@@ -1,10 +1,9 @@
 """A chat endpoint on this machine that answers, or fails, as a script says."""
 
 import json
-import socketserver
 import threading
 import time
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 KEY = "sk-0123-not-for-anyone"
@@ -34,15 +33,9 @@ class Server:
         if step == "drop":
             handler.connection.close()
             return
-        if step == "trickle":
-            handler.send_response(200)
-            handler.end_headers()
-            for _ in range(30):
-                handler.wfile.write(b" ")
-                time.sleep(0.05)
-            return
         status, headers, text = step
         handler.send_response(status)
+        handler.send_header("Content-Type", "application/json")
         for name, value in headers.items():
             handler.send_header(name, value)
         payload = text.encode()
@@ -73,52 +66,3 @@ def judge_server(answer=lambda candidate: reply("All is said.\nVERDICT: True")):
         httpd.shutdown()
         thread.join()
         httpd.server_close()
-
-
-HEAD = b"HTTP/1.1 %s\r\nContent-Type: application/json\r\n"
-CHUNKED = b"Transfer-Encoding: chunked\r\n\r\n"
-SLOW = {  # what is sent first, then what is sent again and again, and how long apart
-    "status": (b"", b"H", 0.05),
-    "headers": (HEAD % b"200 OK", b"X-Slow: 1\r\n", 0.05),
-    "one header": (HEAD % b"200 OK" + b"X-Slow: ", b"1", 0.05),
-    "continue": (b"", b"HTTP/1.1 100 Continue\r\n\r\n", 0.05),
-    "many continue": (b"", b"HTTP/1.1 100 Continue\r\n\r\n" * 1000, 0.0),
-    "early hints": (b"", b"HTTP/1.1 103 Early Hints\r\nLink: </x>\r\n\r\n", 0.05),
-    "chunks": (HEAD % b"200 OK" + CHUNKED, b"1\r\n \r\n", 0.05),
-    "chunk extension": (HEAD % b"200 OK" + CHUNKED + b"1;", b"x", 0.05),
-    "error chunks": (HEAD % b"500 Error" + CHUNKED, b"1\r\n \r\n", 0.05),
-    "body": (HEAD % b"200 OK" + b"Content-Length: 100000\r\n\r\n", b" ", 0.05),
-    "silence": (HEAD % b"200 OK" + b"Content-Length: 10\r\n\r\n", b"", 0.05),
-}
-FLOODS = {
-    "chunks": (HEAD % b"200 OK" + CHUNKED, b"fff0\r\n" + b" " * 0xFFF0 + b"\r\n", 0.0),
-    "error chunks": (HEAD % b"500 Error" + CHUNKED, b"fff0\r\n" + b" " * 0xFFF0 + b"\r\n", 0.0),
-}
-
-
-@contextmanager
-def endless_server(first, again, seconds):
-    """The address of a server that reads a request and then never comes to an end, and how many bytes it could send."""
-    sent = [0]
-
-    class Handler(socketserver.BaseRequestHandler):
-        def handle(self):
-            with suppress(OSError):
-                self.request.recv(1 << 20)
-                self.request.sendall(first)
-                while not stopped.wait(seconds):
-                    self.request.sendall(again)
-                    sent[0] += len(again)
-
-    stopped = threading.Event()
-    server = socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}/v1", sent
-    finally:
-        stopped.set()
-        server.shutdown()
-        thread.join()
-        server.server_close()

@@ -49,7 +49,7 @@ def run(folder, shards, steps, *, layout, processes, variants=(*VARIANTS,), logs
     from difftransformer.data import Shards
     from difftransformer.model import DiffTransformerConfig
     from difftransformer.train import LogsConfig, ParallelConfig, build_model, train
-    from difftransformer.train.parallel import Mesh, Unfilled
+    from difftransformer.train.parallel import DeferredModel, Mesh
     from difftransformer.typed import build
 
     parallel = build(ParallelConfig, layout, source="", error=ValueError)
@@ -59,7 +59,7 @@ def run(folder, shards, steps, *, layout, processes, variants=(*VARIANTS,), logs
             attention_type=name, vocab_size=opened.tokenizer.vocab_size, **HEADS | VARIANTS[name] | (model or {})
         )
         mesh, run = Mesh(processes, parallel), Path(folder) / name
-        start = Unfilled(partial(build_model, architecture, config.seed))
+        start = DeferredModel(partial(build_model, architecture, config.seed))
         placed = mesh.place(start.network, config)
         start.fill("cpu")
         weights = {name: whole(weight.detach()) for name, weight in placed.named_parameters()}

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from difftransformer_lab.report.evidence import Evidence
+from difftransformer_lab.report import Evidence
 from difftransformer_lab.results import (
     Curve,
     Question,

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
-from tests.support.tiny_models import tokens
+from difftransformer.families import family_config
+from tests.support.tiny_models import scramble, tiny, tokens
 
 FOUR = {"num_attention_heads": 4, "num_key_value_heads": 4}
 EIGHT = {"num_attention_heads": 8, "hidden_size": 64}
@@ -29,6 +30,28 @@ CASES = {
     "dex": FOUR,
     "dex, heads of one process": FOUR | {"dex_heads": [[0, 1], [1, 2]]},
 }
+
+FAMILIES = {
+    "qwen3 diff": {"lambda_form": "layer", "head_norm": "gain"},
+    "qwen3 diff_v2": {},
+    "qwen3 dex": {},
+    "qwen3 grouped_diff, lambda by head": {"lambda_form": "head", "num_noise_heads": 4},
+}
+
+
+def saved(name, folder):
+    """Save the model of a case."""
+    if name in CASES:
+        tiny(**fields(name)).save_pretrained(folder)
+        return
+    family, _, to = name.partition(",")[0].partition(" ")
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    if "diff" in to:
+        heads |= {"num_differential_heads": 4, "num_differential_key_value_heads": 2, "value_head_dim": 8}
+    sizes = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "eos_token_id": None}
+    config = family_config(family)(attention_type=to, **heads | sizes | FAMILIES[name])
+    torch.manual_seed(0)
+    scramble(AutoModelForCausalLM.from_config(config)).save_pretrained(folder)
 
 
 def fields(name):

@@ -5,8 +5,8 @@ import json
 import torch
 
 from difftransformer import DiffTransformerConfig, DiffTransformerForCausalLM
-from difftransformer.convert import convert_folder
 from difftransformer.data.tokenizer import byte_tokenizer
+from difftransformer.families import convert_folder
 from difftransformer.hub import export_folder
 
 CHAT_TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"

@@ -5,15 +5,14 @@ import json
 import re
 import shutil
 import threading
-import time
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from difftransformer.errors import CheckpointError
-from difftransformer.train import Interrupted, checkpoints, latest_checkpoint, read_metrics, saving, verify_checkpoint
-from difftransformer.train import checkpoint as checkpoint_module
+from difftransformer.train import checkpoints, latest_checkpoint, read_metrics, saving, verify_checkpoint
+from difftransformer.train.checkpoint import delete_checkpoint
 from difftransformer.train.config import CheckpointConfig
 
 
@@ -28,18 +27,12 @@ def run(_trained, train_toy, tmp_path):
     train_toy(_trained)  # the first time; then there is nothing left to do
     folder = tmp_path / "run"
     shutil.copytree(_trained, folder)
-    assert [path.name for path in checkpoints(folder)] == ["step-000006", "step-000008"]
+    assert names(folder) == ["step-000006", "step-000008"]
     return folder
 
 
-FILES = (
-    "config.json",
-    "model.safetensors",
-    "optimizer.safetensors",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "state.json",
-)
+def names(run):
+    return [path.name for path in checkpoints(run)]
 
 
 def cut(path):
@@ -48,17 +41,22 @@ def cut(path):
 
 def flip(path):
     data = bytearray(path.read_bytes())
-    place = data.index(b"8") if path.name == "state.json" else len(data) // 2
-    data[place] ^= 1
+    data[len(data) // 2] ^= 1
     path.write_bytes(data)
 
 
-def empty(path):
-    path.write_bytes(b"")
+DAMAGES = [
+    ("config.json", flip),
+    ("model.safetensors", cut),
+    ("optimizer.safetensors", flip),
+    ("tokenizer.json", lambda path: path.unlink()),
+    ("state.json", cut),
+    ("state.json", lambda path: path.write_text("[]")),
+    ("state.json", lambda path: path.write_text('{"version": 1, "files": []}')),
+]
 
 
-@pytest.mark.parametrize("damage", [cut, flip, empty, lambda path: path.unlink()], ids=["cut", "flip", "empty", "gone"])
-@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize(("file", "damage"), DAMAGES)
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(run, train_toy, read_run, file, damage):
     before, newest = read_run(run), run / "checkpoints" / "step-000008"
     damage(newest / file)
@@ -74,75 +72,6 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(run, train_toy
     assert read_run(run) == before
 
 
-def test_every_changed_byte_of_the_state_is_found(run):
-    """But for a last digit of the seconds that stands for the same number."""
-    path = checkpoints(run)[-1] / "state.json"
-    data = path.read_bytes()
-
-    def is_same(changed):
-        try:
-            return json.loads(changed) == json.loads(data)
-        except ValueError:
-            return False
-
-    for place in range(len(data)):
-        changed = data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]
-        path.write_bytes(changed)
-        if is_same(changed):
-            verify_checkpoint(path.parent)
-        else:
-            with pytest.raises(CheckpointError, match=re.escape(str(path.parent))):
-                verify_checkpoint(path.parent)
-
-
-def test_a_checkpoint_of_an_older_release_opens(run, train_toy, read_run):
-    """Without the sum of the state, and with keys in another order."""
-    before = read_run(run)
-    shutil.rmtree(run / "checkpoints" / "step-000008")
-    path = run / "checkpoints" / "step-000006" / "state.json"
-    content = json.loads(path.read_text())
-    del content["sha256"]
-    path.write_text(json.dumps(dict(sorted(content.items(), reverse=True))))
-    train_toy(run)
-    assert read_run(run) == before
-
-
-def test_the_way_out_works(run, train_toy, read_run):
-    before = read_run(run)
-    cut(run / "checkpoints" / "step-000008" / "model.safetensors")
-    shutil.rmtree(run / "checkpoints" / "step-000008")
-    train_toy(run)
-    assert read_run(run) == before
-
-
-def test_checkpoints_that_are_kept_for_good(train_toy, tmp_path):
-    """Each is what the undisturbed run has at that step."""
-    train_toy(tmp_path, steps=8, checkpoint_every=3, keep_checkpoints=1, keep_every=4, keep_steps=[1, 5])
-    assert [path.name for path in checkpoints(tmp_path)] == [f"step-00000{step}" for step in (1, 4, 5, 8)]
-    for path in checkpoints(tmp_path):
-        assert verify_checkpoint(path).step == int(path.name[-1])
-    assert not list((tmp_path / "checkpoints").glob(".*"))
-
-
-def test_a_deletion_that_is_cut_short_leaves_no_checkpoint(run, train_toy, read_run, monkeypatch):
-    before = read_run(run)
-    shutil.rmtree(run / "checkpoints" / "step-000008")
-
-    def stop(path, **options):
-        if path.exists():
-            (path / "config.json").unlink()
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as stopped:
-        stopped.setattr(checkpoint_module.shutil, "rmtree", stop)
-        with pytest.raises(KeyboardInterrupt):
-            checkpoint_module.delete_checkpoint(run / "checkpoints" / "step-000006")
-    assert checkpoints(run) == []
-    train_toy(run)
-    assert read_run(run) == before
-    assert not list((run / "checkpoints").glob(".*"))
-
-
 def test_damage_of_the_only_checkpoint_says_so(run, train_toy):
     shutil.rmtree(run / "checkpoints" / "step-000006")
     flip(run / "checkpoints" / "step-000008" / "optimizer.safetensors")
@@ -150,14 +79,36 @@ def test_damage_of_the_only_checkpoint_says_so(run, train_toy):
         train_toy(run)
 
 
-@pytest.mark.parametrize(
-    "document", ["[]", "{}", "7", '{"version": 99}', '{"version": 1}', '{"version": 1, "files": []}']
-)
-def test_a_state_file_of_another_kind(run, train_toy, document):
-    path = run / "checkpoints" / "step-000008" / "state.json"
-    path.write_text(document)
-    with pytest.raises(CheckpointError, match=re.escape(str(path))):
-        verify_checkpoint(path.parent)
+def test_a_checkpoint_with_a_sum_of_its_state_opens(run, train_toy, read_run):
+    """As earlier releases wrote it."""
+    before = read_run(run)
+    shutil.rmtree(run / "checkpoints" / "step-000008")
+    path = run / "checkpoints" / "step-000006" / "state.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"sha256": "00"}))
+    train_toy(run)
+    assert read_run(run) == before
+
+
+def test_checkpoints_that_are_kept_for_good(train_toy, tmp_path):
+    """Each is what the undisturbed run has at that step."""
+    train_toy(tmp_path, steps=8, checkpoint_every=3, keep_checkpoints=1, keep_every=4, keep_steps=[1, 5])
+    assert names(tmp_path) == [f"step-00000{step}" for step in (1, 4, 5, 8)]
+    for path in checkpoints(tmp_path):
+        assert verify_checkpoint(path).step == int(path.name[-1])
+    assert not list((tmp_path / "checkpoints").glob(".*"))
+
+
+def test_a_deletion_that_is_cut_short_leaves_no_checkpoint(run, monkeypatch):
+    def stop(path, **options):
+        if path.exists():
+            (path / "config.json").unlink()
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as stopped:
+        stopped.setattr(shutil, "rmtree", stop)
+        with pytest.raises(KeyboardInterrupt):
+            delete_checkpoint(run / "checkpoints" / "step-000006")
+    assert names(run) == ["step-000008"]
 
 
 def test_another_version_is_refused(run, train_toy):
@@ -169,18 +120,16 @@ def test_another_version_is_refused(run, train_toy):
             opens()
 
 
-def test_a_checkpoint_of_another_model(run, train_toy):
-    with pytest.raises(
-        CheckpointError, match=r"weights of another model \(model.layers.0.self_attn.head_norm.weight has .*None in"
-    ):
-        train_toy(run, attention_type="softmax")
-
-
-def test_weights_of_another_shape(run, toy_recipe, toy_shards, model_config):
-    from difftransformer.train import train
-
-    with pytest.raises(CheckpointError, match=r"another model .*32\) in the file"):
-        train(toy_recipe.training, model_config(hidden_size=64), toy_shards, run)
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"attention_type": "softmax"}, r"\(model.layers.0.self_attn.head_norm.weight has .*None in"),
+        ({"model": {"hidden_size": 64}}, r".*32\) in the file"),
+    ],
+)
+def test_a_checkpoint_of_another_model(run, train_toy, fields, words):
+    with pytest.raises(CheckpointError, match=f"weights of another model {words}"):
+        train_toy(run, **fields)
 
 
 def test_transformers_opens_a_checkpoint(run, train_toy, toy_shards):
@@ -201,7 +150,6 @@ def test_a_leftover_of_a_killed_writer_is_ignored_and_removed(run, train_toy):
     leftover = run / "checkpoints" / ".step-000099.tmp"
     leftover.mkdir()
     (leftover / "model.safetensors").write_bytes(b"half")
-    assert [path.name for path in checkpoints(run)] == ["step-000006", "step-000008"]
     assert latest_checkpoint(run).name == "step-000008"
     shutil.rmtree(run / "checkpoints" / "step-000008")
     train_toy(run)
@@ -213,15 +161,17 @@ def full_disk(*args, **kwargs):
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-@pytest.mark.parametrize("where", ["weights", "moments", "tokenizer", "rename"])
+@pytest.mark.parametrize("where", ["moments", "tokenizer", "rename"])
 def test_a_full_disk_keeps_and_names_the_older_checkpoint(run, train_toy, monkeypatch, where):
     shutil.rmtree(run / "checkpoints" / "step-000008")
     kept = run / "checkpoints" / "step-000006"
     before = {path.name: path.read_bytes() for path in kept.iterdir()}
     with monkeypatch.context() as patch:
-        if where in ("weights", "moments"):
-            name, write = {"weights": "model", "moments": "optimizer"}[where], saving.save_file
-            patch.setattr(saving, "save_file", lambda *a, **k: full_disk() if a[1].stem == name else write(*a, **k))
+        if where == "moments":
+            write = saving.save_file
+            patch.setattr(
+                saving, "save_file", lambda *a, **k: full_disk() if a[1].stem == "optimizer" else write(*a, **k)
+            )
         elif where == "tokenizer":
             patch.setattr("difftransformer.data.tokenizer.write_text_atomically", full_disk)
         else:
@@ -238,8 +188,21 @@ def test_a_full_disk_keeps_and_names_the_older_checkpoint(run, train_toy, monkey
     verify_checkpoint(checkpoints(run)[-1])
 
 
-def test_training_goes_on_while_the_disk_is_full(tmp_path, train_toy, read_run, monkeypatch):
-    train_toy(tmp_path / "undisturbed", checkpoint_every=1)
+def test_a_full_disk_at_the_first_checkpoint(tmp_path, train_toy, monkeypatch):
+    monkeypatch.setattr(saving, "save_file", full_disk)
+    with pytest.raises(CheckpointError, match="no earlier checkpoint exists"):
+        train_toy(tmp_path)
+    assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+@pytest.fixture
+def undisturbed(tmp_path, train_toy, read_run):
+    train_toy(tmp_path / "undisturbed", checkpoint_every=1, keep_checkpoints=9)
+    return tmp_path / "undisturbed"
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_training_goes_on_while_the_disk_is_full(tmp_path, train_toy, read_run, undisturbed, monkeypatch, asynchronous):
     write = saving.save_file
 
     def full_at_times(tensors, path, **options):
@@ -247,14 +210,13 @@ def test_training_goes_on_while_the_disk_is_full(tmp_path, train_toy, read_run, 
 
     monkeypatch.setattr(saving, "save_file", full_at_times)
     with pytest.warns(UserWarning, match="training goes on") as warned:
-        train_toy(tmp_path / "run", checkpoint_every=1)
+        train_toy(tmp_path / "run", checkpoint_every=1, checkpoint=CheckpointConfig(asynchronous=asynchronous))
     assert len(warned) == 2
     for step, warning in zip((3, 4), warned, strict=True):
         words = f"step {step} cannot be written .*step-000002 is kept and complete; training goes on$"
         assert re.search(words, str(warning.message))
-    assert read_run(tmp_path / "run") == read_run(tmp_path / "undisturbed")
-    for run in ("run", "undisturbed"):
-        assert verify_checkpoint(checkpoints(tmp_path / run)[-1]).step == 8
+    assert read_run(tmp_path / "run") == read_run(undisturbed)
+    assert verify_checkpoint(checkpoints(tmp_path / "run")[-1]).step == 8
 
 
 @pytest.fixture
@@ -276,8 +238,7 @@ def hang(monkeypatch):
     return hang_at
 
 
-def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, train_toy, read_run, hang):
-    train_toy(tmp_path / "reference", keep_checkpoints=9)
+def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, train_toy, read_run, undisturbed, hang):
     run, released = tmp_path / "run", hang(3)
 
     def release(metrics):
@@ -287,68 +248,35 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, train_toy, rea
 
     train_toy(run, keep_checkpoints=9, checkpoint=CheckpointConfig(asynchronous=True), on_metrics=release)
     assert released.is_set()
-    assert read_run(run) == read_run(tmp_path / "reference")
-    for path, expected in zip(checkpoints(run), checkpoints(tmp_path / "reference"), strict=True):
+    assert read_run(run) == read_run(undisturbed)
+    assert names(run) == ["step-000003", "step-000006", "step-000008"]
+    for path in checkpoints(run):
         assert verify_checkpoint(path).step == int(path.name[-1])
         for file in ("model.safetensors", "optimizer.safetensors"):
-            assert (path / file).read_bytes() == (expected / file).read_bytes()
+            assert (path / file).read_bytes() == (undisturbed / "checkpoints" / path.name / file).read_bytes()
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_writer_that_hangs_is_given_up(tmp_path, train_toy, read_run, hang, asynchronous):
-    train_toy(tmp_path / "reference", checkpoint_every=2)
-    run, released = tmp_path / "run", hang(4)
-    threads = threading.active_count()
-
-    def release(metrics):
-        if metrics.step == 7 and not released.is_set():
-            assert [path.name for path in checkpoints(run)] == ["step-000002"]
-            released.set()
-            while threading.active_count() > threads:
-                time.sleep(0.01)
-
-    how = CheckpointConfig(asynchronous=asynchronous, timeout_seconds=2.0)
-    with pytest.warns(UserWarning, match="training goes on") as warned:
-        train_toy(run, checkpoint_every=2, checkpoint=how, on_metrics=release)
-    kept = r"step-000002 is kept and complete"
-    first, second = (str(warning.message) for warning in warned)
+def test_a_writer_that_hangs_ends_the_run(tmp_path, train_toy, read_run, undisturbed, hang, asynchronous):
+    released, how = hang(4), CheckpointConfig(asynchronous=asynchronous, timeout_seconds=2.0)
+    before = threading.active_count()
+    with pytest.raises(CheckpointError) as error:
+        train_toy(tmp_path / "run", checkpoint_every=2, checkpoint=how)
     assert re.search(
-        rf"step 4 cannot be written \(it has not ended after 2 s\); .*{kept}; .*; training goes on$", first
+        r"step 4 cannot be written \(it has not ended after 2 s\); .*step-000002 is kept and complete", str(error.value)
     )
-    assert re.search(
-        rf"step-000006: not written, as an earlier save has not ended; .*{kept}; training goes on$", second
-    )
-    assert [path.name for path in checkpoints(run)] == ["step-000002", "step-000008"]
-    assert read_run(run) == read_run(tmp_path / "reference")
-    newest = [checkpoints(at)[-1] / "model.safetensors" for at in (run, tmp_path / "reference")]
-    assert newest[0].read_bytes() == newest[1].read_bytes()
-
-
-def test_a_writer_that_hangs_at_the_end(tmp_path, train_toy, hang):
-    released = hang(8)
-    with pytest.raises(
-        CheckpointError, match=r"step 8 cannot be written .it has not ended after 0.3 s.*step-000006 is kept"
-    ):
-        train_toy(tmp_path, checkpoint=CheckpointConfig(timeout_seconds=0.3))
+    assert names(tmp_path / "run") == ["step-000002"]
     released.set()
-
-
-def test_a_full_disk_at_the_first_checkpoint(tmp_path, train_toy, monkeypatch):
-    monkeypatch.setattr(saving, "save_file", full_disk)
-    with pytest.raises(CheckpointError, match="no earlier checkpoint exists"):
-        train_toy(tmp_path)
-    assert list((tmp_path / "checkpoints").iterdir()) == []
-
-
-def test_only_the_newest_are_kept(tmp_path, train_toy):
-    train_toy(tmp_path, checkpoint_every=1, keep_checkpoints=3)
-    assert [path.name for path in checkpoints(tmp_path)] == ["step-000006", "step-000007", "step-000008"]
+    while threading.active_count() > before:
+        threading.Event().wait(0.01)
+    train_toy(tmp_path / "run", checkpoint_every=2)
+    assert read_run(tmp_path / "run") == read_run(undisturbed)
 
 
 def test_order_is_by_step_beyond_six_digits(tmp_path):
     for step in (999_999, 1_000_000, 20):
         (tmp_path / "checkpoints" / f"step-{step:06d}").mkdir(parents=True)
-    assert [path.name for path in checkpoints(tmp_path)] == ["step-000020", "step-999999", "step-1000000"]
+    assert names(tmp_path) == ["step-000020", "step-999999", "step-1000000"]
 
 
 def test_no_checkpoint(tmp_path):
@@ -378,7 +306,3 @@ def test_damaged_metrics_are_named(run, train_toy):
 def test_metrics_of_a_run_that_was_never_started(tmp_path):
     with pytest.raises(CheckpointError, match="cannot read"):
         read_metrics(tmp_path / "metrics.jsonl")
-
-
-def test_interrupted_says_where_it_saved(tmp_path):
-    assert str(Interrupted(tmp_path, 3)) == f"stopped after step 3; saved {tmp_path}"

@@ -11,15 +11,15 @@ from safetensors.torch import load_file
 
 from difftransformer.data import Loader
 from difftransformer.errors import ConfigError, DiffTransformerError
-from difftransformer.train import Interrupted, checkpoints, loop
-from difftransformer.train.faults import OUTLIER_STEPS, GradientWatch
+from difftransformer.train import Interrupted, checkpoints, trainer
+from difftransformer.train.faults import OUTLIER_STEPS, Faults
 from difftransformer.train.metrics import read_lines
 
 
 @pytest.fixture
 def poison(monkeypatch):
     """poison(batch, ...): training on these batches, counted from 1, gives a loss that is not finite."""
-    draw, compute = Loader.__next__, loop.summed_next_token_nll
+    draw, compute = Loader.__next__, trainer.summed_next_token_nll
     seen = []
 
     def next_batch(loader):
@@ -32,7 +32,7 @@ def poison(monkeypatch):
             return found * math.nan if model.training and seen[-1] in batches else found
 
         monkeypatch.setattr(Loader, "__next__", next_batch)
-        monkeypatch.setattr(loop, "summed_next_token_nll", nll)
+        monkeypatch.setattr(trainer, "summed_next_token_nll", nll)
         return seen
 
     return poisoned
@@ -137,23 +137,23 @@ def test_there_is_nothing_to_go_back_to(train_toy, tmp_path, poison):
 
 
 def test_outliers_are_six_sigma_above_the_last_norms():
-    watch = GradientWatch(6.0)
+    watch = Faults("skip", 6.0)
     norms = [1 + 0.1 * math.sin(step) for step in range(300)]
     for step, norm in enumerate(norms):
         window = norms[max(0, step - OUTLIER_STEPS) : step]
         if step >= OUTLIER_STEPS:
             edge = statistics.fmean(window) + 6 * statistics.pstdev(window)
             for found, expected in ((edge * 0.999, None), (edge * 1.001, "outlier")):
-                assert GradientWatch(6.0, window).fault(2.0, found) == expected
+                assert Faults("skip", 6.0, window).fault(2.0, found) == expected
         assert watch.fault(2.0, norm) is None
     assert list(watch.norms) == norms[-OUTLIER_STEPS:]
-    assert GradientWatch(6.0, norms[:127]).fault(2.0, 1e6) is None  # too few to tell
-    assert GradientWatch(None, norms).fault(2.0, 1e6) is None
-    assert GradientWatch(6.0, norms).fault(math.inf, 1.0) == "nonfinite"
+    assert Faults("skip", 6.0, norms[:127]).fault(2.0, 1e6) is None  # too few to tell
+    assert Faults("skip", None, norms).fault(2.0, 1e6) is None
+    assert Faults("skip", 6.0, norms).fault(math.inf, 1.0) == "nonfinite"
 
 
 def test_a_new_level_of_norms_is_accepted():
-    watch = GradientWatch(6.0, [1 + 0.1 * math.sin(step) for step in range(128)])
+    watch = Faults("skip", 6.0, [1 + 0.1 * math.sin(step) for step in range(128)])
     found = [watch.fault(2.0, 10 + 0.1 * math.sin(step)) for step in range(20)]
     assert found[0] == "outlier"
     assert found[-1] is None
@@ -162,7 +162,7 @@ def test_a_new_level_of_norms_is_accepted():
 def test_an_outlier_is_skipped_also_after_resuming(train_toy, tmp_path, read_run, monkeypatch):
     """The window is in the checkpoint: the outlier is found by norms from before the interruption."""
     monkeypatch.setattr("difftransformer.train.faults.OUTLIER_STEPS", 4)
-    compute = loop.summed_next_token_nll
+    compute = trainer.summed_next_token_nll
     steps = []
 
     def steep(model, *arguments, **options):
@@ -171,7 +171,7 @@ def test_an_outlier_is_skipped_also_after_resuming(train_toy, tmp_path, read_run
 
     draw = Loader.__next__
     monkeypatch.setattr(Loader, "__next__", lambda self: steps.append(self.step + 1) or draw(self))
-    monkeypatch.setattr(loop, "summed_next_token_nll", steep)
+    monkeypatch.setattr(trainer, "summed_next_token_nll", steep)
 
     def stop(metrics):
         if metrics.step == 6:

@@ -1,7 +1,9 @@
 """What a run says beside its loss: compared with gradients, maps and hidden states of this test; it changes no weight."""
 
 import dataclasses
+import json
 import math
+import platform
 import sys
 import time
 
@@ -13,12 +15,12 @@ from difftransformer.data import Loader, validation_rows
 from difftransformer.errors import ConfigError
 from difftransformer.model.nll import summed_next_token_nll
 from difftransformer.ops import attention_maps
-from difftransformer.train import LogsConfig, build_model, read_metrics, train
-from difftransformer.train.inside import look_inside
+from difftransformer.train import Callback, LogsConfig, build_model, read_metrics, train
+from difftransformer.train.activation_stats import activation_stats
 from difftransformer.train.metrics import InsideMetrics, StepMetrics, read_lines
 from difftransformer.train.parallel import Mesh
 from difftransformer.train.trackers import Trackers, scalars
-from tests.support import parallel_steps
+from tests.support import fresh, parallel_steps
 
 STEP = {"step": 1, "loss_nats": 2.0, "gradient_norm": 1.0, "learning_rate": 0.1, "tokens": 5, "seconds": 1.0}
 OLD = STEP | {"tokens_per_second": 5.0, "lambdas": [0.2, 0.3]}
@@ -67,7 +69,7 @@ def test_inside_is_what_maps_and_layers_show(attention_type, toy_recipe, toy_sha
             if parameter.dim() == 2:
                 parameter.mul_(6)  # sharper maps
     row = validation_rows(toy_shards, 64, 1)
-    found = look_inside(model, row, toy_recipe.training, Mesh())
+    found = activation_stats(model, row, toy_recipe.training, Mesh())
     model.eval()
     entropies, logits, hidden = [], [], []
 
@@ -140,12 +142,68 @@ def test_mfu_is_work_over_time_over_peak(toy_recipe, toy_shards, model_config, t
     assert 50e6 < line.peak_bytes < 50e9
 
 
-def test_lines_of_earlier_releases_are_read(tmp_path):
-    from difftransformer.checksums import line_of
+FAULTS = """
+import resource, torch
+from difftransformer.train.speed import keep_freed_memory
+keep_freed_memory()
+for _ in range(3):
+    torch.ones(2**24)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(10):
+    torch.ones(2**24)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
 
-    (tmp_path / "metrics.jsonl").write_bytes(line_of(OLD))
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
+def test_large_tensors_reuse_freed_memory():
+    assert int(fresh.Fresh(FAULTS).finish().stdout) < 1000  # of 163,840 pages
+
+
+def test_lines_of_earlier_releases_are_read(tmp_path):
+    """Without newer fields, and with a sum of the line."""
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(OLD | {"crc32": "00000000"}) + "\n")
     (line,), _ = read_metrics(tmp_path / "metrics.jsonl")
     assert (line.mfu, line.peak_bytes, line.gradient_norms) == (None, None, {})
+
+
+def test_callbacks_see_every_step_in_order(toy_recipe, toy_shards, model_config, tmp_path):
+    """A callback of one's own adds a figure, skips a step, keeps its state in checkpoints, and is closed."""
+    seen = []
+
+    class Own(Callback):
+        def on_restore(self, trainer, state):
+            seen.append(("restore", trainer.step, None if state is None else len(state.norms)))
+
+        def on_gradients(self, trainer, update):
+            update.action = "skip" if trainer.step == 1 else None
+
+        def on_step(self, trainer, figures):
+            figures["mfu"] = 0.5
+            seen.append(("step", trainer.step))
+
+        def on_validation(self, trainer, figures):
+            figures["validation_accuracy"] = 0.25
+            seen.append(("validation", trainer.step))
+
+        def on_save(self, trainer, state):
+            state["norms"] = [1.0] * trainer.step
+            seen.append(("save", trainer.step))
+
+        def close(self):
+            seen.append(("close",))
+
+    config = dataclasses.replace(toy_recipe.training, steps=4, checkpoint_every=3, validate_every=3)
+    for steps in (4, 5):
+        config = dataclasses.replace(config, steps=steps)
+        train(config, model_config(), toy_shards, tmp_path, callbacks=[Own()])
+    first = ["restore", "step", "step", "validation", "save", "step", "validation", "save", "close"]
+    assert [event[0] for event in seen] == [*first, "restore", "step", "validation", "save", "close"]
+    assert seen[0] == ("restore", 0, None)
+    assert seen[len(first)] == ("restore", 4, 4)
+    steps, validations = read_metrics(tmp_path / "metrics.jsonl")
+    assert [(line.step, line.mfu) for line in steps] == [(step, 0.5) for step in (1, 3, 4, 5)]
+    assert {line.validation_accuracy for line in validations} == {0.25}
 
 
 def test_names_of_numbers():
@@ -164,12 +222,13 @@ def test_names_of_numbers():
 def test_a_missing_package_is_said_in_one_line(package, logs, extra, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ConfigError, match=rf"pip install 'difftransformer\[{extra}\]'"):
-        Trackers(LogsConfig(**logs), tmp_path, step=0)
+        Trackers(LogsConfig(**logs)).open(tmp_path, step=0)
 
 
 def test_tensorboard_gets_the_numbers(tmp_path):
     event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    trackers = Trackers(LogsConfig(tensorboard=True), tmp_path, step=0)
+    trackers = Trackers(LogsConfig(tensorboard=True))
+    trackers.open(tmp_path, step=0)
     trackers.write(StepMetrics(**OLD))
     inside = {"attention_entropy_nats": [1.5, 2.5], "largest_logits": [3.0, 4.0], "largest_hidden_states": [5.0, 6.0]}
     trackers.write(InsideMetrics(step=1, **inside))
@@ -185,7 +244,8 @@ def test_wandb_offline_gets_the_numbers(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
-    trackers = Trackers(LogsConfig(wandb="toy"), tmp_path, step=0)
+    trackers = Trackers(LogsConfig(wandb="toy"))
+    trackers.open(tmp_path, step=0)
     trackers.write(StepMetrics(**OLD))
     trackers.close()
     (file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")

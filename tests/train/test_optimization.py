@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 
 from difftransformer.attention import RMSNorm
-from difftransformer.errors import ConfigError, DiffTransformerError
+from difftransformer.errors import ConfigError
 from difftransformer.train import OptimizerConfig, ScheduleConfig, TrainingConfig, build_model
-from difftransformer.train.loop import validate
 from difftransformer.train.optim import build_optimizer, learning_rate
 from difftransformer.train.parallel import Mesh
+from difftransformer.train.trainer import validate
 
 
 @pytest.mark.parametrize("attention_type", ["diff", "softmax"])
@@ -191,14 +191,6 @@ def test_validation_is_the_mean_over_its_windows(toy_recipe, toy_shards, model_c
     assert found == pytest.approx(np.mean(losses), rel=1e-6)
     assert model.training
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-
-
-def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, train_toy, toy_recipe):
-    """A broken run must not go on for hours, nor put its weights into a checkpoint."""
-    optimizer = dataclasses.replace(toy_recipe.training.optimizer, learning_rate=1e30)
-    with pytest.raises(DiffTransformerError, match=r"step \d.* (nan|inf).*learning_rate"):
-        train_toy(tmp_path, steps=20, optimizer=optimizer, checkpoint_every=100)
-    assert not list(tmp_path.glob("checkpoints/step-*"))
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,9 @@ import torch.nn.functional as F
 
 from difftransformer.data import Example, Loader, Shards, id_tokenizer, write_shards
 from difftransformer.model.nll import next_token_nll
-from difftransformer.train.loop import build_model, train, validate
+from difftransformer.train import build_model, train
 from difftransformer.train.parallel import Mesh
+from difftransformer.train.trainer import validate
 
 
 @pytest.fixture

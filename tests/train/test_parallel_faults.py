@@ -5,13 +5,12 @@ import shutil
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from difftransformer.errors import CheckpointError
 from difftransformer.hub import export_folder, open_model
 from difftransformer.train import checkpoints, read_metrics, verify_checkpoint
-from difftransformer.train.checkpoint import content_sha256, file_sum
+from difftransformer.train.checkpoint import file_sum
 from difftransformer.train.parallel import ALONE
 from tests.support import parallel_faults
 from tests.support.checkpoint_tensors import tensors_of
@@ -90,13 +89,9 @@ def test_a_full_disk_of_the_second_process(faults):
 
 def test_a_writer_of_the_second_process_that_hangs(faults):
     folder, said = faults
-    first, second = said["hanging"]
-    assert "step 4 cannot be written (it has not ended after 8 s)" in first
-    assert "step-000006: not written, as an earlier save has not ended" in second
-    assert steps_of(folder / "hanging" / "diff") == [2, 8]
-    assert_same_tensors(folder / "hanging" / "diff", folder / "plain" / "diff")
-    assert "step 8 cannot be written (it has not ended after 8 s)" in said["ending raised"]
-    assert steps_of(folder / "ending" / "diff") == [2, 4, 6]
+    reason = "CheckpointError: {}: the checkpoint of step 4 cannot be written (it has not ended after 4 s)"
+    assert said["hanging raised"].startswith(reason.format(folder / "hanging" / "diff" / "checkpoints" / "step-000004"))
+    assert "step-000002 is kept and complete; see whether the disk answers" in said["hanging raised"]
 
 
 def flip(path):
@@ -105,8 +100,13 @@ def flip(path):
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize("file", ["model-00002-of-00002.safetensors", "optimizer-00002-of-00002.safetensors"])
-@pytest.mark.parametrize("damage", [flip, lambda path: path.unlink()], ids=["flip", "gone"])
+@pytest.mark.parametrize(
+    ("file", "damage"),
+    [
+        ("model-00002-of-00002.safetensors", flip),
+        ("optimizer-00002-of-00002.safetensors", lambda path: path.unlink()),
+    ],
+)
 def test_a_damaged_or_missing_file_of_one_process(faults, toy_shards, tmp_path, file, damage):
     shutil.copytree(faults[0] / "plain" / "diff", tmp_path / "diff")
     newest = checkpoints(tmp_path / "diff")[-1]
@@ -118,37 +118,18 @@ def test_a_damaged_or_missing_file_of_one_process(faults, toy_shards, tmp_path, 
     (after, _), (before, _) = (read_metrics(at / "diff" / "metrics.jsonl") for at in (tmp_path, faults[0] / "plain"))
     for line, wanted in zip(after, before, strict=True):
         assert line.loss_nats == pytest.approx(wanted.loss_nats, rel=1e-5)
-    shutil.rmtree(newest.parent)
-    shutil.copytree(faults[0] / "plain" / "diff" / "checkpoints" / newest.name, newest)
-    damage(newest / file)
-    with pytest.raises(CheckpointError, match=rf"^{newest / file}: (damaged|missing).*; no intact checkpoint exists"):
-        parallel_faults.train(tmp_path, toy_shards.folder, ALONE)
 
 
-KEY = "exp_avg/model.embed_tokens.weight"
-FORGED = {
-    "no JSON": lambda places: "{",
-    "a list": lambda places: "[]",
-    "no places": lambda places: "{}",
-    "a place of text": lambda places: json.dumps(places | {KEY: {"saved_offsets": "a"}}),
-    "a place far away": lambda places: json.dumps(places | {KEY: {"saved_offsets": [10**12, 0]}}),
-    "another name": lambda places: json.dumps({KEY: places[KEY]}),
-}
-
-
-@pytest.mark.parametrize("forge", FORGED.values(), ids=FORGED)
-def test_forged_places_are_one_line(faults, toy_shards, tmp_path, forge):
+@pytest.mark.parametrize("places", ["{", "{}", '{"exp_avg/model.embed_tokens.weight": {"saved_offsets": "a"}}'])
+def test_places_of_parts_that_cannot_be_right_are_one_line(faults, toy_shards, tmp_path, places):
     """In a checkpoint whose sums are right."""
     shutil.copytree(faults[0] / "plain" / "diff", tmp_path / "diff")
     newest = checkpoints(tmp_path / "diff")[-1]
     file = newest / "optimizer-00001-of-00002.safetensors"
-    with safe_open(file, "pt") as opened:
-        places = json.loads(opened.metadata()["DCP_SHARDING_INFO"])
-    save_file(load_file(file), file, metadata={"DCP_SHARDING_INFO": forge(places)})
+    save_file(load_file(file), file, metadata={"DCP_SHARDING_INFO": places})
     state = json.loads((newest / "state.json").read_text())
-    del state["sha256"]
     state["files"][file.name] = file_sum(file)
-    (newest / "state.json").write_text(json.dumps(state | {"sha256": content_sha256(state)}))
+    (newest / "state.json").write_text(json.dumps(state))
     with pytest.raises(CheckpointError, match=f"^{newest / 'optimizer.safetensors'}: ") as error:
         parallel_faults.train(tmp_path, toy_shards.folder, ALONE)
     assert "\n" not in str(error.value)

@@ -7,22 +7,15 @@ import subprocess
 import sys
 
 import pytest
-import torch
 
 from difftransformer import DiffTransformerForCausalLM
 from difftransformer.errors import ConfigError
 from difftransformer.model import count
-from difftransformer.model.nll import summed_next_token_nll
-from difftransformer.train import ParallelConfig, TrainingConfig, build_model
-from difftransformer.train.config import DataParallelConfig
-from difftransformer.train.optim import build_optimizer
-from difftransformer.train.parallel import Mesh, Unfilled, joined
+from difftransformer.train import TrainingConfig
 from difftransformer.train.plan import Layout, communicated_bytes, fitting_plans, layouts, rank_bytes, sizes_of
 from difftransformer_lab.cli.main import main
 from difftransformer_lab.recipe_files import shipped_recipes
 from difftransformer_lab.studies import load_recipe
-from tests.support.parallel_steps import free_port
-from tests.support.peak_memory import LINUX, forget_peak, resident
 from tests.support.tiny_models import tiny_config
 
 # Parameters that follow from the shapes of Tables 9 and 10 (arXiv:2410.05258), the embedding counted once: the stated sizes of
@@ -191,7 +184,7 @@ def test_formula_and_trace_agree():
 
 def trace_all():
     """Print formula over trace of every recipe as one of 64 or 128 ranks. paper-math has the shape of paper-3b."""
-    from difftransformer.train.trace import traced_bytes
+    from tests.support.memory_trace import traced_bytes
 
     whole = Layout(shard=64)
     cases = [(name, "diff", whole) for name in PARAMETERS if name != "paper-math" and name not in LONG]
@@ -211,65 +204,3 @@ def trace_all():
         key = f"{name}, {word}, {layout.ranks} ranks, context {layout.context}, tensor {layout.tensor}"
         ratios[key] = formula / traced_bytes(config, recipe.training, layout)
     print(json.dumps(ratios))
-
-
-MEASURED = {"shard": Layout(shard=2, micro_rows=8), "tensor": Layout(tensor=2, micro_rows=8)}
-
-
-def measured_config():
-    shape = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 6, "vocab_size": 4096}
-    return tiny_config(**shape, max_position_embeddings=512, attn_backend="cpu")
-
-
-def measured_training():
-    return _training(batch_tokens=8192, context_stages=[(0, 512)], loss_chunk_tokens=512)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not LINUX, reason="the peak is read from Linux")
-def test_real_steps_of_two_processes_take_what_the_formula_says():
-    """By the memory of the processes. Small blocks go back to the system too, as a heap with holes would count as in use."""
-    code = "from tests.train.test_plan import measure_all; measure_all()"
-    everywhere = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    everywhere |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    workers = [
-        subprocess.Popen(
-            [sys.executable, "-c", code], env=os.environ | everywhere | {"RANK": rank, "LOCAL_RANK": rank}, **pipes
-        )
-        for rank in ("0", "1")
-    ]
-    for worker in workers:
-        out, errors = worker.communicate(timeout=300)
-        assert worker.returncode == 0, errors
-        for name, peak in json.loads(out).items():
-            formula = rank_bytes(sizes_of(measured_config(), measured_training()), MEASURED[name]).total
-            assert formula == pytest.approx(peak, rel=0.1), name
-
-
-def measure_all():
-    """Print the peak of the memory of this process in a step of each layout."""
-    torch.set_num_threads(1)
-    with joined("cpu") as processes:
-        print(json.dumps({name: measure(processes, layout) for name, layout in MEASURED.items()}), flush=True)
-    os._exit(0)
-
-
-def measure(processes, layout):
-    """Peak of the memory of this process in a step after the first."""
-    training, before = measured_training(), resident()
-    data = DataParallelConfig(shard=layout.shard)
-    mesh = Mesh(processes, ParallelConfig(data=data, tensor=layout.tensor))
-    start = Unfilled(lambda: build_model(measured_config(), 0))
-    model = mesh.place(start.network.train(), training)
-    start.fill("cpu")
-    model.loss_chunk_tokens = training.loss_chunk_tokens
-    optimizer = build_optimizer(model, training.optimizer)
-    ids = torch.zeros(layout.micro_rows, training.context_tokens, dtype=torch.long)
-    for _ in range(2):
-        forget_peak()
-        summed_next_token_nll(model, ids, ids).backward()
-        mesh.clip_gradients(model, 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-    return resident(peak=True) - before

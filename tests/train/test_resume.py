@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from difftransformer.data import Loader
-from difftransformer.train import Interrupted, build_model, checkpoints, load_checkpoint, loop
+from difftransformer.train import Interrupted, build_model, checkpoints, load_checkpoint, trainer
 from difftransformer.train.checkpoint import verify_checkpoint
 from difftransformer.train.optim import build_optimizer
 
@@ -94,7 +94,7 @@ def test_the_second_signal_interrupts_at_once(tmp_path, train_toy):
 def test_a_signal_ends_a_validation_which_is_made_up_for(tmp_path, train_toy, read_run, monkeypatch):
     fields = {"validation_windows": 6, "accumulation": 2, "validate_every": 4}
     train_toy(tmp_path / "whole", **fields)
-    draw, validations = loop.summed_next_token_nll, []
+    draw, validations = trainer.summed_next_token_nll, []
 
     def signalled(model, *arguments, **options):
         if not model.training:
@@ -103,7 +103,7 @@ def test_a_signal_ends_a_validation_which_is_made_up_for(tmp_path, train_toy, re
                 os.kill(os.getpid(), signal.SIGTERM)
         return draw(model, *arguments, **options)
 
-    monkeypatch.setattr(loop, "summed_next_token_nll", signalled)
+    monkeypatch.setattr(trainer, "summed_next_token_nll", signalled)
     with pytest.raises(Interrupted) as stopped:
         train_toy(tmp_path / "cut", **fields)
     assert (stopped.value.step, stopped.value.status, len(validations)) == (4, 75, 2)

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from difftransformer.convert import upcycle_folder
 from difftransformer.errors import CheckpointError, ConfigError
+from difftransformer.families import upcycle_folder
 from difftransformer.hub import open_model
 from difftransformer.train import checkpoints, read_metrics
 from difftransformer.train.metrics import METRICS_FILE

@@ -41,6 +41,14 @@ THEIR_KEYWORDS = {
     "key": "pass context, from which keys and values are projected",
     "value": "pass context, from which keys and values are projected",
 }
+# Its arguments -> what this layer has instead.
+THEIR_ARGUMENTS = {
+    "dropout": "a map that a kernel never stores has no dropout; leave it out",
+    "bias": "projections have no bias; leave it out",
+    "batch_first": "hidden states are (batch, length, width); leave it out",
+    "kdim": "a context has the width of the hidden states; project it before",
+    "vdim": "a context has the width of the hidden states; project it before",
+}
 
 
 class AttentionConfig(Protocol):
@@ -245,6 +253,15 @@ class Attention(nn.Module):
     fp32_parameters: ClassVar[tuple[str, ...]] = ()
     can_upcycle: ClassVar[bool] = False
     context_group: "ProcessGroup | None" = None
+    batch_first: bool = (
+        False  # so that nn.TransformerEncoderLayer takes no fast path, which reads its own attention's weights
+    )
+
+    def __new__(cls, *_: Any, **arguments: Any) -> Self:
+        """Refuse the arguments of nn.MultiheadAttention by name, with what this layer has instead."""
+        for name in arguments.keys() & THEIR_ARGUMENTS.keys():
+            raise ConfigError(f"{name} is no argument of {cls.__name__}: {THEIR_ARGUMENTS[name]}")
+        return super().__new__(cls)
 
     def __init__(
         self,
@@ -432,7 +449,7 @@ class Attention(nn.Module):
     def forward(
         self,
         hidden: Tensor,
-        *,
+        *theirs: Tensor,
         context: Tensor | None = None,
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         context_position_embeddings: tuple[Tensor, Tensor] | None = None,
@@ -446,6 +463,7 @@ class Attention(nn.Module):
 
         Args:
             hidden: (B, T, M).
+            *theirs: Refused: the key and value of nn.MultiheadAttention.
             context: (B, S, M) for cross-attention (pass is_causal=False); None attends to `hidden`.
             position_embeddings: Cosine and sine, (B or 1, T, D / 2) each, from `ops.rotary_tables`; None for no rotation.
             context_position_embeddings: The same for `context`; None leaves its keys unrotated.
@@ -464,6 +482,11 @@ class Attention(nn.Module):
             ShapeError: the last dimension of hidden or context is not M.
             ConfigError: a keyword is unknown, such as those of nn.MultiheadAttention, for which the message names ours.
         """
+        if theirs:
+            raise ConfigError(
+                f"{type(self).__name__} takes the hidden states alone by position; pass context=... in place of key and value, "
+                "and in place of an nn.TransformerEncoderLayer use DifferentialEncoderLayer"
+            )
         if restrictions is None:
             for name in keywords.keys() - set(Restrictions._fields):
                 ours = THEIR_KEYWORDS.get(name, f"choose among {', '.join(Restrictions._fields)} and need_map")

@@ -80,7 +80,7 @@ class DifferentialEncoderLayer(nn.Module):
             **{"hidden_size": d_model, "num_hidden_layers": 1, "attn_backend": backend} | heads | norms | options
         )
         self.self_attn = attention.from_config(cast(Any, config), layer_index)
-        self.self_attn.batch_first = cast(Any, batch_first)  # nn.TransformerEncoder reads it here
+        self.self_attn.batch_first = batch_first  # nn.TransformerEncoder reads it here
         self.linear1 = nn.Linear(d_model, dim_feedforward, bias=bias)
         self.linear2 = nn.Linear(dim_feedforward, d_model, bias=bias)
         self.norm1 = nn.LayerNorm(d_model, eps=layer_norm_eps, bias=bias)

@@ -16,8 +16,7 @@ from typing import Any
 
 from ..errors import DataError
 from ..reading import parse_json
-from .hub import CONVERTED, load_set
-from .records import jsonl_rows, read_text, split_by_hash, text_field
+from .records import CONVERTED, jsonl_rows, load_set, read_text, split_by_hash, text_field
 
 FOLDER_VARIABLE = "DIFFTRANSFORMER_DATA"
 _FIELDS = ("text", "label")

@@ -2,13 +2,14 @@
 
 To resume exactly, only the step has to be saved. Several ranks together see the same rows as one process. Plain rows are
 windows of the token stream, or whole documents or examples packed side by side (`packing`), and each is read once an epoch,
-in random order. In a mixture, each source has its own epochs, and rows are divided among the sources by weight (`mixture`).
+in random order. In a mixture, each source has its own epochs, and rows are divided among the sources by weight (`Allocation`).
 Retrieval rows are needle documents (`needles`), which are drawn from the seed and spread evenly over the sequence of rows
 according to their share.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass
+from fractions import Fraction
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -18,18 +19,8 @@ import numpy.typing as npt
 import torch
 
 from ..errors import ConfigError, DataError
-from .mixture import Allocation, share_of
 from .needles import CITIES_SEEN, RetrievalMix, needle_document_tokens, training_document
-from .packing import (
-    IGNORED,
-    ExamplePacks,
-    Packs,
-    Row,
-    Windows,
-    document_starts,
-    example_starts,
-    with_long_documents_again,
-)
+from .packing import IGNORED, ExamplePacks, Packs, Row, Windows, with_long_documents_again
 from .shards import Shards, SourceConfig, Split
 
 MOST_BATCH_TOKENS = 2**31 - 1
@@ -68,6 +59,42 @@ class Batch:
                 position_ids=positions,
                 step_targets=self.step_targets,
             )
+
+
+def share_of(value: float) -> Fraction:
+    """Return a share or weight as the fraction that was written (0.1 is 1/10), so that rows are counted in exact integers."""
+    return Fraction(value).limit_denominator(10**9)
+
+
+class Allocation:
+    """Divides rows 0, 1, 2 ... among sources by weight.
+
+    Row by row, the first source takes its share of all rows, the second its share of the rest, and so on. Taken rows are
+    spread evenly: of any n consecutive rows, a source takes its share of them to within the number of sources. So the
+    number of a source's earlier rows is a formula, and any row can be found without its predecessors.
+
+    Args:
+        weights: Weights of the sources, each above 0.
+        rng: Draws the phase of each source.
+    """
+
+    def __init__(self, weights: Sequence[float], rng: np.random.Generator) -> None:
+        fractions = [share_of(weight) for weight in weights]
+        self.steps = []
+        for index, fraction in enumerate(fractions[:-1]):
+            share, phase = fraction / sum(fractions[index:]), Fraction(int(rng.integers(2**32)), 2**32)
+            # floor(rows * share + phase), over one denominator
+            self.steps.append((share.numerator * phase.denominator, phase.numerator * share.denominator,
+                               share.denominator * phase.denominator))  # fmt: skip
+
+    def place(self, row: int) -> tuple[int, int]:
+        """Return the source of a row, and the number of earlier rows of that source."""
+        for source, (slope, phase, denominator) in enumerate(self.steps):
+            before = (row * slope + phase) // denominator
+            if ((row + 1) * slope + phase) // denominator > before:
+                return source, before
+            row -= before
+        return len(self.steps), row
 
 
 @dataclass(eq=False)
@@ -249,7 +276,7 @@ class Loader:
         if self.pack_documents:
             return _packs(shards, self.split, context=context, key=key, **long)
         if config.long_tokens and config.long_times > 1:
-            stream = with_long_documents_again(stream, document_starts(stream, end_of_text), **long)
+            stream = with_long_documents_again(stream, end_of_text, **long)
         return Windows(stream, context=context, key=key)
 
     def _plain_place(self, stage: int, row: int) -> tuple[Windows | Packs, int]:
@@ -320,10 +347,8 @@ def _packs(shards: Shards, split: Split, **packing: Any) -> Packs:
     tokenizer = shards.tokenizer
     packing |= {"end_of_text": tokenizer.end_of_text, "pad": tokenizer.pad}
     if shards.records:
-        records = shards.records[split]
-        return ExamplePacks(records, starts=example_starts(records), **packing)
-    stream = shards.tokens(split)
-    return Packs(stream, starts=document_starts(stream, tokenizer.end_of_text), **packing)
+        return ExamplePacks(shards.records[split], **packing)
+    return Packs(shards.tokens(split), **packing)
 
 
 def validation_rows(shards: Shards, context_tokens: int, max_rows: int) -> torch.Tensor:

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError, DataError
-from .hub import CONVERTED
-from .records import PublicSet, chosen, jsonl_rows, public_rows, text_field
+from .records import CONVERTED, PublicSet, chosen, jsonl_rows, public_rows, text_field
 
 LOCAL_SETS = ("carp", "tabmwp", "college_math")
 _MATH_SUBJECTS = (

@@ -2,12 +2,15 @@
 
 All divide an epoch into a number of rows that depends on the lengths of the documents alone, so that any row of any epoch
 is found by its index. The random numbers of an epoch decide the order of rows, and which documents of equal length share a row.
+
+Documents are packed within blocks of the stream, and rows are shuffled within groups of blocks that are drawn from the whole
+stream, so that memory does not grow with it.
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +19,10 @@ import numpy.typing as npt
 from .documents import IGNORED
 from .shards import LAST, SCORED, TokenStream
 
-_SCANNED_TOKENS = 2**24
+BLOCK_TOKENS = 2**24
+BLOCK_DOCUMENTS = 2**19
+GROUP_BLOCKS = 8
+"""Blocks whose rows are shuffled together."""
 
 Ints = npt.NDArray[np.int64]
 
@@ -29,34 +35,21 @@ class Row(NamedTuple):
     positions: npt.NDArray[Any]
 
 
-def document_starts(stream: TokenStream, end_of_text: int) -> Ints:
-    """Return the offset of each document of a stream, and the length of the stream, (N + 1,)."""
-    return _starts_after(stream, lambda tokens: tokens == end_of_text)
-
-
-def example_starts(records: TokenStream) -> Ints:
-    """Return the offset of each example of a stream of records, and the length of the stream, (N + 1,)."""
-    return _starts_after(records, lambda part: part["flags"] & LAST)
-
-
-def _starts_after(stream: TokenStream, are_last: Callable[[npt.NDArray[Any]], npt.NDArray[Any]]) -> Ints:
-    ends = (
-        np.flatnonzero(are_last(stream[first : first + _SCANNED_TOKENS])) + first + 1
-        for first in range(0, len(stream), _SCANNED_TOKENS)
-    )
-    starts = np.concatenate([np.zeros(1, np.int64), *ends])
-    return starts if starts[-1] == len(stream) else np.append(starts, len(stream))
-
-
 def example_targets(records: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """Return the targets of records, `IGNORED` where they do not count in the loss."""
     return np.where(records["flags"] & SCORED, records["target"].astype(np.int64), IGNORED)
 
 
-def with_long_documents_again(stream: TokenStream, starts: Ints, *, long_tokens: int, times: int) -> TokenStream:
+def with_long_documents_again(stream: TokenStream, end_of_text: int, *, long_tokens: int, times: int) -> TokenStream:
     """Return a stream followed by `times` - 1 copies of its documents of at least `long_tokens` tokens."""
-    lengths = np.diff(starts)
-    again = [stream[starts[index] : starts[index + 1]] for index in np.flatnonzero(lengths >= long_tokens)]
+    again, start = [], 0
+    for first in range(0, len(stream), BLOCK_TOKENS):
+        for end in (np.flatnonzero(stream[first : first + BLOCK_TOKENS] == end_of_text) + first + 1).tolist():
+            if end - start >= long_tokens:
+                again.append(stream[start:end])
+            start = end
+    if len(stream) - start >= long_tokens:
+        again.append(stream[start:])
     return TokenStream([*stream.parts, *again * (times - 1)])
 
 
@@ -98,6 +91,15 @@ class Windows:
         return self.context
 
 
+class _Group(NamedTuple):
+    """Packed rows of some blocks: row i holds the pieces from bounds[i] to bounds[i + 1], and order says when it comes."""
+
+    offsets: Ints
+    sizes: npt.NDArray[np.int32]
+    bounds: Ints
+    order: npt.NDArray[np.int32]
+
+
 @dataclass(eq=False)
 class Packs:
     """Rows of whole documents, packed by best fit in order of decreasing length (arXiv:2404.10830).
@@ -105,9 +107,12 @@ class Packs:
     The inputs of a document are the end of text and its tokens, and its targets are its tokens and the end of text: none
     is predicted from another document. Documents longer than a row are cut into pieces of one row each and a rest.
 
+    A block of at most `BLOCK_TOKENS` tokens and `BLOCK_DOCUMENTS` documents is packed by itself. An epoch goes through the
+    blocks in random order, `GROUP_BLOCKS` at a time, and through the rows of such a group in random order. What is held
+    is the plan of two groups, and the first token and the number of rows of each block.
+
     Args:
         stream: Tokens of the source.
-        starts: Offsets of its documents, and its length (see `document_starts`).
         context: Row length T.
         key: Seeds of the random numbers; the epoch is added.
         end_of_text: The token that ends documents.
@@ -118,7 +123,6 @@ class Packs:
 
     stream: TokenStream
     _: KW_ONLY
-    starts: Ints
     context: int
     key: tuple[int, ...]
     end_of_text: int
@@ -127,28 +131,63 @@ class Packs:
     times: int = 1
 
     def __post_init__(self) -> None:
-        lengths = np.diff(self.starts)
+        firsts, rows = [0], []
+        while firsts[-1] < len(self.stream):
+            starts = self._starts(firsts[-1])
+            sizes = np.sort(self._pieces(starts)[1])[::-1]
+            rows.append(int(best_fit(sizes, self.context).max()) + 1)
+            firsts.append(int(starts[-1]))
+        self._firsts, self._rows = firsts, np.array(rows)
+        self.per_epoch = int(self._rows.sum())
+        self._epoch = lru_cache(maxsize=2)(self._draw_epoch)
+        self._group = lru_cache(maxsize=2)(self._draw_group)
+
+    def _starts(self, first: int) -> Ints:
+        """Return the offsets of the documents of the block that begins at `first`, and its end, (N + 1,)."""
+        tokens = self.stream[first : first + BLOCK_TOKENS]
+        ends = np.flatnonzero(self._are_last(tokens))[:BLOCK_DOCUMENTS] + first + 1
+        stop = first + len(tokens)
+        if stop == len(self.stream) and len(ends) < BLOCK_DOCUMENTS and not (len(ends) and ends[-1] == stop):
+            ends = np.append(ends, stop)  # the stream ends within a document
+        elif not len(ends):  # a document that is longer than a block
+            ends = np.array([first + max(1, BLOCK_TOKENS // self.context) * self.context])
+        return np.concatenate([[first], ends])
+
+    def _are_last(self, tokens: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Return which tokens end a document."""
+        return tokens == self.end_of_text
+
+    def _pieces(self, starts: Ints) -> tuple[Ints, npt.NDArray[np.int32]]:
+        """Return offset and size of each piece that is packed of documents with these offsets."""
+        lengths = np.diff(starts)
         again = np.where(lengths >= self.long_tokens, self.times, 1) if self.long_tokens else 1
         pieces = np.repeat(-(-lengths // self.context), again)
-        first, length = np.repeat(self.starts[:-1], again), np.repeat(lengths, again)
+        first, length = np.repeat(starts[:-1], again), np.repeat(lengths, again)
         place = (np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * self.context
-        self._offsets = np.repeat(first, pieces) + place
-        self._sizes = np.minimum(np.repeat(length, pieces) - place, self.context)
-        rows = best_fit(np.sort(self._sizes)[::-1], self.context)
-        self.per_epoch = int(rows.max()) + 1
-        self._slots = np.argsort(rows, kind="stable")
-        self._bounds = np.searchsorted(rows[self._slots], np.arange(self.per_epoch + 1))
-        self._epoch = lru_cache(maxsize=2)(self._draw_epoch)
-
-    @cached_property
-    def _filled(self) -> Ints:
-        """Number of tokens in each row of the plan."""
-        return np.add.reduceat(np.sort(self._sizes)[::-1][self._slots], self._bounds[:-1])
+        sizes = np.minimum(np.repeat(length, pieces) - place, self.context)
+        return np.repeat(first, pieces) + place, sizes.astype(np.int32)
 
     def _draw_epoch(self, epoch: int) -> tuple[Ints, Ints]:
-        rng = np.random.default_rng([*self.key, epoch])
-        pieces = np.lexsort((rng.random(len(self._sizes)), -self._sizes))
-        return pieces, rng.permutation(self.per_epoch)
+        """Return the blocks in their order, and the number of rows up to the end of each group."""
+        blocks = np.random.default_rng([*self.key, epoch]).permutation(len(self._rows))
+        return blocks, np.add.reduceat(self._rows[blocks], np.arange(0, len(blocks), GROUP_BLOCKS)).cumsum()
+
+    def _draw_group(self, epoch: int, group: int) -> _Group:
+        blocks = self._epoch(epoch)[0][group * GROUP_BLOCKS : (group + 1) * GROUP_BLOCKS]
+        rng = np.random.default_rng([*self.key, epoch, *([group] if len(self._rows) > 1 else [])])
+        offsets, sizes, bounds = [], [], [np.zeros(1, np.int64)]
+        for block in blocks.tolist():
+            place, size = self._pieces(self._starts(self._firsts[block]))
+            pieces = np.lexsort((rng.random(len(size)), -size))
+            rows = best_fit(size[pieces], self.context)
+            slots = np.argsort(rows, kind="stable")
+            pieces = pieces[slots]
+            offsets.append(place[pieces])
+            sizes.append(size[pieces])
+            bounds.append(bounds[-1][-1] + np.searchsorted(rows[slots], np.arange(1, self._rows[block] + 1)))
+        ends = np.concatenate(bounds)
+        order = rng.permutation(len(ends) - 1).astype(np.int32)
+        return _Group(np.concatenate(offsets), np.concatenate(sizes), ends, order)
 
     def row(self, index: int) -> Row:
         """Return a row, counted from 0 over all epochs. Padding is at its end, with positions of its own."""
@@ -156,7 +195,7 @@ class Packs:
         targets = np.full(self.context, IGNORED, np.int64)
         positions = np.arange(self.context)
         begin = 0
-        for offset, size in self._pieces(index):
+        for offset, size in self._row_pieces(index):
             end = begin + size
             inputs[begin:end], targets[begin:end] = self._read(offset, size)
             positions[begin:] -= positions[begin]
@@ -165,13 +204,15 @@ class Packs:
             positions[begin:] -= positions[begin]
         return Row(inputs, targets, positions)
 
-    def _pieces(self, index: int) -> Iterator[tuple[int, int]]:
+    def _row_pieces(self, index: int) -> Iterator[tuple[int, int]]:
         """Yield the offset and the size of each piece of a row."""
         epoch, place = divmod(index, self.per_epoch)
-        pieces, order = self._epoch(epoch)
-        row = int(order[place])
-        for piece in pieces[self._slots[self._bounds[row] : self._bounds[row + 1]]].tolist():
-            yield int(self._offsets[piece]), int(self._sizes[piece])
+        ends = self._epoch(epoch)[1]
+        group = int(np.searchsorted(ends, place, side="right"))
+        plan = self._group(epoch, group)
+        row = plan.order[place - (int(ends[group - 1]) if group else 0)]
+        pieces = slice(plan.bounds[row], plan.bounds[row + 1])
+        return zip(plan.offsets[pieces].tolist(), plan.sizes[pieces].tolist(), strict=True)
 
     def _read(self, offset: int, size: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
         """Return inputs and targets. The input before a document is the end of text of its predecessor."""
@@ -183,8 +224,7 @@ class Packs:
 
     def targets(self, index: int) -> int:
         """Return the number of targets of a row that count in the loss."""
-        epoch, place = divmod(index, self.per_epoch)
-        return int(self._filled[self._epoch(epoch)[1][place]])
+        return sum(size for _, size in self._row_pieces(index))
 
 
 class ExamplePacks(Packs):
@@ -193,17 +233,20 @@ class ExamplePacks(Packs):
     `stream` holds records, which are inputs and targets as they are: nothing is put before or after an example.
     """
 
+    def _are_last(self, tokens: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        return (tokens["flags"] & LAST).astype(bool)
+
     def _read(self, offset: int, size: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
         records = self.stream[offset : offset + size]
         return records["input"], example_targets(records)
 
     def targets(self, index: int) -> int:
         """Return the number of targets of a row that count in the loss."""
-        flags = (self.stream[offset : offset + size]["flags"] for offset, size in self._pieces(index))
+        flags = (self.stream[offset : offset + size]["flags"] for offset, size in self._row_pieces(index))
         return sum(int(np.count_nonzero(part & SCORED)) for part in flags)
 
 
-def best_fit(sizes: Ints, capacity: int) -> Ints:
+def best_fit(sizes: npt.NDArray[np.integer[Any]], capacity: int) -> Ints:
     """Pack items into rows: each goes into the fullest row that has room, or into a new one.
 
     Items of equal size are placed together, so time grows with the number of different sizes and not with that of items.

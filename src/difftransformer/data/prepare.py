@@ -10,7 +10,6 @@ import functools
 import hashlib
 import json
 import math
-import os
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,28 +22,21 @@ from typing import Any
 from ..errors import ConfigError, DataError
 from ..files import locked, write_text_atomically
 from ..reading import read_json
+from ..typed import ASIDE
 from .chat import ChatTemplate
 from .documents import AnyDocument, Example
 from .needles import CITIES_SEEN, NeedleFormat
-from .shards import Manifest, Shards, SourceConfig, Split, read_manifest, write_manifest
+from .shards import Shards, SourceConfig, Split, read_manifest, write_manifest
 from .synthetic import PREFIX, synthetic_shards, synthetic_task
-from .text import held_out_groups, iter_documents, iter_split, source_bytes, source_state
+from .text import Reading, iter_documents, iter_split, source_bytes, source_state
 from .tokenizer import BYTE_VOCABULARY, SPECIAL_TOKENS, Tokenizer, load_tokenizer, train_bpe
-from .writing import (
-    PROGRESS_FILE,
-    SHARD_TOKENS,
-    TOKENIZER_FOLDER,
-    ShardWriter,
-    TextChanged,
-    TextDigest,
-    read_progress,
-    remove_shards,
-)
+from .writing import TextDigest, write_documents
 
 DEFAULT_FOLDER = "shards"
 BPE_CHARACTERS = 2**29
 """Text that a BPE is trained on, at most. Of larger sources it gets parts that are evenly spread."""
-_LARGE_BYTES = 2**26  # size of a source from which several processes gain more than their start costs
+_LARGE_BYTES = 2**26  # size of a source from which progress is worth showing
+_MAKING = "making-"  # begins the names of folders that are not complete
 _MIXTURE_FILE = "mixture.json"
 
 Log = Callable[[str], None]
@@ -78,7 +70,7 @@ class DataConfig:
     needle_words: int = 0
     validation_share: float = 0.02
     split_seed: int = 0
-    folder: str = DEFAULT_FOLDER
+    folder: str = field(default=DEFAULT_FOLDER, metadata=ASIDE)
 
     def __post_init__(self) -> None:
         if self.source.startswith(PREFIX):
@@ -122,28 +114,24 @@ def prepare_shards(
     *,
     log: Log = lambda text: None,
     progress: Progress = lambda done, total: None,
-    processes: int | None = None,
     made: Sequence[Path] = (),
 ) -> Shards:
     """Open the shards of a request, and make them first if they do not exist.
 
     Shards are named after the request and the SHA-256 of the text, so changed text is tokenised again. The text is not
-    even read if its files are unchanged, by name, size and times, since the shards were made. If the process is stopped
-    while it tokenises, the next one goes on after the last complete file.
+    even read if its files are unchanged, by name, size and times, since the shards were made. They take their name when they
+    are complete, so a process that is stopped while it tokenises leaves nothing that counts, and the next one starts again.
 
     Args:
         config: The request.
         log: Called with a line of text at each step.
-        progress: Called with the amount of a large text that is tokenised, and the whole amount if it is known.
-        processes: Number of processes that tokenise; None for one per core if the text is large, and 1 otherwise.
+        progress: Called with the amount of a large text that is tokenised, in bytes of its files or rows of a data set, and
+            the whole amount.
         made: `Shards.folders` of this request, which another process has just prepared; the text is not looked at.
 
     Raises:
-        ConfigError: `processes` is below 1.
         DataError: The text is missing, empty or unreadable, or the shards are damaged or cannot be written.
     """
-    if processes is not None and processes < 1:
-        raise ConfigError(f"processes={processes}: give at least 1")
     if config.source.startswith(PREFIX):
         return synthetic_shards(config.source, config.options, config.split_seed)
     sources = config.mixture or [SourceConfig(source=config.source)]
@@ -151,12 +139,7 @@ def prepare_shards(
         opened = [Shards.open(folder) for folder in made]
     else:
         mixed = _mixture_tokenizer(config, log) if config.mixture and config.tokenizer == "bpe" else None
-        opened = []
-        for one in sources:
-            is_large = (source_bytes(one.source) or math.inf) >= _LARGE_BYTES
-            workers = processes or (_cores() if is_large else 1)
-            shown = progress if is_large else (lambda done, total: None)
-            opened.append(_Request(config, one.source, mixed).shards(log, shown, workers))
+        opened = [_Request(config, one.source, mixed).shards(log, progress) for one in sources]
     return Shards.mix(list(zip(sources, opened, strict=True))) if config.mixture else opened[0]
 
 
@@ -172,24 +155,25 @@ class _Request:
         elif config.tokenizer != "bpe":
             with contextlib.suppress(DataError):  # shards that exist need no other copy of their tokenizer
                 self.tokenizer = load_tokenizer(config.tokenizer)
+        self.key = _key(self.fields)
         self.state = source_state(source)
         self.text_sha256 = functools.cache(self._text_sha256)
 
-    def shards(self, log: Log, progress: Progress, processes: int) -> Shards:
+    def shards(self, log: Log, progress: Progress) -> Shards:
         """Find or make the shards."""
-        found = self._find(log)
-        if found is None:
-            with locked(self.root, name=f".{_key(self.fields)}.lock", wait=True):
-                found = self._find(log) or self._make(log, progress, processes)
+        folder = self._find(log)
+        if folder is None:
+            with locked(self.root, name=f".{self.key}.lock", wait=True):
+                folder = self._find(log) or self._make(log, progress)
         else:
-            log(f"using {found}")
-        return Shards.open(found)
+            log(f"using {folder}")
+        return Shards.open(folder)
 
     def _find(self, log: Log) -> Path | None:
         """Return the folder that was made by this request from the same text."""
         candidates = []
         for path in sorted(self.root.glob("*/manifest.json")):
-            if (path.parent / PROGRESS_FILE).exists():  # not yet at its place
+            if path.parent.name.startswith(_MAKING):
                 continue
             with contextlib.suppress(DataError):
                 manifest = read_manifest(path.parent)
@@ -211,46 +195,34 @@ class _Request:
                 return folder
         return None
 
-    def _make(self, log: Log, progress: Progress, processes: int) -> Path:
-        folder = self.root / f"making-{_key(self.fields)}"
-        begun = read_progress(folder)
-        has_begun = begun is not None and begun.batches > 0
+    def _make(self, log: Log, progress: Progress) -> Path:
+        folder = self.root / f"{_MAKING}{self.key}"
         tokenizer = self.tokenizer
         if tokenizer is None and self.config.tokenizer != "bpe":
             tokenizer = load_tokenizer(self.config.tokenizer)
-        if tokenizer is None and begun and has_begun and self.state is not None and begun.source_state == self.state:
-            tokenizer = Tokenizer.load(folder / TOKENIZER_FOLDER)
         if tokenizer is None:
             log(f"training a BPE on {self.source}")
             tokenizer = _train_bpe(self.config, [self.source])
-        log(f"{'going on with' if has_begun else 'tokenising'} {self.source} in {self.root}")
+        log(f"tokenising {self.source} in {self.root}")
+        is_large = (source_bytes(self.source) or math.inf) >= _LARGE_BYTES
+        digest, reading = TextDigest(), Reading(progress) if is_large else Reading()
+        shutil.rmtree(folder, ignore_errors=True)  # of a process that was killed
         try:
-            try:
-                manifest = self._write(folder, tokenizer, progress, processes)
-            except TextChanged:
-                log(f"{self.source} has changed since it was begun")
-                remove_shards(folder)
-                manifest = self._write(folder, tokenizer, progress, processes)
+            manifest = write_documents(
+                folder,
+                _split(self.config, digest.over(iter_documents(self.source, reading))),
+                tokenizer,
+                source=self.source,
+                source_state=self.state,
+                request=lambda: {**self.fields, "text_sha256": digest.hexdigest()},
+                on_text=reading.add,
+            )
+            final = self.root / _key(manifest.request)
+            shutil.rmtree(final, ignore_errors=True)
+            folder.rename(final)
         finally:
-            if read_progress(folder) is None:
-                shutil.rmtree(folder, ignore_errors=True)
-        final = self.root / _key(manifest.request)
-        shutil.rmtree(final, ignore_errors=True)
-        folder.rename(final)
-        (final / PROGRESS_FILE).unlink()
+            shutil.rmtree(folder, ignore_errors=True)
         return final
-
-    def _write(self, folder: Path, tokenizer: Tokenizer, progress: Progress, processes: int) -> Manifest:
-        digest, origin = TextDigest(), dict[str, Any]()
-        documents = _split(self.config, self.source, digest.over(iter_documents(self.source, progress, origin=origin)))
-        with ShardWriter(
-            folder, tokenizer, source_state=self.state, shard_tokens=SHARD_TOKENS, resumable=True
-        ) as writer:
-            writer.write(documents, digest=digest, processes=processes)
-            request = {**self.fields, "text_sha256": digest.hexdigest()}
-            manifest = writer.manifest(source=self.source, request=request, origin=origin)
-            write_manifest(folder, manifest)
-        return manifest
 
     def _text_sha256(self) -> str:
         digest = TextDigest()
@@ -298,7 +270,7 @@ def _training_text(config: DataConfig, sources: Sequence[str]) -> Iterator[str]:
     sizes = [source_bytes(source) or 0 for source in sources]
     share, place, read = min(Fraction(1), Fraction(BPE_CHARACTERS, max(1, sum(sizes)))), 0, 0
     for source in sources:
-        for split, document in _split(config, source, iter_documents(source)):
+        for split, document in _split(config, iter_documents(source)):
             if isinstance(document, Example):
                 raise DataError(
                     f"{source} holds token ids, on which no BPE can be trained; name their tokenizer in data.tokenizer, or "
@@ -313,12 +285,5 @@ def _training_text(config: DataConfig, sources: Sequence[str]) -> Iterator[str]:
                 return
 
 
-def _split(config: DataConfig, source: str, documents: Iterable[AnyDocument]) -> Iterator[tuple[Split, AnyDocument]]:
-    share, seed = config.validation_share, config.split_seed
-    held_out = held_out_groups(source, validation_share=share, seed=seed)
-    return iter_split(documents, validation_share=share, seed=seed, held_out=held_out)
-
-
-def _cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def _split(config: DataConfig, documents: Iterable[AnyDocument]) -> Iterator[tuple[Split, AnyDocument]]:
+    return iter_split(documents, validation_share=config.validation_share, seed=config.split_seed)

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..errors import ConfigError, DataError
-from .hub import CONVERTED
-from .records import PublicSet, chosen, jsonl_rows, public_rows, text_field
+from .records import CONVERTED, PublicSet, chosen, jsonl_rows, public_rows, text_field
 
 Kind = Literal["summary", "qa"]
 

@@ -72,7 +72,6 @@ class Manifest:
         source_state: State of the source's files when they were read (see `source_state`), if it is known.
         content: What the files hold.
         template_sha256: Fingerprint of the chat template that wrote the examples, if one did.
-        origin: What is known of installed text: packages, licences and what was left out.
     """
 
     version: int
@@ -86,7 +85,6 @@ class Manifest:
     source_state: str | None = None
     content: Content = "text"
     template_sha256: str | None = None
-    origin: dict[str, Any] = field(default_factory=dict)
 
     @property
     def item_dtype(self) -> np.dtype[Any]:
@@ -327,6 +325,7 @@ def read_manifest(folder: Path) -> Manifest:
             f"{path}: manifest version {version!r}, this release reads version {MANIFEST_VERSION}; "
             f"{_TOKENISE_AGAIN}, or use the release that wrote it"
         )
+    content.pop("origin", None)  # of installed packages, which are no longer read
     try:
         manifest = build(Manifest, content, source=str(path), error=DataError)
     except DataError as error:

@@ -9,35 +9,48 @@ import hashlib
 import json
 import time
 from codecs import BOM_UTF8
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Literal
 
 from ..errors import ConfigError, DataError
 from ..typed import short
-from .documents import AnyDocument, Document, Example, LargeDocument
-from .examples import FIELDS, read_special
-from .hub import load_set
-from .installed import installed_source, walk
-from .records import hash_of, is_held_out, json_lines, read_text
-from .streams import OnRead, parquet_rows, readable
+from .documents import FIELDS, AnyDocument, Document, Example, LargeDocument, read_special
+from .installed import STDLIB, read_stdlib, stdlib_files, walk
+from .records import is_held_out, json_lines, load_set, parquet_rows, read_text, readable
 
 TEXT_SUFFIXES = (".txt", ".md", ".py")
 JSONL_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 SUFFIXES = (*TEXT_SUFFIXES, *JSONL_SUFFIXES, ".parquet")
 SOURCES = (
-    "python-stdlib; python-packages[:NAME,...]; wiki-offline[:LANGUAGE]; wikitext-2; "
-    f"a folder of files that end in {', '.join(SUFFIXES)}; one such file; "
+    f"{STDLIB}; a folder of files that end in {', '.join(SUFFIXES)}; one such file; "
     "hf:NAME[:CONFIG][:SPLIT] (a Hugging Face datasets name), or hf-stream:NAME[:CONFIG][:SPLIT], which is not stored first"
 )
-_HUB_PREFIXES = ("hf:", "hf-stream:")
+HUB_PREFIXES = ("hf:", "hf-stream:")
 LARGE_BYTES = 2**24
 """Size from which a text file is read in parts."""
-_Progress = Callable[[int, int], None]
 
 _RECENT_SECONDS = 2.0  # the coarsest resolution of file times
+
+
+@dataclass
+class Reading:
+    """How much of a source has been read, in bytes of files or rows of a data set. `total` is 0 where it is not known.
+
+    A `LargeDocument` is read several times; whoever reads its text last adds its bytes.
+    """
+
+    report: Callable[[int, int], None] = lambda done, total: None
+    done: int = 0
+    total: int = 0
+
+    def add(self, size: int) -> None:
+        """Add what has been read since the last call."""
+        self.done += size
+        if self.total:
+            self.report(self.done, self.total)
 
 
 def read_documents(source: str) -> list[Document]:
@@ -60,29 +73,27 @@ def read_documents(source: str) -> list[Document]:
     return documents
 
 
-def iter_documents(
-    source: str, progress: _Progress = lambda done, total: None, *, origin: dict[str, Any] | None = None
-) -> Iterator[AnyDocument]:
+def iter_documents(source: str, reading: Reading | None = None) -> Iterator[AnyDocument]:
     """Yield the documents of a source, in an order fixed by their names.
 
     Args:
-        source: A name of text that is installed (see `installed_source`); a folder, which is read recursively without hidden
-            and empty files; a `.txt`, `.md` or `.py` file, which is one document; a `.jsonl` file (also `.jsonl.gz` and
-            `.jsonl.zst`) with one object per line that has a string `text` and optionally a string `name`; a `.parquet` file
-            with such columns; or `hf:NAME[:CONFIG][:SPLIT]`, which needs the extra `data`. The split defaults to `train`, and
-            CONFIG may be empty, as in `hf:NAME::validation`. With `hf-stream:` in place of `hf:`, the set is not stored first.
-        progress: Called with the bytes of files (rows of a data set) that are read, and their total if it is known.
-        origin: Gets what is known of installed text when all of it has been read: packages, licences and what was left out.
+        source: `python-stdlib` (see `read_stdlib`); a folder, which is read recursively without hidden and empty files; a
+            `.txt`, `.md` or `.py` file, which is one document; a `.jsonl` file (also `.jsonl.gz` and `.jsonl.zst`) with one
+            object per line that has a string `text` and optionally a string `name`; a `.parquet` file with such columns; or
+            `hf:NAME[:CONFIG][:SPLIT]`, which needs the extra `data`. The split defaults to `train`, and CONFIG may be empty,
+            as in `hf:NAME::validation`. With `hf-stream:` in place of `hf:`, the set is not stored first.
+        reading: Gets how much of it has been read.
 
     In place of `text`, a row may have `messages`, and is a `Conversation`, or `input_ids`, and is an `Example`.
 
     Raises:
         DataError: The source is none of these, is missing or empty, or holds text that is broken or not UTF-8.
     """
-    if (installed := installed_source(source)) is not None:
-        return (Document(*piece) for piece in installed.read({} if origin is None else origin))
-    if source.startswith(_HUB_PREFIXES):
-        return _read_hugging_face(source, progress)
+    reading = reading or Reading()
+    if source == STDLIB:
+        return read_stdlib()
+    if source.startswith(HUB_PREFIXES):
+        return _read_hub(source, reading)
     path = Path(source)
     if not source or not path.exists():
         raise DataError(f"source {source!r}: no such file or folder; allowed are {SOURCES}")
@@ -96,7 +107,7 @@ def iter_documents(
             missing = 'the file is empty; give one JSON object with a "text" field on each line'
         if not path.name.endswith(SUFFIXES):
             raise DataError(f"source {source!r}: files ending in {path.suffix!r} are not read; allowed are {SOURCES}")
-    return _read_files(files, DataError(f"{path}: {missing.format(len(files))}"), progress)
+    return _read_files(files, DataError(f"{path}: {missing.format(len(files))}"), reading)
 
 
 def source_state(source: str) -> str | None:
@@ -105,13 +116,13 @@ def source_state(source: str) -> str | None:
     A set of the Hugging Face hub is taken to stay as it is. Returns None for files changed so recently that a further change
     might leave their times as they are.
     """
-    files = _source_files(source)
-    if files is None:
+    located = _source_files(source)
+    if located is None:
         return hashlib.sha256(source.encode()).hexdigest()
-    folder, found = files
+    folder, files = located
     states: list[object] = [str(folder.absolute())]
     try:
-        for name, path in found:
+        for name, path in files:
             status = path.stat()
             if max(status.st_mtime, status.st_ctime) > time.time() - _RECENT_SECONDS:
                 return None
@@ -123,17 +134,17 @@ def source_state(source: str) -> str | None:
 
 def source_bytes(source: str) -> int | None:
     """Return the size of a source's files, or None for a set of the Hugging Face hub."""
-    files = _source_files(source)
-    return None if files is None else sum(path.stat().st_size for _, path in files[1] if path.exists())
+    located = _source_files(source)
+    return None if located is None else sum(path.stat().st_size for _, path in located[1] if path.exists())
 
 
 def _source_files(source: str) -> tuple[Path, list[tuple[str, Path]]] | None:
     """Return the folder or file of a source and its files with their names, or None for a set of the hub."""
-    if (installed := installed_source(source)) is not None:
-        return installed.files()
+    if source == STDLIB:
+        return stdlib_files()
     suffixes: Sequence[str] = SUFFIXES
     folder = Path(source)
-    if source.startswith(_HUB_PREFIXES):
+    if source.startswith(HUB_PREFIXES):
         folder, suffixes = Path(source.split(":")[1]), [""]  # datasets reads local folders with files of any kind
         if not folder.exists():
             return None
@@ -166,37 +177,10 @@ def split_documents(
     return sides["train"], sides["validation"]
 
 
-def held_out_groups(source: str, *, validation_share: float, seed: int) -> frozenset[str]:
-    """Return the groups of a source, such as packages, that are held out as a whole; none where it has no groups.
-
-    They are the first ones in an order drawn from the seed that hold at most half of `validation_share` of the bytes. A group
-    that would exceed it is passed over.
-    """
-    installed = installed_source(source)
-    found = installed.files() if installed is not None and installed.is_grouped else None
-    sizes: Counter[str] = Counter()
-    for name, path in found[1] if found else ():
-        sizes[name.partition("/")[0]] += path.stat().st_size
-    room, chosen = validation_share / 2 * sizes.total(), set()
-    for group in sorted(sizes, key=lambda group: hash_of(group, seed)):
-        if sizes[group] <= room:
-            chosen.add(group)
-            room -= sizes[group]
-    return frozenset(chosen)
-
-
 def iter_split(
-    documents: Iterable[AnyDocument],
-    *,
-    validation_share: float,
-    seed: int,
-    held_out: Collection[str] = (),
+    documents: Iterable[AnyDocument], *, validation_share: float, seed: int
 ) -> Iterator[tuple[Literal["train", "validation"], AnyDocument]]:
-    """Yield documents with their splits; see `split_documents`.
-
-    Documents of the groups `held_out` (see `held_out_groups`) are validation documents. Of the others, half of the share is
-    held out then.
-    """
+    """Yield documents with their splits; see `split_documents`."""
     if not 0.0 < validation_share < 1.0:
         raise ConfigError(f"validation_share is {validation_share}; give a share between 0 and 1, for example 0.05")
     documents = iter(documents)
@@ -207,9 +191,8 @@ def iter_split(
         yield "validation", validation
         return
     total = held = 0
-    share = validation_share / 2 if held_out else validation_share
     for document in chain(first, documents):
-        is_validation = document.name.partition("/")[0] in held_out or is_held_out(document.name, share, seed)
+        is_validation = is_held_out(document.name, validation_share, seed)
         total, held = total + 1, held + is_validation
         yield ("validation" if is_validation else "train"), document
     if not 0 < held < total:
@@ -256,73 +239,57 @@ def _cut_document(
     )
 
 
-def _read_files(files: Sequence[tuple[str, Path]], empty: DataError, progress: _Progress) -> Iterator[AnyDocument]:
+def _read_files(files: Sequence[tuple[str, Path]], empty: DataError, reading: Reading) -> Iterator[AnyDocument]:
     """Yield the documents of files; raise `empty` if there are none."""
     with readable(files[0][1].parent):
-        total = sum(path.stat().st_size for _, path in files)
-    done, is_empty = 0, True
-
-    def on_read(size: int) -> None:
-        nonlocal done
-        done += size
-        progress(done, total)
-
+        reading.total = sum(path.stat().st_size for _, path in files)
+    is_empty = True
     for name, path in files:
-        for document in _read_file(path, name, on_read):
+        for document in _read_file(path, name, reading):
             is_empty = False
             yield document
     if is_empty:
         raise empty
 
 
-def _read_file(path: Path, name: str, on_read: OnRead) -> Iterator[AnyDocument]:
+def _read_file(path: Path, name: str, reading: Reading) -> Iterator[AnyDocument]:
     if path.name.endswith(JSONL_SUFFIXES):
-        yield from _read_jsonl(path, name, on_read)
+        for number, row in json_lines(path, reading.add):
+            place, row_name = f"{path}: line {number}", row.get("name", f"{name}:{number}")
+            if not isinstance(row_name, str):
+                raise DataError(f'{place} has the "name" {short(row_name)}; it must be a string, or left out')
+            document = _row_document(row, row_name, place)
+            if document is None:
+                raise DataError(f'{place} has an empty "text"; give it text or remove the line')
+            yield document
     elif path.suffix == ".parquet":
-        for number, row in enumerate(parquet_rows(path, FIELDS, on_read), start=1):
-            text, row_name = row.get("text"), row.get("name")
-            given_name = row_name if isinstance(row_name, str) else f"{name}:{number}"
-            if (special := read_special(row, given_name, f"{path}: row {number}")) is not None:
-                yield special
-                continue
-            if "text" not in row or not isinstance(text, str | None):
-                raise DataError(
-                    f'{path}: row {number} has no string "text" (met {short(row)}); rename the column of the text'
-                )
-            if text:
-                yield Document(given_name, text)
-    elif path.stat().st_size > LARGE_BYTES:
-        yield _large_document(path, name)
-        on_read(path.stat().st_size)
+        for number, row in enumerate(parquet_rows(path, FIELDS, reading.add), start=1):
+            row_name = row["name"] if isinstance(row.get("name"), str) else f"{name}:{number}"
+            if document := _row_document(row, row_name, f"{path}: row {number}"):
+                yield document
+    elif (size := path.stat().st_size) > LARGE_BYTES:
+        with path.open("rb") as file:
+            start = len(BOM_UTF8) if file.read(len(BOM_UTF8)) == BOM_UTF8 else 0
+        yield LargeDocument(name, path, start, size)
     else:
         text = read_text(path)
-        on_read(path.stat().st_size)
+        reading.add(size)
         if text:
             yield Document(name, text)
 
 
-def _large_document(path: Path, name: str) -> LargeDocument:
-    with path.open("rb") as file:
-        has_mark = file.read(len(BOM_UTF8)) == BOM_UTF8
-    return LargeDocument(name, path, len(BOM_UTF8) if has_mark else 0, path.stat().st_size)
+def _row_document(row: dict[str, Any], name: str, place: str) -> AnyDocument | None:
+    """Return the document of a row, or None if its text is empty. Messages begin with `place`, where the row is."""
+    if (special := read_special(row, name, place)) is not None:
+        return special
+    text = row.get("text", 0)
+    if not isinstance(text, str | None):
+        met = short(text) if "text" in row else sorted(row)
+        raise DataError(f'{place} has no string "text" (met {met}); give a "text" field')
+    return Document(name, text) if text else None
 
 
-def _read_jsonl(path: Path, name: str, on_read: OnRead) -> Iterator[AnyDocument]:
-    for number, row in json_lines(path, on_read):
-        text, row_name, place = row.get("text"), row.get("name", f"{name}:{number}"), f"{path}: line {number}"
-        if not isinstance(row_name, str):
-            raise DataError(f'{place} has the "name" {short(row_name)}; it must be a string, or left out')
-        if (special := read_special(row, row_name, place)) is not None:
-            yield special
-            continue
-        if not isinstance(text, str):
-            raise DataError(f'{place} has no string "text" (met {sorted(row)}); give a "text" field')
-        if not text:
-            raise DataError(f'{place} has an empty "text"; give it text or remove the line')
-        yield Document(row_name, text)
-
-
-def _read_hugging_face(source: str, progress: _Progress) -> Iterator[AnyDocument]:
+def _read_hub(source: str, reading: Reading) -> Iterator[AnyDocument]:
     prefix, _, rest = source.partition(":")
     name, config, split, *others = [*rest.split(":"), "", ""]
     if not name or any(others):
@@ -333,28 +300,18 @@ def _read_hugging_face(source: str, progress: _Progress) -> Iterator[AnyDocument
     split = split or "train"
     streaming = prefix == "hf-stream"
     rows = load_set(f"source {source!r}", name, config=config or None, split=split, streaming=streaming)
-    columns = rows.column_names
-    if columns is not None:
+    if (columns := rows.column_names) is not None:
         if not {"text", "messages", "input_ids"} & set(columns):
             raise DataError(
                 f'source {source!r}: no column "text", "messages" or "input_ids" (met {sorted(columns)}); write a .jsonl file'
             )
         rows = rows.select_columns([column for column in FIELDS if column in columns and column != "name"])
-    total = None if streaming else len(rows)
+    reading.total = 0 if streaming else len(rows)
     is_empty = True
     for index, row in enumerate(rows):
-        text = row.get("text")
-        if (special := read_special(row, f"{name}/{split}/{index}", f"source {source!r}: row {index}")) is not None:
+        if document := _row_document(row, f"{name}/{split}/{index}", f"source {source!r}: row {index}"):
             is_empty = False
-            yield special
-        if text is not None and not isinstance(text, str):
-            raise DataError(
-                f'source {source!r}: row {index} has a "text" of type {type(text).__name__}; it must be a string'
-            )
-        if text:
-            is_empty = False
-            yield Document(f"{name}/{split}/{index}", text)
-        if total is not None:
-            progress(index + 1, total)
+            yield document
+        reading.add(1)
     if is_empty:
         raise DataError(f"source {source!r}: the split {split!r} holds no text; name another split")

@@ -1,20 +1,33 @@
-"""Models of other families made differential: transformers' own classes, whose attention layers form two maps.
+"""Every road of other people's models: converted, made differential, or run on this package's operator.
 
-A model of this package has Llama's layout. A model with more than that (biases, norms on queries and keys, fused
-projections, norms after a layer, layers without rotation) keeps its own class, and only its attention changes.
+* `convert_folder` moves models between layouts; the functions for attention weights convert single layers.
+* `upcycle_folder` makes a pretrained model differential without changing its function. A model of another layout than Llama's
+  keeps its own class, and only its attention changes (`FAMILIES`).
+* `accelerate` runs the attention of a model of transformers on this package's operator, and `restore` undoes it.
 """
 
-from .config import DifferentialFields, attention_fields
-from .counts import count_family
-from .models import FAMILIES, DifferentialFamilyConfig, attention_layers, family_config, refused_features
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "FAMILIES",
-    "DifferentialFamilyConfig",
-    "DifferentialFields",
-    "attention_fields",
-    "attention_layers",
-    "count_family",
-    "family_config",
-    "refused_features",
-]
+from .._lazy import lazy_names
+
+if TYPE_CHECKING:
+    from .acceleration import AcceleratedDiffLlamaAttention, accelerate, restore
+    from .attention_function import IMPLEMENTATION
+    from .checkpoint_io import Converted, convert_folder
+    from .conversion import LAYOUTS, Layout
+    from .microsoft import load_microsoft_attention, load_microsoft_state, microsoft_attention_state, microsoft_state
+    from .models import (
+        FAMILIES,
+        DifferentialFamilyConfig,
+        DifferentialFields,
+        attention_fields,
+        attention_layers,
+        count_family,
+        family_config,
+        refused_features,
+    )
+    from .motif import load_motif_attention, motif_attention_state
+    from .phi4flash import load_phi4flash_attention, phi4flash_attention_state
+    from .upcycle import Upcycled, upcycle_folder
+
+__getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -1,7 +1,12 @@
-"""Language models of other families with differential attention: which families there are, and their classes."""
+"""Language models of other families made differential: which families there are, their configurations, classes and counts.
+
+A model of this package has Llama's layout. A model with more than that (biases, norms on queries and keys, fused
+projections, norms after a layer, layers without rotation) keeps its own class, and only its attention changes.
+"""
 
 from collections.abc import Callable
 from functools import cache, wraps
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,12 +22,16 @@ from transformers import (
 from transformers import initialization as init
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from ..attention import Attention
+from ..attention import Attention, HeadLayout, config_options, variant
+from ..attention.base import PROJECTIONS, QK_NORMS
 from ..errors import ConfigError
+from ..model.counts import BACKWARD_AND_FORWARD, Counts, mean_keys
 from ..model.nll import chunked_loss
 from ..model.pretrained import ATTN_IMPLEMENTATIONS
-from .config import DifferentialFields
-from .layer import IMPLEMENTATION, make_differential
+from ..model.registration import register_models
+from ..ops import backend_names
+from ..typed import build
+from .differential_layer import IMPLEMENTATION, make_differential
 
 # Families whose attention counts its heads from the rows of its projections; each is tested with every option of its
 # configuration away from its default.
@@ -45,6 +54,75 @@ UNSUPPORTED_PARTS = {
     "kv_a_proj_with_mqa": "multi-head latent attention (self_attn.kv_a_proj_with_mqa)",
     "in_proj_qkvz": "linear attention (in_proj_qkvz)",
 }
+
+
+ATTENTION_LAYERS = "layers.*.self_attn"  # in a tensor-parallel plan
+
+
+class DifferentialFields:
+    """The base that stands before a family's configuration class.
+
+    Attributes:
+        family: The family's `model_type`, such as "qwen2".
+        attention_type: A name in `attention.VARIANTS`.
+        attn_backend: Backend of the attention op.
+
+    The options of all variants (`attention.config_options()`) are fields too.
+    """
+
+    family: str
+    attention_type: str
+    attn_backend: str
+    base_model_tp_plan: dict[str, str] | None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        for name, option in config_options().items():
+            setattr(
+                self, name, build(option.type, kwargs.pop(name, option.default), source="", key=name, error=ConfigError)
+            )
+        if self.attn_backend not in ("auto", *backend_names()):
+            raise ConfigError(
+                f"attn_backend={self.attn_backend!r} is unknown; choose one of auto, {', '.join(backend_names())}"
+            )
+        super().__post_init__(**kwargs)  # type: ignore[misc]
+        self.head_layout()  # raises an error for impossible heads before anything is built
+        self.base_model_tp_plan = self._tensor_parallel(self.base_model_tp_plan or {})
+
+    @property
+    def attention(self) -> type[Attention]:
+        """The class of the attention variant."""
+        return variant(self.attention_type)
+
+    def head_layout(self) -> HeadLayout:
+        """Return the heads and widths of this attention type."""
+        return self.attention.layout_of(self.attention_fields())
+
+    def _tensor_parallel(self, plan: dict[str, str]) -> dict[str, str]:
+        """Return the family's tensor-parallel plan, and that of the variant where the family divides heads among processes."""
+        if plan.get(f"{ATTENTION_LAYERS}.q_proj") != "colwise":
+            return plan
+        own = self.attention.tensor_parallel(self.attention_fields()).items()
+        parts = {f"differential.{name}".rstrip("."): how for name, how in own if name not in (*PROJECTIONS, *QK_NORMS)}
+        return plan | {f"{ATTENTION_LAYERS}.{name}": how for name, how in parts.items()}
+
+    def attention_fields(self) -> Any:
+        """Return what a variant reads of a configuration."""
+        return attention_fields(self, **{name: getattr(self, name) for name in config_options()})
+
+
+def attention_fields(config: Any, **options: Any) -> Any:
+    """Return the head fields of any family's configuration under the names that a variant reads, with its options."""
+    heads = config.num_attention_heads
+    return SimpleNamespace(
+        hidden_size=config.hidden_size,
+        num_hidden_layers=config.num_hidden_layers,
+        num_attention_heads=heads,
+        num_key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        qk_norm=False,  # a family that has such norms keeps its own
+        attn_backend=getattr(config, "attn_backend", "auto"),
+        **options,
+    )
 
 
 class _DifferentialModel(PreTrainedModel):  # type: ignore[misc]
@@ -85,6 +163,9 @@ class _DifferentialModel(PreTrainedModel):  # type: ignore[misc]
             if isinstance(module, Attention):
                 module.backend = ATTN_IMPLEMENTATIONS.get(name) or self.config.attn_backend
         return IMPLEMENTATION
+
+    def _get_static_cache_init_shape(self) -> None:
+        """Leave the allocation of a static cache to its first update: the configuration has the heads of the original."""
 
     @classmethod
     def _can_set_attn_implementation(cls) -> bool:
@@ -140,7 +221,7 @@ def family_config(family: str) -> type[Any]:
         "forward": _with_chunked_loss(plain.forward),
     }
     model = type(f"Differential{plain.__name__}", (_DifferentialModel, plain), body)
-    AutoModelForCausalLM.register(config, model, exist_ok=True)
+    register_models(config, {"AutoModelForCausalLM": model}, key=f"{DifferentialFamilyConfig.model_type} {family}")
     return config
 
 
@@ -179,6 +260,35 @@ def refused_features(model: nn.Module, config: PreTrainedConfig) -> list[str]:
     if getattr(config, "use_bidirectional_attention", False):
         features.append("bidirectional attention (use_bidirectional_attention)")
     return features
+
+
+def count_family(config: Any, *, context_tokens: int | None = None, cache_itemsize: int = 2) -> Counts:
+    """Count what `model.count` counts. The model is built without memory for its weights.
+
+    Args:
+        config: Configuration of a family with differential attention.
+        context_tokens: Length at which attention's FLOPs are counted; None means max_position_embeddings.
+        cache_itemsize: Bytes of a cached number (2 for bf16).
+    """
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    context = context_tokens or config.max_position_embeddings
+    layout, layers = config.head_layout(), attention_layers(model)
+    windows = [
+        getattr(layer, "sliding_window", None) or getattr(layer.config, "sliding_window", None) for layer in layers
+    ]
+    linears = sum(module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear))
+    keys = sum(mean_keys(context, window) for window in windows)
+    forward = 2 * linears + keys * layout.map_flops_per_pair()
+    return Counts(
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        embedding_parameters=model.get_input_embeddings().weight.numel(),
+        attention_parameters=sum(parameter.numel() for layer in layers for parameter in layer.parameters()),
+        forward_flops_per_token=round(forward),
+        train_flops_per_token=round(BACKWARD_AND_FORWARD * forward),
+        kv_bytes_per_token=len(layers) * layout.cached_values_per_token() * cache_itemsize,
+        context_tokens=context,
+    )
 
 
 AutoConfig.register(DifferentialFamilyConfig.model_type, DifferentialFamilyConfig, exist_ok=True)

@@ -8,10 +8,8 @@ import runpy
 import sys
 from importlib.metadata import entry_points
 
-import transformers
-
+from .. import families, model  # noqa: F401 - registers the models
 from ..errors import EXIT_ERROR
-from ..model import DiffTransformerForCausalLM
 
 
 def main() -> int:
@@ -19,9 +17,6 @@ def main() -> int:
     if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
         print("usage: python -m difftransformer.hub COMMAND ...", file=sys.stderr)  # noqa: T201
         return EXIT_ERROR
-    transformers.DiffTransformerForCausalLM = (
-        DiffTransformerForCausalLM  # where `transformers serve` looks for the class
-    )
     del sys.argv[0]
     name = sys.argv[0]
     commands = entry_points(group="console_scripts", name=name)

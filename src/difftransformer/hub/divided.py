@@ -11,15 +11,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from transformers import AutoModelForCausalLM
 
-from ..convert.checkpoint_io import WeightsReader
 from ..errors import CheckpointError, ConfigError
-from ..model.dtypes import DTYPES, WeightsDtype
-from ..model.weights import ADAPTER_FILE
+from ..families.checkpoint_io import WeightsReader
+from ..model.weights import ADAPTER_FILE, DTYPES
 from ..train.lora import BASE
-from ..train.parallel import Processes, Unfilled
+from ..train.parallel import DeferredModel, Processes
+from ..typed import WeightsDtype
 
 
-def unfilled(config: Any, weights: WeightsReader, *, dtype: WeightsDtype) -> Unfilled:
+def deferred(config: Any, weights: WeightsReader, *, dtype: WeightsDtype) -> DeferredModel:
     """Build a causal language model, of which each process is to read its part of the weights.
 
     Args:
@@ -39,7 +39,7 @@ def unfilled(config: Any, weights: WeightsReader, *, dtype: WeightsDtype) -> Unf
         raise ConfigError(f"{weights.folder / ADAPTER_FILE}: adapters are not read in parts; merge them into the model")
     kind = DTYPES[dtype] if dtype != "auto" else config.dtype or torch.float32
     names: dict[str, str] = {}
-    model = Unfilled(
+    model = DeferredModel(
         lambda: AutoModelForCausalLM.from_config(config, dtype=kind),
         lambda name, index: weights.read_part(names[name.replace(BASE, "")], index),
     )
@@ -51,16 +51,16 @@ def divide(config: Any, weights: WeightsReader, *, dtype: WeightsDtype, processe
     """Open a causal language model whose matrices are divided among processes, each of which reads its part of them.
 
     Args:
-        config, weights, dtype: See `unfilled`.
+        config, weights, dtype: See `deferred`.
         processes: This process and the others.
 
     Raises:
-        CheckpointError: See `unfilled`.
-        ConfigError: There is one process only, or as in `unfilled`.
+        CheckpointError: See `deferred`.
+        ConfigError: There is one process only, or as in `deferred`.
     """
     if processes.count == 1:
-        raise ConfigError("--divide_weights true: there is one process; add --processes N, or omit it")
-    model = unfilled(config, weights, dtype=dtype)
+        raise ConfigError("--divide-weights true: there is one process; add --processes N, or omit it")
+    model = deferred(config, weights, dtype=dtype)
     network = model.network
     vectors = {parameter for parameter in network.parameters() if parameter.dim() < 2}
     mesh = init_device_mesh(processes.device, (processes.count,))
@@ -91,7 +91,7 @@ def _names(network: Any, weights: WeightsReader) -> dict[str, str]:
         if found is None or tuple(weights.shapes[found]) != shape:
             raise CheckpointError(
                 f"{weights.folder}: weight {name} of shape {list(shape)} is missing or of another shape; save the model "
-                "again. Where transformers renames weights as it opens them, omit --divide_weights"
+                "again. Where transformers renames weights as it opens them, omit --divide-weights"
             )
         names[name] = found
     if unknown := sorted(weights.shapes.keys() - set(names.values()) - tied.keys()):

@@ -10,8 +10,9 @@ from typing import Any, Literal, get_args
 
 import transformers
 
-from ..convert import convert_folder
-from ..convert.checkpoint_io import (
+from ..errors import CheckpointError, ConfigError
+from ..families import convert_folder
+from ..families.checkpoint_io import (
     SHARD_BYTES,
     WeightsReader,
     carry,
@@ -20,14 +21,11 @@ from ..convert.checkpoint_io import (
     whole_or_not_at_all,
     write_weights,
 )
-from ..errors import CheckpointError, ConfigError
 from ..files import naming
 from ..model.card import CARD_FILE, HEADS, Training, is_ours, model_card, read_card, training_section
-from ..model.dtypes import DTYPES
-from ..model.foreign import FOREIGN_FAULTS, on_one_line
 from ..model.pretrained import DiffTransformerPreTrainedModel
-from ..model.quiet import quietly
-from ..model.weights import CONFIG_FILE, GENERATION_FILE, INDEX_FILE
+from ..model.transformers_errors import FOREIGN_FAULTS, on_one_line, quietly
+from ..model.weights import CONFIG_FILE, DTYPES, GENERATION_FILE, INDEX_FILE
 from ..train import latest_checkpoint
 from ..train.run_summary import training_summary
 from .code import check_code, write_code

@@ -9,21 +9,18 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from ..acceleration import accelerate
-from ..convert.checkpoint_io import WeightsReader
 from ..data.records import files_sha256
 from ..errors import CheckpointError, ConfigError, DiffTransformerError
-from ..families import DifferentialFields
+from ..families import DifferentialFields, accelerate
+from ..families.checkpoint_io import WeightsReader
 from ..model import DiffTransformerConfig
-from ..model.dtypes import DTYPES, WeightsDtype
-from ..model.foreign import FOREIGN_FAULTS, on_one_line
-from ..model.quiet import quietly
-from ..model.weights import GENERATION_FILE
+from ..model.transformers_errors import FOREIGN_FAULTS, on_one_line, quietly
+from ..model.weights import DTYPES, GENERATION_FILE
 from ..reading import LARGEST_INT
 from ..train.checkpoint import STATE_FILE, verify_checkpoint
-from ..train.parallel import Processes, Unfilled
-from ..typed import short
-from .divided import divide, unfilled
+from ..train.parallel import DeferredModel, Processes
+from ..typed import WeightsDtype, short
+from .divided import deferred, divide
 from .source import source_folder
 
 # A Hugging Face folder with a tokenizer has at least one of these files.
@@ -98,9 +95,9 @@ def open_model(
 
 
 @contextmanager
-def open_unfilled(
+def open_deferred(
     model: Path | str, adapt: Callable[[Any], Any] = lambda own: own, *, verify: bool = True
-) -> Iterator[Unfilled]:
+) -> Iterator[DeferredModel]:
     """Open a model of this package or of `families` in fp32, to be divided. Filling it reads this process's part alone.
 
     Args:
@@ -120,7 +117,7 @@ def open_unfilled(
             config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
             weights = stack.enter_context(WeightsReader(folder))
             _check_size(config, weights, AutoModelForCausalLM)
-            start = unfilled(adapt(config), weights, dtype="fp32")
+            start = deferred(adapt(config), weights, dtype="fp32")
             if (folder / GENERATION_FILE).is_file():
                 start.network.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
         _check_special_tokens(start.network, folder)

@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ..convert.checkpoint_io import CARRIED
 from ..errors import CheckpointError, ConfigError
+from ..families.checkpoint_io import CARRIED
 from ..files import naming
-from ..model.foreign import FOREIGN_FAULTS, on_one_line
-from ..model.quiet import quietly
+from ..model.transformers_errors import FOREIGN_FAULTS, on_one_line, quietly
 from ..model.weights import CONFIG_FILE, INDEX_FILE
 from ..sources import check_model
 from ..train import latest_checkpoint

@@ -1,9 +1,30 @@
-"""Caches of keys and values that others allocate from a configuration."""
+"""Caches of keys and values that others allocate: PEFT's prefixes, and the pages of transformers' continuous batching."""
 
-from transformers import Cache
+import copy
+from collections.abc import Mapping
+from typing import Any, Self
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import Cache, DynamicCache
+from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from ..attention import HeadLayout
-from ..errors import ShapeError
+from ..errors import ConfigError, ShapeError
+from ..ops.problem import Restrictions
+from .config import DiffTransformerConfig
+
+# The implementations for which transformers prepares a mask of all requests. The op's other backends have no such mask.
+PAGED_IMPLEMENTATIONS = ("sdpa", "eager", "paged|eager")
+
+
+def dynamic_cache(config: DiffTransformerConfig) -> DynamicCache:
+    """Make an empty cache that grows. `DynamicCache(config=config)` is the same, but torch.compile cannot trace it."""
+    cache = DynamicCache()
+    if config.sliding_window is not None:
+        layers = range(config.num_hidden_layers)
+        cache.layers = [DynamicSlidingWindowLayer(sliding_window=config.sliding_window) for _ in layers]
+    return cache
 
 
 def regroup(cache: Cache, layout: HeadLayout) -> None:
@@ -34,3 +55,67 @@ def regroup(cache: Cache, layout: HeadLayout) -> None:
                 )
             states = states.transpose(1, 2).reshape(batch, length, -1, width).transpose(1, 2)
             setattr(layer, name, states)
+
+
+class PagedRow:
+    """The cache of one forward pass in continuous batching: all layers read and write the same places of their pages.
+
+    Requests of any length stand in one row. The pages hold keys and values of one width, so the narrower is padded with zeros.
+    """
+
+    def __init__(self, layout: HeadLayout, keywords: Mapping[str, Any]) -> None:
+        self.layout, self.cache = layout, keywords["cache"]
+        names = ("read_index", "write_index", "cu_seq_lens_k", "max_length_k")
+        self.places = {name: keywords[name] for name in names}
+
+    @classmethod
+    def of(cls, layout: HeadLayout, keywords: Mapping[str, Any]) -> Self | None:
+        """Return the cache among the keywords of a forward pass, or None outside continuous batching."""
+        return cls(layout, keywords) if keywords.get("cache") is not None else None
+
+    def restrictions(self, attention_mask: Tensor) -> Restrictions:
+        """Return the keys that each token may attend to, by the additive mask (1, 1, T, S) of all requests."""
+        return Restrictions(attn_mask=attention_mask == 0)
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
+        """Write (1, G, T, width) keys and values of one layer to its pages, and return those of all requests."""
+        widths = key_states.shape[-1], value_states.shape[-1]
+        states = (F.pad(part, (0, max(widths) - part.shape[-1])) for part in (key_states, value_states))
+        key, value = self.cache.update(*states, layer_idx, dict(self.places))
+        return key[..., : widths[0]], value[..., : widths[1]]
+
+
+class PagedModel:
+    """A model whose configuration has the cache's heads and width, from which transformers allocates pages.
+
+    Everything else is the model's own.
+    """
+
+    def __init__(self, model: nn.Module, config: DiffTransformerConfig) -> None:
+        layout, cached = config.head_layout(), copy.copy(config)
+        cached.num_key_value_heads = layout.cache_heads
+        cached.head_dim = max(layout.key_width, layout.value_width)
+        vars(self).update(model=model, config=cached)
+
+    def __call__(self, **inputs: Any) -> Any:
+        """Run the model."""
+        return self.model(**inputs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["model"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.model, name, value)
+
+
+def check_paged(implementation: str) -> None:
+    """Check that an attention implementation can serve requests in pages.
+
+    Raises:
+        ConfigError: it can not.
+    """
+    if implementation not in PAGED_IMPLEMENTATIONS:
+        raise ConfigError(
+            f"continuous batching with attn_implementation={implementation!r}: requests in pages need a mask, which it does "
+            "not take; use 'sdpa' or 'eager'"
+        )

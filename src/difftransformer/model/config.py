@@ -5,12 +5,12 @@ import dataclasses
 import math
 from typing import Any, Self, get_args
 
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
 from ..attention import Attention, HeadLayout, config_options, variant
 from ..errors import ConfigError
-from ..ops import backend_names
+from ..ops.backends import backend_names
 from ..typed import build, short
 from .presets import paper_ffn_width
 
@@ -21,12 +21,14 @@ INITIALIZATIONS = ("fan_in", "normal")
 DEFAULT_ROPE_THETA = 10_000.0  # Llama's; the paper states 640,000 for its 64K models only
 
 
-def refuse_remote_code(auto_class: Any) -> None:
-    """Refuse to save code beside a model.
+def refuse_remote_code(cls: Any, auto_class: Any) -> None:
+    """Refuse to save the code of a class beside a model, unless the class is from there.
 
     Raises:
-        ConfigError: Always.
+        ConfigError: The class is this package's.
     """
+    if cls._auto_class is not None:
+        return
     raise ConfigError(
         f"register_for_auto_class({getattr(auto_class, '__name__', auto_class)!r}): transformers would save one file of this "
         "package, which needs the others; `import difftransformer` registers the Auto classes, and `difftransformer export "
@@ -173,7 +175,10 @@ class DiffTransformerConfig(PreTrainedConfig):
                 f"attention_dropout={self.attention_dropout}: differential attention has no dropout on its maps; set 0"
             )
         self.head_layout()  # raises an error for impossible heads before anything is built
-        kwargs.pop("auto_map", None)  # names code beside the weights, which is neither run nor saved again
+        if (
+            self._auto_class is None
+        ):  # this is not the code beside the weights that auto_map names, which is not saved again
+            kwargs.pop("auto_map", None)
         super().__post_init__(**kwargs)
 
     @classmethod
@@ -187,12 +192,8 @@ class DiffTransformerConfig(PreTrainedConfig):
 
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
-        """Refuse what transformers' method of this name does.
-
-        Raises:
-            ConfigError: Always.
-        """
-        refuse_remote_code(auto_class)
+        """Refuse what transformers' method of this name does; see `refuse_remote_code`."""
+        refuse_remote_code(cls, auto_class)
 
     def __eq__(self, other: object) -> bool:
         names = [*(field.name for field in dataclasses.fields(self)), *config_options()]
@@ -242,6 +243,3 @@ class DiffTransformerConfig(PreTrainedConfig):
         twin.attention_type = attention_type
         twin.head_layout()
         return twin
-
-
-AutoConfig.register(DiffTransformerConfig.model_type, DiffTransformerConfig, exist_ok=True)

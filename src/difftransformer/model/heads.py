@@ -1,4 +1,4 @@
-"""The model with other output layers, and its names in transformers' tables.
+"""The model with other output layers, and the table of all its classes.
 
 Classification of sequences and tokens and question answering are transformers' own heads over `DiffTransformerModel`, for
 causal models and encoders. `DiffTransformerForMaskedLM` is for encoders (`is_causal=False`).
@@ -7,21 +7,12 @@ causal models and encoders. `DiffTransformerForMaskedLM` is for encoders (`is_ca
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import (
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForMaskedLM,
-    AutoModelForQuestionAnswering,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-)
 from transformers.modeling_layers import (
     GenericForQuestionAnswering,
     GenericForSequenceClassification,
     GenericForTokenClassification,
 )
 from transformers.modeling_outputs import MaskedLMOutput
-from transformers.models.auto import modeling_auto as names
 from transformers.utils.generic import can_return_tuple
 
 from ..errors import ConfigError
@@ -90,26 +81,11 @@ class DiffTransformerForMaskedLM(DiffTransformerPreTrainedModel):
         )
 
 
-# Trainer, pipelines and the model card read the tables of names, and only the Auto classes read what is registered.
-for auto_class, table, model_class in (
-    (AutoModel, names.MODEL_MAPPING_NAMES, DiffTransformerModel),
-    (AutoModelForCausalLM, names.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, DiffTransformerForCausalLM),
-    (AutoModelForMaskedLM, names.MODEL_FOR_MASKED_LM_MAPPING_NAMES, DiffTransformerForMaskedLM),
-    (
-        AutoModelForSequenceClassification,
-        names.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
-        DiffTransformerForSequenceClassification,
-    ),
-    (
-        AutoModelForTokenClassification,
-        names.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
-        DiffTransformerForTokenClassification,
-    ),
-    (
-        AutoModelForQuestionAnswering,
-        names.MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES,
-        DiffTransformerForQuestionAnswering,
-    ),
-):
-    auto_class.register(DiffTransformerConfig, model_class, exist_ok=True)
-    table[DiffTransformerConfig.model_type] = model_class.__name__
+MODELS: dict[str, type[DiffTransformerPreTrainedModel]] = {  # by their Auto class
+    "AutoModel": DiffTransformerModel,
+    "AutoModelForCausalLM": DiffTransformerForCausalLM,
+    "AutoModelForMaskedLM": DiffTransformerForMaskedLM,
+    "AutoModelForSequenceClassification": DiffTransformerForSequenceClassification,
+    "AutoModelForTokenClassification": DiffTransformerForTokenClassification,
+    "AutoModelForQuestionAnswering": DiffTransformerForQuestionAnswering,
+}

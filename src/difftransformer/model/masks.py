@@ -10,8 +10,7 @@ from torch import Tensor
 from transformers import Cache
 
 from ..errors import ShapeError
-from ..ops import Restrictions
-from ..ops.problem import bool_mask
+from ..ops.problem import Restrictions, bool_mask
 
 
 def arrange_rows(

@@ -12,26 +12,30 @@ Other output layers, and the encoder's, are in heads.py.
 `config.attention_type`, so that they differ in attention alone.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Self
 
+import torch
 from torch import Tensor, nn
-from transformers import Cache, DynamicCache, GenerationMixin
+from transformers import Cache, GenerationMixin
 from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.utils.generic import can_return_tuple
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from ..attention import Attention, RMSNorm
 from ..errors import ConfigError, ShapeError
-from .caches import regroup
+from ..ops.problem import LOW_PRECISION
+from ..typed import short
+from .caches import PagedModel, PagedRow, check_paged, dynamic_cache, regroup
 from .config import DiffTransformerConfig
 from .initialization import new_seed
 from .masks import arrange_rows
 from .nll import chunked_loss
-from .paged import PagedModel, PagedRow, check_paged
 from .pretrained import DiffTransformerPreTrainedModel
-from .rotary import RotaryEmbedding
+from .transformers_errors import FOREIGN_FAULTS, on_one_line
 
 
 class SwiGLU(nn.Module):
@@ -69,6 +73,34 @@ class DecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
         )
         hidden = hidden + attended
         return hidden + self.mlp(self.post_attention_layernorm(hidden)), attention_map
+
+
+class RotaryEmbedding(LlamaRotaryEmbedding):  # type: ignore[misc]
+    """transformers' rotary tables for the width of one map. Frequencies stay in fp32: bf16 cannot tell far positions apart."""
+
+    def __init__(self, config: Any, *arguments: Any, **options: Any) -> None:
+        try:
+            super().__init__(config, *arguments, **options)
+        except FOREIGN_FAULTS as error:
+            raise ConfigError(
+                f"rope_parameters={short(config.rope_parameters)}: transformers makes no rotary embedding of these "
+                f"({type(error).__name__}: {on_one_line(error)})"
+            ) from error
+
+    def forward(self, hidden: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cosine and sine, (B, T, D / 2) each: one value for each pair of features, in fp32 whatever hidden's dtype."""
+        cos, sin = super().forward(hidden.new_empty(0, dtype=torch.float32), position_ids)
+        half = cos.shape[-1] // 2
+        return cos[..., :half], sin[..., :half]
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        before = dict(self.named_buffers(recurse=False))
+        super()._apply(fn, recurse)
+        for name, kept in before.items():
+            moved = getattr(self, name)
+            if moved.dtype in LOW_PRECISION:
+                setattr(self, name, kept.to(moved.device, torch.float32))
+        return self
 
 
 class DiffTransformerModel(DiffTransformerPreTrainedModel):
@@ -144,7 +176,7 @@ class DiffTransformerModel(DiffTransformerPreTrainedModel):
                 "pass use_cache=False to encode"
             )
         if use_cache and past_key_values is None:
-            past_key_values = DynamicCache(config=self.config)
+            past_key_values = dynamic_cache(self.config)
         if past_key_values is not None:
             regroup(past_key_values, self.layout)
 

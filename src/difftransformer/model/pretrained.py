@@ -136,12 +136,8 @@ class DiffTransformerPreTrainedModel(PreTrainedModel):  # type: ignore[misc]
 
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = "AutoModel") -> None:
-        """Refuse what transformers' method of this name does.
-
-        Raises:
-            ConfigError: Always.
-        """
-        refuse_remote_code(auto_class)
+        """Refuse what transformers' method of this name does; see `refuse_remote_code`."""
+        refuse_remote_code(cls, auto_class)
 
     def save_pretrained(
         self, save_directory: str | os.PathLike[str], is_main_process: bool = True, *arguments: Any, **options: Any
@@ -155,8 +151,14 @@ class DiffTransformerPreTrainedModel(PreTrainedModel):  # type: ignore[misc]
         folder = Path(save_directory)
         if is_main_process and folder.is_dir() and not adapters and not pushed:
             training = inherited_training(Path(self.name_or_path)) if self.name_or_path else None
-            name, architecture = folder.resolve().name, type(self).__name__
-            write_card(folder, model_card(self.config, name=name, architecture=architecture, training=training))
+            card = model_card(
+                self.config,
+                name=folder.resolve().name,
+                architecture=type(self).__name__,
+                training=training,
+                opens_with="package" if self._auto_class is None else "code",
+            )
+            write_card(folder, card)
 
     @staticmethod
     def create_masks_for_generate(

@@ -16,8 +16,7 @@ from torch import Tensor
 from ..errors import ConfigError
 from .config import DiffTransformerConfig
 from .counts import count
-from .modeling import DiffTransformerModel
-from .rotary import RotaryEmbedding
+from .modeling import DiffTransformerModel, RotaryEmbedding
 
 LARGEST_RATIO = 5.0  # of a branch to the stream that it joins
 TOKENS, VOCABULARY = 256, 2048

@@ -6,6 +6,8 @@ A pickle can run code when it is opened, and a name or a link in a folder from e
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ..errors import CheckpointError
 from ..reading import is_plain_name, read_json
 from ..typed import short
@@ -15,6 +17,8 @@ INDEX_FILE = WEIGHTS_FILE + ".index.json"
 GENERATION_FILE = "generation_config.json"
 ADAPTER_FILE, ADAPTER_CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
 PIECES = "shard-*-model-*-of-*.safetensors"  # one of each process, of save_pretrained(distributed_checkpoint=True)
+# Names of floating-point types, as commands and results files write them.
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError, ShapeError
-from . import reference
 from .backends import select_backend
 from .isolation import isolated
 from .logits import largest_logits
@@ -34,6 +33,7 @@ from .problem import (
     shown,
     without_autocast,
 )
+from .reference import softmax_map
 
 _FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -321,7 +321,7 @@ def maps(
     allowed_BHTS = allowed_keys(restrictions, query.shape[2], key.shape[2], query.device)
     pairs = ((query, key),) if count == 1 else inputs_of_maps(query, key)
     with without_autocast(query.device.type):
-        return tuple(reference.softmax_map(*pair, scale, allowed_BHTS) for pair in pairs)
+        return tuple(softmax_map(*pair, scale, allowed_BHTS) for pair in pairs)
 
 
 def _lam_BHT(lam: Tensor | float, query: Tensor) -> Tensor:
@@ -332,8 +332,8 @@ def _lam_BHT(lam: Tensor | float, query: Tensor) -> Tensor:
         if not is_number(lam):
             raise ShapeError(f"lam: {shown(lam)}; it must be a float or a tensor")
         return torch.full((1, 1, 1), lam, dtype=dtype, device=query.device)
-    if lam.dim() > 0 or lam.device.type != "cpu":  # a number in CPU memory serves every device, as in PyTorch
-        check_tensor("lam", lam, query)
+    if lam.dim() > 0 or lam.device.type != "cpu" or lam.layout != torch.strided:
+        check_tensor("lam", lam, query)  # but a number in CPU memory serves every device, as in PyTorch
     if not lam.is_floating_point():
         raise ShapeError(f"lam: dtype {lam.dtype}; it must be floating: pass a float or a floating tensor")
     shape = lam.shape

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..errors import BackendUnavailable
-from . import chunked, cpu, flash, flex, reference, sdpa, triton, trust
+from . import chunked, cpu, flash, flex, reference, sdpa, selfcheck, triton
 from .problem import LOW_PRECISION, Call, Problem
 
 logger = logging.getLogger("difftransformer")
@@ -37,6 +37,7 @@ class Backend:
         norms: Whether `run` also normalises the heads. The caller does it otherwise.
         multiplies_all: Whether `run` multiplies keys and values also where the weight is zero, so that the caller keeps NaN
             out (`isolated`). Kernels that skip such keys do without.
+        is_checked: Whether a process compares `run` with `reference` before its first use on a GPU; see `selfcheck`.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Backend:
     run: Callable[[Call], Tensor]
     norms: bool = False
     multiplies_all: bool = False
+    is_checked: bool = False
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ def _backend(module: ModuleType, **flags: bool) -> Backend:
 BACKENDS: dict[str, Backend] = {
     "reference": _backend(reference, multiplies_all=True),
     "cpu": _backend(cpu, norms=True),
-    "triton": _backend(triton, norms=True),
+    "triton": _backend(triton, norms=True, is_checked=True),
     "chunked": _backend(chunked, multiplies_all=True),
     "sdpa": _backend(sdpa, multiplies_all=True),
     "flash": _backend(flash),
@@ -140,26 +142,21 @@ def backend_names() -> tuple[str, ...]:
 
 
 def explain(problem: Problem) -> dict[str, str | None]:
-    """Return for each backend why it cannot run the problem, or None where it can. None is checked for it."""
+    """Return for each backend why it cannot run the problem, or None where it can."""
     return {name: backend.supports(problem) for name, backend in BACKENDS.items()}
 
 
 def _refusal(backend: Backend, problem: Problem, device: torch.device | None) -> str | None:
     reason = backend.supports(problem)
-    if reason is None and device is not None and (wrong := _distrust(backend.name, device, problem.dtype)) is not None:
-        reason = f"switched off on {device}: {wrong}"
+    if reason is None and backend.is_checked and device is not None and device.type == "cuda":
+        return _check(backend.name, device, problem.dtype)
     return reason
 
 
 @torch.compiler.assume_constant_result
-def _distrust(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
-    return trust.refusal(BACKENDS[name], device, dtype)
-
-
-@torch.compiler.assume_constant_result
-def is_for_another_runtime() -> bool:
-    """Return whether a program is traced that PyTorch will not run: it may have no operators of this package."""
-    return torch.compiler.is_exporting() and torch.onnx.is_in_onnx_export()
+def _check(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
+    wrong = selfcheck.why_not(BACKENDS[name], device, dtype)
+    return wrong and f"not used on {device}: {wrong}; `difftransformer doctor` checks it again"
 
 
 @contextlib.contextmanager
@@ -187,11 +184,10 @@ def select_backend(problem: Problem, name: str = "auto", device: torch.device | 
     Args:
         problem: What is to be computed.
         name: A name of `backend_names()`, or "auto".
-        device: Where it will be computed. A backend is checked before its first use there; None skips that.
+        device: Where it will be computed; None leaves out the check of Triton's kernels.
 
     Raises:
-        BackendUnavailable: no backend has that name, it cannot run the problem, or it is switched off (with every backend's
-            reason).
+        BackendUnavailable: no backend has that name, or it cannot run the problem (with every backend's reason).
     """
     if name == "auto":
         name = _forced_name() or "auto"
@@ -215,7 +211,7 @@ def _known(name: str) -> Backend:
 
 
 def _first_of_table(problem: Problem, device: torch.device | None) -> Backend:
-    if is_for_another_runtime():
+    if torch.compiler.is_exporting():  # the program may run where this package's operators are not
         return BACKENDS["reference"]
     for row in TABLE:
         if not row.fits(problem):
@@ -226,7 +222,7 @@ def _first_of_table(problem: Problem, device: torch.device | None) -> Backend:
             continue
         if _refusal(backend, problem, device) is None:
             return backend
-    return BACKENDS["reference"]  # the last row of the table runs every problem, unless it is switched off
+    return BACKENDS["reference"]  # the last row of the table runs every problem
 
 
 @torch.compiler.assume_constant_result

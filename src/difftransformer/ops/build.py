@@ -1,7 +1,7 @@
 """Build the C++ sources of `csrc/` on first use, keep the library in torch's extension cache, and load it.
 
 `torch.utils.cpp_extension.load` is not used because it needs ninja, and because its lock stays locked when a build is killed.
-Here the lock is a `flock`, which ends with its process, and the finished library is renamed into its place.
+Here the lock ends with its process, the finished library is renamed into its place, and its sha256 stands beside it.
 """
 
 import contextlib
@@ -103,13 +103,13 @@ def build(isa: str, *, force: bool = False) -> Path:
     """
     path = library_path(isa)
     log = path.with_name("build.log")
-    if os.path.exists(path) and not force:
+    if is_whole(path) and not force:
         return path
     command = compiler()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(path.parent) as has_waited:
-            if os.path.exists(path) and not force:
+        with _locked(path.parent / "lock") as has_waited:
+            if is_whole(path) and not force:
                 return path
             if has_waited and log.exists():  # the other process has failed
                 raise _build_error(log.read_text("utf-8"), log)
@@ -130,6 +130,7 @@ def build(isa: str, *, force: bool = False) -> Path:
                     raise _build_error(str(error), log) from None
                 with library.open("rb") as file:
                     os.fsync(file.fileno())
+                path.with_suffix(".sha256").write_text(_sha256(library), "utf-8")
                 library.replace(path)
     except OSError as error:
         raise BackendUnavailable(
@@ -137,6 +138,19 @@ def build(isa: str, *, force: bool = False) -> Path:
             "name another folder in the variable TORCH_EXTENSIONS_DIR"
         ) from error
     return path
+
+
+def is_whole(path: Path) -> bool:
+    """Return whether a library exists and is as it was built: a changed one could compute wrong numbers, or crash."""
+    try:
+        return path.with_suffix(".sha256").read_text("utf-8") == _sha256(path)
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def build_ahead(isa: str, library: Path) -> None:
@@ -176,13 +190,11 @@ def open_library(*, force: bool = False) -> Library:
         except BackendUnavailable as error:
             logger.warning("the wheel's kernels are not used: %s", error)
     path = library_path(isa)
-    if os.path.exists(path) and not force:
-        try:
+    if is_whole(path) and not force:
+        with contextlib.suppress(BackendUnavailable):  # by a loader that cannot take it; it is built again
             _load_library(path, isa)
             return Library(path, isa, is_new=False)
-        except BackendUnavailable:
-            with contextlib.suppress(OSError):
-                path.unlink()
+        force = True
     build(isa, force=force)
     _load_library(path, isa)
     return Library(path, isa, is_new=True)
@@ -245,19 +257,21 @@ def _is_truncated(path: Path) -> bool:
 
 
 @contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[bool]:
+def _locked(path: Path) -> Iterator[bool]:
     """Hold the lock of a build folder. Yield whether another process held it before."""
-    import fcntl  # not on Windows
+    from filelock import FileLock, Timeout
 
-    with (folder / "lock").open("a") as lock:
-        has_waited = False
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            has_waited = True
-            logger.warning("waiting for another process, which builds the CPU attention kernels in %s", folder)
-            fcntl.flock(lock, fcntl.LOCK_EX)
+    lock, has_waited = FileLock(path), False
+    try:
+        lock.acquire(blocking=False)
+    except Timeout:
+        has_waited = True
+        logger.warning("waiting for another process, which builds the CPU attention kernels in %s", path.parent)
+        lock.acquire()
+    try:
         yield has_waited
+    finally:
+        lock.release()
 
 
 def compiler() -> list[str]:
@@ -268,7 +282,12 @@ def compiler() -> list[str]:
     """
     from torch.utils.cpp_extension import get_cxx_compiler
 
-    command = shlex.split(get_cxx_compiler())
+    try:
+        command = shlex.split(get_cxx_compiler())
+    except ValueError as error:
+        raise BackendUnavailable(
+            f"the variable CXX: {get_cxx_compiler()!r} is not a command ({error}); correct it"
+        ) from None
     if not command or shutil.which(command[0]) is None:
         raise BackendUnavailable(
             f"no C++ compiler: {shlex.join(command)!r} was not found; install g++ or name one in the variable CXX"

@@ -17,6 +17,7 @@ from ..errors import ConfigError, ShapeError
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 FORBIDDEN = torch.finfo(torch.float16).min  # an additive mask that is as low as this forbids in every dtype
 _INTEGERS = (torch.int32, torch.int64)
+LARGEST_WINDOW = 2**31 - 1  # positions are int32 in kernels
 
 
 def without_autocast(device_type: str) -> contextlib.AbstractContextManager[Any]:
@@ -289,6 +290,9 @@ def check_tensor(name: str, x: object, other: Tensor, name_of_other: str = "quer
     """Raise ShapeError unless `x` is a tensor on the device of the `other` one."""
     if not isinstance(x, Tensor):
         raise ShapeError(f"{name}: {shown(x)}; it must be a tensor")
+    if x.layout != torch.strided:
+        layout = str(x.layout).removeprefix("torch.")
+        raise ShapeError(f"{name}: layout {layout}; it must be strided: convert it with .to_dense()")
     if x.device != other.device:
         raise ShapeError(f"{name}: on {x.device}, {name_of_other} is on {other.device}; move both to one device")
 
@@ -344,6 +348,10 @@ def check_restrictions(restrictions: Restrictions, query: Tensor, keys: int) -> 
             raise ConfigError(f"window={window} needs is_causal=True; set it, or say the window with attn_mask")
         if window < 1:
             raise ConfigError(f"window={window}; it must be at least 1 position, the query's own, or None")
+        if window > LARGEST_WINDOW:
+            raise ConfigError(
+                f"window={window}; it must be at most {LARGEST_WINDOW} positions, or None for all of them"
+            )
     for name, tensor in (("kv_start", kv_start), ("kv_lengths", kv_lengths)):
         if tensor is not None:
             _check_integers(name, tensor, query)

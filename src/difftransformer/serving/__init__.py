@@ -1,4 +1,4 @@
-"""Models of this package in inference servers. Only the modules named vllm_* import vLLM."""
+"""Models of this package in inference servers. Only the module vllm_model imports vLLM."""
 
 MODEL_CLASS = "difftransformer.serving.vllm_model:DiffTransformerForCausalLM"
 
@@ -6,10 +6,25 @@ MODEL_CLASS = "difftransformer.serving.vllm_model:DiffTransformerForCausalLM"
 def register() -> None:
     """Register our model with vLLM (entry point `vllm.general_plugins`). vLLM calls this in each process, maybe twice."""
     from vllm import ModelRegistry
-    from vllm.transformers_utils.model_arch_config_convertor import MODEL_ARCH_CONFIG_CONVERTORS
+    from vllm.transformers_utils.model_arch_config_convertor import (
+        MODEL_ARCH_CONFIG_CONVERTORS,
+        ModelArchConfigConvertorBase,
+    )
 
     from ..model import DiffTransformerConfig  # its import registers it with AutoConfig
-    from .vllm_config import HeadsConvertor
+    from .heads import ServedHeads
+
+    class HeadsConvertor(ModelArchConfigConvertorBase):  # type: ignore[misc]
+        """What vLLM plans caches and kernels for: the configuration's own fields describe the same-size Transformer."""
+
+        def get_total_num_attention_heads(self) -> int:
+            return ServedHeads.of(self.hf_text_config).query_heads
+
+        def get_total_num_kv_heads(self) -> int:
+            return ServedHeads.of(self.hf_text_config).key_value_heads
+
+        def get_head_size(self) -> int:
+            return ServedHeads.of(self.hf_text_config).head_size
 
     architecture = MODEL_CLASS.partition(":")[2]
     if architecture not in ModelRegistry.get_supported_archs():

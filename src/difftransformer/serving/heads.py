@@ -133,3 +133,15 @@ class ServedHeads:
 
     def _padded(self, states: Tensor) -> Tensor:
         return F.pad(states, (0, self.head_size - states.shape[-1]))
+
+
+def check_served(config: DiffTransformerConfig) -> None:
+    """Check what vLLM's layers are built for.
+
+    Raises:
+        ConfigError: the model has another activation, or is not causal.
+    """
+    if config.hidden_act != "silu":
+        raise ConfigError(f"vLLM: hidden_act={config.hidden_act!r} is not served; its gated layer uses silu")
+    if not config.is_causal:
+        raise ConfigError("vLLM: is_causal=False is not served; its decoder is causal")

@@ -36,21 +36,8 @@ from ..attention import variant
 from ..attention.dex import DifferentialExtension
 from ..attention.differential import LAMBDA_OFFSET, LAMBDA_VECTORS, Differential
 from ..attention.softmax import SoftmaxAttention
-from ..errors import ConfigError
 from ..model import DiffTransformerConfig
-from .heads import ServedHeads
-
-
-def check_served(config: DiffTransformerConfig) -> None:
-    """Check what vLLM's layers are built for.
-
-    Raises:
-        ConfigError: the model has another activation, or is not causal.
-    """
-    if config.hidden_act != "silu":
-        raise ConfigError(f"vLLM: hidden_act={config.hidden_act!r} is not served; its gated layer uses silu")
-    if not config.is_causal:
-        raise ConfigError("vLLM: is_causal=False is not served; its decoder is causal")
+from .heads import ServedHeads, check_served
 
 
 class ServedAttention(nn.Module):

@@ -1,6 +1,7 @@
 """Answers during training: those that a model would give, greedily, to held-out questions, and the loss of the right ones."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -11,8 +12,19 @@ from ..model import DiffTransformerForCausalLM
 from ..model.nll import IGNORED
 from .config import TrainingConfig
 from .parallel import Mesh
+from .trainer import Callback, Trainer
 
 LOGITS_AT_ONCE = 2**26
+
+
+class Accuracy(Callback):
+    """Adds `answer_scores` to every validation."""
+
+    def on_validation(self, trainer: Trainer, figures: dict[str, Any]) -> None:
+        """Score the answers."""
+        scores = answer_scores(trainer.model, trainer.shards, trainer.config, trainer.mesh)
+        if scores is not None:
+            figures["validation_accuracy"], figures["validation_answer_nll_nats"] = scores.accuracy, scores.nll_nats
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ runs/NAME/checkpoints/step-000500/
     config.json, model.safetensors, tokenizer files    Hugging Face model folder
     trained.safetensors                                adapters of a run with training.lora, which the model has merged
     optimizer.safetensors                              moments of the optimizer and states of the random generators
-    state.json                                         step, loader, size and SHA-256 of every other file and of itself
+    state.json                                         step, loader, size and SHA-256 of every other file
 
 Each of several processes writes files of its own, such as model-00001-of-00002.safetensors: whole weights, as Hugging Face
 divides them, and its parts of the moments. Any number of processes reads them.
@@ -14,7 +14,6 @@ called step-* was once complete. The sizes and sums in state.json reveal later d
 """
 
 import hashlib
-import json
 import re
 import shutil
 import warnings
@@ -115,10 +114,10 @@ def latest_checkpoint(run: Path) -> Path:
     """
     if (run / "config.json").is_file():
         return run
-    found = checkpoints(run)
-    if not found:
+    saved = checkpoints(run)
+    if not saved:
         raise CheckpointError(f"{run}: no checkpoint here; name a run with checkpoints/step-*, or a model folder")
-    return found[-1]
+    return saved[-1]
 
 
 def load_checkpoint(
@@ -144,8 +143,8 @@ def load_checkpoint(
     Raises:
         CheckpointError: The checkpoint is damaged or of another model. The message names the file and what to do.
     """
-    verified = state or processes.from_first(lambda: verify_checkpoint(path))
-    with processes.together():
+    verified = state or processes.broadcast(lambda: verify_checkpoint(path))
+    with processes.fail_together():
         adapted = has_lora(model)
         weights = _files(path, verified, ADAPTERS if adapted else WEIGHTS)
         held = adapter_state(model) if adapted else model.state_dict()
@@ -198,19 +197,16 @@ def _verified(path: Path) -> StateFile:
             f"{file}: version {version!r}, this release reads {STATE_VERSION}; use the release that wrote it, or "
             f"{_way_out(path)}"
         )
-    # state.json has no other file to vouch for it. Early checkpoints lack the sum.
-    expected_sum = content.pop("sha256", None)
-    if expected_sum not in (None, content_sha256(content)):
-        raise _Damage(f"{file}: damaged (its sha256 is another)")
+    content.pop("sha256", None)  # its own sum, in checkpoints of earlier releases
     state = build(StateFile, content, source=str(file), error=_Damage)
     for name in state.files:
         if not is_plain_name(name) or not (path / name).is_file():
             raise _Damage(f"{path / name}: missing")
     with ThreadPoolExecutor() as threads:
         sums = threads.map(file_sum, [path / name for name in state.files])
-        for (name, expected), found in zip(state.files.items(), sums, strict=True):
-            if found != expected:
-                raise _Damage(f"{path / name}: damaged (found {found}, expected {expected})")
+        for (name, expected), now in zip(state.files.items(), sums, strict=True):
+            if now != expected:
+                raise _Damage(f"{path / name}: damaged (found {now}, expected {expected})")
     return state
 
 
@@ -265,11 +261,6 @@ def random_states() -> dict[str, Tensor]:
     if torch.cuda.is_available():
         states |= {f"{RANDOM}cuda/{index}": state for index, state in enumerate(torch.cuda.get_rng_state_all())}
     return states
-
-
-def content_sha256(content: dict[str, Any]) -> str:
-    """Return the sum of what state.json holds, which no other file vouches for."""
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def file_sum(path: Path) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from typing import Literal
 
 from ..data import RetrievalMix, check_context_stages
 from ..errors import ConfigError
+from ..typed import ADJUSTABLE, ASIDE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,7 +176,7 @@ class CheckpointConfig:
 
     Attributes:
         asynchronous: Whether training goes on while a checkpoint is written, from a copy in the memory of the CPU.
-        timeout_seconds: Time after which a save that has not ended is given up.
+        timeout_seconds: Time after which a save that has not ended ends the run.
     """
 
     asynchronous: bool = False
@@ -225,7 +226,7 @@ class TrainingConfig:
     steps: int
     batch_tokens: int
     context_stages: list[tuple[int, int]]
-    accumulation: int = 1
+    accumulation: int = field(default=1, metadata=ADJUSTABLE)
     precision: Literal["fp32", "bf16"] = "fp32"
     seed: int = 0
     pack_documents: bool = False
@@ -235,13 +236,13 @@ class TrainingConfig:
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     validate_every: int = 100
     validation_windows: int = 16
-    nonfinite: Literal["stop", "skip", "rollback"] = "stop"
+    nonfinite: Literal["stop", "skip", "rollback"] = field(default="stop", metadata=ADJUSTABLE)
     outlier_sigmas: float | None = None
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    checkpoint_every: int = 500
-    keep_checkpoints: int = 2
-    keep_every: int | None = None
-    keep_steps: list[int] = field(default_factory=list)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig, metadata=ASIDE)
+    checkpoint_every: int = field(default=500, metadata=ASIDE)
+    keep_checkpoints: int = field(default=2, metadata=ASIDE)
+    keep_every: int | None = field(default=None, metadata=ASIDE)
+    keep_steps: list[int] = field(default_factory=list, metadata=ASIDE)
     loss_chunk_tokens: int | None = None
     gradient_checkpointing: Literal[False, True, "selective"] = False
     compile: bool = False

@@ -1,11 +1,17 @@
 """Steps that would harm the weights: a loss or gradient that is not finite, or a gradient norm far above those before."""
 
 import math
+import warnings
 from collections import deque
 from collections.abc import Iterable
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
+
+from ..errors import DiffTransformerError
+from .checkpoint import CheckpointState, checkpoints
+from .metrics import FaultMetrics
+from .trainer import Callback, Trainer, Update
 
 Fault = Literal["nonfinite", "outlier"]
 
@@ -13,12 +19,13 @@ OUTLIER_STEPS = 128  # as OLMo-core's SkipStepOptimizer
 MOST_NONFINITE = 10  # steps since the last checkpoint, after which training stops under every policy
 
 
-class GradientWatch:
-    """Judges the loss and the gradient norm of all processes before the optimizer's step.
+class Faults(Callback):
+    """Keeps faulty steps from the weights. All processes judge the same loss and gradient norm, and so decide alike.
 
     Args:
+        policy: What follows a loss or gradient that is not finite, see `TrainingConfig.nonfinite`.
         sigmas: Number of standard deviations above the mean of the last `OUTLIER_STEPS` gradient norms from which one is an
-            outlier; None finds none.
+            outlier, whose step is skipped; None finds none.
         norms: Gradient norms of the steps before, oldest first.
 
     Attributes:
@@ -26,19 +33,48 @@ class GradientWatch:
         nonfinite: Number of steps that were not finite since the last checkpoint.
     """
 
-    def __init__(self, sigmas: float | None, norms: Iterable[float] = ()) -> None:
-        self._sigmas, self.nonfinite = sigmas, 0
+    def __init__(
+        self, policy: Literal["stop", "skip", "rollback"], sigmas: float | None, norms: Iterable[float] = ()
+    ) -> None:
+        self._policy, self._sigmas, self.nonfinite = policy, sigmas, 0
         self._last: Fault | None = None
-        self.restore(norms)
-
-    def restore(self, norms: Iterable[float]) -> None:
-        """Go back to the norms of a checkpoint."""
         self.norms = deque(norms, maxlen=OUTLIER_STEPS)
 
-    def saved(self) -> None:
-        """Note a checkpoint, which is progress unless its step was not finite."""
+    def on_restore(self, trainer: Trainer, state: CheckpointState | None) -> None:
+        """Go back to the norms of a checkpoint."""
+        self.norms = deque(state.norms if state else (), maxlen=OUTLIER_STEPS)
+
+    def on_save(self, trainer: Trainer, state: dict[str, Any]) -> None:
+        """Keep the norms. A checkpoint is progress unless its step was not finite."""
+        state["norms"] = list(self.norms)
         if self._last != "nonfinite":
             self.nonfinite = 0
+
+    def on_gradients(self, trainer: Trainer, update: Update) -> None:
+        """Skip a faulty step, go back, or end training."""
+        loss, norm, at_step = update.loss_nats, update.gradient_norm, trainer.step + 1
+        fault = self.fault(loss, norm)
+        if fault is None:
+            return
+        update.action = "skip"
+        if fault == "nonfinite":
+            self._stop_if_hopeless(trainer, update)
+            if self._policy == "rollback":
+                update.action = "rollback"
+                trainer.roll_back()
+        if trainer.processes.is_first:
+            follows = "it is skipped" if update.action == "skip" else f"training goes back to step {trainer.step}"
+            warnings.warn(f"step {at_step} has loss {loss:.4g} and gradient norm {norm:.4g}; {follows}", stacklevel=2)
+        trainer.report(
+            FaultMetrics(
+                step=trainer.step + 1,
+                fault=fault,
+                action=update.action,
+                at_step=at_step,
+                faulty_loss_nats=loss if math.isfinite(loss) else None,
+                faulty_gradient_norm=norm if math.isfinite(norm) else None,
+            )
+        )
 
     def fault(self, loss: float, norm: float) -> Fault | None:
         """Return what is wrong with a step."""
@@ -54,3 +90,16 @@ class GradientWatch:
         is_full, before = len(self.norms) == OUTLIER_STEPS, np.array(self.norms)
         self.norms.append(norm)
         return "outlier" if is_full and norm > float(before.mean()) + self._sigmas * float(before.std()) else None
+
+    def _stop_if_hopeless(self, trainer: Trainer, update: Update) -> None:
+        run, often = trainer.folder, self.nonfinite > MOST_NONFINITE
+        nowhere = self._policy == "rollback" and not trainer.processes.broadcast(lambda: checkpoints(run))
+        if self._policy == "stop" or often or nowhere:
+            count = f", the {self.nonfinite}th such step since the last checkpoint" if often else ""
+            trainer.processes.fail(
+                DiffTransformerError(
+                    f"{run}: step {trainer.step + 1} has loss {update.loss_nats} and gradient norm "
+                    f"{update.gradient_norm}{count}; lower training.optimizer.learning_rate or lengthen the warm-up, and "
+                    "train in a new folder"
+                )
+            )

@@ -1,4 +1,4 @@
-"""Metrics of a run, one JSON object with a checksum per line in metrics.jsonl."""
+"""Metrics of a run, one JSON object per line in metrics.jsonl."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -6,9 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from ..checksums import DamagedLine, line_of, rows
 from ..errors import CheckpointError
-from ..files import naming, write_text_atomically
+from ..jsonl import DamagedLine, RowWriter, read_rows
 from ..typed import build
 
 METRICS_FILE = "metrics.jsonl"
@@ -111,24 +110,28 @@ class MetricsLog:
 
     Attributes:
         validated_step: Step of the last validation in the file when it was opened; 0 if there is none.
+
+    Raises:
+        CheckpointError: A line before those is damaged.
     """
 
     def __init__(self, path: Path, *, step: int) -> None:
-        kept = [line for line in read_lines(path) if line["step"] <= step] if path.exists() else []
-        self.validated_step = max((line["step"] for line in kept if "validation_loss_nats" in line), default=0)
-        write_text_atomically(path, b"".join(map(line_of, kept)).decode())
-        self._path, self._file = path, path.open("ab")
+        keep_bytes = self.validated_step = 0
+        for row, end in _rows(path) if path.exists() else ():
+            if row["step"] > step:
+                break
+            keep_bytes = end
+            if "validation_loss_nats" in row:
+                self.validated_step = row["step"]
+        self._rows = RowWriter(path, keep_bytes=keep_bytes)
 
     def write(self, metrics: Metrics) -> None:
         """Append a line."""
-        with naming(self._path):
-            self._file.write(line_of(dataclasses.asdict(metrics)))
-            self._file.flush()
+        self._rows.write(dataclasses.asdict(metrics))
 
     def close(self) -> None:
         """Close the file."""
-        with naming(self._path):
-            self._file.close()
+        self._rows.close()
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -137,15 +140,17 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     Raises:
         CheckpointError: The file cannot be read, or a line is damaged.
     """
+    return (row for row, _ in _rows(path))
+
+
+def _rows(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
     try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot read the run's metrics ({error.strerror})") from None
-    try:
-        for number, (row, _) in enumerate(rows(content), start=1):
+        for number, (row, end) in enumerate(read_rows(path), start=1):
             if not isinstance(row.get("step"), int):
                 raise DamagedLine(number)
-            yield row
+            yield row, end
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot read the run's metrics ({error.strerror})") from None
     except DamagedLine as damage:
         raise CheckpointError(f"{path}: line {damage.line} is damaged; delete the line to continue") from None
 

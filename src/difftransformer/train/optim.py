@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from .config import OptimizerConfig, ScheduleConfig
-from .parallel.weights import by_mesh
+from .parallel.mesh import by_mesh
 
 
 class MuonWithAdamW(torch.optim.Optimizer):

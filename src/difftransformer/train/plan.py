@@ -299,7 +299,7 @@ def fitting_plans(
             f"no layout on {gpus} GPUs fits into {gpu_bytes / 2**30:.1f} GiB: the smallest takes {least / 2**30:.1f} GiB; "
             "take more GPUs or a smaller model"
         )
-    return [plan for _, plan in sorted(best.values(), key=lambda found: found[0])]
+    return [plan for _, plan in sorted(best.values(), key=lambda ordered: ordered[0])]
 
 
 def _divisors(number: int) -> list[int]:

@@ -1,17 +1,20 @@
-"""Write the checkpoints of a run in a thread, whose end training waits for, or not, and for a limited time."""
+"""Write the checkpoints of a run in a thread, whose end training waits for, or not."""
 
 import copy
 import dataclasses
 import json
 import os
 import shutil
-import time
 import warnings
 from collections.abc import Callable
+from concurrent.futures import Future, wait
+from functools import partial
 from pathlib import Path
 from threading import TIMEOUT_MAX, Thread
+from typing import Any, TypeAlias
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -20,7 +23,7 @@ from ..errors import CheckpointError, DataError, FailedElsewhere
 from ..files import naming
 from ..model import DiffTransformerConfig, DiffTransformerForCausalLM
 from ..model.card import CARD_FILE, model_card
-from ..model.quiet import quietly
+from ..model.transformers_errors import quietly
 from ..model.weights import INDEX_FILE
 from .checkpoint import (
     ADAPTERS,
@@ -32,7 +35,6 @@ from .checkpoint import (
     CheckpointState,
     StateFile,
     checkpoints,
-    content_sha256,
     delete_checkpoint,
     file_sum,
     folder_of_step,
@@ -42,10 +44,12 @@ from .checkpoint import (
 from .config import TrainingConfig
 from .lora import adapter_state, has_lora, merged_state
 from .parallel import ALONE, Processes
+from .parallel.processes import LONGEST_WAIT
 from .run_summary import training_summary
 from .tensor_files import on_cpu, own_share, part_name, write_parts
 
-MAKE_ROOM = "; make room and run again"
+# For weights and adapters, the whole tensors that this process writes, and the process of each name.
+Shares: TypeAlias = dict[str, tuple[dict[str, Tensor], dict[str, int]]]
 
 
 class Saver:
@@ -74,8 +78,10 @@ class Saver:
     ) -> None:
         self._run, self._model, self._optimizer, self._tokenizer = run, model, optimizer, tokenizer
         self._config, self._processes = config, processes
-        self._writing: _Writing | None = None
-        self._last: _Writing | None = None
+        # The threads of all processes meet in a group of their own, while training uses the others.
+        group = dist.new_group(backend="gloo", timeout=LONGEST_WAIT) if processes.count > 1 else None
+        self._threads = dataclasses.replace(processes, group=group)
+        self._writing: tuple[Path, Future[None]] | None = None
 
     def save(self, state: CheckpointState) -> Path:
         """Write a checkpoint, and return its folder.
@@ -87,7 +93,7 @@ class Saver:
         """
         self.wait()
         self._start(state)
-        self._finish()
+        self._finish(needed=True)
         return folder_of_step(self._run, state.step)
 
     def save_if_possible(self, state: CheckpointState) -> None:
@@ -98,7 +104,7 @@ class Saver:
             FailedElsewhere: As `wait`.
         """
         self.wait()
-        self._if_possible(lambda: self._start(state))
+        self._start(state)
         if not self._config.checkpoint.asynchronous:
             self.wait()
 
@@ -106,153 +112,91 @@ class Saver:
         """Wait for the end of a save that has been started. A fault is a warning where another checkpoint exists.
 
         Raises:
-            CheckpointError: No checkpoint exists.
+            CheckpointError: No checkpoint exists, or the save does not end in time.
             FailedElsewhere: The same, in all processes but the first.
         """
-        self._if_possible(self._finish)
+        self._finish(needed=False)
 
     def close(self) -> None:
         """Wait for the save that has been started, also if other processes are gone. A fault is a warning."""
         writing, self._writing = self._writing, None
-        if writing is not None and (fault := writing.fault()) and self._processes.is_first:
-            warnings.warn(fault, stacklevel=2)
-
-    def _if_possible(self, act: Callable[[], None]) -> None:
-        try:
-            act()
-        except (CheckpointError, FailedElsewhere) as error:
-            if not self._processes.from_first(lambda: checkpoints(self._run)):
-                raise
-            if self._processes.is_first:
-                warnings.warn(f"{str(error).removesuffix(MAKE_ROOM)}; training goes on", stacklevel=2)
+        if writing is not None and (fault := self._fault(writing[1])) and self._processes.is_first:
+            warnings.warn(_message(writing[0], fault[1]), stacklevel=2)
 
     def _start(self, state: CheckpointState) -> None:
-        if self._processes.largest(self._last is not None and self._last.is_alive()):
-            final = folder_of_step(self._run, state.step)
-            self._processes.fail(
-                CheckpointError(f"{final}: not written, as an earlier save has not ended; {_kept(final)}")
-            )
-        copies, processes = self._config.checkpoint.asynchronous, self._processes
-        weights = merged_state(self._model) if has_lora(self._model) else self._model.state_dict()
-        untied = {name: tensor for name, tensor in weights.items() if name not in self._model.all_tied_weights_keys}
+        model, processes, copies = self._model, self._processes, self._config.checkpoint.asynchronous
+        weights = merged_state(model) if has_lora(model) else model.state_dict()
+        untied = {name: tensor for name, tensor in weights.items() if name not in model.all_tied_weights_keys}
         shares = {WEIGHTS: own_share(untied, processes, copy=copies)}
-        if has_lora(self._model):
-            shares[ADAPTERS] = own_share(adapter_state(self._model), processes, copy=copies)
-        moments = on_cpu(_optimizer_tensors(self._model, self._optimizer, processes), copy=copies)
-        writing = _Writing(self._run, state, self._model, self._tokenizer, self._config, processes, shares, moments)
-        self._writing = self._last = writing
-        writing.start()
+        if has_lora(model):
+            shares[ADAPTERS] = own_share(adapter_state(model), processes, copy=copies)
+        moments = on_cpu(_optimizer_tensors(model, self._optimizer, processes), copy=copies)
+        gpu = torch.cuda.current_device() if processes.device == "cuda" else None
+        write = partial(self._write, state, shares, moments, gpu)
+        self._writing = folder_of_step(self._run, state.step), _in_background(write)
 
-    def _finish(self) -> None:
+    def _finish(self, *, needed: bool) -> None:
         if self._writing is None:
             return
-        writing, self._writing = self._writing, None
-        fault, has_ended = self._processes.from_first(lambda: (writing.fault(), not writing.is_alive()))
-        if has_ended:
-            writing.join()
-        if fault is not None:
-            self._processes.fail(CheckpointError(fault))
+        (final, future), self._writing = self._writing, None
+        faults = [fault for fault in self._processes.gathered(self._fault(future)) if fault is not None]
+        if not faults:
+            return
+        is_late, reason = faults[0]
+        message = _message(final, reason)
+        if needed or is_late or not self._processes.broadcast(lambda: checkpoints(self._run)):
+            advice = "see whether the disk answers" if is_late else "make room"
+            self._processes.fail(CheckpointError(f"{message}; {advice} and run again"))
+        if self._processes.is_first:
+            warnings.warn(f"{message}; training goes on", stacklevel=2)
 
-
-class _Writing(Thread):
-    """One save. Threads of all processes meet in a group of their own, while training uses the others.
-
-    Args:
-        shares: For weights and adapters, the whole tensors that this process writes, and the process of each name.
-        moments: Parts of what the optimizer needs to go on.
-    """
-
-    def __init__(
-        self,
-        run: Path,
-        state: CheckpointState,
-        model: DiffTransformerForCausalLM,
-        tokenizer: Tokenizer,
-        config: TrainingConfig,
-        processes: Processes,
-        shares: dict[str, tuple[dict[str, Tensor], dict[str, int]]],
-        moments: dict[str, Tensor],
-    ) -> None:
-        super().__init__(name="checkpoint", daemon=True)
-        self._run, self._state, self._tokenizer, self._config = run, state, tokenizer, config
-        self._model, self._shares, self._moments = model, shares, moments
-        self._members = processes.in_background()
-        self._gpu = torch.cuda.current_device() if processes.device == "cuda" else None
-        self._final = folder_of_step(run, state.step)
-        self._temporary = self._final.with_name(f".{self._final.name}.tmp")
-        self._begun, self._given_up = time.monotonic(), False
-        self._error: BaseException | None = None
-
-    def fault(self) -> str | None:
-        """Return what is wrong with the save, when it has ended or its time is over."""
+    def _fault(self, future: Future[None]) -> tuple[bool, str] | None:
+        """Return whether a save is late, and what is wrong with it, when it has ended or its time is over."""
         most = self._config.checkpoint.timeout_seconds
-        self.join(min(TIMEOUT_MAX, max(0.0, self._begun + most - time.monotonic())))
-        if self.is_alive():
-            # What is not whole yet must never count, because training goes on to change the tensors.
-            self._given_up = True
-            reason, advice = f"it has not ended after {most:g} s", "; see whether the disk answers"
-        elif self._error is not None:
-            reason, advice = _reason(self._error, self._final), MAKE_ROOM
-        else:
+        if not wait([future], min(TIMEOUT_MAX, most)).done:
+            return True, f"it has not ended after {most:g} s"
+        error = future.exception()
+        if error is None or isinstance(error, FailedElsewhere):  # another process has the reason
             return None
-        step, kept = self._state.step, _kept(self._final)
-        return f"{self._final}: the checkpoint of step {step} cannot be written ({reason}); {kept}{advice}"
+        return False, _reason(error)
 
-    def run(self) -> None:
-        """Be the thread."""
+    def _write(self, state: CheckpointState, shares: Shares, moments: dict[str, Tensor], gpu: int | None) -> None:
+        """Write a checkpoint. This is what the thread does."""
+        if gpu is not None:  # a new thread is on the first GPU, which belongs to another process
+            torch.cuda.set_device(gpu)
+        final, threads = folder_of_step(self._run, state.step), self._threads
+        temporary = final.with_name(f".{final.name}.tmp")
         try:
-            if self._gpu is not None:  # a new thread is on the first GPU, which belongs to another process
-                torch.cuda.set_device(self._gpu)
-            self._write()
-        except BaseException as error:
-            self._error = error
-            if self._members.is_first:
-                shutil.rmtree(self._temporary, ignore_errors=True)
-        finally:
-            self._shares, self._moments = {}, {}
+            threads.broadcast(lambda: _make_room(temporary))
+            with threads.fail_together():
+                self._write_files(temporary, state, shares, moments)
+                sums = _flushed_sums(temporary, threads)
+            files = {name: one for sums_of_one in threads.gathered(sums) for name, one in sums_of_one.items()}
+            if threads.is_first:
+                self._publish(temporary, final, state, files)
+        except BaseException:
+            if threads.is_first:
+                shutil.rmtree(temporary, ignore_errors=True)
+            raise
 
-    def _write(self) -> None:
-        self._members.from_first(self._make_room)
-        sums: dict[str, dict[str, object]] | str
-        try:
-            self._write_own_files()
-            sums = self._flushed_sums()
-        except Exception as error:  # the other processes wait for what follows
-            sums = _reason(error, self._final)
-        found = self._members.gathered(sums)
-        if self._members.is_first:
-            files: dict[str, dict[str, object]] = {}
-            for one in found:
-                if isinstance(one, str):
-                    raise CheckpointError(one)
-                files |= one
-            self._publish(files)
-
-    def _make_room(self) -> None:
-        folder = self._temporary.parent
-        folder.mkdir(parents=True, exist_ok=True)
-        for leftover in folder.glob(".step-*.tmp"):
-            shutil.rmtree(leftover)
-        self._temporary.mkdir()
-
-    def _write_own_files(self) -> None:
-        folder, members = self._temporary, self._members
-        tensors = {stem: share for stem, (share, _) in self._shares.items()}
-        if members.count == 1:
-            tensors[MOMENTS] = self._moments
+    def _write_files(self, folder: Path, state: CheckpointState, shares: Shares, moments: dict[str, Tensor]) -> None:
+        """Write the files of this process."""
+        threads, tensors = self._threads, {stem: share for stem, (share, _) in shares.items()}
+        if threads.count == 1:
+            tensors[MOMENTS] = moments
         else:  # first, as all processes fail together here
-            write_parts(folder, MOMENTS, self._moments, members)
+            write_parts(folder, MOMENTS, moments, threads)
         for stem, share in tensors.items():
-            file = folder / part_name(stem, members.rank, members.count)
+            file = folder / part_name(stem, threads.rank, threads.count)
             if share:
                 with naming(file):
                     save_file(share, file, metadata={"format": "pt"})
-        if members.is_first:
+        if threads.is_first:
             with naming(folder):
-                self._write_small_files()
+                self._write_small_files(folder, state, shares[WEIGHTS][1])
 
-    def _write_small_files(self) -> None:
-        folder, model = self._temporary, self._model
+    def _write_small_files(self, folder: Path, state: CheckpointState, owners: dict[str, int]) -> None:
+        model, count = self._model, self._threads.count
         config = copy.deepcopy(model.config)
         config.architectures = [type(model).__name__.removeprefix("FSDP")]  # which FSDP2 puts before the name
         config.dtype = str(model.dtype).removeprefix("torch.")
@@ -261,50 +205,64 @@ class _Writing(Thread):
             if model.can_generate():
                 model.generation_config.save_pretrained(folder)
         self._tokenizer.save(folder)
-        if self._members.count > 1:
-            owners = self._shares[WEIGHTS][1]
-            names = {name: part_name(WEIGHTS, owner, self._members.count) for name, owner in owners.items()}
-            (folder / INDEX_FILE).write_text(
-                json.dumps({"metadata": {}, "weight_map": names}, indent=1) + "\n", "utf-8"
-            )
+        if count > 1:
+            names = {name: part_name(WEIGHTS, owner, count) for name, owner in owners.items()}
+            _write_json(folder / INDEX_FILE, {"metadata": {}, "weight_map": names})
         if isinstance(model.config, DiffTransformerConfig):
-            training = training_summary(self._run, self._state.step)
+            training = training_summary(self._run, state.step)
             card = model_card(model.config, name=self._run.resolve().name, training=training)
             (folder / CARD_FILE).write_text(card, "utf-8")
 
-    def _flushed_sums(self) -> dict[str, dict[str, object]]:
-        """Flush the files of this process to disk, and return size and sum of each."""
-        count, rank = self._members.count, self._members.rank
-        own = {part_name(stem, rank, count) for stem in (WEIGHTS, ADAPTERS, MOMENTS)}
-        if self._members.is_first:
-            own |= {path.name for path in self._temporary.iterdir() if not path.name.endswith(".safetensors")}
-        sums = {}
-        for name in sorted(own):
-            if (path := self._temporary / name).exists():
-                with naming(path):
-                    _flush(path)
-                    sums[name] = file_sum(path)
-        return sums
-
-    def _publish(self, files: dict[str, dict[str, object]]) -> None:
+    def _publish(self, temporary: Path, final: Path, state: CheckpointState, files: dict[str, dict[str, Any]]) -> None:
+        """Write state.json, give the folder its name, and delete the checkpoints that are not kept."""
         files.pop(CARD_FILE, None)  # which users may edit
-        content = dataclasses.asdict(
-            StateFile(**vars(self._state), version=STATE_VERSION, files=dict(sorted(files.items())))
-        )
-        content["sha256"] = content_sha256(content)
-        with naming(self._temporary / STATE_FILE):
-            (self._temporary / STATE_FILE).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-            _flush(self._temporary / STATE_FILE)
-        _flush(self._temporary)
-        if self._given_up:
-            raise CheckpointError("it was given up")
-        if self._final.exists():
-            delete_checkpoint(self._final)
-        self._temporary.rename(self._final)
-        _flush(self._final.parent)
+        content = StateFile(**vars(state), version=STATE_VERSION, files=dict(sorted(files.items())))
+        _write_json(temporary / STATE_FILE, dataclasses.asdict(content))
+        _flush(temporary / STATE_FILE)
+        _flush(temporary)
+        if final.exists():
+            delete_checkpoint(final)
+        temporary.rename(final)
+        _flush(final.parent)
         for old in checkpoints(self._run)[: -self._config.keep_checkpoints]:
             if not self._config.keeps_step(step_of(old)):
                 delete_checkpoint(old)
+
+
+def _in_background(act: Callable[[], None]) -> Future[None]:
+    """Run a function in a thread that does not keep the process from ending, as that of an executor would."""
+    future: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            act()
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(None)
+
+    Thread(target=run, name="checkpoint", daemon=True).start()
+    return future
+
+
+def _make_room(folder: Path) -> None:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    for leftover in folder.parent.glob(".step-*.tmp"):
+        shutil.rmtree(leftover)
+    folder.mkdir()
+
+
+def _flushed_sums(folder: Path, processes: Processes) -> dict[str, dict[str, Any]]:
+    """Flush the files of this process to disk, and return size and sum of each."""
+    own = {part_name(stem, processes.rank, processes.count) for stem in (WEIGHTS, ADAPTERS, MOMENTS)}
+    if processes.is_first:
+        own |= {path.name for path in folder.iterdir() if not path.name.endswith(".safetensors")}
+    sums = {}
+    for name in sorted(own):
+        if (path := folder / name).exists():
+            _flush(path)
+            sums[name] = file_sum(path)
+    return sums
 
 
 def _optimizer_tensors(
@@ -317,21 +275,28 @@ def _optimizer_tensors(
     return tensors
 
 
-def _reason(error: BaseException, final: Path) -> str:
+def _message(final: Path, reason: str) -> str:
+    complete = [path for path in checkpoints(final.parent.parent) if path != final]
+    kept = f"{complete[-1]} is kept and complete" if complete else "no earlier checkpoint exists"
+    return f"{final}: the checkpoint of step {step_of(final)} cannot be written ({reason}); {kept}"
+
+
+def _reason(error: BaseException) -> str:
     cause = error.__cause__ if isinstance(error, DataError) else error
     if isinstance(cause, OSError) and cause.strerror:
-        return f"{Path(cause.filename or final).name}: {cause.strerror}"
+        return f"{Path(cause.filename).name}: {cause.strerror}" if cause.filename else cause.strerror
     return str(error) or type(error).__name__
 
 
-def _kept(final: Path) -> str:
-    complete = [path for path in checkpoints(final.parent.parent) if path != final]
-    return f"{complete[-1]} is kept and complete" if complete else "no earlier checkpoint exists"
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    with naming(path):
+        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    with naming(path):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

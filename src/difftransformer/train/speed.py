@@ -1,45 +1,49 @@
-"""Speed and memory of training: the share of the device's peak that model FLOPs reach, and peak memory."""
+"""Speed and memory of training: the share of the device's peak that model FLOPs reach, peak memory, the C library's heap."""
 
+import ctypes
 import resource
 import sys
 import time
+from contextlib import suppress
 from typing import Any
 
 import torch
 
 from ..model import DiffTransformerConfig, count
-from .config import LogsConfig, TrainingConfig
+from .checkpoint import CheckpointState
+from .config import LogsConfig
+from .trainer import Callback, Trainer
 
 _WIDTH = {"cpu": 512, "cuda": 8192}  # of the matrices whose product is timed
 _ROUNDS = 5
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of mallopt(3)
 
 
-class Speed:
-    """Says of each step the figures of `StepMetrics` that depend on the machine.
+class Speed(Callback):
+    """Adds the figures of `StepMetrics` that depend on the machine.
 
     Args:
-        model_config: Model configuration. Model FLOPs are known for models of this package.
-        config: Training configuration.
         logs: States the peak speed of one device, or None to measure it by a matrix product.
-        device: "cpu" or "cuda".
-        processes: Number of processes, each with a device.
     """
 
-    def __init__(
-        self, model_config: Any, config: TrainingConfig, logs: LogsConfig, *, device: str, processes: int
-    ) -> None:
-        self.device = device
-        self.step_flops = self.peak_flops = 0.0
-        if isinstance(model_config, DiffTransformerConfig):
-            token = count(model_config, context_tokens=config.context_tokens).train_flops_per_token
-            self.step_flops = token * config.batch_tokens
-            stated = logs.peak_tflops and 1e12 * logs.peak_tflops
-            self.peak_flops = processes * (stated or matmul_flops(device, config.precision))
+    def __init__(self, logs: LogsConfig) -> None:
+        self._stated_tflops = logs.peak_tflops
+        self._token_flops = self._peak_flops = 0.0
 
-    def of_step(self, seconds: float) -> dict[str, Any]:
-        """Return `mfu` and `peak_bytes` of a step that took this time."""
-        mfu = self.step_flops / seconds / self.peak_flops if self.peak_flops else None
-        return {"mfu": mfu, "peak_bytes": _peak_bytes(self.device)}
+    def on_restore(self, trainer: Trainer, state: CheckpointState | None) -> None:
+        """Measure the peak, once. Model FLOPs are known for models of this package."""
+        config, processes = trainer.config, trainer.processes
+        if not self._peak_flops and isinstance(trainer.model_config, DiffTransformerConfig):
+            counts = count(trainer.model_config, context_tokens=config.context_tokens)
+            self._token_flops = counts.train_flops_per_token
+            stated = self._stated_tflops and 1e12 * self._stated_tflops
+            self._peak_flops = processes.count * (stated or matmul_flops(processes.device, config.precision))
+
+    def on_step(self, trainer: Trainer, figures: dict[str, Any]) -> None:
+        """Add the MFU and the peak of memory."""
+        flops = self._token_flops * figures["tokens_per_second"]
+        figures["mfu"] = flops / self._peak_flops if self._peak_flops else None
+        figures["peak_bytes"] = _peak_bytes(trainer.processes.device)
 
 
 def matmul_flops(device: str, precision: str) -> float:
@@ -62,3 +66,15 @@ def _peak_bytes(device: str) -> int:
         return torch.cuda.max_memory_allocated()
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def keep_freed_memory() -> None:
+    """Make glibc keep freed memory for later tensors; other C libraries are left as they are.
+
+    By default it returns large blocks to the system, which fills the next ones with zeros page by page: every step frees and
+    takes the same activations again. The peak of a process's memory stays about the same, but memory does not shrink after it.
+    """
+    with suppress(OSError, AttributeError):  # no such function
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(_M_MMAP_MAX, 0)
+        mallopt(_M_TRIM_THRESHOLD, -1)

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from ..errors import CheckpointError
 from ..files import naming
 from .parallel import Processes
-from .parallel.weights import whole
+from .parallel.mesh import whole
 
 
 def part_name(stem: str, index: int, count: int) -> str:

@@ -10,31 +10,44 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
+from .checkpoint import CheckpointState
 from .config import LogsConfig
 from .metrics import Metrics
+from .trainer import Callback, Trainer
 
 TENSORBOARD_FOLDER = "tensorboard"
 
 
-class Trackers:
-    """The trackers of a run, which get the metrics that the run's own file gets.
+class Trackers(Callback):
+    """The trackers of a run, which get the metrics that the run's own file gets, from the first process.
 
     Args:
         logs: Names them.
-        run: Run folder, which gets their files.
-        step: Step at which the run continues.
-
-    Raises:
-        ConfigError: A package is missing.
     """
 
-    def __init__(self, logs: LogsConfig, run: Path, *, step: int) -> None:
+    def __init__(self, logs: LogsConfig) -> None:
+        self._logs, self._closing = logs, ExitStack()
         self._write: list[Callable[[dict[str, float], int], None]] = []
-        self._closing = ExitStack()
-        if logs.tensorboard:
+
+    def on_restore(self, trainer: Trainer, state: CheckpointState | None) -> None:
+        """Open them, once.
+
+        Raises:
+            ConfigError: A package is missing.
+        """
+        if trainer.processes.is_first and not self._write:
+            self.open(trainer.folder, step=trainer.step)
+
+    def open(self, run: Path, *, step: int) -> None:
+        """Open them in a run folder, at the step at which the run continues."""
+        if self._logs.tensorboard:
             self._open_tensorboard(run, step)
-        if logs.wandb is not None:
-            self._open_wandb(logs.wandb, run)
+        if self._logs.wandb is not None:
+            self._open_wandb(self._logs.wandb, run)
+
+    def on_metrics(self, trainer: Trainer, metrics: Metrics) -> None:
+        """Send the numbers of a line."""
+        self.write(metrics)
 
     def write(self, metrics: Metrics) -> None:
         """Send the numbers of a line."""

@@ -1,25 +1,24 @@
-"""Time every implementation of attention on one shape, and say which ones are left out and why."""
+"""Time and weigh every implementation of attention on one shape, and say which ones are left out and why."""
 
 import functools
-import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-import torch
+from torch import Tensor
 
-from difftransformer.model.dtypes import DTYPES
+from difftransformer.model.weights import DTYPES
 from difftransformer.ops.backends import BACKENDS, QUADRATIC_MEMORY_MAX_LENGTH, backend_names, explain
 from difftransformer.ops.problem import Problem
 
-from ..results import AttentionShape, AttentionSkip, AttentionTiming, Dtype, GeometricMean, Mode
+from ..results import BenchRow, Dtype, Mode
 from .attempt import attempt_each
-from .defaults import DEFAULTS
+from .attention_work import DETERMINISTIC, AttentionShape, attention_work, draw
 from .diffllama import ATTN_IMPLEMENTATIONS
-from .roofline import Peak, attention_bytes, attention_flops, peak_of, roofline_seconds, work_over_least
+from .memory import peak_attention_bytes
+from .settings import Settings, Size, Step
 from .timing import time_interleaved, wait_for
-from .work import DETERMINISTIC, Work, attention_work, draw
 
-TORCH_SDPA = "torch sdpa"
 # An implementation that makes n x n maps holds about this many fp32 copies of all of them (measured on DiffLlama's eager
 # attention, forward and backward). It is left out where they would exceed the budget.
 MAP_COPIES = 5
@@ -27,29 +26,38 @@ MAPS_BUDGET_BYTES = 2 * 2**30
 NO_BACKEND = "there is no such backend here"
 
 
-def time_attention(
-    shape: AttentionShape,
-    *,
-    device: str = "cpu",
-    backends: Sequence[str] | None = None,
-    peers: bool = True,
-    rounds: int,
-    budget_seconds: float,
-) -> list[AttentionTiming | AttentionSkip]:
-    """Time all implementations on one shape in one interleaved run.
+def attention_steps(settings: Settings) -> list[Step]:
+    """List the shapes of attention that are timed."""
+    return [
+        Step(f"attention, {shape}", partial(time_attention, shape, settings))
+        for dtype in settings.dtypes or settings.defaults.dtypes
+        for mode in settings.modes or settings.defaults.modes
+        for shape in _shapes(dtype, mode, settings)
+    ]
 
-    Args:
-        shape: The attention call to time.
-        device: "cpu" or "cuda".
-        backends: Backends of differential attention; None means all that suit the length.
-        peers: Whether to time transformers' DiffLlama too.
-        rounds: Largest number of timed rounds.
-        budget_seconds: As in `time_interleaved`.
-    """
-    unsuited = _implementations(shape, device, backends, peers)
+
+def memory_steps(settings: Settings) -> list[Step]:
+    """List the shapes of attention whose peak memory is measured; of long ones that of our own kernel alone."""
+    defaults, steps = settings.defaults, []
+    for length in defaults.memory_lengths_tokens + settings.long_memory * defaults.long_memory_lengths_tokens:
+        shape = _shape(defaults.memory_dtype, "forward+backward", length, defaults.memory_size)
+        is_long = length in defaults.long_memory_lengths_tokens
+        names = {f"diff {defaults.kernel}": None} if is_long else implementations(shape, settings)
+        steps += [
+            Step(f"memory of {name}, {shape}", partial(weigh_attention, name, shape, settings))
+            for name, why in names.items()
+            if why is None
+        ]
+    return steps
+
+
+def time_attention(shape: AttentionShape, settings: Settings, part: str = "attention") -> list[BenchRow]:
+    """Time all implementations on one shape in one interleaved run."""
+    device = settings.device
+    unsuited = implementations(shape, settings)
     shared = functools.cache(lambda: draw(shape, device))
 
-    def first_call(name: str) -> Work:
+    def first_call(name: str) -> Callable[[], Tensor]:
         if device == "cpu":
             return attention_work(name, shape)
         work = attention_work(name, shape, device, shared())  # one copy: the keys and values of decoding take gigabytes
@@ -57,68 +65,43 @@ def time_attention(
         wait_for(device)
         return work
 
-    candidates = [name for name, reason in unsuited.items() if reason is None]
-    work, reasons = attempt_each(candidates, first_call, base=TORCH_SDPA, device=device)
-    timings = time_interleaved(work, rounds=rounds, budget_seconds=budget_seconds, device=device) if work else {}
-    peak = None if device == "cpu" else peak_of(torch.cuda.get_device_name(device), shape.dtype)
-    softmax = timings.get(f"softmax {DEFAULTS[device].kernel}")
-    rows: list[AttentionTiming | AttentionSkip] = []
-    for name, reason in unsuited.items():
-        if name not in timings:
-            reason = reason or reasons[name]
-            rows.append(AttentionSkip(**vars(shape), implementation=name, reason=reason))
-            continue
-        median = timings[name].median_seconds
-        rows.append(
-            AttentionTiming(
-                **vars(shape),
-                **vars(timings[name]),
-                implementation=name,
-                ratio_to_torch_sdpa=median / timings[TORCH_SDPA].median_seconds,
-                ratio_to_softmax_kernel=median / softmax.median_seconds if softmax else None,
-                **({} if device == "cpu" else rates(shape, name, median, peak)),
-            )
-        )
-    return rows
-
-
-def rates(shape: AttentionShape, implementation: str, seconds: float, peak: Peak | None) -> dict[str, Any]:
-    """Return the fields of `AttentionTiming` that follow from a time by formula."""
-    return {
-        "teraflops_per_second": attention_flops(shape) / seconds / 1e12,
-        "terabytes_per_second": attention_bytes(shape) / seconds / 1e12,
-        "time_over_roofline": seconds / roofline_seconds(shape, implementation, peak) if peak else None,
-        "work_over_least": work_over_least(shape, implementation),
-    }
-
-
-def geometric_means(timings: Iterable[AttentionTiming], by_width: bool = False) -> list[GeometricMean]:
-    """Average the ratios to PyTorch's kernel and to our softmax kernel over shapes, for each dtype and mode.
-
-    Args:
-        timings: Timings of several shapes.
-        by_width: Whether to average each head width separately.
-    """
-    timings = list(timings)
-    softmax = next((timing.implementation for timing in timings if timing.implementation.startswith("softmax ")), "")
-    groups: dict[tuple[Dtype, Mode, int | None, str, str], list[float]] = {}
-    for timing in timings:
-        key = (timing.dtype, timing.mode, timing.head_dim if by_width else None, timing.implementation)
-        groups.setdefault((*key, TORCH_SDPA), []).append(timing.ratio_to_torch_sdpa)
-        if timing.ratio_to_softmax_kernel is not None:
-            groups.setdefault((*key, softmax), []).append(timing.ratio_to_softmax_kernel)
+    works, reasons = attempt_each((name for name, why in unsuited.items() if why is None), first_call, device)
+    timings = time_interleaved(works, rounds=settings.rounds, budget_seconds=settings.budget_seconds, device=device)
     return [
-        GeometricMean(
-            dtype=dtype,
-            mode=mode,
-            implementation=implementation,
-            against=against,
-            shapes=len(ratios),
-            ratio=statistics.geometric_mean(ratios),
-            head_dim=head_dim,
-        )
-        for (dtype, mode, head_dim, implementation, against), ratios in groups.items()
+        _row(part, shape, name, timing=timings.get(name), left_out=why or reasons.get(name))
+        for name, why in unsuited.items()
     ]
+
+
+def weigh_attention(name: str, shape: AttentionShape, settings: Settings) -> list[BenchRow]:
+    """Measure the peak memory of an implementation on one shape above its inputs."""
+    weigh = partial(peak_attention_bytes, shape=shape, threads=settings.threads, device=settings.device)
+    peaks, reasons = attempt_each([name], weigh, settings.device)
+    figures = {"peak_bytes": float(peaks[name])} if name in peaks else {}
+    return [_row("memory", shape, name, figures=figures, left_out=reasons.get(name))]
+
+
+def _row(part: str, shape: AttentionShape, name: str, **measured: Any) -> BenchRow:
+    return BenchRow(part=part, work=shape.mode, dtype=shape.dtype, shape=shape.sizes, implementation=name, **measured)
+
+
+def implementations(shape: AttentionShape, settings: Settings) -> dict[str, str | None]:
+    """Map each implementation to the reason why it is not timed on this shape, or to None."""
+    device, kernel = settings.device, settings.defaults.kernel
+    can = explain(problem_of(shape, "differential", device))
+    found: dict[str, str | None] = dict.fromkeys(settings.defaults.baselines)
+    found[f"softmax {kernel}"] = explain(problem_of(shape, "softmax", device)).get(kernel, NO_BACKEND)
+    for name in settings.backends or backend_names():
+        found[f"diff {name}"] = can[name] or _unsuited(name, shape, settings)
+        if name == kernel and device != "cpu" and shape.has_backward:
+            # On a GPU, adding blocks up in any order is faster. On the CPU the order is always the same.
+            found[f"diff {name}{DETERMINISTIC}"] = found[f"diff {name}"]
+    if settings.peers and shape.mode != "decode":
+        # DiffLlama's attention includes the headwise norm, so it is compared with our kernel with the norm fused.
+        found[f"normed {kernel}"] = can.get(kernel, NO_BACKEND)
+        for name, makes_maps in ATTN_IMPLEMENTATIONS.items():
+            found[f"DiffLlama {name}"] = _too_large(shape) if makes_maps else None
+    return found
 
 
 def problem_of(shape: AttentionShape, op: str, device: str) -> Problem:
@@ -141,41 +124,31 @@ def problem_of(shape: AttentionShape, op: str, device: str) -> Problem:
     )
 
 
-def _implementations(
-    shape: AttentionShape, device: str, backends: Sequence[str] | None, peers: bool
-) -> dict[str, str | None]:
-    """Map each implementation to the reason why it is not timed on this shape, or to None."""
-    kernel = DEFAULTS[device].kernel
-    can = explain(problem_of(shape, "differential", device))
-    found: dict[str, str | None] = dict.fromkeys(DEFAULTS[device].baselines)
-    found[f"softmax {kernel}"] = explain(problem_of(shape, "softmax", device)).get(kernel, NO_BACKEND)
-    for name in backends or backend_names():
-        found[f"diff {name}"] = can[name] or _unsuited(name, shape, device, is_named=backends is not None)
-        if name == kernel and device != "cpu" and shape.has_backward:
-            # On a GPU, adding blocks up in any order is faster. On the CPU the order is always the same.
-            found[f"diff {name}{DETERMINISTIC}"] = found[f"diff {name}"]
-    if peers and shape.mode != "decode":
-        # DiffLlama's attention includes the headwise norm, so it is compared with our kernel with the norm fused.
-        found[f"normed {kernel}"] = can.get(kernel, NO_BACKEND)
-        for name, makes_maps in ATTN_IMPLEMENTATIONS.items():
-            found[f"DiffLlama {name}"] = _too_large(shape) if makes_maps else None
-    return found
+def _shapes(dtype: Dtype, mode: Mode, settings: Settings) -> list[AttentionShape]:
+    defaults = settings.defaults
+    widths = settings.head_dims or defaults.head_dims
+    if mode == "decode":
+        lengths = settings.lengths_tokens or defaults.decode_lengths_tokens
+        return [_shape(dtype, mode, length, size) for length in lengths for size in defaults.decode_sizes(widths)]
+    lengths = settings.lengths_tokens or defaults.lengths_tokens
+    return [_shape(dtype, mode, length, defaults.size(length, width)) for length in lengths for width in widths]
 
 
-def _unsuited(backend: str, shape: AttentionShape, device: str, is_named: bool) -> str | None:
+def _shape(dtype: Dtype, mode: Mode, length_tokens: int, size: Size) -> AttentionShape:
+    return AttentionShape(dtype=dtype, mode=mode, length_tokens=length_tokens, **size._asdict())
+
+
+def _unsuited(backend: str, shape: AttentionShape, settings: Settings) -> str | None:
     """Return why a backend that could run the shape is left out, or None."""
-    if BACKENDS[backend].has_quadratic_memory(problem_of(shape, "differential", device)):
-        return _too_large(shape) if is_named else _too_long(shape, QUADRATIC_MEMORY_MAX_LENGTH, "takes O(n^2) memory")
-    longest = DEFAULTS[device].longest_tokens.get(backend)
-    if longest is None or is_named:
+    longest, why = settings.defaults.longest_tokens.get(backend), "takes many times as long as the others"
+    if BACKENDS[backend].has_quadratic_memory(problem_of(shape, "differential", settings.device)):
+        if settings.backends is not None:
+            return _too_large(shape)
+        longest, why = QUADRATIC_MEMORY_MAX_LENGTH, "takes O(n^2) memory"
+    is_short = longest is None or shape.queries_tokens * shape.length_tokens <= longest**2
+    if is_short or settings.backends is not None:
         return None
-    return _too_long(shape, longest, "takes many times as long as the others")
-
-
-def _too_long(shape: AttentionShape, longest_tokens: int, problem: str) -> str | None:
-    if shape.queries_tokens * shape.length_tokens <= longest_tokens**2:
-        return None
-    return f"{problem}: above {longest_tokens:,} tokens only where --backends names it"
+    return f"{why}: above {longest:,} tokens only where --backends names it"
 
 
 def _too_large(shape: AttentionShape) -> str | None:

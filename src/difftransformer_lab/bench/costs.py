@@ -8,8 +8,8 @@ from difftransformer.model import DiffTransformerConfig, DiffTransformerForCausa
 
 from ..results import CostRow, Timing
 from .memory import peak_training_bytes
+from .model_work import decode_work, prefill_work, training_work
 from .timing import time_interleaved
-from .work import decode_work, prefill_work, training_work
 
 REPEATS = 7
 DECODE_TOKENS = 16

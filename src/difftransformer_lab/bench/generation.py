@@ -9,68 +9,83 @@ embedding is also the output layer) and caches 2 x 8 x 64 numbers a layer and to
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
 from transformers import DiffLlamaConfig, DiffLlamaForCausalLM, PreTrainedModel
 
 from difftransformer.model import DiffTransformerConfig, DiffTransformerForCausalLM
-from difftransformer.model.dtypes import DTYPES
+from difftransformer.model.weights import DTYPES
 
-from ..results import Dtype, GenerationTiming
+from ..results import BenchRow, Dtype
+from .model_work import SPARE_TOKENS, CacheKind, next_token_work
+from .settings import Settings, Step
 from .timing import time_interleaved
-from .work import CACHED_TOKENS, SMALL_MODEL, SPARE_TOKENS, CacheKind, next_token_work
 
 OURS, TWIN = "DIFF", "Transformer"
 THEIRS = ("DiffLlama sdpa", "DiffLlama eager")
 # With heads of width 64 a model 576 wide would have 9 heads, which neither DiffLlama nor DIFF can pair. 8 heads cache fewer
 # keys and values, and copying those is where DiffLlama spends its time.
-MODEL = SMALL_MODEL | {"hidden_size": 576, "intermediate_size": 1536, "tie_word_embeddings": True}
+MODEL = {
+    "vocab_size": 8192,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+}
+CACHED_TOKENS = 4096
 
 
-def time_generation(dtype: Dtype, *, device: str = "cpu", rounds: int, budget_seconds: float) -> list[GenerationTiming]:
+def generation_steps(settings: Settings) -> list[Step]:
+    """List what is timed of decoding."""
+    return [
+        Step(f"decoding by whole models, {dtype}", partial(time_generation, dtype, settings))
+        for dtype in settings.dtypes or settings.defaults.dtypes
+    ]
+
+
+def time_generation(dtype: Dtype, settings: Settings) -> list[BenchRow]:
     """Time a decoding step of every model with either cache, interleaved.
 
-    Args:
-        dtype: Data type of weights, activations and caches.
-        device: "cpu" or "cuda".
-        rounds: Largest number of timed rounds.
-        budget_seconds: As in `time_interleaved`.
-
-    Returns:
-        A timing for each model and cache, with its token rate over two rates with a static cache: that of the faster
-        DiffLlama and that of the Transformer.
+    On the CPU the rows also have the CPU time of all threads, which does not grow while a thread waits for a core.
     """
+    device = settings.device
     models = {name: model.to(device, DTYPES[dtype]).eval() for name, model in build_models().items()}
     kinds: tuple[CacheKind, ...] = ("static", "dynamic")
-    candidates = {f"{name}, {kind}": (name, kind) for kind in kinds for name in models}
-    cpu_seconds: dict[str, list[float]] = {key: [] for key in candidates}
+    candidates = [(name, kind) for kind in kinds for name in models]
+    cpu_seconds: dict[str, list[float]] = {f"{name}, {kind}": [] for name, kind in candidates}
     timings = time_interleaved(
         {
-            key: _with_cpu_time(next_token_work(models[name], CACHED_TOKENS, kind), cpu_seconds[key])
-            for key, (name, kind) in candidates.items()
+            f"{name}, {kind}": _with_cpu_time(
+                next_token_work(models[name], CACHED_TOKENS, kind), cpu_seconds[f"{name}, {kind}"]
+            )
+            for name, kind in candidates
         },
-        rounds=min(rounds, SPARE_TOKENS - 1),
-        budget_seconds=budget_seconds,
+        rounds=min(settings.rounds, SPARE_TOKENS - 1),
+        budget_seconds=settings.budget_seconds,
         device=device,
     )
-    diffllama = min(timings[f"{name}, static"].median_seconds for name in THEIRS)
-    twin = timings[f"{TWIN}, static"].median_seconds
-    return [
-        GenerationTiming(
-            **vars(timings[key]),
-            dtype=dtype,
-            cached_tokens=CACHED_TOKENS,
-            parameters=models[name].num_parameters(),
-            implementation=name,
-            cache=kind,
-            tokens_per_second=1 / timings[key].median_seconds,
-            rate_over_diffllama=diffllama / timings[key].median_seconds,
-            rate_over_twin=twin / timings[key].median_seconds,
-            median_cpu_seconds=statistics.median(cpu_seconds[key][-timings[key].rounds :]) if device == "cpu" else None,
+    rows = []
+    for name, kind in candidates:
+        timing, cpu = timings[f"{name}, {kind}"], cpu_seconds[f"{name}, {kind}"]
+        figures = {"cpu_seconds": statistics.median(cpu[-timing.rounds :])} if device == "cpu" else {}
+        rows.append(
+            BenchRow(
+                part="generation",
+                work="next token",
+                dtype=dtype,
+                shape={"cache": f"{kind} cache", "cached_tokens": CACHED_TOKENS},
+                implementation=name,
+                timing=timing,
+                figures=figures | {"parameters": float(models[name].num_parameters())},
+            )
         )
-        for key, (name, kind) in candidates.items()
-    ]
+    return rows
 
 
 def build_models() -> Mapping[str, PreTrainedModel]:

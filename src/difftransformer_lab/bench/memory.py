@@ -23,11 +23,12 @@ from difftransformer.errors import DiffTransformerError
 from difftransformer.model import DiffTransformerConfig, DiffTransformerForCausalLM
 
 from ..child import start_child
-from ..results import AttentionShape, LossShape
-from .loss_work import loss_work
-from .work import attention_work, training_work
+from .attention_work import AttentionShape, attention_work
+from .model_work import training_work
 
 SHORT_TOKENS = 64
+# Variables of glibc that return freed blocks to the system at once, so that the peak counts only memory in use.
+RETURN_FREED_BLOCKS = {"MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_MMAP_THRESHOLD_": "65536"}
 
 
 def peak_attention_bytes(implementation: str, shape: AttentionShape, *, threads: int, device: str = "cpu") -> int:
@@ -47,11 +48,6 @@ def peak_training_bytes(config: DiffTransformerConfig, *, rows: int, context_tok
     )
 
 
-def peak_loss_bytes(implementation: str, *, shape: LossShape, threads: int) -> int:
-    """Measure the peak above the inputs of one call of `loss_work`."""
-    return _measure({"work": "loss", "implementation": implementation, "shape": vars(shape), "threads": threads})
-
-
 def device_peak_bytes(work: Callable[[], object], before: int | None = None) -> int:
     """Return the most GPU memory in use during the work above `before`, by default the memory in use when it begins."""
     torch.cuda.synchronize()
@@ -62,8 +58,7 @@ def device_peak_bytes(work: Callable[[], object], before: int | None = None) -> 
 
 
 def _measure(spec: dict[str, Any]) -> int:
-    # Return freed blocks to the system at once, so that the peak counts only memory in use.
-    environment = os.environ | {"MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_MMAP_THRESHOLD_": "65536"}
+    environment = os.environ | RETURN_FREED_BLOCKS
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     with start_child("difftransformer_lab.bench.memory", json.dumps(spec), env=environment, **pipes) as process:
         lines = process.stdout.read().decode(errors="replace").splitlines()  # type: ignore[union-attr]
@@ -95,13 +90,7 @@ def _peak(spec: dict[str, Any]) -> int:
         shape = AttentionShape(**spec["shape"])
         # Make a short call first: libraries allocate their workspaces once.
         attention_work(spec["implementation"], dataclasses.replace(shape, length_tokens=SHORT_TOKENS))()
-        return _peak_bytes(attention_work(spec["implementation"], shape))
-    if spec["work"] == "loss":
-        loss_shape = LossShape(**spec["shape"])
-        loss_work(
-            spec["implementation"], dataclasses.replace(loss_shape, tokens=SHORT_TOKENS, vocab_size=SHORT_TOKENS)
-        )()
-        return _peak_bytes(loss_work(spec["implementation"], loss_shape))
+        return peak_bytes(attention_work(spec["implementation"], shape))
     fields = {
         key: value for key, value in spec["config"].items() if key not in ("architectures", "transformers_version")
     }
@@ -112,10 +101,10 @@ def _peak(spec: dict[str, Any]) -> int:
         step()
         step()
 
-    return _peak_bytes(train)
+    return peak_bytes(train)
 
 
-def _peak_bytes(work: Callable[[], object]) -> int:
+def peak_bytes(work: Callable[[], object]) -> int:
     """Return the peak of the resident set during the work, above its size before."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")  # reset the peak, which the imports have set

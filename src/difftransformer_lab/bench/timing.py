@@ -5,9 +5,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
-from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,20 +16,6 @@ MIN_ROUNDS = 3
 # Bytes written on a GPU before each timed call. The write empties the L2 cache, and while it runs (half a millisecond at
 # 4 TB/s) the host launches the call, so that for a call of few kernels the time between the two events is the device's own.
 GPU_FILL_BYTES = 2**31
-
-T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Prepared(Generic[T]):
-    """Work in two parts: `prepare` makes what one call of `use` needs, and only `use` is timed."""
-
-    prepare: Callable[[], T]
-    use: Callable[[T], T]
-
-    def __call__(self) -> T:
-        """Run both parts."""
-        return self.use(self.prepare())
 
 
 def time_interleaved(
@@ -45,7 +29,7 @@ def time_interleaved(
     """Time all candidates in turn and return the median and quartiles of each over the rounds.
 
     Args:
-        candidates: Functions to call, by name; of `Prepared` work only the second part is timed.
+        candidates: Functions to call, by name.
         rounds: Largest number of timed rounds.
         warmup: Rounds before the timed ones.
         budget_seconds: After this time, warm-up included, no further round begins, but at least MIN_ROUNDS are timed.
@@ -57,10 +41,7 @@ def time_interleaved(
     for index in range(-warmup, rounds):
         if index >= MIN_ROUNDS and time.perf_counter() - begun > budget_seconds:
             break
-        started = {
-            name: clock(partial(call.use, call.prepare()) if isinstance(call, Prepared) else call)
-            for name, call in candidates.items()
-        }
+        started = {name: clock(call) for name, call in candidates.items()}
         taken = {name: read() for name, read in started.items()}
         if index >= 0:
             for name, value in taken.items():
@@ -72,6 +53,19 @@ def wait_for(device: str) -> None:
     """Wait until the device has finished its work."""
     if device == "cuda":
         torch.cuda.synchronize()
+
+
+def foreign_cpu_share() -> Callable[[], float] | None:
+    """Return a function that tells which share of the CPU time other processes have taken since now; None if not Linux."""
+    begun, taken = time.monotonic(), foreign_cpu_seconds()
+    if taken is None:
+        return None
+
+    def share() -> float:
+        cpu_seconds = (time.monotonic() - begun) * (os.cpu_count() or 1)
+        return max(0.0, (foreign_cpu_seconds() or 0.0) - taken) / cpu_seconds
+
+    return share
 
 
 def foreign_cpu_seconds() -> float | None:

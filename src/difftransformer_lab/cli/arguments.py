@@ -1,15 +1,28 @@
-"""Arguments that several commands share."""
+"""The words of a command: how a verb's signature becomes a parser and a page of help, and arguments that several share."""
 
+import dataclasses
+import math
 import os
-from typing import Any
+import re
+import shutil
+import textwrap
+from difflib import get_close_matches
+from types import ModuleType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
+
+from jsonargparse import ArgumentError, ArgumentParser
 
 from difftransformer.errors import ConfigError
+from difftransformer.reading import LARGEST_INT
+from difftransformer.typed import short
 
+HELP_COLUMN = 27
+SHARED_HELP = "difftransformer eval quick --help"
 DEVICES = ("cpu", "cuda")
 MOST_THREADS = (
     64  # or as many as there are cores; the runs of other machines can be repeated with their number of threads
 )
-# How a command with a recipe declares `set` (see main.py).
+# How a command with a recipe declares `set` (see `parser_of`).
 SET: dict[str, dict[str, Any]] = {
     "--set": {
         "action": "append",
@@ -43,7 +56,7 @@ def check_positive(**flags: int | None) -> None:
     """
     for name, value in flags.items():
         if value is not None and value < 1:
-            raise ConfigError(f"--{name} {value}: give at least 1")
+            raise ConfigError(f"--{name.replace('_', '-')} {value}: give at least 1")
 
 
 def check_device(device: str) -> None:
@@ -60,3 +73,153 @@ def check_device(device: str) -> None:
         if torch.cuda.is_available():
             return
         raise ConfigError("--device cuda: torch finds no CUDA device here; use --device cpu")
+
+
+class Parser(ArgumentParser):
+    """Reads a verb's words, with one spelling of flags, and describes them on one screen."""
+
+    def page(self, own: type | None = None) -> str:
+        """Return the help. With options of its own, a verb describes those, and only names the flags that it shares."""
+        named = {field.name for field in dataclasses.fields(own)} if own else set()
+        actions = [action for action in self._actions if action.dest != "help"]
+        positional = [action for action in actions if not action.option_strings]
+        flags = [action for action in actions if action.option_strings]
+        described = [*positional, *(action for action in flags if not named or action.dest in named)]
+        shared = [_flag(action) for action in flags if action not in described]
+        width = min(100, max(80, shutil.get_terminal_size((100, 24)).columns))
+        lines = [
+            f"usage: {self.prog} {' '.join(map(_shown, positional))} [options]",
+            "",
+            *textwrap.wrap(str(self.description), width),
+            "",
+            *(line for action in described for line in _entry(action, width)),
+        ]
+        if shared:
+            text = f"and the options of every task (see {SHARED_HELP}): {' '.join(shared)}"
+            lines += ["", *textwrap.wrap(text, width, break_on_hyphens=False)]
+        return "\n".join(lines)
+
+
+def parser_of(prog: str, description: str, module: ModuleType, own: type | None) -> Parser:
+    """Return the parser of a verb: the parameters of `run` in its module, its `ARGUMENTS`, and the fields of `own`.
+
+    `ARGUMENTS` declare what a signature cannot express: repeated options, switches and positionals that are optional or
+    repeated.
+    """
+    parser = Parser(prog=prog, description=description, exit_on_error=False)
+    declared: dict[str, dict[str, Any]] = getattr(module, "ARGUMENTS", {})
+    skipped = {options.get("dest", flag.removeprefix("--").replace("-", "_")) for flag, options in declared.items()}
+    parser.add_function_arguments(module.run, as_positional=True, skip=skipped | {"verb", "options"})
+    if own is not None:
+        parser.add_class_arguments(own)
+    for flag, options in declared.items():
+        parser.add_argument(flag, **options)
+    return parser
+
+
+def read_words(parser: Parser, words: list[str]) -> dict[str, Any]:
+    """Return the values of a verb's words.
+
+    Raises:
+        ConfigError: A word is unknown, missing or no such value.
+    """
+    try:
+        values: dict[str, Any] = parser.parse_args(_normal(parser, words)).as_dict()
+    except ArgumentError as error:
+        raise ConfigError(_sentence(parser, " ".join(str(error).split()))) from None
+    for name, value in values.items():
+        for one in value if isinstance(value, list) else [value]:
+            if isinstance(one, int) and abs(one) > LARGEST_INT:
+                raise ConfigError(f"--{name.replace('_', '-')}: an integer of {one.bit_length()} bits; give at most 63")
+            if isinstance(one, float) and not math.isfinite(one):
+                raise ConfigError(f"--{name.replace('_', '-')} {one}: give a finite number")
+    return values
+
+
+def _normal(parser: Parser, words: list[str]) -> list[str]:
+    """Spell flags as the parser does, and put a single value of a list into brackets."""
+    known = {flag: action for action in parser._actions for flag in action.option_strings}
+    spelled = {flag.replace("_", "-"): flag for flag in known}
+    normal, is_list = [], False
+    for word in words:
+        flag, equals, value = word.partition("=")
+        if word.startswith("--") and (flag := spelled.get(flag.replace("_", "-"), "")):
+            is_list = list in _types(getattr(known[flag], "_typehint", None))
+            normal.append(flag + equals + (_listed(value) if is_list and equals else value))
+            is_list = is_list and not equals
+        else:
+            normal.append(_listed(word) if is_list else word)
+            is_list = False
+    return normal
+
+
+def _listed(value: str) -> str:
+    return value if value.startswith("[") or value in ("", "null") else f"[{value}]"
+
+
+def _types(annotation: Any) -> list[Any]:
+    """Return the types that an annotation allows; list and dict without those of their items."""
+    members = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+    return [get_origin(member) if get_origin(member) in (list, dict) else member for member in members]
+
+
+def _sentence(parser: Parser, text: str) -> str:
+    """Return a parser's error in words of the command line."""
+    advice = f"; see {parser.prog} --help"
+    if wrong := re.match(r'Parser key "([^"]+)": .*(?:Got|Given) value: (.*)$', text):
+        action = next((action for action in parser._actions if action.dest == wrong[1]), None)
+        if action is not None:
+            expected = " or ".join(filter(None, map(_expected, _types(getattr(action, "_typehint", None)))))
+            return f"{_flag(action)} {short(wrong[2])}: expected {expected}{advice}"
+    if missing := re.match(r"the following arguments are required: (.*)", text):
+        names = {action.dest: _shown(action) for action in parser._actions}
+        return f"give {', '.join(names.get(name, name) for name in missing[1].split(', '))}{advice}"
+    if unknown := re.match(r"unrecognized arguments: (--[^ =]+)", text, re.IGNORECASE):
+        flags = [_flag(action) for action in parser._actions if action.option_strings]
+        near = get_close_matches(unknown[1].replace("_", "-"), flags, n=1)
+        return f"no option {short(unknown[1])}{f'; did you mean {near[0]}?' if near else advice}"
+    return f"{text}{advice}"
+
+
+def _expected(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return f"one of {', '.join(map(str, get_args(kind)))}"
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", type(None): ""}
+    if kind in names:
+        return names[kind]
+    return "a list such as [1,2]" if kind is list else "a mapping such as {name: value}"
+
+
+def _entry(action: Any, width: int) -> list[str]:
+    text = action.help or ""
+    says_default = re.search(r"by default|Defaults? ", text)
+    has_default = action.default is not False and action.default not in (None, "", []) and not says_default
+    if has_default and action.option_strings:
+        text = f"{text.rstrip('.')} (default: {str(action.default).replace(' ', '')})"
+    head = f"  {_shown(action)}"
+    indent = " " * HELP_COLUMN
+    if len(head) > HELP_COLUMN - 2:
+        return [head, *textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=indent)]
+    return textwrap.wrap(text, width, initial_indent=f"{head:<{HELP_COLUMN}}", subsequent_indent=indent) or [head]
+
+
+def _flag(action: Any) -> str:
+    return str(action.option_strings[0].replace("_", "-") if action.option_strings else action.dest.upper())
+
+
+def _shown(action: Any) -> str:
+    """Return a flag with a word for its value, or the name of a positional."""
+    if not action.option_strings:
+        name = _flag(action).removesuffix("S" if action.nargs else "")
+        return f"[{name}]" if action.nargs == "?" else f"{name}..." if action.nargs else name
+    kinds = [kind for kind in _types(getattr(action, "_typehint", None)) if kind is not type(None)]
+    kind: Any = kinds[0] if kinds else None
+    if action.nargs == 0:
+        return _flag(action)
+    if get_origin(kind) is Literal:
+        value = "|".join(map(str, get_args(kind)))
+    else:
+        value = {int: "N", float: "X", bool: "true|false", list: "A,B,...", dict: "{...}"}.get(kind) or (
+            action.metavar or action.dest.upper().rpartition("_")[2]
+        )
+    return f"{_flag(action)} {value}"

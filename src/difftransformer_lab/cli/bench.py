@@ -1,26 +1,23 @@
 """difftransformer bench."""
 
-import os
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from difftransformer.files import write_text_atomically
 
-from ..bench import Settings, sort_rows, steps_of
-from ..bench.steps import Part, Step
-from ..bench.timing import foreign_cpu_seconds
+from ..bench import Settings, steps_of
+from ..bench.settings import Step
+from ..bench.steps import Part
+from ..bench.timing import foreign_cpu_share
 from ..report.bench import print_bench
 from ..report.bench_figures import bench_drawings
-from ..results import Bench, Dtype, write_result
+from ..results import Bench, BenchRow, Dtype, Mode, write_result
 from ..studies.environment import command_line, environment, now
 from .arguments import check_device, use_threads
 from .console import console, log, show
-
-TRUSTED_SECONDS = 30.0  # weight of the estimate against the time measured so far
 
 
 def run(
@@ -28,6 +25,7 @@ def run(
     out: str = "reports/bench",
     device: str = "cpu",
     dtypes: tuple[Dtype, ...] | None = None,
+    modes: tuple[Mode, ...] | None = None,
     lengths: tuple[int, ...] | None = None,
     head_dims: tuple[int, ...] | None = None,
     backends: list[str] | None = None,
@@ -38,37 +36,36 @@ def run(
     long_memory: bool = False,
     sizes: list[str] | None = None,
 ) -> int:
-    """Time attention and a training step of DIFF against the same-size Transformer, interleaved in one run.
+    """Time attention and models of DIFF against the same-size Transformer, interleaved in one run.
 
     Args:
-        part: What to measure: "attention" forward and backward, the same with "peaked" scores, "decode" of one token, peak
-            "memory", a "training" (or "train") step, or "all" of these; "diffllama" times transformers' DiffLlama,
-            accelerated and as it is; "generation" times decoding by whole models, DIFF against DiffLlama with the same
-            weights and against the Transformer; "models" times a training step, prefill and decoding of DIFF, its twin,
-            transformers' Llama and DiffLlama, all of one shape; "variants" the same of every attention type, with equally
-            many parameters; "loss" times the loss over 20,000 logits of 4,096 tokens; "overhead" times the training loop
-            against a bare PyTorch loop.
-        out: Folder for results.json, and for attention.svg, peaked.svg and models.svg if these parts were measured.
+        part: What to measure: "attention" forward, backward and decoding; its peak "memory"; "models", a training step,
+            prefill and decoding of DIFF, its twin, transformers' Llama and DiffLlama, all of one shape; "generation",
+            decoding behind a long cache by DIFF, DiffLlama with the same weights and the Transformer; or "all" of these.
+        out: Folder for results.json, and for a figure of each part that was timed.
         device: cpu or cuda.
-        dtypes: Data types of attention and of the training step, such as [fp32,bf16], the default on the CPU; fp16 is
-            possible too; the default on cuda is [bf16].
-        lengths: Sequence lengths in tokens, such as [512,2048]; by default 512 to 8,192, on cuda 2,048 to 65,536.
+        dtypes: Data types, such as [fp32,bf16], the default on the CPU; fp16 is possible too; the default on cuda is [bf16].
+        modes: Passes of attention, such as [forward,decode].
+        lengths: Sequence lengths of attention in tokens, such as [512,2048]; by default 512 to 8,192, on cuda 2,048 to
+            65,536, and longer in decoding.
         head_dims: Widths of one map, such as [64]; by default 32, 64, 128, on cuda 64, 128.
         backends: Backends of differential attention, such as [chunked]; by default all, but those with n x n maps only up
             to 1,024 tokens.
-        peers: Whether to time transformers' DiffLlama too.
+        peers: Whether to time transformers' DiffLlama beside attention too.
         repeats: Largest number of timed rounds of a shape, at least 3.
         seconds: Time for a shape; after it no round begins, but at least 3 are timed.
         threads: CPU threads; all by default.
         long_memory: Whether to measure memory up to 65,536 tokens too, on cuda up to 131,072.
-        sizes: Sizes of "models" and "variants", such as [135M], which needs 12 GB; by default 0.5M, 5M and 20M; of
-            "overhead", 5M.
+        sizes: Sizes of "models", such as [135M], which needs 12 GB; by default 0.5M, 5M and 20M, on cuda 125M and 350M.
     """
     use_threads(threads)
     check_device(device)
-    attention: dict[str, Any] = {"dtypes": dtypes, "lengths_tokens": lengths, "head_dims": head_dims}
     settings = Settings(
         device=device,
+        dtypes=dtypes,
+        modes=modes,
+        lengths_tokens=lengths,
+        head_dims=head_dims,
         backends=backends,
         peers=peers,
         rounds=repeats,
@@ -76,52 +73,44 @@ def run(
         threads=torch.get_num_threads(),
         long_memory=long_memory,
         sizes=sizes,
-        **attention,  # None means the device's defaults
     )
-    # On a GPU the load of the CPU does not matter, and compilers leave processes there.
-    begun, foreign = time.monotonic(), foreign_cpu_seconds() if device == "cpu" else None
-    rows = _measure(steps_of(part, settings))
-    share = None
-    if foreign is not None:
-        cpu_seconds = (time.monotonic() - begun) * (os.cpu_count() or 1)
-        share = max(0.0, (foreign_cpu_seconds() or 0.0) - foreign) / cpu_seconds
-    result = Bench(
-        command=command_line(),
-        created=now(),
-        environment=environment(device),
-        foreign_cpu_share=share,
-        **sort_rows(rows, by_width=settings.defaults.means_by_width),
-    )
-    path = write_result(result, Path(out) / "results.json")
-    print_bench(result, console)
-    for drawing in bench_drawings(result):
-        figure = path.with_name(f"{drawing.name}.svg")
-        write_text_atomically(figure, drawing.svg)
-        show(f"Figure: {figure}")
-    show(f"Results: {path}")
+    measure_and_write(steps_of(part, settings), Path(out), device)
     return 0
 
 
-def _measure(steps: list[Step]) -> list[object]:
-    """Run the steps with a progress bar and the time left; without a terminal, print a line for each step."""
-    rows: list[object] = []
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[left]}"),
+def measure_and_write(steps: list[Step], out: Path, device: str, command: str | None = None) -> None:
+    """Run the steps, write results.json and the figures, and print the tables."""
+    # On a GPU the load of the CPU does not matter, and compilers leave processes there.
+    share = foreign_cpu_share() if device == "cpu" else None
+    rows = _measure(steps)
+    result = Bench(
+        command=command or command_line(),
+        created=now(),
+        environment=environment(device),
+        foreign_cpu_share=share() if share else None,
+        rows=rows,
     )
-    whole, begun = sum(step.expected_seconds for step in steps), time.monotonic()
+    path = write_result(result, out / "results.json")
+    print_bench(result, console)
+    for drawing in bench_drawings(result):
+        write_text_atomically(path.with_name(f"{drawing.name}.svg"), drawing.svg)
+        show(f"Figure: {path.with_name(f'{drawing.name}.svg')}")
+    show(f"Results: {path}")
+
+
+def _measure(steps: list[Step]) -> list[BenchRow]:
+    """Run the steps with a progress bar and the time left; without a terminal, print a line for each step."""
+    rows: list[BenchRow] = []
+    begun, left = time.monotonic(), ""
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
-        bar = progress.add_task("", total=whole, left="")
-        for index, step in enumerate(steps):
-            done = progress.tasks[bar].completed
-            # The estimates come from another machine; the time of the steps so far corrects them.
-            pace = (time.monotonic() - begun + TRUSTED_SECONDS) / (done + TRUSTED_SECONDS)
-            left = f"about {1 + int(pace * (whole - done) / 60)} min left"
-            progress.update(bar, description=step.label, left=left)
+        bar = progress.add_task("", total=len(steps))
+        for done, step in enumerate(steps):
+            if done:
+                left = f", about {1 + int((time.monotonic() - begun) / done * (len(steps) - done) / 60)} min left"
+            progress.update(bar, description=f"{step.label}{left}")
             if not console.is_terminal:
-                log(f"{index + 1} of {len(steps)}, {left}: {step.label}")
+                log(f"{done + 1} of {len(steps)}{left}: {step.label}")
             rows += step.measure()
-            progress.advance(bar, step.expected_seconds)
+            progress.advance(bar)
     return rows

@@ -1,32 +1,47 @@
 """difftransformer check causality."""
 
+from collections.abc import Callable, Iterator
 from json import dumps
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from difftransformer.errors import ConfigError
+from difftransformer.errors import BackendUnavailable, ConfigError
 from difftransformer.sources import check_model
 
 from .arguments import check_device
-from .console import show
+from .console import log, show
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 ARGUMENTS: dict[str, dict[str, Any]] = {"--json": {"action": "store_true", "help": "Print JSON instead of sentences."}}
 EXIT_NOT_CAUSAL = 1
-SHORTEST = 2
+SHORTEST, LENGTH = 2, 513
 
 
-def run(model: str, length: int = 128, seed: int = 0, device: str = "cpu", json: bool = False) -> int:
+def run(
+    model: str,
+    length: int | None = None,
+    dtype: Literal["fp32", "bf16", "fp16"] | None = None,
+    backend: str | None = None,
+    seed: int = 0,
+    device: str = "cpu",
+    json: bool = False,
+) -> int:
     """Check that no logit of a model depends on later tokens, by changing these and by leaving them out.
 
-    The model is opened in fp32 and gets random tokens. The exit status is 1 if it looks into the future.
+    The model gets random tokens. The exit status is 1 if it looks into the future.
 
     Args:
         model: Run folder (its newest checkpoint), checkpoint, folder of any causal language model that transformers opens
             without remote code, .gguf file, or owner/name on the Hugging Face hub.
-        length: Number of tokens, at least 2. A leak over a longer range than this is not found.
+        length: Number of tokens, at least 2; 513 by default, or the model's positions. All up to 512 are changed, and then
+            those beside each 16th.
+        dtype: Dtype to compute in; by default fp32 and bf16, and on cuda fp16.
+        backend: Attention backend of a model of this package; by default each that auto may take.
         seed: Seed of the tokens.
         device: cpu or cuda.
     """
-    if length < SHORTEST:
+    if length is not None and length < SHORTEST:
         raise ConfigError(f"--length {length}: give at least {SHORTEST}")
     check_device(device)
     check_model(model)
@@ -35,24 +50,84 @@ def run(model: str, length: int = 128, seed: int = 0, device: str = "cpu", json:
     import torch
 
     from difftransformer.hub.opening import open_model
+    from difftransformer.ops import use_backend
 
     from ..evals.causality import check_causality
 
     network = open_model(model, dtype="fp32").to(device).eval()
-    most = getattr(network.config.get_text_config(), "max_position_embeddings", None) or length
-    if length > most:
+    most = getattr(network.config.get_text_config(), "max_position_embeddings", None) or LENGTH
+    if (length or SHORTEST) > most:
         raise ConfigError(f"--length {length}: the model has {most} positions; give at most these")
     vocabulary = network.get_input_embeddings().num_embeddings
-    tokens = torch.randint(vocabulary, (1, length), generator=torch.Generator().manual_seed(seed)).to(device)
-    found = check_causality(network, tokens, vocabulary=vocabulary, seed=seed)
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(vocabulary, (1, length or min(LENGTH, most)), generator=generator).to(device)
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16} | ({"fp16": torch.float16} if device == "cuda" else {})
+    if dtype is not None:
+        dtypes = {dtype: {"fp16": torch.float16, **dtypes}[dtype]}
+    checks: list[dict[str, Any]] = []
+    worst, where = None, ""
+    for word, kind in dtypes.items():
+        network = network.to(kind)
+        for name in _backends(network, backend, device):
+            for how, compute in _ways(network):
+                try:
+                    with use_backend(name):
+                        result = check_causality(compute, tokens, vocabulary=vocabulary, seed=seed)
+                except BackendUnavailable as error:
+                    if backend is not None:
+                        raise
+                    log(f"{name} in {word} does not take the model: {str(error).partition(';')[0]}")
+                    break
+                checks.append({"dtype": word, "backend": name, "how": how, **dataclasses.asdict(result)})
+                checks[-1]["is_causal"] = result.is_causal
+                if worst is None or result.excess > worst.excess:
+                    worst, where = result, f"{how}, in {word}" + ("" if name == "auto" else f", backend {name}")
+    if worst is None:
+        raise ConfigError(f"{model}: no backend takes it on {device}")
     if json:
-        show(dumps(dataclasses.asdict(found) | {"is_causal": found.is_causal}, indent=2))
+        show(dumps({"is_causal": worst.is_causal, "positions": worst.positions, "checks": checks}, indent=2))
     else:
-        for what, change in (("were replaced", found.changed), ("were left out", found.alone)):
-            where = f"(that of token {change.output} when those from {change.position} on {what})"
-            show(
-                f"When later tokens {what}, logits changed by at most {change.size:.1e} {where if change.size else ''}".strip()
-            )
-        verdict = "causal" if found.is_causal else "NOT causal: it looks into the future"
-        show(f"{model}: {verdict}. In standard deviations of the logits; up to {found.tolerance:g} is rounding.")
-    return 0 if found.is_causal else EXIT_NOT_CAUSAL
+        tried = list(dict.fromkeys((check["dtype"], check["backend"]) for check in checks))
+        ways = ", ".join(dict.fromkeys(str(check["how"]) for check in checks))
+        named = ", ".join(word if name == "auto" else f"{name} in {word}" for word, name in tried)
+        show(f"{worst.positions} of {tokens.shape[1] - 1} positions changed, {ways}; {named}.")
+        for what, change in (("were replaced", worst.changed), ("were left out", worst.alone)):
+            at = f" (that of token {change.output} when those from {change.position} on {what})" if change.size else ""
+            show(f"When later tokens {what}, logits changed by at most {change.size:.1e}{at}.")
+        verdict = "causal" if worst.is_causal else f"NOT causal: it looks into the future ({where})"
+        show(f"{model}: {verdict}. In standard deviations of the logits; up to {worst.tolerance:g} is rounding.")
+    return 0 if worst.is_causal else EXIT_NOT_CAUSAL
+
+
+def _backends(network: Any, chosen: str | None, device: str) -> list[str]:
+    """Return the backends to try: those that `auto` may take here, or what a model of another package brings."""
+    from difftransformer.ops.backends import TABLE
+
+    if not hasattr(network.config, "attn_backend"):
+        return ["auto"]
+    if chosen is not None:
+        return [chosen]
+    return list(dict.fromkeys(row.backend for row in TABLE if row.device_type in (None, device)))
+
+
+def _ways(network: Any) -> "Iterator[tuple[str, Callable[[Tensor], Tensor]]]":
+    """Yield how the logits (B, T, V) of tokens (B, T) are computed: at once, with a cache, and as two packed documents."""
+    import torch
+
+    def cached(tokens: "Tensor") -> "Tensor":
+        half = (tokens.shape[1] + 1) // 2
+        first = network(tokens[:, :half], use_cache=True)
+        if not tokens[:, half:].numel():
+            return first.logits
+        rest = network(tokens[:, half:], past_key_values=first.past_key_values, use_cache=True)
+        return torch.cat((first.logits, rest.logits), 1)
+
+    def packed(tokens: "Tensor") -> "Tensor":
+        # Documents of 37 tokens, so that no border of theirs is one of tiles.
+        positions = (torch.arange(tokens.shape[1], device=tokens.device) % 37).expand_as(tokens)
+        return network(tokens, position_ids=positions, use_cache=False).logits
+
+    yield "in one pass", lambda tokens: network(tokens, use_cache=False).logits
+    yield "with a cache", cached
+    if hasattr(network.config, "attn_backend"):
+        yield "packed", packed

@@ -6,7 +6,7 @@ from difftransformer.files import locked
 
 from ..recipe_files import read_recipe
 from .arguments import SET
-from .console import Gaps, console, log, resumable, show
+from .console import log, resumable
 from .progress import training_progress, watch_jobs
 
 ARGUMENTS = SET
@@ -26,8 +26,9 @@ def run(
     read_recipe(recipe)
     from difftransformer.ops import build
 
-    from ..report import print_study, write_report
+    from ..report import read_studies
     from ..studies import compare, load_recipe
+    from .report import show_study
 
     overrides = list(set or [])
     overrides += [f"compare.{key}={value}" for key, value in (("seeds", seeds), ("jobs", jobs)) if value is not None]
@@ -36,9 +37,5 @@ def run(
     build.load()  # here, where its line is seen, and not in a run
     with locked(folder):
         with resumable("stopped; every run is saved"), training_progress() as bars:
-            comparison = compare(loaded, folder, progress=watch_jobs(bars), log=log)
-        gaps = Gaps("compare")
-        page = write_report(comparison, folder, on_gap=gaps)
-    print_study(comparison, console)
-    show(f"Report: {page}\nResults: {folder / 'results.json'}")
-    return gaps.status
+            compare(loaded, folder, progress=watch_jobs(bars), log=log)
+        return show_study(read_studies(folder)[0], folder, "compare")

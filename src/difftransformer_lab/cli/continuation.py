@@ -10,8 +10,7 @@ from transformers import GenerationConfig, TextStreamer
 
 from difftransformer.errors import EXIT_INTERRUPTED, CheckpointError, ConfigError, DataError
 from difftransformer.hub import open_model, open_tokenizer, source_folder
-from difftransformer.model.foreign import FOREIGN_FAULTS, bounded, on_one_line
-from difftransformer.model.quiet import quietly
+from difftransformer.model.transformers_errors import FOREIGN_FAULTS, bounded, on_one_line, quietly
 from difftransformer.ops import use_backend
 from difftransformer.typed import WeightsDtype
 

@@ -21,8 +21,8 @@ def run(source: str, target: str, to: str | None = None, from_: str | None = Non
         target: Folder to write. It must not exist, or be empty.
         to: Layout to write: difftransformer, diffllama, or llama for a softmax twin.
     """
-    from difftransformer.convert import convert_folder
-    from difftransformer.convert.registry import FOLDER_LAYOUTS
+    from difftransformer.families import convert_folder
+    from difftransformer.families.conversion import FOLDER_LAYOUTS
 
     if to is None:
         raise ConfigError(f"--to is missing; choose one of {', '.join(FOLDER_LAYOUTS)}")

@@ -9,20 +9,20 @@ from .arguments import check_device
 from .console import console, show
 
 ARGUMENTS = {"--json": {"action": "store_true", "help": "Print JSON instead of tables."}}
-EXIT_SWITCHED_OFF = 1
+EXIT_WRONG = 1
 
 
 def run(device: str | None = None, json: bool = False) -> int:
     """Check every attention backend against the equations, and print what a bug report needs. Takes up to two minutes.
 
-    A backend that fails is switched off on this device from then on. The exit status is then 1.
+    The exit status is 1 if a backend is wrong.
 
     Args:
         device: cpu or cuda; by default cuda where there is one.
     """
     import torch
 
-    from difftransformer.ops.examination import examine_backends, machine_facts
+    from ..doctor import examine_backends, machine_facts
 
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     check_device(device)
@@ -32,7 +32,7 @@ def run(device: str | None = None, json: bool = False) -> int:
         show(dumps({"facts": facts, "backends": checks}, indent=2))
     else:
         _print(facts, checks)
-    return EXIT_SWITCHED_OFF if any(check["verdict"] == "off" for check in checks) else 0
+    return EXIT_WRONG if any(check["outcome"] == "wrong" for check in checks) else 0
 
 
 def _print(facts: dict[str, str], checks: list[dict[str, Any]]) -> None:
@@ -45,13 +45,13 @@ def _print(facts: dict[str, str], checks: list[dict[str, Any]]) -> None:
     for name in dict.fromkeys(check["backend"] for check in checks):
         table.add_row(name, *(cells[name, dtype] for dtype in dtypes))
     console.print(table)
-    reasons = {(check["backend"], check["verdict"], check["reason"]): None for check in checks if check["reason"]}
-    for name, verdict, reason in reasons:
-        show(f"{name}: {verdict}: {reason}")
+    reasons = {(check["backend"], check["outcome"], check["reason"]): None for check in checks if check["reason"]}
+    for name, outcome, reason in reasons:
+        show(f"{name}: {outcome}: {reason}")
 
 
 def _cell(check: dict[str, Any]) -> str:
-    words = [check["verdict"]]
+    words = [check["outcome"]]
     if check["error"] is not None:
         words.append(f"{check['error']:.0e}")
     if check["milliseconds"] is not None:

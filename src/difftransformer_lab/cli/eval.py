@@ -1,6 +1,5 @@
-"""difftransformer eval."""
+"""difftransformer eval MODEL: the tasks of a run's recipe."""
 
-from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,7 +8,6 @@ from rich.table import Table
 from difftransformer.errors import ConfigError
 from difftransformer.sources import check_model
 
-from ..evals.engine import no_progress
 from ..results import TaskResult, summary_rows
 from .arguments import SET
 from .console import Gaps, console, log, resumable, show
@@ -39,71 +37,52 @@ def run(
         out: Folder for results; evals/STEP in the run folder by default.
         device: cpu or cuda.
         processes: Number of processes of this machine, which divide the questions; torchrun starts more machines.
-        divide_weights: Whether the processes divide the weights of one model that does not fit one device, and all compute
-            every question. Otherwise each has its own model.
+        divide_weights: Whether the processes divide the weights of one model that does not fit one device.
     """
 
     def evaluate(crew: "Processes") -> int:
-        return _evaluate(model, recipe, out, device, divide_weights, set, crew)
+        from difftransformer.data import prepare_shards
+        from difftransformer.train import latest_checkpoint
+        from difftransformer.train.run_summary import RECIPE_FILE
 
-    return run_together(evaluate, device, processes, lambda: check_model(model))
+        from ..studies import evaluate_checkpoint, load_recipe
+        from ..studies.evaluation import evaluations_folder
 
-
-def _evaluate(
-    model: str,
-    recipe: str | None,
-    out: str | None,
-    device: str,
-    divide_weights: bool,
-    changes: list[str] | None,
-    crew: "Processes",
-) -> int:
-    from difftransformer.data import prepare_shards
-    from difftransformer.train import latest_checkpoint
-    from difftransformer.train.run_summary import RECIPE_FILE
-
-    from ..studies import evaluate_checkpoint, load_recipe
-    from ..studies.evaluation import evaluations_folder
-
-    first = crew.is_first
-    said = log if first else lambda text: None
-    with crew.together():
         checkpoint = latest_checkpoint(Path(model))
         run_folder = checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else checkpoint
         source = Path(recipe) if recipe else run_folder / RECIPE_FILE
         if recipe is None and not source.exists():
             raise ConfigError(f"{run_folder}: no {RECIPE_FILE} here to say what to evaluate on; pass --recipe FILE")
-        loaded = load_recipe(source, changes)
-    shards = crew.first_before_others(lambda: prepare_shards(loaded.data, log=said))
-    folder = Path(out) if out else evaluations_folder(checkpoint)
-    with resumable("stopped; every answer is saved"):
-        found = evaluate_checkpoint(
-            checkpoint,
-            loaded,
-            shards,
-            folder,
-            device=device,
-            processes=crew,
-            divide_weights=divide_weights,
-            progress_bar=evaluation_progress if first else lambda label: nullcontext(no_progress),
-            log=said,
-        )
-    if not first:
-        return 0
-    console.print(_table(str(checkpoint), list(found.values())))
-    show(f"Results: {folder}")
-    gaps = Gaps("eval")
-    for name, result in found.items():
-        for gap in result.gaps:
-            gaps(f"{name}: {gap}")
-    return gaps.status
+        loaded = load_recipe(source, set)
+        shards = crew.rank0_first(lambda: prepare_shards(loaded.data, log=log))
+        folder = Path(out) if out else evaluations_folder(checkpoint)
+        with resumable("stopped; every answer is saved"):
+            results = evaluate_checkpoint(
+                checkpoint,
+                loaded,
+                shards,
+                folder,
+                device=device,
+                processes=crew,
+                divide_weights=divide_weights,
+                progress_bar=evaluation_progress,
+                log=log,
+            )
+        return _show(str(checkpoint), results, folder) if crew.is_first else 0
+
+    return run_together(evaluate, device, processes, lambda: check_model(model))
 
 
-def _table(title: str, results: list[TaskResult]) -> Table:
+def _show(title: str, results: dict[str, TaskResult], folder: Path) -> int:
     table = Table(title=title)
     table.add_column("measure")
     table.add_column("value", justify="right")
-    for result in results:
+    gaps = Gaps("eval")
+    for label, result in results.items():
         for name, value in summary_rows(result):
             table.add_row(name, value)
-    return table
+        for gap in result.gaps:
+            gaps(f"{label}: {gap}")
+    console.print(table)
+    show(f"Results: {folder}")
+    return gaps.status

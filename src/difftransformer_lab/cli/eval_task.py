@@ -1,14 +1,18 @@
-"""difftransformer eval TASK: one task on any saved model. The task's own flags are the fields of its options."""
+"""difftransformer eval TASK MODEL... and eval SUITE MODEL...: one task or several, on any saved models.
 
-from contextlib import ExitStack, nullcontext
+A task's own flags are the fields of its options.
+"""
+
+import dataclasses
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from difftransformer.errors import ConfigError
 from difftransformer.sources import check_model
 from difftransformer.typed import WeightsDtype
 
-from ..evals.engine import no_progress
-from ..evals.tasks import task_kind
+from ..evals.tasks import registered_tasks
 from .arguments import check_positive
 from .console import Gaps, console, log, resumable, show
 from .members import run_together
@@ -19,14 +23,23 @@ if TYPE_CHECKING:
 
     from ..results import TaskResult
 
+ARGUMENTS = {
+    "models": {
+        "nargs": "+",
+        "help": "Run folder (its newest checkpoint), checkpoint, folder of any causal language model that transformers opens "
+        "without custom code, .gguf file, or owner/name on the Hugging Face hub. Several are compared on one page.",
+    }
+}
 
-def declare(verb: str) -> type:
-    """Return the dataclass whose fields a command takes beside the arguments of `run`."""
-    return task_kind(verb.removeprefix("eval ")).options
+
+def declare(verb: str) -> type | None:
+    """Return the dataclass whose fields a command takes beside the arguments of `run`; a suite has none."""
+    kind = registered_tasks().get(verb.removeprefix("eval "))
+    return None if kind is None else kind.options
 
 
 def run(
-    model: str,
+    models: list[str],
     out: str | None = None,
     device: str = "cpu",
     dtype: WeightsDtype = "auto",
@@ -38,14 +51,13 @@ def run(
     divide_weights: bool = False,
     *,
     verb: str,
-    options: Any,
+    options: Any = None,
 ) -> int:
-    """Run one task on a model.
+    """Run a task or a suite on one or more models.
 
     Args:
-        model: Run folder (its newest checkpoint), checkpoint, folder of any causal language model that transformers opens
-            without custom code, .gguf file, or owner/name on the Hugging Face hub.
-        out: Folder for results, answers and picture; evals/MODEL by default. An interrupted evaluation continues there.
+        out: Folder for results, where an interrupted evaluation continues. By default evals/MODEL for one task on one model,
+            else reports/NAME, with a page.
         device: cpu or cuda.
         dtype: Dtype of the weights; auto keeps the one in which they were saved.
         context_tokens: Maximum number of tokens of a row; the model's positions by default.
@@ -53,49 +65,65 @@ def run(
         prefix_caching: Whether to compute a common prefix of several prompts only once.
         accelerate: Whether to compute the attention of other models with this package's kernels, where these support it.
         processes: Number of processes of this machine, which divide the questions; torchrun starts more machines.
-        divide_weights: Whether the processes divide the weights of one model that does not fit one device, and all compute
-            every question. Otherwise each has its own model.
+        divide_weights: Whether the processes divide the weights of one model that does not fit one device.
         verb: The command.
-        options: Options of the task.
+        options: Options of the task; None for a suite.
     """
     name = verb.removeprefix("eval ")
-    folder = Path(out) if out else Path("evals", Path(model).resolve().name)
 
     def check() -> None:
-        check_model(model)
         check_positive(batch_tokens=batch_tokens, context_tokens=context_tokens)
+        if len(set(models)) < len(models):
+            raise ConfigError("a model is given twice; give each model once")
+        if options is not None and len(models) == 1:
+            check_model(models[0])
 
     def evaluate(crew: "Processes") -> int:
-        from difftransformer_lab.evals.opening import open_language_model
-
+        from ..evals.opening import open_language_model
+        from ..studies.recipe import TaskSpec
+        from ..studies.suite import Suite, load_suite, run_suite
         from ..studies.tasks import evaluate_task
 
-        with resumable("stopped; every answer is saved"), ExitStack() as stack:
-            opened = stack.enter_context(
-                open_language_model(
-                    model,
+        opening = partial(
+            open_language_model,
+            device=device,
+            dtype=dtype,
+            batch_tokens=batch_tokens,
+            context_tokens=context_tokens,
+            prefix_caching=prefix_caching,
+            accelerated=accelerate,
+            divided_by=crew if divide_weights else None,
+        )
+        if options is None:
+            suite = load_suite(name)
+        else:
+            suite = Suite(name=name, tasks=[TaskSpec(task=name, options=dataclasses.asdict(options))])
+        with resumable("stopped; every answer is saved"):
+            if options is not None and len(models) == 1:
+                folder = Path(out) if out else Path("evals", Path(models[0]).resolve().name)
+                with opening(models[0]) as opened, crew.locked(folder), evaluation_progress(name) as progress:
+                    result = evaluate_task(
+                        name, options, opened, folder, device=device, processes=crew, progress=progress, log=log
+                    )
+                return _show_one(result, folder, verb) if crew.is_first else 0
+            folder = Path(out or f"reports/{suite.name}")
+            with crew.locked(folder):
+                found, missing = run_suite(
+                    suite,
+                    models,
+                    folder,
+                    opening=opening,
                     device=device,
-                    dtype=dtype,
-                    batch_tokens=batch_tokens,
-                    context_tokens=context_tokens,
-                    prefix_caching=prefix_caching,
-                    accelerated=accelerate,
                     processes=crew,
-                    divide_weights=divide_weights,
+                    progress_bar=evaluation_progress,
+                    log=log,
                 )
-            )
-            stack.enter_context(crew.locked(folder))
-            progress = stack.enter_context(evaluation_progress(name) if crew.is_first else nullcontext(no_progress))
-            said = log if crew.is_first else lambda text: None
-            result = evaluate_task(
-                name, options, opened, folder, device=device, processes=crew, progress=progress, log=said
-            )
-        return _show(result, folder, verb) if crew.is_first else 0
+        return _show_all(suite.name, found, missing, folder, verb) if crew.is_first else 0
 
     return run_together(evaluate, device, processes, check)
 
 
-def _show(result: "TaskResult", folder: Path, verb: str) -> int:
+def _show_one(result: "TaskResult", folder: Path, verb: str) -> int:
     """Print a result, draw its figure, and return the exit status."""
     from ..report.tasks import measurement_table, write_picture
     from ..report.tasks.pairs import corrected_pairs, pairs_table, task_pairs
@@ -116,4 +144,18 @@ def _show(result: "TaskResult", folder: Path, verb: str) -> int:
     except Exception as error:  # such as from undefined figures, which leave too little to draw
         gaps(f"the figure: {error!r}")
     show(f"Results: {folder / f'{name}.json'}")
+    return gaps.status
+
+
+def _show_all(name: str, found: "dict[str, list[TaskResult]]", missing: list[Any], folder: Path, verb: str) -> int:
+    """Print the results, write the page, and return the exit status."""
+    from ..report import write_suite
+    from ..report.tasks import measurement_table
+    from ..report.terminal import rich_table
+
+    for results in filter(None, found.values()):
+        console.print(rich_table(measurement_table(results, brief=True)))
+    gaps = Gaps(verb)
+    page = write_suite(name, found, [(row.name, row.model, row.reason) for row in missing], folder, on_gap=gaps)
+    show(f"Report: {page}")
     return gaps.status

@@ -65,7 +65,7 @@ def run(
 def _evaluations(checkpoint: Path) -> list[tuple[str, str]]:
     """Return the figures of a run's checkpoint, which the run keeps in evals/CHECKPOINT; none for other folders."""
     rows = []
-    for path in sorted((checkpoint.parents[1] / "evals" / checkpoint.name).glob("*.json")):
+    for path in sorted((checkpoint.absolute().parents[1] / "evals" / checkpoint.name).glob("*.json")):
         try:
             rows += summary_rows(read_result(path, TaskResult))
         except DamagedResult:

@@ -13,7 +13,7 @@ from .arguments import check_device, check_positive
 
 MOST_BEAMS = 1024
 ARGUMENTS = {
-    "prompt": {"nargs": "?", "help": "Text to continue. Defaults to the text of --prompt_file or standard input."},
+    "prompt": {"nargs": "?", "help": "Text to continue. Defaults to the text of --prompt-file or standard input."},
     "--chat": {
         "action": "store_true",
         "help": "Put the prompt into the tokenizer's chat template as a user's message.",
@@ -83,23 +83,23 @@ def _check_numbers(
 ) -> None:
     check_positive(max_new_tokens=max_new_tokens, top_k=top_k, num_beams=num_beams)
     if num_beams > MOST_BEAMS:
-        raise ConfigError(f"--num_beams {num_beams}: give at most {MOST_BEAMS}")
+        raise ConfigError(f"--num-beams {num_beams}: give at most {MOST_BEAMS}")
     if not isfinite(temperature) or temperature < 0:
         raise ConfigError(f"--temperature {temperature}: give 0 for the most likely token, or a number above 0")
     if top_p is not None and not 0 < top_p <= 1:
-        raise ConfigError(f"--top_p {top_p}: give a probability above 0 and up to 1")
-    for flag, value in (("--top_p", top_p), ("--top_k", top_k)):
+        raise ConfigError(f"--top-p {top_p}: give a probability above 0 and up to 1")
+    for flag, value in (("--top-p", top_p), ("--top-k", top_k)):
         if value is not None and temperature == 0:
             raise ConfigError(f"{flag} {value} is for sampling, but --temperature 0 does not sample; raise it")
 
 
 def _prompt(prompt: str | None, prompt_file: str | None) -> str:
     if prompt is not None and prompt_file is not None:
-        raise ConfigError("a prompt and --prompt_file were given; choose one")
+        raise ConfigError("a prompt and --prompt-file were given; choose one")
     where = "the prompt"
     if prompt is None:
-        if prompt_file is None and sys.stdin.isatty():
-            raise ConfigError("no prompt: give it after the model, with --prompt_file, or on standard input")
+        if prompt_file is None and (sys.stdin is None or sys.stdin.isatty()):
+            raise ConfigError("no prompt: give it after the model, with --prompt-file, or on standard input")
         where = prompt_file or "standard input"
         try:
             prompt = Path(prompt_file).read_text(encoding="utf-8") if prompt_file else sys.stdin.read()

@@ -81,7 +81,7 @@ def _is_recipe(name: str) -> bool:
 def _saved_config(folder: str) -> Any:
     from transformers import AutoConfig
 
-    from difftransformer.convert.checkpoint_io import naming_config
+    from difftransformer.families.checkpoint_io import naming_config
     from difftransformer.model import PRESETS
 
     path = Path(folder, "config.json")

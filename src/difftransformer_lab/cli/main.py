@@ -1,78 +1,84 @@
 """The command `difftransformer VERB ...`. Each verb is one file with a function `run`, whose signature is the command line.
 
-A verb's `ARGUMENTS` declare what a signature cannot express: repeated options, switches and positionals that are optional or
-repeated. Nothing heavy is imported before a verb is chosen. Errors of this package are printed on one line with exit
-status 2; `--debug` shows the traceback.
+Nothing heavy is imported before a verb is chosen. Errors of this package are printed on one line with exit status 2; `--debug`
+shows the traceback.
 """
 
 import dataclasses
 import errno
 import importlib
 import io
-import math
 import os
 import re
 import sys
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
+from difflib import get_close_matches
+from pathlib import Path
 
 from difftransformer._version import __version__
-from difftransformer.errors import EXIT_ERROR, EXIT_INTERRUPTED, DiffTransformerError, FailedElsewhere
-from difftransformer.reading import LARGEST_INT
+from difftransformer.errors import EXIT_ERROR, EXIT_INTERRUPTED, ConfigError, DiffTransformerError, FailedElsewhere
 
 from ..printable import printable_line
 
-LONGEST_MESSAGE = 2000  # characters of an error; a word of the command line may have any number
-VERBS = {
-    "compare": "Train a model and its same-size twin on identical batches, evaluate both, write a report",
-    "study": "Train several variants of a recipe with many seeds, and add to the results that are there",
-    "train": "Train one model from a recipe, or continue a run",
-    "eval": "Evaluate a checkpoint: loss, retrieval, attention allocation",
-    "eval suite": "Several of these on several models, and one report",
-    "maps": "Write the attention maps of every head to one page for a browser: A1, A2 and their difference",
-    "generate": "Continue a prompt with a run or any saved model",
-    "report": "Write the report of a results file again",
-    "upcycle": "Make a pretrained Llama or Mistral differential without changing what it computes",
-    "convert": "Convert a model's folder to another layout and back",
-    "export": "Write a run or a saved model as a clean Hugging Face folder, with a model card",
-    "tokenize": "Turn text into token shards",
-    "plan": "Memory, communication and time of a recipe on many GPUs, computed without them",
-    "info": "Show the size or the start of a preset, a recipe or a saved model, for both twins; or the attention backends",
-    "bench": "Time attention and a training step of DIFF and its twin on this machine",
-    "build-kernels": "Build the CPU attention kernels ahead of their first use",
-    "check causality": "Check that a model does not look into the future",
-    "doctor": "Check the attention backends on this machine, and print what a bug report needs",
+LONGEST_WORD, LONGEST_MESSAGE = 250, 2000  # characters of an error; a word of the command line may have any number
+GROUPS = {
+    "study": {
+        "compare": "Train a model and its same-size twin, write a report",
+        "study": "Train variants with many seeds, add to the results",
+        "report": "Write the report of a results file again",
+    },
+    "train": {
+        "train": "Train one model from a recipe, or continue a run",
+        "tokenize": "Turn text into token shards",
+        "plan": "Memory, messages and time of a recipe on many GPUs",
+    },
+    "models": {
+        "generate": "Continue a prompt with a run or any saved model",
+        "info": "Size or start of a preset, recipe or model; backends",
+        "upcycle": "Make a pretrained model differential, losing nothing",
+        "convert": "Convert a model's folder to another layout and back",
+        "export": "Write a clean Hugging Face folder with a model card",
+    },
+    "evaluate": {
+        "eval": "Run a recipe's tasks, one task or a suite on models",
+        "maps": "Write every head's attention maps to one page",
+        "check causality": "Check that a model does not look into the future",
+    },
+    "tools": {
+        "bench": "Time attention, models and generation on this machine",
+        "build-kernels": "Build the CPU attention kernels ahead of first use",
+        "doctor": "Check the backends, print what a bug report needs",
+    },
 }
+VERBS = {verb: line for group in GROUPS.values() for verb, line in group.items()}
 
 
 def verbs() -> dict[str, str]:
-    """Return the help line of every command; `eval TASK` is a command for each evaluation task."""
+    """Return the help line of every command; `eval TASK` is one for each evaluation task."""
     from ..evals.registry import task_help
 
-    tasks = {f"eval {name}": line for name, line in task_help().items()}
-    items = list(VERBS.items())
-    place = list(VERBS).index("eval suite")
-    return dict([*items[:place], *tasks.items(), *items[place:]])
+    return VERBS | {f"eval {name}": line for name, line in task_help().items()}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
-    if sys.stdin is None:  # it was closed; the next file to be opened would take its number
-        sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115
-    if sys.stdout is None:
-        return _fail("difftransformer: standard output is closed; send it to a file, a pipe or /dev/null")
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # the terminal may not have every character
     warnings.formatwarning = lambda message, *_, **__: printable_line(f"warning: {message}") + "\n"
-    words = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        return _flushed(_main([*words]))
+        status = _main(list(sys.argv[1:] if arguments is None else arguments))
+        sys.stdout.flush()
+        return status
     except OSError as error:
-        if error.filename is not None or "--debug" in words:
+        if error.filename is not None:
             raise
-        return _flushed(_fail(f"difftransformer: standard output cannot be written ({error.strerror})"))
+        # Python would write what is left once more at its end, and fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):  # whoever read has seen enough
+            return EXIT_ERROR
+        return _fail(f"difftransformer: standard output cannot be written ({error.strerror})")
 
 
 def _main(words: list[str]) -> int:
@@ -87,10 +93,9 @@ def _main(words: list[str]) -> int:
         return 0
     # Commands draw one progress bar. transformers would draw one for every small file that it writes or reads.
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    verb, words = split_verb(words)
-    if verb not in (known := verbs()):
-        return _fail(f"difftransformer: no command {verb!r}; choose one of {', '.join(known)}")
+    verb = words[0]
     try:
+        verb, words = split_verb(words)
         return _run(verb, words)
     except FailedElsewhere:
         return EXIT_ERROR
@@ -104,7 +109,7 @@ def _main(words: list[str]) -> int:
         reason = str(error).partition("\n")[0]
         return _fail(f"difftransformer {verb}: not enough memory{reason and f' ({reason})'}; ask for less")
     except OSError as error:
-        if debug or (error.filename is None and _is_stdout_broken()):
+        if debug or (error.filename is None and isinstance(error, BrokenPipeError)):
             raise
         advice = "; make room and run again" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
         place = f"{error.filename}: " if error.filename else ""
@@ -114,57 +119,57 @@ def _main(words: list[str]) -> int:
 
 
 def split_verb(words: Sequence[str]) -> tuple[str, list[str]]:
-    """Split the arguments into the verb, of one word or two, and the words after it."""
-    length = 2 if " ".join(words[:2]) in verbs() else 1
-    return " ".join(words[:length]), list(words[length:])
+    """Split the arguments into the verb and the words after it; what follows `eval` may be a task or a suite.
+
+    Raises:
+        ConfigError: There is no such verb or task.
+    """
+    from ..evals.registry import task_help
+    from ..recipe_files import shipped_recipes
+
+    verb, rest = words[0], list(words[1:])
+    if verb not in VERBS and " ".join(words[:2]) not in VERBS:
+        raise ConfigError(f"no such command{_meant(verb, VERBS)}")
+    if verb != "eval":
+        return (verb, rest) if verb in VERBS else (" ".join(words[:2]), rest[1:])
+    if not rest or rest[0].startswith("-"):
+        return verb, rest
+    first, several = rest[0], [*task_help(), *shipped_recipes("suites")]
+    if first in several or first.endswith((".yaml", ".yml")):
+        return f"eval {first}", rest[1:]
+    is_near = bool(get_close_matches(first, several))
+    if not Path(first).exists() and (is_near or (rest[1:2] and not rest[1].startswith("-"))):
+        raise ConfigError(f"no task, suite or model {first!r}{_meant(first, several)}")
+    return verb, rest
+
+
+def _meant(word: str, known: Sequence[str] | dict[str, str]) -> str:
+    near = get_close_matches(word, list(known), n=1)
+    return f"; did you mean {near[0]}?" if near else f"; choose one of {', '.join(known)}"
 
 
 def module_name(verb: str) -> str:
     """Return the name of the module with a verb's `run`."""
-    is_task = verb.startswith("eval ") and verb != "eval suite"
-    return "eval_task" if is_task else re.sub("[- ]", "_", verb)
+    return "eval_task" if verb.startswith("eval ") else re.sub("[- ]", "_", verb)
 
 
 def _run(verb: str, words: list[str]) -> int:
-    from jsonargparse import ArgumentError, ArgumentParser
+    from .arguments import parser_of, read_words
 
     module = importlib.import_module(f".{module_name(verb)}", __package__)
-    parser = ArgumentParser(prog=f"difftransformer {verb}", description=verbs()[verb], exit_on_error=False)
     own = module.declare(verb) if hasattr(module, "declare") else None
-    declared: dict[str, dict[str, Any]] = getattr(module, "ARGUMENTS", {})
-    skipped = {options.get("dest", flag.removeprefix("--")) for flag, options in declared.items()}
-    parser.add_function_arguments(
-        module.run, as_positional=True, skip=skipped | ({"verb", "options"} if own else set())
+    parser = parser_of(
+        f"difftransformer {verb}", verbs().get(verb, "Run the tasks of a suite on one or more models"), module, own
     )
-    if own is not None:
-        parser.add_class_arguments(own)
-    for flag, options in declared.items():
-        parser.add_argument(flag, **options)
-    try:
-        values = parser.parse_args(words).as_dict()
-    except ArgumentError as error:
-        text = " ".join(str(error).split())
-        return _fail(f"difftransformer {verb}: {text}; see difftransformer {verb} --help")
-    for name, value in values.items():
-        if problem := _problem(value):
-            return _fail(f"difftransformer {verb}: {name}: {problem}")
+    if {"-h", "--help"} & set(words):
+        print(parser.page(own), *(_tasks() if verb == "eval" else ()), sep="\n")
+        return 0
+    values = read_words(parser, words)
     if own is not None:
         values["options"] = own(**{field.name: values.pop(field.name) for field in dataclasses.fields(own)})
+    if hasattr(module, "declare"):
         values["verb"] = verb
     return int(module.run(**values) or 0)
-
-
-def _problem(value: Any) -> str | None:
-    """Return what is wrong with a value of whatever argument, or None."""
-    if isinstance(value, (list, tuple)):
-        return next(filter(None, map(_problem, value)), None)
-    if isinstance(value, str) and "\0" in value:
-        return f"{value!r} holds NUL; leave it out"
-    if isinstance(value, int) and abs(value) > LARGEST_INT:
-        return f"an integer of {value.bit_length()} bits; give at most 63"
-    if isinstance(value, float) and not math.isfinite(value):
-        return f"{value} is not a finite number"
-    return None
 
 
 def _is_out_of_memory(error: RuntimeError) -> bool:
@@ -173,6 +178,7 @@ def _is_out_of_memory(error: RuntimeError) -> bool:
 
 
 def _fail(message: str, status: int = EXIT_ERROR) -> int:
+    message = re.sub(rf"\S{{{LONGEST_WORD},}}", lambda long: f"{long[0][:60]}...{long[0][-20:]}", message)
     if len(message) > LONGEST_MESSAGE:
         message = f"{message[: LONGEST_MESSAGE // 2]} ... {message[-LONGEST_MESSAGE // 2 :]}"
     if sys.stderr is not None:
@@ -181,34 +187,35 @@ def _fail(message: str, status: int = EXIT_ERROR) -> int:
     return status
 
 
-def _flushed(status: int) -> int:
-    """Write what is left for standard output, and return the exit status."""
-    try:
-        sys.stdout.flush()
-    except OSError as error:
-        # Python would write it again at its end, and fail again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return status or _fail(f"difftransformer: standard output cannot be written ({error.strerror})")
-    return status
+def _tasks() -> list[str]:
+    from ..evals.registry import task_help
+    from ..recipe_files import shipped_recipes
 
-
-def _is_stdout_broken() -> bool:
-    try:
-        print(flush=True)  # nothing less shows it
-        return False
-    except OSError:
-        return True
+    return [
+        "",
+        "difftransformer eval TASK MODEL... asks one or more models one task; eval TASK --help shows its options:",
+        *(f"  {name:<15}{line}" for name, line in task_help().items()),
+        "",
+        "difftransformer eval SUITE MODEL... runs several tasks and writes one page. A suite is "
+        f"{', '.join(shipped_recipes('suites'))} or FILE.yaml.",
+    ]
 
 
 def _help() -> str:
-    known = verbs()
-    width = max(map(len, known))
-    lines = "\n".join(f"  {verb:<{width}}  {summary}" for verb, summary in known.items())
-    return (
-        "usage: difftransformer COMMAND ...\n\n"
-        "Differential Transformer (arXiv:2410.05258): train it, evaluate it, and compare it with a same-size Transformer.\n\n"
-        f"commands:\n{lines}\n\n"
-        "  difftransformer COMMAND --help   show the arguments of a command\n"
-        "  difftransformer --version        show the version\n"
-        "  --debug                          with any command: show the traceback of an error"
+    width = max(map(len, VERBS))
+    lines = [
+        f"{group if not place else '':<9}{verb:<{width}}  {line}"
+        for group, members in GROUPS.items()
+        for place, (verb, line) in enumerate(members.items())
+    ]
+    return "\n".join(
+        [
+            "usage: difftransformer COMMAND ...",
+            "",
+            *lines,
+            "",
+            "  difftransformer COMMAND --help   its arguments; eval --help lists the tasks",
+            "  difftransformer --version        the version",
+            "  --debug                          with any command: the traceback of an error",
+        ]
     )

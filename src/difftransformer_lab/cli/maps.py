@@ -42,7 +42,7 @@ def run(
     for name in names:
         check_model(name)
     from difftransformer.hub import open_model, open_tokenizer, source_folder
-    from difftransformer.model.quiet import quietly
+    from difftransformer.model.transformers_errors import quietly
 
     from ..explorer import maps
 

@@ -31,10 +31,6 @@ ARGUMENTS = SET | {
         "type": float,
         "help": "Measured training tokens a second of one GPU, in place of --mfu and --tflops.",
     },
-    "--trace": {
-        "action": "store_true",
-        "help": "Also run a step on fake tensors, and show the bytes that PyTorch counts.",
-    },
     "--json": {"action": "store_true", "help": "Print JSON in place of tables."},
 }
 
@@ -46,7 +42,6 @@ def run(
     mfu: float = 0.4,
     tflops: float = H100_TFLOPS,
     tokens_per_second: float | None = None,
-    trace: bool = False,
     json: bool = False,
     set: list[str] | None = None,
 ) -> int:
@@ -59,7 +54,6 @@ def run(
         mfu: Share of the peak speed that model FLOPs reach; recomputed activations do not count.
         tflops: Peak speed of one GPU in TFLOP/s. Defaults to an H100's in bf16.
         tokens_per_second: Measured training tokens a second of one GPU.
-        trace: Whether to run a step on fake tensors too.
         json: Whether to print JSON.
     """
     read_recipe(recipe)
@@ -84,7 +78,7 @@ def run(
         counts = count(config, context_tokens=training.context_tokens)
         rate = tokens_per_second or 1e12 * tflops * mfu / counts.train_flops_per_token
         plans = fitting_plans(config, training, gpus=gpus, gpu_bytes=0.9 * memory)
-        document: dict[str, Any] = {
+        document = {
             "attention_type": word,
             "parameters": counts.parameters,
             "train_flops_per_token": counts.train_flops_per_token,
@@ -94,8 +88,6 @@ def run(
             "days": tokens / (rate * gpus) / 86_400,
             "layouts": [_document(plan) for plan in plans],
         }
-        if trace:
-            document["trace"] = _trace(config, training, plans[0])
         documents.append(document)
     if json:
         show(dumps({"recipe": loaded.name, "gpus": gpus, "gpu_bytes": memory, "models": documents}, indent=1))
@@ -105,28 +97,17 @@ def run(
 
 
 def _bytes(text: str) -> float:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]i?B)", text)
-    if found is None or found[2] not in _UNITS or not float(found[1]):
+    amount = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]i?B)", text)
+    if amount is None or amount[2] not in _UNITS or not float(amount[1]):
         raise ConfigError(
             f"--gpu-memory {text}: give a number above 0 with a unit ({', '.join(_UNITS)}), such as 80GiB"
         )
-    return float(found[1]) * _UNITS[found[2]]
+    return float(amount[1]) * _UNITS[amount[2]]
 
 
 def _document(plan: "Plan") -> dict[str, Any]:
     memory = asdict(plan.rank_bytes) | {"total": plan.rank_bytes.total}
     return {"layout": asdict(plan.layout), "rank_bytes": memory, "communicated_bytes": plan.communicated_bytes}
-
-
-def _trace(config: Any, training: Any, plan: "Plan") -> dict[str, Any]:
-    """Trace the chosen layout, or say why that cannot be done."""
-    from difftransformer.train.trace import traced_bytes
-
-    try:
-        traced = traced_bytes(config, training, plan.layout)
-    except ConfigError as error:
-        return {"reason": str(error)}
-    return {"total": traced, "formula_over_trace": plan.rank_bytes.total / traced}
 
 
 def _print(name: str, gpus: int, memory: str, documents: list[dict[str, Any]]) -> None:
@@ -147,16 +128,9 @@ def _print(name: str, gpus: int, memory: str, documents: list[dict[str, Any]]) -
         **{f"{part}, GiB": [_gib(layout["rank_bytes"][part]) for layout in best] for part in best[0]["rank_bytes"]},
         "sent a step, GiB": [_gib(layout["communicated_bytes"]) for layout in best],
     }
-    if "trace" in documents[0]:
-        rows["total by trace, GiB"] = [
-            _gib(found["total"]) if "total" in found else "-" for found in (document["trace"] for document in documents)
-        ]
     for label, cells in rows.items():
         sizes.add_row(label, *cells)
     console.print(sizes)
-    for found in (document.get("trace", {}) for document in documents):
-        if "reason" in found:
-            show(f"No trace: {found['reason']}")
     for document in documents:
         others = Table(
             "layout", "GiB of a rank", "sent a step, GiB", title=f"Layouts that fit, {document['attention_type']}"

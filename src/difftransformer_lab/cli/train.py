@@ -1,19 +1,17 @@
 """difftransformer train."""
 
-from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from difftransformer.files import locked
-from difftransformer.torchrun import started_by_torchrun
+from typing import TYPE_CHECKING
 
 from ..recipe_files import read_recipe
-from .arguments import SET, check_device, check_positive, use_threads
+from .arguments import SET, check_positive, use_threads
 from .console import log, resumable, show
-from .members import members
+from .members import run_together
 from .progress import evaluation_progress, training_progress, watch_steps
 
 if TYPE_CHECKING:
+    from difftransformer.train.parallel import Processes
+
     from ..studies import Recipe
 
 ARGUMENTS = SET | {
@@ -52,48 +50,33 @@ def run(
         from ..studies import load_recipe
 
         return _describe(load_recipe(recipe, overrides))
-    if (processes or 1) > 1 and not started_by_torchrun():
-        from .launch import launch
-
-        check_device(device)
-        flags = {"out": out, "device": None if device == "cpu" else device, "threads": threads, "processes": processes}
-        words = [word for name, value in flags.items() if value is not None for word in (f"--{name}", str(value))]
-        return launch(
-            processes or 1, ["train", recipe, *words, *(w for change in overrides for w in ("--set", change))]
-        )
-    with members(device, processes) as crew:
-        return _train(recipe, overrides, out, threads, crew)
+    return run_together(lambda group: _train(recipe, overrides, out, threads, group), device, processes)
 
 
-def _train(recipe: str, overrides: list[str], out: str | None, threads: int | None, crew: Any) -> int:
-    from difftransformer.data import prepare_shards
+def _train(recipe: str, overrides: list[str], out: str | None, threads: int | None, processes: "Processes") -> int:
+    from difftransformer.data import Shards, prepare_shards
     from difftransformer.train import Interrupted, checkpoints
-    from difftransformer.train.heap import keep_freed_memory
     from difftransformer.train.parallel import Mesh
 
     from ..studies import load_recipe, start_run, train_run
 
-    keep_freed_memory()
-    first = crew.is_first
-    with crew.together():
+    with processes.fail_together():
         loaded = load_recipe(recipe, overrides)
         use_threads(threads)
-        loaded.parallel.degrees(crew.count)
-    mesh = Mesh(crew, loaded.parallel)
-    with crew.together():
+        mesh = Mesh(processes, loaded.parallel)
         mesh.check(loaded.model_config(vocab_size=1), loaded.training)
     folder = Path(out or f"runs/{loaded.name}")
-    with ExitStack() as stack:
-        with crew.together():
-            if first:
-                stack.enter_context(locked(folder))
-                start_run(folder, loaded)
-                with evaluation_progress("tokenising") as tokenised:
-                    shards = prepare_shards(loaded.data, log=log, progress=tokenised)
-        with crew.together():
-            if not first:
-                shards = prepare_shards(loaded.data)
-        if not first:
+
+    def prepare() -> Shards:
+        if not processes.is_first:
+            return prepare_shards(loaded.data)
+        start_run(folder, loaded)
+        with evaluation_progress("tokenising") as tokenised:
+            return prepare_shards(loaded.data, log=log, progress=tokenised)
+
+    with processes.locked(folder):
+        shards = processes.rank0_first(prepare)
+        if not processes.is_first:
             try:
                 train_run(folder, loaded, shards, mesh=mesh)
             except Interrupted as stopped:

@@ -7,7 +7,7 @@ from difftransformer.files import locked
 from difftransformer.sources import check_model
 
 from .arguments import SET
-from .console import Gaps, console, log, resumable, show
+from .console import log, resumable, show
 from .progress import evaluation_progress, training_progress, watch_jobs
 
 ARGUMENTS = SET
@@ -41,9 +41,9 @@ def run(
     check_model(model)
     import torch
 
-    from difftransformer.convert.llama import check_target, targets
-    from difftransformer.convert.upcycle import upcycle_folder
     from difftransformer.data import Tokenizer, read_documents
+    from difftransformer.families.llama import check_target, targets
+    from difftransformer.families.upcycle import upcycle_folder
     from difftransformer.hub import source_folder
     from difftransformer_lab.evals.drift import measure_drift
 
@@ -81,15 +81,12 @@ def run(
 
 
 def _study(model: str, out: Path, kinds: list[str], train: str, overrides: list[str]) -> int:
-    from ..report import print_study, write_report
-    from ..studies import load_recipe, upcycling_study
+    from ..report import read_studies
+    from ..studies import load_recipe, upcycle_and_train
+    from .report import show_study
 
     recipe = load_recipe(train, overrides)
     with locked(out):
         with resumable("stopped; every run is saved"), training_progress() as bars:
-            result = upcycling_study(recipe, model, out, to=kinds, progress=watch_jobs(bars), log=log)
-        gaps = Gaps("upcycle")
-        page = write_report(result, out, on_gap=gaps)
-    print_study(result, console)
-    show(f"Report: {page}\nResults: {out / 'results.json'}")
-    return gaps.status
+            upcycle_and_train(recipe, model, out, to=kinds, progress=watch_jobs(bars), log=log)
+        return show_study(read_studies(out)[0], out, "upcycle")

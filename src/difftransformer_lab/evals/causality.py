@@ -9,7 +9,11 @@ from torch import Tensor
 
 from difftransformer.errors import EvaluationError
 
-MOST_POSITIONS = 16
+EVERY_POSITION = 512
+"""Up to here every position is tried; after it those beside the borders of tiles of 16 tokens, and so of larger ones."""
+TILE = 16
+_ALONE = 16  # positions whose tokens before them are given alone; what depends on the length does so everywhere
+_BATCH_TOKENS, _BATCH_NUMBERS = 16_384, 2**26  # of inputs, and of outputs
 # Largest change that rounding explains, in standard deviations of the outputs.
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
 TOLERANCE_BELOW_FP32 = 0.05
@@ -38,16 +42,23 @@ class Causality:
         changed: Outputs before a position when all tokens from it on were replaced.
         alone: Outputs of the tokens before a position by themselves, against those in the whole input.
         tolerance: Largest change that counts as rounding, in standard deviations of the outputs.
+        positions: Number of positions that were tried.
     """
 
     changed: Change
     alone: Change
     tolerance: float
+    positions: int
+
+    @property
+    def excess(self) -> float:
+        """The largest change over the tolerance; up to 1 it is rounding."""
+        return max(self.changed.size, self.alone.size) / self.tolerance
 
     @property
     def is_causal(self) -> bool:
         """Whether no output changed by more than the tolerance."""
-        return max(self.changed.size, self.alone.size) <= self.tolerance
+        return self.excess <= 1
 
 
 @torch.no_grad()
@@ -62,16 +73,16 @@ def check_causality(
 ) -> Causality:
     """Check that no output depends on later inputs.
 
-    Each position t is tried in two ways. Tokens from t on are replaced at random, which finds outputs that read them.
-    And tokens before t are given alone, which also finds outputs that depend on the length, as in a model that normalises
-    over time.
+    For each position t, tokens from t on are replaced at random, which finds outputs that read them; many positions are tried
+    in one batch. And for 16 positions, tokens before t are given alone, which also finds outputs that depend on the length, as
+    in a model that normalises over time.
 
     Args:
         model: A function of a batch of inputs that returns a tensor (B, T, ...), or an output of transformers with `logits` or
             `last_hidden_state`, or a tuple that begins with such a tensor. Modules must be in evaluation mode.
         inputs: (B, T) token ids or (B, T, C) numbers, T at least 2.
         vocabulary: Number of token ids to draw from. None means those up to the largest id of the inputs.
-        positions: Positions to try, from 1 to T - 1. None means all, or 16 from the first to the last.
+        positions: Positions to try, from 1 to T - 1. None means all up to 512, and then those beside each 16th.
         tolerance: Largest change that counts as rounding, in standard deviations of the outputs. None means 1e-9 in
             float64, 1e-4 in float32 and 0.05 below.
         seed: Seed of the replacements.
@@ -81,7 +92,7 @@ def check_causality(
             or two equal calls differ, as those of a module with dropout do.
     """
     length = _check_inputs(inputs, vocabulary)
-    tried = _spread(length) if positions is None else list(positions)
+    tried = _positions(length) if positions is None else list(positions)
     if not tried or not all(0 < position < length for position in tried):
         raise EvaluationError(f"positions {tried}: name some from 1 to {length - 1}, the last of the inputs")
     whole = _outputs(model, inputs)
@@ -91,14 +102,19 @@ def check_causality(
     if (spread := whole.double().std().item()) == 0:
         raise EvaluationError("all outputs are equal, which shows nothing; use a model with other weights")
     others = _replacements(inputs, vocabulary, seed)
-    changed, alone = [], []
-    for position in tried:
-        mixed = torch.cat((inputs[:, :position], others[:, position:]), 1)
-        changed.append(_change(whole, _outputs(model, mixed), position, spread))
-        alone.append(_change(whole, _outputs(model, inputs[:, :position]), position, spread))
+    changed = []
+    at_once = max(1, min(_BATCH_TOKENS // (inputs.shape[0] * length), _BATCH_NUMBERS // whole.numel()))
+    for begin in range(0, len(tried), at_once):
+        batch = tried[begin : begin + at_once]
+        mixed = torch.cat([torch.cat((inputs[:, :position], others[:, position:]), 1) for position in batch])
+        changed.append(_change(whole, _outputs(model, mixed), batch, spread))
+    step = max(1, len(tried) // _ALONE)
+    alone = [
+        _change(whole[:, :t], _outputs(model, inputs[:, :t]), [t], spread) for t in sorted({*tried[::step], tried[-1]})
+    ]
     if tolerance is None:
         tolerance = TOLERANCES.get(whole.dtype, TOLERANCE_BELOW_FP32)
-    return Causality(_largest(changed), _largest(alone), tolerance)
+    return Causality(_largest(changed), _largest(alone), tolerance, len(tried))
 
 
 def _check_inputs(inputs: Tensor, vocabulary: int | None) -> int:
@@ -120,9 +136,8 @@ def _size(inputs: Tensor, vocabulary: int | None) -> int:
     return int(inputs.max()) + 1 if vocabulary is None else vocabulary
 
 
-def _spread(length: int) -> list[int]:
-    count = min(length - 1, MOST_POSITIONS)
-    return sorted({round(1 + i * (length - 2) / max(1, count - 1)) for i in range(count)})
+def _positions(length: int) -> list[int]:
+    return [t for t in range(1, length) if t <= EVERY_POSITION or t % TILE in (0, 1, TILE - 1) or t == length - 1]
 
 
 def _outputs(model: Callable[[Tensor], Any], inputs: Tensor) -> Tensor:
@@ -143,7 +158,7 @@ def _replacements(inputs: Tensor, vocabulary: int | None, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     if inputs.is_floating_point():
         drawn = torch.randn(inputs.shape, generator=generator).to(inputs)
-        return inputs + drawn * inputs.std().clamp_min(1e-3)
+        return inputs + drawn.sign() * (1 + drawn.abs()) * inputs.std().clamp_min(1e-3)
     size = _size(inputs, vocabulary)
     shift = torch.randint(1, size, inputs.shape, generator=generator).to(inputs)
     return (inputs + shift) % size
@@ -153,8 +168,12 @@ def _largest(changes: list[Change]) -> Change:
     return max(changes, key=lambda change: change.size)
 
 
-def _change(whole: Tensor, other: Tensor, position: int, spread: float) -> Change:
-    """Compare the outputs before a position."""
-    differences = (whole[:, :position].double() - other[:, :position].double()).abs()
-    by_output = differences.movedim(1, 0).flatten(1).amax(1)
-    return Change(by_output.max().item() / spread, int(by_output.argmax()), position)
+def _change(whole: Tensor, others: Tensor, positions: list[int], spread: float) -> Change:
+    """Compare outputs (B, T, ...) with those of other inputs (N B, T, ...), of each before its one of N positions."""
+    differences = (others.unflatten(0, (len(positions), -1)).double() - whole.double()).abs()
+    by_output = differences.movedim(2, 1).flatten(2).amax(2)
+    places = torch.tensor(positions, device=whole.device)
+    is_before = torch.arange(whole.shape[1], device=whole.device) < places[:, None]
+    size, place = by_output.masked_fill(~is_before, 0).flatten().max(0)
+    index, output = divmod(int(place), whole.shape[1])
+    return Change(size.item() / spread, output, positions[index])

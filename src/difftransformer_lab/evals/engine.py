@@ -3,22 +3,24 @@
 import math
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol
 
-from difftransformer.checksums import DamagedLine
 from difftransformer.errors import CheckpointError, EvaluationError
+from difftransformer.jsonl import DamagedLine
 
 from ..results import Grid, ItemScore, Measurement
 from .journal import Journal, OtherHeader
-from .requests import FINGERPRINT_VERSION, Answers, LanguageModel, plain_sha256, requests_sha256
+from .requests import Answers, LanguageModel, plain_sha256, requests_sha256
+
+if TYPE_CHECKING:
+    from difftransformer.train.parallel import Processes
 
 _SYNC_SECONDS = 5.0
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,28 +46,6 @@ class Progress(Protocol):
 
 def no_progress(done: int, total: int, stage: str = "") -> None:
     """A `Progress` that shows nothing."""
-
-
-class Members(Protocol):
-    """The processes that evaluate together, see `train.parallel.Processes`."""
-
-    @property
-    def rank(self) -> int:
-        """Index of this process."""
-        ...
-
-    @property
-    def count(self) -> int:
-        """Number of processes."""
-        ...
-
-    def from_first(self, make: Callable[[], T]) -> T:
-        """Return in every process what the first one makes."""
-        ...
-
-    def collecting(self) -> AbstractContextManager[Callable[[Iterable[T]], Iterator[T]]]:
-        """Yield a function that returns the items of every process's iterable, to all processes."""
-        ...
 
 
 class Task(ABC):
@@ -123,7 +103,7 @@ def run_task(
     journal: Path | None = None,
     identity: str = "",
     replace_others: bool = False,
-    processes: Members | None = None,
+    processes: "Processes | None" = None,
     progress: Progress = no_progress,
     log: Callable[[str], None] = lambda text: None,
 ) -> Scores:
@@ -137,8 +117,7 @@ def run_task(
         task: The evaluation.
         journal: File of answers. Requests that it answers are not asked again; new answers are appended as they come.
         identity: Fingerprint of the model: a journal of another model is refused.
-        replace_others: Whether to begin again, instead, where the journal belongs to another model or to other requests. A
-            journal of an earlier release, which cannot be compared, is always replaced.
+        replace_others: Whether to begin again, instead, where the journal belongs to another model or to other requests.
         processes: This process and the others, all of which call the function and get the scores; None for a single one. The
             first one keeps the journal, judges and scores.
         progress: Called with the tokens asked and the tokens in total after every answer and, while a batch is computed, after
@@ -153,7 +132,7 @@ def run_task(
         raise EvaluationError(f"{task.data_name}: nothing to ask; give more data")
     costs = [request.shown_tokens for request in task.requests]
     rank, count = (0, 1) if processes is None else (processes.rank, processes.count)
-    from_first = (lambda make: make()) if processes is None else processes.from_first
+    broadcast = (lambda make: make()) if processes is None else processes.broadcast
     kept: list[Journal] = []
 
     def found() -> dict[int, Any]:
@@ -162,7 +141,7 @@ def run_task(
             kept.append(_opened(journal, answers, f"{identity} {requests_sha256(task.requests)}", replace_others, log))
         return answers
 
-    answers = from_first(found)
+    answers = broadcast(found)
     done, total = sum(costs[index] for index in answers), sum(costs)
     ahead, shown = 0.0, done  # tokens that were computed but not answered yet; what progress was told last
     progress(done, total)
@@ -187,13 +166,13 @@ def run_task(
             done, ahead = done + costs[index], max(0.0, ahead - costs[index])
             shown = max(shown, done)
             progress(shown, total)
-    return from_first(
+    return broadcast(
         lambda: _defined(task.score(task.judge([answers[index] for index in range(len(costs))], progress)))
     )
 
 
 def _in_turns(
-    model: LanguageModel, task: Task, answers: dict[int, Any], rank: int, processes: Members | None
+    model: LanguageModel, task: Task, answers: dict[int, Any], rank: int, processes: "Processes | None"
 ) -> Iterator[tuple[int, Any]]:
     """Yield the places and answers of the requests that `answers` lacks.
 
@@ -218,10 +197,20 @@ def _in_turns(
         return
     # In a turn all processes have about the same to do.
     parts.sort(key=lambda part: -sum(costs[index] for index in part))
-    with processes.collecting() as collect:
-        for turn in range(0, len(parts), processes.count):
-            own = parts[turn + rank : turn + rank + 1]
-            yield from collect(chain.from_iterable(map(ask, own)))
+    for turn in range(0, len(parts), processes.count):
+        own: list[tuple[int, Any]] = []
+        failure = None
+        try:
+            for part in parts[turn + rank : turn + rank + 1]:
+                own.extend(ask(part))
+        except EvaluationError as error:  # met here alone, and said to all
+            failure = error
+        answers_of_all = processes.gathered((own, failure))
+        for found, _ in answers_of_all:
+            yield from found
+        for _, failed in answers_of_all:
+            if failed is not None:
+                processes.fail(failed)
 
 
 def _opened(
@@ -240,15 +229,16 @@ def _opened(
             f"{journal}: line {damage.line} is damaged; delete {'the file' if damage.line == 1 else 'the line'} to ask "
             "again what it answered"
         ) from None
-    except OtherHeader as other:
-        is_older = f" {FINGERPRINT_VERSION}:" not in str(other.met.get("answers_of", f" {FINGERPRINT_VERSION}:"))
-        if not (is_older or replace_others):
+    except OtherHeader:
+        if not replace_others:
             raise CheckpointError(
                 f"{journal}: holds answers of another model or to other questions; choose another --out, or delete the file"
             ) from None
         old = journal.replace(journal.with_name(f"{journal.name}.old"))
-        whose = "an earlier release" if is_older else "another model or to other questions"
-        log(f"{journal}: holds answers of {whose}; every question is asked again, and they are kept in {old.name}")
+        log(
+            f"{journal}: holds answers of another model or to other questions; every question is asked again, and they are "
+            f"kept in {old.name}"
+        )
         return Journal(journal, take, header=header, sync_seconds=_SYNC_SECONDS)
 
 

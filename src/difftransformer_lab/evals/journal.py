@@ -1,25 +1,18 @@
 """A file that grows by one line of JSON at a time and survives an interruption of its writer."""
 
-import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from difftransformer.checksums import DamagedLine, line_of, rows
-from difftransformer.files import naming
+from difftransformer.jsonl import DamagedLine, RowWriter, read_rows
 
 
 class OtherHeader(Exception):
-    """The first row of a journal, `met`, is not the header that its reader expects."""
-
-    def __init__(self, met: dict[str, Any]) -> None:
-        super().__init__(f"the first row is {met}")
-        self.met = met
+    """The first row of a journal is not the header that its reader expects."""
 
 
 class Journal:
-    """Rows on disk with a checksum each, in the order in which they were added.
+    """Rows on disk, in the order in which they were added.
 
     An incomplete last line, left by a killed writer, is dropped when the file is opened again.
 
@@ -31,7 +24,7 @@ class Journal:
         sync_seconds: Rows survive the end of the process at once, and a loss of power after this many seconds.
 
     Raises:
-        DamagedLine: A complete line is not as it was written, or not a row that `take` accepts.
+        DamagedLine: A complete line is no row, or not one that `take` accepts.
         OtherHeader: The header is another one.
     """
 
@@ -40,36 +33,26 @@ class Journal:
     ) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         whole, self._missing_header = 0, header
-        if path.exists():
-            for number, (row, end) in enumerate(rows(path.read_bytes()), start=1):
-                if self._missing_header is None:
-                    try:
-                        take(row)
-                    except (KeyError, TypeError, ValueError):
-                        raise DamagedLine(number) from None
-                elif row != header:
-                    raise OtherHeader(row)
-                self._missing_header, whole = None, end
-            os.truncate(path, whole)
-        self._path, self._file = path, open(path, "ab")  # noqa: SIM115 - closed by __exit__
-        self._sync_seconds, self._synced = sync_seconds, time.monotonic()
+        for number, (row, end) in enumerate(read_rows(path) if path.exists() else (), start=1):
+            if self._missing_header is None:
+                try:
+                    take(row)
+                except (KeyError, TypeError, ValueError):
+                    raise DamagedLine(number) from None
+            elif row != header:
+                raise OtherHeader(f"the first row is {row}")
+            self._missing_header, whole = None, end
+        self._rows = RowWriter(path, keep_bytes=whole, sync_seconds=sync_seconds)
 
     def __enter__(self) -> "Journal":
         return self
 
     def __exit__(self, *_: object) -> None:
-        with naming(self._path), self._file:
-            self._file.flush()
-            os.fsync(self._file.fileno())
+        self._rows.close()
 
     def add(self, row: Any) -> None:
         """Write a row."""
         if self._missing_header is not None:
             header, self._missing_header = self._missing_header, None
-            self.add(header)
-        with naming(self._path):
-            self._file.write(line_of(row))
-            self._file.flush()
-            if time.monotonic() - self._synced >= self._sync_seconds:
-                os.fsync(self._file.fileno())
-                self._synced = time.monotonic()
+            self._rows.write(header)
+        self._rows.write(row)

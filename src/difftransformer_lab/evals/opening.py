@@ -1,19 +1,19 @@
 """Open a saved model with its tokenizer as a language model that evaluations can query."""
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from difftransformer.acceleration import IMPLEMENTATION, AcceleratedDiffLlamaAttention, accelerate, restore
 from difftransformer.data import Tokenizer
 from difftransformer.errors import CheckpointError, ConfigError
+from difftransformer.families import IMPLEMENTATION, AcceleratedDiffLlamaAttention, accelerate, restore
 from difftransformer.hub import folder_sha256, open_model, open_tokenizer, source_folder
 from difftransformer.hub.divided import plain_class
-from difftransformer.model.dtypes import WeightsDtype
-from difftransformer.model.quiet import quietly
-from difftransformer.train.parallel import ALONE, Processes
+from difftransformer.model.transformers_errors import quietly
+from difftransformer.train.parallel import Processes
+from difftransformer.typed import WeightsDtype
 
 from ..results import ModelIdentity
 from .models.causal import CausalLanguageModel
@@ -38,8 +38,7 @@ def open_language_model(
     context_tokens: int | None = None,
     prefix_caching: bool = True,
     accelerated: bool = True,
-    processes: Processes = ALONE,
-    divide_weights: bool = False,
+    divided_by: Processes | None = None,
 ) -> Iterator[OpenedModel]:
     """Open a model and its tokenizer for evaluation.
 
@@ -50,44 +49,12 @@ def open_language_model(
         context_tokens: Largest number of tokens in a row. Defaults to the model's number of positions.
         prefix_caching: Whether prompts with a common prefix compute it once.
         accelerated: Whether to accelerate a model of another package (see `accelerate`) where that is supported.
-        processes: This process and the others, each of which opens the model.
-        divide_weights: Whether the processes divide the weights of one model (see `divided.divide`), for a model that
-            does not fit one device. Each process otherwise has its own.
+        divided_by: Processes that divide the weights of a model which does not fit one device (see `divided.divide`).
 
     Raises:
         CheckpointError: The model or its tokenizer is missing, damaged or cannot be opened, or the two do not match.
         ConfigError: The weights cannot be divided.
     """
-    with processes.together():
-        stack = ExitStack()
-        opened = stack.enter_context(
-            _language_model(
-                model,
-                device=device,
-                dtype=dtype,
-                batch_tokens=batch_tokens,
-                context_tokens=context_tokens,
-                prefix_caching=prefix_caching,
-                accelerated=accelerated,
-                divided_by=processes if divide_weights else None,
-            )
-        )
-    with stack:
-        yield opened
-
-
-@contextmanager
-def _language_model(
-    model: str,
-    *,
-    device: str,
-    dtype: WeightsDtype,
-    batch_tokens: int,
-    context_tokens: int | None,
-    prefix_caching: bool,
-    accelerated: bool,
-    divided_by: Processes | None,
-) -> Iterator[OpenedModel]:
     with source_folder(model) as folder, quietly():
         theirs = open_tokenizer(folder)
         tokenizer = _text_tokenizer(theirs, folder)

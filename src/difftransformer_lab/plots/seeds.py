@@ -130,16 +130,6 @@ def common_values(curves: Sequence[Curve]) -> tuple[np.ndarray, np.ndarray]:
     return np.array(steps, dtype=np.float64), values.reshape(len(tables), len(steps))
 
 
-def smooth(curve: Curve, window: int) -> Curve:
-    """Return the centred moving mean over `window` points (an odd number); at the ends over the points that are there."""
-    if window <= 1 or len(curve.values) < window:
-        return curve
-    kernel = np.ones(window)
-    values = np.convolve(curve.values, kernel, mode="same")
-    counts = np.convolve(np.ones(len(curve.values)), kernel, mode="same")
-    return Curve(steps=curve.steps, values=[float(value) for value in values / counts])
-
-
 def band(curves: Sequence[Curve]) -> Band | None:
     """Return mean, smallest and largest over seeds at the steps that all seeds have; None where there are none."""
     steps, values = common_values(curves)

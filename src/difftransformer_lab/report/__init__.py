@@ -1,8 +1,12 @@
-"""From results to a page: `write_report` writes it, `print_study` prints the same tables in a terminal.
+"""From results to pages, and the same tables in a terminal. No module here imports torch.
 
-`tables` builds every row once; the page, the terminal and the CSV files print those rows. No module here imports torch.
+`studied` computes everything about a study once, `write_study` and `write_evidence` write pages of studies, `write_suite` that
+of a suite, and `print_study` prints a study.
 """
 
-from difftransformer_lab.report.evidence import brief_answer, read_studies, write_evidence
-from difftransformer_lab.report.page import write_report, write_suite
-from difftransformer_lab.report.terminal import cost_table, print_study
+from .claims import judge, read_claims
+from .page import write_suite
+from .reading import Evidence, find_studies, read_evidence
+from .studied import Studied, read_studies, studied
+from .study_page import brief_answer, write_evidence, write_study
+from .terminal import print_study

@@ -1,7 +1,6 @@
 """The HTML report: one self-contained page, with its figures and tables beside it as SVG, PNG and CSV files.
 
-`compare`, `upcycle --train` and `eval suite` write the same page: a study has sections on its training, its models and its
-cost around the sections of its tasks, a suite has those of its tasks alone.
+Studies and `eval SUITE` write the same page: a suite has a section for each of its tasks, a study has more around them.
 """
 
 import json
@@ -10,37 +9,37 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import yaml  # type: ignore[import-untyped]
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from difftransformer.errors import DiffTransformerError
-from difftransformer.files import write_atomically, write_text_atomically
-from difftransformer_lab.plots.curves import labels
-from difftransformer_lab.plots.seeds import Pooled, pooled
-from difftransformer_lab.plots.style import Drawing, inline_svg
-from difftransformer_lab.printable import printable
-from difftransformer_lab.report.figures import draw_training, runs_of
-from difftransformer_lab.report.tables import (
-    Table,
-    cost_table,
-    environment_table,
-    metrics_table,
-    models_table,
-    runs_table,
-    upcycling_table,
-)
-from difftransformer_lab.report.tasks import draw_task, measurement_table
-from difftransformer_lab.report.tasks.pairs import corrected_pairs, pairs_table, task_pairs
-from difftransformer_lab.report.verdict import Verdict, verdicts
-from difftransformer_lab.results import Comparison, Study, TaskResult, Upcycling
+from difftransformer.files import write_text_atomically
+
+from ..plots.curves import labels
+from ..plots.seeds import Pooled
+from ..plots.style import Drawing, inline_svg
+from ..printable import printable
+from ..results import TaskResult
+from .tables import Table
+from .tasks import draw_task, measurement_table
+from .tasks.pairs import corrected_pairs, pairs_table, task_pairs
 
 TEMPLATE = "page.html.j2"
 MISSING = "missing"
 """Slug of the section of tasks that were not run."""
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was found, at the top of a page. `state` is for colour; `text` says everything."""
+
+    subject: str
+    state: Literal["first", "second", "undecided", "unknown"]
+    text: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,28 +88,8 @@ class Page:
         ]
 
 
-def _no_gap(text: str) -> None:
+def no_gap(text: str) -> None:
     """Take note of no gap."""
-
-
-def write_report(
-    study: Study, folder: Path | str, png: bool = False, *, on_gap: Callable[[str], None] = _no_gap
-) -> Path:
-    """Write a study's page.
-
-    Args:
-        study: The results.
-        folder: Folder of the report; it is made if it is missing.
-        png: Whether to write `figures/*.png` as well.
-        on_gap: Called with each figure that the page lacks.
-
-    Returns:
-        The path of `index.html`.
-
-    Raises:
-        ResultsError: curves that contradict themselves.
-    """
-    return write_page(study_page(study, png), Path(folder), on_gap=on_gap)
 
 
 def write_suite(
@@ -119,7 +98,7 @@ def write_suite(
     missing: Sequence[tuple[str, str, str]],
     folder: Path,
     *,
-    on_gap: Callable[[str], None] = _no_gap,
+    on_gap: Callable[[str], None] = no_gap,
 ) -> Path:
     """Write the page of a suite.
 
@@ -136,7 +115,7 @@ def write_suite(
     return write_page(suite_page(name, found, missing), folder, on_gap=on_gap)
 
 
-def write_page(page: Page, folder: Path, *, on_gap: Callable[[str], None] = _no_gap) -> Path:
+def write_page(page: Page, folder: Path, *, on_gap: Callable[[str], None] = no_gap) -> Path:
     """Write `index.html`, `figures/*.svg`, and each table as CSV, Markdown and LaTeX in `tables/`.
 
     The page needs nothing beside itself: style and figures are inside it, and it has no scripts and no addresses. The
@@ -157,8 +136,6 @@ def write_page(page: Page, folder: Path, *, on_gap: Callable[[str], None] = _no_
     _remove_earlier(folder)
     for slug, drawing in drawings.items():
         write_text_atomically(folder / "figures" / f"{slug}.svg", drawing.svg)
-        if drawing.png is not None:
-            write_atomically(folder / "figures" / f"{slug}.png", drawing.png)
     for table in all_tables(page):
         for suffix, made in (("csv", table.csv()), ("md", table.markdown()), ("tex", table.latex())):
             write_text_atomically(folder / "tables" / f"{table.name}.{suffix}", made)
@@ -173,8 +150,7 @@ def _remove_earlier(folder: Path) -> None:
     page = folder / "index.html"
     text = page.read_text(encoding="utf-8") if page.is_file() else ""
     for name in re.findall(r'<h2 id="figure-([\w.-]+)"', text):
-        for suffix in ("svg", "png"):
-            (folder / "figures" / f"{name}.{suffix}").unlink(missing_ok=True)
+        (folder / "figures" / f"{name}.svg").unlink(missing_ok=True)
     for name in re.findall(r'href="tables/([\w.-]+)\.csv"', text):
         for suffix in ("csv", "md", "tex"):
             (folder / "tables" / f"{name}.{suffix}").unlink(missing_ok=True)
@@ -185,56 +161,6 @@ def all_tables(page: Page) -> list[Table]:
     return [table for section in page.sections for table in (*section.tables, section.details) if table is not None]
 
 
-def study_page(study: Study, png: bool = False) -> Page:
-    """Build the page of a study."""
-    trained = [model.label for model in study.models]
-    seeds = "with one seed" if len(study.seeds) == 1 else f"for each of {len(study.seeds)} seeds"
-    training = [
-        Section(slug=drawing.name, title=drawing.title, drawing=drawing) for drawing in draw_training(study, png)
-    ]
-    names = dict.fromkeys(name for run in study.runs for name in run.evaluations)
-    evaluations = [
-        _task_section(name, found, png, len(study.seeds)) for name in names if (found := pooled_results(study, name))
-    ]
-    own = []
-    if isinstance(study, Comparison):
-        own.append(Section(slug="cost", title="Cost", tables=[cost_table(study)]))
-    if isinstance(study, Upcycling):
-        own.append(Section(slug="upcycling", title="Before and after", tables=[upcycling_table(study)]))
-    about = (
-        "Every number on this page was measured by this command or follows from the models' sizes by formula. No table holds "
-        "a figure of the paper."
-    )
-    made = Section(
-        slug="made",
-        title="How this was made",
-        tables=[models_table(study), runs_table(study), environment_table(study)],
-        texts=[("Command", about, study.command), ("Recipe", "", recipe_text(study.recipe))],
-    )
-    return Page(
-        title=study.name,
-        about=f"{' and '.join(trained[:-1])}{' against ' if len(trained) > 1 else ''}{trained[-1]}, "
-        f"trained on the same batches {seeds}. {_where(study)}",
-        verdicts=verdicts(study),
-        sections=[
-            Section(slug="quality", title="Quality", tables=[metrics_table(study)]),
-            *training,
-            *evaluations,
-            *own,
-            made,
-        ],
-    )
-
-
-def pooled_results(study: Study, name: str) -> list[Pooled]:
-    """Return one evaluation's results of every model that has them, each pooled over seeds."""
-    found = {
-        model.label: [run.evaluations[name] for run in runs_of(study, model.model) if name in run.evaluations]
-        for model in study.models
-    }
-    return [pooled(results, label) for label, results in found.items() if results]
-
-
 def suite_page(name: str, found: Mapping[str, Sequence[TaskResult]], missing: Sequence[tuple[str, str, str]]) -> Page:
     """Build the page of a suite."""
     gaps: dict[str, list[str]] = {label: [] for label, results in found.items() if results}
@@ -243,7 +169,7 @@ def suite_page(name: str, found: Mapping[str, Sequence[TaskResult]], missing: Se
         for label, broken in gaps.items()
     }
     sections = [
-        _task_section(label, found[label], False, paired=pairs_table(label, pairs), broken=gaps[label])
+        task_section(label, found[label], paired=pairs_table(label, pairs), broken=gaps[label])
         for label, pairs in corrected_pairs(paired).items()
     ]
     first = next((results for results in found.values() if results), [])
@@ -252,7 +178,8 @@ def suite_page(name: str, found: Mapping[str, Sequence[TaskResult]], missing: Se
         reasons = [f"{experiment} on {model}: {reason}" for experiment, model, reason in missing]
         sections.append(Section(slug=MISSING, title="Not run", gaps=reasons))
     if first:
-        about = f"{' against '.join(result.model.name for result in first)}. {_where(first[0])}"
+        names = " against ".join(result.model.name for result in first)
+        about = f"{names}. Measured on {first[0].environment.where}, {first[0].created}."
         notes = [
             f"{model.name}: {model.architecture} ({model.attention}), {model.parameters:,} parameters, {model.dtype}; sha256 "
             f"{model.sha256[:16]}."
@@ -262,19 +189,28 @@ def suite_page(name: str, found: Mapping[str, Sequence[TaskResult]], missing: Se
     return Page(title=f"Suite {name}", about=about, sections=sections)
 
 
-def _task_section(
+def task_section(
     label: str,
     results: Sequence[TaskResult],
-    png: bool,
+    *,
     seeds: int = 1,
     paired: Table | None = None,
     broken: Sequence[str] = (),
 ) -> Section:
+    """Build the section of a task.
+
+    Args:
+        label: Name of the evaluation.
+        results: Its results, one for each model.
+        seeds: Training seeds that each result is pooled over.
+        paired: Table of the models' differences on the same items.
+        broken: What could not be measured.
+    """
     slug, first = label.replace(" ", "-"), results[0]
     names = labels(results)
     gaps = [f"{name}: {gap}" for name, result in zip(names, results, strict=True) for gap in result.gaps]
     gaps += broken
-    drawing = _or_gap(gaps, "the figure", lambda: draw_task(results, png, name=slug))
+    drawing = _or_gap(gaps, "the figure", lambda: draw_task(results, name=slug))
     brief, table = (measurement_table(results, brief=brief, seeds=seeds) for brief in (True, False))
     is_long = len(table.rows) > len(brief.rows)
     shown, notes = [replace(brief, name=f"{slug}_brief" if is_long else slug)], []
@@ -320,10 +256,6 @@ def _or_gap(gaps: list[str], what: str, make: Callable[[], T]) -> T | None:
     except Exception as error:
         gaps.append(f"{what}: {error if isinstance(error, DiffTransformerError) else repr(error)}")
         return None
-
-
-def _where(result: Study | TaskResult) -> str:
-    return f"Measured on {result.environment.where}, {result.created}."
 
 
 def recipe_text(recipe: dict[str, Any]) -> str:

@@ -1,42 +1,44 @@
-"""The same tables in the terminal."""
+"""The same words and tables in the terminal."""
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from difftransformer_lab.report import tables
-from difftransformer_lab.report.verdict import verdicts
-from difftransformer_lab.results import Comparison, Study, Upcycling
+from . import study_tables
+from .answers import interval_words
+from .studied import Studied
+from .study_page import found_words
+from .tables import Group, Table
 
 LONGEST_UNBROKEN_WORD = 14
 """A column stays wide enough for words up to this many characters, also in a narrow terminal."""
 
 
-def print_study(study: Study, console: Console | None = None) -> None:
-    """Print the verdicts, the table of metrics, and the costs of a comparison or the drift of upcycled models."""
+def print_study(study: Studied, console: Console | None = None) -> None:
+    """Print what a study found, its figures, and the costs of a comparison."""
     console = console or Console()
-    for verdict in verdicts(study):
-        console.print(Text(verdict.text), highlight=False)
-    if isinstance(study, Upcycling):  # with its many models the table of metrics is too wide for a terminal
-        console.print(rich_table(tables.upcycling_table(study)))
+    evidence, rows = study.evidence, study.rows
+    for said in found_words(study):
+        console.print(Text(f"{said.subject}{' ' if said.subject.endswith('?') else ': '}{said.text}"), highlight=False)
+    console.print(Text(interval_words(evidence), style="dim"), highlight=False)
+    if evidence.index.upcycling:
+        console.print(rich_table(study_tables.upcycling_table(evidence, rows)))
     else:
-        console.print(rich_table(tables.metrics_table(study)))
-    if isinstance(study, Comparison):
-        console.print(cost_table(study))
+        console.print(rich_table(study_tables.result_tables(evidence, rows)[0]))
+    if evidence.index.costs:
+        console.print(rich_table(turned(study_tables.measured_costs_table(evidence))))
 
 
-def cost_table(comparison: Comparison) -> RichTable:
-    """Return the table of costs with a row for each quantity: there are fewer models than quantities."""
-    table = tables.cost_table(comparison)
-    rows = table.folded()
+def turned(table: Table) -> Table:
+    """Return a table with a row for each of its columns, for a terminal that is narrow."""
     titles = [group.title for group in table.groups]
-    turned = [[title, *cells] for title, *cells in zip(titles, *rows, strict=True)]
-    groups = tuple(tables.Group(title, numeric=index > 0) for index, title in enumerate(turned[0]))
-    return rich_table(tables.Table(table.name, table.title, groups, turned[1:], table.notes))
+    lines = [[title, *cells] for title, *cells in zip(titles, *table.folded(), strict=True)]
+    groups = tuple(Group(title, numeric=index > 0) for index, title in enumerate(lines[0]))
+    return Table(table.name, table.title, groups, lines[1:], table.notes)
 
 
-def rich_table(table: tables.Table) -> RichTable:
+def rich_table(table: Table) -> RichTable:
     """Return a table as rich prints it. Brackets in names are no markup."""
     made = RichTable(
         title=Text(table.title, style="table.title"),

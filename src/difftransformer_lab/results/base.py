@@ -7,7 +7,7 @@ Cities = Literal["seen", "unseen"]
 Form = Literal["signed", "absolute", "positive"]
 Segment = Literal["first", "before", "answer", "after", "query"]
 Dtype = Literal["fp32", "bf16", "fp16"]
-Mode = Literal["forward", "backward", "forward+backward", "decode"]
+Mode = Literal["forward", "forward+backward", "decode"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,3 +42,40 @@ class Environment:
         dirty = " with changes" if self.commit.endswith("-dirty") else ""
         commit = f" (commit {self.commit[:12]}{dirty})" if self.commit else ""
         return f"{self.device} ({machine}) by difftransformer {self.difftransformer}{commit}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Statistic:
+    """A mean over seeds. `standard_error` is None with one seed."""
+
+    mean: float
+    standard_error: float | None
+    seeds: int
+
+
+IntervalMethod = Literal[
+    "student-t over seeds",
+    "sign flip over seeds",
+    "welch over seeds",
+    "studentised over items",
+    "mid-p over items",
+    "none",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairedDifference:
+    """A minus B on the same seeds or items, with an interval of `confidence`; `interval_method` says how it was made.
+
+    `p_value` is that of no difference, and `p_holm` is corrected for the number of `comparisons` on the page; None where
+    there is no interval, or a difference stands alone.
+    """
+
+    mean: float
+    low: float | None
+    high: float | None
+    confidence: float
+    interval_method: IntervalMethod
+    p_value: float | None = None
+    p_holm: float | None = None
+    comparisons: int | None = None

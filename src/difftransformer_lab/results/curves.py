@@ -1,14 +1,22 @@
-"""Figures of a training curve: spikes, the step at which a value is reached, and the mean over training."""
+"""A training curve and its figures: spikes, the step at which a value is reached, and the mean over training."""
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
 from difftransformer.errors import ResultsError
 
-from .studies import Curve
-
 SPIKE_WINDOW, SPIKE_RATIO = 100, 3.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """One metric over training steps."""
+
+    steps: list[int]
+    values: list[float]
 
 
 def spikes(values: Sequence[float], *, window: int = SPIKE_WINDOW, ratio: float = SPIKE_RATIO) -> list[int]:
@@ -52,13 +60,9 @@ def steps_to(curve: Curve, threshold: float, *, rising: bool) -> float | None:
 
 
 def mean_over_steps(curve: Curve) -> float:
-    """Return the mean of a curve from its first to its last step, by the trapezoidal rule: its area over its length.
-
-    Raises:
-        ResultsError: the curve has fewer than two steps.
-    """
-    if len(curve.steps) < 2 or curve.steps[0] == curve.steps[-1]:
-        raise ResultsError(f"a curve over steps {curve.steps} has no area; it needs at least two steps")
-    points = pairwise(zip(curve.steps, curve.values, strict=True))
-    area = sum((end - start) * (first + second) / 2 for (start, first), (end, second) in points)
+    """Return the mean of a curve from its first to its last point by the trapezoidal rule: its area over its length."""
+    points = list(zip(curve.steps, curve.values, strict=True))
+    if len(points) == 1:
+        return curve.values[0]
+    area = math.fsum((x1 - x0) * (y0 + y1) / 2 for (x0, y0), (x1, y1) in pairwise(points))
     return area / (curve.steps[-1] - curve.steps[0])

@@ -5,34 +5,31 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from difftransformer.checksums import opened, sealed
 from difftransformer.errors import DamagedResult, ResultsError
 from difftransformer.files import write_text_atomically
 from difftransformer.typed import build
 
-from .bench import RENAMED_KEYS, Bench
-from .evidence import RunRecord, StudyIndex
-from .studies import Comparison, Drift, Study, Upcycling
+from .bench import Bench
+from .checksums import opened, sealed
+from .studies import Drift, RunRecord, StudyIndex
 from .tasks import TaskResult
 
 SCHEMA_VERSION = 1
-VERSIONS = {"comparison": 2, "upcycling": 2}
-"""Versions of the kinds that have changed since the first release; the others are at SCHEMA_VERSION."""
+VERSIONS = {"bench": 2}
+"""Versions of the kinds that have changed; the others are at SCHEMA_VERSION."""
 
 SHORT_KINDS = ("run",)
 """Kinds of which there are many files, so that each takes as little room as it can."""
 
 KINDS: dict[str, type] = {
-    "comparison": Comparison,
     "drift": Drift,
-    "upcycling": Upcycling,
     "bench": Bench,
     "task": TaskResult,
     "run": RunRecord,
     "study": StudyIndex,
 }
 
-Result = Study | Bench | TaskResult | Drift | RunRecord | StudyIndex
+Result = Bench | TaskResult | Drift | RunRecord | StudyIndex
 T = TypeVar("T")
 
 
@@ -40,7 +37,7 @@ def write_result(result: Result, path: Path | str) -> Path:
     """Write a result as JSON with a checksum, whole or not at all (a temporary file in the same folder, then a rename)."""
     path = Path(path)
     kind = next(name for name, cls in KINDS.items() if isinstance(result, cls))
-    document = {"kind": kind, "version": VERSIONS.get(kind, SCHEMA_VERSION), "result": dataclasses.asdict(result)}
+    document = {"kind": kind, "version": SCHEMA_VERSION, "result": dataclasses.asdict(result)}
     write_text_atomically(path, sealed(document, is_short=kind in SHORT_KINDS))
     return path
 
@@ -58,9 +55,9 @@ def read_result(path: Path | str, cls: type[T]) -> T:
         raise ResultsError(f"{path}: holds a result of kind {kind!r}, expected {expected!r}; name another file")
     newest = VERSIONS.get(kind, SCHEMA_VERSION)
     if version != newest:
-        older = version == SCHEMA_VERSION
-        advice = f"convert it with difftransformer report {path}" if older else "use the release that wrote it"
-        raise ResultsError(f"{path}: results version {version!r}, this release reads version {newest}; {advice}")
+        raise ResultsError(
+            f"{path}: results version {version!r}, this release reads version {newest}; use the release that wrote it"
+        )
     return build(cls, result, source=str(path), error=ResultsError)
 
 
@@ -86,7 +83,7 @@ def read_document(path: Path | str) -> tuple[str, Any, Any]:
         DamagedResult: the file is not as it was written.
     """
     try:
-        document = opened(Path(path).read_bytes(), _with_current_keys)
+        document = opened(Path(path).read_bytes())
     except FileNotFoundError:
         raise ResultsError(f"{path}: no such results file; name a results.json that a command wrote") from None
     except (OSError, ValueError) as error:
@@ -96,7 +93,3 @@ def read_document(path: Path | str) -> tuple[str, Any, Any]:
     if not isinstance(document, dict) or document.keys() != {"kind", "version", "result"}:
         raise ResultsError(f"{path}: not a results file (no kind, version and result); name one that a command wrote")
     return document["kind"], document["version"], document["result"]
-
-
-def _with_current_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    return {RENAMED_KEYS.get(key, key): value for key, value in pairs}

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from .evidence import ChosenRate, StudyAxis
 from .plans import OWN_BEST, Contrast
+from .studies import ChosenRate, StudyAxis
 
 Point = tuple[str, ...]
 Group = tuple[str, Point]

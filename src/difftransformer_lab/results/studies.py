@@ -1,42 +1,149 @@
-"""Results of studies: runs with their evaluations, comparisons, upcycling."""
+"""Results of studies: one file for each trained run, and an index that says which runs a study is made of.
 
-from dataclasses import dataclass
+A run's file knows nothing of studies, so that several studies may share it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from .base import Environment
-from .tasks import TaskResult
+from .curves import Curve, mean_over_steps, steps_to
+from .plans import Change, RegisteredPlan
+from .tasks import TaskResult, headlines, title_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class Curve:
-    """One metric over training steps."""
+class RunFigure:
+    """One figure of a run's evaluations. `at` is that of the measurement (see `Measurement`)."""
 
-    steps: list[int]
-    values: list[float]
+    task: str
+    name: str
+    unit: str
+    better: Literal["lower", "higher"] | None
+    at: dict[str, Any]
+    value: float
+    n: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunResult:
-    """One trained model with its training curves and its evaluations, by their names in the recipe."""
+class RunRecord:
+    """One trained and evaluated run.
 
-    model: str
-    seed: int
-    run: str
-    train_loss_nats: Curve
-    validation_loss_nats: Curve
-    lambda_steps: list[int]
-    lambda_values: list[list[float]]
+    Attributes:
+        recipe: The resolved recipe.
+        data_sha256: SHA-256 of the tokenised text and the tokenizer.
+        parameters: Number of parameters of the model.
+        train_tokens: Number of tokens trained on.
+        train_seconds: Time spent in training steps.
+        step_seconds: Median time of a step.
+        total_seconds: Time from the start of the process to its end, evaluation included.
+        figures: Figures of the evaluations.
+        curves: Metrics over training steps, by name, each of at most 50 points.
+        evaluations: Whole results of the tasks, by their names in the recipe; empty where only `figures` are kept.
+    """
+
+    recipe: dict[str, Any]
+    data_sha256: str
+    created: str
+    environment: Environment
+    parameters: int
     train_tokens: int
     train_seconds: float
-    evaluations: dict[str, TaskResult]
+    step_seconds: float
+    total_seconds: float
+    figures: list[RunFigure]
+    curves: dict[str, Curve]
+    evaluations: dict[str, TaskResult] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelSummary:
-    """A model's size and its cost by formula. `label` is the name that a report prints."""
+class StudyArm:
+    """One arm: a name, its label in tables and figures, and what it is in a sentence."""
 
-    model: str
+    name: str
     label: str
+    about: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudyAxis:
+    """One axis: its name and the names of its values, in order. `numbers` are what they stand for on a numeric axis."""
+
+    name: str
+    values: list[str]
+    label: str = ""
+    numbers: list[float] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudyFigure:
+    """One figure that a study compares its arms by: an evaluation's figure, or one that is read off a curve.
+
+    Attributes:
+        label: Name in tables and sentences.
+        task: Evaluation of the recipe.
+        name: Name of the measurement.
+        at: Where it was taken; empty for the figure over everything.
+        curve: Curve of a run, in place of an evaluation.
+        reaches: Level of the curve, from above for a curve in nats and from below for others. A run that never reaches it
+            counts with its last step.
+        area: Whether the figure is the mean of the curve over its steps, the area under it, in place of its last value.
+        better: The direction that is an improvement.
+        unit: Unit of the values; "share" for values from 0 to 1.
+        secondary: Whether the figure is in tables alone, and in no sentence.
+        paper: What the paper reports for each arm, by name.
+        source: Where the paper reports it.
+    """
+
+    label: str
+    task: str = ""
+    name: str = ""
+    at: dict[str, Any] = field(default_factory=dict)
+    curve: str = ""
+    reaches: float | None = None
+    area: bool = False
+    better: Literal["lower", "higher"] = "lower"
+    unit: str = ""
+    secondary: bool = False
+    paper: dict[str, float] = field(default_factory=dict)
+    source: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudyMember:
+    """One run of a study: its arm, its value on each axis, its seed, and its file beside the index.
+
+    A run with `is_tuning` was trained to choose the learning rate and is in no comparison.
+    """
+
+    arm: str
+    point: dict[str, str]
+    seed: int
+    file: str
+    is_tuning: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChosenRate:
+    """The learning rate chosen for an arm at a point, with the mean figure of each rate tried, over the tuning seeds."""
+
+    arm: str
+    point: dict[str, str]
+    learning_rate: float
+    tried: list[tuple[float, float]]
+
+    @property
+    def is_at_edge(self) -> bool:
+        """Whether it is the smallest or the largest of several rates, so that a better one may lie beyond."""
+        return len(self.tried) > 1 and self.learning_rate in (self.tried[0][0], self.tried[-1][0])
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArmSize:
+    """The size of an arm's model, and its cost by formula."""
+
+    arm: str
     attention_type: str
     parameters: int
     train_flops_per_token: int
@@ -67,88 +174,6 @@ class BaselineNll:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Statistic:
-    """A mean over seeds. `standard_error` is None with one seed."""
-
-    mean: float
-    standard_error: float | None
-    seeds: int
-
-
-IntervalMethod = Literal[
-    "student-t over seeds",
-    "sign flip over seeds",
-    "welch over seeds",
-    "studentised over items",
-    "mid-p over items",
-    "bootstrap over evaluation documents",
-    "none",
-]
-
-
-@dataclass(frozen=True, kw_only=True)
-class PairedDifference:
-    """A minus B on the same seeds or items, with an interval of `confidence`; `interval_method` says how it was made.
-
-    `p_value` is that of no difference, and `p_holm` is corrected for the number of `comparisons` on the page; None where
-    there is no interval, and in files of earlier releases, which also have "bootstrap over evaluation documents".
-    """
-
-    mean: float
-    low: float | None
-    high: float | None
-    confidence: float
-    interval_method: IntervalMethod
-    p_value: float | None = None
-    p_holm: float | None = None
-    comparisons: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class MetricComparison:
-    """One row of a study's table of metrics.
-
-    Attributes:
-        task: Name of the evaluation in the recipe.
-        metric: Name for tables and sentences.
-        unit: Unit of the values.
-        better: The direction that is an improvement.
-        models: Each model's mean over seeds.
-        differences: Each model minus the study's last one.
-    """
-
-    task: str
-    metric: str
-    unit: str
-    better: Literal["lower", "higher"]
-    models: dict[str, Statistic]
-    differences: dict[str, PairedDifference]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Study:
-    """Models trained on the same batches for each seed, and evaluated alike. The last model is the reference."""
-
-    name: str
-    command: str
-    created: str
-    environment: Environment
-    recipe: dict[str, Any]
-    seeds: list[int]
-    models: list[ModelSummary]
-    runs: list[RunResult]
-    metrics: list[MetricComparison]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Comparison(Study):
-    """The result of `compare`: a model against its same-size twin."""
-
-    baselines: list[BaselineNll]
-    costs: list[CostRow]
-
-
-@dataclass(frozen=True, kw_only=True)
 class Drift:
     """The distance of a converted model from its source, both in fp32 and with the attention written out.
 
@@ -172,17 +197,123 @@ class Drift:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Upcycling(Study):
-    """The result of `upcycle --train`: one pretrained model, trained on in each differential form and unconverted.
+class Upcycling:
+    """What became of a pretrained model before it was trained on.
 
     Attributes:
         source: Name of the pretrained model.
-        added_parameters: Parameters that a form has beyond the unconverted model.
-        drift: Distance of each form from the source before the training.
-        before: Evaluations of the unconverted model before the training.
+        drift: Distance of each arm's model from it.
+        before: Figures of the unconverted model.
     """
 
     source: str
-    added_parameters: dict[str, int]
     drift: dict[str, Drift]
-    before: dict[str, TaskResult]
+    before: list[RunFigure]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudyIndex:
+    """A study: its question, its arms, axes and figures, and the runs that are there.
+
+    Attributes:
+        name: Name of the study.
+        preset: Name of its size.
+        question: The question.
+        about: What the reader must know to read the answer.
+        analysis: "arms" compares arms at every point; "scaling" also fits power laws over the axes size and tokens.
+        arms: The arms; `reference` names the one that the others are compared with.
+        axes: The axes; each arm is trained at every combination of their values.
+        figures: The figures, the most important one first.
+        members: The runs that are there.
+        planned: Number of runs that the study asks for, tuning included.
+        rates: Learning rates that were chosen.
+        command: Command that wrote the index.
+        plan: The plan of a study that confirms; None for one that explores.
+        changes: What was changed after data were seen.
+        sizes: Sizes of the arms' models, where all runs of an arm have one.
+        costs: Measured costs.
+        baselines: Models of text that were scored beside the arms.
+        upcycling: What a pretrained model became before the training.
+    """
+
+    name: str
+    preset: str
+    question: str
+    about: str
+    analysis: Literal["arms", "scaling"]
+    reference: str
+    arms: list[StudyArm]
+    axes: list[StudyAxis]
+    figures: list[StudyFigure]
+    members: list[StudyMember]
+    planned: int
+    rates: list[ChosenRate]
+    command: str
+    plan: RegisteredPlan | None = None
+    changes: list[Change] = field(default_factory=list)
+    sizes: list[ArmSize] = field(default_factory=list)
+    costs: list[CostRow] = field(default_factory=list)
+    baselines: list[BaselineNll] = field(default_factory=list)
+    upcycling: Upcycling | None = None
+
+
+def headline_figures(evaluations: Mapping[str, TaskResult]) -> list[StudyFigure]:
+    """Return what a study without figures of its own compares its arms by: the headline figures of every task.
+
+    The first ones of a task are bits a byte of a loss, else its first figure wherever that was taken. The others are secondary.
+    """
+    found: list[StudyFigure] = []
+    for task, result in evaluations.items():
+        rows = headlines(result)
+        bits = [row for row in rows if row.unit == "bits/byte"][:1]
+        leading = bits or [row for row in rows if row.name == rows[0].name]
+        for row in [*leading, *(row for row in rows if row not in leading)]:
+            label = title_of(row, result)
+            if bits and row.name == "nll":
+                label += " per token"
+            if any(one.label == label for one in found):
+                label += f" ({task})"
+            found.append(
+                StudyFigure(
+                    label=label,
+                    task=task,
+                    name=row.name,
+                    at=row.at,
+                    better=row.better or "higher",
+                    unit=row.unit,
+                    secondary=row not in leading,
+                )
+            )
+    return found
+
+
+def measured(record: RunRecord, figure: StudyFigure) -> RunFigure | None:
+    """Return the evaluation's figure behind a study's figure; None for a figure of a curve, and where a run has none."""
+    if figure.curve:
+        return None
+    wanted = (figure.task, figure.name, figure.at)
+    return next((one for one in record.figures if (one.task, one.name, one.at) == wanted), None)
+
+
+def figure_of(record: RunRecord, figure: StudyFigure) -> float | None:
+    """Return a study's figure of one run; None if its evaluations have no such figure.
+
+    A curve gives the first step at which it reaches the figure's level, by linear interpolation between its points, or its
+    last step if it never does; its mean over the steps if the figure is an area; and its last value otherwise.
+    """
+    if not figure.curve:
+        found = measured(record, figure)
+        return found.value if found else None
+    curve = record.curves.get(figure.curve)
+    if curve is None or not curve.steps:
+        return None
+    if figure.reaches is not None:
+        step = reached_at(curve, figure)
+        return float(curve.steps[-1]) if step is None else step
+    return mean_over_steps(curve) if figure.area else curve.values[-1]
+
+
+def reached_at(curve: Curve, figure: StudyFigure) -> float | None:
+    """Return the step at which a curve first reaches a figure's level; None if it never does."""
+    assert figure.reaches is not None
+    return steps_to(curve, figure.reaches, rising=not figure.curve.endswith("_nats"))

@@ -13,6 +13,6 @@ if TYPE_CHECKING:
     from .recipe import CompareConfig, Recipe, load_recipe, recipe_dict, recipe_from, save_recipe
     from .run import start_run, train_run
     from .study import Study
-    from .upcycling import upcycling_study
+    from .upcycling import upcycle_and_train
 
 __getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -12,19 +12,17 @@ from typing import Any, Literal
 
 from difftransformer.errors import ConfigError
 from difftransformer.reading import is_plain_name
-from difftransformer.typed import build, unknown_key
+from difftransformer.typed import ASIDE, build, plain, unknown_key
 
 from ..recipe_files import check_name, read_mapping, read_recipe, shipped_recipes
 from ..results import OWN_BEST, Change, ChosenRate, StudyArm, StudyAxis, StudyFigure, groups_of
 from .plan import load_plan
-from .recipe import MOST_SEEDS, Recipe, override, parsed_change, recipe_dict, recipe_from
+from .recipe import MOST_SEEDS, Recipe, override, parsed_change, recipe_from
 
 IDENTITY_VERSION = 1
 UPCYCLED = "upcycled to "
 """What start_from and data.tokenizer of a planned run begin with, where they name a model that the study makes."""
 LEARNING_RATE = "training.optimizer.learning_rate"
-NOT_PART_OF_A_RUN = ("name", "compare", "parallel", "logs", "evaluation_batch_tokens")
-NOT_PART_OF_TRAINING = ("checkpoint", "checkpoint_every", "keep_checkpoints", "keep_every", "keep_steps")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +127,8 @@ class StudyConfig:
         reference: The arm that the others are compared with.
         arms: The arms by name.
         axes: The axes by name.
-        figures: What the arms are compared by, the most important first. The first one also chooses learning rates.
+        figures: What the arms are compared by, the most important first. The first one also chooses learning rates. Without
+            any, arms are compared by the headline figures of every task, and records keep the tasks' whole results.
         presets: Sizes of the study by name.
         analysis: "arms", or "scaling" for power laws over the axes size and tokens.
     """
@@ -142,7 +141,7 @@ class StudyConfig:
     reference: str
     arms: dict[str, ArmConfig]
     axes: dict[str, AxisConfig] = field(default_factory=dict)
-    figures: list[StudyFigure]
+    figures: list[StudyFigure] = field(default_factory=list)
     presets: dict[str, PresetConfig]
     analysis: Literal["arms", "scaling"] = "arms"
 
@@ -156,8 +155,6 @@ class StudyConfig:
                     f"arms.{name}.upcycle is {one_arm.upcycle!r} and source is {self.source!r}; a study of a pretrained "
                     "model has a source, and each arm says what becomes of it"
                 )
-        if not self.figures:
-            raise ConfigError("figures: empty; name what the arms are compared by")
         for where, figures in (
             ("", self.figures),
             *((f"presets.{name}.", one.figures) for name, one in self.presets.items()),
@@ -180,6 +177,8 @@ class StudyConfig:
         for name, preset in self.presets.items():
             if not 1 <= preset.seeds <= MOST_SEEDS:
                 raise ConfigError(f"presets.{name}.seeds={preset.seeds}: give 1 to {MOST_SEEDS}")
+            if preset.tuning.learning_rates and not (preset.figures or self.figures):
+                raise ConfigError(f"presets.{name}.tuning: learning rates are chosen by the first of figures; name one")
             for key, named in (("arms", preset.arms or []), ("arm_set", preset.arm_set)):
                 for arm in named:
                     if arm not in self.arms:
@@ -236,19 +235,28 @@ class Design:
         preset: Name of the size.
         seeds: Number of seeds in place of the preset's and of those of arms and axes.
         changes: Values of the recipe that come last, such as "training.steps=100".
+        document: The recipe as plain data, in place of the study's.
+        first_seed: Seed of the first run of each arm.
 
     Raises:
         ConfigError: There is no such preset, or a value that the recipe does not take.
     """
 
     def __init__(
-        self, config: StudyConfig, preset: str, *, seeds: int | None = None, changes: Sequence[str] = ()
+        self,
+        config: StudyConfig,
+        preset: str,
+        *,
+        seeds: int | None = None,
+        changes: Sequence[str] = (),
+        document: dict[str, Any] | None = None,
+        first_seed: int = 0,
     ) -> None:
         if preset not in config.presets:
             raise ConfigError(f"--preset {preset}: {config.name} has {', '.join(config.presets)}")
         self.config, self.name, self.preset = config, preset, config.presets[preset]
-        self._seeds, self._changes = seeds, list(changes)
-        self._document = read_recipe(self.preset.recipe or config.recipe)
+        self._seeds, self._changes, self._first_seed = seeds, list(changes), first_seed
+        self._document = read_recipe(self.preset.recipe or config.recipe) if document is None else document
         self.arms = self.preset.arms or list(config.arms)
         self.figures = self.preset.figures or config.figures
         self.values = {axis: self.preset.axes.get(axis) or list(one.values) for axis, one in config.axes.items()}
@@ -315,7 +323,7 @@ class Design:
             return self._planned(rates, known)
         counts = {(arm, place(point)): self._count(arm, point) for arm in self.arms for point in self.points}
         return [
-            self.run(arm, point, seed, known[arm, place(point)])
+            self.run(arm, point, self._first_seed + seed, known[arm, place(point)])
             for seed in range(max(counts.values()))
             for point in self.points
             for arm in self.arms
@@ -457,14 +465,9 @@ def identity(recipe: Recipe) -> str:
 
     It is computed from the recipe as this release reads it, so that an option that is new keeps the runs before it.
     """
-    plain = recipe_dict(recipe)
-    for name in NOT_PART_OF_A_RUN:
-        del plain[name]
-    for name in NOT_PART_OF_TRAINING:
-        plain["training"].pop(name, None)
-    del plain["data"]["folder"]
-    plain["evaluation"] = [[spec.name, spec.task, asdict(spec.built())] for spec in recipe.evaluation]
-    text = json.dumps([IDENTITY_VERSION, plain], sort_keys=True, default=list)
+    document = plain(recipe, without=[ASIDE])
+    document["evaluation"] = [[spec.name, spec.task, asdict(spec.built())] for spec in recipe.evaluation]
+    text = json.dumps([IDENTITY_VERSION, document], sort_keys=True, default=list)
     return hashlib.sha256(text.encode()).hexdigest()
 
 

@@ -9,11 +9,10 @@ import torch
 from difftransformer.errors import DataError
 from difftransformer.model import DiffTransformerConfig, count
 from difftransformer.train import build_model
-from difftransformer.train.heap import keep_freed_memory
-from difftransformer.train.speed import matmul_flops
+from difftransformer.train.speed import keep_freed_memory, matmul_flops
 
+from ..bench.model_work import training_work
 from ..bench.timing import time_interleaved
-from ..bench.work import training_work
 from .design import PlannedRun, place
 from .environment import environment
 from .study import Study

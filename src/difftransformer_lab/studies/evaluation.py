@@ -62,7 +62,8 @@ def evaluate_checkpoint(
         folder: Folder for results, FOLDER/NAME.json.
         wait: Whether to wait for another process that is working in the folder.
         device: cpu or cuda.
-        processes, divide_weights: See `open_language_model`. The first process writes.
+        processes: This process and the others, each with the model. The first one writes.
+        divide_weights: Whether they divide the weights of one model.
         progress_bar: Opens a progress bar with a label.
         log: Called with what is being done.
 
@@ -74,7 +75,7 @@ def evaluate_checkpoint(
         CheckpointError: the folder holds no model, or a damaged one.
         FolderInUse: another process is working in the folder, and `wait` is False.
     """
-    tasks = processes.first_before_others(lambda: draw_tasks(recipe, shards))
+    tasks = processes.rank0_first(lambda: draw_tasks(recipe, shards))
     # A recipe may ask beyond the trained context. A study's own models are small, and rows side by side are faster for them
     # than a common prefix, but not for a pretrained model.
     with (
@@ -85,8 +86,7 @@ def evaluate_checkpoint(
             batch_tokens=recipe.evaluation_batch_tokens,
             context_tokens=UNBOUNDED,
             prefix_caching=recipe.start_from is not None,
-            processes=processes,
-            divide_weights=divide_weights,
+            divided_by=processes if divide_weights else None,
         ) as opened,
         processes.locked(folder, wait=wait),
     ):
@@ -96,7 +96,7 @@ def evaluate_checkpoint(
                 f"{checkpoint}: vocabulary of {vocabulary}, but the recipe's tokenizer has {wanted} tokens; pass the recipe "
                 "that the model was trained with"
             )
-        found = processes.from_first(lambda: found_results(folder, recipe, tasks, log))
+        found = processes.broadcast(lambda: found_results(folder, recipe, tasks, log))
         for spec in recipe.evaluation:
             result = found.get(spec.name)
             if result is None or result.model.fingerprint != opened.identity.fingerprint:

@@ -24,7 +24,7 @@ WATCH_SECONDS = 0.5
 class Job:
     """One run: what it is called, where it and its shards are, and how far it has come.
 
-    Its process inherits the folder's lock. `seconds` is the time that the process took, and `expected_seconds` that of earlier
+    Its process locks the folder. `seconds` is the time that the process took, and `expected_seconds` that of earlier
     runs of its kind; None if there is none.
     """
 
@@ -34,7 +34,6 @@ class Job:
     steps: int
     threads: int
     device: str = "cpu"
-    lock: int | None = None
     done: bool = False
     step: int = 0
     loss_nats: float | None = None
@@ -54,7 +53,6 @@ class Job:
                 str(self.threads),
                 self.device,
                 *map(str, self.shards),
-                pass_fds=() if self.lock is None else (self.lock,),
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=environment,

@@ -11,18 +11,17 @@ from typing import Any
 import yaml
 from transformers import AutoConfig
 
-from difftransformer.convert.checkpoint_io import naming_config
 from difftransformer.data import DataConfig
-from difftransformer.data.installed import installed_source
+from difftransformer.data.installed import STDLIB
 from difftransformer.data.synthetic import PREFIX
 from difftransformer.errors import ConfigError, DataError
 from difftransformer.families import DifferentialFamilyConfig
+from difftransformer.families.checkpoint_io import naming_config
 from difftransformer.files import write_text_atomically
 from difftransformer.model import DiffTransformerConfig, count, matching_width, preset
-from difftransformer.model.dtypes import WeightsDtype
 from difftransformer.reading import parse_yaml, read_json
 from difftransformer.train import LogsConfig, ParallelConfig, TrainingConfig, checkpoints
-from difftransformer.typed import build, short, unknown_key
+from difftransformer.typed import ADJUSTABLE, ASIDE, WeightsDtype, build, plain, unknown_key
 
 from ..evals.tasks import task_kind
 from ..recipe_files import check_name, read_recipe
@@ -79,11 +78,9 @@ def check_specs(specs: Sequence[TaskSpec]) -> None:
         spec.built()
 
 
-def _validation_loss(**options: Any) -> TaskSpec:
-    return TaskSpec(
-        task="perplexity",
-        options={"text": "validation", "windows": 64, "spread": True, "position_buckets": 8} | options,
-    )
+def _validation_loss() -> TaskSpec:
+    options = {"text": "validation", "windows": 64, "spread": True, "position_buckets": 8}
+    return TaskSpec(task="perplexity", options=options)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +115,9 @@ class CompareConfig:
 class Recipe:
     """Everything that a command needs to know.
 
+    A field with the metadata `ASIDE`, here or in a part, is not part of what a run computes; with `ADJUSTABLE` it is, and may
+    change when a run continues.
+
     Attributes:
         name: Name for titles and default folders.
         model: Fields of DiffTransformerConfig, and optionally `preset`, whose fields come first. Heads describe the
@@ -125,8 +125,8 @@ class Recipe:
             softmax: intermediate_size becomes what gives as many parameters as that type has with the one stated.
         data: Text, tokenizer, split.
         training: Steps, batches, optimiser.
-        parallel: How the processes of `train` divide its work; may change when a run continues.
-        logs: What a run says beside its loss, and where; may change when a run continues.
+        parallel: How the processes of `train` divide its work.
+        logs: What a run says beside its loss, and where.
         evaluation: Tasks that a trained model is evaluated with.
         evaluation_batch_tokens: Largest number of tokens in a batch of an evaluation.
         evaluation_dtype: Dtype of the weights while the model is evaluated; auto is the saved one.
@@ -135,16 +135,16 @@ class Recipe:
             or describes a model that takes these weights: positions and rotary settings may differ.
     """
 
-    name: str
+    name: str = field(metadata=ASIDE)
     model: dict[str, Any]
     data: DataConfig
     training: TrainingConfig
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    logs: LogsConfig = field(default_factory=LogsConfig)
-    evaluation: list[TaskSpec] = field(default_factory=lambda: [_validation_loss()])
-    evaluation_batch_tokens: int = 16_384
-    evaluation_dtype: WeightsDtype = "auto"
-    compare: CompareConfig = field(default_factory=CompareConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig, metadata=ASIDE)
+    logs: LogsConfig = field(default_factory=LogsConfig, metadata=ASIDE)
+    evaluation: list[TaskSpec] = field(default_factory=lambda: [_validation_loss()], metadata=ADJUSTABLE)
+    evaluation_batch_tokens: int = field(default=16_384, metadata=ASIDE)
+    evaluation_dtype: WeightsDtype = field(default="auto", metadata=ADJUSTABLE)
+    compare: CompareConfig = field(default_factory=CompareConfig, metadata=ASIDE)
     start_from: str | None = None
 
     def __post_init__(self) -> None:
@@ -208,9 +208,8 @@ class Recipe:
         return [
             f"{key}: {value} does not exist"
             for key, value in named
-            if value not in ("bpe", "byte")
+            if value not in ("bpe", "byte", STDLIB)
             and not value.startswith(("hf:", "hf-stream:", "ids:", PREFIX))
-            and installed_source(value) is None
             and not Path(value).exists()
         ]
 
@@ -258,18 +257,8 @@ def load_recipe(path: Path | str, overrides: list[str] | None = None) -> Recipe:
 
 def recipe_from(document: dict[str, Any], *, source: str) -> Recipe:
     """Build a recipe from plain data; messages begin with `source`."""
-    old = document.get("evaluation")
     try:
-        if not isinstance(old, dict):
-            return build(Recipe, document, source=source, error=ConfigError)
-        rest = {key: value for key, value in document.items() if key != "evaluation"}
-        if "batch_tokens" in old:
-            rest["evaluation_batch_tokens"] = old["batch_tokens"]
-        recipe = build(Recipe, rest, source=source, error=ConfigError)
-        try:
-            return dataclasses.replace(recipe, evaluation=_of_first_release(old, recipe.training.context_tokens))
-        except ConfigError as error:
-            raise ConfigError(f"{source}: {error}") from None
+        return build(Recipe, document, source=source, error=ConfigError)
     except DataError as error:
         raise ConfigError(f"{source}: {error}") from None
 
@@ -280,16 +269,9 @@ def save_recipe(recipe: Recipe, path: Path) -> None:
 
 
 def recipe_dict(recipe: Recipe) -> dict[str, Any]:
-    """A recipe as plain data: no tuples, so that YAML and JSON hold the same."""
-    return _plain(dataclasses.asdict(recipe))
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return value
+    """Return a recipe as plain data, all of it."""
+    document: dict[str, Any] = plain(recipe)
+    return document
 
 
 def parsed_change(change: str) -> tuple[str, Any]:
@@ -313,7 +295,7 @@ def override(document: dict[str, Any], key: str, value: Any, *, said: str) -> No
     Args:
         document: The recipe.
         key: Dotted key, such as training.steps; below `evaluation` a task's name and one of its options.
-        value: The value; null takes a task out.
+        value: The value; null takes a task out, and a field of the model back to its default.
         said: What messages call the change.
 
     Raises:
@@ -332,7 +314,10 @@ def override(document: dict[str, Any], key: str, value: Any, *, said: str) -> No
         place = place.setdefault(parent, {})
         if not isinstance(place, dict):
             raise ConfigError(f"{said}: {parent} is not a mapping in the recipe")
-    place[last] = value
+    if value is None and parents == ["model"]:  # the model's default, which may depend on its other fields
+        place.pop(last, None)
+    else:
+        place[last] = value
 
 
 def _task_options(specs: list[Any], name: str, said: str) -> dict[str, Any]:
@@ -342,36 +327,3 @@ def _task_options(specs: list[Any], name: str, said: str) -> dict[str, Any]:
         raise ConfigError(f"{said}: the recipe has no evaluation {name!r}; it has {', '.join(map(str, named))}")
     options: dict[str, Any] = named[name].setdefault("options", {})
     return options
-
-
-_DOCUMENTS = {"depths": [0.0, 0.25, 0.5, 0.75, 1.0], "documents": 20, "digits": 7, "seed": 0}
-_FIRST_RELEASE: dict[str, dict[str, Any]] = {
-    "nll": {"windows": 64, "position_buckets": 8},
-    "needle": {"lengths_tokens": [], "needles": [[1, 1], [2, 1], [4, 1]], **_DOCUMENTS},
-    "allocation": {"length_tokens": None, "needles": 4, **_DOCUMENTS},
-}
-"""The evaluations of a recipe of release 0.1.0 with their defaults."""
-
-
-def _of_first_release(old: dict[str, Any], context_tokens: int) -> list[TaskSpec]:
-    """Return the tasks that the `evaluation` of a recipe of release 0.1.0 means."""
-    specs = []
-    for name, given in ({"nll": {}} | old).items():
-        if name == "batch_tokens" or given is None:
-            continue
-        if name not in _FIRST_RELEASE:
-            raise ConfigError(f"evaluation.{name}: {unknown_key(name, [*_FIRST_RELEASE, 'batch_tokens'])}")
-        if not isinstance(given, dict):
-            raise ConfigError(f"evaluation.{name}: expected a mapping, got {short(given)}")
-        for key in given:
-            if key not in _FIRST_RELEASE[name]:
-                raise ConfigError(f"evaluation.{name}.{key}: {unknown_key(key, _FIRST_RELEASE[name])}")
-        options = {key.removesuffix("_tokens"): value for key, value in (_FIRST_RELEASE[name] | given).items()}
-        if name == "nll":
-            specs.append(_validation_loss(**options, window=context_tokens))
-            continue
-        if name == "allocation":
-            options["length"] = options["length"] or context_tokens
-        kind = "apart" if name == "needle" else "seen"
-        specs.append(TaskSpec(task=name, options=options | {"text": "validation", "cities": kind, "paired": False}))
-    return specs

@@ -15,13 +15,24 @@ from difftransformer.errors import DiffTransformerError, ResultsError
 from difftransformer.model import count
 from difftransformer.train import read_metrics
 from difftransformer.train.metrics import METRICS_FILE, StepMetrics
+from difftransformer.typed import ASIDE, plain
 
 from ..evals.engine import Task
-from ..results import Curve, Environment, RunFigure, RunRecord, TaskResult, read_result, write_result
+from ..results import (
+    Curve,
+    Environment,
+    RunFigure,
+    RunRecord,
+    TaskResult,
+    headlines,
+    kept_result,
+    read_result,
+    write_result,
+)
 from ..results.curves import spikes
-from .design import PlannedRun, identity, kind, place
+from .design import Design, PlannedRun, identity, kind, place
 from .environment import environment, now
-from .recipe import Recipe, recipe_dict, recipe_from
+from .recipe import Recipe, recipe_from
 from .run import run_results
 
 RUNS = "runs"
@@ -40,10 +51,10 @@ class RunStore:
     """
 
     def __init__(self, folder: Path, log: Callable[[str], None] = lambda text: None) -> None:
-        self.folder = folder
+        self.folder, self._log = folder, log
         self._found: dict[tuple[str, str], Path] = {}
         self._seconds: dict[tuple[str, str, str, int], list[float]] = {}
-        for path in sorted(folder.glob(f"*/{RUNS}/*.json")):
+        for path in self._there():
             try:
                 record = read_result(path, RunRecord)
                 recipe = recipe_from(record.recipe, source=str(path))
@@ -52,6 +63,24 @@ class RunStore:
                 continue
             self._found.setdefault((identity(recipe), record.data_sha256), path)
             self._note_time(kind(recipe), record)
+
+    def _there(self) -> Sequence[Path]:
+        """Return the files of the records that are used again."""
+        return sorted(self.folder.glob(f"*/{RUNS}/*.json"))
+
+    def index_file(self, design: Design) -> Path:
+        """Return the file of a study's index."""
+        return self.folder / design.config.name / f"{design.name}.json"
+
+    def run_folder(self, run: PlannedRun, out: Path) -> Path:
+        """Return the folder of a run's checkpoints below `out`."""
+        return out / RUNS / f"{run.arm}-seed{run.seed}-{run.identity[:10]}"
+
+    def record_file(self, run: PlannedRun, data_sha256: str) -> Path:
+        """Return the file for a run's record."""
+        digest = hashlib.sha256(f"{run.identity} {data_sha256}".encode()).hexdigest()[:10]
+        words = [run.arm, place(run.point), "tuning" if run.is_tuning else "", f"seed{run.seed}", digest]
+        return self.folder / run.recipe.name / RUNS / f"{'-'.join(word for word in words if word)}.json"
 
     def _note_time(self, of: str, record: RunRecord) -> None:
         where = record.environment
@@ -76,15 +105,44 @@ class RunStore:
         return {data for known, data in self._found if known == asked}
 
     def add(self, run: PlannedRun, record: RunRecord) -> Path:
-        """Write the record of a run below its study, and return the file."""
-        asked = run.identity
-        digest = hashlib.sha256(f"{asked} {record.data_sha256}".encode()).hexdigest()[:10]
-        words = [run.arm, place(run.point), "tuning" if run.is_tuning else "", f"seed{run.seed}", digest]
-        path = self.folder / run.recipe.name / RUNS / f"{'-'.join(word for word in words if word)}.json"
-        write_result(record, path)
-        self._found[asked, record.data_sha256] = path
+        """Write the record of a run, and return the file."""
+        path = self.record_file(run, record.data_sha256)
+        self._write(record, path)
+        self._found[run.identity, record.data_sha256] = path
         self._note_time(run.kind, record)
         return path
+
+    def _write(self, record: RunRecord, path: Path) -> None:
+        write_result(record, path)
+
+
+class OwnRuns(RunStore):
+    """The records of `compare` and `upcycle --train`, each in its run's folder, with results.json beside them.
+
+    No record is used that was there before. It is made again from the run's folder, in which evaluations are checked against
+    their text, and it stays as it is if nothing has changed but when and where it was made.
+    """
+
+    def _there(self) -> Sequence[Path]:
+        return []
+
+    def index_file(self, design: Design) -> Path:
+        """Return results.json."""
+        return self.folder / "results.json"
+
+    def run_folder(self, run: PlannedRun, out: Path) -> Path:
+        """Return the folder of a run's checkpoints below `out`."""
+        return out / RUNS / f"{run.arm}-seed{run.seed}"
+
+    def record_file(self, run: PlannedRun, data_sha256: str) -> Path:
+        """Return the file for a run's record."""
+        return self.run_folder(run, self.folder) / "record.json"
+
+    def _write(self, record: RunRecord, path: Path) -> None:
+        old = kept_result(path, RunRecord, lambda text: self._log(f"{text}, which happens now"))
+        made = {name: getattr(old, name) for name in ("created", "environment", "total_seconds")} if old else {}
+        if old is None or dataclasses.replace(record, **made) != old:
+            write_result(record, path)
 
 
 def run_record(
@@ -96,6 +154,7 @@ def run_record(
     seconds: float,
     device: str,
     threads: int,
+    whole: bool = False,
 ) -> RunRecord:
     """Make the record of a finished run from its folder.
 
@@ -107,6 +166,7 @@ def run_record(
         seconds: Time that its process took; 0 if that is unknown, since it was stopped in between.
         device: Where it ran.
         threads: Number of threads that it had.
+        whole: Whether to keep the whole results of the tasks too.
     """
     steps, validations = read_metrics(folder / METRICS_FILE)
     step_seconds = float(np.median(np.diff([0.0, *(line.seconds for line in steps)])))
@@ -132,26 +192,25 @@ def run_record(
         step_seconds=step_seconds,
         total_seconds=max(seconds, steps[-1].seconds),
         figures=[
-            *(figure for name, result in results.items() for figure in _figures(name, result)),
+            *(figure for name, result in results.items() for figure in run_figures(name, result)),
             *_training_figures(steps),
         ],
         curves=curves,
+        evaluations=results if whole else {},
     )
 
 
 def portable(recipe: Recipe) -> dict[str, Any]:
-    """Return a recipe as plain data without what belongs to this machine or to other commands."""
-    plain = recipe_dict(recipe)
-    for name in ("compare", "parallel"):
-        del plain[name]
-    del plain["data"]["folder"]
-    return plain
+    """Return a recipe as plain data, without what belongs to this machine or to other commands."""
+    return {"name": recipe.name, **plain(recipe, without=[ASIDE])}
 
 
-def _figures(task: str, result: TaskResult) -> Iterator[RunFigure]:
+def run_figures(task: str, result: TaskResult) -> Iterator[RunFigure]:
+    """Yield the figures of a task's result that a record keeps."""
+    leading = headlines(result)
     for row in result.measurements:
         is_short = len(row.at) <= MOST_PLACES and not re.search("depth|head|layer", " ".join(row.at))
-        if is_short and (not row.detail or row.name == "nll by position"):
+        if row in leading or (is_short and (not row.detail or row.name == "nll by position")):
             yield RunFigure(
                 task=task, name=row.name, unit=row.unit, better=row.better, at=row.at, value=row.value, n=row.n
             )

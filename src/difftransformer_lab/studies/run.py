@@ -14,23 +14,25 @@ import torch
 
 from difftransformer.data import Shards, Tokenizer, prepare_shards
 from difftransformer.errors import EXIT_ERROR, EXIT_INTERRUPTED, CheckpointError, ConfigError, DiffTransformerError
-from difftransformer.hub import open_unfilled
+from difftransformer.files import locked
+from difftransformer.hub import open_deferred
 from difftransformer.model import DiffTransformerConfig, DiffTransformerForCausalLM
 from difftransformer.train import Interrupted, checkpoints, train
-from difftransformer.train.heap import keep_freed_memory
-from difftransformer.train.parallel import Mesh, Processes, Unfilled
+from difftransformer.train.parallel import DeferredModel, Mesh, Processes
 from difftransformer.train.run_summary import RECIPE_FILE
+from difftransformer.train.speed import keep_freed_memory
+from difftransformer.typed import ADJUSTABLE, ASIDE, plain
 
 from ..evals.engine import Task
 from ..results import TaskResult
 from .evaluation import evaluate_checkpoint, evaluations_folder, found_results
-from .recipe import Recipe, load_recipe, recipe_dict, save_recipe
+from .recipe import Recipe, load_recipe, save_recipe
 
 
 def start_run(folder: Path, recipe: Recipe) -> None:
     """Put a recipe into a run folder; a run in a folder with checkpoints continues if its recipe trains the same.
 
-    `parallel`, `training.accumulation` and the place of the shards may change.
+    Fields that are `ASIDE` or `ADJUSTABLE` may change.
 
     Raises:
         CheckpointError: The folder holds a run of another recipe; the message names the first difference.
@@ -39,19 +41,13 @@ def start_run(folder: Path, recipe: Recipe) -> None:
     if not path.exists() or not checkpoints(folder):
         save_recipe(recipe, path)
         return
-    before, after = recipe_dict(load_recipe(path)), recipe_dict(recipe)
-    for document in (before, after):
-        del document["data"]["folder"]  # where shards lie does not change what is trained
-    has_changed = before != after
-    for document in (before, after):  # nor does how checkpoints are written, or what follows the next fault
-        del document["training"]["checkpoint"], document["training"]["nonfinite"]
-        del document["training"]["accumulation"]  # the batch is the same, and sums are rounded otherwise
-    for part in ("model", "data", "training", "start_from"):
-        if difference := _difference(before[part], after[part], part):
-            raise CheckpointError(
-                f"{folder}: holds a run of another recipe ({difference}); choose another --out, or delete the folder"
-            )
-    if has_changed:
+    there = load_recipe(path)
+    before, after = (plain(one, without=[ASIDE, ADJUSTABLE]) for one in (there, recipe))
+    if difference := _difference(before, after):
+        raise CheckpointError(
+            f"{folder}: holds a run of another recipe ({difference}); choose another --out, or delete the folder"
+        )
+    if there != recipe:
         save_recipe(recipe, path)
 
 
@@ -59,9 +55,10 @@ def train_run(
     folder: Path, recipe: Recipe, shards: Shards, *, mesh: Mesh | None = None, **options: Any
 ) -> DiffTransformerForCausalLM:
     """Train the recipe's model in a run folder, or continue where it was stopped; in one process if there is no mesh."""
+    keep_freed_memory()
     mesh = mesh or Mesh(parallel=recipe.parallel)
     with ExitStack() as stack:
-        with mesh.processes.together():
+        with mesh.processes.fail_together():
             start = _start(recipe, shards.tokenizer, stack, verify=mesh.processes.is_first)
             config = _new_config(recipe, shards.tokenizer) if start is None else start.network.config
         return train(recipe.training, config, shards, folder, start=start, mesh=mesh, logs=recipe.logs, **options)
@@ -76,7 +73,7 @@ def _new_config(recipe: Recipe, tokenizer: Tokenizer) -> DiffTransformerConfig:
     )
 
 
-def _start(recipe: Recipe, tokenizer: Tokenizer, stack: ExitStack, *, verify: bool) -> Unfilled | None:
+def _start(recipe: Recipe, tokenizer: Tokenizer, stack: ExitStack, *, verify: bool) -> DeferredModel | None:
     """Return the model that training starts from, or None. Its files stay open with `stack`.
 
     Raises:
@@ -94,7 +91,7 @@ def _start(recipe: Recipe, tokenizer: Tokenizer, stack: ExitStack, *, verify: bo
             )
         return _of_another_length(own, recipe) if recipe.model else own
 
-    return stack.enter_context(open_unfilled(recipe.start_from, adapt, verify=verify))
+    return stack.enter_context(open_deferred(recipe.start_from, adapt, verify=verify))
 
 
 def _of_another_length(own: DiffTransformerConfig, recipe: Recipe) -> DiffTransformerConfig:
@@ -136,16 +133,16 @@ def main(arguments: list[str]) -> int:
     folder, threads, device = Path(arguments[0]), int(arguments[1]), arguments[2]
     made = [Path(word) for word in arguments[3:]]
     torch.set_num_threads(threads)
-    keep_freed_memory()
     try:
         recipe = load_recipe(folder / RECIPE_FILE)
         shards = prepare_shards(recipe.data, made=made)
-        if not is_trained(folder, recipe):
-            train_run(folder, recipe, shards, mesh=Mesh(Processes(device=device), recipe.parallel))
-        newest = checkpoints(folder)[-1]
-        evaluate_checkpoint(
-            newest, recipe, shards, evaluations_folder(newest), wait=True, device=device
-        )  # for `eval RUN`
+        with locked(folder, wait=True):
+            if not is_trained(folder, recipe):
+                train_run(folder, recipe, shards, mesh=Mesh(Processes(device=device), recipe.parallel))
+            newest = checkpoints(folder)[-1]
+            evaluate_checkpoint(
+                newest, recipe, shards, evaluations_folder(newest), wait=True, device=device
+            )  # for `eval RUN`
     except Interrupted as stopped:
         sys.stderr.write(f"{stopped}\n")
         return EXIT_INTERRUPTED
@@ -164,10 +161,10 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _difference(before: object, after: object, key: str) -> str | None:
+def _difference(before: object, after: object, key: str = "") -> str | None:
     if isinstance(before, dict) and isinstance(after, dict):
-        for name in before.keys() | after.keys():
-            if found := _difference(before.get(name), after.get(name), f"{key}.{name}"):
+        for name in before | after:
+            if found := _difference(before.get(name), after.get(name), f"{key}.{name}".removeprefix(".")):
                 return found
         return None
     return None if before == after else f"{key} was {before!r} and is now {after!r}"

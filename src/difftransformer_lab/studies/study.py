@@ -4,29 +4,38 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import torch
 
-from difftransformer.convert.upcycle import upcycle_folder
 from difftransformer.data import Shards, prepare_shards
 from difftransformer.errors import ConfigError, EvaluationError
+from difftransformer.families.upcycle import upcycle_folder
 from difftransformer.files import locked
 from difftransformer.hub import folder_sha256, source_folder
 
 from ..evals.engine import Task
-from ..results import ChosenRate, RunRecord, StudyIndex, StudyMember, read_result, write_result
-from ..results.evidence import figure_of
+from ..results import (
+    ChosenRate,
+    RunRecord,
+    StudyFigure,
+    StudyIndex,
+    StudyMember,
+    figure_of,
+    headline_figures,
+    read_result,
+    write_result,
+)
 from .design import UPCYCLED, Design, PlannedRun, place
-from .environment import environment
+from .environment import command_line, environment
 from .evaluation import draw_tasks
 from .jobs import Job, run_jobs
 from .plan import registered
 from .recipe import Recipe
-from .records import RunStore, portable, run_record
+from .records import OwnRuns, RunStore, portable, run_record
 from .run import is_done, start_run
 
 Log = Callable[[str], None]
@@ -50,8 +59,9 @@ class Study:
 
     Args:
         design: What is asked for.
-        results: Folder of all studies' records, such as docs/results/studies.
+        results: Folder of all studies' records, such as docs/results/studies; or the folder of this study `alone`.
         log: Called with what is being done.
+        alone: Whether the study shares no records, and keeps its own beside its runs (see `OwnRuns`).
         source: The pretrained model of a study that starts from one: a folder, a .gguf file, or owner/name on the hub.
         models: Folder for what becomes of it.
 
@@ -65,6 +75,7 @@ class Study:
         results: Path,
         log: Log = lambda text: None,
         *,
+        alone: bool = False,
         source: str | None = None,
         models: Path = Path("models"),
     ) -> None:
@@ -72,15 +83,15 @@ class Study:
         if bool(wanted) != (source is not None):
             needed = f"starts from {wanted}; name its folder, .gguf file or owner/name" if wanted else "needs none"
             raise ConfigError(f"--source {source}: the study {design.config.name} {needed}")
-        self.design, self.results, self._log = design, results, log
+        self.design, self._alone, self._log = design, alone, log
         self._source, self._models = source, models
-        self.store = RunStore(results, log)
+        self.store = OwnRuns(results, log) if alone else RunStore(results, log)
         self._prepared: dict[str, Prepared] = {}
 
     @property
     def index_file(self) -> Path:
         """The file of the study's index."""
-        return self.results / self.design.config.name / f"{self.design.name}.json"
+        return self.store.index_file(self.design)
 
     def prepared(self, run: PlannedRun) -> Prepared:
         """Return a run's data and tasks, which runs of the same request share."""
@@ -136,6 +147,8 @@ class Study:
         The first figure decides; where it is the same, as where all answers are right, the next figure of the claims does.
         """
         runs = self.design.tuning
+        if not runs:
+            return []
         files = self.files(runs)
         first, *others = self.design.figures
         figures = [first, *(figure for figure in others if not figure.secondary)]
@@ -169,8 +182,8 @@ class Study:
         tuned = len(rates) == len({(run.arm, place(run.point)) for run in design.tuning})
         return len(design.tuning) + len(design.reported(rates if tuned else None))
 
-    def write_index(self) -> StudyIndex:
-        """Write what the study asks for and which of its runs are there."""
+    def write_index(self, **beside: Any) -> StudyIndex:
+        """Write what the study asks for and which of its runs are there, with further fields of the index."""
         config, design, rates = self.design.config, self.design, self.rates()
         runs = [*design.tuning, *design.reported(rates)]
         members = [
@@ -193,16 +206,22 @@ class Study:
             reference=config.reference,
             arms=self.design.described_arms(),
             axes=self.design.described_axes(),
-            figures=design.figures,
+            figures=design.figures or self._headlines(members),
             members=members,
             planned=self.planned(),
             rates=rates,
-            command=f"difftransformer study {config.name} --preset {self.design.name}",
+            command=command_line() if self._alone else f"difftransformer study {config.name} --preset {design.name}",
             plan=None if design.plan is None else registered(design.preset.plan, design.plan),
             changes=design.preset.changes,
+            **beside,
         )
         write_result(index, self.index_file)
         return index
+
+    def _headlines(self, members: Sequence[StudyMember]) -> list[StudyFigure]:
+        """Return the headline figures of the tasks, from the first record that is there."""
+        files = [self.index_file.parent / member.file for member in members[:1]]
+        return [one for file in files for one in headline_figures(read_result(file, RunRecord).evaluations)]
 
     def train(
         self,
@@ -222,7 +241,6 @@ class Study:
 
         Raises:
             DiffTransformerError: a run failed, or a task is impossible; its message.
-            FolderInUse: another process is working on a run.
             Interrupted: a signal; every run has saved a checkpoint.
         """
         for runs in (self.design.reported(self.rates()), self.design.tuning):  # what needs no tuning decides soonest
@@ -264,6 +282,7 @@ class Study:
                 seconds=job.seconds,
                 device=device,
                 threads=threads,
+                whole=not self.design.figures,
             )
             record = replace(record, recipe=portable(run.recipe), data_sha256=prepared.data_sha256)
             self.store.add(run, record)
@@ -271,28 +290,24 @@ class Study:
             for other in jobs:
                 other.expected_seconds = self.store.seconds(by_folder[other.folder], here)
 
-        with ExitStack() as locks:
-            for asked, run in missing.items():
-                prepared = self.prepared(run)
-                where = folder / "runs" / f"{run.arm}-seed{run.seed}-{asked[:10]}"
-                lock = locks.enter_context(locked(where))
+        for run in missing.values():
+            prepared = self.prepared(run)
+            where = self.store.run_folder(run, folder)
+            with locked(where, wait=True):  # a run of a study that was killed ends soon
                 start_run(where, prepared.recipe)
-                by_folder[where] = run
-                job = Job(
-                    label=run.title,
-                    folder=where,
-                    shards=prepared.shards.folders,
-                    steps=run.recipe.training.steps,
-                    threads=threads,
-                    device=device,
-                    lock=lock,
-                    expected_seconds=self.store.seconds(run, here),
-                    done=is_done(where, prepared.recipe, prepared.tasks, self._log),
-                )
-                if job.done:  # it ended, and the study was killed before it could keep the record
-                    keep(job)
-                jobs.append(job)
-            self._log(
-                f"training {sum(not job.done for job in jobs)} runs, {at_once} at a time with {threads} threads each"
+            by_folder[where] = run
+            job = Job(
+                label=run.title,
+                folder=where,
+                shards=prepared.shards.folders,
+                steps=run.recipe.training.steps,
+                threads=threads,
+                device=device,
+                expected_seconds=self.store.seconds(run, here),
+                done=is_done(where, prepared.recipe, prepared.tasks, self._log),
             )
-            run_jobs(jobs, at_once=at_once, progress=progress, on_done=keep)
+            if job.done:  # it ended, and the study was killed before it could keep the record
+                keep(job)
+            jobs.append(job)
+        self._log(f"training {sum(not job.done for job in jobs)} runs, {at_once} at a time with {threads} threads each")
+        run_jobs(jobs, at_once=at_once, progress=progress, on_done=keep)

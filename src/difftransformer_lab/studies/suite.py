@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from difftransformer.errors import ConfigError, DiffTransformerError
-from difftransformer.model.dtypes import WeightsDtype
-from difftransformer.train.parallel import ALONE, Processes, is_lost_peer
+from difftransformer.train.parallel import ALONE, Processes
 from difftransformer.typed import build
 from difftransformer_lab.evals.opening import OpenedModel, open_language_model
 
@@ -61,12 +60,9 @@ def run_suite(
     models: Sequence[str],
     folder: Path,
     *,
+    opening: Callable[[str], AbstractContextManager[OpenedModel]] = open_language_model,
     device: str = "cpu",
-    dtype: WeightsDtype = "auto",
-    batch_tokens: int = 16_384,
-    accelerated: bool = True,
     processes: Processes = ALONE,
-    divide_weights: bool = False,
     progress_bar: Callable[[str], AbstractContextManager[Progress]],
     log: Callable[[str], None] = lambda text: None,
 ) -> tuple[dict[str, list[TaskResult]], list[Missing]]:
@@ -79,10 +75,9 @@ def run_suite(
         suite: The tasks.
         models: Models that `open_language_model` accepts.
         folder: Results go to FOLDER/models/MODEL/NAME.json.
-        device: cpu or cuda.
-        dtype: Dtype of the weights.
-        batch_tokens: Most tokens of a batch.
-        accelerated, processes, divide_weights: See `open_language_model`.
+        opening: Opens a model.
+        device: The models' device, for the record.
+        processes: This process and the others, each with the model. The first one writes.
         progress_bar: Opens a progress bar with a label.
         log: Called with lines about what is going on.
 
@@ -105,22 +100,14 @@ def run_suite(
         log(f"{model}: opening")
         own = folder / "models" / f"{place}-{Path(model).name}"
         try:
-            with open_language_model(
-                model,
-                device=device,
-                dtype=dtype,
-                batch_tokens=batch_tokens,
-                accelerated=accelerated,
-                processes=processes,
-                divide_weights=divide_weights,
-            ) as opened:
+            with opening(model) as opened:
                 for spec in suite.tasks:
                     try:
                         with progress_bar(f"{Path(model).name}: {spec.name}") as progress:
                             found[spec.name].append(_result(spec, opened, own, device, processes, progress, log))
                     except Exception as error:  # whatever it is, it costs one task
-                        if is_lost_peer(error):
-                            raise
+                        if processes.count > 1 and not isinstance(error, DiffTransformerError):
+                            raise  # the others have not met it
                         leave_out(spec.name, model, error)
         except DiffTransformerError as error:
             failures.append(error)
@@ -141,8 +128,8 @@ def _result(
 ) -> TaskResult:
     """Return the result that is there, if data, options and model are still the same, or else ask the model."""
     options = spec.built()
-    task = processes.first_before_others(lambda: task_kind(spec.task).make(options, setting_of(model)))
-    kept = processes.from_first(lambda: stored_result(folder / f"{spec.name}.json", spec.task, options, task, log))
+    task = processes.rank0_first(lambda: task_kind(spec.task).make(options, setting_of(model)))
+    kept = processes.broadcast(lambda: stored_result(folder / f"{spec.name}.json", spec.task, options, task, log))
     if kept is not None and kept.model.fingerprint == model.identity.fingerprint:
         return kept
     return evaluate_task(

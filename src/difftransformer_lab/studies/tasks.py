@@ -75,7 +75,7 @@ def evaluate_task(
     label = label or name
     if task is None:
         log(f"{label}: reading data")
-        task = processes.first_before_others(lambda: task_kind(name).make(options, setting_of(model)))
+        task = processes.rank0_first(lambda: task_kind(name).make(options, setting_of(model)))
     scores = run_task(
         model.language_model,
         task,
@@ -101,9 +101,8 @@ def evaluate_task(
         grids=scores.grids,
         gaps=scores.gaps,
     )
-    with processes.together():
-        if processes.is_first:
-            write_result(result, folder / f"{label}.json")
+    if processes.is_first:
+        write_result(result, folder / f"{label}.json")
     return result
 
 

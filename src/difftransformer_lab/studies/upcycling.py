@@ -1,37 +1,33 @@
-"""The upcycling study: a pretrained model converted to several differential forms, each trained on like the model itself."""
+"""`upcycle --train`: the study of a pretrained model that is trained on in several differential forms and unconverted."""
 
 import dataclasses
 import hashlib
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 from transformers import AutoConfig
 
 from difftransformer.attention import label
-from difftransformer.convert.upcycle import upcycle_folder
-from difftransformer.data import Shards, prepare_shards
+from difftransformer.data import Shards
 from difftransformer.errors import ConfigError
-from difftransformer.files import locked
 from difftransformer.hub import folder_sha256, source_folder
-from difftransformer_lab.evals.drift import measure_drift
 
-from ..report.metrics import compare_metrics
-from ..results import Drift, RunResult, TaskResult, Upcycling, kept_result, write_result
-from .comparison import run_folder, run_result, summary
-from .environment import command_line, environment, now
-from .evaluation import draw_tasks, evaluate_checkpoint
-from .jobs import Job, run_jobs
+from ..evals.drift import measure_drift
+from ..results import Drift, StudyIndex, Upcycling, kept_result, write_result
+from .comparison import arm_size
+from .design import ArmConfig, Design, PresetConfig, StudyConfig
+from .evaluation import evaluate_checkpoint
+from .jobs import Job
 from .recipe import Recipe, recipe_dict
-from .run import is_done, start_run
+from .records import run_figures
+from .study import Study
 
 PLAIN = "softmax"
-RESULTS_FILE, BEFORE = "results.json", "before"
 DRIFT_TOKENS = 2000
 
 
-def upcycling_study(
+def upcycle_and_train(
     recipe: Recipe,
     source: str,
     folder: Path,
@@ -39,7 +35,7 @@ def upcycling_study(
     to: Sequence[str],
     progress: Callable[[Sequence[Job]], None] = lambda jobs: None,
     log: Callable[[str], None] = lambda text: None,
-) -> Upcycling:
+) -> StudyIndex:
     """Convert, compare logits, evaluate, train each model on the same batches, evaluate; write results.json.
 
     What is complete in the folder already is not done again.
@@ -54,49 +50,42 @@ def upcycling_study(
 
     Raises:
         DiffTransformerError: the source cannot be converted, or a run failed; its message.
-        FolderInUse: another process is working on a run.
         Interrupted: a signal; every run has saved a checkpoint.
     """
     if recipe.start_from is not None:
         raise ConfigError(f"start_from={recipe.start_from!r}: the study starts from the converted models; leave it out")
     names = [*(name for name in dict.fromkeys(to) if name != PLAIN), PLAIN]
     models = {name: folder / "models" / name for name in names}
+    study = Study(_design(recipe, names, source), folder, log, alone=True, source=source, models=folder / "models")
+    prepared = {run.arm: study.prepared(run) for run in study.design.reported()}  # makes the models
+    plain = prepared[PLAIN]
     with source_folder(source) as pretrained:
-        for name, place in models.items():
-            if not place.exists():
-                log(f"making {name}")
-                upcycle_folder(pretrained, place, to=name)
-        recipe = dataclasses.replace(
-            recipe, start_from=str(models[PLAIN]), data=dataclasses.replace(recipe.data, tokenizer=str(models[PLAIN]))
-        )
-        shards = prepare_shards(recipe.data, log=log)
-        tasks = draw_tasks(recipe, shards)
         drift = {}
         for name, place in models.items():
             log(f"comparing the logits of {name} with the source's")
-            drift[name] = _drift(pretrained, place, folder / "drift" / f"{name}.json", shards, log)
+            drift[name] = _drift(pretrained, place, folder / "drift" / f"{name}.json", plain.shards, log)
     log("evaluating before training")
-    before = evaluate_checkpoint(models[PLAIN], recipe, shards, folder / BEFORE, log=log)
-    runs = {name: dataclasses.replace(recipe, start_from=str(place)) for name, place in models.items()}
-    jobs = []
-    threads = max(1, torch.get_num_threads() // recipe.compare.jobs)
-    with ExitStack() as locks:
-        for name, run in runs.items():
-            at = run_folder(folder, name, recipe.training.seed)
-            lock = locks.enter_context(locked(at))
-            start_run(at, run)
-            done = is_done(at, run, tasks, log)
-            steps = recipe.training.steps
-            job = Job(
-                label=_label(name), folder=at, shards=shards.folders, steps=steps, threads=threads, lock=lock, done=done
-            )
-            jobs.append(job)
-        log(f"training {len(jobs)} models, {recipe.compare.jobs} at a time")
-        run_jobs(jobs, at_once=recipe.compare.jobs, progress=progress)
-    ends = [run_result(folder, name, run, tasks) for name, run in runs.items()]
-    result = _collect(recipe, source, folder, models, ends, drift, before)
-    write_result(result, folder / RESULTS_FILE)
-    return result
+    before = evaluate_checkpoint(models[PLAIN], plain.recipe, plain.shards, folder / "before", log=log)
+    study.train(folder, at_once=recipe.compare.jobs, progress=progress)
+    figures = [figure for task, result in before.items() for figure in run_figures(task, result)]
+    context = recipe.training.context_tokens
+    return study.write_index(
+        sizes=[arm_size(name, AutoConfig.from_pretrained(place), context) for name, place in models.items()],
+        upcycling=Upcycling(source=Path(source).name, drift=drift, before=figures),
+    )
+
+
+def _design(recipe: Recipe, names: Sequence[str], source: str) -> Design:
+    config = StudyConfig(
+        name=recipe.name,
+        question=f"{Path(source).name}, made differential and trained on: {recipe.name}",
+        recipe=recipe.name,
+        source=Path(source).name,
+        reference=PLAIN,
+        arms={name: ArmConfig(label=_label(name), upcycle=name) for name in names},
+        presets={"upcycle": PresetConfig(seeds=recipe.compare.seeds)},
+    )
+    return Design(config, "upcycle", document=recipe_dict(recipe), first_seed=recipe.training.seed)
 
 
 def _label(name: str) -> str:
@@ -114,37 +103,3 @@ def _drift(source: Path, target: Path, cached: Path, shards: Shards, log: Callab
         drift = dataclasses.replace(measure_drift(source, target, torch.from_numpy(ids)), of=of)
         write_result(drift, cached)
     return drift
-
-
-def _collect(
-    recipe: Recipe,
-    source: str,
-    folder: Path,
-    models: dict[str, Path],
-    runs: list[RunResult],
-    drift: dict[str, Drift],
-    before: dict[str, TaskResult],
-) -> Upcycling:
-    configs = {name: AutoConfig.from_pretrained(place) for name, place in models.items()}
-    summaries = [
-        dataclasses.replace(summary(name, config, recipe.training.context_tokens), label=_label(name))
-        for name, config in configs.items()
-    ]
-    plain = summaries[-1].parameters
-    document = recipe_dict(recipe)
-    del document["start_from"]  # each run has its own, in its folder
-    return Upcycling(
-        name=recipe.name,
-        command=command_line(),
-        created=now(),
-        environment=environment(),
-        recipe=document,
-        seeds=[recipe.training.seed],
-        models=summaries,
-        runs=runs,
-        metrics=compare_metrics(runs, list(models)),
-        source=Path(source).name,
-        added_parameters={row.model: row.parameters - plain for row in summaries},
-        drift=drift,
-        before=before,
-    )

@@ -13,7 +13,7 @@
 
 #include <thread>
 
-#include "forward.h"
+#include "decode.h"
 
 namespace difftransformer {
 
@@ -77,7 +77,7 @@ inline void differentiate(float* const* p, float* dp, const Tile& tile, const Bl
         store(dp + at, g);
       }
       for (int m = 0; m < maps; m++) {
-        Vec x = exp2<degree>(load(p[m] + at) * exponent - norm[m]);
+        Vec x = exp2<degree>((load(p[m] + at) - norm[m]) * exponent);
         if constexpr (masked) x = keep ? x : Vec{};
         store(p[m] + at, x);
         sum[m] += x * g;
@@ -158,6 +158,7 @@ struct Backward {
 
   void differentiate_block(const Block& block, Scratch& s, int64_t task, Turns& turns) const {
     stage(block, s, task);
+    if (is_decoding(p)) refer(block, s);
     const int64_t lanes = block.lanes, first = block.first_tile(p), last = block.last_tile(p);
     const int64_t b = block.batch, g = block.group;
     for (int64_t j = first; j < last; j++) {
@@ -201,6 +202,24 @@ struct Backward {
       transpose(s.grad_query[m], lanes, p.width, lanes, s.rows, p.width);
       for (int64_t i = 0; i < block.count; i++)
         convert_row(s.rows + i * p.width, p.width, grad_query.at(b, block.head[i], block.query[i]) + m * p.width);
+    }
+  }
+
+  // Finds the largest scores of this pass. The kernel for few queries has added their products up in another order, and
+  // scores of 1e10 that differ in the last bit are hundreds of powers of two apart.
+  void refer(const Block& block, Scratch& s) const {
+    for (int m = 0; m < maps; m++) {
+      std::fill_n(s.lse[m], block.lanes, kMasked);
+      for (int64_t j = block.first_tile(p); j < block.last_tile(p); j++) {
+        const Tile tile(p, block, j, Type::kPack);
+        if (p.mask) read_mask(p, block, tile, s.mask);
+        key[m].multiply_rows(block, tile, s.query[m], s.p[m]);
+        soften<3, true>(s.p[m], tile, block, p.mask ? s.mask : nullptr, p.exponent(), s.lse[m], s.total[m], s.d[m]);
+      }
+      for (int64_t i = 0; i < block.lanes; i++)
+        if (s.total[m][i] == 0) s.lse[m][i] = INFINITY;
+      std::fill_n(s.total[m], block.lanes, 0.f);
+      std::fill_n(s.d[m], block.lanes, 0.f);
     }
   }
 

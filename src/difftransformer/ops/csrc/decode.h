@@ -34,7 +34,7 @@ struct Decode {
   const Problem& p;
   View<const In> query, key, value;
   Output<In> output;
-  float* lse;  // (maps, B, H, T), to the base 2
+  float* lse;  // (maps, B, H, T), in units of scores
 
   // The result of a chunk for a row and map: the maximum, the sum, and the weighted values.
   int64_t width() const { return round_up(p.value_width, W); }
@@ -127,10 +127,9 @@ struct Decode {
     float lanes[W], maximum = kMasked, sum = 0;
     store(lanes, top);
     for (const float x : lanes) maximum = maximum < x ? x : maximum;
-    maximum *= p.exponent();
     for (int64_t k = 0; k < padded; k += W) {
       const Vec score = load(scores + k);
-      Vec weight = exp2<5>(score * p.exponent() - maximum);
+      Vec weight = exp2<5>((score - maximum) * p.exponent());
       weight = (score == splat(kMasked)) ? Vec{} : weight;
       total += weight;
       store(scores + k, weight);
@@ -185,12 +184,12 @@ struct Decode {
         for (int64_t c = 0; c < chunks(); c++) maximum = maximum < at(c)[0] ? at(c)[0] : maximum;
         std::fill_n(sums, width(), 0.f);
         for (int64_t c = 0; c < chunks(); c++) {
-          const float factor = std::exp2(at(c)[0] - maximum);
+          const float factor = std::exp2((at(c)[0] - maximum) * p.exponent());
           sum += factor * at(c)[1];
           for (int64_t e = 0; e < width(); e++) sums[e] += factor * at(c)[2 + e];
         }
         lse[p.lse_index(m, block.batch, block.head[i], block.query[i])] =
-            sum == 0 ? INFINITY : maximum + std::log2(sum);
+            sum == 0 ? INFINITY : maximum + std::log2(sum) / p.exponent();
         float weight = sum == 0 ? 0.f : 1.f / sum;
         if (m == 1) weight *= -p.lam_of(block.batch, block.head[i], block.query[i]);
         for (int64_t e = 0; e < width(); e++) result[e] += weight * sums[e];

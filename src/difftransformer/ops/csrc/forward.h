@@ -1,9 +1,11 @@
 // Forward: O = (P1 - lam P2) V, by blocks of queries.
 //
 // Scores are computed as K Q^T with queries in the lanes, so that softmax needs no shuffles and K is read in place.
-// Each tile keeps P = 2^(s - m) with the maximum m so far. Combining a row's two maps needs both complete sums, so A =
-// P1 c1 - P2 c2 with c_i = 2^(m - m_last) / sum is computed after the last tile, and V is multiplied once. This takes
-// 4 units of 2 n n d, as many as ordinary attention over 2H heads.
+// Each tile keeps P = 2^(s - m) with the maximum m so far, where s - m is formed before it is scaled: a fused s *
+// exponent
+// - m * exponent would be a multiple of m's last bit, and infinite for scores of 1e10. Combining a row's two maps needs
+// both complete sums, so A = P1 c1 - P2 c2 with c_i = 2^(m - m_last) / sum is computed after the last tile, and V is
+// multiplied once. This takes 4 units of 2 n n d, as many as ordinary attention over 2H heads.
 #pragma once
 
 #include <cmath>
@@ -12,7 +14,7 @@
 
 namespace difftransformer {
 
-// Turns a tile of scores [rows][lanes] of one map into 2^(score * exponent - reference).
+// Turns a tile of scores [rows][lanes] of one map into 2^((score - reference) * exponent).
 template <int degree, bool masked>
 inline void soften(float* scores, const Tile& tile, const Block& block, const int32_t* mask, float exponent,
                    float* maximum, float* sum, float* reference) {
@@ -32,11 +34,10 @@ inline void soften(float* scores, const Tile& tile, const Block& block, const in
       }
       top = (top < score) ? score : top;
     }
-    top = top * exponent;
     top = (top < before) ? before : top;
-    Vec total = load(sum + i) * exp2<5>(before - top);
+    Vec total = load(sum + i) * exp2<5>((before - top) * exponent);
     for (int64_t r = 0; r < rows; r++) {
-      Vec p = exp2<degree>(load(column + r * lanes) * exponent - top);
+      Vec p = exp2<degree>((load(column + r * lanes) - top) * exponent);
       if constexpr (masked) p = kept(r) ? p : Vec{};
       store(column + r * lanes, p);
       total += p;
@@ -82,7 +83,7 @@ struct Forward {
   View<const In> query;
   Operand<Type> key[2], value;
   Output<In> output;
-  float* lse;  // (maps, B, H, T), to the base 2
+  float* lse;  // (maps, B, H, T), in units of scores
 
   struct Scratch {
     float *exponentials[2], *reference[2], *maximum[2], *sum[2], *factor[2], *out, *rows;
@@ -145,7 +146,7 @@ struct Forward {
       for (int m = 0; m < maps; m++) {
         const float sum = s.sum[m][i];
         lse[p.lse_index(m, block.batch, block.head[i], block.query[i])] =
-            sum == 0 ? INFINITY : s.maximum[m][i] + std::log2(sum);
+            sum == 0 ? INFINITY : s.maximum[m][i] + std::log2(sum) / p.exponent();
         s.factor[m][i] = sum == 0 ? 0.f : 1.f / sum;
         if (m == 1) s.factor[m][i] *= p.lam_of(block.batch, block.head[i], block.query[i]);
       }
@@ -166,7 +167,8 @@ struct Forward {
     for (int64_t i = tile.lane; i < tile.lane + tile.lanes; i += W) {
       Vec c[maps];
       for (int m = 0; m < maps; m++)
-        c[m] = load(s.factor[m] + i) * exp2<5>(load(s.reference[m] + index * lanes + i) - load(s.maximum[m] + i));
+        c[m] = load(s.factor[m] + i) *
+               exp2<5>((load(s.reference[m] + index * lanes + i) - load(s.maximum[m] + i)) * p.exponent());
       const auto a = [&](int64_t r) {
         const Vec p1 = c[0] * load(first + r * lanes + i);
         if constexpr (maps == 1)

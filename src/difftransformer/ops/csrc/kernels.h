@@ -12,8 +12,8 @@ struct Inputs {
   Rows query, key, value;
 };
 
-// out and, with a norm, plain (the output before it): (B, H, T, E). lse: (maps, B, H, T), to the base 2. inverse_rms:
-// (B, H, T).
+// out and, with a norm, plain (the output before it): (B, H, T, E). lse: (maps, B, H, T), in units of scores.
+// inverse_rms: (B, H, T).
 struct Outputs {
   Rows out, plain;
   float *lse, *inverse_rms;

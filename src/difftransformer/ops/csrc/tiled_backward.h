@@ -212,7 +212,7 @@ struct TiledBackward {
     for (int m = 0; m < maps; m++)
       for (int64_t r = 0; r < kStrip; r++) {
         const float sum = lanes.sums[m][r], d = sum == 0 ? 0.f : lanes.sums[2 + m][r] / sum;
-        if (sum != 0) lanes.lse[m][r] += std::log2(sum);
+        if (sum != 0) lanes.lse[m][r] += std::log2(sum) / t.p.exponent();
         lanes.d[m][r] = d * lanes.factor[m][r];
         if (m == 1 && r < strip.count) grad_lam[t.p.lse_index(0, strip.batch, strip.head[r], strip.query[r])] = -d;
       }
@@ -221,7 +221,7 @@ struct TiledBackward {
   template <bool masked>
   Vec weight(const float* scores, const Lanes& lanes, const Keep* keep, int m, int64_t key_, int64_t half) const {
     const Vec score = load(scores + m * 2 * kTile + place(key_, half));
-    const Vec p = exp2<kExpDegree>(score * t.p.exponent() - load(lanes.lse[m] + half * W));
+    const Vec p = exp2<kExpDegree>((score - load(lanes.lse[m] + half * W)) * t.p.exponent());
     return masked ? keep->zero_others(key_, half, p) : p;
   }
   template <bool masked>

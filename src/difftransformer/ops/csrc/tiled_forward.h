@@ -23,9 +23,9 @@ struct TiledForward {
   Tiled t;
   View<const BFloat16> query, key, value;
   Output<BFloat16> output;
-  float* lse;  // (maps, B, H, T), to the base 2
+  float* lse;  // (maps, B, H, T), in units of scores
   // By group: keys by row [key_maps][keys][width], values by column of each step [steps][value_width][step's keys], and
-  // the largest norm of a key, times the exponent, of each step [key_maps][steps].
+  // the largest norm of a key of each step [key_maps][steps].
   uint16_t *keys = nullptr, *values = nullptr;
   float* norms = nullptr;
 
@@ -93,7 +93,7 @@ struct TiledForward {
       pack_rows(rows, count, t.width, const_cast<uint16_t*>(key_tiles(bg, m, first)));
       float top = 0;
       for (int64_t i = 0; i < count; i++) top = std::max(top, row_norm(rows.row(i), t.width));
-      norms[(bg * t.key_maps() + m) * steps() + step] = top * p.exponent();
+      norms[(bg * t.key_maps() + m) * steps() + step] = top;
     }
     const Matrix rows = keys_of(p, value, b, g, 0, p.value_width, t.value_width, first, count, staged);
     pack_columns(rows, count, t.value_width, values + (bg * t.keys + first) * t.value_width);
@@ -183,10 +183,11 @@ struct TiledForward {
     return false;
   }
   // Whether no score can lie more than kSlack above its lane's reference.
-  static bool within(const Lanes& lanes, float key_norm) {
+  bool within(const Lanes& lanes, float key_norm) const {
+    const float slack = kSlack / t.p.exponent();
     for (int64_t i = 0; i < kStrip; i += W) {
       const Vec reference = load(lanes.reference + i), bound = load(lanes.norm + i) * key_norm;
-      const Int fits = (bound <= reference + kSlack) | (reference == splat(kMasked));
+      const Int fits = (bound <= reference + slack) | (reference == splat(kMasked));
       if (_mm512_movepi32_mask((__m512i)fits) != 0xffff) return false;
     }
     return true;
@@ -204,13 +205,13 @@ struct TiledForward {
     }
     for (int64_t half = 0; half < 2; half++) {
       float *at = lanes.reference + half * W, *sum = lanes.sum + half * W;
-      const Vec reference = load(at), high = top[half] * t.p.exponent();
+      const Vec reference = load(at), high = top[half];
       const Int seen = top[half] != splat(kMasked);
-      const Int stays = (reference != splat(kMasked)) & (high <= reference + kSlack / 2);
+      const Int stays = (reference != splat(kMasked)) & (high <= reference + kSlack / 2 / t.p.exponent());
       const Vec next = (seen & ~stays) ? high : reference;
       if (!_mm512_movepi32_mask((__m512i)(seen & ~stays))) continue;
       store(at, next);
-      const Vec factor = exp2<5>(reference - next);
+      const Vec factor = exp2<5>((reference - next) * t.p.exponent());
       store(sum, load(sum) * factor);
       for (int64_t e = 0; e < t.value_width; e++) {
         float* o = lanes.out + e / 16 * kTile + half * (kTile / 2) + e % 16 * 16;
@@ -231,8 +232,8 @@ struct TiledForward {
         uint16_t* to = weights + half * kTile + tile * 16;
 #pragma GCC unroll 8
         for (int64_t i = 0; i < 16; i += 2) {
-          Vec first = exp2<3>(load(from + i * 16) * exponent - reference);
-          Vec second = exp2<3>(load(from + i * 16 + 16) * exponent - reference);
+          Vec first = exp2<3>((load(from + i * 16) - reference) * exponent);
+          Vec second = exp2<3>((load(from + i * 16 + 16) - reference) * exponent);
           if constexpr (masked) {
             first = keep->zero_others(tile + i, half, first);
             second = keep->zero_others(tile + i + 1, half, second);
@@ -256,7 +257,7 @@ struct TiledForward {
         if (i >= strip.count) continue;
         if (m == 1) factor[m][i] = one * t.p.lam_of(strip.batch, strip.head[i], strip.query[i]);
         lse[t.p.lse_index(m, strip.batch, strip.head[i], strip.query[i])] =
-            sum == 0 ? INFINITY : s.reference[(at + m) * kStrip + i] + std::log2(sum);
+            sum == 0 ? INFINITY : s.reference[(at + m) * kStrip + i] + std::log2(sum) / t.p.exponent();
       }
     const float* out[2];
     for (int m = 0; m < maps; m++) out[m] = s.out + (at + m) * kStrip * t.value_width;

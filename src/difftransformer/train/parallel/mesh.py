@@ -5,7 +5,7 @@ among those with different heads. Vectors (gains, lambda) and the other paramete
 and in fp32 on every process; one sum after the backward pass completes their gradients.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from ...attention import Attention
 from ...attention.base import REPLICATED
@@ -22,9 +24,8 @@ from ...model import DiffTransformerConfig, DiffTransformerForCausalLM
 from ...model.masks import packed_starts, row_lengths
 from ..config import ParallelConfig, TrainingConfig
 from .processes import ALONE, Processes
-from .tensor import split_layers
-from .weights import by_mesh, whole
 
+STYLES: dict[str, type[ParallelStyle]] = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
 # The first word that is in a parameter's name says its part.
 _PARTS = {
     "lambda": "lambdas",
@@ -54,23 +55,12 @@ class Mesh:
     def __init__(self, processes: Processes = ALONE, parallel: ParallelConfig | None = None) -> None:
         replicate, shard, context, tensor = (parallel or ParallelConfig()).degrees(processes.count)
         self.processes, self.context, self.tensor = processes, context, tensor
+        self._replicate, self._shard = replicate, shard
         self.row_ranks = replicate * shard
         self.row_rank = processes.rank // (context * tensor)
         self.context_rank = processes.rank // tensor % context
         self._weights: DeviceMesh | None = None
         self._context_group: dist.ProcessGroup | None = None
-        if processes.count == 1:
-            return
-        # The processes of a row's parts add up gradients as those of different rows do.
-        copies, parts = (replicate, shard * context) if shard > 1 else (replicate * context, 1)
-        self._weights = init_device_mesh(
-            processes.device, (copies, parts, tensor), mesh_dim_names=("copies", "parts", "tensor")
-        )
-        if context > 1:
-            tokens = init_device_mesh(
-                processes.device, (self.row_ranks, context, tensor), mesh_dim_names=("rows", "context", "tensor")
-            )
-            self._context_group = tokens.get_group("context")
 
     def check(self, config: Any, training: TrainingConfig) -> None:
         """Check that a model and the rows of its training divide.
@@ -118,19 +108,36 @@ class Mesh:
                     f"{rows // self.row_ranks}"
                 )
 
+    def _meet(self) -> None:
+        """Make the groups of the processes. All of them take part."""
+        if self.processes.count == 1 or self._weights is not None:
+            return
+        replicate, shard, context, device = self._replicate, self._shard, self.context, self.processes.device
+        # The processes of a row's parts add up gradients as those of different rows do.
+        copies, parts = (replicate, shard * context) if shard > 1 else (replicate * context, 1)
+        self._weights = init_device_mesh(
+            device, (copies, parts, self.tensor), mesh_dim_names=("copies", "parts", "tensor")
+        )
+        if context > 1:
+            tokens = init_device_mesh(
+                device, (self.row_ranks, context, self.tensor), mesh_dim_names=("rows", "context", "tensor")
+            )
+            self._context_group = tokens.get_group("context")
+
     def place(self, model: DiffTransformerForCausalLM, training: TrainingConfig) -> DiffTransformerForCausalLM:
         """Divide a whole model, whose matrices may be on the meta device: each process keeps its part of the weights."""
         layers = [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())]
         if training.compile:
             for layer in layers:
                 layer.compile()
+        self._meet()
         if self._weights is None:
             return model
         self._summed = set(_partly_used(model))
         kept = [parameter for parameter in model.parameters() if parameter.dim() < 2 or parameter in self._summed]
         self._whole = [parameter for parameter in kept if parameter.requires_grad]
         if self.tensor > 1:
-            split_layers(model, self._weights["tensor"])
+            _split_layers(model, self._weights["tensor"])
         if self._context_group is not None:
             for module in model.modules():
                 if isinstance(module, Attention):
@@ -226,6 +233,34 @@ class Mesh:
         dist.all_reduce(flat)
         for parameter, total in zip(self._whole, flat.split([grad.numel() for grad in grads]), strict=True):
             parameter.grad = total.view_as(parameter)
+
+
+def by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Group parameters that one call of an optimiser can take: those divided over one mesh, and those that are whole."""
+    groups: dict[Any, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        groups.setdefault(mesh, []).append(parameter)
+    return list(groups.values())
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return all of a tensor. Every process that holds a part takes part in the call."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _split_layers(model: Any, mesh: DeviceMesh) -> None:
+    """Divide the projections of attention and the MLPs among the processes of a mesh, and the vocabulary if it divides.
+
+    The plan is the one that transformers reads (`Attention.tensor_parallel`, `DiffTransformerConfig.base_model_tp_plan`).
+    """
+    layers = {f"model.{name}": how for name, how in model.config.base_model_tp_plan.items() if how != REPLICATED}
+    parallelize_module(model, mesh, {name: STYLES[how]() for name, how in layers.items()})
+    if model.config.vocab_size % mesh.size() == 0:
+        embedding, head = RowwiseParallel(input_layouts=Replicate()), ColwiseParallel(output_layouts=Replicate())
+        parallelize_module(model, mesh, {"model.embed_tokens": embedding, "lm_head": head})
+        if model.config.tie_word_embeddings:
+            model.lm_head.weight = model.model.embed_tokens.weight
 
 
 def _norm(groups: list[list[nn.Parameter]]) -> Tensor:

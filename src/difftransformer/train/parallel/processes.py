@@ -4,7 +4,7 @@ import os
 import signal
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -32,18 +32,12 @@ class Processes:
         count: Number of processes.
         device: "cpu" or "cuda".
         group: Group of all processes for numbers on the CPU; None for one process.
-        background: Another such group, for a thread beside the one that trains.
     """
 
     rank: int = 0
     count: int = 1
     device: str = "cpu"
     group: Any = None
-    background: Any = None
-
-    def in_background(self) -> "Processes":
-        """Return the processes as a thread sees them that meets those of the others while the main threads train."""
-        return replace(self, group=self.background)
 
     @property
     def is_first(self) -> bool:
@@ -59,7 +53,7 @@ class Processes:
         return int(self._reduced(value, "MAX"))
 
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def fail_together(self) -> Iterator[None]:
         """Fail in every process if the block fails in one; the first such process raises its own error.
 
         Raises:
@@ -76,9 +70,9 @@ class Processes:
         if first < self.count:
             raise FailedElsewhere(f"process {first} of {self.count} has failed") from failure
 
-    def from_first(self, make: Callable[[], T]) -> T:
+    def broadcast(self, make: Callable[[], T]) -> T:
         """Return in every process what the first one makes."""
-        with self.together():
+        with self.fail_together():
             made = [make() if self.is_first else None]
         if self.count > 1:
             dist.broadcast_object_list(made, src=0, group=self.group)
@@ -92,18 +86,18 @@ class Processes:
         dist.all_gather_object(values, value, group=self.group)
         return values
 
-    def first_before_others(self, make: Callable[[], T]) -> T:
+    def rank0_first(self, make: Callable[[], T]) -> T:
         """Return what `make` makes in this process; the others wait until the first has done it, and find its files."""
-        with self.together():
+        with self.fail_together():
             made = [make()] if self.is_first else []
-        with self.together():
+        with self.fail_together():
             return made[0] if self.is_first else make()
 
     @contextmanager
     def locked(self, folder: Path, *, wait: bool = False) -> Iterator[None]:
         """Hold the lock of a folder, which the first process takes for all; see `files.locked`."""
         with ExitStack() as stack:
-            with self.together():
+            with self.fail_together():
                 if self.is_first:
                     stack.enter_context(locked(folder, wait=wait))
             yield
@@ -202,9 +196,8 @@ def joined(device: str) -> Iterator[Processes]:
         advice = "the port is in use; choose another with MASTER_PORT" if "EADDRINUSE" in reason else reason
         raise ConfigError(f"process {rank} of {count} cannot meet the others at {where}: {advice}") from None
     try:
-        groups = [dist.new_group(backend="gloo", timeout=LONGEST_WAIT) for _ in range(2)]
-        processes = Processes(rank, count, device, *groups)
-        with processes.together():
+        processes = Processes(rank, count, device, dist.new_group(backend="gloo", timeout=LONGEST_WAIT))
+        with processes.fail_together():
             if lacks_gpu:
                 raise ConfigError(
                     f"--device cuda: this machine has {torch.cuda.device_count()} GPUs for "

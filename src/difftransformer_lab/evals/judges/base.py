@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from difftransformer.checksums import DamagedLine
 from difftransformer.errors import CheckpointError
 from difftransformer.files import locked
+from difftransformer.jsonl import DamagedLine
 
 from ..engine import Progress, no_progress
 from ..journal import Journal

@@ -13,11 +13,10 @@ from torch import Tensor
 from difftransformer.data import Tokenizer
 from difftransformer.errors import EvaluationError
 
-from ..probes import LastRow, Magnitudes, Maps, Perturbed, Probe
+from ..probes import LastRow, Magnitudes, Maps, Probe
 from ..probes.last_row import last_row_weights, row_sums
 from ..probes.magnitudes import magnitudes
 from ..probes.maps import head_maps
-from ..probes.perturbed import perturbed
 from ..requests import Answers, Choice, Continuation, Loss, Predictions, Request, ScoredContinuation
 from .prefix import CHUNK_TOKENS, PrefixCache, can_be_cut, common_prefixes, growing_cache
 from .quantized import UNTOUCHED_BITS, quantized_linears, quantized_logits
@@ -121,7 +120,6 @@ class CausalLanguageModel:
             LastRow: self._last_rows,
             Maps: self._maps,
             Magnitudes: self._magnitudes,
-            Perturbed: self._perturbed,
         }
         yield from self._by_kind(probes, kinds)
 
@@ -149,7 +147,7 @@ class CausalLanguageModel:
         """Open the same model under coarser numbers: see `quantized_logits` and `quantized_linears` for the arguments."""
         if self.is_divided and weights != "none":
             raise EvaluationError(
-                "weights that processes divide cannot be quantized; use --weights none, or omit --divide_weights"
+                "weights that processes divide cannot be quantized; use --weights none, or omit --divide-weights"
             )
         coarse = copy.copy(self)
         if bits < UNTOUCHED_BITS:
@@ -314,20 +312,6 @@ class CausalLanguageModel:
     def _magnitudes(self, requests: Sequence[Magnitudes]) -> Answers:
         for index, request in enumerate(requests):
             yield index, magnitudes(self.model, [self._tensor([row]) for row in request.rows], request.largest)
-
-    def _perturbed(self, requests: Sequence[Perturbed]) -> Answers:
-        for index, request in enumerate(requests):
-            yield (
-                index,
-                perturbed(
-                    self.model,
-                    request.ids,
-                    radii=request.radii,
-                    draws=request.draws,
-                    seed=request.seed,
-                    separator=request.separator,
-                ),
-            )
 
     def _tensor(self, rows: Sequence[Sequence[int]]) -> Tensor:
         return torch.tensor(rows, device=self.model.device)

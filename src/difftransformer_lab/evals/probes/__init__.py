@@ -1,4 +1,4 @@
-"""Requests that look inside a model: its attention maps, the size of its logits and hidden states, and its gradient.
+"""Requests that look inside a model: its attention maps, and the size of its logits and hidden states.
 
 Only a model with a method `probe` answers them, such as `models.causal.CausalLanguageModel`.
 """
@@ -65,35 +65,7 @@ class Magnitudes:
         return ["magnitudes", self.rows, self.largest]
 
 
-@dataclass(frozen=True)
-class Perturbed:
-    """Asks how much small changes of a row's embeddings change what is predicted. The answer: `perturbed.perturbed`.
-
-    The targets of the row are its ids but the first; those equal to `separator` are not scored.
-    """
-
-    ids: tuple[int, ...]
-    radii: tuple[float, ...]
-    draws: int
-    seed: int
-    separator: int
-
-    @property
-    def shown_tokens(self) -> int:
-        """See `requests.Loss`."""
-        return len(self.ids)
-
-    @property
-    def row_tokens(self) -> int:
-        """See `requests.Loss`."""
-        return len(self.ids) - 1
-
-    def asked(self) -> list[Any]:
-        """See `requests.Loss`."""
-        return ["perturbed", self.ids, self.radii, self.draws, self.seed, self.separator]
-
-
-Probe = LastRow | Maps | Magnitudes | Perturbed
+Probe = LastRow | Maps | Magnitudes
 
 
 class ProbeTask(Task):

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.models.diffllama.modeling_diffllama import DiffLlamaAttention
 
-from difftransformer.acceleration import IMPLEMENTATION, AcceleratedDiffLlamaAttention, accelerate, restore
-from difftransformer.acceleration.attention_function import NOT_IN_THE_OP, attention, mask
 from difftransformer.attention import Attention
 from difftransformer.errors import ConfigError, EvaluationError
+from difftransformer.families import IMPLEMENTATION, AcceleratedDiffLlamaAttention, accelerate, restore
+from difftransformer.families.attention_function import NOT_IN_THE_OP, attention, mask
 from difftransformer.ops import observe_inputs, use_backend
 from difftransformer.ops.reference import observe_logits, softmax_of
 

@@ -15,7 +15,7 @@ def chat_frame(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
     # Task files import no transformers.
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    from difftransformer.model.foreign import FOREIGN_FAULTS, bounded, on_one_line
+    from difftransformer.model.transformers_errors import FOREIGN_FAULTS, bounded, on_one_line
 
     if tokenizer.chat_template is None:
         raise DataError("the tokenizer has no chat template; use --prompt base")

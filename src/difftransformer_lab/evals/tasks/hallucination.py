@@ -70,11 +70,10 @@ class Options:
         judgments: File of verdicts with their reasons; an answer that is in it is not judged again.
         endpoint: Address of the server for openai:MODEL, up to /chat/completions; any compatible server works.
         key_variable: Environment variable that contains the key of the endpoint; empty for a server without keys.
-        max_judgments: Maximum number of requests to the endpoint in this run, including retries.
+        max_judgments: Maximum number of requests to the endpoint in this run.
         max_cost_tokens: Maximum number of tokens that the endpoint may use in this run, for requests and replies.
         timeout_seconds: Time limit of one request to the endpoint.
         retries: Retries of a failed request.
-        backoff_seconds: Wait before the first retry; it doubles from retry to retry.
         overlap_threshold: Share of an answer's content words that its document must contain, for the judge overlap.
         seed: Seed of the random draws.
     """
@@ -93,13 +92,12 @@ class Options:
     max_cost_tokens: int | None = None
     timeout_seconds: float = 120.0
     retries: int = 6
-    backoff_seconds: float = 1.0
     overlap_threshold: float = 0.8
     seed: int = 0
 
     def __post_init__(self) -> None:
         at_least(self, 1, "items", "max_new_tokens", "max_judgments", "max_cost_tokens")
-        at_least(self, 0, "retries", "backoff_seconds", "seed")
+        at_least(self, 0, "retries", "seed")
         if not self.timeout_seconds > 0:
             raise ConfigError(f"timeout_seconds={self.timeout_seconds}: give more than 0")
 
@@ -121,7 +119,6 @@ def make_judge(options: Options) -> Judge:
         spending = Spending(
             timeout_seconds=options.timeout_seconds,
             retries=options.retries,
-            backoff_seconds=options.backoff_seconds,
             max_requests=options.max_judgments,
             max_tokens=options.max_cost_tokens,
         )
@@ -163,7 +160,7 @@ class HallucinationTask(Task):
             if room < _LEAST_DOCUMENT_TOKENS:
                 raise DataError(
                     f"{name}/{item.name}: the prompt without its document takes {len(start) + len(end)} tokens and the answer "
-                    f"up to {cap}, the model's context has {setting.prompt_tokens}; lower --max_new_tokens"
+                    f"up to {cap}, the model's context has {setting.prompt_tokens}; lower --max-new-tokens"
                 )
             document = self.tokenizer.encode(item.document)
             if len(document) > room:

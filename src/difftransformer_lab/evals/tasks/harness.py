@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from difftransformer.data.hub import errors_only
-from difftransformer.data.records import files_sha256
+from difftransformer.data.records import errors_only, files_sha256
 from difftransformer.errors import ConfigError, EvaluationError
 
 from ...results import ItemScore, Measurement
@@ -58,7 +57,7 @@ class Options:
         at_least(self, 1, "limit", "batch_size")
         at_least(self, 0, "shots")
         if self.include_path is not None and not Path(self.include_path).is_dir():
-            raise ConfigError(f"--include_path {self.include_path}: no such folder; name one with tasks as YAML files")
+            raise ConfigError(f"--include-path {self.include_path}: no such folder; name one with tasks as YAML files")
 
     @property
     def names(self) -> list[str]:
@@ -115,7 +114,7 @@ class HarnessTask(Task):
     def answer(self, model: Any, requests: Sequence[Harness]) -> Answers:
         """Run lm-eval on the model, a task at a time."""
         if getattr(model, "is_divided", False):
-            raise EvaluationError("lm-eval cannot ask a model that processes divide; omit --divide_weights")
+            raise EvaluationError("lm-eval cannot ask a model that processes divide; omit --divide-weights")
         for index, request in enumerate(requests):
             yield index, run_harness(model.model, model.hf_tokenizer, request)
 
@@ -176,7 +175,7 @@ def _task_index(tasks: Sequence[str], include_path: str | None) -> Any:
     for task in tasks:
         if task not in manager.all_tasks:
             near = difflib.get_close_matches(task, manager.all_tasks, n=1)
-            hint = f"did you mean {near[0]}?" if near else "see lm-eval ls tasks, or name a folder with --include_path"
+            hint = f"did you mean {near[0]}?" if near else "see lm-eval ls tasks, or name a folder with --include-path"
             raise ConfigError(f"--tasks {task}: no such task or group; {hint}")
     return manager
 

@@ -20,7 +20,7 @@ from ...plots.curves import curves, select
 from ...plots.seeds import share_intervals
 from ...results import Measurement, TaskResult
 from ..engine import Scores, Task
-from ..judges.math_answers import is_right
+from ..judges.math_answers import check_installed, is_right
 from ..models.stopping import stop_tokens, text_until
 from ..prompts.chat import chat_frame
 from ..prompts.texts import Setting
@@ -86,7 +86,10 @@ class Options:
 class MathTask(Task):
     """Problems, and how many of them a model solves."""
 
+    rules = 2
+
     def __init__(self, options: Options, setting: Setting) -> None:
+        check_installed()
         self.options, self.tokenizer = options, setting.tokenizer
         self.problems = [
             problem for source in options.sets for problem in read_math_problems(source, options.problems, options.seed)
@@ -104,7 +107,7 @@ class MathTask(Task):
             if len(request.prompt) + options.max_new_tokens > setting.prompt_tokens:
                 raise DataError(
                     f"{problem.set_name}/{problem.name}: the prompt takes {len(request.prompt)} tokens and the solution up to "
-                    f"{options.max_new_tokens}, the model's context has {setting.prompt_tokens}; lower --max_new_tokens or "
+                    f"{options.max_new_tokens}, the model's context has {setting.prompt_tokens}; lower --max-new-tokens or "
                     "--shots"
                 )
         self.choices = _choices(options, self.ending)
@@ -150,9 +153,9 @@ def _choices(options: Options, ending: str | None) -> list[str]:
     return [
         f"The prompt was written for this package: {options.shots} worked examples, then the problem; the paper gives none.",
         f"Solutions are greedy and end at {end}, or after {options.max_new_tokens} tokens.",
-        "The answer is the content of the last \\boxed{}, or the text after the last 'answer is', or the last number. Numbers "
-        "are compared exactly, without separators, units and percent signs; other answers letter by letter without LaTeX's "
-        "spacing, so an equal expression that is written differently counts as wrong.",
+        "The answer is the content of the last \\boxed{}, or the text after the last 'answer is', or the last number. "
+        "math-verify decides whether it equals the right one, as a number, an expression, an interval or a set; units and "
+        "currencies are ignored, and a percentage equals its number with and without the division by 100.",
         "ASDiv is used without its problems that have several answers. CARP, TABMWP and CollegeMath have no public name.",
         "The mean over sets gives each set the same weight.",
     ]

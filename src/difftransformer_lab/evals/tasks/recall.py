@@ -95,7 +95,7 @@ class RecallTask(Task):
         if not 0 < self.hits.sum() < self.scored.sum():
             raise DataError(
                 f"{options.text}: {int(self.hits.sum())} of {int(self.scored.sum())} tokens are AR-hits, so one group "
-                "has no loss; give longer windows, or another --max_train_count"
+                "has no loss; give longer windows, or another --max-train-count"
             )
         self.choices = [separation(tokenizer), *_choices(options)]
 

@@ -9,12 +9,13 @@ from pathlib import Path
 import matplotlib
 
 from difftransformer.files import write_atomically, write_text_atomically
-from difftransformer_lab.evals.tasks import registered_tasks
-from difftransformer_lab.plots.curves import labels
-from difftransformer_lab.plots.style import STYLE, Drawing, finish
-from difftransformer_lab.report.tables import Group, Table
-from difftransformer_lab.results import Measurement, TaskResult
-from difftransformer_lab.statistics import FEW_ITEMS
+
+from ...evals.tasks import registered_tasks
+from ...plots.curves import labels
+from ...plots.style import STYLE, Drawing, finish
+from ...results import Measurement, TaskResult
+from ...statistics import FEW_ITEMS
+from ..tables import Group, Table
 
 
 def draw_task(results: Sequence[TaskResult], png: bool = False, *, name: str | None = None) -> Drawing | None:

@@ -4,11 +4,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 
-from difftransformer_lab.evals.tasks import registered_tasks
-from difftransformer_lab.plots.curves import labels
-from difftransformer_lab.report.tables import Group, Table, favoured, holm_note, p_text
-from difftransformer_lab.results import ItemScore, PairedDifference, TaskResult
-from difftransformer_lab.statistics import FEW_ITEMS, holm_differences, item_difference
+from ...evals.tasks import registered_tasks
+from ...plots.curves import labels
+from ...results import ItemScore, PairedDifference, TaskResult
+from ...statistics import FEW_ITEMS, holm_differences, item_difference
+from ..tables import Group, Table, favoured, holm_note, p_text
 
 _SEED = 0
 
@@ -27,11 +27,15 @@ class Pair:
 
 def pairs(first: TaskResult, second: TaskResult, compared: str = "") -> list[Pair]:
     """Every figure that both models have items for; none where they were not asked the same (another tokenizer, say)."""
-    if first.data.sha256 != second.data.sha256:
-        return []
     names = dict.fromkeys(item.name for item in first.items)
-    found = (_pair(name, compared, _by_item(first, name), _by_item(second, name)) for name in names)
-    return [pair for pair in found if pair is not None]
+    return [pair for name in names if (pair := pair_of(first, second, name, compared)) is not None]
+
+
+def pair_of(first: TaskResult, second: TaskResult, name: str, compared: str = "") -> Pair | None:
+    """Return a figure that both models have the same items for; None if there are none."""
+    if first.data.sha256 != second.data.sha256:
+        return None
+    return _pair(name, compared, _by_item(first, name), _by_item(second, name))
 
 
 def task_pairs(results: Sequence[TaskResult]) -> list[Pair]:
@@ -96,7 +100,7 @@ def _loss(name: str) -> str:
 
 
 def _pair(name: str, compared: str, a: dict[str, ItemScore], b: dict[str, ItemScore]) -> Pair | None:
-    if a.keys() != b.keys():
+    if not a or a.keys() != b.keys():
         return None
     x, y = [a[item] for item in a], [b[item] for item in a]
     x_scores, y_scores = [one.score for one in x], [one.score for one in y]

@@ -1,0 +1,41 @@
+"""Training step, prefill and decoding of every attention type, with as many parameters as the twin."""
+
+from functools import partial
+
+from script import run
+from transformers import PreTrainedModel
+
+from difftransformer.attention import variants
+from difftransformer.model import DiffTransformerConfig, DiffTransformerForCausalLM, count
+from difftransformer.model.counts import matching_width
+from difftransformer_lab.bench.models import SIZES, WORKS, time_models
+from difftransformer_lab.bench.settings import Settings, Step
+
+
+def steps(settings: Settings) -> list[Step]:
+    """List the work, the sizes and the data types."""
+    return [
+        Step(f"{work} of {size}, {dtype}", partial(measure, size, dtype, work, settings))
+        for work in WORKS
+        for size in settings.sizes or settings.defaults.models
+        for dtype in settings.dtypes or settings.defaults.dtypes
+    ]
+
+
+def measure(size: str, dtype: str, work: str, settings: Settings) -> list:
+    """Time a model of each attention type."""
+    return time_models(size, dtype, work, settings, build_variants(size), part="variants")
+
+
+def build_variants(size: str) -> dict[str, PreTrainedModel]:
+    """Build a model of each attention type in fp32, with an MLP that makes its parameters those of the twin, to the nearest."""
+    models = {}
+    for name in variants():
+        config = DiffTransformerConfig(**SIZES[size].fields, attention_type=name)
+        config.intermediate_size = matching_width(config, count(config.twin()).parameters)
+        models[name] = DiffTransformerForCausalLM(config)
+    return models
+
+
+if __name__ == "__main__":
+    run(steps, __doc__)

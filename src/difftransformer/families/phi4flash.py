@@ -1,0 +1,115 @@
+"""Differential attention of Phi-4-mini-flash-reasoning (its modeling_phi4flash.py; `phi4flash.py` of vLLM until 0.10;
+`lit_gpt/diff_attn.py` of microsoft/ArchScale, where it was trained).
+
+Names below `model.layers.N.attn.`: Wqkv.{weight,bias} (rows of q, then k, then v), out_proj.{weight,bias},
+inner_cross_attn.lambda_{q1,k1,q2,k2}, inner_cross_attn.subln.weight. Heads pair with their neighbours, as ours do, and eps is
+1e-5. There is no rotary embedding: call the layer without position_embeddings. If config.json gives the layer a sliding
+window, pass it as `window`. The package lacks the model's other layers (Mamba, gated memory), so a whole model does not
+convert.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from ..attention import DifferentialAttention
+from ..attention.differential import LAMBDA_VECTORS, Differential
+from ..attention.head_norm import HEAD_NORM_EPS
+from ..errors import ConfigError, ShapeError
+from .attention_weights import THE_OTHERS, Sizes, refuse_other_than_v1, tensor_of, v1_layer, v1_own_tensors
+from .conversion import Shape, check_tensors, shapes_of
+
+INNER = "inner_cross_attn."
+
+
+def load_phi4flash_attention(
+    state: Mapping[str, Tensor], *, layer_index: int, backend: str = "auto"
+) -> DifferentialAttention:
+    """Make a layer that computes the same as Phi-4-mini-flash's attention with these tensors, biases included.
+
+    Args:
+        state: Tensors under that model's names, without the layer's prefix.
+        layer_index: Place in the whole model, from 0; other kinds of layers count too.
+        backend: The op's backend, or "auto".
+
+    Raises:
+        CheckpointError: A tensor is missing, or there is one too many.
+        ShapeError: A shape contradicts the others, or the layer has no keys of its own.
+    """
+    sizes = _sizes(state)
+    queries, keys = 2 * sizes.num_heads * sizes.head_dim, 2 * sizes.num_key_value_heads * sizes.head_dim
+    shapes: dict[str, Shape] = {
+        "Wqkv.weight": (queries + 2 * keys, sizes.embed_dim),
+        "Wqkv.bias": (queries + 2 * keys,),
+        "out_proj.weight": (sizes.embed_dim, queries),
+        "out_proj.bias": (sizes.embed_dim,),
+        INNER + "subln.weight": (2 * sizes.head_dim,),
+        **{INNER + name: (sizes.head_dim,) for name in LAMBDA_VECTORS},
+    }
+    check_tensors(shapes_of(state), shapes, optional=("Wqkv.bias", "out_proj.bias"), by=THE_OTHERS)
+    ours = {name: state[INNER + name] for name in LAMBDA_VECTORS}
+    ours["head_norm.weight"] = state[INNER + "subln.weight"]
+    for kind in ("weight", "bias"):
+        if f"Wqkv.{kind}" in state:
+            parts = state[f"Wqkv.{kind}"].split((queries, keys, keys))
+            ours |= {f"{name}_proj.{kind}": part for name, part in zip("qkv", parts, strict=True)}
+        if f"out_proj.{kind}" in state:
+            ours[f"o_proj.{kind}"] = state[f"out_proj.{kind}"]
+    return v1_layer(ours, sizes, layer_index=layer_index, head_norm_eps=HEAD_NORM_EPS, backend=backend)
+
+
+def phi4flash_attention_state(layer: Differential) -> dict[str, Tensor]:
+    """Return the tensors with which Phi-4-mini-flash's attention computes the same as a layer without rotary embedding.
+
+    Its projections always have a bias, which is zero if the layer has none.
+
+    Raises:
+        ConfigError: That attention cannot express the layer; the message names the field, its value and the expected one.
+    """
+    norm = refuse_other_than_v1(layer, "Phi-4-mini-flash", eps=HEAD_NORM_EPS)
+    width = 2 * layer.layout.num_heads * layer.layout.head_dim
+    if width != layer.embed_dim:
+        raise ConfigError(
+            f"head_dim={layer.layout.head_dim}: Phi-4-mini-flash has heads that fill the width; expected head_dim="
+            f"{layer.embed_dim / layer.layout.num_heads / 2:g}"
+        )
+    joined = [layer.q_proj, layer.k_proj, layer.v_proj]
+    return {
+        "Wqkv.weight": torch.cat([linear.weight.detach() for linear in joined]),
+        "Wqkv.bias": torch.cat([_bias(linear) for linear in joined]),
+        "out_proj.weight": layer.o_proj.weight.detach(),
+        "out_proj.bias": _bias(layer.o_proj),
+        **{INNER + name: tensor for name, tensor in v1_own_tensors(layer, norm).items()},
+    }
+
+
+def _sizes(state: Mapping[str, Tensor]) -> Sizes:
+    head_dim = tensor_of(state, INNER + LAMBDA_VECTORS[0]).shape[-1]
+    rows, embed_dim = tensor_of(state, "Wqkv.weight").shape
+    queries = tensor_of(state, "out_proj.weight").shape[-1]
+    if queries % (2 * head_dim):
+        raise ShapeError(
+            f"out_proj.weight has {queries} columns, expected a multiple of twice the head_dim = {2 * head_dim}"
+        )
+    if rows == queries:
+        raise ShapeError(
+            f"Wqkv.weight has {rows} rows, those of the queries alone: this layer reads another layer's keys and values; "
+            f"expected {queries} rows and those of k and v"
+        )
+    if rows < queries or (rows - queries) % (4 * head_dim):
+        raise ShapeError(
+            f"Wqkv.weight has {rows} rows, expected {queries} of q and a multiple of {4 * head_dim} of k and v together"
+        )
+    return Sizes(
+        embed_dim=embed_dim,
+        num_heads=queries // (2 * head_dim),
+        num_key_value_heads=(rows - queries) // (4 * head_dim),
+        head_dim=head_dim,
+    )
+
+
+def _bias(linear: torch.nn.Linear) -> Tensor:
+    if linear.bias is not None:
+        return linear.bias.detach()
+    return torch.zeros(linear.out_features, dtype=linear.weight.dtype, device=linear.weight.device)

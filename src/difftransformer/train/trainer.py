@@ -1,0 +1,405 @@
+"""The trainer: a loop of steps that resumes bit for bit, and callbacks that look at it or step in."""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any, Literal
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from ..attention import Attention
+from ..data import Loader, Shards, validation_rows
+from ..errors import EXIT_INTERRUPTED, EXIT_REQUEUE
+from ..model import DiffTransformerConfig, DiffTransformerForCausalLM
+from ..model.nll import IGNORED, loss_chunk, summed_next_token_nll
+from .checkpoint import CheckpointState, load_checkpoint, newest_intact
+from .config import TrainingConfig
+from .lora import add_lora
+from .metrics import METRICS_FILE, Metrics, MetricsLog, StepMetrics, ValidationMetrics
+from .optim import build_optimizer, learning_rate
+from .parallel import DeferredModel, Mesh, Processes
+from .saving import Saver
+
+# Results that gradient_checkpointing "selective" keeps: those of matrix products, and of attention, whatever its backend.
+KEPT_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
+KEPT_OPERATORS = "difftransformer::"
+
+
+class Interrupted(Exception):
+    """Training was asked to stop, and has saved a checkpoint of the last step.
+
+    Attributes:
+        checkpoint: The checkpoint.
+        step: The last step.
+        status: Exit status of a command that was stopped so.
+    """
+
+    def __init__(self, checkpoint: Path, step: int, status: int = EXIT_INTERRUPTED) -> None:
+        super().__init__(f"stopped after step {step}; saved {checkpoint}")
+        self.checkpoint, self.step, self.status = checkpoint, step, status
+
+
+@dataclass(kw_only=True)
+class Update:
+    """What a step is about to do to the weights.
+
+    Attributes:
+        loss_nats: Mean loss over the tokens of all processes.
+        gradient_norm: Norm of the gradients of all processes, before clipping.
+        gradient_norms: The same, of each part of the model.
+        action: None updates the weights, "skip" leaves them as they are, and after "rollback" the step has not been.
+    """
+
+    loss_nats: float
+    gradient_norm: float
+    gradient_norms: dict[str, float]
+    action: Literal["skip", "rollback"] | None = None
+
+
+class Callback:
+    """Looks at training, or steps in. Every process calls every hook in the same order, so hooks may talk to the others."""
+
+    def on_restore(self, trainer: "Trainer", state: CheckpointState | None) -> None:
+        """Training goes on from a checkpoint, or begins (None). A failure here ends all processes; no communication."""
+
+    def on_gradients(self, trainer: "Trainer", update: Update) -> None:
+        """The backward pass of a step is done, and no callback before has set `update.action`; this one may."""
+
+    def on_step(self, trainer: "Trainer", figures: dict[str, Any]) -> None:
+        """The weights are updated. Fields of the step's `StepMetrics` may be added."""
+
+    def on_validation(self, trainer: "Trainer", figures: dict[str, Any]) -> None:
+        """The validation loss is known. Fields of its `ValidationMetrics` may be added."""
+
+    def on_metrics(self, trainer: "Trainer", metrics: Metrics) -> None:
+        """A line was written to the metrics; in the first process only."""
+
+    def on_save(self, trainer: "Trainer", state: dict[str, Any]) -> None:
+        """A checkpoint is due. Fields of its `CheckpointState` may be added."""
+
+    def close(self) -> None:
+        """Training has ended, well or not."""
+
+
+def build_model(config: DiffTransformerConfig, seed: int) -> DiffTransformerForCausalLM:
+    """Build a new model whose weights depend on the seed alone."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return DiffTransformerForCausalLM(config)
+
+
+def layer_lambdas(model: DiffTransformerForCausalLM) -> list[float]:
+    """Return each layer's lambda, averaged over heads. Layers without lambda or with one per token are left out."""
+    lambdas = [module.lam() for module in model.modules() if isinstance(module, Attention)]
+    return [lam.mean().item() for lam in lambdas if lam is not None]
+
+
+class Trainer:
+    """Trains one model in a run folder. `train` puts it together with the callbacks of this package.
+
+    Args:
+        config, model_config, shards, mesh, start: As in `train`.
+        folder: Run folder.
+        callbacks: Called in this order.
+
+    Attributes:
+        model: The model, of which this process holds its part.
+        step: Number of finished steps.
+        tokens: Number of tokens trained on.
+        seconds: Time spent in training steps.
+        validated: Last step that was validated.
+
+    Raises:
+        ConfigError: The adapters do not fit the model, PEFT is missing, or the mesh does not divide the model or its rows.
+        FailedElsewhere: Another process has raised it.
+    """
+
+    def __init__(
+        self,
+        config: TrainingConfig,
+        model_config: DiffTransformerConfig,
+        shards: Shards,
+        folder: Path,
+        *,
+        mesh: Mesh,
+        start: DeferredModel | None = None,
+        callbacks: Sequence[Callback] = (),
+    ) -> None:
+        self.config, self.model_config, self.shards, self.folder = config, model_config, shards, folder
+        self.mesh, self.processes, self.callbacks = mesh, mesh.processes, callbacks
+        self.step, self.tokens, self.seconds, self.validated = 0, 0, 0.0, 0
+        with self.processes.fail_together():
+            mesh.check(model_config, config)
+            folder.mkdir(parents=True, exist_ok=True)
+            start = start or DeferredModel(lambda: build_model(model_config, config.seed))
+            if (lora := config.lora) is not None:
+                start.change(lambda model: add_lora(model, lora, seed=config.seed))
+            self.loader = Loader(
+                shards,
+                split="train",
+                batch_tokens=config.batch_tokens,
+                context_stages=config.context_stages,
+                seed=config.seed,
+                rank=mesh.row_rank,
+                world_size=mesh.row_ranks,
+                retrieval=config.retrieval,
+                pack_documents=config.pack_documents,
+            )
+        self.model = self._placed(start)
+        self.optimizer = build_optimizer(self.model, config.optimizer)
+        self._log: MetricsLog | None = None  # in the first process alone
+        self._stop: Callable[[], int] = lambda: 0
+        self._saver = Saver(
+            folder,
+            model=self.model,
+            optimizer=self.optimizer,
+            tokenizer=shards.tokenizer,
+            config=config,
+            processes=self.processes,
+        )
+
+    def _placed(self, start: DeferredModel) -> DiffTransformerForCausalLM:
+        model: DiffTransformerForCausalLM = start.network
+        config, mesh = self.config, self.mesh
+        if hasattr(model, "loss_chunk_tokens"):
+            part_tokens = config.batch_tokens // config.accumulation // mesh.row_ranks // mesh.context
+            chunk = loss_chunk(part_tokens, self.model_config.vocab_size, self.processes.device)
+            model.loss_chunk_tokens = config.loss_chunk_tokens or chunk
+        recompute_activations(model, config)
+        model = mesh.place(model, config)
+        start.fill(self.processes.device)
+        return model.train()
+
+    def fit(self) -> DiffTransformerForCausalLM:
+        """Train to the last step, from the newest intact checkpoint if there is one, and return the model.
+
+        Raises:
+            CheckpointError: No checkpoint is intact, or the first or the last of a run cannot be written, or one is not
+                written in time. For others there is a warning.
+            FailedElsewhere: Another process has raised an error.
+            Interrupted: A signal has stopped the run, in one of its processes.
+        """
+        try:
+            continued = self.restore()
+            with _signals(self.processes) as self._stop:
+                if continued:
+                    self.validate_if_due()  # a signal may have cut it short
+                    if status := self._stop():
+                        raise Interrupted(continued, self.step, status)
+                while self.step < self.config.steps:
+                    if self.train_step():
+                        self.validate_if_due()
+                        self.save_if_due()
+        finally:
+            self.close()
+        return self.model
+
+    def restore(self) -> Path | None:
+        """Go to the newest intact checkpoint, if there is one, and drop the metrics of later steps."""
+        path, state = self.processes.broadcast(lambda: newest_intact(self.folder)) or (None, None)
+        if path and state:
+            load_checkpoint(path, model=self.model, optimizer=self.optimizer, processes=self.processes, state=state)
+            self.step, self.tokens, self.seconds = state.step, state.tokens, state.seconds
+        with self.processes.fail_together():
+            if state:
+                self.loader.load_state_dict(state.loader)
+            if self._log is not None:
+                self._log.close()
+            self._log = MetricsLog(self.folder / METRICS_FILE, step=self.step) if self.processes.is_first else None
+            for callback in self.callbacks:
+                callback.on_restore(self, state)
+        self.validated = self.processes.broadcast(lambda: self._log.validated_step if self._log else 0)
+        return path
+
+    def roll_back(self) -> None:
+        """Go back to the newest checkpoint, and on with the batches after those that were drawn."""
+        next_batch = self.loader.step
+        self.optimizer.zero_grad()
+        self._saver.wait()
+        self.restore()
+        self.loader.step = next_batch
+
+    def train_step(self) -> bool:
+        """Make one step of the optimizer, unless a callback prevents it. Return whether the step counts."""
+        config = self.config
+        rate = learning_rate(
+            self.step, peak=config.optimizer.learning_rate, steps=config.steps, schedule=config.schedule
+        )
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        started = time.perf_counter()
+        update = self._compute_gradients()
+        for callback in self.callbacks:
+            if update.action is None:
+                callback.on_gradients(self, update)
+        if update.action == "rollback":
+            return False
+        if update.action is None:
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        elapsed = time.perf_counter() - started
+        self.step, self.tokens, self.seconds = self.step + 1, self.tokens + config.batch_tokens, self.seconds + elapsed
+        if update.action is None:
+            figures: dict[str, Any] = {
+                "loss_nats": update.loss_nats,
+                "gradient_norm": update.gradient_norm,
+                "learning_rate": rate,
+                "tokens": self.tokens,
+                "seconds": self.seconds,
+                "tokens_per_second": config.batch_tokens / elapsed,
+                "lambdas": layer_lambdas(self.model),
+                "gradient_norms": update.gradient_norms,
+            }
+            for callback in self.callbacks:
+                callback.on_step(self, figures)
+            self.report(StepMetrics(step=self.step, **figures))
+        return True
+
+    def _compute_gradients(self) -> Update:
+        """Run the forward and the backward pass of the next batch, in parts, and clip the gradients."""
+        batch, device, config = next(self.loader), self.processes.device, self.config
+        loss = torch.zeros((), device=device)
+        for index, part in enumerate(batch.parts(config.accumulation, device), start=1):
+            self.mesh.synchronise(self.model, now=index == config.accumulation)
+            with torch.autocast(device, torch.bfloat16, enabled=config.precision == "bf16"):
+                inputs = self.mesh.inputs(part.input_ids, part.targets, part.position_ids)
+                nll = summed_next_token_nll(self.model, **inputs)
+            mean = nll / max(1, batch.step_targets)  # a step of few examples may have none
+            mean.backward()
+            loss += mean.detach()
+        clip = config.optimizer.clip_norm
+        norm, norms = self.mesh.clip_gradients(self.model, float("inf") if clip is None else clip)
+        return Update(loss_nats=self.mesh.sum(loss.item()), gradient_norm=norm, gradient_norms=norms)
+
+    def validate_if_due(self) -> None:
+        """Validate after the last step and every `validate_every`, unless that has been done or a signal ends it."""
+        due = self.step == self.config.steps or self.step % self.config.validate_every == 0
+        if not due or self.step <= self.validated:
+            return
+        loss = validate(self.model, self.shards, self.config, self.mesh, self._stop)
+        if loss is not None:
+            figures: dict[str, Any] = {"validation_loss_nats": loss}
+            for callback in self.callbacks:
+                callback.on_validation(self, figures)
+            self.report(ValidationMetrics(step=self.step, **figures))
+            self.validated = self.step
+
+    def save_if_due(self) -> None:
+        """Save after the last step and at a signal, which then ends the run; and every `checkpoint_every`, if possible."""
+        status, is_last = self._stop(), self.step == self.config.steps
+        if is_last or status:
+            saved = self._saver.save(self._state())
+            if status and not (is_last and self.validated == self.step):
+                raise Interrupted(saved, self.step, status)
+        elif self.step % self.config.checkpoint_every == 0 or self.config.keeps_step(self.step):
+            self._saver.save_if_possible(self._state())
+
+    def _state(self) -> CheckpointState:
+        state: dict[str, Any] = {"step": self.step, "tokens": self.tokens, "seconds": self.seconds}
+        state["loader"] = self.loader.state_dict()
+        for callback in self.callbacks:
+            callback.on_save(self, state)
+        return CheckpointState(**state)
+
+    def report(self, metrics: Metrics) -> None:
+        """Write metrics, in the first process."""
+        if self._log is not None:
+            self._log.write(metrics)
+            for callback in self.callbacks:
+                callback.on_metrics(self, metrics)
+
+    def close(self) -> None:
+        """Wait for a checkpoint that is being written, and close files and callbacks."""
+        self._saver.close()
+        for callback in self.callbacks:
+            callback.close()
+        if self._log is not None:
+            self._log.close()
+
+
+@torch.no_grad()
+def validate(
+    model: DiffTransformerForCausalLM,
+    shards: Shards,
+    config: TrainingConfig,
+    mesh: Mesh,
+    stop: Callable[[], int] = lambda: 0,
+) -> float | None:
+    """Return the mean loss in nats per token of the run's fixed validation rows (see `validation_rows`).
+
+    None if `stop` ended it.
+    """
+    held, counts = mesh.own_rows(validation_rows(shards, config.context_tokens, config.validation_windows))
+    model.eval()
+    rows = max(1, config.batch_tokens // config.accumulation // config.context_tokens // mesh.row_ranks)
+    total, tokens, stopped = 0.0, 0, False
+    device = mesh.processes.device
+    for part, weight in zip(held.to(device).split(rows), counts.to(device).split(rows), strict=True):
+        if stopped := bool(stop()):
+            break
+        input_ids, targets, positions = part.unbind(1)
+        inputs = mesh.inputs(input_ids, targets.where(weight, IGNORED), positions if config.pack_documents else None)
+        with torch.autocast(device, torch.bfloat16, enabled=config.precision == "bf16"):
+            total += summed_next_token_nll(model, **inputs).item()
+        tokens += int((inputs["targets"] != IGNORED).sum())
+    model.train()
+    mesh.forget_whole(model)
+    return None if stopped else mesh.sum(total) / mesh.sum(tokens)
+
+
+def recompute_activations(model: DiffTransformerForCausalLM, config: TrainingConfig) -> None:
+    """Let the layers keep what `gradient_checkpointing` says for the backward pass, and compute the rest again."""
+    if not config.gradient_checkpointing:
+        return
+    options: dict[str, Any] = {"use_reentrant": False}
+    if config.gradient_checkpointing == "selective":
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _selective)
+    # Newer releases of transformers rename the method and warn about the old name.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable(options)
+
+
+def _selective(context: Any, operator: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:
+    kept = operator in KEPT_PRODUCTS or str(operator.name()).startswith(KEPT_OPERATORS)
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@contextmanager
+def _signals(processes: Processes) -> Iterator[Callable[[], int]]:
+    """Turn SIGINT and SIGTERM, in any of the processes, into the exit status that they ask for, 0 before.
+
+    A second signal interrupts a single process at once. Several processes get the same signal from a terminal and from
+    torchrun, and torchrun kills them if they do not end.
+    """
+    received: list[int] = []
+    parent = os.getppid()
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if received and processes.count == 1:
+            raise KeyboardInterrupt
+        received.append(number)
+
+    def status() -> int:
+        own = max((EXIT_REQUEUE if number == signal.SIGTERM else EXIT_INTERRUPTED for number in received), default=0)
+        if processes.count > 1 and os.getppid() != parent:  # torchrun has been killed
+            own = own or EXIT_REQUEUE
+        return processes.largest(own)
+
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    try:
+        before = {number: signal.signal(number, handle) for number in numbers}
+    except ValueError:  # signals can only be handled in the main thread
+        yield lambda: processes.largest(0)
+        return
+    try:
+        yield status
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,151 @@
+"""What `bench` measures and for how long: sizes that suit a few CPU cores, and sizes that fill a GPU."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from difftransformer.errors import ConfigError
+from difftransformer.ops import backend_names
+
+from ..results import BenchRow, Dtype, Mode
+from .timing import MIN_ROUNDS
+
+# On a GPU every call has this many tokens, and its heads together are this wide, as in FlashAttention's benchmarks
+# (arXiv:2307.08691 section 4.1: 16k tokens, hidden dimension 2048), so that batch x heads fills the device at every length.
+GPU_CALL_TOKENS = 16_384
+GPU_HIDDEN_SIZE = 2048
+GPU_DECODE_BATCH = 8
+
+
+class Size(NamedTuple):
+    """Batch rows, differential heads, and the width of one map."""
+
+    batch: int
+    heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Defaults:
+    """What is measured on a device."""
+
+    kernel: str  # the backend that holds this project's own kernels
+    baselines: tuple[str, ...]  # implementations of PyTorch's own attention; ratios refer to the first
+    dtypes: tuple[Dtype, ...]
+    modes: tuple[Mode, ...]
+    lengths_tokens: tuple[int, ...]
+    decode_lengths_tokens: tuple[int, ...]  # keys of a decoding step
+    head_dims: tuple[int, ...]  # widths of one map
+    size: Callable[[int, int], Size]  # from length and width
+    decode_sizes: Callable[[Sequence[int]], list[Size]]  # from the widths
+    longest_tokens: Mapping[str, int] = field(default_factory=dict)  # above it a backend is too slow unless it is named
+    memory_dtype: Dtype
+    memory_size: Size
+    memory_lengths_tokens: tuple[int, ...]
+    long_memory_lengths_tokens: tuple[int, ...]  # what --long_memory adds, for our kernel alone
+    models: tuple[str, ...]  # names in `models.SIZES`
+
+
+def _cpu_size(length_tokens: int, head_dim: int) -> Size:
+    """Take fewer heads at longer lengths, so that no call takes minutes."""
+    return Size(1, 8 if length_tokens <= 1024 else 4 if length_tokens <= 4096 else 2, head_dim)
+
+
+def _gpu_heads(head_dim: int) -> int:
+    return max(1, GPU_HIDDEN_SIZE // (2 * head_dim))
+
+
+def _gpu_size(length_tokens: int, head_dim: int) -> Size:
+    return Size(max(1, GPU_CALL_TOKENS // length_tokens), _gpu_heads(head_dim), head_dim)
+
+
+DEFAULTS: dict[str, Defaults] = {
+    "cpu": Defaults(
+        kernel="cpu",
+        baselines=("torch sdpa",),
+        dtypes=("fp32", "bf16"),
+        modes=("forward", "forward+backward", "decode"),
+        lengths_tokens=(512, 2048, 8192),
+        decode_lengths_tokens=(16_384,),
+        head_dims=(32, 64, 128),
+        size=_cpu_size,
+        decode_sizes=lambda _: [Size(1, 2, 64), Size(1, 8, 64)],
+        memory_dtype="fp32",
+        memory_size=Size(1, 4, 64),
+        memory_lengths_tokens=(2048, 8192),
+        long_memory_lengths_tokens=(32_768, 65_536),
+        models=("0.5M", "5M", "20M"),  # 135M takes 12 GB: there are six models, each with its moments
+    ),
+    "cuda": Defaults(
+        kernel="triton",
+        baselines=("torch sdpa", "torch cudnn"),
+        dtypes=("bf16",),
+        modes=("forward", "forward+backward", "decode"),
+        lengths_tokens=(2048, 4096, 8192, 16_384, 32_768, 65_536),
+        decode_lengths_tokens=(4096, 16_384, 65_536, 131_072),
+        head_dims=(64, 128),
+        size=_gpu_size,
+        decode_sizes=lambda widths: [Size(GPU_DECODE_BATCH, _gpu_heads(width), width) for width in widths],
+        longest_tokens={"chunked": 16_384},
+        memory_dtype="bf16",
+        memory_size=Size(1, _gpu_heads(64), 64),
+        memory_lengths_tokens=(8192, 32_768, 65_536),
+        long_memory_lengths_tokens=(131_072,),
+        models=("125M", "350M"),
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What to measure and for how long. None means the device's defaults.
+
+    Attributes:
+        device: "cpu" or "cuda".
+        dtypes: Data types.
+        modes: Passes of attention.
+        lengths_tokens: Sequence lengths of attention; in decoding, numbers of keys.
+        head_dims: Widths of one map.
+        backends: Backends of differential attention; None means all.
+        peers: Whether to time transformers' DiffLlama beside attention too.
+        rounds: Largest number of timed rounds of a shape.
+        budget_seconds: Time for a shape; after it no round begins, but at least MIN_ROUNDS are timed.
+        threads: CPU threads of the processes that measure memory.
+        long_memory: Whether to measure memory at the device's long lengths too.
+        sizes: Sizes of whole models, names in `models.SIZES`.
+    """
+
+    device: str = "cpu"
+    dtypes: Sequence[Dtype] | None = None
+    modes: Sequence[Mode] | None = None
+    lengths_tokens: Sequence[int] | None = None
+    head_dims: Sequence[int] | None = None
+    backends: Sequence[str] | None = None
+    peers: bool = True
+    rounds: int = 30
+    budget_seconds: float = 8.0
+    threads: int = 1
+    long_memory: bool = False
+    sizes: Sequence[str] | None = None
+
+    def __post_init__(self) -> None:
+        if self.rounds < MIN_ROUNDS:
+            raise ConfigError(f"--repeats {self.rounds}: give at least {MIN_ROUNDS}")
+        for flag, numbers in (("--lengths", self.lengths_tokens), ("--head_dims", self.head_dims)):
+            if numbers is not None and min(numbers, default=0) < 1:
+                raise ConfigError(f"{flag} {list(numbers)}: give whole numbers of at least 1")
+        if unknown := [name for name in self.backends or () if name not in backend_names()]:
+            raise ConfigError(f"--backends: {unknown[0]!r} is unknown; choose from {', '.join(backend_names())}")
+
+    @property
+    def defaults(self) -> Defaults:
+        """The defaults of the device."""
+        return DEFAULTS[self.device]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One measurement: its label, and the function that makes its rows."""
+
+    label: str
+    measure: Callable[[], list[BenchRow]]

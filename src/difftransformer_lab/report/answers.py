@@ -1,0 +1,265 @@
+"""What a study that explores found, in sentences that are read off its comparisons alone. They hold no verdict."""
+
+import math
+from collections.abc import Mapping, Sequence
+from statistics import median
+
+import numpy as np
+
+from ..results import StudyArm, StudyFigure
+from .comparisons import Compared, row_of
+from .contrasts import FEWEST_SEEDS
+from .page import Verdict
+from .reading import Evidence
+from .scaling import Amount, Need, Scaling
+from .studied import Studied
+from .tables import decimals_for, fixed
+
+NEEDS = {"size": "parameters", "tokens": "training tokens"}
+
+MOST_WORDS = 25
+"""Of an answer in the index of studies."""
+
+MOST_ANSWERS = 4
+"""So many primary figures are answered in sentences; the tables hold all."""
+
+
+def answers(study: Studied) -> list[Verdict]:
+    """Return what a study that explores found, the most important figure first."""
+    evidence = study.evidence
+    found = scaling_answers(evidence, study.scaling) if study.scaling else []
+    primary = [figure for figure in evidence.index.figures if not figure.secondary]
+    return [*found, *(answer(evidence, study.rows, figure) for figure in primary[:MOST_ANSWERS])]
+
+
+def answer(evidence: Evidence, rows: Sequence[Compared], figure: StudyFigure) -> Verdict:
+    """Return what a study that explores found about one figure of its first arm: the effect and its seeds, no verdict."""
+    main, reference = evidence.others[0], evidence.reference
+    row, other = row_of(rows, figure.label, main.name, ()), row_of(rows, figure.label, reference.name, ())
+    if row is None or other is None or row.difference is None:
+        missing = f"{main.label} and {reference.label} have no pair of runs with the same seed and data yet."
+        return Verdict(title_of(figure), "unknown", missing)
+    if row.is_censored:
+        text = (
+            f"None of {row.runs} runs of {main.label} and {other.runs} runs of {reference.label} reached "
+            f"{figure.reaches:g}."
+        )
+        return Verdict(title_of(figure), "unknown", text)
+    places = decimals(rows, figure)
+    a, b = (fixed(one.statistic.mean, places) for one in (row, other))
+    text = f"{effect_words(row, figure, places)} ({a} against {b}; {figure.better} is better)"
+    if row.difference.low is None:
+        text += ", without an interval"
+    elif not row.excludes_zero:
+        text += ", cannot be told apart"
+    text += f"; {explored_words(evidence, main.name)}."
+    if evidence.has_settings:
+        text += f" Mean over {settings_words(evidence, rows, figure, main)}."
+    if figure.reaches is not None:
+        text += (
+            f" {row.reached} of {row.runs} runs of {main.label} and {other.reached} of {other.runs} runs of "
+            f"{reference.label} reached {figure.reaches:g}; a run that did not counts with its last step."
+        )
+    return Verdict(title_of(figure), "undecided", f"{main.label} minus {reference.label} {text}")
+
+
+def effect_words(row: Compared, figure: StudyFigure, places: int) -> str:
+    """Return a difference with its interval, and in how many seeds it has that direction."""
+    assert row.difference is not None
+    mean, low, high = (
+        fixed(one, places, "+") for one in (row.difference.mean, row.difference.low, row.difference.high)
+    )
+    unit = "" if figure.unit in ("", "share") else f" {figure.unit}"
+    interval = f" [{low}, {high}]{' over items' if row.is_over_items else ''}" if low else ""
+    return f"{mean}{unit}{interval}, {direction_words(row.difference.mean, row.same_direction, row.pairs)}"
+
+
+def direction_words(mean: float, same: int, seeds: int) -> str:
+    """Return in how many seeds an effect has its direction."""
+    side = "above zero" if mean > 0 else "below zero" if mean < 0 else "equal"
+    return f"{side} in {same} of {seeds} seeds"
+
+
+def explored_words(evidence: Evidence, *arms: str) -> str:
+    """Return that a result is one of exploration, and how the weights of the arms and the reference started."""
+    starts = evidence.starts(*arms, evidence.index.reference)
+    return f"explored{f' with the {starts[0]} start' if len(starts) == 1 else ''}, not confirmed"
+
+
+def brief_explored(study: Studied) -> str:
+    """Return the effect that a study which explores found on its first figure, in a few words, as its index shows it."""
+    evidence, figure = study.evidence, study.evidence.index.figures[0]
+    if study.scaling and study.scaling.needs:
+        need = next(one for one in reversed(study.scaling.needs) if one.axis.name == study.scaling.needs[0].axis.name)
+        fits = len(next(trend.n for trend in study.scaling.trends if trend.axis is need.axis))
+        return (
+            f"{need.arm.label} needs {share_words(need.fit)} of {quantity(need.n)} {NEEDS[need.axis.name]} for "
+            f"{evidence.reference.label}'s loss, by fits to {fits} settings; "
+            f"{explored_words(evidence, need.arm.name).removesuffix(', not confirmed')}."
+        )
+    main, reference = evidence.others[0], evidence.reference
+    row = row_of(study.rows, figure.label, main.name, ())
+    if row is None or row.difference is None or row.is_censored:
+        return f"{title_of(figure)}: no pair of runs yet."
+    effect = effect_words(row, figure, decimals(study.rows, figure))
+    words = explored_words(evidence, main.name).removesuffix(", not confirmed")
+    texts = [
+        f"{title_of(figure)}: {main.label} minus {reference.label} {effect}; {one}." for one in (words, "explored")
+    ]
+    return shortest([*texts, f"{title_of(figure)}: {effect}; explored."])
+
+
+def shortest(texts: Sequence[str]) -> str:
+    """Return the first text of at most `MOST_WORDS` words, or the last one."""
+    return next((text for text in texts if len(text.split()) <= MOST_WORDS), texts[-1])
+
+
+def settings_words(evidence: Evidence, rows: Sequence[Compared], figure: StudyFigure, arm: StudyArm) -> str:
+    """Return the number of settings that a figure is averaged over, and in how many of them an arm has the better mean."""
+    pairs = [
+        (row.statistic.mean, other.statistic.mean)
+        for point in evidence.points
+        if (row := row_of(rows, figure.label, arm.name, point))
+        and (other := row_of(rows, figure.label, evidence.reference.name, point))
+    ]
+    better = sum(a > b if figure.better == "higher" else a < b for a, b in pairs)
+    return f"{len(evidence.points)} settings, in {better or 'none'} of which {arm.label} has the better mean"
+
+
+def title_of(figure: StudyFigure) -> str:
+    """Return a figure's label as a heading."""
+    return figure.label[:1].upper() + figure.label[1:]
+
+
+def decimals(rows: Sequence[Compared], figure: StudyFigure) -> int:
+    """Return the decimals of every number of a figure: two digits of the median half width of its intervals."""
+    mine = [row for row in rows if row.figure is figure]
+    bounds = [(row.difference.low, row.difference.high) for row in mine if row.difference]
+    halves = [(high - low) / 2 for low, high in bounds if low is not None and high is not None and high > low]
+    return two_digits(median(halves)) if halves else decimals_for([row.statistic.mean for row in mine])
+
+
+def two_digits(half_width: float) -> int:
+    """Return the decimals at which an interval's half width has two digits, from 0 to 6."""
+    return min(6, max(0, 1 - math.floor(math.log10(half_width))))
+
+
+def progress_words(evidence: Evidence) -> str:
+    """Return how many runs there are, and how many are planned."""
+    index = evidence.index
+    there = len(index.members)
+    tuning = sum(member.is_tuning for member in index.members)
+    words = f"{there} of {index.planned} planned runs" if there < index.planned else f"{there} runs"
+    return f"{words}, {tuning} of them to choose learning rates" if tuning else words
+
+
+ITEM_WORDS = (
+    "One seed: no interval is over training. Brackets are 95 % intervals over evaluation items, which say how far other items "
+    "might move a difference, and nothing of another training seed."
+)
+
+
+def interval_words(evidence: Evidence) -> str:
+    """Return how the intervals of a study are to be read."""
+    if not evidence.index.plan and evidence.has_one_seed:
+        return ITEM_WORDS
+    words = "Brackets: 95 % Student t intervals by seed, each for itself. Among many, some exclude zero (*) by chance; "
+    words += (
+        "only the contrasts of the plan are decided."
+        if evidence.index.plan
+        else "a study with a plan must confirm what they suggest."
+    )
+    seeds = {len(found) for found in evidence.runs.values()}
+    if seeds and min(seeds) < FEWEST_SEEDS:
+        words += f" Intervals of fewer than {FEWEST_SEEDS} seeds are wide, and rest on an estimate of their own noise."
+    return words
+
+
+def edge_words(evidence: Evidence) -> str:
+    """Return for which arms and settings the best learning rate is at the edge of those tried; empty if for none."""
+    edges = [rate for rate in evidence.index.rates if rate.is_at_edge]
+    if not edges:
+        return ""
+    places = [
+        f"{evidence.arm(rate.arm).label}{at_words(evidence, rate.point)} ({rate.learning_rate:g})" for rate in edges
+    ]
+    return (
+        f"{len(edges)} of {len(evidence.index.rates)} chosen learning rates are at the edge of those tried, so that a better "
+        f"one may lie beyond: {'; '.join(places)}."
+    )
+
+
+def at_words(evidence: Evidence, point: Mapping[str, str]) -> str:
+    """Return the setting of a learning rate, by the axes along which there are several; empty if there is one setting."""
+    words = [
+        f"{axis.label or axis.name} {point[axis.name]}"
+        for axis in evidence.index.axes
+        if axis.name in point and len({rate.point.get(axis.name) for rate in evidence.index.rates}) > 1
+    ]
+    return f" at {', '.join(words)}" if words else ""
+
+
+def changes_words(study: Studied) -> list[str]:
+    """Return what was changed after data were seen, a line each."""
+    changes = study.evidence.index.changes
+    return [f"{change.when}: {change.what}" for change in changes] or ["None known."]
+
+
+def shared_words(study: Studied) -> str:
+    """Return which runs a study has in common with other studies; empty if none."""
+    if not study.shared:
+        return ""
+    words = [f"{count} {'run' if count == 1 else 'runs'} with {slug}" for slug, count in study.shared.items()]
+    return f"Shares {' and '.join(words)}: on these the studies are not independent of each other."
+
+
+def scaling_answers(evidence: Evidence, scaling: Scaling) -> list[Verdict]:
+    """Return how many parameters and tokens each arm needs for the reference's loss at its largest setting."""
+    found = []
+    for axis, arm in dict.fromkeys((need.axis.name, need.arm.name) for need in scaling.needs):
+        need = [need for need in scaling.needs if (need.axis.name, need.arm.name) == (axis, arm)][-1]
+        what = NEEDS[axis]
+        text = f"{need_words(need, scaling)}; {explored_words(evidence, arm)}."
+        rising = [
+            trend.arm.label
+            for trend in scaling.trends
+            if trend.axis.name == axis
+            and trend.arm.name in (arm, scaling.reference.name)
+            and (np.diff(trend.loss) > 0).any()
+        ]
+        if rising:
+            text += f" With more {what} the mean loss of {' and of '.join(rising)} rises at some step, as no power law does."
+        found.append(Verdict(f"{what.capitalize()} for equal {scaling.figure.label}", "undecided", text))
+    return found
+
+
+def need_words(need: Need, scaling: Scaling) -> str:
+    """Return how many parameters or tokens an arm needs for the reference's loss."""
+    return (
+        f"{need.arm.label} needs {share_words(need.fit)} of the {quantity(need.n)} {NEEDS[need.axis.name]} of "
+        f"{scaling.reference.label} for its {scaling.figure.label} by the fitted power laws, and {share_words(need.raw)} by "
+        "interpolation"
+    )
+
+
+def share_words(amount: Amount) -> str:
+    """Return a share with its interval, and whether it lies outside of what was measured."""
+    words = f"{share_text(amount.share)} [{share_text(amount.low)}, {share_text(amount.high)}]"
+    return f"{words} (outside the measured range)" if amount.outside else words
+
+
+def share_text(value: float) -> str:
+    """Return a share in percent; below and above what was measured it has no number."""
+    if value == 0:
+        return "below range"
+    if value > 99:
+        return "above range"
+    return f"{fixed(100 * value, 0)} %"
+
+
+def quantity(n: float) -> str:
+    """Return a number of parameters or tokens with a unit."""
+    for unit, scale in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if n >= scale:
+            return f"{n / scale:.3g}{unit}"
+    return f"{n:g}"

@@ -1,0 +1,208 @@
+"""The claims of the paper's abstract, each with a state that is computed from the studies.
+
+Only a contrast of a registered plan says anything for or against a claim. It is *for* the claim if it was decided to lie on
+the claim's side of zero, *against* it on the other side, *small* if it was decided to be smaller than the smallest effect that
+its plan looks for, and *open* if its test decided nothing. What studies found that explore is shown beside the claim and gives
+no state but "explored, not confirmed".
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import yaml  # type: ignore[import-untyped]
+
+from difftransformer.errors import ResultsError
+from difftransformer.typed import build
+
+from .answers import (
+    NEEDS,
+    decimals,
+    effect_words,
+    explored_words,
+    share_words,
+)
+from .comparisons import row_of
+from .contrasts import Finding
+from .questions import finding_words
+from .studied import Studied
+
+FILE = Path(__file__).parent / "claims.yaml"
+
+ClaimState = Literal[
+    "reproduced here",
+    "opposite",
+    "mixed",
+    "no difference as large as the paper's",
+    "tested, not decided",
+    "explored, not confirmed",
+    "not tested with enough power",
+    "not run yet",
+    "not testable here",
+]
+Vote = Literal["for", "against", "small", "open", "planned", "explored", "too little power", "beside"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Named:
+    """A contrast of a confirming study, by its name in the plan."""
+
+    study: str
+    contrast: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClaimTest(Named):
+    """A contrast that tests a claim. `favours` is the side of zero that is for the claim."""
+
+    favours: Literal["above", "below"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explored:
+    """What an exploring study found: an arm against the reference on a figure (by its label), or its need for size or tokens.
+
+    `weak` says why the study had too little power, if it had.
+    """
+
+    study: str
+    arm: str
+    figure: str = ""
+    need: Literal["", "size", "tokens"] = ""
+    weak: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """A claim of the paper.
+
+    Attributes:
+        claim: The claim.
+        paper: What the paper reports for it.
+        tests: Contrasts that test it.
+        beside: Contrasts that say what an effect is due to, and neither for nor against the claim.
+        explored: What exploring studies found about it.
+        not_testable: Why no study of this size can test it, and at which size one could.
+    """
+
+    claim: str
+    paper: str
+    tests: list[ClaimTest] = field(default_factory=list)
+    beside: list[Named] = field(default_factory=list)
+    explored: list[Explored] = field(default_factory=list)
+    not_testable: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evident:
+    """What a study says about a claim, in words, with its vote."""
+
+    study: Studied
+    words: str
+    vote: Vote
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judged:
+    """A claim with its state, and what it follows from."""
+
+    claim: Claim
+    state: ClaimState
+    found: list[Evident]
+
+
+def read_claims(path: Path = FILE) -> list[Claim]:
+    """Read the list of claims."""
+    plain = yaml.safe_load(path.read_text(encoding="utf-8"))
+    return [build(Claim, one, source=str(path), error=ResultsError) for one in plain]
+
+
+def judge(claims: Sequence[Claim], studies: Sequence[Studied]) -> list[Judged]:
+    """Return the claims with their states."""
+    return [_judged(claim, studies) for claim in claims]
+
+
+def _judged(claim: Claim, studies: Sequence[Studied]) -> Judged:
+    found = [
+        *(
+            Evident(study=study, words=_words(study, finding), vote=_vote(study, finding, test))
+            for test in claim.tests
+            for study, finding in _findings(test, studies)
+        ),
+        *(
+            Evident(study=study, words=_words(study, finding), vote="beside")
+            for test in claim.beside
+            for study, finding in _findings(test, studies)
+        ),
+        *(one for explored in claim.explored for one in _explored(explored, studies)),
+    ]
+    return Judged(claim=claim, state=_state(claim, {one.vote for one in found}), found=found)
+
+
+def _state(claim: Claim, votes: set[Vote]) -> ClaimState:
+    if claim.not_testable:
+        return "not testable here"
+    if "for" in votes:
+        return "mixed" if "against" in votes else "reproduced here"
+    rest: dict[Vote, ClaimState] = {
+        "against": "opposite",
+        "small": "no difference as large as the paper's",
+        "open": "tested, not decided",
+        "explored": "explored, not confirmed",
+        "too little power": "not tested with enough power",
+    }
+    return next((state for vote, state in rest.items() if vote in votes), "not run yet")
+
+
+def _findings(test: Named, studies: Sequence[Studied]) -> Iterator[tuple[Studied, Finding]]:
+    for study in studies:
+        if study.evidence.index.name == test.study:
+            yield from ((study, one) for one in study.findings if one.contrast.name == test.contrast)
+
+
+def _words(study: Studied, finding: Finding) -> str:
+    assert study.registration is not None
+    return finding_words(finding, study.registration)
+
+
+def _vote(study: Studied, finding: Finding, test: ClaimTest) -> Vote:
+    if study.registration is None or not study.registration.is_registered:
+        return "planned"
+    if finding.state in ("above", "below"):
+        return "for" if finding.state == test.favours else "against"
+    others: dict[str, Vote] = {"within": "small", "open": "open", "too few seeds": "too little power"}
+    return others.get(finding.state, "planned")
+
+
+def _explored(explored: Explored, studies: Sequence[Studied]) -> Iterator[Evident]:
+    for study in studies:
+        if study.evidence.index.name == explored.study and study.evidence.index.plan is None:
+            words = _explored_words(study, explored)
+            if words:
+                vote: Vote = "too little power" if explored.weak else "explored"
+                yield Evident(
+                    study=study, words=f"{words}. {explored.weak}".strip() if explored.weak else words, vote=vote
+                )
+
+
+def _explored_words(study: Studied, explored: Explored) -> str:
+    """Return the effect that an exploring study found; empty if it has no pair of runs."""
+    evidence = study.evidence
+    if explored.need:
+        needs = study.scaling.needs if study.scaling else []
+        mine = [need for need in needs if need.axis.name == explored.need and need.arm.name == explored.arm]
+        if not mine:
+            return ""
+        need = mine[-1]
+        return (
+            f"{need.arm.label} needs {share_words(need.fit)} of the {NEEDS[explored.need]} by the fitted power laws, "
+            f"{share_words(need.raw)} by interpolation; {explored_words(evidence, explored.arm)}"
+        )
+    row = row_of(study.rows, explored.figure, explored.arm, ())
+    if row is None or row.difference is None or row.pairs < 2 or row.is_censored:
+        return ""
+    effect = effect_words(row, row.figure, decimals(study.rows, row.figure))
+    where = f", mean over {len(evidence.points)} settings" if evidence.has_settings else ""
+    names = f"{row.arm.label} minus {evidence.reference.label}"
+    return f"{explored.figure}{where}: {names} {effect}; {explored_words(evidence, explored.arm)}"

@@ -1,0 +1,183 @@
+"""Every figure of every arm of a study, and its paired difference to the reference, with an interval and without a verdict.
+
+Runs are paired where seed and data are the same. Intervals are Student's t by seed; with one seed, a figure that is a sum over
+items has an interval over these. They stand each for itself: of many, some exclude zero by chance, so that only the contrasts
+that a study planned are decided (`contrasts.py`).
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from ..results import (
+    PairedDifference,
+    RunRecord,
+    Statistic,
+    StudyArm,
+    StudyFigure,
+    figure_of,
+    reached_at,
+)
+from ..statistics import mean_and_standard_error, paired_difference
+from .reading import Evidence, Point
+from .tasks.pairs import pair_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compared:
+    """One figure of one arm at one point.
+
+    Attributes:
+        point: The point; empty for the mean over all points of a study with axes.
+        values: The figure of each seed.
+        statistic: Mean and standard error over all seeds of the arm.
+        runs: Number of the arm's runs that have the figure, at all points together where `point` is empty.
+        difference: The arm minus the reference over the seeds that both have; None for the reference itself.
+        pairs: Number of these seeds.
+        same_direction: Number of these seeds in the direction of the mean (see `in_direction`).
+        reached: Number of `runs` that reached the level of a curve; None for other figures.
+        is_censored: Whether no run of the arm or of the reference reached the level, so that the difference says nothing.
+    """
+
+    figure: StudyFigure
+    point: Point
+    arm: StudyArm
+    values: dict[int, float]
+    statistic: Statistic
+    runs: int
+    difference: PairedDifference | None = None
+    pairs: int = 0
+    same_direction: int = 0
+    reached: int | None = None
+    is_censored: bool = False
+
+    @property
+    def excludes_zero(self) -> bool:
+        """Whether there is an interval that does not hold zero. That is a remark, not a verdict."""
+        low, high = (self.difference.low, self.difference.high) if self.difference else (None, None)
+        return low is not None and high is not None and not low <= 0 <= high
+
+    @property
+    def is_over_items(self) -> bool:
+        """Whether the interval is over evaluation items, and says nothing of another training seed."""
+        return self.difference is not None and self.difference.interval_method.endswith("over items")
+
+
+def compare(evidence: Evidence) -> list[Compared]:
+    """Return every figure of every arm at every point, those of a study with axes also as means over the points."""
+    points: list[Point] = [(), *(evidence.points if evidence.has_settings else [])]
+    found = [
+        _compared(evidence, figure, point, arm)
+        for figure in evidence.index.figures
+        for point in points
+        for arm in evidence.index.arms
+    ]
+    return [row for row in found if row is not None]
+
+
+def row_of(rows: Iterable[Compared], figure: str, arm: str, point: Point) -> Compared | None:
+    """Return the row of a figure (by label), an arm and a point."""
+    wanted = (figure, arm, point)
+    return next((row for row in rows if (row.figure.label, row.arm.name, row.point) == wanted), None)
+
+
+def paired_seeds(evidence: Evidence, arm: str, reference: str, point: Point) -> list[int]:
+    """Return the seeds at which two arms were trained on the same data."""
+    first, second = evidence.at(arm, point), evidence.at(reference, point)
+    return sorted(seed for seed in first.keys() & second.keys() if first[seed].data_sha256 == second[seed].data_sha256)
+
+
+def timed_seeds(evidence: Evidence, arm: str, reference: str, point: Point) -> list[int]:
+    """Return the paired seeds at which both arms were timed on machines of one kind, with as many threads."""
+
+    def machine(run: RunRecord) -> tuple[str, str, str, int]:
+        where = run.environment
+        return where.processor, where.instruction_set, where.device, where.threads
+
+    first, second = evidence.at(arm, point), evidence.at(reference, point)
+    seeds = paired_seeds(evidence, arm, reference, point)
+    return [seed for seed in seeds if machine(first[seed]) == machine(second[seed])]
+
+
+def in_direction(values: Iterable[float], mean: float) -> int:
+    """Return how many values lie on the same side of zero as their mean, or are zero as it is."""
+    return sum(value * mean > 0 or value == mean == 0 for value in values)
+
+
+def bounded(difference: PairedDifference, unit: str) -> PairedDifference:
+    """Return a difference with an interval that is no wider than the range of its measure."""
+    if unit != "share" or difference.low is None or difference.high is None:
+        return difference
+    return replace(difference, low=max(-1.0, difference.low), high=min(1.0, difference.high))
+
+
+def _compared(evidence: Evidence, figure: StudyFigure, point: Point, arm: StudyArm) -> Compared | None:
+    reference = evidence.index.reference
+    values = _values(evidence, figure, point, arm.name)
+    if not values:
+        return None
+    runs, reached = _runs(evidence, figure, point, arm.name)
+    row = Compared(
+        figure=figure,
+        point=point,
+        arm=arm,
+        values=values,
+        statistic=mean_and_standard_error(list(values.values())),
+        runs=runs,
+        reached=reached,
+    )
+    if arm.name == reference:
+        return row
+    others = _values(evidence, figure, point, reference)
+    shared = set.intersection(
+        *(set(paired_seeds(evidence, arm.name, reference, place)) for place in evidence.places(point))
+    )
+    seeds = sorted(shared & values.keys() & others.keys())
+    if not seeds:
+        return row
+    difference = paired_difference([values[seed] for seed in seeds], [others[seed] for seed in seeds])
+    if len(seeds) == 1:
+        difference = _over_items(evidence, figure, point, arm.name, seeds[0]) or difference
+    return replace(
+        row,
+        difference=bounded(difference, figure.unit),
+        pairs=len(seeds),
+        same_direction=in_direction([values[seed] - others[seed] for seed in seeds], difference.mean),
+        is_censored=row.reached == 0 and _runs(evidence, figure, point, reference)[1] == 0,
+    )
+
+
+def _over_items(evidence: Evidence, figure: StudyFigure, point: Point, arm: str, seed: int) -> PairedDifference | None:
+    """Return the difference of one seed with its interval over items; None where the figure is no sum over the same items."""
+    places = evidence.places(point)
+    results = [
+        evidence.at(name, places[0])[seed].evaluations.get(figure.task) for name in (arm, evidence.index.reference)
+    ]
+    first, second = results
+    if len(places) > 1 or figure.at or first is None or second is None:
+        return None
+    pair = pair_of(first, second, figure.name)
+    return pair.difference if pair else None
+
+
+def _values(evidence: Evidence, figure: StudyFigure, point: Point, arm: str) -> dict[int, float]:
+    """Return a figure by seed. The mean over points has the seeds that were measured at every point."""
+    tables = []
+    for place in evidence.places(point):
+        found = ((seed, figure_of(run, figure)) for seed, run in sorted(evidence.at(arm, place).items()))
+        tables.append({seed: value for seed, value in found if value is not None})
+    seeds = sorted(set.intersection(*(set(table) for table in tables)))
+    return {seed: math.fsum(table[seed] for table in tables) / len(tables) for seed in seeds}
+
+
+def _runs(evidence: Evidence, figure: StudyFigure, point: Point, arm: str) -> tuple[int, int | None]:
+    """Return how many runs of an arm have a figure, and how many of them reached its level if it has one."""
+    runs = [
+        run
+        for place in evidence.places(point)
+        for run in evidence.at(arm, place).values()
+        if figure_of(run, figure) is not None
+    ]
+    if figure.reaches is None:
+        return len(runs), None
+    return len(runs), sum(reached_at(run.curves[figure.curve], figure) is not None for run in runs)

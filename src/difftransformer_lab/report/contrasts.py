@@ -1,0 +1,262 @@
+"""The planned contrasts of a confirming study: their values by seed, their tests, and whether the plan came before the runs.
+
+A contrast is tested only once all of its seeds are there, and only if every contrast before it in its question was decided. Of
+paired values, 10 or more are decided by the sign-flip test and fewer by Student's t; `test: welch` takes Welch's. Below
+`FEWEST_SEEDS` nothing is decided.
+
+A question's first contrast errs in at most 5 % of studies. So does a whole sequence, as long as only lying above or below
+opens the way to the next contrast: of an effect that is not there, the way is opened in 5 % of studies. Where a contrast was
+decided to lie within its smallest effect, the next one is a test of its own at 5 %, and both together err in up to 10 %.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from typing import Literal
+
+from difftransformer.errors import ResultsError
+
+from ..results import (
+    OWN_BEST,
+    Contrast,
+    Group,
+    PairedDifference,
+    Question,
+    RunRecord,
+    StudyFigure,
+    figure_of,
+    groups_of,
+    measured,
+)
+from ..statistics import log_odds, paired_difference, sign_flip, welch
+from .comparisons import in_direction
+from .reading import Evidence, Point
+
+FEWEST_SEEDS = 5
+SIGN_FLIP_SEEDS = 10
+LEVEL = 0.05
+
+State = Literal["above", "below", "within", "open", "not tested", "incomplete", "too few seeds"]
+DECIDED: tuple[State, ...] = ("above", "below", "within")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """A contrast with its values, and what the plan's rule says about it.
+
+    Attributes:
+        state: Where the contrast was decided to lie; "open" if the test decided nothing.
+        values: The contrast of each of its seeds that is there.
+        difference: Its mean with the interval and p-value of the test that decides; None while seeds are missing.
+        beside: Student's t of the same values, where another test decides.
+        groups: Weight of each arm in its setting; empty while rates that choose a setting are missing.
+    """
+
+    contrast: Contrast
+    figure: StudyFigure
+    state: State
+    values: dict[int, float]
+    difference: PairedDifference | None = None
+    beside: PairedDifference | None = None
+    groups: dict[Group, float] = field(default_factory=dict)
+
+    @property
+    def same_direction(self) -> int:
+        """Number of seeds in the direction of the mean."""
+        mean = self.difference.mean if self.difference else math.fsum(self.values.values())
+        return in_direction(self.values.values(), mean)
+
+    @property
+    def unit(self) -> str:
+        """Unit of the values; empty for shares."""
+        if self.contrast.scale != "plain":
+            return {"log": "log units", "log odds": "log odds"}[self.contrast.scale]
+        return "" if self.figure.unit == "share" else self.figure.unit
+
+    @property
+    def meaning(self) -> str:
+        """What the plan says that its outcome means; empty if it was not decided."""
+        found = {"above": self.contrast.above, "below": self.contrast.below, "within": self.contrast.within}
+        return found.get(self.state, "").rstrip(".")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Registration:
+    """Whether a plan was committed before every run that its contrasts use.
+
+    Attributes:
+        is_registered: Whether it was.
+        why_not: Why not, in a sentence; it names the first run that is older.
+    """
+
+    is_registered: bool
+    why_not: str = ""
+
+    @property
+    def words(self) -> str:
+        """In a word or two, for sentences and tables."""
+        return "registered" if self.is_registered else "planned, not registered"
+
+
+def questions_of(evidence: Evidence) -> list[tuple[Question, list[Finding]]]:
+    """Return the plan's questions with their tested contrasts; nothing for a study that explores.
+
+    Raises:
+        ResultsError: A contrast names something that the study does not have.
+    """
+    if evidence.index.plan is None:
+        return []
+    return [(question, _in_sequence(evidence, question.contrasts)) for question in evidence.index.plan.plan.questions]
+
+
+def registration(evidence: Evidence, tested: list[Finding]) -> Registration:
+    """Return whether the plan was committed before every run of these contrasts began."""
+    plan = evidence.index.plan
+    assert plan is not None
+    if not plan.commit or not plan.committed:
+        return Registration(is_registered=False, why_not=f"{plan.file} is in no commit with this content.")
+    committed = _time(plan.committed)
+    used = {file: _began(run) for one in tested for file, run in _used(evidence, one)}
+    older = [(began, file) for file, began in used.items() if began <= committed]
+    if not older:
+        return Registration(is_registered=True)
+    began, file = min(older)
+    why = (
+        f"{file} began at {began:%Y-%m-%d %H:%M} UTC, and the plan's commit is of {committed:%Y-%m-%d %H:%M} UTC; {len(older)} "
+        f"of the {len(used)} runs are older than it."
+    )
+    return Registration(is_registered=False, why_not=why)
+
+
+def _in_sequence(evidence: Evidence, contrasts: list[Contrast]) -> list[Finding]:
+    found, is_open = [], True
+    for contrast in contrasts:
+        one = _tested(evidence, contrast, is_due=is_open)
+        is_open = is_open and one.state in DECIDED
+        found.append(one)
+    return found
+
+
+def _tested(evidence: Evidence, contrast: Contrast, *, is_due: bool) -> Finding:
+    figure = _known(evidence, contrast)
+    groups = _groups(evidence, contrast)
+    seeds = range(contrast.first_seed, contrast.first_seed + contrast.seeds)
+    columns = {seed: _column(evidence, contrast, figure, groups or {}, seed) for seed in seeds}
+    there = {seed: column for seed, column in columns.items() if column}
+    values = {
+        seed: math.fsum(column[group] * weight for group, weight in (groups or {}).items())
+        for seed, column in there.items()
+    }
+    found = Finding(contrast=contrast, figure=figure, state="incomplete", values=values, groups=groups or {})
+    if len(values) < contrast.seeds:
+        return found
+    student = paired_difference(list(values.values()), [0.0] * len(values))
+    difference = student
+    if contrast.test == "welch" and contrast.seeds > 1:
+        difference = welch(
+            [[column[group] for column in there.values()] for group in found.groups], [*found.groups.values()]
+        )
+    elif contrast.test == "paired" and contrast.seeds >= SIGN_FLIP_SEEDS:
+        difference = sign_flip(list(values.values()))
+    return Finding(
+        contrast=contrast,
+        figure=figure,
+        state=_state(contrast, difference) if is_due else "not tested",
+        values=values,
+        difference=difference,
+        beside=student if difference is not student and contrast.test == "paired" else None,
+        groups=found.groups,
+    )
+
+
+def _state(contrast: Contrast, difference: PairedDifference) -> State:
+    low, high, margin = difference.low, difference.high, contrast.margin
+    if contrast.seeds < FEWEST_SEEDS:
+        return "too few seeds"
+    if low is None or high is None:
+        return "open"
+    if margin or (difference.p_value is not None and difference.p_value <= LEVEL):
+        if low > margin:
+            return "above"
+        if high < -margin:
+            return "below"
+    if contrast.smallest is not None and -contrast.smallest < low and high < contrast.smallest:
+        return "within"
+    return "open"
+
+
+def _column(
+    evidence: Evidence, contrast: Contrast, figure: StudyFigure, groups: dict[Group, float], seed: int
+) -> dict[Group, float]:
+    """Return the figure of each group at a seed; empty if one is missing, or the arms of a setting saw other data."""
+    runs = {group: evidence.at(*group).get(seed) for group in groups}
+    found: dict[Group, float] = {}
+    seen: dict[Point, str] = {}
+    for (arm, point), run in runs.items():
+        value = None if run is None else _value(run, figure, contrast)
+        if run is None or value is None or not math.isfinite(value):
+            return {}
+        if seen.setdefault(point, run.data_sha256) != run.data_sha256:
+            return {}
+        found[arm, point] = value
+    return found
+
+
+def _value(run: RunRecord, figure: StudyFigure, contrast: Contrast) -> float | None:
+    if contrast.scale != "log odds":
+        value = figure_of(run, figure)
+        if value is None or contrast.scale == "plain":
+            return value
+        return math.log(value) if value > 0 else None
+    found = measured(run, figure)
+    return None if found is None else log_odds(found.value * found.n, found.n)
+
+
+def _groups(evidence: Evidence, contrast: Contrast) -> dict[Group, float] | None:
+    index = evidence.index
+    lower_is_better = index.figures[0].better == "lower"
+    return groups_of(contrast, index.axes, index.rates, lower_is_better=lower_is_better)
+
+
+def _known(evidence: Evidence, contrast: Contrast) -> StudyFigure:
+    """Return a contrast's figure, and check that the study has whatever the contrast names."""
+    index = evidence.index
+    arms = {arm.name for arm in index.arms}
+    axes = {axis.name: {*axis.values, OWN_BEST} for axis in index.axes}
+    figures = {figure.label: figure for figure in index.figures}
+    wrong: list[tuple[str, str, str]] = []
+    if contrast.figure not in figures:
+        wrong.append(("figure", contrast.figure, "; ".join(figures)))
+    for term in contrast.terms:
+        wrong += [("arm", arm, ", ".join(sorted(arms))) for arm in term.arms if arm not in arms]
+        for axis, value in term.at.items():
+            if axis not in axes:
+                wrong.append(("axis", axis, ", ".join(axes) or "none"))
+            elif value not in axes[axis]:
+                wrong.append((axis, value, ", ".join(sorted(axes[axis]))))
+    if contrast.scale == "log odds" and figures.get(contrast.figure, StudyFigure(label="")).curve:
+        wrong.append(("scale", "log odds", f"no counts for {contrast.figure!r}, which is read off a curve"))
+    for kind, name, allowed in wrong:
+        raise ResultsError(
+            f"{evidence.path}: the contrast {contrast.name!r} names the {kind} {name!r}, and the study has {allowed}; "
+            "correct the plan and write the index again"
+        )
+    return figures[contrast.figure]
+
+
+def _used(evidence: Evidence, one: Finding) -> Iterator[tuple[str, RunRecord]]:
+    for seed in range(one.contrast.first_seed, one.contrast.first_seed + one.contrast.seeds):
+        for arm, point in one.groups:
+            run = evidence.at(arm, point).get(seed)
+            if run is not None:
+                yield evidence.files[arm, point, seed], run
+
+
+def _began(run: RunRecord) -> datetime:
+    return _time(run.created) - timedelta(seconds=run.total_seconds)
+
+
+def _time(text: str) -> datetime:
+    found = datetime.fromisoformat(text)
+    return found if found.tzinfo else found.replace(tzinfo=UTC)

@@ -1,0 +1,207 @@
+"""What a confirming study answers: a sentence for each question, and the table of its contrasts."""
+
+from dataclasses import fields, is_dataclass
+from typing import Any, Literal
+
+from ..results import StudyPlan
+from ..statistics import MOST_EXACT_SEEDS
+from .answers import direction_words, shortest, two_digits
+from .contrasts import FEWEST_SEEDS, SIGN_FLIP_SEEDS, Finding, Registration
+from .page import Verdict, recipe_text
+from .studied import Studied
+from .tables import Group, Table, decimals_for, fixed, p_text
+
+
+def question_verdicts(study: Studied) -> list[Verdict]:
+    """Return each question with what its primary contrast says, and how many of the others were decided."""
+    assert study.registration is not None
+    found = []
+    for question, findings in study.questions:
+        text = finding_words(findings[0], study.registration) + "."
+        if findings[1:]:
+            decided = sum(bool(one.meaning) for one in findings[1:])
+            text += f" Further contrasts decided: {decided} of {len(findings) - 1}."
+        found.append(Verdict(question.question, _colour(findings[0]), text))
+    return found
+
+
+def finding_words(finding: Finding, registration: Registration) -> str:
+    """Return a contrast in a sentence: the effect, its seeds, and whether it is decided and by which rule."""
+    if finding.difference is None:
+        return f"{finding.contrast.name}: {progress_text(finding)}"
+    effect = f"{effect_text(finding)}, {direction_text(finding)}"
+    return f"{finding.contrast.name}: {effect}: {verdict_text(finding)} ({registration.words}; {rule_text(finding)})"
+
+
+def effect_text(finding: Finding) -> str:
+    """Return the effect with its interval and its unit."""
+    mean, low, high = _numbers(finding)
+    return f"{mean}{f' {finding.unit}' if finding.unit else ''}{f' [{low}, {high}]' if low else ''}"
+
+
+def direction_text(finding: Finding) -> str:
+    """Return in how many seeds the effect has its direction."""
+    assert finding.difference is not None
+    return direction_words(finding.difference.mean, finding.same_direction, len(finding.values))
+
+
+def progress_text(finding: Finding) -> str:
+    """Return how many of the planned seeds are there, while some are missing."""
+    if not finding.values:
+        return "not run yet"
+    return f"so far {len(finding.values)} of {finding.contrast.seeds} seeds, and no verdict before all are there"
+
+
+def verdict_text(finding: Finding) -> str:
+    """Return what the plan's rule says."""
+    contrast, difference = finding.contrast, finding.difference
+    if difference is None:
+        return progress_text(finding)
+    match finding.state:
+        case "not tested":
+            return "not tested, since a contrast before it was not decided"
+        case "too few seeds":
+            return f"too few seeds to decide, at least {FEWEST_SEEDS} are needed"
+        case "open":
+            if difference.low is None or difference.high is None:
+                return "not decided, since there is no interval"
+            if difference.low <= 0 <= difference.high:
+                return "cannot be told apart from zero"
+            return f"not decided, since the interval does not lie beyond \u00b1{contrast.margin:g}"
+        case "within":
+            return f"{finding.meaning}, within \u00b1{contrast.smallest:g}"
+    return f"{finding.meaning}, beyond \u00b1{contrast.margin:g}" if contrast.margin else finding.meaning
+
+
+def rule_text(finding: Finding) -> str:
+    """Return the test that decides, with its p-value where it was made."""
+    difference = finding.difference
+    assert difference is not None
+    words = "Student's t test"
+    if finding.contrast.test == "welch":
+        words = "Welch's test"
+    elif finding.contrast.seeds >= SIGN_FLIP_SEEDS:
+        words = "exact sign-flip test" if finding.contrast.seeds <= MOST_EXACT_SEEDS else "sign-flip test"
+    if difference.p_value is None or finding.state in ("not tested", "too few seeds"):
+        return words
+    return f"{words}, p {p_text(difference.p_value)}"
+
+
+def brief_answer(study: Studied) -> str:
+    """Return a study's leading answer in at most `MOST_WORDS` words."""
+    assert study.registration is not None
+    first = study.questions[0][1][0]
+    words = study.registration.words
+    if first.difference is None:
+        return shortest([f"{first.contrast.name}: {progress_text(first)}.", f"{progress_text(first)}."])
+    name, effect, seeds = (
+        first.contrast.name,
+        effect_text(first),
+        f"{first.same_direction} of {len(first.values)} seeds",
+    )
+    says = first.meaning or verdict_text(first)
+    return shortest(
+        [
+            f"{name}: {effect}, {direction_text(first)}: {says} ({words}).",
+            f"{name}: {effect}, {seeds}: {says} ({words}).",
+            f"{effect}, {seeds}: {says} ({words}).",
+            f"{name}: {effect}, {seeds} ({words}).",
+            f"{effect}, {seeds} ({words}).",
+        ]
+    )
+
+
+def contrasts_table(study: Studied) -> Table:
+    """Return every contrast of the plan with its test and verdict, in the plan's order."""
+    rows = []
+    for question, findings in study.questions:
+        for place, finding in enumerate(findings):
+            contrast, difference = finding.contrast, finding.difference
+            cells = [question.question if place == 0 else "", contrast.name, contrast.figure, finding.unit]
+            cells += [str(len(finding.values)), str(contrast.seeds)]
+            if difference is None:
+                cells += [""] * 8
+            else:
+                cells += [*_numbers(finding), str(finding.same_direction), rule_text(finding)]
+                cells += _beside_cells(finding)
+            rows.append([*cells, verdict_text(finding)])
+    groups = (
+        Group("question", numeric=False),
+        Group("contrast", numeric=False),
+        Group("figure", ("label", "unit"), "remark", numeric=False),
+        Group("seeds", ("there", "planned"), "of"),
+        Group("effect", ("mean", "low", "high"), "interval"),
+        Group("seeds in that direction"),
+        Group("test", numeric=False),
+        Group("Student's t beside", ("p", "low", "high"), "interval", numeric=False),
+        Group("verdict", numeric=False),
+    )
+    return Table("contrasts", "Contrasts of the plan", groups, rows, [RULES])
+
+
+RULES = (
+    "Contrasts of a question are tested in this order, each at 0.05, up to the first that is not decided; questions do not "
+    "wait for each other. Brackets: the 95 % interval of the test. With 10 seeds or more the exact sign-flip test decides, "
+    f"with fewer Student's t, and with fewer than {FEWEST_SEEDS} nothing does. After a contrast that lies within its smallest "
+    "effect, the next one is a test of its own at 0.05."
+)
+
+
+def plan_words(study: Studied) -> list[str]:
+    """Return where the plan is, and whether it was registered before the runs."""
+    plan, registration = study.evidence.index.plan, study.registration
+    assert plan is not None
+    assert registration is not None
+    commit = f"commit {plan.commit[:12]} of {plan.committed}" if plan.commit else "not committed"
+    words = f"Plan: {plan.file}, SHA-256 {plan.sha256}, {commit}."
+    if registration.is_registered:
+        return [words, "Registered: every run that the contrasts use began after this commit."]
+    return [words, f"Planned, not registered: {registration.why_not}"]
+
+
+def plan_text(plan: StudyPlan) -> str:
+    """Return a plan as YAML, without what it leaves at its default."""
+    return recipe_text(_set_fields(plan))
+
+
+def _set_fields(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_set_fields(one) for one in value]
+    if not is_dataclass(value):
+        return value
+    kept = [
+        one.name for one in fields(value) if getattr(value, one.name) != one.default and getattr(value, one.name) != {}
+    ]
+    return {name: _set_fields(getattr(value, name)) for name in kept}
+
+
+def _beside_cells(finding: Finding) -> list[str]:
+    if finding.beside is None:
+        return ["", "", ""]
+    places = _decimals(finding)
+    low, high = (fixed(one, places, "+") for one in (finding.beside.low, finding.beside.high))
+    p = "" if finding.state in ("not tested", "too few seeds") else f"p {p_text(finding.beside.p_value)}"
+    return [p or "interval", low, high] if low else ["", "", ""]
+
+
+def _numbers(finding: Finding) -> tuple[str, str, str]:
+    difference = finding.difference
+    assert difference is not None
+    places = _decimals(finding)
+    mean, low, high = (fixed(one, places, "+") for one in (difference.mean, difference.low, difference.high))
+    return mean, low, high
+
+
+def _decimals(finding: Finding) -> int:
+    difference = finding.difference
+    assert difference is not None
+    if difference.low is None or difference.high is None or difference.high == difference.low:
+        return decimals_for([difference.mean])
+    return two_digits((difference.high - difference.low) / 2)
+
+
+def _colour(finding: Finding) -> Literal["first", "second", "undecided", "unknown"]:
+    """Return the colour of an outcome: good or bad for the figure, or neither."""
+    if finding.state not in ("above", "below"):
+        return "undecided" if finding.difference else "unknown"
+    return "first" if (finding.state == "above") == (finding.figure.better == "higher") else "second"

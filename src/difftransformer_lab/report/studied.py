@@ -1,0 +1,80 @@
+"""A study with everything that is computed from it, and the runs that it has in common with other studies."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from ..results import Question
+from .comparisons import Compared, compare
+from .contrasts import Finding, Registration, questions_of, registration
+from .reading import Evidence, find_studies, read_evidence
+from .scaling import Scaling, scaling_of
+
+_DIGEST = re.compile(r"-([0-9a-f]{10})$")
+"""A run's file ends in a digest of what was trained and on which data, the same under any arm's name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Studied:
+    """A study with its comparisons, made once for all pages.
+
+    Attributes:
+        questions: The plan's questions with their contrasts; nothing for a study that explores.
+        registration: Whether the plan was there before the runs; None for a study that explores.
+        shared: How many of its runs each other study has too, by the other's slug.
+    """
+
+    evidence: Evidence
+    rows: list[Compared]
+    scaling: Scaling | None
+    questions: list[tuple[Question, list[Finding]]] = field(default_factory=list)
+    registration: Registration | None = None
+    shared: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def findings(self) -> list[Finding]:
+        """Every contrast of the plan."""
+        return [finding for _, found in self.questions for finding in found]
+
+
+def studied(evidence: Evidence) -> Studied:
+    """Compare the arms of a study, fit its power laws if it has them, and test its plan if it has one."""
+    questions = questions_of(evidence)
+    findings = [finding for _, found in questions for finding in found]
+    return Studied(
+        evidence=evidence,
+        rows=compare(evidence),
+        scaling=scaling_of(evidence) if evidence.index.analysis == "scaling" else None,
+        questions=questions,
+        registration=registration(evidence, findings) if evidence.index.plan else None,
+    )
+
+
+def read_studies(path: Path) -> list[Studied]:
+    """Read and compare the studies of a folder, or one of them.
+
+    Raises:
+        ResultsError: An index or a run cannot be read, or a plan names something that its study does not have.
+    """
+    return with_shared([studied(read_evidence(one)) for one in find_studies(path)])
+
+
+def with_shared(studies: Sequence[Studied]) -> list[Studied]:
+    """Return studies with the number of runs that each has in common with each other one."""
+    runs = {one.evidence.slug: _identities(one.evidence) for one in studies}
+    found = []
+    for one in studies:
+        own = runs[one.evidence.slug]
+        counts = {slug: len(own & other) for slug, other in runs.items() if slug != one.evidence.slug}
+        found.append(replace(one, shared={slug: count for slug, count in counts.items() if count}))
+    return found
+
+
+def _identities(evidence: Evidence) -> set[str]:
+    folder = evidence.path.parent
+    found = set()
+    for member in evidence.index.members:
+        digest = _DIGEST.search(Path(member.file).stem)
+        found.add(digest[1] if digest else str((folder / member.file).resolve()))
+    return found

@@ -1,0 +1,220 @@
+"""The page of a study, and the page of all studies with the index of claims."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from ..plots.seeds import Pooled, pooled
+from . import questions, study_figures, study_tables
+from .answers import (
+    answers,
+    brief_explored,
+    changes_words,
+    interval_words,
+    progress_words,
+    shared_words,
+)
+from .claims import Judged, judge, read_claims
+from .page import Page, Section, Verdict, no_gap, recipe_text, task_section, write_page
+from .reading import Evidence
+from .studied import Studied
+from .tables import Group, Table
+
+CLAIMS_NOTE = (
+    "Only contrasts of registered plans say anything for or against a claim. Reproduced here: one is decided for it and none "
+    "against it. Opposite: the other way round. No difference as large as the paper's: the interval lies within the smallest "
+    "effect that the plan looks for. Planned: seeds are missing, an earlier contrast is open, or the plan is not registered. "
+    "Beside: what an effect is due to. What was only explored decides nothing. Nothing here says what holds at the paper's "
+    "scale."
+)
+
+
+def write_study(study: Studied, folder: Path, *, on_gap: Callable[[str], None] = no_gap) -> Path:
+    """Write the page of one study, `folder/index.html`; `on_gap` is called with each figure that it lacks."""
+    return write_page(study_page(study), folder, on_gap=on_gap)
+
+
+def write_evidence(studies: Sequence[Studied], folder: Path) -> Path:
+    """Write a page for each study, and one for all of them.
+
+    Args:
+        studies: The studies.
+        folder: Folder of the pages; `NAME-PRESET/index.html` is a study's.
+
+    Returns:
+        The path of `index.html`.
+    """
+    for study in studies:
+        write_study(study, folder / study.evidence.slug)
+    return write_page(studies_page(studies), folder)
+
+
+def study_page(study: Studied) -> Page:
+    """Build the page of a study."""
+    evidence, rows = study.evidence, study.rows
+    index = evidence.index
+    rates = study_tables.rates_table(evidence)
+    tuning = [Section(slug="tuning", title="Learning rates", tables=[rates])] if rates else []
+    sections = [_plan_section(study), *tuning] if index.plan else []
+    sections.append(_result_section(study))
+    if index.upcycling:
+        table = study_tables.upcycling_table(evidence, rows)
+        sections.append(Section(slug="upcycling", title="Before and after", tables=[table]))
+    if study.scaling:
+        scaling = study.scaling
+        shown = [study_tables.needs_table(scaling), study_tables.laws_table(scaling)] if scaling.needs else []
+        drawing = study_figures.draw_scaling(evidence, scaling)
+        sections.append(Section(slug="scaling", title="Power laws", drawing=drawing, tables=shown, gaps=scaling.gaps))
+    if evidence.has_settings:
+        for figure in index.figures:
+            drawing = study_figures.draw_axes(evidence, rows, figure)
+            if drawing:
+                every = study_tables.figure_table(evidence, rows, figure, whole=False)
+                sections.append(
+                    Section(slug=drawing.name, title=f"{drawing.title}, by setting", drawing=drawing, details=every)
+                )
+    losses = study_tables.losses_table(evidence)
+    if losses:
+        is_long = len(losses.rows) > 2 * len(index.arms)
+        drawing = study_figures.draw_losses(evidence)
+        shown = [] if is_long else [losses]
+        sections.append(
+            Section(
+                slug="losses",
+                title="Training and held-out loss",
+                drawing=drawing,
+                tables=shown,
+                details=losses if is_long else None,
+            )
+        )
+    learned = study_figures.draw_lambda(evidence)
+    if learned:
+        sections.append(Section(slug=learned.name, title=learned.title, drawing=learned))
+    tasks = _task_sections(evidence)
+    sections += tasks
+    positions = None if tasks else study_figures.draw_positions(evidence)
+    if positions:
+        sections.append(Section(slug=positions.name, title=positions.title, drawing=positions))
+    if evidence.runs:
+        costs = [study_tables.costs_table(evidence)]
+        costs += [study_tables.measured_costs_table(evidence)] if index.costs else []
+        sections.append(Section(slug="cost", title="Parameters and time", tables=costs))
+    sections += [] if index.plan else tuning
+    arms = [study_tables.arms_table(evidence), *([study_tables.sizes_table(evidence)] if index.sizes else [])]
+    sections.append(Section(slug="arms-compared", title="Arms", tables=arms))
+    sections.append(
+        Section(
+            slug="runs",
+            title="Every run",
+            tables=[study_tables.machines_table(evidence)],
+            details=study_tables.runs_table(evidence),
+        )
+    )
+    shared = shared_words(study)
+    notes = [*changes_words(study), *([shared] if shared else [])]
+    sections.append(Section(slug="changes", title="Changes after data", notes=notes))
+    sections.append(_made_section(evidence))
+    stage = "confirms a plan" if index.plan else "explores: nothing in it is confirmed"
+    return Page(
+        title=index.question,
+        about=f"Study {index.name}, preset {index.preset}, which {stage}. {index.about} {progress_words(evidence)}.".replace(
+            "  ", " "
+        ),
+        verdicts=found_words(study),
+        sections=sections,
+    )
+
+
+def found_words(study: Studied) -> list[Verdict]:
+    """Return what a study found: the answers to its plan's questions, or what it explored."""
+    return questions.question_verdicts(study) if study.evidence.index.plan else answers(study)
+
+
+def _plan_section(study: Studied) -> Section:
+    plan = study.evidence.index.plan
+    assert plan is not None
+    about = [plan.plan.about] if plan.plan.about else []
+    return Section(
+        slug="plan",
+        title="Questions of the plan",
+        drawing=study_figures.draw_contrasts(study),
+        notes=[*questions.plan_words(study), *about],
+        tables=[questions.contrasts_table(study)],
+        texts=[("The plan", "As it is in the study's index.", questions.plan_text(plan.plan))],
+    )
+
+
+def _result_section(study: Studied) -> Section:
+    evidence = study.evidence
+    return Section(
+        slug="arms",
+        title=f"Every arm against {evidence.reference.label}",
+        drawing=study_figures.draw_arms(evidence, study.rows),
+        notes=[interval_words(evidence)],
+        tables=study_tables.result_tables(evidence, study.rows),
+    )
+
+
+def _task_sections(evidence: Evidence) -> list[Section]:
+    """Return a section for each task whose whole results are kept, pooled over the seeds of the last setting."""
+    point = evidence.points[-1]
+    found: dict[str, list[Pooled]] = {}
+    for arm in evidence.index.arms:
+        runs = evidence.at(arm.name, point).values()
+        for name in dict.fromkeys(name for run in runs for name in run.evaluations):
+            results = [run.evaluations[name] for run in runs if name in run.evaluations]
+            found.setdefault(name, []).append(pooled(results, arm.label))
+    return [
+        task_section(name, results, seeds=max(len(one.seeds) for one in results)) for name, results in found.items()
+    ]
+
+
+def _made_section(evidence: Evidence) -> Section:
+    texts = [("Command", "It trains the runs that are missing and keeps the others.", evidence.index.command)]
+    reference = [run for arm, _, _, run in evidence.every_run() if arm is evidence.reference]
+    if reference:
+        words = f"That of {evidence.reference.label} in the first setting; the table of arms says what differs."
+        texts.append(("Recipe", words, recipe_text(reference[0].recipe)))
+    return Section(slug="made", title="How this was made", texts=texts)
+
+
+def studies_page(studies: Sequence[Studied]) -> Page:
+    """Build the page of all studies."""
+    judged = judge(read_claims(), studies)
+    links = {one.evidence.slug: f"{one.evidence.slug}/index.html" for one in studies}
+    sections = [
+        Section(slug="claims", title="Claims of the paper", tables=[claims_table(judged)], links=links),
+        Section(slug="studies", title="Studies", tables=[studies_table(studies)], links=links),
+    ]
+    about = (
+        "The paper's claims, tested on small models with controls, several seeds and paired statistics. Every number follows "
+        "from the committed records of runs."
+    )
+    return Page(title="Evidence for the Differential Transformer", about=about, sections=sections)
+
+
+def claims_table(judged: Sequence[Judged]) -> Table:
+    """Return the claims with their states, and a row for whatever a study says about one."""
+    rows = []
+    for one in judged:
+        head = [one.claim.claim, one.claim.paper, one.state]
+        found = [[said.study.evidence.slug, said.words, said.vote] for said in one.found]
+        found = found or [["", one.claim.not_testable, ""]]
+        rows += [[*(head if place == 0 else ["", "", ""]), *cells] for place, cells in enumerate(found)]
+    titles = ("claim", "in the paper", "here", "study", "what it found, or why there is none", "says")
+    groups = tuple(Group(title, numeric=False) for title in titles)
+    return Table("claims", "Claims of the paper", groups, rows, [CLAIMS_NOTE])
+
+
+def studies_table(studies: Sequence[Studied]) -> Table:
+    """Return the studies with their answers."""
+    rows = [
+        [one.evidence.slug, one.evidence.index.question, brief_answer(one), progress_words(one.evidence)]
+        for one in studies
+    ]
+    groups = tuple(Group(title, numeric=False) for title in ("study", "question", "answer", "runs"))
+    return Table("studies", "Studies", groups, rows)
+
+
+def brief_answer(study: Studied) -> str:
+    """Return a study's leading answer in at most `answers.MOST_WORDS` words."""
+    return questions.brief_answer(study) if study.evidence.index.plan else brief_explored(study)

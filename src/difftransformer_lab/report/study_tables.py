@@ -1,0 +1,611 @@
+"""The tables of a study."""
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+
+from ..results import RunRecord, StudyArm, StudyFigure, figure_of
+from ..statistics import mean_and_standard_error, paired_difference
+from .answers import ITEM_WORDS, at_words, decimals, edge_words, quantity, share_text, title_of
+from .comparisons import Compared, paired_seeds, row_of, timed_seeds
+from .reading import Evidence, Point
+from .scaling import Amount, Scaling
+from .tables import NOT_MEASURED, Group, Table, fixed, significant
+
+TRAINING, HELD_OUT = "train_loss_nats", "validation_loss_nats"
+NOT_REACHED = "not reached"
+MARK = "*"
+"""Beside an interval that excludes zero, and beside the learning rate that was chosen."""
+
+MOST_ARMS = 3
+"""Differences of more arms than these have no room beside their means."""
+
+PAPER_NEEDS = {"size": "62 %", "tokens": "64 %"}
+_LAST_SHARE = 0.1
+"""The training loss at the end is the mean over this share of its points: one batch says little."""
+
+_UNCOMPARED = ("seed", "name")
+"""Keys of a recipe that differ between runs without telling arms apart."""
+
+
+def result_tables(evidence: Evidence, rows: Sequence[Compared]) -> list[Table]:
+    """Return every figure of every arm: in one table where arms are few, else as means and a table for each figure."""
+    figures = evidence.index.figures
+    if len(evidence.index.arms) <= MOST_ARMS and not any(one.paper or one.reaches is not None for one in figures):
+        return [differences_table(evidence, rows)]
+    every = [figure_table(evidence, rows, figure) for figure in figures]
+    return [overview_table(evidence, rows), *(table for table in every if table.rows)]
+
+
+def overview_table(evidence: Evidence, rows: Sequence[Compared]) -> Table:
+    """Return the mean of every figure of every arm, and a mark where the interval against the reference excludes zero."""
+    figures = [figure for figure in evidence.index.figures if any(row.figure is figure for row in rows)]
+    cells = []
+    for arm in evidence.index.arms:
+        line = [arm.label]
+        for figure in figures:
+            row, places = row_of(rows, figure.label, arm.name, ()), decimals(rows, figure)
+            line += ["", "", ""] if row is None else [*_mean_cells(row, places), MARK if is_marked(row) else ""]
+        cells.append(line)
+    groups = [Group("arm", numeric=False)]
+    groups += [
+        Group(_with_unit(figure.label, figure), ("mean", "standard error", "excludes zero"), "judged")
+        for figure in figures
+    ]
+    return Table("overview", "All figures", tuple(groups), cells, _notes(evidence))
+
+
+def differences_table(evidence: Evidence, rows: Sequence[Compared]) -> Table:
+    """Return a row for each figure: its mean in every arm, and the difference of each arm to the reference."""
+    figures = [figure for figure in evidence.index.figures if any(row.figure is figure for row in rows)]
+    cells = []
+    for figure in figures:
+        line, places = [figure.label, figure.unit, figure.better], decimals(rows, figure)
+        found = {arm.name: row_of(rows, figure.label, arm.name, ()) for arm in evidence.index.arms}
+        for row in found.values():
+            line += [NOT_MEASURED, ""] if row is None else _mean_cells(row, places)
+        for arm in evidence.others:
+            row = found[arm.name]
+            line += _difference_cells(row, places, evidence.reference)[:4] if row else [""] * 4
+        cells.append(line)
+    groups = [Group("figure", ("name", "unit", "better"), "described", numeric=False)]
+    groups += [Group(arm.label, ("mean", "standard error"), "mean") for arm in evidence.index.arms]
+    groups += [
+        Group(f"{arm.label} minus {evidence.reference.label}", ("mean", "low", "high", "excludes zero"), "marked")
+        for arm in evidence.others
+    ]
+    return Table("differences", "All figures", tuple(groups), cells, _notes(evidence))
+
+
+def _seed_words(evidence: Evidence) -> list[str]:
+    return [ITEM_WORDS if evidence.has_one_seed else "Mean \u00b1 standard error over seeds."]
+
+
+def _notes(evidence: Evidence) -> list[str]:
+    baselines = [f"A {one.name} model has {fixed(one.bits_per_byte, 4)} bits/byte." for one in evidence.index.baselines]
+    settings = [f"Means over {len(evidence.points)} settings."] if evidence.has_settings else []
+    return [*_seed_words(evidence), mark_words(evidence), *baselines, *settings]
+
+
+def is_marked(row: Compared) -> bool:
+    """Whether a row has an interval that excludes zero."""
+    return row.excludes_zero and not row.is_censored
+
+
+def mark_words(evidence: Evidence) -> str:
+    """Return what the mark stands for."""
+    words = "" if evidence.index.plan else " (explored, not confirmed)"
+    return f"{MARK}: the 95 % interval of the difference to {evidence.reference.label} excludes zero{words}."
+
+
+def figure_table(evidence: Evidence, rows: Sequence[Compared], figure: StudyFigure, *, whole: bool = True) -> Table:
+    """Return a figure of every arm, with the paired difference to the reference.
+
+    Args:
+        evidence: The study.
+        rows: Its comparisons.
+        figure: The figure.
+        whole: Whether to show the means over all settings; every setting by itself otherwise.
+    """
+    points: list[Point] = [()] if whole else evidence.points
+    by_point = evidence.has_settings and not whole
+    mine = [row for row in rows if row.figure is figure and row.point in points]
+    reached, papers = figure.reaches is not None, bool(figure.paper)
+    reference = evidence.reference
+    groups = [Group("setting", numeric=False)] if by_point else []
+    groups += [
+        Group("arm", numeric=False),
+        Group("seeds"),
+        Group(_with_unit("mean", figure), ("mean", "standard error"), "mean"),
+        Group(f"minus {reference.label}", ("mean", "low", "high", "excludes zero"), "marked"),
+        Group("seeds in that direction", ("seeds", "of"), "of"),
+    ]
+    groups += [Group(f"reached {figure.reaches:g}", ("runs", "of"), "of")] if reached else []
+    groups += [Group("paper", ("value", "difference"), "remark")] if papers else []
+    cells, places = [], decimals(mine, figure)
+    for point in points:
+        for arm in evidence.index.arms:
+            row = row_of(mine, figure.label, arm.name, point)
+            if row is None:
+                continue
+            cells.append(
+                [
+                    *([evidence.words(point)] if by_point else []),
+                    arm.label,
+                    str(len(row.values)),
+                    *_mean_cells(row, places),
+                    *_difference_cells(row, places, reference),
+                    *([str(row.reached), str(row.runs)] if reached else []),
+                    *(_paper_cells(figure, arm, reference) if papers else []),
+                ]
+            )
+    words = "Differences are taken seed by seed, on the same data; brackets: 95 % Student t interval, each for itself."
+    notes = [" ".join([*_seed_words(evidence), *([] if evidence.has_one_seed else [words])]), mark_words(evidence)]
+    if figure.reaches is not None:
+        notes.append(
+            "A run that does not reach the level counts with its last step; where no run does, there is no mean."
+        )
+    if papers:
+        notes.append(
+            f"Paper: {figure.source or 'the value as published'}; in brackets minus that of {reference.label}."
+        )
+    if evidence.has_settings and whole:
+        notes.append(f"Means over {len(evidence.points)} settings, of the seeds that were run at all of them.")
+    name = f"{slug_of(figure)}{'_settings' if by_point else ''}"
+    return Table(name, title_of(figure), tuple(groups), cells, notes)
+
+
+def _mean_cells(row: Compared, places: int) -> list[str]:
+    if row.reached == 0:
+        return [NOT_REACHED, ""]
+    return [fixed(row.statistic.mean, places), fixed(row.statistic.standard_error, places)]
+
+
+def slug_of(figure: StudyFigure) -> str:
+    """Return a figure's label as it stands in names of files and addresses."""
+    return "".join(letter if letter.isalnum() else "-" for letter in figure.label.lower()).strip("-")
+
+
+def losses_table(evidence: Evidence) -> Table | None:
+    """Return training and held-out loss at the end of training, side by side; None where curves are missing."""
+    rows = []
+    for point in evidence.points:
+        for arm in evidence.index.arms:
+            own = {seed: found for seed, run in evidence.at(arm.name, point).items() if (found := last_losses(run))}
+            if not own:
+                continue
+            other = {
+                seed: found
+                for seed, run in evidence.at(evidence.index.reference, point).items()
+                if (found := last_losses(run))
+            }
+            cells = [*([evidence.words(point)] if evidence.has_settings else []), arm.label, str(len(own))]
+            for pick in (lambda pair: pair[0], lambda pair: pair[1], lambda pair: pair[1] - pair[0]):
+                statistic = mean_and_standard_error([pick(pair) for pair in own.values()])
+                cells += [fixed(statistic.mean, 4), fixed(statistic.standard_error, 4)]
+            seeds = paired_seeds(evidence, arm.name, evidence.index.reference, point)
+            seeds = [seed for seed in seeds if seed in own and seed in other]
+            for place in (0, 1):
+                cells += _interval_cells(
+                    arm, evidence, [own[seed][place] for seed in seeds], [other[seed][place] for seed in seeds]
+                )
+            rows.append(cells)
+    if not rows:
+        return None
+    reference = evidence.reference.label
+    groups = [
+        *([Group("setting", numeric=False)] if evidence.has_settings else []),
+        Group("arm", numeric=False),
+        Group("seeds"),
+        *(
+            Group(title, ("mean", "standard error"), "mean")
+            for title in ("training", "held out", "held out minus training")
+        ),
+        *(
+            Group(f"{title}, minus {reference}", ("mean", "low", "high"), "interval")
+            for title in ("training", "held out")
+        ),
+    ]
+    notes = [
+        "Nats a token at the end of training, mean \u00b1 standard error over seeds; the training loss is the mean over the "
+        "last tenth of its points. A gain in training that held-out text does not show is one of fit. No claim rests on these "
+        "intervals."
+    ]
+    return Table("losses", "Training and held-out loss", tuple(groups), rows, notes)
+
+
+def last_losses(run: RunRecord) -> tuple[float, float] | None:
+    """Return training and held-out loss at the end of a run; None where it has no such curves."""
+    training, held_out = run.curves.get(TRAINING), run.curves.get(HELD_OUT)
+    if training is None or held_out is None or not training.values or not held_out.values:
+        return None
+    last = max(1, round(_LAST_SHARE * len(training.values)))
+    return fmean(training.values[-last:]), held_out.values[-1]
+
+
+def costs_table(evidence: Evidence) -> Table:
+    """Return parameters and time of every arm, the ratio of times, and the held-out loss at equal time."""
+    rows = []
+    reference = evidence.reference
+    has_equal = False
+    for arm in evidence.index.arms:
+        runs = [run for one, _, _, run in evidence.every_run() if one is arm]
+        if not runs:
+            continue
+        sizes = sorted({run.parameters for run in runs})
+        cells = [arm.label, quantity(sizes[0]) if len(sizes) == 1 else f"{quantity(sizes[0])} to {quantity(sizes[-1])}"]
+        cells.append(_ratio_text(evidence, arm, lambda run: run.parameters, paired_seeds, interval=False))
+        cells.append(significant(1e3 * fmean(run.step_seconds for run in runs), 3))
+        cells.append(_ratio_text(evidence, arm, lambda run: run.step_seconds, timed_seeds))
+        cells.append(significant(fmean(run.train_seconds for run in runs) / 60, 3))
+        cells.append(_ratio_text(evidence, arm, lambda run: run.train_seconds, timed_seeds))
+        cells.append(significant(math.fsum(run.total_seconds for run in runs) / 3600, 3))
+        equal = equal_time_differences(evidence, arm)
+        has_equal |= bool(equal)
+        cells += _interval_cells(arm, evidence, equal, [0.0] * len(equal))
+        rows.append(cells)
+    groups = [
+        Group("arm", numeric=False),
+        Group("parameters"),
+        Group("ratio"),
+        Group("ms a step"),
+        Group("ratio [95 %]"),
+        Group("minutes a run"),
+        Group("ratio [95 %]"),
+        Group("hours in all"),
+        Group(f"held-out loss at equal time, minus {reference.label}", ("mean", "low", "high"), "interval"),
+    ]
+    notes = [
+        f"Ratios to {reference.label}, paired by seed. Times are of the machines in the list of runs, with other runs beside "
+        "them; only runs of one kind of machine are compared. Hours in all include evaluation."
+    ]
+    if has_equal:
+        notes.append(
+            "Held-out loss at equal time, in nats a token: both curves at the time when the faster run would have ended at "
+            "its median time of a step, which leaves out pauses. The "
+            "learning rate of the slower run was not yet at its end then, so this column is against the slower."
+        )
+    return Table("costs", "Parameters and time", tuple(groups), rows, notes)
+
+
+def equal_time_differences(evidence: Evidence, arm: StudyArm) -> list[float]:
+    """Return an arm's held-out loss minus the reference's at the time when the faster of both would have ended, by seed.
+
+    Every step takes a run's median time. A seed with several settings counts with their mean.
+    """
+    by_seed: dict[int, list[float]] = {}
+    for point in evidence.points:
+        own, other = evidence.at(arm.name, point), evidence.at(evidence.index.reference, point)
+        for seed in timed_seeds(evidence, arm.name, evidence.index.reference, point):
+            pair = [(run.step_seconds, run.curves.get(HELD_OUT)) for run in (own[seed], other[seed])]
+            curves = [(seconds, curve) for seconds, curve in pair if curve is not None and curve.steps]
+            if len(curves) < 2:
+                continue
+            ended = min(seconds * curve.steps[-1] for seconds, curve in curves)
+            losses = [float(np.interp(ended / seconds, curve.steps, curve.values)) for seconds, curve in curves]
+            by_seed.setdefault(seed, []).append(losses[0] - losses[1])
+    return [fmean(found) for found in by_seed.values()]
+
+
+def measured_costs_table(evidence: Evidence) -> Table:
+    """Return each model's cost, with the ratio to the reference wherever both were measured."""
+    costs = evidence.index.costs
+    twin = next((row for row in costs if row.model == evidence.index.reference), None)
+    memory = ("peak_training_bytes", "weights_and_kv_bytes_4k", "weights_and_kv_bytes_64k")
+    largest = max((getattr(row, name) or 0 for row in costs for name in memory), default=0)
+    size = ("GiB", 2.0**-30) if largest >= 10 * 2**30 else ("MiB", 2.0**-20)  # one for all, so that columns compare
+    columns = [
+        ("parameters", "parameters", "M", 1e-6),
+        ("training step", "train_step_seconds", "ms", 1e3),
+        ("prefill", "prefill_tokens_per_second", "tokens/s", 1.0),
+        ("decode", "decode_tokens_per_second", "tokens/s", 1.0),
+        ("training peak memory", "peak_training_bytes", *size),
+        ("weights + KV at 4k", "weights_and_kv_bytes_4k", *size),
+        ("weights + KV at 64k", "weights_and_kv_bytes_64k", *size),
+    ]
+    groups = [Group("model", numeric=False)]
+    groups += [Group(f"{title} ({unit})", ("value", "ratio"), "ratio") for title, _, unit, _ in columns]
+    rows = []
+    for cost in costs:
+        row = [cost.label]
+        for _, name, _, scale in columns:
+            value, against = getattr(cost, name), getattr(twin, name) if twin else None
+            row.append(NOT_MEASURED if value is None else significant(value * scale))
+            row.append(f"{value / against:.2f}" if value is not None and against and cost is not twin else "")
+        rows.append(row)
+    notes = [f"Measured in turns in one process. In brackets: times the figure of {evidence.reference.label}."]
+    if any(value == NOT_MEASURED for row in rows for value in row):
+        notes.append("Parameters, and weights + KV, are by formula; what is not measured was not run here.")
+    return Table("measured_costs", "Measured cost", tuple(groups), rows, notes)
+
+
+def sizes_table(evidence: Evidence) -> Table:
+    """Return the size of each arm's model, and its cost by formula."""
+    rows = [
+        [
+            evidence.arm(size.arm).label,
+            size.attention_type,
+            str(size.parameters),
+            str(size.train_flops_per_token),
+            str(size.kv_bytes_per_token),
+        ]
+        for size in evidence.index.sizes
+    ]
+    titles = ("attention type", "parameters", "training FLOPs a token", "KV cache bytes a token")
+    groups = [Group("arm", numeric=False), *(Group(title, numeric=title != titles[0]) for title in titles)]
+    return Table("sizes", "Sizes", tuple(groups), rows)
+
+
+def upcycling_table(study: Evidence, compared: Sequence[Compared]) -> Table:
+    """Return a row for each arm: its new parameters, the drift of its logits, and each figure before and after training."""
+    upcycling = study.index.upcycling
+    assert upcycling is not None
+    parameters = {size.arm: size.parameters for size in study.index.sizes}
+    before = {(one.task, one.name, repr(one.at)): one.value for one in upcycling.before}
+    told = [
+        (figure, before[key])
+        for figure in study.index.figures
+        if (key := (figure.task, figure.name, repr(figure.at))) in before and figure.unit != "bits/byte"
+    ]
+    groups = (
+        Group("model", numeric=False),
+        Group("parameters"),
+        Group("added"),
+        Group("largest logit difference at the start"),
+        Group("same greedy tokens"),
+        *(Group(f"{figure.label} before and after") for figure, _ in told),
+        Group("seconds a step"),
+    )
+    rows = []
+    for arm in study.index.arms:
+        drift, plain = upcycling.drift[arm.name], parameters[study.index.reference]
+        after = [row_of(compared, figure.label, arm.name, ()) for figure, _ in told]
+        runs = [run for one, _, _, run in study.every_run() if one is arm]
+        steps = [run.train_seconds / run.curves[TRAINING].steps[-1] for run in runs]
+        rows.append(
+            [
+                arm.label,
+                f"{parameters[arm.name]:,}",
+                f"{(parameters[arm.name] - plain) / plain:.1%}",
+                f"{drift.largest_logit_difference:.1e}",
+                f"{drift.greedy_same_tokens} of {drift.greedy_tokens}",
+                *(
+                    f"{fixed(value, 4)}, {fixed(row.statistic.mean, 4) if row else NOT_MEASURED}"
+                    for (_, value), row in zip(told, after, strict=True)
+                ),
+                f"{fmean(steps):.1f}" if steps else NOT_MEASURED,
+            ]
+        )
+    tokens = upcycling.drift[study.index.reference].tokens
+    trained = max((run.train_tokens for _, _, _, run in study.every_run()), default=0)
+    title = f"{upcycling.source} trained on for {trained:,} tokens"
+    return Table("upcycling", title, groups, rows, [f"Logits on {tokens} tokens, fp32."])
+
+
+def needs_table(scaling: Scaling) -> Table:
+    """Return what every arm needs for the reference's loss, by fit and by interpolation."""
+    rows = [
+        [
+            need.arm.label,
+            need.axis.name,
+            quantity(need.n),
+            *_amount_cells(need.fit),
+            *_amount_cells(need.raw),
+            PAPER_NEEDS[need.axis.name] if need.arm.name == "diff" else "",
+        ]
+        for need in scaling.needs
+    ]
+    groups = (
+        Group("arm", numeric=False),
+        Group("axis", numeric=False),
+        Group("reference has"),
+        Group("arm needs, by fit", ("share", "low", "high", "range"), "ranged"),
+        Group("arm needs, by interpolation", ("share", "low", "high", "range"), "ranged"),
+        Group("paper"),
+    )
+    notes = [
+        "Share of the reference's parameters (size, at the most tokens) or training tokens (tokens, at the largest size) with "
+        "which the arm has the reference's loss. 95 % bootstrap intervals over seeds. Where the loss lies outside of what the "
+        "arm was measured at, the fit is extrapolated and interpolation has no number: below or above range. Paper: section "
+        "3.2, of fits to one run a size."
+    ]
+    return Table("needs", "How much less is needed", groups, rows, notes)
+
+
+def laws_table(scaling: Scaling) -> Table:
+    """Return the fitted power laws."""
+    rows = [
+        [
+            trend.arm.label,
+            trend.axis.name,
+            ", ".join(quantity(n) for n in trend.n),
+            significant(float(trend.law.a[0])),
+            significant(float(trend.law.b[0]), 3),
+            significant(trend.exponents[0], 3),
+            significant(trend.exponents[1], 3),
+            significant(float(trend.law.c[0])),
+            significant(float(np.abs(trend.law.at(trend.n)[0] - trend.loss).max()), 2),
+        ]
+        for trend in scaling.trends
+    ]
+    groups = (
+        Group("arm", numeric=False),
+        Group("axis", numeric=False),
+        Group("measured at", numeric=False),
+        Group("a"),
+        Group("b", ("b", "low", "high"), "interval"),
+        Group("c"),
+        Group("largest residual"),
+    )
+    notes = [
+        "L = a N^-b + c by least squares, N in parameters or tokens. A law through three settings has no residual to judge by."
+    ]
+    return Table("laws", "Power laws", groups, rows, notes)
+
+
+def arms_table(evidence: Evidence) -> Table:
+    """Return what each arm is, and where its recipe differs from the others'."""
+    recipes = {
+        arm.name: _flat(run.recipe) for arm, run in reversed([(arm, run) for arm, _, _, run in evidence.every_run()])
+    }
+    keys = sorted({key for recipe in recipes.values() for key in recipe})
+    differing = [
+        key
+        for key in keys
+        if key.rpartition(".")[2] not in _UNCOMPARED and len({repr(recipe.get(key)) for recipe in recipes.values()}) > 1
+    ]
+    rows = []
+    for arm in evidence.index.arms:
+        recipe = recipes.get(arm.name)
+        own = (
+            [f"{key}: {recipe[key]}" for key in differing if recipe.get(key) is not None] if recipe else [NOT_MEASURED]
+        )
+        rows.append([arm.label, arm.about, "; ".join(own)])
+    groups = (Group("arm", numeric=False), Group("what it is", numeric=False), Group("keys that differ", numeric=False))
+    return Table("arms", "Arms", groups, rows, ["Every other key of the recipe is the same in all arms."])
+
+
+def rates_table(evidence: Evidence) -> Table | None:
+    """Return the mean figure of every learning rate that was tried, the best one marked; None if none was."""
+    index = evidence.index
+    if not index.rates:
+        return None
+    every = sorted({rate for one in index.rates for rate, _ in one.tried})
+    rows = []
+    for one in index.rates:
+        tried = dict(one.tried)
+        cells = [
+            evidence.arm(one.arm).label,
+            at_words(evidence, one.point).removeprefix(" at "),
+            f"{one.learning_rate:g}",
+        ]
+        for rate in every:
+            cells += [significant(tried.get(rate)), MARK if rate == one.learning_rate else ""]
+        rows.append([*cells, "at the edge" if one.is_at_edge else ""])
+    groups = [Group("arm", numeric=False), Group("setting", numeric=False), Group("chosen rate")]
+    groups += [Group(f"{rate:g}", ("mean", "best"), "marked_value") for rate in every]
+    groups += [Group("edge", numeric=False)]
+    figure = index.figures[0]
+    notes = [
+        f"Mean {figure.label} over seeds of their own, which are in no comparison; {figure.better} is better. {MARK}: the rate "
+        "that was chosen. An empty cell: not tried."
+    ]
+    if words := edge_words(evidence):
+        notes.append(words)
+    return Table("rates", "Learning rates", tuple(groups), rows, notes)
+
+
+def runs_table(evidence: Evidence) -> Table:
+    """Return every compared run with its file."""
+    figures = evidence.index.figures
+    rows = []
+    for arm, point, seed, run in evidence.every_run():
+        values = [figure_of(run, figure) for figure in figures]
+        rows.append(
+            [
+                arm.label,
+                *([evidence.words(point)] if evidence.has_settings else []),
+                str(seed),
+                *(NOT_MEASURED if value is None else significant(value, 5) for value in values),
+                significant(run.train_seconds / 60, 3),
+                run.environment.commit[:12] or "not recorded",
+                evidence.files[arm.name, point, seed],
+            ]
+        )
+    groups = (
+        Group("arm", numeric=False),
+        *([Group("setting", numeric=False)] if evidence.has_settings else []),
+        Group("seed"),
+        *(Group(_with_unit(figure.label, figure)) for figure in figures),
+        Group("minutes"),
+        Group("commit", numeric=False),
+        Group("file", numeric=False),
+    )
+    return Table("runs", "Every run", groups, rows, [f"Files are relative to {evidence.path.parent.name}/."])
+
+
+def machines_table(evidence: Evidence) -> Table:
+    """Return where the runs were trained, with the number of runs and their dates."""
+    places: dict[str, list[str]] = {}
+    for _, _, _, run in evidence.every_run():
+        words = f"{run.environment.where}; torch {run.environment.torch}"
+        places.setdefault(words, []).append(run.created)
+    rows = [[words, str(len(dates)), min(dates), max(dates)] for words, dates in places.items()]
+    groups = (Group("machine and code", numeric=False), Group("runs"), Group("first"), Group("last"))
+    return Table("machines", "Machines", groups, rows)
+
+
+def _difference_cells(row: Compared, places: int, reference: StudyArm) -> list[str]:
+    """Return mean, low, high, mark, and the seeds of that direction; words where there is no difference."""
+    difference = row.difference
+    if difference is None:
+        return ["reference" if row.arm.name == reference.name else "not paired", "", "", "", "", ""]
+    if row.is_censored:
+        return [NOT_REACHED, "", "", "", "", ""]
+    cells = [fixed(value, places, "+") for value in (difference.mean, difference.low, difference.high)]
+    return [*cells, MARK if is_marked(row) else "", str(row.same_direction), str(row.pairs)]
+
+
+def _paper_cells(figure: StudyFigure, arm: StudyArm, reference: StudyArm) -> list[str]:
+    value, other = figure.paper.get(arm.name), figure.paper.get(reference.name)
+    if value is None:
+        return ["", ""]
+    places = max(len(f"{number:.6g}".partition(".")[2]) for number in figure.paper.values())
+    difference = "" if other is None or arm.name == reference.name else fixed(value - other, places, "+")
+    return [fixed(value, places), difference]
+
+
+def _interval_cells(arm: StudyArm, evidence: Evidence, values: Sequence[float], others: Sequence[float]) -> list[str]:
+    if arm.name == evidence.index.reference or not values:
+        return ["", "", ""]
+    found = paired_difference(values, others)
+    return [fixed(value, 4, "+") for value in (found.mean, found.low, found.high)]
+
+
+def _ratio_text(
+    evidence: Evidence,
+    arm: StudyArm,
+    quantity_of: Callable[[RunRecord], float],
+    seeds_of: Callable[[Evidence, str, str, Point], list[int]],
+    interval: bool = True,
+) -> str:
+    """Return the geometric mean of ratios to the reference; a seed with several settings counts with their mean."""
+    if arm.name == evidence.index.reference:
+        return ""
+    by_seed: dict[int, list[float]] = {}
+    for point in evidence.points:
+        own, other = evidence.at(arm.name, point), evidence.at(evidence.index.reference, point)
+        for seed in seeds_of(evidence, arm.name, evidence.index.reference, point):
+            by_seed.setdefault(seed, []).append(math.log(quantity_of(own[seed]) / quantity_of(other[seed])))
+    if not by_seed:
+        return ""
+    found = paired_difference([fmean(logs) for logs in by_seed.values()], [0.0] * len(by_seed))
+    text = f"{math.exp(found.mean):.2f}"
+    if not interval or found.low is None or found.high is None:
+        return text
+    return f"{text} [{math.exp(found.low):.2f}, {math.exp(found.high):.2f}]"
+
+
+def _amount_cells(found: Amount) -> list[str]:
+    cells = [share_text(value) for value in (found.share, found.low, found.high)]
+    if len(set(cells)) == 1 and found.outside:
+        return [cells[0], "", "", ""]
+    return [*cells, "outside the range" if found.outside else ""]
+
+
+def _with_unit(title: str, figure: StudyFigure) -> str:
+    return f"{title} ({figure.unit})" if figure.unit else title
+
+
+def _flat(recipe: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    flat: dict[str, str] = {}
+    for key, value in recipe.items():
+        if isinstance(value, Mapping):
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value if isinstance(value, str) else json.dumps(value)
+    return flat
