@@ -11,18 +11,10 @@ from contextlib import contextmanager
 
 import pytest
 
-KEYS = {
-    "ArrowLeft": 37,
-    "ArrowUp": 38,
-    "ArrowRight": 39,
-    "ArrowDown": 40,
-    "Home": 36,
-    "End": 35,
-    "Escape": 27,
-    "Tab": 9,
-}
+KEYS = {"ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40, "Home": 36, "End": 35, "PageUp": 33}
+KEYS |= {"PageDown": 34, "Escape": 27, "Tab": 9}
 SHIFT = 8
-WAIT_SECONDS = 10
+WAIT_SECONDS = 60
 
 
 class Browser:

@@ -4,7 +4,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from difftransformer.errors import ConfigError
+from difftransformer.errors import ConfigError, DataError
 from difftransformer.sources import check_model
 from difftransformer.typed import WeightsDtype
 
@@ -36,8 +36,8 @@ def run(
     """
     check_positive(tokens=tokens)
     check_device(device)
-    if prompt is not None and not prompt:
-        raise ConfigError("the prompt is empty; give a text")
+    if prompt is not None:
+        _check_text(prompt)
     names = [name for name in (model, beside) if name is not None]
     for name in names:
         check_model(name)
@@ -46,13 +46,23 @@ def run(
 
     from ..explorer import maps
 
-    pairs: list[Any] = []
+    pairs: list[tuple[Any, Any]] = []
     with ExitStack() as stack, quietly():
         for name in names:
             folder = stack.enter_context(source_folder(name))
             pairs.append((open_model(folder, dtype=dtype).to(device), open_tokenizer(folder)))
-        page = maps(*pairs[0], prompt, *pairs[1:], tokens=tokens, names=tuple(names))
+        second = pairs[1] if beside is not None else None
+        page = maps(*pairs[0], prompt=prompt, beside=second, tokens=tokens, names=tuple(names))
     path = page.save(out or Path("evals", Path(model).resolve().name, "maps.html"))
     log(f"{len(page.html) / 1e6:.2f} MB")
     show(f"{path}: open it in a browser")
     return 0
+
+
+def _check_text(prompt: str) -> None:
+    if not prompt:
+        raise ConfigError("the prompt is empty; give a text")
+    try:
+        prompt.encode("utf-8")
+    except UnicodeEncodeError:
+        raise DataError("the prompt: not UTF-8; convert it") from None

@@ -63,12 +63,10 @@ def capture(model: Any, ids: Tensor) -> list[LayerMaps]:
 
     with _in_eval_mode(model):
         try:
-            with written_out(model) as tapped:
-                pass
+            with written_out(model) as tapped, observing_maps(tapped, observe):
+                model(input_ids=ids, use_cache=False)
         except EvaluationError as error:
             return [LayerMaps.of([weights], None) for weights in _returned(model, ids, error)]
-        with written_out(model), observing_maps(tapped, observe):
-            model(input_ids=ids, use_cache=False)
     return layers
 
 

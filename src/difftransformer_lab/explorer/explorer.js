@@ -214,7 +214,7 @@ class View {
       option.id = `head-${this.index}-${head.layer}-${head.head}`;
       option.setAttribute("role", "option");
       option.innerHTML = '<canvas aria-hidden="true"></canvas><span></span><span></span>';
-      option.firstElementChild.nextSibling.textContent = `L${head.layer} H${head.head}`;
+      option.firstElementChild.nextSibling.textContent = `${head.layer}.${head.head}`;
       option.addEventListener("click", () => this.choose(head));
       return [head, option];
     }));

@@ -32,8 +32,8 @@ from .capture import LayerMaps, capture
 
 TOKENS, MOST_TOKENS = 128, 1024
 LEVELS = (2048, 1024)
-"""Weights are rounded to 1/2048, or to 1/1024 in a model that would be larger than MOST_CHARACTERS. The error of A1 or A2 is half
-of it, and that of A1 - lambda A2 below 1e-3 for |lambda| <= 1."""
+"""Weights are rounded to 1/2048, or to 1/1024 in a model that would be larger than MOST_CHARACTERS. The error of A1 or A2 is
+half of it, and that of A1 - lambda A2 below 1e-3 for |lambda| <= 1."""
 MOST_CHARACTERS = 1_400_000
 DEFAULT_PROMPT = """\
 The grass is green. The sky is blue. The sun is yellow.
@@ -43,7 +43,8 @@ The special magic Oslo number is: 63
 The grass is green. The sky is blue.
 The special magic Lisbon number is:"""
 
-_FRAME = '<iframe srcdoc="{}" title="Attention maps" sandbox="allow-scripts" style="width: 100%; height: 900px; border: 0"></iframe>'
+_STYLE = "width: 100%; height: 900px; border: 0"
+_FRAME = f'<iframe srcdoc="{{}}" title="Attention maps" sandbox="allow-scripts" style="{_STYLE}"></iframe>'
 
 
 @dataclass(frozen=True)
@@ -104,9 +105,13 @@ def maps(
         shown = ids[: min(tokens, positions)]
         _check_vocabulary(network, shown)
         layers = capture(network, torch.tensor([shown], device=network.device))
-        kind = label(getattr(network.config, "attention_type", None) or type(network).__name__)
-        facts = {"name": names[index] if index < len(names) else type(network).__name__, "kind": kind}
-        facts |= {"tokens": _pieces(own, shown), "whole": len(ids), "begins": begins}
+        facts = {
+            "name": names[index] if index < len(names) else type(network).__name__,
+            "kind": label(getattr(network.config, "attention_type", None) or type(network).__name__),
+            "tokens": _pieces(own, shown),
+            "whole": len(ids),
+            "begins": begins,
+        }
         blocks.append(packed(layers, facts))
     return Page(_filled(blocks))
 
