@@ -143,7 +143,7 @@ def test_closed_streams():
     assert b"standard output is closed" in done.stderr
     done = shell("$COMMAND generate nowhere <&-")
     assert (done.returncode, done.stderr.count(b"\n")) == (2, 1)
-    assert b"standard input is empty" in done.stderr
+    assert b"no prompt" in done.stderr
     done = shell("$COMMAND nothing 2>&-")
     assert (done.returncode, done.stdout, done.stderr) == (2, b"", b"")
     assert shell("$COMMAND --help <&- 2>&-").returncode == 0
@@ -170,13 +170,13 @@ def test_streams_of_few_characters():
 def test_pages_hold_no_control_characters(tmp_path):
     import dataclasses
 
-    from difftransformer_lab.report import write_report
+    from difftransformer_lab.report import studied, write_study
     from tests.report.conftest import make_comparison
 
     bad = "\x1b[31m<b>\x07\u202e[bold]"
-    study = make_comparison(seeds=1, layers=2, needle_counts=1)
-    study = dataclasses.replace(study, name=bad, command=bad, recipe={bad: bad})
-    page = write_report(study, tmp_path)
+    evidence = make_comparison(seeds=1, layers=2, needle_counts=1)
+    index = dataclasses.replace(evidence.index, question=bad, about=bad, command=bad)
+    page = write_study(studied(dataclasses.replace(evidence, index=index)), tmp_path)
     for path in (page, *tmp_path.rglob("*.csv"), *tmp_path.rglob("*.svg")):
         assert not {*"\x1b\x07\u202e"} & set(path.read_text(encoding="utf-8")), path
     assert "\u241b[31m&lt;b&gt;\u2407\ufffd[bold]" in page.read_text(encoding="utf-8")

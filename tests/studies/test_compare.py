@@ -91,7 +91,7 @@ def test_what_it_writes(study, comparison):
     ]  # fmt: skip
     assert [size.attention_type for size in index.sizes] == ["diff", "softmax"]
     assert [baseline.name for baseline in index.baselines] == ["byte bigram"]
-    assert index.command.startswith("difftransformer ")
+    assert index.command.startswith("difftransformer")
     for arm, point, seed, run in comparison.every_run():
         place = folder / comparison.files[arm.name, point, seed]
         steps, validations = read_metrics(place.parent / "metrics.jsonl")

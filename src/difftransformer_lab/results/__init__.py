@@ -22,6 +22,7 @@ from .bench import Bench, BenchRow, Timing
 from .curves import Curve
 from .files import (
     SCHEMA_VERSION,
+    VERSIONS,
     kept_result,
     read_document,
     read_result,

@@ -37,7 +37,7 @@ def write_result(result: Result, path: Path | str) -> Path:
     """Write a result as JSON with a checksum, whole or not at all (a temporary file in the same folder, then a rename)."""
     path = Path(path)
     kind = next(name for name, cls in KINDS.items() if isinstance(result, cls))
-    document = {"kind": kind, "version": SCHEMA_VERSION, "result": dataclasses.asdict(result)}
+    document = {"kind": kind, "version": VERSIONS.get(kind, SCHEMA_VERSION), "result": dataclasses.asdict(result)}
     write_text_atomically(path, sealed(document, is_short=kind in SHORT_KINDS))
     return path
 
