@@ -57,7 +57,7 @@ def test_the_second_command_is_refused(words, holder, tmp_path, capfd, name):
     status, error = run(words[name], tmp_path / "out", capfd)
     assert status == 2
     assert error == (
-        f"difftransformer {name.replace(' task', ' perplexity')}: {tmp_path / 'out'}: process "
+        f"difftransformer {name.replace(' task', ' perplexity').removesuffix(' suite')}: {tmp_path / 'out'}: process "
         f"{holder.pid} on {socket.gethostname()} is working in it; wait until it ends, or name another folder\n"
     )
     assert os.listdir(tmp_path / "out") == [".lock"]

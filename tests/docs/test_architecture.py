@@ -52,7 +52,7 @@ def all_names():
     """Names that any file of the package defines, methods also without their class, and those of modules and packages."""
     paths = [path for source in SOURCES for path in source.rglob("*")]
     names = {name for path in paths if path.suffix in (".py", ".cpp", ".h") for name in names_in(path)}
-    return names | {name.rpartition(".")[2] for name in names} | {path.stem for path in paths}
+    return names | {name.rpartition(".")[2] for name in names} | {path.stem for path in (*SOURCES, *paths)}
 
 
 @cache

@@ -60,7 +60,7 @@ def test_errors_take_one_line(ours, tmp_path, fails):
     assert message == (
         f"difftransformer convert: {tmp_path / 'ours'} is a folder that is not empty; name a folder that does not exist yet\n"
     )
-    assert "target" in fails("convert", tmp_path / "ours")
+    assert "give TARGET" in fails("convert", tmp_path / "ours")
     assert not theirs.exists()
 
 

@@ -145,7 +145,7 @@ def test_what_cannot_be_exported_is_refused_without_a_part_of_it(run, tmp_path, 
     (tmp_path / "full" / "x").write_text("x")
     assert "is a folder that is not empty" in fails(run, tmp_path / "full")
     assert "such as mit" in fails(run, out, "--license", "MIT license")
-    assert 'key "dtype"' in fails(run, out, "--dtype", "int3")
+    assert "expected one of auto, fp32, bf16" in fails(run, out, "--dtype", "int3")
     weights = model / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     assert "model.safetensors: damaged (found" in fails(run, out)

@@ -143,13 +143,21 @@ def test_inside_a_compiled_graph():
 
 
 class SelfAttention(torch.nn.Module):
+    def __init__(self, backend="auto"):
+        super().__init__()
+        self.backend = backend
+
     def forward(self, x):
-        return differential_attention(x, x, x, 0.3, is_causal=True)
+        return differential_attention(x, x, x, 0.3, is_causal=True, backend=self.backend)
 
 
-def exported():
+def has_own_operators(program):
+    return any("difftransformer" in str(node.target) for node in program.graph.nodes)
+
+
+def exported(backend="auto"):
     sizes = {0: Dim("B"), 2: Dim("T")}
-    return torch.export.export(SelfAttention(), (torch.randn(2, 1, 9, 4),), dynamic_shapes=(sizes,))
+    return torch.export.export(SelfAttention(backend), (torch.randn(2, 1, 9, 4),), dynamic_shapes=(sizes,))
 
 
 def test_an_exported_program_takes_any_length():
@@ -158,19 +166,20 @@ def test_an_exported_program_takes_any_length():
     torch.testing.assert_close(exported().module()(x), SelfAttention()(x))
 
 
-def test_onnx_gets_operators_that_it_knows(monkeypatch):
+def test_an_exported_program_needs_this_package_only_where_it_was_asked_for():
     """tests/ecosystem/test_onnx.py computes with the result."""
     x = torch.randn(3, 1, 5, 4)
-    assert any("difftransformer" in str(node.target) for node in exported().graph.nodes)
-    monkeypatch.setattr(torch.onnx, "is_in_onnx_export", lambda: True)
     program = exported()
-    assert not any("difftransformer" in str(node.target) for node in program.graph.nodes)
+    assert not has_own_operators(program)
     torch.testing.assert_close(program.module()(x), SelfAttention()(x))
+
+
+@needs_kernels
+def test_a_named_backend_keeps_its_operator():
+    assert has_own_operators(exported("cpu"))
 
 
 @pytest.mark.parametrize("runtime", ["onnx", "openvino", "executorch"])
 def test_transformers_exporters_get_operators_that_other_runtimes_know(runtime):
     with apply_patches(runtime):
-        program = exported()
-    assert not any("difftransformer" in str(node.target) for node in program.graph.nodes)
-    assert any("difftransformer" in str(node.target) for node in exported().graph.nodes)
+        assert not has_own_operators(exported())

@@ -64,6 +64,8 @@ def verbs() -> dict[str, str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
+    if sys.stdout is None:
+        return _fail("difftransformer: standard output is closed")
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # the terminal may not have every character
     warnings.formatwarning = lambda message, *_, **__: printable_line(f"warning: {message}") + "\n"
@@ -95,8 +97,9 @@ def _main(words: list[str]) -> int:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     verb = words[0]
     try:
-        verb, words = split_verb(words)
-        return _run(verb, words)
+        called, words = split_verb(words)
+        verb = "eval" if called.endswith((".yaml", ".yml")) else called
+        return _run(called, words)
     except FailedElsewhere:
         return EXIT_ERROR
     except DiffTransformerError as error:

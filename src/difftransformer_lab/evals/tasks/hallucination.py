@@ -60,21 +60,21 @@ class Options:
     """Summaries and answers, judged against their documents.
 
     Attributes:
-        sets: Public sets (xsum, cnn_dm, multinews, qasper, hotpotqa, 2wikimqa); all six if neither a set nor a file is given.
-        file: Your own items: JSONL with document and reference, and for questions also question, on each line.
-        kind: What to ask about the documents of the file: a summary, or the answer to the question of each.
+        sets: xsum, cnn_dm, multinews, qasper, hotpotqa, 2wikimqa. Without a file all six.
+        file: Your own items: JSONL with document, reference, and question for kind qa.
+        kind: What to ask about the documents of the file.
         items: Items of each set, drawn at random; the paper has 100.
-        prompt: base continues the text after the document; chat asks in the chat template.
-        max_new_tokens: Maximum number of tokens of an answer; by default that of each set.
-        judge: overlap; nli:FOLDER, a local model of natural language inference; or openai:MODEL.
-        judgments: File of verdicts with their reasons; an answer that is in it is not judged again.
-        endpoint: Address of the server for openai:MODEL, up to /chat/completions; any compatible server works.
-        key_variable: Environment variable that contains the key of the endpoint; empty for a server without keys.
-        max_judgments: Maximum number of requests to the endpoint in this run.
-        max_cost_tokens: Maximum number of tokens that the endpoint may use in this run, for requests and replies.
+        prompt: Continue the text, or ask in the chat template.
+        max_new_tokens: Longest answer; by default that of each set.
+        judge: overlap; nli:FOLDER, a local model of inference; or openai:MODEL.
+        judgments: File of verdicts; an answer in it is not judged again.
+        endpoint: Server for openai:MODEL, without /chat/completions.
+        key_variable: Environment variable with the endpoint's key; empty for none.
+        max_judgments: Most requests to the endpoint in this run.
+        max_cost_tokens: Most tokens of requests and replies in this run.
         timeout_seconds: Time limit of one request to the endpoint.
         retries: Retries of a failed request.
-        overlap_threshold: Share of an answer's content words that its document must contain, for the judge overlap.
+        overlap_threshold: Share of an answer's content words in the document, for overlap.
         seed: Seed of the random draws.
     """
 
