@@ -391,7 +391,7 @@ class View {
       rest.push(left(head, row, i, lambda));
     }
     const height = weight => Math.sqrt(Math.max(0, weight / most));
-    const most = Math.max(1e-9, ...first, ...rest, ...rest.map(weight => -4 * weight)); // the room below zero is half as high
+    const most = Math.max(1e-9, ...first, ...rest, ...rest.map(weight => -weight * (34 / 26) ** 2)); // pixels above and below zero
     this.tokens.forEach((token, i) => {
       const [ghost, up, down] = token.children, weight = i <= row ? rest[i] : 0;
       ghost.style.setProperty("--up", head.second && i <= row ? height(first[i]) : 0);
