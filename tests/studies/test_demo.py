@@ -25,7 +25,7 @@ def check_promises(result: Evidence) -> None:
         cells = {}
         for needle in (run.evaluations["needle"] for run in result.at(arm.name, ()).values()):
             for row in needle.measurements:
-                if row.detail and row.at["cities"] == "seen":
+                if row.name == "accuracy" and row.detail and row.at["cities"] == "seen":
                     correct, trials = cells.get((row.at["needles"], row.at["depth"]), (0, 0))
                     cells[row.at["needles"], row.at["depth"]] = (correct + round(row.value * row.n), trials + row.n)
         assert 0 < sum(c for c, _ in cells.values()) < sum(t for _, t in cells.values()), f"{arm.label}: an empty map"
