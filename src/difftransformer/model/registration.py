@@ -1,5 +1,6 @@
 """How transformers learns of model classes from outside: its Auto classes, its tables of names, and names of its own."""
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,7 +28,9 @@ def register_models(config: type[Any], models: Mapping[str, type[Any]], *, key: 
         models: Class of the model by the name of an Auto class, such as "AutoModelForCausalLM".
         key: The model's name in the tables; it stands for these classes alone.
     """
+    server = sys.modules.get("transformers.cli.serving.model_manager")  # started early, it has a module object of its own
     for auto, model in models.items():
         getattr(transformers, auto).register(config, model, exist_ok=True)
         TABLES[auto][key] = model.__name__
-        setattr(transformers, model.__name__, model)
+        for place in {transformers, getattr(server, "transformers", transformers)}:
+            setattr(place, model.__name__, model)
