@@ -8,10 +8,10 @@ import pytest
 import yaml
 
 from difftransformer_lab.cli.main import main
-from difftransformer_lab.results import write_result
 from tests.conftest import TOY
 from tests.report.conftest import make_comparison
 from tests.support import tiny_folders
+from tests.support.simulated_study import save
 
 pytestmark = pytest.mark.slow
 PICKLE = b"cos\nsystem\n(S'touch pickled'\ntR."
@@ -29,7 +29,7 @@ def whole(tmp_path_factory):
     recipe["evaluation"] = []
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     assert main(["train", str(folder / "recipe.yaml"), "--out", str(folder / "run")]) == 0
-    write_result(make_comparison(seeds=1, layers=2, needle_counts=1), folder / "results.json")
+    save(make_comparison(seeds=1, layers=2, needle_counts=1), folder).rename(folder / "results.json")
     return folder
 
 
