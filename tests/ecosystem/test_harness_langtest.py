@@ -82,10 +82,10 @@ def tasks(tmp_path):
 @pytest.mark.slow(minutes=2)
 def test_the_figures_of_lm_evals_own_command(needs, tasks, smollm, tmp_path):
     needs("lm_eval")
-    asked = ["--tasks", ",".join(SETS), "--include-path", str(tasks), "--limit", str(QUESTIONS), "--batch-size", "4"]
+    asked = ["--tasks", ",".join(SETS), "--include_path", str(tasks), "--limit", str(QUESTIONS), "--batch_size", "4"]
     assert main(["eval", "harness", str(smollm), *asked, "--out", str(tmp_path / "ours")]) == 0
     command = [sys.executable, "-m", "lm_eval", "run", "--model", "hf", "--device", "cpu"]
-    asked += ["--model-args", f"pretrained={smollm},dtype=float32", "--output-path", str(tmp_path / "theirs")]
+    asked += ["--model_args", f"pretrained={smollm},dtype=float32", "--output_path", str(tmp_path / "theirs")]
     subprocess.run([*command, *asked], check=True, capture_output=True, timeout=900)
     (found,) = (tmp_path / "theirs").rglob("results*.json")
     theirs = json.loads(found.read_text())["results"]
