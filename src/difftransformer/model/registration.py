@@ -28,7 +28,9 @@ def register_models(config: type[Any], models: Mapping[str, type[Any]], *, key: 
         models: Class of the model by the name of an Auto class, such as "AutoModelForCausalLM".
         key: The model's name in the tables; it stands for these classes alone.
     """
-    server = sys.modules.get("transformers.cli.serving.model_manager")  # started early, it has a module object of its own
+    server = sys.modules.get(
+        "transformers.cli.serving.model_manager"
+    )  # started early, it has a module object of its own
     for auto, model in models.items():
         getattr(transformers, auto).register(config, model, exist_ok=True)
         TABLES[auto][key] = model.__name__

@@ -112,7 +112,8 @@ def _main(words: list[str]) -> int:
         reason = str(error).partition("\n")[0]
         return _fail(f"difftransformer {verb}: not enough memory{reason and f' ({reason})'}; ask for less")
     except OSError as error:
-        if debug or (error.filename is None and isinstance(error, BrokenPipeError)):
+        is_of_stdout = error.filename is None and error.errno in (errno.EPIPE, errno.ENOSPC)  # writers name their files
+        if debug or is_of_stdout:
             raise
         advice = "; make room and run again" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
         place = f"{error.filename}: " if error.filename else ""
