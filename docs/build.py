@@ -1,8 +1,8 @@
 """Build the documentation site: `make docs`, or `python docs/build.py FOLDER`.
 
 Sphinx reads a copy of this folder to which pages are added: the API reference, with a page for each package, and the
-changelog and the contributor's guide of the repository. The navigation is the list of links in index.md. Every warning is
-an error.
+changelog and the contributor's guide of the repository. The navigation is the list of links in index.md, where indented
+items belong to the page above them. Every warning is an error.
 """
 
 import ast
@@ -23,7 +23,7 @@ PACKAGES = (*(f"difftransformer.{name}" for name in LIBRARY), *(f"difftransforme
 # Modules whose public names are documented on their package's page, and which the package itself does not import.
 MODULES = {"difftransformer.attention": {"encoder": ["DifferentialEncoderLayer"]}}
 OUTSIDE = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
-ENTRY = re.compile(r"^- \[([^\]]+)\]\(([^)#]+\.(?:md|ipynb))\)", re.MULTILINE)
+ENTRY = re.compile(r"^( *)- \[([^\]]+)\]\(([^)#]+\.(?:md|ipynb))\)", re.MULTILINE)
 
 
 def public_names(package: str) -> list[str]:
@@ -84,22 +84,32 @@ def write_pages(folder: Path) -> None:
                 rf"\]\((\.\./)+{re.escape(name)}", f"]({'../' * len(page.relative_to(folder).parts[1:])}{own}", text
             )
         page.write_text(text, encoding="utf-8")
-    index = folder / "index.md"
-    text = index.read_text(encoding="utf-8")
-    index.write_text(text + navigation(text), encoding="utf-8")
-    api = folder / "api.md"
-    pages = "".join(f"api/{package}\n" for package in PACKAGES)
-    api.write_text(f"{api.read_text(encoding='utf-8')}\n```{{toctree}}\n:hidden:\n\n{pages}```\n", encoding="utf-8")
+    for page, tree in navigation(folder).items():
+        with (folder / page).open("a", encoding="utf-8") as file:
+            file.write(tree)
 
 
-def navigation(text: str) -> str:
-    """A hidden table of contents for each section of index.md that lists pages."""
-    trees = []
-    for section in re.split(r"^## ", text, flags=re.MULTILINE)[1:]:
-        caption, pages = section.partition("\n")[0], ENTRY.findall(section)
-        lines = "".join(f"{title} <{page}>\n" for title, page in pages)
-        trees.append(f"\n```{{toctree}}\n:hidden:\n:caption: {caption}\n\n{lines}```\n" if pages else "")
-    return "".join(trees)
+def navigation(folder: Path) -> dict[str, str]:
+    """Hidden tables of contents, by the page that they belong to."""
+    trees = {"index.md": ""}
+    below = {"api.md": [("", f"api/{package}") for package in PACKAGES]}
+    below["findings.md"] = [
+        (f"Study {page.parent.name}", str(page.relative_to(folder)))
+        for page in sorted(folder.glob("results/studies/*/README.md"))
+    ]
+    for section in re.split(r"^## ", (folder / "index.md").read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]:
+        top: list[tuple[str, str]] = []
+        for indent, title, page in ENTRY.findall(section):
+            (below.setdefault(top[-1][1], []) if indent else top).append((title, page))
+        if top:
+            trees["index.md"] += table_of_contents(top, caption=section.partition("\n")[0])
+    return trees | {page: table_of_contents(pages) for page, pages in below.items() if pages}
+
+
+def table_of_contents(pages: list[tuple[str, str]], caption: str = "") -> str:
+    options = ":hidden:\n" + (f":caption: {caption}\n" if caption else "")
+    lines = "".join(f"{title} </{page}>\n" if title else f"/{page}\n" for title, page in pages)
+    return f"\n```{{toctree}}\n{options}\n{lines}```\n"
 
 
 def main() -> int:

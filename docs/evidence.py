@@ -1,11 +1,12 @@
 """Write what the documentation says about runs: `python docs/evidence.py`.
 
 It reads the results in docs/results, the records of studies among them, and others' replications in docs/replications.yaml. It
-writes README.md and pages in docs between their markers, docs/results/studies/README.md, and docs/figures/study-*.svg. With
---check it writes nothing and names the files that differ, with exit status 1.
+writes README.md and pages in docs between their markers, a page for each study, docs/results/studies/NAME/README.md, and
+docs/figures/study-*.svg. With --check it writes nothing and names the files that differ, with exit status 1.
 """
 
 import argparse
+import itertools
 import re
 import sys
 from collections.abc import Iterator
@@ -32,44 +33,36 @@ DOCS = Path(__file__).parent
 STUDIES = DOCS / "results" / "studies"
 OLD_START = "-normal-start"
 """Sizes of studies whose runs began with N(0, 0.02²) or N(0, 0.05²). README, which is read first, tells the others alone."""
-PAGE = """# Studies
-
-Every study trains its arms on the same batches, with several seeds. A file in `NAME/runs/` holds one run, and
-`NAME/PRESET.json` says which runs a study is made of. `difftransformer study NAME` trains what is missing.
-`difftransformer report docs/results/studies` writes a page for each study with every table and figure.
-
-## Claims of the paper
-
-{claims}
-## Studies
-
-{studies}"""
 
 
 def generated() -> Iterator[tuple[Path, str]]:
     """Yield each file that holds generated text, and its whole content."""
     found = read_studies(STUDIES)
     drawings = {one.evidence.slug: figure(one) for one in found}
-    claims, studies = claims_table(judge(read_claims(), found)), studies_table(found)
-    here = {one.evidence.slug: f"../../findings.md#study-{anchor(one.evidence.slug)}" for one in found}
-    yield STUDIES / "README.md", PAGE.format(claims=claims.markdown(here), studies=studies.markdown(here))
     told = [one for one in found if not one.evidence.slug.endswith(OLD_START)]
-    readme = readme_table(told).markdown(
-        {one.evidence.slug: f"docs/findings.md#study-{anchor(one.evidence.slug)}" for one in told}
-    )
     pages = measured.blocks(found)
-    pages[DOCS.parent / "README.md"]["studies"] = readme if told else "No study has run yet.\n"
+    pages[DOCS.parent / "README.md"]["studies"] = readme_table(told).markdown(addresses(told, "docs/"))
     pages[DOCS / "initialization.md"] = pages.get(DOCS / "initialization.md", {}) | {"start-loss": start_loss(found)}
-    pages[DOCS / "findings.md"] |= {
-        "claims": claims.markdown({one.evidence.slug: f"#study-{anchor(one.evidence.slug)}" for one in found}),
-        "studies": "\n".join(section(one, drawings[one.evidence.slug] is not None) for one in found)
-        or "No study has run yet.\n",
+    pages[DOCS / "findings.md"] = {
+        "claims": claims_table(judge(read_claims(), found)).markdown(addresses(found)),
+        "studies": studies_table(found).markdown(addresses(found)),
         "replications": replications().markdown(),
     }
+    for name, sizes in itertools.groupby(found, key=lambda one: one.evidence.index.name):
+        sections = [section(one, drawings[one.evidence.slug] is not None) for one in sizes]
+        yield STUDIES / name / "README.md", "\n".join([f"# Study {name}\n", *sections])
     yield from (between(path, parts) for path, parts in pages.items())
     for one in found:
         if drawings[one.evidence.slug] is not None:
             yield figure_file(one), drawings[one.evidence.slug]
+
+
+def addresses(studies: list[Studied], docs: str = "") -> dict[str, str]:
+    """Return the address of each study's section, from a page that reaches this folder by `docs`."""
+    return {
+        one.evidence.slug: f"{docs}results/studies/{one.evidence.index.name}/README.md#{one.evidence.path.stem}"
+        for one in studies
+    }
 
 
 def readme_table(found: list[Studied]) -> Table:
@@ -79,14 +72,13 @@ def readme_table(found: list[Studied]) -> Table:
 
 
 def section(one: Studied, has_figure: bool) -> str:
-    """Return a study's part of the findings."""
+    """Return what the page of a study says of one of its sizes."""
     evidence, index = one.evidence, one.evidence.index
-    records = evidence.path.relative_to(DOCS).as_posix()
     stage = "confirms a plan" if index.plan else "explores: nothing in it is confirmed"
     lines = [
-        f"### Study {index.name} ({evidence.path.stem})",
+        f"## {evidence.path.stem}",
         f"**{index.question}** {index.about}",
-        f"`{index.command}` ([records]({records}), {progress_words(evidence)}). This study {stage}.",
+        f"`{index.command}` ([records]({evidence.path.name}), {progress_words(evidence)}). This study {stage}.",
     ]
     lines.append(
         "\n".join(
@@ -94,7 +86,7 @@ def section(one: Studied, has_figure: bool) -> str:
         )
     )
     if has_figure:
-        lines.append(f"![{index.question}](figures/{figure_file(one).name})")
+        lines.append(f"![{index.question}](../../../figures/{figure_file(one).name})")
     lines += confirming(one) if index.plan else exploring(one)
     first, *more = changes_words(one)
     lines.append(f"Changes after data: {first}" if not more else "\n- ".join(["Changes after data:\n", first, *more]))
@@ -152,11 +144,6 @@ def replications() -> Table:
     plain = yaml.safe_load((DOCS / "replications.yaml").read_text("utf-8"))
     rows = [[one[column] for column in columns] for one in plain]
     return Table("replications", "Replications", tuple(Group(column, numeric=False) for column in columns), rows)
-
-
-def anchor(heading: str) -> str:
-    """Return the address of a heading as code hosts make it."""
-    return re.sub(r"[^\w-]", "", heading.lower().replace(" ", "-"))
 
 
 def between(path: Path, parts: dict[str, str]) -> tuple[Path, str]:

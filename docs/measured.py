@@ -33,13 +33,15 @@ def blocks(studies: Sequence[Studied]) -> dict[Path, dict[str, str]]:
     demo, upcycled = compared("demo"), compared("upcycle")
     pages = {
         "README.md": {"demo": demo_table(demo)},
-        "findings.md": {"retrieval": retrieval_table(), "demo": attention_table(demo)},
+        "retrieval.md": {"retrieval": retrieval_table(), "demo": attention_table(demo)},
         "choose.md": {"measured": choice_tables(bench("variants"), upcycled, studies)},
         "performance.md": {
             "attention": by_processor(kernels, attention_ratios),
             "peaked": by_processor(kernels, lambda result: printed(result, "peaked-forward", "peaked-forward+backward")),
             "decode": by_processor(kernels, lambda result: printed(result, "attention-decode")),
             "memory": printed(next(iter(kernels.values())), "memory-forward+backward-figures"),
+        },
+        "performance-models.md": {
             "models": by_processor(models, models_ratios),
             "generation": "\n".join(printed(bench(name)) for name in ("generation", "generation-two-threads")),
             "loss": printed(bench("loss")),
@@ -293,7 +295,7 @@ def studied_notes(study: Studied | None, units: str = "") -> list[str]:
     index = study.evidence.index
     means = f" of means over {len(study.evidence.points)} settings" if study.evidence.has_settings else ""
     return [
-        f"Study: `{index.command}` ([its section](findings.md#study-{index.name}-{index.preset}), "
+        f"Study: `{index.command}` ([its page](results/studies/{index.name}/README.md#{index.preset}), "
         f"{progress_words(study.evidence)}), mean \u00b1 standard error over seeds{means}. {units}".rstrip(),
         mark_words(study.evidence),
     ]

@@ -201,7 +201,8 @@ def test_pictures_have_a_text_instead(path):
 
 
 def test_the_list_of_pages_is_complete():
-    """index.md is the navigation of the site, so it names every page."""
-    listed = set(re.findall(r"\]\(([^)#]+)", (DOCS / "index.md").read_text(encoding="utf-8")))
+    """index.md is the navigation of the site, so it names every page; findings.md names those of the studies."""
+    texts = ((DOCS / page).read_text(encoding="utf-8") for page in ("index.md", "findings.md"))
+    listed = {page for text in texts for page in re.findall(r"\]\(([^)#]+)", text)}
     pages = {name(path) for path in (*DOCS.rglob("*.md"), *NOTEBOOKS)} - {"index.md"}
     assert pages <= listed, pages - listed
