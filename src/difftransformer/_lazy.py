@@ -19,7 +19,7 @@ def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[st
     spec = sys.modules[package].__spec__
     source: str = spec.loader.get_source(package)  # type: ignore[union-attr]
     home = {
-        alias.name: f".{statement.module}"
+        alias.name: f"{'.' * statement.level}{statement.module}"
         for block in ast.parse(source).body
         if isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING"
         for statement in block.body

@@ -263,7 +263,7 @@ def test_wrong_folders(saved, fails, tmp_path):
         (folder / name).rename(folder / f"{name}.away")
     assert f"{folder}: no tokenizer here" in fails(folder, PROMPT)
     (folder / "tokenizer.json").write_text("{")
-    assert f"{folder}: its tokenizer cannot be opened" in fails(folder, PROMPT)
+    assert f"{folder / 'tokenizer.json'}: its tokenizer cannot be opened" in fails(folder, PROMPT)
 
 
 def test_wrong_models(saved, fails):

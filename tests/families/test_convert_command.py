@@ -72,3 +72,22 @@ def test_in_a_process_of_its_own(ours, tmp_path):
     left, converted = printed.splitlines()
     assert left == "Not copied: README.md"  # the card says how the source opens
     assert converted.startswith("theirs: diffllama, 28 tensors")
+
+
+KILLED = """
+import os, sys
+from difftransformer.families import checkpoint_io
+from difftransformer_lab.cli.main import main
+checkpoint_io.write_weights = lambda *given, **options: os._exit(9)
+main(sys.argv[1:])
+"""
+
+
+def test_what_a_killed_conversion_leaves_is_swept(ours, tmp_path):
+    words = ["convert", str(tmp_path / "ours"), str(tmp_path / "theirs"), "--to", "diffllama"]
+    process = fresh.Fresh(KILLED, *words).finish()
+    assert process.returncode == 9, process.stderr
+    assert not (tmp_path / "theirs").exists()
+    assert len(list(tmp_path.iterdir())) > 1
+    assert main(words) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ours", "theirs"]

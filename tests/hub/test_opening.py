@@ -1,5 +1,7 @@
 """A saved model opened to be asked: whose kernels its attention uses, and that its answers are the same either way."""
 
+import json
+
 import pytest
 import torch
 from transformers import (
@@ -15,6 +17,7 @@ from transformers.models.diffllama.modeling_diffllama import DiffLlamaAttention
 from difftransformer import DiffTransformerConfig, DiffTransformerForCausalLM
 from difftransformer.data import byte_tokenizer
 from difftransformer.errors import CheckpointError
+from difftransformer.hub import folder_sha256, open_model, open_tokenizer
 from difftransformer_lab.evals.opening import open_language_model
 from difftransformer_lab.evals.requests import Loss, answers_to
 from difftransformer_lab.evals.tasks import perplexity
@@ -67,3 +70,43 @@ def test_answers_of_other_kernels_are_not_mixed(tmp_path):
         pytest.raises(CheckpointError, match="holds answers of another model"),
     ):
         evaluate_task("perplexity", options, opened, tmp_path / "out")
+
+
+def _saved(folder):
+    KINDS["ours"]().save_pretrained(folder)
+    byte_tokenizer().save(folder)
+    return folder
+
+
+def test_fingerprint_is_of_what_the_model_answers_by(tmp_path):
+    folder = _saved(tmp_path / "m")
+    before = folder_sha256(folder)
+    for name in ("optimizer.safetensors", "optimizer-00001-of-00002.safetensors", "trained.safetensors", "state.json"):
+        (folder / name).write_bytes(b"of training")
+    assert folder_sha256(folder) == before
+    seen = {before}
+    for name in ("model.safetensors", "config.json", "tokenizer.json"):
+        (folder / name).write_bytes((folder / name).read_bytes() + b" ")
+        seen.add(folder_sha256(folder))
+    assert len(seen) == 4
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_damaged_file_of_a_tokenizer_is_named(name, tmp_path):
+    folder = _saved(tmp_path / "m")
+    content = (folder / name).read_bytes()
+    (folder / name).write_bytes(content[: len(content) // 2])
+    with pytest.raises(CheckpointError, match=f"{folder / name}: its tokenizer cannot be opened"):
+        open_tokenizer(folder)
+
+
+@pytest.mark.parametrize(("given", "met"), [({"quant_method": "no_such"}, "'no_such'"), ({"bits": 4}, "None")])
+def test_an_unknown_quantization_is_refused(given, met, tmp_path):
+    folder = tmp_path / "m"
+    KINDS["llama"]().save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": given}))
+    with pytest.raises(
+        CheckpointError, match=f"quant_method of its quantization_config is {met}; transformers knows aqlm"
+    ):
+        open_model(folder)

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from difftransformer.errors import ConfigError
+from difftransformer.errors import ConfigError, DataError
 from difftransformer.model.nll import IGNORED, loss_chunk, next_token_nll, summed_next_token_nll, summed_nll
 from tests.support.oracle import relative_error
 from tests.support.tiny_models import tiny, tokens
@@ -113,6 +113,28 @@ def test_chunk_is_chosen_by_size():
 def test_refusal():
     with pytest.raises(ConfigError, match="chunk_tokens=0"):
         summed_nll(*_case(), chunk_tokens=0)
+
+
+@pytest.mark.parametrize("label", [301, -1, -5])
+def test_labels_out_of_range_are_refused_as_by_cross_entropy(label):
+    hidden, weight, targets = _case(torch.float32)
+    targets[-1] = label
+    with pytest.raises(IndexError):
+        F.cross_entropy(hidden @ weight.T, targets)
+    with pytest.raises(DataError, match=f"^label {label}: give ids from 0 to 300, or -100"):
+        summed_nll(hidden, weight, targets, chunk_tokens=8)
+    with pytest.raises(DataError, match="or -7 for"):
+        summed_nll(hidden, weight, targets, chunk_tokens=8, ignore_index=-7)
+    assert summed_nll(hidden, weight, targets.clamp(0, 300), chunk_tokens=8, ignore_index=-1).isfinite()
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # of dynamo
+def test_labels_are_checked_inside_a_compiled_graph():
+    hidden, weight, targets = _case(torch.float32)
+    checked = torch.compile(lambda t: summed_nll(hidden, weight, t, chunk_tokens=64), backend="eager", fullgraph=True)
+    torch.testing.assert_close(checked(targets), summed_nll(hidden, weight, targets, chunk_tokens=64))
+    with pytest.raises(RuntimeError, match="a label is neither an id below 301 nor -100"):
+        checked(targets.clamp_min(-1))
 
 
 def test_training_and_validation_take_the_chunked_path():

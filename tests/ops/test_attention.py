@@ -512,6 +512,10 @@ REFUSED = [
     (ShapeError, PACKED | {"cu_seqlens": ints(0)}, r"cu_seqlens: shape \(1,\); it must be \(N \+ 1,\)"),
     (ShapeError, PACKED | {"cu_seqlens": zeros(2)}, "cu_seqlens: dtype torch.float32"),
     *((ShapeError, {name: None}, f"{name}: None; it must be a tensor") for name in ("query", "key", "value")),
+    *(
+        (ShapeError, {name: x.to_sparse()}, f"{name}: layout sparse_coo; it must be strided: convert it with .to_dense")
+        for name, x in {"query": zeros(2, 4, 5, 8), "lam": zeros(4), "attn_mask": zeros(5, 7).bool()}.items()
+    ),
     (ShapeError, {"query": [[1.0]]}, "query: a list; it must be a tensor"),
     (ShapeError, {"value": 3}, "value: 3; it must be a tensor"),
     (ShapeError, {"lam": None}, "lam: None; it must be a float or a tensor"),

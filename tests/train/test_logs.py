@@ -10,15 +10,20 @@ import time
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.utils.flop_counter import FlopCounterMode
 
 from difftransformer.data import Loader, validation_rows
 from difftransformer.errors import ConfigError
+from difftransformer.model import count as count_work
 from difftransformer.model.nll import summed_next_token_nll
 from difftransformer.ops import attention_maps
 from difftransformer.train import Callback, LogsConfig, build_model, read_metrics, train
 from difftransformer.train.activation_stats import activation_stats
+from difftransformer.train.config import LoraConfig
+from difftransformer.train.lora import add_lora
 from difftransformer.train.metrics import InsideMetrics, StepMetrics, read_lines
 from difftransformer.train.parallel import Mesh
+from difftransformer.train.speed import train_flops_per_token
 from difftransformer.train.trackers import Trackers, scalars
 from tests.support import fresh, parallel_steps
 
@@ -140,6 +145,38 @@ def test_mfu_is_work_over_time_over_peak(toy_recipe, toy_shards, model_config, t
     least = 6 * matrices * line.tokens_per_second / 0.25e12
     assert least < line.mfu < 1.5 * least
     assert 50e6 < line.peak_bytes < 50e9
+
+
+def _counted_flops(model, ids):
+    with FlopCounterMode(display=False) as counter:
+        model(ids, labels=ids).loss.backward()
+    return counter.get_total_flops() / ids.numel()
+
+
+@pytest.mark.tools
+@pytest.mark.parametrize("tied", [False, True])
+def test_flops_of_adapters_are_those_that_torch_counts(model_config, tied):
+    """Adapters add products, and frozen matrices lose that of their own gradient. Attention is the same in both models."""
+    config = model_config(tie_word_embeddings=tied, attn_backend="reference")
+    ids = torch.arange(64).view(1, 64) % config.vocab_size
+    whole, adapted = build_model(config, 0), build_model(config, 0)
+    add_lora(adapted, LoraConfig(rank=3, targets=["q_proj", "down_proj"], also=["embed_tokens"]), seed=0)
+    counted = _counted_flops(adapted, ids) - _counted_flops(whole, ids)
+    stated = [train_flops_per_token(model, config, 64) for model in (adapted, whole)]
+    assert counted < 0
+    assert stated[0] - stated[1] == pytest.approx(counted, rel=1e-3)
+
+
+def test_mfu_takes_the_rows_of_each_stage(toy_recipe, toy_shards, model_config, tmp_path):
+    """Attention's share of the work grows with the rows: keys of a query are half of them."""
+    config = dataclasses.replace(
+        toy_recipe.training, steps=3, retrieval=None, context_stages=[(0, 32), (1, 64), (2, 128)]
+    )
+    train(config, model_config(), toy_shards, tmp_path, logs=LogsConfig(peak_tflops=1.0))
+    lines, _ = read_metrics(tmp_path / "metrics.jsonl")
+    each = [1e12 * line.mfu / line.tokens_per_second for line in lines]
+    assert each[2] - each[1] == pytest.approx(2 * (each[1] - each[0]), rel=1e-9)
+    assert each[0] == pytest.approx(count_work(model_config(), context_tokens=32).train_flops_per_token)
 
 
 FAULTS = """

@@ -12,7 +12,16 @@ from difftransformer import DiffTransformerForCausalLM
 from difftransformer.errors import ConfigError
 from difftransformer.model import count
 from difftransformer.train import TrainingConfig
-from difftransformer.train.plan import Layout, communicated_bytes, fitting_plans, layouts, rank_bytes, sizes_of
+from difftransformer.train.plan import (
+    Cluster,
+    Layout,
+    fitting_plans,
+    layouts,
+    make_plan,
+    rank_bytes,
+    sent_bytes,
+    sizes_of,
+)
 from difftransformer_lab.cli.main import main
 from difftransformer_lab.recipe_files import shipped_recipes
 from difftransformer_lab.studies import load_recipe
@@ -94,10 +103,10 @@ def test_communicated_bytes_by_hand():
     config = tiny_config()
     sizes = sizes_of(config, _training())
     weights = sizes.layers * sizes.layer_weights + sizes.root_weights
-    assert communicated_bytes(sizes, Layout(replicate=4)) == round(2 * 4 * weights * 3 / 4)
+    assert sent_bytes(sizes, Layout(replicate=4)).total == round(2 * 4 * weights * 3 / 4)
     layers, root = sizes.layers * sizes.layer_weights, sizes.root_weights
-    assert communicated_bytes(sizes, Layout(shard=4)) == round((2 * 4 * layers + 4 * root + 4 * weights) * 3 / 4)
-    assert communicated_bytes(sizes, Layout()) == 0
+    assert sent_bytes(sizes, Layout(shard=4)).total == round((2 * 4 * layers + 4 * root + 4 * weights) * 3 / 4)
+    assert sent_bytes(sizes, Layout()).total == 0
 
 
 def test_divided_heads_by_hand():
@@ -107,9 +116,29 @@ def test_divided_heads_by_hand():
     root, layers = sizes.root_weights, sizes.layers * sizes.layer_weights
     assert rank_bytes(sizes, Layout(tensor=2)).weights == 4 * (root + layers) / 2
     sums = 2 * 2 * sizes.layers + 2  # two in each pass of a layer, the embeddings, the gradient of the head's input
-    assert communicated_bytes(sizes, Layout(tensor=2)) == 4 * 32 * 64 * 2 * (1 / 2) * sums
+    assert sent_bytes(sizes, Layout(tensor=2)).total == 4 * 32 * 64 * 2 * (1 / 2) * sums
     odd = sizes_of(tiny_config(vocab_size=63), _training())
     assert rank_bytes(odd, Layout(tensor=2)).weights == 4 * (odd.root_weights + layers / 2)
+
+
+def test_time_of_sending_by_hand():
+    """Machines of 2: a ring within one, one across two, and a ring of two GPUs in each of two machines."""
+    sizes = sizes_of(tiny_config(), _training())
+    weights = 4 * (sizes.layers * sizes.layer_weights + sizes.root_weights)
+    cluster = Cluster(gpus=4, gpu_bytes=2**40, machine_gpus=2, within_bytes=1e6, across_bytes=1e4)
+
+    def seconds(layout, computing):
+        plan = make_plan(sizes, layout, cluster, computing_seconds=computing)
+        return plan.sending_seconds, plan.waiting_seconds, plan.step_seconds
+
+    assert seconds(Layout(replicate=2), 99.0) == pytest.approx((weights / 1e6, 0, 99))
+    sent = 2 * weights * 3 / 4  # half of it by each of a machine's two GPUs
+    assert seconds(Layout(replicate=4), 1.0) == pytest.approx((sent / 2 / 1e4, 0, sent / 2 / 1e4))
+    parts = (2 * 4 * sizes.layers * sizes.layer_weights + 4 * sizes.root_weights + weights) / 2 / 1e6
+    copies = weights / 2 / 1e4  # each GPU talks to one of the other machine
+    assert seconds(Layout(shard=2, replicate=2), 1.0)[0] == pytest.approx(parts + copies)
+    waiting = sent_bytes(sizes, Layout(tensor=2)).total / 1e6
+    assert seconds(Layout(tensor=2), 1.0) == pytest.approx((0, waiting, 1 + waiting))
 
 
 @pytest.mark.parametrize("word", ["diff", "softmax"])
@@ -128,9 +157,10 @@ def test_recipes_of_the_paper_fit(name, gpus):
     recipe = load_recipe(name)
     if name in LONG and gpus == 128:
         gpus = 64  # a step has 64 rows
+    cluster = Cluster(gpus=gpus, gpu_bytes=0.9 * 80 * 2**30)
     for word in recipe.compare.models:
         config = recipe.planned_config().twin(word)
-        plans = fitting_plans(config, recipe.training, gpus=gpus, gpu_bytes=0.9 * 80 * 2**30)
+        plans = fitting_plans(config, recipe.training, cluster, computing_seconds=1.0)
         assert all(plan.rank_bytes.total <= 0.9 * 80 * 2**30 for plan in plans)
         assert all(plan.layout.ranks == gpus for plan in plans)
 
@@ -138,9 +168,9 @@ def test_recipes_of_the_paper_fit(name, gpus):
 def test_what_does_not_fit_is_refused():
     config, training = tiny_config(), _training()
     with pytest.raises(ConfigError, match=r"no layout on 4 GPUs fits into 0\.0 GiB: the smallest takes"):
-        fitting_plans(config, training, gpus=4, gpu_bytes=1000)
+        fitting_plans(config, training, Cluster(gpus=4, gpu_bytes=1000), computing_seconds=1.0)
     with pytest.raises(ConfigError, match="--gpus 7: a step has 16 rows"):
-        fitting_plans(config, training, gpus=7, gpu_bytes=2**40)
+        fitting_plans(config, training, Cluster(gpus=7, gpu_bytes=2**40), computing_seconds=1.0)
 
 
 @pytest.mark.parametrize(
@@ -149,6 +179,7 @@ def test_what_does_not_fit_is_refused():
         (["--gpu-memory", "80"], r"--gpu-memory 80: give a number above 0 with a unit"),
         (["--mfu", "1.5"], r"--mfu 1\.5: give a share"),
         (["--gpus", "0"], r"--gpus 0: give at least 1"),
+        (["--across-gbs", "0"], r"--across-gbs 0\.0: give a number above 0"),
         (["--gpus", "3"], r"--gpus 3: a step has 1024 rows"),
     ],
 )
@@ -165,8 +196,19 @@ def test_command(capsys):
     diff, softmax = document["models"]
     assert (diff["attention_type"], softmax["attention_type"]) == ("diff", "softmax")
     assert diff["days"] == pytest.approx(350e9 / (64 * 6718) / 86_400, rel=1e-3)
+    assert softmax["days"] == pytest.approx(0.9 * diff["days"])
     assert main(["plan", "paper-3b", "--gpus", "64"]) == 0
     assert "paper-3b on 64 GPUs of 80GiB" in capsys.readouterr().out
+
+
+def test_sending_that_takes_longer_than_computing_is_said(capsys):
+    """512 GPUs on a small batch: the gradients alone, 13.1B numbers of 4 bytes, take 0.13 s at 50 GB/s for each of 8 GPUs."""
+    assert main(["plan", "paper-13.1b", "--gpus", "512", "--json"]) == 0
+    for model in json.loads(capsys.readouterr().out)["models"]:
+        assert model["days"] == pytest.approx(model["layouts"][0]["step_seconds"] * 10e9 / 2**18 / 86_400, rel=0.05)
+        assert model["layouts"][0]["step_seconds"] > 4 * 13.1e9 / (8 * 50e9)
+    assert main(["plan", "paper-13.1b", "--gpus", "512"]) == 0
+    assert capsys.readouterr().out.count("sending takes most of a step") == 2
 
 
 @pytest.mark.slow

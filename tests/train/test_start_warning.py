@@ -1,4 +1,4 @@
-"""Training says once that a new model's first layers drown its embeddings, and computes what it would compute without that."""
+"""Before the first step: a start that drowns the embeddings is said once, and a leaking variant from outside is refused."""
 
 import dataclasses
 import warnings
@@ -6,6 +6,8 @@ import warnings
 import pytest
 import torch
 
+from difftransformer.attention import VARIANTS, SoftmaxAttention
+from difftransformer.errors import ConfigError
 from difftransformer.train import checkpoints, loop
 from difftransformer_lab.studies import start_run, train_run
 
@@ -70,3 +72,31 @@ def test_losses_and_weights_are_those_without_the_measurement(wide, toy_shards, 
     assert read_run(tmp_path / "measured") == read_run(tmp_path / "plain")
     for a, b in zip(measured.parameters(), plain.parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("every", [None, 64])
+def test_variants_from_outside_are_checked_for_causality(every, toy_recipe, toy_shards, tmp_path, monkeypatch):
+    """Tiled kernels leak at the borders of tiles: here every 64th token sees the next one."""
+
+    class Outside(SoftmaxAttention):
+        name = "outside"
+
+        def forward(self, hidden_states, **given):
+            output, *rest = super().forward(hidden_states, **given)
+            if every:
+                border = torch.arange(1, output.shape[1] + 1) % every == 0
+                output = output + output.roll(-1, 1) * border[:, None]
+            return output, *rest
+
+    monkeypatch.setitem(VARIANTS, "outside", Outside)
+    training = dataclasses.replace(toy_recipe.training, steps=1, validation_windows=1)
+    model = toy_recipe.model | {"attention_type": "outside", "initialization": "fan_in"}
+    recipe = dataclasses.replace(toy_recipe, model=model, training=training)
+    if every is None:
+        train(tmp_path / "run", recipe, toy_shards)
+        return
+    with pytest.raises(
+        ConfigError, match=r"'outside' is not causal: the output at token (63|127) depends on tokens from"
+    ):
+        train(tmp_path / "run", recipe, toy_shards)
+    assert not checkpoints(tmp_path / "run")

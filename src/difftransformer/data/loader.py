@@ -219,6 +219,11 @@ class Loader:
         self.step += 1
         return batch
 
+    @property
+    def context_tokens(self) -> int:
+        """Length of the rows of the last batch that was returned, or of the first."""
+        return self.context_stages[self._stage(max(0, self.step - 1))][1]
+
     def state_dict(self) -> dict[str, Any]:
         """Return the next step, with the data and settings it refers to. The state is the same on every rank."""
         return {"step": self.step, **self._identity()}

@@ -4,7 +4,6 @@ Nothing in a folder is run. Tensors are converted one by one, and the result is 
 """
 
 import json
-import secrets
 import shutil
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -20,7 +19,7 @@ from transformers import DiffLlamaConfig, LlamaConfig
 
 from ..attention import SoftmaxAttention
 from ..errors import CheckpointError, ConfigError, DiffTransformerError
-from ..files import naming
+from ..files import locked, naming
 from ..model import DiffTransformerConfig
 from ..model.transformers_errors import FOREIGN_FAULTS, on_one_line
 from ..model.weights import CONFIG_FILE, INDEX_FILE, PIECES, WEIGHTS_FILE, check_inside, weight_map, weights_files
@@ -292,23 +291,28 @@ def write_weights(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_byt
 def whole_or_not_at_all(target: Path) -> Iterator[Path]:
     """Provide a folder beside the target, which is renamed to the target at the end, or removed after an error.
 
-    An error of the operating system, such as that of a full disk, names the file in the target.
+    What a process left that was killed is removed. An error of the operating system, such as that of a full disk, names the
+    file in the target.
+
+    Raises:
+        FolderInUse: Another process is writing the target.
     """
-    target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.parent / f".{target.name}.{secrets.token_hex(4)}.tmp"
-    temporary.mkdir()
-    try:
-        with naming(temporary):
-            yield temporary
-        if target.exists():
-            target.rmdir()
-        temporary.rename(target)
-    except BaseException as error:
+    temporary = target.parent / f".{target.name}.tmp"
+    with locked(target.parent, name=f".{target.name}.lock"):
         shutil.rmtree(temporary, ignore_errors=True)
-        if not isinstance(error, OSError):
-            raise
-        name = str(error.filename).replace(str(temporary), str(target))
-        raise OSError(error.errno, error.strerror, name) from None
+        temporary.mkdir()
+        try:
+            with naming(temporary):
+                yield temporary
+            if target.exists():
+                target.rmdir()
+            temporary.rename(target)
+        except BaseException as error:
+            shutil.rmtree(temporary, ignore_errors=True)
+            if not isinstance(error, OSError):
+                raise
+            name = str(error.filename).replace(str(temporary), str(target))
+            raise OSError(error.errno, error.strerror, name) from None
 
 
 def refuse_used(target: Path) -> None:

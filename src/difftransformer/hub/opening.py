@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer as TokenizerFile
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from ..data.records import files_sha256
@@ -16,8 +17,8 @@ from ..families.checkpoint_io import WeightsReader
 from ..model import DiffTransformerConfig
 from ..model.transformers_errors import FOREIGN_FAULTS, on_one_line, quietly
 from ..model.weights import DTYPES, GENERATION_FILE
-from ..reading import LARGEST_INT
-from ..train.checkpoint import STATE_FILE, verify_checkpoint
+from ..reading import LARGEST_INT, parse_json
+from ..train.checkpoint import STATE_FILE, is_of_training, verify_checkpoint
 from ..train.parallel import DeferredModel, Processes
 from ..typed import WeightsDtype, short
 from .divided import deferred, divide
@@ -25,6 +26,7 @@ from .source import source_folder
 
 # A Hugging Face folder with a tokenizer has at least one of these files.
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+TOKENIZER_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json")
 MOST_MISSING = 2  # up to twice the size of its weights a model is built, so that the missing ones can be named
 _HASHED_SUFFIXES = (".json", ".safetensors", ".model", ".jinja", ".txt")
 
@@ -147,10 +149,19 @@ def _check_special_tokens(network: Any, folder: Path) -> None:
 
 def _check_size(config: Any, weights: WeightsReader, auto_class: Any) -> None:
     """Refuse a configuration that describes more than the weights hold, before a network of that size is built."""
+    from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+
     layers, tensors = getattr(config.get_text_config(), "num_hidden_layers", 0), len(weights.shapes)
     if layers > tensors:
         raise ValueError(f"config.json describes {layers} layers, and the weights hold {tensors} tensors")
-    if getattr(config, "quantization_config", None) is not None:  # whose weights are packed
+    if (packed := getattr(config, "quantization_config", None)) is not None:
+        method = packed.get("quant_method") if isinstance(packed, dict) else getattr(packed, "quant_method", None)
+        bits = isinstance(packed, dict) and (packed.get("load_in_8bit") or packed.get("load_in_4bit"))
+        if not bits and method not in AUTO_QUANTIZATION_CONFIG_MAPPING:  # which transformers would pass over
+            raise ValueError(
+                f"the quant_method of its quantization_config is {short(method)}; transformers knows "
+                f"{', '.join(sorted(AUTO_QUANTIZATION_CONFIG_MAPPING))}"
+            )
         return
     with torch.device("meta"):
         described = sum(parameter.numel() for parameter in auto_class.from_config(config).parameters())
@@ -160,11 +171,14 @@ def _check_size(config: Any, weights: WeightsReader, auto_class: Any) -> None:
 
 
 def folder_sha256(folder: Path) -> str:
-    """Return the fingerprint of a saved model: of its configuration, weights and tokenizer files."""
+    """Return the fingerprint of a saved model: of its configuration, weights and tokenizer files.
+
+    Files of a checkpoint that only training reads are left out.
+    """
     return files_sha256(
         path
         for path in folder.iterdir()
-        if path.suffix in _HASHED_SUFFIXES and path.name != STATE_FILE and path.is_file()
+        if path.suffix in _HASHED_SUFFIXES and not is_of_training(path.name) and path.is_file()
     )
 
 
@@ -179,4 +193,20 @@ def open_tokenizer(folder: Path) -> Any:
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # tokenizers raises bare Exception
-        raise CheckpointError(f"{folder}: its tokenizer cannot be opened ({on_one_line(error)})") from error
+        reason = on_one_line(error)
+        raise CheckpointError(
+            f"{_damaged_file(folder) or folder}: its tokenizer cannot be opened ({reason})"
+        ) from error
+
+
+def _damaged_file(folder: Path) -> Path | None:
+    """Return the file of a tokenizer that cannot be read by itself, if there is one."""
+    for path in sorted(folder.glob("*.json")):
+        try:
+            if path.name == "tokenizer.json":
+                TokenizerFile.from_file(str(path))
+            elif path.name in TOKENIZER_SETTINGS:
+                parse_json(path.read_bytes())
+        except Exception:  # tokenizers raises bare Exception
+            return path
+    return None

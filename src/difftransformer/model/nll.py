@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ..errors import ConfigError
+from ..errors import ConfigError, DataError
 
 IGNORED = -100
 # On a CPU, logits beyond the caches cost more time than the calls for each chunk.
@@ -98,9 +98,11 @@ def summed_nll(
 
     Raises:
         ConfigError: chunk_tokens is below 1, or a DTensor is not sharded by rows on one mesh dimension.
+        DataError: A target is no id. On a GPU, as in `F.cross_entropy`, it is an assertion of the device.
     """
     if chunk_tokens < 1:
         raise ConfigError(f"chunk_tokens={chunk_tokens}: give at least 1")
+    _check_targets(targets, weight.shape[0], ignore_index)
     group: Any = None
     sharded: Any = weight  # a DTensor, whose import is slow and which only a distributed run has
     if hasattr(sharded, "placements"):
@@ -116,6 +118,19 @@ def summed_nll(
     return _SummedNLL.apply(
         hidden.flatten(0, -2), weight, targets.flatten(), chunk_tokens, ignore_index, group, torch.is_grad_enabled()
     )
+
+
+def _check_targets(targets: Tensor, vocab_size: int, ignore_index: int) -> None:
+    is_known = ((targets >= 0) & (targets < vocab_size)) | (targets == ignore_index)
+    if (
+        targets.device.type != "cpu" or torch.compiler.is_compiling()
+    ):  # where reading a value would wait, or end the graph
+        torch._assert_async(is_known.all(), f"a label is neither an id below {vocab_size} nor {ignore_index}")
+    elif not is_known.all():
+        raise DataError(
+            f"label {targets[~is_known][0].item()}: give ids from 0 to {vocab_size - 1}, or {ignore_index} for tokens "
+            "without a loss"
+        )
 
 
 class _SummedNLL(torch.autograd.Function):

@@ -61,7 +61,7 @@ def start_sizes(config: DiffTransformerConfig, *, seed: int = 0, layers: int | N
         ConfigError: The weights of a single layer take more than 4 GiB.
     """
     most = measured_layers(config)
-    model = _first_layers(config, most if layers is None else min(layers, most), seed)
+    model = first_layers(config, most if layers is None else min(layers, most), seed)
     sizes: dict[str, list[float]] = {"before": [], "attention": [], "between": [], "MLP": []}
 
     def keep(name: str, tensor: Tensor) -> None:
@@ -118,7 +118,7 @@ def drowning(config: DiffTransformerConfig, branches: Sequence[Branch]) -> str |
     )
 
 
-def _first_layers(config: DiffTransformerConfig, layers: int, seed: int) -> Any:
+def first_layers(config: DiffTransformerConfig, layers: int, seed: int) -> Any:
     """Build the first layers of a model, with the values that `train` gives them."""
     small = copy.deepcopy(config)
     small.vocab_size, small.pad_token_id = min(config.vocab_size, VOCABULARY), None

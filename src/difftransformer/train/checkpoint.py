@@ -218,6 +218,11 @@ def delete_checkpoint(checkpoint: Path) -> None:
     shutil.rmtree(leftover)
 
 
+def is_of_training(name: str) -> bool:
+    """Whether a file of a checkpoint is read by training alone: its state, moments and adapters."""
+    return name == STATE_FILE or is_part(name, MOMENTS) or is_part(name, ADAPTERS)
+
+
 def step_of(path: Path) -> int:
     """Return the step of a checkpoint folder."""
     return int(path.name.removeprefix("step-"))

@@ -5,10 +5,13 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+import torch
+
 from ..data import Shards
-from ..errors import ConfigError
+from ..errors import ConfigError, EvaluationError
 from ..model import DiffTransformerConfig, DiffTransformerForCausalLM
-from ..model.start_sizes import drowning, start_sizes
+from ..model.causality import check_causality
+from ..model.start_sizes import drowning, first_layers, measured_layers, start_sizes
 from .accuracy import Accuracy
 from .activation_stats import ActivationStats
 from .checkpoint import CheckpointState
@@ -19,6 +22,9 @@ from .parallel import DeferredModel, Mesh, Processes
 from .speed import Speed
 from .trackers import Trackers
 from .trainer import Callback, Trainer
+
+# A variant from outside is asked in layers and tokens that take a moment; borders of tiles of up to 128 tokens are among these.
+CHECKED_LAYERS, CHECKED_TOKENS = 2, 129
 
 
 def train(
@@ -73,9 +79,8 @@ def train(
         Accuracy(),
         Trackers(logs),
         _Listener(on_metrics),
+        _StartChecks(is_new=start is None),
     ]
-    if start is None:
-        own.append(_StartWarning())
     trainer = Trainer(config, model_config, shards, run, mesh=mesh, start=start, callbacks=[*own, *callbacks])
     return trainer.fit()
 
@@ -90,12 +95,46 @@ class _Listener(Callback):
         self._listen(metrics)
 
 
-class _StartWarning(Callback):
-    """Warns of a start that hampers a new model."""
+class _StartChecks(Callback):
+    """Warns of a start that hampers a new model, and refuses a variant from outside this package that sees the future."""
+
+    def __init__(self, *, is_new: bool) -> None:
+        self._is_new = is_new
 
     def on_restore(self, trainer: Trainer, state: CheckpointState | None) -> None:
         if state is None and trainer.processes.is_first:
-            _warn_of_start(trainer.model_config, trainer.config.seed)
+            if self._is_new:
+                _warn_of_start(trainer.model_config, trainer.config.seed)
+            _check_variant(trainer.model_config, trainer.config.seed)
+
+
+def _check_variant(config: DiffTransformerConfig, seed: int) -> None:
+    """Refuse a causal model whose attention, which is not of this package, reads later tokens. Its first layers are asked."""
+    if not isinstance(config, DiffTransformerConfig) or not config.is_causal:
+        return
+    if config.attention.__module__.startswith(f"{__name__.partition('.')[0]}."):
+        return
+    network = first_layers(config, min(CHECKED_LAYERS, measured_layers(config)), seed).eval()
+    draw = torch.Generator().manual_seed(seed)
+    length = min(CHECKED_TOKENS, config.max_position_embeddings)
+    ids = torch.randint(network.config.vocab_size, (1, length), generator=draw)
+    try:
+        with torch.no_grad():
+            found = check_causality(
+                lambda rows: network(rows, use_cache=False), ids, vocabulary=network.config.vocab_size
+            )
+    except EvaluationError as error:
+        warnings.warn(
+            f"attention_type={config.attention_type!r} could not be checked for causality: {error}", stacklevel=3
+        )
+        return
+    if not found.is_causal:
+        change = max(found.changed, found.alone, key=lambda one: one.size)
+        raise ConfigError(
+            f"attention_type={config.attention_type!r} is not causal: the output at token {change.output} depends on tokens "
+            f"from {change.position} on, so a loss would be too low; correct {config.attention.__name__}, and see "
+            "difftransformer check causality"
+        )
 
 
 def _warn_of_start(config: DiffTransformerConfig, seed: int) -> None:

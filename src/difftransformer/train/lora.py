@@ -11,7 +11,7 @@ from ..model import DiffTransformerForCausalLM
 from ..model.initialization import Make, fan_in
 from .config import LoraConfig
 
-BASE, ADAPTER = ".base_layer", "default"  # PEFT's names
+BASE, ADAPTER, ADAPTER_PART = ".base_layer", "default", "lora_"  # PEFT's names
 
 
 @torch.no_grad()
@@ -50,8 +50,8 @@ def add_lora(model: DiffTransformerForCausalLM, config: LoraConfig, *, seed: int
     deferred: dict[str, Make] = {}
     for name, parameter in model.named_parameters():
         asked = any(part in name for part in config.also) and BASE not in name
-        parameter.requires_grad_(name in whole or asked or "lora_" in name)
-        if "lora_" in name:
+        parameter.requires_grad_(name in whole or asked or ADAPTER_PART in name)
+        if ADAPTER_PART in name:
             make = fan_in(parameter, seed, name) if "lora_A" in name else partial(torch.zeros, parameter.shape)
             if parameter.is_meta:
                 deferred[name] = make
@@ -75,7 +75,7 @@ def merged_state(model: nn.Module) -> dict[str, Tensor]:
     """Return the tensors of the plain model with the adapters merged: W + (alpha / rank) B A."""
     state = {}
     for name, tensor in model.state_dict().items():
-        if "lora_" in name:
+        if ADAPTER_PART in name:
             continue
         if BASE in name:
             layer = model.get_submodule(name.partition(BASE)[0])

@@ -3,6 +3,9 @@
 Weights, gradients and both moments of AdamW are in fp32 and divided as FSDP2 divides them, layer by layer. The embedding and
 the output layer form a group of their own, which is gathered on every rank during a step; where heads are divided, so is their
 vocabulary if the degree divides it. Activations are what autograd keeps of a layer as `model/` writes it.
+
+A step takes as long as its computation with the exchanges of heads and tokens, which computation waits for, or as long as
+weights and gradients are sent, which happens meanwhile: whichever is longer.
 """
 
 import itertools
@@ -94,11 +97,49 @@ class Plan:
         layout: How ranks divide it.
         rank_bytes: Memory of one rank.
         communicated_bytes: Bytes that a rank sends in a step.
+        waiting_seconds: Time of a step's exchanges of heads and tokens.
+        sending_seconds: Time in which a step's weights and gradients are sent.
+        step_seconds: Time of a step.
     """
 
     layout: Layout
     rank_bytes: RankBytes
     communicated_bytes: int
+    waiting_seconds: float
+    sending_seconds: float
+    step_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """GPUs and what lies between them.
+
+    Attributes:
+        gpus: Number of GPUs.
+        gpu_bytes: Bytes that a step may take of a GPU.
+        machine_gpus: GPUs of a machine, within which heads and tokens are divided.
+        within_bytes: Bytes a second that a GPU sends to others of its machine.
+        across_bytes: Bytes a second that a machine sends to others, for each of its GPUs.
+    """
+
+    gpus: int
+    gpu_bytes: float
+    machine_gpus: int = 8
+    within_bytes: float = 450e9  # NVLink of an H100, in each direction
+    across_bytes: float = 50e9  # a network card of 400 Gbit/s for each GPU
+
+    def seconds(self, sent_bytes: float, ranks: int, stride: int) -> float:
+        """Return the time of ring collectives, which leave a machine once however many of its GPUs take part.
+
+        Args:
+            sent_bytes: Bytes that a rank sends.
+            ranks: Number of ranks in the ring.
+            stride: Distance between two of them, in ranks.
+        """
+        time = sent_bytes / self.within_bytes if stride < self.machine_gpus else 0.0
+        if ranks * stride > self.machine_gpus:
+            time = max(time, sent_bytes / max(1, self.machine_gpus // stride) / self.across_bytes)
+        return time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,8 +250,30 @@ def rank_bytes(sizes: Sizes, layout: Layout) -> RankBytes:
     )
 
 
-def communicated_bytes(sizes: Sizes, layout: Layout) -> int:
-    """Compute the bytes that a rank sends in a step, with ring collectives."""
+@dataclass(frozen=True, kw_only=True)
+class SentBytes:
+    """Bytes that a rank sends in a step, with ring collectives.
+
+    Attributes:
+        tensor: To add up what processes with different heads compute.
+        context: To exchange tokens for heads.
+        parts: To gather weights, and to add up and divide their gradients.
+        copies: To add up the gradients of copies.
+    """
+
+    tensor: float
+    context: float
+    parts: float
+    copies: float
+
+    @property
+    def total(self) -> int:
+        """Sum of the parts."""
+        return round(sum(vars(self).values()))
+
+
+def sent_bytes(sizes: Sizes, layout: Layout) -> SentBytes:
+    """Compute the bytes that a rank sends in a step."""
     layers = sizes.layers * sizes.layer_weights / layout.tensor
     root_parts = layout.root_parts(sizes.vocab_size)
     root = sizes.root_weights / root_parts
@@ -218,31 +281,62 @@ def communicated_bytes(sizes: Sizes, layout: Layout) -> int:
     parts, copies = layout.parts, layout.copies
     gathered = layout.accumulation * (2 * sizes.low * layers + FP32 * root) * (parts - 1) / parts
     gradients = FP32 * (layers + root)
-    reduced = gradients * (parts - 1) / parts + 2 * gradients / parts * (copies - 1) / copies
     again = 3 if layout.recompute else 2  # forward passes and the backward pass
     stream = 2 * sizes.width * tokens  # numbers that a rank sends, but for its own part, to add up hidden states
     summed = again * 2 * sizes.low * stream * sizes.layers * (layout.tensor - 1) / layout.tensor
     # The embeddings in fp32, and the gradient of what the output layer reads.
     summed += (FP32 + sizes.low) * stream * (root_parts - 1) / root_parts
     exchanged = sizes.low * sizes.exchanged_values / layout.tensor * tokens * sizes.layers
-    exchanged *= again * (layout.context - 1) / layout.context
-    return round(gathered + reduced + summed + exchanged)
+    return SentBytes(
+        tensor=summed,
+        context=exchanged * again * (layout.context - 1) / layout.context,
+        parts=gathered + gradients * (parts - 1) / parts,
+        copies=2 * gradients / parts * (copies - 1) / copies,
+    )
 
 
-def layouts(config: DiffTransformerConfig, training: TrainingConfig, gpus: int, node_gpus: int = 8) -> Iterator[Layout]:
+def make_plan(sizes: Sizes, layout: Layout, cluster: Cluster, *, computing_seconds: float) -> Plan:
+    """Plan a run in one layout.
+
+    Args:
+        sizes: Sizes of the model and its training.
+        layout: How ranks divide the run.
+        cluster: The GPUs.
+        computing_seconds: Time of a step if nothing is sent.
+    """
+    sent, inner = sent_bytes(sizes, layout), layout.tensor * layout.context
+    waiting = cluster.seconds(sent.tensor, layout.tensor, 1) + cluster.seconds(
+        sent.context, layout.context, layout.tensor
+    )
+    divided = layout.shard * inner if layout.shard > 1 else layout.tensor
+    sending = cluster.seconds(sent.parts, layout.parts, layout.tensor)
+    sending += cluster.seconds(sent.copies, layout.copies, divided)
+    return Plan(
+        layout=layout,
+        rank_bytes=rank_bytes(sizes, layout),
+        communicated_bytes=sent.total,
+        waiting_seconds=waiting,
+        sending_seconds=sending,
+        step_seconds=max(computing_seconds + waiting, sending),
+    )
+
+
+def layouts(
+    config: DiffTransformerConfig, training: TrainingConfig, gpus: int, machine_gpus: int = 8
+) -> Iterator[Layout]:
     """Yield every division of a run among `gpus` ranks: heads stay whole, and each rank has the same number of rows.
 
     Args:
         config: Model configuration.
         training: Training configuration.
         gpus: Number of ranks.
-        node_gpus: GPUs of a machine, within which heads and tokens are divided.
+        machine_gpus: GPUs of a machine, within which heads and tokens are divided.
     """
     heads = config.head_layout()
     rows = training.batch_tokens // training.context_tokens
     for tensor, context in itertools.product(_divisors(gpus), repeat=2):
         inner = tensor * context
-        if gpus % inner or inner > node_gpus or heads.query_groups % inner or heads.cache_heads % inner:
+        if gpus % inner or inner > machine_gpus or heads.query_groups % inner or heads.cache_heads % inner:
             continue
         if config.intermediate_size % tensor or training.context_tokens % context or rows % (gpus // inner):
             continue
@@ -261,31 +355,32 @@ def layouts(config: DiffTransformerConfig, training: TrainingConfig, gpus: int, 
 
 
 def fitting_plans(
-    config: DiffTransformerConfig, training: TrainingConfig, *, gpus: int, gpu_bytes: float
+    config: DiffTransformerConfig, training: TrainingConfig, cluster: Cluster, *, computing_seconds: float
 ) -> list[Plan]:
     """Return the best plan of each (replicate, shard, tensor, context) that fits, the one to take first.
 
-    A layout without recomputing comes before one with it, then fewer divisions of heads and tokens, then fewer bytes sent.
+    A layout without recomputing comes before one with it, then a shorter step, then fewer divisions of heads and tokens, then
+    fewer bytes sent.
 
     Args:
         config: Model configuration.
         training: Training configuration.
-        gpus: Number of GPUs.
-        gpu_bytes: Bytes that a step may take of a GPU.
+        cluster: The GPUs.
+        computing_seconds: Time of a step if nothing is sent.
 
     Raises:
         ConfigError: The batch cannot be divided among the GPUs, or no layout fits.
     """
-    sizes = sizes_of(config, training)
+    sizes, gpus, gpu_bytes = sizes_of(config, training), cluster.gpus, cluster.gpu_bytes
     best: dict[tuple[int, int, int, int], tuple[tuple[float, ...], Plan]] = {}
     least = math.inf
-    for layout in layouts(config, training, gpus):
-        memory = rank_bytes(sizes, layout)
-        least = min(least, memory.total)
-        if memory.total > gpu_bytes:
+    for layout in layouts(config, training, gpus, cluster.machine_gpus):
+        plan = make_plan(sizes, layout, cluster, computing_seconds=computing_seconds)
+        least = min(least, plan.rank_bytes.total)
+        if plan.rank_bytes.total > gpu_bytes:
             continue
-        plan = Plan(layout=layout, rank_bytes=memory, communicated_bytes=communicated_bytes(sizes, layout))
-        order = (layout.recompute, layout.tensor * layout.context, plan.communicated_bytes, layout.accumulation)
+        divided = layout.tensor * layout.context
+        order = (layout.recompute, plan.step_seconds, divided, plan.communicated_bytes, layout.accumulation)
         degrees = (layout.replicate, layout.shard, layout.tensor, layout.context)
         if degrees not in best or order < best[degrees][0]:
             best[degrees] = order, plan

@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 
-from ..model import DiffTransformerConfig, count
+from ..model import DiffTransformerConfig, DiffTransformerForCausalLM, count
+from ..model.counts import BACKWARD_AND_FORWARD
 from .checkpoint import CheckpointState
 from .config import LogsConfig
+from .lora import ADAPTER_PART
 from .trainer import Callback, Trainer
 
 _WIDTH = {"cpu": 512, "cuda": 8192}  # of the matrices whose product is timed
@@ -28,22 +30,47 @@ class Speed(Callback):
 
     def __init__(self, logs: LogsConfig) -> None:
         self._stated_tflops = logs.peak_tflops
-        self._token_flops = self._peak_flops = 0.0
+        self._token_flops: dict[int, float] = {}  # by length of rows
+        self._peak_flops = 0.0
 
     def on_restore(self, trainer: Trainer, state: CheckpointState | None) -> None:
         """Measure the peak, once. Model FLOPs are known for models of this package."""
         config, processes = trainer.config, trainer.processes
         if not self._peak_flops and isinstance(trainer.model_config, DiffTransformerConfig):
-            counts = count(trainer.model_config, context_tokens=config.context_tokens)
-            self._token_flops = counts.train_flops_per_token
+            self._token_flops = {
+                context: train_flops_per_token(trainer.model, trainer.model_config, context)
+                for _, context in config.context_stages
+            }
             stated = self._stated_tflops and 1e12 * self._stated_tflops
             self._peak_flops = processes.count * (stated or matmul_flops(processes.device, config.precision))
 
     def on_step(self, trainer: Trainer, figures: dict[str, Any]) -> None:
         """Add the MFU and the peak of memory."""
-        flops = self._token_flops * figures["tokens_per_second"]
-        figures["mfu"] = flops / self._peak_flops if self._peak_flops else None
+        if self._peak_flops:
+            flops = self._token_flops[trainer.loader.context_tokens] * figures["tokens_per_second"]
+            figures["mfu"] = flops / self._peak_flops
         figures["peak_bytes"] = _peak_bytes(trainer.processes.device)
+
+
+def train_flops_per_token(
+    model: DiffTransformerForCausalLM, config: DiffTransformerConfig, context_tokens: int
+) -> float:
+    """Return the FLOPs of a token's forward and backward pass, in which frozen matrices get no gradient.
+
+    Args:
+        model: The model, with adapters if it has them.
+        config: Its configuration.
+        context_tokens: Length of rows.
+    """
+    flops = float(count(config, context_tokens=context_tokens).train_flops_per_token)
+    looked_up = None if config.tie_word_embeddings else model.get_input_embeddings().weight
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 2 and parameter is not looked_up:
+            if ADAPTER_PART in name:
+                flops += 2 * BACKWARD_AND_FORWARD * parameter.numel()
+            elif not parameter.requires_grad:
+                flops -= 2 * parameter.numel()
+    return flops
 
 
 def matmul_flops(device: str, precision: str) -> float:

@@ -50,9 +50,8 @@ def run(
     import torch
 
     from difftransformer.hub.opening import open_model
+    from difftransformer.model.causality import check_causality
     from difftransformer.ops import use_backend
-
-    from ..evals.causality import check_causality
 
     network = open_model(model, dtype="fp32").to(device).eval()
     most = getattr(network.config.get_text_config(), "max_position_embeddings", None) or LENGTH

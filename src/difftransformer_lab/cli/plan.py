@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from difftransformer.train.plan import Plan
 
 H100_TFLOPS = 989.0  # of bf16 matrix products, by NVIDIA's data sheet
+DIFF_SPEED = 0.9  # 6718 over 7491 tokens/s on H100 GPUs (arXiv:2410.05258 Table 7, 3B, 4K tokens)
 SHOWN = 8
 _UNITS = {"GiB": 2**30, "GB": 10**9, "MiB": 2**20, "MB": 10**6, "TiB": 2**40}
 
@@ -31,6 +32,25 @@ ARGUMENTS = SET | {
         "type": float,
         "help": "Measured training tokens a second of one GPU, in place of --mfu and --tflops.",
     },
+    "--diff-speed": {
+        "dest": "diff_speed",
+        "type": float,
+        "default": DIFF_SPEED,
+        "help": f"Measured speed of diff over that of its twin (default: {DIFF_SPEED}, the paper's on H100 GPUs).",
+    },
+    "--machine-gpus": {"dest": "machine_gpus", "type": int, "default": 8, "help": "GPUs of one machine. (default: 8)"},
+    "--within-gbs": {
+        "dest": "within_gbs",
+        "type": float,
+        "default": 450.0,
+        "help": "GB/s that a GPU sends to others of its machine (default: 450, NVLink of an H100).",
+    },
+    "--across-gbs": {
+        "dest": "across_gbs",
+        "type": float,
+        "default": 50.0,
+        "help": "GB/s that a machine sends to others, for each of its GPUs (default: 50, 400 Gbit/s).",
+    },
     "--json": {"action": "store_true", "help": "Print JSON in place of tables."},
 }
 
@@ -42,6 +62,10 @@ def run(
     mfu: float = 0.4,
     tflops: float = H100_TFLOPS,
     tokens_per_second: float | None = None,
+    diff_speed: float = DIFF_SPEED,
+    machine_gpus: int = 8,
+    within_gbs: float = 450.0,
+    across_gbs: float = 50.0,
     json: bool = False,
     set: list[str] | None = None,
 ) -> int:
@@ -51,33 +75,53 @@ def run(
         recipe: YAML file, or the name of a shipped recipe, such as paper-3b.
         gpus: Number of GPUs.
         gpu_memory: Memory of one GPU.
-        mfu: Share of the peak speed that model FLOPs reach; recomputed activations do not count.
+        mfu: Share of the peak speed that model FLOPs reach, in diff's twin; recomputed activations do not count.
         tflops: Peak speed of one GPU in TFLOP/s. Defaults to an H100's in bf16.
-        tokens_per_second: Measured training tokens a second of one GPU.
+        tokens_per_second: Measured training tokens a second of one GPU, by the recipe's model.
+        diff_speed: Speed of diff over that of its twin.
+        machine_gpus: GPUs of one machine.
+        within_gbs: GB/s within a machine.
+        across_gbs: GB/s across machines.
         json: Whether to print JSON.
     """
     read_recipe(recipe)
-    check_positive(gpus=gpus)
+    check_positive(gpus=gpus, machine_gpus=machine_gpus)
     memory = _bytes(gpu_memory)
-    for name, value in (("mfu", mfu), ("tflops", tflops), ("tokens-per-second", tokens_per_second)):
+    speeds = {"tokens-per-second": tokens_per_second, "within-gbs": within_gbs, "across-gbs": across_gbs}
+    for name, value in {"mfu": mfu, "tflops": tflops, "diff-speed": diff_speed, **speeds}.items():
         if value is not None and not value > 0:
             raise ConfigError(f"--{name} {value}: give a number above 0")
     if mfu > 1:
         raise ConfigError(f"--mfu {mfu}: give a share from 0 to 1")
     from difftransformer.model import count
-    from difftransformer.train.plan import fitting_plans
+    from difftransformer.train.plan import Cluster, fitting_plans
 
     from ..studies import load_recipe
 
     loaded = load_recipe(recipe, set)
     training, planned = loaded.training, loaded.planned_config()
     tokens = training.steps * training.batch_tokens
+    cluster = Cluster(
+        gpus=gpus,
+        gpu_bytes=0.9 * memory,
+        machine_gpus=machine_gpus,
+        within_bytes=1e9 * within_gbs,
+        across_bytes=1e9 * across_gbs,
+    )
+    words = dict.fromkeys((planned.attention_type, *loaded.compare.models))
+    counted = {word: count(planned.twin(word), context_tokens=training.context_tokens) for word in words}
+    # FLOPs that take as long at the twin's speed.
+    work = {word: counts.train_flops_per_token for word, counts in counted.items()} | {
+        word: count(planned.twin("softmax"), context_tokens=training.context_tokens).train_flops_per_token / diff_speed
+        for word in words
+        if word == "diff"
+    }
+    speed = tokens_per_second * work[planned.attention_type] if tokens_per_second else 1e12 * tflops * mfu
     documents = []
-    for word in dict.fromkeys((planned.attention_type, *loaded.compare.models)):
-        config = planned.twin(word)
-        counts = count(config, context_tokens=training.context_tokens)
-        rate = tokens_per_second or 1e12 * tflops * mfu / counts.train_flops_per_token
-        plans = fitting_plans(config, training, gpus=gpus, gpu_bytes=0.9 * memory)
+    for word, counts in counted.items():
+        rate = speed / work[word]
+        computing = training.batch_tokens / (rate * gpus)
+        plans = fitting_plans(planned.twin(word), training, cluster, computing_seconds=computing)
         document = {
             "attention_type": word,
             "parameters": counts.parameters,
@@ -85,7 +129,8 @@ def run(
             "train_flops": counts.train_flops_per_token * tokens,
             "tokens": tokens,
             "gpu_tokens_per_second": rate,
-            "days": tokens / (rate * gpus) / 86_400,
+            "computing_seconds": computing,
+            "days": plans[0].step_seconds * training.steps / 86_400,
             "layouts": [_document(plan) for plan in plans],
         }
         documents.append(document)
@@ -107,7 +152,7 @@ def _bytes(text: str) -> float:
 
 def _document(plan: "Plan") -> dict[str, Any]:
     memory = asdict(plan.rank_bytes) | {"total": plan.rank_bytes.total}
-    return {"layout": asdict(plan.layout), "rank_bytes": memory, "communicated_bytes": plan.communicated_bytes}
+    return asdict(plan) | {"rank_bytes": memory}
 
 
 def _print(name: str, gpus: int, memory: str, documents: list[dict[str, Any]]) -> None:
@@ -123,6 +168,8 @@ def _print(name: str, gpus: int, memory: str, documents: list[dict[str, Any]]) -
         "training FLOPs": [f"{document['train_flops']:.3g}" for document in documents],
         "tokens": [f"{document['tokens'] / 1e9:,.1f}B" for document in documents],
         "tokens/s of a GPU": [f"{document['gpu_tokens_per_second']:,.0f}" for document in documents],
+        "computing a step, s": [f"{document['computing_seconds']:,.3f}" for document in documents],
+        "a step, s": [f"{layout['step_seconds']:,.3f}" for layout in best],
         "days": [f"{document['days']:,.1f}" for document in documents],
         "layout": [_layout(layout) for layout in best],
         **{f"{part}, GiB": [_gib(layout["rank_bytes"][part]) for layout in best] for part in best[0]["rank_bytes"]},
@@ -131,12 +178,23 @@ def _print(name: str, gpus: int, memory: str, documents: list[dict[str, Any]]) -
     for label, cells in rows.items():
         sizes.add_row(label, *cells)
     console.print(sizes)
+    for document, layout in zip(documents, best, strict=True):
+        if (seconds := layout["step_seconds"]) > 2 * document["computing_seconds"]:
+            show(
+                f"{document['attention_type']}: sending takes most of a step ({seconds:,.3f} s, of which "
+                f"{document['computing_seconds']:,.3f} s compute); take fewer GPUs, larger batches or a faster network"
+            )
     for document in documents:
         others = Table(
-            "layout", "GiB of a rank", "sent a step, GiB", title=f"Layouts that fit, {document['attention_type']}"
+            "layout",
+            "GiB of a rank",
+            "sent a step, GiB",
+            "a step, s",
+            title=f"Layouts that fit, {document['attention_type']}",
         )
         for layout in document["layouts"][:SHOWN]:
-            others.add_row(_layout(layout), _gib(layout["rank_bytes"]["total"]), _gib(layout["communicated_bytes"]))
+            held, sent = _gib(layout["rank_bytes"]["total"]), _gib(layout["communicated_bytes"])
+            others.add_row(_layout(layout), held, sent, f"{layout['step_seconds']:,.3f}")
         console.print(others)
         if len(document["layouts"]) > SHOWN:
             show(f"and {len(document['layouts']) - SHOWN} more (--json lists all)")

@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING
 from difftransformer._lazy import lazy_names
 
 if TYPE_CHECKING:
-    from .causality import Causality, check_causality
+    from difftransformer.model.causality import Causality, check_causality
+
     from .engine import Task, run_task
     from .models.causal import CausalLanguageModel
     from .prompts.texts import Setting

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from difftransformer.errors import EvaluationError
+from ..errors import EvaluationError
 
 EVERY_POSITION = 512
 """Up to here every position is tried; after it those beside the borders of tiles of 16 tokens, and so of larger ones."""
