@@ -1,19 +1,20 @@
 """Tiny random models of transformers' own classes, every option away from its default, made differential."""
 
 import inspect
-import json
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 import transformers
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from difftransformer.attention import Attention
 from difftransformer.errors import ConfigError
-from difftransformer.families import FAMILIES, DifferentialFields, count_family, family_config, upcycle_folder
+from difftransformer.families import FAMILIES, REFUSED, DifferentialFields, count_family, family_config, upcycle_folder
 from difftransformer.families.llama import targets
 from tests.support import fresh
 from tests.support.oracle import relative_error
@@ -32,6 +33,9 @@ BASE = {
 }
 MIXED = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"] * 2}
 QWEN = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2}
+BIASES = {"attention_bias": True, "mlp_bias": True}
+PARTIAL = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "norm_topk_prob": True}
 OPTIONS = {
     "llama": {"attention_bias": True, "mlp_bias": True, "head_dim": 10, "tie_word_embeddings": True},
     "mistral": {"sliding_window": 5, "head_dim": 10},
@@ -53,17 +57,52 @@ OPTIONS = {
     "olmo2": {"attention_bias": True, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
     "olmo3": {**MIXED, "attention_bias": True},
     "smollm3": {**MIXED, "no_rope_layers": [1, 0, 1, 0], "use_sliding_window": True, "attention_bias": True},
+    "apertus": {"attention_bias": True, "tie_word_embeddings": True},
+    "arcee": {**BIASES, "head_dim": 10, "tie_word_embeddings": True},
+    "cohere": {"attention_bias": True, "use_qk_norm": True, "logit_scale": 0.5},
+    "cohere2": {**MIXED, "attention_bias": True, "head_dim": 10, "logit_scale": 0.5},
+    "ernie4_5": {"use_bias": True, "head_dim": 10, "tie_word_embeddings": False},
+    "exaone4": {**MIXED, "head_dim": 10, "tie_word_embeddings": True},
+    "gemma": {"head_dim": 10, "attention_bias": True, "tie_word_embeddings": False},
+    "glm": {"head_dim": 12, "attention_bias": True, "rope_parameters": PARTIAL, "tie_word_embeddings": True},
+    "glm4": {"head_dim": 12, "attention_bias": True, "rope_parameters": PARTIAL, "tie_word_embeddings": True},
+    "granite": {
+        **BIASES, "embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.5,
+        "attention_multiplier": 0.2, "tie_word_embeddings": True,
+    },
+    "helium": {**BIASES, "head_dim": 8, "tie_word_embeddings": True},
+    "hunyuan_v1_dense": {"attention_bias": True, "head_dim": 10, "tie_word_embeddings": True},
+    "lfm2": {
+        "layer_types": ["conv", "full_attention"] * 2, "conv_bias": True, "conv_L_cache": 4, "block_auto_adjust_ff_dim": False,
+        "tie_word_embeddings": False,
+    },
+    "ministral": {**MIXED, "head_dim": 10, "tie_word_embeddings": True},
+    "ministral3": {
+        "sliding_window": 5, "head_dim": 10, "tie_word_embeddings": True,
+        "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 8,
+            "llama_4_scaling_beta": 0.3, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+        },
+    },
+    "mixtral": {"sliding_window": 5, "num_local_experts": 4, "head_dim": 10, "tie_word_embeddings": True},
+    "nemotron": {**BIASES, "head_dim": 12, "rope_parameters": PARTIAL, "tie_word_embeddings": True},
+    "olmo": {"attention_bias": True, "clip_qkv": 0.5, "tie_word_embeddings": True},
+    "olmoe": {**EXPERTS, "attention_bias": True, "clip_qkv": 0.5, "tie_word_embeddings": True},
+    "phi": {"qk_layernorm": True, "rope_parameters": PARTIAL, "tie_word_embeddings": False},
+    "qwen2_moe": {
+        **QWEN, **EXPERTS, "shared_expert_intermediate_size": 16, "decoder_sparse_step": 2, "tie_word_embeddings": True,
+    },
+    "qwen3_moe": {
+        **EXPERTS, "use_sliding_window": True, "sliding_window": 5, "head_dim": 10, "attention_bias": True,
+        "mlp_only_layers": [1], "tie_word_embeddings": True,
+    },
+    "seed_oss": {
+        **BIASES, "attention_out_bias": True, "head_dim": 10, "attention_dropout": 0.0,
+        "residual_dropout": 0.0, "tie_word_embeddings": True,
+    },
+    "starcoder2": {"use_bias": True, "sliding_window": 5, "tie_word_embeddings": False},
 }  # fmt: skip
-REFUSED = {
-    "gemma2": ({"attn_logit_softcapping": 50.0}, "soft-capped logits"),
-    "gpt_oss": ({"head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1}, "attention sinks"),
-    "deepseek_v3": ({"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "qk_rope_head_dim": 4}, "multi-head latent"),
-    "gpt2": ({}, "no layers called self_attn"),
-    "qwen3_moe": (
-        {"num_experts": 2, "moe_intermediate_size": 8},
-        "'qwen3_moe' is not supported; expected one of llama",
-    ),
-}
+WHOLE_LOGITS = ("cohere", "cohere2", "gemma2", "granite", "phi")
 
 
 def source_model(family, **options):
@@ -111,19 +150,19 @@ def test_same_function_at_the_start(family, to, tmp_path):
     added = sum(p.numel() for p in ours.parameters()) - sum(p.numel() for p in stock.parameters())
     assert done.added_parameters == added
     assert added > 0 or to == "softmax"
+    if to == "diff" and family != "lfm2":  # whose convolutions look at other tokens too
+        assert_the_subtraction_is_a_subtraction(ours)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_subtraction_is_a_subtraction(family, tmp_path):
+def assert_the_subtraction_is_a_subtraction(model):
     """With lambda at 1 and equal maps, attention gives nothing, so that no token sees another one."""
-    ours, _ = upcycled(source_model(family, **OPTIONS[family]), tmp_path, "diff")
-    for module in ours.modules():
+    for module in model.modules():
         if isinstance(module, Attention):
             module.lambda_value = 1.0
     other = ids()
     other[:, :-1] = other[:, :-1].flip(1)
     assert not torch.equal(other, ids())
-    torch.testing.assert_close(ours(ids()).logits[:, -1], ours(other).logits[:, -1], rtol=0, atol=1e-4)
+    torch.testing.assert_close(model(ids()).logits[:, -1], model(other).logits[:, -1], rtol=0, atol=1e-4)
 
 
 # A mistral becomes a model of this package.
@@ -165,14 +204,20 @@ def test_a_new_process_opens_it(tmp_path):
     assert done.stdout.split()[-1] == "DifferentialQwen3ForCausalLM"
 
 
-def test_eager_gives_the_maps_and_no_implementation_is_plain(tmp_path):
+def test_maps_are_returned_and_no_implementation_is_plain(tmp_path):
     """Any other attention function would see twice as many heads and say nothing."""
     ours, _ = upcycled(source_model("qwen3", **OPTIONS["qwen3"]), tmp_path, "diff")
+    for module in ours.modules():
+        if isinstance(module, Attention):
+            module.lambda_value = 0.25
     expected = ours(ids()).logits
-    ours.set_attn_implementation("eager")
-    outputs = ours(ids(), output_attentions=True)
-    torch.testing.assert_close(outputs.logits, expected, rtol=0, atol=1e-4)
-    assert [tuple(attention.shape) for attention in outputs.attentions] == [(2, 6, 21, 21)] * 4
+    for implementation in ("difftransformer", "eager"):
+        ours.set_attn_implementation(implementation)
+        outputs = ours(ids(), output_attentions=True)
+        torch.testing.assert_close(outputs.logits, expected, rtol=0, atol=1e-4)
+        assert len(outputs.attentions) == 4
+        for attention in outputs.attentions:
+            torch.testing.assert_close(attention.sum(-1), torch.full((2, 6, 21), 0.75))
     with pytest.raises(ConfigError, match="attn_implementation='flash_attention_3' is not supported"):
         ours.set_attn_implementation("flash_attention_3")
 
@@ -211,16 +256,33 @@ def test_counts_are_those_of_the_model(family, tmp_path):
     assert counts.kv_bytes_per_token == 2 * held * len(cache.layers) // lengths
 
 
-@pytest.mark.parametrize("family", REFUSED)
-def test_refused_by_what_it_has(family, tmp_path):
-    options, text = REFUSED[family]
-    config = CONFIG_MAPPING[family](**BASE | options)
+@pytest.mark.parametrize(
+    ("family", "options", "text"),
+    [
+        ("gemma2", {"attn_logit_softcapping": 50.0}, r"soft-capped logits \(attn_logit_softcapping=50.0\)"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "bidirectional attention"),
+        *((family, {}, re.escape(f"cannot be made differential: {why}")) for family, why in REFUSED.items()),
+        ("mamba2", {}, "model_type='mamba2' is not supported; expected one of apertus, arcee"),
+    ],
+)
+def test_refused_by_what_it_has(family, options, text, tmp_path):
     (tmp_path / "source").mkdir()
-    (tmp_path / "source" / "config.json").write_text(json.dumps(config.to_dict()))
+    CONFIG_MAPPING[family](**BASE | options if options else {}).save_pretrained(tmp_path / "source")
     with pytest.raises(ConfigError, match=text) as error:
         upcycle_folder(tmp_path / "source", tmp_path / "made", to="diff")
     assert "\n" not in str(error.value)
     assert not (tmp_path / "made").exists()
+
+
+def test_the_table_in_the_documentation():
+    rows = [f"| `{name}` | {beyond} |" for name, beyond in FAMILIES.items()]
+    rows += [f"| `{name}` | refused: {why} |" for name, why in REFUSED.items()]
+    page = Path(__file__).parents[2] / "docs" / "upcycling.md"
+    table = (
+        page.read_text(encoding="utf-8").partition("<!-- families -->\n\n")[2].partition("\n\n<!-- /families -->")[0]
+    )
+    assert table.splitlines()[2:] == rows
+    assert len(FAMILIES) >= 30
 
 
 def test_wider_mlps_are_for_llamas_alone(tmp_path):
@@ -232,12 +294,6 @@ def test_wider_mlps_are_for_llamas_alone(tmp_path):
 MEASURED = """
 import re, sys, threading, time
 from difftransformer.families import upcycle_folder
-
-def test_wider_mlps_are_for_llamas_alone(tmp_path):
-    with pytest.raises(ConfigError, match=r"--to 'softmax\\+diff': only a Llama or Mistral without biases"):
-        upcycled(source_model("qwen3", **OPTIONS["qwen3"]), tmp_path, "softmax+diff")
-    assert not (tmp_path / "made").exists()
-
 
 def resident():
     return int(re.search(r"VmRSS:\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
@@ -280,7 +336,7 @@ def test_a_source_in_several_files_is_never_whole_in_memory(tmp_path):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_loss_in_chunks(family):
-    """Equals that of whole logits, with its gradient; gemma2 soft-caps its logits, so it computes all of them."""
+    """Equals that of whole logits, with its gradient; all logits are computed where they are more than one product."""
     config = family_config(family)(**BASE | {"num_key_value_heads": 2} | OPTIONS[family])
     torch.manual_seed(3)
     model = AutoModelForCausalLM.from_config(config)
@@ -290,7 +346,7 @@ def test_the_loss_in_chunks(family):
     for chunk in (None, 5):
         model.loss_chunk_tokens = chunk
         output = model(input_ids=ids, labels=labels)
-        assert (output.logits is None) == (chunk is not None and family != "gemma2")
+        assert (output.logits is None) == (chunk is not None and family not in WHOLE_LOGITS)
         model.zero_grad()
         output.loss.backward()
         found.append((output.loss.detach(), torch.cat([weight.grad.flatten() for weight in model.parameters()])))
@@ -306,6 +362,72 @@ def test_what_transformers_knows_of_a_family():
     assert kind.__name__ == "DifferentialQwen3ForCausalLM"
     assert kind.__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
     assert getattr(transformers, kind.__name__) is kind
+
+
+@pytest.mark.parametrize("kind", ["SequenceClassification", "TokenClassification", "QuestionAnswering"])
+def test_other_heads(kind, tmp_path):
+    """They compute what the original's head does, and are saved and opened again."""
+    stock = source_model("qwen3", **OPTIONS["qwen3"])
+    ours, _ = upcycled(stock, tmp_path, "diff")
+    opens = getattr(transformers, f"AutoModelFor{kind}").from_pretrained
+    made, theirs = (opens(tmp_path / name, num_labels=3).eval() for name in ("diff", "source"))
+    assert sum(isinstance(module, Attention) for module in made.modules()) == 4
+    for model, source in ((made, ours), (theirs, stock)):
+        model.base_model.load_state_dict(
+            source.model.state_dict()
+        )  # which transformers does, but for question answering
+    for name, module in theirs.named_children():
+        if isinstance(module, torch.nn.Linear):
+            getattr(made, name).load_state_dict(module.state_dict())
+    for mine, wanted in zip(made(ids()).to_tuple(), theirs(ids()).to_tuple(), strict=False):
+        if isinstance(wanted, torch.Tensor):
+            torch.testing.assert_close(mine, wanted, rtol=0, atol=1e-4)
+    made.save_pretrained(tmp_path / "head")
+    assert torch.equal(opens(tmp_path / "head")(ids())[0], made(ids())[0])
+    assert f"AutoModelFor{kind}" in (tmp_path / "head" / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_card(tmp_path):
+    """Its code opens the model, its figures are those of the model, and a card that was edited stays."""
+    ours, done = upcycled(source_model("mixtral", **OPTIONS["mixtral"]), tmp_path, "diff_v2")
+    ours.save_pretrained(tmp_path / "made")
+    card = (tmp_path / "made" / "README.md").read_text(encoding="utf-8")
+    assert f"| parameters | {done.parameters:,} |" in card
+    assert "| family | `mixtral`: all but attention is the original's |" in card
+    code = card.partition("```python\n")[2].partition("```")[0].replace("FOLDER", str(tmp_path / "made"))
+    names = {}
+    exec(code, names)
+    assert torch.equal(names["model"](ids()).logits, ours(ids()).logits)
+    (tmp_path / "made" / "README.md").write_text("mine")
+    ours.save_pretrained(tmp_path / "made")
+    assert (tmp_path / "made" / "README.md").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("family", "to"),
+    [
+        ("qwen3", "diff"),
+        *(
+            pytest.param(family, to, marks=pytest.mark.slow)
+            for family in ("gemma3_text", "phi3", "mixtral")
+            for to in ("diff", "grouped_diff", "diff_v2")
+        ),
+    ],
+)
+def test_continuous_batching(family, to, tmp_path):
+    """Of prompts of several lengths, in pages of 4 tokens and passes of 16, against each prompt alone."""
+    ours, _ = upcycled(source_model(family, **OPTIONS[family]), tmp_path, to)
+    prompts = [list(range(3, 3 + length)) for length in (5, 9, 17, 2)]
+    greedy = {"do_sample": False, "max_new_tokens": 9, "pad_token_id": 0}
+    outputs = ours.generate_batch(
+        prompts,
+        generation_config=GenerationConfig(eos_token_id=-1, **greedy),
+        continuous_batching_config=ContinuousBatchingConfig(page_size=4, num_blocks=64, max_batch_tokens=16),
+    )
+    alone = [ours.generate(torch.tensor([prompt]), eos_token_id=None, **greedy)[0] for prompt in prompts]
+    expected = [row[len(prompt) :].tolist() for row, prompt in zip(alone, prompts, strict=True)]
+    assert [output.generated_tokens for output in outputs.values()] == expected
+    assert ours.config._attn_implementation == "difftransformer_family"
 
 
 @pytest.mark.parametrize("to", ["diff", "grouped_diff", "diff_v2"])

@@ -17,17 +17,16 @@ if TYPE_CHECKING:
     from .conversion import LAYOUTS, Layout
     from .microsoft import load_microsoft_attention, load_microsoft_state, microsoft_attention_state, microsoft_state
     from .models import (
-        FAMILIES,
         DifferentialFamilyConfig,
         DifferentialFields,
         attention_fields,
         attention_layers,
         count_family,
         family_config,
-        refused_features,
     )
     from .motif import load_motif_attention, motif_attention_state
     from .phi4flash import load_phi4flash_attention, phi4flash_attention_state
+    from .table import FAMILIES, REFUSED
     from .upcycle import Upcycled, upcycle_folder
 
 __getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -20,6 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, Cache
 from ..attention import Attention, HeadLayout
 from ..attention.base import PROJECTIONS
 from ..errors import ConfigError
+from ..model.caches import PagedRow
 from ..ops.norms import rms_norm
 from ..ops.problem import Restrictions
 from ..ops.reference import weighted_values
@@ -37,6 +38,8 @@ class DifferentialLayer(nn.Module):
     """
 
     differential: Attention
+    layer_idx: int
+    config: Any
 
     def forward(self, hidden_states: Tensor, *arguments: Any, **keywords: Any) -> Any:
         """Run the family's forward inside that of `differential`, so that hooks have its weights at hand meanwhile."""
@@ -117,7 +120,11 @@ def make_differential(layer: Any, differential: Attention) -> None:
         if hasattr(layer, f"{name}_proj"):
             setattr(layer, f"{name}_proj", _linear(getattr(layer, f"{name}_proj"), sizes[name]))
         norm = getattr(layer, f"{name}_norm", None)
-        if maps == 2 and norm is not None and norm.weight.numel() != layout.head_dim:
+        if norm is None or norm.weight is None or norm.weight.numel() == layout.head_dim:
+            continue
+        if norm.weight.dim() == 2:  # a gain for each head
+            norm.weight = nn.Parameter(norm.weight.new_ones(sizes[name] // layout.head_dim, layout.head_dim))
+        elif maps == 2:
             gain = norm.weight.new_ones(sizes[name])
             setattr(layer, f"{name}_norm", NormOfMaps(gain, norm.variance_epsilon, groups, layout.head_dim))
     if hasattr(layer, "qkv_proj"):
@@ -175,10 +182,11 @@ def attention(
         is_causal: Whether attention without a mask is causal. Defaults to the layer's `is_causal`.
         head_lam: The variant's lambda.
         head_gate: The variant's factors of the heads, (B, T, H E), or None.
-        **options: Other arguments that the families pass. The mask holds the window already.
+        **options: Other arguments that the families pass, and those of continuous batching, whose mask is additive. The mask
+            holds the window already.
 
     Returns:
-        (B, T, H, E), and the combined map where the backend is "reference" ("eager"), else None.
+        (B, T, H, E), and the combined map where the backend is "reference" ("eager") or output_attentions is set, else None.
 
     Raises:
         ConfigError: dropout or soft-capping, which the op does not have.
@@ -189,17 +197,22 @@ def attention(
     variant, layout = module.differential, module.differential.layout
     if scaling is not None and scaling != layout.head_dim**-0.5:
         query = query * (scaling * layout.head_dim**0.5)
+    key, value = _grouped(key, layout.key_width), _grouped(value, layout.value_width)
+    paged = PagedRow.of(layout, options)
+    if paged is not None and attention_mask is not None:
+        key, value = paged.update(key, value, module.layer_idx)
+        attention_mask = attention_mask == 0
     query_BHTX, key_BGSX, value_BGSE = variant.op_heads(
         _grouped(query, layout.query_width),
-        _grouped(key.to(query.dtype), layout.key_width),  # under autocast, the cache holds fp32
-        _grouped(value.to(query.dtype), layout.value_width),
+        key.to(query.dtype),
+        value.to(query.dtype),  # under autocast, the cache holds fp32
     )
     if isinstance(head_lam, Tensor) and head_lam.dim() == 1:
         head_lam = variant.local_part(head_lam, query_BHTX.shape[1])
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     restrictions = Restrictions(attn_mask=attention_mask, is_causal=causal and attention_mask is None)
     map_BHTS = None
-    if variant.backend == "reference":
+    if variant.backend == "reference" or options.get("output_attentions", module.config.output_attentions):
         map_BHTS = variant.combined_map(query_BHTX, key_BGSX, head_lam, restrictions)
         heads_BHTE = variant.finish(weighted_values(map_BHTS, value_BGSE))
     else:

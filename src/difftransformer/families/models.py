@@ -4,59 +4,47 @@ A model of this package has Llama's layout. A model with more than that (biases,
 projections, norms after a layer, layers without rotation) keeps its own class, and only its attention changes.
 """
 
+import os
 from collections.abc import Callable
 from functools import cache, wraps
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 from transformers import (
     CONFIG_MAPPING,
-    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
 )
 from transformers import initialization as init
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ..attention import Attention, HeadLayout, config_options, variant
 from ..attention.base import PROJECTIONS, QK_NORMS
 from ..errors import ConfigError
+from ..model.caches import PagedModel
+from ..model.card import save_card
 from ..model.counts import BACKWARD_AND_FORWARD, Counts, mean_keys
 from ..model.nll import chunked_loss
 from ..model.pretrained import ATTN_IMPLEMENTATIONS
-from ..model.registration import register_models
+from ..model.registration import TABLES, register_models
 from ..ops import backend_names
 from ..typed import build
-from .differential_layer import IMPLEMENTATION, make_differential
-
-# Families whose attention counts its heads from the rows of its projections; each is tested with every option of its
-# configuration away from its default.
-FAMILIES = (
-    "llama",
-    "mistral",
-    "qwen2",
-    "qwen3",
-    "phi3",
-    "gemma2",
-    "gemma3_text",
-    "olmo2",
-    "olmo3",
-    "smollm3",
-)
-# What an attention layer has that the op does not, by the name of a part of it.
-UNSUPPORTED_PARTS = {
-    "sinks": "attention sinks (self_attn.sinks)",
-    "kv_b_proj": "multi-head latent attention (self_attn.kv_b_proj)",
-    "kv_a_proj_with_mqa": "multi-head latent attention (self_attn.kv_a_proj_with_mqa)",
-    "in_proj_qkvz": "linear attention (in_proj_qkvz)",
-}
-
+from .conversion import Shape, shapes_of
+from .differential_layer import IMPLEMENTATION, DifferentialLayer, make_differential
+from .table import FAMILIES
 
 ATTENTION_LAYERS = "layers.*.self_attn"  # in a tensor-parallel plan
+# Options of a family, and arguments of its forward, with which the loss is more than that of the output layer's product.
+ON_LOGITS = ("final_logit_softcapping", "logits_scaling", "logit_scale", "output_router_logits")
+NEEDS_LOGITS = {"logits_to_keep", "output_router_logits"}
 
 
 class DifferentialFields:
@@ -133,6 +121,7 @@ class _DifferentialModel(PreTrainedModel):  # type: ignore[misc]
     """
 
     loss_chunk_tokens: int | None = None
+    _supports_flash_attn = False  # to which continuous batching would change
     config: Any
     _keep_in_fp32_modules_strict: Any
 
@@ -140,7 +129,10 @@ class _DifferentialModel(PreTrainedModel):  # type: ignore[misc]
         super().__init__(config, *arguments, **options)
         fields = config.attention_fields()
         for layer in attention_layers(self):
-            make_differential(layer, config.attention.from_config(fields, layer.layer_idx))
+            if not isinstance(
+                layer, DifferentialLayer
+            ):  # under a head, transformers has made a differential model already
+                make_differential(layer, config.attention.from_config(fields, layer.layer_idx))
         kept = set(self._keep_in_fp32_modules_strict or ()) | set(config.attention.fp32_parameters)
         self._keep_in_fp32_modules_strict = sorted(kept)
         self.post_init()
@@ -163,6 +155,28 @@ class _DifferentialModel(PreTrainedModel):  # type: ignore[misc]
             if isinstance(module, Attention):
                 module.backend = ATTN_IMPLEMENTATIONS.get(name) or self.config.attn_backend
         return IMPLEMENTATION
+
+    def init_continuous_batching(self, *arguments: Any, **options: Any) -> Any:
+        """Make transformers' manager of requests; `generate_batch` and `transformers serve` call this."""
+        self.config._attn_implementation = "sdpa"  # for which transformers prepares the mask of all requests
+        try:
+            manager = super().init_continuous_batching(*arguments, **options)
+        finally:
+            self.config._attn_implementation = IMPLEMENTATION
+        if not isinstance(manager.model, PagedModel):
+            manager.model = PagedModel(self, self.config)
+            manager.model.config._attn_implementation = "sdpa"
+        return manager
+
+    def save_pretrained(
+        self, save_directory: str | os.PathLike[str], is_main_process: bool = True, *arguments: Any, **options: Any
+    ) -> None:
+        """Save the model as `PreTrainedModel.save_pretrained` does, and write a model card (README.md)."""
+        super().save_pretrained(save_directory, is_main_process, *arguments, **options)
+        if is_main_process:
+            save_card(
+                self, Path(save_directory), pushed=options.get("push_to_hub", False), counts=count_family(self.config)
+            )
 
     def _get_static_cache_init_shape(self) -> None:
         """Leave the allocation of a static cache to its first update: the configuration has the heads of the original."""
@@ -213,16 +227,26 @@ def family_config(family: str) -> type[Any]:
         **fields,
     }
     config = type(f"Differential{base.__name__}", (DifferentialFields, base), names)
-    plain = MODEL_FOR_CAUSAL_LM_MAPPING[base]
+    tables = {auto: getattr(transformers, auto)._model_mapping for auto in TABLES}
+    models = {auto: _differential(table[base], config, family) for auto, table in tables.items() if base in table}
+    register_models(config, models, key=f"{DifferentialFamilyConfig.model_type} {family}")
+    return config
+
+
+def _differential(plain: Any, config: type[Any], family: str) -> type[Any]:
+    """Return the subclass of a family's model whose attention is differential."""
     body: dict[str, Any] = {
         "__module__": __name__,
         "__doc__": f"{plain.__name__} with differential attention.",
         "config_class": config,
-        "forward": _with_chunked_loss(plain.forward),
     }
+    if plain.__name__.endswith("ForCausalLM"):
+        body["forward"] = _with_chunked_loss(plain.forward)
     model = type(f"Differential{plain.__name__}", (_DifferentialModel, plain), body)
-    register_models(config, {"AutoModelForCausalLM": model}, key=f"{DifferentialFamilyConfig.model_type} {family}")
-    return config
+    names_in_files = get_checkpoint_conversion_mapping(family)
+    if names_in_files is not None:
+        register_checkpoint_conversion_mapping(model.__name__, names_in_files, overwrite=True)
+    return model
 
 
 def _with_chunked_loss(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -230,7 +254,8 @@ def _with_chunked_loss(forward: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(forward)
     def chunked(self: Any, *arguments: Any, **options: Any) -> Any:
-        needs_logits = arguments or getattr(self.config, "final_logit_softcapping", None) or "logits_to_keep" in options
+        changed = any(getattr(self.config, name, None) not in (None, False, 1) for name in ON_LOGITS)
+        needs_logits = arguments or changed or self.lm_head.bias is not None or options.keys() & NEEDS_LOGITS
         if self.loss_chunk_tokens is None or options.get("labels") is None or needs_logits:
             return forward(self, *arguments, **options)
         of_loss = ("labels", "shift_labels", "num_items_in_batch")
@@ -249,12 +274,14 @@ def attention_layers(model: nn.Module) -> list[Any]:
     return [module for name, module in model.named_modules() if name.endswith(".self_attn")]
 
 
-def refused_features(model: nn.Module, config: PreTrainedConfig) -> list[str]:
-    """Return in words what the attention of a model has that differential attention does not, such as soft-capping."""
-    layers = attention_layers(model)
-    if not layers:
-        return ["no layers called self_attn"]
-    features = [text for part, text in UNSUPPORTED_PARTS.items() if any(hasattr(layer, part) for layer in layers)]
+def shapes_in_files(model: PreTrainedModel) -> dict[str, Shape]:
+    """Return the shape of every tensor of a model by its name in saved files, where each expert has tensors of its own."""
+    return shapes_of(revert_weight_conversion(model, model.state_dict()))
+
+
+def refused_features(config: PreTrainedConfig) -> list[str]:
+    """Return in words what a family's options ask for and differential attention does not have, such as soft-capping."""
+    features = []
     if getattr(config, "attn_logit_softcapping", None):
         features.append(f"soft-capped logits (attn_logit_softcapping={config.attn_logit_softcapping})")
     if getattr(config, "use_bidirectional_attention", False):

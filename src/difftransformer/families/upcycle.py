@@ -15,18 +15,19 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ..attention import Attention, PlainLayer
 from ..errors import ConfigError
 from ..model.weights import CONFIG_FILE
 from .checkpoint_io import Converted, WeightsReader, naming_config, read_config, refuse_used, write_converted
-from .conversion import Conversion, Read, Shape, shapes_of
+from .conversion import Conversion, Read, Shape
 from .llama import chosen_variant, drawn, from_llama, has_llamas_layout, kept_options, notes
-from .models import FAMILIES, attention_fields, family_config, refused_features
+from .models import attention_fields, family_config, refused_features, shapes_in_files
+from .table import FAMILIES, REFUSED
 
 ATTENTION = "self_attn."
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
+OUTPUTS = ("o_proj.weight", "out_proj.weight", "dense.weight")  # the families' names of the output projection
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,10 +78,10 @@ def upcycle_folder(
     refuse_used(target)
     document = read_config(source)
     at, model_type = source / CONFIG_FILE, str(document.get("model_type"))
-    if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        raise ConfigError(
-            f"{at}: model_type={model_type!r} is no language model of transformers; name one of {', '.join(FAMILIES)}"
-        )
+    if model_type not in FAMILIES:
+        if model_type in REFUSED:
+            raise ConfigError(f"{at}: model_type={model_type!r} cannot be made differential: {REFUSED[model_type]}")
+        raise ConfigError(f"{at}: model_type={model_type!r} is not supported; expected one of {', '.join(FAMILIES)}")
     if document.get("quantization_config") is not None:
         raise ConfigError(f"{at}: quantization_config is set, expected none; name the model before it is quantized")
     with naming_config(at, model_type):
@@ -109,12 +110,10 @@ def from_family(
         )
     with torch.device("meta"):
         source = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-    if features := refused_features(source, config):
+    if features := refused_features(config):
         raise ConfigError(
             f"model_type={family!r} has {' and '.join(features)}, which differential attention does not have"
         )
-    if family not in FAMILIES:
-        raise ConfigError(f"model_type={family!r} is not supported; expected one of {', '.join(FAMILIES)}")
     heads = attention_fields(config)
     document = config.to_dict() | kept_options(kind, heads, options)
     document |= {"family": family, "attention_type": to, "attention_dropout": 0.0}
@@ -122,9 +121,9 @@ def from_family(
     with torch.device("meta"):
         target = AutoModelForCausalLM.from_config(ours)
     ours.architectures, ours.dtype = [type(target).__name__], config.dtype
-    needs, ties = shapes_of(source.state_dict()), dict(target.all_tied_weights_keys)
+    needs, ties = shapes_in_files(source), dict(target.all_tied_weights_keys)
     makes = {}
-    for name, shape in shapes_of(target.state_dict()).items():
+    for name, shape in shapes_in_files(target).items():
         if name not in ties:
             prefix, inside, part = name.rpartition(ATTENTION)
             layer = _AttentionLayer(prefix + inside, kind, ours.attention_fields(), needs, seed)
@@ -160,11 +159,16 @@ class _AttentionLayer:
             return self._rows(module, what, read)
         if module in ("q_norm", "k_norm") and self.needs[self.prefix + part] != shape:
             gain = read(self.prefix + part)
-            return self._upcycled(f"{module[0]}_proj.weight", lambda _: gain[:, None], read).flatten()
-        if part == "o_proj.weight" or module.partition(".")[0] == "differential":
-            name = part.removeprefix("differential.")
-            return self._upcycled(name, lambda name: read(self.prefix + name), read, shape)
+            return self._upcycled(f"{module[0]}_proj.weight", lambda _: gain.view(-1, 1), read).view(shape)
+        if part in OUTPUTS or module.partition(".")[0] == "differential":
+            name = OUTPUTS[0] if part in OUTPUTS else part.removeprefix("differential.")
+            return self._upcycled(name, lambda name: self._read(name, read), read, shape)
         return read(self.prefix + part)
+
+    def _read(self, name: str, read: Read) -> Tensor:
+        """Read a tensor of the layer by the name that a variant knows."""
+        names = OUTPUTS if name in OUTPUTS else (name,)
+        return read(next(self.prefix + one for one in names if self.prefix + one in self.needs))
 
     def _rows(self, module: str, what: str, read: Read) -> Tensor:
         """Make the weight or bias of a projection; a bias is one more column."""
@@ -191,6 +195,6 @@ class _AttentionLayer:
 
         def tensor(wanted: str) -> Tensor:
             # New parameters take the dtype of o_proj.weight.
-            return of(wanted) if wanted == name else read(self.prefix + wanted)
+            return of(wanted) if wanted == name else self._read(wanted, read)
 
         return self.kind.upcycled(name, shape, PlainLayer(self.config, tensor, normal))

@@ -15,7 +15,7 @@ import yaml
 
 from ..errors import ConfigError
 from .config import DiffTransformerConfig
-from .counts import count
+from .counts import Counts, count
 
 CARD_FILE = "README.md"
 TRAINING_HEADING, NEXT_HEADING = "## Training\n", "## Citation\n"
@@ -58,23 +58,25 @@ class Training:
 
 
 def model_card(
-    config: DiffTransformerConfig,
+    config: Any,
     *,
     name: str,
     architecture: str = "DiffTransformerForCausalLM",
     training: Training | str | None = None,
     license: str | None = None,
     opens_with: OpensWith = "package",
+    counts: Counts | None = None,
 ) -> str:
     """Return the text of a card: summary, layout and sizes, how to open the model, and how it was trained.
 
     Args:
-        config: Configuration of the model.
+        config: Configuration of a model of this package, or of a family made differential.
         name: Title of the card.
         architecture: Name of the class that was saved.
         training: Recipe and figures, or the training section of another card.
         license: Licence identifier such as "mit" or "apache-2.0", if it is known.
         opens_with: What opens the folder: this package, remote code in it, or stock transformers.
+        counts: Sizes of the model; None counts them by formula.
 
     Raises:
         ConfigError: The licence is not an identifier.
@@ -89,7 +91,7 @@ def model_card(
     if license is not None:
         front["license"] = license
     front["tags"] = ["difftransformer", *config.attention.tags]
-    parts = [f"# {name}\n\n{_summary(config, what)}\n", _layout(config), _usage(head, opens_with)]
+    parts = [f"# {name}\n\n{_summary(config, what)}\n", _layout(config, counts), _usage(head, opens_with)]
     if isinstance(training, str):
         parts.append(training)
     elif training is not None:
@@ -136,9 +138,30 @@ def write_card(folder: Path, text: str) -> bool:
     return True
 
 
-def size_rows(config: DiffTransformerConfig) -> dict[str, int]:
-    """Return layout and sizes of a model by name, computed by formula."""
-    layout, counts = config.head_layout(), count(config)
+def save_card(model: Any, folder: Path, *, pushed: bool = False, counts: Counts | None = None) -> None:
+    """Write the card of a model that was saved in a folder. Adapters and pushes to the hub get those of PEFT and transformers.
+
+    Args:
+        model: Model of this package, or of a family made differential.
+        folder: The folder.
+        pushed: Whether the model was pushed to the hub.
+        counts: Sizes of the model, for a family; None counts those of a model of this package.
+    """
+    if folder.is_dir() and not getattr(model, "_hf_peft_config_loaded", False) and not pushed:
+        card = model_card(
+            model.config,
+            name=folder.resolve().name,
+            architecture=type(model).__name__,
+            training=inherited_training(Path(model.name_or_path)) if model.name_or_path else None,
+            opens_with="package" if model._auto_class is None else "code",
+            counts=counts,
+        )
+        write_card(folder, card)
+
+
+def size_rows(config: Any, counts: Counts | None = None) -> dict[str, int]:
+    """Return layout and sizes of a model by name, computed by formula unless they are given."""
+    layout, counts = config.head_layout(), counts or count(config)
     return {
         "layers": config.num_hidden_layers,
         "hidden size": config.hidden_size,
@@ -162,25 +185,26 @@ def _sum(text: str) -> str:
     return hashlib.sha256(text.replace("\r\n", "\n").encode()).hexdigest()
 
 
-def _summary(config: DiffTransformerConfig, what: str) -> str:
+def _summary(config: Any, what: str) -> str:
     kind = config.attention
-    what = what if config.is_causal else f"bidirectional {what.replace('decoder', 'encoder')}"
+    what = what if getattr(config, "is_causal", True) else f"bidirectional {what.replace('decoder', 'encoder')}"
     return f"A {what} with {kind.description} ({kind.label}, `{config.attention_type}`; [Differential Transformer]({PAPER}))."
 
 
-def _layout(config: DiffTransformerConfig) -> str:
+def _layout(config: Any, counts: Counts | None) -> str:
     options = {name: option.default for name, option in config.attention.config_options.items()}
     defaults = options | {"qk_norm": False, "sliding_window": None}
     chosen = {name: getattr(config, name, default) for name, default in defaults.items()}
-    rows = {
-        "attention type": f"`{config.attention_type}`",
-        **{name.replace("_", " "): f"`{v}`" for name, v in chosen.items() if v != defaults[name]},
-        "initialization": f"`{config.initialization}`",
-        **{name.replace("_", " "): "yes" for name in STARTS if getattr(config, name)},
-        "embedding multiplier": f"{config.embedding_multiplier:g}",
-        "tied embedding": "yes" if config.tie_word_embeddings else "no",
-        **{name: f"{size:,}" for name, size in size_rows(config).items()},
-    }
+    own = {"attention type": f"`{config.attention_type}`"}
+    own |= {name.replace("_", " "): f"`{v}`" for name, v in chosen.items() if v != defaults[name]}
+    if isinstance(config, DiffTransformerConfig):
+        own["initialization"] = f"`{config.initialization}`"
+        own |= {name.replace("_", " "): "yes" for name in STARTS if getattr(config, name)}
+        own["embedding multiplier"] = f"{config.embedding_multiplier:g}"
+    else:
+        own["family"] = f"`{config.family}`: all but attention is the original's"
+    own["tied embedding"] = "yes" if config.tie_word_embeddings else "no"
+    rows = own | {name: f"{size:,}" for name, size in size_rows(config, counts).items()}
     return _table("## Layout", rows.items())
 
 

@@ -11,7 +11,7 @@ from transformers import initialization as init
 
 from ..attention import Attention
 from ..errors import ConfigError
-from .card import inherited_training, model_card, write_card
+from .card import save_card
 from .config import DiffTransformerConfig, refuse_remote_code
 from .initialization import Make, Start, new_seed
 from .weights import weights_files
@@ -147,18 +147,8 @@ class DiffTransformerPreTrainedModel(PreTrainedModel):  # type: ignore[misc]
         A card that was edited by hand is kept. Adapters and pushes to the hub get the cards of PEFT and transformers.
         """
         super().save_pretrained(save_directory, is_main_process, *arguments, **options)
-        adapters, pushed = getattr(self, "_hf_peft_config_loaded", False), options.get("push_to_hub", False)
-        folder = Path(save_directory)
-        if is_main_process and folder.is_dir() and not adapters and not pushed:
-            training = inherited_training(Path(self.name_or_path)) if self.name_or_path else None
-            card = model_card(
-                self.config,
-                name=folder.resolve().name,
-                architecture=type(self).__name__,
-                training=training,
-                opens_with="package" if self._auto_class is None else "code",
-            )
-            write_card(folder, card)
+        if is_main_process:
+            save_card(self, Path(save_directory), pushed=options.get("push_to_hub", False))
 
     @staticmethod
     def create_masks_for_generate(
