@@ -47,6 +47,7 @@ PACKAGES = {
     "typed": "checks of fields and types",
     "reading": "JSON and YAML of others",
     "errors": "one family of errors",
+    "progress": "how far long work has come",
     "printable": "text that a terminal and a page can show",
     "torchrun": "what torchrun has set",
 }

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from difftransformer.progress import report, titled
 from difftransformer.train.metrics import StepMetrics
 from difftransformer_lab.cli import progress
 from difftransformer_lab.studies import Job
@@ -28,12 +29,12 @@ def test_times_in_words(seconds, words):
 
 
 def test_a_slow_evaluation_prints_a_line_at_least_every_half_minute(clock, capfd):
-    with progress.evaluation_progress("needle") as update:
+    with progress.evaluation_progress(), titled("needle"):
         for second in range(0, 121, 5):
             clock[0] = float(second)
-            update(second // 50, 1000)
-        update(100, 1000)
-        update(150, 1000)
+            report(second // 50, 1000)
+        report(100, 1000)
+        report(150, 1000)
     lines = [line for line in capfd.readouterr().out.splitlines() if line.startswith("needle: ") and "after" in line]
     assert lines == [
         "needle: 0 % after 35 s",

@@ -174,12 +174,12 @@ def test_parquet_and_data_sets_give_the_same(tmp_path, monkeypatch, chat_folder)
         assert stored(prepare_shards(config)) == stored(expected)
 
 
-def test_another_template_makes_other_shards(tmp_path, chat_folder):
+def test_another_template_makes_other_shards(tmp_path, chat_folder, caplog):
     folder = chat_folder(PLAIN)
     first = prepared(tmp_path, folder)
-    lines = []
-    assert prepared(tmp_path, folder, log=lines.append).folder == first.folder
-    assert lines[-1] == f"using {first.folder}"
+    with caplog.at_level("INFO"):
+        assert prepared(tmp_path, folder).folder == first.folder
+    assert caplog.messages[-1] == f"using {first.folder}"
     template = PLAIN.replace("Be kind.", "Be quick.")
     (folder / "chat_template.jinja").write_text(template)
     assert prepared(tmp_path, folder).manifest.fingerprint != first.manifest.fingerprint

@@ -26,6 +26,7 @@ from difftransformer.data import (
 from difftransformer.data.documents import LargeDocument
 from difftransformer.data.writing import cut_parts
 from difftransformer.errors import DataError
+from difftransformer.progress import shown_by
 
 ROWS = [{"text": f"row {index} \u2028 \u00e9\n" * 30, "name": f"n{index}"} for index in range(400)]
 LINES = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS).encode()
@@ -136,7 +137,8 @@ def test_progress_counts_the_bytes_of_a_large_file_as_they_are_tokenised(tmp_pat
     for name in ("a.txt", "b.jsonl.gz"):
         met = []
         config = DataConfig(source=str(tmp_path / name), tokenizer="byte", folder=str(tmp_path / "shards"))
-        prepare_shards(config, progress=lambda done, total, met=met: met.append((done, total)))
+        with shown_by(lambda done, total, title, met=met: met.append((done, total))):
+            prepare_shards(config)
         size = (tmp_path / name).stat().st_size
         done = [one for one, _ in met]
         assert (done[-1], {total for _, total in met}) == (size, {size})

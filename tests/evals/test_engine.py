@@ -7,6 +7,7 @@ import pytest
 
 from difftransformer.data import byte_tokenizer
 from difftransformer.errors import CheckpointError, EvaluationError
+from difftransformer.progress import shown_by
 from difftransformer_lab.evals.engine import Scores, Task, run_task
 from difftransformer_lab.evals.models.causal import CausalLanguageModel
 from difftransformer_lab.evals.requests import Choice, Loss, requests_sha256
@@ -54,7 +55,8 @@ def test_a_stopped_evaluation_goes_on(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         run_task(Adding(stop_after=2), task, journal=journal, identity="m")
     told, model = [], Adding()
-    scores = run_task(model, task, journal=journal, identity="m", progress=lambda *numbers: told.append(numbers))
+    with shown_by(lambda done, total, title: told.append((done, total))):
+        scores = run_task(model, task, journal=journal, identity="m")
     assert scores.measurements[0].value == 4321
     assert model.asked == [20, 1]
     assert told == [(4, 8), (6, 8), (8, 8)]
@@ -91,12 +93,12 @@ def test_a_damaged_file_is_refused_and_left_as_it_is(tmp_path):
     assert model.asked == [20]
 
 
-def test_a_folder_of_a_suite_begins_again_with_other_questions(tmp_path):
-    journal, said = tmp_path / "a.jsonl", []
+def test_a_folder_of_a_suite_begins_again_with_other_questions(tmp_path, caplog):
+    journal = tmp_path / "a.jsonl"
     run_task(Adding(), numbers(1, 20), journal=journal, identity="m")
-    scores = run_task(Adding(), numbers(1, 300), journal=journal, identity="m", replace_others=True, log=said.append)
+    scores = run_task(Adding(), numbers(1, 300), journal=journal, identity="m", replace_others=True)
     assert scores.measurements[0].value == 301
-    assert "to other questions; every question is asked again" in said[0]
+    assert "to other questions; every question is asked again" in caplog.messages[0]
 
 
 def test_undefined_figures_are_named_and_left_out():
@@ -151,7 +153,8 @@ def test_progress_moves_inside_a_batch():
     model.answer = lambda requests: (
         answers.append(len(told)) or pair for pair in CausalLanguageModel.answer(model, requests)
     )
-    run_task(model, task, progress=lambda done, total: told.append((done, total)))
+    with shown_by(lambda done, total, title: told.append((done, total))):
+        run_task(model, task)
     total = sum(request.shown_tokens for request in task.requests)
     before = [done for done, _ in told[: answers[0]]]
     assert before[:5] == [0, 40, 80, 120, 160]

@@ -6,6 +6,7 @@ import pytest
 
 from difftransformer.data.qa_sets import GROUNDED_SETS
 from difftransformer.errors import ConfigError, DataError, EvaluationError
+from difftransformer.progress import shown_by
 from difftransformer_lab.cli.main import main
 from difftransformer_lab.evals.engine import run_task
 from difftransformer_lab.evals.tasks import hallucination, quantized, task_kind
@@ -65,7 +66,8 @@ def test_judging_reports_progress(within, options):
     if within:
         name, chosen = "quantized", quantized.Options(task=name, task_options=vars(chosen), bits=[16])
     told, model = [], Writer(lambda prompt: f" {document_of(prompt)}" if "worda" in prompt else "")
-    run_task(model, task_kind(name).make(chosen, model), progress=lambda *numbers: told.append(numbers))
+    with shown_by(lambda *report: told.append(report)):
+        run_task(model, task_kind(name).make(chosen, model))
     # Two documents name worda; the other answers are empty, and nobody judges them.
     assert [row for row in told if row[2:] == ("judging",)] == [(n, 2, "judging") for n in range(3)]
 

@@ -337,7 +337,7 @@ def test_a_run_that_the_system_kills_says_so(tmp_path, monkeypatch):
         DiffTransformerError,
         match="DIFF, seed 0: its process was ended by SIGKILL at step 3; if memory ran out, give fewer --jobs",
     ):
-        run_jobs([job], at_once=1, progress=lambda jobs: None)
+        run_jobs([job], at_once=1)
 
 
 def test_start_run_names_a_nested_difference(copied, study_document):

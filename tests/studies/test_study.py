@@ -21,6 +21,7 @@ from difftransformer_lab.results import ChosenRate, Curve, RunRecord, StudyFigur
 from difftransformer_lab.statistics import detectable
 from difftransformer_lab.studies import Design, Study, estimate, load_study, recipe_from
 from difftransformer_lab.studies.design import identity
+from difftransformer_lab.studies.jobs import tell, watched_by
 from difftransformer_lab.studies.plan import load_plan, registered
 from difftransformer_lab.studies.run import main as run_main
 from tests.support.cases import threads
@@ -72,11 +73,11 @@ def trained(monkeypatch):
     """Runs that were trained, in this process instead of one each."""
     titles = []
 
-    def here(jobs, *, at_once, progress, on_done):
+    def here(jobs, *, at_once, on_done):
         with threads(1):
             for job in jobs:
                 if not job.done:
-                    progress(jobs)
+                    tell(jobs)
                     assert run_main([str(job.folder), "1", "cpu", *map(str, job.shards)]) == 0
                     titles.append(job.label)
                     job.done, job.seconds = True, 1e6
@@ -214,7 +215,7 @@ def identity_of(record):
     return identity(recipe_from(record.recipe, source="record"))
 
 
-def test_records_outlive_their_folder_and_new_options(design, trained, tmp_path, document):
+def test_records_outlive_their_folder_and_new_options(design, trained, tmp_path, document, caplog):
     document["axes"] = {}
     results = tmp_path / "results"
     study = Study(design(), results)
@@ -230,10 +231,9 @@ def test_records_outlive_their_folder_and_new_options(design, trained, tmp_path,
     path.write_text(json.dumps(old))
     assert Study(design(), results).files(study.design.reported())[0] is None
 
-    lines = []
     path.write_text(path.read_text()[:-50])
-    Study(design(), results, lines.append).train(tmp_path / "out", at_once=1)
-    assert [line for line in lines if path.name in line and "is not used" in line]
+    Study(design(), results).train(tmp_path / "out", at_once=1)
+    assert [line for line in caplog.messages if path.name in line and "is not used" in line]
     assert trained == []  # the run's folder still has everything
     assert read_result(path, RunRecord)
 
@@ -488,8 +488,8 @@ def test_jobs_are_expected_to_take_as_long_as_runs_of_their_kind(design, trained
     }
     seen = []
     study = Study(design(seeds=2), tmp_path / "results")
-    progress = lambda jobs: seen.append([job.expected_seconds for job in jobs])  # noqa: E731
-    study.train(tmp_path / "out", at_once=torch.get_num_threads(), progress=progress)
+    with watched_by(lambda jobs: seen.append([job.expected_seconds for job in jobs])):
+        study.train(tmp_path / "out", at_once=torch.get_num_threads())
     assert seen[0] == [None] * 8
     assert seen[1] == [1e6, *[None] * 3] * 2  # the first run has ended, and that with another seed is of its kind
     assert seen[-1] == [1e6] * 8

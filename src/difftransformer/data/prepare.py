@@ -9,10 +9,11 @@ import dataclasses
 import functools
 import hashlib
 import json
+import logging
 import math
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import chain
@@ -21,6 +22,7 @@ from typing import Any
 
 from ..errors import ConfigError, DataError
 from ..files import locked, write_text_atomically
+from ..progress import report
 from ..reading import read_json
 from ..typed import ASIDE
 from .chat import ChatTemplate
@@ -39,8 +41,7 @@ _LARGE_BYTES = 2**26  # size of a source from which progress is worth showing
 _MAKING = "making-"  # begins the names of folders that are not complete
 _MIXTURE_FILE = "mixture.json"
 
-Log = Callable[[str], None]
-Progress = Callable[[int, int], None]
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,24 +110,18 @@ class DataConfig:
         return load_tokenizer(self.tokenizer).vocab_size if is_made_up else self.vocab_size
 
 
-def prepare_shards(
-    config: DataConfig,
-    *,
-    log: Log = lambda text: None,
-    progress: Progress = lambda done, total: None,
-    made: Sequence[Path] = (),
-) -> Shards:
+def prepare_shards(config: DataConfig, *, made: Sequence[Path] = ()) -> Shards:
     """Open the shards of a request, and make them first if they do not exist.
 
     Shards are named after the request and the SHA-256 of the text, so changed text is tokenised again. The text is not
     even read if its files are unchanged, by name, size and times, since the shards were made. They take their name when they
     are complete, so a process that is stopped while it tokenises leaves nothing that counts, and the next one starts again.
 
+    Each step is logged. Of a large text the progress is reported (see `difftransformer.progress`), in bytes of files or rows of
+    a data set.
+
     Args:
         config: The request.
-        log: Called with a line of text at each step.
-        progress: Called with the amount of a large text that is tokenised, in bytes of its files or rows of a data set, and
-            the whole amount.
         made: `Shards.folders` of this request, which another process has just prepared; the text is not looked at.
 
     Raises:
@@ -138,8 +133,8 @@ def prepare_shards(
     if made:
         opened = [Shards.open(folder) for folder in made]
     else:
-        mixed = _mixture_tokenizer(config, log) if config.mixture and config.tokenizer == "bpe" else None
-        opened = [_Request(config, one.source, mixed).shards(log, progress) for one in sources]
+        mixed = _mixture_tokenizer(config) if config.mixture and config.tokenizer == "bpe" else None
+        opened = [_Request(config, one.source, mixed).shards() for one in sources]
     return Shards.mix(list(zip(sources, opened, strict=True))) if config.mixture else opened[0]
 
 
@@ -159,17 +154,17 @@ class _Request:
         self.state = source_state(source)
         self.text_sha256 = functools.cache(self._text_sha256)
 
-    def shards(self, log: Log, progress: Progress) -> Shards:
+    def shards(self) -> Shards:
         """Find or make the shards."""
-        folder = self._find(log)
+        folder = self._find()
         if folder is None:
             with locked(self.root, name=f".{self.key}.lock", wait=True):
-                folder = self._find(log) or self._make(log, progress)
+                folder = self._find() or self._make()
         else:
-            log(f"using {folder}")
+            logger.info("using %s", folder)
         return Shards.open(folder)
 
-    def _find(self, log: Log) -> Path | None:
+    def _find(self) -> Path | None:
         """Return the folder that was made by this request from the same text."""
         candidates = []
         for path in sorted(self.root.glob("*/manifest.json")):
@@ -187,7 +182,7 @@ class _Request:
             if self.state is not None and manifest.source_state == self.state:
                 return folder
         if candidates:
-            log(f"reading {self.source}")
+            logger.info("reading %s", self.source)
         for folder, manifest in candidates:
             if manifest.request.get("text_sha256") == self.text_sha256():
                 with contextlib.suppress(OSError):  # the folder may be read-only
@@ -195,17 +190,17 @@ class _Request:
                 return folder
         return None
 
-    def _make(self, log: Log, progress: Progress) -> Path:
+    def _make(self) -> Path:
         folder = self.root / f"{_MAKING}{self.key}"
         tokenizer = self.tokenizer
         if tokenizer is None and self.config.tokenizer != "bpe":
             tokenizer = load_tokenizer(self.config.tokenizer)
         if tokenizer is None:
-            log(f"training a BPE on {self.source}")
+            logger.info("training a BPE on %s", self.source)
             tokenizer = _train_bpe(self.config, [self.source])
-        log(f"tokenising {self.source} in {self.root}")
+        logger.info("tokenising %s in %s", self.source, self.root)
         is_large = (source_bytes(self.source) or math.inf) >= _LARGE_BYTES
-        digest, reading = TextDigest(), Reading(progress) if is_large else Reading()
+        digest, reading = TextDigest(), Reading(report) if is_large else Reading()
         shutil.rmtree(folder, ignore_errors=True)  # of a process that was killed
         try:
             manifest = write_documents(
@@ -240,7 +235,7 @@ def _key(request: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def _mixture_tokenizer(config: DataConfig, log: Log) -> Tokenizer:
+def _mixture_tokenizer(config: DataConfig) -> Tokenizer:
     """Return the BPE of the training text of all sources, which is kept beside their shards."""
     sources = [one.source for one in config.mixture]
     states = [source_state(source) for source in sources]
@@ -253,7 +248,7 @@ def _mixture_tokenizer(config: DataConfig, log: Log) -> Tokenizer:
     if not is_made():
         with locked(folder.parent, name=f".{folder.name}.lock", wait=True):
             if not is_made():
-                log(f"training a BPE on {', '.join(sources)}")
+                logger.info("training a BPE on %s", ", ".join(sources))
                 _train_bpe(config, sources).save(folder)
                 write_text_atomically(path, json.dumps(states) + "\n")
     return Tokenizer.load(folder)

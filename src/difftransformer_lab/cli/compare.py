@@ -6,7 +6,7 @@ from difftransformer.files import locked
 
 from ..recipe_files import read_recipe
 from .arguments import SET
-from .console import log, resumable
+from .console import resumable
 from .progress import training_progress, watch_jobs
 
 ARGUMENTS = SET
@@ -27,7 +27,7 @@ def run(
     from difftransformer.ops import build
 
     from ..report import read_studies
-    from ..studies import compare, load_recipe
+    from ..studies import compare, load_recipe, watched_by
     from .report import show_study
 
     overrides = list(set or [])
@@ -36,6 +36,6 @@ def run(
     folder = Path(out or f"reports/{loaded.name}")
     build.load()  # here, where its line is seen, and not in a run
     with locked(folder):
-        with resumable("stopped; every run is saved"), training_progress() as bars:
-            compare(loaded, folder, progress=watch_jobs(bars), log=log)
+        with resumable("stopped; every run is saved"), training_progress() as bars, watched_by(watch_jobs(bars)):
+            compare(loaded, folder)
         return show_study(read_studies(folder)[0], folder, "compare")

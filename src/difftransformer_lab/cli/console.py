@@ -1,5 +1,6 @@
 """Print to the terminal, and stop a command so that it can be continued. All that commands print goes through this file."""
 
+import logging
 import shlex
 import sys
 from collections.abc import Iterable, Iterator
@@ -36,6 +37,27 @@ def show(text: str) -> None:
 def log(text: str) -> None:
     """Print a dimmed line about progress."""
     console.print(text, style="dim", highlight=False, soft_wrap=True)
+
+
+class _LogLines(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        log(record.getMessage())
+
+
+@contextmanager
+def log_shown() -> Iterator[None]:
+    """Print what the laboratory logs, and the library while it prepares data: a dimmed line for each."""
+    loggers, lines = [logging.getLogger(name) for name in ("difftransformer_lab", "difftransformer.data")], _LogLines()
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.addHandler(lines)
+        logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.removeHandler(lines)
+            logger.setLevel(level)
 
 
 def complain(text: str) -> None:

@@ -10,7 +10,7 @@ from difftransformer.sources import check_model
 
 from ..results import TaskResult, summary_rows
 from .arguments import SET
-from .console import Gaps, console, log, resumable, show
+from .console import Gaps, console, resumable, show
 from .members import run_together
 from .progress import evaluation_progress
 
@@ -54,9 +54,9 @@ def run(
         if recipe is None and not source.exists():
             raise ConfigError(f"{run_folder}: no {RECIPE_FILE} here to say what to evaluate on; pass --recipe FILE")
         loaded = load_recipe(source, set)
-        shards = crew.rank0_first(lambda: prepare_shards(loaded.data, log=log))
+        shards = crew.rank0_first(lambda: prepare_shards(loaded.data))
         folder = Path(out) if out else evaluations_folder(checkpoint)
-        with resumable("stopped; every answer is saved"):
+        with resumable("stopped; every answer is saved"), evaluation_progress():
             results = evaluate_checkpoint(
                 checkpoint,
                 loaded,
@@ -65,8 +65,6 @@ def run(
                 device=device,
                 processes=crew,
                 divide_weights=divide_weights,
-                progress_bar=evaluation_progress,
-                log=log,
             )
         return _show(str(checkpoint), results, folder) if crew.is_first else 0
 

@@ -14,7 +14,7 @@ from difftransformer.typed import WeightsDtype
 
 from ..evals.tasks import registered_tasks
 from .arguments import check_positive
-from .console import Gaps, console, log, resumable, show
+from .console import Gaps, console, resumable, show
 from .members import run_together
 from .progress import evaluation_progress
 
@@ -101,13 +101,11 @@ def run(
         with resumable("stopped; every answer is saved"):
             if options is not None and len(models) == 1:
                 folder = Path(out) if out else Path("evals", Path(models[0]).resolve().name)
-                with opening(models[0]) as opened, crew.locked(folder), evaluation_progress(name) as progress:
-                    result = evaluate_task(
-                        name, options, opened, folder, device=device, processes=crew, progress=progress, log=log
-                    )
+                with opening(models[0]) as opened, crew.locked(folder), evaluation_progress():
+                    result = evaluate_task(name, options, opened, folder, device=device, processes=crew)
                 return _show_one(result, folder, verb) if crew.is_first else 0
             folder = Path(out or f"reports/{suite.name}")
-            with crew.locked(folder):
+            with crew.locked(folder), evaluation_progress():
                 found, missing = run_suite(
                     suite,
                     models,
@@ -115,8 +113,6 @@ def run(
                     opening=opening,
                     device=device,
                     processes=crew,
-                    progress_bar=evaluation_progress,
-                    log=log,
                 )
         return _show_all(suite.name, found, missing, folder, verb) if crew.is_first else 0
 

@@ -159,6 +159,7 @@ def module_name(verb: str) -> str:
 
 def _run(verb: str, words: list[str]) -> int:
     from .arguments import parser_of, read_words
+    from .console import log_shown
 
     module = importlib.import_module(f".{module_name(verb)}", __package__)
     own = module.declare(verb) if hasattr(module, "declare") else None
@@ -173,7 +174,8 @@ def _run(verb: str, words: list[str]) -> int:
         values["options"] = own(**{field.name: values.pop(field.name) for field in dataclasses.fields(own)})
     if hasattr(module, "declare"):
         values["verb"] = verb
-    return int(module.run(**values) or 0)
+    with log_shown():
+        return int(module.run(**values) or 0)
 
 
 def _is_out_of_memory(error: RuntimeError) -> bool:

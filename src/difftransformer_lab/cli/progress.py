@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from rich.progress import (
@@ -18,12 +18,13 @@ from rich.progress import (
 )
 from rich.text import Text
 
+from difftransformer.progress import shown_by, titled
+
 from .console import console
 
 if TYPE_CHECKING:
     from difftransformer.train.metrics import Metrics
 
-    from ..evals.engine import Progress as Callback
     from ..studies import Job
 
 PRINTED_PARTS = 10  # number of lines that are printed in place of a bar
@@ -165,21 +166,24 @@ def watch_steps(progress: Progress, label: str, steps: int) -> "Callable[[Metric
 
 
 @contextmanager
-def evaluation_progress(label: str) -> "Iterator[Callback]":
-    """Draw a bar over the tokens of an evaluation or the bytes of a text, and one for each later stage."""
+def evaluation_progress(label: str = "") -> Iterator[None]:
+    """Draw a bar for the progress that the block reports, with `label` before its title; each new title takes its place."""
     with _display(TextColumn("{task.percentage:>3.0f} %", markup=False)) as progress:
-        bars, began = _Bars(progress), time.monotonic()
-        printed = began
+        bars, began, printed = _Bars(progress), dict[str, float](), time.monotonic()
 
-        def update(done: int, total: int, stage: str = "") -> None:
+        def update(done: int, total: int, title: str) -> None:
             nonlocal printed
-            title = f"{label}, {stage}" if stage else label
             now = time.monotonic()
-            line = f"{title}: {100 * done // max(1, total)} % after {in_words(now - began)}"
+            if title not in began:
+                for ended in began:
+                    bars.hide(ended)
+                began[title] = now
+            line = f"{title}: {100 * done // max(1, total)} % after {in_words(now - began[title])}"
             if bars.update(title, done, total, line, at_once=now - printed > PRINTED_SECONDS):
                 printed = now
 
-        yield update
+        with shown_by(update), titled(label) if label else nullcontext():
+            yield
 
 
 def _display(*columns: ProgressColumn) -> Progress:

@@ -7,7 +7,7 @@ from difftransformer.files import locked
 
 from ..recipe_files import read_mapping, shipped_recipes
 from .arguments import SET, check_device, check_positive, use_threads
-from .console import log, resumable, show
+from .console import resumable, show
 from .progress import in_words, study_progress, watch_study
 
 if TYPE_CHECKING:
@@ -59,19 +59,24 @@ def run(
 
     from difftransformer.ops import build
 
-    from ..studies import Design, Study, load_study
+    from ..studies import Design, Study, load_study, watched_by
 
     loaded = load_study(study)
     at_once = jobs or (torch.get_num_threads() if device == "cpu" else 1)
     folder = Path(out or f"reports/studies/{loaded.name}")
     design = Design(loaded, preset, seeds=seeds, changes=set or [])
-    whole = Study(design, Path(results), log, source=source, models=folder / "models")
+    whole = Study(design, Path(results), source=source, models=folder / "models")
     if dry_run:
         return _describe(whole, at_once, device)
     build.load()  # here, where its line is seen, and not in a run
     title = f"study {loaded.name}"
-    with locked(folder), resumable("stopped; every run is saved"), study_progress() as bars:
-        index = whole.train(folder, at_once=at_once, device=device, progress=watch_study(bars, title))
+    with (
+        locked(folder),
+        resumable("stopped; every run is saved"),
+        study_progress() as bars,
+        watched_by(watch_study(bars, title)),
+    ):
+        index = whole.train(folder, at_once=at_once, device=device)
     show(f"{title}: {len(index.members)} of {index.planned} runs are there")
     show(f"Index: {whole.index_file}")
     return 0

@@ -1,6 +1,6 @@
 """difftransformer tokenize."""
 
-from .console import log, show
+from .console import show
 from .progress import evaluation_progress
 
 
@@ -37,8 +37,8 @@ def run(
         split_seed=split_seed,
         folder=out,
     )
-    with evaluation_progress("tokenising") as progress:
-        shards = prepare_shards(config, log=log, progress=progress)
+    with evaluation_progress("tokenising"):
+        shards = prepare_shards(config)
     for name, split in shards.manifest.splits.items():
         show(f"{name}: {split.documents:,} documents, {split.tokens:,} tokens, {split.bytes:,} bytes")
     show(f"Shards: {shards.folder} (vocabulary {shards.tokenizer.vocab_size:,})")

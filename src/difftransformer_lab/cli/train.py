@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from ..recipe_files import read_recipe
 from .arguments import SET, check_positive, use_threads
-from .console import log, resumable, show
+from .console import resumable, show
 from .members import run_together
 from .progress import evaluation_progress, training_progress, watch_steps
 
@@ -71,8 +71,8 @@ def _train(recipe: str, overrides: list[str], out: str | None, threads: int | No
         if not processes.is_first:
             return prepare_shards(loaded.data)
         start_run(folder, loaded)
-        with evaluation_progress("tokenising") as tokenised:
-            return prepare_shards(loaded.data, log=log, progress=tokenised)
+        with evaluation_progress("tokenising"):
+            return prepare_shards(loaded.data)
 
     with processes.locked(folder):
         shards = processes.rank0_first(prepare)

@@ -70,8 +70,8 @@ def run(
         share = done.added_parameters / (done.parameters - done.added_parameters)
         show(f"{out}: {kinds[0]}, {done.parameters:,} parameters, {done.added_parameters:,} of them new ({share:+.1%})")
         if ids:
-            with evaluation_progress(f"comparing with {model}") as progress:
-                drift = measure_drift(source, out, torch.tensor(ids[:tokens]), progress=progress)
+            with evaluation_progress(f"comparing with {model}"):
+                drift = measure_drift(source, out, torch.tensor(ids[:tokens]))
             show(
                 f"On {drift.tokens} tokens of {text}, in fp32: logits differ by at most {drift.largest_logit_difference:.1e} "
                 f"(the largest is {drift.largest_logit:.1f}); "
@@ -82,11 +82,11 @@ def run(
 
 def _study(model: str, out: Path, kinds: list[str], train: str, overrides: list[str]) -> int:
     from ..report import read_studies
-    from ..studies import load_recipe, upcycle_and_train
+    from ..studies import load_recipe, upcycle_and_train, watched_by
     from .report import show_study
 
     recipe = load_recipe(train, overrides)
     with locked(out):
-        with resumable("stopped; every run is saved"), training_progress() as bars:
-            upcycle_and_train(recipe, model, out, to=kinds, progress=watch_jobs(bars), log=log)
+        with resumable("stopped; every run is saved"), training_progress() as bars, watched_by(watch_jobs(bars)):
+            upcycle_and_train(recipe, model, out, to=kinds)
         return show_study(read_studies(out)[0], out, "upcycle")

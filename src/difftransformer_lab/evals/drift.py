@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from difftransformer.errors import DataError
 from difftransformer.hub import open_model
+from difftransformer.progress import report
 
 from ..results import Drift
 
@@ -19,22 +20,16 @@ WINDOW_TOKENS = 512  # length of one forward pass
 
 
 @torch.inference_mode()
-def measure_drift(
-    source: Path | str,
-    target: Path | str,
-    ids: Tensor,
-    *,
-    greedy_tokens: int = 64,
-    progress: Callable[[int, int], None] = lambda done, total: None,
-) -> Drift:
+def measure_drift(source: Path | str, target: Path | str, ids: Tensor, *, greedy_tokens: int = 64) -> Drift:
     """Run a pretrained model and its conversion on the same tokens in fp32, and measure how far they differ.
+
+    Progress is reported (see `difftransformer.progress`) in forward passes.
 
     Args:
         source: Pretrained model, as `open_model` takes it.
         target: Its conversion to a model of this package.
         ids: (N,) token ids of a text, N at least 2, read in windows of WINDOW_TOKENS.
         greedy_tokens: Number of tokens to continue the first half of the first window with, greedily.
-        progress: Called again and again with the number of forward passes that are done, and their total.
 
     Raises:
         DataError: There are fewer than 2 tokens.
@@ -48,7 +43,7 @@ def measure_drift(
 
     def run(model: PreTrainedModel, **inputs: Any) -> Any:
         outputs = model(**inputs)
-        progress(next(passes), total)
+        report(next(passes), total)
         return outputs
 
     prompt = ids[None, : max(1, min(WINDOW_TOKENS, ids.numel()) // 2)]

@@ -1,17 +1,19 @@
 """Run a task: ask a model its requests, keep every answer on disk as it comes, and score the answers."""
 
+import logging
 import math
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from difftransformer.errors import CheckpointError, EvaluationError
 from difftransformer.jsonl import DamagedLine
+from difftransformer.progress import report
 
 from ..results import Grid, ItemScore, Measurement
 from .journal import Journal, OtherHeader
@@ -20,6 +22,7 @@ from .requests import Answers, LanguageModel, plain_sha256, requests_sha256
 if TYPE_CHECKING:
     from difftransformer.train.parallel import Processes
 
+logger = logging.getLogger(__name__)
 _SYNC_SECONDS = 5.0
 
 
@@ -34,18 +37,6 @@ class Scores:
     items: list[ItemScore]
     grids: list[Grid] = field(default_factory=list)
     gaps: list[str] = field(default_factory=list)
-
-
-class Progress(Protocol):
-    """A callback for progress: `done` of `total` tokens while the model answers, or of `stage`'s own items later."""
-
-    def __call__(self, done: int, total: int, stage: str = "") -> None:
-        """Called after every item."""
-        ...
-
-
-def no_progress(done: int, total: int, stage: str = "") -> None:
-    """A `Progress` that shows nothing."""
 
 
 class Task(ABC):
@@ -81,7 +72,7 @@ class Task(ABC):
         divide = getattr(model, "parts", None)
         return None if divide is None else divide(self.requests)
 
-    def judge(self, answers: Sequence[Any], progress: Progress) -> Sequence[Any]:
+    def judge(self, answers: Sequence[Any]) -> Sequence[Any]:
         """Prepare the answers for `score`, one value for each answer. A task whose judging takes long overrides this."""
         return answers
 
@@ -104,25 +95,24 @@ def run_task(
     identity: str = "",
     replace_others: bool = False,
     processes: "Processes | None" = None,
-    progress: Progress = no_progress,
-    log: Callable[[str], None] = lambda text: None,
 ) -> Scores:
     """Answer a task's requests and score them.
 
     Several processes take turns: in each, every process asks its model one part of the requests (`Task.parts`), and the first
     one saves the answers of all. Processes that hold one model together (`CausalLanguageModel.is_divided`) all ask everything.
 
+    Progress is reported (see `difftransformer.progress`): in tokens after every answer and, while a batch is computed, after
+    each layer of a model that can be watched (`CausalLanguageModel.watched`); then by a long judging.
+
     Args:
         model: The model to ask.
         task: The evaluation.
         journal: File of answers. Requests that it answers are not asked again; new answers are appended as they come.
         identity: Fingerprint of the model: a journal of another model is refused.
-        replace_others: Whether to begin again, instead, where the journal belongs to another model or to other requests.
+        replace_others: Whether to begin again, instead, where the journal belongs to another model or to other requests; the
+            old one is kept with `.old` after its name.
         processes: This process and the others, all of which call the function and get the scores; None for a single one. The
             first one keeps the journal, judges and scores.
-        progress: Called with the tokens asked and the tokens in total after every answer and, while a batch is computed, after
-            each layer of a model that can be watched (`CausalLanguageModel.watched`); then by a long judging.
-        log: Called with a line if a journal is replaced. The file is kept with `.old` after its name.
 
     Raises:
         EvaluationError: The task has no requests, or the model cannot answer one.
@@ -138,20 +128,20 @@ def run_task(
     def found() -> dict[int, Any]:
         answers: dict[int, Any] = {}
         if journal is not None:
-            kept.append(_opened(journal, answers, f"{identity} {requests_sha256(task.requests)}", replace_others, log))
+            kept.append(_opened(journal, answers, f"{identity} {requests_sha256(task.requests)}", replace_others))
         return answers
 
     answers = broadcast(found)
     done, total = sum(costs[index] for index in answers), sum(costs)
-    ahead, shown = 0.0, done  # tokens that were computed but not answered yet; what progress was told last
-    progress(done, total)
+    ahead, shown = 0.0, done  # tokens that were computed but not answered yet; what was reported last
+    report(done, total)
 
     def computed(tokens: float) -> None:
         nonlocal ahead, shown
         ahead += tokens
         if (reached := min(total - 1, int(done + ahead))) > shown:
             shown = reached
-            progress(shown, total)
+            report(shown, total)
 
     watched = getattr(model, "watched", lambda tell: nullcontext())
     with ExitStack() as opened:
@@ -165,10 +155,8 @@ def run_task(
                 file.add({"request": index, "answer": answer})
             done, ahead = done + costs[index], max(0.0, ahead - costs[index])
             shown = max(shown, done)
-            progress(shown, total)
-    return broadcast(
-        lambda: _defined(task.score(task.judge([answers[index] for index in range(len(costs))], progress)))
-    )
+            report(shown, total)
+    return broadcast(lambda: _defined(task.score(task.judge([answers[index] for index in range(len(costs))]))))
 
 
 def _in_turns(
@@ -213,9 +201,7 @@ def _in_turns(
                 processes.fail(failed)
 
 
-def _opened(
-    journal: Path, answers: dict[int, Any], answers_of: str, replace_others: bool, log: Callable[[str], None]
-) -> Journal:
+def _opened(journal: Path, answers: dict[int, Any], answers_of: str, replace_others: bool) -> Journal:
     """Open a file of answers and read those that it has; see `run_task`."""
 
     def take(row: Any) -> None:
@@ -235,9 +221,10 @@ def _opened(
                 f"{journal}: holds answers of another model or to other questions; choose another --out, or delete the file"
             ) from None
         old = journal.replace(journal.with_name(f"{journal.name}.old"))
-        log(
-            f"{journal}: holds answers of another model or to other questions; every question is asked again, and they are "
-            f"kept in {old.name}"
+        logger.warning(
+            "%s: holds answers of another model or to other questions; every question is asked again, and they are kept in %s",
+            journal,
+            old.name,
         )
         return Journal(journal, take, header=header, sync_seconds=_SYNC_SECONDS)
 

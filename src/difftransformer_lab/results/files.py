@@ -1,7 +1,7 @@
 """Results files: one writer, one strict reader."""
 
 import dataclasses
-from collections.abc import Callable
+import logging
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,6 +13,8 @@ from .bench import Bench
 from .checksums import opened, sealed
 from .studies import Drift, RunRecord, StudyIndex
 from .tasks import TaskResult
+
+logger = logging.getLogger(__name__)
 
 SCHEMA_VERSION = 1
 VERSIONS = {"bench": 2}
@@ -61,15 +63,15 @@ def read_result(path: Path | str, cls: type[T]) -> T:
     return build(cls, result, source=str(path), error=ResultsError)
 
 
-def kept_result(path: Path | str, cls: type[T], on_damage: Callable[[str], None]) -> T | None:
+def kept_result(path: Path | str, cls: type[T]) -> T | None:
     """Read a result that need not be made again; None where there is no such file, or one of another kind or release.
 
-    `on_damage` is called with a line that names a file which is not as it was written; the result is then None too.
+    Nor is a file used that is not as it was written; a warning names it.
     """
     try:
         return read_result(path, cls)
     except DamagedResult as damage:
-        on_damage(str(damage))
+        logger.warning("%s, which happens now", damage)
     except ResultsError:
         pass
     return None

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from .design import Design, StudyConfig, load_study
     from .estimate import Estimate, estimate
     from .evaluation import draw_tasks, evaluate_checkpoint
-    from .jobs import Job
+    from .jobs import Job, watched_by
     from .recipe import CompareConfig, Recipe, load_recipe, recipe_dict, recipe_from, save_recipe
     from .run import start_run, train_run
     from .study import Study

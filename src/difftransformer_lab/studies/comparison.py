@@ -1,6 +1,6 @@
 """`compare`: the study of a model and its same-size twin, trained on identical batches for each seed."""
 
-from collections.abc import Callable, Sequence
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -12,33 +12,26 @@ from difftransformer.model import count
 from ..bench import measure_costs
 from ..results import ArmSize, BaselineNll, StudyIndex
 from .design import ArmConfig, Design, PresetConfig, StudyConfig
-from .jobs import Job
 from .recipe import Recipe, recipe_dict
 from .study import Study
 
+logger = logging.getLogger(__name__)
 
-def compare(
-    recipe: Recipe,
-    folder: Path,
-    *,
-    progress: Callable[[Sequence[Job]], None] = lambda jobs: None,
-    log: Callable[[str], None] = lambda text: None,
-) -> StudyIndex:
+
+def compare(recipe: Recipe, folder: Path) -> StudyIndex:
     """Train, evaluate and compare; write results.json. What is complete in the folder already is not done again.
 
     Args:
         recipe: The recipe; `compare` names the arms and the number of seeds.
         folder: Folder for runs/ and results.json.
-        progress: Called again and again with the jobs while they run.
-        log: Called with what is being done.
 
     Raises:
         DiffTransformerError: a run failed, or a task is impossible; its message.
         Interrupted: a signal; every run has saved a checkpoint.
     """
-    study = Study(comparison(recipe), folder, log, alone=True)
-    study.train(folder, at_once=recipe.compare.jobs, progress=progress)
-    log("measuring cost")
+    study = Study(comparison(recipe), folder, alone=True)
+    study.train(folder, at_once=recipe.compare.jobs)
+    logger.info("measuring cost")
     shards = study.prepared(study.design.reported()[0]).shards
     context = recipe.training.context_tokens
     configs = {

@@ -1,7 +1,7 @@
 """The evaluations of a study: the recipe's tasks, asked of a run's checkpoint."""
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+import logging
+from collections.abc import Mapping
 from pathlib import Path
 
 from difftransformer.data import Shards, validation_rows
@@ -9,7 +9,7 @@ from difftransformer.errors import ConfigError
 from difftransformer.train.parallel import ALONE, Processes
 from difftransformer_lab.evals.opening import open_language_model
 
-from ..evals.engine import Progress, Task, no_progress
+from ..evals.engine import Task
 from ..evals.models.causal import UNBOUNDED
 from ..evals.prompts.texts import Setting
 from ..evals.tasks import task_kind
@@ -17,6 +17,7 @@ from ..results import TaskResult
 from .recipe import Recipe
 from .tasks import evaluate_task, stored_result
 
+logger = logging.getLogger(__name__)
 EVALUATIONS = "evals"
 
 
@@ -50,8 +51,6 @@ def evaluate_checkpoint(
     device: str = "cpu",
     processes: Processes = ALONE,
     divide_weights: bool = False,
-    progress_bar: Callable[[str], AbstractContextManager[Progress]] = lambda label: nullcontext(no_progress),
-    log: Callable[[str], None] = lambda text: None,
 ) -> dict[str, TaskResult]:
     """Ask a model the recipe's tasks; those whose results are in the folder already are not asked again.
 
@@ -64,8 +63,6 @@ def evaluate_checkpoint(
         device: cpu or cuda.
         processes: This process and the others, each with the model. The first one writes.
         divide_weights: Whether they divide the weights of one model.
-        progress_bar: Opens a progress bar with a label.
-        log: Called with what is being done.
 
     Returns:
         The results by the tasks' names.
@@ -96,38 +93,33 @@ def evaluate_checkpoint(
                 f"{checkpoint}: vocabulary of {vocabulary}, but the recipe's tokenizer has {wanted} tokens; pass the recipe "
                 "that the model was trained with"
             )
-        found = processes.broadcast(lambda: found_results(folder, recipe, tasks, log))
+        found = processes.broadcast(lambda: found_results(folder, recipe, tasks))
         for spec in recipe.evaluation:
             result = found.get(spec.name)
             if result is None or result.model.fingerprint != opened.identity.fingerprint:
-                log(f"{spec.name}: evaluating")
-                with progress_bar(spec.name) as progress:
-                    found[spec.name] = evaluate_task(
-                        spec.task,
-                        spec.built(),
-                        opened,
-                        folder,
-                        task=tasks[spec.name],
-                        label=spec.name,
-                        device=device,
-                        replace_others=True,
-                        processes=processes,
-                        progress=progress,
-                        log=log,
-                    )
+                logger.info("%s: evaluating", spec.name)
+                found[spec.name] = evaluate_task(
+                    spec.task,
+                    spec.built(),
+                    opened,
+                    folder,
+                    task=tasks[spec.name],
+                    label=spec.name,
+                    device=device,
+                    replace_others=True,
+                    processes=processes,
+                )
                 if processes.is_first:
                     for answers in folder.glob(f"{spec.name}.answers.jsonl*"):  # they have served
                         answers.unlink()
     return {spec.name: found[spec.name] for spec in recipe.evaluation}
 
 
-def found_results(
-    folder: Path, recipe: Recipe, tasks: Mapping[str, Task], log: Callable[[str], None] = lambda text: None
-) -> dict[str, TaskResult]:
-    """Return the results in a folder that answer the recipe's tasks; `log` is called with a line for each damaged file."""
+def found_results(folder: Path, recipe: Recipe, tasks: Mapping[str, Task]) -> dict[str, TaskResult]:
+    """Return the results in a folder that answer the recipe's tasks."""
     found = {}
     for spec in recipe.evaluation:
-        result = stored_result(folder / f"{spec.name}.json", spec.task, spec.built(), tasks[spec.name], log)
+        result = stored_result(folder / f"{spec.name}.json", spec.task, spec.built(), tasks[spec.name])
         if result is not None:
             found[spec.name] = result
     return found

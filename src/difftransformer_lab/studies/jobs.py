@@ -6,7 +6,9 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -89,11 +91,30 @@ class Job:
         return lines[-1] if lines else f"it ended without a message, with {free / 2**20:.0f} MiB of disk free"
 
 
+Watcher = Callable[[Sequence[Job]], None]
+_watcher: ContextVar[Watcher | None] = ContextVar("jobs", default=None)
+
+
+@contextmanager
+def watched_by(watcher: Watcher) -> Iterator[None]:
+    """Call `watcher` again and again with the jobs that run in the block."""
+    before = _watcher.set(watcher)
+    try:
+        yield
+    finally:
+        _watcher.reset(before)
+
+
+def tell(jobs: Sequence[Job]) -> None:
+    """Call the watcher, if there is one."""
+    if (watcher := _watcher.get()) is not None:
+        watcher(jobs)
+
+
 def run_jobs(
     jobs: Sequence[Job],
     *,
     at_once: int,
-    progress: Callable[[Sequence[Job]], None],
     on_done: Callable[[Job], None] = lambda job: None,
 ) -> None:
     """Run jobs, `at_once` at a time, until all are done; `on_done` is called with each that has just ended well.
@@ -135,7 +156,7 @@ def run_jobs(
                 else:
                     job.done, job.step, job.seconds = True, job.steps, time.monotonic() - job.began
                     on_done(job)
-            progress(jobs)
+            tell(jobs)
         if stop["asked"]:
             _end(running)
             saved = [path for job in jobs for path in checkpoints(job.folder)[-1:]]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import logging
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,6 +36,7 @@ from .environment import environment, now
 from .recipe import Recipe, recipe_from
 from .run import run_results
 
+logger = logging.getLogger(__name__)
 RUNS = "runs"
 TRAINING = "training"
 """Name in place of a task for figures of the training itself."""
@@ -46,12 +48,12 @@ class RunStore:
     """All records below a folder, such as docs/results/studies: studies that ask for the same run share it.
 
     Args:
-        folder: The folder; each study has a subfolder of its own name with `runs/`.
-        log: Called with a line for each file that cannot be read. It is not used, and not removed.
+        folder: The folder; each study has a subfolder of its own name with `runs/`. A file that cannot be read is named in a
+            warning; it is not used, and not removed.
     """
 
-    def __init__(self, folder: Path, log: Callable[[str], None] = lambda text: None) -> None:
-        self.folder, self._log = folder, log
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self._found: dict[tuple[str, str], Path] = {}
         self._seconds: dict[tuple[str, str, str, int], list[float]] = {}
         for path in self._there():
@@ -59,7 +61,7 @@ class RunStore:
                 record = read_result(path, RunRecord)
                 recipe = recipe_from(record.recipe, source=str(path))
             except (ResultsError, DiffTransformerError) as error:
-                log(f"{path} is not used: {error}")
+                logger.warning("%s is not used: %s", path, error)
                 continue
             self._found.setdefault((identity(recipe), record.data_sha256), path)
             self._note_time(kind(recipe), record)
@@ -139,7 +141,7 @@ class OwnRuns(RunStore):
         return self.run_folder(run, self.folder) / "record.json"
 
     def _write(self, record: RunRecord, path: Path) -> None:
-        old = kept_result(path, RunRecord, lambda text: self._log(f"{text}, which happens now"))
+        old = kept_result(path, RunRecord)
         made = {name: getattr(old, name) for name in ("created", "environment", "total_seconds")} if old else {}
         if old is None or dataclasses.replace(record, **made) != old:
             write_result(record, path)

@@ -5,7 +5,7 @@ The folder holds the resolved recipe; what is whole in it already is not done ag
 
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -108,18 +108,14 @@ def _of_another_length(own: DiffTransformerConfig, recipe: Recipe) -> DiffTransf
     return config
 
 
-def run_results(
-    folder: Path, recipe: Recipe, tasks: Mapping[str, Task], log: Callable[[str], None] = lambda text: None
-) -> dict[str, TaskResult]:
+def run_results(folder: Path, recipe: Recipe, tasks: Mapping[str, Task]) -> dict[str, TaskResult]:
     """Return the results of a run's newest checkpoint that are there (see `found_results`)."""
-    return found_results(evaluations_folder(checkpoints(folder)[-1]), recipe, tasks, log)
+    return found_results(evaluations_folder(checkpoints(folder)[-1]), recipe, tasks)
 
 
-def is_done(
-    folder: Path, recipe: Recipe, tasks: Mapping[str, Task], log: Callable[[str], None] = lambda text: None
-) -> bool:
+def is_done(folder: Path, recipe: Recipe, tasks: Mapping[str, Task]) -> bool:
     """Whether a run is trained and has every result of its recipe (see `found_results`)."""
-    return is_trained(folder, recipe) and len(run_results(folder, recipe, tasks, log)) == len(recipe.evaluation)
+    return is_trained(folder, recipe) and len(run_results(folder, recipe, tasks)) == len(recipe.evaluation)
 
 
 def is_trained(folder: Path, recipe: Recipe) -> bool:

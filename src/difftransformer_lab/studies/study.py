@@ -2,8 +2,9 @@
 
 import hashlib
 import json
+import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -38,7 +39,7 @@ from .recipe import Recipe
 from .records import OwnRuns, RunStore, portable, run_record
 from .run import is_done, start_run
 
-Log = Callable[[str], None]
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,6 @@ class Study:
     Args:
         design: What is asked for.
         results: Folder of all studies' records, such as docs/results/studies; or the folder of this study `alone`.
-        log: Called with what is being done.
         alone: Whether the study shares no records, and keeps its own beside its runs (see `OwnRuns`).
         source: The pretrained model of a study that starts from one: a folder, a .gguf file, or owner/name on the hub.
         models: Folder for what becomes of it.
@@ -73,7 +73,6 @@ class Study:
         self,
         design: Design,
         results: Path,
-        log: Log = lambda text: None,
         *,
         alone: bool = False,
         source: str | None = None,
@@ -83,9 +82,9 @@ class Study:
         if bool(wanted) != (source is not None):
             needed = f"starts from {wanted}; name its folder, .gguf file or owner/name" if wanted else "needs none"
             raise ConfigError(f"--source {source}: the study {design.config.name} {needed}")
-        self.design, self._alone, self._log = design, alone, log
+        self.design, self._alone = design, alone
         self._source, self._models = source, models
-        self.store = OwnRuns(results, log) if alone else RunStore(results, log)
+        self.store = (OwnRuns if alone else RunStore)(results)
         self._prepared: dict[str, Prepared] = {}
 
     @property
@@ -99,7 +98,7 @@ class Study:
         asked = [asdict(recipe.data), [asdict(spec) for spec in recipe.evaluation], recipe.training.context_tokens]
         key = json.dumps(asked, default=str)
         if key not in self._prepared:
-            shards = prepare_shards(recipe.data, log=self._log)
+            shards = prepare_shards(recipe.data)
             self._prepared[key] = Prepared(recipe, shards, draw_tasks(recipe, shards), self._data_sha256(shards))
         return replace(self._prepared[key], recipe=recipe)
 
@@ -112,7 +111,7 @@ class Study:
             to = named.removeprefix(UPCYCLED).partition(" ")[0]
             made[named] = self._models / to
             if not made[named].exists():
-                self._log(f"making {made[named]} of {self._source}")
+                logger.info("making %s of %s", made[named], self._source)
                 with source_folder(self._source) as pretrained:
                     upcycle_folder(pretrained, made[named], to=to)
         data = replace(recipe.data, tokenizer=str(made[recipe.data.tokenizer]))
@@ -223,46 +222,30 @@ class Study:
         files = [self.index_file.parent / member.file for member in members[:1]]
         return [one for file in files for one in headline_figures(read_result(file, RunRecord).evaluations)]
 
-    def train(
-        self,
-        folder: Path,
-        *,
-        at_once: int,
-        device: str = "cpu",
-        progress: Callable[[Sequence[Job]], None] = lambda jobs: None,
-    ) -> StudyIndex:
-        """Train and evaluate every run that is missing; each leaves its record as soon as it ends.
+    def train(self, folder: Path, *, at_once: int, device: str = "cpu") -> StudyIndex:
+        """Train and evaluate every run that is missing, watched by `jobs.watched_by`; each leaves its record when it ends.
 
         Args:
             folder: Folder for the runs' checkpoints.
             at_once: Number of runs that train at the same time; each gets an equal share of the threads.
             device: cpu or cuda.
-            progress: Called again and again with the jobs while they run.
 
         Raises:
             DiffTransformerError: a run failed, or a task is impossible; its message.
             Interrupted: a signal; every run has saved a checkpoint.
         """
         for runs in (self.design.reported(self.rates()), self.design.tuning):  # what needs no tuning decides soonest
-            self._train(runs, folder, at_once, device, progress)
+            self._train(runs, folder, at_once, device)
         rates = self.rates()
         for one in rates:
             if one.is_at_edge:
                 where = f" at {place(one.point)}" if one.point else ""
-                self._log(
-                    f"{one.arm}{where}: the best learning rate, {one.learning_rate:g}, is at the edge of those tried"
-                )
-        self._train(self.design.reported(rates), folder, at_once, device, progress)
+                text = "%s%s: the best learning rate, %g, is at the edge of those tried"
+                logger.info(text, one.arm, where, one.learning_rate)
+        self._train(self.design.reported(rates), folder, at_once, device)
         return self.write_index()
 
-    def _train(
-        self,
-        runs: Sequence[PlannedRun],
-        folder: Path,
-        at_once: int,
-        device: str,
-        progress: Callable[[Sequence[Job]], None],
-    ) -> None:
+    def _train(self, runs: Sequence[PlannedRun], folder: Path, at_once: int, device: str) -> None:
         missing = {run.identity: run for run, file in zip(runs, self.files(runs), strict=True) if file is None}
         if not missing:
             return
@@ -304,10 +287,11 @@ class Study:
                 threads=threads,
                 device=device,
                 expected_seconds=self.store.seconds(run, here),
-                done=is_done(where, prepared.recipe, prepared.tasks, self._log),
+                done=is_done(where, prepared.recipe, prepared.tasks),
             )
             if job.done:  # it ended, and the study was killed before it could keep the record
                 keep(job)
             jobs.append(job)
-        self._log(f"training {sum(not job.done for job in jobs)} runs, {at_once} at a time with {threads} threads each")
-        run_jobs(jobs, at_once=at_once, progress=progress, on_done=keep)
+        left = sum(not job.done for job in jobs)
+        logger.info("training %d runs, %d at a time with %d threads each", left, at_once, threads)
+        run_jobs(jobs, at_once=at_once, on_done=keep)

@@ -1,5 +1,6 @@
 """Several tasks on several models, as a preset lists them; every result is a file of its own."""
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -10,12 +11,13 @@ from difftransformer.train.parallel import ALONE, Processes
 from difftransformer.typed import build
 from difftransformer_lab.evals.opening import OpenedModel, open_language_model
 
-from ..evals.engine import Progress
 from ..evals.tasks import task_kind
 from ..recipe_files import read_mapping, shipped_recipes
 from ..results import TaskResult
 from .recipe import TaskSpec, check_specs
 from .tasks import evaluate_task, setting_of, stored_result
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,8 +65,6 @@ def run_suite(
     opening: Callable[[str], AbstractContextManager[OpenedModel]] = open_language_model,
     device: str = "cpu",
     processes: Processes = ALONE,
-    progress_bar: Callable[[str], AbstractContextManager[Progress]],
-    log: Callable[[str], None] = lambda text: None,
 ) -> tuple[dict[str, list[TaskResult]], list[Missing]]:
     """Run every task on every model; results that are already in the folder are not computed again.
 
@@ -78,8 +78,6 @@ def run_suite(
         opening: Opens a model.
         device: The models' device, for the record.
         processes: This process and the others, each with the model. The first one writes.
-        progress_bar: Opens a progress bar with a label.
-        log: Called with lines about what is going on.
 
     Returns:
         Results by task, in the order of the models, and the tasks that were not run.
@@ -93,18 +91,17 @@ def run_suite(
 
     def leave_out(name: str, model: str, error: Exception) -> None:
         reason = str(error) if isinstance(error, DiffTransformerError) else f"{type(error).__name__}: {error}"
-        log(f"{name}: left out: {reason}")
+        logger.warning("%s: left out: %s", name, reason)
         missing.append(Missing(name=name, model=model, reason=reason))
 
     for place, model in enumerate(models):
-        log(f"{model}: opening")
+        logger.info("%s: opening", model)
         own = folder / "models" / f"{place}-{Path(model).name}"
         try:
             with opening(model) as opened:
                 for spec in suite.tasks:
                     try:
-                        with progress_bar(f"{Path(model).name}: {spec.name}") as progress:
-                            found[spec.name].append(_result(spec, opened, own, device, processes, progress, log))
+                        found[spec.name].append(_result(spec, opened, own, device, processes))
                     except Exception as error:  # whatever it is, it costs one task
                         if processes.count > 1 and not isinstance(error, DiffTransformerError):
                             raise  # the others have not met it
@@ -117,19 +114,11 @@ def run_suite(
     return found, missing
 
 
-def _result(
-    spec: TaskSpec,
-    model: OpenedModel,
-    folder: Path,
-    device: str,
-    processes: Processes,
-    progress: Progress,
-    log: Callable[[str], None],
-) -> TaskResult:
+def _result(spec: TaskSpec, model: OpenedModel, folder: Path, device: str, processes: Processes) -> TaskResult:
     """Return the result that is there, if data, options and model are still the same, or else ask the model."""
     options = spec.built()
     task = processes.rank0_first(lambda: task_kind(spec.task).make(options, setting_of(model)))
-    kept = processes.broadcast(lambda: stored_result(folder / f"{spec.name}.json", spec.task, options, task, log))
+    kept = processes.broadcast(lambda: stored_result(folder / f"{spec.name}.json", spec.task, options, task))
     if kept is not None and kept.model.fingerprint == model.identity.fingerprint:
         return kept
     return evaluate_task(
@@ -139,9 +128,8 @@ def _result(
         folder,
         task=task,
         label=spec.name,
+        title=f"{Path(model.identity.name).name}: {spec.name}",
         device=device,
         replace_others=True,
         processes=processes,
-        progress=progress,
-        log=log,
     )

@@ -1,23 +1,26 @@
 """Run one task on one model and write its result."""
 
 import dataclasses
-from collections.abc import Callable
+import logging
 from pathlib import Path
 from typing import Any
 
 from difftransformer.data import DataConfig, prepare_shards
 from difftransformer.errors import ConfigError
+from difftransformer.progress import titled
 from difftransformer.train.parallel import ALONE, Processes
 from difftransformer.train.run_summary import RECIPE_FILE
 from difftransformer.typed import build
 from difftransformer_lab.evals.opening import OpenedModel
 
-from ..evals.engine import Progress, Task, no_progress, run_task, task_sha256
+from ..evals.engine import Task, run_task, task_sha256
 from ..evals.prompts.texts import Setting
 from ..evals.tasks import task_kind
 from ..results import DataIdentity, TaskResult, kept_result, write_result
 from .environment import command_line, environment, now
 from .recipe import load_recipe
+
+logger = logging.getLogger(__name__)
 
 
 def setting_of(model: OpenedModel) -> Setting:
@@ -45,11 +48,10 @@ def evaluate_task(
     *,
     task: Task | None = None,
     label: str | None = None,
+    title: str | None = None,
     device: str = "cpu",
     replace_others: bool = False,
     processes: Processes = ALONE,
-    progress: Progress = no_progress,
-    log: Callable[[str], None] = lambda text: None,
 ) -> TaskResult:
     """Run a task on a model and write FOLDER/LABEL.json; FOLDER/LABEL.answers.jsonl keeps the answers as they come.
 
@@ -60,11 +62,10 @@ def evaluate_task(
         folder: Folder of the results; requests that it already answers are not asked again.
         task: The task, if it has been drawn already.
         label: Name of the files; the task's name by default. A folder may hold several results of one task.
+        title: Title of the progress; the label by default.
         device: The model's device, for the record.
         replace_others: Whether to replace answers of another model or to other questions (see `run_task`).
         processes: This process and the others that take part, each with the model. The first one writes.
-        progress: Called with the tokens asked and the tokens in total, then by a long judging.
-        log: Called with lines about what is going on.
 
     Raises:
         ConfigError: There is no such task.
@@ -74,18 +75,17 @@ def evaluate_task(
     """
     label = label or name
     if task is None:
-        log(f"{label}: reading data")
+        logger.info("%s: reading data", label)
         task = processes.rank0_first(lambda: task_kind(name).make(options, setting_of(model)))
-    scores = run_task(
-        model.language_model,
-        task,
-        journal=folder / f"{label}.answers.jsonl",
-        identity=model.identity.fingerprint,
-        replace_others=replace_others,
-        processes=processes,
-        progress=progress,
-        log=log,
-    )
+    with titled(title or label):
+        scores = run_task(
+            model.language_model,
+            task,
+            journal=folder / f"{label}.answers.jsonl",
+            identity=model.identity.fingerprint,
+            replace_others=replace_others,
+            processes=processes,
+        )
     result = TaskResult(
         task=name,
         model=model.identity,
@@ -106,14 +106,9 @@ def evaluate_task(
     return result
 
 
-def stored_result(
-    path: Path, name: str, options: Any, task: Task, log: Callable[[str], None] = lambda text: None
-) -> TaskResult | None:
-    """Return the result in a file if it has the figures of this task on its data as they are now, else None.
-
-    `log` is called with a line that names a file which is not as it was written.
-    """
-    result = kept_result(path, TaskResult, lambda text: log(f"{text}, which happens now"))
+def stored_result(path: Path, name: str, options: Any, task: Task) -> TaskResult | None:
+    """Return the result in a file if it has the figures of this task on its data as they are now, else None."""
+    result = kept_result(path, TaskResult)
     if result is None or result.task != name or result.data.sha256 != task_sha256(task):
         return None
     try:  # options that are new since then have their defaults

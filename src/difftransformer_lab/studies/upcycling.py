@@ -2,7 +2,8 @@
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -18,11 +19,11 @@ from ..results import Drift, StudyIndex, Upcycling, kept_result, write_result
 from .comparison import arm_size
 from .design import ArmConfig, Design, PresetConfig, StudyConfig
 from .evaluation import evaluate_checkpoint
-from .jobs import Job
 from .recipe import Recipe, recipe_dict
 from .records import run_figures
 from .study import Study
 
+logger = logging.getLogger(__name__)
 PLAIN = "softmax"
 DRIFT_TOKENS = 2000
 
@@ -33,8 +34,6 @@ def upcycle_and_train(
     folder: Path,
     *,
     to: Sequence[str],
-    progress: Callable[[Sequence[Job]], None] = lambda jobs: None,
-    log: Callable[[str], None] = lambda text: None,
 ) -> StudyIndex:
     """Convert, compare logits, evaluate, train each model on the same batches, evaluate; write results.json.
 
@@ -45,8 +44,6 @@ def upcycle_and_train(
         source: The pretrained model: a folder, a GGUF file, or owner/name on the hub.
         folder: Folder for models/, runs/ and results.json.
         to: Targets of `upcycle_folder` besides the plain model, which is always trained too.
-        progress: Called again and again with the jobs while they run.
-        log: Called with what is being done.
 
     Raises:
         DiffTransformerError: the source cannot be converted, or a run failed; its message.
@@ -56,17 +53,17 @@ def upcycle_and_train(
         raise ConfigError(f"start_from={recipe.start_from!r}: the study starts from the converted models; leave it out")
     names = [*(name for name in dict.fromkeys(to) if name != PLAIN), PLAIN]
     models = {name: folder / "models" / name for name in names}
-    study = Study(_design(recipe, names, source), folder, log, alone=True, source=source, models=folder / "models")
+    study = Study(_design(recipe, names, source), folder, alone=True, source=source, models=folder / "models")
     prepared = {run.arm: study.prepared(run) for run in study.design.reported()}  # makes the models
     plain = prepared[PLAIN]
     with source_folder(source) as pretrained:
         drift = {}
         for name, place in models.items():
-            log(f"comparing the logits of {name} with the source's")
-            drift[name] = _drift(pretrained, place, folder / "drift" / f"{name}.json", plain.shards, log)
-    log("evaluating before training")
-    before = evaluate_checkpoint(models[PLAIN], plain.recipe, plain.shards, folder / "before", log=log)
-    study.train(folder, at_once=recipe.compare.jobs, progress=progress)
+            logger.info("comparing the logits of %s with the source's", name)
+            drift[name] = _drift(pretrained, place, folder / "drift" / f"{name}.json", plain.shards)
+    logger.info("evaluating before training")
+    before = evaluate_checkpoint(models[PLAIN], plain.recipe, plain.shards, folder / "before")
+    study.train(folder, at_once=recipe.compare.jobs)
     figures = [figure for task, result in before.items() for figure in run_figures(task, result)]
     context = recipe.training.context_tokens
     return study.write_index(
@@ -95,10 +92,10 @@ def _label(name: str) -> str:
     return f"unconverted, MLP wider by what {label(matched)} adds" if matched else "unconverted"
 
 
-def _drift(source: Path, target: Path, cached: Path, shards: Shards, log: Callable[[str], None]) -> Drift:
+def _drift(source: Path, target: Path, cached: Path, shards: Shards) -> Drift:
     ids = shards.tokens("validation")[:DRIFT_TOKENS].astype("int64")
     of = f"{folder_sha256(source)} {folder_sha256(target)} {hashlib.sha256(ids.tobytes()).hexdigest()}"
-    drift = kept_result(cached, Drift, log)
+    drift = kept_result(cached, Drift)
     if drift is None or drift.of != of:
         drift = dataclasses.replace(measure_drift(source, target, torch.from_numpy(ids)), of=of)
         write_result(drift, cached)

@@ -2,4 +2,4 @@
 
 from .deferred import DeferredModel
 from .mesh import Mesh
-from .processes import ALONE, Processes, is_lost_peer, joined
+from .processes import ALONE, Processes, joined

@@ -1,8 +1,7 @@
 """The processes of a run, which torchrun has started: they meet, agree, and fail together. A single process meets nobody."""
 
 import os
-import signal
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -13,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from ...errors import EXIT_INTERRUPTED, EXIT_REQUEUE, ConfigError, DiffTransformerError, FailedElsewhere
+from ...errors import ConfigError, DiffTransformerError, FailedElsewhere
 from ...files import locked
 from ...torchrun import world_size
 
@@ -102,53 +101,6 @@ class Processes:
                     stack.enter_context(locked(folder, wait=wait))
             yield
 
-    @contextmanager
-    def collecting(self) -> Iterator[Callable[[Iterable[T]], Iterator[T]]]:
-        """Yield a function that returns the items of every process's iterable, to all processes.
-
-        If an iterable fails, or SIGINT or SIGTERM arrives, every process gets the items that there are and then ends: the
-        first one with the error or a KeyboardInterrupt, the others quietly.
-        """
-        received: list[int] = []
-        asking = False
-
-        def handle(number: int, _: Any) -> None:
-            received.append(number)
-            if asking:
-                raise KeyboardInterrupt
-
-        def collect(items: Iterable[T]) -> Iterator[T]:
-            nonlocal asking
-            own: list[T] = []
-            failure: Exception | None = None
-            try:
-                asking = True
-                if not received:
-                    own.extend(items)  # which keeps what comes before a failure
-            except KeyboardInterrupt:
-                pass
-            except Exception as error:
-                failure = error
-            asking = False
-            status = max((EXIT_REQUEUE if n == signal.SIGTERM else EXIT_INTERRUPTED for n in received), default=0)
-            found = self.gathered((own, failure, status))
-            for items_of_one, _, _ in found:
-                yield from items_of_one
-            if status := max(status for _, _, status in found):
-                stop = KeyboardInterrupt("stopped")
-                stop.status = status  # type: ignore[attr-defined]
-                raise stop if self.is_first else SystemExit(status)
-            for rank, (_, failed, _) in enumerate(found):
-                if failed is not None:
-                    raise failed if self.is_first else FailedElsewhere(f"process {rank} of {self.count} has failed")
-
-        before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield collect
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
     def fail(self, error: Exception) -> None:
         """Raise an error that every process has met: as it is in the first one, and FailedElsewhere in the others."""
         raise error if self.is_first else FailedElsewhere("process 0 has failed") from error
@@ -209,14 +161,9 @@ def joined(device: str) -> Iterator[Processes]:
         dist.destroy_process_group()
         raise
     except RuntimeError as error:
-        if not is_lost_peer(error):
-            raise
+        if not isinstance(error, dist.DistError) and "gloo" not in str(error):
+            raise  # not of a process that is gone
         raise DiffTransformerError(
             f"process {rank} of {count}: another process of the run has ended; if it did not say why, it was killed"
         ) from error
     dist.destroy_process_group()
-
-
-def is_lost_peer(error: Exception) -> bool:
-    """Whether a collective failed because another process is gone."""
-    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))

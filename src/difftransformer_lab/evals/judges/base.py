@@ -14,8 +14,8 @@ from typing import Any, Protocol
 from difftransformer.errors import CheckpointError
 from difftransformer.files import locked
 from difftransformer.jsonl import DamagedLine
+from difftransformer.progress import report
 
-from ..engine import Progress, no_progress
 from ..journal import Journal
 
 _DOCUMENT_CHARACTERS = 400
@@ -72,9 +72,7 @@ class Judge(Protocol):
         ...
 
 
-def judge_all(
-    judge: Judge, cases: Sequence[Case], file: Path, progress: Progress = no_progress
-) -> tuple[list[Judgment | None], list[str]]:
+def judge_all(judge: Judge, cases: Sequence[Case], file: Path) -> tuple[list[Judgment | None], list[str]]:
     """Judge all cases whose verdicts are not in the file yet, after another process that adds to the file.
 
     Returns:
@@ -100,7 +98,7 @@ def judge_all(
         keys = [fingerprint(judge, case) for case in cases]
         with journal:
             for place, (key, case) in enumerate(zip(keys, cases, strict=True)):
-                progress(place, len(cases), "judging")
+                report(place, len(cases), "judging")
                 if key in known:
                     continue
                 try:
@@ -111,7 +109,7 @@ def judge_all(
                 except OutOfBudget as reason:
                     reasons.append(str(reason))
                     break
-    progress(len(cases), len(cases), "judging")
+    report(len(cases), len(cases), "judging")
     return [known.get(key) for key in keys], list(dict.fromkeys(reasons))
 
 

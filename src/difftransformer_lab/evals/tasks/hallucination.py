@@ -19,7 +19,7 @@ from ...plots.bars import accuracy_bars
 from ...plots.curves import labels, select
 from ...plots.seeds import share_intervals
 from ...results import Measurement, TaskResult
-from ..engine import Progress, Scores, Task
+from ..engine import Scores, Task
 from ..judges.base import Case, Judge, Judgment, judge_all
 from ..judges.endpoint import EndpointJudge, Spending
 from ..judges.overlap import OverlapJudge
@@ -174,7 +174,7 @@ class HallucinationTask(Task):
         shown = ([name, item.name, item.document, item.question, item.reference] for name, item in self.items)
         return [self.chosen_judge.identity, *shown]
 
-    def judge(self, answers: Sequence[Any], progress: Progress) -> list[tuple[Case, Judgment | None]]:
+    def judge(self, answers: Sequence[Any]) -> list[tuple[Case, Judgment | None]]:
         """Return a case for each answer, and its verdict; None for an empty answer and where the judge gave none.
 
         Raises:
@@ -195,7 +195,7 @@ class HallucinationTask(Task):
             for (name, item), text in zip(self.items, texts, strict=True)
         ]
         written, file = [case for case in cases if case.answer], Path(self.options.judgments)
-        verdicts, reasons = judge_all(self.chosen_judge, written, file, progress)
+        verdicts, reasons = judge_all(self.chosen_judge, written, file)
         if verdicts and not any(verdicts):
             raise EvaluationError(f"{self.chosen_judge.name} judged nothing: {reasons[0]}; every answer is saved")
         if left := verdicts.count(None):

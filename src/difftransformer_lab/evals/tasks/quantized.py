@@ -17,7 +17,7 @@ from difftransformer.typed import build
 from ...plots.curves import handles
 from ...plots.style import WIDTH_INCHES, legend_above, line_style
 from ...results import ItemScore, Measurement, TaskResult
-from ..engine import Progress, Scores, Task
+from ..engine import Scores, Task
 from ..prompts.texts import Setting
 from ..registry import Contrast, TaskKind, register, registered_tasks, task_kind
 from ..requests import Answers
@@ -146,11 +146,11 @@ class QuantizedTask(Task):
             return None
         return [[begin + index for index in part] for begin in range(0, len(self.requests), count) for part in inner]
 
-    def judge(self, answers: Sequence[Any], progress: Progress) -> list[Any]:
+    def judge(self, answers: Sequence[Any]) -> list[Any]:
         """Judge the answers under each setting as the inner task does."""
         count = len(self.task.requests)
         settings = (answers[begin : begin + count] for begin in range(0, len(answers), count))
-        judged = [answer for part in settings for answer in self.task.judge(part, progress)]
+        judged = [answer for part in settings for answer in self.task.judge(part)]
         self.choices = [*_CHOICES, *self.task.choices]
         return judged
 
