@@ -84,6 +84,11 @@ def write_pages(folder: Path) -> None:
                 rf"\]\((\.\./)+{re.escape(name)}", f"]({'../' * len(page.relative_to(folder).parts[1:])}{own}", text
             )
         page.write_text(text, encoding="utf-8")
+    api = folder / "api.md"
+    linked = re.sub(
+        r"^\| `(difftransformer[\w.]+)`", r"| [`\1`](api/\1.rst)", api.read_text("utf-8"), flags=re.MULTILINE
+    )
+    api.write_text(linked, encoding="utf-8")
     for page, tree in navigation(folder).items():
         with (folder / page).open("a", encoding="utf-8") as file:
             file.write(tree)

@@ -11,11 +11,12 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import fmean
 
 import measured
 import yaml
 
-from difftransformer_lab.report import Studied, judge, read_claims, read_studies
+from difftransformer_lab.report import Evidence, Studied, judge, read_claims, read_studies
 from difftransformer_lab.report.answers import (
     changes_words,
     edge_words,
@@ -28,11 +29,18 @@ from difftransformer_lab.report.study_figures import draw_arms, draw_contrasts, 
 from difftransformer_lab.report.study_page import brief_answer, claims_table, found_words, studies_table
 from difftransformer_lab.report.study_tables import needs_table, overview_table, rates_table
 from difftransformer_lab.report.tables import Group, Table
+from difftransformer_lab.results import figure_of
+from difftransformer_lab.statistics import paired_difference
 
 DOCS = Path(__file__).parent
 STUDIES = DOCS / "results" / "studies"
 OLD_START = "-normal-start"
 """Sizes of studies whose runs began with N(0, 0.02²) or N(0, 0.05²). README, which is read first, tells the others alone."""
+
+ONE_RATE = (
+    "Held-out loss, nats/token, at the learning rate 0.002, which was not tuned. Brackets: the 95 % Student t interval by seed. "
+    "The plan tests the difference of the two rows, and neither row by itself."
+)
 
 
 def generated() -> Iterator[tuple[Path, str]]:
@@ -119,8 +127,27 @@ def start_loss(found: list[Studied]) -> str:
     if one is None:
         return "The study has not run yet.\n"
     said = "\n".join(f"- {verdict.subject} {verdict.text}" for verdict in question_verdicts(one))
-    rates = rates_table(one.evidence)
-    return said + (f"\n\n{rates.markdown()}" if rates else "\n")
+    tables = [table.markdown() for table in (one_rate_table(one.evidence), rates_table(one.evidence)) if table]
+    return "\n\n".join([said, *tables]) if tables else f"{said}\n"
+
+
+def one_rate_table(evidence: Evidence) -> Table:
+    """Return the losses of DIFF and its twin at one learning rate, 0.002, from each start."""
+    loss, rows = evidence.index.figures[0], []
+    for start in ("fan-in", "normal"):
+        runs = {arm: evidence.at(arm, (f"{start}-0.002",)) for arm in ("diff", "twin")}
+        seeds = sorted(runs["diff"].keys() & runs["twin"].keys())
+        if len(seeds) < 2:
+            continue
+        diff, twin = ([figure_of(runs[arm][seed], loss) for seed in seeds] for arm in ("diff", "twin"))
+        gap = paired_difference(diff, twin)
+        below = sum(a < b for a, b in zip(diff, twin, strict=True))
+        interval = f"{gap.mean:+.3f} [{gap.low:+.3f}, {gap.high:+.3f}]"
+        rows.append([start, f"{fmean(diff):.3f}", f"{fmean(twin):.3f}", interval, f"{below} of {len(seeds)}"])
+    columns = ("DIFF", "Transformer", "difference", "seeds with a lower loss of DIFF")
+    return Table(
+        "one-rate", "", (Group("start", numeric=False), *(Group(column) for column in columns)), rows, [ONE_RATE]
+    )
 
 
 def figure(one: Studied) -> str | None:

@@ -37,7 +37,9 @@ def blocks(studies: Sequence[Studied]) -> dict[Path, dict[str, str]]:
         "choose.md": {"measured": choice_tables(bench("variants"), upcycled, studies)},
         "performance.md": {
             "attention": by_processor(kernels, attention_ratios),
-            "peaked": by_processor(kernels, lambda result: printed(result, "peaked-forward", "peaked-forward+backward")),
+            "peaked": by_processor(
+                kernels, lambda result: printed(result, "peaked-forward", "peaked-forward+backward")
+            ),
             "decode": by_processor(kernels, lambda result: printed(result, "attention-decode")),
             "memory": printed(next(iter(kernels.values())), "memory-forward+backward-figures"),
         },
@@ -160,7 +162,9 @@ def by_model(study: Studied, labels: Sequence[str], notes: list[str]) -> str:
     units = {one.label: one.unit for one in study.evidence.index.figures}
     for label in labels:
         groups.append(Group(f"{label}, {units[label]}", ("mean", "standard error"), "mean"))
-        groups.append(Group(f"minus {study.evidence.reference.label}", ("mean", "low", "high", "excludes zero"), "marked"))
+        groups.append(
+            Group(f"minus {study.evidence.reference.label}", ("mean", "low", "high", "excludes zero"), "marked")
+        )
     return Table("models", "Models", tuple(groups), rows, notes).markdown()
 
 
@@ -178,7 +182,9 @@ def attention_table(study: Studied) -> str:
                 if row.at.get("form") == "signed" and row.at.get("depth") == 0.5 and row.at["segment"] in segments
             ]
             shares.append(f"{100 * sum(found) / len(runs):.0f} %")
-        learned = [[curve.values[-1] for name, curve in run.curves.items() if name.startswith("lambda ")] for run in runs]
+        learned = [
+            [curve.values[-1] for name, curve in run.curves.items() if name.startswith("lambda ")] for run in runs
+        ]
         lambdas = "; ".join(", ".join(f"{value:+.2f}" for value in layers) for layers in learned if layers)
         rows.append([arm.label, *shares, lambdas])
     titles = ("", "attention on the answer", "on the text around it", "lambda at the end, by layer; a seed each")
@@ -205,7 +211,9 @@ def retrieval_table() -> str:
             rows.append([f"{label}, {cities} cities", *shares])
     groups = (Group("needles in the context", numeric=False), *(Group(str(count)) for count in cells))
     loss = study.evidence.index.figures[0]
-    means = {arm.label: row_of(study.rows, loss.label, arm.name, ()).statistic.mean for arm in study.evidence.index.arms}
+    means = {
+        arm.label: row_of(study.rows, loss.label, arm.name, ()).statistic.mean for arm in study.evidence.index.arms
+    }
     losses = " and ".join(f"{fixed(mean, 3)} ({label})" for label, mean in means.items())
     notes = [
         f"`{study.evidence.index.command}`, one seed, {run.train_tokens / 1e6:.1f}M tokens. "
