@@ -38,7 +38,7 @@ OLD_START = "-normal-start"
 """Sizes of studies whose runs began with N(0, 0.02²) or N(0, 0.05²). README, which is read first, tells the others alone."""
 
 ONE_RATE = (
-    "Held-out loss, nats/token, at the learning rate 0.002, which was not tuned. Brackets: the 95 % Student t interval by seed. "
+    "Held-out loss, nats/token, at the learning rate 0.002, which was not tuned. Brackets: 95 % Student t intervals by seed. "
     "The plan tests the difference of the two rows, and neither row by itself."
 )
 
