@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import threading
 from itertools import pairwise
 from pathlib import Path
 
@@ -51,6 +52,22 @@ def test_a_batch_is_a_function_of_seed_and_step(shards):
         assert torch.equal(rows_of(again.batch(step)), in_order[step])
     other = loader_of(shards, seed=12)
     assert not any(torch.equal(rows_of(other.batch(step)), in_order[step]) for step in range(7))
+
+
+def test_reading_ahead_changes_no_batch(shards):
+    """In order, from a saved position, and after a jump, with one batch read ahead in a thread."""
+    plain, ahead = loader_of(shards), loader_of(shards, prefetch=True)
+    for _ in range(3):
+        assert torch.equal(rows_of(next(ahead)), rows_of(next(plain)))
+    assert ahead.state_dict() == plain.state_dict()
+    for loader in (plain, ahead):
+        loader.load_state_dict(plain.state_dict() | {"step": 1})
+    assert torch.equal(rows_of(next(ahead)), rows_of(next(plain)))
+    plain.step = ahead.step = 6
+    for _ in range(2):
+        assert torch.equal(rows_of(next(ahead)), rows_of(next(plain)))
+    ahead.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("loader")]
 
 
 @pytest.mark.parametrize("share", [0.0, 1.0])

@@ -115,6 +115,32 @@ def test_refusal():
         summed_nll(*_case(), chunk_tokens=0)
 
 
+@pytest.mark.parametrize("chunk_tokens", [8, 500])
+def test_z_loss_equals_that_of_whole_logits(chunk_tokens):
+    hidden, weight, targets = _case()
+
+    def gradients(loss_of):
+        leaves = [x.detach().requires_grad_() for x in (hidden, weight)]
+        loss = loss_of(*leaves)
+        return loss.detach(), *torch.autograd.grad(loss, leaves)
+
+    def whole(hidden, weight):
+        logits = hidden @ weight.T
+        squares = logits.logsumexp(-1)[targets != IGNORED].square()
+        return F.cross_entropy(logits, targets, reduction="sum") + 0.01 * squares.sum()
+
+    found = gradients(lambda h, w: summed_nll(h, w, targets, chunk_tokens=chunk_tokens, z_loss=0.01))
+    for value, expected in zip(found, gradients(whole), strict=True):
+        assert relative_error(value, expected) < 1e-6
+    model, ids = tiny().train(), tokens(2, 24)
+    logits = model(ids[:, :-1]).logits
+    plain = summed_next_token_nll(model, ids[:, :-1], ids[:, 1:])
+    for chunk in (None, 7):
+        model.loss_chunk_tokens = chunk
+        added = summed_next_token_nll(model, ids[:, :-1], ids[:, 1:], z_loss=0.5) - plain
+        assert relative_error(added, 0.5 * logits.logsumexp(-1).square().sum()) < 1e-5
+
+
 @pytest.mark.parametrize("label", [301, -1, -5])
 def test_labels_out_of_range_are_refused_as_by_cross_entropy(label):
     hidden, weight, targets = _case(torch.float32)

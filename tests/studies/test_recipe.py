@@ -92,6 +92,23 @@ def test_equal_parameters_are_a_key_of_the_recipe(toy):
         recipe_from(toy, source="x")
 
 
+def test_widths_that_processes_can_divide(toy):
+    """341 with two processes; parameters change by 3 x 64 a layer of 16,384 + 3 x 64 x 341 or so."""
+    toy["model"] = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 341}
+    for multiple, width in ((1, 341), (2, 340), (4, 340), (8, 344)):
+        recipe = recipe_from(toy | {"model": toy["model"] | {"multiple_of": multiple}}, source="x")
+        assert recipe.model_config(vocab_size=9).intermediate_size == width
+    more = {"multiple_of": 2, "match_parameters": "softmax", "attention_type": "diff_v2"}
+    recipe = recipe_from(toy | {"model": toy["model"] | more}, source="x")
+    assert recipe.model_config(vocab_size=9).intermediate_size % 2 == 0
+    with pytest.raises(
+        ConfigError, match=r"model\.multiple_of=64 makes intermediate_size 320 of 341, .* by 4\.[0-9] %"
+    ):
+        recipe_from(toy | {"model": toy["model"] | {"multiple_of": 64}}, source="x")
+    with pytest.raises(ConfigError, match=r"model\.multiple_of=0: give at least 1"):
+        recipe_from(toy | {"model": toy["model"] | {"multiple_of": 0}}, source="x")
+
+
 BAD = [
     # A misspelt key, with the nearest right one.
     ("training.stepz=3", "training.stepz: unknown key; did you mean steps? allowed: steps, batch_tokens,"),

@@ -1,6 +1,7 @@
 """What a run says beside its loss: compared with gradients, maps and hidden states of this test; it changes no weight."""
 
 import dataclasses
+import gzip
 import json
 import math
 import platform
@@ -23,8 +24,12 @@ from difftransformer.train.config import LoraConfig
 from difftransformer.train.lora import add_lora
 from difftransformer.train.metrics import InsideMetrics, StepMetrics, read_lines
 from difftransformer.train.parallel import Mesh
+from difftransformer.train.profiling import Profile
 from difftransformer.train.speed import train_flops_per_token
 from difftransformer.train.trackers import Trackers, scalars
+from difftransformer_lab.studies import start_run, train_run
+from difftransformer_lab.studies.evaluation import evaluate_checkpoint
+from difftransformer_lab.studies.recipe import TaskSpec
 from tests.support import fresh, parallel_steps
 
 STEP = {"step": 1, "loss_nats": 2.0, "gradient_norm": 1.0, "learning_rate": 0.1, "tokens": 5, "seconds": 1.0}
@@ -181,6 +186,7 @@ def test_mfu_takes_the_rows_of_each_stage(toy_recipe, toy_shards, model_config, 
 
 FAULTS = """
 import resource, torch
+from difftransformer.train.profiling import Profile
 from difftransformer.train.speed import keep_freed_memory
 keep_freed_memory()
 for _ in range(3):
@@ -318,3 +324,43 @@ def test_two_processes_say_the_same(toy_shards, tmp_path):
             for key in ("gradient_norms", "attention_entropy_nats", "largest_logits", "largest_hidden_states"):
                 if key in line:
                     assert line[key] == pytest.approx(other[key], rel=2e-5), (name, key)
+
+
+def test_checkpoints_are_evaluated_while_training(toy_recipe, toy_shards, tmp_path, read_run):
+    """By the figures of `eval RUN`, also when the run is stopped between saving and evaluating; it changes no weight."""
+    training = dataclasses.replace(toy_recipe.training, steps=4, checkpoint_every=2, retrieval=None, keep_checkpoints=9)
+    spec = TaskSpec(task="perplexity", options={"text": "validation", "windows": 2})
+    plain = dataclasses.replace(toy_recipe, training=training, evaluation=[spec])
+    recipe = dataclasses.replace(plain, logs=LogsConfig(evaluate_every=2))
+    start_run(tmp_path / "run", recipe)
+    evaluated, asked = train_run(tmp_path / "run", recipe, toy_shards), train_run(tmp_path / "plain", plain, toy_shards)
+    for a, b in zip(evaluated.parameters(), asked.parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert read_run(tmp_path / "run") == read_run(tmp_path / "plain")
+    metrics = tmp_path / "run" / "metrics.jsonl"
+
+    def lines():
+        return [line for line in read_lines(metrics) if "evaluation" in line]
+
+    for step, line in zip((2, 4), lines(), strict=True):
+        result = evaluate_checkpoint(
+            tmp_path / "plain" / "checkpoints" / f"step-{step:06d}", plain, toy_shards, tmp_path / f"again{step}"
+        )["perplexity"]
+        nll = next(m.value for m in result.measurements if m.name == "nll" and not m.detail)
+        assert (line["step"], line["evaluation"]["perplexity/nll"]) == (step, nll)
+    whole = lines()
+    rows = metrics.read_bytes().splitlines(keepends=True)
+    metrics.write_bytes(b"".join(rows[:-1]))
+    train_run(tmp_path / "run", recipe, toy_shards)
+    assert lines() == whole
+    with pytest.raises(ConfigError, match=r"logs\.evaluate_every=3 is no multiple of training\.checkpoint_every=2"):
+        dataclasses.replace(plain, logs=LogsConfig(evaluate_every=3))
+
+
+def test_profile_is_a_trace_of_the_steps(toy_recipe, toy_shards, model_config, tmp_path):
+    config = dataclasses.replace(toy_recipe.training, steps=6)
+    train(config, model_config(), toy_shards, tmp_path, callbacks=[Profile(2)])
+    (file,) = (tmp_path / "profile").iterdir()
+    assert file.name == "steps-3-4-process-0.json.gz"
+    names = [event.get("name") for event in json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]]
+    assert names.count("Optimizer.step#AdamW.step") == 2

@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import get_wsd_schedule
 
 from difftransformer.attention import RMSNorm
 from difftransformer.errors import ConfigError
-from difftransformer.train import OptimizerConfig, ScheduleConfig, TrainingConfig, build_model
+from difftransformer.train import OptimizerConfig, ScheduleConfig, TrainingConfig, build_model, read_metrics, train
 from difftransformer.train.optim import build_optimizer, learning_rate
 from difftransformer.train.parallel import Mesh
 from difftransformer.train.trainer import validate
@@ -30,6 +31,48 @@ def test_norms_and_lambdas_do_not_decay(model_config, attention_type):
     }
     assert len(lambdas) == (8 if attention_type == "diff" else 0)
     assert len(decayed["params"]) + len(kept["params"]) == len(names)
+
+
+def test_rates_over_width(toy_recipe, toy_shards, model_config, tmp_path):
+    """What a step of AdamW does to activations of size 1 is the same at every width, for each kind of parameter.
+
+    Gradients of equal signs move every weight by the rate: a product of d inputs by d times as much, an embedding that is
+    multiplied by sqrt(d) by sqrt(d) times as much.
+    """
+    moved = {}
+    for width in (32, 64):
+        config = model_config(hidden_size=width, initialization="fan_in", tie_word_embeddings=False)
+        model = build_model(config, seed=0)
+        optimizer = build_optimizer(model, OptimizerConfig(base_width=32, learning_rate=1e-3, weight_decay=0.3))
+        for group in optimizer.param_groups:
+            assert group["rate_factor"] * group["weight_decay"] in (0.0, pytest.approx(0.3))
+            group["lr"], group["weight_decay"] = 1e-3 * group["rate_factor"], 0.0
+        before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        for name, parameter in model.named_parameters():
+            inputs = torch.ones(parameter.shape[-1])
+            change = before[name] - parameter.detach()
+            if name == "model.embed_tokens.weight":
+                moved[width, name] = change.mean() * model.config.embedding_multiplier
+            else:
+                moved[width, name] = (change @ inputs).mean() if parameter.dim() == 2 else change.mean()
+    names = {name for _, name in moved}
+    assert len(names) > 12
+    for name in names:
+        torch.testing.assert_close(moved[32, name], moved[64, name], rtol=1e-3, atol=0)
+    tied = build_model(model_config(tie_word_embeddings=True), seed=0)
+    with pytest.raises(ConfigError, match=r"base_width: the embedding is the output layer too"):
+        build_optimizer(tied, OptimizerConfig(base_width=32))
+    training = dataclasses.replace(toy_recipe.training, steps=1, optimizer=OptimizerConfig(base_width=32))
+    assert read_metrics_of(training, config, toy_shards, tmp_path).learning_rate == training.optimizer.learning_rate
+
+
+def read_metrics_of(training, config, shards, folder):
+    train(training, config, shards, folder)
+    (line,), _ = read_metrics(folder / "metrics.jsonl")
+    return line
 
 
 def adamw(weights, gradients, *, rate, betas, eps, decay):
@@ -69,6 +112,35 @@ def test_schedule_against_interpolation(warmup, steps):
     up = np.interp(np.arange(1, steps + 1), [0, warmup], [0.0, 2.0]) if warmup else np.full(steps, 2.0)
     down = np.interp(np.arange(steps), [warmup, max(steps - 1, warmup + 1)], [2.0, 0.2])
     np.testing.assert_allclose(rates, np.where(np.arange(steps) < warmup, up, down), rtol=1e-12)
+
+
+def _rates(steps, **schedule):
+    return [learning_rate(at, peak=2.0, steps=steps, schedule=ScheduleConfig(**schedule)) for at in range(steps)]
+
+
+def _torch_rates(steps, make):
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=2.0)
+    scheduler, rates = make(optimizer), []
+    for _ in range(steps + 1):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return rates
+
+
+@pytest.mark.parametrize("warmup", [0, 10])
+def test_cosine_and_wsd_against_torch_and_transformers(warmup):
+    cosine = _torch_rates(
+        110 - warmup, lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 109 - warmup, eta_min=0.2)
+    )
+    found = _rates(110, shape="cosine", warmup_steps=warmup, floor=0.1)
+    np.testing.assert_allclose(found[warmup:], cosine[: 110 - warmup], rtol=1e-9)
+    # Its last step is after the end: ours are one step ahead. Its warm-up begins at the floor.
+    how = {"min_lr_ratio": 0.1, "warmup_type": "linear", "decay_type": "linear"}
+    theirs = _torch_rates(110, lambda o: get_wsd_schedule(o, warmup, 20, num_training_steps=110, **how))
+    found = _rates(110, shape="wsd", warmup_steps=warmup, decay_steps=20, floor=0.1)
+    np.testing.assert_allclose(found[warmup:], theirs[warmup + 1 :], rtol=1e-9)
+    assert _rates(50, shape="wsd", warmup_steps=5) == _rates(50, shape="wsd", warmup_steps=5, decay_steps=5)
 
 
 def test_schedule_by_hand():

@@ -1,5 +1,6 @@
 """A run that was interrupted, at any step and in any way, goes on bitwise as if it had not been."""
 
+import dataclasses
 import os
 import signal
 import time
@@ -8,9 +9,11 @@ import pytest
 import torch
 
 from difftransformer.data import Loader
-from difftransformer.train import Interrupted, build_model, checkpoints, load_checkpoint, trainer
+from difftransformer.errors import ConfigError
+from difftransformer.train import Interrupted, ScheduleConfig, build_model, checkpoints, load_checkpoint, trainer
 from difftransformer.train.checkpoint import verify_checkpoint
 from difftransformer.train.optim import build_optimizer
+from difftransformer_lab.studies import start_run, train_run
 
 
 def stop_after(step):
@@ -51,6 +54,35 @@ def test_interrupted_at_every_step(tmp_path, train_toy, read_run, attention_type
     for file in ("model.safetensors", "optimizer.safetensors"):
         found = [(checkpoints(tmp_path / name)[-1] / file).read_bytes() for name in ("whole", "cut")]
         assert found[0] == found[1], file
+
+
+def test_reading_ahead_trains_the_same(tmp_path, train_toy, read_run):
+    train_toy(tmp_path / "plain")
+    with pytest.raises(Interrupted):
+        train_toy(tmp_path / "ahead", prefetch=True, on_metrics=stop_after(3))
+    train_toy(tmp_path / "ahead", prefetch=True)
+    assert read_run(tmp_path / "ahead") == read_run(tmp_path / "plain")
+
+
+def test_a_decay_branch_is_the_run_that_had_its_steps_from_the_start(tmp_path, toy_recipe, toy_shards, read_run):
+    """One stable run serves two numbers of steps, bitwise."""
+
+    def run(name, steps, branch_from=None):
+        schedule = ScheduleConfig(shape="wsd", warmup_steps=2, decay_steps=2, floor=0.1)
+        training = dataclasses.replace(toy_recipe.training, steps=steps, schedule=schedule, keep_steps=[4])
+        recipe = dataclasses.replace(toy_recipe, training=training, branch_from=branch_from)
+        start_run(tmp_path / name, recipe)
+        train_run(tmp_path / name, recipe, toy_shards)
+        newest = checkpoints(tmp_path / name)[-1]
+        content = [(newest / f"{part}.safetensors").read_bytes() for part in ("model", "optimizer")]
+        return [line for line in read_run(tmp_path / name)[0] if line["step"] > 4], content
+
+    branch_point = str(tmp_path / "stable" / "checkpoints" / "step-000004")
+    run("stable", 8)
+    assert run("branch", 6, branch_point) == run("whole", 6)
+    assert [line["step"] for line in run("branch", 6, branch_point)[0]] == [5, 6]  # again: it is done
+    with pytest.raises(ConfigError, match=r"branch_from: .* has step 4, and training.steps is 4"):
+        run("short", 4, branch_point)
 
 
 def test_goes_on_from_an_older_checkpoint_and_writes_the_lines_after_it_again(tmp_path, train_toy, read_run):

@@ -7,7 +7,9 @@ Retrieval rows are needle documents (`needles`), which are drawn from the seed a
 according to their share.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import KW_ONLY, asdict, dataclass
 from fractions import Fraction
 from functools import cache
@@ -50,7 +52,8 @@ class Batch:
     def parts(self, count: int, device: str) -> "Iterator[Batch]":
         """Yield `count` batches of equally many rows on a device."""
         tensors = (self.input_ids, self.targets, self.is_retrieval, self.position_ids)
-        chunks = ([None] * count if tensor is None else tensor.to(device).chunk(count) for tensor in tensors)
+        there = (None if tensor is None else tensor.to(device, non_blocking=True) for tensor in tensors)
+        chunks = ([None] * count if tensor is None else tensor.chunk(count) for tensor in there)
         for ids, targets, is_retrieval, positions in zip(*chunks, strict=True):
             yield Batch(
                 input_ids=ids,
@@ -59,6 +62,13 @@ class Batch:
                 position_ids=positions,
                 step_targets=self.step_targets,
             )
+
+    def pinned(self) -> "Batch":
+        """Return the batch in pinned memory, from where a GPU copies it while it computes."""
+        moved: dict[str, Any] = {
+            name: value.pin_memory() for name, value in vars(self).items() if isinstance(value, torch.Tensor)
+        }
+        return dataclasses.replace(self, **moved)
 
 
 def share_of(value: float) -> Fraction:
@@ -114,6 +124,8 @@ class Loader:
         retrieval: Composition of the needle documents; None for none.
         pack_documents: Whether rows hold whole documents with positions of their own, in place of windows of the
             concatenated text. Examples are always packed so.
+        prefetch: Whether the batch after the one that `next` returns is read in a thread meanwhile.
+        pin_memory: Whether it is read into pinned memory.
 
     Raises:
         ConfigError: The settings contradict each other.
@@ -130,8 +142,12 @@ class Loader:
     world_size: int = 1
     retrieval: RetrievalMix | None = None
     pack_documents: bool = False
+    prefetch: bool = False
+    pin_memory: bool = False
 
     def __post_init__(self) -> None:
+        self._thread: ThreadPoolExecutor | None = None
+        self._reading: tuple[int, Future[Batch]] | None = None  # a step, and its batch
         self.context_stages = tuple((int(start), int(context)) for start, context in self.context_stages)
         if self.retrieval is not None and self.retrieval.share == 0:
             self.retrieval = None
@@ -215,9 +231,30 @@ class Loader:
         return self
 
     def __next__(self) -> Batch:
-        batch = self.batch(self.step)
+        batch = self._read_ahead() if self.prefetch else self.batch(self.step)
         self.step += 1
         return batch
+
+    def _read_ahead(self) -> Batch:
+        """Return the next batch, and begin to read the one after it."""
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="loader")
+        step, batch = self._reading or (None, None)
+        if batch is None or step != self.step:  # the first, or the position has changed
+            batch = self._thread.submit(self._ready, self.step)
+        found = batch.result()
+        self._reading = self.step + 1, self._thread.submit(self._ready, self.step + 1)
+        return found
+
+    def _ready(self, step: int) -> Batch:
+        batch = self.batch(step)
+        return batch.pinned() if self.pin_memory else batch
+
+    def close(self) -> None:
+        """Stop to read ahead."""
+        if self._thread is not None:
+            self._thread.shutdown(cancel_futures=True)
+            self._thread = self._reading = None
 
     @property
     def context_tokens(self) -> int:

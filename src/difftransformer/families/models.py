@@ -258,7 +258,7 @@ def _with_chunked_loss(forward: Callable[..., Any]) -> Callable[..., Any]:
         needs_logits = arguments or changed or self.lm_head.bias is not None or options.keys() & NEEDS_LOGITS
         if self.loss_chunk_tokens is None or options.get("labels") is None or needs_logits:
             return forward(self, *arguments, **options)
-        of_loss = ("labels", "shift_labels", "num_items_in_batch")
+        of_loss = ("labels", "shift_labels", "num_items_in_batch", "z_loss")
         given = {name: options.pop(name) for name in of_loss if name in options}
         outputs = self.model(**options)
         loss = chunked_loss(

@@ -29,16 +29,25 @@ def next_token_nll(model: nn.Module, input_ids: Tensor, targets: Tensor, **where
     return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
 
 
-def summed_next_token_nll(model: nn.Module, input_ids: Tensor, targets: Tensor, **where: Tensor) -> Tensor:
+def summed_next_token_nll(
+    model: nn.Module, input_ids: Tensor, targets: Tensor, *, z_loss: float = 0.0, **where: Any
+) -> Tensor:
     """Return the sum of `next_token_nll`, a scalar; in chunks where the model has `loss_chunk_tokens`.
 
     Args:
         model, input_ids, where: See `next_token_nll`.
         targets: (B, T), the token after each of input_ids; -100 leaves a token out.
+        z_loss: See `summed_nll`.
     """
-    if getattr(model, "loss_chunk_tokens", None) is None:
+    if getattr(model, "loss_chunk_tokens", None) is None and not z_loss:
         return next_token_nll(model, input_ids, targets, **where).sum()
-    labels = {"labels": targets, "shift_labels": targets, "num_items_in_batch": 1}
+    labels: dict[str, Any] = {"labels": targets, "shift_labels": targets, "num_items_in_batch": 1}
+    if z_loss:
+        if getattr(model, "loss_chunk_tokens", None) is None:
+            logits = model(input_ids=input_ids, use_cache=False, **where).logits.float().flatten(0, 1)
+            squares = logits.logsumexp(-1).square().masked_fill(targets.flatten() == IGNORED, 0)
+            return F.cross_entropy(logits, targets.flatten(), reduction="sum") + z_loss * squares.sum()
+        labels["z_loss"] = z_loss
     return model(input_ids=input_ids, **labels, use_cache=False, **where).loss
 
 
@@ -57,6 +66,7 @@ def chunked_loss(
     shift_labels: Tensor | None = None,
     num_items_in_batch: Tensor | int | None = None,
     ignore_index: int = IGNORED,
+    z_loss: float = 0.0,
     **_: Any,
 ) -> Tensor:
     """Return the loss of a causal language model as transformers defines it, without its logits.
@@ -69,16 +79,24 @@ def chunked_loss(
         shift_labels: (B, T), labels that are shifted already, in place of `labels`.
         num_items_in_batch: Divisor of the summed loss; None means the number of labels.
         ignore_index: Label of tokens without a loss.
+        z_loss: See `summed_nll`.
     """
     if shift_labels is None:
         shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     targets = shift_labels.to(hidden.device)
-    total = summed_nll(hidden, weight, targets, chunk_tokens=chunk_tokens, ignore_index=ignore_index)
+    how: dict[str, Any] = {"chunk_tokens": chunk_tokens, "ignore_index": ignore_index, "z_loss": z_loss}
+    total = summed_nll(hidden, weight, targets, **how)
     return total / ((targets != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch)
 
 
 def summed_nll(
-    hidden: Tensor, weight: Tensor, targets: Tensor, *, chunk_tokens: int, ignore_index: int = IGNORED
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    chunk_tokens: int,
+    ignore_index: int = IGNORED,
+    z_loss: float = 0.0,
 ) -> Tensor:
     """Return the summed negative log-likelihood of the targets in nats, a scalar in fp32.
 
@@ -95,6 +113,7 @@ def summed_nll(
         targets: (...), token ids below V; `ignore_index` leaves a token out.
         chunk_tokens: Number of tokens whose logits are in memory at a time.
         ignore_index: Target of tokens without a loss.
+        z_loss: Weight of the sum of the squares of log Z, which is added; Z is the sum of exponentials of a token's logits.
 
     Raises:
         ConfigError: chunk_tokens is below 1, or a DTensor is not sharded by rows on one mesh dimension.
@@ -115,9 +134,8 @@ def summed_nll(
     if torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
-    return _SummedNLL.apply(
-        hidden.flatten(0, -2), weight, targets.flatten(), chunk_tokens, ignore_index, group, torch.is_grad_enabled()
-    )
+    how = (chunk_tokens, ignore_index, z_loss, group, torch.is_grad_enabled())
+    return _SummedNLL.apply(hidden.flatten(0, -2), weight, targets.flatten(), *how)
 
 
 def _check_targets(targets: Tensor, vocab_size: int, ignore_index: int) -> None:
@@ -142,6 +160,7 @@ class _SummedNLL(torch.autograd.Function):
         targets: Tensor,
         chunk_tokens: int,
         ignore_index: int,
+        z_loss: float,
         group: Any,
         with_gradient: bool,
     ) -> Tensor:
@@ -160,12 +179,18 @@ class _SummedNLL(torch.autograd.Function):
             column = column.where(own, 0)
             # In place from here on: one buffer holds logits, exponentials and their gradient in turn.
             scores = (hidden[rows] @ weight.T).float()
-            scores -= _reduced(scores.amax(-1, keepdim=True), "MAX", group)
+            largest = _reduced(scores.amax(-1, keepdim=True), "MAX", group)
+            scores -= largest
             target = _reduced(scores.gather(1, column).where(own, 0), "SUM", group)
             normalizer = _reduced(scores.exp_().sum(-1, keepdim=True), "SUM", group)
             total += (normalizer.log() - target).where(counted, 0).sum()
+            factor = counted / normalizer
+            if z_loss:
+                log_z = normalizer.log() + largest
+                total += z_loss * log_z.square().where(counted, 0).sum()
+                factor *= 1 + 2 * z_loss * log_z
             if with_gradient:
-                scores *= counted / normalizer
+                scores *= factor
                 scores.scatter_add_(1, column, -own.float())
                 gradient = scores.to(weight.dtype)
                 hidden_grad[rows] = gradient @ weight
@@ -181,7 +206,7 @@ class _SummedNLL(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
         hidden_grad, weight_grad = ctx.saved_tensors
-        return hidden_grad * scale, weight_grad * scale, None, None, None, None, None
+        return hidden_grad * scale, weight_grad * scale, None, None, None, None, None, None
 
 
 def _reduced(value: Tensor, how: str, group: Any) -> Tensor:

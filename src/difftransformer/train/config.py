@@ -25,6 +25,11 @@ class OptimizerConfig:
         eps: Term added to the denominator.
         weight_decay: Weight decay of matrices. Norms and lambdas have none.
         clip_norm: Maximum gradient norm; None turns clipping off.
+        base_width: Width at which all parameters have `learning_rate`. At another width d, AdamW's rates are multiplied so
+            that a step changes activations as much (muP, arXiv:2203.03466, for models that start by fan-in): those of layers'
+            matrices and of the output layer by base_width over the width of their inputs, that of the embedding, which the
+            model multiplies by sqrt(d), by sqrt(base_width / d), and those of vectors, lambda among them, by 1. Weights decay
+            as without it. None: one rate for all.
     """
 
     method: Literal["adamw", "muon"] = "adamw"
@@ -34,8 +39,13 @@ class OptimizerConfig:
     eps: float = 1e-8
     weight_decay: float = 0.1
     clip_norm: float | None = 1.0
+    base_width: int | None = None
 
     def __post_init__(self) -> None:
+        if self.base_width is not None and (self.base_width < 1 or self.method != "adamw"):
+            raise ConfigError(
+                f"base_width={self.base_width} with method={self.method!r}: give a width of at least 1 and adamw, or null"
+            )
         for name in ("learning_rate", "eps"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"{name}={getattr(self, name)}: give a number above 0")
@@ -51,20 +61,30 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig:
-    """Linear warm-up and linear decay to a floor (arXiv:2410.05258 section 3.1).
+    """Linear warm-up, and a decay to a floor.
 
     Attributes:
+        shape: "linear" decays in a line from the peak on (arXiv:2410.05258 section 3.1), "cosine" in half a wave
+            (arXiv:1608.03983), and "wsd" stays at the peak and decays in a line over the last `decay_steps`
+            (arXiv:2404.06395), so that one run serves several numbers of steps (see `Recipe.branch_from`).
         warmup_steps: Number of steps until the peak.
+        decay_steps: Number of steps in which "wsd" decays; None means a tenth of all.
         floor: Last learning rate as a share of the peak (1.28e-5 / 3.2e-4 in Table 9).
     """
 
+    shape: Literal["linear", "cosine", "wsd"] = "linear"
     warmup_steps: int = 1000
+    decay_steps: int | None = None
     floor: float = 0.04
 
     def __post_init__(self) -> None:
         if self.warmup_steps < 0 or not 0 <= self.floor <= 1:
             raise ConfigError(
                 f"warmup_steps={self.warmup_steps}, floor={self.floor}: give 0 or more steps, and a share from 0 to 1"
+            )
+        if self.decay_steps is not None and (self.shape != "wsd" or self.decay_steps < 1):
+            raise ConfigError(
+                f"decay_steps={self.decay_steps}: give at least 1 with shape: wsd, and null with another shape"
             )
 
 
@@ -151,19 +171,23 @@ class LogsConfig:
 
     Attributes:
         inside_every: Steps between looks inside the model (`InsideMetrics`), each a forward pass over one row; 0 for none.
+        evaluate_every: Steps between evaluations by the recipe's tasks, which open the checkpoint of the step, so a multiple of
+            `checkpoint_every`; 0 for none. Training waits for them, and every process holds the model once more meanwhile.
         peak_tflops: Peak speed of one device in TFLOP/s, of which the MFU is a share; None measures a matrix product.
         tensorboard: Whether TensorBoard gets the metrics too, in the run folder.
         wandb: Project of Weights & Biases that gets the metrics too, or None. WANDB_MODE=offline keeps them in the run folder.
     """
 
     inside_every: int = 0
+    evaluate_every: int = 0
     peak_tflops: float | None = None
     tensorboard: bool = False
     wandb: str | None = None
 
     def __post_init__(self) -> None:
-        if self.inside_every < 0:
-            raise ConfigError(f"inside_every={self.inside_every}: give at least 1, or 0 for none")
+        for name in ("inside_every", "evaluate_every"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name}={getattr(self, name)}: give at least 1, or 0 for none")
         if self.peak_tflops is not None and not 0 < self.peak_tflops < math.inf:
             raise ConfigError(f"peak_tflops={self.peak_tflops}: give a number above 0, or null to measure it")
         if self.wandb == "":
@@ -177,10 +201,13 @@ class CheckpointConfig:
     Attributes:
         asynchronous: Whether training goes on while a checkpoint is written, from a copy in the memory of the CPU.
         timeout_seconds: Time after which a save that has not ended ends the run.
+        mirror: URL of a folder in an object store, such as s3://bucket/run, to which whole checkpoints and the metrics are
+            copied, and from which a run continues whose folder has no checkpoint. None for no copy.
     """
 
     asynchronous: bool = False
     timeout_seconds: float = 1800.0
+    mirror: str | None = None
 
     def __post_init__(self) -> None:
         if not 0 < self.timeout_seconds < math.inf:
@@ -200,6 +227,7 @@ class TrainingConfig:
         seed: Seed of weights and batches. A DIFF model and its twin with the same seed see the same batches.
         pack_documents: Whether a row holds whole documents that do not see each other, in place of a window of the
             concatenated text.
+        prefetch: Whether the next batch is read while a step is computed, into pinned memory for a GPU. Batches are the same.
         retrieval: Needle documents among the rows, or None.
         lora: Adapters to train in place of the weights, or None. They are meant for a pretrained model.
         optimizer: Settings of AdamW.
@@ -216,6 +244,8 @@ class TrainingConfig:
         keep_checkpoints: Number of newest checkpoints to keep.
         keep_every: Checkpoints of the multiples of this number of steps are kept for good; None keeps none so.
         keep_steps: Further steps whose checkpoints are written and kept for good.
+        z_loss: Weight of the mean square of log Z, Z the sum of exponentials of a token's logits (arXiv:2204.02311 section 5),
+            such as 1e-4; the training loss that is logged includes it, and validation does not.
         loss_chunk_tokens: Number of tokens whose logits are in memory at a time. None means all where they are few, else a
             number that suits the device.
         gradient_checkpointing: Whether to recompute activations in the backward pass, which saves memory and takes time. True
@@ -230,6 +260,7 @@ class TrainingConfig:
     precision: Literal["fp32", "bf16"] = "fp32"
     seed: int = 0
     pack_documents: bool = False
+    prefetch: bool = field(default=False, metadata=ASIDE)
     retrieval: RetrievalMix | None = None
     lora: LoraConfig | None = None
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -243,6 +274,7 @@ class TrainingConfig:
     keep_checkpoints: int = field(default=2, metadata=ASIDE)
     keep_every: int | None = field(default=None, metadata=ASIDE)
     keep_steps: list[int] = field(default_factory=list, metadata=ASIDE)
+    z_loss: float = 0.0
     loss_chunk_tokens: int | None = None
     gradient_checkpointing: Literal[False, True, "selective"] = False
     compile: bool = False
@@ -256,6 +288,10 @@ class TrainingConfig:
             raise ConfigError(f"seed={self.seed}: give 0 or more")
         if self.loss_chunk_tokens is not None and self.loss_chunk_tokens < 1:
             raise ConfigError(f"loss_chunk_tokens={self.loss_chunk_tokens}: give at least 1, or null to choose by size")
+        if not 0 <= self.z_loss < math.inf:
+            raise ConfigError(f"z_loss={self.z_loss}: give 0 for none, or a weight such as 1.0e-4")
+        if (decay := self.schedule.decay_steps) is not None and decay > self.steps:
+            raise ConfigError(f"schedule.decay_steps={decay}: give at most steps={self.steps}")
         if self.outlier_sigmas is not None and not 0 < self.outlier_sigmas < math.inf:
             raise ConfigError(
                 f"outlier_sigmas={self.outlier_sigmas}: give a number above 0, such as 6, or null for none"

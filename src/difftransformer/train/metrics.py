@@ -98,7 +98,15 @@ class InsideMetrics:
     largest_hidden_states: list[float]
 
 
-Metrics = StepMetrics | ValidationMetrics | FaultMetrics | InsideMetrics
+@dataclass(frozen=True, kw_only=True)
+class EvaluationMetrics:
+    """Figures of tasks that the checkpoint of `step` was asked, by name."""
+
+    step: int
+    evaluation: dict[str, float]
+
+
+Metrics = StepMetrics | ValidationMetrics | FaultMetrics | InsideMetrics | EvaluationMetrics
 
 
 class MetricsLog:
@@ -110,19 +118,22 @@ class MetricsLog:
 
     Attributes:
         validated_step: Step of the last validation in the file when it was opened; 0 if there is none.
+        evaluated_step: The same of evaluations.
 
     Raises:
         CheckpointError: A line before those is damaged.
     """
 
     def __init__(self, path: Path, *, step: int) -> None:
-        keep_bytes = self.validated_step = 0
+        keep_bytes = self.validated_step = self.evaluated_step = 0
         for row, end in _rows(path) if path.exists() else ():
             if row["step"] > step:
                 break
             keep_bytes = end
             if "validation_loss_nats" in row:
                 self.validated_step = row["step"]
+            if "evaluation" in row:
+                self.evaluated_step = row["step"]
         self._rows = RowWriter(path, keep_bytes=keep_bytes)
 
     def write(self, metrics: Metrics) -> None:

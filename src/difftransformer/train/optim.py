@@ -1,11 +1,13 @@
 """The optimizer, with weight decay on matrices only, and its learning rate."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..errors import ConfigError
 from .config import OptimizerConfig, ScheduleConfig
 from .parallel.mesh import by_mesh
 
@@ -33,14 +35,24 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """Build the optimizer of the trainable parameters, with weight decay on those of two or more dimensions."""
+    """Build the optimizer of the trainable parameters, with weight decay on those of two or more dimensions.
+
+    Groups have a `rate_factor`, by which their learning rate is multiplied.
+
+    Raises:
+        ConfigError: `base_width` is given, and one matrix is both embedding and output layer.
+    """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     hidden = set(_hidden_matrices(model)) if config.method == "muon" else set()
     others = [parameter for parameter in parameters if parameter not in hidden]
     matrices, vectors = [p for p in others if p.dim() >= 2], [p for p in others if p.dim() < 2]
+    factors = _rate_factors(model, matrices, config.base_width)
     groups = [
-        {"params": group, "weight_decay": weight_decay}
-        for kind, weight_decay in ((matrices, config.weight_decay), (vectors, 0.0))
+        {"params": group, "weight_decay": weight_decay / factor, "rate_factor": factor}
+        for kind, weight_decay, factor in (
+            *((same, config.weight_decay, factor) for factor, same in factors.items()),
+            (vectors, 0.0, 1.0),
+        )
         for group in by_mesh(kind)
     ]
     fused = all(parameter.device.type in ("cpu", "cuda") for parameter in parameters)
@@ -48,13 +60,33 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
     if not hidden:
         return adamw
     muon = torch.optim.Muon(
-        [{"params": group} for group in by_mesh(p for p in parameters if p in hidden)],
+        [{"params": group, "rate_factor": 1.0} for group in by_mesh(p for p in parameters if p in hidden)],
         lr=config.learning_rate,
         weight_decay=config.weight_decay,
         momentum=config.momentum,
         adjust_lr_fn="match_rms_adamw",
     )
     return MuonWithAdamW(muon, adamw)
+
+
+def _rate_factors(
+    model: nn.Module, matrices: list[nn.Parameter], base_width: int | None
+) -> dict[float, list[nn.Parameter]]:
+    """Return the matrices by the factor of their learning rate."""
+    if base_width is None:
+        return {1.0: matrices}
+    ends: Any = model
+    embedding, head = ends.get_input_embeddings().weight, ends.get_output_embeddings().weight
+    if embedding is head:
+        raise ConfigError(
+            "training.optimizer.base_width: the embedding is the output layer too, and the two take other rates; set "
+            "model.tie_word_embeddings to false"
+        )
+    factors: dict[float, list[nn.Parameter]] = {}
+    for matrix in matrices:
+        factor = base_width / matrix.shape[-1]
+        factors.setdefault(math.sqrt(factor) if matrix is embedding else factor, []).append(matrix)
+    return factors
 
 
 def _hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
@@ -69,9 +101,15 @@ def _hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
 
 
 def learning_rate(step: int, *, peak: float, steps: int, schedule: ScheduleConfig) -> float:
-    """Return the rate of a step, counted from 0: linear warm-up to `peak`, then linear decay to `floor * peak`."""
+    """Return the rate of a step, counted from 0: linear warm-up to `peak`, then the schedule's decay to `floor * peak`."""
     if step < schedule.warmup_steps:
         return peak * (step + 1) / schedule.warmup_steps
-    decay_steps = max(1, steps - 1 - schedule.warmup_steps)
-    done = min(1.0, (step - schedule.warmup_steps) / decay_steps)
+    if schedule.shape == "wsd":
+        decay_steps = schedule.decay_steps or max(1, steps // 10)
+        done = min(1.0, max(0.0, (step + 1 - (steps - decay_steps)) / decay_steps))
+    else:
+        decay_steps = max(1, steps - 1 - schedule.warmup_steps)
+        done = min(1.0, (step - schedule.warmup_steps) / decay_steps)
+    if schedule.shape == "cosine":
+        done = (1 - math.cos(math.pi * done)) / 2
     return peak * (1.0 - (1.0 - schedule.floor) * done)

@@ -19,7 +19,7 @@ from ..data import Loader, Shards, validation_rows
 from ..errors import EXIT_INTERRUPTED, EXIT_REQUEUE
 from ..model import DiffTransformerConfig, DiffTransformerForCausalLM
 from ..model.nll import IGNORED, loss_chunk, summed_next_token_nll
-from .checkpoint import CheckpointState, load_checkpoint, newest_intact
+from .checkpoint import CheckpointState, folder_of_step, load_checkpoint, newest_intact
 from .config import TrainingConfig
 from .lora import add_lora
 from .metrics import METRICS_FILE, Metrics, MetricsLog, StepMetrics, ValidationMetrics
@@ -84,6 +84,9 @@ class Callback:
     def on_save(self, trainer: "Trainer", state: dict[str, Any]) -> None:
         """A checkpoint is due. Fields of its `CheckpointState` may be added."""
 
+    def on_checkpoint(self, trainer: "Trainer") -> None:
+        """The checkpoint of a step is written, or being written (see `Trainer.finish_saving`); or training goes on from it."""
+
     def close(self) -> None:
         """Training has ended, well or not."""
 
@@ -115,6 +118,8 @@ class Trainer:
         tokens: Number of tokens trained on.
         seconds: Time spent in training steps.
         validated: Last step that was validated.
+        evaluated: Last step whose checkpoint was evaluated.
+        stopping: Whether a signal has asked the run to stop.
 
     Raises:
         ConfigError: The adapters do not fit the model, PEFT is missing, or the mesh does not divide the model or its rows.
@@ -134,7 +139,8 @@ class Trainer:
     ) -> None:
         self.config, self.model_config, self.shards, self.folder = config, model_config, shards, folder
         self.mesh, self.processes, self.callbacks = mesh, mesh.processes, callbacks
-        self.step, self.tokens, self.seconds, self.validated = 0, 0, 0.0, 0
+        self.step, self.tokens, self.seconds, self.validated, self.evaluated = 0, 0, 0.0, 0, 0
+        self.stopping = False
         with self.processes.fail_together():
             mesh.check(model_config, config)
             folder.mkdir(parents=True, exist_ok=True)
@@ -151,6 +157,8 @@ class Trainer:
                 world_size=mesh.row_ranks,
                 retrieval=config.retrieval,
                 pack_documents=config.pack_documents,
+                prefetch=config.prefetch,
+                pin_memory=self.processes.device == "cuda",
             )
         self.model = self._placed(start)
         self.optimizer = build_optimizer(self.model, config.optimizer)
@@ -193,6 +201,7 @@ class Trainer:
                     self.validate_if_due()  # a signal may have cut it short
                     if status := self._stop():
                         raise Interrupted(continued, self.step, status)
+                    self._tell_of_checkpoint()  # as well
                 while self.step < self.config.steps:
                     if self.train_step():
                         self.validate_if_due()
@@ -215,7 +224,9 @@ class Trainer:
             self._log = MetricsLog(self.folder / METRICS_FILE, step=self.step) if self.processes.is_first else None
             for callback in self.callbacks:
                 callback.on_restore(self, state)
-        self.validated = self.processes.broadcast(lambda: self._log.validated_step if self._log else 0)
+        self.validated, self.evaluated = self.processes.broadcast(
+            lambda: (self._log.validated_step, self._log.evaluated_step) if self._log else (0, 0)
+        )
         return path
 
     def roll_back(self) -> None:
@@ -233,7 +244,7 @@ class Trainer:
             self.step, peak=config.optimizer.learning_rate, steps=config.steps, schedule=config.schedule
         )
         for group in self.optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = rate * group["rate_factor"]
         started = time.perf_counter()
         update = self._compute_gradients()
         for callback in self.callbacks:
@@ -270,7 +281,7 @@ class Trainer:
             self.mesh.synchronise(self.model, now=index == config.accumulation)
             with torch.autocast(device, torch.bfloat16, enabled=config.precision == "bf16"):
                 inputs = self.mesh.inputs(part.input_ids, part.targets, part.position_ids)
-                nll = summed_next_token_nll(self.model, **inputs)
+                nll = summed_next_token_nll(self.model, **inputs, z_loss=config.z_loss)
             mean = nll / max(1, batch.step_targets)  # a step of few examples may have none
             mean.backward()
             loss += mean.detach()
@@ -296,10 +307,22 @@ class Trainer:
         status, is_last = self._stop(), self.step == self.config.steps
         if is_last or status:
             saved = self._saver.save(self._state())
+            self.stopping = bool(status)
+            self._tell_of_checkpoint()
             if status and not (is_last and self.validated == self.step):
                 raise Interrupted(saved, self.step, status)
         elif self.step % self.config.checkpoint_every == 0 or self.config.keeps_step(self.step):
             self._saver.save_if_possible(self._state())
+            self._tell_of_checkpoint()
+
+    def finish_saving(self) -> bool:
+        """Wait for a checkpoint that is being written, and return whether this step has one."""
+        self._saver.wait()
+        return self.processes.broadcast(folder_of_step(self.folder, self.step).is_dir)
+
+    def _tell_of_checkpoint(self) -> None:
+        for callback in self.callbacks:
+            callback.on_checkpoint(self)
 
     def _state(self) -> CheckpointState:
         state: dict[str, Any] = {"step": self.step, "tokens": self.tokens, "seconds": self.seconds}
@@ -318,6 +341,7 @@ class Trainer:
     def close(self) -> None:
         """Wait for a checkpoint that is being written, and close files and callbacks."""
         self._saver.close()
+        self.loader.close()
         for callback in self.callbacks:
             callback.close()
         if self._log is not None:

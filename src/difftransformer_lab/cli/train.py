@@ -15,11 +15,16 @@ if TYPE_CHECKING:
     from ..studies import Recipe
 
 ARGUMENTS = SET | {
+    "--profile": {
+        "type": int,
+        "metavar": "STEPS",
+        "help": "Write a trace of this number of steps to RUN/profile, for ui.perfetto.dev.",
+    },
     "--dry-run": {
         "action": "store_true",
         "dest": "dry_run",
         "help": "Say what would be trained and what is missing, and train nothing.",
-    }
+    },
 }
 
 
@@ -32,6 +37,7 @@ def run(
     processes: int | None = None,
     set: list[str] | None = None,
     dry_run: bool = False,
+    profile: int | None = None,
 ) -> int:
     """Train one model. A run that was stopped continues from its newest checkpoint.
 
@@ -42,21 +48,30 @@ def run(
         device: cpu or cuda.
         threads: Number of CPU threads of each process. Defaults to all. Losses are bitwise equal for equal numbers of threads.
         processes: Number of processes of this machine, which the recipe's `parallel` divides. torchrun starts more machines.
+        profile: Number of steps to trace.
     """
     read_recipe(recipe)
-    check_positive(processes=processes)
+    check_positive(processes=processes, profile=profile)
     overrides = list(set or []) + ([f"training.seed={seed}"] if seed is not None else [])
     if dry_run:
         from ..studies import load_recipe
 
         return _describe(load_recipe(recipe, overrides))
-    return run_together(lambda group: _train(recipe, overrides, out, threads, group), device, processes)
+    return run_together(lambda group: _train(recipe, overrides, out, threads, profile, group), device, processes)
 
 
-def _train(recipe: str, overrides: list[str], out: str | None, threads: int | None, processes: "Processes") -> int:
+def _train(
+    recipe: str,
+    overrides: list[str],
+    out: str | None,
+    threads: int | None,
+    profile: int | None,
+    processes: "Processes",
+) -> int:
     from difftransformer.data import Shards, prepare_shards
     from difftransformer.train import Interrupted, checkpoints
     from difftransformer.train.parallel import Mesh
+    from difftransformer.train.profiling import Profile
 
     from ..studies import load_recipe, start_run, train_run
 
@@ -66,6 +81,7 @@ def _train(recipe: str, overrides: list[str], out: str | None, threads: int | No
         mesh = Mesh(processes, loaded.parallel)
         mesh.check(loaded.model_config(vocab_size=1), loaded.training)
     folder = Path(out or f"runs/{loaded.name}")
+    callbacks = [Profile(profile)] if profile else []
 
     def prepare() -> Shards:
         if not processes.is_first:
@@ -78,13 +94,13 @@ def _train(recipe: str, overrides: list[str], out: str | None, threads: int | No
         shards = processes.rank0_first(prepare)
         if not processes.is_first:
             try:
-                train_run(folder, loaded, shards, mesh=mesh)
+                train_run(folder, loaded, shards, mesh=mesh, callbacks=callbacks)
             except Interrupted as stopped:
                 return stopped.status
             return 0
         with resumable(), training_progress() as progress:
             on_metrics = watch_steps(progress, loaded.name, loaded.training.steps)
-            train_run(folder, loaded, shards, mesh=mesh, on_metrics=on_metrics)
+            train_run(folder, loaded, shards, mesh=mesh, on_metrics=on_metrics, callbacks=callbacks)
     show(f"Trained: {checkpoints(folder)[-1]}")
     return 0
 

@@ -4,8 +4,13 @@ import logging
 from collections.abc import Mapping
 from pathlib import Path
 
+import torch
+
 from difftransformer.data import Shards, validation_rows
 from difftransformer.errors import ConfigError
+from difftransformer.train import Callback, Trainer
+from difftransformer.train.checkpoint import folder_of_step
+from difftransformer.train.metrics import EvaluationMetrics
 from difftransformer.train.parallel import ALONE, Processes
 from difftransformer_lab.evals.opening import open_language_model
 
@@ -113,6 +118,44 @@ def evaluate_checkpoint(
                     for answers in folder.glob(f"{spec.name}.answers.jsonl*"):  # they have served
                         answers.unlink()
     return {spec.name: found[spec.name] for spec in recipe.evaluation}
+
+
+class EvaluateCheckpoints(Callback):
+    """Asks checkpoints of a run the recipe's tasks while it trains.
+
+    Results are in the folder where `eval RUN` finds them, and figures without details in the run's metrics.
+
+    Args:
+        recipe: Names the tasks, and how often they are asked (`logs.evaluate_every`).
+        shards: The recipe's data.
+    """
+
+    def __init__(self, recipe: Recipe, shards: Shards) -> None:
+        self._recipe, self._shards = recipe, shards
+
+    def on_checkpoint(self, trainer: Trainer) -> None:
+        """Evaluate the checkpoint of a step if it is due."""
+        due = trainer.step % self._recipe.logs.evaluate_every == 0 and trainer.step > trainer.evaluated
+        if not due or trainer.stopping or not trainer.finish_saving():
+            return
+        checkpoint = folder_of_step(trainer.folder, trainer.step)
+        with torch.random.fork_rng():
+            results = evaluate_checkpoint(
+                checkpoint,
+                self._recipe,
+                self._shards,
+                evaluations_folder(checkpoint),
+                device=trainer.processes.device,
+                processes=trainer.processes,
+            )
+        figures = {
+            "/".join((name, measured.name, *(f"{key} {value}" for key, value in measured.at.items()))): measured.value
+            for name, result in results.items()
+            for measured in result.measurements
+            if not measured.detail
+        }
+        trainer.report(EvaluationMetrics(step=trainer.step, evaluation=figures))
+        trainer.evaluated = trainer.step
 
 
 def found_results(folder: Path, recipe: Recipe, tasks: Mapping[str, Task]) -> dict[str, TaskResult]:

@@ -28,6 +28,7 @@ from ..recipe_files import check_name, read_recipe
 
 STARTS = (DiffTransformerConfig.model_type, DifferentialFamilyConfig.model_type)
 MOST_SEEDS, MOST_JOBS = 1000, 64
+MOST_ROUNDED = 0.01  # of a model's parameters, so that it is still the same size as its twin
 FROM_TOKENIZER = ("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id")
 
 
@@ -123,6 +124,7 @@ class Recipe:
         model: Fields of DiffTransformerConfig, and optionally `preset`, whose fields come first. Heads describe the
             same-size Transformer. vocab_size comes from the tokenizer. `match_parameters` names an attention type, usually
             softmax: intermediate_size becomes what gives as many parameters as that type has with the one stated.
+            `multiple_of` rounds intermediate_size to a multiple, such as the number of processes of `parallel.tensor`.
         data: Text, tokenizer, split.
         training: Steps, batches, optimiser.
         parallel: How the processes of `train` divide its work.
@@ -133,6 +135,8 @@ class Recipe:
         compare: Models, seeds, jobs.
         start_from: Run, or folder of a saved model of this package, whose weights training starts from. `model` is then empty,
             or describes a model that takes these weights: positions and rotary settings may differ.
+        branch_from: Checkpoint, or run with its newest, of another run that this one goes on from in a folder of its own, with
+            weights, moments and place in the data; such as the stable part of a `wsd` schedule, which this run ends.
     """
 
     name: str = field(metadata=ASIDE)
@@ -146,13 +150,24 @@ class Recipe:
     evaluation_dtype: WeightsDtype = field(default="auto", metadata=ADJUSTABLE)
     compare: CompareConfig = field(default_factory=CompareConfig, metadata=ASIDE)
     start_from: str | None = None
+    branch_from: str | None = None
 
     def __post_init__(self) -> None:
         check_name(self.name)
+        if self.start_from is not None and self.branch_from is not None:
+            raise ConfigError(
+                "start_from and branch_from are both given; name the run to go on from as branch_from alone"
+            )
         try:
             check_specs(self.evaluation)
         except ConfigError as error:
             raise ConfigError(f"evaluation.{error}") from None
+        every, saved = self.logs.evaluate_every, self.training.checkpoint_every
+        if every % saved:
+            raise ConfigError(
+                f"logs.evaluate_every={every} is no multiple of training.checkpoint_every={saved}; checkpoints are evaluated, "
+                "so change one"
+            )
         if self.evaluation_batch_tokens < 1:
             raise ConfigError(f"evaluation_batch_tokens={self.evaluation_batch_tokens}: give at least 1")
         if self.start_from is None or self.model:
@@ -168,15 +183,17 @@ class Recipe:
         if self.start_from is not None and not self.model:
             return self._start_config(context)
         types = DiffTransformerConfig.field_types()
-        allowed = ["preset", *(name for name in types if name not in FROM_TOKENIZER), "match_parameters"]
+        allowed = ["preset", *(name for name in types if name not in FROM_TOKENIZER)]
+        allowed += ["match_parameters", "multiple_of"]
+        types = types | {"preset": str, "match_parameters": str, "multiple_of": int}
         for key, value in self.model.items():
             if key not in allowed:
                 raise ConfigError(f"model.{key}: {unknown_key(key, allowed)}")
-            build(types.get(key, str), value, source="", key=f"model.{key}", error=ConfigError)
+            build(types[key], value, source="", key=f"model.{key}", error=ConfigError)
         fields = dict(self.model)
         if "preset" in fields:
             fields = preset(fields.pop("preset")).fields | fields
-        match = fields.pop("match_parameters", None)
+        match, multiple = fields.pop("match_parameters", None), fields.pop("multiple_of", 1)
         longest = fields.get("max_position_embeddings", context)
         if longest < context:
             raise ConfigError(
@@ -187,6 +204,8 @@ class Recipe:
         )
         if match is not None:
             config.intermediate_size = matching_width(config, count(config.twin(match)).parameters)
+        if multiple != 1:
+            _round_width(config, multiple)
         return config
 
     def planned_config(self) -> DiffTransformerConfig:
@@ -203,8 +222,8 @@ class Recipe:
         """What the recipe names and is not there, one line each."""
         named = [("data.mixture", one.source) for one in self.data.mixture] or [("data.source", self.data.source)]
         named.append(("data.tokenizer", self.data.tokenizer))
-        if self.start_from is not None:
-            named.append(("start_from", self.start_from))
+        starts = {"start_from": self.start_from, "branch_from": self.branch_from}
+        named += [(key, value) for key, value in starts.items() if value is not None]
         return [
             f"{key}: {value} does not exist"
             for key, value in named
@@ -240,6 +259,25 @@ class Recipe:
     def with_seed(self, seed: int) -> "Recipe":
         """The same recipe with another training seed."""
         return dataclasses.replace(self, training=dataclasses.replace(self.training, seed=seed))
+
+
+def _round_width(config: DiffTransformerConfig, multiple: int) -> None:
+    """Round intermediate_size to the nearest multiple.
+
+    Raises:
+        ConfigError: The number of parameters, embeddings apart, would change by more than `MOST_ROUNDED`.
+    """
+    if multiple < 1:
+        raise ConfigError(f"model.multiple_of={multiple}: give at least 1")
+    stated = config.intermediate_size
+    before = count(config)
+    config.intermediate_size = max(1, round(stated / multiple)) * multiple
+    layers = before.parameters - before.embedding_parameters * (1 if config.tie_word_embeddings else 2)
+    if (change := abs(count(config).parameters - before.parameters) / layers) > MOST_ROUNDED:
+        raise ConfigError(
+            f"model.multiple_of={multiple} makes intermediate_size {config.intermediate_size} of {stated}, which changes the "
+            f"layers' parameters by {100 * change:.1f} %, more than {100 * MOST_ROUNDED:g} %; take a smaller multiple"
+        )
 
 
 def load_recipe(path: Path | str, overrides: list[str] | None = None) -> Recipe:

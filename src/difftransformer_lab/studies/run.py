@@ -18,6 +18,7 @@ from difftransformer.files import locked
 from difftransformer.hub import open_deferred
 from difftransformer.model import DiffTransformerConfig, DiffTransformerForCausalLM
 from difftransformer.train import Interrupted, checkpoints, train
+from difftransformer.train.checkpoint import folder_of_step, latest_checkpoint, verify_checkpoint
 from difftransformer.train.parallel import DeferredModel, Mesh, Processes
 from difftransformer.train.run_summary import RECIPE_FILE
 from difftransformer.train.speed import keep_freed_memory
@@ -25,7 +26,7 @@ from difftransformer.typed import ADJUSTABLE, ASIDE, plain
 
 from ..evals.engine import Task
 from ..results import TaskResult
-from .evaluation import evaluate_checkpoint, evaluations_folder, found_results
+from .evaluation import EvaluateCheckpoints, evaluate_checkpoint, evaluations_folder, found_results
 from .recipe import Recipe, load_recipe, save_recipe
 
 
@@ -35,11 +36,15 @@ def start_run(folder: Path, recipe: Recipe) -> None:
     Fields that are `ASIDE` or `ADJUSTABLE` may change.
 
     Raises:
-        CheckpointError: The folder holds a run of another recipe; the message names the first difference.
+        CheckpointError: The folder holds a run of another recipe; the message names the first difference. Or the checkpoint to
+            go on from is missing or damaged.
+        ConfigError: It is not before the last step.
     """
     path = folder / RECIPE_FILE
     if not path.exists() or not checkpoints(folder):
         save_recipe(recipe, path)
+        if recipe.branch_from is not None:
+            _copy_checkpoint(Path(recipe.branch_from), folder, recipe.training.steps)
         return
     there = load_recipe(path)
     before, after = (plain(one, without=[ASIDE, ADJUSTABLE]) for one in (there, recipe))
@@ -49,6 +54,21 @@ def start_run(folder: Path, recipe: Recipe) -> None:
         )
     if there != recipe:
         save_recipe(recipe, path)
+
+
+def _copy_checkpoint(source: Path, folder: Path, steps: int) -> None:
+    """Put a checkpoint of another run into a run folder, from where training continues as from one of its own."""
+    source = latest_checkpoint(source)
+    step = verify_checkpoint(source).step
+    if step >= steps:
+        raise ConfigError(
+            f"branch_from: {source} has step {step}, and training.steps is {steps}; train further than that"
+        )
+    target = folder_of_step(folder, step)
+    temporary = target.with_name(f".{target.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)  # of a process that was killed
+    shutil.copytree(source, temporary)
+    temporary.rename(target)
 
 
 def train_run(
@@ -61,6 +81,8 @@ def train_run(
         with mesh.processes.fail_together():
             start = _start(recipe, shards.tokenizer, stack, verify=mesh.processes.is_first)
             config = _new_config(recipe, shards.tokenizer) if start is None else start.network.config
+        if recipe.logs.evaluate_every:
+            options["callbacks"] = [*options.get("callbacks", ()), EvaluateCheckpoints(recipe, shards)]
         return train(recipe.training, config, shards, folder, start=start, mesh=mesh, logs=recipe.logs, **options)
 
 

@@ -91,8 +91,8 @@ class Mesh:
                 )
         if config.intermediate_size % self.tensor:
             raise ConfigError(
-                f"parallel.tensor={self.tensor} does not divide model.intermediate_size={config.intermediate_size}; set it to "
-                f"{-(-config.intermediate_size // self.tensor) * self.tensor}, or change the degree"
+                f"parallel.tensor={self.tensor} does not divide model.intermediate_size={config.intermediate_size}; set "
+                f"model.multiple_of to {self.tensor}, which rounds it, or change the degree"
             )
         for _, length in training.context_stages:
             if length % self.context:
