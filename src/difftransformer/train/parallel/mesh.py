@@ -156,7 +156,7 @@ class Mesh:
             module.set_force_sum_reduction_for_comms(True)
         return model
 
-    def inputs(self, input_ids: Tensor, targets: Tensor, position_ids: Tensor | None = None) -> dict[str, Tensor]:
+    def inputs(self, input_ids: Tensor, targets: Tensor, position_ids: Tensor | None = None) -> dict[str, Any]:
         """Return what this process computes of rows (B, T): all of them, or its part of each with the positions.
 
         Args:
