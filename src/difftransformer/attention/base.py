@@ -358,7 +358,11 @@ class Attention(nn.Module):
         return [name for name, _ in self.named_parameters() if name.partition(".")[0] not in PROJECTIONS]
 
     def head_lam(self, hidden: Tensor) -> Tensor | float | None:
-        """Return the lambda with which these hidden states (B, T, M) attend, as the op takes it; None without a second map."""
+        """Return the lambda with which these hidden states (B, T, M) attend; None without a second map.
+
+        It is a number, or a tensor of shape (), (H,) or (B, H, T), as the op takes it. Probes and families of other models also
+        call this, without a forward, so it depends on nothing but `hidden` and parameters.
+        """
         return None
 
     def op_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:

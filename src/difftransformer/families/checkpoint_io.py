@@ -371,16 +371,10 @@ def _checked_layouts(document: dict[str, Any], stated: str | None, to: str, sour
 
 def _conversion(document: dict[str, Any], layout: str, to: str, source: Path, untie: bool) -> Conversion:
     at = source / CONFIG_FILE
-    classes = {
-        "difftransformer": "DiffTransformerForCausalLM",
-        "diffllama": "DiffLlamaForCausalLM",
-        "llama": "LlamaForCausalLM",
-    }
-    architectures = document.get("architectures") or [classes[layout]]
-    if architectures != [classes[layout]]:
-        raise ConfigError(
-            f"{at}: architectures={architectures}, expected [{classes[layout]!r}], a causal language model"
-        )
+    expected = [LAYOUTS[layout].architecture]
+    architectures = document.get("architectures") or expected
+    if architectures != expected:
+        raise ConfigError(f"{at}: architectures={architectures}, expected {expected}, a causal language model")
     if document.get("quantization_config") is not None:
         raise ConfigError(f"{at}: quantization_config is set, expected none; convert the model before it is quantized")
     with naming_config(at, layout):

@@ -1,6 +1,6 @@
 """The table of layouts, and the conversion of a whole model as data: which tensors it needs, how each result is made.
 
-A layout is one file of this package and one line of `LAYOUTS`.
+A layout is one file of this package and one line of `LAYOUTS`; one with folders is also named in `checkpoint_io._conversion`.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -24,28 +24,34 @@ class Layout(NamedTuple):
     Attributes:
         summary: What it is, in a few words.
         model_type: The model_type in config.json, or None if the layout has no folders of its own.
+        architecture: The class of its causal language model in config.json; empty if attention weights alone are converted.
         functions: Names in `difftransformer.families` that convert attention weights; empty if whole folders are converted.
     """
 
     summary: str
     model_type: str | None
+    architecture: str = ""
     functions: tuple[str, ...] = ()
 
 
 LAYOUTS: dict[str, Layout] = {
-    "difftransformer": Layout("models of this package", "difftransformer"),
-    "diffllama": Layout("DiffLlama of transformers", "diffllama"),
-    "llama": Layout("Llama of transformers, for softmax twins", "llama"),
+    "difftransformer": Layout("models of this package", "difftransformer", "DiffTransformerForCausalLM"),
+    "diffllama": Layout("DiffLlama of transformers", "diffllama", "DiffLlamaForCausalLM"),
+    "llama": Layout("Llama of transformers, for softmax twins", "llama", "LlamaForCausalLM"),
     "microsoft": Layout(
         "attention modules of microsoft/unilm, V1 and V2",
         None,
-        ("microsoft_attention_state", "load_microsoft_attention", "microsoft_state", "load_microsoft_state"),
+        functions=("microsoft_attention_state", "load_microsoft_attention", "microsoft_state", "load_microsoft_state"),
     ),
     "phi4flash": Layout(
-        "attention of Phi-4-mini-flash", "phi4flash", ("phi4flash_attention_state", "load_phi4flash_attention")
+        "attention of Phi-4-mini-flash",
+        "phi4flash",
+        functions=("phi4flash_attention_state", "load_phi4flash_attention"),
     ),
     "motif": Layout(
-        "attention of Motif-2.6B and Motif-2-12.7B", "Motif", ("motif_attention_state", "load_motif_attention")
+        "attention of Motif-2.6B and Motif-2-12.7B",
+        "Motif",
+        functions=("motif_attention_state", "load_motif_attention"),
     ),
 }
 FOLDER_LAYOUTS = [name for name, layout in LAYOUTS.items() if not layout.functions]

@@ -33,7 +33,8 @@ class Backend:
         description: One line for the command line.
         supports: Returns why a problem cannot be run, or None.
         has_quadratic_memory: Returns whether a problem would take O(n^2) memory.
-        run: Returns the output (B, H, T, E) of a call, in the value's dtype.
+        run: Returns the output (B, H, T, E) of a call, in the value's dtype: zeros for a query that sees nothing, and
+            differentiable in query, key, value and lambda, by autograd (as `sdpa.py`) or by an operator of `fused.py`.
         norms: Whether `run` also normalises the heads. The caller does it otherwise.
         multiplies_all: Whether `run` multiplies keys and values also where the weight is zero, so that the caller keeps NaN
             out (`isolated`). Kernels that skip such keys do without.

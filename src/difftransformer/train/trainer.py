@@ -70,7 +70,11 @@ class Callback:
         """Training goes on from a checkpoint, or begins (None). A failure here ends all processes; no communication."""
 
     def on_gradients(self, trainer: "Trainer", update: Update) -> None:
-        """The backward pass of a step is done, and no callback before has set `update.action`; this one may."""
+        """Gradients are there, and no callback before has set `update.action`; this one may.
+
+        They are those of all processes and clipped; a process may hold only its parts of them. Random numbers must follow from
+        the seed and the step, so that a resumed run draws the same.
+        """
 
     def on_step(self, trainer: "Trainer", figures: dict[str, Any]) -> None:
         """The weights are updated. Fields of the step's `StepMetrics` may be added."""

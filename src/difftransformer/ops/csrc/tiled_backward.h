@@ -5,7 +5,7 @@
 #pragma once
 
 #include "backward.h"
-#include "tiles.h"
+#include "amx_tiles.h"
 
 #if defined(__AMX_BF16__)
 

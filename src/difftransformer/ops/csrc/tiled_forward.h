@@ -8,7 +8,7 @@
 #pragma once
 
 #include "forward.h"
-#include "tiles.h"
+#include "amx_tiles.h"
 
 #if defined(__AMX_BF16__)
 
