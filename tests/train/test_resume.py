@@ -7,9 +7,11 @@ import time
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from difftransformer.data import Loader
-from difftransformer.errors import ConfigError
+from difftransformer.errors import CheckpointError, ConfigError
+from difftransformer.hub import export_folder
 from difftransformer.train import Interrupted, ScheduleConfig, build_model, checkpoints, load_checkpoint, trainer
 from difftransformer.train.checkpoint import verify_checkpoint
 from difftransformer.train.optim import build_optimizer
@@ -62,6 +64,31 @@ def test_reading_ahead_trains_the_same(tmp_path, train_toy, read_run):
         train_toy(tmp_path / "ahead", prefetch=True, on_metrics=stop_after(3))
     train_toy(tmp_path / "ahead", prefetch=True)
     assert read_run(tmp_path / "ahead") == read_run(tmp_path / "plain")
+
+
+def test_the_average_of_weights_is_kept_and_exported(tmp_path, train_toy, read_run):
+    """By its recurrence over the weights of every step; a run that was stopped has the same, and weights are as without it."""
+    every = {"checkpoint_every": 1, "keep_checkpoints": 9}
+    train_toy(tmp_path / "whole", ema=0.75, **every)
+    with pytest.raises(Interrupted):
+        train_toy(tmp_path / "cut", ema=0.75, on_metrics=stop_after(3))
+    train_toy(tmp_path / "cut", ema=0.75)
+    train_toy(tmp_path / "plain")
+    names = ("cut", "plain", "whole")
+    newest = {name: checkpoints(tmp_path / name)[-1] for name in names}
+    assert len({(newest[name] / "model.safetensors").read_bytes() for name in names}) == 1
+    assert len({(newest[name] / "optimizer.safetensors").read_bytes() for name in ("cut", "whole")}) == 1
+    average = None
+    for checkpoint in checkpoints(tmp_path / "whole"):
+        weights = load_file(checkpoint / "model.safetensors")
+        average = weights if average is None else {n: 0.75 * average[n] + 0.25 * w for n, w in weights.items()}
+    export_folder(tmp_path / "cut", tmp_path / "averaged", average=True)
+    exported = load_file(tmp_path / "averaged" / "model.safetensors")
+    assert exported.keys() == average.keys()
+    for name, tensor in exported.items():
+        torch.testing.assert_close(tensor, average[name], rtol=1e-5, atol=1e-7)
+    with pytest.raises(CheckpointError, match=r"it has no average of the weights; train with training\.ema"):
+        export_folder(tmp_path / "plain", tmp_path / "none", average=True)
 
 
 def test_a_decay_branch_is_the_run_that_had_its_steps_from_the_start(tmp_path, toy_recipe, toy_shards, read_run):

@@ -27,6 +27,7 @@ from ..model.pretrained import DiffTransformerPreTrainedModel
 from ..model.transformers_errors import FOREIGN_FAULTS, on_one_line, quietly
 from ..model.weights import CONFIG_FILE, DTYPES, GENERATION_FILE, INDEX_FILE
 from ..train import latest_checkpoint
+from ..train.checkpoint import read_average
 from ..train.run_summary import training_summary
 from .code import check_code, write_code
 from .opening import open_model
@@ -62,6 +63,7 @@ def export_folder(
     license: str | None = None,
     with_code: bool = False,
     untie: bool = False,
+    average: bool = False,
     figures: Sequence[tuple[str, str]] = (),
 ) -> Exported:
     """Write a model to a folder that is ready to be shared. If the export fails, nothing is written.
@@ -74,6 +76,7 @@ def export_folder(
         license: Licence identifier for the card, such as "mit".
         with_code: Add code with which transformers opens the folder without this package (see `write_code`).
         untie: Whether a tied output layer becomes a matrix of its own, for a layout without an embedding multiplier.
+        average: Write the average of a checkpoint's weights over steps (`training.ema`).
         figures: Names and values of evaluations, for the card of a run.
 
     Raises:
@@ -96,6 +99,8 @@ def export_folder(
     if document.get("quantization_config") is not None:
         raise CheckpointError(f"{folder}: the model is quantized; export it as it was before quantization")
     model = open_model(folder, model_type="difftransformer", auto_class=_auto_class(document))
+    if average:
+        read_average(folder, model)
     if with_code:
         check_code(model.config)
     described = copy.deepcopy(model.config)

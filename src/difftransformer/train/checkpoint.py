@@ -36,7 +36,8 @@ from .tensor_files import TensorFiles, is_part
 STATE_FILE = "state.json"
 STATE_VERSION = 1
 WEIGHTS, ADAPTERS, MOMENTS = "model", "trained", "optimizer"  # names of files, without .safetensors
-MOMENTS_OF = ("exp_avg", "exp_avg_sq", "step", "momentum_buffer")  # of a parameter
+AVERAGE = "average"  # of a parameter over steps
+MOMENTS_OF = ("exp_avg", "exp_avg_sq", "step", "momentum_buffer", AVERAGE)  # of a parameter
 RANDOM = "random/"
 _NAME = re.compile(r"step-(\d{6,})")
 
@@ -163,6 +164,19 @@ def load_checkpoint(
         weights.read({name: held[name] for name in expected})
         _restore_optimizer(_files(path, verified, MOMENTS), model, optimizer)
     return verified
+
+
+def read_average(path: Path, model: DiffTransformerForCausalLM) -> None:
+    """Replace the weights of a checkpoint's model by their average over steps (`TrainingConfig.ema`).
+
+    Raises:
+        CheckpointError: The checkpoint is damaged, or has no average.
+    """
+    files = _files(path, verify_checkpoint(path), MOMENTS)
+    averages = {f"{AVERAGE}/{name}": parameter.detach() for name, parameter in model.named_parameters()}
+    if not averages.keys() <= files.shapes.keys():
+        raise CheckpointError(f"{path}: it has no average of the weights; train with training.ema, such as 0.999")
+    files.read(averages)
 
 
 def verify_checkpoint(path: Path) -> StateFile:

@@ -244,6 +244,8 @@ class TrainingConfig:
         keep_checkpoints: Number of newest checkpoints to keep.
         keep_every: Checkpoints of the multiples of this number of steps are kept for good; None keeps none so.
         keep_steps: Further steps whose checkpoints are written and kept for good.
+        ema: Decay per step of a moving average of the weights, such as 0.999, which checkpoints hold beside the weights and
+            `export --average` writes; None keeps none. It takes as much memory as the weights.
         z_loss: Weight of the mean square of log Z, Z the sum of exponentials of a token's logits (arXiv:2204.02311 section 5),
             such as 1e-4; the training loss that is logged includes it, and validation does not.
         loss_chunk_tokens: Number of tokens whose logits are in memory at a time. None means all where they are few, else a
@@ -274,6 +276,7 @@ class TrainingConfig:
     keep_checkpoints: int = field(default=2, metadata=ASIDE)
     keep_every: int | None = field(default=None, metadata=ASIDE)
     keep_steps: list[int] = field(default_factory=list, metadata=ASIDE)
+    ema: float | None = None
     z_loss: float = 0.0
     loss_chunk_tokens: int | None = None
     gradient_checkpointing: Literal[False, True, "selective"] = False
@@ -288,6 +291,8 @@ class TrainingConfig:
             raise ConfigError(f"seed={self.seed}: give 0 or more")
         if self.loss_chunk_tokens is not None and self.loss_chunk_tokens < 1:
             raise ConfigError(f"loss_chunk_tokens={self.loss_chunk_tokens}: give at least 1, or null to choose by size")
+        if self.ema is not None and (not 0 < self.ema < 1 or self.lora is not None):
+            raise ConfigError(f"ema={self.ema}: give a decay between 0 and 1, and no lora, or null")
         if not 0 <= self.z_loss < math.inf:
             raise ConfigError(f"z_loss={self.z_loss}: give 0 for none, or a weight such as 1.0e-4")
         if (decay := self.schedule.decay_steps) is not None and decay > self.steps:

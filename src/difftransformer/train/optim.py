@@ -8,6 +8,8 @@ import torch
 from torch import nn
 
 from ..errors import ConfigError
+from ..model.initialization import local_part
+from .checkpoint import AVERAGE
 from .config import OptimizerConfig, ScheduleConfig
 from .parallel.mesh import by_mesh
 
@@ -67,6 +69,17 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
         adjust_lr_fn="match_rms_adamw",
     )
     return MuonWithAdamW(muon, adamw)
+
+
+@torch.no_grad()
+def update_average(optimizer: torch.optim.Optimizer, decay: float) -> None:
+    """Move the average of each parameter, which is part of the optimizer's state, towards the parameter."""
+    for parameter, state in optimizer.state.items():
+        own = local_part(parameter)[0]
+        if AVERAGE not in state:
+            state[AVERAGE] = parameter.detach().clone()
+        else:
+            local_part(state[AVERAGE])[0].lerp_(own, 1 - decay)
 
 
 def _rate_factors(

@@ -23,7 +23,7 @@ from .checkpoint import CheckpointState, folder_of_step, load_checkpoint, newest
 from .config import TrainingConfig
 from .lora import add_lora
 from .metrics import METRICS_FILE, Metrics, MetricsLog, StepMetrics, ValidationMetrics
-from .optim import build_optimizer, learning_rate
+from .optim import build_optimizer, learning_rate, update_average
 from .parallel import DeferredModel, Mesh, Processes
 from .saving import Saver
 
@@ -258,6 +258,8 @@ class Trainer:
             return False
         if update.action is None:
             self.optimizer.step()
+            if config.ema is not None:
+                update_average(self.optimizer, config.ema)
         self.optimizer.zero_grad()
         elapsed = time.perf_counter() - started
         self.step, self.tokens, self.seconds = self.step + 1, self.tokens + config.batch_tokens, self.seconds + elapsed

@@ -15,6 +15,10 @@ ARGUMENTS = {
         "action": "store_true",
         "help": "Add Python code with which transformers opens the folder without this package (trust_remote_code=True).",
     },
+    "--average": {
+        "action": "store_true",
+        "help": "Write the average of the weights over steps, which a run with training.ema keeps.",
+    },
     "--untie": {
         "action": "store_true",
         "help": "With --to, write a tied output layer as a matrix of its own. A model with an embedding multiplier needs this.",
@@ -30,6 +34,7 @@ def run(
     license: str | None = None,
     with_code: bool = False,
     untie: bool = False,
+    average: bool = False,
 ) -> int:
     """Write a run or a saved model to a clean Hugging Face folder: weights, tokenizer, model card with recipe and figures.
 
@@ -52,7 +57,8 @@ def run(
         license=license,
         with_code=with_code,
         untie=untie,
-        figures=_evaluations(latest_checkpoint(Path(model))),
+        average=average,
+        figures=[] if average else _evaluations(latest_checkpoint(Path(model))),
     )
     for note in done.notes:
         log(note)
