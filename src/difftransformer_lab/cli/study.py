@@ -1,7 +1,8 @@
 """difftransformer study."""
 
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from difftransformer.files import locked
 
@@ -19,7 +20,11 @@ ARGUMENTS = SET | {
         "action": "store_true",
         "dest": "dry_run",
         "help": "Print the runs, the time that they take and the smallest effect that the seeds can detect; train nothing.",
-    }
+    },
+    "--launcher-options": {
+        "dest": "launcher_options",
+        "help": "Parameters of submitit, such as '{timeout_min: 600, slurm_partition: gpu}'.",
+    },
 }
 
 
@@ -35,6 +40,8 @@ def run(
     out: str | None = None,
     set: list[str] | None = None,
     dry_run: bool = False,
+    launcher: Literal["processes", "slurm", "local"] = "processes",
+    launcher_options: str = "{}",
 ) -> int:
     """Train the runs of a study that are missing, and write its index.
 
@@ -48,6 +55,9 @@ def run(
         source: The pretrained model of a study that starts from one: a folder, a .gguf file, or owner/name on the hub.
         results: Folder with one subfolder for each study. Runs that any of them has are not trained again.
         out: Folder for checkpoints; reports/studies/NAME by default.
+        launcher: Where runs compute: in processes of this machine, or by submitit as jobs of Slurm or as local ones. The
+            command waits for them, with --jobs at a time, and needs shared folders.
+        launcher_options: Parameters of submitit's executor.
     """
     read_mapping(
         study, shipped_recipes("studies"), "a study is a mapping with name, question, recipe, arms and figures"
@@ -60,6 +70,7 @@ def run(
     from difftransformer.ops import build
 
     from ..studies import Design, Study, load_study, watched_by
+    from ..studies.launcher import submitting
 
     loaded = load_study(study)
     at_once = jobs or (torch.get_num_threads() if device == "cpu" else 1)
@@ -70,7 +81,11 @@ def run(
         return _describe(whole, at_once, device)
     build.load()  # here, where its line is seen, and not in a run
     title = f"study {loaded.name}"
+    where: AbstractContextManager[None] = nullcontext()
+    if launcher != "processes":
+        where = submitting(folder / "submitit", launcher, launcher_options)
     with (
+        where,
         locked(folder),
         resumable("stopped; every run is saved"),
         study_progress() as bars,

@@ -17,6 +17,7 @@ from difftransformer.train import Interrupted, checkpoints
 from difftransformer.train.metrics import METRICS_FILE
 
 from ..child import start_child
+from .launcher import SubmittedRun, submit
 
 LOG_FILE = "log.txt"
 WATCH_SECONDS = 0.5
@@ -39,7 +40,7 @@ class Job:
     done: bool = False
     step: int = 0
     loss_nats: float | None = None
-    process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
+    process: subprocess.Popen[bytes] | SubmittedRun | None = field(default=None, repr=False)
     seconds: float = 0.0
     expected_seconds: float | None = None
     began: float = 0.0
@@ -47,14 +48,15 @@ class Job:
     def start(self) -> None:
         """Start the process; what it prints goes to log.txt."""
         self.began = time.monotonic()
+        words = (str(self.folder), str(self.threads), self.device, *map(str, self.shards))
+        self.process = submit(words, self.folder / LOG_FILE)
+        if self.process is not None:
+            return
         environment = os.environ | {"OMP_NUM_THREADS": str(self.threads), "TOKENIZERS_PARALLELISM": "false"}
         with (self.folder / LOG_FILE).open("wb") as log:
             self.process = start_child(
                 "difftransformer_lab.studies.run",
-                str(self.folder),
-                str(self.threads),
-                self.device,
-                *map(str, self.shards),
+                *words,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=environment,
@@ -82,7 +84,7 @@ class Job:
 
     def failure(self) -> str:
         """How the process ended: the signal that killed it, or else the last line that it printed."""
-        code = 0 if self.process is None else self.process.returncode
+        code = (0 if self.process is None else self.process.returncode) or 0
         if code < 0:
             hint = "; if memory ran out, give fewer --jobs" if -code == signal.SIGKILL else ""
             return f"its process was ended by {signal.Signals(-code).name} at step {self.step}{hint}"
