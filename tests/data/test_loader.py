@@ -90,28 +90,6 @@ def test_any_cut_goes_on_exactly(shards, shards_folder, cut):
     assert all(torch.equal(rows_of(next(resumed)), expected) for expected in rest)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_ranks_partition_the_rows_of_one_process(shards, world_size):
-    whole = loader_of(shards)
-    ranks = [loader_of(shards, rank=rank, world_size=world_size) for rank in range(world_size)]
-    for step in range(6):
-        parts = [rank.batch(step) for rank in ranks]
-        assert len({len(part.input_ids) for part in parts}) == 1
-        expected = whole.batch(step)
-        assert torch.equal(torch.cat([rows_of(part) for part in parts]), rows_of(expected))
-        assert torch.equal(torch.cat([part.is_retrieval for part in parts]), expected.is_retrieval)
-    assert ranks[0].state_dict() == ranks[1].state_dict()
-
-
-def test_a_position_can_be_resumed_with_another_number_of_ranks(shards):
-    loader = loader_of(shards)
-    next(loader)
-    resumed = [loader_of(shards, rank=rank, world_size=2) for rank in range(2)]
-    for rank in resumed:
-        rank.load_state_dict(loader.state_dict())
-    assert torch.equal(torch.cat([rows_of(next(rank)) for rank in resumed]), rows_of(next(loader)))
-
-
 @pytest.mark.parametrize("retrieval_share", [0.0, 0.25])
 def test_an_epoch_takes_every_window_once(shards, retrieval_share):
     context, length = 192, 192 * 20 + 77

@@ -137,14 +137,6 @@ def test_rows_are_divided_without_state(weights, seed):
         assert np.abs(counts - shares).max() <= len(weights)
 
 
-def test_two_seeds_mix_differently():
-    def order(seed):
-        return [Allocation([0.5, 0.3, 0.2], np.random.default_rng(seed)).place(row)[0] for row in range(40)]
-
-    assert order(1) == order(1)
-    assert order(1) != order(2)
-
-
 def naive_best_fit(sizes, capacity):
     rows = []
     for size in sizes:

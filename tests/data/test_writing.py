@@ -15,7 +15,6 @@ from difftransformer import data
 from difftransformer.data import (
     DataConfig,
     Document,
-    Tokenizer,
     prepare,
     prepare_shards,
     split_documents,
@@ -288,20 +287,3 @@ def test_python_does_little_for_a_token(tmp_path, monkeypatch, corpus, bpe):
         tokens.append(sum(len(one.ids) for one in bpe.backend.encode_batch_fast(texts, add_special_tokens=False)))
         instructions.append(python_instructions(partial(prepare_shards, config)))
     assert instructions[1] - instructions[0] < 2 * (tokens[1] - tokens[0])
-
-
-def test_each_text_is_tokenised_once(tmp_path, monkeypatch, corpus, bpe):
-    bpe.save(tmp_path / "tokenizer")
-    texts = [document.text for document in corpus]
-    path = tmp_path / "text.jsonl"
-    path.write_text("".join(json.dumps({"text": one}) + "\n" for one in texts), encoding="utf-8")
-    encoded = []
-    encode_batch = Tokenizer.encode_batch
-
-    def spied(self, texts, **kwargs):
-        encoded.extend(texts)
-        return encode_batch(self, texts, **kwargs)
-
-    monkeypatch.setattr(Tokenizer, "encode_batch", spied)
-    prepare_shards(request(path, tmp_path / "shards", tokenizer=str(tmp_path / "tokenizer")))
-    assert sorted(encoded) == sorted(texts)

@@ -91,7 +91,7 @@ def test_fingerprint_is_of_what_the_model_answers_by(tmp_path):
     assert len(seen) == 4
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "config.json"])
 def test_a_damaged_file_of_a_tokenizer_is_named(name, tmp_path):
     folder = _saved(tmp_path / "m")
     content = (folder / name).read_bytes()

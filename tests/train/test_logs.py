@@ -28,8 +28,9 @@ from difftransformer.train.profiling import Profile
 from difftransformer.train.speed import train_flops_per_token
 from difftransformer.train.trackers import Trackers, scalars
 from difftransformer_lab.studies import start_run, train_run
-from difftransformer_lab.studies.evaluation import evaluate_checkpoint
+from difftransformer_lab.studies.evaluation import draw_tasks, evaluate_checkpoint
 from difftransformer_lab.studies.recipe import TaskSpec
+from difftransformer_lab.studies.records import run_record
 from tests.support import fresh, parallel_steps
 
 STEP = {"step": 1, "loss_nats": 2.0, "gradient_norm": 1.0, "learning_rate": 0.1, "tokens": 5, "seconds": 1.0}
@@ -353,6 +354,9 @@ def test_checkpoints_are_evaluated_while_training(toy_recipe, toy_shards, tmp_pa
     metrics.write_bytes(b"".join(rows[:-1]))
     train_run(tmp_path / "run", recipe, toy_shards)
     assert lines() == whole
+    how = {"seconds": 0, "device": "cpu", "threads": 1}
+    record = run_record(tmp_path / "run", recipe, draw_tasks(recipe, toy_shards), toy_shards, **how)
+    assert record.curves["perplexity/nll"].steps == [2, 4]
     with pytest.raises(ConfigError, match=r"logs\.evaluate_every=3 is no multiple of training\.checkpoint_every=2"):
         dataclasses.replace(plain, logs=LogsConfig(evaluate_every=3))
 

@@ -26,7 +26,13 @@ from .source import source_folder
 
 # A Hugging Face folder with a tokenizer has at least one of these files.
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
-TOKENIZER_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json")
+TOKENIZER_SETTINGS = (
+    "config.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+)
 MOST_MISSING = 2  # up to twice the size of its weights a model is built, so that the missing ones can be named
 _HASHED_SUFFIXES = (".json", ".safetensors", ".model", ".jinja", ".txt")
 

@@ -15,7 +15,7 @@ from difftransformer.data import Shards
 from difftransformer.errors import DiffTransformerError, ResultsError
 from difftransformer.model import count
 from difftransformer.train import read_metrics
-from difftransformer.train.metrics import METRICS_FILE, StepMetrics
+from difftransformer.train.metrics import METRICS_FILE, StepMetrics, read_lines
 from difftransformer.typed import ASIDE, plain
 
 from ..evals.engine import Task
@@ -180,6 +180,12 @@ def run_record(
         "train_loss_nats": _binned(steps, "loss_nats", np.mean),
         "gradient_norm": _binned(steps, "gradient_norm", np.max),
     }
+    asked: dict[str, list[tuple[int, float]]] = {}
+    for row in read_lines(folder / METRICS_FILE):
+        for name, value in row.get("evaluation", {}).items():
+            asked.setdefault(name, []).append((row["step"], value))
+    for name, points in asked.items():
+        curves[name] = _thinned([step for step, _ in points], [value for _, value in points])
     for layer in range(len(steps[-1].lambdas)):
         values = [line.lambdas[layer] for line in steps]
         curves[f"lambda {layer}"] = _thinned([line.step for line in steps], values)
