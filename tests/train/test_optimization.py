@@ -41,12 +41,14 @@ def test_rates_over_width(toy_recipe, toy_shards, model_config, tmp_path):
     """
     moved = {}
     for width in (32, 64):
-        config = model_config(hidden_size=width, initialization="fan_in", tie_word_embeddings=False)
+        shape = {"hidden_size": width, "intermediate_size": 3 * width, "tie_word_embeddings": False}
+        config = model_config(**shape, initialization="fan_in")
         model = build_model(config, seed=0)
         optimizer = build_optimizer(model, OptimizerConfig(base_width=32, learning_rate=1e-3, weight_decay=0.3))
         for group in optimizer.param_groups:
             assert group["rate_factor"] * group["weight_decay"] in (0.0, pytest.approx(0.3))
             group["lr"], group["weight_decay"] = 1e-3 * group["rate_factor"], 0.0
+            assert group["rate_factor"] == 1 or width != 32
         before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)

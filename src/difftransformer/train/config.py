@@ -26,10 +26,10 @@ class OptimizerConfig:
         weight_decay: Weight decay of matrices. Norms and lambdas have none.
         clip_norm: Maximum gradient norm; None turns clipping off.
         base_width: Width at which all parameters have `learning_rate`. At another width d, AdamW's rates are multiplied so
-            that a step changes activations as much (muP, arXiv:2203.03466, for models that start by fan-in): those of layers'
-            matrices and of the output layer by base_width over the width of their inputs, that of the embedding, which the
-            model multiplies by sqrt(d), by sqrt(base_width / d), and those of vectors, lambda among them, by 1. Weights decay
-            as without it. None: one rate for all.
+            that a step changes activations as much (muP, arXiv:2203.03466, for models that start by fan-in and whose MLP
+            grows with d): those of layers' matrices and of the output layer by base_width / d, that of the embedding, which
+            the model multiplies by sqrt(d), by sqrt(base_width / d), and those of vectors, lambda among them, by 1. Weights
+            decay as without it. None: one rate for all.
     """
 
     method: Literal["adamw", "muon"] = "adamw"

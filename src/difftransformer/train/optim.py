@@ -95,11 +95,10 @@ def _rate_factors(
             "training.optimizer.base_width: the embedding is the output layer too, and the two take other rates; set "
             "model.tie_word_embeddings to false"
         )
-    factors: dict[float, list[nn.Parameter]] = {}
-    for matrix in matrices:
-        factor = base_width / matrix.shape[-1]
-        factors.setdefault(math.sqrt(factor) if matrix is embedding else factor, []).append(matrix)
-    return factors
+    factor = base_width / embedding.shape[-1]
+    others = [matrix for matrix in matrices if matrix is not embedding]
+    first = [matrix for matrix in matrices if matrix is embedding]
+    return {factor: others, math.sqrt(factor): first} if factor != 1 else {1.0: matrices}
 
 
 def _hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
