@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 
 from difftransformer import DiffTransformerForCausalLM
 from difftransformer.errors import CheckpointError, ConfigError, DiffTransformerError, ShapeError
-from difftransformer.families import upcycle_folder
+from difftransformer.families import convert_folder, upcycle_folder
 from difftransformer.families.llama import from_llama, targets
 from difftransformer.hub import source_folder
 from difftransformer_lab.evals.drift import measure_drift
@@ -183,6 +183,23 @@ def test_chosen_heads(tmp_path):
     ours = DiffTransformerForCausalLM.from_pretrained(tmp_path / "made")
     assert [layer.self_attn.dex_heads for layer in ours.model.layers] == [(1,), (0,), (3,)]
     torch.testing.assert_close(ours(ids_of()).logits, stock(ids_of()).logits, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("chosen", [None, [[1, 3], [3, 0], [2, 1]]])
+@torch.no_grad()
+def test_dex_becomes_a_llama_again(chosen, tmp_path):
+    """With trained maps of its outputs: they are linear, so that o_proj takes them in."""
+    saved(tmp_path / "source")
+    upcycle_folder(tmp_path / "source", tmp_path / "made", to="dex", dex_heads=chosen)
+    ours = DiffTransformerForCausalLM.from_pretrained(tmp_path / "made")
+    before = ours(ids_of()).logits
+    for layer in ours.model.layers:
+        layer.self_attn.dex_lambda.copy_(torch.randn(layer.self_attn.dex_lambda.shape) / 2)
+    ours.save_pretrained(tmp_path / "trained")
+    convert_folder(tmp_path / "trained", tmp_path / "llama", to="llama")
+    theirs, expected = LlamaForCausalLM.from_pretrained(tmp_path / "llama")(ids_of()).logits, ours(ids_of()).logits
+    assert (expected - before).abs().max() > 0.1
+    torch.testing.assert_close(theirs, expected, rtol=0, atol=2e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

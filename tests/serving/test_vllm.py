@@ -12,8 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
 
 from difftransformer import DiffTransformerForCausalLM
+from difftransformer.families import family_config
 from tests.support.tiny_models import scramble, tiny_config
 
 pytestmark = pytest.mark.slow
@@ -49,6 +52,9 @@ MODELS = {
     "multiplied": {"attention_type": "diff", "embedding_multiplier": 3.3},
 }
 TIED = "diff_v2"
+NGRAMS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
+# n-grams come last: with numba loaded, vLLM cannot start an engine with adapters in the same process.
+OTHERS = {"Qwen3": {}, "adapter": {"enable_lora": True, "max_lora_rank": 8}, "n-grams": {"speculative_config": NGRAMS}}
 
 
 def needed(path):
@@ -63,13 +69,22 @@ def served(tmp_path):
     """For each model: itself, and what vLLM's engine says of its folder."""
     python = needed(PLACE / "bin" / "python")
     place, models = tmp_path, {}
-    for number, (name, fields) in enumerate(MODELS.items()):
-        config = tiny_config(**SHAPE | fields, tie_word_embeddings=name == TIED)
-        models[name] = scramble(DiffTransformerForCausalLM(config), number).eval()
+    for number, name in enumerate([*MODELS, *OTHERS]):
+        if name == "Qwen3":
+            network = qwen()
+        else:
+            fields = MODELS.get(name, MODELS["diff"])
+            network = DiffTransformerForCausalLM(tiny_config(**SHAPE | fields, tie_word_embeddings=name == TIED))
+        models[name] = scramble(network, number).eval()
         models[name].save_pretrained(place / f"{number:02}")
+        if name == "adapter":
+            adapt(models[name], place / f"{number:02}" / "adapter")
+    folders = {name: str(place / f"{number:02}") for number, name in enumerate(models)}
     done = subprocess.run(
-        [python, Path(__file__).with_name("vllm_program.py"), *map(str, sorted(place.iterdir()))],
-        input=json.dumps({"prompts": PROMPTS, "new": NEW}),
+        [python, Path(__file__).with_name("vllm_program.py"), *folders.values()],
+        input=json.dumps(
+            {"prompts": PROMPTS, "new": NEW, "options": {folders[name]: how for name, how in OTHERS.items()}}
+        ),
         capture_output=True,
         text=True,
         env=os.environ | {"PYTHONPATH": str(ROOT / "src")},
@@ -78,7 +93,32 @@ def served(tmp_path):
     results = [
         json.loads(line.removeprefix("RESULT ")) for line in done.stdout.splitlines() if line.startswith("RESULT ")
     ]
-    return {name: (models[name], result) for name, result in zip(MODELS, results, strict=True)}
+    return {name: (models[name], result) for name, result in zip(models, results, strict=True)}
+
+
+def qwen():
+    """A Qwen3 made differential."""
+    sizes = {"intermediate_size": 96, "num_hidden_layers": 2, "num_key_value_heads": 2, "max_position_embeddings": 128}
+    ends = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    return AutoModelForCausalLM.from_config(family_config("qwen3")(**SHAPE | sizes | ends))
+
+
+@torch.no_grad()
+def adapt(model, folder):
+    """Write a LoRA adapter in PEFT's layout, and add its products to the model's weights."""
+    rank, draw, tensors = 4, torch.Generator().manual_seed(5), {}
+    for name, module in model.model.layers.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            down = torch.randn(rank, module.in_features, generator=draw) / 16
+            up = torch.randn(module.out_features, rank, generator=draw) / 16
+            module.weight += 2 * up @ down
+            name = f"base_model.model.model.layers.{name}"
+            tensors |= {f"{name}.lora_A.weight": down, f"{name}.lora_B.weight": up}
+    targets = sorted({name.split(".")[-3] for name in tensors})
+    settings = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": targets}
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    save_file(tensors, folder / "adapter_model.safetensors")
 
 
 def test_the_engine(served):
@@ -112,6 +152,9 @@ def test_the_engine(served):
         "grouped_diff_v2": (10, 2, 32),
         "dex": (4, 4, 32),
         "multiplied": (4, 2, 64),
+        "Qwen3": (4, 1, 64),
+        "adapter": (4, 1, 64),
+        "n-grams": (4, 1, 64),
     }
 
 

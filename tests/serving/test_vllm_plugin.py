@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from difftransformer.errors import ConfigError
+from difftransformer.families import family_config
 from difftransformer.serving import MODEL_CLASS, register
 from difftransformer.serving.heads import ServedHeads, check_served
 from tests.support import fresh
@@ -66,6 +67,19 @@ def test_refusals(fields):
         check_served(tiny_config(**fields))
 
 
+@pytest.mark.parametrize(
+    ("family", "fields", "words"),
+    [
+        ("phi3", {"pad_token_id": 0}, "vLLM: family='phi3' is not served; serve it with transformers"),
+        ("qwen3", {"attention_bias": True}, "a qwen3 with attention_bias or sliding windows is not served"),
+        ("qwen3", {"use_sliding_window": True, "max_window_layers": 1}, "attention_bias or sliding windows is not"),
+    ],
+)
+def test_families_that_are_refused(family, fields, words):
+    with pytest.raises(ConfigError, match=words):
+        ServedHeads.of(family_config(family)(**fields))
+
+
 def test_registering_twice_is_one_entry_with_the_heads_of_the_op(monkeypatch):
     models, convertors = {}, {}
     registry = types.SimpleNamespace(get_supported_archs=models.keys, register_model=models.__setitem__)
@@ -81,7 +95,8 @@ def test_registering_twice_is_one_entry_with_the_heads_of_the_op(monkeypatch):
         monkeypatch.setitem(sys.modules, name, module)
     register()
     register()
-    assert models == {"DiffTransformerForCausalLM": MODEL_CLASS}
+    assert set(models.values()) == {MODEL_CLASS}
+    assert set(models) >= {"DiffTransformerForCausalLM", "DifferentialQwen3ForCausalLM"}
     planned = convertors["difftransformer"](tiny_config(attention_type="diff", num_key_value_heads=2))
     heads = planned.get_total_num_attention_heads(), planned.get_total_num_kv_heads(), planned.get_head_size()
     assert heads == (4, 1, 16)

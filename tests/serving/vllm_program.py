@@ -1,8 +1,9 @@
 """Run by tests/serving/test_vllm.py under vLLM's interpreter: greedy tokens of prompts by vLLM's engine, as JSON.
 
-    python vllm_program.py FOLDER... < {"prompts": [[3, 4]], "new": 8}
+    python vllm_program.py FOLDER... < {"prompts": [[3, 4]], "new": 8, "options": {FOLDER: {"enable_lora": true}}}
 
-vLLM finds the models by the entry point of the installed package.
+An engine with `enable_lora` answers with the adapter in FOLDER/adapter. vLLM finds the models by the entry point of the
+installed package.
 """
 
 import gc
@@ -22,11 +23,14 @@ os.environ |= {
 
 def main():
     from vllm import LLM, SamplingParams
+    from vllm.lora.request import LoRARequest
 
     asked = json.load(sys.stdin)
     prompts = [{"prompt_token_ids": prompt} for prompt in asked["prompts"]]
     how = SamplingParams(temperature=0.0, max_tokens=asked["new"], detokenize=False, ignore_eos=True)
     for folder in sys.argv[1:]:
+        options = asked["options"].get(folder, {})
+        adapter = LoRARequest("adapter", 1, f"{folder}/adapter") if options.get("enable_lora") else None
         # Blocks and passes shorter than the prompts: prefills go in parts beside decoding requests.
         engine = LLM(
             folder,
@@ -37,8 +41,10 @@ def main():
             max_num_seqs=4,
             max_num_batched_tokens=32,
             block_size=32,
+            **options,
         )
-        rounds = [engine.generate(prompts, how, use_tqdm=False) for _ in range(2)]  # the second from cached prefixes
+        # The second from cached prefixes.
+        rounds = [engine.generate(prompts, how, use_tqdm=False, lora_request=adapter) for _ in range(2)]
         tokens = [[list(output.outputs[0].token_ids) for output in outputs] for outputs in rounds]
         cached = [output.num_cached_tokens for output in rounds[1]]
         spec = next(iter(engine.llm_engine.vllm_config.compilation_config.static_forward_context.values()))

@@ -37,7 +37,7 @@ class Layout(NamedTuple):
 LAYOUTS: dict[str, Layout] = {
     "difftransformer": Layout("models of this package", "difftransformer", "DiffTransformerForCausalLM"),
     "diffllama": Layout("DiffLlama of transformers", "diffllama", "DiffLlamaForCausalLM"),
-    "llama": Layout("Llama of transformers, for softmax twins", "llama", "LlamaForCausalLM"),
+    "llama": Layout("Llama of transformers, for softmax twins and DEX", "llama", "LlamaForCausalLM"),
     "microsoft": Layout(
         "attention modules of microsoft/unilm, V1 and V2",
         None,

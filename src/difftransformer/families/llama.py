@@ -21,7 +21,7 @@ A headwise norm would discard the size of every row, which W_O has learned to re
 
 import json
 import zlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -30,6 +30,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from ..attention import Attention, AttentionConfig, PlainLayer, SoftmaxAttention, variant, variants
+from ..attention.dex import DifferentialExtension
 from ..errors import ConfigError
 from ..model import DiffTransformerConfig, DiffTransformerForCausalLM, count, matching_width
 from .conversion import Conversion, Read, Shape, shapes_of, with_multiplier_folded
@@ -101,9 +102,10 @@ def from_llama(
 
 
 def to_llama(config: DiffTransformerConfig, *, untie: bool = False) -> Conversion:
-    """Describe the conversion of a softmax twin to transformers' Llama.
+    """Describe the conversion of a softmax twin, or of a DEX model, to transformers' Llama.
 
-    The tensors are the same, but for the embedding: Llama has no multiplier, so it is folded in.
+    The tensors are the same, but for the embedding: Llama has no multiplier, so it is folded in. DEX's maps of outputs are
+    multiplied into o_proj (O W_O^T with O - lambda O W_D in place of O).
 
     Args:
         config: The source's configuration.
@@ -113,12 +115,16 @@ def to_llama(config: DiffTransformerConfig, *, untie: bool = False) -> Conversio
         ConfigError: Llama cannot express the model; the message names the field, its value and what is possible.
     """
     possible = {
-        "attention_type": SoftmaxAttention.name,
         "softmax_head_norm": "none",
         "qk_norm": False,
         "sliding_window": None,
         "is_causal": True,
     }
+    kind = config.attention
+    if kind not in (SoftmaxAttention, DifferentialExtension):
+        raise ConfigError(
+            f"attention_type={kind.name!r}: Llama can express 'softmax' and 'dex' only; export --with-code"
+        )
     for field, expected in possible.items():
         if getattr(config, field) != expected:
             raise ConfigError(
@@ -134,7 +140,13 @@ def to_llama(config: DiffTransformerConfig, *, untie: bool = False) -> Conversio
     ties = TIES if config.tie_word_embeddings else {}
     with torch.device("meta"):
         needs = shapes_of(DiffTransformerForCausalLM(config).state_dict())
-    makes = {name: partial(_same, name) for name in needs if name not in ties}
+    makes = {name: partial(_same, name) for name in needs if name not in ties and ".self_attn.dex_" not in name}
+    if kind is DifferentialExtension:
+        for layer_index in range(config.num_hidden_layers):
+            prefix = f"model.layers.{layer_index}.self_attn."
+            chosen = kind.arguments_of(config, layer_index)["dex_heads"]
+            heads = range(config.num_attention_heads) if chosen is None else sorted(chosen)
+            makes[f"{prefix}o_proj.weight"] = partial(_with_extension, prefix, heads, config.head_dim)
     conversion = Conversion(
         config=fields | stock_fields(config), needs=needs, ties=ties, makes=makes, notes=left_out(config, "Llama")
     )
@@ -206,6 +218,16 @@ def _make(name: str, shape: Shape, config: DiffTransformerConfig, seed: int) -> 
 
 def _same(name: str, read: Read) -> Tensor:
     return read(name)
+
+
+def _with_extension(prefix: str, heads: Sequence[int], width: int, read: Read) -> Tensor:
+    """Multiply I - lambda W_D of the chosen heads into o_proj's weight (M, H E): W_O - lambda W_O W_D^T."""
+    weight = read(f"{prefix}o_proj.weight")
+    parts = weight.double().unflatten(1, (-1, width))
+    lam, maps = read(f"{prefix}dex_lambda").double(), read(f"{prefix}dex_proj").double()
+    for place, head in enumerate(heads):
+        parts[:, head] -= lam[place] * parts[:, head] @ maps[place].T
+    return parts.flatten(1).to(weight.dtype)
 
 
 def _wider(name: str, shape: Shape, std: float, seed: int, read: Read) -> Tensor:

@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 
 import transformers
 
+from ..attention import SoftmaxAttention
 from ..errors import CheckpointError, ConfigError
 from ..families import convert_folder
 from ..families.checkpoint_io import (
@@ -72,7 +73,7 @@ def export_folder(
         source: Run folder (its newest checkpoint), checkpoint, or folder of a saved model of this package.
         target: Folder to write. It must not exist, or be empty.
         dtype: Floating-point type of the weights. "auto" keeps the type that they were saved in.
-        to: Layout. "diffllama", and "llama" for a softmax twin, open in stock transformers.
+        to: Layout. "diffllama", and "llama" for a softmax twin or DEX, open in stock transformers.
         license: Licence identifier for the card, such as "mit".
         with_code: Add code with which transformers opens the folder without this package (see `write_code`).
         untie: Whether a tied output layer becomes a matrix of its own, for a layout without an embedding multiplier.
@@ -106,6 +107,8 @@ def export_folder(
     described = copy.deepcopy(model.config)
     if to != "difftransformer":  # as `convert_folder` writes it
         described.embedding_multiplier = 1.0
+        if to == "llama":
+            described.attention_type, described.dex_heads = SoftmaxAttention.name, None
         described.tie_word_embeddings = described.tie_word_embeddings and not untie
     card = model_card(
         described,

@@ -14,16 +14,19 @@ our own, and any attention kernel of width 2 D can serve it.
 """
 
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..attention import HeadLayout
+from ..attention import HeadLayout, config_options
 from ..errors import ConfigError
+from ..families.diffllama import SHARED_FIELDS
+from ..families.llama import HEAD_FIELDS
 from ..model import DiffTransformerConfig
 
+SERVED_FAMILY = "qwen3"  # which is this package's layout with norms on queries and keys
 SERVED_TYPES = ("softmax", "diff", "diff_v2", "grouped_diff", "grouped_diff_v2", "dex")
 
 
@@ -48,6 +51,7 @@ class ServedHeads:
         Raises:
             ConfigError: the model's attention is not served, or its heads do not divide among the ranks.
         """
+        config = served_config(config)
         if config.attention_type not in SERVED_TYPES:
             raise ConfigError(
                 f"vLLM: attention_type={config.attention_type!r} is not served; choose one of {', '.join(SERVED_TYPES)}"
@@ -133,6 +137,36 @@ class ServedHeads:
 
     def _padded(self, states: Tensor) -> Tensor:
         return F.pad(states, (0, self.head_size - states.shape[-1]))
+
+
+def served_config(config: Any) -> DiffTransformerConfig:
+    """Return the configuration of a model that vLLM serves as one of this package: itself, or that of a differential Qwen3.
+
+    Raises:
+        ConfigError: the model is of another family, or has biases or windows.
+    """
+    if isinstance(config, DiffTransformerConfig):
+        return config
+    family = config.family
+    if family != SERVED_FAMILY:
+        raise ConfigError(
+            f"vLLM: family={family!r} is not served; serve it with transformers, or choose a model of this package or of "
+            f"{SERVED_FAMILY}"
+        )
+    if config.attention_bias or "sliding_attention" in config.layer_types:
+        raise ConfigError(
+            f"vLLM: a {family} with attention_bias or sliding windows is not served; serve it with transformers"
+        )
+    fields = {name: getattr(config, name) for name in (*SHARED_FIELDS, *HEAD_FIELDS, *config_options())}
+    return DiffTransformerConfig(
+        **fields,
+        attention_type=config.attention_type,
+        rope_parameters=config.rope_parameters,
+        qk_norm=True,
+        embedding_multiplier=1.0,
+        architectures=config.architectures,
+        dtype=config.dtype,
+    )
 
 
 def check_served(config: DiffTransformerConfig) -> None:

@@ -20,7 +20,7 @@ from vllm.model_executor.layers.linear import ColumnParallelLinear, MergedColumn
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
-from vllm.model_executor.models.interfaces import SupportsPP
+from vllm.model_executor.models.interfaces import SupportsLoRA, SupportsPP
 from vllm.model_executor.models.utils import (
     AutoWeightsLoader,
     PPMissingLayer,
@@ -37,7 +37,7 @@ from ..attention.dex import DifferentialExtension
 from ..attention.differential import LAMBDA_OFFSET, LAMBDA_VECTORS, Differential
 from ..attention.softmax import SoftmaxAttention
 from ..model import DiffTransformerConfig
-from .heads import ServedHeads, check_served
+from .heads import ServedHeads, check_served, served_config
 
 
 class ServedAttention(nn.Module):
@@ -281,13 +281,18 @@ class ServedModel(nn.Module):
         return AutoWeightsLoader(self).load_weights(weights, mapper=self.hf_to_vllm_mapper)
 
 
-class DiffTransformerForCausalLM(nn.Module, SupportsPP):  # type: ignore[misc]
-    """The language model in the interface that vLLM calls; registered by `difftransformer.serving.register`."""
+class DiffTransformerForCausalLM(nn.Module, SupportsPP, SupportsLoRA):  # type: ignore[misc]
+    """The language model in the interface that vLLM calls; registered by `difftransformer.serving.register`.
 
+    A differential Qwen3 is the same model, whose variant's parameters are in a module of their own.
+    """
+
+    hf_to_vllm_mapper = WeightsMapper(orig_to_new_substr={".self_attn.differential.": ".self_attn."})
     packed_modules_mapping = {"gate_up_proj": ["gate_proj", "up_proj"]}
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
+        vllm_config = vllm_config.with_hf_config(served_config(vllm_config.model_config.hf_config))
         self.config = vllm_config.model_config.hf_config
         self.model = ServedModel(vllm_config=vllm_config, prefix=maybe_prefix(prefix, "model"))
         self.lm_head: nn.Module = PPMissingLayer()
@@ -323,4 +328,4 @@ class DiffTransformerForCausalLM(nn.Module, SupportsPP):  # type: ignore[misc]
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Copy a checkpoint's tensors by name and return the names of the filled parameters."""
-        return AutoWeightsLoader(self).load_weights(weights)
+        return AutoWeightsLoader(self).load_weights(weights, mapper=self.hf_to_vllm_mapper)

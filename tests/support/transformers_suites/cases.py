@@ -8,17 +8,12 @@ import copy
 from unittest import mock
 
 import torch
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    LlamaForQuestionAnswering,
-    LlamaForSequenceClassification,
-    LlamaForTokenClassification,
-    LlamaModel,
-)
+import transformers
+from transformers import CONFIG_MAPPING
 
 import difftransformer as ours
 from difftransformer.attention import VARIANTS
+from difftransformer.families import family_config
 
 from . import test_executorch, test_fsdp_mixin, test_tensor_parallel_mixin
 from .generation.test_utils import GenerationTesterMixin
@@ -31,22 +26,17 @@ from .test_training_mixin import TrainingTesterMixin
 test_tensor_parallel_mixin.TP_DISTRIBUTED_TEST_MODEL_TYPES = None  # every model type, not only theirs
 test_fsdp_mixin.FSDP_DISTRIBUTED_TEST_MODEL_TYPES = None
 
-LLAMA = (
-    LlamaConfig,
-    LlamaModel,
-    LlamaForCausalLM,
-    LlamaForQuestionAnswering,
-    LlamaForSequenceClassification,
-    LlamaForTokenClassification,
-)
-OURS = (
-    ours.DiffTransformerConfig,
-    ours.DiffTransformerModel,
-    ours.DiffTransformerForCausalLM,
-    ours.DiffTransformerForQuestionAnswering,
-    ours.DiffTransformerForSequenceClassification,
-    ours.DiffTransformerForTokenClassification,
-)
+AUTO = ("AutoModel", *(f"AutoModelFor{kind}" for kind in (
+    "CausalLM", "QuestionAnswering", "SequenceClassification", "TokenClassification"
+)))  # fmt: skip
+FAMILIES = ("qwen3", "gemma3_text", "phi3")
+
+
+def classes_of(config):
+    """The configuration and the classes of its models, None for one that the family lacks."""
+    return (config, *(getattr(transformers, auto)._model_mapping.get(config, None) for auto in AUTO))
+
+
 SIZES = {
     "vocab_size": 99,
     "hidden_size": 32,
@@ -81,7 +71,7 @@ class Tester:
         ) = classes[3:]
         self.options = options
         vars(self).update(SIZES)
-        if classes is OURS:
+        if hasattr(self.config_class, "head_layout"):
             self.num_attention_heads = (
                 self.get_config().head_layout().num_heads
             )  # of the maps, which the mixins compare
@@ -97,13 +87,13 @@ class Tester:
 class Suite(ModelTesterMixin, GenerationTesterMixin, TrainingTesterMixin, TensorParallelTesterMixin, FSDPTesterMixin):
     """The suites of one model."""
 
-    classes, options = OURS, {}
+    classes, options = (), {}
     model_tester = None
 
     def setUp(self):
         self.model_tester = Tester(self.classes, self.options)
         self.config_tester = ConfigTester(self, config_class=self.classes[0], **SIZES, **self.options)
-        self.all_model_classes = self.classes[1:]
+        self.all_model_classes = tuple(filter(None, self.classes[1:]))
         self.pipeline_model_mapping = {"text-generation": self.classes[2]}
         model = self.classes[2](self.model_tester.get_config())
         with mock.patch.object(test_executorch.AutoModelForCausalLM, "from_pretrained", return_value=model):
@@ -128,5 +118,10 @@ def suite(name, **attributes):
     return type(name, (Suite, test_executorch.ExecutorchTest), attributes)
 
 
-llama = suite("llama", classes=LLAMA)
-globals().update({name: suite(name, options={"attention_type": name, "initialization": "normal"}) for name in VARIANTS})
+llama = suite("llama", classes=classes_of(CONFIG_MAPPING["llama"]))
+OURS = classes_of(ours.DiffTransformerConfig)
+for name in VARIANTS:
+    globals()[name] = suite(name, classes=OURS, options={"attention_type": name, "initialization": "normal"})
+for name in FAMILIES:
+    globals()[name] = suite(name, classes=classes_of(CONFIG_MAPPING[name]))
+    globals()[f"differential_{name}"] = suite(f"differential_{name}", classes=classes_of(family_config(name)))
