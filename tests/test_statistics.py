@@ -15,6 +15,7 @@ import scipy.stats
 from difftransformer.errors import EvaluationError, ShapeError
 from difftransformer_lab.results import PairedDifference
 from difftransformer_lab.statistics import (
+    detectable,
     effective_trials,
     holm,
     holm_differences,
@@ -93,49 +94,23 @@ def test_mean_and_standard_error() -> None:
         mean_and_standard_error([])
 
 
-def test_paired_difference_is_student_t_over_differences() -> None:
-    # Differences 1, 2, 3: mean 2, s = 1, half width 4.30265 / sqrt(3).
-    found = paired_difference([11.0, 22.0, 33.0], [10.0, 20.0, 30.0])
-    assert found.interval_method == "student-t over seeds"
-    assert found.mean == 2.0
-    assert (found.low, found.high) == pytest.approx((2 - 2.4841377, 2 + 2.4841377))
-
-
-def test_paired_difference_uses_the_pairing() -> None:
-    a, b = [1.0, 5.0, 9.0], [0.9, 4.9, 8.9]
-    assert paired_difference(a, b).low > 0.0999
-    assert paired_difference(a, b[::-1]).low < 0
-
-
-def test_paired_difference_with_one_seed_has_no_interval() -> None:
-    found = paired_difference([1.0], [1.5])
-    assert (found.mean, found.low, found.high, found.interval_method) == (-0.5, None, None, "none")
-
-
-def test_paired_difference_refuses_unpaired_values() -> None:
+def test_the_p_value_over_seeds_is_that_of_the_paired_t_test() -> None:
+    a, b = [1.0, 2.5, 3.0, 1.0], [0.5, 2.0, 3.5, -1.0]
+    assert paired_difference(a, b).p_value == pytest.approx(scipy.stats.ttest_rel(a, b).pvalue)
+    assert paired_difference(a, b[::-1]).p_value == pytest.approx(scipy.stats.ttest_rel(a, b[::-1]).pvalue)
     with pytest.raises(ShapeError, match="2 values against 1"):
         paired_difference([1.0, 2.0], [1.0])
 
 
-def test_student_t_intervals_cover_as_often_as_they_say() -> None:
-    rng = np.random.default_rng(5)
-    values = rng.normal(0.3, 1.0, size=(4000, 3))
-    covered = sum(
-        found.low <= 0.3 <= found.high for found in (paired_difference(list(row), [0.0] * 3) for row in values)
-    )
-    assert covered / 4000 == pytest.approx(0.95, abs=0.015)
-
-
-def test_seeds_that_differ_by_the_same_amount_have_no_interval() -> None:
-    found = paired_difference([1.0, 1.0, 1.0], [0.0, 0.0, 0.0])
-    assert (found.mean, found.low, found.high, found.p_value, found.interval_method) == (1.0, None, None, None, "none")
-    found = paired_difference([1.0, 0.5, 1.0], [1.0, 0.5, 1.0])
-    assert (found.mean, found.low, found.high, found.p_value, found.interval_method) == (0.0, None, None, 1.0, "none")
-
-
-def test_the_p_value_over_seeds_is_that_of_the_paired_t_test() -> None:
-    a, b = [1.0, 2.5, 3.0, 1.0], [0.5, 2.0, 3.5, -1.0]
-    assert paired_difference(a, b).p_value == pytest.approx(scipy.stats.ttest_rel(a, b).pvalue)
+@pytest.mark.parametrize(
+    ("a", "b", "mean", "p_value"),
+    [([1.0], [1.5], -0.5, None), ([1.0] * 3, [0.0] * 3, 1.0, None), ([1.0, 0.5, 1.0], [1.0, 0.5, 1.0], 0.0, 1.0)],
+)
+def test_one_seed_and_seeds_that_differ_by_the_same_amount_have_no_interval(a, b, mean, p_value) -> None:
+    found = paired_difference(a, b)
+    assert (found.mean, found.low, found.high, found.p_value, found.interval_method) == (
+        mean, None, None, p_value, "none",
+    )  # fmt: skip
 
 
 def test_an_item_difference_is_a_ratio_of_sums_over_the_same_items() -> None:
@@ -433,3 +408,28 @@ def test_log_odds_are_finite_and_odd() -> None:
             assert log_odds(trials - right, trials) == pytest.approx(-log_odds(right, trials))
     with pytest.raises(EvaluationError, match="5 successes of 4 trials"):
         log_odds(5, 4)
+
+
+def test_a_textbook_sample_size() -> None:
+    """For d = 0.5, two-sided 5 % and 80 % power a paired t test needs 34 pairs (J. Cohen; G*Power 3.1)."""
+    assert detectable(34) < 0.5 < detectable(33)
+
+
+@pytest.mark.parametrize("seeds", [2, 3, 5, 8])
+@pytest.mark.parametrize("comparisons", [1, 66])
+def test_the_detectable_effect_has_the_power_of_a_t_test(seeds: int, comparisons: int) -> None:
+    """The power by integration over the variance: t is beyond the bound if Z + shift > bound * sqrt(V / df)."""
+    shift = detectable(seeds, comparisons) * math.sqrt(seeds)
+    bound = scipy.stats.t.isf(0.05 / comparisons / 2, seeds - 1)
+    quantiles = (np.arange(200_000) + 0.5) / 200_000
+    deviations = np.sqrt(scipy.stats.chi2.ppf(quantiles, seeds - 1) / (seeds - 1))
+    power = scipy.stats.norm.sf(bound * deviations - shift) + scipy.stats.norm.cdf(-bound * deviations - shift)
+    assert power.mean() == pytest.approx(0.8, abs=2e-3)
+
+
+def test_one_seed_detects_nothing() -> None:
+    assert detectable(1) == math.inf
+    effects = [detectable(seeds, comparisons) for comparisons in (1, 30, 1000) for seeds in (60, 30, 8, 3, 2)]
+    assert all(0 < effect < math.inf for effect in effects)
+    with pytest.raises(EvaluationError, match="0 comparisons"):
+        detectable(5, 0)

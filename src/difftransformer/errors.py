@@ -17,7 +17,7 @@ class ConfigError(DiffTransformerError, ValueError):
 
 
 class ShapeError(DiffTransformerError, ValueError):
-    """The shape, dtype or device of a tensor does not fit the function it was given to, or it is no tensor."""
+    """The shape, dtype or device of a tensor does not fit the function it was given to, or it is not a tensor."""
 
 
 class DataError(DiffTransformerError, ValueError):

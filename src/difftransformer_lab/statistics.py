@@ -108,11 +108,11 @@ def ratio(values: Sequence[float], weights: Sequence[float]) -> tuple[float, flo
     count, total = len(values), math.fsum(weights)
     if not total:
         return math.nan, None
-    found = math.fsum(values) / total
+    quotient = math.fsum(values) / total
     if count == 1:
-        return found, None
-    squares = math.fsum((value - found * weight) ** 2 for value, weight in zip(values, weights, strict=True))
-    return found, math.sqrt(squares * count / (count - 1)) / total
+        return quotient, None
+    squares = math.fsum((value - quotient * weight) ** 2 for value, weight in zip(values, weights, strict=True))
+    return quotient, math.sqrt(squares * count / (count - 1)) / total
 
 
 def mean_and_standard_error(values: Sequence[float]) -> Statistic:
@@ -199,7 +199,7 @@ def sign_flip(differences: Sequence[float], confidence: float = CONFIDENCE) -> P
     # Subsets whose mean is 0 but for rounding count on both sides, as the mean itself would.
     means[np.abs(means) <= _ROUNDING * np.abs(values).max()] = 0.0
     below, above = np.searchsorted(means, 0.0, side="right"), patterns - 1 - np.searchsorted(means, 0.0, side="left")
-    found = PairedDifference(
+    difference = PairedDifference(
         mean=mean,
         low=None,
         high=None,
@@ -209,7 +209,9 @@ def sign_flip(differences: Sequence[float], confidence: float = CONFIDENCE) -> P
     )
     # Rounded up by a hair, so that 1 - 0.95 leaves the tail that 0.05 has.
     outside = math.floor((1 - confidence) / 2 * patterns * (1 + _ROUNDING))
-    return found if not outside else replace(found, low=float(means[outside - 1]), high=float(means[-outside]))
+    return (
+        difference if not outside else replace(difference, low=float(means[outside - 1]), high=float(means[-outside]))
+    )
 
 
 def welch(
@@ -324,13 +326,13 @@ def item_difference(
     mean = float(first - second)
     if count == 1:
         return _no_interval(mean, confidence)
-    found = PairedDifference(
+    difference = PairedDifference(
         mean=mean, low=None, high=None, confidence=confidence, interval_method="mid-p over items", p_value=None
     )
     counted = _counted(a, a_sizes) and _counted(b, b_sizes)
     if counted and max(a_sizes.max(), b_sizes.max()) == 1:
         low, high, p_value = _paired_binary(int((a > b).sum()), int((a < b).sum()), count, confidence)
-        return replace(found, low=low, high=high, p_value=p_value)
+        return replace(difference, low=low, high=high, p_value=p_value)
     # Residuals of both ratios: the mean of `rows` is the difference, and their variance that of its linear approximation.
     rows = mean + (a - first * a_sizes) / a_sizes.mean() - (b - second * b_sizes) / b_sizes.mean()
     if np.ptp(rows) <= _ROUNDING * max(abs(first), abs(second)):
@@ -338,11 +340,11 @@ def item_difference(
             return _no_interval(mean, confidence)
         other = 1 - (1 - confidence) ** (1 / count)
         low, high, p_value = mean - other * (1 + mean), mean + other * (1 - mean), (1 + abs(mean)) ** -count
-        return replace(found, low=low, high=high, p_value=p_value)
+        return replace(difference, low=low, high=high, p_value=p_value)
     low, high, p_value = _studentised(rows, seed, resamples, confidence)
     if counted:
         low, high = max(-1.0, low), min(1.0, high)
-    return replace(found, low=low, high=high, p_value=p_value, interval_method="studentised over items")
+    return replace(difference, low=low, high=high, p_value=p_value, interval_method="studentised over items")
 
 
 def detectable(seeds: int, comparisons: int = 1, power: float = 0.8, alpha: float = 0.05) -> float:
@@ -476,29 +478,29 @@ def _paired_binary(only_a: int, only_b: int, count: int, confidence: float) -> t
     from scipy.optimize import brentq
     from scipy.special import bdtr
 
-    found, tail = only_a - only_b, (1 - confidence) / 2
+    surplus, tail = only_a - only_b, (1 - confidence) / 2
     size = 1 << (2 * count + 1).bit_length()
     unit = np.exp(-2j * np.pi * np.arange(size) / size)
     places = np.arange(-count, count + 1)
 
     def excess(difference: float, side: int) -> float:
-        """Mid-p of a count at least as far to this side as `found`, minus the tail."""
-        linear = (2 * count - found) * difference - only_a - only_b
+        """Mid-p of a count at least as far to this side as `surplus`, minus the tail."""
+        linear = (2 * count - surplus) * difference - only_a - only_b
         square = max(0.0, linear**2 + 8 * count * only_b * difference * (1 - difference))
         b = max(0.0, -difference, (math.sqrt(square) - linear) / (4 * count))
         a = max(0.0, b + difference)
         chances = np.fft.ifft((a * unit + b / unit + (1 - a - b)) ** count).real[places % size]
-        return float(chances[side * (places - found) > 0].sum() + chances[found + count] / 2 - tail)
+        return float(chances[side * (places - surplus) > 0].sum() + chances[surplus + count] / 2 - tail)
 
     def bound(side: int) -> float:
-        if found == -side * count:
+        if surplus == -side * count:
             return float(-side)
-        return float(brentq(excess, -side * (1 - 1e-12), found / count, args=(side,), xtol=1e-10))
+        return float(brentq(excess, -side * (1 - 1e-12), surplus / count, args=(side,), xtol=1e-10))
 
     low, high = bound(1), bound(-1)
     discordant, fewer = only_a + only_b, min(only_a, only_b)
     p_value = 1.0
-    if found:
+    if surplus:
         exactly = float(bdtr(fewer, discordant, 0.5)) - (float(bdtr(fewer - 1, discordant, 0.5)) if fewer else 0.0)
         p_value = min(1.0, 2 * float(bdtr(fewer, discordant, 0.5)) - exactly)
     if p_value > 1 - confidence:

@@ -88,7 +88,7 @@ def test_mistakes_are_named():
         DifferentialEncoderLayer(30, 4)
     with pytest.raises(ConfigError, match="num_attention_heads=3 is odd"):
         DifferentialEncoderLayer(30, 3)
-    with pytest.raises(ConfigError, match=r"lambda_start=0\.5 is no option of attention_type='diff'"):
+    with pytest.raises(ConfigError, match=r"lambda_start=0\.5 is not an option of attention_type='diff'"):
         DifferentialEncoderLayer(32, 4, lambda_start=0.5)
     assert DifferentialEncoderLayer(32, 4, lambda_init=0.5).self_attn.lambda_init == 0.5
     with pytest.raises(ConfigError, match="activation='silu' is unknown"):
@@ -118,7 +118,7 @@ def test_keywords_of_torchs_attention_name_ours(keyword, words):
 )
 def test_arguments_of_torchs_attention_name_ours(argument, words):
     (name,) = argument
-    with pytest.raises(ConfigError, match=f"{name} is no argument of DifferentialAttention: .*{re.escape(words)}"):
+    with pytest.raises(ConfigError, match=f"{name} is not an argument of DifferentialAttention: .*{re.escape(words)}"):
         DifferentialAttention(32, 2, **argument)
 
 

@@ -2,8 +2,10 @@
 
 import json
 import math
+import re
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 import torch
@@ -11,8 +13,10 @@ from transformers import AutoTokenizer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from difftransformer.data.tokenizer import byte_tokenizer
+from difftransformer.errors import EvaluationError
 from difftransformer_lab.cli.main import main
-from difftransformer_lab.evals.tasks.harness import Harness, run_harness
+from difftransformer_lab.evals.prompts.texts import Setting
+from difftransformer_lab.evals.tasks.harness import Harness, HarnessTask, Options, run_harness
 from difftransformer_lab.results import TaskResult, read_result
 from tests.support.tiny_folders import logits, saved, stock
 
@@ -123,6 +127,35 @@ def test_an_oracle_is_always_right_and_a_uniform_model_by_chance(kind, needs, ta
     (found,) = run_harness(network, tokenizer, request)["measurements"]
     assert found["value"] == (1.0 if kind == "oracle" else 1 / 3)
     assert found["n"] == 9
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+def test_ruler_has_prompts_of_the_length_that_is_asked_for(is_right, needs, tmp_path, monkeypatch):
+    """The three most frequent coded words, counted here, are right, and nothing else is."""
+    needs("lm_eval")
+    network = saved(tmp_path / "m", max_position_embeddings=4096)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "m")
+    lengths = []
+
+    def generate(input_ids, **_):
+        lengths.append(input_ids.shape[1])
+        words = Counter(re.findall(r"\b[a-z]{6}\b", tokenizer.decode(input_ids[0])))
+        answer = " ".join(word for word, _ in words.most_common(3)) if is_right else "nothing"
+        return torch.cat([input_ids, tokenizer(answer, return_tensors="pt", add_special_tokens=False).input_ids], 1)
+
+    monkeypatch.setattr(network, "generate", generate)
+    found = run_harness(network, tokenizer, Harness("ruler_fwe", None, 1, None, 1, 0, length=4096))
+    (row,) = found["measurements"]
+    assert (row["name"], row["value"], row["n"]) == ("accuracy", float(is_right), 1)
+    assert row["at"] == {"task": "ruler_fwe", "version": "1.0", "shots": 0, "length_tokens": 4096}
+    assert [item["score"] for item in found["items"]] == [float(is_right)]
+    assert 3000 < lengths[0] <= 4096
+
+
+def test_prompts_beyond_the_context_are_refused(needs):
+    needs("lm_eval")
+    with pytest.raises(EvaluationError, match="4096 tokens do not fit into the model's context of 512; choose shorter"):
+        HarnessTask(Options(tasks="ruler"), Setting(tokenizer=byte_tokenizer(), context_tokens=512))
 
 
 def test_lm_evals_own_class_opens_a_folder_after_the_import(needs, tasks, tmp_path):

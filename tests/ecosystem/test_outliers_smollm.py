@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from difftransformer.data import Tokenizer, read_documents
-from difftransformer_lab.evals.probes.last_row import last_row_weights
 from difftransformer_lab.evals.probes.magnitudes import magnitudes
+from difftransformer_lab.evals.probes.maps import last_row_weights
 from difftransformer_lab.evals.tasks.outliers import merge
 
 ROWS, TOKENS, LARGEST = 2, 128, 100

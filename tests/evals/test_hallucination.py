@@ -143,10 +143,6 @@ def test_public_sets_and_their_caps(options, monkeypatch):
         ({"judge": "openai:"}, "judge='openai:'"),
         ({"judge": "openai:m", "key_variable": "NO_SUCH_VARIABLE"}, "key_variable=NO_SUCH_VARIABLE"),
         ({"sets": ["xsums"]}, "set 'xsums'"),
-        ({"items": 0}, "items=0"),
-        ({"max_judgments": 0}, "max_judgments=0"),
-        ({"retries": -1}, "retries=-1"),
-        ({"timeout_seconds": 0}, "timeout_seconds=0"),
     ],
 )
 def test_impossible_options(options, fields, words):

@@ -247,7 +247,7 @@ def test_without_the_client_one_line_says_what_to_install(monkeypatch):
 
 def test_a_file_of_something_else_is_refused(tmp_path):
     (tmp_path / "j.jsonl").write_text('{"answers_of": "x"}\n')
-    with pytest.raises(CheckpointError, match="line 1 is no judgment; choose another with --judgments"):
+    with pytest.raises(CheckpointError, match="line 1 is not a judgment; choose another with --judgments"):
         judge_all(OverlapJudge(0.5), CASES, tmp_path / "j.jsonl")
 
 

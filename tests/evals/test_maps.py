@@ -6,7 +6,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from difftransformer import DiffTransformerConfig, DiffTransformerForCausalLM
 from difftransformer.data.tokenizer import byte_tokenizer
-from difftransformer.errors import ConfigError, DataError, EvaluationError
+from difftransformer.errors import DataError, EvaluationError
 from difftransformer_lab.evals import CausalLanguageModel, run_task
 from difftransformer_lab.evals.probes.maps import head_maps
 from difftransformer_lab.evals.tasks.maps import MapsTask, Options
@@ -99,7 +99,3 @@ def test_what_cannot_be_drawn(tmp_path):
         scores_of("softmax", layers=[3])
     with pytest.raises(EvaluationError, match="no head 2: layer 0 has 2"):
         scores_of("diff", heads=[2])
-    with pytest.raises(ConfigError, match="prompt='': give a text"):
-        Options(prompt="")
-    with pytest.raises(ConfigError, match=r"layers=\[-1\]: give at least 0"):
-        Options(layers=[-1])

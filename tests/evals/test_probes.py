@@ -28,7 +28,7 @@ from difftransformer_lab.cli.main import main
 from difftransformer_lab.evals.models.quantized import quantized_linears, quantized_logits
 from difftransformer_lab.evals.probes import magnitudes as measuring
 from difftransformer_lab.evals.probes.hooks import written_out
-from difftransformer_lab.evals.probes.last_row import last_row_weights
+from difftransformer_lab.evals.probes.maps import last_row_weights
 from difftransformer_lab.results import TaskResult, read_result
 
 SIZES = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}

@@ -8,7 +8,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from difftransformer import DiffTransformerConfig, DiffTransformerForCausalLM
 from difftransformer.data.tokenizer import byte_tokenizer
-from difftransformer.errors import ConfigError
 from difftransformer.ops.reference import observe_logits
 from difftransformer_lab.evals import CausalLanguageModel, run_task
 from difftransformer_lab.evals.models.quantized import quantized_logits
@@ -146,23 +145,3 @@ def test_perplexity_is_the_default(tmp_path):
     )
     assert scores.measurements[0].name == "nll"
     assert scores.measurements[0].at == {"bits": 8, "granularity": "row"}
-
-
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"task": "quantized"}, "task='quantized': choose one of allocation, hallucination"),
-        ({"task": "none"}, "task='none'"),
-        ({"bits": []}, r"bits=\[\]"),
-        ({"bits": [1]}, r"bits=\[1\]: give different numbers from 2 to 16"),
-        ({"bits": [4, 4]}, r"bits=\[4, 4\]"),
-        ({"granularity": []}, "granularity=.*one or more of row, head, tensor"),
-        ({"granularity": ["row", "row"]}, "each once"),
-        ({"task_options": {"windoes": 3}}, "task_options: windoes: unknown key; did you mean windows"),
-        ({"task_options": {"windows": "3"}}, "task_options: windows: expected int"),
-        ({"task_options": {"windows": 0}}, "task_options: windows=0"),
-    ],
-)
-def test_impossible_options(fields, words):
-    with pytest.raises(ConfigError, match=words):
-        Options(**fields)

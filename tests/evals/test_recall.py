@@ -129,15 +129,6 @@ def test_shards_count_as_their_text(toy_shards, toy_text):
         RecallTask(Options(**options, train_text=str(toy_shards.folder)), Planted())
 
 
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [({"ngram": 1}, "ngram=1"), ({"max_train_count": -1}, "max_train_count=-1"), ({"windows": 0}, "windows=0")],
-)
-def test_impossible_options(fields, words):
-    with pytest.raises(ConfigError, match=words):
-        Options(**fields)
-
-
 def test_what_does_not_fit(text, tmp_path):
     with pytest.raises(ConfigError, match="ngram=8: with 258 tokens"):
         RecallTask(Options(text=text, window=40, ngram=8), Planted())

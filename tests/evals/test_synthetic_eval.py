@@ -122,18 +122,6 @@ def test_impossible_requests(options, data, message):
     assert message in str(met.value)
 
 
-@pytest.mark.parametrize(("options", "message"), [
-    ({"task": "copy"}, "task=copy: choose one of mqar"),
-    ({"seed": 1}, "seed=1: the examples of the run's task"),
-    ({"variations": []}, "variations=[]"),
-    ({"examples": 0}, "examples=0: give at least 1"),
-])  # fmt: skip
-def test_impossible_options(options, message):
-    with pytest.raises(ConfigError) as met:
-        Options(**options)
-    assert message in str(met.value)
-
-
 def small_network():
     torch.manual_seed(3)
     config = DiffTransformerConfig(

@@ -225,8 +225,8 @@ class TestFolders:
 
     def test_layouts(self, source, tmp_path):
         source(tiny())
-        assert "--to 'onnx' is no layout" in refusal(tmp_path, ConfigError, to="onnx")
-        assert "--from 'onnx' is no layout" in refusal(tmp_path, ConfigError, source_layout="onnx")
+        assert "--to 'onnx' is not a layout" in refusal(tmp_path, ConfigError, to="onnx")
+        assert "--from 'onnx' is not a layout" in refusal(tmp_path, ConfigError, source_layout="onnx")
         assert "a difftransformer folder already" in refusal(tmp_path, ConfigError, to="difftransformer")
         message = refusal(tmp_path, ConfigError, source_layout="diffllama", to="difftransformer")
         assert "model_type='difftransformer', expected 'diffllama'" in message

@@ -260,7 +260,7 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("fields", "words"),
         [
-            ({"model_type": "vit"}, ("model_type='vit' cannot be made differential: it is no language model",)),
+            ({"model_type": "vit"}, ("model_type='vit' cannot be made differential: it is not a language model",)),
             ({"model_type": None}, ("model_type='None' is not supported", "qwen3, qwen3_moe")),
             ({"quantization_config": {"bits": 4}}, ("quantization_config", "before it is quantized")),
             ({"hidden_act": "mystery"}, ("mystery",)),

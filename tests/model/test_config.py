@@ -57,7 +57,7 @@ REFUSED = {
         {"attn_backend": "foo"},
         "attn_backend='foo' is unknown; choose one of auto, reference, cpu, ",
     ),
-    "activation": ({"hidden_act": "foo"}, "hidden_act='foo' is no activation of transformers"),
+    "activation": ({"hidden_act": "foo"}, "hidden_act='foo' is not an activation of transformers"),
     "no theta": ({"rope_parameters": {"rope_type": "default"}}, "give rope_theta as a number"),
 }
 

@@ -73,9 +73,9 @@ def adapter(folder):
 CHANGES = {
     "a pickle that runs code": (pickled, "pytorch_model.bin is a pickle"),
     "pickled weights": (state_dict, "pytorch_model.bin is a pickle"),
-    "an index of pickles": (index("pytorch_model.bin"), "'pytorch_model.bin' is no safetensors file of this folder"),
-    "an index that leads out": (index("../outside.safetensors"), "'../outside.safetensors' is no safetensors file"),
-    "an index of an absolute path": (index("/outside.safetensors"), "'/outside.safetensors' is no safetensors file"),
+    "an index of pickles": (index("pytorch_model.bin"), "'pytorch_model.bin' is not a safetensors file of this folder"),
+    "an index that leads out": (index("../outside.safetensors"), "'../outside.safetensors' is not a safetensors file"),
+    "an index of an absolute path": (index("/outside.safetensors"), "'/outside.safetensors' is not a safetensors file"),
     "a link that leads out": (link, "is a link out of the folder"),
     "weights that the configuration names": (explicit("adapter_model.bin"), "transformers_weights='adapter_model.bin'"),
     "an adapter": (adapter, "there is no adapter_model.safetensors here"),

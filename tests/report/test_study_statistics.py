@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from difftransformer.errors import EvaluationError, ResultsError
+from difftransformer.errors import ResultsError
 from difftransformer_lab.report import read_evidence
 from difftransformer_lab.report.answers import answer, scaling_answers
 from difftransformer_lab.report.comparisons import compare, in_direction, row_of, timed_seeds
@@ -21,7 +21,6 @@ from difftransformer_lab.report.study_tables import (
     overview_table,
 )
 from difftransformer_lab.results import Curve, StudyAxis, StudyFigure, figure_of, write_result
-from difftransformer_lab.statistics import detectable
 from tests.support.simulated_study import LOSS, falling, record, save, study
 
 SEEDS = 5
@@ -60,40 +59,6 @@ def test_an_effect_is_said_first_and_nothing_is_decided():
 def with_rows(evidence):
     """A study with its comparisons."""
     return evidence, compare(evidence)
-
-
-def test_a_textbook_sample_size():
-    """For d = 0.5, two-sided 5 % and 80 % power a paired t test needs 34 pairs (J. Cohen; G*Power 3.1)."""
-    assert detectable(34) < 0.5 < detectable(33)
-
-
-@pytest.mark.parametrize("seeds", [2, 3, 5, 8])
-@pytest.mark.parametrize("comparisons", [1, 66])
-def test_the_detectable_effect_has_the_power_of_a_t_test(seeds, comparisons):
-    """The power by integration over the variance: t is beyond the bound if Z + shift > bound * sqrt(V / df)."""
-    shift = detectable(seeds, comparisons) * math.sqrt(seeds)
-    bound = stats.t.isf(0.05 / comparisons / 2, seeds - 1)
-    quantiles = (np.arange(200_000) + 0.5) / 200_000
-    deviations = np.sqrt(stats.chi2.ppf(quantiles, seeds - 1) / (seeds - 1))
-    power = stats.norm.sf(bound * deviations - shift) + stats.norm.cdf(-bound * deviations - shift)
-    assert power.mean() == pytest.approx(0.8, abs=2e-3)
-
-
-def test_one_seed_shows_nothing():
-    assert detectable(1) == math.inf
-    effects = [detectable(seeds, comparisons) for comparisons in (1, 30, 1000) for seeds in (60, 30, 8, 3, 2)]
-    assert all(0 < effect < math.inf for effect in effects)
-    with pytest.raises(EvaluationError, match="0 comparisons"):
-        detectable(5, 0)
-
-
-def test_intervals_of_studies_cover_the_planted_effects():
-    rng, covered, repeats = np.random.default_rng(0), 0, 300
-    for _ in range(repeats):
-        rows = [row for row in compare(losses({"diff": -0.02}, rng)) if row.difference]
-        planted = {"diff": -0.02}
-        covered += sum(row.difference.low <= planted.get(row.arm.name, 0) <= row.difference.high for row in rows)
-    assert covered / (repeats * 3) == pytest.approx(0.95, abs=0.03)
 
 
 def test_differences_are_those_of_a_paired_t_test():

@@ -7,7 +7,7 @@ from collections import defaultdict
 import torch
 
 from difftransformer_lab.evals.probes import LastRow
-from difftransformer_lab.evals.probes.last_row import row_sums
+from difftransformer_lab.evals.probes.maps import row_sums
 from difftransformer_lab.evals.requests import Continuation, Loss, ScoredContinuation
 
 

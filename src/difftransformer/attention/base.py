@@ -260,7 +260,7 @@ class Attention(nn.Module):
     def __new__(cls, *_: Any, **arguments: Any) -> Self:
         """Refuse the arguments of nn.MultiheadAttention by name, with what this layer has instead."""
         for name in arguments.keys() & THEIR_ARGUMENTS.keys():
-            raise ConfigError(f"{name} is no argument of {cls.__name__}: {THEIR_ARGUMENTS[name]}")
+            raise ConfigError(f"{name} is not an argument of {cls.__name__}: {THEIR_ARGUMENTS[name]}")
         return super().__new__(cls)
 
     def __init__(
@@ -494,7 +494,7 @@ class Attention(nn.Module):
         if restrictions is None:
             for name in keywords.keys() - set(Restrictions._fields):
                 ours = THEIR_KEYWORDS.get(name, f"choose among {', '.join(Restrictions._fields)} and need_map")
-                raise ConfigError(f"{name} is no keyword of {type(self).__name__}: {ours}")
+                raise ConfigError(f"{name} is not a keyword of {type(self).__name__}: {ours}")
             restrictions = Restrictions(is_causal=is_causal, **keywords)
         elif keywords:
             raise ConfigError(f"{', '.join(keywords)} and restrictions were given together; pass one of the two")

@@ -69,7 +69,9 @@ class DifferentialEncoderLayer(nn.Module):
             raise ConfigError(f"activation={activation!r} is unknown; give 'relu', 'gelu' or a function")
         attention = variant(attention_type)
         for name in options.keys() - attention.config_options.keys():
-            raise ConfigError(f"{name}={options[name]!r} is no option of attention_type={attention_type!r}; drop it")
+            raise ConfigError(
+                f"{name}={options[name]!r} is not an option of attention_type={attention_type!r}; drop it"
+            )
         heads: dict[str, Any] = {
             "num_attention_heads": nhead,
             "num_key_value_heads": nhead,

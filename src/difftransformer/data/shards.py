@@ -334,5 +334,5 @@ def read_manifest(folder: Path) -> Manifest:
         raise DataError(f"{path}: splits.{missing[0]}: missing; {_TOKENISE_AGAIN}")
     for shard in (shard for split in manifest.splits.values() for shard in split.shards):
         if not is_plain_name(shard.file):
-            raise DataError(f"{path}: {shard.file!r} is no file of this folder; {_TOKENISE_AGAIN}")
+            raise DataError(f"{path}: {shard.file!r} is not a file of this folder; {_TOKENISE_AGAIN}")
     return manifest

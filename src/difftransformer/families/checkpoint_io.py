@@ -241,7 +241,7 @@ class WeightsReader:
 
     def _list(self, name: str) -> None:
         self._open(name)
-        for tensor in self._file.keys():  # noqa: SIM118 - a safetensors file is no mapping
+        for tensor in self._file.keys():  # noqa: SIM118 - a safetensors file is not a mapping
             if tensor in self._where:
                 raise CheckpointError(
                     f"{self.folder / name}: {tensor} is in two files of {self.folder}; expected it once"
@@ -344,13 +344,13 @@ def _checked_layouts(document: dict[str, Any], stated: str | None, to: str, sour
     """Return the source's layout after checking that both layouts have folders that convert into one another."""
     for option, name in (("to", to), ("from", stated)):
         if name is not None and name not in LAYOUTS:
-            raise ConfigError(f"--{option} {name!r} is no layout; choose one of {', '.join(LAYOUTS)}")
+            raise ConfigError(f"--{option} {name!r} is not a layout; choose one of {', '.join(LAYOUTS)}")
     at, model_type = source / CONFIG_FILE, document.get("model_type")
     types = {layout.model_type: name for name, layout in LAYOUTS.items() if layout.model_type}
     name = stated or types.get(str(model_type))
     if name is None:
         known = ", ".join(repr(LAYOUTS[name].model_type) for name in FOLDER_LAYOUTS)
-        raise ConfigError(f"{at}: model_type={model_type!r} is no layout that can be read; expected one of {known}")
+        raise ConfigError(f"{at}: model_type={model_type!r} is not a layout that can be read; expected one of {known}")
     for layout in (name, to):
         if layout not in FOLDER_LAYOUTS:
             first, second = LAYOUTS[layout].functions[:2]

@@ -59,7 +59,7 @@ REFUSED = {  # model_type -> why
     "gpt_oss": "attention sinks, which differential attention does not have",
     "modernbert": _ENCODER,
     "opt": _ONE_COUNT,
-    "qwen2_vl": "it has an encoder of images, and its text model is no language model of its own",
+    "qwen2_vl": "it has an encoder of images, and its text model is not a language model by itself",
     "stablelm": _ONE_COUNT,
-    "vit": "it is no language model; DifferentialEncoderLayer builds encoders of images",
+    "vit": "it is not a language model; DifferentialEncoderLayer builds encoders of images",
 }

@@ -144,13 +144,13 @@ def _named(folder: Path) -> Iterator[None]:
 
 
 def _check_special_tokens(network: Any, folder: Path) -> None:
-    """Refuse special tokens that are no tokens, in config.json and generation_config.json."""
+    """Refuse special tokens that are not token ids, in config.json and generation_config.json."""
     for settings in (network.config, getattr(network, "generation_config", None)):
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             value = getattr(settings, name, None)
             ids = value if isinstance(value, list) and name == "eos_token_id" else [value]
             if any(one is not None and (type(one) is not int or abs(one) > LARGEST_INT) for one in ids):
-                raise CheckpointError(f"{folder}: {name}={short(value)} is no token id; correct its settings")
+                raise CheckpointError(f"{folder}: {name}={short(value)} is not a token id; correct its settings")
 
 
 def _check_size(config: Any, weights: WeightsReader, auto_class: Any) -> None:

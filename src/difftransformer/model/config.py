@@ -163,7 +163,9 @@ class DiffTransformerConfig(PreTrainedConfig):
             if getattr(self, field) not in allowed:
                 raise ConfigError(f"{field}={getattr(self, field)!r} is unknown; choose one of {', '.join(allowed)}")
         if self.hidden_act not in ACT2FN:
-            raise ConfigError(f"hidden_act={self.hidden_act!r} is no activation of transformers; the paper uses silu")
+            raise ConfigError(
+                f"hidden_act={self.hidden_act!r} is not an activation of transformers; the paper uses silu"
+            )
         if self.sliding_window is not None and self.sliding_window < 1:
             raise ConfigError(f"sliding_window={self.sliding_window}: a window holds at least the query; use 1 or more")
         if self.sliding_window is not None and not self.is_causal:

@@ -117,7 +117,7 @@ def summed_nll(
 
     Raises:
         ConfigError: chunk_tokens is below 1, or a DTensor is not sharded by rows on one mesh dimension.
-        DataError: A target is no id. On a GPU, as in `F.cross_entropy`, it is an assertion of the device.
+        DataError: A target is not an id. On a GPU, as in `F.cross_entropy`, it is an assertion of the device.
     """
     if chunk_tokens < 1:
         raise ConfigError(f"chunk_tokens={chunk_tokens}: give at least 1")

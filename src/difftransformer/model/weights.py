@@ -67,7 +67,9 @@ def weight_map(folder: Path) -> dict[str, str]:
         raise CheckpointError(f"{path}: weight_map is missing, expected tensor names and their files")
     for name in listed.values():
         if not isinstance(name, str) or not is_plain_name(name) or not name.endswith(".safetensors"):
-            raise CheckpointError(f"{path}: {short(name)} is no safetensors file of this folder; expected plain names")
+            raise CheckpointError(
+                f"{path}: {short(name)} is not a safetensors file of this folder; expected plain names"
+            )
     return listed
 
 
@@ -86,7 +88,7 @@ def _check_settings(folder: Path) -> None:
 
 
 def check_inside(path: Path) -> None:
-    """Check that a file of a model's folder is no link that leads out of the folder.
+    """Check that a file of a model's folder is not a link that leads out of the folder.
 
     In the cache of the Hugging Face hub, files are links to the blobs of the same model.
 

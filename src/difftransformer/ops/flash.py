@@ -53,7 +53,7 @@ def supports(problem: Problem) -> str | None:
     if problem.kv_range and problem.needs_grad:
         return "kv_lengths with gradients: flash-attn's attention to a cache has no backward pass"
     if problem.kv_range and torch.compiler.is_compiling():
-        return "kv_lengths inside torch.compile: flash-attn's attention to a cache is no operator that it can trace"
+        return "kv_lengths inside torch.compile: flash-attn's attention to a cache is not an operator that it can trace"
     if _takes_wide_value(problem.width, problem.value_width, problem.kv_range):
         return None
     return _missing("flash_attn")

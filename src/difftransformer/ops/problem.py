@@ -319,7 +319,7 @@ def check_restrictions(restrictions: Restrictions, query: Tensor, keys: int) -> 
 
     Raises:
         ShapeError: a shape, dtype or device does not fit, or a value that can be read lies outside its range.
-        ConfigError: restrictions that exclude each other, or a window that is no int or below 1.
+        ConfigError: restrictions that exclude each other, or a window that is not an int or is below 1.
     """
     attn_mask, is_causal, window, kv_start, kv_lengths, cu_seqlens = restrictions
     batch, heads, queries = query.shape[:3]

@@ -17,7 +17,7 @@ WIDTH_WITHOUT_TERMINAL = 120  # for logs, which have no width of their own
 
 
 class _PlainConsole(Console):
-    """Prints text as it is: brackets are no markup, and control characters in names and texts are made visible."""
+    """Prints text as it is: brackets are not markup, and control characters in names and texts are made visible."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for text, style, control in super().render(renderable, options):

@@ -61,8 +61,8 @@ class Task(ABC):
 
     def answer(self, model: Any, requests: Sequence[Any]) -> Answers:
         """Ask a model some of the requests. A task that runs by itself or needs more than a `LanguageModel` overrides this."""
-        found: Answers = model.answer(requests)
-        return found
+        answers: Answers = model.answer(requests)
+        return answers
 
     def parts(self, model: Any) -> list[list[int]] | None:
         """Return the places of the requests that a model is asked together, such as those of a batch; None if it is the same.
@@ -125,13 +125,13 @@ def run_task(
     broadcast = (lambda make: make()) if processes is None else processes.broadcast
     kept: list[Journal] = []
 
-    def found() -> dict[int, Any]:
+    def known_answers() -> dict[int, Any]:
         answers: dict[int, Any] = {}
         if journal is not None:
             kept.append(_opened(journal, answers, f"{identity} {requests_sha256(task.requests)}", replace_others))
         return answers
 
-    answers = broadcast(found)
+    answers = broadcast(known_answers)
     done, total = sum(costs[index] for index in answers), sum(costs)
     ahead, shown = 0.0, done  # tokens that were computed but not answered yet; what was reported last
     report(done, total)
@@ -194,8 +194,8 @@ def _in_turns(
         except EvaluationError as error:  # met here alone, and said to all
             failure = error
         answers_of_all = processes.gathered((own, failure))
-        for found, _ in answers_of_all:
-            yield from found
+        for answers_of_one, _ in answers_of_all:
+            yield from answers_of_one
         for _, failed in answers_of_all:
             if failed is not None:
                 processes.fail(failed)
@@ -235,8 +235,8 @@ def _defined(scores: Scores) -> Scores:
     grids = [grid for grid in scores.grids if _is_finite(*chain.from_iterable(grid.values))]
     broken = {item.name for item in scores.items if not _is_finite(item.score, item.weight)}
     gaps = list(scores.gaps)
-    for found, kept in ((scores.measurements, measured), (scores.grids, grids)):
-        there, whole = Counter(row.name for row in kept), Counter(row.name for row in found)
+    for given, kept in ((scores.measurements, measured), (scores.grids, grids)):
+        there, whole = Counter(row.name for row in kept), Counter(row.name for row in given)
         for name, places in whole.items():
             if lost := places - there[name]:
                 gaps.append(f"{name} is undefined" + (f" in {lost} of {places} places" if places > 1 else ""))

@@ -24,7 +24,7 @@ class Journal:
         sync_seconds: Rows survive the end of the process at once, and a loss of power after this many seconds.
 
     Raises:
-        DamagedLine: A complete line is no row, or not one that `take` accepts.
+        DamagedLine: A complete line is not a row, or not one that `take` accepts.
         OtherHeader: The header is another one.
     """
 

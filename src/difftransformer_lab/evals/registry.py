@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from difftransformer.errors import ConfigError
+from difftransformer.typed import short
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -87,6 +88,11 @@ def task_help() -> dict[str, str]:
     return {name: doc.partition("\n")[0].rstrip(".") for name, doc in sorted(docs.items())}
 
 
+def refused(options: object, names: str, advice: str) -> ConfigError:
+    """Return the error for values that options cannot have; the names are separated by spaces."""
+    return ConfigError(", ".join(f"{name}={short(getattr(options, name))}" for name in names.split()) + f": {advice}")
+
+
 def at_least(options: object, least: int, *names: str) -> None:
     """Check that options are at least `least`; None passes, and a list is checked item by item.
 
@@ -96,4 +102,4 @@ def at_least(options: object, least: int, *names: str) -> None:
     for name in names:
         value = getattr(options, name)
         if any(one is not None and one < least for one in (value if isinstance(value, list) else [value])):
-            raise ConfigError(f"{name}={value}: give at least {least}")
+            raise refused(options, name, f"give at least {least}")

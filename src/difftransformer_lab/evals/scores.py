@@ -21,7 +21,7 @@ def by_unit(values: Sequence[float], units: Sequence[Hashable]) -> tuple[list[Ha
     sums: dict[Hashable, list[float]] = {}
     for value, unit in zip(values, units, strict=True):
         sums.setdefault(unit, []).append(value)
-    return list(sums), [math.fsum(found) for found in sums.values()], [float(len(found)) for found in sums.values()]
+    return list(sums), [math.fsum(own) for own in sums.values()], [float(len(own)) for own in sums.values()]
 
 
 def proportion(

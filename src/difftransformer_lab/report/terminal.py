@@ -39,7 +39,7 @@ def turned(table: Table) -> Table:
 
 
 def rich_table(table: Table) -> RichTable:
-    """Return a table as rich prints it. Brackets in names are no markup."""
+    """Return a table as rich prints it. Brackets in names are not markup."""
     made = RichTable(
         title=Text(table.title, style="table.title"),
         caption=Text(" ".join(table.notes), style="table.caption"),

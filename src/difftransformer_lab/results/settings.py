@@ -51,11 +51,11 @@ def own_best(
     """
     mine = [rate for rate in rates if rate.arm == arm and axis.name in rate.point]
     apart = {name: value for name, value in others.items() if len({rate.point.get(name) for rate in mine}) > 1}
-    found = {
+    values = {
         rate.point[axis.name]: dict(rate.tried)[rate.learning_rate]
         for rate in mine
         if all(rate.point.get(name) == value for name, value in apart.items())
     }
-    known = [value for value in axis.values if value in found]
+    known = [value for value in axis.values if value in values]
     pick = min if lower_is_better else max
-    return pick(known, key=found.__getitem__) if known else None
+    return pick(known, key=values.__getitem__) if known else None

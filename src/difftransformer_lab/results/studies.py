@@ -262,7 +262,7 @@ def headline_figures(evaluations: Mapping[str, TaskResult]) -> list[StudyFigure]
 
     The first ones of a task are bits a byte of a loss, else its first figure wherever that was taken. The others are secondary.
     """
-    found: list[StudyFigure] = []
+    figures: list[StudyFigure] = []
     for task, result in evaluations.items():
         rows = headlines(result)
         bits = [row for row in rows if row.unit == "bits/byte"][:1]
@@ -271,9 +271,9 @@ def headline_figures(evaluations: Mapping[str, TaskResult]) -> list[StudyFigure]
             label = title_of(row, result)
             if bits and row.name == "nll":
                 label += " per token"
-            if any(one.label == label for one in found):
+            if any(one.label == label for one in figures):
                 label += f" ({task})"
-            found.append(
+            figures.append(
                 StudyFigure(
                     label=label,
                     task=task,
@@ -284,7 +284,7 @@ def headline_figures(evaluations: Mapping[str, TaskResult]) -> list[StudyFigure]
                     secondary=row not in leading,
                 )
             )
-    return found
+    return figures
 
 
 def measured(record: RunRecord, figure: StudyFigure) -> RunFigure | None:
@@ -302,8 +302,8 @@ def figure_of(record: RunRecord, figure: StudyFigure) -> float | None:
     last step if it never does; its mean over the steps if the figure is an area; and its last value otherwise.
     """
     if not figure.curve:
-        found = measured(record, figure)
-        return found.value if found else None
+        figure_here = measured(record, figure)
+        return figure_here.value if figure_here else None
     curve = record.curves.get(figure.curve)
     if curve is None or not curve.steps:
         return None

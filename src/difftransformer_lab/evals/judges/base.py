@@ -93,7 +93,7 @@ def judge_all(judge: Judge, cases: Sequence[Case], file: Path) -> tuple[list[Jud
             journal = Journal(file, take)
         except DamagedLine as damage:
             raise CheckpointError(
-                f"{file}: line {damage.line} is no judgment; choose another with --judgments"
+                f"{file}: line {damage.line} is not a judgment; choose another with --judgments"
             ) from None
         keys = [fingerprint(judge, case) for case in cases]
         with journal:

@@ -140,7 +140,7 @@ class EndpointJudge:
         lines = [line for line in text.splitlines() if line.strip()]
         verdict = _VERDICT.fullmatch(lines[-1]) if lines else None
         if verdict is None:
-            raise self._failed("a reply whose last line is no verdict")
+            raise self._failed("a reply whose last line is not a verdict")
         self._failed_cases = 0
         return Judgment(faithful=verdict[1].casefold() == "true", reasoning="\n".join(lines[:-1]).strip())
 

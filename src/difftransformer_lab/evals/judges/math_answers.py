@@ -122,23 +122,23 @@ def extract_answer(text: str) -> str | None:
 
 def is_right(text: str, answer: str) -> bool:
     """Whether the text of a model ends in the right answer. `answer` may also be a solution that ends in it."""
-    gold, found = answer, extract_answer(text)
+    gold, given = answer, extract_answer(text)
     if "####" in answer or _last_boxed(answer) is not None:
         gold = extract_answer(answer) or answer
     if same_answer(text, gold):
         return True
-    if found is None:
+    if given is None:
         return False
-    if same_answer(found, gold):
+    if same_answer(given, gold):
         return True
-    found = _TEXT.sub(r" \1 ", found[:_LONGEST])
-    if reason := _REASON.match(found):
-        found = reason[1]
-        if same_answer(found, gold):
+    given = _TEXT.sub(r" \1 ", given[:_LONGEST])
+    if reason := _REASON.match(given):
+        given = reason[1]
+        if same_answer(given, gold):
             return True
-    if not _PROSE.search(found) or _PROSE.search(_written(gold)):
+    if not _PROSE.search(given) or _PROSE.search(_written(gold)):
         return False
-    number = _last_number(found)  # as in "she has 18 eggs left" and "the sum 3+4=7"
+    number = _last_number(given)  # as in "she has 18 eggs left" and "the sum 3+4=7"
     return number is not None and same_answer(number, gold)
 
 
@@ -182,8 +182,8 @@ def _written(text: str) -> str:
     text = text.replace("\\$", "$").strip("$ \t\n*`").rstrip(".").strip()
     for pattern, replacement in _PLAIN:
         text = re.sub(pattern, replacement, text)
-    text = _DECIMAL_COMMA.sub(lambda found: found[0].replace(".", "").replace(",", "."), text)
-    text = _SCALE.sub(lambda found: rf" \times {_SCALES[found[1]]}", text)
+    text = _DECIMAL_COMMA.sub(lambda match: match[0].replace(".", "").replace(",", "."), text)
+    text = _SCALE.sub(lambda match: rf" \times {_SCALES[match[1]]}", text)
     return _UNIT.sub("", text)
 
 

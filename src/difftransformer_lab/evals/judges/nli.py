@@ -30,13 +30,15 @@ class NliJudge:
     def __init__(self, folder: str) -> None:
         self.model, self.tokenizer = _opened(folder)
         labels = {int(index): str(label) for index, label in self.model.config.id2label.items()}
-        found = [index for index, label in labels.items() if label.strip().casefold() in ("entailment", "entails")]
-        if len(found) != 1:
+        entailments = [
+            index for index, label in labels.items() if label.strip().casefold() in ("entailment", "entails")
+        ]
+        if len(entailments) != 1:
             raise ConfigError(
                 f"{folder}: its labels are {', '.join(labels.values())}, none of them entailment; name a model of natural "
                 "language inference whose id2label says which is"
             )
-        self.entailment = found[0]
+        self.entailment = entailments[0]
         positions = getattr(self.model.config, "max_position_embeddings", _MOST_WINDOW_TOKENS)
         self.window_tokens = min(_MOST_WINDOW_TOKENS, positions, self.tokenizer.model_max_length)
         hashed = (path for path in Path(folder).iterdir() if path.name in _HASHED or path.suffix == ".safetensors")

@@ -14,9 +14,8 @@ from difftransformer.data import Tokenizer
 from difftransformer.errors import EvaluationError
 
 from ..probes import LastRow, Magnitudes, Maps, Probe
-from ..probes.last_row import last_row_weights, row_sums
 from ..probes.magnitudes import magnitudes
-from ..probes.maps import head_maps
+from ..probes.maps import head_maps, last_row_weights, row_sums
 from ..requests import Answers, Choice, Continuation, Loss, Predictions, Request, ScoredContinuation
 from .prefix import CHUNK_TOKENS, PrefixCache, can_be_cut, common_prefixes, growing_cache
 from .quantized import UNTOUCHED_BITS, quantized_linears, quantized_logits
@@ -96,18 +95,18 @@ class CausalLanguageModel:
             groups[type(request)].append(index)
         parts = []
         for kind, indices in groups.items():
-            found = [[place] for place in range(len(indices))]
+            own_parts = [[place] for place in range(len(indices))]
             chosen = [requests[index] for index in indices]
             if kind in (Loss, Predictions):
-                found = self._equal_lengths([request.ids for request in chosen], self._whole_tokens)
+                own_parts = self._equal_lengths([request.ids for request in chosen], self._whole_tokens)
             elif kind is LastRow:
-                found = self._equal_lengths([request.prompt for request in chosen])
+                own_parts = self._equal_lengths([request.prompt for request in chosen])
             elif kind is Choice and self.prefix_caching:
-                found = _runs(chosen)
+                own_parts = _runs(chosen)
             elif kind in (Continuation, ScoredContinuation):
                 prompts = [request.prompt for request in chosen]
-                found = _runs(chosen) if self._shares(chosen) else self._equal_lengths(prompts)
-            parts += [[indices[place] for place in part] for part in found]
+                own_parts = _runs(chosen) if self._shares(chosen) else self._equal_lengths(prompts)
+            parts += [[indices[place] for place in part] for part in own_parts]
         return parts
 
     def probe(self, probes: Sequence[Probe]) -> Answers:
@@ -170,10 +169,10 @@ class CausalLanguageModel:
                 raise EvaluationError(f"a {type(request).__name__} cannot be answered; choose one of {names}")
             groups[type(request)].append(index)
         for kind, indices in groups.items():
-            found = kinds[kind]([requests[index] for index in indices])
+            pairs = kinds[kind]([requests[index] for index in indices])
             while True:
                 with torch.inference_mode():  # left while the caller has the answer
-                    pair = next(found, None)
+                    pair = next(pairs, None)
                 if pair is None:
                     break
                 yield indices[pair[0]], pair[1]
@@ -333,11 +332,11 @@ class CausalLanguageModel:
         by_length: dict[int, list[int]] = defaultdict(list)
         for index, row in enumerate(rows):
             by_length[len(row)].append(index)
-        found = []
+        batches = []
         for length, indices in by_length.items():
             count = max(1, (most_tokens or self.batch_tokens) // max(1, length))
-            found += [indices[begin : begin + count] for begin in range(0, len(indices), count)]
-        return found
+            batches += [indices[begin : begin + count] for begin in range(0, len(indices), count)]
+        return batches
 
 
 def _runs(requests: Sequence[Continuation | Choice]) -> list[list[int]]:

@@ -92,13 +92,13 @@ class PrefixCache:
         # The row's last token always goes through the model, because its logits are part of the result.
         keep = 0 if self._cache is None else min(common_prefix(self._ids, ids), len(row) - 1)
         self._cut(keep)
-        found: list[Tensor] = []
+        logits: list[Tensor] = []
         for begin in range(keep, len(row), CHUNK_TOKENS):
-            found = [self._logits(ids[begin : min(begin + CHUNK_TOKENS, len(row))], 1)]
+            logits = [self._logits(ids[begin : min(begin + CHUNK_TOKENS, len(row))], 1)]
         if len(more):
-            found.append(self._logits(ids[len(row) :], len(more)))
+            logits.append(self._logits(ids[len(row) :], len(more)))
         self._ids = ids
-        return torch.cat(found, 1)[0].float()
+        return torch.cat(logits, 1)[0].float()
 
     def _logits(self, ids: np.ndarray, keep: int) -> Tensor:
         """Return the logits (1, keep, V) after the last `keep` of some tokens, which are appended to the cache."""

@@ -9,10 +9,10 @@ from difftransformer.data import Tokenizer
 def stop_tokens(tokenizer: Tokenizer, ending: str | None = None) -> tuple[int, ...]:
     """Return the tokens that end a continuation: all special ones and, if given, all whose text contains `ending`."""
     added = tokenizer.backend.get_added_tokens_decoder()
-    found = {index for index, token in added.items() if token.special}
+    stops = {index for index, token in added.items() if token.special}
     if ending is not None:
-        found |= {index for index in range(tokenizer.vocab_size) if ending in tokenizer.decode([index])}
-    return tuple(sorted(found))
+        stops |= {index for index in range(tokenizer.vocab_size) if ending in tokenizer.decode([index])}
+    return tuple(sorted(stops))
 
 
 def text_until(tokenizer: Tokenizer, ids: Sequence[int], ending: str | None = None) -> tuple[str, int]:

@@ -22,7 +22,7 @@ BINS = 1 << 15
 
 @dataclass(frozen=True)
 class LastRow(Prompted):
-    """Asks where the prompt's last token looks. The answer: `last_row.row_sums` of its attention weights."""
+    """Asks where the prompt's last token looks. The answer: `maps.row_sums` of its attention weights."""
 
     edges: tuple[int, ...]
 
@@ -79,5 +79,5 @@ class ProbeTask(Task):
         """
         if not hasattr(model, "probe"):
             raise EvaluationError(f"{type(model).__name__} answers requests only, no probes; choose another model")
-        found: Answers = model.probe(requests)
-        return found
+        answers: Answers = model.probe(requests)
+        return answers

@@ -186,13 +186,13 @@ def observing_maps(layers: Sequence[nn.Module], observe: ObserveMaps) -> Iterato
     def logits(scores: Tensor, allowed: Tensor | None) -> Tensor:
         layer, number = place
         place[1] += 1
-        found = softmax_of(scores, allowed)
+        attention_map = softmax_of(scores, allowed)
         if _maps_of(layers[layer]) == 1:
-            observe(layer, found, None, None, allowed)
+            observe(layer, attention_map, None, None, allowed)
         elif number == 0:
-            firsts.append(found)
+            firsts.append(attention_map)
         else:
-            observe(layer, firsts.pop(), found, lams[layer], allowed)
+            observe(layer, firsts.pop(), attention_map, lams[layer], allowed)
         return scores
 
     with ExitStack() as hooks, _counting(layers) as place, observe_logits(logits):

@@ -1,9 +1,11 @@
-"""The attention maps of a prompt, head by head."""
+"""The attention maps of a prompt, head by head, or only the weights of its last token and their sums by segment."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from difftransformer.errors import EvaluationError
@@ -31,7 +33,7 @@ def head_maps(model: Any, ids: Tensor, layers: Sequence[int] = (), heads: Sequen
     Raises:
         EvaluationError: See `hooks.written_out`; or the model has no such layer or head.
     """
-    found: dict[str, Any] = {"negative": [], "near_zero": [], "near_zero_first": [], "lambda": [], "maps": []}
+    figures: dict[str, Any] = {"negative": [], "near_zero": [], "near_zero_first": [], "lambda": [], "maps": []}
 
     def observe(layer: int, first: Tensor, second: Tensor | None, lam: Tensor | None, allowed: Tensor | None) -> None:
         weights = combined(first, second, lam)
@@ -39,17 +41,17 @@ def head_maps(model: Any, ids: Tensor, layers: Sequence[int] = (), heads: Sequen
         tenth = _NEAR_ZERO / seen.sum(-1, keepdim=True)
         for name, values in (("near_zero", weights), ("near_zero_first", first)):
             near = (values.abs() < tenth) & seen
-            found[name].append((near.sum((0, 2, 3)) / seen.sum((0, 2, 3))).tolist())
+            figures[name].append((near.sum((0, 2, 3)) / seen.sum((0, 2, 3))).tolist())
         wide = weights.double()
-        found["negative"].append((wide.clamp(max=0).abs().sum((0, 2, 3)) / wide.abs().sum((0, 2, 3))).tolist())
+        figures["negative"].append((wide.clamp(max=0).abs().sum((0, 2, 3)) / wide.abs().sum((0, 2, 3))).tolist())
         by_head = None if lam is None else lam.expand(first.shape[:3]).mean((0, 2)).tolist()
-        found["lambda"].append(by_head)
+        figures["lambda"].append(by_head)
         if layer not in chosen_layers:
             return
         if heads and max(heads) >= first.shape[1]:
             raise EvaluationError(f"no head {max(heads)}: layer {layer} has {first.shape[1]}, counted from 0")
         for head in heads or range(min(_HEADS_DRAWN, first.shape[1])):
-            found["maps"].append(
+            figures["maps"].append(
                 {
                     "layer": layer,
                     "head": head,
@@ -67,9 +69,52 @@ def head_maps(model: Any, ids: Tensor, layers: Sequence[int] = (), heads: Sequen
         chosen_layers = set(layers) or {0, count // 2, count - 1}
         with observing_maps(tapped, observe):
             model(input_ids=ids, use_cache=False)
-    return found
+    return figures
 
 
 def _rows(square: Tensor) -> list[list[float]]:
     """Return the rows of a causal map without the later keys, with four digits."""
     return [[float(f"{value:.4g}") for value in row[: index + 1]] for index, row in enumerate(square.tolist())]
+
+
+def last_row_weights(model: Any, ids: Tensor) -> list[Tensor]:
+    """Return the weights by which the last token's heads add values: A1 - lambda A2 for differential attention.
+
+    The ids are (B, T). All tokens but the last go through the model's own kernels; only one row of each map is formed.
+
+    Returns:
+        (B, H, T) in fp32 for each layer, on the CPU; zero for tokens outside of a sliding window.
+
+    Raises:
+        EvaluationError: See `hooks.written_out`.
+    """
+    length, past = ids.shape[1], None
+    if length > 1:
+        past = model(input_ids=ids[:, :-1], use_cache=True, logits_to_keep=1).past_key_values
+    rows: list[Tensor] = []
+
+    def observe(layer: int, first: Tensor, second: Tensor | None, lam: Tensor | None, allowed: Tensor | None) -> None:
+        weights = combined(first, second, lam)[:, :, -1].float().cpu()
+        rows.append(F.pad(weights, (length - weights.shape[-1], 0)))
+
+    with written_out(model) as layers, observing_maps(layers, observe):
+        model(input_ids=ids[:, -1:], past_key_values=past, use_cache=True)
+    return rows
+
+
+def row_sums(layers: Sequence[Tensor], edges: Sequence[int]) -> list[list[list[list[float]]]]:
+    """Sum w, |w| and max(w, 0) over each segment (`probes.FORMS`).
+
+    Args:
+        layers: (H, T) weights of one query in each layer; H may differ between layers.
+        edges: Bounds of the segments: segment i is edges[i] <= position < edges[i + 1].
+
+    Returns:
+        [layer][head][form][segment].
+    """
+    sums = []
+    for weights in layers:
+        wide = weights.double()
+        forms = torch.stack((wide, wide.abs(), wide.clamp(min=0)), 1)
+        sums.append(torch.stack([forms[..., a:b].sum(-1) for a, b in pairwise(edges)], -1).tolist())
+    return sums

@@ -15,9 +15,9 @@ import numpy as np
 
 from difftransformer.data import Tokenizer
 from difftransformer.data.labelled import FOLDER_VARIABLE, Example, LabelledSet, read_labelled, read_labelled_files
-from difftransformer.errors import ConfigError, DataError
+from difftransformer.errors import DataError
 
-from ..registry import at_least
+from ..registry import at_least, refused
 
 SEPARATOR = "\n==\n"
 LABEL_END = "\n"
@@ -58,14 +58,14 @@ class DataOptions:
 
     def __post_init__(self) -> None:
         if self.data is not None and self.train_file is not None:
-            raise ConfigError(f"data={self.data} and train_file={self.train_file}: give one of the two")
+            raise refused(self, "data train_file", "give one of the two")
         if self.test_file is not None and self.train_file is None:
-            raise ConfigError(f"test_file={self.test_file} without a train_file: give both")
+            raise refused(self, "test_file", "there is no train_file; give both")
         at_least(self, 0, "seed")
         for field in ("text_word", "label_word"):
             word = getattr(self, field)
             if word is not None and (not word.strip() or "\n" in word):
-                raise ConfigError(f"{field}={word!r}: give a word")
+                raise refused(self, field, "give a word")
 
     def read(self) -> LabelledSet:
         """Read the examples.
@@ -163,10 +163,13 @@ def balanced(examples: Sequence[Example], rng: np.random.Generator) -> list[list
     by_label: dict[str, list[Example]] = {label: [] for label in sorted({e.label for e in examples})}
     for example in examples:
         by_label[example.label].append(example)
-    drawn = [[found[place] for place in rng.permutation(len(found))] for found in by_label.values()]
+    drawn = [
+        [examples_of_one[place] for place in rng.permutation(len(examples_of_one))]
+        for examples_of_one in by_label.values()
+    ]
     rounds = []
     for place in range(max(map(len, drawn))):
-        members = [found[place] for found in drawn if place < len(found)]
+        members = [examples_of_one[place] for examples_of_one in drawn if place < len(examples_of_one)]
         rounds.append([members[index] for index in rng.permutation(len(members))])
     return rounds
 

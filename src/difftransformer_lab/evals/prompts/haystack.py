@@ -1,15 +1,16 @@
 """Needle documents as the tasks draw them: whose cities are named, and which cells share their documents."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from difftransformer.data import CITIES_SEEN, CITIES_UNSEEN, NeedleQuestion, evaluation_document
-from difftransformer.errors import ConfigError
 
-from .texts import Setting
+from ..registry import at_least, refused
+from .texts import HAYSTACK_TOKENS, VALIDATION, Setting
 
 Kind = Literal["all", "seen", "unseen"]
 CITIES: dict[Kind, tuple[str, ...]] = {
@@ -22,20 +23,41 @@ CITIES: dict[Kind, tuple[str, ...]] = {
 MOST_DOCUMENTS = 100_000
 
 
-def check_documents(depths: Sequence[float], documents: int, digits: int, seed: int) -> None:
-    """Refuse options that no document can have.
+@dataclass(frozen=True, kw_only=True)
+class NeedleOptions:
+    """Which needle documents are drawn.
 
-    Raises:
-        ConfigError: a depth outside 0 to 1, no documents, digits outside 1 to 9, or a negative seed.
+    Attributes:
+        depths: Places of the answer, 0 (start of the context) to 1 (its end).
+        documents: Documents in a cell of the grid, which is a depth at a length; the paper has 50.
+        digits: Digits of a number.
+        text: The haystack: python-stdlib, a text file, a folder of them, hf:NAME[:CONFIG][:SPLIT], or validation for the
+            text that a run held out.
+        paired: Whether the same needles in the same haystack stand in every cell; otherwise every cell draws its own
+            documents.
+        seed: Seed of places, cities and numbers.
     """
-    if not depths or any(not 0 <= depth <= 1 for depth in depths):
-        raise ConfigError(f"depths={depths}: give shares of the context, from 0 to 1")
-    if not 1 <= documents <= MOST_DOCUMENTS or not 1 <= digits <= 9:
-        raise ConfigError(
-            f"documents={documents}, digits={digits}: give at least 1 document, at most {MOST_DOCUMENTS:,}, and 1 to 9 digits"
-        )
-    if seed < 0:
-        raise ConfigError(f"seed={seed}: give 0 or more")
+
+    depths: list[float] = field(default_factory=lambda: [0.0, 0.25, 0.5, 0.75, 1.0])
+    documents: int = 10
+    digits: int = 7
+    text: str = "python-stdlib"
+    paired: bool = True
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.depths or any(not 0 <= depth <= 1 for depth in self.depths):
+            raise refused(self, "depths", "give shares of the context, from 0 to 1")
+        if not 1 <= self.documents <= MOST_DOCUMENTS or not 1 <= self.digits <= 9:
+            most = f"give at least 1 document, at most {MOST_DOCUMENTS:,}, and 1 to 9 digits"
+            raise refused(self, "documents digits", most)
+        at_least(self, 0, "seed")
+
+    @property
+    def haystack(self) -> str:
+        """Which part of the text is the haystack, for the choices of a task."""
+        part = "whole held-out text" if self.text == VALIDATION else f"first {HAYSTACK_TOKENS:,} tokens of the text"
+        return f"The haystack is the {part} named in the options"
 
 
 def draw_documents(

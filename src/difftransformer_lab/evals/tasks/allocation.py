@@ -14,7 +14,7 @@ For softmax attention the three agree.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,6 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from difftransformer.data import NeedleQuestion
-from difftransformer.errors import ConfigError
 
 from ...plots.curves import labels, select
 from ...plots.heat_map import heat_map, matrix
@@ -32,9 +31,9 @@ from ...plots.style import ACCURACY_COLOURS, COLOURS, INK, WIDTH_INCHES, legend_
 from ...results import Form, Grid, Measurement, Segment, TaskResult
 from ..engine import Scores
 from ..probes import FORMS, LastRow, ProbeTask
-from ..prompts.haystack import Kind, check_documents, draw_documents
-from ..prompts.texts import HAYSTACK_TOKENS, VALIDATION, Setting, token_stream
-from ..registry import TaskKind, register
+from ..prompts.haystack import Kind, NeedleOptions, draw_documents
+from ..prompts.texts import HAYSTACK_TOKENS, Setting, token_stream
+from ..registry import TaskKind, at_least, register
 from ..scores import details, mean, unit_scores
 
 SEGMENTS: tuple[Segment, ...] = ("first", "before", "answer", "after", "query")
@@ -75,39 +74,22 @@ _CHOICES = [
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class Options(NeedleOptions):
     """Attention allocation of any model.
 
     Attributes:
         length: Prompt length in tokens with room for the answer; the model's context by default, at most 2048.
         needles: Needles in the context; one is asked for.
-        depths: Places of the answer, 0 (start of the context) to 1 (its end).
-        documents: Documents at each depth.
-        digits: Digits of a number.
-        text: The haystack: python-stdlib, a text file, a folder of them, hf:NAME[:CONFIG][:SPLIT], or validation for the
-            text that a run held out.
         cities: Cities to name: all, those that training documents name (seen), or the others (unseen).
-        paired: Whether the same needles in the same haystack stand at every depth; otherwise every depth draws its own
-            documents.
-        seed: Seed of places, cities and numbers.
     """
 
     length: int | None = None
     needles: int = 4
-    depths: list[float] = field(default_factory=lambda: [0.0, 0.25, 0.5, 0.75, 1.0])
-    documents: int = 10
-    digits: int = 7
-    text: str = "python-stdlib"
     cities: Kind = "all"
-    paired: bool = True
-    seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.length is not None and self.length < 1:
-            raise ConfigError(f"length={self.length}: give at least 1, or leave it out for the model's context")
-        if self.needles < 1:
-            raise ConfigError(f"needles={self.needles}: give at least 1")
-        check_documents(self.depths, self.documents, self.digits, self.seed)
+        super().__post_init__()
+        at_least(self, 1, "length", "needles")
 
 
 class AllocationTask(ProbeTask):
@@ -149,15 +131,14 @@ class AllocationTask(ProbeTask):
         signed = [share["signed"][answer] for share in shares]
         items = unit_scores("signed attention on the answer", signed, documents)
         middle = min(self.options.depths, key=lambda depth: (abs(depth - 0.5), depth))
-        sums = [found for found, depth in zip(answers, depths, strict=True) if depth == middle]
+        sums = [one for one, depth in zip(answers, depths, strict=True) if depth == middle]
         return Scores(measurements=measurements, items=items, grids=_by_head(sums, middle))
 
 
 def _choices(options: Options) -> list[str]:
-    part = "whole held-out text" if options.text == VALIDATION else f"first {HAYSTACK_TOKENS:,} tokens of the text"
     return [
         *_CHOICES,
-        f"The haystack is the {part} named in the options.",
+        f"{options.haystack}.",
         "The same needles in the same haystack stand at every depth: depths are paired, and standard errors are over "
         "documents."
         if options.paired
@@ -171,7 +152,7 @@ def _by_head(answers: Sequence[Any], depth: float) -> list[Grid]:
     for place, form in enumerate(FORMS):
         # [layer] -> (documents, heads, segments); layers may differ in their heads
         layers = [
-            np.array([[head[place] for head in found[layer]] for found in answers]) for layer in range(len(answers[0]))
+            np.array([[head[place] for head in one[layer]] for one in answers]) for layer in range(len(answers[0]))
         ]
         if form != "signed":
             layers = [sums / np.maximum(sums.sum(-1, keepdims=True), np.finfo(float).tiny) for sums in layers]
@@ -240,9 +221,9 @@ def _bars(ax: Axes, result: TaskResult, form: str) -> None:
     depths = sorted({row.at["depth"] for row in rows})
     ends = {1: np.zeros(len(depths)), -1: np.zeros(len(depths))}
     for segment in SEGMENTS:
-        found = {row.at["depth"]: row.value for row in rows if row.at["segment"] == segment}
+        shares = {row.at["depth"]: row.value for row in rows if row.at["segment"] == segment}
         for x, depth in enumerate(depths):
-            value = found[depth]
+            value = shares[depth]
             side = ends[-1 if value < 0 else 1]
             ax.bar(x, value, 0.78, bottom=side[x], color=_SEGMENT_COLOURS[segment])
             if abs(value) >= 0.06:
@@ -264,8 +245,8 @@ def _heads(ax: Axes, grid: Grid, top: float) -> Any:
 
 
 def _grid(result: TaskResult) -> Grid | None:
-    found = (grid for grid in result.grids if (grid.at["form"], grid.at["segment"]) == ("absolute", "answer"))
-    return next(found, None)
+    grids = (grid for grid in result.grids if (grid.at["form"], grid.at["segment"]) == ("absolute", "answer"))
+    return next(grids, None)
 
 
 def _percent(depth: float) -> str:

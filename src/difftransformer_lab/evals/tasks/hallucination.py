@@ -13,7 +13,7 @@ from typing import Any, Literal
 from matplotlib.figure import Figure
 
 from difftransformer.data.qa_sets import GROUNDED_SETS, GroundedItem, Kind, read_grounded, read_grounded_file
-from difftransformer.errors import ConfigError, DataError, EvaluationError
+from difftransformer.errors import DataError, EvaluationError
 
 from ...plots.bars import accuracy_bars
 from ...plots.curves import labels, select
@@ -26,7 +26,7 @@ from ..judges.overlap import OverlapJudge
 from ..models.stopping import stop_tokens
 from ..prompts.chat import chat_frame
 from ..prompts.texts import Setting
-from ..registry import TaskKind, at_least, register
+from ..registry import TaskKind, at_least, refused, register
 from ..requests import Continuation
 from ..scores import mean_of_sets, proportion, single, unit_scores
 
@@ -99,7 +99,7 @@ class Options:
         at_least(self, 1, "items", "max_new_tokens", "max_judgments", "max_cost_tokens")
         at_least(self, 0, "retries", "seed")
         if not self.timeout_seconds > 0:
-            raise ConfigError(f"timeout_seconds={self.timeout_seconds}: give more than 0")
+            raise refused(self, "timeout_seconds", "give more than 0")
 
 
 def make_judge(options: Options) -> Judge:
@@ -123,7 +123,7 @@ def make_judge(options: Options) -> Judge:
             max_tokens=options.max_cost_tokens,
         )
         return EndpointJudge(name, options.endpoint, options.key_variable, spending)
-    raise ConfigError(f"judge={options.judge!r}: choose overlap, nli:FOLDER or openai:MODEL")
+    raise refused(options, "judge", "choose overlap, nli:FOLDER or openai:MODEL")
 
 
 class HallucinationTask(Task):
@@ -225,15 +225,15 @@ class HallucinationTask(Task):
                 faithful = verdict is not None and verdict.faithful
                 right[name].append(faithful)
                 judged[name].append(document)
-        accuracies = [proportion("accuracy", found, {"set": name}, units=judged[name]) for name, found in right.items()]
-        items = [item for name, found in right.items() for item in unit_scores("accuracy", found, judged[name])]
+        accuracies = [proportion("accuracy", marks, {"set": name}, units=judged[name]) for name, marks in right.items()]
+        items = [item for name, marks in right.items() for item in unit_scores("accuracy", marks, judged[name])]
         measurements: list[Measurement] = [*accuracies, mean_of_sets("mean accuracy", accuracies)]
-        for name, found in empty.items():
+        for name, marks in empty.items():
             measurements.append(
-                proportion("empty answers", found, {"set": name}, units=documents[name], better="lower")
+                proportion("empty answers", marks, {"set": name}, units=documents[name], better="lower")
             )
             counted = float(unjudged[name])
-            measurements.append(single("unjudged", "answers", counted, len(found), {"set": name}, "lower"))
+            measurements.append(single("unjudged", "answers", counted, len(marks), {"set": name}, "lower"))
         return Scores(measurements=measurements, items=items)
 
     def _choices(self) -> list[str]:

@@ -8,23 +8,27 @@ model, up to the rounding of attention kernels.
 import difflib
 import importlib.metadata
 import importlib.util
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from difftransformer.data.records import errors_only, files_sha256
-from difftransformer.errors import ConfigError, EvaluationError
+from difftransformer.errors import ConfigError, DiffTransformerError, EvaluationError
 
 from ...results import ItemScore, Measurement
 from ..engine import Scores, Task
 from ..prompts.texts import Setting
-from ..registry import TaskKind, at_least, register
+from ..registry import TaskKind, at_least, refused, register
 from ..requests import Answers
 
 RANDOM_SEED = 1234  # the default of lm-eval
 PAPER_TASKS = "arc_challenge,arc_easy,boolq,hellaswag,openbookqa,piqa,winogrande"
+LENGTHS = {"ruler": [2**power for power in range(12, 18)], "babilong": [0, *(2**power for power in range(10, 18))]}
+"""Suites whose prompts have a length that is chosen, each with the lengths that lm-eval has; the first is the default."""
 _CHOICES = [
     "The paper states neither which metric of a task it reads (acc or acc_norm) nor which release of the harness; all metrics "
     "are given here.",
@@ -38,6 +42,8 @@ class Options:
     Attributes:
         tasks: Names of tasks or groups, separated by commas; the paper's seven by default.
         shots: Examples before a question, with one run for each number, such as [0,5]; the task's own number by default.
+        lengths: Prompt lengths in tokens of ruler (4096 to 131072) and babilong (0 for the facts alone, 1024 to 131072), with
+            one run for each; the shortest by default.
         include_path: Folder with your own tasks as YAML files; lm-eval's own are read only if this folder lacks a task.
         limit: Number of documents of each task, from the first; all by default.
         batch_size: Rows of a forward pass.
@@ -46,6 +52,7 @@ class Options:
 
     tasks: str = PAPER_TASKS
     shots: list[int] | None = None
+    lengths: list[int] | None = None
     include_path: str | None = None
     limit: int | None = None
     batch_size: int = 1
@@ -58,6 +65,13 @@ class Options:
         at_least(self, 0, "shots")
         if self.include_path is not None and not Path(self.include_path).is_dir():
             raise ConfigError(f"--include-path {self.include_path}: no such folder; name one with tasks as YAML files")
+        for name in self.names if self.lengths is not None else ():
+            allowed = LENGTHS.get(suite_of(name), [])
+            if not self.lengths or not set(self.lengths) <= set(allowed):
+                advice = (
+                    f"choose among {', '.join(map(str, allowed))}" if allowed else "it has no lengths; leave them out"
+                )
+                raise refused(self, "lengths", f"{name}: {advice}")
 
     @property
     def names(self) -> list[str]:
@@ -69,7 +83,8 @@ class Options:
 class Harness:
     """One task of lm-eval with one number of shots. The answer: `run_harness`.
 
-    `release` is that of lm-eval, and `files` the SHA-256 of the files in `include_path`.
+    `release` is that of lm-eval, and `files` the SHA-256 of the files in `include_path`. `length` is that of the prompts, where
+    it is chosen.
     """
 
     name: str
@@ -80,6 +95,7 @@ class Harness:
     seed: int
     release: str = ""
     files: str = ""
+    length: int | None = None
 
     @property
     def shown_tokens(self) -> int:
@@ -88,15 +104,17 @@ class Harness:
 
     def asked(self) -> list[Any]:
         """See `requests.Loss`."""
-        return ["lm-eval", self.release, self.files, self.name, self.shots, self.limit, self.seed]
+        length = [] if self.length is None else [self.length]
+        return ["lm-eval", self.release, self.files, self.name, self.shots, self.limit, self.seed, *length]
 
 
 class HarnessTask(Task):
     """Tasks of lm-eval, which asks the model by itself."""
 
     def __init__(self, options: Options, setting: Setting) -> None:
-        if importlib.util.find_spec("lm_eval") is None:
-            raise EvaluationError("lm-eval is not installed; pip install 'difftransformer[eval]'")
+        for module in ("lm_eval", "accelerate"):  # which lm-eval needs for a model of transformers
+            if importlib.util.find_spec(module) is None:
+                raise EvaluationError(f"{module} is not installed; pip install 'difftransformer[eval]'")
         with _quietly():
             _task_index(options.names, options.include_path)
         release = importlib.metadata.version("lm_eval")
@@ -106,10 +124,27 @@ class HarnessTask(Task):
         files = files_sha256(path for path in own if path.is_file() and path.suffix != ".pyc")
         shots: list[int | None] = [*options.shots] if options.shots else [None]
         self.requests = [
-            Harness(name, number, options.limit, options.include_path, options.batch_size, options.seed, release, files)
+            Harness(
+                name,
+                number,
+                options.limit,
+                options.include_path,
+                options.batch_size,
+                options.seed,
+                release,
+                files,
+                length,
+            )
             for number in shots
             for name in options.names
+            for length in options.lengths or LENGTHS.get(suite_of(name), [None])[:1]
         ]
+        longest = max(request.length or 0 for request in self.requests)
+        if longest > setting.prompt_tokens:
+            raise EvaluationError(
+                f"prompts of {longest} tokens do not fit into the model's context of {setting.prompt_tokens}; choose shorter "
+                "--lengths or a model with a longer context"
+            )
 
     def answer(self, model: Any, requests: Sequence[Harness]) -> Answers:
         """Run lm-eval on the model, a task at a time."""
@@ -126,6 +161,11 @@ class HarnessTask(Task):
         )
 
 
+def suite_of(task: str) -> str:
+    """Return the suite to which a task or group of lm-eval belongs by its name, such as ruler for niah_single_1."""
+    return "ruler" if task.startswith("niah_") else task.partition("_")[0]
+
+
 def run_harness(network: Any, tokenizer: Any, request: Harness) -> dict[str, Any]:
     """Run one task of lm-eval on a model and its tokenizer, both as transformers opens them.
 
@@ -137,15 +177,15 @@ def run_harness(network: Any, tokenizer: Any, request: Harness) -> dict[str, Any
     """
     import torch
 
-    with _quietly(), torch.inference_mode():
+    with _quietly(), torch.inference_mode(), TemporaryDirectory() as folder:
         from lm_eval import simple_evaluate
         from lm_eval.models.huggingface import HFLM
 
-        manager = _task_index([request.name], request.include_path)
         model = HFLM(pretrained=network, tokenizer=tokenizer, backend="causal", batch_size=request.batch_size)
         seed = request.seed
         try:
-            found = simple_evaluate(
+            manager = _task_index([request.name], request.include_path, _metadata(request, tokenizer, folder))
+            results = simple_evaluate(
                 model=model,
                 tasks=[request.name],
                 task_manager=manager,
@@ -157,13 +197,35 @@ def run_harness(network: Any, tokenizer: Any, request: Harness) -> dict[str, Any
                 torch_random_seed=seed,
                 fewshot_random_seed=seed,
             )
-        except (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError) as error:
+        except ImportError as error:
+            missing = error.__cause__ or error.__context__ or error
+            suite = suite_of(request.name)
+            advice = f"pip install 'lm-eval[{suite}]'" if suite in ("ruler", "longbench") else "install it"
+            raise EvaluationError(f"{request.name}: {missing}; {advice}") from error
+        except DiffTransformerError:
+            raise
+        except Exception as error:  # of a task's code and data
             reason = " ".join(str(error).split())[:300] or type(error).__name__
             raise EvaluationError(f"{request.name}: cannot be run ({reason}); check its data and settings") from error
-    return {"measurements": _measurements(found), "items": _items(found, request.shots)}
+    return {
+        "measurements": _measurements(results, request.length),
+        "items": _items(results, request.shots, request.length),
+    }
 
 
-def _task_index(tasks: Sequence[str], include_path: str | None) -> Any:
+def _metadata(request: Harness, tokenizer: Any, folder: str) -> dict[str, Any] | None:
+    """Return what a suite with lengths makes its prompts by: the length, and a copy of the tokenizer that names no code."""
+    if request.length is None:
+        return None
+    tokenizer.save_pretrained(folder)
+    path = Path(folder, "tokenizer_config.json")
+    kept = {key: value for key, value in json.loads(path.read_text("utf-8")).items() if key != "auto_map"}
+    path.write_text(json.dumps(kept), "utf-8")
+    is_ruler = suite_of(request.name) == "ruler"
+    return {"tokenizer": folder, "max_seq_lengths": [request.length] if is_ruler else f"{request.length // 1024}k"}
+
+
+def _task_index(tasks: Sequence[str], include_path: str | None, metadata: dict[str, Any] | None = None) -> Any:
     """Return an index of lm-eval tasks. Its own has thousands of files, so it is read only if a task is not in include_path."""
     from lm_eval.tasks import TaskManager
 
@@ -171,7 +233,7 @@ def _task_index(tasks: Sequence[str], include_path: str | None) -> Any:
         local = TaskManager(include_path=include_path, include_defaults=False)
         if all(task in local.all_tasks for task in tasks):
             return local
-    manager = TaskManager(include_path=include_path)
+    manager = TaskManager(include_path=include_path, metadata=metadata)
     for task in tasks:
         if task not in manager.all_tasks:
             near = difflib.get_close_matches(task, manager.all_tasks, n=1)
@@ -180,24 +242,30 @@ def _task_index(tasks: Sequence[str], include_path: str | None) -> Any:
     return manager
 
 
-def _measurements(found: dict[str, Any]) -> list[dict[str, Any]]:
-    """Convert the results of lm-eval, whose keys are "metric,filter" and "metric_stderr,filter"."""
+def _measurements(results: dict[str, Any], length: int | None = None) -> list[dict[str, Any]]:
+    """Convert the results of lm-eval, whose keys are "metric,filter" and "metric_stderr,filter".
+
+    A metric of RULER is named by a length, and those of other lengths hold -1.
+    """
     rows = []
-    for task, values in {**found["results"], **found.get("groups", {})}.items():
+    for task, values in {**results["results"], **results.get("groups", {})}.items():
         for key, value in values.items():
             metric, comma, chosen = key.partition(",")
             if not comma or metric.endswith("_stderr") or not isinstance(value, (int, float)):
                 continue
+            if metric.isdecimal() and int(metric) != length:
+                continue
             error = values.get(f"{metric}_stderr,{chosen}")
-            better = {True: "higher", False: "lower", None: None}[found["higher_is_better"].get(task, {}).get(metric)]
-            at = {"task": task, "version": str(found["versions"].get(task, "")), "shots": found["n-shot"].get(task)}
+            better = {True: "higher", False: "lower", None: None}[results["higher_is_better"].get(task, {}).get(metric)]
+            at = {"task": task, "version": str(results["versions"].get(task, "")), "shots": results["n-shot"].get(task)}
+            at |= {} if length is None else {"length_tokens": length}
             rows.append(
                 {
-                    "name": metric,
+                    "name": "accuracy" if metric.isdecimal() else metric,
                     "unit": _UNITS.get(metric, "share"),
                     "value": float(value),
                     "standard_error": float(error) if isinstance(error, (int, float)) else None,
-                    "n": found["n-samples"].get(task, {}).get("effective", 0),
+                    "n": results["n-samples"].get(task, {}).get("effective", 0),
                     "better": better,
                     "at": at if chosen == "none" else at | {"filter": chosen},
                 }
@@ -213,18 +281,19 @@ _UNITS = {
 }
 
 
-def _items(found: dict[str, Any], shots: int | None) -> list[dict[str, Any]]:
+def _items(results: dict[str, Any], shots: int | None, length: int | None = None) -> list[dict[str, Any]]:
     """Return the scores of single documents, where a metric is one number for each document.
 
-    A document answers once for each filter and number of shots, so these are in the name of the figure.
+    A document answers once for each filter, number of shots and length, so these are in the name of the figure.
     """
     rows = []
-    for task, samples in found.get("samples", {}).items():
+    for task, samples in results.get("samples", {}).items():
         for sample in samples:
             for metric in sample.get("metrics", []):
                 score = sample.get(metric)
-                if isinstance(score, (bool, int, float)):
+                if isinstance(score, (bool, int, float)) and (not metric.isdecimal() or int(metric) == length):
                     how = [] if shots is None else [f"{shots} shots"]
+                    how += [] if length is None else [f"{length} tokens"]
                     how += [] if sample["filter"] == "none" else [sample["filter"]]
                     name = ", ".join([f"{metric} {task}", *how])
                     rows.append({"name": name, "item": f"document {sample['doc_id']}", "score": float(score)})

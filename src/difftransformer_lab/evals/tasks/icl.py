@@ -12,7 +12,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from difftransformer.data.labelled import Example
-from difftransformer.errors import ConfigError, EvaluationError
+from difftransformer.errors import EvaluationError
 
 from ...plots.curves import curves, select
 from ...plots.seeds import share_intervals
@@ -21,7 +21,7 @@ from ...results import ItemScore, Measurement, TaskResult
 from ..engine import Scores, Task
 from ..prompts.demonstrations import DataOptions, PromptForm, draw_items, draw_rounds
 from ..prompts.texts import Setting
-from ..registry import TaskKind, at_least, register
+from ..registry import TaskKind, at_least, refused, register
 from ..requests import Choice
 from ..scores import details, mean, proportion, single, unit_scores
 
@@ -62,13 +62,11 @@ class Options(DataOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.shots is not None and self.demonstrations is not None:
-            raise ConfigError(
-                f"shots={self.shots} and demonstrations={self.demonstrations}: give one of the two, per class or in total"
-            )
+            raise refused(self, "shots demonstrations", "give one of the two, per class or in total")
         for field, least in (("shots", 1), ("demonstrations", 0)):
             sizes = getattr(self, field)
             if sizes is not None and (not sizes or min(sizes) < least or len(set(sizes)) < len(sizes)):
-                raise ConfigError(f"{field}={sizes}: give different numbers, none below {least}, or leave it out")
+                raise refused(self, field, f"give different numbers, none below {least}, or leave it out")
         at_least(self, 1, "items", "draws")
 
 
@@ -107,7 +105,7 @@ class ShotsTask(Task):
             items += item_scores(f"accuracy, {at['demonstrations']} demonstrations", right)
             if self.draws > 1:
                 measurements += details(
-                    proportion("accuracy of a draw", found, at | {"draw": draw}) for draw, found in enumerate(right)
+                    proportion("accuracy of a draw", marks, at | {"draw": draw}) for draw, marks in enumerate(right)
                 )
             lengths = [float(len(request.prompt)) for request in self.requests[asked]]
             measurements.append(mean("prompt", "tokens", lengths, at))

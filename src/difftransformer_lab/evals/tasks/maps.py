@@ -21,7 +21,7 @@ from matplotlib.figure import Figure, SubFigure
 from matplotlib.ticker import MaxNLocator
 
 from difftransformer.data.records import read_text
-from difftransformer.errors import ConfigError, DataError
+from difftransformer.errors import DataError
 
 from ...plots.curves import handles, labels
 from ...plots.heat_map import heat_map, matrix
@@ -30,7 +30,7 @@ from ...results import Grid, Measurement, TaskResult
 from ..engine import Scores
 from ..probes import Maps, ProbeTask
 from ..prompts.texts import Setting
-from ..registry import TaskKind, at_least, register
+from ..registry import TaskKind, at_least, refused, register
 from ..scores import details, mean
 
 MOST_TOKENS = 128
@@ -69,7 +69,7 @@ class Options:
 
     def __post_init__(self) -> None:
         if self.prompt_file is None and not self.prompt:
-            raise ConfigError("prompt='': give a text")
+            raise refused(self, "prompt", "give a text")
         at_least(self, 0, "layers", "heads")
 
 
@@ -91,22 +91,22 @@ class MapsTask(ProbeTask):
 
     def score(self, answers: Sequence[Any]) -> Scores:
         """Compute the shares over all heads, by layer and, as grids, by head; return the maps of the chosen heads."""
-        (found,) = answers
+        (answer,) = answers
         measurements: list[Measurement] = []
         grids: list[Grid] = []
-        differential = found["lambda"][0] is not None
+        differential = answer["lambda"][0] is not None
         figures = {"negative weight": "negative", "near zero": "near_zero"}
         if differential:
             figures["near zero in A1 alone"] = "near_zero_first"
         by_layer: list[Measurement] = []
         for name, key in figures.items():
-            measurements.append(mean(name, "share", list(chain(*found[key])), {}))
-            by_layer += [mean(name, "share", heads, {"layer": layer}) for layer, heads in enumerate(found[key])]
-            grids.append(Grid(name=name, at={}, values=_short(found[key])))
+            measurements.append(mean(name, "share", list(chain(*answer[key])), {}))
+            by_layer += [mean(name, "share", heads, {"layer": layer}) for layer, heads in enumerate(answer[key])]
+            grids.append(Grid(name=name, at={}, values=_short(answer[key])))
         if differential:
-            by_layer += [mean("lambda", "", heads, {"layer": layer}) for layer, heads in enumerate(found["lambda"])]
-            grids.append(Grid(name="lambda", at={}, values=_short(found["lambda"])))
-        for drawn in found["maps"]:
+            by_layer += [mean("lambda", "", heads, {"layer": layer}) for layer, heads in enumerate(answer["lambda"])]
+            grids.append(Grid(name="lambda", at={}, values=_short(answer["lambda"])))
+        for drawn in answer["maps"]:
             place = {"layer": drawn["layer"], "head": drawn["head"]}
             for key, name in SHOWN.items() if differential else [("weights", "A")]:
                 grids.append(Grid(name="map", at=place | {"map": name}, values=drawn[key], labels=self.labels))

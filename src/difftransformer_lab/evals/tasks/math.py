@@ -13,7 +13,7 @@ from typing import Any, Literal
 from matplotlib.figure import Figure
 
 from difftransformer.data.math_sets import MATH_SETS, MathProblem, read_math_problems
-from difftransformer.errors import ConfigError, DataError
+from difftransformer.errors import DataError
 
 from ...plots.bars import accuracy_bars, sets_of
 from ...plots.curves import curves, select
@@ -24,7 +24,7 @@ from ..judges.math_answers import check_installed, is_right
 from ..models.stopping import stop_tokens, text_until
 from ..prompts.chat import chat_frame
 from ..prompts.texts import Setting
-from ..registry import TaskKind, at_least, register
+from ..registry import TaskKind, at_least, refused, register
 from ..requests import Continuation
 from ..scores import mean, mean_of_sets, proportion, unit_scores
 
@@ -76,9 +76,9 @@ class Options:
 
     def __post_init__(self) -> None:
         if not self.sets:
-            raise ConfigError(f"sets=[]: name at least one of {', '.join(MATH_SETS)}, or a .jsonl file")
+            raise refused(self, "sets", f"name at least one of {', '.join(MATH_SETS)}, or a .jsonl file")
         if not 0 <= self.shots <= len(EXAMPLES):
-            raise ConfigError(f"shots={self.shots}: give 0 to {len(EXAMPLES)}")
+            raise refused(self, "shots", f"give 0 to {len(EXAMPLES)}")
         at_least(self, 1, "max_new_tokens", "problems")
         at_least(self, 0, "seed")
 
@@ -131,8 +131,8 @@ class MathTask(Task):
             capped[name].append(tokens == self.options.max_new_tokens)
             # Some sets repeat a question.
             units[name].append(named.setdefault((name, problem.question), f"{name}/{problem.name}"))
-        accuracies = [proportion("accuracy", found, {"set": name}, units=units[name]) for name, found in right.items()]
-        items = [item for name, found in right.items() for item in unit_scores("accuracy", found, units[name])]
+        accuracies = [proportion("accuracy", marks, {"set": name}, units=units[name]) for name, marks in right.items()]
+        items = [item for name, marks in right.items() for item in unit_scores("accuracy", marks, units[name])]
         measurements: list[Measurement] = [*accuracies, mean_of_sets("mean accuracy", accuracies)]
         for name in right:
             measurements.append(mean("solution length", "tokens", lengths[name], {"set": name}, units=units[name]))
@@ -163,8 +163,8 @@ def _choices(options: Options, ending: str | None) -> list[str]:
 
 def draw(results: Sequence[TaskResult]) -> tuple[str, str, Figure]:
     """Draw the accuracy on each set; over training steps if all models are checkpoints (arXiv:2410.05258 Figures 9 and 10)."""
-    found = [_CHECKPOINT.fullmatch(result.model.name) for result in results]
-    places = [(match["run"], int(match["step"])) for match in found if match is not None]
+    checkpoints = [_CHECKPOINT.fullmatch(result.model.name) for result in results]
+    places = [(match["run"], int(match["step"])) for match in checkpoints if match is not None]
     if len(results) > 1 and len(places) == len(results):
         figure, ax = curves(_runs(results, places), "mean accuracy", "step")
         ax.set_xlabel("training step")

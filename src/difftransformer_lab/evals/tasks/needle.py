@@ -18,7 +18,6 @@ import numpy.typing as npt
 from matplotlib.figure import Figure
 
 from difftransformer.data import NeedleFormat, NeedleQuestion
-from difftransformer.errors import ConfigError
 
 from ...plots.curves import labels, select
 from ...plots.heat_map import heat_map
@@ -26,9 +25,9 @@ from ...plots.style import ACCURACY_COLOURS, INK, WIDTH_INCHES
 from ...results import ItemScore, Measurement, TaskResult
 from ..engine import Scores, Task
 from ..prompts.chat import chat_frame
-from ..prompts.haystack import CITIES, Kind, check_documents, draw_documents
-from ..prompts.texts import HAYSTACK_TOKENS, VALIDATION, Setting, token_stream
-from ..registry import TaskKind, register
+from ..prompts.haystack import CITIES, Kind, NeedleOptions, draw_documents
+from ..prompts.texts import HAYSTACK_TOKENS, Setting, token_stream
+from ..registry import TaskKind, refused, register
 from ..requests import Continuation, ScoredContinuation
 from ..scores import details, mean, proportion, unit_scores
 
@@ -41,57 +40,29 @@ ANSWER_NLL = "nll of the answer"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class Options(NeedleOptions):
     """Multi-needle retrieval on any model.
 
     Attributes:
         lengths: Prompt lengths in tokens, question and answer included; an empty list means the model's context.
         needles: [needles in the context, needles asked for] pairs; the paper has [1,1], [2,2], [4,2], [6,2] and [8,1].
-        depths: Places of the answer, 0 (start of the context) to 1 (its end).
-        documents: Documents in a cell; the paper has 50.
-        digits: Digits of a number.
-        text: The haystack: python-stdlib, a text file, a folder of them, hf:NAME[:CONFIG][:SPLIT], or validation for the
-            text that a run held out.
         cities: Cities to name: all, those that training documents name (seen), the others (unseen), or both kinds apart.
-        paired: Whether the same needles in the same haystack stand at every depth and length; otherwise every cell draws
-            its own documents.
         prompt: base ends with the beginning of the needle's own sentence; chat asks a question in the chat template.
-        seed: Seed of places, cities and numbers.
     """
 
     lengths: list[int] = field(default_factory=lambda: [1024, 2048, 4096, 8192])
     needles: list[list[int]] = field(default_factory=lambda: [[1, 1]])
-    depths: list[float] = field(default_factory=lambda: [0.0, 0.25, 0.5, 0.75, 1.0])
-    documents: int = 10
-    digits: int = 7
-    text: str = "python-stdlib"
     cities: Literal["all", "seen", "unseen", "apart"] = "all"
-    paired: bool = True
     prompt: Literal["base", "chat"] = "base"
-    seed: int = 0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if any(length < 1 for length in self.lengths):
-            raise ConfigError(f"lengths={self.lengths}: give lengths of at least 1 token")
+            raise refused(self, "lengths", "give lengths of at least 1 token")
         if not self.needles or any(len(pair) != 2 for pair in self.needles):
-            raise ConfigError(f"needles={self.needles}: give [needles, asked] pairs, such as [[1,1],[4,2]]")
-        for needles, asked in self.needles:
-            if not 1 <= asked <= needles:
-                raise ConfigError(f"needles={[needles, asked]}: ask for at least 1 and at most all of the needles")
-        check_documents(self.depths, self.documents, self.digits, self.seed)
-
-
-@dataclass(frozen=True)
-class _Trial:
-    """One needle that is asked for. Trials with the same `document` share their context, or most of it."""
-
-    cities: Kind
-    length: int
-    needles: int
-    asked: int
-    depth: float
-    document: str
-    answer: str
+            raise refused(self, "needles", "give [needles, asked] pairs, such as [[1,1],[4,2]]")
+        if any(not 1 <= asked <= needles for needles, asked in self.needles):
+            raise refused(self, "needles", "ask for at least 1 and at most all of the needles")
 
 
 class NeedleTask(Task):
@@ -101,7 +72,8 @@ class NeedleTask(Task):
         self.options, self.tokenizer, self.data_name = options, setting.tokenizer, options.text
         self.choices = _choices(options)
         self.requests: list[Continuation] = []
-        self._trials: list[_Trial] = []
+        # For each needle that is asked for its place, its document and its number; documents are shared, or most of them.
+        self._trials: list[tuple[dict[str, Any], str, str]] = []
         self._frame = chat_frame(setting.tokenizer) if options.prompt == "chat" else None
         tokens = _CHAT_ANSWER_TOKENS if self._frame else NeedleFormat(digits=options.digits).answer_tokens - 1
         haystack = token_stream(setting, options.text, enough=HAYSTACK_TOKENS)
@@ -116,6 +88,8 @@ class NeedleTask(Task):
         for needles, asked, length, depth, kind in cells:
             questions = self._questions(setting, haystack, needles, asked, length, depth, kind)
             own = [] if options.paired else [kind, f"{length} tokens", f"depth {depth:g}"]
+            at: dict[str, Any] = {} if kind == "all" else {"cities": kind}
+            at |= {"needles": needles, "asked": asked, "length_tokens": length, "depth": depth}
             for number, question in enumerate(questions):
                 document = ", ".join([f"N={needles} R={asked}", *own, f"document {number}"])
                 for prompt, answer, ids in zip(question.prompts, question.answers, question.answer_ids, strict=True):
@@ -125,7 +99,7 @@ class NeedleTask(Task):
                         if self._frame
                         else ScoredContinuation(tuple(prompt), tokens, right=tuple(ids))
                     )
-                    self._trials.append(_Trial(kind, length, needles, asked, depth, document, answer))
+                    self._trials.append((at, document, answer))
 
     def _questions(
         self,
@@ -165,30 +139,24 @@ class NeedleTask(Task):
         Beside it stands the negative log-likelihood of the right answer, the sum over its tokens, if the model told it.
         """
         groups: dict[tuple[tuple[str, Any], ...], list[tuple[str, bool, float | None]]] = defaultdict(list)
-        several = len(self.options.needles) > 1
-        for trial, answer in zip(self._trials, answers, strict=True):
+        for (at, document, number), answer in zip(self._trials, answers, strict=True):
             told = isinstance(answer, dict)
             text = self.tokenizer.decode(answer["ids"] if told else answer).strip()
             loss = math.fsum(answer["losses"]) if told else None
-            right = trial.answer in text if self.options.prompt == "chat" else text.startswith(trial.answer)
-            place: dict[str, Any] = {} if trial.cities == "all" else {"cities": trial.cities}
-            places = [place] if several else []
-            for name, value in (("needles", trial.needles), ("asked", trial.asked)):
-                place = place | {name: value}
-            places += [place, place | {"length_tokens": trial.length}]
-            places.append(places[-1] | {"depth": trial.depth})
-            for at in places:
-                groups[tuple(at.items())].append((trial.document, right, loss))
+            right = number in text if self.options.prompt == "chat" else text.startswith(number)
+            left_out = [0, 1, 2, 4] if len(self.options.needles) > 1 else [0, 1, 2]
+            for fewer in left_out:
+                groups[tuple(at.items())[: len(at) - fewer]].append((document, right, loss))
         # Rows of few places first, as a reader wants them.
         rows: list[Measurement] = []
         items: list[ItemScore] = []
-        for key, found in sorted(groups.items(), key=lambda group: len(group[0])):
-            at, (documents, marks, _) = dict(key), zip(*found, strict=True)
-            losses = [loss for *_, loss in found if loss is not None]
+        for key, answered in sorted(groups.items(), key=lambda group: len(group[0])):
+            at, (documents, marks, _) = dict(key), zip(*answered, strict=True)
+            losses = [loss for *_, loss in answered if loss is not None]
             figures: list[tuple[str, Sequence[float], Measurement]] = [
                 ("accuracy", marks, proportion("accuracy", marks, at, units=documents))
             ]
-            if len(losses) == len(found):
+            if len(losses) == len(answered):
                 row = mean(ANSWER_NLL, "nats", losses, at, units=documents, better="lower")
                 figures.append((ANSWER_NLL, losses, row))
             for name, values, row in figures:
@@ -199,16 +167,13 @@ class NeedleTask(Task):
         return Scores(measurements=rows, items=items)
 
 
-_NLL_CHOICE = (
-    f"The {ANSWER_NLL} is the sum over its tokens, the space before the number included, each given the prompt and the right "
-    "tokens before it."
-)
-
-
 def _choices(options: Options) -> list[str]:
-    part = "whole held-out text" if options.text == VALIDATION else f"first {HAYSTACK_TOKENS:,} tokens of the text"
+    nll = (
+        f"The {ANSWER_NLL} is the sum over its tokens, the space before the number included, each given the prompt and the "
+        "right tokens before it."
+    )
     return [
-        f"The haystack is the {part} named in the options; documents begin at random places.",
+        f"{options.haystack}; documents begin at random places.",
         "The same needles in the same haystack stand at every depth and length: cells are paired, and standard errors are "
         "over documents."
         if options.paired
@@ -217,18 +182,18 @@ def _choices(options: Options) -> list[str]:
         "Each needle asked for is one trial. A base model's continuation must start with all its digits; a chat model's "
         "answer must contain them.",
         "Lengths include the question and room for the answer.",
-        *([] if options.prompt == "chat" else [_NLL_CHOICE]),
+        *([] if options.prompt == "chat" else [nll]),
     ]
 
 
 def draw(results: Sequence[TaskResult]) -> tuple[str, str, Figure]:
     """Draw a column for each model, and a row for each kind of city and, with several lengths, number of needles."""
     cells = [[row for row in select(result, "accuracy") if "depth" in row.at] for result in results]
-    found = [row for rows in cells for row in rows]
-    depths = sorted({row.at["depth"] for row in found})
-    by_length = len({row.at["length_tokens"] for row in found}) > 1
-    columns = sorted({_column(row, by_length) for row in found})
-    panels = sorted({_panel(row, by_length) for row in found})
+    shown = [row for rows in cells for row in rows]
+    depths = sorted({row.at["depth"] for row in shown})
+    by_length = len({row.at["length_tokens"] for row in shown}) > 1
+    columns = sorted({_column(row, by_length) for row in shown})
+    panels = sorted({_panel(row, by_length) for row in shown})
     figure = Figure(figsize=(WIDTH_INCHES, len(panels) * (1.0 + 0.42 * len(depths)) + 0.4), layout="constrained")
     axes = figure.subplots(len(panels), len(results), squeeze=False, sharex=True, sharey=True)
     image: Any = None
@@ -251,7 +216,7 @@ def draw(results: Sequence[TaskResult]) -> tuple[str, str, Figure]:
         line[0].set_ylabel("depth of the answer")
     figure.supxlabel("length (tokens)" if by_length else "needles hidden (N) and asked for (R)", fontsize=9.5)
     bar = figure.colorbar(image, ax=list(axes.flat), label="accuracy", fraction=0.03, pad=0.03, aspect=30)
-    counts = sorted({row.at["needles"] for row in found} - {1})
+    counts = sorted({row.at["needles"] for row in shown} - {1})
     for count in counts:
         bar.ax.axhline(1 / count, color="white", linewidth=2)
         bar.ax.axhline(1 / count, color=INK, linewidth=1, linestyle=(0, (2, 2)))
@@ -268,8 +233,8 @@ def draw(results: Sequence[TaskResult]) -> tuple[str, str, Figure]:
     if counts:
         caption += " Dashed lines in the colour bar: 1/N, the accuracy of a model that gives back any of the N numbers."
     if not by_length:
-        caption += f" Contexts of {found[0].at['length_tokens']:,} tokens."
-    if any("cities" in row.at for row in found):
+        caption += f" Contexts of {shown[0].at['length_tokens']:,} tokens."
+    if any("cities" in row.at for row in shown):
         caption += " Unseen cities never occur as needles in training."
     return "Needle retrieval", caption, figure
 

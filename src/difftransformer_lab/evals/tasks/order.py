@@ -103,7 +103,7 @@ class OrderTask(Task):
     def score(self, answers: Sequence[Any]) -> Scores:
         """Compute the accuracy in each order, and how far the orders differ, beside what sampling alone would give."""
         count, right = len(self.items), right_passes(answers, self.labels, self.items)
-        by_order = [proportion("accuracy", found, {"order": order}) for order, found in enumerate(right)]
+        by_order = [proportion("accuracy", marks, {"order": order}) for order, marks in enumerate(right)]
         shares = [row.value for row in by_order]
         overall = math.fsum(shares) / self.orders
         permuted, p_value = permuted_margin(right)
@@ -170,9 +170,9 @@ def permuted_margin(
     for start in range(0, permutations, batch):
         drawn = np.broadcast_to(table, (min(batch, permutations - start), *table.shape))
         margins.append(np.ptp(generator.permuted(drawn, axis=2).sum(axis=1), axis=1))
-    found = np.concatenate(margins)
-    as_large = int((found >= np.ptp(table.sum(axis=0))).sum())
-    return float(found.mean()) / items, (1 + as_large) / (1 + permutations)
+    permuted = np.concatenate(margins)
+    as_large = int((permuted >= np.ptp(table.sum(axis=0))).sum())
+    return float(permuted.mean()) / items, (1 + as_large) / (1 + permutations)
 
 
 def draw(results: Sequence[TaskResult]) -> tuple[str, str, Figure]:

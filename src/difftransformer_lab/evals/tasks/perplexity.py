@@ -19,7 +19,7 @@ from ...plots.style import colour_of, legend_above, line_style
 from ...results import Curve, Measurement, TaskResult
 from ..engine import Scores, Task
 from ..prompts.texts import Setting, separation, token_stream
-from ..registry import TaskKind, register
+from ..registry import TaskKind, at_least, refused, register
 from ..requests import Loss
 from ..scores import details, mean, over_windows
 
@@ -61,16 +61,11 @@ class Options:
     position_buckets: int = 0
 
     def __post_init__(self) -> None:
-        if self.windows < 1 or (self.window is not None and self.window < 2):
-            raise ConfigError(f"windows={self.windows}, window={self.window}: give at least 1 window of 2 tokens")
-        if self.stride is not None and self.stride < 1:
-            raise ConfigError(f"stride={self.stride}: give at least 1")
+        at_least(self, 2, "window")
+        at_least(self, 1, "windows", "stride")
+        at_least(self, 0, "position_buckets")
         if self.spread and self.stride is not None:
-            raise ConfigError(
-                f"stride={self.stride}: windows that are spread score every target; leave one of the two out"
-            )
-        if self.position_buckets < 0:
-            raise ConfigError(f"position_buckets={self.position_buckets}: give 0 or more")
+            raise refused(self, "stride", "windows that are spread score every target; leave one of the two out")
 
 
 class PerplexityTask(Task):
@@ -142,8 +137,8 @@ def _mean(name: str, losses: Losses, is_text: Mask, at: dict[str, Any]) -> Itera
 
 def _positions(length: int) -> list[int]:
     """Powers of sqrt(2) up to the length, and the length."""
-    found = {round(2 ** (step / 2)) for step in range(2 * length.bit_length())}
-    return sorted({position for position in found if position < length} | {length})
+    powers = {round(2 ** (step / 2)) for step in range(2 * length.bit_length())}
+    return sorted({position for position in powers if position < length} | {length})
 
 
 def draw(results: Sequence[TaskResult]) -> tuple[str, str, Figure]:
@@ -159,10 +154,10 @@ def draw(results: Sequence[TaskResult]) -> tuple[str, str, Figure]:
 
 
 def _by_range(results: Sequence[TaskResult], where: str) -> tuple[str, str, Figure]:
-    found = [[_curve(seed) for seed in seeds_of(result)] for result in results]
-    differences = [(index, difference_band(group, found[-1])) for index, group in enumerate(found[:-1])]
+    groups = [[_curve(seed) for seed in seeds_of(result)] for result in results]
+    differences = [(index, difference_band(group, groups[-1])) for index, group in enumerate(groups[:-1])]
     figure, top, bottom = over_difference(len(differences))
-    for index, group in enumerate(found):
+    for index, group in enumerate(groups):
         drawn = band(group)
         if drawn is None:
             continue
@@ -175,7 +170,7 @@ def _by_range(results: Sequence[TaskResult], where: str) -> tuple[str, str, Figu
     top.set_ylabel("loss (nats/token)")
     legend_above(figure, handles(results))
     (bottom or top).set_xlabel("position in the context (tokens, logarithmic)")
-    seeds = len(found[0])
+    seeds = len(groups[0])
     caption = (
         f"Loss of the tokens in each range of positions (a marker at the range's middle), in nats a token, over {where}: how "
         "far a longer context helps."

@@ -19,7 +19,7 @@ from ...plots.style import WIDTH_INCHES, legend_above, line_style
 from ...results import ItemScore, Measurement, TaskResult
 from ..engine import Scores, Task
 from ..prompts.texts import Setting
-from ..registry import Contrast, TaskKind, register, registered_tasks, task_kind
+from ..registry import Contrast, TaskKind, refused, register, registered_tasks, task_kind
 from ..requests import Answers
 
 Granularity = Literal["tensor", "head", "row"]
@@ -67,11 +67,11 @@ class Options:
     def __post_init__(self) -> None:
         allowed = [name for name in registered_tasks() if name != "quantized"]
         if self.task not in allowed:
-            raise ConfigError(f"task={self.task!r}: choose one of {', '.join(allowed)}")
+            raise refused(self, "task", f"choose one of {', '.join(allowed)}")
         if not self.bits or any(not 2 <= bits <= 16 for bits in self.bits) or len(set(self.bits)) < len(self.bits):
-            raise ConfigError(f"bits={self.bits}: give different numbers from 2 to 16")
+            raise refused(self, "bits", "give different numbers from 2 to 16")
         if not self.granularity or len(set(self.granularity)) < len(self.granularity):
-            raise ConfigError(f"granularity={self.granularity}: give one or more of row, head, tensor, each once")
+            raise refused(self, "granularity", "give one or more of row, head, tensor, each once")
         self.inner()
 
     @property
@@ -172,7 +172,7 @@ def contrasts(result: TaskResult) -> list[Contrast]:
     """Return every figure at fewer bits against the same figure at the most bits, over the same items."""
     names = list(dict.fromkeys(item.name for item in result.items))
     most, *fewer = sorted(result.options["bits"], reverse=True)
-    found = []
+    pairs = []
     for granularity in result.options["granularity"]:
         end = _setting(most, granularity)
         for name in names:
@@ -180,8 +180,8 @@ def contrasts(result: TaskResult) -> list[Contrast]:
             for bits in fewer if name.endswith(end) else ():
                 words = f"{bits} bits minus {most} bits by {granularity}"
                 first = figure + _setting(bits, granularity)
-                found.append(Contrast(figure=figure, settings=words, first=first, second=name))
-    return found
+                pairs.append(Contrast(figure=figure, settings=words, first=first, second=name))
+    return pairs
 
 
 def _setting(bits: int, granularity: str) -> str:
@@ -221,15 +221,15 @@ def draw(results: Sequence[TaskResult]) -> tuple[str, str, Figure]:
 def _lines(ax: Axes, results: Sequence[TaskResult], name: str, place: _Place, granularity: str) -> None:
     bits = sorted({row.at["bits"] for result in results for row in result.measurements}, reverse=True)
     for index, result in enumerate(results):
-        found = {
+        by_bits = {
             row.at["bits"]: row
             for row in result.measurements
             if row.name == name and _place(row) == place and row.at["granularity"] == granularity
         }
         aside = _ASIDE * (index - (len(results) - 1) / 2)  # so that whiskers do not overlap
-        rows = [found[value] for value in bits if value in found]
+        rows = [by_bits[value] for value in bits if value in by_bits]
         ax.errorbar(
-            [bits.index(value) + aside for value in bits if value in found],
+            [bits.index(value) + aside for value in bits if value in by_bits],
             [row.value for row in rows],
             yerr=[row.standard_error or 0.0 for row in rows],
             **line_style(index),

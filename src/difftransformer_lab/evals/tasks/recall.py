@@ -110,9 +110,9 @@ class RecallTask(Task):
         measurements, items = [], []
         for name, side in sides.items():
             nats = np.where(side, losses, 0.0).sum(1)
-            row, found = over_windows(name, "nats/token", nats, side.sum(1), better="lower")
+            row, scores = over_windows(name, "nats/token", nats, side.sum(1), better="lower")
             measurements.append(row)
-            items += found
+            items += scores
         share, _ = over_windows("share of AR-hits", "share", self.hits.sum(1), self.scored.sum(1))
         count = single("AR-hits", "tokens", float(self.hits.sum()), int(self.scored.sum()), {})
         return Scores(measurements=[*measurements, share, count], items=items)
@@ -141,8 +141,8 @@ def counted(kinds: Ids, parts: Iterable[Ids], ngram: int, vocab_size: int) -> Id
         ids = np.concatenate([before, part])
         grams = packed(ids, ngram, vocab_size)
         places = np.minimum(np.searchsorted(kinds, grams), len(kinds) - 1)
-        found, times = np.unique(places[kinds[places] == grams], return_counts=True)
-        counts[found] += times
+        hits, times = np.unique(places[kinds[places] == grams], return_counts=True)
+        counts[hits] += times
         before = ids[-(ngram - 1) :]
     return counts
 

@@ -20,7 +20,7 @@ from ...plots.curves import select
 from ...results import ItemScore, Measurement, TaskResult
 from ..engine import Scores, Task
 from ..prompts.texts import Setting
-from ..registry import TaskKind, at_least, register
+from ..registry import TaskKind, at_least, refused, register
 from ..requests import Predictions
 from ..scores import proportion, unit_scores
 
@@ -53,13 +53,11 @@ class Options:
         at_least(self, 1, "examples")
         at_least(self, 0, "seed")
         if not self.variations:
-            raise ConfigError("variations=[]: give options of at least one, or leave it out")
+            raise refused(self, "variations", "give options of at least one, or leave it out")
         if self.task is not None and self.task not in TASKS:
-            raise ConfigError(f"task={self.task}: choose one of {', '.join(TASKS)}")
+            raise refused(self, "task", f"choose one of {', '.join(TASKS)}")
         if self.task is None and self.seed:
-            raise ConfigError(
-                f"seed={self.seed}: the examples of the run's task have the seed of its data; name a task"
-            )
+            raise refused(self, "seed", "the examples of the run's task have the seed of its data; name a task")
 
 
 class SyntheticTask(Task):

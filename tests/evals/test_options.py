@@ -1,0 +1,90 @@
+"""Options that no task can have are refused before anything is read, with their names and values."""
+
+import pytest
+
+from difftransformer.errors import ConfigError
+from difftransformer_lab.evals.tasks import task_kind
+
+REFUSED = [
+    ("needle", {"needles": [[1, 2]]}, r"needles=\[\[1, 2\]\]"),
+    ("needle", {"needles": [[0, 0]]}, r"needles=\[\[0, 0\]\]"),
+    ("needle", {"needles": [[1]]}, r"needles=\[\[1\]\]"),
+    ("needle", {"needles": []}, "needles"),
+    ("needle", {"lengths": [0]}, "lengths"),
+    *[
+        (task, *refused)
+        for task in ("needle", "allocation")
+        for refused in (
+            ({"depths": [1.5]}, r"depths=\[1.5\]: give shares of the context"),
+            ({"depths": [-0.1]}, "depths"),
+            ({"depths": []}, "depths"),
+            ({"documents": 0}, "documents=0"),
+            ({"digits": 10}, "digits=10: give .* 1 to 9 digits"),
+            ({"digits": 0}, "digits=0"),
+            ({"seed": -1}, "seed=-1"),
+        )
+    ],
+    ("allocation", {"needles": 0}, "needles=0"),
+    ("allocation", {"length": 0}, "length=0"),
+    ("perplexity", {"windows": 0}, "windows=0"),
+    ("perplexity", {"window": 1}, "window=1"),
+    ("perplexity", {"stride": 0}, "stride=0"),
+    ("recall", {"ngram": 1}, "ngram=1"),
+    ("recall", {"max_train_count": -1}, "max_train_count=-1"),
+    ("recall", {"windows": 0}, "windows=0"),
+    ("order", {"shots": 0}, "shots=0: give at least 1"),
+    ("order", {"orders": 1}, "orders=1: give at least 2"),
+    ("order", {"items": 0}, "items=0: give at least 1"),
+    ("icl", {"shots": [0]}, r"shots=\[0\]: give different numbers, none below 1"),
+    ("icl", {"demonstrations": []}, r"demonstrations=\[\]: give different numbers, none below 0"),
+    ("icl", {"shots": [1], "demonstrations": [2]}, r"shots=\[1\], demonstrations=\[2\]: give one of the two"),
+    ("icl", {"shots": [2, 2]}, r"shots=\[2, 2\]"),
+    ("icl", {"items": 0}, "items=0: give at least 1"),
+    ("icl", {"seed": -1}, "seed=-1: give at least 0"),
+    ("icl", {"draws": 0}, "draws=0: give at least 1"),
+    ("icl", {"data": "trec", "train_file": "a"}, "data='trec', train_file='a': give one of the two"),
+    ("icl", {"test_file": "a"}, "test_file='a': there is no train_file; give both"),
+    ("icl", {"text_word": "a\nb"}, r"text_word='a\\nb': give a word"),
+    ("icl", {"text_word": " " * 3000}, r"text_word='.{,60}': give a word"),
+    ("outliers", {"window": 1}, "window=1"),
+    ("outliers", {"tokens": 0}, "tokens=0"),
+    ("outliers", {"largest": 0}, "largest=0"),
+    ("maps", {"prompt": ""}, "prompt='': give a text"),
+    ("maps", {"layers": [-1]}, r"layers=\[-1\]: give at least 0"),
+    ("synthetic", {"task": "copy"}, "task='copy': choose one of mqar"),
+    ("synthetic", {"seed": 1}, "seed=1: the examples of the run's task"),
+    ("synthetic", {"variations": []}, r"variations=\[\]"),
+    ("synthetic", {"examples": 0}, "examples=0: give at least 1"),
+    ("math", {"sets": []}, r"sets=\[\]"),
+    ("math", {"shots": 5}, "shots=5"),
+    ("math", {"problems": 0}, "problems=0"),
+    ("math", {"max_new_tokens": 0}, "max_new_tokens=0"),
+    ("math", {"seed": -1}, "seed=-1"),
+    ("hallucination", {"items": 0}, "items=0"),
+    ("hallucination", {"max_judgments": 0}, "max_judgments=0"),
+    ("hallucination", {"retries": -1}, "retries=-1"),
+    ("hallucination", {"timeout_seconds": 0}, "timeout_seconds=0"),
+    ("quantized", {"task": "quantized"}, "task='quantized': choose one of allocation, hallucination"),
+    ("quantized", {"task": "none"}, "task='none'"),
+    ("quantized", {"bits": []}, r"bits=\[\]"),
+    ("quantized", {"bits": [1]}, r"bits=\[1\]: give different numbers from 2 to 16"),
+    ("quantized", {"bits": [4, 4]}, r"bits=\[4, 4\]"),
+    ("quantized", {"granularity": []}, "granularity=.*one or more of row, head, tensor"),
+    ("quantized", {"granularity": ["row", "row"]}, "each once"),
+    ("quantized", {"task_options": {"windoes": 3}}, "task_options: windoes: unknown key; did you mean windows"),
+    ("quantized", {"task_options": {"windows": "3"}}, "task_options: windows: expected int"),
+    ("quantized", {"task_options": {"windows": 0}}, "task_options: windows=0"),
+    ("harness", {"tasks": "ruler,piqa", "lengths": [4096]}, r"lengths=\[4096\]: piqa: it has no lengths"),
+    (
+        "harness",
+        {"tasks": "niah_single_1", "lengths": [512]},
+        r"lengths=\[512\]: niah_single_1: choose among 4096, 8192",
+    ),
+]
+
+
+@pytest.mark.parametrize(("task", "options", "words"), REFUSED)
+def test_impossible_options_are_refused(task, options, words):
+    with pytest.raises(ConfigError, match=words) as met:
+        task_kind(task).options(**options)
+    assert len(str(met.value)) < 300
