@@ -15,7 +15,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from difftransformer.data.tokenizer import byte_tokenizer
 from difftransformer.errors import EvaluationError
 from difftransformer_lab.cli.main import main
-from difftransformer_lab.evals.prompts.texts import Setting
+from difftransformer_lab.evals.prompts.texts import TaskContext
 from difftransformer_lab.evals.tasks.harness import Harness, HarnessTask, Options, run_harness
 from difftransformer_lab.results import TaskResult, read_result
 from tests.support.tiny_folders import logits, saved, stock
@@ -155,7 +155,7 @@ def test_ruler_has_prompts_of_the_length_that_is_asked_for(is_right, needs, tmp_
 def test_prompts_beyond_the_context_are_refused(needs):
     needs("lm_eval")
     with pytest.raises(EvaluationError, match="4096 tokens do not fit into the model's context of 512; choose shorter"):
-        HarnessTask(Options(tasks="ruler"), Setting(tokenizer=byte_tokenizer(), context_tokens=512))
+        HarnessTask(Options(tasks="ruler"), TaskContext(tokenizer=byte_tokenizer(), context_tokens=512))
 
 
 def test_lm_evals_own_class_opens_a_folder_after_the_import(needs, tasks, tmp_path):

@@ -16,7 +16,7 @@ from difftransformer_lab.evals.engine import run_task, task_sha256
 from difftransformer_lab.evals.models import causal
 from difftransformer_lab.evals.models.prefix import PrefixCache
 from difftransformer_lab.evals.opening import open_language_model
-from difftransformer_lab.evals.prompts.texts import Setting
+from difftransformer_lab.evals.prompts.texts import TaskContext
 from difftransformer_lab.evals.requests import answers_to
 from difftransformer_lab.evals.tasks.icl import Options, ShotsTask
 from difftransformer_lab.results import TaskResult, read_result
@@ -40,7 +40,7 @@ def model(smollm):
 
 
 def setting(model):
-    return Setting(tokenizer=model.tokenizer, context_tokens=model.context_tokens)
+    return TaskContext(tokenizer=model.tokenizer, context_tokens=model.context_tokens)
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from difftransformer.data import CITIES_SEEN, CITIES_UNSEEN
-from difftransformer_lab.evals import Setting, run_task
+from difftransformer_lab.evals import TaskContext, run_task
 from difftransformer_lab.evals.probes.maps import row_sums
 from difftransformer_lab.evals.tasks.allocation import SEGMENTS, AllocationTask, Options, segment_shares
 from tests.support.fakes import TensorModel
@@ -18,7 +18,7 @@ OPTIONS = Options(text="validation", length=160, needles=3, depths=[0.0, 0.5, 1.
 def drawn(shards, options=OPTIONS):
     return AllocationTask(
         options,
-        Setting(tokenizer=shards.tokenizer, context_tokens=64, validation=lambda: shards.tokens("validation")),
+        TaskContext(tokenizer=shards.tokenizer, context_tokens=64, validation=lambda: shards.tokens("validation")),
     )
 
 

@@ -77,7 +77,7 @@ def test_a_chat_models_prompt(text):
         question = re.search(r"\n\nQuestion: What is the special magic number for (.+)\?</s><assistant>$", prompt)
         assert len(re.findall(rf"\nThe special magic {question[1]} number is: \d{{7}}\n", prompt)) == 1
         assert len(request.prompt) + request.tokens <= 600
-    answers = [tokenizer.encode(f"It is {trial.answer}, I think") for trial in task._trials]
+    answers = [tokenizer.encode(f"It is {number}, I think") for _, _, number in task._trials]
     assert task.score(answers).measurements[0].value == 1
     assert task.score([tokenizer.encode("1234567")] * 2).measurements[0].value == 0
     with pytest.raises(DataError, match="no chat template"):

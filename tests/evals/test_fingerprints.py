@@ -9,7 +9,7 @@ import pytest
 from difftransformer.data import byte_tokenizer
 from difftransformer_lab.evals.engine import task_sha256
 from difftransformer_lab.evals.probes import LastRow, Magnitudes, Maps
-from difftransformer_lab.evals.prompts.texts import Setting
+from difftransformer_lab.evals.prompts.texts import TaskContext
 from difftransformer_lab.evals.requests import Choice, Continuation, Loss, ScoredContinuation, requests_sha256
 from difftransformer_lab.evals.tasks import task_kind
 from difftransformer_lab.evals.tasks.harness import Harness
@@ -72,7 +72,7 @@ def test_all_that_is_asked_matters(request_, changes):
 
 def drawn(task, **options):
     kind = task_kind(task)
-    return kind.make(kind.options(**options), Setting(tokenizer=byte_tokenizer(), context_tokens=4096))
+    return kind.make(kind.options(**options), TaskContext(tokenizer=byte_tokenizer(), context_tokens=4096))
 
 
 def write_lines(path, *rows):

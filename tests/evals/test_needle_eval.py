@@ -8,7 +8,7 @@ import torch
 
 from difftransformer.data import CITIES_SEEN, CITIES_UNSEEN
 from difftransformer.errors import DataError
-from difftransformer_lab.evals import Setting, run_task
+from difftransformer_lab.evals import TaskContext, run_task
 from difftransformer_lab.evals.tasks.needle import ANSWER_NLL, NeedleTask, Options
 from difftransformer_lab.statistics import wilson_interval
 from tests.support.fakes import Guesser, Oracle, Telling, Uniform
@@ -24,7 +24,7 @@ CHOSEN = Options(text="validation", paired=False, lengths=[96], needles=[[2, 1]]
 def drawn(shards, options, context_tokens=64):
     return NeedleTask(
         options,
-        Setting(
+        TaskContext(
             tokenizer=shards.tokenizer, context_tokens=context_tokens, validation=lambda: shards.tokens("validation")
         ),
     )
@@ -124,9 +124,9 @@ def test_a_model_that_tells_no_likelihoods_has_the_accuracy_alone(oracle, toy_sh
 
 
 def test_the_right_answer_is_asked_as_the_text_goes_on(toy_shards):
-    for request, trial in zip((task := drawn(toy_shards, CHOSEN)).requests, task._trials, strict=True):
+    for request, (_, _, number) in zip((task := drawn(toy_shards, CHOSEN)).requests, task._trials, strict=True):
         text = toy_shards.tokenizer.decode(request.prompt)
-        assert toy_shards.tokenizer.decode((*request.prompt, *request.right)) == f"{text} {trial.answer}"
+        assert toy_shards.tokenizer.decode((*request.prompt, *request.right)) == f"{text} {number}"
 
 
 def test_a_guesser_scores_chance(guesser, toy_shards):
@@ -196,4 +196,4 @@ def test_needles_that_do_not_fit(toy_shards):
 
 def test_held_out_text_needs_a_run(toy_shards):
     with pytest.raises(DataError, match="only a run's folder tells which text was held out"):
-        NeedleTask(GRID, Setting(tokenizer=toy_shards.tokenizer, context_tokens=64))
+        NeedleTask(GRID, TaskContext(tokenizer=toy_shards.tokenizer, context_tokens=64))

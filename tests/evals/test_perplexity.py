@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from difftransformer.errors import ConfigError, DataError
-from difftransformer_lab.evals import Setting, run_task
+from difftransformer_lab.evals import TaskContext, run_task
 from difftransformer_lab.evals.tasks.perplexity import Options, PerplexityTask
 from difftransformer_lab.results import Measurement
 from tests.support.fakes import TensorModel
@@ -17,8 +17,10 @@ from tests.support.fakes import TensorModel
 def scored(model, shards, **options):
     """Scores with the windows spread over the held-out text, as a study asks."""
     options = Options(**{"text": "validation", "spread": True} | options)
-    setting = Setting(tokenizer=shards.tokenizer, context_tokens=100, validation=lambda: shards.tokens("validation"))
-    return run_task(model, PerplexityTask(options, setting))
+    context = TaskContext(
+        tokenizer=shards.tokenizer, context_tokens=100, validation=lambda: shards.tokens("validation")
+    )
+    return run_task(model, PerplexityTask(options, context))
 
 
 def figures(scores, name) -> list[Measurement]:
@@ -104,11 +106,11 @@ def test_more_buckets_than_positions(toy_shards):
 
 def test_windows_follow_one_another_unless_they_are_spread(toy_shards):
     stream = np.asarray(toy_shards.tokens("validation")[:]).astype(np.int64).tolist()
-    setting = Setting(
+    context = TaskContext(
         tokenizer=toy_shards.tokenizer, context_tokens=100, validation=lambda: toy_shards.tokens("validation")
     )
     for options, starts in (({}, [0, 100, 200]), ({"stride": 50}, [0, 50, 100])):
-        task = PerplexityTask(Options(text="validation", windows=3, **options), setting)
+        task = PerplexityTask(Options(text="validation", windows=3, **options), context)
         assert [list(request.ids) for request in task.requests] == [stream[start : start + 101] for start in starts]
 
 

@@ -14,7 +14,7 @@ from difftransformer.errors import ConfigError
 from difftransformer_lab.cli.main import main
 from difftransformer_lab.evals.engine import run_task
 from difftransformer_lab.evals.models.causal import CausalLanguageModel
-from difftransformer_lab.evals.prompts.texts import Setting
+from difftransformer_lab.evals.prompts.texts import TaskContext
 from difftransformer_lab.evals.requests import Continuation, Predictions, answers_to
 from difftransformer_lab.evals.tasks.synthetic import Options, SyntheticTask, draw
 from difftransformer_lab.results import TaskResult, read_result
@@ -39,8 +39,8 @@ def value_of(ids):
 
 
 def accuracies(predict, **options):
-    setting = Setting(tokenizer=id_tokenizer(64), context_tokens=64)
-    scores = run_task(Reader(predict), SyntheticTask(Options(**options), setting))
+    context = TaskContext(tokenizer=id_tokenizer(64), context_tokens=64)
+    scores = run_task(Reader(predict), SyntheticTask(Options(**options), context))
     return {tuple(row.at.values()): row for row in scores.measurements}, scores.items
 
 
@@ -76,26 +76,27 @@ def test_variations_are_settings_of_their_own():
     assert [row.value for row in rows.values()] == [1.0, 1.0, 1.0]
     assert list(rows) == [(), (0.1, 32), (0.6, 32)]
     assert rows[0.1, 32].n > 2 * rows[0.6, 32].n  # fewer pairs are left to ask for
-    task = SyntheticTask(Options(**noisy, examples=7), Setting(tokenizer=id_tokenizer(64), context_tokens=64))
+    task = SyntheticTask(Options(**noisy, examples=7), TaskContext(tokenizer=id_tokenizer(64), context_tokens=64))
     assert len(task.requests) == 14
 
 
 def test_the_task_of_a_run():
     """Its options and its seed are taken, and can be changed."""
     data = DataConfig(source="synthetic:mqar", options=MQAR, split_seed=5)
-    setting = Setting(tokenizer=id_tokenizer(64), context_tokens=64, data=lambda: data)
-    own = SyntheticTask(Options(), setting)
-    named = SyntheticTask(Options(task="mqar", options=MQAR, seed=5), setting)
-    other = SyntheticTask(Options(task="mqar", options=MQAR), setting)
+    context = TaskContext(tokenizer=id_tokenizer(64), context_tokens=64, data=lambda: data)
+    own = SyntheticTask(Options(), context)
+    named = SyntheticTask(Options(task="mqar", options=MQAR, seed=5), context)
+    other = SyntheticTask(Options(task="mqar", options=MQAR), context)
     assert own.requests == named.requests != other.requests
-    assert len(SyntheticTask(Options(options={"test": [[48, 4, 5]]}), setting).requests) == 5
+    assert len(SyntheticTask(Options(options={"test": [[48, 4, 5]]}), context).requests) == 5
 
 
 @pytest.mark.parametrize("name", [name for name in TASKS if name != "mqar"])
 def test_every_task_asks_for_its_answers(name):
     tokenizer = id_tokenizer(300)
     task = SyntheticTask(
-        Options(task=name, options={"test_examples": 9}, examples=3), Setting(tokenizer=tokenizer, context_tokens=512)
+        Options(task=name, options={"test_examples": 9}, examples=3),
+        TaskContext(tokenizer=tokenizer, context_tokens=512),
     )
     scores = task.score([list(right) for right in task.scored_by()])
     assert scores.measurements[0].value == 1.0
@@ -116,9 +117,9 @@ def test_every_task_asks_for_its_answers(name):
     ],
 )
 def test_impossible_requests(options, data, message):
-    setting = Setting(tokenizer=id_tokenizer(64), context_tokens=64, data=None if data is None else lambda: data)
+    context = TaskContext(tokenizer=id_tokenizer(64), context_tokens=64, data=None if data is None else lambda: data)
     with pytest.raises(ConfigError) as met:
-        SyntheticTask(Options(**options), setting)
+        SyntheticTask(Options(**options), context)
     assert message in str(met.value)
 
 

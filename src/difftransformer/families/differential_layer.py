@@ -42,7 +42,7 @@ class DifferentialLayer(nn.Module):
     config: Any
 
     def forward(self, hidden_states: Tensor, *arguments: Any, **keywords: Any) -> Any:
-        """Run the family's forward inside that of `differential`, so that hooks have its weights at hand meanwhile."""
+        """Run the family's forward inside that of `differential`, so that hooks of FSDP and offloading gather its weights."""
         if keywords.get("past_key_values") is not None:
             keywords["past_key_values"] = GroupedCache(keywords["past_key_values"], self.differential.layout)
         return self.differential(hidden_states, partial(super().forward, hidden_states, *arguments, **keywords))

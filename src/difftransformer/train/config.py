@@ -167,7 +167,7 @@ class ParallelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LogsConfig:
-    """What a run says about itself beside its loss, and where. Nothing of it changes the weights.
+    """What a run logs besides the loss, and where. None of it affects the weights.
 
     Attributes:
         inside_every: Steps between looks inside the model (`InsideMetrics`), each a forward pass over one row; 0 for none.
@@ -242,7 +242,7 @@ class TrainingConfig:
         checkpoint: How checkpoints are written.
         checkpoint_every: Steps between checkpoints. The last step is always saved.
         keep_checkpoints: Number of newest checkpoints to keep.
-        keep_every: Checkpoints of the multiples of this number of steps are kept for good; None keeps none so.
+        keep_every: Keep every checkpoint whose step is a multiple of this; None keeps only the newest.
         keep_steps: Further steps whose checkpoints are written and kept for good.
         ema: Decay per step of a moving average of the weights, such as 0.999, which checkpoints hold beside the weights and
             `export --average` writes; None keeps none. It takes as much memory as the weights.

@@ -66,7 +66,7 @@ def complain(text: str) -> None:
 
 
 class Gaps:
-    """What a page or a result lacks: said on standard error, and in the exit status."""
+    """Reports what is missing from a page or result, on standard error and by the exit status."""
 
     def __init__(self, verb: str) -> None:
         self.verb, self.count = verb, 0

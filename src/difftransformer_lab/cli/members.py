@@ -55,7 +55,7 @@ def run_together(
 
 @contextmanager
 def members(device: str, count: int | None) -> "Iterator[Processes]":
-    """Meet the processes of this command. A wrong device or number is said once."""
+    """Join this command's process group. An invalid device or count is reported once."""
     from difftransformer.train.parallel import joined
 
     if count not in (None, started := world_size()):

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
     from .engine import Task, run_task
     from .models.causal import CausalLanguageModel
-    from .prompts.texts import Setting
+    from .prompts.texts import TaskContext
     from .registry import TaskKind, register
     from .requests import LanguageModel
 

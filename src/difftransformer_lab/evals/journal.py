@@ -21,7 +21,7 @@ class Journal:
         take: Called with each existing row; it raises KeyError, TypeError or ValueError for one that it does not accept.
         header: First row of the file, if not None. It is written with the first added row, so that an empty run blocks no
             later one, and a file with another header is refused.
-        sync_seconds: Rows survive the end of the process at once, and a loss of power after this many seconds.
+        sync_seconds: Every row is flushed; fsync runs at most this often.
 
     Raises:
         DamagedLine: A complete line is not a row, or not one that `take` accepts.

@@ -42,7 +42,7 @@ class TaskKind:
         doc: Text whose first line, without its full stop, stands in `difftransformer --help`; for a task of this package the
             docstring of its file.
         options: Dataclass whose fields are the flags of the command; its docstring describes them.
-        make: Called with the options and a `prompts.texts.Setting`; returns an `engine.Task`.
+        make: Called with the options and a `prompts.texts.TaskContext`; returns an `engine.Task`.
         draw: Draws the results of one or more models and returns title, caption and figure; None where a table says it all.
         contrasts: Names pairs of item figures of one result that are compared with each other; None where there are none.
     """

@@ -46,7 +46,7 @@ class Pooled(TaskResult):
 
 
 def seeds_of(result: TaskResult) -> list[TaskResult]:
-    """Return the results of single seeds behind a result; it is its own where it is not pooled."""
+    """Return the per-seed results of a pooled result, or `[result]`."""
     return result.seeds if isinstance(result, Pooled) else [result]
 
 

@@ -37,7 +37,7 @@ class Estimate:
         missing: Number of these that are not there.
         seconds: Time until all are there, so many at once.
         longest: The longest run, by title, and its time.
-        basis: What the times are by, the least certain of it.
+        basis: What the estimate rests on (the least reliable source used).
         absent: Which data is missing, so that no run could be looked up; empty if all is there.
     """
 

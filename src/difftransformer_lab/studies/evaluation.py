@@ -16,7 +16,7 @@ from difftransformer_lab.evals.opening import open_language_model
 
 from ..evals.engine import Task
 from ..evals.models.causal import UNBOUNDED
-from ..evals.prompts.texts import Setting
+from ..evals.prompts.texts import TaskContext
 from ..evals.tasks import task_kind
 from ..results import TaskResult
 from .recipe import Recipe
@@ -36,14 +36,14 @@ def draw_tasks(recipe: Recipe, shards: Shards) -> dict[str, Task]:
     validation_rows(
         shards, recipe.training.context_tokens, recipe.training.validation_windows
     )  # training asks for these
-    setting = Setting(
+    context = TaskContext(
         tokenizer=shards.tokenizer,
         context_tokens=recipe.training.context_tokens,
         longest=recipe.model_config(vocab_size=shards.tokenizer.vocab_size).max_position_embeddings,
         validation=lambda: shards.tokens("validation"),
         data=lambda: recipe.data,
     )
-    return {spec.name: task_kind(spec.task).make(spec.built(), setting) for spec in recipe.evaluation}
+    return {spec.name: task_kind(spec.task).make(spec.built(), context) for spec in recipe.evaluation}
 
 
 def evaluate_checkpoint(

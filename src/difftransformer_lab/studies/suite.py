@@ -15,7 +15,7 @@ from ..evals.tasks import task_kind
 from ..recipe_files import read_mapping, shipped_recipes
 from ..results import TaskResult
 from .recipe import TaskSpec, check_specs
-from .tasks import evaluate_task, setting_of, stored_result
+from .tasks import context_of, evaluate_task, stored_result
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +117,7 @@ def run_suite(
 def _result(spec: TaskSpec, model: OpenedModel, folder: Path, device: str, processes: Processes) -> TaskResult:
     """Return the result that is there, if data, options and model are still the same, or else ask the model."""
     options = spec.built()
-    task = processes.rank0_first(lambda: task_kind(spec.task).make(options, setting_of(model)))
+    task = processes.rank0_first(lambda: task_kind(spec.task).make(options, context_of(model)))
     kept = processes.broadcast(lambda: stored_result(folder / f"{spec.name}.json", spec.task, options, task))
     if kept is not None and kept.model.fingerprint == model.identity.fingerprint:
         return kept

@@ -14,7 +14,7 @@ from difftransformer.typed import build
 from difftransformer_lab.evals.opening import OpenedModel
 
 from ..evals.engine import Task, run_task, task_sha256
-from ..evals.prompts.texts import Setting
+from ..evals.prompts.texts import TaskContext
 from ..evals.tasks import task_kind
 from ..results import DataIdentity, TaskResult, kept_result, write_result
 from .environment import command_line, environment, now
@@ -23,7 +23,7 @@ from .recipe import load_recipe
 logger = logging.getLogger(__name__)
 
 
-def setting_of(model: OpenedModel) -> Setting:
+def context_of(model: OpenedModel) -> TaskContext:
     """Return what tasks are drawn for: a model of a run knows the text that the run held out."""
     path = Path(model.identity.name)
     run = path.parent.parent if path.parent.name == "checkpoints" else path
@@ -32,7 +32,7 @@ def setting_of(model: OpenedModel) -> Setting:
     def data() -> DataConfig:
         return load_recipe(recipe).data
 
-    return Setting(
+    return TaskContext(
         tokenizer=model.language_model.tokenizer,
         context_tokens=model.language_model.context_tokens,
         validation=(lambda: prepare_shards(data()).tokens("validation")) if recipe.is_file() else None,
@@ -76,7 +76,7 @@ def evaluate_task(
     label = label or name
     if task is None:
         logger.info("%s: reading data", label)
-        task = processes.rank0_first(lambda: task_kind(name).make(options, setting_of(model)))
+        task = processes.rank0_first(lambda: task_kind(name).make(options, context_of(model)))
     with titled(title or label):
         scores = run_task(
             model.language_model,

@@ -1,4 +1,4 @@
-"""The processes of a run, which torchrun has started: they meet, agree, and fail together. A single process meets nobody."""
+"""Rendezvous, collectives and joint failure of the processes that torchrun started; no-ops for a single process."""
 
 import os
 from collections.abc import Callable, Iterator

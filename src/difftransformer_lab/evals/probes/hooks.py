@@ -152,7 +152,7 @@ def _maps_of(module: nn.Module) -> int:
 
 @contextmanager
 def _counting(layers: Sequence[nn.Module]) -> Iterator[list[int]]:
-    """Yield the layer that is computing at the moment, and a 0 on which the caller may count."""
+    """Yield `[current_layer, counter]`; the counter restarts at 0 in every layer."""
     place = [0, 0]
 
     def enter(layer: int, module: nn.Module, arguments: Any) -> None:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from difftransformer.data import CITIES_SEEN, CITIES_UNSEEN, NeedleQuestion, evaluation_document
 
 from ..registry import at_least, refused
-from .texts import HAYSTACK_TOKENS, VALIDATION, Setting
+from .texts import HAYSTACK_TOKENS, VALIDATION, TaskContext
 
 Kind = Literal["all", "seen", "unseen"]
 CITIES: dict[Kind, tuple[str, ...]] = {
@@ -62,7 +62,7 @@ class NeedleOptions:
 
 def draw_documents(
     options: Any,
-    setting: Setting,
+    context: TaskContext,
     haystack: npt.NDArray[np.int64],
     shared: Sequence[int],
     own: Sequence[int],
@@ -72,7 +72,7 @@ def draw_documents(
 
     Args:
         options: Options of the task with `documents`, `digits`, `cities` and `paired`.
-        setting: The tokenizer.
+        context: The tokenizer.
         haystack: Tokens of the text in which needles are hidden.
         shared: Seed of the documents where cells share them (`paired`): document i is drawn from [*shared, i].
         own: Seed of the cell where every cell draws its own documents, one after another.
@@ -85,7 +85,7 @@ def draw_documents(
     for document in range(options.documents):
         yield evaluation_document(
             np.random.default_rng([*shared, document]) if options.paired else rng,
-            setting.tokenizer,
+            context.tokenizer,
             haystack,
             digits=options.digits,
             **{"cities": CITIES.get(options.cities), **cell},

@@ -18,7 +18,7 @@ VALIDATION = "validation"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting:
+class TaskContext:
     """What a task knows of the model before it asks it anything.
 
     Attributes:
@@ -42,26 +42,26 @@ class Setting:
 
 
 def token_stream(
-    setting: Setting, source: str, at_least: int = 0, *, enough: int | None = None
+    context: TaskContext, source: str, at_least: int = 0, *, enough: int | None = None
 ) -> npt.NDArray[np.int64]:
     """Concatenate the first documents of a source, each followed by the separator, the tokenizer's `end_of_text`.
 
     The source is one of `read_documents`, of which no more than about `enough` tokens are read (None reads all of it); or
-    `validation`, the held-out text of the setting, which is always returned whole.
+    `validation`, the held-out text of the run, which is always returned whole.
 
     Raises:
         DataError: The source cannot be read, or has fewer than `at_least` tokens.
     """
     parts, count = [], 0
     if source == VALIDATION:
-        if setting.validation is None:
+        if context.validation is None:
             raise DataError(
                 "text=validation: only a run's folder tells which text was held out; name a run, or another text"
             )
-        parts, count = [np.asarray(setting.validation()[:]).astype(np.int64)], len(setting.validation())
+        parts, count = [np.asarray(context.validation()[:]).astype(np.int64)], len(context.validation())
     else:
         for document in read_documents(source):
-            ids = [*setting.tokenizer.encode(document.text), setting.tokenizer.end_of_text]
+            ids = [*context.tokenizer.encode(document.text), context.tokenizer.end_of_text]
             parts.append(np.asarray(ids, np.int64))
             count += len(ids)
             if enough is not None and count >= enough:

@@ -32,7 +32,7 @@ from ...results import Form, Grid, Measurement, Segment, TaskResult
 from ..engine import Scores
 from ..probes import FORMS, LastRow, ProbeTask
 from ..prompts.haystack import Kind, NeedleOptions, draw_documents
-from ..prompts.texts import HAYSTACK_TOKENS, Setting, token_stream
+from ..prompts.texts import HAYSTACK_TOKENS, TaskContext, token_stream
 from ..registry import TaskKind, at_least, register
 from ..scores import details, mean, unit_scores
 
@@ -95,16 +95,16 @@ class Options(NeedleOptions):
 class AllocationTask(ProbeTask):
     """Needle documents, and where each prompt's last token looks."""
 
-    def __init__(self, options: Options, setting: Setting) -> None:
+    def __init__(self, options: Options, context: TaskContext) -> None:
         self.options, self.data_name, self.choices = options, options.text, _choices(options)
-        haystack = token_stream(setting, options.text, enough=HAYSTACK_TOKENS)
-        length = options.length or min(setting.context_tokens, DEFAULT_LENGTH)
+        haystack = token_stream(context, options.text, enough=HAYSTACK_TOKENS)
+        length = options.length or min(context.context_tokens, DEFAULT_LENGTH)
         self._places = [(depth, document) for depth in options.depths for document in range(options.documents)]
         self.requests: list[LastRow] = []
         for depth in options.depths:
             own = [options.seed, length, options.needles, round(depth * 1000)]
             cell = {"length_tokens": length, "depth": depth, "needles": options.needles, "asked": 1}
-            for question in draw_documents(options, setting, haystack, [options.seed, options.needles], own, **cell):
+            for question in draw_documents(options, context, haystack, [options.seed, options.needles], own, **cell):
                 self.requests.append(LastRow(tuple(question.prompts[0]), edges_of(question)))
 
     def score(self, answers: Sequence[Any]) -> Scores:

@@ -25,7 +25,7 @@ from ..judges.endpoint import EndpointJudge, Spending
 from ..judges.overlap import OverlapJudge
 from ..models.stopping import stop_tokens
 from ..prompts.chat import chat_frame
-from ..prompts.texts import Setting
+from ..prompts.texts import TaskContext
 from ..registry import TaskKind, at_least, refused, register
 from ..requests import Continuation
 from ..scores import mean_of_sets, proportion, single, unit_scores
@@ -129,8 +129,8 @@ def make_judge(options: Options) -> Judge:
 class HallucinationTask(Task):
     """Documents to write about, and verdicts on the model's answers."""
 
-    def __init__(self, options: Options, setting: Setting) -> None:
-        self.options, self.tokenizer, self.chosen_judge = options, setting.tokenizer, make_judge(options)
+    def __init__(self, options: Options, context: TaskContext) -> None:
+        self.options, self.tokenizer, self.chosen_judge = options, context.tokenizer, make_judge(options)
         self.items: list[tuple[str, GroundedItem]] = []
         self.requests: list[Continuation] = []
         self._cut = 0
@@ -142,25 +142,25 @@ class HallucinationTask(Task):
         names = options.sets or ([] if options.file else list(GROUNDED_SETS))
         for name in names:
             kind = GROUNDED_SETS[name].kind if name in GROUNDED_SETS else "summary"
-            self._add(name, kind, read_grounded(name, options.items, options.seed), ANSWER_TOKENS.get(name, 0), setting)
+            self._add(name, kind, read_grounded(name, options.items, options.seed), ANSWER_TOKENS.get(name, 0), context)
         if options.file:
             items = read_grounded_file(options.file, options.kind, options.items, options.seed)
-            self._add(Path(options.file).stem, options.kind, items, FILE_ANSWER_TOKENS[options.kind], setting)
+            self._add(Path(options.file).stem, options.kind, items, FILE_ANSWER_TOKENS[options.kind], context)
         self.data_name = ", ".join([*names, *([options.file] if options.file else [])])
         self.choices = self._choices()
 
-    def _add(self, name: str, kind: Kind, items: list[GroundedItem], cap: int, setting: Setting) -> None:
+    def _add(self, name: str, kind: Kind, items: list[GroundedItem], cap: int, context: TaskContext) -> None:
         cap = self.options.max_new_tokens or cap
         before, after = PROMPTS[self.options.prompt, kind]
         frame = chat_frame(self.tokenizer) if self.options.prompt == "chat" else ([self.tokenizer.begin_of_text], [])
         for item in items:
             start = [*frame[0], *self.tokenizer.encode(before)]
             end = [*self.tokenizer.encode(after.format(question=item.question)), *frame[1]]
-            room = setting.prompt_tokens - len(start) - len(end) - cap
+            room = context.prompt_tokens - len(start) - len(end) - cap
             if room < _LEAST_DOCUMENT_TOKENS:
                 raise DataError(
                     f"{name}/{item.name}: the prompt without its document takes {len(start) + len(end)} tokens and the answer "
-                    f"up to {cap}, the model's context has {setting.prompt_tokens}; lower --max-new-tokens"
+                    f"up to {cap}, the model's context has {context.prompt_tokens}; lower --max-new-tokens"
                 )
             document = self.tokenizer.encode(item.document)
             if len(document) > room:

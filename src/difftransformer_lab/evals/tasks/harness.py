@@ -21,7 +21,7 @@ from difftransformer.errors import ConfigError, DiffTransformerError, Evaluation
 
 from ...results import ItemScore, Measurement
 from ..engine import Scores, Task
-from ..prompts.texts import Setting
+from ..prompts.texts import TaskContext
 from ..registry import TaskKind, at_least, refused, register
 from ..requests import Answers
 
@@ -111,7 +111,7 @@ class Harness:
 class HarnessTask(Task):
     """Tasks of lm-eval, which asks the model by itself."""
 
-    def __init__(self, options: Options, setting: Setting) -> None:
+    def __init__(self, options: Options, context: TaskContext) -> None:
         for module in ("lm_eval", "accelerate"):  # which lm-eval needs for a model of transformers
             if importlib.util.find_spec(module) is None:
                 raise EvaluationError(f"{module} is not installed; pip install 'difftransformer[eval]'")
@@ -140,9 +140,9 @@ class HarnessTask(Task):
             for length in options.lengths or LENGTHS.get(suite_of(name), [None])[:1]
         ]
         longest = max(request.length or 0 for request in self.requests)
-        if longest > setting.prompt_tokens:
+        if longest > context.prompt_tokens:
             raise EvaluationError(
-                f"prompts of {longest} tokens do not fit into the model's context of {setting.prompt_tokens}; choose shorter "
+                f"prompts of {longest} tokens do not fit into the model's context of {context.prompt_tokens}; choose shorter "
                 "--lengths or a model with a longer context"
             )
 

@@ -20,7 +20,7 @@ from ...plots.style import INK, note
 from ...results import ItemScore, Measurement, TaskResult
 from ..engine import Scores, Task
 from ..prompts.demonstrations import DataOptions, PromptForm, draw_items, draw_rounds
-from ..prompts.texts import Setting
+from ..prompts.texts import TaskContext
 from ..registry import TaskKind, at_least, refused, register
 from ..requests import Choice
 from ..scores import details, mean, proportion, single, unit_scores
@@ -73,15 +73,15 @@ class Options(DataOptions):
 class ShotsTask(Task):
     """Test items that follow more and more demonstrations."""
 
-    def __init__(self, options: Options, setting: Setting) -> None:
+    def __init__(self, options: Options, context: TaskContext) -> None:
         data = options.read()
         self.data_name, self.choices, self.labels = data.name, _CHOICES, data.labels
         self.draws = options.draws
         self.items = draw_items(data, options.items, options.seed)
-        form = PromptForm(setting.tokenizer, data.labels, options.words())
+        form = PromptForm(context.tokenizer, data.labels, options.words())
         draws = [draw_rounds(data, options.seed, draw) for draw in range(options.draws)]
-        room = form.room(self.items, setting.prompt_tokens)
-        self.sizes = _sizes(options, draws, form, room, setting.prompt_tokens)
+        room = form.room(self.items, context.prompt_tokens)
+        self.sizes = _sizes(options, draws, form, room, context.prompt_tokens)
         self.requests = [
             Choice(prompt, form.options)
             for at in self.sizes

@@ -29,7 +29,7 @@ from ...plots.style import WIDTH_INCHES, line_style
 from ...results import Grid, Measurement, TaskResult
 from ..engine import Scores
 from ..probes import Maps, ProbeTask
-from ..prompts.texts import Setting
+from ..prompts.texts import TaskContext
 from ..registry import TaskKind, at_least, refused, register
 from ..scores import details, mean
 
@@ -76,8 +76,8 @@ class Options:
 class MapsTask(ProbeTask):
     """One prompt, and the maps that every head forms for it."""
 
-    def __init__(self, options: Options, setting: Setting) -> None:
-        tokenizer = setting.tokenizer
+    def __init__(self, options: Options, context: TaskContext) -> None:
+        tokenizer = context.tokenizer
         self.options, self.choices = options, _CHOICES
         self.data_name = options.prompt_file or "a prompt"
         text = read_text(Path(options.prompt_file)) if options.prompt_file is not None else options.prompt

@@ -23,7 +23,7 @@ from ..engine import Scores, Task
 from ..judges.math_answers import check_installed, is_right
 from ..models.stopping import stop_tokens, text_until
 from ..prompts.chat import chat_frame
-from ..prompts.texts import Setting
+from ..prompts.texts import TaskContext
 from ..registry import TaskKind, at_least, refused, register
 from ..requests import Continuation
 from ..scores import mean, mean_of_sets, proportion, unit_scores
@@ -88,9 +88,9 @@ class MathTask(Task):
 
     rules = 2
 
-    def __init__(self, options: Options, setting: Setting) -> None:
+    def __init__(self, options: Options, context: TaskContext) -> None:
         check_installed()
-        self.options, self.tokenizer = options, setting.tokenizer
+        self.options, self.tokenizer = options, context.tokenizer
         self.problems = [
             problem for source in options.sets for problem in read_math_problems(source, options.problems, options.seed)
         ]
@@ -104,10 +104,10 @@ class MathTask(Task):
             for ids in self.tokenizer.encode_batch([_prompt(options, problem) for problem in self.problems])
         ]
         for problem, request in zip(self.problems, self.requests, strict=True):
-            if len(request.prompt) + options.max_new_tokens > setting.prompt_tokens:
+            if len(request.prompt) + options.max_new_tokens > context.prompt_tokens:
                 raise DataError(
                     f"{problem.set_name}/{problem.name}: the prompt takes {len(request.prompt)} tokens and the solution up to "
-                    f"{options.max_new_tokens}, the model's context has {setting.prompt_tokens}; lower --max-new-tokens or "
+                    f"{options.max_new_tokens}, the model's context has {context.prompt_tokens}; lower --max-new-tokens or "
                     "--shots"
                 )
         self.choices = _choices(options, self.ending)

@@ -26,7 +26,7 @@ from ...results import ItemScore, Measurement, TaskResult
 from ..engine import Scores, Task
 from ..prompts.chat import chat_frame
 from ..prompts.haystack import CITIES, Kind, NeedleOptions, draw_documents
-from ..prompts.texts import HAYSTACK_TOKENS, Setting, token_stream
+from ..prompts.texts import HAYSTACK_TOKENS, TaskContext, token_stream
 from ..registry import TaskKind, refused, register
 from ..requests import Continuation, ScoredContinuation
 from ..scores import details, mean, proportion, unit_scores
@@ -68,25 +68,25 @@ class Options(NeedleOptions):
 class NeedleTask(Task):
     """The grid's documents, and the share of exact answers and the loss of the right ones in each cell."""
 
-    def __init__(self, options: Options, setting: Setting) -> None:
-        self.options, self.tokenizer, self.data_name = options, setting.tokenizer, options.text
+    def __init__(self, options: Options, context: TaskContext) -> None:
+        self.options, self.tokenizer, self.data_name = options, context.tokenizer, options.text
         self.choices = _choices(options)
         self.requests: list[Continuation] = []
         # For each needle that is asked for its place, its document and its number; documents are shared, or most of them.
         self._trials: list[tuple[dict[str, Any], str, str]] = []
-        self._frame = chat_frame(setting.tokenizer) if options.prompt == "chat" else None
+        self._frame = chat_frame(context.tokenizer) if options.prompt == "chat" else None
         tokens = _CHAT_ANSWER_TOKENS if self._frame else NeedleFormat(digits=options.digits).answer_tokens - 1
-        haystack = token_stream(setting, options.text, enough=HAYSTACK_TOKENS)
+        haystack = token_stream(context, options.text, enough=HAYSTACK_TOKENS)
         kinds: tuple[Kind, ...] = ("seen", "unseen") if options.cities == "apart" else (options.cities,)
         cells = [
             (needles, asked, length, depth, kind)
             for needles, asked in options.needles
-            for length in options.lengths or [setting.context_tokens]
+            for length in options.lengths or [context.context_tokens]
             for depth in options.depths
             for kind in kinds
         ]
         for needles, asked, length, depth, kind in cells:
-            questions = self._questions(setting, haystack, needles, asked, length, depth, kind)
+            questions = self._questions(context, haystack, needles, asked, length, depth, kind)
             own = [] if options.paired else [kind, f"{length} tokens", f"depth {depth:g}"]
             at: dict[str, Any] = {} if kind == "all" else {"cities": kind}
             at |= {"needles": needles, "asked": asked, "length_tokens": length, "depth": depth}
@@ -103,7 +103,7 @@ class NeedleTask(Task):
 
     def _questions(
         self,
-        setting: Setting,
+        context: TaskContext,
         haystack: npt.NDArray[Any],
         needles: int,
         asked: int,
@@ -122,7 +122,7 @@ class NeedleTask(Task):
         own = [options.seed, length, needles, asked, round(depth * 1000), len(CITIES[cities])]
         cell = {"length_tokens": length - room, "depth": depth, "needles": needles, "asked": asked}
         shared = [options.seed, needles, asked]
-        questions = list(draw_documents(options, setting, haystack, shared, own, **cell, cities=CITIES[cities]))
+        questions = list(draw_documents(options, context, haystack, shared, own, **cell, cities=CITIES[cities]))
         if self._frame:
             for question in questions:
                 question.prompts[:] = [

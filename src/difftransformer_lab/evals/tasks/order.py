@@ -21,7 +21,7 @@ from ...plots.style import INK, WIDTH_INCHES, legend_above, line_style, note
 from ...results import Measurement, TaskResult
 from ..engine import Scores, Task
 from ..prompts.demonstrations import DataOptions, PromptForm, draw_items, draw_rounds
-from ..prompts.texts import Setting
+from ..prompts.texts import TaskContext
 from ..registry import TaskKind, at_least, register
 from ..requests import Choice
 from ..scores import details, mean, proportion, single
@@ -77,15 +77,15 @@ class Options(DataOptions):
 class OrderTask(Task):
     """Test items that follow the same demonstrations in several orders."""
 
-    def __init__(self, options: Options, setting: Setting) -> None:
+    def __init__(self, options: Options, context: TaskContext) -> None:
         data = options.read()
         self.data_name, self.choices, self.labels = data.name, _CHOICES, data.labels
         self.orders = options.orders or _PAPER_ORDERS[options.format]
         self.items = draw_items(data, options.items or _PAPER_ITEMS[options.format], options.seed)
-        form = PromptForm(setting.tokenizer, data.labels, options.words())
+        form = PromptForm(context.tokenizer, data.labels, options.words())
         rounds = draw_rounds(data, options.seed)
-        room = form.room(self.items, setting.prompt_tokens)
-        fit = fitting_shots(form, [rounds], room, setting.prompt_tokens, options.shots)
+        room = form.room(self.items, context.prompt_tokens)
+        fit = fitting_shots(form, [rounds], room, context.prompt_tokens, options.shots)
         shots = options.shots or min(_DEFAULT_SHOTS, 2 ** (fit.bit_length() - 1))
         shown = list(chain.from_iterable(rounds[:shots]))
         self.at = {"format": options.format, "shots": shots, "demonstrations": len(shown)}

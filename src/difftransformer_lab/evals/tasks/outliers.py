@@ -20,7 +20,7 @@ from ...plots.style import WIDTH_INCHES, legend_above, line_style, note
 from ...results import Measurement, TaskResult
 from ..engine import Scores
 from ..probes import BINS, Magnitudes, ProbeTask
-from ..prompts.texts import Setting, token_stream
+from ..prompts.texts import TaskContext, token_stream
 from ..registry import TaskKind, at_least, register
 from ..scores import details, single
 
@@ -76,12 +76,12 @@ class Spread:
 class OutliersTask(ProbeTask):
     """Rows of text, and the largest values inside the model as it reads them."""
 
-    def __init__(self, options: Options, setting: Setting) -> None:
+    def __init__(self, options: Options, context: TaskContext) -> None:
         self.options, self.data_name = options, options.text
-        self.choices = [f"Documents are separated by {setting.tokenizer.end_of_text_token!r}.", *_CHOICES]
-        window = options.window or min(setting.context_tokens, DEFAULT_WINDOW)
+        self.choices = [f"Documents are separated by {context.tokenizer.end_of_text_token!r}.", *_CHOICES]
+        window = options.window or min(context.context_tokens, DEFAULT_WINDOW)
         wanted = max(1, options.tokens // window)
-        stream = token_stream(setting, options.text)
+        stream = token_stream(context, options.text)
         there = len(stream) // window
         if there < wanted:
             raise DataError(

@@ -18,7 +18,7 @@ from ...plots.seeds import band, difference_band, difference_words, draw_differe
 from ...plots.style import colour_of, legend_above, line_style
 from ...results import Curve, Measurement, TaskResult
 from ..engine import Scores, Task
-from ..prompts.texts import Setting, separation, token_stream
+from ..prompts.texts import TaskContext, separation, token_stream
 from ..registry import TaskKind, at_least, refused, register
 from ..requests import Loss
 from ..scores import details, mean, over_windows
@@ -71,15 +71,15 @@ class Options:
 class PerplexityTask(Task):
     """Windows of a text."""
 
-    def __init__(self, options: Options, setting: Setting) -> None:
+    def __init__(self, options: Options, context: TaskContext) -> None:
         self.options, self.data_name = options, options.text
-        self.choices = [separation(setting.tokenizer), *_CHOICES]
-        window = options.window or min(setting.context_tokens, DEFAULT_WINDOW)
+        self.choices = [separation(context.tokenizer), *_CHOICES]
+        window = options.window or min(context.context_tokens, DEFAULT_WINDOW)
         self.stride = window if options.stride is None else options.stride
         if self.stride > window:
             raise ConfigError(f"stride={self.stride} is above the window's {window} tokens; give less")
         wanted = window + 1 + self.stride * (options.windows - 1)
-        stream = token_stream(setting, options.text, window + 1, enough=None if options.spread else wanted)
+        stream = token_stream(context, options.text, window + 1, enough=None if options.spread else wanted)
         if options.spread:
             there = (len(stream) - 1) // window
             count = min(options.windows, there)
@@ -87,7 +87,7 @@ class PerplexityTask(Task):
         else:
             starts = list(range(0, min(len(stream), wanted) - window, self.stride))
         self.requests = [Loss(tuple(stream[start : start + window + 1].tolist())) for start in starts]
-        self.byte_lengths, self.separator = setting.tokenizer.token_byte_lengths(), setting.tokenizer.end_of_text
+        self.byte_lengths, self.separator = context.tokenizer.token_byte_lengths(), context.tokenizer.end_of_text
 
     def scored_by(self) -> Any:
         """Return the token that is not scored."""

@@ -18,7 +18,7 @@ from ...plots.curves import handles
 from ...plots.style import WIDTH_INCHES, legend_above, line_style
 from ...results import ItemScore, Measurement, TaskResult
 from ..engine import Scores, Task
-from ..prompts.texts import Setting
+from ..prompts.texts import TaskContext
 from ..registry import Contrast, TaskKind, refused, register, registered_tasks, task_kind
 from ..requests import Answers
 
@@ -111,8 +111,8 @@ class Quantized:
 class QuantizedTask(Task):
     """The requests of another task, once for each setting."""
 
-    def __init__(self, options: Options, setting: Setting) -> None:
-        self.task: Task = task_kind(options.task).make(options.inner(), setting)
+    def __init__(self, options: Options, context: TaskContext) -> None:
+        self.task: Task = task_kind(options.task).make(options.inner(), context)
         self.data_name = f"{options.task} on {self.task.data_name}"
         self.choices = [*_CHOICES, *self.task.choices]
         # 16 bits change nothing whatever the granularity, so they are asked once.

@@ -22,7 +22,7 @@ from ...plots.bars import bars
 from ...plots.curves import select
 from ...results import TaskResult
 from ..engine import Scores, Task
-from ..prompts.texts import Setting, separation, token_stream
+from ..prompts.texts import TaskContext, separation, token_stream
 from ..registry import TaskKind, at_least, register
 from ..requests import Loss
 from ..scores import over_windows, single
@@ -66,17 +66,17 @@ class Options:
 class RecallTask(Task):
     """Windows of a text, and which of their tokens are AR-hits."""
 
-    def __init__(self, options: Options, setting: Setting) -> None:
-        tokenizer, self.data_name = setting.tokenizer, options.text
+    def __init__(self, options: Options, context: TaskContext) -> None:
+        tokenizer, self.data_name = context.tokenizer, options.text
         if tokenizer.vocab_size**options.ngram > 2**63:
             raise ConfigError(
                 f"ngram={options.ngram}: with {tokenizer.vocab_size} tokens n-grams do not fit into 64 bits; give less"
             )
-        window = options.window or min(setting.context_tokens, DEFAULT_WINDOW)
+        window = options.window or min(context.context_tokens, DEFAULT_WINDOW)
         if window < options.ngram:
             raise ConfigError(f"window={window} is shorter than an n-gram of {options.ngram} tokens; give more")
         wanted = window * options.windows + 1
-        stream = token_stream(setting, options.text, window + 1, enough=wanted)
+        stream = token_stream(context, options.text, window + 1, enough=wanted)
         starts = range(0, min(len(stream), wanted) - window, window)
         rows = np.stack([stream[start : start + window + 1] for start in starts])
         self.requests = [Loss(tuple(row)) for row in rows.tolist()]

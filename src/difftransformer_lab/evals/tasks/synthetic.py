@@ -19,7 +19,7 @@ from ...plots.bars import bars
 from ...plots.curves import select
 from ...results import ItemScore, Measurement, TaskResult
 from ..engine import Scores, Task
-from ..prompts.texts import Setting
+from ..prompts.texts import TaskContext
 from ..registry import TaskKind, at_least, refused, register
 from ..requests import Predictions
 from ..scores import proportion, unit_scores
@@ -63,15 +63,15 @@ class Options:
 class SyntheticTask(Task):
     """Held-out examples, and the share of right answers in each setting."""
 
-    def __init__(self, options: Options, setting: Setting) -> None:
-        source, own, seed = _asked_about(options, setting)
+    def __init__(self, options: Options, context: TaskContext) -> None:
+        source, own, seed = _asked_about(options, context)
         self.data_name, self.choices = source.removeprefix(PREFIX), _CHOICES
         self._sets: list[tuple[dict[str, Any], Examples]] = []
         for variation in options.variations:
             task = synthetic_task(source, own | variation)
-            if task.vocab_size > setting.tokenizer.vocab_size:
+            if task.vocab_size > context.tokenizer.vocab_size:
                 raise ConfigError(
-                    f"{source} has {task.vocab_size} token ids, and the model's vocabulary {setting.tokenizer.vocab_size}; "
+                    f"{source} has {task.vocab_size} token ids, and the model's vocabulary {context.tokenizer.vocab_size}; "
                     "ask a model that was trained on this task, or give options.vocab_size"
                 )
             for one in draw_examples(task, seed, training=False):
@@ -107,11 +107,11 @@ class SyntheticTask(Task):
         return Scores(measurements=measurements, items=items)
 
 
-def _asked_about(options: Options, setting: Setting) -> tuple[str, dict[str, Any], int]:
+def _asked_about(options: Options, context: TaskContext) -> tuple[str, dict[str, Any], int]:
     """Return the source, its options and the seed."""
     if options.task is not None:
         return PREFIX + options.task, options.options, options.seed
-    data = None if setting.data is None else setting.data()
+    data = None if context.data is None else context.data()
     if data is None or not data.source.startswith(PREFIX):
         raise ConfigError("task: the model's run was not trained on a synthetic task; name one, with its options")
     return data.source, data.options | options.options, data.split_seed
