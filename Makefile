@@ -5,6 +5,8 @@ PYTHON ?= python3
 VENV   ?= .venv
 JOBS   ?= 2
 DEMO   ?= reports/demo
+FULL   ?= reports/demo-full
+SHIPPED := src/difftransformer/shipped
 DIST   ?= dist
 PIP    := -m pip install --quiet --disable-pip-version-check
 
@@ -33,13 +35,21 @@ RUN_DOCS := $(if $(PY),$(PY),$(SPHINX)/bin/python)
 SITE  ?= build/site
 
 .DEFAULT_GOAL := help
-.PHONY: demo test test-all test-slow test-tools test-data docs lint bench dist sanitize help clean
+.PHONY: demo demo-full pair test test-all test-slow test-tools test-data docs lint bench dist sanitize help clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
 
-demo: $(READY) ## Train a Differential Transformer and its Transformer twin on this machine's own Python sources; write reports/demo/index.html
-	$(RUN) -m difftransformer_lab compare recipes/demo.yaml --out $(DEMO)
+demo: $(READY) ## In three minutes: answers of two trained models, their attention maps, and such a pair trained here; write reports/demo/index.html
+	@$(RUN) -m difftransformer_lab demo --out $(DEMO)
+
+demo-full: $(READY) ## All models and seeds of recipes/demo.yaml, about 16 minutes on two idle cores; write reports/demo-full/index.html
+	$(RUN) -m difftransformer_lab compare recipes/demo.yaml --out $(FULL)
+
+pair: demo-full ## Write the two models that come with the package again, from seed 0 of demo-full
+	rm -rf $(SHIPPED)/demo $(SHIPPED)/demo-twin
+	$(RUN) -m difftransformer_lab export $(FULL)/runs/diff-seed0 $(SHIPPED)/demo --dtype bf16 --license mit
+	$(RUN) -m difftransformer_lab export $(FULL)/runs/softmax-seed0 $(SHIPPED)/demo-twin --dtype bf16 --license mit
 
 test: $(DEV) lint ## Format, lint, types, layers and the quick tests
 	$(RUN) -m pytest -n $(JOBS) --dist worksteal -m "not slow and not gpu"
@@ -88,13 +98,18 @@ endef
 
 $(VENV)/.ready: pyproject.toml constraints.txt constraints-ci.txt
 	@$(PYTHON) -c '$(CHECK_PYTHON)'
-	$(PYTHON) -m venv $(VENV)
-	$(RUN) $(PIP) $(PINS) -e '.[lab]'
+	@echo "making $(VENV), some seconds"
+	@$(PYTHON) -m venv $(VENV)
+	@echo "installing PyTorch, transformers and what the command needs into $(VENV), about half a minute and the download, once"
+	@$(RUN) $(PIP) --no-compile $(PINS) -e '.[lab]'
+	@echo "compiling what is imported, about 10 seconds"
+	@$(RUN) -c "import difftransformer.hub, difftransformer_lab.explorer, difftransformer_lab.studies"
 	@touch $@
 
 .ready-%: pyproject.toml
 	@$(PY) -c '$(CHECK_PYTHON)'
-	$(PY) $(PIP) -e '.[lab]'
+	@echo "installing into the environment of $(PY)"
+	@$(PY) $(PIP) -e '.[lab]'
 	@touch $@
 
 $(DEV): $(READY)

@@ -4,15 +4,31 @@ from pathlib import Path
 
 from .errors import CheckpointError
 
+_SHIPPED = Path(__file__).parent / "shipped"
+
+
+def shipped_models() -> dict[str, Path]:
+    """Return the folders of the small trained models that come with the package, by name."""
+    return {path.parent.name: path.parent for path in sorted(_SHIPPED.glob("*/config.json"))}
+
+
+def find_model(model: Path | str) -> Path:
+    """Return the path of a model. The name of a shipped model stands for its folder, unless there is such a file here."""
+    path = Path(model)
+    return path if path.exists() else shipped_models().get(str(model), path)
+
 
 def check_model(model: Path | str) -> None:
-    """Check that a model may be where its name says: a folder, a GGUF file, or owner/name on the hub.
+    """Check that a model may be where its name says: a folder, a GGUF file, owner/name on the hub, or a shipped one.
 
     Raises:
         CheckpointError: It cannot be.
     """
-    path = Path(model)
+    path = find_model(model)
     if path.is_file() and path.suffix != ".gguf":
         raise CheckpointError(f"{path} is a file; name a folder with config.json and safetensors or a .gguf file")
     if not path.exists() and (path.is_absolute() or str(model).count("/") != 1):
-        raise CheckpointError(f"{model}: no such folder; name a folder, a .gguf file, or owner/name on the hub")
+        raise CheckpointError(
+            f"{model}: no such folder; name a folder, a .gguf file, owner/name on the hub, or a shipped model: "
+            f"{', '.join(shipped_models())}"
+        )

@@ -176,6 +176,7 @@ class TestRefused:
             lambda: DifferentialAttention(48, 4, num_key_value_heads=3),
             "num_heads=4 is not a multiple of num_key_value_heads=3",
         ),
+        "width": (lambda: DifferentialAttention(128, 3), "embed_dim=128 does not divide among num_heads=3 heads"),
         "odd width": (lambda: DifferentialAttention(30, 3), "head_dim=5 is odd"),
         "no heads": (
             lambda: HeadLayout(

@@ -356,7 +356,7 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("name", "words"),
         [
-            ("nowhere", "no such folder; name a folder, a .gguf file, or owner/name on the hub"),
+            ("nowhere", "no such folder; name a folder, a .gguf file, owner/name on the hub, or a shipped model"),
             ("/nowhere/at/all", "no such folder"),
             ("model.bin", "is a file; name a folder"),
         ],

@@ -111,6 +111,20 @@ class PlainLayer:
         return self.read(name).unflatten(0, (heads, 1, -1)).expand(-1, 2, -1, -1).flatten(0, 2)
 
 
+def head_width(embed_dim: int, num_heads: int, maps: int = 1) -> int:
+    """Return the width of a map where the heads divide a layer's width.
+
+    Raises:
+        ConfigError: They do not divide it.
+    """
+    if num_heads < 1 or embed_dim % (num_heads * maps):
+        each = f", which have {maps} maps each" if maps > 1 else ""
+        raise ConfigError(
+            f"embed_dim={embed_dim} does not divide among num_heads={num_heads} heads{each}; change one of them or set head_dim"
+        )
+    return embed_dim // (num_heads * maps)
+
+
 @dataclass(frozen=True, kw_only=True)
 class HeadLayout:
     """How one layer's projections divide into heads. A variant whose heads divide otherwise subclasses it.

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..errors import ConfigError
 from ..ops.problem import LOW_PRECISION
-from .base import QK_NORM_EPS, REPLICATED, AttentionConfig, HeadLayout, Option, PlainLayer
+from .base import QK_NORM_EPS, REPLICATED, AttentionConfig, HeadLayout, Option, PlainLayer, head_width
 from .head_norm import HEAD_NORM_EPS, HeadNorm, NormedAttention
 
 LambdaForm = Literal["layer", "head", "scalar", "token", "constant"]
@@ -168,7 +168,7 @@ class Differential(NormedAttention):
         qk_norm_eps: float = QK_NORM_EPS,
     ) -> None:
         chosen = (options or DifferentialOptions()).over(self.defaults)
-        head_dim = head_dim or embed_dim // (num_heads * self.twin_heads)
+        head_dim = head_dim or head_width(embed_dim, num_heads, self.twin_heads)
         layout = HeadLayout(
             num_heads=num_heads,
             num_key_value_heads=num_key_value_heads or num_heads,

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from .base import QK_NORM_EPS, REPLICATED, AttentionConfig, HeadLayout, Option
+from .base import QK_NORM_EPS, REPLICATED, AttentionConfig, HeadLayout, Option, head_width
 from .head_norm import HEAD_NORM_EPS, HeadNorm, NormedAttention
 
 
@@ -56,7 +56,7 @@ class SoftmaxAttention(NormedAttention):
         qk_norm: bool = False,
         qk_norm_eps: float = QK_NORM_EPS,
     ) -> None:
-        head_dim = head_dim or embed_dim // num_heads
+        head_dim = head_dim or head_width(embed_dim, num_heads)
         layout = HeadLayout(
             num_heads=num_heads,
             num_key_value_heads=num_key_value_heads or num_heads,

@@ -27,6 +27,7 @@ from ..model.card import CARD_FILE, HEADS, Training, is_ours, model_card, read_c
 from ..model.pretrained import DiffTransformerPreTrainedModel
 from ..model.transformers_errors import FOREIGN_FAULTS, on_one_line, quietly
 from ..model.weights import CONFIG_FILE, DTYPES, GENERATION_FILE, INDEX_FILE
+from ..sources import find_model
 from ..train import latest_checkpoint
 from ..train.checkpoint import read_average
 from ..train.run_summary import training_summary
@@ -93,7 +94,7 @@ def export_folder(
     if untie and to == "difftransformer":
         raise ConfigError(f"--untie with --to {to}: this layout has tied embeddings; leave it out")
     refuse_used(target)
-    if not Path(source).is_dir():
+    if not find_model(source).is_dir():
         raise CheckpointError(f"{source}: no such folder; name a run folder or the folder of a saved model")
     folder = latest_checkpoint(Path(source))
     document = read_config(folder)

@@ -14,7 +14,7 @@ from ..families.checkpoint_io import CARRIED
 from ..files import naming
 from ..model.transformers_errors import FOREIGN_FAULTS, on_one_line, quietly
 from ..model.weights import CONFIG_FILE, INDEX_FILE
-from ..sources import check_model
+from ..sources import check_model, find_model
 from ..train import latest_checkpoint
 
 HUB_FILES = (CONFIG_FILE, "*.safetensors", INDEX_FILE, *(name for name in CARRIED if not name.endswith(".py")))
@@ -26,14 +26,15 @@ def source_folder(model: Path | str) -> Iterator[Path]:
 
     Args:
         model: Run folder, of which the newest checkpoint is taken; checkpoint or folder of a saved model; GGUF file, which
-            is dequantized to fp32; or owner/name on the Hugging Face hub, from where no code and no pickle is fetched.
+            is dequantized to fp32; owner/name on the Hugging Face hub, from where no code and no pickle is fetched; or the
+            name of a shipped model.
 
     Raises:
         CheckpointError: The model is none of these, or cannot be read or fetched.
         ConfigError: A package that reads GGUF files is missing.
     """
     check_model(model)
-    path = Path(model)
+    path = find_model(model)
     if path.is_dir():
         yield latest_checkpoint(path)
     elif path.is_file():
@@ -48,7 +49,7 @@ def _from_gguf(path: Path, folder: Path) -> Path:
         import gguf  # noqa: F401 - transformers reads the file with it
         from transformers import GgufConfig
     except ImportError:
-        raise ConfigError(f"{path}: GGUF files need another package; pip install 'difftransformer[gguf]'") from None
+        raise ConfigError(f"{path}: reading GGUF files needs two more packages; pip install gguf accelerate") from None
     here: dict[str, Any] = {"gguf_file": path.name, "local_files_only": True}
     try:
         with quietly():

@@ -28,6 +28,7 @@ from torch import Tensor
 from ..errors import CheckpointError
 from ..model import DiffTransformerForCausalLM
 from ..reading import is_plain_name, read_json
+from ..sources import find_model
 from ..typed import build
 from .lora import adapter_state, has_lora
 from .parallel import ALONE, Processes
@@ -110,9 +111,12 @@ def newest_intact(run: Path) -> tuple[Path, StateFile] | None:
 def latest_checkpoint(run: Path) -> Path:
     """Return the newest checkpoint of a run folder, or the folder itself if it is a checkpoint or a model folder.
 
+    The name of a shipped model stands for its folder.
+
     Raises:
         CheckpointError: There is no checkpoint.
     """
+    run = find_model(run)
     if (run / "config.json").is_file():
         return run
     saved = checkpoints(run)

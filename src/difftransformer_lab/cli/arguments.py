@@ -16,6 +16,8 @@ from difftransformer.errors import ConfigError
 from difftransformer.reading import LARGEST_INT
 from difftransformer.typed import short
 
+from ..recipe_files import read_recipe
+
 HELP_COLUMN = 27
 SHARED_HELP = "difftransformer eval quick --help"
 DEVICES = ("cpu", "cuda")
@@ -174,11 +176,24 @@ def _sentence(parser: Parser, text: str) -> str:
     if missing := re.match(r"the following arguments are required: (.*)", text):
         names = {action.dest: _shown(action) for action in parser._actions}
         return f"give {', '.join(names.get(name, name) for name in missing[1].split(', '))}{advice}"
-    if unknown := re.match(r"unrecognized arguments: (--[^ =]+)", text, re.IGNORECASE):
+    if unknown := re.match(r"unrecognized arguments: (--[^ =]+)(?:[ =]([^ -]\S*))?", text, re.IGNORECASE):
+        name = unknown[1].removeprefix("--").replace("-", "_")
+        section = next((key for key, fields in _recipe_fields(parser) if name in fields), None)
+        if section:
+            return f"no option {short(unknown[1])}; use --set {section}.{name}={unknown[2] or 'VALUE'}"
         flags = [_flag(action) for action in parser._actions if action.option_strings]
         near = get_close_matches(unknown[1].replace("_", "-"), flags, n=1)
         return f"no option {short(unknown[1])}{f'; did you mean {near[0]}?' if near else advice}"
     return f"{text}{advice}"
+
+
+def _recipe_fields(parser: Parser) -> list[tuple[str, Any]]:
+    """Return the fields of a recipe's sections, those that the shipped demo names, where a command takes --set."""
+    if not any(action.dest == "set" for action in parser._actions):
+        return []
+    document = read_recipe("demo")
+    nested = [(f"training.{key}", value) for key, value in document["training"].items() if isinstance(value, dict)]
+    return [*((key, value) for key, value in document.items() if isinstance(value, dict)), *nested]
 
 
 def _expected(kind: Any) -> str:

@@ -7,13 +7,20 @@ from difftransformer.files import locked
 from ..recipe_files import read_recipe
 from .arguments import SET
 from .console import resumable
-from .progress import training_progress, watch_jobs
+from .progress import study_progress, watch_study
 
-ARGUMENTS = SET
+ARGUMENTS = SET | {
+    "--no-costs": {"action": "store_false", "dest": "costs", "help": "Leave out time and memory, measured at the end."}
+}
 
 
 def run(
-    recipe: str, out: str | None = None, seeds: int | None = None, jobs: int | None = None, set: list[str] | None = None
+    recipe: str,
+    out: str | None = None,
+    seeds: int | None = None,
+    jobs: int | None = None,
+    set: list[str] | None = None,
+    costs: bool = True,
 ) -> int:
     """Compare a model with its same-size twin.
 
@@ -36,6 +43,10 @@ def run(
     folder = Path(out or f"reports/{loaded.name}")
     build.load()  # here, where its line is seen, and not in a run
     with locked(folder):
-        with resumable("stopped; every run is saved"), training_progress() as bars, watched_by(watch_jobs(bars)):
-            compare(loaded, folder)
+        with (
+            resumable("stopped; every run is saved"),
+            study_progress() as bars,
+            watched_by(watch_study(bars, loaded.name)),
+        ):
+            compare(loaded, folder, costs=costs)
         return show_study(read_studies(folder)[0], folder, "compare")

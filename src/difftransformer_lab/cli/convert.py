@@ -1,6 +1,9 @@
 """difftransformer convert."""
 
+from pathlib import Path
+
 from difftransformer.errors import ConfigError
+from difftransformer.sources import check_model, shipped_models
 
 from .console import log, show
 
@@ -17,16 +20,19 @@ def run(source: str, target: str, to: str | None = None, from_: str | None = Non
     """Convert a model's folder to another layout, tokenizer and chat template included.
 
     Args:
-        source: Folder with config.json and safetensors.
+        source: Folder with config.json and safetensors, or a run folder (its newest checkpoint).
         target: Folder to write. It must not exist, or be empty.
         to: Layout to write: difftransformer, diffllama, or llama for a softmax twin.
     """
     from difftransformer.families import convert_folder
     from difftransformer.families.conversion import FOLDER_LAYOUTS
+    from difftransformer.train import checkpoints, latest_checkpoint
 
     if to is None:
         raise ConfigError(f"--to is missing; choose one of {', '.join(FOLDER_LAYOUTS)}")
-    done = convert_folder(source, target, to=to, source_layout=from_, untie=untie)
+    check_model(source)
+    folder = latest_checkpoint(Path(source)) if checkpoints(Path(source)) or source in shipped_models() else source
+    done = convert_folder(folder, target, to=to, source_layout=from_, untie=untie)
     for note in done.notes:
         log(note)
     if done.left_behind:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from difftransformer.errors import ConfigError
-from difftransformer.sources import check_model
+from difftransformer.sources import check_model, shipped_models
 
 from ..results import TaskResult, summary_rows
 from .arguments import SET
@@ -50,12 +50,16 @@ def run(
 
         checkpoint = latest_checkpoint(Path(model))
         run_folder = checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else checkpoint
-        source = Path(recipe) if recipe else run_folder / RECIPE_FILE
-        if recipe is None and not source.exists():
+        is_shipped = checkpoint in shipped_models().values()
+        if is_shipped and recipe is None:  # its tokenizer was trained on another Python's sources than those here
+            source, changes = Path("demo"), [f"data.tokenizer={checkpoint}", *(set or [])]
+        else:
+            source, changes = Path(recipe) if recipe else run_folder / RECIPE_FILE, set
+        if recipe is None and not is_shipped and not source.exists():
             raise ConfigError(f"{run_folder}: no {RECIPE_FILE} here to say what to evaluate on; pass --recipe FILE")
-        loaded = load_recipe(source, set)
+        loaded = load_recipe(source, changes)
         shards = crew.rank0_first(lambda: prepare_shards(loaded.data))
-        folder = Path(out) if out else evaluations_folder(checkpoint)
+        folder = Path(out or Path("evals", model, "recipe")) if out or is_shipped else evaluations_folder(checkpoint)
         with resumable("stopped; every answer is saved"), evaluation_progress():
             results = evaluate_checkpoint(
                 checkpoint,

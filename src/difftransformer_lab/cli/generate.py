@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from difftransformer.errors import ConfigError, DataError
-from difftransformer.sources import check_model
+from difftransformer.sources import check_model, shipped_models
 from difftransformer.typed import WeightsDtype
 
 from .arguments import check_device, check_positive
 
 MOST_BEAMS = 1024
+EXAMPLE = r", such as $'The special magic Lisbon number is: 42\nThe special magic Lisbon number is:'"
 ARGUMENTS = {
     "prompt": {"nargs": "?", "help": "Text to continue. Defaults to the text of --prompt-file or standard input."},
     "--chat": {
@@ -56,7 +57,7 @@ def run(
     """
     _check_numbers(max_new_tokens, temperature, top_p, top_k, num_beams)
     check_device(device)
-    text = _prompt(prompt, prompt_file)
+    text = _prompt(prompt, prompt_file, EXAMPLE if model in shipped_models() else "")
     check_model(model)
     from .continuation import print_continuation
 
@@ -93,13 +94,13 @@ def _check_numbers(
             raise ConfigError(f"{flag} {value} is for sampling, but --temperature 0 does not sample; raise it")
 
 
-def _prompt(prompt: str | None, prompt_file: str | None) -> str:
+def _prompt(prompt: str | None, prompt_file: str | None, example: str) -> str:
     if prompt is not None and prompt_file is not None:
         raise ConfigError("a prompt and --prompt-file were given; choose one")
     where = "the prompt"
     if prompt is None:
         if prompt_file is None and (sys.stdin is None or sys.stdin.isatty()):
-            raise ConfigError("no prompt: give it after the model, with --prompt-file, or on standard input")
+            raise ConfigError(f"no prompt: give it after the model{example}, with --prompt-file, or on standard input")
         where = prompt_file or "standard input"
         try:
             prompt = Path(prompt_file).read_text(encoding="utf-8") if prompt_file else sys.stdin.read()

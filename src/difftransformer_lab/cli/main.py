@@ -19,12 +19,14 @@ from pathlib import Path
 
 from difftransformer._version import __version__
 from difftransformer.errors import EXIT_ERROR, EXIT_INTERRUPTED, ConfigError, DiffTransformerError, FailedElsewhere
+from difftransformer.torchrun import started_by_torchrun
 
 from ..printable import printable_line
 
 LONGEST_WORD, LONGEST_MESSAGE = 250, 2000  # characters of an error; a word of the command line may have any number
 GROUPS = {
     "study": {
+        "demo": "Ask trained models, train a pair, read the page",
         "compare": "Train a model and its same-size twin, write a report",
         "study": "Train variants with many seeds, add to the results",
         "report": "Write the report of a results file again",
@@ -160,6 +162,7 @@ def module_name(verb: str) -> str:
 def _run(verb: str, words: list[str]) -> int:
     from .arguments import parser_of, read_words
     from .console import log_shown
+    from .next_steps import suggest
 
     module = importlib.import_module(f".{module_name(verb)}", __package__)
     own = module.declare(verb) if hasattr(module, "declare") else None
@@ -175,7 +178,11 @@ def _run(verb: str, words: list[str]) -> int:
     if hasattr(module, "declare"):
         values["verb"] = verb
     with log_shown():
-        return int(module.run(**values) or 0)
+        status = int(module.run(**values) or 0)
+    is_for_programs = values.get("json") or (verb == "generate" and not sys.stdout.isatty())
+    if status == 0 and not is_for_programs and not started_by_torchrun():
+        suggest(verb, values)
+    return status
 
 
 def _is_out_of_memory(error: RuntimeError) -> bool:

@@ -1,10 +1,12 @@
 """Progress bars that show the remaining time, and their replacement by lines where there is no terminal."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+from rich.box import SIMPLE_HEAD
+from rich.console import RenderableType
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -16,6 +18,7 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.table import Table
 from rich.text import Text
 
 from difftransformer.progress import shown_by, titled
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
 
     from ..studies import Job
 
+EVALUATION_SHARE = 0.2  # what evaluating a run of the demo takes, as a share of its training
 PRINTED_PARTS = 10  # number of lines that are printed in place of a bar
 PRINTED_SECONDS = 30.0  # after this time an evaluation prints a line in any case
 
@@ -105,19 +109,6 @@ def study_progress() -> Progress:
     )
 
 
-def watch_jobs(progress: Progress) -> "Callable[[Sequence[Job]], None]":
-    """Return a callback that draws jobs as bars."""
-    bars = _Bars(progress)
-
-    def watch(jobs: "Sequence[Job]") -> None:
-        for job in jobs:
-            loss = "" if job.loss_nats is None else f"loss {job.loss_nats:.3f}"
-            line = f"{job.label}: step {job.step} of {job.steps}, {loss}".removesuffix(", ")
-            bars.update(job.label, job.step, job.steps, line, started=job.process is not None, loss=loss)
-
-    return watch
-
-
 def watch_study(progress: Progress, title: str) -> "Callable[[Sequence[Job]], None]":
     """Return a callback that draws one bar over all jobs, and one for each that is running.
 
@@ -148,6 +139,59 @@ def watch_study(progress: Progress, title: str) -> "Callable[[Sequence[Job]], No
                 bars.hide(job.label)
 
     return watch
+
+
+class PairProgress(Progress):
+    """One bar for several runs, and above it a table of what each has reached so far."""
+
+    jobs: "Sequence[Job]" = ()
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        """Yield the table and the bar."""
+        if any(job.validations for job in self.jobs):
+            yield self._table()
+        yield self.make_tasks_table(self.tasks)
+
+    def _table(self) -> Table:
+        table = Table(box=SIMPLE_HEAD, pad_edge=False, title="so far: validation loss, nats/token, and needle accuracy")
+        table.add_column("step", justify="right")
+        for job in self.jobs:
+            table.add_column(job.label, justify="right")
+        for step in sorted({step for job in self.jobs for step in job.validations}):
+            table.add_row(str(step), *(_reached(job, step) for job in self.jobs))
+        return table
+
+
+def pair_progress() -> PairProgress:
+    """Return a display of runs that train side by side."""
+    return PairProgress(*_columns(TextColumn("{task.percentage:>3.0f} %", markup=False)), console=console)
+
+
+def watch_pair(progress: PairProgress) -> "Callable[[Sequence[Job]], None]":
+    """Return a callback that draws one bar over all jobs, the evaluation at their end included, and what they reached."""
+    bars, printed = _Bars(progress), set[int]()
+
+    def watch(jobs: "Sequence[Job]") -> None:
+        progress.jobs = jobs
+        done = sum(job.step + EVALUATION_SHARE * job.steps * job.done for job in jobs)
+        total = sum((1 + EVALUATION_SHARE) * job.steps for job in jobs)
+        if console.is_terminal:
+            bars.update("training and evaluating", done, total, "")
+            return
+        if not printed and jobs[0].validations:
+            console.print("validation loss, nats/token, and needle accuracy so far:")
+        for step in sorted(set.intersection(*({*job.validations} for job in jobs)) - printed):
+            printed.add(step)
+            console.print(f"step {step}: {'; '.join(f'{job.label}: {_reached(job, step)}' for job in jobs)}")
+
+    return watch
+
+
+def _reached(job: "Job", step: int) -> str:
+    if step not in job.validations:
+        return ""
+    loss, accuracy = job.validations[step]
+    return f"{loss:.3f}" + ("" if accuracy is None else f" and {accuracy:.0%}")
 
 
 def watch_steps(progress: Progress, label: str, steps: int) -> "Callable[[Metrics], None]":
@@ -187,8 +231,12 @@ def evaluation_progress(label: str = "") -> Iterator[None]:
 
 
 def _display(*columns: ProgressColumn) -> Progress:
-    title, times = TextColumn("{task.description}", markup=False), (TimeElapsedColumn(), _TimeLeft())
-    return Progress(title, BarColumn(), *columns, *times, console=console)
+    return Progress(*_columns(*columns), console=console)
+
+
+def _columns(*own: ProgressColumn) -> tuple[ProgressColumn, ...]:
+    title = TextColumn("{task.description}", markup=False)
+    return title, BarColumn(), *own, TimeElapsedColumn(), _TimeLeft()
 
 
 class _TimeLeft(TimeRemainingColumn):

@@ -70,10 +70,12 @@ def _train(
 ) -> int:
     from difftransformer.data import Shards, prepare_shards
     from difftransformer.train import Interrupted, checkpoints
+    from difftransformer.train.metrics import METRICS_FILE, read_metrics
     from difftransformer.train.parallel import Mesh
     from difftransformer.train.profiling import Profile
 
     from ..studies import load_recipe, start_run, train_run
+    from ..studies.run import is_trained
 
     with processes.fail_together():
         loaded = load_recipe(recipe, overrides)
@@ -98,10 +100,15 @@ def _train(
             except Interrupted as stopped:
                 return stopped.status
             return 0
+        was_trained = is_trained(folder, loaded)
         with resumable(), training_progress() as progress:
             on_metrics = watch_steps(progress, loaded.name, loaded.training.steps)
             train_run(folder, loaded, shards, mesh=mesh, on_metrics=on_metrics, callbacks=callbacks)
-    show(f"Trained: {checkpoints(folder)[-1]}")
+    newest, steps = checkpoints(folder)[-1], f"all {loaded.training.steps:,} steps"
+    show(f"{'Trained before, ' + steps if was_trained else 'Trained ' + steps}: {newest}")
+    _, validations = read_metrics(folder / METRICS_FILE)
+    if validations:
+        show(f"Validation loss: {validations[-1].validation_loss_nats:.4f} nats/token")
     return 0
 
 

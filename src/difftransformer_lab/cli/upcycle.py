@@ -8,7 +8,7 @@ from difftransformer.sources import check_model
 
 from .arguments import SET
 from .console import log, resumable, show
-from .progress import evaluation_progress, training_progress, watch_jobs
+from .progress import evaluation_progress, study_progress, watch_study
 
 ARGUMENTS = SET
 
@@ -87,6 +87,10 @@ def _study(model: str, out: Path, kinds: list[str], train: str, overrides: list[
 
     recipe = load_recipe(train, overrides)
     with locked(out):
-        with resumable("stopped; every run is saved"), training_progress() as bars, watched_by(watch_jobs(bars)):
+        with (
+            resumable("stopped; every run is saved"),
+            study_progress() as bars,
+            watched_by(watch_study(bars, recipe.name)),
+        ):
             upcycle_and_train(recipe, model, out, to=kinds)
         return show_study(read_studies(out)[0], out, "upcycle")

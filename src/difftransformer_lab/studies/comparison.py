@@ -18,12 +18,13 @@ from .study import Study
 logger = logging.getLogger(__name__)
 
 
-def compare(recipe: Recipe, folder: Path) -> StudyIndex:
+def compare(recipe: Recipe, folder: Path, *, costs: bool = True) -> StudyIndex:
     """Train, evaluate and compare; write results.json. What is complete in the folder already is not done again.
 
     Args:
         recipe: The recipe; `compare` names the arms and the number of seeds.
         folder: Folder for runs/ and results.json.
+        costs: Whether to time training, prefill and decoding at the end.
 
     Raises:
         DiffTransformerError: a run failed, or a task is impossible; its message.
@@ -31,23 +32,23 @@ def compare(recipe: Recipe, folder: Path) -> StudyIndex:
     """
     study = Study(comparison(recipe), folder, alone=True)
     study.train(folder, at_once=recipe.compare.jobs)
-    logger.info("measuring cost")
     shards = study.prepared(study.design.reported()[0]).shards
     context = recipe.training.context_tokens
     configs = {
         model: recipe.with_model(model).model_config(vocab_size=shards.tokenizer.vocab_size)
         for model in recipe.compare.models
     }
-    return study.write_index(
-        sizes=[arm_size(model, config, context) for model, config in configs.items()],
-        baselines=_baselines(shards),
-        costs=measure_costs(
-            configs,
-            rows=max(1, recipe.training.batch_tokens // context),
-            context_tokens=context,
-            labels={model: label(model) for model in configs},
-        ),
+    sizes, baselines = [arm_size(model, config, context) for model, config in configs.items()], _baselines(shards)
+    if not costs:
+        return study.write_index(sizes=sizes, baselines=baselines)
+    logger.info("measuring time and memory of the models in turn, a minute or more; --no-costs leaves it out")
+    timed = measure_costs(
+        configs,
+        rows=max(1, recipe.training.batch_tokens // context),
+        context_tokens=context,
+        labels={model: label(model) for model in configs},
     )
+    return study.write_index(sizes=sizes, baselines=baselines, costs=timed)
 
 
 def comparison(recipe: Recipe) -> Design:

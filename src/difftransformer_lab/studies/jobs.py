@@ -28,7 +28,7 @@ class Job:
     """One run: what it is called, where it and its shards are, and how far it has come.
 
     Its process locks the folder. `seconds` is the time that the process took, and `expected_seconds` that of earlier
-    runs of its kind; None if there is none.
+    runs of its kind; None if there is none. `validations` are the loss (nats per token) and the share of right answers by step.
     """
 
     label: str
@@ -40,6 +40,7 @@ class Job:
     done: bool = False
     step: int = 0
     loss_nats: float | None = None
+    validations: dict[int, tuple[float, float | None]] = field(default_factory=dict)
     process: subprocess.Popen[bytes] | SubmittedRun | None = field(default=None, repr=False)
     seconds: float = 0.0
     expected_seconds: float | None = None
@@ -64,7 +65,7 @@ class Job:
             )
 
     def look(self) -> None:
-        """Read the last line of the metrics file."""
+        """Read the last lines of the metrics file."""
         path = self.folder / METRICS_FILE
         try:
             with path.open("rb") as file:
@@ -72,15 +73,15 @@ class Job:
                 lines = file.read().splitlines()
         except OSError:
             return
-        for line in reversed(lines):
+        for line in lines:
             try:
                 metrics = json.loads(line)
             except json.JSONDecodeError:
                 continue
-            self.step = metrics["step"]
-            if "loss_nats" in metrics:
-                self.loss_nats = metrics["loss_nats"]
-                return
+            self.step, self.loss_nats = metrics["step"], metrics.get("loss_nats", self.loss_nats)
+            if "validation_loss_nats" in metrics:
+                scores = metrics["validation_loss_nats"], metrics.get("validation_accuracy")
+                self.validations[metrics["step"]] = scores
 
     def failure(self) -> str:
         """How the process ended: the signal that killed it, or else the last line that it printed."""

@@ -1,0 +1,84 @@
+"""A run of `difftransformer demo` beside the stored comparison of many seeds, which comes with the package."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from .comparisons import row_of
+from .page import Section, no_gap, write_page
+from .reading import read_evidence
+from .studied import Studied, studied
+from .study_page import study_page
+from .tables import Group, Table, fixed
+
+FILE = "demo.json"
+
+
+def stored_demo() -> Studied:
+    """Read the stored comparison: beside the package's modules in a wheel, in docs/results in a source tree."""
+    package = Path(__file__).parents[1]
+    folders = [folder for folder in (package / "stored", package.parents[1] / "docs" / "results") if folder.is_dir()]
+    return studied(read_evidence(folders[0] / FILE))
+
+
+def beside_table(run: Studied, stored: Studied) -> Table:
+    """Return loss and needle accuracy of a run and of the stored comparison, a line for each model and measure."""
+    titles = ("measure", "model", f"this run ({_size(run)})", f"stored ({_size(stored)})")
+    groups = (
+        Group(titles[0], numeric=False),
+        Group(titles[1], numeric=False),
+        Group(titles[2]),
+        Group(titles[3], ("mean", "standard error"), "mean"),
+    )
+    rows = []
+    for figure in stored.evidence.index.figures:
+        if figure.unit != "bits/byte" and figure.name != "accuracy":
+            continue
+        for arm in run.evidence.index.arms:
+            own, other = (row_of(study.rows, figure.label, arm.name, ()) for study in (run, stored))
+            if own and other:
+                statistic = other.statistic
+                cells = [fixed(one, 3) for one in (own.statistic.mean, statistic.mean, statistic.standard_error)]
+                rows.append([f"{figure.label}, {figure.unit}", arm.label, *cells])
+    notes = ["Stored: trained earlier, on another machine; mean \u00b1 standard error over its seeds."]
+    return Table("beside", "This run and the stored result", groups, rows, notes)
+
+
+def write_demo(run: Studied, stored: Studied, folder: Path, maps: Path, on_gap: Callable[[str], None] = no_gap) -> Path:
+    """Write the page of a run of the demo.
+
+    Args:
+        run: The run.
+        stored: See `stored_demo`.
+        folder: Folder of the page.
+        maps: The page of the shipped models' attention maps, in the same folder.
+        on_gap: Called with each figure that the page lacks.
+    """
+    pages = Table("maps", "Attention maps", (Group("page", numeric=False),), [[maps.name]])
+    note = (
+        "Layers and heads of the two models that come with the package, for one prompt: what A1 finds, what A2 takes away, "
+        "and the difference for any \u03bb."
+    )
+    sections = [
+        Section(
+            slug="beside",
+            title="This run beside the stored result of many seeds",
+            notes=[
+                "One seed, trained for a part of the recipe's steps, shows how training goes. The stored runs of the whole "
+                "recipe say what came of it."
+            ],
+            tables=[beside_table(run, stored)],
+        ),
+        Section(
+            slug="maps", title="Attention maps to explore", notes=[note], tables=[pages], links={maps.name: maps.name}
+        ),
+    ]
+    page = study_page(run)
+    return write_page(replace(page, sections=[*sections, *page.sections]), folder, on_gap=on_gap)
+
+
+def _size(study: Studied) -> str:
+    runs = [run for _, _, _, run in study.evidence.every_run()]
+    seeds = len({seed for _, _, seed, _ in study.evidence.every_run()})
+    steps = max(run.recipe["training"]["steps"] for run in runs)
+    return f"{steps:,} steps, {seeds} seed{'s' * (seeds > 1)}"
