@@ -10,7 +10,11 @@ from .console import resumable
 from .progress import study_progress, watch_study
 
 ARGUMENTS = SET | {
-    "--no-costs": {"action": "store_false", "dest": "costs", "help": "Leave out time and memory, measured at the end."}
+    "--no-costs": {
+        "action": "store_true",
+        "dest": "no_costs",
+        "help": "Leave out time and memory, measured at the end.",
+    }
 }
 
 
@@ -20,7 +24,7 @@ def run(
     seeds: int | None = None,
     jobs: int | None = None,
     set: list[str] | None = None,
-    costs: bool = True,
+    no_costs: bool = False,
 ) -> int:
     """Compare a model with its same-size twin.
 
@@ -48,5 +52,5 @@ def run(
             study_progress() as bars,
             watched_by(watch_study(bars, loaded.name)),
         ):
-            compare(loaded, folder, costs=costs)
+            compare(loaded, folder, costs=not no_costs)
         return show_study(read_studies(folder)[0], folder, "compare")

@@ -54,7 +54,7 @@ def run(
         if is_shipped and recipe is None:  # its tokenizer was trained on another Python's sources than those here
             source, changes = Path("demo"), [f"data.tokenizer={checkpoint}", *(set or [])]
         else:
-            source, changes = Path(recipe) if recipe else run_folder / RECIPE_FILE, set
+            source, changes = Path(recipe) if recipe else run_folder / RECIPE_FILE, list(set or [])
         if recipe is None and not is_shipped and not source.exists():
             raise ConfigError(f"{run_folder}: no {RECIPE_FILE} here to say what to evaluate on; pass --recipe FILE")
         loaded = load_recipe(source, changes)

@@ -6,9 +6,11 @@ from typing import Literal
 from difftransformer.errors import DamagedResult, ResultsError
 from difftransformer.sources import check_model
 
-from ..results import TaskResult, read_result, summary_rows
+from ..results import RunRecord, TaskResult, read_result, summary_rows
 from .console import log, show
 
+RECORD_FILE = "record.json"
+"""What a study or a comparison writes beside a run."""
 ARGUMENTS = {
     "--with-code": {
         "dest": "with_code",
@@ -70,8 +72,16 @@ def run(
 
 def _evaluations(checkpoint: Path) -> list[tuple[str, str]]:
     """Return the figures of a run's checkpoint, which the run keeps in evals/CHECKPOINT; none for other folders."""
+    run = checkpoint.absolute().parents[1]
     rows = []
-    for path in sorted((checkpoint.absolute().parents[1] / "evals" / checkpoint.name).glob("*.json")):
+    if (run / RECORD_FILE).is_file():
+        record = read_result(run / RECORD_FILE, RunRecord)
+        if record.recipe["data"]["source"] == "python-stdlib":
+            python = record.environment.python
+            rows.append(
+                ("text", f"the standard library of Python {python}; that of another version gives other figures")
+            )
+    for path in sorted((run / "evals" / checkpoint.name).glob("*.json")):
         try:
             rows += summary_rows(read_result(path, TaskResult))
         except DamagedResult:

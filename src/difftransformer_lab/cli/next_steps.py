@@ -22,20 +22,23 @@ def suggest(verb: str, values: Mapping[str, Any]) -> None:
 
 
 def _words(verb: str, values: Mapping[str, Any]) -> list[str]:
-    out, recipe = values.get("out"), values.get("recipe")
-    model = values.get("model") or next(iter(values.get("models") or ()), None)
+    out: Any = values.get("out")
+    recipe: Any = values.get("recipe")
+    model: Any = values.get("model") or next(iter(values.get("models") or ()), None)
     match verb:
-        case "train" | "plan" if verb == "plan" or values["dry_run"]:
-            return ["train", str(recipe)]
+        case "plan":
+            return ["train", recipe]
+        case "train" if values["dry_run"]:
+            return ["train", recipe]
         case "train":
-            return ["eval", out or f"runs/{read_recipe(str(recipe))['name']}"]
+            return ["eval", out or f"runs/{read_recipe(recipe)['name']}"]
         case "tokenize":
             return ["train", "demo", "--set", f"data.source={values['source']}"]
         case "demo":
             return ["compare", "demo", "--out", "reports/demo-full"]
         case "compare":
-            seeds = values["seeds"] or read_recipe(str(recipe)).get("compare", {}).get("seeds", 1)
-            return ["compare", str(recipe), "--seeds", str(seeds + MORE_SEEDS), *(["--out", out] if out else [])]
+            seeds = values["seeds"] or read_recipe(recipe).get("compare", {}).get("seeds", 1)
+            return ["compare", recipe, "--seeds", str(seeds + MORE_SEEDS), *(["--out", out] if out else [])]
         case "study" if values["dry_run"]:
             return ["study", values["study"], "--preset", values["preset"]]
         case "study":

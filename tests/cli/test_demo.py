@@ -1,0 +1,95 @@
+"""The models that come with the package, the command `demo`, and the line that says what comes next."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from difftransformer.sources import find_model, shipped_models
+from difftransformer_lab.cli.main import main, split_verb
+from difftransformer_lab.cli.next_steps import suggest
+from difftransformer_lab.explorer import DEFAULT_PROMPT
+from difftransformer_lab.report.stored import stored_demo
+
+ROOT = Path(__file__).parents[2]
+MOST_BYTES = 3_000_000
+
+
+def test_the_shipped_pair_is_small_and_its_cards_say_how_it_was_made():
+    pair = shipped_models()
+    assert [*pair] == ["demo", "demo-twin"]
+    assert sum(path.stat().st_size for folder in pair.values() for path in folder.iterdir()) <= MOST_BYTES
+    recipe = yaml.safe_load((ROOT / "recipes" / "demo.yaml").read_text())
+    for folder, arm in zip(pair.values(), ("diff", "softmax"), strict=True):
+        card = (folder / "README.md").read_text()
+        made = yaml.safe_load(card.split("```yaml\n")[1].split("```")[0])
+        assert made["model"] == recipe["model"] | {"attention_type": arm}
+        assert made["training"]["optimizer"] | recipe["training"]["optimizer"] == made["training"]["optimizer"]
+        assert all(words in card for words in ("validation loss", "needle accuracy (seen cities) |", "Python 3."))
+
+
+def test_a_folder_of_the_same_name_comes_first(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert find_model("demo") == shipped_models()["demo"]
+    (tmp_path / "demo").mkdir()
+    assert find_model("demo") == Path("demo")
+
+
+def test_the_shipped_model_answers_and_draws_its_maps(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    assert main(["generate", "demo", DEFAULT_PROMPT, "--max-new-tokens", "3", "--backend", "reference"]) == 0
+    assert capfd.readouterr().out.strip() == "42"
+    assert main(["maps", "demo", "--beside", "demo-twin"]) == 0
+    assert (tmp_path / "evals" / "demo" / "maps.html").stat().st_size > 10_000
+    assert capfd.readouterr().out.splitlines()[-1] == "Next: difftransformer eval needle demo demo-twin"
+
+
+def test_without_a_prompt_the_error_gives_one(monkeypatch, capfd):
+    monkeypatch.setattr("sys.stdin", None)
+    assert main(["generate", "demo"]) == 2
+    assert r"such as $'The special magic Lisbon number is: 42\nThe" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "advice"),
+    [
+        (["train", "demo", "--steps", "10"], "use --set training.steps=10"),
+        (["train", "demo", "--learning-rate=0.1"], "use --set training.optimizer.learning_rate=0.1"),
+        (["compare", "demo", "--hidden_size"], "use --set model.hidden_size=VALUE"),
+    ],
+)
+def test_a_field_of_the_recipe_as_a_flag(words, advice, capfd):
+    assert main(words) == 2
+    assert advice in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("verb", "values", "command"),
+    [
+        ("train", {"recipe": "demo", "out": None, "dry_run": False}, "eval runs/demo"),
+        ("train", {"recipe": "a.yaml", "out": None, "dry_run": True}, "train a.yaml"),
+        ("compare", {"recipe": "demo", "out": None, "seeds": None}, "compare demo --seeds 5"),
+        ("compare", {"recipe": "demo", "out": "my folder", "seeds": 4}, "compare demo --seeds 6 --out 'my folder'"),
+        ("export", {"model": "runs/demo", "out": "made"}, "check causality made"),
+        ("eval needle", {"models": ["a", "b"], "out": None}, "maps a"),
+        ("upcycle", {"model": "a", "out": "b", "train": None}, "eval perplexity a b"),
+    ],
+)
+def test_next(verb, values, command, capfd):
+    suggest(verb, values)
+    assert capfd.readouterr().out == f"Next: difftransformer {command}\n"
+    split_verb(command.split())  # raises where there is no such command
+
+
+@pytest.mark.slow(minutes=2)
+def test_the_demo_trains_a_pair_and_shows_it_beside_the_stored_result(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    assert main(["demo", "--steps", "20"]) == 0
+    said = capfd.readouterr().out
+    for words in ("DIFF (demo) answers: 42", "step 20: DIFF Transformer", "this run (20 steps, 1 seed)", "Next: "):
+        assert words in said
+    page = (tmp_path / "reports" / "demo" / "index.html").read_text()
+    assert 'href="maps.html"' in page
+    loss = next(row for row in stored_demo().rows if row.figure.unit == "bits/byte").statistic.mean
+    assert f"{loss:.3f}" in page
+    assert "stored (1,000 steps, 3 seeds)" in page
