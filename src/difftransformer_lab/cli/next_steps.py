@@ -2,7 +2,10 @@
 
 import shlex
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
+
+from difftransformer.errors import ConfigError
 
 from ..recipe_files import read_recipe
 from .console import show
@@ -17,8 +20,9 @@ def suggest(verb: str, values: Mapping[str, Any]) -> None:
         verb: The command that has ended.
         values: Its arguments by name.
     """
-    if words := _words(verb, values):
-        show(f"Next: {shlex.join(['difftransformer', *words])}")
+    with suppress(ConfigError):  # a recipe that has been removed meanwhile
+        if words := _words(verb, values):
+            show(f"Next: {shlex.join(['difftransformer', *words])}")
 
 
 def _words(verb: str, values: Mapping[str, Any]) -> list[str]:
