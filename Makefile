@@ -87,7 +87,7 @@ sanitize: $(DEV) ## Op, layer and model tests with uninitialised memory filled w
 	DIFFTRANSFORMER_SANITIZE=1 $(RUN) -m pytest -n $(JOBS) -m "not slow and not gpu" tests/ops tests/attention tests/model
 	CXX="$(CXX)" DIFFTRANSFORMER_SANITIZE_KERNELS=1 ASAN_OPTIONS=detect_leaks=0 \
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
-	$(RUN) -m pytest -n $(JOBS) -m "not slow and not gpu" tests/ops/test_cpu.py
+	$(RUN) -m pytest -n $(JOBS) -m "not slow and not gpu" -k cpu tests/ops/test_c*.py
 
 clean: ## Remove the virtual environment
 	rm -rf $(VENV) .ready-*

@@ -1,4 +1,4 @@
-"""`difftransformer bench`: what is timed, ratios by hand, memory that grows with the length, costs by formula."""
+"""`difftransformer bench`: what is timed, ratios by hand, memory that grows with the length."""
 
 import io
 import time
@@ -25,7 +25,6 @@ from difftransformer_lab.bench import (
 )
 from difftransformer_lab.bench.attention import MAP_COPIES, implementations
 from difftransformer_lab.bench.attention_work import AttentionShape
-from difftransformer_lab.bench.costs import measure_costs
 from difftransformer_lab.bench.diffllama import ATTN_IMPLEMENTATIONS, DiffLlamaCore
 from difftransformer_lab.bench.model_work import decode_work, prefill_work, training_work
 from difftransformer_lab.bench.timing import MIN_ROUNDS, foreign_cpu_seconds
@@ -33,6 +32,7 @@ from difftransformer_lab.cli.main import main
 from difftransformer_lab.report.bench import bench_tables, print_bench
 from difftransformer_lab.report.bench_figures import bench_drawings
 from difftransformer_lab.results import Bench, BenchRow, Timing, read_result
+from difftransformer_lab.studies.costs import measure_costs
 from tests.support.environment import ENVIRONMENT
 
 DEFAULTS = settings.DEFAULTS
@@ -283,8 +283,8 @@ def test_decoding_can_be_repeated(small):
 
 def test_costs_of_a_pair(small, monkeypatch):
     """The measured columns come from the clock and the fresh process; the smaller model has none."""
-    monkeypatch.setattr("difftransformer_lab.bench.costs.REPEATS", 2)
-    monkeypatch.setattr("difftransformer_lab.bench.costs.peak_training_bytes", lambda config, **_: 7)
+    monkeypatch.setattr("difftransformer_lab.studies.costs.REPEATS", 2)
+    monkeypatch.setattr("difftransformer_lab.studies.costs.peak_training_bytes", lambda config, **_: 7)
     rows = measure_costs(
         {"diff": small, "softmax": small.twin()}, rows=2, context_tokens=32, labels={"diff": "DIFF Transformer"}
     )

@@ -24,6 +24,8 @@ from difftransformer.ops import (
 from tests.support.cases import PROBLEM, problem
 from tests.support.oracle import Case
 
+RESTRICTED = [{}, {"window": 64}, {"attn_mask": True}, {"kv_range": True, "kv_start": True}, {"cu_seqlens": True}]
+
 
 @pytest.fixture
 def kernels(monkeypatch):
@@ -58,54 +60,39 @@ def test_auto_takes_the_kernels_on_the_cpu(op, dtype, changes):
 
 
 @pytest.mark.parametrize(
-    ("asked", "taken"),
+    ("asked", "built", "taken"),
     [
-        (problem(64, dtype=torch.float64), "reference"),
-        (problem(65, dtype=torch.float64), "chunked"),
-        (problem(op="softmax", dtype=torch.float64), "sdpa"),
-        (problem(device_type="cuda"), "sdpa"),
-        (problem(8192, device_type="cuda", attn_mask=True), "chunked"),
+        (problem(64, dtype=torch.float64), "kernels", "reference"),
+        (problem(65, dtype=torch.float64), "kernels", "chunked"),
+        (problem(op="softmax", dtype=torch.float64), "kernels", "sdpa"),
+        (problem(device_type="cuda"), "kernels", "sdpa"),
+        (problem(8192, device_type="cuda", attn_mask=True), "kernels", "chunked"),
+        (problem(64), "no_kernels", "reference"),
+        (problem(65), "no_kernels", "chunked"),
+        (problem(8192), "no_kernels", "chunked"),
+        (problem(64, dtype=torch.bfloat16), "no_kernels", "reference"),
+        (problem(512, dtype=torch.bfloat16), "no_kernels", "chunked"),
+        (problem(2048, dtype=torch.bfloat16), "no_kernels", "chunked"),
+        (dataclasses.replace(PROBLEM, queries=1, keys=4096), "no_kernels", "chunked"),
+        (problem(op="softmax"), "no_kernels", "sdpa"),
+        (problem(8192, op="softmax"), "no_kernels", "sdpa"),
+        (problem(op="softmax", is_causal=False), "no_kernels", "sdpa"),
+        *((problem(8192, op="softmax", **how), "no_kernels", "chunked") for how in RESTRICTED[1:]),
+        (dataclasses.replace(PROBLEM, op="softmax", queries=1, keys=4096), "no_kernels", "chunked"),
+        (problem(8192, device_type="cuda"), "no_kernels", "sdpa"),
+        (problem(8192, device_type="cuda", attn_mask=True), "no_kernels", "chunked"),
+        (problem(0), "no_kernels", "reference"),
+        (problem(0, op="softmax"), "no_kernels", "chunked"),
     ],
 )
-@pytest.mark.usefixtures("kernels", "no_packages")
-def test_auto_where_the_kernels_do_not_serve(asked, taken):
-    assert select_backend(asked).name == taken
-
-
-@pytest.mark.parametrize(
-    ("asked", "taken"),
-    [
-        (problem(64), "reference"),
-        (problem(65), "chunked"),
-        (problem(8192), "chunked"),
-        (problem(64, dtype=torch.bfloat16), "reference"),
-        (problem(512, dtype=torch.bfloat16), "chunked"),
-        (problem(2048, dtype=torch.bfloat16), "chunked"),
-        (dataclasses.replace(PROBLEM, queries=1, keys=4096), "chunked"),
-        (problem(op="softmax"), "sdpa"),
-        (problem(8192, op="softmax"), "sdpa"),
-        (problem(op="softmax", is_causal=False), "sdpa"),
-        (problem(8192, op="softmax", window=64), "chunked"),
-        (problem(8192, op="softmax", kv_range=True), "chunked"),
-        (problem(8192, op="softmax", attn_mask=True), "chunked"),
-        (problem(8192, op="softmax", cu_seqlens=True), "chunked"),
-        (dataclasses.replace(PROBLEM, op="softmax", queries=1, keys=4096), "chunked"),
-        (problem(8192, device_type="cuda"), "sdpa"),
-        (problem(8192, device_type="cuda", attn_mask=True), "chunked"),
-        (problem(0), "reference"),
-        (problem(0, op="softmax"), "chunked"),
-    ],
-)
-@pytest.mark.usefixtures("no_kernels", "no_packages")
-def test_auto_without_the_kernels(asked, taken):
+@pytest.mark.usefixtures("no_packages")
+def test_auto_where_other_kernels_do_not_serve(asked, built, taken, request):
+    request.getfixturevalue(built)
     assert select_backend(asked).name == taken
 
 
 def on_cuda(length, **changes):
     return problem(length, device_type="cuda", **({"dtype": torch.bfloat16} | changes))
-
-
-RESTRICTED = [{}, {"window": 64}, {"attn_mask": True}, {"kv_range": True, "kv_start": True}, {"cu_seqlens": True}]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -330,25 +317,3 @@ def test_a_backend_is_one_record_and_one_row(monkeypatch):
     assert select_backend(problem(9000, width=64)).name == "chunked"
     with pytest.raises(BackendUnavailable, match="mine: width 64, only 32"):
         select_backend(problem(width=64), "mine")
-
-
-OPCHECK_CASES = [
-    Case("own keys", B=2, H=4, G=2, T=6, S=9, lam="query", kwargs={"is_causal": True, "window": 4}),
-    Case("shared key", T=6, S=6, shared_key=True, kwargs={"kv_start": torch.tensor([2])}),
-    Case("lengths", B=2, T=3, S=9, lam="scalar", kwargs={"kv_lengths": torch.tensor([2, 9]), "scale": 0.3}),
-    Case("softmax", T=6, S=9, lam=None, kwargs={"attn_mask": torch.arange(54).reshape(6, 9) % 4 > 0}),
-    Case("documents", T=9, S=9, kwargs={"cu_seqlens": torch.tensor([0, 3, 9])}),
-]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("case", OPCHECK_CASES, ids=lambda case: case.name)
-def test_opcheck(case, dtype):
-    query, key, value, lam, grad = case.inputs(dtype)
-    names = ("attn_mask", "is_causal", "window", "kv_start", "kv_lengths", "cu_seqlens", "scale")
-    restrictions = [({"is_causal": False, "scale": 0.5} | case.kwargs).get(name) for name in names]
-    if lam is not None and lam.dim() < 3:
-        lam = lam.detach().view(1, -1, 1).requires_grad_()
-    torch.library.opcheck(torch.ops.difftransformer.chunked_attention.default, (query, key, value, lam, *restrictions))
-    plain = [x if x is None else x.detach() for x in (query, key, value, lam)]
-    torch.library.opcheck(torch.ops.difftransformer.chunked_attention_backward.default, (grad, *plain, *restrictions))

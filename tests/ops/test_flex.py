@@ -1,6 +1,7 @@
-"""The `flex` backend against the equations: on the CPU as it runs there, and by the path that it takes on a GPU."""
+"""The `flex` backend: as it runs on the CPU, its masks of blocks, and what it compiles and refuses.
 
-import dataclasses
+`test_conformance.py` has the numbers of the path that it takes on a GPU.
+"""
 
 import pytest
 import torch
@@ -8,54 +9,15 @@ from torch.nn.attention import flex_attention as torch_flex
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from difftransformer.errors import BackendUnavailable
-from difftransformer.ops import differential_attention, flex, normed_differential_attention
+from difftransformer.ops import differential_attention, flex
 from difftransformer.ops import reference as equations
 from difftransformer.ops.problem import Restrictions
-from tests.support.cases import (
-    BY_NAME,
-    CASES,
-    CAUSAL,
-    assert_as_good_as_eager,
-    assert_close,
-    by_name,
-    eager,
-    expected,
-    ints,
-    op,
-    problem,
-    random_mask,
-    slow_but_for,
-)
-from tests.support.oracle import Case, attention, dense_mask, output_and_gradients, relative_error
+from tests.support.cases import BY_NAME, exact, ints, op, problem, random_mask
+from tests.support.op_backends import flex_as_on_a_gpu
+from tests.support.oracle import Case, relative_error
 
 # torch.compile hides this warning of its own, unless warnings are errors.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
-
-
-@pytest.fixture
-def as_on_a_gpu(monkeypatch):
-    """The path of CUDA, gradients included, by PyTorch's own unfused form of FlexAttention in place of a kernel."""
-    if not hasattr(torch_flex, "_validate_device"):
-        pytest.skip("this torch refuses gradients on the CPU elsewhere")
-    monkeypatch.setattr(torch_flex, "_validate_device", lambda *tensors: None)
-    monkeypatch.setattr(flex, "_has_kernel", lambda device_type: True)
-    compiled = torch.compile(flex.flex_attention, fullgraph=True, backend="eager")
-    monkeypatch.setattr(flex, "_compiled", lambda: compiled)
-
-
-QUICK = (
-    "257 window", "grouped, cross, narrow value", "more queries than keys", "shared key", "mask with empty rows",
-    "left padding", "cache, window", "documents, window, mask", "softmax, documents",
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("case", slow_but_for(CASES, *QUICK), ids=by_name)
-@pytest.mark.usefixtures("as_on_a_gpu")
-def test_equals_the_equations(case):
-    """All of these in one process: more forms than PyTorch compiles of a function by default."""
-    results = output_and_gradients(op(case, "flex"), case, torch.float32)
-    assert_close(results, expected(case.name), 2e-5)
-    assert results["out"].dtype == torch.float32
 
 
 @pytest.mark.parametrize(
@@ -68,85 +30,12 @@ def test_on_the_cpu(name, dtype):
     with torch.no_grad():
         out = op(BY_NAME[name], "flex")(query, key, value, lam)
     assert out.dtype == dtype
-    assert relative_error(out, expected(name, of=dtype)["out"]) < (2e-5 if dtype == torch.float32 else 1e-12)
+    assert relative_error(out, exact(BY_NAME[name], dtype)["out"]) < (2e-5 if dtype == torch.float32 else 1e-12)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", ["63 own heads causal", "257 window", "grouped, cross, narrow value", "softmax"])
-@pytest.mark.usefixtures("as_on_a_gpu")
-def test_low_precision(name, dtype):
-    """Three times the error of eager PyTorch, as for `sdpa`: rounded terms may be larger than their difference."""
-    case = BY_NAME[name]
-    results = output_and_gradients(op(case, "flex"), case, dtype)
-    eager_results = output_and_gradients(eager(case), case, dtype)
-    assert results["out"].dtype == dtype
-    assert_as_good_as_eager(results, eager_results, expected(name, of=dtype), dtype, times=3)
-
-
-@pytest.mark.usefixtures("as_on_a_gpu")
-def test_lam_stays_in_fp32():
-    """A lam that bf16 cannot hold: with both maps equal the output is (1 - lam) V, and 1 - lam would round to 0."""
-    query, value = torch.zeros(1, 1, 4, 8).bfloat16(), torch.ones(1, 1, 4, 8).bfloat16()
-    lam = torch.tensor(0.9995, requires_grad=True)
-    out = differential_attention(query, query, value, lam, backend="flex")
-    torch.testing.assert_close(out.float(), torch.full_like(out, 0.0005).float(), rtol=1e-2, atol=0)
-    out.sum().backward()
-    torch.testing.assert_close(lam.grad, torch.tensor(-32.0))
-
-
-@pytest.mark.parametrize("name", ["mask with empty rows", "left padding", "more queries than keys", "cache, window"])
-@pytest.mark.usefixtures("as_on_a_gpu")
-def test_a_query_that_sees_nothing_gives_zeros_with_zero_gradients(name):
-    case = BY_NAME[name]
-    empty = ~dense_mask(case).any(-1)
-    assert empty.any()
-    query, key, value, lam, _ = case.inputs()
-    out = op(case, "flex")(query, key, value, lam)
-    assert (out[empty] == 0).all()
-    upstream = empty.unsqueeze(-1).expand_as(out).float() * 3
-    grads = torch.autograd.grad(out, (query, key, value, lam), upstream, retain_graph=True)
-    assert all((grad == 0).all() for grad in grads)
-    grads = torch.autograd.grad(out, (query, key, value, lam), torch.ones_like(out))
-    assert (grads[0][empty] == 0).all()
-    assert all(grad.isfinite().all() for grad in grads)
-
-
-@pytest.mark.parametrize("scale", [-0.7, 0.0])
-def test_a_scale_that_is_not_positive(scale):
-    case = Case("x", T=6, S=9, kwargs=CAUSAL | {"scale": scale})
-    inputs = case.inputs(requires_grad=False)[:4]
-    exact = attention(case, *(x.double() for x in inputs))
-    assert relative_error(op(case, "flex")(*inputs), exact) < 2e-5
-
-
-def test_the_norm_comes_after():
-    query, key, value, lam, _ = Case("x", kwargs=CAUSAL).inputs(requires_grad=False)
-    weight = torch.rand(8)
-    flexed, exact = (
-        normed_differential_attention(query, key, value, lam, weight, eps=1e-5, factor=0.3, backend=backend)
-        for backend in ("flex", "reference")
-    )
-    assert relative_error(flexed, exact) < 1e-5
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "both ends, causal mask",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("shared key", "documents", "softmax")),
-    ],
-)
-def test_compiles_without_a_graph_break(name):
-    torch.compiler.reset()
-    case = BY_NAME[name]
-    compiled = torch.compile(op(case, "flex"), fullgraph=True, backend="aot_eager")
-    out = compiled(*case.inputs(requires_grad=False)[:4])
-    assert relative_error(out, expected(name)["out"]) < 2e-5
-
-
-@pytest.mark.usefixtures("as_on_a_gpu")
 def test_lengths_and_windows_share_one_compiled_form(monkeypatch):
     """Restrictions are data. It compiles again for the second length and for the second number of blocks."""
+    flex_as_on_a_gpu(monkeypatch)
     torch.compiler.reset()
     counter = torch._dynamo.testing.CompileCounter()
     compiled = torch.compile(flex.flex_attention, fullgraph=True, backend=counter)
@@ -248,31 +137,3 @@ def test_what_it_cannot_run(monkeypatch):
     query, key, value, lam, _ = Case("x").inputs()
     with pytest.raises(BackendUnavailable, match="flex: FlexAttention has no gradient on cpu"):
         differential_attention(query, key, value, lam, backend="flex")
-
-
-ON_A_GPU = [
-    *(dataclasses.replace(BY_NAME[name], D=16, E=32) for name in ("257 window", "left padding", "mask by head")),
-    *(dataclasses.replace(BY_NAME[name], D=64, E=128) for name in ("more queries than keys", "documents", "cache")),
-]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("case", ON_A_GPU, ids=by_name)
-def test_on_a_gpu(case, dtype):
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
-    exact = output_and_gradients(lambda *inputs: attention(case, *inputs), case, torch.float64, of=dtype)
-    moved = dataclasses.replace(
-        case, kwargs={name: x.cuda() if isinstance(x, torch.Tensor) else x for name, x in case.kwargs.items()}
-    )
-
-    def on_gpu(*inputs):
-        return op(moved, "flex")(*(x.cuda() if isinstance(x, torch.Tensor) else x for x in inputs)).cpu()
-
-    results = output_and_gradients(on_gpu, case, dtype)
-    eager_results = output_and_gradients(eager(case), case, dtype)
-    if dtype == torch.float32:
-        assert_close(results, exact, 1e-3)  # its products may be in TF32
-    else:
-        assert_as_good_as_eager(results, eager_results, exact, dtype, times=3)

@@ -11,7 +11,7 @@ import difftransformer.model  # noqa: F401  # tells transformers' exporters what
 from difftransformer.errors import BackendUnavailable
 from difftransformer.ops import differential_attention, normed_differential_attention
 from tests.support import oracle
-from tests.support.cases import BY_NAME, CAUSAL, SLOW_TRITON, assert_close, expected, ints, needs_kernels, op
+from tests.support.cases import BY_NAME, CAUSAL, SLOW_TRITON, assert_close, exact, ints, needs_kernels, op
 from tests.support.oracle import Case, relative_error
 
 # What torch.func.jvp loads on its first use.
@@ -32,7 +32,7 @@ def test_gradients_equal_the_equations(name, backend):
     places = tuple(place for place, x in enumerate(inputs) if isinstance(x, torch.Tensor))
     found = grad(lambda *x: (op(case, backend)(*x) * direction).sum(), argnums=places)(*inputs)
     results = dict(zip(("query", "key", "value", "lam"), found, strict=False))
-    reference = {key: x for key, x in expected(name).items() if key != "out"}
+    reference = {key: x for key, x in exact(BY_NAME[name]).items() if key != "out"}
     assert_close(results, reference, 2e-5)
 
 

@@ -4,6 +4,7 @@ FSDP2 is not here: it gathers the weights of modules, and the operators get plai
 """
 
 import dataclasses
+from functools import partial
 
 import pytest
 import torch
@@ -11,14 +12,13 @@ from torch.utils.checkpoint import checkpoint
 
 from difftransformer import DiffTransformerConfig, DiffTransformerForCausalLM
 from difftransformer.ops.problem import Restrictions, allowed_keys
+from tests.support import calls
+from tests.support.calls import assert_same_bits, errors_of, tensors
 from tests.support.cases import (
-    CASES,
     CAUSAL,
     assert_as_good_as_eager,
     assert_close,
-    by_name,
     eager,
-    expected,
     ints,
     needs_interpreter,
     new_memory_is_nan,
@@ -26,8 +26,8 @@ from tests.support.cases import (
     normed_op,
     op,
     overflow_is_fine,
+    random_mask,
 )
-from tests.support.fused_calls import assert_same_bits, errors_of
 from tests.support.oracle import Case, output_and_gradients, relative_error
 
 configs = pytest.importorskip("difftransformer.ops.triton_kernels.configs")
@@ -97,7 +97,7 @@ def assert_as_good_there(case, device, dtype, norm=False, gradients=True):
     if norm:
 
         def compute(backend, dtype):
-            function = norm_by_hand(case, eager_there(case)) if backend == "eager" else normed_op(case, backend)
+            function = norm_by_hand(eager_there(case)) if backend == "eager" else normed_op(case, backend)
             weight = torch.linspace(0.5, 1.5, case.E, device=device)
             return output_and_gradients(
                 lambda *inputs: function(*inputs, weight.to(inputs[0].dtype)), case, dtype, of=low, gradients=gradients
@@ -116,79 +116,36 @@ def assert_as_good_there(case, device, dtype, norm=False, gradients=True):
         assert_as_good_as_eager(results, compute("eager", dtype), exact, dtype)
 
 
-def leaves_of(case, dtype):
-    query, key, value, lam, grad = case.inputs(dtype)
-    return [x for x in (query, key, value, lam) if isinstance(x, torch.Tensor)], lam, grad
-
-
-def bits(case, dtype, norm=False, gradients=True):
-    leaves, lam, grad = leaves_of(case, dtype)
-    weight = torch.linspace(0.5, 1.5, case.E, device=grad.device).requires_grad_()
-    with torch.set_grad_enabled(gradients):
-        out = normed_op(case, "triton")(*leaves[:3], lam, weight) if norm else op(case, "triton")(*leaves[:3], lam)
-    if not gradients:
-        return [out]
-    return [out.detach(), *torch.autograd.grad(out, leaves + [weight] * norm, grad)]
+bits = partial(calls.bits, "triton")
 
 
 # Calls.
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", CASES, ids=by_name)
-def test_equals_the_equations(case, dtype, gpu):
-    there = moved(case, gpu)
-    results = on_cpu(output_and_gradients(op(there, "triton"), there, dtype))
-    if dtype == torch.float32:
-        assert_close(results, expected(case.name), 2e-5)
-    else:
-        eager_results = output_and_gradients(eager(case), case, dtype)
-        assert_as_good_as_eager(results, eager_results, expected(case.name, of=dtype), dtype)
+LARGE = {  # from n positions and the width of one map
+    "causal": lambda n, width: {},
+    "free, cross, odd": lambda n, width: {"T": n - 5, "S": n + 9, "kwargs": {}, "lam": "query"},
+    "window": lambda n, width: {"kwargs": CAUSAL | {"window": n // 3}},
+    "left padding": lambda n, width: {"kwargs": CAUSAL | {"kv_start": ints(0, n // 2 + 3)}},
+    "partly filled": lambda n, width: {"S": 2 * n, "kwargs": CAUSAL | {"kv_lengths": ints(n + 3, 2 * n)}},
+    "documents": lambda n, width: {"B": 1, "kwargs": CAUSAL | {"cu_seqlens": ints(0, 5, n // 2 + 1, n)}},
+    "mask": lambda n, width: {"B": 1, "kwargs": {"attn_mask": random_mask(n, n)}},
+    "shared key": lambda n, width: {"shared_key": True, "H": 8},
+    "one group": lambda n, width: {"H": 8, "G": 1, "T": n // 2},
+    "softmax": lambda n, width: {"lam": None},
+    "odd widths": lambda n, width: {"D": width - 3, "E": 2 * width + 5},
+    "D = 128": lambda n, width: {"D": 2 * width, "E": 4 * width, "B": 1},
+    "D = 96": lambda n, width: {"D": 3 * width // 2, "E": 3 * width, "B": 1},
+    "D = 32": lambda n, width: {"D": width // 2, "E": width},
+    "E = D": lambda n, width: {"E": width},
+}
 
 
 def large(name, device):
     """Shapes that take many tiles of a GPU, or of the interpreter."""
-    n = 2048 if device == "cuda" else 70
-    width = 64 if device == "cuda" else 16
+    n, width = (2048, 64) if device == "cuda" else (70, 16)
     base = Case(name, B=2, H=4, G=2, T=n, S=n, D=width, E=2 * width, kwargs=CAUSAL)
-    changes = {
-        "causal": {},
-        "free, cross, odd": {"T": n - 5, "S": n + 9, "kwargs": {}, "lam": "query"},
-        "window": {"kwargs": CAUSAL | {"window": n // 3}},
-        "left padding": {"kwargs": CAUSAL | {"kv_start": ints(0, n // 2 + 3)}},
-        "partly filled": {"S": 2 * n, "kwargs": CAUSAL | {"kv_lengths": ints(n + 3, 2 * n)}},
-        "documents": {"B": 1, "kwargs": CAUSAL | {"cu_seqlens": ints(0, 5, n // 2 + 1, n)}},
-        "mask": {"B": 1, "kwargs": {"attn_mask": torch.rand(n, n, generator=torch.Generator().manual_seed(1)) > 0.3}},
-        "shared key": {"shared_key": True, "H": 8},
-        "one group": {"H": 8, "G": 1, "T": n // 2},
-        "softmax": {"lam": None},
-        "odd widths": {"D": width - 3, "E": 2 * width + 5},
-        "D = 128": {"D": 2 * width, "E": 4 * width, "B": 1},
-        "D = 96": {"D": 3 * width // 2, "E": 3 * width, "B": 1},
-        "D = 32": {"D": width // 2, "E": width},
-        "E = D": {"E": width},
-    }
-    return dataclasses.replace(base, **changes[name])
-
-
-LARGE = (
-    "causal",
-    "free, cross, odd",
-    "window",
-    "left padding",
-    "partly filled",
-    "documents",
-    "mask",
-    "shared key",
-    "one group",
-    "softmax",
-    "odd widths",
-    "D = 128",
-    "D = 96",
-    "D = 32",
-    "E = D",
-)
+    return dataclasses.replace(base, **LARGE[name](n, width))
 
 
 @FORMS
@@ -234,7 +191,7 @@ def test_decoding(keys, dtype, norm, device):
         if dtype == torch.float32:
             assert relative_error(out, exact) < (1e-4 if norm else 2e-5)
             continue
-        by_eager = norm_by_hand(case, by_hand)(*inputs, weight) if norm else by_hand(*inputs)
+        by_eager = norm_by_hand(by_hand)(*inputs, weight) if norm else by_hand(*inputs)
         if device != "cpu" or dtype != torch.bfloat16:
             assert_as_good_as_eager({"out": out}, {"out": by_eager}, {"out": exact}, dtype)
 
@@ -327,7 +284,7 @@ def test_no_uninitialised_memory(name, norm, form, device, take):
 def test_compiles_without_a_graph_break(norm, device):
     torch.compiler.reset()
     case = moved(large("causal", device), device)
-    leaves, lam, grad = leaves_of(case, torch.float16)
+    leaves, lam, grad = tensors(case, torch.float16)
     weight = torch.ones(case.E, device=device) if norm else None
 
     def attend(query, key, value, lam):
@@ -344,7 +301,7 @@ def test_compiles_without_a_graph_break(norm, device):
 def test_activation_checkpointing(device, take):
     take("split")
     case = moved(large("causal", device), device)
-    leaves, lam, grad = leaves_of(case, torch.float16)
+    leaves, lam, grad = tensors(case, torch.float16)
     out = checkpoint(op(case, "triton"), *leaves[:3], lam, use_reentrant=False)
     assert_same_bits([out.detach(), *torch.autograd.grad(out, leaves, grad)], bits(case, torch.float16))
 

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import shutil
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
@@ -28,11 +28,9 @@ needs_interpreter = pytest.mark.skipif(
 if interpreter.IS_USED:
     interpreter.patch_once()
     interpreter.round_to_nearest()
-FLOAT64_BACKENDS = ("reference", "chunked", "sdpa")
 # What a mask then takes away may overflow, and numpy warns of it.
 overflow_is_fine = pytest.mark.filterwarnings("ignore:overflow|invalid value|All-NaN:RuntimeWarning")
 TRITON = pytest.param("triton", marks=(needs_interpreter, overflow_is_fine))
-BACKENDS = (*FLOAT64_BACKENDS, pytest.param("cpu", marks=needs_kernels), TRITON)
 
 
 def ints(*values, dtype=torch.int32):
@@ -105,37 +103,25 @@ def by_name(case):
     return case.name
 
 
-def slow_but_for(cases, *names):
-    """The cases as parameters, all but the named ones marked slow."""
-    return [case if case.name in names else pytest.param(case, marks=pytest.mark.slow) for case in cases]
-
-
 SLOW_TRITON = pytest.param("triton", marks=(*TRITON.marks, pytest.mark.slow))
 
 
-def with_backends(cases, *names):
-    """(case, backend) of all backends; in Triton's interpreter, all but the named cases are marked slow."""
-    pairs = []
-    for case in cases:
-        for backend in (*BACKENDS[:-1], TRITON if case.name in names else SLOW_TRITON):
-            (value,), marks = getattr(backend, "values", (backend,)), getattr(backend, "marks", ())
-            pairs.append(pytest.param(case, value, marks=marks, id=f"{case.name}-{value}"))
-    return pairs
+def with_inputs(case, change):
+    """The case with `change(query, key, value, lam, grad)` in place of what is drawn."""
+    changed = dataclasses.replace(case)
+
+    def inputs(dtype=torch.float32, seed=None, requires_grad=True):
+        found = change(*case.inputs(dtype, seed, requires_grad=False))
+        leaves = [x.detach().requires_grad_(requires_grad) if isinstance(x, torch.Tensor) else x for x in found[:4]]
+        return *leaves, found[4]
+
+    changed.inputs = inputs
+    return changed
 
 
 def peaked(case, factor, sign):
     """The case with queries `factor` times as large, and lambda of one sign."""
-    changed = dataclasses.replace(case)
-
-    def inputs(*arguments, **how):
-        query, key, value, lam, grad = case.inputs(*arguments, **how)
-        with torch.no_grad():
-            query *= factor
-            lam = lam.mul_(sign) if isinstance(lam, torch.Tensor) else lam * sign
-        return query, key, value, lam, grad
-
-    changed.inputs = inputs
-    return changed
+    return with_inputs(case, lambda query, key, value, lam, grad: (query * factor, key, value, lam * sign, grad))
 
 
 def op(case, backend):
@@ -144,10 +130,24 @@ def op(case, backend):
     return lambda q, k, v, lam: differential_attention(q, k, v, lam, backend=backend, **case.kwargs)
 
 
+LONG = 150_000  # products of a query and a key, above which the oracle's loop takes too long
+
+
 @cache
-def expected(name, of=torch.float32):
-    case = BY_NAME[name]
-    return output_and_gradients(lambda q, k, v, lam: oracle.attention(case, q, k, v, lam), case, torch.float64, of=of)
+def exact(case, of=torch.float32, norm=False):
+    """Output and gradients in float64 of inputs in a dtype: by the oracle, or for long calls by `reference`."""
+    attend = op(case, "reference") if case.B * case.H * case.T * case.S > LONG else partial(oracle.attention, case)
+    if norm:
+        return normed_results(norm_by_hand(attend), case, torch.float64, of=of)
+    return output_and_gradients(attend, case, torch.float64, of=of)
+
+
+@cache
+def by_eager(case, dtype, norm=False):
+    """Output and gradients by eager PyTorch in a dtype."""
+    if norm:
+        return normed_results(norm_by_hand(eager(case)), case, dtype)
+    return output_and_gradients(eager(case), case, dtype)
 
 
 def assert_close(results, reference, tolerance):
@@ -211,7 +211,7 @@ def normed_op(case, backend, eps=EPS):
     )
 
 
-def norm_by_hand(case, attend, eps=EPS):
+def norm_by_hand(attend, eps=EPS):
     return lambda *inputs: oracle.rms_norm(attend(*inputs[:4]), inputs[4], eps, FACTOR)
 
 
@@ -223,11 +223,6 @@ def normed_results(function, case, dtype, *, of=None, gain=True, gradients=True)
         weight = drawn.to(of or dtype).to(dtype).requires_grad_()
     results = output_and_gradients(lambda *inputs: function(*inputs, weight), case, dtype, of=of, gradients=gradients)
     return results | ({"weight": weight.grad} if gain and gradients else {})
-
-
-def normed_by_equations(case, *, eps=EPS, **how):
-    attend = norm_by_hand(case, lambda *inputs: oracle.attention(case, *inputs), eps)
-    return normed_results(attend, case, torch.float64, **({"of": torch.float32} | how))
 
 
 @contextlib.contextmanager

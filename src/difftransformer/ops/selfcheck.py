@@ -5,8 +5,8 @@ The Triton kernels have been tested by an interpreter alone, so a process checks
 """
 
 import os
-import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
@@ -48,12 +48,12 @@ class Trial(NamedTuple):
     def call(self, dtype: torch.dtype, device: torch.device, is_exact: bool = False) -> Call:
         """Return the call with numbers of a dtype, or with the same numbers in float64."""
         generator = torch.Generator().manual_seed(0)  # not the global one, which stays as it is
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
 
         def normal(*shape: int, rounded: torch.dtype = dtype) -> Tensor:
             x = torch.randn(*shape, generator=generator, dtype=torch.float64, device="cpu").to(rounded)
             return (x.double() if is_exact else x).to(device).requires_grad_(self.needs_grad)
 
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
         key = normal(self.B, self.G, self.S, self.D if self.shared_key else self.maps * self.D)
         query, value = normal(self.B, self.H, self.T, self.maps * self.D), normal(self.B, self.G, self.S, self.E)
         lam = normal(1, self.H, 1, rounded=wide) if self.maps == 2 else None
@@ -73,23 +73,15 @@ def why_not(backend: Any, device: torch.device, dtype: torch.dtype) -> str | Non
     The check waits for a later call while a graph is traced or captured, and if memory runs out.
     """
     if (device, dtype) not in _outcomes:
-        if os.environ.get(VARIABLE) == "0" or _must_wait(device):
+        is_traced = torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None
+        is_traced = is_traced or torch.utils._python_dispatch._get_current_dispatch_mode() is not None
+        is_idle = device.type != "cuda" or (torch.cuda.is_available() and not torch.cuda.is_current_stream_capturing())
+        if os.environ.get(VARIABLE) == "0" or is_traced or not is_idle:
             return None
-        outcome = check(backend, device, dtype)
-        if outcome is None:
+        if (outcome := check(backend, device, dtype)) is None:
             return None
         _outcomes[device, dtype] = outcome
     return _outcomes[device, dtype].problem
-
-
-def _must_wait(device: torch.device) -> bool:
-    is_gpu = device.type == "cuda"
-    return bool(
-        torch.compiler.is_compiling()
-        or torch.utils._python_dispatch._get_current_dispatch_mode() is not None
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or (is_gpu and (not torch.cuda.is_available() or torch.cuda.is_current_stream_capturing()))
-    )
 
 
 def check(
@@ -99,11 +91,8 @@ def check(
 
     The check has a thread of its own, and so none of the caller's grad mode, autocast, hooks and modes.
     """
-    found: list[CheckOutcome | None] = []
-    thread = threading.Thread(target=lambda: found.append(_check(backend, device, dtype, trials)))
-    thread.start()
-    thread.join()
-    return found[0]
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(_check, backend, device, dtype, trials).result()
 
 
 def _check(backend: Any, device: torch.device, dtype: torch.dtype, trials: Sequence[Trial]) -> CheckOutcome | None:
@@ -142,8 +131,5 @@ def _results(run: Callable[[Call], Tensor], call: Call) -> list[Tensor]:
 
 
 def _exactly(call: Call) -> Tensor:
-    out = reference.run(call)
-    if call.norm is None:
-        return out
-    weight, eps, factor = call.norm
-    return rms_norm(out, weight, eps) * factor
+    weight, eps, factor = call.norm or (None, None, 1.0)
+    return reference.run(call) if eps is None else rms_norm(reference.run(call), weight, eps) * factor

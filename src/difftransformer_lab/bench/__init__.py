@@ -6,7 +6,6 @@ from difftransformer._lazy import lazy_names
 
 if TYPE_CHECKING:
     from .attention import time_attention
-    from .costs import measure_costs
     from .memory import peak_attention_bytes, peak_training_bytes
     from .models import time_models
     from .settings import Settings

@@ -9,8 +9,8 @@ from difftransformer.data import Shards, byte_bigram_bits_per_byte
 from difftransformer.families import DifferentialFields, count_family
 from difftransformer.model import count
 
-from ..bench import measure_costs
 from ..results import ArmSize, BaselineNll, StudyIndex
+from .costs import measure_costs
 from .design import ArmConfig, Design, PresetConfig, StudyConfig
 from .recipe import Recipe, recipe_dict
 from .study import Study

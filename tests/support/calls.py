@@ -1,44 +1,17 @@
-"""What the tests of the fused backends share: calls drawn at random, layouts, and checks that take the backend's name."""
+"""Calls drawn at random, layouts of memory, and bits: what tests of kernels share beside the table of backends."""
 
 import dataclasses
-from functools import partial
 
 import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-from difftransformer.ops import normed_differential_attention
 from tests.support import oracle
-from tests.support.cases import CAUSAL, assert_as_good_as_eager, assert_close, eager, ints, op, random_mask
+from tests.support.cases import CAUSAL, assert_as_good_as_eager, eager, ints, normed_op, op, random_mask, with_inputs
 from tests.support.oracle import Case, output_and_gradients, relative_error
 
 quick = settings(max_examples=80, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-
-
-def run(backend, case, dtype=torch.float32, of=None, gradients=True):
-    return output_and_gradients(op(case, backend), case, dtype, of=of, gradients=gradients)
-
-
-def by_equations(case, of=torch.float32, gradients=True):
-    attend = partial(oracle.attention, case)
-    return output_and_gradients(attend, case, torch.float64, of=of, gradients=gradients)
-
-
-def in_float64(case, of=torch.float32, gradients=True):
-    """For sizes that the oracle's loop is too slow for."""
-    return run("reference", case, torch.float64, of, gradients)
-
-
-def assert_as_good(backend, case, dtype, reference=in_float64, **how):
-    """fp32 to 2e-5 of the largest number; below, at most twice the error of eager PyTorch."""
-    results, exact = run(backend, case, dtype, **how), reference(case, of=dtype, **how)
-    assert results["out"].dtype == dtype
-    if dtype == torch.float32:
-        assert_close(results, exact, 2e-5)
-    else:
-        eager_results = output_and_gradients(eager(case), case, dtype, **how)
-        assert_as_good_as_eager(results, eager_results, exact, dtype)
 
 
 def tensors(case, dtype=torch.float32):
@@ -50,14 +23,10 @@ def tensors(case, dtype=torch.float32):
 def bits(backend, case, dtype=torch.float32, norm=False, gradients=True):
     """Output and gradients, with norm also that of its weight; without gradients, the output of a call that wants none."""
     leaves, lam, grad = tensors(case, dtype)
-    weight = torch.linspace(0.5, 1.5, case.E).requires_grad_()
+    norm = norm and case.lam is not None
+    weight = torch.linspace(0.5, 1.5, case.E, device=grad.device).requires_grad_()
     with torch.set_grad_enabled(gradients):
-        if norm:
-            out = normed_differential_attention(
-                *leaves[:3], lam, weight, eps=1e-5, factor=0.4, backend=backend, **case.kwargs
-            )
-        else:
-            out = op(case, backend)(*leaves[:3], lam)
+        out = (normed_op if norm else op)(case, backend)(*leaves[:3], lam, *[weight] * norm)
     if not gradients:
         return [out]
     return [out.detach(), *torch.autograd.grad(out, leaves + [weight] * norm, grad)]
@@ -113,6 +82,22 @@ def calls(draw, *, batch=3, groups=3, heads_per_group=3, positions=30):
     )
 
 
+@st.composite
+def windowed_calls(draw):
+    """More than one block of rows and of keys, heads in groups, and windows, documents or ranges shorter than a block."""
+    per_group = draw(st.integers(2, 8))
+    queries = draw(st.integers(65, 300))
+    keys = queries + draw(st.sampled_from([0, 0, 1, 70]))
+    kwargs = CAUSAL | {"window": draw(st.none() | st.integers(1, 12) | st.integers(13, 200))}
+    if keys == queries and draw(st.booleans()):
+        kwargs["cu_seqlens"] = ints(0, *sorted(draw(st.lists(st.integers(0, queries), max_size=6))), queries)
+    elif draw(st.booleans()):
+        kwargs |= {"kv_start": ints(draw(st.integers(0, keys))), "kv_lengths": ints(draw(st.integers(0, keys)))}
+    lam = draw(st.sampled_from([None, "head", "query"]))
+    return Case("drawn", B=1, H=per_group, G=1, T=queries, S=keys, D=draw(st.sampled_from([4, 16, 33])),
+                E=draw(st.sampled_from([4, 33])), lam=lam, kwargs=kwargs)  # fmt: skip
+
+
 def laid_out(x, how):
     """The same numbers in another memory layout."""
     if how == "transposed":
@@ -130,7 +115,7 @@ layouts = st.tuples(*[st.sampled_from(("plain", "transposed", "sliced", "columns
 
 def in_layouts(backend, case, how):
     """The call with query, key and value laid out as `how` says, and the output's gradient as query."""
-    attend = op(case, backend)
+    attend = backend.attend(case)
 
     def function(query, key, value, lam):
         moved = [laid_out(x, one) for x, one in zip((query, key, value), how, strict=True)]
@@ -143,9 +128,7 @@ def assert_any_call_as_good(backend, case, how, dtype, draws=4):
     """Several draws of the numbers, so that eager PyTorch is not right by luck where there is one number or few."""
     results, eager_results, exact = [], [], []
     for seed in range(draws):
-        seeded = dataclasses.replace(case)
-        inputs = case.inputs
-        seeded.inputs = lambda dtype, inputs=inputs, seed=seed: inputs(dtype, seed)
+        seeded = dataclasses.replace(case, seed=seed)
         results.append(output_and_gradients(in_layouts(backend, case, how), seeded, dtype))
         eager_results.append(output_and_gradients(eager(case), seeded, dtype))
         exact.append(
@@ -182,18 +165,14 @@ def unseen_keys(case):
 
 def with_unseen(case, fill):
     """The case with `fill` in the keys and values that nobody may see."""
-    unseen, inputs = unseen_keys(case), case.inputs
+    unseen = unseen_keys(case)
 
-    def filled(*arguments, **changes):
-        query, key, value, lam, grad = inputs(*arguments, **changes)
-        with torch.no_grad():
-            for x in (key, value):
-                x.transpose(1, 2)[unseen] = fill
-        return query, key, value, lam, grad
+    def fill_in(x):
+        x = x.detach().clone()
+        x.transpose(1, 2)[unseen] = fill
+        return x
 
-    changed = dataclasses.replace(case)
-    changed.inputs = filled
-    return changed
+    return with_inputs(case, lambda query, key, value, *rest: (query, fill_in(key), fill_in(value), *rest))
 
 
 def assert_unseen_keys_are_not_read(case, bits_of):
@@ -238,24 +217,3 @@ def operator_inputs(case, dtype, norm):
     weight = torch.ones(case.E, dtype=dtype, requires_grad=True) if norm == "gain" else None
     rest = [case.kwargs.get("scale", 0.5), weight, None if norm is None else 1e-5, 0.4]
     return (query, key, value, lam, *restrictions, *rest), grad
-
-
-def assert_compiles_to_the_same_bits(backend, case, norm):
-    torch.compiler.reset()
-    leaves, lam, grad = tensors(case)
-    attend = op(case, backend)
-    if norm and case.lam is not None:
-        leaves.append(torch.linspace(0.5, 1.5, case.E).requires_grad_())
-
-        def attend(q, k, v, lam):
-            return normed_differential_attention(
-                q, k, v, lam, leaves[-1], eps=1e-5, factor=0.4, backend=backend, **case.kwargs
-            )
-
-    compiled = torch.compile(lambda *inputs: 2 * attend(*inputs), fullgraph=True, backend="aot_eager")
-    compiled_out, plain_out = compiled(*leaves[:3], lam), 2 * attend(*leaves[:3], lam)
-    assert compiled_out.stride() == plain_out.stride()
-    assert_same_bits(
-        [compiled_out.detach(), *torch.autograd.grad(compiled_out, leaves, grad)],
-        [plain_out.detach(), *torch.autograd.grad(plain_out, leaves, grad)],
-    )

@@ -6,10 +6,10 @@ import torch
 
 from difftransformer.model import DiffTransformerConfig, DiffTransformerForCausalLM, count, weights_and_kv_bytes
 
+from ..bench.memory import peak_training_bytes
+from ..bench.model_work import decode_work, prefill_work, training_work
+from ..bench.timing import time_interleaved
 from ..results import CostRow, Timing
-from .memory import peak_training_bytes
-from .model_work import decode_work, prefill_work, training_work
-from .timing import time_interleaved
 
 REPEATS = 7
 DECODE_TOKENS = 16

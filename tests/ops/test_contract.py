@@ -1,0 +1,500 @@
+"""What every backend of the op promises beside its numbers: layouts, NaN, what is not read, autograd, tracing, refusals."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from difftransformer.errors import BackendUnavailable
+from difftransformer.ops import attention_maps, differential_attention
+from tests.support import fresh, oracle
+from tests.support.calls import (
+    OPCHECK,
+    UNSEEN,
+    assert_same_bits,
+    assert_unseen_keys_are_not_read,
+    bits,
+    operator_inputs,
+    tensors,
+    unseen_keys,
+    with_unseen,
+)
+from tests.support.cases import (
+    BY_NAME,
+    CAUSAL,
+    assert_close,
+    exact,
+    ints,
+    new_memory_is_nan,
+    normed_op,
+    random_mask,
+)
+from tests.support.op_backends import FLOAT64, FORMS, FUSED, PLAIN, each
+from tests.support.oracle import Case, output_and_gradients, relative_error
+
+SLOW = [pytest.mark.slow]
+SMALL = Case("small", B=2, H=2, G=1, T=9, S=11, D=8, E=6, kwargs=CAUSAL)
+DECODING = Case("decoding", B=2, H=4, G=2, T=1, S=150, D=17, E=19, kwargs=CAUSAL)
+HALF = [torch.float32, "half"]
+
+
+def dtype_of(backend, half):
+    """Triton's interpreter is slow in bf16."""
+    return backend.low[0] if half else torch.float32
+
+
+# Layouts and sizes.
+
+
+@each(PLAIN, [BY_NAME["one group, decoding"], BY_NAME["documents"]])
+def test_takes_transposed_views(backend, case):
+    """Layers pass (B, T, H, D) projections transposed; the last dimension may be a slice."""
+
+    def strided(x):
+        wide = torch.zeros(*x.shape[:-1], x.shape[-1] + 3, dtype=x.dtype)
+        return torch.cat((x, wide[..., :3]), -1).transpose(1, 2).contiguous().transpose(1, 2)[..., : x.shape[-1]]
+
+    def function(query, key, value, lam):
+        return backend.attend(case)(strided(query), strided(key), strided(value), lam)
+
+    assert_close(output_and_gradients(function, case, torch.float32), exact(case), 2e-5)
+
+
+@each(("reference", *FUSED))
+@pytest.mark.parametrize("sizes", [{"B": 0}, {"H": 0}, {"T": 0}, {"S": 0}, {"T": 0, "S": 0}], ids=str)
+@pytest.mark.parametrize("norm", [False, True])
+def test_sizes_of_zero(backend, sizes, norm):
+    case, dtype = dataclasses.replace(SMALL, **sizes), dtype_of(backend, True)
+    leaves, lam, _ = tensors(case, dtype)
+    out, *grads = bits(backend.name, case, dtype, norm)
+    assert (out.shape, out.dtype) == ((case.B, case.H, case.T, case.E), dtype)
+    assert (out == 0).all()
+    for leaf, grad in zip(leaves, grads, strict=norm is False):
+        assert grad.shape == leaf.shape
+    assert all((grad == 0).all() for grad in grads)
+    with torch.no_grad():
+        assert torch.equal(backend.attend(case)(*leaves[:3], lam), out)
+
+
+@each(("chunked",), [dataclasses.replace(SMALL, **sizes) for sizes in ({"T": 0}, {"S": 0}, {"T": 0, "S": 0})])
+def test_no_queries_or_no_keys(backend, case):
+    assert all((x == 0).all() for x in bits(backend.name, case))
+
+
+@each(FUSED)
+@pytest.mark.parametrize("half", [False, True])
+def test_a_row_does_not_depend_on_the_batch(backend, half):
+    case = Case("x", B=3, H=2, G=1, T=9 if backend.is_heavy else 70, S=70, D=16, E=24, kwargs=CAUSAL)
+    query, key, value, lam, _ = case.inputs(dtype_of(backend, half))
+    for attend in (backend.attend(case), torch.no_grad()(backend.attend(case))):
+        whole = attend(query, key, value, lam)
+        for b in range(3):
+            assert torch.equal(whole[b], attend(query[b : b + 1], key[b : b + 1], value[b : b + 1], lam)[0])
+
+
+@each(FUSED)
+@pytest.mark.parametrize("half", [False, True])
+def test_an_expanded_gradient(backend, half):
+    leaves, lam, _ = tensors(SMALL, dtype_of(backend, half))
+    out = backend.attend(SMALL)(*leaves[:3], lam)
+    ones = torch.ones((), dtype=out.dtype).expand_as(out)
+    expanded = torch.autograd.grad(out, leaves, ones, retain_graph=True)
+    assert_same_bits(torch.autograd.grad(out, leaves, ones.contiguous()), expanded)
+
+
+@each(FUSED, [dataclasses.replace(SMALL, G=2), DECODING])
+@pytest.mark.parametrize("grad", [False, True])
+def test_expanded_inputs(backend, case, grad):
+    """One key and value for all positions, groups or rows of a batch, without a copy."""
+    query, key, value, lam, _ = case.inputs(requires_grad=False)
+    query.requires_grad_(grad)
+    attend = backend.attend(case)
+    for index in ((slice(1),), (slice(None), slice(1)), (..., slice(1), slice(None))):
+        one_key, one_value = key[index].expand_as(key), value[index].expand_as(value)
+        assert 0 in one_key.stride()
+        out = attend(query, one_key, one_value, lam)
+        assert torch.equal(out, attend(query, one_key.contiguous(), one_value.contiguous(), lam))
+
+
+STRIDED = [
+    Case("ranges", B=3, T=9, S=40, kwargs={"kv_start": ints(3, 3, 3), "kv_lengths": ints(33, 33, 33)}),
+    Case("documents", T=21, S=21, kwargs=CAUSAL | {"cu_seqlens": ints(0, 5, 13, 21)}),
+    Case("mask", B=2, T=9, S=11, kwargs={"attn_mask": random_mask(11, 9).mT}),
+]
+
+
+@each(FUSED, STRIDED)
+@pytest.mark.parametrize("grad", [False, True])
+def test_restrictions_and_gains_in_any_layout(backend, case, grad):
+    """One length for the whole batch, expanded; every second number of a tensor."""
+    inputs = *case.inputs()[:4], torch.linspace(0.5, 1.5, 2 * case.E)[::2]
+    one = {limit: x[:1].expand_as(x) if limit[:2] == "kv" else x for limit, x in case.kwargs.items()}
+    second = {
+        limit: x.repeat_interleave(2)[::2]
+        for limit, x in one.items()
+        if isinstance(x, torch.Tensor) and limit != "attn_mask"
+    }
+    with torch.set_grad_enabled(grad):
+        usual = normed_op(case, "reference")(*inputs)
+        for kwargs in (one, one | second):
+            out = backend.normed(dataclasses.replace(case, kwargs=kwargs))(*inputs)
+            assert relative_error(out, usual) < 1e-4
+
+
+# NaN, and what is not read.
+
+ISOLATED = [
+    Case("causal", T=70, S=70, kwargs=CAUSAL),
+    Case("window", H=4, T=70, S=70, kwargs=CAUSAL | {"window": 9}),
+    Case("mask", H=4, T=9, S=70, kwargs={"attn_mask": random_mask(1, 1, 9, 70)}),
+    Case("mask by head", B=2, H=4, T=9, S=70, kwargs=CAUSAL | {"attn_mask": random_mask(4, 9, 70)}),
+    Case("mask of keys", T=9, S=70, kwargs={"attn_mask": torch.arange(70) != 33}),
+    Case("start", B=2, T=9, S=70, kwargs={"kv_start": ints(40, 3)}),
+    Case("length", B=2, T=9, S=70, kwargs=CAUSAL | {"kv_lengths": ints(30, 70)}),
+    Case("documents", T=70, S=70, kwargs={"cu_seqlens": ints(0, 20, 70)}),
+    Case("more queries", T=70, S=40, kwargs=CAUSAL),
+    Case("softmax", H=4, T=70, S=70, lam=None, kwargs=CAUSAL),
+]
+
+
+def spoiled(case, name, fill, function):
+    """Output and gradients with `fill` in position 33 of the key or value, the loss being of the queries that miss it."""
+    query, key, value, lam, grad = case.inputs(requires_grad=False)
+    sees = oracle.dense_mask(case)[..., 33]
+    assert not sees.all()
+    {"key": key, "value": value}[name][:, :, 33] = fill
+    leaves = [x.requires_grad_() for x in (query, key, value)]
+    out = function(*leaves, lam)
+    grads = torch.autograd.grad(out, leaves, grad.masked_fill(sees.unsqueeze(-1), 0)) if out.requires_grad else ()
+    return out.detach(), grads, sees
+
+
+def assert_isolated(case, name, function):
+    zeros, zeros_grads, sees = spoiled(case, name, 0.0, function)
+    for fill in (torch.nan, torch.inf):
+        out, grads, _ = spoiled(case, name, fill, function)
+        assert torch.equal(out[~sees], zeros[~sees])
+        assert not out[sees].isfinite().any()
+        assert_same_bits(grads, zeros_grads)
+
+
+@each((*FLOAT64, "flex"), ISOLATED, heavy=("window", "mask of keys", "softmax"))
+@pytest.mark.parametrize("name", ["key", "value"])
+def test_nan_reaches_only_queries_that_may_attend_to_it(backend, case, name):
+    """The other outputs, and the gradients that come from them, keep every bit."""
+
+    def function(*inputs):
+        with torch.set_grad_enabled(backend.name != "flex"):
+            return backend.attend(case)(*inputs)
+
+    assert_isolated(case, name, function)
+
+
+@each(("chunked",), [case for case in ISOLATED if case.name in ("mask", "length", "window")])
+def test_nan_is_kept_away_in_a_compiled_graph(backend, case):
+    torch.compiler.reset()
+    assert_isolated(case, "value", torch.compile(backend.attend(case), fullgraph=True, backend="aot_eager"))
+
+
+@each(FLOAT64)
+def test_a_gradient_of_nan_is_not_lost(backend):
+    query, key, value, lam, _ = ISOLATED[0].inputs()
+    with torch.no_grad():
+        value[:, :, 33] = torch.nan
+    backend.attend(ISOLATED[0])(query, key, value, lam).square().sum().backward()
+    assert query.grad[:, :, 33:].isnan().all()
+    assert query.grad[:, :, :33].isfinite().all()
+
+
+@each(FUSED)
+@pytest.mark.parametrize("which", ["query", "key", "value"])
+@pytest.mark.parametrize("half", [False, True])
+def test_nan_in_what_a_query_sees_reaches_its_output(backend, which, half):
+    case = Case("tiles", B=2, T=9, S=80, kwargs=CAUSAL)
+    query, key, value, lam, _ = case.inputs(dtype_of(backend, half), requires_grad=False)
+    t, j, attend = case.T - 1, 3, backend.attend(case)
+    spoiled = {"query": query, "key": key, "value": value}
+    spoiled[which][1, 1, t if which == "query" else j, -1] = torch.nan
+    leaves = [x.requires_grad_() for x in (query, key, value)]
+    out = attend(*leaves, lam)
+    for x in (out, attend(*(x.detach() for x in leaves), lam)):
+        assert x[0].isfinite().all()
+        if which == "value":
+            assert x[1, 1, :, -1].isnan().all()
+            assert x[1, 1, :, :-1].isfinite().all()
+        else:
+            assert x[1, 1, t].isnan().all()
+        if which == "query":
+            assert x[1, 1, :t].isfinite().all()
+    with torch.autograd.set_detect_anomaly(False):
+        grads = torch.autograd.grad(out, leaves, torch.ones_like(out))
+    assert grads[0][1, 1, t].isnan().any()
+    assert all(grad[0].isfinite().all() for grad in grads)
+
+
+@each(PLAIN)
+def test_future_and_foreign_keys_do_not_matter(backend):
+    """Changing what a query may not see changes no bit of its output."""
+    case = Case("x", B=2, T=70, S=70, kwargs=CAUSAL | {"kv_start": ints(0, 5)})
+    query, key, value, lam, _ = case.inputs(requires_grad=False)
+    before = backend.attend(case)(query, key, value, lam)
+    for x, late, early in ((key, 7.0, 9.0), (value, -3.0, 11.0)):
+        x[:, :, 40:], x[1, :, :5] = late, early
+    after = backend.attend(case)(query, key, value, lam)
+    assert torch.equal(before[:, :, :40], after[:, :, :40])
+    assert not torch.equal(before[:, :, 40:], after[:, :, 40:])
+
+
+@each(("cpu",), list(UNSEEN.values()), [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("norm", [False, True])
+def test_keys_outside_the_range_are_not_read(backend, case, dtype, norm):
+    assert_unseen_keys_are_not_read(case, lambda case: bits(backend.name, case, dtype, norm))
+
+
+RANGES = [
+    Case("start", B=2, H=1, G=1, T=33, S=70, kwargs=CAUSAL | {"kv_start": ints(5, 65)}),
+    Case("both", B=3, H=1, G=1, T=9, S=70, kwargs={"kv_start": ints(3, 2, 9), "kv_lengths": ints(31, 66, 7)}),
+    Case("length", B=3, H=1, G=1, T=9, S=70, kwargs=CAUSAL | {"kv_lengths": ints(33, 66, 0)}),
+    Case("softmax", H=1, G=1, T=9, S=70, lam=None, kwargs={"kv_start": ints(3), "kv_lengths": ints(66)}),
+]
+
+
+@each(FORMS, [*RANGES, *UNSEEN.values()], [torch.float32, torch.float16], heavy=("both", "softmax"))
+def test_keys_outside_the_range_are_not_read_in_any_form(backend, case, dtype):
+    """In the interpreter additions too are in one order, so that the bits are the same."""
+    how = {"norm": str(backend) == "atomic triton", "gradients": backend.differentiates(case)}
+    assert_unseen_keys_are_not_read(case, lambda case: bits("triton", case, dtype, **how))
+
+
+@each(("triton",), [dataclasses.replace(case, T=3) for case in RANGES])
+def test_keys_outside_the_range_are_not_read_when_decoding(backend, case):
+    outs = []
+    for fill in (0.0, torch.nan, torch.inf):
+        inputs = with_unseen(case, fill).inputs(requires_grad=False)[:4]
+        outs.append(backend.attend(case)(*inputs))
+        assert inputs[1].transpose(1, 2)[unseen_keys(case)].isnan().all() == (fill != fill)
+    assert_same_bits(outs[1:], outs[:1] * 2)
+
+
+NEW_MEMORY = [
+    *(BY_NAME[name] for name in ("one position", "257 window", "left padding", "mask with empty rows", "documents")),
+    *(BY_NAME[name] for name in ("softmax", "softmax, mask", "cache")),
+    Case("window", H=1, G=1, T=20, S=70, D=5, E=7, lam="query", kwargs=CAUSAL | {"window": 9}),
+    Case("odd window", H=3, G=1, T=65, S=200, D=9, E=17, lam="scalar", kwargs=CAUSAL | {"window": 70}),
+    Case("shared key", H=4, G=2, T=127, S=300, shared_key=True, D=33, E=64, kwargs=CAUSAL),
+    Case("wide", H=2, G=1, T=70, S=130, D=128, E=256, lam="query"),
+    dataclasses.replace(DECODING, name="two queries", H=8, T=2, S=300, lam="query"),
+    dataclasses.replace(DECODING, name="long decoding", B=1, H=8, S=5000, D=64, E=128),
+]
+
+
+@each(("chunked", "cpu", *FORMS), NEW_MEMORY, [torch.float32, "low"], heavy=("window",))
+@pytest.mark.parametrize("norm", [False, True])
+def test_no_uninitialised_memory(backend, case, dtype, norm):
+    """torch fills new tensors with NaN in this mode; with and without gradients."""
+    dtype = backend.low[0] if dtype == "low" else dtype
+    hows = [{"norm": norm, "gradients": gradients} for gradients in {False, backend.differentiates(case)}]
+    usual = [bits(backend.name, case, dtype, **how) for how in hows]
+    with new_memory_is_nan():
+        for how, before in zip(hows, usual, strict=True):
+            assert_same_bits(bits(backend.name, case, dtype, **how), before)
+
+
+def raw(backend, save, query, key, value, lam, **changes):
+    """The operator itself."""
+    arguments = {"mask": None, "is_causal": True, "window": None, "kv_start": None, "kv_lengths": None, "bounds": None}
+    rest = (0.5, None, None, 1.0, *([save] if backend.name == "triton" else []))
+    operator = getattr(torch.ops.difftransformer, f"{backend.name}_attention")
+    return operator(query, key, value, lam, *(arguments | changes).values(), *rest)[0]
+
+
+@each(FUSED)
+@pytest.mark.parametrize("save", [False, True])
+def test_ranges_that_nobody_checked_stay_inside_the_tensors(backend, save):
+    """On a device, and before a compiled call, they are not read."""
+    query, key, value, lam, _ = Case("x", B=2, T=9, S=140).inputs(requires_grad=False)
+    backend.attend(SMALL)(*SMALL.inputs()[:4])  # registers the operator
+    lam, both = torch.full((1, 1, 1), 0.5), (query, key, value)
+    wild = raw(backend, save, *both, lam, kv_start=ints(-7, 2**30), kv_lengths=ints(2**30, 10**9))
+    assert torch.equal(wild, raw(backend, save, *both, lam, kv_start=ints(0, 140), kv_lengths=ints(140, 140)))
+    one = [x[:1, :, :9] for x in both]
+    wild = raw(backend, save, *one, lam, bounds=ints(-5, 3, 10**9))
+    assert torch.equal(wild, raw(backend, save, *one, lam, bounds=ints(0, 3, 9)))
+
+
+# Autograd, tracing, checkpoints.
+
+
+@each(PLAIN)
+def test_autocast_does_not_reach_inside(backend):
+    case = BY_NAME["63 own heads causal"]
+    query, key, value, lam, grad = case.inputs()
+    with torch.autocast("cpu", torch.bfloat16):
+        out = backend.attend(case)(query, key, value, lam)
+        maps = attention_maps(query, key, is_causal=True)
+    assert out.dtype == maps[0].dtype == torch.float32
+    assert relative_error(out, exact(case)["out"]) < 2e-5
+    out.backward(grad)
+    assert relative_error(query.grad, exact(case)["query"]) < 2e-5
+
+
+@each(FUSED)
+@pytest.mark.parametrize("name", ["query", "key", "value", "lam", "weight"])
+def test_only_one_input_wants_a_gradient(backend, name):
+    names = ("query", "key", "value", "lam", "weight")
+    whole = dict(zip(names, bits(backend.name, SMALL, norm=True)[1:], strict=True))
+    *inputs, grad = SMALL.inputs(requires_grad=False)
+    inputs = dict(zip(names, (*inputs, torch.linspace(0.5, 1.5, SMALL.E)), strict=True))
+    inputs[name].requires_grad_()
+    backend.normed(SMALL)(*inputs.values()).backward(grad)
+    assert torch.equal(inputs[name].grad, whole[name])
+
+
+@each(FUSED)
+def test_nothing_wants_a_gradient(backend):
+    query, key, value, lam, _ = SMALL.inputs(requires_grad=False)
+    attend = backend.attend(SMALL)
+    usual = attend(query, key, value, lam)
+    assert not usual.requires_grad
+    with torch.inference_mode():
+        assert torch.equal(attend(query, key, value, lam), usual)
+    with torch.no_grad():
+        assert not attend(query.requires_grad_(), key, value, lam).requires_grad
+
+
+@each(FUSED, [SMALL, DECODING])
+def test_activation_checkpointing_changes_no_bit(backend, case):
+    leaves, lam, grad = tensors(case)
+    out = checkpoint(backend.attend(case), *leaves[:3], lam, use_reentrant=False)
+    assert_same_bits([out.detach(), *torch.autograd.grad(out, leaves, grad)], bits(backend.name, case))
+
+
+@each(FUSED)
+def test_second_derivatives_are_refused(backend):
+    leaves, lam, _ = tensors(SMALL)
+    out = backend.attend(SMALL)(*leaves[:3], lam)
+    (first,) = torch.autograd.grad(out.square().sum(), leaves[0], create_graph=True)
+    refused = f"'{backend}' has no second derivatives; name backend='reference'"
+    with pytest.raises(BackendUnavailable, match=refused):
+        torch.autograd.grad(first.square().sum(), leaves[0])
+
+
+COMPILED = [BY_NAME[name] for name in ("both ends, causal mask", "documents", "shared key", "softmax", "cache, window")]
+
+
+@each(PLAIN, [SMALL, DECODING, *COMPILED], quick=("small", "decoding", "both ends, causal mask"), heavy=("small",))
+@pytest.mark.parametrize("norm", [pytest.param(False, marks=SLOW), True])
+def test_compiles_to_the_same_numbers(backend, case, norm):
+    """Without a graph break; fused backends to the same bits."""
+    torch.compiler.reset()
+    norm = norm and case.lam is not None
+    leaves, lam, grad = tensors(case)
+    weight = [torch.linspace(0.5, 1.5, case.E).requires_grad_()] * norm
+    attend = backend.normed(case) if norm else backend.attend(case)
+    compiled = torch.compile(lambda *inputs: 2 * attend(*inputs), fullgraph=True, backend="aot_eager")
+    outs = [compiled(*leaves[:3], lam, *weight), 2 * attend(*leaves[:3], lam, *weight)]
+    assert outs[0].stride() == outs[1].stride() or str(backend) not in FUSED
+    found, plain = ([out.detach(), *torch.autograd.grad(out, leaves + weight, grad)] for out in outs)
+    if str(backend) in FUSED:
+        assert_same_bits(found, plain)
+    assert all(relative_error(x, y) < 1e-6 for x, y in zip(found, plain, strict=True))
+
+
+@each(("flex", "flash"), COMPILED, quick=("both ends, causal mask", "shared key"))
+def test_calls_of_packages_compile_without_a_graph_break(backend, case):
+    torch.compiler.reset()
+    with torch.no_grad():
+        out = torch.compile(backend.attend(case), fullgraph=True, backend="eager")(*case.inputs()[:4])
+    assert relative_error(out, exact(case)["out"]) < 2e-5
+
+
+@each(("triton",))
+def test_a_compiled_decoding_step_reads_the_lengths_of_each_call(backend):
+    torch.compiler.reset()
+    case = dataclasses.replace(DECODING, H=2, kwargs=CAUSAL | {"kv_lengths": ints(40, 150)})
+    inputs = case.inputs(requires_grad=False)[:4]
+    compiled = torch.compile(backend.attend(case), fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(*inputs), backend.attend(case)(*inputs))
+    case.kwargs["kv_lengths"].copy_(ints(97, 3))
+    assert torch.equal(compiled(*inputs), backend.attend(case)(*inputs))
+
+
+OP_CASES = [
+    Case("small own keys", H=2, G=1, T=3, S=5, lam="query", kwargs=CAUSAL | {"window": 4}),
+    Case("no lam", H=1, G=1, T=3, S=5, lam=None, kwargs={"attn_mask": random_mask(3, 5)}),
+    *(dataclasses.replace(SMALL, name=name, B=1, G=2, **{name[0]: 0}) for name in ("T = 0", "S = 0")),
+]
+
+
+@each(
+    ("chunked", *FUSED),
+    [*OP_CASES, *OPCHECK],
+    quick=[case.name for case in (*OP_CASES, *OPCHECK[:4:3])],
+    heavy=[case.name for case in OP_CASES],
+)
+@pytest.mark.parametrize("norm", ["gain", *(pytest.param(norm, marks=SLOW) for norm in (None, "no gain"))])
+def test_opcheck(backend, case, norm):
+    """What torch.library says of the custom operators, in fp32 without a gain and a lower dtype with one."""
+    dtype = backend.low[0] if norm == "gain" else torch.float32
+    inputs, grad = operator_inputs(case, dtype, norm)
+    backend.attend(SMALL)(*SMALL.inputs()[:4])  # registers the operator
+    ops = torch.ops.difftransformer
+    forward, backward = (getattr(ops, f"{backend.name}_attention{end}").default for end in ("", "_backward"))
+    if backend.name == "chunked":
+        inputs = inputs[:11]
+    save = [True] * (backend.name == "triton")
+    plain = [x.detach() if isinstance(x, torch.Tensor) else x for x in inputs]
+    torch.library.opcheck(forward, (*inputs, *save))
+    if save:
+        torch.library.opcheck(forward, (*plain, False))
+    saved = {"chunked": lambda *_: [], "cpu": lambda *x: forward(*x)[1:], "triton": forward}[backend.name](
+        *plain, *save
+    )
+    torch.library.opcheck(backward, (grad, *saved, *plain, *save))
+
+
+def test_auto_compiles_with_symbolic_lengths():
+    torch.compiler.reset()
+    compiled = torch.compile(
+        lambda q, k, v, lam: differential_attention(q, k, v, lam, is_causal=True),
+        fullgraph=True,
+        dynamic=True,
+        backend="aot_eager",
+    )
+    for length in (5, 70, 90):
+        case = Case("x", T=length, S=length, kwargs=CAUSAL)
+        assert_close(output_and_gradients(compiled, case, torch.float32), exact(case), 2e-5)
+
+
+@pytest.mark.parametrize("backend", [*FLOAT64, "auto"])
+def test_meta_tensors_give_shapes(backend):
+    query, key = torch.empty(2, 4, 5, 8, device="meta"), torch.empty(2, 2, 7, 8, device="meta")
+    out = differential_attention(query, key, key[..., :6], 0.5, is_causal=True, backend=backend)
+    assert (out.shape, out.device.type) == ((2, 4, 5, 6), "meta")
+
+
+MEMORY_PROGRAM = """
+import json, sys, torch
+from difftransformer.ops import differential_attention
+torch.set_num_threads(1)
+def peak(length):
+    q, k, v = (torch.randn(1, 4, length, 64, requires_grad=True) for _ in range(3))
+    lam = torch.full((4,), 0.3, requires_grad=True)
+    differential_attention(q, k, v, lam, is_causal=True, backend=sys.argv[1]).sum().backward()
+    # Not getrusage: there a child starts from its parent's peak.
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")) / 1024
+print(json.dumps([peak(n) for n in (512, 4096, 8192)]))
+"""
+
+
+@each(("chunked", "cpu"), chunked=SLOW)
+def test_memory_grows_linearly(backend):
+    """Peak of forward + backward in a fresh process; one 8192 x 8192 map of one head alone would be 256 MiB."""
+    done = fresh.run(MEMORY_PROGRAM, backend.name)
+    assert done.returncode == 0, done.stderr
+    baseline, at_4k, at_8k = json.loads(done.stdout)
+    # From 512 on: 2.1 times where memory grows with the length, 4.1 times where it grows with its square.
+    assert at_8k - baseline < 3 * (at_4k - baseline), (baseline, at_4k, at_8k)
+    assert at_8k - baseline < 200, (baseline, at_4k, at_8k)
