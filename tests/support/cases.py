@@ -173,7 +173,7 @@ def eager(case, allowed=None):
             return one_map(q, k) @ v
         k1, k2 = (k, k) if case.shared_key else k.chunk(2, -1)
         q1, q2 = q.chunk(2, -1)
-        lam = torch.as_tensor(lam).to(q.dtype)
+        lam = torch.as_tensor(lam, dtype=q.dtype)
         lam = lam.unsqueeze(-1) if lam.dim() == 3 else lam.view(1, -1, 1, 1)
         return (one_map(q1, k1) - lam * one_map(q2, k2)) @ v
 
