@@ -1,5 +1,6 @@
-"""Lines in place of a progress bar: at each tenth of the work, and after a while in any case."""
+"""Lines in place of a progress bar, at each tenth of the work and after a while in any case; and lines of the log."""
 
+import logging
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -7,9 +8,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from difftransformer.progress import report, titled
+from difftransformer.progress import report, shown_by, titled
 from difftransformer.train.metrics import StepMetrics
 from difftransformer_lab.cli import progress
+from difftransformer_lab.cli.console import log_shown
 from difftransformer_lab.studies import Job
 
 
@@ -139,3 +141,30 @@ def test_a_finished_bar_has_no_time_left(monkeypatch):
         with shown.capture() as text:
             shown.print(bars.get_renderable())
         assert ("left" in text.get()) == has_left
+
+
+def test_reports_have_the_titles_around_them_and_go_to_the_innermost_listener():
+    outer, inner = [], []
+    report(1, 2)
+    with shown_by(lambda *told: outer.append(told)), titled("needle"):
+        report(1, 2)
+        with titled("judging"):
+            report(3, 4, "late")
+        with shown_by(lambda *told: inner.append(told)):
+            report(5, 6)
+        with pytest.raises(ValueError, match="stop"), titled("lost"):
+            raise ValueError("stop")
+        report(7, 8)
+    report(9, 9)
+    assert outer == [(1, 2, "needle"), (3, 4, "needle, judging, late"), (7, 8, "needle")]
+    assert inner == [(5, 6, "")]
+
+
+def test_log_lines_of_the_laboratory_are_shown_once_and_only_while_a_command_runs(capfd):
+    lines = logging.getLogger("difftransformer_lab.studies.study")
+    for _ in range(2):
+        with log_shown():
+            lines.info("training %d runs", 3)
+            logging.getLogger("difftransformer").info("backend cpu")
+    lines.info("afterwards")
+    assert capfd.readouterr().out.splitlines() == ["training 3 runs"] * 2

@@ -122,6 +122,17 @@ def details(rows: Iterable[Measurement]) -> list[Measurement]:
     return [replace(row, detail=True) for row in rows]
 
 
+def accuracy_of_sets(answers: Sequence[tuple[str, Hashable, bool]]) -> tuple[list[Measurement], list[ItemScore]]:
+    """Return the accuracy on each data set and its mean over sets, of (set, unit, whether it is right) for each answer."""
+    sets: dict[str, list[tuple[Hashable, bool]]] = {}
+    for name, unit, is_right in answers:
+        sets.setdefault(name, []).append((unit, is_right))
+    columns = {name: tuple(zip(*rows, strict=True)) for name, rows in sets.items()}
+    accuracies = [proportion("accuracy", right, {"set": name}, units=units) for name, (units, right) in columns.items()]
+    items = [item for units, right in columns.values() for item in unit_scores("accuracy", right, units)]
+    return [*accuracies, mean_of_sets("mean accuracy", accuracies)], items
+
+
 def mean_of_sets(name: str, rows: Sequence[Measurement]) -> Measurement:
     """Return the mean share over sets; n counts all items.
 

@@ -18,7 +18,7 @@ from difftransformer.errors import DataError, EvaluationError
 from ...plots.bars import accuracy_bars
 from ...plots.curves import labels, select
 from ...plots.seeds import share_intervals
-from ...results import Measurement, TaskResult
+from ...results import TaskResult
 from ..engine import Scores, Task
 from ..judges.base import Case, Judge, Judgment, judge_all
 from ..judges.endpoint import EndpointJudge, Spending
@@ -28,7 +28,7 @@ from ..prompts.chat import chat_frame
 from ..prompts.texts import TaskContext
 from ..registry import TaskKind, at_least, refused, register
 from ..requests import Continuation
-from ..scores import mean_of_sets, proportion, single, unit_scores
+from ..scores import accuracy_of_sets, proportion, single
 
 ANSWER_TOKENS = {"xsum": 64, "cnn_dm": 128, "multinews": 512, "qasper": 128, "hotpotqa": 32, "2wikimqa": 32}
 """The caps of LongBench; for XSum and CNN/DM, which are not in it, about twice the length of a reference."""
@@ -208,10 +208,9 @@ class HallucinationTask(Task):
 
     def score(self, answers: Sequence[tuple[Case, Judgment | None]]) -> Scores:
         """Compute the share of faithful answers among the judged ones in each set, and count empty and unjudged answers."""
-        right: dict[str, list[bool]] = defaultdict(list)
+        right: list[tuple[str, str, bool]] = []
         empty: dict[str, list[bool]] = defaultdict(list)
         documents: dict[str, list[str]] = defaultdict(list)
-        judged: dict[str, list[str]] = defaultdict(list)
         unjudged: Counter[str] = Counter()
         named: dict[tuple[str, str], str] = {}
         for case, verdict in answers:
@@ -222,12 +221,8 @@ class HallucinationTask(Task):
             if verdict is None and case.answer:
                 unjudged[name] += 1
             else:
-                faithful = verdict is not None and verdict.faithful
-                right[name].append(faithful)
-                judged[name].append(document)
-        accuracies = [proportion("accuracy", marks, {"set": name}, units=judged[name]) for name, marks in right.items()]
-        items = [item for name, marks in right.items() for item in unit_scores("accuracy", marks, judged[name])]
-        measurements: list[Measurement] = [*accuracies, mean_of_sets("mean accuracy", accuracies)]
+                right.append((name, document, verdict is not None and verdict.faithful))
+        measurements, items = accuracy_of_sets(right)
         for name, marks in empty.items():
             measurements.append(
                 proportion("empty answers", marks, {"set": name}, units=documents[name], better="lower")

@@ -18,7 +18,7 @@ from difftransformer.errors import DataError
 from ...plots.bars import accuracy_bars, sets_of
 from ...plots.curves import curves, select
 from ...plots.seeds import share_intervals
-from ...results import Measurement, TaskResult
+from ...results import TaskResult
 from ..engine import Scores, Task
 from ..judges.math_answers import check_installed, is_right
 from ..models.stopping import stop_tokens, text_until
@@ -26,7 +26,7 @@ from ..prompts.chat import chat_frame
 from ..prompts.texts import TaskContext
 from ..registry import TaskKind, at_least, refused, register
 from ..requests import Continuation
-from ..scores import mean, mean_of_sets, proportion, unit_scores
+from ..scores import accuracy_of_sets, mean, proportion
 
 EXAMPLES = (
     (
@@ -118,26 +118,21 @@ class MathTask(Task):
 
     def score(self, answers: Sequence[Any]) -> Scores:
         """Compute the accuracy on each set and its mean, the length of the solutions, and the share of truncated ones."""
-        right: dict[str, list[bool]] = defaultdict(list)
-        lengths: dict[str, list[float]] = defaultdict(list)
-        capped: dict[str, list[bool]] = defaultdict(list)
-        units: dict[str, list[str]] = defaultdict(list)
+        right: list[tuple[str, str, bool]] = []
+        lengths: dict[str, list[tuple[str, float]]] = defaultdict(list)
         named: dict[tuple[str, str], str] = {}
         for problem, ids in zip(self.problems, answers, strict=True):
             text, tokens = text_until(self.tokenizer, ids, self.ending)
-            correct, name = is_right(text, problem.answer), problem.set_name
-            right[name].append(correct)
-            lengths[name].append(float(tokens))
-            capped[name].append(tokens == self.options.max_new_tokens)
-            # Some sets repeat a question.
-            units[name].append(named.setdefault((name, problem.question), f"{name}/{problem.name}"))
-        accuracies = [proportion("accuracy", marks, {"set": name}, units=units[name]) for name, marks in right.items()]
-        items = [item for name, marks in right.items() for item in unit_scores("accuracy", marks, units[name])]
-        measurements: list[Measurement] = [*accuracies, mean_of_sets("mean accuracy", accuracies)]
-        for name in right:
-            measurements.append(mean("solution length", "tokens", lengths[name], {"set": name}, units=units[name]))
-            cut = proportion("cut by the cap", capped[name], {"set": name}, units=units[name], better="lower")
-            measurements.append(cut)
+            name = problem.set_name
+            unit = named.setdefault((name, problem.question), f"{name}/{problem.name}")  # some sets repeat a question
+            right.append((name, unit, is_right(text, problem.answer)))
+            lengths[name].append((unit, float(tokens)))
+        measurements, items = accuracy_of_sets(right)
+        for name, rows in lengths.items():
+            units, tokens_of = zip(*rows, strict=True)
+            measurements.append(mean("solution length", "tokens", tokens_of, {"set": name}, units=units))
+            capped = [tokens == self.options.max_new_tokens for tokens in tokens_of]
+            measurements.append(proportion("cut by the cap", capped, {"set": name}, units=units, better="lower"))
         return Scores(measurements=measurements, items=items)
 
 
