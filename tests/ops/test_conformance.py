@@ -65,6 +65,7 @@ def decoding(name, **fields):
     return Case(name, **({"B": 2, "H": 4, "G": 2, "T": 1, "S": 150, "D": 17, "E": 19, "kwargs": CAUSAL} | fields))
 
 
+WITH_NORM = (*PLAIN, *FORMS, "flex", "triton on CUDA")
 NORMED = [
     *(BY_NAME[name] for name in ("63 own heads causal", "257 window", "grouped, cross, narrow value", "one query")),
     *(
@@ -76,14 +77,12 @@ NORMED = [
 ]
 
 
-@each(cases=NORMED, dtypes=FP32, heavy=("grouped, cross, narrow value", "one query", "left padding", "wide"))
+@each(WITH_NORM, NORMED, FP32, heavy=("grouped, cross, narrow value", "one query", "left padding", "wide"))
 def test_the_norm_equals_the_equations(backend, case, dtype):
     backend.assert_right(case, dtype, norm=True)
 
 
-@each(
-    cases=NORMED, dtypes="low", quick=("63 own heads causal", "257 window", "shared key", "decoding"), heavy=("wide",)
-)
+@each(WITH_NORM, NORMED, "low", quick=("63 own heads causal", "257 window", "shared key", "decoding"), heavy=("wide",))
 def test_the_norm_in_low_precision(backend, case, dtype):
     backend.assert_right(case, dtype, norm=True)
 

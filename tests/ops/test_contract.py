@@ -384,7 +384,7 @@ def test_second_derivatives_are_refused(backend):
 COMPILED = [BY_NAME[name] for name in ("both ends, causal mask", "documents", "shared key", "softmax", "cache, window")]
 
 
-@each(PLAIN, [SMALL, DECODING, *COMPILED], quick=("small", "decoding", "both ends, causal mask"), heavy=("small",))
+@each(PLAIN, [SMALL, DECODING, *COMPILED], quick=("both ends, causal mask", "decoding"), heavy=("small",))
 @pytest.mark.parametrize("norm", [pytest.param(False, marks=SLOW), True])
 def test_compiles_to_the_same_numbers(backend, case, norm):
     """Without a graph break; fused backends to the same bits."""
@@ -402,7 +402,7 @@ def test_compiles_to_the_same_numbers(backend, case, norm):
     assert all(relative_error(x, y) < 1e-6 for x, y in zip(found, plain, strict=True))
 
 
-@each(("flex", "flash"), COMPILED, quick=("both ends, causal mask", "shared key"))
+@each(("flex", "flash"), COMPILED, quick=("shared key",), heavy=("both ends, causal mask",))
 def test_calls_of_packages_compile_without_a_graph_break(backend, case):
     torch.compiler.reset()
     with torch.no_grad():
@@ -428,12 +428,7 @@ OP_CASES = [
 ]
 
 
-@each(
-    ("chunked", *FUSED),
-    [*OP_CASES, *OPCHECK],
-    quick=[case.name for case in (*OP_CASES, *OPCHECK[:4:3])],
-    heavy=[case.name for case in OP_CASES],
-)
+@each(("chunked", *FUSED), [*OP_CASES, *OPCHECK], quick=("own keys", "softmax"), heavy=[case.name for case in OP_CASES])
 @pytest.mark.parametrize("norm", ["gain", *(pytest.param(norm, marks=SLOW) for norm in (None, "no gain"))])
 def test_opcheck(backend, case, norm):
     """What torch.library says of the custom operators, in fp32 without a gain and a lower dtype with one."""
