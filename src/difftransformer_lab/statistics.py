@@ -6,7 +6,7 @@ Five rules hold everywhere in the package:
   there is no such interval, and no other interval takes its place.
 * A contrast that a study planned is decided by the exact sign-flip test of 10 or more paired differences (`sign_flip`), by
   Student's t of fewer, or by Welch's test where its groups are independent (`welch`).
-* An interval over evaluation items is that of `item_difference` and is always labelled as one. It says how much the figure
+* An interval over evaluation items is made by `item_difference` and is always labelled as one. It says how much the figure
   would vary over samples of items. It says nothing about another training seed.
 * A proportion has a Wilson interval (`wilson_interval`). Where several answers share a document, the document is the unit
   (`effective_trials`).
@@ -190,7 +190,7 @@ def sign_flip(differences: Sequence[float], confidence: float = CONFIDENCE) -> P
     _check_confidence(confidence)
     values = np.asarray(differences, dtype=np.float64)
     if not len(values):
-        raise EvaluationError("sign_flip: no differences; give that of at least one seed")
+        raise EvaluationError("sign_flip: no differences; give at least one seed's")
     mean = float(values.mean())
     if not values.any():
         return replace(_no_interval(0.0, confidence), p_value=1.0)
@@ -350,7 +350,7 @@ def item_difference(
 def detectable(seeds: int, comparisons: int = 1, power: float = 0.8, alpha: float = 0.05) -> float:
     """Return the smallest true effect that a paired comparison over seeds shows with the given probability.
 
-    The effect is in standard deviations of the per-seed paired differences. It is that of the two-sided t test at level
+    The effect is in standard deviations of the per-seed paired differences. It belongs to the two-sided t test at level
     `alpha / comparisons`, the level of the smallest p-value under Holm's correction, from the noncentral t distribution
     (J. Cohen, Statistical Power Analysis for the Behavioral Sciences, 1988, chapter 2).
 
@@ -464,7 +464,7 @@ def _studentised(rows: np.ndarray, seed: int, resamples: int, confidence: float)
 def _paired_binary(only_a: int, only_b: int, count: int, confidence: float) -> tuple[float, float, float]:
     """Return low, high and p-value of the difference of two paired proportions.
 
-    The p-value is that of McNemar's mid-p test (M. W. Fagerland et al., BMC Medical Research Methodology 13, 2013). The
+    The p-value comes from McNemar's mid-p test (M. W. Fagerland et al., BMC Medical Research Methodology 13, 2013). The
     interval holds the differences that a mid-p test of `only_a - only_b` does not reject, with the share of discordant
     items at its maximum-likelihood value for each difference (T. Tango, Statistics in Medicine 17, 1998). It holds zero
     wherever McNemar's test does not reject zero.

@@ -65,7 +65,7 @@ class Task(ABC):
         return answers
 
     def parts(self, model: Any) -> list[list[int]] | None:
-        """Return the places of the requests that a model is asked together, such as those of a batch; None if it is the same.
+        """Return the places of the requests that a model is asked together, such as a batch; None if it is the same.
 
         They depend on the requests and the model alone, and so does every answer, down to rounding.
         """
@@ -111,7 +111,7 @@ def run_task(
         identity: Fingerprint of the model: a journal of another model is refused.
         replace_others: Whether to begin again, instead, where the journal belongs to another model or to other requests; the
             old one is kept with `.old` after its name.
-        processes: This process and the others, all of which call the function and get the scores; None for a single one. The
+        processes: This process and the others, which all call the function and get the scores; None for a single one. The
             first one keeps the journal, judges and scores.
 
     Raises:
@@ -164,7 +164,7 @@ def _in_turns(
 ) -> Iterator[tuple[int, Any]]:
     """Yield the places and answers of the requests that `answers` lacks.
 
-    A part of which one answer is missing is asked whole, so that each answer is the same to the bit however often the
+    A part that lacks one answer is asked whole, so that each answer is the same to the bit however often the
     evaluation was stopped, and on any number of processes.
     """
     left = [index for index in range(len(task.requests)) if index not in answers]

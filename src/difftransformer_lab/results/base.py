@@ -67,7 +67,7 @@ IntervalMethod = Literal[
 class PairedDifference:
     """A minus B on the same seeds or items, with an interval of `confidence`; `interval_method` says how it was made.
 
-    `p_value` is that of no difference, and `p_holm` is corrected for the number of `comparisons` on the page; None where
+    `p_value` tests for no difference, and `p_holm` is corrected for the number of `comparisons` on the page; None where
     there is no interval, or a difference stands alone.
     """
 

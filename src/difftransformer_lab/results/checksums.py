@@ -31,7 +31,7 @@ def opened(content: bytes, objects: Callable[[list[tuple[str, Any]]], Any] | Non
     digits = expected.split(b'"')[-2]
     has_name = isinstance(document, dict) and "sha256" in document
     if end != expected and (has_name or digits in end):
-        raise ValueError("the sha256 at its end is that of another content")
+        raise ValueError("the sha256 at its end belongs to another content")
     if has_name:
         del document["sha256"]
     return document

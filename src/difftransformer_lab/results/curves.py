@@ -47,7 +47,7 @@ def steps_to(curve: Curve, threshold: float, *, rising: bool) -> float | None:
         rising: Whether to reach it from below, as a share of right answers does; a loss reaches it from above.
 
     Returns:
-        The step; that of the first point if it is there already, and None if the curve never reaches the threshold.
+        The step; the first point's if it is there already, and None if the curve never reaches the threshold.
     """
     sign = 1 if rising else -1
     ahead = [sign * (value - threshold) for value in curve.values]

@@ -21,7 +21,7 @@ VERSIONS = {"bench": 2}
 """Versions of the kinds that have changed; the others are at SCHEMA_VERSION."""
 
 SHORT_KINDS = ("run",)
-"""Kinds of which there are many files, so that each takes as little room as it can."""
+"""Kinds with many files, so each is written as small as it can be."""
 
 KINDS: dict[str, type] = {
     "drift": Drift,

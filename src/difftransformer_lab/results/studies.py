@@ -15,7 +15,7 @@ from .tasks import TaskResult, headlines, title_of
 
 @dataclass(frozen=True, kw_only=True)
 class RunFigure:
-    """One figure of a run's evaluations. `at` is that of the measurement (see `Measurement`)."""
+    """One figure of a run's evaluations. `at` is the measurement's (see `Measurement`)."""
 
     task: str
     name: str

@@ -75,7 +75,7 @@ class ItemScore:
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """Rows of numbers that a picture shows, too many to be figures in a table. `at` is that of a measurement.
+    """Rows of numbers that a picture shows, too many to be figures in a table. `at` is a measurement's.
 
     Rows may differ in length. `labels` name rows and columns where they are the same things, such as the tokens of a prompt.
     """
@@ -90,7 +90,7 @@ class Grid:
 class TaskResult:
     """The result of a task on one model.
 
-    `options` are those of the task. `choices` say what the paper leaves open and how it was settled here. `gaps` name figures
+    `options` are the task's. `choices` say what the paper leaves open and how it was settled here. `gaps` name figures
     that are undefined, which the measurements lack.
     """
 

@@ -41,7 +41,7 @@ _WRITTEN = re.compile(
 )
 """A number in a text: 10-3 is 10 and 3. It includes what changes it, as in 2^3, 3x, \\sqrt{5} and 3:30."""
 _LISTED = re.compile(r"(?:\s[a-zA-Z]+)?(?:[\s,(]+(?:or|and)\s+|\s?[-\u2013]\s?)\$?")
-"""Stands between two numbers of which neither is the answer."""
+"""Stands between two numbers when neither is the answer."""
 
 _ANSWER_WORDS = re.compile(
     r"answer(?:\s+(?:to|of|for)\s[^.!?\n:=]{1,60}?)?\s*(?:(?:is|would be|should be|must be|equals)\b|:|=)[ \t]*:?",
@@ -57,7 +57,7 @@ _REJECTED = re.compile(
     rf"(?:,?\s+n?or\s+\$?(?:{_WRITTEN.pattern}))?",
     re.IGNORECASE,
 )
-"""A number of which a text says that it is not the answer."""
+"""A number that a text rejects as the answer."""
 _CORRECTED = re.compile(
     r"(?:(?:^|[.,;:!?(\n\u2013\u2014-])\s*(?:(?:(?:no|wait|hmm|sorry|oops)\s*[,.:;!\u2013\u2014-]+|actually|correction|i mean"
     r"|rather|make that|scratch that)[\s,.:;!\u2013\u2014-]*){1,4}"

@@ -126,7 +126,7 @@ class CausalLanguageModel:
     def watched(self, tell: Callable[[float], None]) -> Iterator[None]:
         """Call `tell` whenever a layer has done its part, with the tokens of its rows divided by the number of layers."""
         decoder = getattr(self.model, "get_decoder", lambda: self.model)()
-        # The first list is that of the layers; lists inside layers, such as experts, come later.
+        # The first list holds the layers; lists inside layers, such as experts, come later.
         layers = next((part for part in decoder.modules() if isinstance(part, torch.nn.ModuleList)), ())
 
         def done(_: Any, __: Any, output: Any) -> None:
@@ -200,7 +200,7 @@ class CausalLanguageModel:
                 yield index, row[list(requests[index].places)].tolist()
 
     def _row_logits(self, ids: Tensor) -> Iterator[Tensor]:
-        """Yield the logits of rows (B, T), part by part, so that only those of one part are held at a time."""
+        """Yield the logits of rows (B, T), part by part, so that only one part is held at a time."""
         length = ids.shape[1]
         cache = growing_cache(self.model) if length > CHUNK_TOKENS else None
         for begin in range(0, length, CHUNK_TOKENS):
@@ -268,7 +268,7 @@ class CausalLanguageModel:
         return [{"ids": one, "losses": of_right} for one, of_right in zip(made, losses, strict=True)] if right else made
 
     def _losses_of(self, right: Sequence[tuple[int, ...]], ids: Tensor, first: Tensor, cache: Any) -> list[list[float]]:
-        """Return the losses of given continuations of rows (B, T), in one pass after that of the rows.
+        """Return the losses of given continuations of rows (B, T), in one pass after the rows' own.
 
         Args:
             right: The continuations, of 1 token or more.

@@ -18,7 +18,7 @@ def stop_tokens(tokenizer: Tokenizer, ending: str | None = None) -> tuple[int, .
 def text_until(tokenizer: Tokenizer, ids: Sequence[int], ending: str | None = None) -> tuple[str, int]:
     """Return a continuation's text up to `ending`, and the number of its tokens that this takes.
 
-    The ending may be spread over several tokens, none of which is a stop token.
+    The ending may be spread over several tokens that are not stop tokens.
     """
     text = tokenizer.decode(ids)
     if ending is None or ending not in text:

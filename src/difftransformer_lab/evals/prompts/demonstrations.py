@@ -1,6 +1,6 @@
 """Prompts of labelled demonstrations in tokens, and the labels as continuations among which a model chooses.
 
-The form is that of Bertsch et al. (arXiv:2405.00200): a demonstration is `Question: TEXT`, a line end, `Type: LABEL`; a line of
+The form follows Bertsch et al. (arXiv:2405.00200): a demonstration is `Question: TEXT`, a line end, `Type: LABEL`; a line of
 two equal signs separates it from the next one, and the prompt ends with `Type:`.
 """
 

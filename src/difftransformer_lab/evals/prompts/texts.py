@@ -46,7 +46,7 @@ def token_stream(
 ) -> npt.NDArray[np.int64]:
     """Concatenate the first documents of a source, each followed by the separator, the tokenizer's `end_of_text`.
 
-    The source is one of `read_documents`, of which no more than about `enough` tokens are read (None reads all of it); or
+    The source is one of `read_documents`, read up to about `enough` tokens (None reads all of it); or
     `validation`, the held-out text of the run, which is always returned whole.
 
     Raises:

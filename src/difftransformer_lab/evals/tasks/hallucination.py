@@ -65,7 +65,7 @@ class Options:
         kind: What to ask about the documents of the file.
         items: Items of each set, drawn at random; the paper has 100.
         prompt: Continue the text, or ask in the chat template.
-        max_new_tokens: Longest answer; by default that of each set.
+        max_new_tokens: Longest answer; by default each set has its own.
         judge: overlap; nli:FOLDER, a local model of inference; or openai:MODEL.
         judgments: File of verdicts; an answer in it is not judged again.
         endpoint: Server for openai:MODEL, without /chat/completions.

@@ -1,7 +1,7 @@
 """Tasks of lm-eval (the evaluation harness) on any saved model.
 
 The paper's seven tasks, zero-shot and with 5 shots, are in its Tables 1 and 8 (arXiv:2410.05258). Each lm-eval task is one
-request, so an interrupted evaluation continues with the next task. The figures are those of lm-eval's own command on the same
+request, so an interrupted evaluation continues with the next task. The figures equal those of lm-eval's own command on the same
 model, up to the rounding of attention kernels.
 """
 
@@ -11,7 +11,7 @@ import importlib.util
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -83,8 +83,8 @@ class Options:
 class Harness:
     """One task of lm-eval with one number of shots. The answer: `run_harness`.
 
-    `release` is that of lm-eval, and `files` the SHA-256 of the files in `include_path`. `length` is that of the prompts, where
-    it is chosen.
+    `release` is lm-eval's, and `files` the SHA-256 of the files in `include_path`. `length` is the prompts' length in tokens,
+    where it is chosen.
     """
 
     name: str
@@ -123,18 +123,9 @@ class HarnessTask(Task):
         own = Path(options.include_path).rglob("*") if options.include_path is not None else ()
         files = files_sha256(path for path in own if path.is_file() and path.suffix != ".pyc")
         shots: list[int | None] = [*options.shots] if options.shots else [None]
+        one = Harness("", None, options.limit, options.include_path, options.batch_size, options.seed, release, files)
         self.requests = [
-            Harness(
-                name,
-                number,
-                options.limit,
-                options.include_path,
-                options.batch_size,
-                options.seed,
-                release,
-                files,
-                length,
-            )
+            replace(one, name=name, shots=number, length=length)
             for number in shots
             for name in options.names
             for length in options.lengths or LENGTHS.get(suite_of(name), [None])[:1]
@@ -245,7 +236,7 @@ def _task_index(tasks: Sequence[str], include_path: str | None, metadata: dict[s
 def _measurements(results: dict[str, Any], length: int | None = None) -> list[dict[str, Any]]:
     """Convert the results of lm-eval, whose keys are "metric,filter" and "metric_stderr,filter".
 
-    A metric of RULER is named by a length, and those of other lengths hold -1.
+    RULER names a metric by a length; metrics of lengths that were not asked hold -1.
     """
     rows = []
     for task, values in {**results["results"], **results.get("groups", {})}.items():

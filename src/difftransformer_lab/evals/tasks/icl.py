@@ -94,7 +94,7 @@ class ShotsTask(Task):
         return [self.labels, [item.label for item in self.items]]
 
     def score(self, answers: Sequence[Any]) -> Scores:
-        """Compute the accuracy at each size, and that of a guess."""
+        """Compute the accuracy at each size, and the accuracy of a guess."""
         measurements: list[Measurement] = []
         items: list[ItemScore] = []
         size = len(self.items) * self.draws

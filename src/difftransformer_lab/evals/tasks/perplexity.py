@@ -117,7 +117,7 @@ class PerplexityTask(Task):
 
 
 def _perplexity(nll: Measurement) -> Measurement:
-    """Return exp(loss); its error is that of the loss times the derivative, exp(loss)."""
+    """Return exp(loss); its error is the loss's error times the derivative, exp(loss)."""
     value = math.exp(nll.value)
     error = None if nll.standard_error is None else value * nll.standard_error
     return replace(nll, name="perplexity", unit="per token", value=value, standard_error=error, better=None)

@@ -2,7 +2,7 @@
 
 This is the associative recall of arXiv:2410.05258 Table 6, after Zoology (arXiv:2312.04927). An AR-hit is the last token of an
 n-gram that occurred earlier in the same window and was rare in training, so that the model must take it from the context and
-not from its weights. The paper gives neither n nor its threshold; the defaults are those of Zoology, 2 and 1250.
+not from its weights. The paper gives neither n nor its threshold; the defaults are Zoology's, 2 and 1250.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

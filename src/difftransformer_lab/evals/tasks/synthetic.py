@@ -38,7 +38,7 @@ class Options:
         task: mqar, recall, noisy-recall, fuzzy-recall, selective-copying or memorization; by default the task that the run
             was trained on, with its options and its seed.
         options: Options of the task, in place of its own or the run's.
-        variations: Further options, of which each is asked about by itself, such as [{noise_share: 0.2}, {noise_share: 0.4}].
+        variations: Further options, each asked about by itself, such as [{noise_share: 0.2}, {noise_share: 0.4}].
         examples: Largest number of examples of each setting.
         seed: Seed of the examples of a named task. Those of the run's task have the seed of its data.
     """
