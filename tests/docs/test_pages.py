@@ -11,7 +11,10 @@ import yaml
 from PIL import Image
 
 import difftransformer
+from difftransformer.families.llama import targets
 from difftransformer.model import DiffTransformerConfig, count, preset
+from difftransformer.model.nll import WHOLE_LOGITS
+from difftransformer_lab.cli import upcycle
 from difftransformer_lab.results import TaskResult, read_result
 
 ROOT = Path(__file__).parents[2]
@@ -206,3 +209,16 @@ def test_the_list_of_pages_is_complete():
     listed = {page for text in texts for page in re.findall(r"\]\(([^)#]+)", text)}
     pages = {name(path) for path in (*DOCS.rglob("*.md"), *NOTEBOOKS)} - {"index.md"}
     assert pages <= listed, pages - listed
+
+
+@pytest.mark.parametrize("page", ["recipes.md", "performance-models.md"])
+def test_the_logits_above_which_the_loss_is_chunked(page):
+    text = " ".join((DOCS / page).read_text(encoding="utf-8").split())
+    (cpu, gpu), *others = re.findall(r"2\^(\d+) logits on a CPU, or 2\^(\d+) on a GPU", text)
+    assert {"cpu": 2 ** int(cpu), "cuda": 2 ** int(gpu)} == WHOLE_LOGITS
+    assert not others
+
+
+def test_the_help_of_upcycle_names_every_target():
+    parameter = re.search(r"\n        to: (.*?)\n        train: ", upcycle.run.__doc__, re.DOTALL)[1]
+    assert [one for one in targets() if not re.search(rf"\b{one}\b", parameter)] == []
