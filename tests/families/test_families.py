@@ -1,6 +1,7 @@
 """Tiny random models of transformers' own classes, every option away from its default, made differential."""
 
 import inspect
+import pickle
 import re
 import subprocess
 import sys
@@ -9,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig, StaticCache
+from transformers.configuration_utils import get_head_shapes
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from difftransformer.attention import Attention
@@ -211,9 +213,10 @@ def test_maps_are_returned_and_no_implementation_is_plain(tmp_path):
         if isinstance(module, Attention):
             module.lambda_value = 0.25
     expected = ours(ids()).logits
+    ours.config.output_attentions = True
     for implementation in ("difftransformer", "eager"):
         ours.set_attn_implementation(implementation)
-        outputs = ours(ids(), output_attentions=True)
+        outputs = ours(ids())
         torch.testing.assert_close(outputs.logits, expected, rtol=0, atol=1e-4)
         assert len(outputs.attentions) == 4
         for attention in outputs.attentions:
@@ -283,6 +286,13 @@ def test_the_table_in_the_documentation():
     )
     assert table.splitlines()[2:] == rows
     assert len(FAMILIES) >= 30
+
+
+def test_heads_of_another_width_than_the_output_projection_are_refused():
+    heads = {"num_attention_heads": 10, "num_key_value_heads": 2, "head_dim": 8}
+    config = family_config("qwen3")(attention_type="grouped_diff", **BASE | heads)
+    with pytest.raises(ConfigError, match=r"attention_type='grouped_diff': its .* output projection reads 80"):
+        AutoModelForCausalLM.from_config(config)
 
 
 def test_wider_mlps_are_for_llamas_alone(tmp_path):
@@ -362,6 +372,31 @@ def test_what_transformers_knows_of_a_family():
     assert kind.__name__ == "DifferentialQwen3ForCausalLM"
     assert kind.__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
     assert getattr(transformers, kind.__name__) is kind
+
+
+def test_classes_travel_between_processes():
+    config = family_config("olmo2")(attention_type="dex", **BASE)
+    made = type(AutoModelForCausalLM.from_config(config))
+    for one in (config, made):
+        again = pickle.loads(pickle.dumps(one))
+        assert again is made or again.to_dict() == config.to_dict()
+    program = (
+        "from difftransformer.families import models as m; print(m.DifferentialGlm4ForCausalLM.__name__, "
+        "m.DifferentialGlm4Config.family)"
+    )
+    done = fresh.run(program)
+    assert done.stdout.split()[-2:] == ["DifferentialGlm4ForCausalLM", "glm4"], done.stderr
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("to", ["diff", "dex", "diff_v2"])
+def test_a_static_cache_allocated_from_the_configuration(to):
+    """As ExecuTorch's modules allocate it, before the first forward pass."""
+    heads = {"num_key_value_heads": 2, "head_dim": 8}
+    ours = AutoModelForCausalLM.from_config(family_config("qwen3")(attention_type=to, **BASE | heads)).eval()
+    cache = StaticCache(ours.config, max_cache_len=32)
+    cache.early_initialization(2, *get_head_shapes(ours.config), dtype=torch.float32, device="cpu")
+    torch.testing.assert_close(ours(ids(), past_key_values=cache).logits, ours(ids()).logits)
 
 
 @pytest.mark.parametrize("kind", ["SequenceClassification", "TokenClassification", "QuestionAnswering"])

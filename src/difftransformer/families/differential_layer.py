@@ -27,6 +27,7 @@ from ..ops.reference import weighted_values
 from .attention_function import mask
 
 IMPLEMENTATION = "difftransformer_family"
+OUTPUTS = ("o_proj", "out_proj", "dense")  # the families' names of the output projection
 _classes: dict[type[nn.Module], type[nn.Module]] = {}  # by the class that they extend
 
 
@@ -109,8 +110,18 @@ def make_differential(layer: Any, differential: Attention) -> None:
     Args:
         layer: Attention layer with q_proj and k_proj, or with qkv_proj.
         differential: A layer of the variant with the same heads. Its projections are removed.
+
+    Raises:
+        ConfigError: the variant's heads have another total width than the layer's output projection reads.
     """
     layout = differential.layout
+    output = next(getattr(layer, name) for name in OUTPUTS if hasattr(layer, name))
+    if output.in_features != (width := layout.num_heads * layout.value_head_dim):
+        raise ConfigError(
+            f"attention_type={differential.name!r}: its {layout.num_heads} heads have {layout.value_head_dim} values each, "
+            f"{width} in all, and the family's output projection reads {output.in_features}; choose other head counts or "
+            "value_head_dim"
+        )
     rows = {
         "q": (layout.query_groups, layout.query_width, layout.query_maps),
         "k": (layout.cache_heads, layout.key_width, layout.key_maps),

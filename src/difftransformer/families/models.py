@@ -25,12 +25,14 @@ from transformers import initialization as init
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from ..attention import Attention, HeadLayout, config_options, variant
 from ..attention.base import PROJECTIONS, QK_NORMS
 from ..errors import ConfigError
 from ..model.caches import PagedModel
 from ..model.card import save_card
+from ..model.config import with_heads_of_cache
 from ..model.counts import BACKWARD_AND_FORWARD, Counts, mean_keys
 from ..model.nll import chunked_loss
 from ..model.pretrained import ATTN_IMPLEMENTATIONS
@@ -61,6 +63,8 @@ class DifferentialFields:
     family: str
     attention_type: str
     attn_backend: str
+    num_hidden_layers: int
+    _output_attentions: bool
     base_model_tp_plan: dict[str, str] | None
 
     def __post_init__(self, **kwargs: Any) -> None:
@@ -80,6 +84,27 @@ class DifferentialFields:
     def attention(self) -> type[Attention]:
         """The class of the attention variant."""
         return variant(self.attention_type)
+
+    @property
+    def per_layer_config(self) -> list[Any]:
+        """This configuration with the heads and width of the cache, for each layer; transformers allocates caches from it."""
+        if torch.compiler.is_compiling():  # copies of dataclasses are not traced; caches that grow need no heads
+            return [self] * self.num_hidden_layers
+        layers = PreTrainedConfig.per_layer_config.fget(self)
+        return [with_heads_of_cache(layer, self.head_layout()) for layer in layers]
+
+    @per_layer_config.setter
+    def per_layer_config(self, given: Any) -> None:
+        PreTrainedConfig.per_layer_config.fset(self, given)
+
+    @property
+    def output_attentions(self) -> bool:
+        """Whether forward returns maps. Any attn_implementation does."""
+        return self._output_attentions
+
+    @output_attentions.setter
+    def output_attentions(self, value: bool) -> None:
+        self._output_attentions = value
 
     def head_layout(self) -> HeadLayout:
         """Return the heads and widths of this attention type."""
@@ -133,7 +158,8 @@ class _DifferentialModel(PreTrainedModel):  # type: ignore[misc]
                 layer, DifferentialLayer
             ):  # under a head, transformers has made a differential model already
                 make_differential(layer, config.attention.from_config(fields, layer.layer_idx))
-        kept = set(self._keep_in_fp32_modules_strict or ()) | set(config.attention.fp32_parameters)
+        there = {name.rpartition(".")[2] for name, _ in self.named_parameters()}
+        kept = set(self._keep_in_fp32_modules_strict or ()) | (set(config.attention.fp32_parameters) & there)
         self._keep_in_fp32_modules_strict = sorted(kept)
         self.post_init()
         self._check_and_adjust_attn_implementation(config._attn_implementation)
@@ -177,9 +203,6 @@ class _DifferentialModel(PreTrainedModel):  # type: ignore[misc]
             save_card(
                 self, Path(save_directory), pushed=options.get("push_to_hub", False), counts=count_family(self.config)
             )
-
-    def _get_static_cache_init_shape(self) -> None:
-        """Leave the allocation of a static cache to its first update: the configuration has the heads of the original."""
 
     @classmethod
     def _can_set_attn_implementation(cls) -> bool:
@@ -316,6 +339,16 @@ def count_family(config: Any, *, context_tokens: int | None = None, cache_itemsi
         kv_bytes_per_token=len(layers) * layout.cached_values_per_token() * cache_itemsize,
         context_tokens=context,
     )
+
+
+def __getattr__(name: str) -> Any:
+    """Make the class of a family that a pickle names, such as `DifferentialQwen3Config`."""
+    plain = name.removeprefix("Differential")
+    for family in FAMILIES:
+        if plain != name and plain in (CONFIG_MAPPING_NAMES[family], *(table.get(family) for table in TABLES.values())):
+            config = family_config(family)
+            return config if plain == CONFIG_MAPPING_NAMES[family] else getattr(transformers, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 AutoConfig.register(DifferentialFamilyConfig.model_type, DifferentialFamilyConfig, exist_ok=True)

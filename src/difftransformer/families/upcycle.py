@@ -21,13 +21,14 @@ from ..errors import ConfigError
 from ..model.weights import CONFIG_FILE
 from .checkpoint_io import Converted, WeightsReader, naming_config, read_config, refuse_used, write_converted
 from .conversion import Conversion, Read, Shape
+from .differential_layer import OUTPUTS
 from .llama import chosen_variant, drawn, from_llama, has_llamas_layout, kept_options, notes
 from .models import attention_fields, family_config, refused_features, shapes_in_files
 from .table import FAMILIES, REFUSED
 
 ATTENTION = "self_attn."
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
-OUTPUTS = ("o_proj.weight", "out_proj.weight", "dense.weight")  # the families' names of the output projection
+OUTPUT_WEIGHTS = tuple(f"{name}.weight" for name in OUTPUTS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,14 +161,14 @@ class _AttentionLayer:
         if module in ("q_norm", "k_norm") and self.needs[self.prefix + part] != shape:
             gain = read(self.prefix + part)
             return self._upcycled(f"{module[0]}_proj.weight", lambda _: gain.view(-1, 1), read).view(shape)
-        if part in OUTPUTS or module.partition(".")[0] == "differential":
-            name = OUTPUTS[0] if part in OUTPUTS else part.removeprefix("differential.")
+        if part in OUTPUT_WEIGHTS or module.partition(".")[0] == "differential":
+            name = OUTPUT_WEIGHTS[0] if part in OUTPUT_WEIGHTS else part.removeprefix("differential.")
             return self._upcycled(name, lambda name: self._read(name, read), read, shape)
         return read(self.prefix + part)
 
     def _read(self, name: str, read: Read) -> Tensor:
         """Read a tensor of the layer by the name that a variant knows."""
-        names = OUTPUTS if name in OUTPUTS else (name,)
+        names = OUTPUT_WEIGHTS if name in OUTPUT_WEIGHTS else (name,)
         return read(next(self.prefix + one for one in names if self.prefix + one in self.needs))
 
     def _rows(self, module: str, what: str, read: Read) -> Tensor:

@@ -229,11 +229,7 @@ class DiffTransformerConfig(PreTrainedConfig):
     @property
     def per_layer_config(self) -> list[Self]:
         """This configuration with the heads and width of the cache, for each layer; transformers allocates caches from it."""
-        layout, cached = self.head_layout(), copy.copy(self)
-        cached.num_key_value_heads, cached.head_dim = layout.cache_heads, layout.value_width
-        if layout.key_width != layout.value_width:
-            cached.qk_head_dim = layout.key_width  # transformers then allocates at the first update
-        return [cached] * self.num_hidden_layers
+        return [with_heads_of_cache(self, self.head_layout())] * self.num_hidden_layers
 
     def head_layout(self) -> HeadLayout:
         """Return the heads and widths of this attention type."""
@@ -245,3 +241,12 @@ class DiffTransformerConfig(PreTrainedConfig):
         twin.attention_type = attention_type
         twin.head_layout()
         return twin
+
+
+def with_heads_of_cache(config: Any, layout: HeadLayout) -> Any:
+    """Return a copy of a configuration with the heads and width of the cache."""
+    cached = copy.copy(config)
+    cached.num_key_value_heads, cached.head_dim = layout.cache_heads, layout.value_width
+    if layout.key_width != layout.value_width:
+        cached.qk_head_dim = layout.key_width  # transformers then allocates at the first update
+    return cached
