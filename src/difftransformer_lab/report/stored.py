@@ -1,4 +1,4 @@
-"""A run of `difftransformer demo` beside the stored comparison of many seeds, which comes with the package."""
+"""A run of `difftransformer demo` beside the stored comparison of several seeds, which comes with the package."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -62,7 +62,7 @@ def write_demo(run: Studied, stored: Studied, folder: Path, maps: Path, on_gap: 
     sections = [
         Section(
             slug="beside",
-            title="This run beside the stored result of many seeds",
+            title="This run beside the stored result",
             notes=[
                 "One seed, trained for a part of the recipe's steps, shows how training goes. The stored runs of the whole "
                 "recipe say what came of it."
