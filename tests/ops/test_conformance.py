@@ -54,9 +54,14 @@ LOW = (
 )  # fmt: skip
 
 
-@each(cases=CASES, dtypes="low", quick=LOW, heavy=LOW[3:])
+@each(cases=[BY_NAME[name] for name in LOW], dtypes="low", heavy=LOW[3:])
 def test_low_precision(backend, case, dtype):
     """By the rule of flash-attention: at most twice the error of eager PyTorch, or half a unit in the last place."""
+    backend.assert_right(case, dtype)
+
+
+@each(FORMS, CASES, "low", heavy=())
+def test_every_case_in_low_precision(backend, case, dtype):
     backend.assert_right(case, dtype)
 
 
@@ -82,7 +87,12 @@ def test_the_norm_equals_the_equations(backend, case, dtype):
     backend.assert_right(case, dtype, norm=True)
 
 
-@each(WITH_NORM, NORMED, "low", quick=("63 own heads causal", "257 window", "shared key", "decoding"), heavy=("wide",))
+LOW_NORMED = [
+    case for case in NORMED if case.name in ("63 own heads causal", "257 window", "shared key", "decoding", "wide")
+]
+
+
+@each(WITH_NORM, LOW_NORMED, "low", heavy=("wide",))
 def test_the_norm_in_low_precision(backend, case, dtype):
     backend.assert_right(case, dtype, norm=True)
 
