@@ -1,4 +1,5 @@
-"""transformers' own test suites: what passes for Llama passes for every attention type, or the table says why not.
+"""transformers' own test suites: what passes for Llama passes for every attention type, and what passes for a Qwen3 passes for
+one made differential, or the table says why not.
 
 The suites are those of the installed release, from its source distribution. This lacks the generation and the export suite.
 DIFFTRANSFORMER_TRANSFORMERS_TESTS names the folder `tests` of a checkout of transformers that has them; they then run too.
@@ -21,6 +22,7 @@ from tests.support.transformers_suites import layout
 OUTCOMES = ("passed", "skipped", "failed")  # from best to worst
 with Path(layout.__file__).with_name("exceptions.csv").open(encoding="utf-8", newline="") as table:
     ROWS = {(row["attention_type"], row["test"]): row["reason"] for row in csv.DictReader(table)}
+ORIGINALS = dict.fromkeys(VARIANTS, "llama") | {"differential_qwen3": "qwen3"}
 FEWEST_PASSED = 119  # of Llama; a suite that is skipped as a whole shows nothing
 
 
@@ -58,23 +60,23 @@ def outcomes(folder):
 
 def test_table():
     counts = Counter(attention_type for attention_type, _ in ROWS)
-    assert set(counts) <= set(VARIANTS)
-    assert all(counts[name] <= (8 if name == "diff" else 3) for name in VARIANTS), counts
+    assert set(counts) <= set(ORIGINALS)
+    assert all(counts[name] <= (8 if name == "diff" else 3) for name in ORIGINALS), counts
     assert all(ROWS.values())
 
 
-@pytest.mark.slow(minutes=6)
+@pytest.mark.slow(minutes=8)
 def test_what_passes_for_llama_passes(archive, needs, tmp_path):
     needs("parameterized")
     layout.lay_out(archive, tmp_path, os.environ.get("DIFFTRANSFORMER_TRANSFORMERS_TESTS"))
     found = outcomes(tmp_path)
-    llama = found["llama"]
-    assert list(llama.values()).count("passed") >= FEWEST_PASSED, llama
-    assert all(found[name].keys() == llama.keys() for name in VARIANTS)
+    for name in set(ORIGINALS.values()):
+        assert list(found[name].values()).count("passed") >= FEWEST_PASSED, found[name]
+    assert all(found[name].keys() == found[original].keys() for name, original in ORIGINALS.items())
     behind = {
         (name, test)
-        for name in VARIANTS
+        for name, original in ORIGINALS.items()
         for test, outcome in found[name].items()
-        if OUTCOMES.index(outcome) > OUTCOMES.index(llama[test])
+        if OUTCOMES.index(outcome) > OUTCOMES.index(found[original][test])
     }
     assert behind == ROWS.keys()

@@ -35,7 +35,7 @@ from ..model.card import save_card
 from ..model.config import with_heads_of_cache
 from ..model.counts import BACKWARD_AND_FORWARD, Counts, mean_keys
 from ..model.nll import chunked_loss
-from ..model.pretrained import ATTN_IMPLEMENTATIONS
+from ..model.pretrained import ATTN_IMPLEMENTATIONS, with_parts_first
 from ..model.registration import TABLES, register_models
 from ..ops import backend_names
 from ..typed import build
@@ -181,6 +181,10 @@ class _DifferentialModel(PreTrainedModel):  # type: ignore[misc]
             if isinstance(module, Attention):
                 module.backend = ATTN_IMPLEMENTATIONS.get(name) or self.config.attn_backend
         return IMPLEMENTATION
+
+    def _resolve_parallel_plans(self, distributed_config: Any) -> tuple[dict[str, str], dict[str, str], dict[str, str]]:
+        tensors, experts, sharded = super()._resolve_parallel_plans(distributed_config)
+        return tensors, experts, with_parts_first(self, sharded)
 
     def init_continuous_batching(self, *arguments: Any, **options: Any) -> Any:
         """Make transformers' manager of requests; `generate_batch` and `transformers serve` call this."""

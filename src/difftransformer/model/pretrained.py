@@ -108,17 +108,8 @@ class DiffTransformerPreTrainedModel(PreTrainedModel):  # type: ignore[misc]
         return True
 
     def _resolve_parallel_plans(self, distributed_config: Any) -> tuple[dict[str, str], dict[str, str], dict[str, str]]:
-        # FSDP2 shards a layer's parameters together, in one dtype. Where vectors of the layer itself stay in fp32, transformers
-        # gives the layer a group of its own, from which its submodules must be taken first.
         tensors, experts, sharded = super()._resolve_parallel_plans(distributed_config)
-        parts = {
-            f"{name}.{part}": sharded[name]
-            for name, module in self.named_modules()
-            if name in sharded and isinstance(module, Attention)
-            for part, child in module.named_children()
-            if any(True for _ in child.parameters())
-        }
-        return tensors, experts, parts | sharded
+        return tensors, experts, with_parts_first(self, sharded)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *arguments: Any, **options: Any) -> Any:
@@ -163,3 +154,19 @@ class DiffTransformerPreTrainedModel(PreTrainedModel):  # type: ignore[misc]
             return None
         keys, offset = past_key_values.get_mask_sizes(inputs_embeds.shape[1], 0)
         return nn.functional.pad(attention_mask, (0, max(0, keys + offset - attention_mask.shape[1])), value=1)
+
+
+def with_parts_first(model: nn.Module, sharded: dict[str, str]) -> dict[str, str]:
+    """Return an FSDP2 plan in which the submodules of an attention layer come before the layer.
+
+    FSDP2 shards a layer's parameters together, in one dtype. Where vectors of the layer itself stay in fp32, transformers gives
+    the layer a group of its own, from which its submodules must be taken first.
+    """
+    parts = {
+        f"{name}.{part}": sharded[name]
+        for name, module in model.named_modules()
+        if name in sharded and isinstance(module, Attention)
+        for part, child in module.named_children()
+        if any(True for _ in child.parameters())
+    }
+    return parts | sharded
