@@ -9,35 +9,11 @@ from PIL import Image
 from difftransformer.data import byte_tokenizer
 from difftransformer_lab.explorer import maps
 from tests.explorer.conftest import MAKE, TEXT
-from tests.support.chromium import chromium
+from tests.support.chromium import CONTRAST, chromium
 
 pytestmark = pytest.mark.slow
 READY = "document.documentElement?.dataset.ready"
 TOKENS = len(TEXT.encode()) + 1
-
-CONTRAST = """(() => {
-  const numbers = text => text.match(/[\\d.]+/g).map(Number);
-  const light = ([r, g, b]) => [r, g, b].map(v => v / 255).map(v => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4)
-    .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
-  const behind = element => {
-    for (; element; element = element.parentElement) {
-      const colour = numbers(getComputedStyle(element).backgroundColor);
-      if (colour.length < 4 || colour[3] === 1) return colour;
-    }
-  };
-  const found = [];
-  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
-  while (walker.nextNode()) {
-    const element = walker.currentNode.parentElement;
-    const visible = element.checkVisibility({visibilityProperty: true}) && !element.closest("script");
-    if (!visible || !walker.currentNode.data.trim()) continue;
-    const axes = element.closest(".axes");
-    const back = axes ? numbers(getComputedStyle(axes.parentElement).backgroundColor) : behind(element);
-    const pair = [light(numbers(getComputedStyle(element).color)), light(back)].sort();
-    found.push([(pair[1] + 0.05) / (pair[0] + 0.05), walker.currentNode.data.trim().slice(0, 30)]);
-  }
-  return [found.length, ...found.sort((a, b) => a[0] - b[0])[0]];
-})()"""
 
 
 @pytest.fixture(scope="module")

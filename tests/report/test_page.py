@@ -14,12 +14,13 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+import scipy.stats
 from rich.console import Console
 
 from difftransformer.errors import ResultsError
 from difftransformer_lab.report import Evidence, print_study, read_studies, studied, write_study
 from difftransformer_lab.report.page import all_tables
-from difftransformer_lab.report.study_page import study_page
+from difftransformer_lab.report.study_page import found_words, study_page
 from difftransformer_lab.report.tables import Table, decimals_for, fixed, significant
 from difftransformer_lab.results import Curve
 from tests.support.missing import without
@@ -65,9 +66,9 @@ class Page(HTMLParser):
             self.cells[-1] += data
 
 
-FIGURES = {"arms", "losses", "lambda", "perplexity", "needle", "allocation"}
+FIGURES = {"lead", "arms", "losses", "lambda", "perplexity", "needle", "allocation"}
 TABLES = {
-    "differences", "losses", "costs", "measured_costs", "arms", "sizes", "runs", "machines", "perplexity", "perplexity_brief",
+    "verdicts", "figures", "losses", "costs", "measured_costs", "arms", "runs", "machines", "perplexity", "perplexity_brief",
     "needle", "needle_brief", "allocation", "allocation_brief",
 }  # fmt: skip
 
@@ -97,8 +98,10 @@ def test_every_table_stands_on_the_page_and_in_its_csv(comparison: Evidence, wri
     assert set(tables) == TABLES
     shown = set(page.cells)
     for name, table in tables.items():
-        for row in table.folded():
-            assert set(row) <= shown
+        for row in table.parted():
+            assert {
+                text + (" " if text and verdict else "") + verdict.removeprefix(", ") for text, verdict in row
+            } <= shown
         with open(written.parent / "tables" / f"{name}.csv", newline="") as file:
             header, *rows = list(csv.reader(file))
         assert header == table.header()
@@ -129,12 +132,19 @@ def test_the_page_holds_what_was_measured(comparison: Evidence, written: Path) -
     low, high = max(0, statistics.mean(shares) - half), min(1, statistics.mean(shares) + half)
     assert f"{statistics.mean(shares):.2f} [{low:.2f}, {high:.2f}]" in cells
     assert f"{sum(row.n for row in unseen):,}" in page.cells
-    for known in ("462.0 (1.12x)", "not measured", "870.1", "3157224", "DIFF at 62 %", "runs/diff-seed2.json"):
+    for known in ("462.0 (1.12x)", "not measured", "870.1", "3,157,224", "DIFF at 62 %", "runs/diff-seed2.json"):
         assert known in cells
     for known in (comparison.index.command, "learning_rate: 0.001", "Example CPU, 2 cores", "3.4521 bits/byte"):
         assert known in words
-    assert "DIFF minus Transformer -0.0" in words
-    assert "below zero in 3 of 3 seeds" in words
+    for known in (
+        "2 January 2026",
+        "a sentence such as",
+        "formula what such a DIFF costs",
+        "loss per token, nats/token",
+    ):
+        assert known in words
+    for internal in ("nll", "N1R1", "2026-01-02", "needle:"):
+        assert internal not in words.replace(comparison.index.command, "")
 
 
 def test_the_page_needs_nothing_from_outside(written: Path) -> None:
@@ -176,26 +186,21 @@ def test_a_later_report_leaves_nothing_of_an_earlier_one_but_what_is_not_its_own
     (tmp_path / "figures" / "mine.svg").write_text("mine")
     written_to(tmp_path, make(seeds=1, needle=False, allocation=False))
     left = {path.stem for path in (tmp_path / "figures").iterdir()}
-    assert left == {"arms", "losses", "perplexity", "lambda", "mine"}
+    assert left == {"lead", "arms", "losses", "perplexity", "lambda", "mine"}
     assert not (tmp_path / "tables" / "needle.csv").exists()
 
 
-def test_the_terminal_prints_the_same_numbers(comparison: Evidence) -> None:
-    tables, text = build_tables(comparison), terminal(comparison, 400)
-    for name in ("differences", "measured_costs"):
-        for row in tables[name].folded():
-            for cell in row:
-                assert cell in text
+@pytest.mark.parametrize("width", [80, 400])
+def test_the_terminal_prints_the_same_and_breaks_no_number(width: int, comparison: Evidence) -> None:
+    tables, text = build_tables(comparison), terminal(comparison, width)
+    assert max(map(len, text.splitlines())) <= width
+    assert "\u2026" not in text
+    for name in ("verdicts", "measured_costs"):
+        for row in tables[name].parted():
+            assert all(number in text for number, _ in row[1:])
         for note in tables[name].notes:
             assert note in " ".join(text.split())
-
-
-def test_the_terminal_loses_no_digit_when_narrow(comparison: Evidence) -> None:
-    text = terminal(comparison, 80)
-    assert "Validation loss: DIFF minus Transformer -0.0" in " ".join(text.split())
-    assert "\u2026" not in text
-    for row in build_tables(comparison)["differences"].rows:
-        assert all(cell in text for cell in row[3:10])
+    assert study_page(studied(comparison)).lead.answer in " ".join(text.split())
 
 
 @pytest.mark.parametrize(
@@ -229,17 +234,44 @@ def test_one_seed_has_an_interval_over_items_for_losses_and_none_for_retrieval(m
     assert rows["validation loss"].statistic.standard_error is None
     seen = rows["needle accuracy (seen cities)"].difference
     assert (seen.interval_method, seen.low, seen.high) == ("none", None, None)
-    first, second, *_ = study_page(studied(evidence)).verdicts
-    assert re.search(r"bits/byte \[-0\.\d+, [+-]0\.\d+\] over items, below zero in 1 of 1 seeds", first.text)
-    assert ", without an interval; explored" in second.text
+    page = study_page(studied(evidence))
+    words = [row[1] for row in page.lead.table.parted()]
+    assert [verdict for _, verdict in words][1] == ", reference"
+    assert words[0][1] == (", better on these items" if loss.high < 0 else ", no clear difference")
+    assert [row[2][1] for row in page.lead.table.parted()] == [", one seed", ", reference"]
+    assert page.lead.answer.startswith("With one training run of each model, by these items, ")
+    said = found_words(studied(evidence))
+    assert re.search(r"bits/byte \[-0\.\d+, [+-]0\.\d+\] over items, below zero in 1 of 1 seeds", said[0].text)
+    assert ", without an interval; explored" in said[1].text
 
 
 def test_sentences_are_about_the_leading_figure_of_each_task(make: Callable[..., Evidence]) -> None:
-    said = study_page(studied(make())).verdicts
-    assert [one.subject for one in said] == [
+    assert [one.subject for one in found_words(studied(make()))] == [
         "Validation loss", "Needle accuracy (seen cities)", "Needle accuracy (unseen cities)", "Signed attention on the answer"
     ]  # fmt: skip
-    assert len(study_page(studied(make(needle=False, allocation=False))).verdicts) == 1
+    assert len(found_words(studied(make(needle=False, allocation=False)))) == 1
+
+
+def test_the_first_screen_answers_and_says_what_would_decide(make: Callable[..., Evidence]) -> None:
+    """Verdicts follow scipy's paired t test; the seeds asked for have the power of a t test."""
+    evidence = make(seeds=3, advantage=0.004)
+    lead = study_page(studied(evidence)).lead
+    row = next(
+        row for row in studied(evidence).rows if row.figure.label == "validation loss" and row.arm.name == "diff"
+    )
+    other = next(one for one in studied(evidence).rows if one.figure is row.figure and one.arm.name == "softmax")
+    p = scipy.stats.ttest_rel([*row.values.values()], [*other.values.values()]).pvalue
+    verdict = lead.table.parted()[0][1][1]
+    assert verdict == (", no clear difference" if p > 0.05 else ", better" if row.difference.mean < 0 else ", worse")
+    more = re.match(
+        r"(\d+) more seeds? of every model, about \d+ minutes where these ran, one run at a time, ", lead.deciding
+    )
+    assert more
+    assert lead.command == f"difftransformer compare recipes/bytes-small.yaml --seeds {3 + int(more[1])}"
+    clear = study_page(studied(make(seeds=5, advantage=0.3, needle=False, allocation=False))).lead
+    assert "DIFF is better than Transformer on validation loss (" in clear.answer
+    assert clear.answer.endswith("not confirmed.")
+    assert (clear.command, "confirm" in clear.deciding) == ("", True)
 
 
 def test_runs_without_curves_and_evaluations_have_a_page(comparison: Evidence, tmp_path: Path) -> None:
@@ -282,7 +314,7 @@ def test_a_report_is_made_without_torch_and_without_a_display(comparison: Eviden
     environment = {"PYTHONPATH": ":".join(filter(None, sys.path)), "HOME": str(tmp_path), "PATH": "/usr/bin:/bin"}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "DIFF minus Transformer" in done.stdout
+    assert "DIFF is better than Transformer on" in done.stdout
     assert (tmp_path / "report" / "index.html").is_file()
 
 

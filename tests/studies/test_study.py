@@ -508,8 +508,10 @@ def test_the_command(design, trained, tmp_path, document, monkeypatch, capsys):
     assert not (tmp_path / "docs").exists()
     assert main(["study", "study.yaml", "--set", "training.steps=2"]) == 0
     out = capsys.readouterr().out
-    assert "study small: 2 of 2 runs are there" in out
-    record = read_result(next((tmp_path / "docs/results/studies/small/runs").glob("diff-seed0-*.json")), RunRecord)
+    assert "have no pair of runs" in out or "With one training run of each model" in out
+    assert "Report: reports/studies/small/laptop/index.html" in out
+    assert (tmp_path / "reports/studies/small/laptop/index.html").is_file()
+    record = read_result(next((tmp_path / "reports/studies/small/runs").glob("diff-seed0-*.json")), RunRecord)
     assert record.recipe["training"]["steps"] == 2
     assert str(tmp_path) not in json.dumps(record.recipe["data"].get("folder", ""))
     shutil.rmtree(tmp_path / "reports")

@@ -15,6 +15,32 @@ KEYS = {"ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40, "Home
 KEYS |= {"PageDown": 34, "Escape": 27, "Tab": 9}
 SHIFT = 8
 WAIT_SECONDS = 60
+CONTRAST = """(() => {
+  const numbers = text => text.match(/[\\d.]+/g).map(Number);
+  const light = ([r, g, b]) => [r, g, b].map(v => v / 255).map(v => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4)
+    .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
+  const behind = element => {
+    for (; element; element = element.parentElement) {
+      const colour = numbers(getComputedStyle(element).backgroundColor);
+      if (colour.length < 4 || colour[3] === 1) return colour;
+    }
+  };
+  const found = [];
+  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  while (walker.nextNode()) {
+    const element = walker.currentNode.parentElement;
+    const visible = element.checkVisibility({visibilityProperty: true}) && !element.closest("script");
+    if (!visible || !walker.currentNode.data.trim()) continue;
+    const axes = element.closest(".axes");
+    const back = axes ? numbers(getComputedStyle(axes.parentElement).backgroundColor) : behind(element);
+    const style = getComputedStyle(element), ink = element.closest("svg") ? style.fill : style.color;
+    if (element.closest("svg") && /^rgb\\((27, 27, 27|254, 254, 254)\\)$/.test(ink)) continue;  // on a coloured cell
+    const pair = [light(numbers(ink)), light(back)].sort((a, b) => a - b);
+    found.push([(pair[1] + 0.05) / (pair[0] + 0.05), walker.currentNode.data.trim().slice(0, 30)]);
+  }
+  return [found.length, ...found.sort((a, b) => a[0] - b[0])[0]];
+})()"""
+"""The number of visible texts, the least contrast, and the words that have it."""
 
 
 class Browser:

@@ -123,12 +123,12 @@ def _show_one(result: "TaskResult", folder: Path, verb: str) -> int:
     """Print a result, draw its figure, and return the exit status."""
     from ..report.tasks import measurement_table, write_picture
     from ..report.tasks.pairs import corrected_pairs, pairs_table, task_pairs
-    from ..report.terminal import rich_table
+    from ..report.terminal import terminal_table
 
     name = result.task
-    console.print(rich_table(measurement_table([result], brief=True)))
+    console.print(terminal_table(measurement_table([result], brief=True), console.width))
     if (paired := pairs_table(name, corrected_pairs({name: task_pairs([result])})[name])) is not None:
-        console.print(rich_table(paired))
+        console.print(terminal_table(paired, console.width))
     gaps = Gaps(verb)
     for gap in result.gaps:
         gaps(gap)
@@ -147,10 +147,10 @@ def _show_all(name: str, found: "dict[str, list[TaskResult]]", missing: list[Any
     """Print the results, write the page, and return the exit status."""
     from ..report import write_suite
     from ..report.tasks import measurement_table
-    from ..report.terminal import rich_table
+    from ..report.terminal import terminal_table
 
     for results in filter(None, found.values()):
-        console.print(rich_table(measurement_table(results, brief=True)))
+        console.print(terminal_table(measurement_table(results, brief=True), console.width))
     gaps = Gaps(verb)
     page = write_suite(name, found, [(row.name, row.model, row.reason) for row in missing], folder, on_gap=gaps)
     show(f"Report: {page}")

@@ -26,7 +26,7 @@ def run(results: str, out: str | None = None) -> int:
     first = studies[0]
     if first.evidence.path.name == "results.json":
         return show_study(first, Path(out) if out else first.evidence.path.parent, "report")
-    if path.is_file():
+    if path.is_file() or len(studies) == 1:
         return show_study(first, Path(out) if out else Path(STUDIES) / first.evidence.slug, "report")
     for one in studies:
         show(f"{one.evidence.slug}: {brief_answer(one)}")

@@ -14,7 +14,7 @@ from .progress import in_words, study_progress, watch_study
 if TYPE_CHECKING:
     from ..studies import Study
 
-RESULTS = "docs/results/studies"
+RESULTS = "reports/studies"
 ARGUMENTS = SET | {
     "--dry-run": {
         "action": "store_true",
@@ -53,8 +53,9 @@ def run(
         threads: Number of CPU threads of all runs together.
         device: cpu or cuda.
         source: The pretrained model of a study that starts from one: a folder, a .gguf file, or owner/name on the hub.
-        results: Folder with one subfolder for each study. Runs that any of them has are not trained again.
-        out: Folder for checkpoints; reports/studies/NAME by default.
+        results: Folder with one subfolder for each study, such as docs/results/studies. Runs that any of them has are not
+            trained again.
+        out: Folder for checkpoints and the page; reports/studies/NAME by default.
         launcher: Where runs compute: in processes of this machine, or by submitit as jobs of Slurm or as local ones. The
             command waits for them, with --jobs at a time, and needs shared folders.
         launcher_options: Parameters of submitit's executor.
@@ -69,8 +70,10 @@ def run(
 
     from difftransformer.ops import build
 
+    from ..report import read_studies
     from ..studies import Design, Study, load_study, watched_by
     from ..studies.launcher import submitting
+    from .report import show_study
 
     loaded = load_study(study)
     at_once = jobs or (torch.get_num_threads() if device == "cpu" else 1)
@@ -91,10 +94,9 @@ def run(
         study_progress() as bars,
         watched_by(watch_study(bars, title)),
     ):
-        index = whole.train(folder, at_once=at_once, device=device)
-    show(f"{title}: {len(index.members)} of {index.planned} runs are there")
-    show(f"Index: {whole.index_file}")
-    return 0
+        whole.train(folder, at_once=at_once, device=device)
+    studied = read_studies(whole.index_file)[0]
+    return show_study(studied, folder / whole.index_file.stem, "study")
 
 
 def _describe(study: "Study", at_once: int, device: str) -> int:

@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from difftransformer.errors import ResultsError
-from difftransformer_lab.plots.style import INK, WIDTH_INCHES, line_style
+from difftransformer_lab.plots.style import WIDTH_INCHES, line_style
 from difftransformer_lab.results import Curve, Grid, Measurement, TaskResult
 from difftransformer_lab.statistics import CONFIDENCE, mean_and_standard_error, paired_difference
 
@@ -172,11 +172,13 @@ def draw_differences(
         last: Last step of a training, whose first part does not decide the range.
     """
     for index, difference in differences:
+        style = line_style(index)
         for row in difference.per_seed if len(difference.per_seed) > 1 else ():
-            ax.plot(difference.x, row, color="#888888", linewidth=0.7, alpha=0.9)
+            ax.plot(difference.x, row, color=style["color"], linewidth=0.7, alpha=0.6)
         if difference.low is not None and difference.high is not None:
-            ax.fill_between(difference.x, difference.low, difference.high, color="#999999", alpha=0.28, linewidth=0)
-        style = line_style(index) if len(differences) > 1 else {"color": INK, "marker": "."}
+            ax.fill_between(
+                difference.x, difference.low, difference.high, color=style["color"], alpha=0.18, linewidth=0
+            )
         ax.plot(difference.x, difference.mean, **style, markersize=5, markevery=max(1, len(difference.x) // 20))
     ax.axhline(0, color="#555555", linewidth=0.9, linestyle="--")
     limit(ax, [*settled([(band.x, row) for _, band in differences for row in band.per_seed], last), 0.0], margin=0.35)

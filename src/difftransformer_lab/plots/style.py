@@ -5,12 +5,17 @@ its colour, marker and dash in every figure, so that a grey print can be read to
 """
 
 import io
+import math
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
+from textwrap import fill
 from typing import Any
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
@@ -43,7 +48,11 @@ ARM_COLOURS = {
 """Place in the palette of arms that several studies have, so that each has one colour in all of them."""
 
 INK = "#1a1a1a"
+ON_PALE, ON_DARK = "#1b1b1b", "#fefefe"
+"""Of text on coloured cells, which stay as they are on a dark page."""
 WIDTH_INCHES = 10.0
+NARROW_INCHES = 4.2
+"""Of the same figure on a telephone, where its panels stand in one column."""
 _LETTER_INCHES = 0.075
 """Mean width of a letter in a legend."""
 
@@ -72,8 +81,15 @@ STYLE: dict[str, Any] = {
     "legend.frameon": False,
     "text.parse_math": False,
     "svg.hashsalt": "difftransformer",
-    "svg.fonttype": "path",
+    "svg.fonttype": "none",
 }
+
+_ON_DARK_PAGES = {
+    INK: "#e8eaed", "#555555": "#8b929b", "#e3e3e3": "#2e343c", "#ffffff": "#14171b", REFERENCE_COLOUR: "#a2a9b1",
+    "#0072b2": "#4ba9e3", "#d55e00": "#f2843f", "#009e73": "#2fc497", "#332288": "#9a8ce6", "#882255": "#d96b9e",
+    "#6b4e16": "#c09a55", "#117733": "#53bb70", "#000000": "#f2f2f2", "#aa4499": "#d57cc6", "#999933": "#b5b54d",
+}  # fmt: skip
+"""Colours of lines and words on a dark page; others are bright enough on both."""
 
 ACCURACY_COLOURS = LinearSegmentedColormap.from_list("accuracy", ["#f7fafc", "#9cc4dd", "#2b7bb0", "#08306b"], N=48)
 """Pale to dark blue. From 50 colours on, matplotlib would put the colour bar into an SVG as a bitmap."""
@@ -81,24 +97,41 @@ ACCURACY_COLOURS = LinearSegmentedColormap.from_list("accuracy", ["#f7fafc", "#9
 
 @dataclass(frozen=True)
 class Drawing:
-    """A finished figure: SVG text for the page and the folder, and PNG bytes if they were requested."""
+    """A finished figure: SVG text for the page and the folder, the same for narrow screens, and PNG bytes if requested."""
 
     name: str
     title: str
     caption: str
     svg: str
+    narrow: str
     png: bytes | None
+
+
+_MODELS: ContextVar[Sequence[dict[str, Any]]] = ContextVar("styles of the models", default=())
+
+
+@contextmanager
+def models_drawn_as(styles: Sequence[dict[str, Any]]) -> Iterator[None]:
+    """Draw a figure's models in these styles, so that each has one colour on a whole page."""
+    token = _MODELS.set(styles)
+    try:
+        yield
+    finally:
+        _MODELS.reset(token)
 
 
 def colour_of(index: int) -> str:
     """Return the colour of a figure's model number `index`."""
-    return COLOURS[index % len(COLOURS)]
+    return str(line_style(index)["color"])
 
 
 def line_style(index: int) -> dict[str, Any]:
     """Return colour, dash and marker of a figure's model number `index`, as keywords of `Axes.plot`."""
+    styles = _MODELS.get()
+    if index < len(styles):
+        return dict(styles[index])
     dash, marker = DASHES[index % len(DASHES)], MARKERS[index % len(MARKERS)]
-    return {"color": colour_of(index), "linestyle": dash, "marker": marker}
+    return {"color": COLOURS[index % len(COLOURS)], "linestyle": dash, "marker": marker}
 
 
 def arm_styles(arms: Sequence[str], reference: str) -> dict[str, dict[str, Any]]:
@@ -126,38 +159,108 @@ def note(ax: Axes, text: str, xy: tuple[float, float], *, at_right_edge: bool = 
     ax.annotate(text, xy, xycoords=place, textcoords="offset points", **options)
 
 
-def legend_above(figure: Figure, handles: Sequence[Any]) -> None:
+def legend_above(figure: Figure, handles: Sequence[Any], width: float = WIDTH_INCHES) -> None:
     """Draw a legend above a figure's panels."""
     longest = max(len(str(handle.get_label())) for handle in handles)
-    columns = max(1, min(5, len(handles), int(WIDTH_INCHES / (0.5 + _LETTER_INCHES * longest))))
+    columns = max(1, min(5, len(handles), int(width / (0.5 + _LETTER_INCHES * longest))))
     figure.legend(handles=list(handles), loc="outside upper left", ncols=columns, borderaxespad=0.2)
 
 
 def finish(name: str, title: str, caption: str, figure: Figure, png: bool) -> Drawing:
-    """Save a figure as SVG (without date and creator) and, if requested, as PNG."""
-    text = io.StringIO()
+    """Save a figure as SVG (without date and creator), wide and narrow, and, if requested, as PNG."""
     image = None
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph")  # characters that the font lacks are drawn as boxes
-        figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+        wide = _svg(figure)
         if png:
             buffer = io.BytesIO()
             figure.savefig(buffer, format="png", dpi=PNG_DOTS_PER_INCH, metadata={"Software": None})
             image = buffer.getvalue()
-    return Drawing(name, title, caption, printable(text.getvalue()), image)
+        narrow = wide if figure.subfigs else _svg(_made_narrow(figure))
+    return Drawing(name, title, caption, wide, narrow, image)
+
+
+def _svg(figure: Figure) -> str:
+    text = io.StringIO()
+    figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+    return printable(text.getvalue())
+
+
+_NARROW_LETTERS = {"title": 44, "tick": 22}
+
+
+def _made_narrow(figure: Figure) -> Figure:
+    """Return the figure with its panels in one column, for a telephone."""
+    every = [ax for ax in figure.axes if ax.get_subplotspec() is not None]
+    axes = [ax for ax in every if ax.get_visible()]
+    if not axes:
+        return figure
+    grid = axes[0].get_subplotspec().get_gridspec()  # type: ignore[union-attr]
+    rows, columns = grid.get_geometry()
+    ratios = np.broadcast_to(np.asarray(grid.get_height_ratios(), dtype=float), rows)
+    inches = figure.get_figheight() * ratios / ratios.sum()
+    places = [ax.get_subplotspec().rowspan.start for ax in axes]  # type: ignore[union-attr]
+    heights = [max(1.4, 0.9 * inches[row]) + 0.35 * (columns > 1) for row in places]
+    y_labels = {row: ax.get_ylabel() for row, ax in reversed([*zip(places, axes, strict=True)])}
+    columns_of = [ax.get_subplotspec().colspan.start for ax in axes]  # type: ignore[union-attr]
+    x_labels = {column: label for column, ax in zip(columns_of, axes, strict=True) if (label := ax.get_xlabel())}
+    stacked = figure.add_gridspec(len(axes), 1, height_ratios=heights)
+    for place, (row, ax) in enumerate(zip(places, axes, strict=True)):
+        ax.set_subplotspec(stacked[place])
+        if columns > 1:
+            ax.tick_params(labelleft=True, labelbottom=True)
+            ax.set_ylabel(ax.get_ylabel() or y_labels[row])
+            ax.set_xlabel(ax.get_xlabel() or x_labels.get(columns_of[place], ""))
+        for side in ("left", "center"):
+            title = ax.get_title(loc=side)
+            ax.set_title(
+                "\n".join(fill(line, _NARROW_LETTERS["title"]) for line in title.splitlines()), loc=side, fontsize=9.5
+            )
+        words = [label.get_text() for label in ax.get_yticklabels()]
+        if any(len(word) > _NARROW_LETTERS["tick"] for word in words):
+            wrapped = [fill(word.replace("\n", " "), _NARROW_LETTERS["tick"]) for word in words]
+            ax.set_yticks(ax.get_yticks(), wrapped, fontsize=8)
+    for ax in every:
+        if ax not in axes:
+            ax.remove()
+    extra = 0.3
+    for legend in list(figure.legends):
+        handles, names = legend.legend_handles, [text.get_text() for text in legend.texts]
+        for handle, label in zip(handles, names, strict=True):
+            handle.set_label(label)  # type: ignore[union-attr]
+        legend.remove()
+        legend_above(figure, handles, NARROW_INCHES)
+        extra += 0.22 * math.ceil(len(names) / 2)
+    figure.set_size_inches(NARROW_INCHES, sum(heights) + extra)
+    return figure
 
 
 def inline_svg(drawing: Drawing) -> str:
-    """Return the SVG as an element of an HTML page: no XML header, unique ids, full width, labelled by its heading."""
-    body = drawing.svg[drawing.svg.index("<svg") :]
-    prefix = f"{drawing.name}-"
+    """Return the figure as two elements of an HTML page, for wide and for narrow screens, labelled by its heading.
+
+    They have no XML header and unique ids; colours of lines and words follow the page, which is light or dark.
+    """
+    return "\n".join(_inline(getattr(drawing, kind), kind, drawing.name) for kind in ("svg", "narrow"))
+
+
+def colours_of_pages() -> str:
+    """Return the colours of figures on light and dark pages, as custom properties of CSS."""
+    return " ".join(f"--f{light[1:]}: light-dark({light}, {dark});" for light, dark in _ON_DARK_PAGES.items())
+
+
+def _inline(svg: str, kind: str, name: str) -> str:
+    body = svg[svg.index("<svg") :]
+    prefix = f"{name}-" if kind == "svg" else f"{name}-{kind}-"
     body = re.sub(r'\bid="', f'id="{prefix}', body)
     body = re.sub(r'href="#', f'href="#{prefix}', body)
     body = re.sub(r"url\(#", f"url(#{prefix}", body)
-    body = re.sub(r"^<svg ([^>]*)>", lambda match: _svg_tag(match.group(1), drawing), body, count=1)
+    known = "|".join(_ON_DARK_PAGES)
+    body = re.sub(f"(?<=: )({known})", lambda match: f"var(--f{match[1][1:]})", body)
+    shown = "wide" if kind == "svg" else "narrow"
+    label = f'class="{shown}" role="img" aria-labelledby="figure-{name}"'
+    body = re.sub(r"^<svg ([^>]*)>", lambda match: f"<svg {_unsized(match[1])} {label}>", body, count=1)
     return re.sub(r"[ \t]+$", "", body, flags=re.MULTILINE).strip()
 
 
-def _svg_tag(attributes: str, drawing: Drawing) -> str:
-    kept = re.sub(r'\b(?:width|height)="[^"]*" ?', "", attributes).strip()
-    return f'<svg {kept} role="img" aria-labelledby="figure-{drawing.name}">'
+def _unsized(attributes: str) -> str:
+    return re.sub(r'\b(?:width|height)="[^"]*" ?', "", attributes).strip()

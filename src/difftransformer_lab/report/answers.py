@@ -9,11 +9,12 @@ import numpy as np
 from ..results import StudyArm, StudyFigure
 from .comparisons import Compared, row_of
 from .contrasts import FEWEST_SEEDS
-from .page import Verdict
+from .page import Said
 from .reading import Evidence
 from .scaling import Amount, Need, Scaling
 from .studied import Studied
 from .tables import decimals_for, fixed
+from .words import date_words, quantity, share_text, title_of
 
 NEEDS = {"size": "parameters", "tokens": "training tokens"}
 
@@ -24,7 +25,7 @@ MOST_ANSWERS = 4
 """So many primary figures are answered in sentences; the tables hold all."""
 
 
-def answers(study: Studied) -> list[Verdict]:
+def answers(study: Studied) -> list[Said]:
     """Return what a study that explores found, the most important figure first."""
     evidence = study.evidence
     found = scaling_answers(evidence, study.scaling) if study.scaling else []
@@ -32,19 +33,19 @@ def answers(study: Studied) -> list[Verdict]:
     return [*found, *(answer(evidence, study.rows, figure) for figure in primary[:MOST_ANSWERS])]
 
 
-def answer(evidence: Evidence, rows: Sequence[Compared], figure: StudyFigure) -> Verdict:
+def answer(evidence: Evidence, rows: Sequence[Compared], figure: StudyFigure) -> Said:
     """Return what a study that explores found about one figure of its first arm: the effect and its seeds, no verdict."""
     main, reference = evidence.others[0], evidence.reference
     row, other = row_of(rows, figure.label, main.name, ()), row_of(rows, figure.label, reference.name, ())
     if row is None or other is None or row.difference is None:
         missing = f"{main.label} and {reference.label} have no pair of runs with the same seed and data yet."
-        return Verdict(title_of(figure), "unknown", missing)
+        return Said(title_of(figure), missing)
     if row.is_censored:
         text = (
             f"None of {row.runs} runs of {main.label} and {other.runs} runs of {reference.label} reached "
             f"{figure.reaches:g}."
         )
-        return Verdict(title_of(figure), "unknown", text)
+        return Said(title_of(figure), text)
     places = decimals(rows, figure)
     a, b = (fixed(one.statistic.mean, places) for one in (row, other))
     text = f"{effect_words(row, figure, places)} ({a} against {b}; {figure.better} is better)"
@@ -60,7 +61,7 @@ def answer(evidence: Evidence, rows: Sequence[Compared], figure: StudyFigure) ->
             f" {row.reached} of {row.runs} runs of {main.label} and {other.reached} of {other.runs} runs of "
             f"{reference.label} reached {figure.reaches:g}; a run that did not counts with its last step."
         )
-    return Verdict(title_of(figure), "undecided", f"{main.label} minus {reference.label} {text}")
+    return Said(title_of(figure), f"{main.label} minus {reference.label} {text}")
 
 
 def effect_words(row: Compared, figure: StudyFigure, places: int) -> str:
@@ -124,11 +125,6 @@ def settings_words(evidence: Evidence, rows: Sequence[Compared], figure: StudyFi
     ]
     better = sum(a > b if figure.better == "higher" else a < b for a, b in pairs)
     return f"{len(evidence.points)} settings, in {better or 'none'} of which {arm.label} has the better mean"
-
-
-def title_of(figure: StudyFigure) -> str:
-    """Return a figure's label as a heading."""
-    return figure.label[:1].upper() + figure.label[1:]
 
 
 def decimals(rows: Sequence[Compared], figure: StudyFigure) -> int:
@@ -202,7 +198,7 @@ def at_words(evidence: Evidence, point: Mapping[str, str]) -> str:
 def changes_words(study: Studied) -> list[str]:
     """Return what was changed after data were seen, a line each."""
     changes = study.evidence.index.changes
-    return [f"{change.when}: {change.what}" for change in changes] or ["None known."]
+    return [f"{date_words(change.when)}: {change.what}" for change in changes] or ["None known."]
 
 
 def shared_words(study: Studied) -> str:
@@ -213,7 +209,7 @@ def shared_words(study: Studied) -> str:
     return f"Shares {' and '.join(words)}: on these the studies are not independent of each other."
 
 
-def scaling_answers(evidence: Evidence, scaling: Scaling) -> list[Verdict]:
+def scaling_answers(evidence: Evidence, scaling: Scaling) -> list[Said]:
     """Return how many parameters and tokens each arm needs for the reference's loss at its largest setting."""
     found = []
     for axis, arm in dict.fromkeys((need.axis.name, need.arm.name) for need in scaling.needs):
@@ -229,7 +225,7 @@ def scaling_answers(evidence: Evidence, scaling: Scaling) -> list[Verdict]:
         ]
         if rising:
             text += f" With more {what} the mean loss of {' and of '.join(rising)} rises at some step, as no power law does."
-        found.append(Verdict(f"{what.capitalize()} for equal {scaling.figure.label}", "undecided", text))
+        found.append(Said(f"{what.capitalize()} for equal {scaling.figure.label}", text))
     return found
 
 
@@ -246,20 +242,3 @@ def share_words(amount: Amount) -> str:
     """Return a share with its interval, and whether it lies outside of what was measured."""
     words = f"{share_text(amount.share)} [{share_text(amount.low)}, {share_text(amount.high)}]"
     return f"{words} (outside the measured range)" if amount.outside else words
-
-
-def share_text(value: float) -> str:
-    """Return a share in percent; below and above what was measured it has no number."""
-    if value == 0:
-        return "below range"
-    if value > 99:
-        return "above range"
-    return f"{fixed(100 * value, 0)} %"
-
-
-def quantity(n: float) -> str:
-    """Return a number of parameters or tokens with a unit."""
-    for unit, scale in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        if n >= scale:
-            return f"{n / scale:.3g}{unit}"
-    return f"{n:g}"

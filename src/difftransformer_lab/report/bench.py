@@ -8,11 +8,11 @@ from typing import TypeVar
 from rich.console import Console
 
 from difftransformer_lab.report.tables import Group, Table
-from difftransformer_lab.report.terminal import rich_table
+from difftransformer_lab.report.terminal import terminal_table
+from difftransformer_lab.report.words import QUIET_SHARE, busy_words
 from difftransformer_lab.results import Bench, BenchRow
 
 MEAN = "geometric mean"
-QUIET_SHARE = 0.03  # share of the CPU time for other processes above which a warning is printed
 DIFFLLAMAS = ("DiffLlama sdpa", "DiffLlama eager")
 
 # The implementation that times of a part are divided by; elsewhere, or if that is missing, the first that was measured.
@@ -65,12 +65,11 @@ def left_out_lines(bench: Bench) -> list[str]:
 def print_bench(bench: Bench, console: Console) -> None:
     """Print the tables, then what was left out and why."""
     for table in bench_tables(bench):
-        console.print(rich_table(table))
+        console.print(terminal_table(table, console.width))
     for line in left_out_lines(bench):
         console.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
     if (share := bench.foreign_cpu_share or 0.0) > QUIET_SHARE:
-        text = f"Other processes took {share:.0%} of this machine meanwhile; repeat it when it is idle."
-        console.print(text, style="bold", highlight=False, soft_wrap=True)
+        console.print(busy_words(share), style="bold", highlight=False, soft_wrap=True)
 
 
 def cells(rows: Iterable[BenchRow]) -> dict[str, Cell]:

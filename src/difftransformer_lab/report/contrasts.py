@@ -32,6 +32,7 @@ from ..results import (
 from ..statistics import log_odds, paired_difference, sign_flip, welch
 from .comparisons import in_direction
 from .reading import Evidence, Point
+from .words import date_words
 
 FEWEST_SEEDS = 5
 SIGN_FLIP_SEEDS = 10
@@ -123,7 +124,7 @@ def registration(evidence: Evidence, tested: list[Finding]) -> Registration:
         return Registration(is_registered=True)
     began, file = min(older)
     why = (
-        f"{file} began at {began:%Y-%m-%d %H:%M} UTC, and the plan's commit is of {committed:%Y-%m-%d %H:%M} UTC; {len(older)} "
+        f"{file} began on {date_words(began)} UTC, and the plan's commit is of {date_words(committed)} UTC; {len(older)} "
         f"of the {len(used)} runs are older than it."
     )
     return Registration(is_registered=False, why_not=why)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import yaml  # type: ignore[import-untyped]
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -19,14 +19,20 @@ from difftransformer.files import write_text_atomically
 
 from ..plots.curves import labels
 from ..plots.seeds import Pooled
-from ..plots.style import Drawing, inline_svg
+from ..plots.style import Drawing, colours_of_pages, inline_svg
 from ..printable import printable
 from ..results import TaskResult
-from .tables import Table
+from .tables import NOT_MEASURED, Group, Table, favoured, significant
 from .tasks import draw_task, measurement_table
-from .tasks.pairs import corrected_pairs, pairs_table, task_pairs
+from .tasks.pairs import Pair, corrected_pairs, pairs_table, task_pairs
+from .words import ALIKE, BETTER, REFERENCE, VERDICTS, WORSE, date_words, listed, measure_words, terms_in
 
 TEMPLATE = "page.html.j2"
+LEAD = "lead"
+MOST_LETTERS = 120
+"""A table whose words need more room in a row has its cells below each other."""
+MOST_ROWS = 12
+"""Of a table that is not folded."""
 MISSING = "missing"
 """Slug of the section of tasks that were not run."""
 
@@ -34,12 +40,30 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What was found, at the top of a page. `state` is for colour; `text` says everything."""
+class Said:
+    """A sentence about something, such as a figure or a question."""
 
     subject: str
-    state: Literal["first", "second", "undecided", "unknown"]
     text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lead:
+    """What a reader sees first.
+
+    Attributes:
+        answer: The answer to the page's title, in a sentence or two.
+        table: Every model and every leading measure, with a verdict in words.
+        drawing: The picture that carries it.
+        deciding: What would decide what is open.
+        command: The command that does so; empty if none does.
+    """
+
+    answer: str
+    table: Table | None = None
+    drawing: Drawing | None = None
+    deciding: str = ""
+    command: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,8 +75,8 @@ class Section:
         title: Heading.
         drawing: Figure.
         notes: Paragraphs.
-        tables: Tables that are shown.
-        details: A long table that the reader opens.
+        tables: Tables that are shown, or folded where they have more than `MOST_ROWS` rows.
+        details: Long tables that the reader opens.
         texts: Heading, paragraph and preformatted text.
         gaps: What could not be measured or drawn, and why.
         links: Addresses of other pages beside this one, by the text of a cell of the section's tables.
@@ -63,10 +87,14 @@ class Section:
     drawing: Drawing | None = None
     notes: Sequence[str] = ()
     tables: Sequence[Table] = ()
-    details: Table | None = None
+    details: Sequence[Table] = ()
     texts: Sequence[tuple[str, str, str]] = ()
     gaps: Sequence[str] = ()
     links: Mapping[str, str] = field(default_factory=dict)
+
+    def folded(self, most_rows: int) -> list[Table]:
+        """Return the tables that the reader opens: the details, and those with more rows."""
+        return [*(table for table in self.tables if len(table.rows) > most_rows), *self.details]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,8 +103,8 @@ class Page:
 
     title: str
     about: str
+    lead: Lead
     sections: Sequence[Section]
-    verdicts: Sequence[Verdict] = field(default_factory=list)
 
     @property
     def gaps(self) -> list[str]:
@@ -122,6 +150,8 @@ def write_page(page: Page, folder: Path, *, on_gap: Callable[[str], None] = no_g
     same results give the same bytes. `index.html` is written last, and each file complete or not at all.
     """
     drawings = {section.slug: section.drawing for section in page.sections if section.drawing}
+    if page.lead.drawing:
+        drawings[LEAD] = page.lead.drawing
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -132,7 +162,15 @@ def write_page(page: Page, folder: Path, *, on_gap: Callable[[str], None] = no_g
         keep_trailing_newline=True,
     )
     svg = {slug: inline_svg(replace(drawing, name=slug)) for slug, drawing in drawings.items()}
-    text = environment.get_template(TEMPLATE).render(page=page, svg=svg)
+    names = {"verdicts": VERDICTS, "most_letters": MOST_LETTERS, "most_rows": MOST_ROWS, "colours": colours_of_pages()}
+    template = environment.get_template(TEMPLATE)
+    words = re.sub(
+        r"<svg.*?</svg>|<style.*?</style>|<[^>]*>",
+        " ",
+        template.render(page=page, svg=svg, terms=[], **names),
+        flags=re.DOTALL,
+    )
+    text = template.render(page=page, svg=svg, terms=terms_in(words), **names)
     _remove_earlier(folder)
     for slug, drawing in drawings.items():
         write_text_atomically(folder / "figures" / f"{slug}.svg", drawing.svg)
@@ -158,7 +196,8 @@ def _remove_earlier(folder: Path) -> None:
 
 def all_tables(page: Page) -> list[Table]:
     """Return every table of a page."""
-    return [table for section in page.sections for table in (*section.tables, section.details) if table is not None]
+    sections = [table for section in page.sections for table in (*section.tables, *section.details)]
+    return [*([page.lead.table] if page.lead.table else []), *sections]
 
 
 def suite_page(name: str, found: Mapping[str, Sequence[TaskResult]], missing: Sequence[tuple[str, str, str]]) -> Page:
@@ -178,15 +217,57 @@ def suite_page(name: str, found: Mapping[str, Sequence[TaskResult]], missing: Se
         reasons = [f"{experiment} on {model}: {reason}" for experiment, model, reason in missing]
         sections.append(Section(slug=MISSING, title="Not run", gaps=reasons))
     if first:
-        names = " against ".join(result.model.name for result in first)
-        about = f"{names}. Measured on {first[0].environment.where}, {first[0].created}."
+        about = f"Measured on {first[0].environment.where}, {date_words(first[0].created)}."
         notes = [
             f"{model.name}: {model.architecture} ({model.attention}), {model.parameters:,} parameters, {model.dtype}; sha256 "
             f"{model.sha256[:16]}."
             for model in (result.model for result in first)
         ]
         sections.append(Section(slug="models", title="Models", notes=notes))
-    return Page(title=f"Suite {name}", about=about, sections=sections)
+    return Page(title=f"Suite {name}", about=about, lead=_suite_lead(found, corrected_pairs(paired)), sections=sections)
+
+
+def _suite_lead(found: Mapping[str, Sequence[TaskResult]], pairs: Mapping[str, Sequence[Pair]]) -> Lead:
+    """Return the first measure of each task for each model, and how it compares with the last model's."""
+    names = next((labels(results) for results in found.values() if results), [])
+    rows, told = [], dict[str, list[str]]()
+    for label, results in found.items():
+        first = next((row for result in results for row in result.measurements if not row.detail), None)
+        if first is None:
+            continue
+        by_name = dict(zip(labels(results), results, strict=True))
+        line = [measure_words(label), f"{measure_words(first.name)}, {first.unit}"]
+        for name in names:
+            row = (
+                next((one for one in by_name[name].measurements if one.name == first.name), None)
+                if name in by_name
+                else None
+            )
+            pair = next(
+                (one for one in pairs[label] if (one.name, one.compared) == (first.name, f"{name} minus {names[-1]}")),
+                None,
+            )
+            word = REFERENCE if name == names[-1] and len(names) > 1 else ""
+            if pair is not None:
+                outcome = favoured(pair.difference)
+                word = BETTER if (outcome == "first") == (first.better == "higher") else WORSE
+                word = word if outcome in ("first", "second") else ALIKE
+            line += [significant(row.value) if row else NOT_MEASURED, word]
+            if name == names[0] and pair is not None:
+                told.setdefault(word, []).append(measure_words(label))
+        rows.append(line)
+    groups = [Group("task", numeric=False), Group("measure", numeric=False)]
+    groups += [Group(name, ("value", "verdict"), "valued", numeric=False) for name in names]
+    words = [f"{word} on {listed(tasks)}" for word, tasks in told.items()]
+    answer = f"{names[0]}, compared with {names[-1]}: {'; '.join(words)}." if told else ""
+    note = (
+        f"Verdicts compare with {names[-1]} on the same items: 95 % intervals that leave out zero, after Holm's correction for "
+        "every comparison of this page. They say nothing of another training run."
+    )
+    table = Table("verdicts", "Every task", tuple(groups), rows, [note] if told else []) if rows else None
+    return Lead(
+        answer=answer or f"What {listed(names) if names else 'no model'} can do; nothing is compared.", table=table
+    )
 
 
 def task_section(
@@ -222,11 +303,11 @@ def task_section(
     options = "\n".join(f"{key}: {value}" for key, value in first.options.items())
     return Section(
         slug=slug,
-        title=f"{label}: {drawing.title}" if drawing else label,
+        title=drawing.title if drawing and label == first.task else measure_words(label),
         drawing=drawing,
         notes=notes,
         tables=shown,
-        details=replace(table, name=slug) if is_long else None,
+        details=[replace(table, name=slug, title="Every measurement")] if is_long else [],
         texts=[
             (
                 "What the paper leaves open, and how it was asked",

@@ -1,18 +1,19 @@
 """What a confirming study answers: a sentence for each question, and the table of its contrasts."""
 
 from dataclasses import fields, is_dataclass
-from typing import Any, Literal
+from typing import Any
 
 from ..results import StudyPlan
 from ..statistics import MOST_EXACT_SEEDS
 from .answers import direction_words, shortest, two_digits
 from .contrasts import FEWEST_SEEDS, SIGN_FLIP_SEEDS, Finding, Registration
-from .page import Verdict, recipe_text
+from .page import Said, recipe_text
 from .studied import Studied
-from .tables import Group, Table, decimals_for, fixed, p_text
+from .tables import Group, State, Table, decimals_for, fixed, p_text
+from .words import date_words
 
 
-def question_verdicts(study: Studied) -> list[Verdict]:
+def question_verdicts(study: Studied) -> list[Said]:
     """Return each question with what its primary contrast says, and how many of the others were decided."""
     assert study.registration is not None
     found = []
@@ -21,8 +22,45 @@ def question_verdicts(study: Studied) -> list[Verdict]:
         if findings[1:]:
             decided = sum(bool(one.meaning) for one in findings[1:])
             text += f" Further contrasts decided: {decided} of {len(findings) - 1}."
-        found.append(Verdict(question.question, _colour(findings[0]), text))
+        found.append(Said(question.question, text))
     return found
+
+
+def plain_answer(study: Studied) -> str:
+    """Return what was decided of each question of the plan, or is so far; in a sentence each."""
+    found = []
+    for question, findings in study.questions:
+        first = findings[0]
+        if not first.values and len(study.questions) > 1:
+            continue
+        said = first.meaning or verdict_text(first)
+        told = "" if first.difference is None else f" ({first.contrast.name}: {effect_text(first)})"
+        asked = f"{question.question} " if len(study.questions) > 1 else ""
+        found.append(f"{asked}{said[:1].upper()}{said[1:]}{told}.")
+    return " ".join(found) or "No question has a run yet."
+
+
+def verdicts_table(study: Studied) -> Table:
+    """Return every contrast of the plan with its effect and what was decided."""
+    rows = []
+    for question, findings in study.questions:
+        for place, one in enumerate(findings):
+            effect = "" if one.difference is None else effect_text(one)
+            rows.append([question.question if place == 0 else "", one.contrast.name, effect, verdict_text(one)])
+    groups = (
+        Group("question", numeric=False),
+        Group("contrast", numeric=False),
+        Group("effect [95 % interval]"),
+        Group("verdict of the plan's rule", fold="verdict", numeric=False),
+    )
+    states = {verdict_text(one): _state(one) for one in study.findings}
+    return Table("verdicts", "Questions of the plan", groups, rows, states=states)
+
+
+def _state(finding: Finding) -> State:
+    if finding.state not in ("above", "below"):
+        return "open"
+    return "good" if (finding.state == "above") == (finding.figure.better == "higher") else "bad"
 
 
 def finding_words(finding: Finding, registration: Registration) -> str:
@@ -152,7 +190,7 @@ def plan_words(study: Studied) -> list[str]:
     plan, registration = study.evidence.index.plan, study.registration
     assert plan is not None
     assert registration is not None
-    commit = f"commit {plan.commit[:12]} of {plan.committed}" if plan.commit else "not committed"
+    commit = f"commit {plan.commit[:12]} of {date_words(plan.committed)}" if plan.commit else "not committed"
     words = f"Plan: {plan.file}, SHA-256 {plan.sha256}, {commit}."
     if registration.is_registered:
         return [words, "Registered: every run that the contrasts use began after this commit."]
@@ -198,10 +236,3 @@ def _decimals(finding: Finding) -> int:
     if difference.low is None or difference.high is None or difference.high == difference.low:
         return decimals_for([difference.mean])
     return two_digits((difference.high - difference.low) / 2)
-
-
-def _colour(finding: Finding) -> Literal["first", "second", "undecided", "unknown"]:
-    """Return the colour of an outcome: good or bad for the figure, or neither."""
-    if finding.state not in ("above", "below"):
-        return "undecided" if finding.difference else "unknown"
-    return "first" if (finding.state == "above") == (finding.figure.better == "higher") else "second"

@@ -27,17 +27,18 @@ from ..plots.style import (
 )
 from ..results import Curve, StudyFigure
 from ..statistics import paired_difference
-from .answers import quantity, title_of
 from .comparisons import Compared, paired_seeds, row_of
 from .contrasts import DECIDED, Finding
 from .reading import Evidence, Point
 from .scaling import Scaling
 from .studied import Studied
-from .study_tables import HELD_OUT, TRAINING, slug_of
+from .study_tables import HELD_OUT, TRAINING
+from .words import quantity, slug_of, title_of, with_unit
 
 _COLUMNS = 3
 _CURVE_COLUMNS = 4
 _LABEL_LETTERS = 44
+_TITLE_LETTERS = 28
 
 Styles = dict[str, dict[str, Any]]
 
@@ -47,17 +48,17 @@ def styles_of(evidence: Evidence) -> Styles:
     return arm_styles([arm.name for arm in evidence.index.arms], evidence.index.reference)
 
 
-def draw_arms(evidence: Evidence, rows: Sequence[Compared]) -> Drawing | None:
-    """Draw the difference of every arm to the reference, a panel for each figure; means over settings."""
-    told = [row.figure for row in rows if row.difference and not row.is_censored]
-    figures = [figure for figure in evidence.index.figures if figure in told]
+def draw_arms(evidence: Evidence, rows: Sequence[Compared], figures: Sequence[StudyFigure] = ()) -> Drawing | None:
+    """Draw the difference of every arm to the reference, a panel for each figure (all unless named); means over settings."""
+    told = [row.figure for row in rows if row.difference and not row.point and not row.is_censored]
+    figures = [figure for figure in figures or evidence.index.figures if figure in told]
     if not figures:
         return None
     arms, styles = evidence.others, styles_of(evidence)
-    columns = min(_COLUMNS, len(figures))
+    columns = len(figures) if len(figures) <= _COLUMNS + 1 else _COLUMNS
     lines = math.ceil(len(figures) / columns)
     with matplotlib.rc_context(STYLE):
-        height = 0.75 + 0.30 * max(3, len(arms))
+        height = 0.75 + 0.30 * max(2, len(arms))
         canvas = Figure(figsize=(WIDTH_INCHES, lines * height), layout="constrained")
         panels = canvas.subplots(lines, columns, squeeze=False, sharey=True)
         for place, ax in enumerate(panels.flat):
@@ -72,17 +73,18 @@ def draw_arms(evidence: Evidence, rows: Sequence[Compared]) -> Drawing | None:
             ax.grid(False, axis="y")
             ax.tick_params(axis="y", length=0)
             ax.locator_params(axis="x", nbins=5)
-            ax.set_title(f"{title_of(figure)}\n({_better_words(figure)})", loc="left", fontsize=9.5)
-            unit = f" ({figure.unit})" if figure.unit else ""
-            ax.set_xlabel(f"minus {evidence.reference.label}{unit}")
+            ax.set_title(
+                f"{fill(title_of(figure), _TITLE_LETTERS)}\n({_better_words(figure)})", loc="left", fontsize=9.5
+            )
+            ax.set_xlabel(with_unit(f"minus {evidence.reference.label}", figure))
         caption = (
-            f"Each arm minus {evidence.reference.label}, the grey line. Pale dots: single seeds. Marker: their mean, filled "
-            f"where the interval excludes zero. Bar: 95 % {'' if evidence.has_one_seed else 'Student t '}interval, each for "
-            "itself, with an arrow where it leaves the panel."
+            f"How far each model is from {evidence.reference.label}, the grey line at zero. A bar that crosses it means no "
+            f"clear difference. Bar: 95 % {'' if evidence.has_one_seed else 'Student t '}interval, each for itself, with an "
+            "arrow where it leaves the panel. Marker: the mean, filled where the bar is clear of zero. Pale dots: single seeds."
         )
         if evidence.has_settings:
             caption += f" Means over {len(evidence.points)} settings."
-        return finish("arms", "Every arm against the reference", caption, canvas, False)
+        return finish("arms", "Every model against the reference", caption, canvas, False)
 
 
 def draw_contrasts(study: Studied) -> Drawing | None:
@@ -240,7 +242,7 @@ def draw_losses(evidence: Evidence) -> Drawing | None:
             ax.set_xlabel("training step")
         words = _at_words(evidence, point)
         caption = (
-            "Held-out loss (thick, band from the smallest to the largest seed) and training loss (thin) of each arm, in its "
+            "Held-out loss (thick, band from the smallest to the largest seed) and training loss (thin) of each model, in its "
             f"colour, and of {evidence.reference.label}, in grey{words}. Means over seeds. The first steps may lie above the "
             "drawn range."
         )
@@ -310,7 +312,7 @@ def draw_lambda(evidence: Evidence) -> Drawing | None:
         for (left, right), (arm, (steps, values)) in zip(panels, found, strict=True):
             mean = values.mean(0)
             layers = mean.shape[1]
-            colours = ListedColormap(matplotlib.colormaps["viridis"](np.linspace(0.0, 0.88, layers)))
+            colours = ListedColormap(matplotlib.colormaps["viridis"](np.linspace(0.4, 0.9, layers)))
             for layer in range(layers):
                 left.plot(steps, mean[:, layer], color=colours(layer), linewidth=1.4 if layers <= 12 else 1.0)
             norm = BoundaryNorm(np.arange(layers + 1) - 0.5, layers)

@@ -1,23 +1,20 @@
 """The page of a study, and the page of all studies with the index of claims."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ..plots.seeds import Pooled, pooled
+from ..plots.style import models_drawn_as
 from . import questions, study_figures, study_tables
-from .answers import (
-    answers,
-    brief_explored,
-    changes_words,
-    interval_words,
-    progress_words,
-    shared_words,
-)
+from .answers import answers, brief_explored, changes_words, interval_words, progress_words, shared_words
 from .claims import Judged, judge, read_claims
-from .page import Page, Section, Verdict, no_gap, recipe_text, task_section, write_page
+from .lead import lead, leading
+from .page import Lead, Page, Said, Section, no_gap, recipe_text, task_section, write_page
 from .reading import Evidence
 from .studied import Studied
 from .tables import Group, Table
+from .words import counted, listed
 
 CLAIMS_NOTE = (
     "Only contrasts of registered plans say anything for or against a claim. Reproduced here: one is decided for it and none "
@@ -54,38 +51,25 @@ def study_page(study: Studied) -> Page:
     index = evidence.index
     rates = study_tables.rates_table(evidence)
     tuning = [Section(slug="tuning", title="Learning rates", tables=[rates])] if rates else []
+    first = lead(study)
     sections = [_plan_section(study), *tuning] if index.plan else []
-    sections.append(_result_section(study))
+    sections += _result_sections(study)
     if index.upcycling:
         table = study_tables.upcycling_table(evidence, rows)
         sections.append(Section(slug="upcycling", title="Before and after", tables=[table]))
     if study.scaling:
         scaling = study.scaling
         shown = [study_tables.needs_table(scaling), study_tables.laws_table(scaling)] if scaling.needs else []
-        drawing = study_figures.draw_scaling(evidence, scaling)
-        sections.append(Section(slug="scaling", title="Power laws", drawing=drawing, tables=shown, gaps=scaling.gaps))
+        sections.append(Section(slug="scaling", title="Power laws", tables=shown, gaps=scaling.gaps))
     if evidence.has_settings:
         for figure in index.figures:
             drawing = study_figures.draw_axes(evidence, rows, figure)
             if drawing:
-                every = study_tables.figure_table(evidence, rows, figure, whole=False)
-                sections.append(
-                    Section(slug=drawing.name, title=f"{drawing.title}, by setting", drawing=drawing, details=every)
-                )
+                sections.append(Section(slug=drawing.name, title=f"{drawing.title}, by setting", drawing=drawing))
     losses = study_tables.losses_table(evidence)
     if losses:
-        is_long = len(losses.rows) > 2 * len(index.arms)
         drawing = study_figures.draw_losses(evidence)
-        shown = [] if is_long else [losses]
-        sections.append(
-            Section(
-                slug="losses",
-                title="Training and held-out loss",
-                drawing=drawing,
-                tables=shown,
-                details=losses if is_long else None,
-            )
-        )
+        sections.append(Section(slug="losses", title="Training and held-out loss", drawing=drawing, tables=[losses]))
     learned = study_figures.draw_lambda(evidence)
     if learned:
         sections.append(Section(slug=learned.name, title=learned.title, drawing=learned))
@@ -95,36 +79,27 @@ def study_page(study: Studied) -> Page:
     if positions:
         sections.append(Section(slug=positions.name, title=positions.title, drawing=positions))
     if evidence.runs:
-        costs = [study_tables.costs_table(evidence)]
-        costs += [study_tables.measured_costs_table(evidence)] if index.costs else []
-        sections.append(Section(slug="cost", title="Parameters and time", tables=costs))
+        costs = [study_tables.measured_costs_table(evidence)] if index.costs else []
+        sections.append(
+            Section(slug="cost", title="Parameters and time", tables=[*costs, study_tables.costs_table(evidence)])
+        )
     sections += [] if index.plan else tuning
-    arms = [study_tables.arms_table(evidence), *([study_tables.sizes_table(evidence)] if index.sizes else [])]
-    sections.append(Section(slug="arms-compared", title="Arms", tables=arms))
     sections.append(
         Section(
             slug="runs",
-            title="Every run",
-            tables=[study_tables.machines_table(evidence)],
-            details=study_tables.runs_table(evidence),
+            title="Models and runs",
+            tables=[study_tables.arms_table(evidence), study_tables.machines_table(evidence)],
+            details=[study_tables.runs_table(evidence)],
         )
     )
     shared = shared_words(study)
-    notes = [*changes_words(study), *([shared] if shared else [])]
-    sections.append(Section(slug="changes", title="Changes after data", notes=notes))
-    sections.append(_made_section(evidence))
+    sections.append(_made_section(study, [*(f"Changes after data: {one}" for one in changes_words(study)), shared]))
     stage = "confirms a plan" if index.plan else "explores: nothing in it is confirmed"
-    return Page(
-        title=index.question,
-        about=f"Study {index.name}, preset {index.preset}, which {stage}. {index.about} {progress_words(evidence)}.".replace(
-            "  ", " "
-        ),
-        verdicts=found_words(study),
-        sections=sections,
-    )
+    about = f"Study {index.name}, preset {index.preset}, which {stage}. {index.about} {progress_words(evidence)}."
+    return Page(title=index.question, about=about.replace("  ", " "), lead=first, sections=sections)
 
 
-def found_words(study: Studied) -> list[Verdict]:
+def found_words(study: Studied) -> list[Said]:
     """Return what a study found: the answers to its plan's questions, or what it explored."""
     return questions.question_verdicts(study) if study.evidence.index.plan else answers(study)
 
@@ -135,23 +110,22 @@ def _plan_section(study: Studied) -> Section:
     about = [plan.plan.about] if plan.plan.about else []
     return Section(
         slug="plan",
-        title="Questions of the plan",
-        drawing=study_figures.draw_contrasts(study),
+        title="The plan and its tests",
         notes=[*questions.plan_words(study), *about],
         tables=[questions.contrasts_table(study)],
         texts=[("The plan", "As it is in the study's index.", questions.plan_text(plan.plan))],
     )
 
 
-def _result_section(study: Studied) -> Section:
+def _result_sections(study: Studied) -> list[Section]:
     evidence = study.evidence
-    return Section(
-        slug="arms",
-        title=f"Every arm against {evidence.reference.label}",
-        drawing=study_figures.draw_arms(evidence, study.rows),
-        notes=[interval_words(evidence)],
-        tables=study_tables.result_tables(evidence, study.rows),
-    )
+    tables = study_tables.figures_tables(evidence, study.rows)
+    if not tables:
+        return []
+    is_new = len(leading(evidence)) < len(evidence.index.figures) or evidence.index.plan or study.scaling
+    drawing = study_figures.draw_arms(evidence, study.rows) if is_new else None
+    title = f"Every measure against {evidence.reference.label}"
+    return [Section(slug="arms", title=title, drawing=drawing, notes=[interval_words(evidence)], tables=tables)]
 
 
 def _task_sections(evidence: Evidence) -> list[Section]:
@@ -163,33 +137,41 @@ def _task_sections(evidence: Evidence) -> list[Section]:
         for name in dict.fromkeys(name for run in runs for name in run.evaluations):
             results = [run.evaluations[name] for run in runs if name in run.evaluations]
             found.setdefault(name, []).append(pooled(results, arm.label))
-    return [
-        task_section(name, results, seeds=max(len(one.seeds) for one in results)) for name, results in found.items()
-    ]
+    styles = [*study_figures.styles_of(evidence).values()]
+    with models_drawn_as(styles):
+        return [
+            task_section(name, results, seeds=max(len(one.seeds) for one in results)) for name, results in found.items()
+        ]
 
 
-def _made_section(evidence: Evidence) -> Section:
-    texts = [("Command", "It trains the runs that are missing and keeps the others.", evidence.index.command)]
+def _made_section(study: Studied, notes: Sequence[str]) -> Section:
+    evidence = study.evidence
+    command = f"{evidence.index.command} trains the runs that are missing and keeps the others."
+    texts = []
     reference = [run for arm, _, _, run in evidence.every_run() if arm is evidence.reference]
     if reference:
-        words = f"That of {evidence.reference.label} in the first setting; the table of arms says what differs."
+        words = f"That of {evidence.reference.label} in the first setting; the table of models says what differs."
         texts.append(("Recipe", words, recipe_text(reference[0].recipe)))
-    return Section(slug="made", title="How this was made", texts=texts)
+    return Section(slug="made", title="How this was made", notes=[command, *filter(None, notes)], texts=texts)
 
 
 def studies_page(studies: Sequence[Studied]) -> Page:
-    """Build the page of all studies."""
-    judged = judge(read_claims(), studies)
+    """Build the page of several studies; with the claims of the paper if the studies test or explore any."""
+    judged = [one for one in judge(read_claims(), studies) if one.found or one.claim.not_testable]
     links = {one.evidence.slug: f"{one.evidence.slug}/index.html" for one in studies}
-    sections = [
-        Section(slug="claims", title="Claims of the paper", tables=[claims_table(judged)], links=links),
-        Section(slug="studies", title="Studies", tables=[studies_table(studies)], links=links),
-    ]
-    about = (
-        "The paper's claims, tested on small models with controls, several seeds and paired statistics. Every number follows "
-        "from the committed records of runs."
-    )
-    return Page(title="Evidence for the Differential Transformer", about=about, sections=sections)
+    table = studies_table(studies)
+    sections = [Section(slug="studies", title="Studies", tables=[table], links=links)]
+    if any(one.found for one in judged):
+        sections.append(Section(slug="claims", title="Claims of the paper", tables=[claims_table(judged)], links=links))
+        title = "Evidence for the Differential Transformer"
+        states = Counter(one.state for one in judged)
+        answer = (
+            "The paper's claims, tested on small models: " + listed(f"{n} {state}" for state, n in states.items()) + "."
+        )
+    else:
+        title, answer = counted(len(studies), "study", "studies"), "What each study asked and found."
+    about = "Every number follows from the records of runs."
+    return Page(title=title, about=about, lead=Lead(answer=answer), sections=sections)
 
 
 def claims_table(judged: Sequence[Judged]) -> Table:

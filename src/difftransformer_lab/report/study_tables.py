@@ -10,19 +10,19 @@ import numpy as np
 
 from ..results import RunRecord, StudyArm, StudyFigure, figure_of
 from ..statistics import mean_and_standard_error, paired_difference
-from .answers import ITEM_WORDS, at_words, decimals, edge_words, quantity, share_text, title_of
+from .answers import ITEM_WORDS, at_words, decimals, edge_words
 from .comparisons import Compared, paired_seeds, row_of, timed_seeds
+from .page import MOST_ROWS
 from .reading import Evidence, Point
 from .scaling import Amount, Scaling
 from .tables import NOT_MEASURED, Group, Table, fixed, significant
+from .words import QUIET_SHARE, busy_words, day_words, quantity, share_text, slug_of, with_unit
 
 TRAINING, HELD_OUT = "train_loss_nats", "validation_loss_nats"
 NOT_REACHED = "not reached"
 MARK = "*"
 """Beside an interval that excludes zero, and beside the learning rate that was chosen."""
 
-MOST_ARMS = 3
-"""Differences of more arms than these have no room beside their means."""
 
 PAPER_NEEDS = {"size": "62 %", "tokens": "64 %"}
 _LAST_SHARE = 0.1
@@ -32,63 +32,68 @@ _UNCOMPARED = ("seed", "name")
 """Keys of a recipe that differ between runs without telling arms apart."""
 
 
-def result_tables(evidence: Evidence, rows: Sequence[Compared]) -> list[Table]:
-    """Return every figure of every arm: in one table where arms are few, else as means and a table for each figure."""
-    figures = evidence.index.figures
-    if len(evidence.index.arms) <= MOST_ARMS and not any(one.paper or one.reaches is not None for one in figures):
-        return [differences_table(evidence, rows)]
-    every = [figure_table(evidence, rows, figure) for figure in figures]
-    return [overview_table(evidence, rows), *(table for table in every if table.rows)]
-
-
-def overview_table(evidence: Evidence, rows: Sequence[Compared]) -> Table:
-    """Return the mean of every figure of every arm, and a mark where the interval against the reference excludes zero."""
+def figures_tables(evidence: Evidence, rows: Sequence[Compared]) -> list[Table]:
+    """Return every figure of every arm: in one table where there are few, else a table for each figure."""
     figures = [figure for figure in evidence.index.figures if any(row.figure is figure for row in rows)]
-    cells = []
-    for arm in evidence.index.arms:
-        line = [arm.label]
-        for figure in figures:
-            row, places = row_of(rows, figure.label, arm.name, ()), decimals(rows, figure)
-            line += ["", "", ""] if row is None else [*_mean_cells(row, places), MARK if is_marked(row) else ""]
-        cells.append(line)
-    groups = [Group("arm", numeric=False)]
+    if len(figures) * len(evidence.index.arms) <= 3 * MOST_ROWS and not evidence.has_settings:
+        return [figures_table(evidence, rows, figures, "figures", "Every measure")] if figures else []
+    return [figures_table(evidence, rows, [one], slug_of(one), f"Every model: {one.label}") for one in figures]
+
+
+def figures_table(
+    evidence: Evidence, rows: Sequence[Compared], figures: Sequence[StudyFigure], name: str, title: str
+) -> Table:
+    """Return a row for each figure, setting and arm: its mean, and its paired difference to the reference.
+
+    Args:
+        evidence: The study.
+        rows: Its comparisons.
+        figures: The figures.
+        name: Name of the table.
+        title: Title of the table.
+    """
+    points: list[Point] = [(), *(evidence.points if evidence.has_settings else [])]
+    reference = evidence.reference
+    reached, papers = any(one.reaches is not None for one in figures), any(one.paper for one in figures)
+    several = len(figures) > 1
+    groups = [Group("measure", numeric=False)] if several else []
+    groups += [Group("setting", numeric=False)] if evidence.has_settings else []
+    groups += [Group("model", numeric=False), Group("seeds")]
+    groups += [Group("mean" if several else with_unit("mean", figures[0]), ("mean", "standard error"), "mean")]
     groups += [
-        Group(_with_unit(figure.label, figure), ("mean", "standard error", "excludes zero"), "judged")
-        for figure in figures
+        Group(f"minus {reference.label}", ("mean", "low", "high", "excludes zero"), "marked"),
+        Group("seeds in that direction", ("seeds", "of"), "of"),
     ]
-    return Table("overview", "All figures", tuple(groups), cells, _notes(evidence))
-
-
-def differences_table(evidence: Evidence, rows: Sequence[Compared]) -> Table:
-    """Return a row for each figure: its mean in every arm, and the difference of each arm to the reference."""
-    figures = [figure for figure in evidence.index.figures if any(row.figure is figure for row in rows)]
+    groups += [Group("runs that reached it", ("runs", "of"), "of")] if reached else []
+    groups += [Group("paper", ("value", "difference"), "remark")] if papers else []
     cells = []
     for figure in figures:
-        line, places = [figure.label, figure.unit, figure.better], decimals(rows, figure)
-        found = {arm.name: row_of(rows, figure.label, arm.name, ()) for arm in evidence.index.arms}
-        for row in found.values():
-            line += [NOT_MEASURED, ""] if row is None else _mean_cells(row, places)
-        for arm in evidence.others:
-            row = found[arm.name]
-            line += _difference_cells(row, places, evidence.reference)[:4] if row else [""] * 4
-        cells.append(line)
-    groups = [Group("figure", ("name", "unit", "better"), "described", numeric=False)]
-    groups += [Group(arm.label, ("mean", "standard error"), "mean") for arm in evidence.index.arms]
-    groups += [
-        Group(f"{arm.label} minus {evidence.reference.label}", ("mean", "low", "high", "excludes zero"), "marked")
-        for arm in evidence.others
+        places, shown = decimals(rows, figure), with_unit(figure.label, figure)
+        for point in points:
+            for arm in evidence.index.arms:
+                row = row_of(rows, figure.label, arm.name, point)
+                if row is None:
+                    continue
+                line = [*([shown] if several else []), *([evidence.words(point)] if evidence.has_settings else [])]
+                line += [arm.label, str(len(row.values)), *_mean_cells(row, places)]
+                line += _difference_cells(row, places, reference)
+                line += ["" if row.reached is None else str(one) for one in (row.reached, row.runs)] if reached else []
+                line += _paper_cells(figure, arm, reference) if papers else []
+                cells.append(line)
+    words = "Differences are taken seed by seed, on the same data; brackets: 95 % Student t interval, each for itself."
+    notes = [
+        ITEM_WORDS if evidence.has_one_seed else f"\u00b1: one standard error over seeds. {words}",
+        mark_words(evidence),
     ]
-    return Table("differences", "All figures", tuple(groups), cells, _notes(evidence))
-
-
-def _seed_words(evidence: Evidence) -> list[str]:
-    return [ITEM_WORDS if evidence.has_one_seed else "Mean \u00b1 standard error over seeds."]
-
-
-def _notes(evidence: Evidence) -> list[str]:
-    baselines = [f"A {one.name} model has {fixed(one.bits_per_byte, 4)} bits/byte." for one in evidence.index.baselines]
-    settings = [f"Means over {len(evidence.points)} settings."] if evidence.has_settings else []
-    return [*_seed_words(evidence), mark_words(evidence), *baselines, *settings]
+    if reached:
+        notes.append(
+            "A run that does not reach the level counts with its last step; where no run does, there is no mean."
+        )
+    sources = dict.fromkeys(figure.source or "the value as published" for figure in figures if figure.paper)
+    notes += [f"Paper: {source}; in brackets minus that of {reference.label}." for source in sources]
+    if evidence.has_settings:
+        notes.append("Means over settings are of the seeds that were run at all of them.")
+    return Table(name, title, tuple(groups), cells, notes)
 
 
 def is_marked(row: Compared) -> bool:
@@ -97,77 +102,14 @@ def is_marked(row: Compared) -> bool:
 
 
 def mark_words(evidence: Evidence) -> str:
-    """Return what the mark stands for."""
-    words = "" if evidence.index.plan else " (explored, not confirmed)"
-    return f"{MARK}: the 95 % interval of the difference to {evidence.reference.label} excludes zero{words}."
-
-
-def figure_table(evidence: Evidence, rows: Sequence[Compared], figure: StudyFigure, *, whole: bool = True) -> Table:
-    """Return a figure of every arm, with the paired difference to the reference.
-
-    Args:
-        evidence: The study.
-        rows: Its comparisons.
-        figure: The figure.
-        whole: Whether to show the means over all settings; every setting by itself otherwise.
-    """
-    points: list[Point] = [()] if whole else evidence.points
-    by_point = evidence.has_settings and not whole
-    mine = [row for row in rows if row.figure is figure and row.point in points]
-    reached, papers = figure.reaches is not None, bool(figure.paper)
-    reference = evidence.reference
-    groups = [Group("setting", numeric=False)] if by_point else []
-    groups += [
-        Group("arm", numeric=False),
-        Group("seeds"),
-        Group(_with_unit("mean", figure), ("mean", "standard error"), "mean"),
-        Group(f"minus {reference.label}", ("mean", "low", "high", "excludes zero"), "marked"),
-        Group("seeds in that direction", ("seeds", "of"), "of"),
-    ]
-    groups += [Group(f"reached {figure.reaches:g}", ("runs", "of"), "of")] if reached else []
-    groups += [Group("paper", ("value", "difference"), "remark")] if papers else []
-    cells, places = [], decimals(mine, figure)
-    for point in points:
-        for arm in evidence.index.arms:
-            row = row_of(mine, figure.label, arm.name, point)
-            if row is None:
-                continue
-            cells.append(
-                [
-                    *([evidence.words(point)] if by_point else []),
-                    arm.label,
-                    str(len(row.values)),
-                    *_mean_cells(row, places),
-                    *_difference_cells(row, places, reference),
-                    *([str(row.reached), str(row.runs)] if reached else []),
-                    *(_paper_cells(figure, arm, reference) if papers else []),
-                ]
-            )
-    words = "Differences are taken seed by seed, on the same data; brackets: 95 % Student t interval, each for itself."
-    notes = [" ".join([*_seed_words(evidence), *([] if evidence.has_one_seed else [words])]), mark_words(evidence)]
-    if figure.reaches is not None:
-        notes.append(
-            "A run that does not reach the level counts with its last step; where no run does, there is no mean."
-        )
-    if papers:
-        notes.append(
-            f"Paper: {figure.source or 'the value as published'}; in brackets minus that of {reference.label}."
-        )
-    if evidence.has_settings and whole:
-        notes.append(f"Means over {len(evidence.points)} settings, of the seeds that were run at all of them.")
-    name = f"{slug_of(figure)}{'_settings' if by_point else ''}"
-    return Table(name, title_of(figure), tuple(groups), cells, notes)
+    """Return what the mark means."""
+    return f"{MARK}: the 95 % interval of the difference to {evidence.reference.label} excludes zero (explored, not confirmed)."
 
 
 def _mean_cells(row: Compared, places: int) -> list[str]:
     if row.reached == 0:
         return [NOT_REACHED, ""]
     return [fixed(row.statistic.mean, places), fixed(row.statistic.standard_error, places)]
-
-
-def slug_of(figure: StudyFigure) -> str:
-    """Return a figure's label as it stands in names of files and addresses."""
-    return "".join(letter if letter.isalnum() else "-" for letter in figure.label.lower()).strip("-")
 
 
 def losses_table(evidence: Evidence) -> Table | None:
@@ -199,7 +141,7 @@ def losses_table(evidence: Evidence) -> Table | None:
     reference = evidence.reference.label
     groups = [
         *([Group("setting", numeric=False)] if evidence.has_settings else []),
-        Group("arm", numeric=False),
+        Group("model", numeric=False),
         Group("seeds"),
         *(
             Group(title, ("mean", "standard error"), "mean")
@@ -249,7 +191,7 @@ def costs_table(evidence: Evidence) -> Table:
         cells += _interval_cells(arm, evidence, equal, [0.0] * len(equal))
         rows.append(cells)
     groups = [
-        Group("arm", numeric=False),
+        Group("model", numeric=False),
         Group("parameters"),
         Group("ratio"),
         Group("ms a step"),
@@ -292,52 +234,36 @@ def equal_time_differences(evidence: Evidence, arm: StudyArm) -> list[float]:
 
 
 def measured_costs_table(evidence: Evidence) -> Table:
-    """Return each model's cost, with the ratio to the reference wherever both were measured."""
+    """Return the cost of each model, with the ratio to the reference wherever both were measured."""
     costs = evidence.index.costs
     twin = next((row for row in costs if row.model == evidence.index.reference), None)
     memory = ("peak_training_bytes", "weights_and_kv_bytes_4k", "weights_and_kv_bytes_64k")
     largest = max((getattr(row, name) or 0 for row in costs for name in memory), default=0)
     size = ("GiB", 2.0**-30) if largest >= 10 * 2**30 else ("MiB", 2.0**-20)  # one for all, so that columns compare
-    columns = [
+    lines = [
         ("parameters", "parameters", "M", 1e-6),
         ("training step", "train_step_seconds", "ms", 1e3),
-        ("prefill", "prefill_tokens_per_second", "tokens/s", 1.0),
-        ("decode", "decode_tokens_per_second", "tokens/s", 1.0),
+        ("reading a prompt (prefill)", "prefill_tokens_per_second", "tokens/s", 1.0),
+        ("writing (decode)", "decode_tokens_per_second", "tokens/s", 1.0),
         ("training peak memory", "peak_training_bytes", *size),
-        ("weights + KV at 4k", "weights_and_kv_bytes_4k", *size),
-        ("weights + KV at 64k", "weights_and_kv_bytes_64k", *size),
+        ("weights and KV at 4k tokens", "weights_and_kv_bytes_4k", *size),
+        ("weights and KV at 64k tokens", "weights_and_kv_bytes_64k", *size),
     ]
-    groups = [Group("model", numeric=False)]
-    groups += [Group(f"{title} ({unit})", ("value", "ratio"), "ratio") for title, _, unit, _ in columns]
     rows = []
-    for cost in costs:
-        row = [cost.label]
-        for _, name, _, scale in columns:
+    for title, name, unit, scale in lines:
+        row = [f"{title}, {unit}"]
+        for cost in costs:
             value, against = getattr(cost, name), getattr(twin, name) if twin else None
             row.append(NOT_MEASURED if value is None else significant(value * scale))
             row.append(f"{value / against:.2f}" if value is not None and against and cost is not twin else "")
         rows.append(row)
+    groups = [Group("cost", numeric=False), *(Group(cost.label, ("value", "ratio"), "ratio") for cost in costs)]
     notes = [f"Measured in turns in one process. In brackets: times the figure of {evidence.reference.label}."]
     if any(value == NOT_MEASURED for row in rows for value in row):
-        notes.append("Parameters, and weights + KV, are by formula; what is not measured was not run here.")
+        notes.append("Parameters, and weights and KV, are by formula; what is not measured was not run here.")
+    if (share := evidence.index.costs_foreign_cpu_share or 0.0) > QUIET_SHARE:
+        notes.insert(0, busy_words(share))
     return Table("measured_costs", "Measured cost", tuple(groups), rows, notes)
-
-
-def sizes_table(evidence: Evidence) -> Table:
-    """Return the size of each arm's model, and its cost by formula."""
-    rows = [
-        [
-            evidence.arm(size.arm).label,
-            size.attention_type,
-            str(size.parameters),
-            str(size.train_flops_per_token),
-            str(size.kv_bytes_per_token),
-        ]
-        for size in evidence.index.sizes
-    ]
-    titles = ("attention type", "parameters", "training FLOPs a token", "KV cache bytes a token")
-    groups = [Group("arm", numeric=False), *(Group(title, numeric=title != titles[0]) for title in titles)]
-    return Table("sizes", "Sizes", tuple(groups), rows)
 
 
 def upcycling_table(study: Evidence, compared: Sequence[Compared]) -> Table:
@@ -400,7 +326,7 @@ def needs_table(scaling: Scaling) -> Table:
         for need in scaling.needs
     ]
     groups = (
-        Group("arm", numeric=False),
+        Group("model", numeric=False),
         Group("axis", numeric=False),
         Group("reference has"),
         Group("arm needs, by fit", ("share", "low", "high", "range"), "ranged"),
@@ -433,7 +359,7 @@ def laws_table(scaling: Scaling) -> Table:
         for trend in scaling.trends
     ]
     groups = (
-        Group("arm", numeric=False),
+        Group("model", numeric=False),
         Group("axis", numeric=False),
         Group("measured at", numeric=False),
         Group("a"),
@@ -448,7 +374,7 @@ def laws_table(scaling: Scaling) -> Table:
 
 
 def arms_table(evidence: Evidence) -> Table:
-    """Return what each arm is, and where its recipe differs from the others'."""
+    """Return what each arm is, where its recipe differs from the others', its size, and its cost by formula."""
     recipes = {
         arm.name: _flat(run.recipe) for arm, run in reversed([(arm, run) for arm, _, _, run in evidence.every_run()])
     }
@@ -458,15 +384,21 @@ def arms_table(evidence: Evidence) -> Table:
         for key in keys
         if key.rpartition(".")[2] not in _UNCOMPARED and len({repr(recipe.get(key)) for recipe in recipes.values()}) > 1
     ]
+    sizes = {size.arm: size for size in evidence.index.sizes}
+    has_about = any(arm.about for arm in evidence.index.arms)
     rows = []
     for arm in evidence.index.arms:
-        recipe = recipes.get(arm.name)
+        recipe, size = recipes.get(arm.name), sizes.get(arm.name)
         own = (
             [f"{key}: {recipe[key]}" for key in differing if recipe.get(key) is not None] if recipe else [NOT_MEASURED]
         )
-        rows.append([arm.label, arm.about, "; ".join(own)])
-    groups = (Group("arm", numeric=False), Group("what it is", numeric=False), Group("keys that differ", numeric=False))
-    return Table("arms", "Arms", groups, rows, ["Every other key of the recipe is the same in all arms."])
+        row = [arm.label, *([arm.about] if has_about else []), "; ".join(own)]
+        counts = (size.parameters, size.train_flops_per_token, size.kv_bytes_per_token) if size else ("", "", "")
+        rows.append(row + ([f"{one:,}" if one else "" for one in counts] if sizes else []))
+    groups = [Group("model", numeric=False), *([Group("what it is", numeric=False)] if has_about else [])]
+    groups += [Group("keys that differ", numeric=False)]
+    groups += [Group(title) for title in ("parameters", "training FLOPs a token", "KV bytes a token")] if sizes else []
+    return Table("arms", "Models", tuple(groups), rows, ["Every other key of the recipe is the same for all models."])
 
 
 def rates_table(evidence: Evidence) -> Table | None:
@@ -486,7 +418,7 @@ def rates_table(evidence: Evidence) -> Table | None:
         for rate in every:
             cells += [significant(tried.get(rate)), MARK if rate == one.learning_rate else ""]
         rows.append([*cells, "at the edge" if one.is_at_edge else ""])
-    groups = [Group("arm", numeric=False), Group("setting", numeric=False), Group("chosen rate")]
+    groups = [Group("model", numeric=False), Group("setting", numeric=False), Group("chosen rate")]
     groups += [Group(f"{rate:g}", ("mean", "best"), "marked_value") for rate in every]
     groups += [Group("edge", numeric=False)]
     figure = index.figures[0]
@@ -517,10 +449,10 @@ def runs_table(evidence: Evidence) -> Table:
             ]
         )
     groups = (
-        Group("arm", numeric=False),
+        Group("model", numeric=False),
         *([Group("setting", numeric=False)] if evidence.has_settings else []),
         Group("seed"),
-        *(Group(_with_unit(figure.label, figure)) for figure in figures),
+        *(Group(with_unit(figure.label, figure)) for figure in figures),
         Group("minutes"),
         Group("commit", numeric=False),
         Group("file", numeric=False),
@@ -534,8 +466,8 @@ def machines_table(evidence: Evidence) -> Table:
     for _, _, _, run in evidence.every_run():
         words = f"{run.environment.where}; torch {run.environment.torch}"
         places.setdefault(words, []).append(run.created)
-    rows = [[words, str(len(dates)), min(dates), max(dates)] for words, dates in places.items()]
-    groups = (Group("machine and code", numeric=False), Group("runs"), Group("first"), Group("last"))
+    rows = [[words, str(len(dates)), day_words(dates)] for words, dates in places.items()]
+    groups = (Group("machine and code", numeric=False), Group("runs"), Group("trained on", numeric=False))
     return Table("machines", "Machines", groups, rows)
 
 
@@ -595,10 +527,6 @@ def _amount_cells(found: Amount) -> list[str]:
     if len(set(cells)) == 1 and found.outside:
         return [cells[0], "", "", ""]
     return [*cells, "outside the range" if found.outside else ""]
-
-
-def _with_unit(title: str, figure: StudyFigure) -> str:
-    return f"{title} ({figure.unit})" if figure.unit else title
 
 
 def _flat(recipe: Mapping[str, Any], prefix: str = "") -> dict[str, str]:

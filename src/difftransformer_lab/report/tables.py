@@ -12,19 +12,34 @@ from ..results import PairedDifference
 
 NOT_MEASURED = "not measured"
 
+State = Literal["good", "bad", "open"]
+"""Colour of a verdict."""
+
 Fold = Literal[
-    "plain", "mean", "described", "interval", "ratio", "remark", "of", "ranged", "judged", "marked", "marked_value"
+    "plain",
+    "mean",
+    "interval",
+    "ratio",
+    "remark",
+    "of",
+    "ranged",
+    "judged",
+    "valued",
+    "verdict",
+    "marked",
+    "marked_value",
 ]
 
 _FOLDS: dict[Fold, tuple[str, ...]] = {
     "plain": ("{}",),
     "mean": ("{}", " \u00b1 {}"),
-    "described": ("{}", ", {}", " ({} is better)"),
     "interval": ("{}", " [{}", ", {}]"),
     "ratio": ("{}", " ({}x)"),
     "remark": ("{}", " ({})"),
     "of": ("{}", " of {}"),
-    "judged": ("{}", " \u00b1 {}", " {}"),
+    "judged": ("{}", " \u00b1 {}", ", {}"),
+    "verdict": ("{}",),
+    "valued": ("{}", ", {}"),
     "marked": ("{}", " [{}", ", {}]", " {}"),
     "marked_value": ("{}", " {}"),
     "ranged": ("{}", " [{}", ", {}]", " ({})"),
@@ -44,13 +59,14 @@ class Group:
 
 @dataclass(frozen=True)
 class Table:
-    """A table as text. `rows` has one cell for each part of each group."""
+    """A table as text. `rows` has one cell for each part of each group; `states` colours verdicts that are its own."""
 
     name: str
     title: str
     groups: tuple[Group, ...]
     rows: list[list[str]]
     notes: list[str] = field(default_factory=list)
+    states: Mapping[str, State] = field(default_factory=dict)
 
     def header(self) -> list[str]:
         """Return the first line of the CSV."""
@@ -58,17 +74,31 @@ class Table:
 
     def folded(self) -> list[list[str]]:
         """Return the rows with one cell for each group, as the page and the terminal print them."""
-        folded = []
+        return [["".join(cell).removeprefix(", ") for cell in row] for row in self.parted()]
+
+    def parted(self) -> list[list[tuple[str, str]]]:
+        """Return the rows with one cell for each group: its text, and its verdict, which is empty in most."""
+        rows = []
         for row in self.rows:
             cells, start = [], 0
             for group in self.groups:
                 parts = row[start : start + len(group.parts)]
                 start += len(group.parts)
-                cells.append(
-                    "".join(text.format(part) for text, part in zip(_FOLDS[group.fold], parts, strict=True) if part)
-                )
-            folded.append(cells)
-        return folded
+                texts = [
+                    text.format(part) if part else "" for text, part in zip(_FOLDS[group.fold], parts, strict=True)
+                ]
+                has_verdict = group.fold in ("judged", "valued", "verdict")
+                cells.append(("".join(texts[:-1]), texts[-1]) if has_verdict else ("".join(texts), ""))
+            rows.append(cells)
+        return rows
+
+    def widths(self) -> list[int]:
+        """Return the letters that each column needs so that no word and no number with its interval is broken."""
+        columns = zip(*self.parted(), strict=True) if self.rows else [()] * len(self.groups)
+        return [
+            max(map(len, [*_pieces(group.title), *(piece for cell in column for piece in _unbroken(group, *cell))]))
+            for group, column in zip(self.groups, columns, strict=True)
+        ]
 
     def csv(self) -> str:
         """Return the table as CSV text."""
@@ -111,6 +141,15 @@ class Table:
             r"\end{tabular}",
         ]
         return printable("\n".join([*(f"% {note}" for note in self.notes), *lines]) + "\n")
+
+
+def _pieces(text: str) -> list[str]:
+    return text.split(" ")
+
+
+def _unbroken(group: Group, text: str, verdict: str) -> list[str]:
+    is_number = group.numeric or group.fold in ("judged", "valued")
+    return [*([f"{text}," if verdict else text] if is_number else _pieces(text)), *_pieces(verdict)]
 
 
 _LATEX = {

@@ -232,6 +232,7 @@ class StudyIndex:
         changes: What was changed after data were seen.
         sizes: Sizes of the arms' models, where all runs of an arm have one.
         costs: Measured costs.
+        costs_foreign_cpu_share: Share of the machine's CPU time that other processes took meanwhile, or None if unknown.
         baselines: Models of text that were scored beside the arms.
         upcycling: What a pretrained model became before the training.
     """
@@ -253,6 +254,7 @@ class StudyIndex:
     changes: list[Change] = field(default_factory=list)
     sizes: list[ArmSize] = field(default_factory=list)
     costs: list[CostRow] = field(default_factory=list)
+    costs_foreign_cpu_share: float | None = None
     baselines: list[BaselineNll] = field(default_factory=list)
     upcycling: Upcycling | None = None
 

@@ -9,6 +9,7 @@ from difftransformer.data import Shards, byte_bigram_bits_per_byte
 from difftransformer.families import DifferentialFields, count_family
 from difftransformer.model import count
 
+from ..bench.timing import foreign_cpu_share
 from ..results import ArmSize, BaselineNll, StudyIndex
 from .costs import measure_costs
 from .design import ArmConfig, Design, PresetConfig, StudyConfig
@@ -42,13 +43,15 @@ def compare(recipe: Recipe, folder: Path, *, costs: bool = True) -> StudyIndex:
     if not costs:
         return study.write_index(sizes=sizes, baselines=baselines)
     logger.info("measuring time and memory of the models in turn, a minute or more; --no-costs leaves it out")
+    share = foreign_cpu_share()
     timed = measure_costs(
         configs,
         rows=max(1, recipe.training.batch_tokens // context),
         context_tokens=context,
         labels={model: label(model) for model in configs},
     )
-    return study.write_index(sizes=sizes, baselines=baselines, costs=timed)
+    busy = share() if share else None
+    return study.write_index(sizes=sizes, baselines=baselines, costs=timed, costs_foreign_cpu_share=busy)
 
 
 def comparison(recipe: Recipe) -> Design:

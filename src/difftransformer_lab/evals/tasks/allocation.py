@@ -27,7 +27,7 @@ from difftransformer.data import NeedleQuestion
 
 from ...plots.curves import labels, select
 from ...plots.heat_map import heat_map, matrix
-from ...plots.style import ACCURACY_COLOURS, COLOURS, INK, WIDTH_INCHES, legend_above
+from ...plots.style import ACCURACY_COLOURS, COLOURS, ON_PALE, WIDTH_INCHES, legend_above
 from ...results import Form, Grid, Measurement, Segment, TaskResult
 from ..engine import Scores
 from ..probes import FORMS, LastRow, ProbeTask
@@ -228,7 +228,7 @@ def _bars(ax: Axes, result: TaskResult, form: str) -> None:
             ax.bar(x, value, 0.78, bottom=side[x], color=_SEGMENT_COLOURS[segment])
             if abs(value) >= 0.06:
                 middle = side[x] + value / 2
-                ax.text(x, middle, f"{value:.2f}", ha="center", va="center", fontsize=8, color=INK)
+                ax.text(x, middle, f"{value:.2f}", ha="center", va="center", fontsize=8, color=ON_PALE)
             side[x] += value
     ax.axhline(0, color="#555555", linewidth=0.8)
     ax.set_xticks(range(len(depths)), [_percent(depth) for depth in depths])

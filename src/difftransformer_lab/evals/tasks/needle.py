@@ -21,7 +21,7 @@ from difftransformer.data import NeedleFormat, NeedleQuestion
 
 from ...plots.curves import labels, select
 from ...plots.heat_map import heat_map
-from ...plots.style import ACCURACY_COLOURS, INK, WIDTH_INCHES
+from ...plots.style import ACCURACY_COLOURS, INK, ON_DARK, ON_PALE, WIDTH_INCHES
 from ...results import ItemScore, Measurement, TaskResult
 from ..engine import Scores, Task
 from ..prompts.chat import chat_frame
@@ -205,7 +205,7 @@ def draw(results: Sequence[TaskResult]) -> tuple[str, str, Figure]:
                     continue
                 y, x = depths.index(row.at["depth"]), columns.index(_column(row, by_length))
                 grid[y, x] = row.value
-                text, colour = f"{round(row.value * row.n)}/{row.n}", "white" if row.value > 0.62 else INK
+                text, colour = f"{round(row.value * row.n)}/{row.n}", ON_DARK if row.value > 0.62 else ON_PALE
                 ax.text(x, y, text, ha="center", va="center", fontsize=8.5, color=colour)
             image = heat_map(ax, grid, ACCURACY_COLOURS, 0, 1, edgecolors="white", linewidth=1)
             ax.set_title(", ".join([label, *_words(panel)]))
@@ -214,7 +214,9 @@ def draw(results: Sequence[TaskResult]) -> tuple[str, str, Figure]:
             ax.spines[:].set_visible(False)
             ax.tick_params(length=0)
         line[0].set_ylabel("depth of the answer")
-    figure.supxlabel("length (tokens)" if by_length else "needles hidden (N) and asked for (R)", fontsize=9.5)
+    figure.supxlabel(
+        "length (tokens)" if by_length else "needles hidden, and how many of them are asked for", fontsize=9.5
+    )
     bar = figure.colorbar(image, ax=list(axes.flat), label="accuracy", fraction=0.03, pad=0.03, aspect=30)
     counts = sorted({row.at["needles"] for row in shown} - {1})
     for count in counts:
@@ -255,7 +257,7 @@ def _words(panel: tuple[str, int, int]) -> list[str]:
 
 
 def _tick(column: tuple[int, ...]) -> str:
-    return f"{column[0]:,}" if len(column) == 1 else f"N{column[0]}R{column[1]}"
+    return f"{column[0]:,}" if len(column) == 1 else f"{column[0]}\n{column[1]} asked"
 
 
 register(TaskKind(name="needle", doc=__doc__, options=Options, make=NeedleTask, draw=draw))

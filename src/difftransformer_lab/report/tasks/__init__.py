@@ -3,7 +3,7 @@
 The results that a function takes are of one task, one for each model. The task's own file draws its picture.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import matplotlib
@@ -16,6 +16,10 @@ from ...plots.style import STYLE, Drawing, finish
 from ...results import Measurement, TaskResult
 from ...statistics import FEW_ITEMS
 from ..tables import Group, Table
+from ..words import measure_words
+
+Key = tuple[str, tuple[tuple[str, object], ...]]
+"""A measurement's name and places."""
 
 
 def draw_task(results: Sequence[TaskResult], png: bool = False, *, name: str | None = None) -> Drawing | None:
@@ -46,7 +50,7 @@ def measurement_table(results: Sequence[TaskResult], *, brief: bool = False, see
         brief: Whether to leave out measurements that are details.
         seeds: Training seeds that each result is pooled over.
     """
-    keys: list[tuple[str, tuple[tuple[str, object], ...]]] = []
+    keys: list[Key] = []
     cells: dict[tuple[int, object], Measurement] = {}
     for index, result in enumerate(results):
         for row in result.measurements:
@@ -56,6 +60,8 @@ def measurement_table(results: Sequence[TaskResult], *, brief: bool = False, see
             if key not in keys:
                 keys.append(key)
             cells[index, key] = row
+    if brief:
+        keys = [key for place, key in enumerate(keys) if not _is_told(key, keys[:place], cells, len(results))]
     places = list(dict.fromkeys(name for _, at in keys for name, _ in at))
     groups = (
         Group("measure", numeric=False),
@@ -70,14 +76,27 @@ def measurement_table(results: Sequence[TaskResult], *, brief: bool = False, see
         at = dict(key[1])
         rows.append(
             [
-                f"{first.name}, {first.unit}",
+                f"{measure_words(first.name)}, {first.unit}",
                 *(_place(at.get(place)) for place in places),
                 *("" if cell is None else _value(cell) for cell in found),
                 " / ".join(dict.fromkeys(_count(cell) for cell in found if cell is not None)),
             ]
         )
-    return Table(
-        results[0].task, f"{results[0].task}: {results[0].data.name}", groups, rows, _notes(cells.values(), seeds)
+    return Table(results[0].task, f"Measured on {results[0].data.name}", groups, rows, _notes(cells.values(), seeds))
+
+
+def _is_told(key: Key, earlier: Sequence[Key], cells: Mapping[tuple[int, object], Measurement], models: int) -> bool:
+    """Whether an earlier row has the same items, named by fewer of their places."""
+    return any(
+        other[0] == key[0]
+        and set(other[1]) < set(key[1])
+        and all(
+            (a := cells.get((index, other))) is not None
+            and (b := cells.get((index, key))) is not None
+            and (a.value, a.n) == (b.value, b.n)
+            for index in range(models)
+        )
+        for other in earlier
     )
 
 

@@ -9,6 +9,7 @@ from ...plots.curves import labels
 from ...results import ItemScore, PairedDifference, TaskResult
 from ...statistics import FEW_ITEMS, holm_differences, item_difference
 from ..tables import Group, Table, favoured, holm_note, p_text
+from ..words import measure_words
 
 _SEED = 0
 
@@ -72,7 +73,9 @@ def pairs_table(label: str, rows: Sequence[Pair]) -> Table | None:
         bounds = ["" if bound is None else f"{bound:+.4f}" for bound in (difference.low, difference.high)]
         result = words[favoured(difference)]
         values = [f"{pair.first:.4f}", f"{pair.second:.4f}", f"{difference.mean:+.4f}", *bounds]
-        cells.append([pair.name, pair.compared, *values, p_text(difference.p_holm), result, str(pair.items)])
+        cells.append(
+            [measure_words(pair.name), pair.compared, *values, p_text(difference.p_holm), result, str(pair.items)]
+        )
     groups = (
         Group("figure", numeric=False),
         Group("compared", numeric=False),

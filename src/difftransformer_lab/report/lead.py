@@ -1,0 +1,226 @@
+"""The first screen of a study's page: a plain answer, a table of verdicts, a picture, and what would decide it."""
+
+import math
+import re
+from collections.abc import Sequence
+from statistics import fmean
+
+from ..results import StudyFigure
+from ..statistics import detectable
+from . import questions, study_figures
+from .answers import decimals, explored_words, scaling_answers
+from .comparisons import Compared, row_of
+from .contrasts import FEWEST_SEEDS
+from .page import Lead
+from .reading import Evidence
+from .studied import Studied
+from .tables import NOT_MEASURED, Group, Table, fixed
+from .words import (
+    ALIKE,
+    BETTER,
+    OVER_ITEMS,
+    REFERENCE,
+    WORSE,
+    counted,
+    duration_words,
+    listed,
+    with_unit,
+)
+
+MOST_SEEDS = 30
+"""If more would be needed, that is said instead of a number."""
+
+
+def lead(study: Studied) -> Lead:
+    """Return the first screen of a study."""
+    evidence = study.evidence
+    drawing = study_figures.draw_contrasts(study) if evidence.index.plan else None
+    if study.scaling:
+        drawing = study_figures.draw_scaling(evidence, study.scaling)
+    deciding, command = what_would_decide(study)
+    return Lead(
+        answer=plain_answer(study),
+        table=questions.verdicts_table(study) if evidence.index.plan else verdicts_table(evidence, study.rows),
+        drawing=drawing or study_figures.draw_arms(evidence, study.rows, leading(evidence)),
+        deciding=deciding,
+        command=command,
+    )
+
+
+def leading(evidence: Evidence) -> list[StudyFigure]:
+    """Return the figures that answers are about."""
+    return [figure for figure in evidence.index.figures if not figure.secondary]
+
+
+def verdict(row: Compared | None, reference: str) -> str:
+    """Return in a word or two how an arm compares with the reference on a figure."""
+    if row is None:
+        return ""
+    if row.arm.name == reference:
+        return REFERENCE
+    if row.difference is None:
+        return "not paired"
+    if row.is_censored:
+        return "not reached"
+    if row.difference.low is None:
+        return "one seed" if row.pairs == 1 else "no interval"
+    if not row.excludes_zero:
+        return ALIKE
+    word = BETTER if (row.difference.mean > 0) == (row.figure.better == "higher") else WORSE
+    return f"{word} {OVER_ITEMS}" if row.is_over_items else word
+
+
+def verdicts_table(evidence: Evidence, rows: Sequence[Compared], figures: Sequence[StudyFigure] | None = None) -> Table:
+    """Return a row for each arm: the mean of each figure over its seeds, and how it compares with the reference."""
+    figures = [one for one in figures or leading(evidence) if any(row.figure is one for row in rows)]
+    cells = []
+    for arm in evidence.index.arms:
+        line = [arm.label]
+        for figure in figures:
+            row, places = row_of(rows, figure.label, arm.name, ()), decimals(rows, figure)
+            value = NOT_MEASURED if row is None else "" if row.reached == 0 else fixed(row.statistic.mean, places)
+            error = "" if row is None or row.reached == 0 else fixed(row.statistic.standard_error, places)
+            line += [value, error, verdict(row, evidence.index.reference)]
+        cells.append(line)
+    groups = [Group("model", numeric=False)]
+    groups += [
+        Group(
+            f"{with_unit(figure.label, figure)}, {figure.better} is better",
+            ("mean", "standard error", "verdict"),
+            "judged",
+            numeric=False,
+        )
+        for figure in figures
+    ]
+    return Table("verdicts", "Every model and measure", tuple(groups), cells, [verdict_words(evidence)])
+
+
+def verdict_words(evidence: Evidence) -> str:
+    """Return what the verdict words mean."""
+    label = evidence.reference.label
+    if evidence.has_one_seed:
+        words = (
+            f"One training run each. {BETTER.capitalize()} or {WORSE} {OVER_ITEMS}: the 95 % interval over evaluation items "
+            f"of the difference to {label} leaves out zero. It says nothing of another training run."
+        )
+    else:
+        words = (
+            f"\u00b1: one standard error over seeds. {BETTER.capitalize()} or {WORSE}: the 95 % interval over seeds of the "
+            f"difference to {label} leaves out zero. Among many comparisons some do by chance."
+        )
+    settings = f" Means over {len(evidence.points)} settings." if evidence.has_settings else ""
+    baselines = "".join(
+        f" A {one.name} model has {fixed(one.bits_per_byte, 4)} bits/byte." for one in evidence.index.baselines
+    )
+    return words + settings + baselines
+
+
+def plain_answer(study: Studied) -> str:
+    """Return what a study found in a sentence or two."""
+    evidence = study.evidence
+    if evidence.index.plan:
+        return questions.plain_answer(study)
+    main, reference = evidence.others[0], evidence.reference
+    found: dict[str, list[str]] = {}
+    pairs = 0
+    for figure in leading(evidence):
+        row, other = (
+            row_of(study.rows, figure.label, main.name, ()),
+            row_of(study.rows, figure.label, reference.name, ()),
+        )
+        if row is None or other is None or row.difference is None:
+            continue
+        pairs = max(pairs, row.pairs)
+        places = decimals(study.rows, figure)
+        word = verdict(row, reference.name).removesuffix(f" {OVER_ITEMS}")
+        means = (
+            ""
+            if row.is_censored
+            else f" ({' against '.join(fixed(one.statistic.mean, places) for one in (row, other))})"
+        )
+        found.setdefault(word, []).append(f"{figure.label}{means if word in (BETTER, WORSE) else ''}")
+    if not found:
+        return f"{main.label} and {reference.label} have no pair of runs with the same seed and data yet."
+    names = f"{main.label} is", f"than {reference.label} on"
+    parts = [f"{names[0]} {word} {names[1]} {listed(found[word])}" for word in (BETTER, WORSE) if word in found]
+    if ALIKE in found:
+        parts.append(f"no clear difference shows on {listed(found[ALIKE])}")
+    if "one seed" in found:
+        parts.append(f"nothing can be told from one run of {listed(found['one seed'])}")
+    if rest := [*found.get("no interval", []), *found.get("not reached", [])]:
+        parts.append(f"{listed(rest)} cannot be judged")
+    start = [scaling_answers(evidence, study.scaling)[0].text] if study.scaling and study.scaling.needs else []
+    words = "; ".join(parts)
+    runs = (
+        "With one training run of each model, by these items"
+        if evidence.has_one_seed
+        else f"With {pairs} seeds of each model"
+    )
+    sentence = f"{runs}, {words}: {explored_words(evidence, main.name)}."
+    return " ".join([*start, sentence])
+
+
+def what_would_decide(study: Studied) -> tuple[str, str]:
+    """Return what would decide what a study leaves open, and the command; both as texts, the second may be empty."""
+    evidence = study.evidence
+    index = evidence.index
+    there, planned = len(index.members), index.planned
+    if there < planned:
+        runs = [run.total_seconds for *_, run in evidence.every_run()]
+        time = f" They take {_time(fmean(runs) * (planned - there))}." if runs else ""
+        return f"{planned - there} of {planned} planned runs are missing.{time}", index.command
+    if index.plan:
+        return "All runs of the plan are there: nothing more of this study decides anything.", ""
+    main, reference = evidence.others[0], evidence.reference
+    rows = [row_of(study.rows, figure.label, main.name, ()) for figure in leading(evidence)]
+    judged = [row for row in rows if row is not None and row.difference is not None and not row.is_censored]
+    if not judged:
+        return "", ""
+    have = max(row.pairs for row in judged)
+    if have == 1:
+        return _more(study, max(2, FEWEST_SEEDS - 1), "would show how much training varies")
+    wanted = {row.figure.label: _seeds_needed(study, row) for row in judged if not row.excludes_zero}
+    near = {label: seeds for label, seeds in wanted.items() if seeds is not None and seeds > have}
+    if near:
+        label = min(near, key=lambda one: near[one])
+        words = f"would tell {main.label} and {reference.label} apart on {label}, if they vary as these did"
+        return _more(study, near[label] - have, words)
+    if have < FEWEST_SEEDS:
+        words = f"would make {FEWEST_SEEDS}; intervals of fewer rest on a rough estimate of how much training varies"
+        return _more(study, FEWEST_SEEDS - have, words)
+    if wanted:
+        return (
+            f"{MOST_SEEDS} seeds would not suffice to tell {main.label} and {reference.label} apart on {listed(wanted)}: what "
+            "difference there is, is small against that between seeds.",
+            "",
+        )
+    return "A study with a plan, written before its runs, would confirm or refute this.", ""
+
+
+def _more(study: Studied, more: int, words: str) -> tuple[str, str]:
+    evidence = study.evidence
+    have = max(len(found) for found in evidence.runs.values())
+    seconds = sum(fmean(run.total_seconds for run in found.values()) for found in evidence.runs.values() if found)
+    command = re.sub(r" (--seeds|--set compare\.seeds)[ =]\d+", "", evidence.index.command)
+    option = "--set compare.seeds=" if " upcycle " in command else "--seeds "
+    words = f"{counted(more, 'more seed')} of every model, {_time(more * seconds)}, {words}."
+    return words, f"{command} {option}{have + more}"
+
+
+def _time(seconds: float) -> str:
+    return f"about {duration_words(seconds)} where these ran, one run at a time"
+
+
+def _seeds_needed(study: Studied, row: Compared) -> int | None:
+    """Return the fewest seeds that would show a difference of this mean and spread in 4 of 5 studies; None above the most."""
+    other = row_of(study.rows, row.figure.label, study.evidence.reference.name, ())
+    assert other is not None
+    assert row.difference is not None
+    shared = row.values.keys() & other.values.keys()
+    differences = [row.values[seed] - other.values[seed] for seed in sorted(shared)]
+    mean = fmean(differences)
+    if len(differences) < 2 or mean == 0:
+        return None
+    spread = math.sqrt(sum((one - mean) ** 2 for one in differences) / (len(differences) - 1))
+    enough = (n for n in range(2, MOST_SEEDS + 1) if detectable(n) * spread <= abs(mean))
+    return next(enough, None)

@@ -1,0 +1,197 @@
+"""The words that every page, table and terminal shares: of measures, verdicts, dates and times, and what terms mean."""
+
+import math
+import re
+from collections.abc import Iterable
+from datetime import datetime
+
+from ..results import StudyFigure
+from .tables import State, fixed
+
+BETTER, WORSE, ALIKE, REFERENCE = "better", "worse", "no clear difference", "reference"
+OVER_ITEMS = "on these items"
+VERDICTS: dict[str, State] = {
+    BETTER: "good",
+    f"{BETTER} {OVER_ITEMS}": "good",
+    WORSE: "bad",
+    f"{WORSE} {OVER_ITEMS}": "bad",
+    "higher": "open",
+    "lower": "open",
+    ALIKE: "open",
+    REFERENCE: "open",
+    "one seed": "open",
+    "no interval": "open",
+    "not paired": "open",
+    "not reached": "open",
+}
+"""Verdict words of tables, and their colour."""
+
+TERMS: tuple[tuple[str, str, str], ...] = (
+    (
+        "seed",
+        r"\bseeds?\b",
+        "a number that fixes the first weights and the order of the data; each is one training run",
+    ),
+    (
+        "95 % interval",
+        r"interval|\[",
+        "the numbers in brackets; of intervals made in this way, 95 in 100 hold the true difference. One that holds zero "
+        "does not show that the models are equal",
+    ),
+    ("DIFF", r"\bDIFF\b", "a Transformer whose attention is one softmax map minus lambda times a second one"),
+    (
+        "Transformer",
+        r"\bTransformer\b|\btwin\b",
+        "the same model with ordinary attention, with as many parameters, trained on the same data",
+    ),
+    ("lambda", r"\blambda\b", "the weight with which the second map is subtracted; every layer learns its own"),
+    (
+        "loss",
+        r"\bloss\b",
+        "how surprised the model is by the next token of text that it was not trained on, in nats; lower is better",
+    ),
+    (
+        "bits/byte",
+        r"bits/byte",
+        "the loss in bits for each byte of text, so that models with other tokens can be compared; lower is better",
+    ),
+    (
+        "byte bigram",
+        r"byte bigram",
+        "a model that knows of each byte only which byte came before: what a trained model should beat by far",
+    ),
+    (
+        "needle",
+        r"\bneedles?\b|retrieval",
+        "a sentence such as \u201cthe magic number of Paris is 42\u201d, hidden in a text; the model is asked for the number",
+    ),
+    (
+        "seen and unseen cities",
+        r"seen (cities|city)",
+        "cities that needles had in training, and others; a model that is right for seen cities alone has learned a table",
+    ),
+    ("depth", r"depth of the answer", "where in the text the needle stands: 0 % is its start, 100 % its end"),
+    (
+        "attention on the answer",
+        r"attention on the answer",
+        "the share of the last token's attention that goes to the needle asked for: signed, with negative weights "
+        "subtracted; absolute, by size; positive, of positive weights alone",
+    ),
+    (
+        "at 62 % of the parameters",
+        r"at 62 ?%",
+        "the paper reports that DIFF needs 62 % of a Transformer's parameters for the same loss. This row says by "
+        "formula what such a DIFF costs; it was not trained",
+    ),
+    ("prefill, decode", r"\bprefill\b", "reading a prompt, and then writing token by token"),
+    ("KV", r"\bKV\b", "keys and values of earlier tokens, which are kept in memory while the model writes"),
+    ("learning rate", r"learning rate", "the size of a training step"),
+    ("greedy", r"\bgreedy\b", "always the most likely next token"),
+    (
+        "drift",
+        r"logit difference",
+        "how far the outputs of a converted model are from those of the model that it was made of, before training",
+    ),
+    (
+        "registered",
+        r"\bregistered\b",
+        "the questions and their tests were committed before the first run, so that no result could choose them",
+    ),
+    ("p (Holm)", r"p \(Holm\)", "p-value corrected for the number of comparisons on this page"),
+)
+"""Terms, where they occur, and what they mean."""
+
+QUIET_SHARE = 0.03
+"""Share of the CPU time for other processes above which times come with a warning."""
+
+_MEASURES = (
+    (r"\bnll by position\b", "loss by position"),
+    (r"\bnll\b", "loss per token"),
+    (r"^bits per byte\b", "loss per byte"),
+    (r"\bacc_norm\b", "accuracy, by length"),
+    (r"\bacc\b", "accuracy"),
+)
+_UNITS = (("day", 86_400), ("hour", 3600), ("minute", 60), ("second", 1))
+
+
+def measure_words(name: str) -> str:
+    """Return a measure's name as a reader knows it."""
+    for pattern, words in _MEASURES:
+        name = re.sub(pattern, words, name)
+    return name.replace("_", " ")
+
+
+def terms_in(text: str) -> list[tuple[str, str]]:
+    """Return the terms that occur in a text, with what they mean."""
+    return [(term, words) for term, pattern, words in TERMS if re.search(pattern, text, re.IGNORECASE)]
+
+
+def date_words(when: str | datetime) -> str:
+    """Return a date such as 2026-01-02T03:04:05+00:00 as people write it; a text that is no date as it is."""
+    try:
+        found = datetime.fromisoformat(when) if isinstance(when, str) else when
+    except ValueError:
+        return str(when)
+    return f"{found.day} {found:%B %Y}" + (f", {found:%H:%M}" if len(str(when)) > len("2026-01-02") else "")
+
+
+def day_words(texts: Iterable[str]) -> str:
+    """Return the day of several dates, or the first and the last one."""
+    days = [date_words(text[:10]) for text in sorted(texts)]
+    return " to ".join(dict.fromkeys((days[0], days[-1]))) if days else ""
+
+
+def duration_words(seconds: float) -> str:
+    """Return a time such as 40 seconds, 6 minutes or 2.5 hours."""
+    name, size = next(unit for unit in _UNITS if seconds >= 1.5 * unit[1] or unit[1] == 1)
+    value = seconds / size
+    text = f"{value:.1f}".removesuffix(".0") if value < 10 and size >= 3600 else f"{max(1, round(value))}"
+    return f"{text} {name}{'' if text == '1' else 's'}"
+
+
+def busy_words(share: float) -> str:
+    """Return the warning that other processes took a share of the machine while it was timed."""
+    return f"Other processes took {share:.0%} of this machine meanwhile; repeat it when it is idle."
+
+
+def listed(names: Iterable[str]) -> str:
+    """Return names with commas, and \u201cand\u201d before the last."""
+    *first, last = names
+    return f"{', '.join(first)} and {last}" if first else last
+
+
+def counted(number: int, name: str, names: str = "") -> str:
+    """Return a number with a noun."""
+    return f"{number} {name if number == 1 else names or f'{name}s'}"
+
+
+def title_of(figure: StudyFigure) -> str:
+    """Return a figure's label as a heading."""
+    return figure.label[:1].upper() + figure.label[1:]
+
+
+def slug_of(figure: StudyFigure) -> str:
+    """Return a figure's label as it stands in names of files and addresses."""
+    return "".join(letter if letter.isalnum() else "-" for letter in figure.label.lower()).strip("-")
+
+
+def with_unit(title: str, figure: StudyFigure) -> str:
+    """Return a title with a figure's unit; a share, from 0 to 1, has none."""
+    return title if figure.unit in ("", "share") else f"{title} ({figure.unit})"
+
+
+def quantity(n: float) -> str:
+    """Return a number of parameters or tokens with a unit."""
+    for unit, scale in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if n >= scale:
+            return f"{n / scale:.3g}{unit}"
+    return f"{n:g}"
+
+
+def share_text(value: float) -> str:
+    """Return a share in percent; below and above what was measured it has no number."""
+    if value == 0:
+        return "below range"
+    if value > 99 or math.isnan(value):
+        return "above range"
+    return f"{fixed(100 * value, 0)} %"
