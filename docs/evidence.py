@@ -24,10 +24,11 @@ from difftransformer_lab.report.answers import (
     progress_words,
     shared_words,
 )
+from difftransformer_lab.report.lead import verdicts_table
 from difftransformer_lab.report.questions import contrasts_table, plan_words, question_verdicts
 from difftransformer_lab.report.study_figures import draw_arms, draw_contrasts, draw_scaling
 from difftransformer_lab.report.study_page import brief_answer, claims_table, found_words, studies_table
-from difftransformer_lab.report.study_tables import needs_table, overview_table, rates_table
+from difftransformer_lab.report.study_tables import needs_table, rates_table
 from difftransformer_lab.report.tables import Group, Table
 from difftransformer_lab.results import figure_of
 from difftransformer_lab.statistics import paired_difference
@@ -115,7 +116,7 @@ def confirming(one: Studied) -> list[str]:
 def exploring(one: Studied) -> list[str]:
     """Return what a section shows of a study without a plan: every arm, with intervals."""
     evidence = one.evidence
-    lines = [overview_table(evidence, one.rows).markdown().rstrip()]
+    lines = [verdicts_table(evidence, one.rows, evidence.index.figures).markdown().rstrip()]
     if one.scaling:
         lines.append(needs_table(one.scaling).markdown().rstrip())
     return [line for line in (*lines, interval_words(evidence), edge_words(evidence)) if line]

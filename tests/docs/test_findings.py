@@ -133,7 +133,7 @@ def test_the_section_of_a_plan_has_its_questions_its_contrasts_and_all_rates(mon
     assert text.startswith("## laptop\n")
     assert "This study confirms a plan." in text
     assert "2.200 | 2.100 * | at the edge |" in text
-    assert "Changes after data:\n\n- 2026-02-01: One.\n- abc: Two.\n" in text
+    assert "Changes after data:\n\n- 1 February 2026: One.\n- abc: Two.\n" in text
     assert "SHA-256 " + "5" * 64 in text
 
 

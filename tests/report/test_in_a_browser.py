@@ -12,7 +12,7 @@ LONG = "/a/folder/" + "with-a-name-that-cannot-be-broken-" * 4
 CUT = """[...document.querySelectorAll("main *")].filter(e => e.checkVisibility() && !e.closest("svg")
   && e.scrollWidth > e.clientWidth + 1 && getComputedStyle(e).display != "inline").map(e => e.outerHTML.slice(0, 80))"""
 SMALL = """[...document.querySelectorAll("svg text")].filter(e => e.checkVisibility())
-  .map(e => parseFloat(getComputedStyle(e).fontSize) * e.getScreenCTM().a)"""
+  .map(e => parseFloat(getComputedStyle(e).fontSize) * Math.hypot(e.getScreenCTM().a, e.getScreenCTM().b))"""
 
 
 @pytest.fixture(scope="module")

@@ -33,6 +33,13 @@ SET: dict[str, dict[str, Any]] = {
     }
 }
 
+PAGE: dict[str, dict[str, Any]] = {
+    "--page": {
+        "action": "store_true",
+        "help": "While it trains, keep a page of the losses, index.html, that a browser loads anew by itself.",
+    }
+}
+
 
 def use_threads(threads: int | None) -> None:
     """Set the number of CPU threads that torch uses. None keeps the current number.

@@ -1,20 +1,23 @@
 """difftransformer compare."""
 
 from pathlib import Path
+from typing import Any
 
 from difftransformer.files import locked
 
 from ..recipe_files import read_recipe
-from .arguments import SET
+from .arguments import PAGE, SET
 from .console import resumable
-from .progress import study_progress, watch_study
+from .progress import study_progress, watch_study, with_page
 
-ARGUMENTS = SET | {
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    **SET,
+    **PAGE,
     "--no-costs": {
         "action": "store_true",
         "dest": "no_costs",
         "help": "Leave out time and memory, measured at the end.",
-    }
+    },
 }
 
 
@@ -25,6 +28,7 @@ def run(
     jobs: int | None = None,
     set: list[str] | None = None,
     no_costs: bool = False,
+    page: bool = False,
 ) -> int:
     """Compare a model with its same-size twin.
 
@@ -50,7 +54,7 @@ def run(
         with (
             resumable("stopped; every run is saved"),
             study_progress() as bars,
-            watched_by(watch_study(bars, loaded.name)),
+            watched_by(with_page(watch_study(bars, loaded.name), folder if page else None, loaded.name)),
         ):
             compare(loaded, folder, costs=not no_costs)
         return show_study(read_studies(folder)[0], folder, "compare")

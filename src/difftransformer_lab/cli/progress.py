@@ -26,12 +26,15 @@ from difftransformer.progress import shown_by, titled
 from .console import console
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from difftransformer.train.metrics import Metrics
 
     from ..studies import Job
 
 EVALUATION_SHARE = 0.2  # what evaluating a run of the demo takes, as a share of its training
 PRINTED_PARTS = 10  # number of lines that are printed in place of a bar
+LAST_LOSSES, CURVE_LETTERS, BLOCKS = 240, 12, "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
 PRINTED_SECONDS = 30.0  # after this time an evaluation prints a line in any case
 
 
@@ -43,6 +46,15 @@ def in_words(seconds: float) -> str:
     return f"{seconds / 86_400:,.0f} days"
 
 
+def small_curve(losses: Sequence[float]) -> str:
+    """Return the curve of some losses in a few letters, from the first to the last."""
+    count = min(CURVE_LETTERS, len(losses))
+    parts = [losses[len(losses) * i // count : len(losses) * (i + 1) // count] for i in range(count)]
+    means = [sum(part) / len(part) for part in parts]
+    low, room = min(means), (max(means) - min(means)) or 1.0
+    return "".join(BLOCKS[round((len(BLOCKS) - 1) * (mean - low) / room)] for mean in means)
+
+
 class _Bars:
     """Bars by title. Without a terminal, print a line with the time left for each tenth of the work."""
 
@@ -51,6 +63,17 @@ class _Bars:
         self.ids: dict[str, TaskID] = {}
         self.parts: dict[str, int] = {}
         self.starts: dict[str, tuple[float, float]] = {}  # the time, and what was done before
+        self.losses: dict[str, dict[int, float]] = {}
+
+    def loss_words(self, title: str, step: int, loss: float | None) -> str:
+        """Return the loss after a step with the curve of the last ones."""
+        if loss is None:
+            return ""
+        losses = self.losses.setdefault(title, {})
+        losses[step] = loss
+        if len(losses) > LAST_LOSSES:
+            del losses[next(iter(losses))]
+        return f"loss {loss:.3f} {small_curve([*losses.values()])}"
 
     def update(
         self,
@@ -133,8 +156,8 @@ def watch_study(progress: Progress, title: str) -> "Callable[[Sequence[Job]], No
             printed = ended
         for job in jobs if console.is_terminal else ():
             if job.process is not None and not job.done:
-                loss = "" if job.loss_nats is None else f"loss {job.loss_nats:.3f}"
-                bars.update(job.label, job.step, job.steps, "", loss=loss)
+                words = bars.loss_words(job.label, job.step, job.loss_nats)
+                bars.update(job.label, job.step, job.steps, "", loss=words)
             elif job.label in bars.ids:
                 bars.hide(job.label)
 
@@ -194,19 +217,52 @@ def _reached(job: "Job", step: int) -> str:
     return f"{loss:.3f}" + ("" if accuracy is None else f" and {accuracy:.0%}")
 
 
-def watch_steps(progress: Progress, label: str, steps: int) -> "Callable[[Metrics], None]":
-    """Return a callback that draws one run as a bar."""
-    from difftransformer.train.metrics import StepMetrics
+def watch_steps(
+    progress: Progress, label: str, steps: int, folder: "Path | None" = None
+) -> "Callable[[Metrics], None]":
+    """Return a callback that draws one run as a bar, and keeps the page of its folder if one is given."""
+    from difftransformer.train.metrics import METRICS_FILE, StepMetrics
 
+    page = None
+    if folder is not None:
+        from ..report.live import LivePage
+
+        page = LivePage(folder, label)
     bars = _Bars(progress)
     bars.update(label, 0, steps, "", started=False, loss="")  # a run that goes on does not begin at step 0
 
     def on_metrics(metrics: "Metrics") -> None:
         if isinstance(metrics, StepMetrics):
-            loss = f"loss {metrics.loss_nats:.3f}, {metrics.tokens_per_second:,.0f} tokens/s"
-            bars.update(label, metrics.step, steps, f"{label}: step {metrics.step} of {steps}, {loss}", loss=loss)
+            loss, speed = f"loss {metrics.loss_nats:.3f}", f"{metrics.tokens_per_second:,.0f} tokens/s"
+            line = f"{label}: step {metrics.step} of {steps}, {loss}, {speed}"
+            words = f"{bars.loss_words(label, metrics.step, metrics.loss_nats)} {speed}"
+            bars.update(label, metrics.step, steps, line, loss=words)
+        if page is not None and folder is not None:
+            ended = int(metrics.step >= steps)
+            page.update({label: (folder / METRICS_FILE, steps)}, ended, 1)
 
     return on_metrics
+
+
+def with_page(
+    watch: "Callable[[Sequence[Job]], None]", folder: "Path | None", title: str
+) -> "Callable[[Sequence[Job]], None]":
+    """Return a callback that also keeps the page of jobs in a folder, those that are running first; None for no page."""
+    if folder is None:
+        return watch
+    from difftransformer.train.metrics import METRICS_FILE
+
+    from ..report.live import LivePage
+
+    page = LivePage(folder, title)
+
+    def watch_both(jobs: "Sequence[Job]") -> None:
+        watch(jobs)
+        shown = sorted((job for job in jobs if job.process is not None), key=lambda job: (job.done, -job.began))
+        runs = {job.label: (job.folder / METRICS_FILE, job.steps) for job in shown}
+        page.update(runs, sum(job.done for job in jobs), len(jobs))
+
+    return watch_both
 
 
 @contextmanager

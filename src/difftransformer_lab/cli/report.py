@@ -5,10 +5,8 @@ from pathlib import Path
 from difftransformer.errors import ResultsError
 
 from ..report import Studied, brief_answer, print_study, read_studies, write_evidence, write_study
+from ..report.lead import STUDIES
 from .console import Gaps, console, show
-
-STUDIES = "reports/studies"
-"""Folder of the pages of studies."""
 
 
 def run(results: str, out: str | None = None) -> int:

@@ -2,20 +2,22 @@
 
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from difftransformer.files import locked
 
 from ..recipe_files import read_mapping, shipped_recipes
-from .arguments import SET, check_device, check_positive, use_threads
+from .arguments import PAGE, SET, check_device, check_positive, use_threads
 from .console import resumable, show
-from .progress import in_words, study_progress, watch_study
+from .progress import in_words, study_progress, watch_study, with_page
 
 if TYPE_CHECKING:
     from ..studies import Study
 
 RESULTS = "reports/studies"
-ARGUMENTS = SET | {
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    **SET,
+    **PAGE,
     "--dry-run": {
         "action": "store_true",
         "dest": "dry_run",
@@ -42,6 +44,7 @@ def run(
     dry_run: bool = False,
     launcher: Literal["processes", "slurm", "local"] = "processes",
     launcher_options: str = "{}",
+    page: bool = False,
 ) -> int:
     """Train the runs of a study that are missing, and write its index.
 
@@ -87,16 +90,16 @@ def run(
     where: AbstractContextManager[None] = nullcontext()
     if launcher != "processes":
         where = submitting(folder / "submitit", launcher, launcher_options)
+    place = folder / whole.index_file.stem
     with (
         where,
         locked(folder),
         resumable("stopped; every run is saved"),
         study_progress() as bars,
-        watched_by(watch_study(bars, title)),
+        watched_by(with_page(watch_study(bars, title), place if page else None, title)),
     ):
         whole.train(folder, at_once=at_once, device=device)
-    studied = read_studies(whole.index_file)[0]
-    return show_study(studied, folder / whole.index_file.stem, "study")
+    return show_study(read_studies(whole.index_file)[0], place, "study")
 
 
 def _describe(study: "Study", at_once: int, device: str) -> int:

@@ -1,10 +1,10 @@
 """difftransformer train."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..recipe_files import read_recipe
-from .arguments import SET, check_positive, use_threads
+from .arguments import PAGE, SET, check_positive, use_threads
 from .console import resumable, show
 from .members import run_together
 from .progress import evaluation_progress, training_progress, watch_steps
@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 
     from ..studies import Recipe
 
-ARGUMENTS = SET | {
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    **SET,
+    **PAGE,
     "--profile": {
         "type": int,
         "metavar": "STEPS",
@@ -38,6 +40,7 @@ def run(
     set: list[str] | None = None,
     dry_run: bool = False,
     profile: int | None = None,
+    page: bool = False,
 ) -> int:
     """Train one model. A run that was stopped continues from its newest checkpoint.
 
@@ -57,7 +60,7 @@ def run(
         from ..studies import load_recipe
 
         return _describe(load_recipe(recipe, overrides))
-    return run_together(lambda group: _train(recipe, overrides, out, threads, profile, group), device, processes)
+    return run_together(lambda group: _train(recipe, overrides, out, threads, profile, page, group), device, processes)
 
 
 def _train(
@@ -66,6 +69,7 @@ def _train(
     out: str | None,
     threads: int | None,
     profile: int | None,
+    page: bool,
     processes: "Processes",
 ) -> int:
     from difftransformer.data import Shards, prepare_shards
@@ -102,7 +106,7 @@ def _train(
             return 0
         was_trained = is_trained(folder, loaded)
         with resumable(), training_progress() as progress:
-            on_metrics = watch_steps(progress, loaded.name, loaded.training.steps)
+            on_metrics = watch_steps(progress, loaded.name, loaded.training.steps, folder if page else None)
             train_run(folder, loaded, shards, mesh=mesh, on_metrics=on_metrics, callbacks=callbacks)
     newest, steps = checkpoints(folder)[-1], f"all {loaded.training.steps:,} steps"
     show(f"{'Trained before, ' + steps if was_trained else 'Trained ' + steps}: {newest}")

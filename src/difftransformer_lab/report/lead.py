@@ -20,6 +20,7 @@ from .words import (
     BETTER,
     OVER_ITEMS,
     REFERENCE,
+    SAME,
     WORSE,
     counted,
     duration_words,
@@ -27,6 +28,8 @@ from .words import (
     with_unit,
 )
 
+STUDIES = "reports/studies"
+"""Folder of studies, unless a command names another."""
 MOST_SEEDS = 30
 """If more would be needed, that is said instead of a number."""
 
@@ -63,7 +66,7 @@ def verdict(row: Compared | None, reference: str) -> str:
     if row.is_censored:
         return "not reached"
     if row.difference.low is None:
-        return "one seed" if row.pairs == 1 else "no interval"
+        return "one seed" if row.pairs == 1 else "no interval" if row.difference.mean else SAME
     if not row.excludes_zero:
         return ALIKE
     word = BETTER if (row.difference.mean > 0) == (row.figure.better == "higher") else WORSE
@@ -145,6 +148,8 @@ def plain_answer(study: Studied) -> str:
     parts = [f"{names[0]} {word} {names[1]} {listed(found[word])}" for word in (BETTER, WORSE) if word in found]
     if ALIKE in found:
         parts.append(f"no clear difference shows on {listed(found[ALIKE])}")
+    if SAME in found:
+        parts.append(f"they are the same on {listed(found[SAME])}")
     if "one seed" in found:
         parts.append(f"nothing can be told from one run of {listed(found['one seed'])}")
     if rest := [*found.get("no interval", []), *found.get("not reached", [])]:
@@ -168,7 +173,7 @@ def what_would_decide(study: Studied) -> tuple[str, str]:
     if there < planned:
         runs = [run.total_seconds for *_, run in evidence.every_run()]
         time = f" They take {_time(fmean(runs) * (planned - there))}." if runs else ""
-        return f"{planned - there} of {planned} planned runs are missing.{time}", index.command
+        return f"{planned - there} of {planned} planned runs are missing.{time}", _command(evidence)
     if index.plan:
         return "All runs of the plan are there: nothing more of this study decides anything.", ""
     main, reference = evidence.others[0], evidence.reference
@@ -201,10 +206,17 @@ def _more(study: Studied, more: int, words: str) -> tuple[str, str]:
     evidence = study.evidence
     have = max(len(found) for found in evidence.runs.values())
     seconds = sum(fmean(run.total_seconds for run in found.values()) for found in evidence.runs.values() if found)
-    command = re.sub(r" (--seeds|--set compare\.seeds)[ =]\d+", "", evidence.index.command)
+    command = re.sub(r" (--seeds|--set compare\.seeds)[ =]\d+", "", _command(evidence))
     option = "--set compare.seeds=" if " upcycle " in command else "--seeds "
     words = f"{counted(more, 'more seed')} of every model, {_time(more * seconds)}, {words}."
     return words, f"{command} {option}{have + more}"
+
+
+def _command(evidence: Evidence) -> str:
+    """Return the command of a study, which names the folder of its records unless that is the default."""
+    folder, command = evidence.path.parent.parent, evidence.index.command
+    is_named = command.startswith("difftransformer study ") and folder.as_posix() != STUDIES
+    return f"{command} --results {folder}" if is_named else command
 
 
 def _time(seconds: float) -> str:

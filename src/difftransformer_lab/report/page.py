@@ -143,11 +143,14 @@ def write_suite(
     return write_page(suite_page(name, found, missing), folder, on_gap=on_gap)
 
 
-def write_page(page: Page, folder: Path, *, on_gap: Callable[[str], None] = no_gap) -> Path:
+def write_page(
+    page: Page, folder: Path, *, on_gap: Callable[[str], None] = no_gap, refresh_seconds: int | None = None
+) -> Path:
     """Write `index.html`, `figures/*.svg`, and each table as CSV, Markdown and LaTeX in `tables/`.
 
     The page needs nothing beside itself: style and figures are inside it, and it has no scripts and no addresses. The
-    same results give the same bytes. `index.html` is written last, and each file complete or not at all.
+    same results give the same bytes. `index.html` is written last, and each file complete or not at all. With
+    `refresh_seconds` a browser loads the page anew that often.
     """
     drawings = {section.slug: section.drawing for section in page.sections if section.drawing}
     if page.lead.drawing:
@@ -162,7 +165,13 @@ def write_page(page: Page, folder: Path, *, on_gap: Callable[[str], None] = no_g
         keep_trailing_newline=True,
     )
     svg = {slug: inline_svg(replace(drawing, name=slug)) for slug, drawing in drawings.items()}
-    names = {"verdicts": VERDICTS, "most_letters": MOST_LETTERS, "most_rows": MOST_ROWS, "colours": colours_of_pages()}
+    names = {
+        "refresh_seconds": refresh_seconds,
+        "verdicts": VERDICTS,
+        "most_letters": MOST_LETTERS,
+        "most_rows": MOST_ROWS,
+        "colours": colours_of_pages(),
+    }
     template = environment.get_template(TEMPLATE)
     words = re.sub(
         r"<svg.*?</svg>|<style.*?</style>|<[^>]*>",

@@ -51,7 +51,7 @@ def verdicts_table(study: Studied) -> Table:
         Group("question", numeric=False),
         Group("contrast", numeric=False),
         Group("effect [95 % interval]"),
-        Group("verdict of the plan's rule", fold="verdict", numeric=False),
+        Group("verdict", fold="verdict", numeric=False),
     )
     states = {verdict_text(one): _state(one) for one in study.findings}
     return Table("verdicts", "Questions of the plan", groups, rows, states=states)

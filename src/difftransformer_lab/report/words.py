@@ -8,16 +8,15 @@ from datetime import datetime
 from ..results import StudyFigure
 from .tables import State, fixed
 
-BETTER, WORSE, ALIKE, REFERENCE = "better", "worse", "no clear difference", "reference"
+BETTER, WORSE, ALIKE, SAME, REFERENCE = "better", "worse", "no clear difference", "the same", "reference"
 OVER_ITEMS = "on these items"
 VERDICTS: dict[str, State] = {
     BETTER: "good",
     f"{BETTER} {OVER_ITEMS}": "good",
     WORSE: "bad",
     f"{WORSE} {OVER_ITEMS}": "bad",
-    "higher": "open",
-    "lower": "open",
     ALIKE: "open",
+    SAME: "open",
     REFERENCE: "open",
     "one seed": "open",
     "no interval": "open",

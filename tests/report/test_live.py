@@ -1,0 +1,39 @@
+"""The page of runs that are going on: their last losses, from files whose last line may be half written."""
+
+import json
+import re
+
+from difftransformer_lab.cli.progress import small_curve
+from difftransformer_lab.report.live import LivePage
+
+
+def metrics(path, losses, validation):
+    rows = [{"step": step, "loss_nats": loss} for step, loss in enumerate(losses, 1)]
+    rows.append({"step": len(losses), "validation_loss_nats": validation})
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows) + '{"step": 9')
+    return path, 100
+
+
+def test_the_page_refreshes_itself_until_all_runs_ended(tmp_path):
+    runs = {
+        "diff & co": metrics(tmp_path / "a", [5.0, 3.25], 3.5),
+        "not begun": (tmp_path / "b", 100),
+    }
+    page = LivePage(tmp_path / "page", "demo")
+    page.update(runs, 0, 2)
+    text = (tmp_path / "page" / "index.html").read_text()
+    assert '<meta http-equiv="refresh" content="5">' in text
+    for words in ("0 of 2 runs ended", "2 of 100", "3.250", "3.500", "diff &amp; co"):
+        assert words in text
+    assert "not begun" not in text
+    assert len(re.findall(r"<path d=\"M[\d.]+ [\d.]+L", text)) == 2  # a curve, wide and narrow
+    page.update(runs, 1, 2)
+    assert (tmp_path / "page" / "index.html").read_text() == text  # it is not old yet
+    page.update(runs, 2, 2)
+    assert "refresh" not in (tmp_path / "page" / "index.html").read_text().replace("loads itself anew", "")
+
+
+def test_a_small_curve_is_high_where_the_loss_is():
+    assert small_curve([8.0, 4.5, 1.0]) == "\u2588\u2585\u2581"
+    assert small_curve([2.0]) == "\u2581"
+    assert len(small_curve([float(i) for i in range(100)])) == 12
