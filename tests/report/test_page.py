@@ -8,7 +8,7 @@ import re
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree
@@ -68,7 +68,7 @@ class Page(HTMLParser):
 
 FIGURES = {"lead", "arms", "losses", "lambda", "perplexity", "needle", "allocation"}
 TABLES = {
-    "verdicts", "figures", "losses", "costs", "measured_costs", "arms", "runs", "machines", "perplexity", "perplexity_brief",
+    "verdicts", "figures", "costs", "measured_costs", "arms", "runs", "machines", "perplexity", "perplexity_brief",
     "needle", "needle_brief", "allocation", "allocation_brief",
 }  # fmt: skip
 
@@ -92,22 +92,37 @@ def written(comparison: Evidence, tmp_path_factory: pytest.TempPathFactory) -> P
     return written_to(tmp_path_factory.mktemp("report"), comparison)
 
 
-def test_every_table_stands_on_the_page_and_in_its_csv(comparison: Evidence, written: Path) -> None:
-    page = Page(written.read_text())
-    tables = build_tables(comparison)
-    assert set(tables) == TABLES
+def check_page(path: Path, tables: Sequence[Table]) -> Page:
+    """Check that a page is whole, needs nothing but the files of its tables, and shows every table, and return it."""
+    text = path.read_text()
+    page = Page(text)
+    assert not page.stack
+    assert len(page.ids) == len(set(page.ids))
+    assert not {"script", "link", "iframe", "img", "object"} & set(page.tags)
+    for link in page.links:
+        assert link[1:] in page.ids if link.startswith("#") else (path.parent / link).is_file(), link
+    assert "@import" not in text
+    assert not re.search(r"url\(\s*['\"]?(?!#)", text)
+    assert "http" not in re.sub(r'xmlns(:\w+)?="[^"]*"', "", text)
     shown = set(page.cells)
-    for name, table in tables.items():
+    assert len({table.name for table in tables}) == len(tables)
+    for table in tables:
         for row in table.parted():
             assert {
                 text + (" " if text and verdict else "") + verdict.removeprefix(", ") for text, verdict in row
             } <= shown
-        with open(written.parent / "tables" / f"{name}.csv", newline="") as file:
-            header, *rows = list(csv.reader(file))
-        assert header == table.header()
-        assert rows == table.rows
-        assert rows
-    assert not page.stack
+        with open(path.parent / "tables" / f"{table.name}.csv", newline="") as file:
+            assert list(csv.reader(file)) == [table.header(), *table.rows]
+        assert (path.parent / "tables" / f"{table.name}.md").read_text() == table.markdown()
+        assert (path.parent / "tables" / f"{table.name}.tex").read_text() == table.latex()
+        assert table.rows
+    return page
+
+
+def test_a_page_is_whole_and_shows_every_table(comparison: Evidence, written: Path) -> None:
+    tables = build_tables(comparison)
+    assert set(tables) == TABLES
+    check_page(written, [*tables.values()])
 
 
 def test_the_page_holds_what_was_measured(comparison: Evidence, written: Path) -> None:
@@ -145,22 +160,6 @@ def test_the_page_holds_what_was_measured(comparison: Evidence, written: Path) -
         assert known in words
     for internal in ("nll", "N1R1", "2026-01-02", "needle:"):
         assert internal not in words.replace(comparison.index.command, "")
-
-
-def test_the_page_needs_nothing_from_outside(written: Path) -> None:
-    text = written.read_text()
-    page = Page(text)
-    for link in page.links:
-        assert link.startswith(("#", "tables/")), link
-        if link.startswith("#"):
-            assert link[1:] in page.ids
-        else:
-            assert (written.parent / link).is_file()
-    assert not {"script", "link", "iframe", "img", "object"} & set(page.tags)
-    assert "@import" not in text
-    assert not re.search(r"url\(\s*['\"]?(?!#)", text)
-    assert "http" not in re.sub(r'xmlns(:\w+)?="[^"]*"', "", text)
-    assert len(page.ids) == len(set(page.ids))
 
 
 def test_the_same_results_give_the_same_bytes(comparison: Evidence, written: Path, tmp_path: Path) -> None:

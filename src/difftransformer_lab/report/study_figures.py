@@ -1,7 +1,7 @@
 """The figures of a study. Each arm has one colour, marker and dash in all of them; the reference is grey."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from textwrap import fill
 from typing import Any
 
@@ -25,7 +25,7 @@ from ..plots.style import (
     finish,
     legend_above,
 )
-from ..results import Curve, StudyFigure
+from ..results import Curve, PairedDifference, StudyFigure
 from ..statistics import paired_difference
 from .comparisons import Compared, paired_seeds, row_of
 from .contrasts import DECIDED, Finding
@@ -131,12 +131,31 @@ def _draw_contrast(ax: Axes, line: int, finding: Finding) -> None:
     if contrast.margin:
         for margin in (-contrast.margin, contrast.margin):
             ax.plot([margin, margin], [line - 0.38, line + 0.38], ":", color=REFERENCE_COLOUR, linewidth=1.2)
-    values = list(finding.values.values())
-    ax.plot(values, [line] * len(values), "o", markersize=3.5, color=COLOURS[0], alpha=0.35, markeredgewidth=0)
+    style = {"color": COLOURS[0], "marker": "D"}
+    _draw_row(ax, line, difference, list(finding.values.values()), style, is_filled=finding.state in DECIDED)
+
+
+def _draw_row(
+    ax: Axes,
+    line: int,
+    difference: PairedDifference,
+    dots: Sequence[float],
+    style: Mapping[str, Any],
+    *,
+    is_filled: bool,
+    limits: tuple[float, float] = (-math.inf, math.inf),
+) -> None:
+    """Draw a difference with its single seeds and its interval, which ends in an arrow where it leaves the limits."""
+    colour, (low, high) = style["color"], limits
+    ax.plot(dots, [line] * len(dots), "o", markersize=3.5, color=colour, alpha=0.4, markeredgewidth=0)
     if difference.low is not None and difference.high is not None:
-        ax.plot([difference.low, difference.high], [line, line], color=COLOURS[0], linewidth=1.8, solid_capstyle="butt")
-    face = COLOURS[0] if finding.state in DECIDED else "white"
-    ax.plot(difference.mean, line, "D", markersize=6.5, color=COLOURS[0], markerfacecolor=face, markeredgewidth=1.4)
+        ends = max(low, difference.low), min(high, difference.high)
+        ax.plot(ends, [line, line], color=colour, linewidth=1.7, solid_capstyle="butt")
+        for end, marker, leaves in ((low, "<", difference.low < low), (high, ">", difference.high > high)):
+            if leaves:
+                ax.plot(end, line, marker=marker, markersize=5, color=colour, clip_on=False)
+    look = {"marker": style["marker"], "markersize": 6.5, "markeredgewidth": 1.4}
+    ax.plot(difference.mean, line, color=colour, markerfacecolor=colour if is_filled else "white", **look)
 
 
 def draw_axes(evidence: Evidence, rows: Sequence[Compared], figure: StudyFigure) -> Drawing | None:
@@ -393,18 +412,8 @@ def _draw_panel(ax: Axes, evidence: Evidence, rows: Sequence[Compared], figure: 
     room = 0.3 * (high - low) or 1.0
     low, high = low - room, high + room
     for line, row, difference, dots in found:
-        colour = styles[row.arm.name]["color"]
-        ax.plot(dots, [line] * len(dots), "o", markersize=3.5, color=colour, alpha=0.4, markeredgewidth=0)
-        if difference.low is not None and difference.high is not None:
-            ends = max(low, difference.low), min(high, difference.high)
-            ax.plot(ends, [line, line], color=colour, linewidth=1.6, solid_capstyle="butt")
-            if difference.low < low:
-                ax.plot(low, line, marker="<", markersize=5, color=colour, clip_on=False)
-            if difference.high > high:
-                ax.plot(high, line, marker=">", markersize=5, color=colour, clip_on=False)
-        face = colour if row.excludes_zero else "white"
-        marker = styles[row.arm.name]["marker"]
-        ax.plot(difference.mean, line, marker, markersize=6.5, color=colour, markerfacecolor=face, markeredgewidth=1.4)
+        style, is_filled = styles[row.arm.name], row.excludes_zero
+        _draw_row(ax, line, difference, dots, style, is_filled=is_filled, limits=(low, high))
     ax.set_xlim(low, high)
 
 

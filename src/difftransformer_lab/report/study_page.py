@@ -66,10 +66,9 @@ def study_page(study: Studied) -> Page:
             drawing = study_figures.draw_axes(evidence, rows, figure)
             if drawing:
                 sections.append(Section(slug=drawing.name, title=f"{drawing.title}, by setting", drawing=drawing))
-    losses = study_tables.losses_table(evidence)
+    losses = study_figures.draw_losses(evidence)
     if losses:
-        drawing = study_figures.draw_losses(evidence)
-        sections.append(Section(slug="losses", title="Training and held-out loss", drawing=drawing, tables=[losses]))
+        sections.append(Section(slug=losses.name, title=losses.title, drawing=losses))
     learned = study_figures.draw_lambda(evidence)
     if learned:
         sections.append(Section(slug=learned.name, title=learned.title, drawing=learned))

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..results import RunRecord, StudyArm, StudyFigure, figure_of
-from ..statistics import mean_and_standard_error, paired_difference
+from ..statistics import paired_difference
 from .answers import ITEM_WORDS, at_words, decimals, edge_words
 from .comparisons import Compared, paired_seeds, row_of, timed_seeds
 from .page import MOST_ROWS
@@ -25,9 +25,6 @@ MARK = "*"
 
 
 PAPER_NEEDS = {"size": "62 %", "tokens": "64 %"}
-_LAST_SHARE = 0.1
-"""The training loss at the end is the mean over this share of its points: one batch says little."""
-
 _UNCOMPARED = ("seed", "name")
 """Keys of a recipe that differ between runs without telling arms apart."""
 
@@ -110,63 +107,6 @@ def _mean_cells(row: Compared, places: int) -> list[str]:
     if row.reached == 0:
         return [NOT_REACHED, ""]
     return [fixed(row.statistic.mean, places), fixed(row.statistic.standard_error, places)]
-
-
-def losses_table(evidence: Evidence) -> Table | None:
-    """Return training and held-out loss at the end of training, side by side; None where curves are missing."""
-    rows = []
-    for point in evidence.points:
-        for arm in evidence.index.arms:
-            own = {seed: found for seed, run in evidence.at(arm.name, point).items() if (found := last_losses(run))}
-            if not own:
-                continue
-            other = {
-                seed: found
-                for seed, run in evidence.at(evidence.index.reference, point).items()
-                if (found := last_losses(run))
-            }
-            cells = [*([evidence.words(point)] if evidence.has_settings else []), arm.label, str(len(own))]
-            for pick in (lambda pair: pair[0], lambda pair: pair[1], lambda pair: pair[1] - pair[0]):
-                statistic = mean_and_standard_error([pick(pair) for pair in own.values()])
-                cells += [fixed(statistic.mean, 4), fixed(statistic.standard_error, 4)]
-            seeds = paired_seeds(evidence, arm.name, evidence.index.reference, point)
-            seeds = [seed for seed in seeds if seed in own and seed in other]
-            for place in (0, 1):
-                cells += _interval_cells(
-                    arm, evidence, [own[seed][place] for seed in seeds], [other[seed][place] for seed in seeds]
-                )
-            rows.append(cells)
-    if not rows:
-        return None
-    reference = evidence.reference.label
-    groups = [
-        *([Group("setting", numeric=False)] if evidence.has_settings else []),
-        Group("model", numeric=False),
-        Group("seeds"),
-        *(
-            Group(title, ("mean", "standard error"), "mean")
-            for title in ("training", "held out", "held out minus training")
-        ),
-        *(
-            Group(f"{title}, minus {reference}", ("mean", "low", "high"), "interval")
-            for title in ("training", "held out")
-        ),
-    ]
-    notes = [
-        "Nats a token at the end of training, mean \u00b1 standard error over seeds; the training loss is the mean over the "
-        "last tenth of its points. A gain in training that held-out text does not show is one of fit. No claim rests on these "
-        "intervals."
-    ]
-    return Table("losses", "Training and held-out loss", tuple(groups), rows, notes)
-
-
-def last_losses(run: RunRecord) -> tuple[float, float] | None:
-    """Return training and held-out loss at the end of a run; None where it has no such curves."""
-    training, held_out = run.curves.get(TRAINING), run.curves.get(HELD_OUT)
-    if training is None or held_out is None or not training.values or not held_out.values:
-        return None
-    last = max(1, round(_LAST_SHARE * len(training.values)))
-    return fmean(training.values[-last:]), held_out.values[-1]
 
 
 def costs_table(evidence: Evidence) -> Table:

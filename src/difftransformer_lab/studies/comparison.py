@@ -59,7 +59,8 @@ def comparison(recipe: Recipe) -> Design:
     *others, reference = recipe.compare.models
     config = StudyConfig(
         name=recipe.name,
-        question=f"{' and '.join(map(label, others))} against {label(reference)}: {recipe.name}",
+        question=f"{'Is' if len(others) == 1 else 'Are'} {' and '.join(map(label, others))} better than {label(reference)}? "
+        f"({recipe.name})",
         recipe=recipe.name,
         reference=reference,
         arms={
