@@ -129,7 +129,7 @@ def test_a_suite(tmp_path, asked):
     assert main(words) == 0
     assert len(asked) == 2 * (2 + 4) + 1  # the part that was interrupted is computed whole
     page = (tmp_path / "report" / "index.html").read_text()
-    assert page.count("<svg ") == 2
+    assert page.count('class="wide"') == page.count('class="narrow"') == 2
     assert "Words that are repeated, of 4." in page
     rows = list(csv.reader((tmp_path / "report" / "tables" / "toy-again.csv").read_text().splitlines()))
     assert rows[0] == ["measure", "one", "two", "items"]

@@ -107,8 +107,6 @@ _MEASURES = (
     (r"\bnll by position\b", "loss by position"),
     (r"\bnll\b", "loss per token"),
     (r"^bits per byte\b", "loss per byte"),
-    (r"\bacc_norm\b", "accuracy, by length"),
-    (r"\bacc\b", "accuracy"),
 )
 _UNITS = (("day", 86_400), ("hour", 3600), ("minute", 60), ("second", 1))
 
@@ -117,7 +115,7 @@ def measure_words(name: str) -> str:
     """Return a measure's name as a reader knows it."""
     for pattern, words in _MEASURES:
         name = re.sub(pattern, words, name)
-    return name.replace("_", " ")
+    return name
 
 
 def terms_in(text: str) -> list[tuple[str, str]]:
