@@ -312,7 +312,7 @@ def task_section(
     options = "\n".join(f"{key}: {value}" for key, value in first.options.items())
     return Section(
         slug=slug,
-        title=drawing.title if drawing and label == first.task else measure_words(label),
+        title=label if drawing is None else drawing.title if label == first.task else f"{drawing.title} ({label})",
         drawing=drawing,
         notes=notes,
         tables=shown,
