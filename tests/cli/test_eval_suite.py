@@ -70,7 +70,7 @@ def test_two_models_on_one_page(models, preset, tmp_path, capsys, monkeypatch):
     page = (out / "index.html").read_text()
     assert "Suite tiny" in page
     assert "none.txt" in page[page.index("Not run") :]
-    assert page.count("<svg ") == 2
+    assert page.count("<svg ") == 4  # two pictures, each for a wide and for a narrow screen
     assert "diff minus softmax" in page
     results = [
         read_result(out / "models" / f"{i}-{name}" / "the loss.json", TaskResult)

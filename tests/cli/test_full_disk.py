@@ -54,7 +54,7 @@ def commands(toy_file, toy, toy_shards, tmp_path):
 
 WRITES = [
     ("train", 100, "config.yaml"),
-    ("train", 2000, "step-000003: the checkpoint of step 3 cannot be written (model.safetensors: File too large)"),
+    ("train", 4000, "step-000003: the checkpoint of step 3 cannot be written (model.safetensors: File too large)"),
     ("tokenize", 30_000, "while writing train-00000.bin"),
     ("export", 2000, "model.safetensors"),
     ("convert", 2000, "model.safetensors"),

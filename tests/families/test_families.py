@@ -158,6 +158,10 @@ def test_same_function_at_the_start(family, to, tmp_path):
 
 def assert_the_subtraction_is_a_subtraction(model):
     """With lambda at 1 and equal maps, attention gives nothing, so that no token sees another one."""
+    if type(model).__name__.startswith(
+        ("DifferentialExaone4", "DifferentialGlm4")
+    ):  # they normalise what attention gives: its rounding
+        model.double()
     for module in model.modules():
         if isinstance(module, Attention):
             module.lambda_value = 1.0

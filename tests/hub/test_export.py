@@ -192,4 +192,4 @@ def test_harness_says_what_to_install_where_lm_eval_is_missing(run):
     done = fresh.run(code, run)
     assert done.returncode == 2
     last = done.stderr.strip().splitlines()[-1]
-    assert last == "difftransformer eval harness: lm-eval is not installed; pip install 'difftransformer[eval]'"
+    assert last == "difftransformer eval harness: lm_eval is not installed; pip install 'difftransformer[eval]'"

@@ -322,7 +322,7 @@ def test_a_plan_is_registered_only_if_every_run_began_after_its_commit():
     found = studied(evidence).registration
     assert found.words == "planned, not registered"
     assert found.why_not.startswith(
-        "runs/diff-seed2008.json began at 2025-12-30 12:00 UTC, and the plan's commit is of 2026-01-01"
+        "runs/diff-seed2008.json began on 30 December 2025, 12:00 UTC, and the plan's commit is of 1 January 2026"
     )
     assert "2 of the 24 runs are older" in found.why_not
     plan = planned([Question(question="?", contrasts=[contrast()])], commit="", at="")

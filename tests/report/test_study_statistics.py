@@ -12,13 +12,13 @@ from difftransformer.errors import ResultsError
 from difftransformer_lab.report import read_evidence
 from difftransformer_lab.report.answers import answer, scaling_answers
 from difftransformer_lab.report.comparisons import compare, in_direction, row_of, timed_seeds
+from difftransformer_lab.report.lead import verdicts_table
 from difftransformer_lab.report.scaling import fit_power_law, interpolate, scaling_of
 from difftransformer_lab.report.study_tables import (
     HELD_OUT,
     costs_table,
     equal_time_differences,
-    figure_table,
-    overview_table,
+    figures_table,
 )
 from difftransformer_lab.results import Curve, StudyAxis, StudyFigure, figure_of, write_result
 from tests.support.simulated_study import LOSS, falling, record, save, study
@@ -151,13 +151,13 @@ def test_a_level_that_nothing_reaches_has_no_mean_and_no_difference():
 
     evidence = study(list(ends), [STEPS], 3, make)
     rows = compare(evidence)
-    cells = {row[0]: row[1:] for row in figure_table(evidence, rows, STEPS).folded()}
+    cells = {row[0]: row[1:] for row in figures_table(evidence, rows, [STEPS], "steps", "").folded()}
     assert cells["diff"] == ["3", "not reached", "not reached", "", "0 of 3"]
     assert cells["softmax"][1] == "not reached"
     assert cells["diff_v2"][1] == "950.90 ± 0.52"  # 90 % of the way from step 500 to 1000, 1001, 1002
     assert cells["diff_v2"][2].startswith("-50.10 ")  # minus 1001
     assert answer(evidence, rows, STEPS).text.startswith("None of 3 runs of diff and 3 runs of softmax reached 0.9.")
-    assert [row[1] for row in overview_table(evidence, rows).folded()][::2] == ["not reached"] * 2
+    assert [row[1] for row in verdicts_table(evidence, rows).folded()][::2] == ["not reached"] * 2
 
 
 def test_runs_that_reach_the_level_are_counted_over_all_settings():
@@ -176,8 +176,11 @@ def test_runs_that_reach_the_level_are_counted_over_all_settings():
         ("softmax", ("b",), 0, 3, False),
     ]
     assert " 2 of 6 runs of diff and 0 of 6 runs of softmax reached 0.9;" in answer(evidence, rows, STEPS).text
-    overview = {row[0]: row[1] for row in overview_table(evidence, rows).folded()}
-    assert overview == {"diff": "983 ± 8", "softmax": "not reached"}  # 950 where it is reached, else 1000
+    overview = {row[0]: row[1] for row in verdicts_table(evidence, rows).folded()}
+    assert overview == {
+        "diff": "983 ± 8, no clear difference",
+        "softmax": "not reached",
+    }  # 950 where it is reached, else 1000
 
 
 def test_means_over_settings_are_paired_seed_by_seed():

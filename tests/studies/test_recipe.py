@@ -152,7 +152,7 @@ BAD = [
     ("training.retrieval.share=2", "training.retrieval: "),
     ("training.retrieval.digits=0", "training.retrieval: "),
     ("training.retrieval.min_needles=9", "training.retrieval: "),
-    ("evaluation.needle.needles=[[1, 2]]", "evaluation.needle: needles=[1, 2]"),
+    ("evaluation.needle.needles=[[1, 2]]", "evaluation.needle: needles=[[1, 2]]: ask for at least 1"),
     ("evaluation.allocation.depths=[2]", "evaluation.allocation: depths=[2.0]"),
     ("evaluation=[{task: needl}]", "evaluation.needl: no task 'needl'; choose one of"),
     ("evaluation=[{task: needle}, {task: needle}]", "evaluation.'needle' is given twice; give labels"),

@@ -159,6 +159,7 @@ def _counted_flops(model, ids):
     return counter.get_total_flops() / ids.numel()
 
 
+@pytest.mark.slow
 @pytest.mark.tools
 @pytest.mark.parametrize("tied", [False, True])
 def test_flops_of_adapters_are_those_that_torch_counts(model_config, tied):

@@ -33,7 +33,9 @@ def _words(verb: str, values: Mapping[str, Any]) -> list[str]:
         case "plan":
             return ["train", recipe]
         case "train" if values["dry_run"]:
-            return ["train", recipe]
+            from ..studies import load_recipe
+
+            return [] if load_recipe(recipe, values["set"]).missing() else ["train", recipe]
         case "train":
             return ["eval", out or f"runs/{read_recipe(recipe)['name']}"]
         case "tokenize":

@@ -59,6 +59,8 @@ def verdict(row: Compared | None, reference: str) -> str:
     """Return in a word or two how an arm compares with the reference on a figure."""
     if row is None:
         return ""
+    if row.reached == 0:
+        return "not reached"
     if row.arm.name == reference:
         return REFERENCE
     if row.difference is None:
