@@ -290,7 +290,14 @@ NEW_MEMORY = [
 ]
 
 
-@each(("chunked", "cpu", *FORMS), NEW_MEMORY, [torch.float32, "low"], heavy=("window",))
+@each(
+    FORMS, [NEW_MEMORY[1], NEW_MEMORY[4], *NEW_MEMORY[8:10], NEW_MEMORY[-2]], [torch.float32, "low"], heavy=("window",)
+)
+def test_no_uninitialised_memory_in_any_form(backend, case, dtype):
+    test_no_uninitialised_memory(backend, case, dtype, True)
+
+
+@each(("chunked", "cpu"), NEW_MEMORY, [torch.float32, "low"])
 @pytest.mark.parametrize("norm", [False, True])
 def test_no_uninitialised_memory(backend, case, dtype, norm):
     """torch fills new tensors with NaN in this mode; with and without gradients."""
