@@ -19,7 +19,7 @@ from difftransformer import (
     attention_maps, differential_attention,
 )
 from difftransformer.families import convert_folder, upcycle_folder
-from difftransformer_lab.evals import check_causality
+from difftransformer.attention import check_causality
 
 query = torch.randn(1, 2, 4, 8)
 reveal_type(differential_attention(query, query, query, 0.5, is_causal=True))

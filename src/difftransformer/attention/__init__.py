@@ -10,6 +10,7 @@ import os
 
 from ..errors import ConfigError
 from .base import Attention, AttentionConfig, HeadLayout, KeyValueCache, Option, PlainLayer, RMSNorm
+from .causality import Causality, check_causality
 from .dex import DifferentialExtension
 from .diff import DifferentialAttention
 from .diff_v2 import DifferentialAttentionV2

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import torch
 
+from ..attention.causality import check_causality
 from ..data import Shards
 from ..errors import ConfigError, EvaluationError
 from ..model import DiffTransformerConfig, DiffTransformerForCausalLM
-from ..model.causality import check_causality
 from ..model.start_sizes import drowning, first_layers, measured_layers, start_sizes
 from .accuracy import Accuracy
 from .activation_stats import ActivationStats

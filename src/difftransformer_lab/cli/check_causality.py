@@ -49,8 +49,8 @@ def run(
 
     import torch
 
+    from difftransformer.attention import check_causality
     from difftransformer.hub.opening import open_model
-    from difftransformer.model.causality import check_causality
     from difftransformer.ops import use_backend
 
     network = open_model(model, dtype="fp32").to(device).eval()

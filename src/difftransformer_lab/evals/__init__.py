@@ -5,8 +5,6 @@ from typing import TYPE_CHECKING
 from difftransformer._lazy import lazy_names
 
 if TYPE_CHECKING:
-    from difftransformer.model.causality import Causality, check_causality
-
     from .engine import Task, run_task
     from .models.causal import CausalLanguageModel
     from .prompts.texts import TaskContext

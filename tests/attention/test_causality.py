@@ -9,10 +9,9 @@ from torch import nn
 from transformers import DiffLlamaConfig, DiffLlamaForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from difftransformer import DiffTransformerModel
-from difftransformer.attention import variants
+from difftransformer.attention import check_causality, variants
 from difftransformer.errors import EvaluationError
 from difftransformer_lab.cli.main import main
-from difftransformer_lab.evals import check_causality
 from tests.support.answering import tiny_model
 from tests.support.tiny_models import VOCABULARY, tiny, tiny_config
 
