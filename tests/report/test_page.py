@@ -267,6 +267,9 @@ def test_the_first_screen_answers_and_says_what_would_decide(make: Callable[...,
     )
     assert more
     assert lead.command == f"difftransformer compare recipes/bytes-small.yaml --seeds {3 + int(more[1])}"
+    demo = dataclasses.replace(evidence.index, command="difftransformer demo --out reports/demo")  # has no --seeds
+    lead = study_page(studied(dataclasses.replace(evidence, index=demo))).lead
+    assert lead.command == "difftransformer compare demo --seeds 5"
     clear = study_page(studied(make(seeds=5, advantage=0.3, needle=False, allocation=False))).lead
     assert "DIFF is better than Transformer on validation loss (" in clear.answer
     assert clear.answer.endswith("not confirmed.")

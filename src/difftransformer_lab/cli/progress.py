@@ -193,15 +193,18 @@ def pair_progress() -> PairProgress:
 def watch_pair(progress: PairProgress) -> "Callable[[Sequence[Job]], None]":
     """Return a callback that draws one bar over all jobs, the evaluation at their end included, and what they reached."""
     bars, printed = _Bars(progress), set[int]()
+    titled = False
 
     def watch(jobs: "Sequence[Job]") -> None:
+        nonlocal titled
         progress.jobs = jobs
         done = sum(job.step + EVALUATION_SHARE * job.steps * job.done for job in jobs)
         total = sum((1 + EVALUATION_SHARE) * job.steps for job in jobs)
         if console.is_terminal:
             bars.update("training and evaluating", done, total, "")
             return
-        if not printed and jobs[0].validations:
+        if not titled and jobs[0].validations:
+            titled = True
             console.print("validation loss, nats/token, and needle accuracy so far:")
         for step in sorted(set.intersection(*({*job.validations} for job in jobs)) - printed):
             printed.add(step)

@@ -206,6 +206,11 @@ def what_would_decide(study: Studied) -> tuple[str, str]:
 
 def _more(study: Studied, more: int, words: str) -> tuple[str, str]:
     evidence = study.evidence
+    if evidence.index.command.startswith("difftransformer demo"):  # one seed, for a part of the recipe's steps
+        return (
+            "several seeds of the whole recipe, which the stored result below has.",
+            "difftransformer compare demo --seeds 5",
+        )
     have = max(len(found) for found in evidence.runs.values())
     seconds = sum(fmean(run.total_seconds for run in found.values()) for found in evidence.runs.values() if found)
     command = re.sub(r" (--seeds|--set compare\.seeds)[ =]\d+", "", _command(evidence))
