@@ -133,8 +133,8 @@ def test_an_oracle_is_always_right_and_a_uniform_model_by_chance(kind, needs, ta
 def test_ruler_has_prompts_of_the_length_that_is_asked_for(is_right, needs, tmp_path, monkeypatch):
     """The three most frequent coded words, counted here, are right, and nothing else is."""
     needs("lm_eval")
-    pytest.importorskip("wonderwords", reason="the extra lm-eval[ruler] is not installed")
-    pytest.importorskip("nltk")
+    needs("wonderwords")
+    needs("nltk")
     network = saved(tmp_path / "m", max_position_embeddings=4096)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "m")
     lengths = []

@@ -10,7 +10,7 @@ from difftransformer_lab.studies import Job, start_run, train_run
 from difftransformer_lab.studies.jobs import run_jobs
 from difftransformer_lab.studies.launcher import submitting
 
-pytestmark = pytest.mark.tools
+pytestmark = [pytest.mark.slow, pytest.mark.tools]
 pytest.importorskip("submitit")
 
 

@@ -213,6 +213,8 @@ def _damaged_file(folder: Path) -> Path | None:
                 TokenizerFile.from_file(str(path))
             elif path.name in TOKENIZER_SETTINGS:
                 parse_json(path.read_bytes())
-        except Exception:  # tokenizers raises bare Exception
+        except (
+            Exception
+        ):  # of any class: tokenizers raises Exception itself. The tokenizer was refused already, this names the file
             return path
     return None

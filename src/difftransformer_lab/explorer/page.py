@@ -141,11 +141,11 @@ def _short(lam: Any) -> list[list[float]] | None:
 
 def _filled(blocks: list[str]) -> str:
     """Return the page with style, script and models in their places."""
-    page, style, script = (
-        Path(__file__).with_name(name).read_text(encoding="utf-8") for name in ("page.html", "style.css", "explorer.js")
-    )
+    here = Path(__file__).parent
+    files = ("page.html", "../plots/theme.css", "style.css", "explorer.js")
+    page, theme, style, script = ((here / name).read_text(encoding="utf-8") for name in files)
     models = "\n".join(f'<script type="text/plain" class="packed">{block}</script>' for block in blocks)
-    for place, content in (("/* style */", style), ("<!-- models -->", models), ("/* script */", script)):
+    for place, content in (("/* style */", theme + style), ("<!-- models -->", models), ("/* script */", script)):
         page = page.replace(place, content, 1)
     return page
 

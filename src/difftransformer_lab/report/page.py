@@ -17,6 +17,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from difftransformer.errors import DiffTransformerError
 from difftransformer.files import write_text_atomically
 
+from .. import plots
 from ..plots.curves import labels
 from ..plots.seeds import Pooled
 from ..plots.style import Drawing, colours_of_pages, inline_svg
@@ -156,7 +157,7 @@ def write_page(
     if page.lead.drawing:
         drawings[LEAD] = page.lead.drawing
     environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
+        loader=FileSystemLoader([Path(__file__).parent, Path(plots.__file__).parent]),
         autoescape=True,
         finalize=lambda value: printable(value) if isinstance(value, str) else value,
         undefined=StrictUndefined,
