@@ -99,9 +99,9 @@ class Tiling:
         # A row's own kv_lengths may be smaller than the span's, and its window then lies further left.
         self.knows_windows = is_host or restrictions.kv_lengths is None
         rows = BLOCK_ROWS if self.keys <= LONG_KEYS else BLOCK_ROWS_LONG
-        self.block = max(MIN_BLOCK_POSITIONS, rows // self.per_group)
+        self.block = max(MIN_BLOCK_POSITIONS, rows // max(1, self.per_group))
         self.tile_elements = CPU_TILE_ELEMENTS if is_host else TILE_ELEMENTS
-        self.tiles = [tile for span in self._spans() for tile in self._cut(span)]
+        self.tiles = [tile for span in self._spans() for tile in self._cut(span)] if self.heads else []
         self._corners: dict[tuple[int, int, int, bool], Tensor] = {}
 
     def _spans(self) -> Iterator[Span]:

@@ -64,7 +64,7 @@ def run(call: Call) -> Tensor:
         enable_gqa=heads != groups,
     )[..., :value_width]
     if lam is not None:
-        out_1_BHTE, out_2_BHTE = out_BHTE.split(heads, 1)
+        out_1_BHTE, out_2_BHTE = out_BHTE.chunk(2, 1)
         # lam stays fp32: the product and the difference are formed there and rounded once.
         out_BHTE = (out_1_BHTE - lam.unsqueeze(-1) * out_2_BHTE).to(value.dtype)
     return out_BHTE if empty_BHT1 is None else out_BHTE.masked_fill(empty_BHT1, 0.0)
