@@ -5,7 +5,7 @@ import shutil
 import fsspec
 import pytest
 
-from difftransformer.errors import ConfigError
+from difftransformer.errors import CheckpointError, ConfigError
 from difftransformer.train import Interrupted, checkpoints
 from difftransformer.train.config import CheckpointConfig
 from tests.train.test_resume import stop_after
@@ -62,5 +62,9 @@ def test_a_store_that_fails_is_a_warning(tmp_path, train_toy, monkeypatch):
     ):
         train_toy(tmp_path, steps=1, checkpoint=CheckpointConfig(mirror="memory://b/r"))
     assert checkpoints(tmp_path)
+    monkeypatch.setattr(fs, "glob", lambda *given, **options: (_ for _ in ()).throw(KeyError("no\nkeys")))  # as of boto
+    with pytest.raises(CheckpointError, match=r"memory://b/r: cannot be read \(.*no.*keys.*\); check the store") as met:
+        train_toy(tmp_path / "third", steps=1, checkpoint=CheckpointConfig(mirror="memory://b/r"))
+    assert "\n" not in str(met.value)
     with pytest.raises(ConfigError, match="mirror: nosuch://b/r cannot be opened"):
         train_toy(tmp_path / "other", steps=1, checkpoint=CheckpointConfig(mirror="nosuch://b/r"))

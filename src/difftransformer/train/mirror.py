@@ -11,6 +11,7 @@ from typing import Any
 import fsspec
 
 from ..errors import CheckpointError, ConfigError
+from ..model.transformers_errors import on_one_line
 from .checkpoint import STATE_FILE, checkpoints, folder_of_step, step_of
 from .metrics import METRICS_FILE
 from .trainer import Callback, Trainer
@@ -53,8 +54,10 @@ def fetch(url: str, run: Path) -> Path | None:
             fs.get_file(file, str(temporary / PurePosixPath(file).name))
         if fs.exists(f"{root}/{METRICS_FILE}"):
             fs.get_file(f"{root}/{METRICS_FILE}", str(run / METRICS_FILE))
-    except OSError as error:
-        raise CheckpointError(f"{url}: cannot be read ({error}); see to the store, or train without it") from None
+    except Exception as error:  # each store has classes of its own
+        raise CheckpointError(
+            f"{url}: cannot be read ({on_one_line(error)}); check the store and its keys, or train without a mirror"
+        ) from error
     temporary.rename(final)
     return final
 
@@ -78,7 +81,9 @@ class Mirror(Callback):
         try:
             self._copy(trainer.folder, folder_of_step(trainer.folder, trainer.step))
         except Exception as error:  # each store has classes of its own
-            warnings.warn(f"{self._url}: the checkpoint was not copied ({error}); training goes on", stacklevel=2)
+            warnings.warn(
+                f"{self._url}: the checkpoint was not copied ({on_one_line(error)}); training goes on", stacklevel=2
+            )
 
     def _copy(self, run: Path, checkpoint: Path) -> None:
         fs, root = open_store(self._url)
