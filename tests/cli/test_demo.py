@@ -67,7 +67,12 @@ def test_a_field_of_the_recipe_as_a_flag(words, advice, capfd):
     ("verb", "values", "command"),
     [
         ("train", {"recipe": "demo", "out": None, "dry_run": False}, "eval runs/demo"),
-        ("train", {"recipe": "a.yaml", "out": None, "dry_run": True}, "train a.yaml"),
+        ("train", {"recipe": "demo", "out": None, "dry_run": True, "set": None}, "train demo"),
+        (
+            "train",
+            {"recipe": "demo", "out": None, "dry_run": True, "set": ["training.steps=5"]},
+            "train demo --set training.steps=5",
+        ),
         ("compare", {"recipe": "demo", "out": None, "seeds": None}, "compare demo --seeds 5"),
         ("compare", {"recipe": "demo", "out": "my folder", "seeds": 4}, "compare demo --seeds 6 --out 'my folder'"),
         ("export", {"model": "runs/demo", "out": "made"}, "check causality made"),

@@ -35,7 +35,8 @@ def _words(verb: str, values: Mapping[str, Any]) -> list[str]:
         case "train" if values["dry_run"]:
             from ..studies import load_recipe
 
-            return [] if load_recipe(recipe, values["set"]).missing() else ["train", recipe]
+            changes = [word for change in values["set"] or () for word in ("--set", change)]
+            return [] if load_recipe(recipe, values["set"]).missing() else ["train", recipe, *changes]
         case "train":
             return ["eval", out or f"runs/{read_recipe(recipe)['name']}"]
         case "tokenize":
