@@ -392,6 +392,24 @@ def test_a_plan_says_which_runs_are_made(design, document, plan):
     assert {runs[key].recipe.training.optimizer.learning_rate for key in best} == {1e-2}
 
 
+def test_a_question_does_not_wait_for_the_rates_of_another(design, document, plan, trained, tmp_path):
+    document["arms"] = {"dex": {"label": "DEX", "set": {"model.attention_type": "dex"}}} | document["arms"]
+    document["presets"]["laptop"]["tuning"] = {"learning_rates": [5.0e-3], "seeds": 1, "per": ["needles"]}
+    document["axes"]["needles"]["values"].pop("two")
+    terms = [{"arms": [arm], "weight": sign, "at": {"needles": "own best"}} for arm, sign in (("dex", 1), ("twin", -1))]
+    plan(planned(seeds=1), planned(name="dex", terms=terms, seeds=1))
+    index = Study(design(), tmp_path / "results").train(tmp_path / "out", at_once=1)
+    assert [(title.split(",")[0], "learning rate" in title) for title in trained] == [
+        ("DIFF", True),
+        ("Transformer", True),
+        ("DIFF", False),
+        ("Transformer", False),
+        ("DEX", True),
+        ("DEX", False),
+    ]
+    assert index.planned == len(index.members) == 6
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

@@ -301,6 +301,22 @@ class Design:
             for arm in self.arms
         ]
 
+    def arms_in_turn(self) -> list[list[str]]:
+        """Return the arms in the order in which they are tuned: those of the first contrast, what the next adds, and so on.
+
+        So the first question is decided before the rates of another's arms are tried. Without a plan all arms are one group.
+        """
+        contrasts = (
+            [contrast for question in self.plan.questions for contrast in question.contrasts] if self.plan else []
+        )
+        groups = [[arm for term in contrast.terms for arm in term.arms] for contrast in contrasts]
+        left = list(self.arms)
+        turns = []
+        for group in (*groups, self.arms):
+            turns.append([arm for arm in left if arm in group])
+            left = [arm for arm in left if arm not in group]
+        return [turn for turn in turns if turn]
+
     @property
     def tuned_points(self) -> list[dict[str, str]]:
         """The points at which learning rates are chosen: not those whose axes set one."""

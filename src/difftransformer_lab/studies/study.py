@@ -234,15 +234,15 @@ class Study:
             DiffTransformerError: a run failed, or a task is impossible; its message.
             Interrupted: a signal; every run has saved a checkpoint.
         """
-        for runs in (self.design.reported(self.rates()), self.design.tuning):  # what needs no tuning decides soonest
-            self._train(runs, folder, at_once, device)
-        rates = self.rates()
-        for one in rates:
+        design = self.design
+        for arms in ([], *design.arms_in_turn()):  # what needs no tuning decides soonest
+            self._train([run for run in design.tuning if run.arm in arms], folder, at_once, device)
+            self._train(design.reported(self.rates()), folder, at_once, device)
+        for one in self.rates():
             if one.is_at_edge:
                 where = f" at {place(one.point)}" if one.point else ""
                 text = "%s%s: the best learning rate, %g, is at the edge of those tried"
                 logger.info(text, one.arm, where, one.learning_rate)
-        self._train(self.design.reported(rates), folder, at_once, device)
         return self.write_index()
 
     def _train(self, runs: Sequence[PlannedRun], folder: Path, at_once: int, device: str) -> None:
