@@ -1,29 +1,34 @@
-"""Caches and generation: every way to reach a token gives the same token."""
+"""Caches and generation: every attention type, every mode of `generate` and every way to a token give the same token."""
+
+import string
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.decoders import Fuse
+from tokenizers.models import BPE
+from transformers import CompileConfig, PreTrainedTokenizerFast, QuantizedCache
+from transformers.generation.streamers import BaseStreamer
 
+from difftransformer.attention import VARIANTS, base, head_norm
+from difftransformer.ops import attention
 from tests.support import independent_model
 from tests.support.generation import WAYS, cache_of, greedy, tiny
 from tests.support.independent_model import causal
 from tests.support.oracle import relative_error
-from tests.support.tiny_models import shape_of, tokens
+from tests.support.tiny_models import VOCABULARY, shape_of, tokens
 
 IMPLEMENTATIONS = ("difftransformer", "eager", "sdpa")
 TYPES = ("diff", "diff_v2", "grouped_diff", "softmax")
 FIELDS = {
-    "diff": {},
-    "diff, grouped, own value": {
-        "num_differential_heads": 4,
-        "num_differential_key_value_heads": 2,
-        "value_head_dim": 6,
-    },
-    "diff_v2": {"attention_type": "diff_v2", "num_key_value_heads": 2},
-    "grouped_diff": {"attention_type": "grouped_diff"},
-    "grouped_diff, one key": {"attention_type": "grouped_diff", "num_key_value_heads": 2},
-    "softmax": {"attention_type": "softmax", "num_key_value_heads": 2},
+    f"{kind}, {groups} groups": {"attention_type": kind, "num_key_value_heads": groups}
+    for kind in VARIANTS
+    for groups in (4, 2)
 }
+OWN_VALUE = {"num_differential_heads": 4, "num_differential_key_value_heads": 2, "value_head_dim": 6}
+models = pytest.mark.parametrize("fields", [pytest.param(fields, id=name) for name, fields in FIELDS.items()])
 TOLERANCE = 1e-5
+NEW = 8
 
 
 def expected_logits(model, ids, **kwargs):
@@ -33,50 +38,41 @@ def expected_logits(model, ids, **kwargs):
 
 def independent_greedy(model, row, new, window=None):
     """Greedy tokens of the independent model, which has no cache."""
-    row = row.clone()
-    for _ in range(new):
-        last = independent_model.run(model.state_dict(), shape_of(model.config), row, allowed=causal(len(row), window))[
-            0
-        ][-1]
+    for end in range(len(row), len(row) + new):
+        last = expected_logits(model, row[None], allowed=causal(end, window))[0, -1]
         row = torch.cat((row, last.argmax()[None]))
     return row[-new:]
 
 
+def padded(model, new=NEW, window=None):
+    """Three rows of 9, 5 and 1 tokens, padded on the left; their mask; the greedy tokens of each alone, by the equations."""
+    ids, mask = tokens(3, 9), torch.ones(3, 9, dtype=torch.long)
+    mask[1, :4] = 0
+    mask[2, :8] = 0
+    alone = [independent_greedy(model, row[kept], new, window) for row, kept in zip(ids, mask.bool(), strict=True)]
+    expected = torch.stack(alone)
+    assert expected.unique().numel() > 3
+    return ids, mask, expected
+
+
 class TestGreedy:
-    @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-    @pytest.mark.parametrize("name", FIELDS)
-    def test_with_and_without_caches(self, name, implementation):
-        model = tiny(implementation=implementation, **FIELDS[name])
-        ids = tokens(2, 7)
-        mask = torch.ones_like(ids)
-        expected = torch.stack([independent_greedy(model, row, 8) for row in ids])
-        assert expected.unique().numel() > 3
+    @pytest.mark.parametrize("window", [None, 1, 4])
+    @pytest.mark.parametrize("fields", [*FIELDS.values(), OWN_VALUE], ids=[*FIELDS, "own value"])
+    def test_padded_batches(self, fields, window):
+        """The longest prompt is longer than the window, the shortest shorter, and what follows is longer than both."""
+        model = tiny(**fields, sliding_window=window)
+        ids, mask, expected = padded(model, window=window)
         for way in WAYS.values():
             assert torch.equal(greedy(model, ids, attention_mask=mask, **way), expected)
 
     @pytest.mark.parametrize("kind", TYPES)
-    @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+    @pytest.mark.parametrize("implementation", [*IMPLEMENTATIONS, "flex_attention"])
     @pytest.mark.parametrize("switched", [False, True])
-    def test_left_padded_batch_is_each_row_alone(self, kind, implementation, switched):
+    def test_implementations(self, kind, implementation, switched):
+        model = tiny(attention_type=kind, implementation=None if switched else implementation)
         if switched:
-            model = tiny(attention_type=kind)
             model.set_attn_implementation(implementation)
-        else:
-            model = tiny(attention_type=kind, implementation=implementation)
-        ids, mask = tokens(3, 9), torch.ones(3, 9, dtype=torch.long)
-        mask[1, :4] = 0
-        mask[2, :8] = 0
-        rows = [ids[row][mask[row].bool()] for row in range(3)]
-        expected = torch.stack([independent_greedy(model, row, 8) for row in rows])
-        for way in WAYS.values():
-            assert torch.equal(greedy(model, ids, attention_mask=mask, **way), expected)
-
-    def test_flex_attention(self):
-        model = tiny(implementation="flex_attention")
-        ids, mask = tokens(2, 7), torch.ones(2, 7, dtype=torch.long)
-        mask[1, :3] = 0
-        rows = [ids[row][mask[row].bool()] for row in range(2)]
-        expected = torch.stack([independent_greedy(model, row, 4) for row in rows])
+        ids, mask, expected = padded(model, 4)
         for way in WAYS.values():
             assert torch.equal(greedy(model, ids, 4, attention_mask=mask, **way), expected)
 
@@ -89,26 +85,6 @@ class TestGreedy:
         rows = [ids[row][mask[row].bool()] for row in range(2)]
         expected = torch.stack([independent_greedy(model, row, 8) for row in rows])
         assert torch.equal(greedy(model, ids, attention_mask=mask, **WAYS[way]), expected)
-
-    @pytest.mark.parametrize("kind", TYPES)
-    @pytest.mark.parametrize("padded", [0, 3])
-    @pytest.mark.parametrize("window", [2, 5, 12])
-    def test_sliding_window(self, kind, padded, window):
-        """The prompt is shorter and longer than the window, and generation crosses it."""
-        model = tiny(attention_type=kind, sliding_window=window)
-        ids, mask = tokens(2, 9), torch.ones(2, 9, dtype=torch.long)
-        mask[1, :padded] = 0
-        rows = [ids[row][mask[row].bool()] for row in range(2)]
-        expected = torch.stack([independent_greedy(model, row, 8, window) for row in rows])
-        for way in WAYS.values():
-            assert torch.equal(greedy(model, ids, attention_mask=mask, **way), expected)
-
-    def test_a_window_of_one(self):
-        model = tiny(sliding_window=1)
-        ids = tokens(1, 5)
-        expected = independent_greedy(model, ids[0], 6, 1)[None]
-        for way in WAYS.values():
-            assert torch.equal(greedy(model, ids, 6, attention_mask=torch.ones_like(ids), **way), expected)
 
     def test_beyond_the_chunked_backends_block(self):
         model = tiny()
@@ -130,60 +106,85 @@ class TestGreedy:
         )
         assert torch.equal(out[0], independent_greedy(model, ids[0], 5))
 
-    def test_chunked_prefill_of_generate(self):
-        model = tiny()
-        ids, mask = tokens(2, 9), torch.ones(2, 9, dtype=torch.long)
-        mask[1, :4] = 0
-        expected = greedy(model, ids, attention_mask=mask, use_cache=False)
-        assert torch.equal(greedy(model, ids, attention_mask=mask, prefill_chunk_size=4), expected)
+    @models
+    @pytest.mark.parametrize("window", [None, 4])
+    @pytest.mark.parametrize("way", ["dynamic", "static"])
+    def test_chunked_prefill(self, fields, window, way):
+        model = tiny(**fields, sliding_window=window)
+        ids, mask, expected = padded(model, window=window)
+        out = greedy(model, ids, NEW, attention_mask=mask, prefill_chunk_size=4, **WAYS[way])
+        assert torch.equal(out, expected)
+
+    @models
+    def test_a_dialogue_goes_on_from_its_cache(self, fields):
+        """The second call gets the first one's cache and the longer row."""
+        model = tiny(**fields)
+        ids = tokens(1, 6)
+        arguments = {"do_sample": False, "return_dict_in_generate": True}
+        first = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, **arguments)
+        longer = torch.cat((first.sequences, tokens(1, 3, seed=5)), 1)
+        mask = torch.ones_like(longer)
+        out = greedy(model, longer, 5, attention_mask=mask, past_key_values=first.past_key_values)
+        assert torch.equal(out, greedy(model, longer, 5, attention_mask=mask, use_cache=False))
 
 
 class TestSearch:
-    @pytest.mark.parametrize("kind", TYPES)
-    def test_beams(self, kind):
-        """The best beam is at least as likely as the greedy row (no law: beams can lose it), and caches change nothing."""
-        model = tiny(seed=1, attention_type=kind)
-        ids, mask = tokens(2, 7), torch.ones(2, 7, dtype=torch.long)
-        mask[1, :3] = 0
+    @models
+    @pytest.mark.parametrize("window", [None, 4])
+    def test_beams(self, fields, window):
+        model = tiny(**fields, sliding_window=window)
+        ids, mask, _ = padded(model)
 
-        def search(**way):
-            return model.generate(ids, attention_mask=mask, num_beams=3, max_new_tokens=6, do_sample=False, **way)
+        def beams(rows, kept, **way):
+            arguments = {"num_beams": 3, "max_new_tokens": 6, "do_sample": False, "num_return_sequences": 2}
+            out = model.generate(rows, attention_mask=kept, **arguments, **way)
+            return out[:, rows.shape[1] :]
 
-        beams = search()
-        assert torch.equal(beams, search(use_cache=False))
-        for row in range(2):
-            prompt = ids[row][mask[row].bool()]
+        alone = [
+            beams(row[kept][None], torch.ones(1, int(kept.sum())), use_cache=False)
+            for row, kept in zip(ids, mask.bool(), strict=True)
+        ]
+        for way in WAYS.values():
+            assert torch.equal(beams(ids, mask, **way), torch.cat(alone))
 
-            def score(new, prompt=prompt):
-                logits = independent_model.run(model.state_dict(), shape_of(model.config), torch.cat((prompt, new)))[0]
-                nats = torch.log_softmax(logits[len(prompt) - 1 : -1], -1)
-                return nats[torch.arange(len(new)), new].sum().item()
-
-            assert score(beams[row, 7:]) >= score(independent_greedy(model, prompt, 6)) - 1e-6
-
-    def test_sampling_follows_the_seed(self):
-        model = tiny()
-        ids = tokens(1, 5)
-        arguments = {
-            "attention_mask": torch.ones_like(ids),
-            "max_new_tokens": 12,
-            "do_sample": True,
-            "temperature": 3.0,
-        }
+    @models
+    def test_sampling_does_not_depend_on_the_cache(self, fields):
+        model = tiny(**fields)
+        ids, mask, likeliest = padded(model)
         draws = []
-        for seed in (0, 0, 1):
-            torch.manual_seed(seed)
-            draws.append(model.generate(ids, **arguments))
-        assert torch.equal(draws[0], draws[1])
-        assert not torch.equal(draws[0], draws[2])
+        for way in WAYS.values():
+            torch.manual_seed(3)
+            arguments = {"do_sample": True, "temperature": 2.0, "top_p": 0.9, "max_new_tokens": NEW}
+            draws.append(model.generate(ids, attention_mask=mask, **arguments, **way)[:, ids.shape[1] :])
+        assert all(torch.equal(draw, draws[0]) for draw in draws)
+        assert not torch.equal(draws[0], likeliest)
 
-    def test_assisted_by_a_twin(self):
-        """Speculative decoding rolls the cache back."""
-        model, helper = tiny(), tiny(seed=3, attention_type="softmax")
-        ids = tokens(1, 6)
+    @models
+    @pytest.mark.parametrize("window", [None, 4])
+    @pytest.mark.parametrize("helper", ["model", "prompt"])
+    def test_assisted(self, fields, window, helper):
+        """By a small model of its own kind, or by n-grams of the prompt; refused tokens are taken out of the cache again."""
+        model = tiny(**fields, sliding_window=window)
+        ids = tokens(1, 4).repeat(1, 3)
         mask = torch.ones_like(ids)
-        out = model.generate(ids, attention_mask=mask, assistant_model=helper, max_new_tokens=8, do_sample=False)
-        assert torch.equal(out[0, 6:], independent_greedy(model, ids[0], 8))
+        assistant = tiny(**fields, seed=3, num_hidden_layers=1)
+        how = {"assistant_model": assistant} if helper == "model" else {"prompt_lookup_num_tokens": 3}
+        expected = greedy(model, ids, attention_mask=mask, use_cache=False)
+        assert torch.equal(greedy(model, ids, attention_mask=mask, **how), expected)
+
+    @models
+    def test_assisted_by_its_own_first_layer(self, fields):
+        """Drafts leave out the last layer: it runs less often than the first, and tokens are the same."""
+        model = tiny(**fields)
+        ids = tokens(1, 4).repeat(1, 3)
+        mask, runs = torch.ones_like(ids), []
+        for layer in (model.model.layers[0], model.model.layers[-1]):
+            layer.register_forward_hook(lambda layer, *_: runs.append(layer))
+        expected = greedy(model, ids, attention_mask=mask)
+        runs.clear()
+        assert torch.equal(greedy(model, ids, attention_mask=mask, assistant_early_exit=1), expected)
+        assert 0 < runs.count(model.model.layers[-1]) < runs.count(model.model.layers[0])
+        assert model.config.num_hidden_layers == len(model.model.layers)
 
 
 class TestCaches:
@@ -279,3 +280,122 @@ class TestCaches:
         layout, layer = model.config.head_layout(), cache.layers[0]
         assert layer.keys.shape == (2, layout.cache_heads, 9, layout.key_width)
         assert layer.values.shape == (2, layout.cache_heads, 9, layout.value_width)
+
+
+class TestOtherCaches:
+    @pytest.mark.parametrize("kind", VARIANTS)
+    def test_an_offloaded_cache_needs_a_gpu(self, kind):
+        model = tiny(attention_type=kind)
+        ids = tokens(1, 5)
+        if not torch.cuda.is_available():
+            with pytest.raises((RuntimeError, AssertionError, ValueError)):
+                greedy(model, ids, 2, attention_mask=torch.ones_like(ids), cache_implementation="offloaded")
+
+    def test_a_quantized_cache_needs_its_package(self):
+        model = tiny()
+        with pytest.raises(ImportError, match="quanto"):
+            QuantizedCache("quanto", model.config)
+
+
+class TestStopping:
+    @pytest.mark.parametrize("kind", VARIANTS)
+    def test_stop_strings(self, kind):
+        """The row ends with the string's last token; a token is a letter or a digit."""
+        letters = (string.ascii_letters + string.digits)[:VOCABULARY]
+        characters = Tokenizer(BPE({letter: place for place, letter in enumerate(letters)}, []))
+        characters.decoder = Fuse()
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=characters)
+        model = tiny(attention_type=kind)
+        ids = tokens(1, 5)
+        arguments = {"attention_mask": torch.ones_like(ids), "use_cache": True}
+        whole = greedy(model, ids, **arguments)[0]
+        stop = letters[whole[2]] + letters[whole[3]]
+        out = greedy(model, ids, stop_strings=[stop], tokenizer=tokenizer, **arguments)[0]
+        end = next(at for at in range(1, NEW) if torch.equal(whole[at - 1 : at + 1], whole[2:4])) + 1
+        assert torch.equal(out, whole[:end])
+
+    @pytest.mark.parametrize("kind", VARIANTS)
+    def test_streamer_gets_what_is_returned(self, kind):
+        class Kept(BaseStreamer):
+            def __init__(self):
+                self.ids, self.ended = [], False
+
+            def put(self, value):
+                self.ids += value.flatten().tolist()
+
+            def end(self):
+                self.ended = True
+
+        model, kept = tiny(attention_type=kind), Kept()
+        ids = tokens(1, 5)
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False, streamer=kept)
+        assert kept.ids == out[0].tolist()
+        assert kept.ended
+
+    @pytest.mark.parametrize("kind", VARIANTS)
+    def test_end_of_text_stops_a_row_alone(self, kind):
+        model = tiny(attention_type=kind)
+        ids, mask, expected = padded(model)
+        last = expected[0, 3].item()
+        for way in WAYS.values():
+            out = greedy(model, ids, NEW, attention_mask=mask, eos_token_id=last, **way)
+            for row, whole in zip(out, expected, strict=True):
+                end = whole.tolist().index(last) + 1 if last in whole else NEW
+                assert torch.equal(row[:end], whole[:end])
+                assert not row[end:].any()  # padding
+
+
+@torch.no_grad()
+def decoded(model, cache, steps, call):
+    """Logits of several single tokens behind a prompt of five."""
+    ids = tokens(1, 5 + steps)
+    model(ids[:, :5], past_key_values=cache)
+    parts = [call(ids[:, at : at + 1], past_key_values=cache).logits for at in range(5, 5 + steps)]
+    return torch.cat(parts, 1), model(ids, use_cache=False).logits[:, 5:]
+
+
+class TestADecodeStep:
+    @models
+    @pytest.mark.parametrize("cache_kind", ["dynamic", "static"])
+    def test_reads_the_cache_itself_once_a_layer(self, fields, cache_kind, monkeypatch):
+        """One call of the op for each layer, with the cache's own tensors: no copy, and no key or value for every head."""
+        calls = []
+        op = attention.attend
+        for module in (base, head_norm):
+            monkeypatch.setattr(module, "attend", lambda *args, **options: calls.append(args) or op(*args, **options))
+        model = tiny(**fields)
+        cache = cache_of(cache_kind, model, 12)
+        with torch.no_grad():
+            model(tokens(1, 5), past_key_values=cache)
+            calls.clear()
+            model(tokens(1, 1), past_key_values=cache)
+        assert len(calls) == model.config.num_hidden_layers
+        layout = model.config.head_layout()
+        if layout.cache_heads != layout.num_key_value_heads:
+            pytest.skip("more key/value heads than noise heads: the layer copies them, as its docstring says")
+        for (_, key, value, *_rest), layer in zip(calls, cache.layers, strict=True):
+            for read, cached in ((key, layer.keys), (value, layer.values)):
+                assert read.data_ptr() == cached.data_ptr()
+                assert (read.shape, read.stride()) == (cached.shape, cached.stride())
+            assert key.shape[1] == layout.num_key_value_heads
+
+    @pytest.mark.slow
+    @models
+    def test_compiled_as_one_graph(self, fields):
+        model = tiny(**fields)
+        torch._dynamo.reset()
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        out, expected = decoded(model, cache_of("static", model, 12), 3, compiled)
+        assert relative_error(out, expected) < 1e-5
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("kind", VARIANTS)
+    def test_generate_compiled(self, kind):
+        """`generate` compiles the step of a static cache where it is told to, the CPU included."""
+        model = tiny(attention_type=kind)
+        ids, mask, expected = padded(model)
+        torch._dynamo.reset()
+        options = CompileConfig(fullgraph=True, backend="aot_eager")
+        options._compile_all_devices = True
+        out = greedy(model, ids, NEW, attention_mask=mask, cache_implementation="static", compile_config=options)
+        assert torch.equal(out, expected)
