@@ -39,12 +39,18 @@ DTYPES = (torch.float32, *LOW)
 FORMS = pytest.mark.parametrize("form", ["both_maps", "split", "atomic"])  # a forward without gradients, two backwards
 
 
-@pytest.fixture(
-    params=[
-        pytest.param("cuda", marks=pytest.mark.gpu),
-        pytest.param("cpu", marks=[needs_interpreter, pytest.mark.slow]),
-    ]
-)
+MARKS = {"cuda": [pytest.mark.gpu], "cpu": [needs_interpreter, pytest.mark.slow]}
+
+
+def on_both(names, interpreted, dtypes=DTYPES):
+    """Cases by name and dtype: all of them on a GPU, those named in the interpreter, which rounds to bf16 towards zero."""
+    rows = [("cuda", name, dtype) for name in names for dtype in dtypes]
+    rows += [("cpu", name, dtype) for name in interpreted for dtype in dtypes if dtype != torch.bfloat16]
+    params = [pytest.param(*row, marks=MARKS[row[0]]) for row in rows]
+    return pytest.mark.parametrize(("device", "name", "dtype"), params, indirect=["device"])
+
+
+@pytest.fixture(params=[pytest.param(name, marks=marks) for name, marks in MARKS.items()])
 def device(request):
     if request.param == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
@@ -149,33 +155,24 @@ def large(name, device):
 
 
 @FORMS
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", LARGE)
+@on_both(LARGE, ("causal", "documents", "softmax"))
 def test_large_calls(name, dtype, form, device, take):
-    """The interpreter rounds to bf16 towards zero."""
-    if device == "cpu" and (dtype == torch.bfloat16 or name not in ("causal", "documents", "softmax")):
-        return
     take(form)
     assert_as_good_there(large(name, device), device, dtype, gradients=form != "both_maps")
 
 
 @FORMS
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ["causal", "left padding", "D = 128"])
+@on_both(("causal", "left padding", "D = 128"), ("causal", "left padding"))
 def test_large_calls_with_the_norm(name, dtype, form, device, take):
-    if device == "cpu" and (dtype == torch.bfloat16 or name == "D = 128"):
-        return
     take(form)
     assert_as_good_there(large(name, device), device, dtype, norm=True, gradients=form != "both_maps")
 
 
 @pytest.mark.parametrize("norm", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("keys", [4096, 16384])
-def test_decoding(keys, dtype, norm, device):
-    """Partly filled caches and left padding; one and two positions."""
-    if device == "cpu":
-        keys //= 32
+@on_both((4096, 16384), (128, 512))
+def test_decoding(name, dtype, norm, device):
+    """Partly filled caches of so many keys, and left padding; one and two positions."""
+    keys = name
     for queries in (1, 2):
         ranges = {"kv_start": ints(0, 3, 5, 7), "kv_lengths": ints(keys, keys // 2 + 1, 9, 7)}
         case = Case("x", B=4, H=8, G=2, T=queries, S=keys, D=64, E=128, kwargs=CAUSAL | ranges)
@@ -192,8 +189,7 @@ def test_decoding(keys, dtype, norm, device):
             assert relative_error(out, exact) < (1e-4 if norm else 2e-5)
             continue
         by_eager = norm_by_hand(by_hand)(*inputs, weight) if norm else by_hand(*inputs)
-        if device != "cpu" or dtype != torch.bfloat16:
-            assert_as_good_as_eager({"out": out}, {"out": by_eager}, {"out": exact}, dtype)
+        assert_as_good_as_eager({"out": out}, {"out": by_eager}, {"out": exact}, dtype)
 
 
 @pytest.mark.gpu
@@ -218,25 +214,19 @@ def test_logits_around_ten_thousand(sign, form, gpu, take):
 
 
 @pytest.mark.parametrize("norm", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["causal", "one group", "partly filled"])
+@on_both(("causal", "one group", "partly filled"), ("causal",), [torch.float32, torch.bfloat16])
 @pytest.mark.usefixtures("deterministic")
 def test_the_same_bits_twice(name, dtype, norm, device):
     """In torch's deterministic mode."""
-    if device == "cpu" and name != "causal":
-        return
     case = moved(large(name, device), device)
     first = bits(case, dtype, norm)
     for _ in range(3 if device == "cuda" else 1):
         assert_same_bits(bits(case, dtype, norm), first)
 
 
-@pytest.mark.parametrize("name", ["causal", "D = 128"])
-def test_the_forward_has_no_race(name, device):
-    if device == "cpu" and name != "causal":
-        return
+@on_both(("causal", "D = 128"), ("causal",), [torch.float16])
+def test_the_forward_has_no_race(name, dtype, device):
     case = moved(large(name, device), device)
-    dtype = torch.float16
     query, key, value, lam, _ = case.inputs(dtype, requires_grad=False)
     for attend in (lambda: op(case, "triton")(query, key, value, lam),):
         first = attend()
@@ -261,17 +251,15 @@ def test_a_backward_that_adds_is_close_to_one_that_does_not(dtype, device, take)
 
 @FORMS
 @pytest.mark.parametrize("norm", [False, True])
-@pytest.mark.parametrize("name", ["left padding", "documents", "odd widths"])
-def test_no_uninitialised_memory(name, norm, form, device, take):
-    if device == "cpu" and name != "left padding":
-        return
+@on_both(("left padding", "documents", "odd widths"), ("left padding",), [torch.float16])
+def test_no_uninitialised_memory(name, dtype, norm, form, device, take):
     take(form)
     case = moved(large(name, device), device)
     with new_memory_is_nan():
-        found = bits(case, torch.float16, norm, gradients=form != "both_maps")
+        found = bits(case, dtype, norm, gradients=form != "both_maps")
         with torch.no_grad():
             one = op(dataclasses.replace(case, kwargs={}), "triton")(
-                *(x[:, :, :1] if i == 0 else x for i, x in enumerate(case.inputs(torch.float16)[:4]))
+                *(x[:, :, :1] if i == 0 else x for i, x in enumerate(case.inputs(dtype)[:4]))
             )
     assert all(x.isfinite().all() for x in (*found, one))
 
