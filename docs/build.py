@@ -8,12 +8,16 @@ items belong to the page above them. Every warning is an error.
 import ast
 import importlib
 import inspect
+import json
 import os
 import re
 import shutil
 import sys
 import tempfile
+import tomllib
 from pathlib import Path
+
+from difftransformer import __version__
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
@@ -23,6 +27,8 @@ PACKAGES = (*(f"difftransformer.{name}" for name in LIBRARY), *(f"difftransforme
 # Modules whose public names are documented on their package's page, and which the package itself does not import.
 MODULES = {"difftransformer.attention": {"encoder": ["DifferentialEncoderLayer"]}}
 OUTSIDE = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
+EXPLORER = "explorer.html"
+FRAME = f"""<iframe class="explorer" src="{EXPLORER}" title="Attention maps of every head of demo" loading="lazy"></iframe>"""
 ENTRY = re.compile(r"^( *)- \[([^\]]+)\]\(([^)#]+\.(?:md|ipynb))\)", re.MULTILINE)
 
 
@@ -84,6 +90,12 @@ def write_pages(folder: Path) -> None:
                 rf"\]\((\.\./)+{re.escape(name)}", f"]({'../' * len(page.relative_to(folder).parts[1:])}{own}", text
             )
         page.write_text(text, encoding="utf-8")
+    page = folder / "how-it-works.md"
+    page.write_text(page.read_text("utf-8").replace("<!-- explorer -->", FRAME), encoding="utf-8")
+    for page in (folder / "notebooks").glob("*.ipynb"):
+        notebook = json.loads(page.read_text("utf-8"))
+        notebook["cells"][0]["source"].append(colab_link(page.name))
+        page.write_text(json.dumps(notebook), encoding="utf-8")
     api = folder / "api.md"
     linked = re.sub(
         r"^\| `(difftransformer[\w.]+)`", r"| [`\1`](api/\1.rst)", api.read_text("utf-8"), flags=re.MULTILINE
@@ -92,6 +104,29 @@ def write_pages(folder: Path) -> None:
     for page, tree in navigation(folder).items():
         with (folder / page).open("a", encoding="utf-8") as file:
             file.write(tree)
+
+
+def colab_link(notebook: str, root: Path = ROOT) -> str:
+    """The link that opens a notebook in Colab; empty unless pyproject.toml names a repository on GitHub under its urls."""
+    repository = (
+        tomllib.loads((root / "pyproject.toml").read_text("utf-8"))["project"].get("urls", {}).get("Repository", "")
+    )
+    if not repository.startswith("https://github.com/"):
+        return ""
+    revision = "main" if ".dev" in __version__ else f"v{__version__}"
+    place = repository.removeprefix("https://github.com/").rstrip("/")
+    address = f"https://colab.research.google.com/github/{place}/blob/{revision}/docs/notebooks/{notebook}"
+    return f"\n\n[Open in Colab]({address})"
+
+
+def write_explorer(path: Path) -> None:
+    """Write the maps of the shipped model, which `how-it-works.md` shows in a frame."""
+    from difftransformer.hub import open_model, open_tokenizer, source_folder
+    from difftransformer.ops import use_backend
+    from difftransformer_lab.explorer import maps
+
+    with source_folder("demo") as folder, use_backend("reference"):
+        maps(open_model(folder), open_tokenizer(folder), names=("demo",)).save(path)
 
 
 def navigation(folder: Path) -> dict[str, str]:
@@ -128,7 +163,9 @@ def main() -> int:
         write_pages(pages)
         shutil.rmtree(target, ignore_errors=True)
         words = ["-b", "html", "-c", str(DOCS), "-d", str(Path(place) / "trees"), "-W", "--keep-going", "-q"]
-        return sphinx([*words, str(pages), str(target)])
+        status = sphinx([*words, str(pages), str(target)])
+        write_explorer(target / EXPLORER)
+        return status
 
 
 if __name__ == "__main__":

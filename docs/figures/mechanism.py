@@ -1,7 +1,7 @@
 """Draw the figures of docs/how-it-works.md: `python docs/figures/mechanism.py` writes them beside this script.
 
-The maps and lambda come from results files that `difftransformer eval maps` wrote. A test compares them with the committed
-figures.
+The maps are those of the shipped model `demo`, which `difftransformer maps demo` shows too. Lambda comes from a results file
+that `difftransformer eval maps` wrote. A test compares both with the committed figures and text.
 """
 
 import hashlib
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import matplotlib
 import numpy as np
+import torch
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
@@ -17,16 +18,23 @@ from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 from PIL import Image, PngImagePlugin
 
 from difftransformer.attention.differential import lambda_init
-from difftransformer_lab.plots.heat_map import heat_map, matrix
+from difftransformer.hub import open_model, open_tokenizer, source_folder
+from difftransformer.ops import use_backend
+from difftransformer.sources import shipped_models
+from difftransformer_lab.explorer import DEFAULT_PROMPT
+from difftransformer_lab.explorer.capture import LayerMaps, capture
+from difftransformer_lab.plots.heat_map import heat_map
 from difftransformer_lab.plots.style import COLOURS, INK, STYLE, line_style
 from difftransformer_lab.results import TaskResult, read_result
 
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER.parent / "results"
 WIDTH_INCHES = 9.0
-NAMES = {"A1": "A1", "A2": "A2", "A1 - lambda A2": "A1 − λ A2"}
+NAMES = ("A1", "A2", "A1 − λ A2")
 SIGNED = LinearSegmentedColormap.from_list("signed", ["#8a3b00", "#e98a3d", "#ffffff", "#4a94c8", "#08306b"])
-LAYER = 1
+LAYER, FINDS = 1, 1
+"""The layer that is drawn, and its head that finds the number."""
+LABELLED = 0.1
 FIRST, SECOND, BOTH = "#cfe3f1", "#f8dccb", "#eceff1"
 HALVES = [
     (4.2, "Q1 (width D)", FIRST),
@@ -37,48 +45,50 @@ HALVES = [
 PROJECTIONS = ((3.8, "query, W_Q\n(B, H, T, 2D)"), (2.4, "key, W_K\n(B, G, S, 2D)"), (1.1, "value, W_V\n(B, G, S, 2D)"))
 
 
-def maps_of(result: TaskResult, head: int) -> dict[str, np.ndarray]:
-    """The three maps of a head of the last layer, by name."""
-    return {
-        str(grid.at["map"]): matrix(grid.values)
-        for grid in result.grids
-        if grid.name == "map" and grid.at["layer"] == LAYER and grid.at["head"] == head
-    }
+def shipped_maps() -> tuple[list[str], list[LayerMaps]]:
+    """The tokens of the explorer's prompt, and the maps that the shipped model `demo` forms for it."""
+    with source_folder("demo") as folder, use_backend("reference"):
+        model, tokenizer = open_model(folder), open_tokenizer(folder)
+    ids = [tokenizer.bos_token_id, *tokenizer(DEFAULT_PROMPT).input_ids]
+    return [tokenizer.decode([one]) for one in ids], capture(model, torch.tensor([ids]))
 
 
-def words_of(result: TaskResult) -> list[str]:
-    """The tokens of the prompt, with signs for spaces and line ends."""
-    labels = next(grid.labels for grid in result.grids if grid.labels)
-    return [label.replace("\n", "↵").replace("<|endoftext|>", "start").strip(" ") or "␣" for label in labels]
+def maps_of(layer: LayerMaps, head: int) -> dict[str, np.ndarray]:
+    """The maps of a head, (T, T), and their difference, by name."""
+    first, second = (
+        np.stack([np.pad(row[head, which], (0, len(layer.rows) - row.shape[-1])) for row in layer.rows])
+        for which in (0, 1)
+    )
+    return dict(zip(NAMES, (first, second, first - float(layer.lam[head, 0]) * second), strict=True))
 
 
-def draw_maps(result: TaskResult) -> Figure:
-    """The maps of head 0, and below them what the last token of the prompt attends to in both heads."""
-    figure = Figure(figsize=(WIDTH_INCHES, 6.6), layout="constrained")
-    above, below = figure.subfigures(2, 1, height_ratios=(3.2, 3.4))
-    maps = maps_of(result, 0)
-    above.suptitle("Head 0: weights of every token (row) on every earlier token (column)", x=0.01, ha="left")
-    for ax, (name, title) in zip(above.subplots(1, 3), NAMES.items(), strict=True):
-        cells = maps[name]
-        image = heat_map(ax, np.sign(cells) * np.sqrt(np.abs(cells)), SIGNED, -1, 1)
+def draw_maps(words: list[str], layer: LayerMaps) -> Figure:
+    """The maps of the head that finds the number, and below them what its last token reads."""
+    figure = Figure(figsize=(WIDTH_INCHES, 5.4), layout="constrained")
+    above, below = figure.subfigures(2, 1, height_ratios=(3.4, 2.0))
+    above.suptitle(f"Head {FINDS}: weights of every token (row) on every earlier token (column)", x=0.01, ha="left")
+    for ax, (name, cells) in zip(above.subplots(1, 3), maps_of(layer, FINDS).items(), strict=True):
+        image = heat_map(ax, np.cbrt(cells), SIGNED, -1, 1)
         ax.set_aspect("equal")
-        ax.set_title(title)
+        ax.set_title(name)
         ax.set_xticks([])
         ax.set_yticks([])
     bar = above.colorbar(image, ax=above.axes, fraction=0.02, pad=0.01, label="weight")
-    ticks = (-1, -0.25, 0, 0.25, 1)
-    bar.set_ticks([np.sign(tick) * abs(tick) ** 0.5 for tick in ticks], labels=[f"{tick:g}" for tick in ticks])
-    below.suptitle("The last token, which must be followed by 6 3: its weights on the prompt", x=0.01, ha="left")
-    words = words_of(result)
-    for head, ax in enumerate(below.subplots(2, 1, sharex=True)):
-        rows = {name: cells[-1] for name, cells in maps_of(result, head).items()}
-        for place, (name, title) in enumerate(NAMES.items()):
-            ax.bar(np.arange(len(words)) + 0.27 * (place - 1), rows[name], 0.27, color=COLOURS[place], label=title)
-        ax.axhline(0, color=INK, linewidth=0.6)
-        ax.set_ylabel(f"head {head}")
-        ax.set_ylim(-1, 1.05)
-        ax.set_xlim(-0.8, len(words) - 0.2)
-        ax.set_xticks(range(len(words)), words, rotation=90, fontsize=6.5)
+    ticks = (-1, -0.1, 0, 0.1, 1)
+    bar.set_ticks(np.cbrt(ticks), labels=[f"{tick:g}" for tick in ticks])
+    below.suptitle("The same, for the last token alone, which 42 must follow", x=0.01, ha="left")
+    ax = below.subplots()
+    rows = {name: cells[-1] for name, cells in maps_of(layer, FINDS).items()}
+    for place, (name, row) in enumerate(rows.items()):
+        ax.bar(np.arange(len(words)) + 0.33 * (place - 1), row, 0.33, color=COLOURS[place], label=name)
+    for at in np.flatnonzero(np.max(np.abs([*rows.values()]), 0) > LABELLED):
+        ax.text(at, max(row[at] for row in rows.values()) + 0.04, words[at].strip() or "␣", ha="center", fontsize=12)
+    ax.axhline(0, color=INK, linewidth=0.6)
+    ax.set_ylabel("weight")
+    ax.set_ylim(-0.9, 1.2)
+    ax.set_xlim(-0.8, len(words) - 0.2)
+    ax.set_xticks([])
+    ax.set_xlabel(f"the {len(words)} tokens of the prompt, the last one at the right")
     below.legend(*ax.get_legend_handles_labels(), loc="outside upper right", ncols=3)
     return figure
 
@@ -141,21 +151,25 @@ def draw_layout() -> Figure:
     return figure
 
 
-def digest(path: Path) -> str:
-    """What a PNG says of the results file that it was drawn from."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+def source() -> str:
+    """What the picture of the maps says of the model and the prompt that it was drawn from."""
+    weights = (shipped_models()["demo"] / "model.safetensors").read_bytes()
+    return hashlib.sha256(weights + DEFAULT_PROMPT.encode()).hexdigest()
 
 
 def main() -> None:
-    maps, lambdas = (RESULTS / f"{name}.json" for name in ("maps", "lambda"))
+    words, layers = shipped_maps()
     with matplotlib.rc_context(STYLE | {"axes.grid": False, "font.size": 9.0}):
         buffer = io.BytesIO()
-        draw_maps(read_result(maps, TaskResult)).savefig(buffer, format="png", dpi=150)
+        draw_maps(words, layers[LAYER]).savefig(buffer, format="png", dpi=150)
         picture = Image.open(buffer).convert("RGB").quantize(200)
         notes = PngImagePlugin.PngInfo()
-        notes.add_text("Source", digest(maps))
+        notes.add_text("Source", source())
         picture.save(FOLDER / "maps.png", optimize=True, pnginfo=notes)
-        for name, figure in (("layout", draw_layout()), ("lambda", draw_lambda(read_result(lambdas, TaskResult)))):
+        for name, figure in (
+            ("layout", draw_layout()),
+            ("lambda", draw_lambda(read_result(RESULTS / "lambda.json", TaskResult))),
+        ):
             figure.savefig(
                 FOLDER / f"{name}.svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None}
             )

@@ -94,7 +94,7 @@ def test_the_demo_trains_a_pair_and_shows_it_beside_the_stored_result(tmp_path, 
     for words in ("DIFF (demo) answers: 42", "step 20: DIFF Transformer", "this run", "Next: "):
         assert words in said
     page = (tmp_path / "reports" / "demo" / "index.html").read_text()
-    assert 'href="maps.html"' in page
+    assert '<iframe src="maps.html"' in page
     assert said.count("and needle accuracy so far:") == 1
     loss = next(row for row in stored_demo().rows if row.figure.unit == "bits/byte").statistic.mean
     assert f"{loss:.3f}" in page

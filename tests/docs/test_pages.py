@@ -127,39 +127,32 @@ def test_the_table_of_costs_is_what_the_formulas_give():
         assert f"{found.kv_bytes_per_token:,}" == cached
 
 
-@pytest.fixture(scope="module")
-def script():
-    spec = importlib.util.spec_from_file_location("mechanism", DOCS / "figures" / "mechanism.py")
+def load(path):
+    spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-def test_the_picture_of_the_maps_is_drawn_from_its_result(script):
-    assert Image.open(DOCS / "figures" / "maps.png").text["Source"] == script.digest(DOCS / "results" / "maps.json")
+@pytest.fixture(scope="module")
+def script():
+    return load(DOCS / "figures" / "mechanism.py")
 
 
-def test_what_is_said_of_the_maps_is_in_the_result(script):
-    """Rows of both maps sum to 1, the third is their difference, and the figures in the text are those of the last row."""
-    result = read_result(DOCS / "results" / "maps.json", TaskResult)
-    (lambdas,) = [grid.values for grid in result.grids if grid.name == "lambda"]
-    lam, words = lambdas[script.LAYER][0], script.words_of(result)
-    text = (DOCS / "how-it-works.md").read_text(encoding="utf-8")
-    rows = {}
-    for head in (0, 1):
-        maps = script.maps_of(result, head)
-        first, second, difference = ([float(cell) for cell in maps[kind][-1]] for kind in script.NAMES)
-        assert abs(sum(first) - 1) < 1e-3
-        assert abs(sum(second) - 1) < 1e-3
-        assert max(abs(a - lam * b - c) for a, b, c in zip(first, second, difference, strict=True)) < 1e-3
-        rows[head] = first, second, difference
-    answer = words.index("6")
-    assert words[answer + 1] == "3"
-    assert "A1 gives most of its weight to the token 6, and A2 to the last token itself" in " ".join(text.split())
-    assert min(rows[0][0][answer], rows[0][1][-1]) > 0.5
-    assert rows[0][2][answer] == pytest.approx(rows[0][0][answer], abs=0.01)  # nothing is subtracted there
-    assert min(rows[1][0][-1], rows[1][1][-1]) > 0.95  # nearly all, and the difference leaves little
-    assert rows[1][2][-1] < 0.25
+def test_the_picture_of_the_maps_is_drawn_from_the_shipped_model(script):
+    assert Image.open(DOCS / "figures" / "maps.png").text["Source"] == script.source()
+
+
+def test_what_is_said_of_the_maps_is_in_the_model(script):
+    words, layers = script.shipped_maps()
+    first, second, difference = (cells[-1] for cells in script.maps_of(layers[script.LAYER], script.FINDS).values())
+    named = {words[at]: float(first[at]) for at in first.argsort()[::-1][:2]}
+    text = " ".join((DOCS / "how-it-works.md").read_text(encoding="utf-8").split())
+    said = re.search(r"([\d.]+) to the 4, and ([\d.]+) to the 6 of the other city", text)
+    assert [f"{named[digit]:.2f}" for digit in ("4", "6")] == [*said.groups()]
+    assert second[-1] > 0.99  # "all its weight"
+    assert difference[-1] < -0.5  # "subtracts the last token"
+    assert difference[first.argmax()] == pytest.approx(max(named.values()), abs=1e-3)  # "keeps both numbers"
 
 
 def test_the_figure_of_lambda_shows_its_result(script):
@@ -184,6 +177,19 @@ def test_notebooks_are_stored_without_outputs_and_parse(path):
         assert cell["outputs"] == []
         assert cell["execution_count"] is None
         ast.parse("".join(cell["source"]))
+
+
+def test_notebooks_open_in_colab_where_the_repository_is_public(tmp_path):
+    build, name = load(DOCS / "build.py"), "maps.ipynb"
+    (tmp_path / "pyproject.toml").write_text('[project.urls]\nRepository = "https://github.com/a/b/"')
+    path = rf"github/a/b/blob/(main|v{re.escape(difftransformer.__version__)})/docs/notebooks/{name}"
+    assert re.fullmatch(
+        rf"\s*\[Open in Colab\]\(https://colab\.research\.google\.com/{path}\)", build.colab_link(name, tmp_path)
+    )
+    (tmp_path / "pyproject.toml").write_text("[project]")
+    assert build.colab_link(name, tmp_path) == ""
+    for path in NOTEBOOKS:  # they install the package by its name
+        assert '"difftransformer[lab]"' in "".join(json.loads(path.read_text("utf-8"))["cells"][1]["source"])
 
 
 def test_there_are_three_notebooks():

@@ -80,7 +80,7 @@ def _ask(folder: Path) -> Path:
         for name, kind in zip(PAIR, ("DIFF", "its Transformer twin"), strict=True):
             with source_folder(name) as source:
                 pairs.append((open_model(source), open_tokenizer(source)))
-            show(f"  {kind} ({name}) answers:{_answer(*pairs[-1], DEFAULT_PROMPT)}")
+            show(f"  {kind} ({name}) answers: {_answer(*pairs[-1], DEFAULT_PROMPT)}")
         page = maps(*pairs[0], prompt=DEFAULT_PROMPT, beside=pairs[1], names=PAIR).save(folder / "maps.html")
     show("One question shows what retrieval is, and proves nothing: the table at the end has the shares of many.")
     show(f"\nAttention maps of both: {page}: open it in a browser\n")

@@ -220,11 +220,12 @@ class View {
     }));
   }
 
-  // The page opens with the head whose last token reads a far token most: a head that has found something.
+  // The page opens with the head whose last token reads a far token most: a head that has found something. Heads that
+  // subtract come first.
   opening() {
-    const last = this.model.size - 1;
+    const last = this.model.size - 1, subtracts = this.model.heads.filter(head => head.mean > 0);
     const found = head => Math.max(0, ...Array.from({length: Math.max(0, last - 4)}, (_, i) => left(head, last, i + 1)));
-    return this.model.heads.reduce((best, head) => found(head) > found(best) ? head : best);
+    return (subtracts.length ? subtracts : this.model.heads).reduce((best, head) => found(head) > found(best) ? head : best);
   }
 
   listen() {

@@ -41,7 +41,7 @@ The special magic Lisbon number is: 42
 Here we go. There and back again.
 The special magic Oslo number is: 63
 The grass is green. The sky is blue.
-The special magic Lisbon number is:"""
+The special magic Lisbon number is: """
 
 _STYLE = "width: 100%; height: 900px; border: 0"
 _FRAME = f'<iframe srcdoc="{{}}" title="Attention maps" sandbox="allow-scripts" style="{_STYLE}"></iframe>'

@@ -81,6 +81,7 @@ class Section:
         texts: Heading, paragraph and preformatted text.
         gaps: What could not be measured or drawn, and why.
         links: Addresses of other pages beside this one, by the text of a cell of the section's tables.
+        frame: Address of a page beside this one that is shown in a frame.
     """
 
     slug: str
@@ -92,6 +93,7 @@ class Section:
     texts: Sequence[tuple[str, str, str]] = ()
     gaps: Sequence[str] = ()
     links: Mapping[str, str] = field(default_factory=dict)
+    frame: str = ""
 
     def folded(self, most_rows: int) -> list[Table]:
         """Return the tables that the reader opens: the details, and those with more rows."""

@@ -54,7 +54,6 @@ def write_demo(run: Studied, stored: Studied, folder: Path, maps: Path, on_gap: 
         maps: The page of the shipped models' attention maps, in the same folder.
         on_gap: Called with each figure that the page lacks.
     """
-    pages = Table("maps", "Attention maps", (Group("page", numeric=False),), [[maps.name]])
     note = (
         "Layers and heads of the two models that come with the package, for one prompt: what A1 finds, what A2 takes away, "
         "and the difference for any \u03bb."
@@ -69,9 +68,7 @@ def write_demo(run: Studied, stored: Studied, folder: Path, maps: Path, on_gap: 
             ],
             tables=[beside_table(run, stored)],
         ),
-        Section(
-            slug="maps", title="Attention maps to explore", notes=[note], tables=[pages], links={maps.name: maps.name}
-        ),
+        Section(slug="maps", title="Attention maps to explore", notes=[note], frame=maps.name),
     ]
     page = study_page(run)
     return write_page(replace(page, sections=[*sections, *page.sections]), folder, on_gap=on_gap)
