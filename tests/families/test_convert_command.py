@@ -83,8 +83,9 @@ main(sys.argv[1:])
 """
 
 
-def test_what_a_killed_conversion_leaves_is_swept(ours, tmp_path):
-    words = ["convert", str(tmp_path / "ours"), str(tmp_path / "theirs"), "--to", "diffllama"]
+@pytest.mark.parametrize("command", ["convert", "export"])
+def test_what_a_killed_conversion_leaves_is_swept(ours, tmp_path, command):
+    words = [command, str(tmp_path / "ours"), str(tmp_path / "theirs"), "--to", "diffllama"]
     process = fresh.Fresh(KILLED, *words).finish()
     assert process.returncode == 9, process.stderr
     assert not (tmp_path / "theirs").exists()

@@ -2,7 +2,7 @@
 
 import copy
 import json
-import tempfile
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +22,6 @@ from ..families.checkpoint_io import (
     whole_or_not_at_all,
     write_weights,
 )
-from ..files import naming
 from ..model.card import CARD_FILE, HEADS, Training, is_ours, model_card, read_card, training_section
 from ..model.pretrained import DiffTransformerPreTrainedModel
 from ..model.transformers_errors import FOREIGN_FAULTS, on_one_line, quietly
@@ -126,9 +125,15 @@ def export_folder(
             if with_code:
                 write_code(out)
         else:
-            with tempfile.TemporaryDirectory(dir=target.parent) as between, naming(Path(between)):
-                _write(model, Path(between), folder, "auto")
-                notes = convert_folder(between, out, to=to, untie=untie).notes
+            # Inside `out`, so that it goes with it if the process is killed.
+            saved, converted = out / "saved", out / "converted"
+            saved.mkdir()
+            _write(model, saved, folder, "auto")
+            notes = convert_folder(saved, converted, to=to, untie=untie).notes
+            shutil.rmtree(saved)
+            for path in converted.iterdir():
+                path.rename(out / path.name)
+            converted.rmdir()
             if dtype != "auto":
                 _cast(out, dtype)
         found = read_card(folder)

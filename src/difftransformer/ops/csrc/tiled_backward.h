@@ -35,7 +35,8 @@ struct TiledBackward {
 
   // Statistics of a strip's rows, multiplied by the factors that the gradients need.
   struct Lanes {
-    alignas(64) float lse[2][kStrip], d[2][kStrip], factor[2][kStrip], lam[kStrip];
+    alignas(64) float lse[2][kStrip], d[2][kStrip], factor[2][kStrip],
+        share[2][kStrip];               // share: 1 and lam over the sum
     alignas(64) float sums[4][kStrip];  // rowsum(P_m), rowsum(P_m * dP)
   };
 
@@ -177,9 +178,8 @@ struct TiledBackward {
       const bool there = r < strip.count;
       for (int m = 0; m < maps; m++)
         lanes.lse[m][r] = there ? lse[p.lse_index(m, strip.batch, strip.head[r], strip.query[r])] : INFINITY;
-      lanes.lam[r] = maps == 2 && there ? p.lam_of(strip.batch, strip.head[r], strip.query[r]) : 0.f;
-      lanes.factor[0][r] = p.scale;
-      lanes.factor[1][r] = -lanes.lam[r] * p.scale;
+      lanes.share[0][r] = 1.f;
+      lanes.share[1][r] = maps == 2 && there ? p.lam_of(strip.batch, strip.head[r], strip.query[r]) : 0.f;
     }
   }
 
@@ -211,8 +211,10 @@ struct TiledBackward {
   void finish_sums(const Block& strip, Lanes& lanes) const {
     for (int m = 0; m < maps; m++)
       for (int64_t r = 0; r < kStrip; r++) {
-        const float sum = lanes.sums[m][r], d = sum == 0 ? 0.f : lanes.sums[2 + m][r] / sum;
-        if (sum != 0) lanes.lse[m][r] += std::log2(sum) / t.p.exponent();
+        // Not a part of lse, which ends in thousands where scores are of 1e10.
+        const float sum = lanes.sums[m][r], inverse = sum == 0 ? 0.f : 1.f / sum, d = lanes.sums[2 + m][r] * inverse;
+        lanes.share[m][r] *= inverse;
+        lanes.factor[m][r] = (m == 0 ? t.p.scale : -t.p.scale) * lanes.share[m][r];
         lanes.d[m][r] = d * lanes.factor[m][r];
         if (m == 1 && r < strip.count) grad_lam[t.p.lse_index(0, strip.batch, strip.head[r], strip.query[r])] = -d;
       }
@@ -323,8 +325,8 @@ struct TiledBackward {
             p[m] = weight<masked>(scores, lanes, keep, m, i + j, half);
             s[m][half] = p[m] * (g * load(lanes.factor[m] + half * W) - load(lanes.d[m] + half * W));
           }
-          a[half] = p[0];
-          if constexpr (maps == 2) a[half] -= load(lanes.lam + half * W) * p[1];
+          a[half] = load(lanes.share[0] + half * W) * p[0];
+          if constexpr (maps == 2) a[half] -= load(lanes.share[1] + half * W) * p[1];
         }
         const int64_t to = (i + j) / 16 * L * kTile + (i + j) % 16 * 32;
         _mm512_store_si512(left[0] + to, rounded(a[0], a[1]));
