@@ -9,10 +9,21 @@ const THUMB = 48;
 
 // ---- The models, as page.py packs them ----
 
+// Base85 as Python writes it, with a comma for "<": five characters for four bytes, and fewer for the last ones.
+function bytesOf(text) {
+  const digits = new Uint8Array(128), words = new DataView(new ArrayBuffer(4 * Math.ceil(text.length / 5)));
+  const letters = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz!#$%&()*+-;,=>?@^_`{|}~";
+  for (let i = 0; i < 85; i++) digits[letters.charCodeAt(i)] = i;
+  for (let i = 0; i < text.length; i += 5) {
+    let word = 0;
+    for (let j = i; j < i + 5; j++) word = 85 * word + (j < text.length ? digits[text.charCodeAt(j)] : 84);
+    words.setUint32(4 * i / 5, word);
+  }
+  return words.buffer.slice(0, Math.floor(4 * text.length / 5));
+}
+
 async function unpack(script) {
-  const text = atob(script.textContent), packed = new Uint8Array(text.length);
-  for (let i = 0; i < text.length; i++) packed[i] = text.charCodeAt(i);
-  const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("deflate"));
+  const stream = new Blob([bytesOf(script.textContent)]).stream().pipeThrough(new DecompressionStream("deflate"));
   const bytes = new Uint8Array(await new Response(stream).arrayBuffer());
   const start = 4 + new DataView(bytes.buffer).getUint32(0, true), count = (bytes.length - start) / 2;
   const model = JSON.parse(new TextDecoder().decode(bytes.subarray(4, start)));
@@ -27,7 +38,8 @@ async function unpack(script) {
     const second = model.layers[head.layer].maps === 2;
     const [first, other] = [place, place + 1];
     place += second ? 2 : 1;
-    const read = map => (row, key) => counts[maps * triangle(row) + map * (row + 1) + key] / model.levels;
+    const read = map => (row, key) => counts[maps * triangle(row) + map * (row + 1) + key] / levels(row);
+    const levels = row => model.levels ?? Math.ceil(503 * (1 + Math.abs(second ? head.own(row) : 0)));
     head.first = read(first);
     head.second = second ? read(other) : null;
     head.own = row => head.lambda[head.lambda.length > 1 ? row : 0];

@@ -1,10 +1,10 @@
 """The explorer's page: maps packed into one HTML file with its style and script, which asks no server for anything.
 
-A model is one block of base64 in the page, a zlib stream of
+A model is one block of base85 in the page, with a comma for each "<", a zlib stream of
 
     4 bytes     length of the JSON text, little-endian
     JSON        name, tokens, and for each layer its heads, its maps of a head and its lambdas
-    n bytes     low bytes of all weights, which are counts of 1 / levels
+    n bytes     low bytes of all weights, which are counts of 1 / levels, or of the coarse steps below where levels is null
     n bytes     their high bytes
 
 The weights are ordered (row, layer, head, map, key): row t has t + 1 keys. Rows of one length have weights of one size, which
@@ -31,9 +31,9 @@ from difftransformer.files import write_text_atomically
 from .capture import LayerMaps, capture
 
 TOKENS, MOST_TOKENS = 128, 1024
-LEVELS = (2048, 1024)
-"""Weights are rounded to 1/2048, or to 1/1024 in a model that would be larger than MOST_CHARACTERS. The error of A1 or A2 is
-half of it, and that of A1 - lambda A2 below 1e-3 for |lambda| <= 1."""
+FINE, COARSE = 2048, 503
+"""Weights are rounded to 1/2048; in a model that would be larger than MOST_CHARACTERS, to 1 / (503 (1 + |lambda|)). Then the
+errors of A1, A2 and A1 - lambda A2 are below 1e-3 with the head's own lambda."""
 MOST_CHARACTERS = 1_400_000
 DEFAULT_PROMPT = """\
 The grass is green. The sky is blue. The sun is yellow.
@@ -117,22 +117,34 @@ def maps(
 
 
 def packed(layers: list[LayerMaps], facts: Mapping[str, Any]) -> str:
-    """Return the base64 block of a model, whose JSON text has these facts about it beside its layers."""
+    """Return the base85 block of a model, whose JSON text has these facts about it beside its layers."""
+    rows = range(len(layers[0].rows))
+    lambdas = [_short(one.lam) for one in layers]
     shapes = [
-        {"heads": one.rows[0].shape[0], "maps": one.rows[0].shape[1], "lambda": _short(one.lam)} for one in layers
+        {"heads": one.rows[0].shape[0], "maps": one.rows[0].shape[1], "lambda": lam}
+        for one, lam in zip(layers, lambdas, strict=True)
     ]
-    for levels in LEVELS:
-        counts = np.concatenate(
-            [np.rint(one.rows[t] * levels).ravel() for t in range(len(layers[0].rows)) for one in layers]
-        )
+    for fine in (FINE, None):
+        parts = [
+            np.rint(one.rows[t] * (fine or _coarse(lam, t))).ravel()
+            for t in rows
+            for one, lam in zip(layers, lambdas, strict=True)
+        ]
+        counts = np.concatenate(parts)
         planes = counts.astype("<u2").view(np.uint8).reshape(-1, 2)
-        header = json.dumps({**facts, "levels": levels, "layers": shapes}, separators=(",", ":")).encode()
+        header = json.dumps({**facts, "levels": fine, "layers": shapes}, separators=(",", ":")).encode()
         squeeze = zlib.compressobj(6, zlib.DEFLATED, zlib.MAX_WBITS, zlib.DEF_MEM_LEVEL, zlib.Z_FILTERED)
         content = len(header).to_bytes(4, "little") + header + planes[:, 0].tobytes() + planes[:, 1].tobytes()
-        block = base64.b64encode(squeeze.compress(content) + squeeze.flush()).decode()
+        block = base64.b85encode(squeeze.compress(content) + squeeze.flush()).decode().replace("<", ",")
         if len(block) <= MOST_CHARACTERS:
             break
     return block
+
+
+def _coarse(lambdas: list[list[float]] | None, row: int) -> Any:
+    """Return the coarse levels of a row, which can be multiplied with a row of maps, (H, maps, keys)."""
+    own = np.array([head[min(row, len(head) - 1)] for head in lambdas or [[0.0]]])
+    return np.ceil(COARSE * (1 + np.abs(own)))[:, None, None]
 
 
 def _short(lam: Any) -> list[list[float]] | None:
