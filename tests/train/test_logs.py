@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from difftransformer.data import Loader, validation_rows
 from difftransformer.errors import ConfigError
+from difftransformer.hub import export_folder
 from difftransformer.model import count as count_work
 from difftransformer.model.nll import summed_next_token_nll
 from difftransformer.ops import attention_maps
@@ -369,3 +370,23 @@ def test_profile_is_a_trace_of_the_steps(toy_recipe, toy_shards, model_config, t
     assert file.name == "steps-3-4-process-0.json.gz"
     names = [event.get("name") for event in json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]]
     assert names.count("Optimizer.step#AdamW.step") == 2
+
+
+def test_a_run_with_an_average_is_evaluated_by_it(toy_recipe, toy_shards, tmp_path):
+    training = dataclasses.replace(toy_recipe.training, steps=3, checkpoint_every=3, retrieval=None, ema=0.75)
+    spec = TaskSpec(task="perplexity", options={"text": "validation", "windows": 2})
+    recipe = dataclasses.replace(toy_recipe, training=training, evaluation=[spec])
+    start_run(tmp_path / "run", recipe)
+    train_run(tmp_path / "run", recipe, toy_shards)
+    export_folder(tmp_path / "run", tmp_path / "last")
+    export_folder(tmp_path / "run", tmp_path / "average", average=True)
+    asked = {
+        "run": tmp_path / "run" / "checkpoints" / "step-000003",
+        "average": tmp_path / "average",
+        "last": tmp_path / "last",
+    }
+    found = {
+        name: evaluate_checkpoint(folder, recipe, toy_shards, tmp_path / f"evals-{name}")["perplexity"].measurements
+        for name, folder in asked.items()
+    }
+    assert found["run"] == found["average"] != found["last"]

@@ -9,7 +9,7 @@ import torch
 from difftransformer.data import Shards, validation_rows
 from difftransformer.errors import ConfigError
 from difftransformer.train import Callback, Trainer
-from difftransformer.train.checkpoint import folder_of_step
+from difftransformer.train.checkpoint import STATE_FILE, folder_of_step, read_average
 from difftransformer.train.metrics import EvaluationMetrics
 from difftransformer.train.parallel import ALONE, Processes
 from difftransformer_lab.evals.opening import open_language_model
@@ -59,6 +59,8 @@ def evaluate_checkpoint(
 ) -> dict[str, TaskResult]:
     """Ask a model the recipe's tasks; those whose results are in the folder already are not asked again.
 
+    Of a run with `training.ema`, the average of its weights is asked.
+
     Args:
         checkpoint: Folder of a saved model.
         recipe: The recipe that names the tasks.
@@ -73,7 +75,7 @@ def evaluate_checkpoint(
         The results by the tasks' names.
 
     Raises:
-        ConfigError: the data's tokenizer is not the model's.
+        ConfigError: the data's tokenizer is not the model's, or the average of a run's weights is to be divided.
         CheckpointError: the folder holds no model, or a damaged one.
         FolderInUse: another process is working in the folder, and `wait` is False.
     """
@@ -98,6 +100,12 @@ def evaluate_checkpoint(
                 f"{checkpoint}: vocabulary of {vocabulary}, but the recipe's tokenizer has {wanted} tokens; pass the recipe "
                 "that the model was trained with"
             )
+        if recipe.training.ema is not None and (checkpoint / STATE_FILE).exists():
+            if divide_weights:
+                raise ConfigError(
+                    f"{checkpoint}: the average of weights (training.ema) cannot be divided; use one process"
+                )
+            read_average(checkpoint, opened.language_model.model)
         found = processes.broadcast(lambda: found_results(folder, recipe, tasks))
         for spec in recipe.evaluation:
             result = found.get(spec.name)
