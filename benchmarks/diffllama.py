@@ -42,8 +42,8 @@ def measure(work: str, dtype: str, settings: Settings) -> list[BenchRow]:
     calls = {"DiffLlama": work_of(model, work), "DiffLlama accelerated": work_of(accelerate(deepcopy(model)), work)}
     timings = time_interleaved(
         calls,
-        rounds=min(settings.rounds, SPARE_TOKENS - 1),
-        budget_seconds=settings.budget_seconds,
+        rounds=min(settings.repeats, SPARE_TOKENS - 1),
+        budget_seconds=settings.seconds,
         device=settings.device,
     )
     tokens = CACHED_TOKENS if work.startswith("decoding") else CONTEXT_TOKENS

@@ -47,12 +47,14 @@ def measure(shape: Shape, dtype: str, settings: Settings) -> list[BenchRow]:
     """Time the implementations in turn, and measure the peak memory of each above its inputs."""
     device = settings.device
     works = {name: loss_work(name, shape, dtype, device) for name in LOSSES}
-    timings = time_interleaved(works, rounds=settings.rounds, budget_seconds=settings.budget_seconds, device=device)
+    timings = time_interleaved(works, rounds=settings.repeats, budget_seconds=settings.seconds, device=device)
     rows = []
     for name, work in works.items():
         if device == "cpu":
             with fresh_process() as pool:
-                peak = pool.apply(peak_in_this_process, (name, shape, dtype, settings.threads))
+                peak = pool.apply(
+                    peak_in_this_process, (name, shape, dtype, settings.threads or torch.get_num_threads())
+                )
         else:
             peak = device_peak_bytes(work)
         rows.append(

@@ -44,7 +44,7 @@ def measure(size: str, dtype: str, settings: Settings) -> list[BenchRow]:
         it, their ratio, and as shares of a step the reading of a batch, metrics and their line (wall time), looks inside
         the model every `inside_every` steps and checkpoints every `save_every` steps.
     """
-    device, rounds, budget_seconds = settings.device, settings.rounds, settings.budget_seconds
+    device, rounds, budget_seconds = settings.device, settings.repeats, settings.seconds
     fields, batch, context = SIZES[size]
     config = DiffTransformerConfig(**{"max_position_embeddings": context, **fields})
     every = TrainingConfig(steps=1, batch_tokens=context, context_stages=[(0, context)]).checkpoint_every

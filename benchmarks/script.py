@@ -21,8 +21,8 @@ def run(steps_of: Callable[[Settings], list[Step]], about: str) -> None:
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--dtypes", nargs="+", choices=("fp32", "bf16"), help="fp32 and bf16 on the CPU, bf16 on cuda")
-    parser.add_argument("--repeats", type=int, default=Settings.rounds, help="largest number of timed rounds")
-    parser.add_argument("--seconds", type=float, default=Settings.budget_seconds, help="time for a shape")
+    parser.add_argument("--repeats", type=int, default=Settings.repeats, help="largest number of timed rounds")
+    parser.add_argument("--seconds", type=float, default=Settings.seconds, help="time for a shape")
     parser.add_argument("--sizes", nargs="+", help="sizes of models")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     given = parser.parse_args()
@@ -30,8 +30,8 @@ def run(steps_of: Callable[[Settings], list[Step]], about: str) -> None:
     settings = Settings(
         device=given.device,
         dtypes=given.dtypes,
-        rounds=given.repeats,
-        budget_seconds=given.seconds,
+        repeats=given.repeats,
+        seconds=given.seconds,
         sizes=given.sizes,
         threads=given.threads,
     )

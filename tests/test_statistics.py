@@ -13,6 +13,7 @@ import scipy.special
 import scipy.stats
 
 from difftransformer.errors import EvaluationError, ShapeError
+from difftransformer_lab import statistics
 from difftransformer_lab.results import PairedDifference
 from difftransformer_lab.statistics import (
     detectable,
@@ -46,10 +47,11 @@ T_TABLE = {
 
 
 @pytest.mark.parametrize("df", T_TABLE)
-def test_intervals_match_the_published_table(df: int) -> None:
+def test_intervals_match_the_published_table(df: int, monkeypatch: pytest.MonkeyPatch) -> None:
     values = np.random.default_rng(df).normal(size=df + 1)
     for confidence, expected in zip((0.95, 0.99), T_TABLE[df], strict=True):
-        found = paired_difference(list(values), [0.0] * (df + 1), confidence)
+        monkeypatch.setattr(statistics, "CONFIDENCE", confidence)
+        found = paired_difference(list(values), [0.0] * (df + 1))
         standard_error = values.std(ddof=1) / math.sqrt(df + 1)
         assert (found.high - found.low) / 2 / standard_error == pytest.approx(expected, abs=5.1e-4)
         assert (found.high + found.low) / 2 == pytest.approx(values.mean())
@@ -65,10 +67,10 @@ def test_wilson_matches_published_values(successes: int, trials: int, low: float
 
 
 def test_wilson_bounds_solve_the_score_equation() -> None:
-    for trials, confidence in itertools.product((1, 7, 50), (0.8, 0.95, 0.99)):
-        z = NormalDist().inv_cdf(0.5 + confidence / 2)
+    for trials in (1, 7, 50):
+        z = NormalDist().inv_cdf(0.975)
         for successes in range(trials + 1):
-            low, high = wilson_interval(successes, trials, confidence)
+            low, high = wilson_interval(successes, trials)
             assert 0 <= low <= successes / trials <= high <= 1
             for bound in (low, high):
                 if 0 < bound < 1:
@@ -81,8 +83,6 @@ def test_wilson_without_trials_knows_nothing_and_refuses_impossible_counts() -> 
     for successes, trials in ((-1, 5), (6, 5)):
         with pytest.raises(EvaluationError, match="successes"):
             wilson_interval(successes, trials)
-    with pytest.raises(EvaluationError, match="confidence"):
-        wilson_interval(1, 2, 1.0)
 
 
 def test_mean_and_standard_error() -> None:
@@ -121,8 +121,9 @@ def test_an_item_difference_is_a_ratio_of_sums_over_the_same_items() -> None:
     assert found.low < found.mean < found.high
 
 
-def test_each_bound_is_the_farther_of_student_t_and_the_studentised_bootstrap() -> None:
-    """All 5^5 resamples of ratios with unequal weights, in a second implementation."""
+def test_each_bound_is_the_farther_of_student_t_and_the_studentised_bootstrap(monkeypatch) -> None:
+    """All 5^5 resamples of ratios with unequal weights, in a second implementation; at 80 %, where 5^5 are enough."""
+    monkeypatch.setattr(statistics, "CONFIDENCE", 0.8)
     rng = np.random.default_rng(0)
     a, b, weights = rng.exponential(3, 5), rng.normal(1, 0.2, 5), rng.uniform(1, 2, 5)
     mean = (a.sum() - b.sum()) / weights.sum()
@@ -133,7 +134,7 @@ def test_each_bound_is_the_farther_of_student_t_and_the_studentised_bootstrap() 
     error = np.std(residuals, ddof=1)
     t = scipy.stats.t(4).ppf(0.9) * error / math.sqrt(5)
     low, high = mean - np.quantile(ratios, 0.9) * error, mean - np.quantile(ratios, 0.1) * error
-    found = item_difference(list(a), list(b), list(weights), seed=1, resamples=40_000, confidence=0.8)
+    found = item_difference(list(a), list(b), list(weights), seed=1, resamples=40_000)
     assert (found.low, found.high) == pytest.approx((min(low, mean - t), max(high, mean + t)), abs=0.03)
 
 
@@ -416,11 +417,10 @@ def test_a_textbook_sample_size() -> None:
 
 
 @pytest.mark.parametrize("seeds", [2, 3, 5, 8])
-@pytest.mark.parametrize("comparisons", [1, 66])
-def test_the_detectable_effect_has_the_power_of_a_t_test(seeds: int, comparisons: int) -> None:
+def test_the_detectable_effect_has_the_power_of_a_t_test(seeds: int) -> None:
     """The power by integration over the variance: t is beyond the bound if Z + shift > bound * sqrt(V / df)."""
-    shift = detectable(seeds, comparisons) * math.sqrt(seeds)
-    bound = scipy.stats.t.isf(0.05 / comparisons / 2, seeds - 1)
+    shift = detectable(seeds) * math.sqrt(seeds)
+    bound = scipy.stats.t.isf(0.05 / 2, seeds - 1)
     quantiles = (np.arange(200_000) + 0.5) / 200_000
     deviations = np.sqrt(scipy.stats.chi2.ppf(quantiles, seeds - 1) / (seeds - 1))
     power = scipy.stats.norm.sf(bound * deviations - shift) + scipy.stats.norm.cdf(-bound * deviations - shift)
@@ -429,7 +429,4 @@ def test_the_detectable_effect_has_the_power_of_a_t_test(seeds: int, comparisons
 
 def test_one_seed_detects_nothing() -> None:
     assert detectable(1) == math.inf
-    effects = [detectable(seeds, comparisons) for comparisons in (1, 30, 1000) for seeds in (60, 30, 8, 3, 2)]
-    assert all(0 < effect < math.inf for effect in effects)
-    with pytest.raises(EvaluationError, match="0 comparisons"):
-        detectable(5, 0)
+    assert all(0 < detectable(seeds) < math.inf for seeds in (60, 30, 8, 3, 2))

@@ -96,7 +96,9 @@ BACK_TO = 4  # the box that the kernel's output returns to
 
 TOKEN = (
     Step("data/text.py", "iter_documents", "reads a folder, a file or a data set", "", "tokenize"),
-    Step("data/writing.py", "write_documents", "tokenizes every document once", "shards/\nmanifest.json, train-00000.bin"),
+    Step(
+        "data/writing.py", "write_documents", "tokenizes every document once", "shards/\nmanifest.json, train-00000.bin"
+    ),
     Step("data/loader.py", "Loader.batch", "cuts rows: a function of data, seed and step", "", "train"),
     Step(
         "train/trainer.py",
@@ -153,7 +155,9 @@ def canvas(height: float) -> tuple[Figure, Axes]:
 def draw_layers() -> Figure:
     """The layers of both contracts, the laboratory on top: a package imports only from rows below its own."""
     project = tomllib.loads((FOLDER.parents[1] / "pyproject.toml").read_text(encoding="utf-8"))
-    contracts = {tuple(contract.get("containers", ())): contract for contract in project["tool"]["importlinter"]["contracts"]}
+    contracts = {
+        tuple(contract.get("containers", ())): contract for contract in project["tool"]["importlinter"]["contracts"]
+    }
     rows = []
     for package in ("difftransformer_lab", "difftransformer"):
         named = [layer.split("|") for layer in contracts[(package,)]["layers"]]

@@ -18,13 +18,7 @@ GRACE_SECONDS = 2  # for the step and the checkpoint of a child whose parent is 
 
 
 def start_child(module: str, *words: str, **options: Any) -> subprocess.Popen[bytes]:
-    """Start `main(words)` of a module in a process that ends with this one.
-
-    Args:
-        module: Name of the module.
-        words: Arguments of its `main`.
-        options: Options of `subprocess.Popen`.
-    """
+    """Start `main(words)` of a module in a process that ends with this one."""
     command = [sys.executable, "-m", "difftransformer_lab.child", module, *words]
     options["env"] = (options.get("env") or os.environ) | {"DIFFTRANSFORMER_LAZY": "1"}  # so that it watches at once
     return subprocess.Popen(command, stdin=subprocess.PIPE, **options)
@@ -39,7 +33,6 @@ def _end_with_parent() -> None:
 
 
 def main(module: str, *words: str) -> int:
-    """Run a module in the child process."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     # Libraries swallow a KeyboardInterrupt during their imports, and nothing can be lost so early.
     signal.signal(signal.SIGINT, lambda *_: os._exit(EXIT_INTERRUPTED))

@@ -6,7 +6,6 @@ import platform
 import subprocess
 import time
 import warnings
-from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,8 @@ from difftransformer.errors import BackendUnavailable
 from difftransformer.ops import BACKENDS, Backend, Restrictions, build, differential_attention, processor
 from difftransformer.ops.problem import Problem
 from difftransformer.ops.selfcheck import FIRST, CheckOutcome, Trial, check
+
+from .bench.timing import deterministically
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SECONDS = 6.0  # for the checks of a backend in a dtype: two minutes for all that a device has
@@ -52,19 +53,19 @@ def examine_backends(device: torch.device) -> list[dict[str, Any]]:
 
 def _examine(backend: Backend, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     """Check and time a backend: outcome, reason, error (largest difference over largest number) and milliseconds."""
-    found: dict[str, Any] = {"backend": backend.name, "dtype": str(dtype).removeprefix("torch."), "outcome": "ok"}
+    facts: dict[str, Any] = {"backend": backend.name, "dtype": str(dtype).removeprefix("torch."), "outcome": "ok"}
     call = FIRST[-1].call(dtype, torch.device("cpu"))
     problem = dataclasses.replace(Problem.of(call), device_type=device.type)
     reason, error, milliseconds = backend.supports(problem), None, None
     if reason is not None:
-        found["outcome"] = "cannot run"
+        facts["outcome"] = "cannot run"
     elif (outcome := _check(backend, device, dtype)) is None:
-        found["outcome"], reason = "not checked", "memory ran out"
+        facts["outcome"], reason = "not checked", "memory ran out"
     else:
         reason, error = outcome
-        found["outcome"] = "wrong" if reason else "ok"
+        facts["outcome"] = "wrong" if reason else "ok"
         milliseconds = None if reason else _milliseconds(backend, device, dtype)
-    return found | {"reason": reason, "error": error, "milliseconds": milliseconds}
+    return facts | {"reason": reason, "error": error, "milliseconds": milliseconds}
 
 
 def _check(backend: Backend, device: torch.device, dtype: torch.dtype) -> CheckOutcome | None:
@@ -73,7 +74,7 @@ def _check(backend: Backend, device: torch.device, dtype: torch.dtype) -> CheckO
     for trial in TRIALS:
         # FlexAttention has no gradients on the CPU.
         trial = trial._replace(needs_grad=trial.needs_grad and not (backend.name == "flex" and device.type == "cpu"))
-        with _poisoned_memory():
+        with warnings.catch_warnings(action="ignore"), deterministically(fill_memory=True):
             outcome = check(backend, device, dtype, [trial])
         if outcome is None or outcome.problem is not None:
             return outcome
@@ -81,22 +82,6 @@ def _check(backend: Backend, device: torch.device, dtype: torch.dtype) -> CheckO
         if time.monotonic() - start > SECONDS:
             break
     return CheckOutcome(None, worst)
-
-
-@contextlib.contextmanager
-def _poisoned_memory() -> Iterator[None]:
-    """Fill new tensors with NaN, as torch's deterministic mode does."""
-    mode, memory = torch.get_deterministic_debug_mode(), torch.utils.deterministic
-    fills = memory.fill_uninitialized_memory  # type: ignore[attr-defined]
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            torch.use_deterministic_algorithms(True, warn_only=True)
-            memory.fill_uninitialized_memory = True  # type: ignore[attr-defined]
-            yield
-    finally:
-        torch.set_deterministic_debug_mode(mode)
-        memory.fill_uninitialized_memory = fills  # type: ignore[attr-defined]
 
 
 def _milliseconds(backend: Backend, device: torch.device, dtype: torch.dtype) -> float | None:

@@ -27,6 +27,7 @@ from difftransformer.errors import EvaluationError, ShapeError
 from difftransformer_lab.results import PairedDifference, Statistic
 
 CONFIDENCE = 0.95
+POWER = 0.8
 RESAMPLES = 9_999
 FEW_ITEMS = 20
 """Below this number of items an interval of skewed scores may cover less often than it says, and pages say so."""
@@ -42,7 +43,7 @@ MOST_EXACT_SEEDS = 20
 _DRAWN_PATTERNS = 199_999
 
 
-def wilson_interval(successes: float, trials: float, confidence: float = CONFIDENCE) -> tuple[float, float]:
+def wilson_interval(successes: float, trials: float) -> tuple[float, float]:
     """Return Wilson's score interval of a proportion (E. B. Wilson 1927).
 
     The interval is the set of p with `|successes/trials - p| <= z sqrt(p (1 - p) / trials)`. It stays inside [0, 1] and
@@ -52,22 +53,20 @@ def wilson_interval(successes: float, trials: float, confidence: float = CONFIDE
         successes: Number of successful trials, from 0 to `trials`. Both numbers are fractions where trials are effective
             ones (`effective_trials`).
         trials: Number of independent trials; 0 gives (0, 1).
-        confidence: Coverage of the interval, between 0 and 1.
 
     Returns:
         (low, high).
 
     Raises:
-        EvaluationError: The counts are impossible, or the confidence lies outside (0, 1).
+        EvaluationError: The counts are impossible.
     """
-    _check_confidence(confidence)
     if not 0 <= successes <= trials:
         raise EvaluationError(
             f"wilson_interval: {successes} successes of {trials} trials; need 0 <= successes <= trials"
         )
     if trials == 0:
         return 0.0, 1.0
-    z, failures = NormalDist().inv_cdf(0.5 + confidence / 2), trials - successes
+    z, failures = NormalDist().inv_cdf(0.5 + CONFIDENCE / 2), trials - successes
     middle = successes + z * z / 2
     half = z * math.sqrt(successes * failures / trials + z * z / 4)
     low = 0.0 if successes == 0 else (middle - half) / (trials + z * z)
@@ -75,7 +74,7 @@ def wilson_interval(successes: float, trials: float, confidence: float = CONFIDE
     return low, high
 
 
-def effective_trials(successes: Sequence[float], trials: Sequence[float], confidence: float = CONFIDENCE) -> float:
+def effective_trials(successes: Sequence[float], trials: Sequence[float]) -> float:
     """Return how many independent trials are worth as much as answers that share documents.
 
     The number is p (1 - p) / SE^2, with the standard error over documents and Student's t for few of them (E. L. Korn and
@@ -85,7 +84,6 @@ def effective_trials(successes: Sequence[float], trials: Sequence[float], confid
     Args:
         successes: Right answers of each document.
         trials: Answers of each document, at least 1.
-        confidence: Coverage of the interval that is made with it.
     """
     from scipy.special import stdtrit
 
@@ -94,7 +92,7 @@ def effective_trials(successes: Sequence[float], trials: Sequence[float], confid
     p, error = ratio(successes, trials)
     if not error:
         return total if 0 < p < 1 and error is not None else least
-    quantile = 0.5 + confidence / 2
+    quantile = 0.5 + CONFIDENCE / 2
     few = NormalDist().inv_cdf(quantile) / float(stdtrit(count - 1, quantile))
     return min(total, max(least, p * (1 - p) * (few / error) ** 2))
 
@@ -127,13 +125,12 @@ def mean_and_standard_error(values: Sequence[float]) -> Statistic:
     return Statistic(mean=mean, standard_error=error, seeds=len(values))
 
 
-def paired_difference(a: Sequence[float], b: Sequence[float], confidence: float = CONFIDENCE) -> PairedDifference:
+def paired_difference(a: Sequence[float], b: Sequence[float]) -> PairedDifference:
     """Return the mean of a - b over seeds, with Student's t interval and test of the per-seed differences.
 
     Args:
         a: One value per seed.
         b: Values of the other model for the same seeds, in the same order.
-        confidence: Coverage of the interval, between 0 and 1.
 
     Returns:
         The difference. With one seed, and where all seeds differ by the same amount, `low` and `high` are None and the
@@ -141,30 +138,29 @@ def paired_difference(a: Sequence[float], b: Sequence[float], confidence: float 
 
     Raises:
         ShapeError: a and b differ in length.
-        EvaluationError: a and b are empty, or the confidence lies outside (0, 1).
+        EvaluationError: a and b are empty.
     """
-    _check_confidence(confidence)
     if len(a) != len(b):
         raise ShapeError(f"paired_difference: {len(a)} values against {len(b)}; give one of each for every seed")
     statistic = mean_and_standard_error([x - y for x, y in zip(a, b, strict=True)])
     mean, error = statistic.mean, statistic.standard_error
     if not error:
-        return replace(_no_interval(mean, confidence), p_value=None if mean or error is None else 1.0)
+        return replace(_no_interval(mean), p_value=None if mean or error is None else 1.0)
     from scipy.special import stdtr, stdtrit
 
-    half = float(stdtrit(statistic.seeds - 1, 0.5 + confidence / 2)) * error
+    half = float(stdtrit(statistic.seeds - 1, 0.5 + CONFIDENCE / 2)) * error
     p_value = 2 * float(stdtr(statistic.seeds - 1, -abs(mean) / error))
     return PairedDifference(
         mean=mean,
         low=mean - half,
         high=mean + half,
-        confidence=confidence,
+        confidence=CONFIDENCE,
         interval_method="student-t over seeds",
         p_value=p_value,
     )
 
 
-def sign_flip(differences: Sequence[float], confidence: float = CONFIDENCE) -> PairedDifference:
+def sign_flip(differences: Sequence[float]) -> PairedDifference:
     """Return the mean of paired differences with the sign-flip test of its being 0 and the interval of the same test.
 
     If the differences are independent and symmetric about their centre, each may have had the other sign. The centre is then
@@ -178,22 +174,20 @@ def sign_flip(differences: Sequence[float], confidence: float = CONFIDENCE) -> P
 
     Args:
         differences: One difference per seed.
-        confidence: Coverage of the interval, between 0 and 1.
 
     Returns:
-        The difference. `low` and `high` are None where there are too few differences for the confidence: below 6 for 95 %.
+        The difference. `low` and `high` are None below 6 differences, too few for 95 %.
         They are None as well where all differences are 0, with a p-value of 1.
 
     Raises:
-        EvaluationError: There are no differences, or the confidence lies outside (0, 1).
+        EvaluationError: There are no differences.
     """
-    _check_confidence(confidence)
     values = np.asarray(differences, dtype=np.float64)
     if not len(values):
         raise EvaluationError("sign_flip: no differences; give at least one seed's")
     mean = float(values.mean())
     if not values.any():
-        return replace(_no_interval(0.0, confidence), p_value=1.0)
+        return replace(_no_interval(0.0), p_value=1.0)
     means = np.sort(_subset_means(values))
     patterns = len(means) + 1
     # Subsets whose mean is 0 but for rounding count on both sides, as the mean itself would.
@@ -203,20 +197,18 @@ def sign_flip(differences: Sequence[float], confidence: float = CONFIDENCE) -> P
         mean=mean,
         low=None,
         high=None,
-        confidence=confidence,
+        confidence=CONFIDENCE,
         interval_method="sign flip over seeds",
         p_value=min(1.0, 2 * (1 + float(min(below, above))) / patterns),
     )
     # Rounded up by a hair, so that 1 - 0.95 leaves the tail that 0.05 has.
-    outside = math.floor((1 - confidence) / 2 * patterns * (1 + _ROUNDING))
+    outside = math.floor((1 - CONFIDENCE) / 2 * patterns * (1 + _ROUNDING))
     return (
         difference if not outside else replace(difference, low=float(means[outside - 1]), high=float(means[-outside]))
     )
 
 
-def welch(
-    groups: Sequence[Sequence[float]], weights: Sequence[float], confidence: float = CONFIDENCE
-) -> PairedDifference:
+def welch(groups: Sequence[Sequence[float]], weights: Sequence[float]) -> PairedDifference:
     """Return a weighted sum of the means of independent groups, with the interval and the test of B. L. Welch (1947).
 
     Every group has a variance of its own. The degrees of freedom are Satterthwaite's. For two groups with the weights 1 and -1
@@ -225,16 +217,14 @@ def welch(
     Args:
         groups: The values of each group, at least two.
         weights: The weight of each group's mean.
-        confidence: Coverage of the interval, between 0 and 1.
 
     Returns:
         The sum. Where no group varies, `low` and `high` are None and the method is "none".
 
     Raises:
         ShapeError: There are not as many weights as groups.
-        EvaluationError: A group has fewer than two values, or the confidence lies outside (0, 1).
+        EvaluationError: A group has fewer than two values.
     """
-    _check_confidence(confidence)
     if len(groups) != len(weights):
         raise ShapeError(f"welch: {len(weights)} weights for {len(groups)} groups; give one for each")
     if not groups or min(map(len, groups)) < 2:
@@ -245,17 +235,17 @@ def welch(
     ]
     variance = math.fsum(parts)
     if not variance:
-        return _no_interval(mean, confidence)
+        return _no_interval(mean)
     from scipy.special import stdtr, stdtrit
 
     freedom = variance**2 / math.fsum(part**2 / (len(group) - 1) for part, group in zip(parts, groups, strict=True))
     error = math.sqrt(variance)
-    half = float(stdtrit(freedom, 0.5 + confidence / 2)) * error
+    half = float(stdtrit(freedom, 0.5 + CONFIDENCE / 2)) * error
     return PairedDifference(
         mean=mean,
         low=mean - half,
         high=mean + half,
-        confidence=confidence,
+        confidence=CONFIDENCE,
         interval_method="welch over seeds",
         p_value=2 * float(stdtr(freedom, -abs(mean) / error)),
     )
@@ -280,7 +270,6 @@ def item_difference(
     *,
     seed: int,
     resamples: int = RESAMPLES,
-    confidence: float = CONFIDENCE,
 ) -> PairedDifference:
     """Return the difference of two ratios of sums over the same items, with an interval and a test over items.
 
@@ -301,8 +290,6 @@ def item_difference(
         a_weights: One number per item, such as its number of tokens.
         b_weights: The same for model B; defaults to `a_weights`.
         seed: Seed of the draws. The same seed gives the same interval.
-        resamples: Number of resamples.
-        confidence: Coverage of the interval, between 0 and 1.
 
     Returns:
         The difference; `interval_method` names the method. One item gives no interval (method "none").
@@ -311,7 +298,6 @@ def item_difference(
         ShapeError: The sequences differ in length.
         EvaluationError: There are no items or no resamples, or a weight is not positive.
     """
-    _check_confidence(confidence)
     columns = (a_scores, a_weights, b_scores, a_weights if b_weights is None else b_weights)
     lengths = {len(column) for column in columns}
     if len(lengths) != 1:
@@ -325,59 +311,42 @@ def item_difference(
     first, second = a.sum() / a_sizes.sum(), b.sum() / b_sizes.sum()
     mean = float(first - second)
     if count == 1:
-        return _no_interval(mean, confidence)
+        return _no_interval(mean)
     difference = PairedDifference(
-        mean=mean, low=None, high=None, confidence=confidence, interval_method="mid-p over items", p_value=None
+        mean=mean, low=None, high=None, confidence=CONFIDENCE, interval_method="mid-p over items", p_value=None
     )
     counted = _counted(a, a_sizes) and _counted(b, b_sizes)
     if counted and max(a_sizes.max(), b_sizes.max()) == 1:
-        low, high, p_value = _paired_binary(int((a > b).sum()), int((a < b).sum()), count, confidence)
+        low, high, p_value = _paired_binary(int((a > b).sum()), int((a < b).sum()), count)
         return replace(difference, low=low, high=high, p_value=p_value)
     # Residuals of both ratios: the mean of `rows` is the difference, and their variance that of its linear approximation.
     rows = mean + (a - first * a_sizes) / a_sizes.mean() - (b - second * b_sizes) / b_sizes.mean()
     if np.ptp(rows) <= _ROUNDING * max(abs(first), abs(second)):
         if not counted:
-            return _no_interval(mean, confidence)
-        other = 1 - (1 - confidence) ** (1 / count)
+            return _no_interval(mean)
+        other = 1 - (1 - CONFIDENCE) ** (1 / count)
         low, high, p_value = mean - other * (1 + mean), mean + other * (1 - mean), (1 + abs(mean)) ** -count
         return replace(difference, low=low, high=high, p_value=p_value)
-    low, high, p_value = _studentised(rows, seed, resamples, confidence)
+    low, high, p_value = _studentised(rows, seed, resamples)
     if counted:
         low, high = max(-1.0, low), min(1.0, high)
     return replace(difference, low=low, high=high, p_value=p_value, interval_method="studentised over items")
 
 
-def detectable(seeds: int, comparisons: int = 1, power: float = 0.8, alpha: float = 0.05) -> float:
-    """Return the smallest true effect that a paired comparison over seeds shows with the given probability.
+def detectable(seeds: int) -> float:
+    """Return the smallest true effect that a paired comparison over seeds shows with a probability of 0.8.
 
-    The effect is in standard deviations of the per-seed paired differences. It belongs to the two-sided t test at level
-    `alpha / comparisons`, the level of the smallest p-value under Holm's correction, from the noncentral t distribution
-    (J. Cohen, Statistical Power Analysis for the Behavioral Sciences, 1988, chapter 2).
-
-    Args:
-        seeds: Number of paired differences.
-        comparisons: Number of comparisons that are corrected together.
-        power: Probability of showing the effect, above `alpha` and below 1.
-        alpha: Level of the test, between 0 and 1.
-
-    Returns:
-        The effect; infinity for fewer than two seeds, which show nothing.
-
-    Raises:
-        EvaluationError: `comparisons`, `power` or `alpha` is out of range.
+    The effect is in standard deviations of the per-seed paired differences. It belongs to the two-sided t test at level 0.05,
+    from the noncentral t distribution (J. Cohen, Statistical Power Analysis for the Behavioral Sciences, 1988, chapter 2). It
+    is infinite for fewer than two seeds, which show nothing.
     """
-    if comparisons < 1 or not 0 < alpha < power < 1:
-        raise EvaluationError(
-            f"detectable: {comparisons} comparisons, power {power} and alpha {alpha}; need at least 1 comparison and "
-            "0 < alpha < power < 1"
-        )
     if seeds < 2:
         return math.inf
     from scipy.special import nctdtrinc, stdtrit
 
-    bound = -float(stdtrit(seeds - 1, alpha / comparisons / 2))
-    # The other tail is left out: where the power is above alpha it adds next to nothing.
-    return float(nctdtrinc(seeds - 1, 1 - power, bound)) / math.sqrt(seeds)
+    bound = -float(stdtrit(seeds - 1, (1 - CONFIDENCE) / 2))
+    # The other tail is left out: where the power is above the level it adds next to nothing.
+    return float(nctdtrinc(seeds - 1, 1 - POWER, bound)) / math.sqrt(seeds)
 
 
 def holm(p_values: Sequence[float | None]) -> list[float | None]:
@@ -398,7 +367,6 @@ def holm_differences(differences: Sequence[PairedDifference], about: Sequence[Ha
     """Return the differences of one page with their p-values after Holm's correction.
 
     Args:
-        differences: All differences of the page.
         about: What each difference is about. Those about the same thing, such as a loss in nats per token and in bits per
             byte, are one comparison with the largest of their p-values.
     """
@@ -413,12 +381,11 @@ def holm_differences(differences: Sequence[PairedDifference], about: Sequence[Ha
     ]
 
 
-def _no_interval(mean: float, confidence: float) -> PairedDifference:
-    return PairedDifference(mean=mean, low=None, high=None, confidence=confidence, interval_method="none")
+def _no_interval(mean: float) -> PairedDifference:
+    return PairedDifference(mean=mean, low=None, high=None, confidence=CONFIDENCE, interval_method="none")
 
 
 def _subset_means(values: np.ndarray) -> np.ndarray:
-    """Return the means of all non-empty subsets, or of a fixed sample of them where there are too many."""
     if len(values) > MOST_EXACT_SEEDS:
         chosen = np.random.default_rng(0).integers(2, size=(_DRAWN_PATTERNS, len(values)), dtype=np.int8)
         chosen = chosen[chosen.any(axis=1)]
@@ -435,7 +402,7 @@ def _counted(scores: np.ndarray, weights: np.ndarray) -> bool:
     return bool(whole and (scores >= 0).all() and (scores <= weights).all())
 
 
-def _studentised(rows: np.ndarray, seed: int, resamples: int, confidence: float) -> tuple[float, float, float]:
+def _studentised(rows: np.ndarray, seed: int, resamples: int) -> tuple[float, float, float]:
     """Return low, high and the two-sided p-value of the mean's being 0."""
     from scipy.special import stdtr, stdtrit
 
@@ -451,7 +418,7 @@ def _studentised(rows: np.ndarray, seed: int, resamples: int, confidence: float)
         spread = errors > _ROUNDING * error
         parts.append(drawn.mean(axis=1)[spread] / errors[spread])
     ratios = np.sort(np.concatenate(parts))
-    tail, kept = (1 - confidence) / 2, len(ratios)
+    tail, kept = (1 - CONFIDENCE) / 2, len(ratios)
     student = float(stdtrit(count - 1, 1 - tail))
     outside = min(max(math.floor(tail * (kept + 1)), 1), max(kept, 1))
     left, right = (-ratios[outside - 1], ratios[kept - outside]) if kept else (student, student)
@@ -461,7 +428,7 @@ def _studentised(rows: np.ndarray, seed: int, resamples: int, confidence: float)
     return mean - max(student, float(right)) * error, mean + max(student, float(left)) * error, p_value
 
 
-def _paired_binary(only_a: int, only_b: int, count: int, confidence: float) -> tuple[float, float, float]:
+def _paired_binary(only_a: int, only_b: int, count: int) -> tuple[float, float, float]:
     """Return low, high and p-value of the difference of two paired proportions.
 
     The p-value comes from McNemar's mid-p test (M. W. Fagerland et al., BMC Medical Research Methodology 13, 2013). The
@@ -473,12 +440,11 @@ def _paired_binary(only_a: int, only_b: int, count: int, confidence: float) -> t
         only_a: Items that model A alone has right.
         only_b: Items that model B alone has right.
         count: All items.
-        confidence: Coverage of the interval.
     """
     from scipy.optimize import brentq
     from scipy.special import bdtr
 
-    surplus, tail = only_a - only_b, (1 - confidence) / 2
+    surplus, tail = only_a - only_b, (1 - CONFIDENCE) / 2
     size = 1 << (2 * count + 1).bit_length()
     unit = np.exp(-2j * np.pi * np.arange(size) / size)
     places = np.arange(-count, count + 1)
@@ -503,11 +469,6 @@ def _paired_binary(only_a: int, only_b: int, count: int, confidence: float) -> t
     if surplus:
         exactly = float(bdtr(fewer, discordant, 0.5)) - (float(bdtr(fewer - 1, discordant, 0.5)) if fewer else 0.0)
         p_value = min(1.0, 2 * float(bdtr(fewer, discordant, 0.5)) - exactly)
-    if p_value > 1 - confidence:
+    if p_value > 1 - CONFIDENCE:
         low, high = min(low, 0.0), max(high, 0.0)
     return low, high, p_value
-
-
-def _check_confidence(confidence: float) -> None:
-    if not 0 < confidence < 1:
-        raise EvaluationError(f"confidence is {confidence}; need 0 < confidence < 1, such as 0.95")

@@ -36,7 +36,7 @@ from difftransformer_lab.studies.costs import measure_costs
 from tests.support.environment import ENVIRONMENT
 
 DEFAULTS = settings.DEFAULTS
-QUICK = Settings(rounds=3, budget_seconds=1.0)
+QUICK = Settings(repeats=3, seconds=1.0, threads=1)
 
 
 @pytest.fixture
@@ -228,9 +228,7 @@ def test_the_steps_of_all():
     assert labels[-1] == "decoding by whole models, bf16"
     long = [step.label for step in steps_of("memory", Settings(long_memory=True))][-2:]
     assert long == [f"memory of diff cpu, fp32 forward+backward n={n} h=4 d=64" for n in (32768, 65536)]
-    (only,) = steps_of(
-        "attention", Settings(dtypes=["fp32"], modes=["decode"], lengths_tokens=[64], backends=["sdpa"])
-    )[1:]
+    (only,) = steps_of("attention", Settings(dtypes=["fp32"], modes=["decode"], lengths=[64], backends=["sdpa"]))[1:]
     assert only.label == "attention, fp32 decode n=64 h=8 d=64"
 
 
@@ -239,8 +237,8 @@ def test_the_steps_of_all():
     [
         ("all", {"backends": ["flying"]}, "--backends: 'flying' is unknown; choose from reference, "),
         ("models", {"sizes": ["1B"]}, r"--sizes: '1B' is unknown; choose from 0\.5M, "),
-        ("attention", {"lengths_tokens": [0]}, r"--lengths \[0\]: give whole numbers of at least 1"),
-        ("attention", {"rounds": 2}, "--repeats 2: give at least 3"),
+        ("attention", {"lengths": [0]}, r"--lengths \[0\]: give whole numbers of at least 1"),
+        ("attention", {"repeats": 2}, "--repeats 2: give at least 3"),
     ],
 )
 def test_wrong_settings(part, options, message):

@@ -13,7 +13,7 @@ from tests.support.environment import ENVIRONMENT
 
 TINY = ModelSize({"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}, 2, 12)
 NAMES = ["DIFF", TWIN, "twin sdpa", LLAMA, *DIFFLLAMAS]
-QUICK = Settings(rounds=3, budget_seconds=1.0)
+QUICK = Settings(repeats=3, seconds=1.0, threads=1)
 
 
 @pytest.fixture(autouse=True)

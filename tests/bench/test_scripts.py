@@ -14,7 +14,7 @@ from difftransformer_lab.bench.attention_work import AttentionShape
 from difftransformer_lab.results import Bench, read_result
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
-QUICK = Settings(rounds=3, budget_seconds=1.0)
+QUICK = Settings(repeats=3, seconds=1.0, threads=1)
 B, H, N, D = 2, 3, 16, 4
 
 
@@ -61,7 +61,7 @@ def test_variants_have_equal_parameters(script, monkeypatch):
 
 @pytest.mark.slow
 def test_shares_of_the_training_loop(script):
-    (row,) = script("overhead").measure("0.5M", "fp32", Settings(rounds=8, budget_seconds=1.0))
+    (row,) = script("overhead").measure("0.5M", "fp32", Settings(repeats=8, seconds=1.0))
     figures = row.figures
     assert figures["steps"] == 8 - script("overhead").SAVES - 1
     assert 0 < figures["loader_share"] < 0.5

@@ -17,9 +17,9 @@ from difftransformer_lab.evals.models import causal
 from difftransformer_lab.evals.models.prefix import PrefixCache
 from difftransformer_lab.evals.opening import open_language_model
 from difftransformer_lab.evals.prompts.texts import TaskContext
-from difftransformer_lab.evals.requests import answers_to
 from difftransformer_lab.evals.tasks.icl import Options, ShotsTask
 from difftransformer_lab.results import TaskResult, read_result
+from tests.support.answering import answers_to
 
 pytestmark = pytest.mark.slow(minutes=3)
 

@@ -18,3 +18,11 @@ def guesser(toy_shards):
 @pytest.fixture
 def uniform(toy_shards):
     return Uniform(toy_shards.tokenizer.vocab_size)
+
+
+@pytest.fixture
+def text(toy_text, tmp_path):
+    """One file of the toy corpus."""
+    path = tmp_path / "text.txt"
+    path.write_text("".join(file.read_text() for file in sorted(toy_text.glob("*.txt"))[:8]))
+    return str(path)

@@ -12,7 +12,7 @@ from difftransformer.errors import CheckpointError, ConfigError, EvaluationError
 from difftransformer_lab.evals.judges import endpoint
 from difftransformer_lab.evals.judges import nli as nli_judge
 from difftransformer_lab.evals.judges.base import Case, OutOfBudget, Unjudged, judge_all
-from difftransformer_lab.evals.judges.endpoint import EndpointJudge, Spending
+from difftransformer_lab.evals.judges.endpoint import EndpointJudge
 from difftransformer_lab.evals.judges.nli import NliJudge
 from difftransformer_lab.evals.judges.overlap import OverlapJudge
 from tests.support.judge_server import KEY, judge_server, reply
@@ -37,7 +37,7 @@ EXPECTED = [bool(index % 2) for index in range(6)]
 
 
 def judge(address, **spending):
-    return EndpointJudge("tiny", address, VARIABLE, Spending(**{"timeout_seconds": 0.3, "retries": 0} | spending))
+    return EndpointJudge("tiny", address, VARIABLE, **{"timeout_seconds": 0.3, "retries": 0} | spending)
 
 
 def verdicts(found):
@@ -131,7 +131,7 @@ def test_no_judgment_is_lost_and_only_missing_ones_are_asked_again(server, tmp_p
     assert verdicts(judge_all(judge(address), CASES, file)[0]) == EXPECTED
     assert stub.candidates == []
     # Another judge has said nothing yet; nor has this one on another document.
-    assert judge_all(EndpointJudge("other", address, VARIABLE, Spending()), CASES[:1], file)[0]
+    assert judge_all(EndpointJudge("other", address, VARIABLE), CASES[:1], file)[0]
     judge_all(judge(address), [case("true", document="Another.")], file)
     assert len(stub.candidates) == 2
 
@@ -205,7 +205,7 @@ def test_the_key_is_nowhere(server, tmp_path, capfd, caplog):
 @pytest.mark.parametrize("variable", ["sk-0123-not-for-anyone", "a b", "7"])
 def test_a_key_in_place_of_its_variable_is_not_repeated(variable):
     with pytest.raises(ConfigError, match="key_variable: give the name of an environment variable") as caught:
-        EndpointJudge("tiny", "http://127.0.0.1:1/v1", variable, Spending())
+        EndpointJudge("tiny", "http://127.0.0.1:1/v1", variable)
     assert variable not in str(caught.value)
 
 
@@ -234,7 +234,7 @@ def test_no_key_is_sent_where_none_is_named(server, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "sk-of-another-endpoint")
     monkeypatch.setenv("OPENAI_ORG_ID", "org-of-another-endpoint")
     stub, address = server
-    assert EndpointJudge("tiny", address, "", Spending()).judge(CASES[1]).faithful
+    assert EndpointJudge("tiny", address, "").judge(CASES[1]).faithful
     assert "Authorization" not in stub.headers[0]
     assert "another-endpoint" not in str(stub.headers[0])
 

@@ -14,7 +14,8 @@ from difftransformer_lab.evals import CausalLanguageModel
 from difftransformer_lab.evals.models import causal, prefix
 from difftransformer_lab.evals.models.prefix import PrefixCache
 from difftransformer_lab.evals.probes import LastRow
-from difftransformer_lab.evals.requests import Choice, Continuation, Loss, ScoredContinuation, answers_to
+from difftransformer_lab.evals.requests import Choice, Continuation, Loss, ScoredContinuation
+from tests.support.answering import answers_to
 
 
 @pytest.fixture(params=["diff", "softmax"])

@@ -1,12 +1,14 @@
 """Retrieval: an oracle scores everything, a guesser scores chance, and every model gets the same documents."""
 
 import math
+import re
 from dataclasses import replace
 
 import pytest
 import torch
 
-from difftransformer.data import CITIES_SEEN, CITIES_UNSEEN
+from difftransformer.data import CITIES_SEEN, CITIES_UNSEEN, byte_tokenizer
+from difftransformer.data.tokenizer import Tokenizer
 from difftransformer.errors import DataError
 from difftransformer_lab.evals import TaskContext, run_task
 from difftransformer_lab.evals.tasks.needle import ANSWER_NLL, NeedleTask, Options
@@ -197,3 +199,44 @@ def test_needles_that_do_not_fit(toy_shards):
 def test_held_out_text_needs_a_run(toy_shards):
     with pytest.raises(DataError, match="only a run's folder tells which text was held out"):
         NeedleTask(GRID, TaskContext(tokenizer=toy_shards.tokenizer, context_tokens=64))
+
+
+def test_cells_differ_in_length_and_depth_alone(text):
+    """The same city, number and haystack; the answer where the cell says; length for prompt and answer together."""
+    task = NeedleTask(Options(text=text, lengths=[200, 320], documents=2), Oracle(byte_tokenizer()))
+    rows = [bytes(id for id in request.prompt[1:]).decode() for request in task.requests]
+    assert [len(request.prompt) + request.tokens + 1 for request in task.requests] == [200] * 10 + [320] * 10
+    for document in range(2):
+        chosen = rows[document::2]
+        needles = {re.search(r"\nThe special magic (.+) number is: (\d{7})", row).groups() for row in chosen}
+        assert len(needles) == 1
+        haystacks = [re.sub(r"\nThe special magic .+ number is:( \d{7})?", "", row) for row in chosen]
+        longest = max(haystacks, key=len)
+        for haystack in haystacks:  # a line end may stand where the needle needed one
+            assert sum(a != b for a, b in zip(haystack, longest, strict=False)) <= 2
+        for row, haystack, depth in zip(chosen, haystacks, [0.0, 0.25, 0.5, 0.75, 1.0] * 2, strict=True):
+            assert row.index("\nThe special magic") / len(haystack) == pytest.approx(depth, abs=0.1)
+
+
+def chatting(template):
+    made = byte_tokenizer()
+    return Tokenizer(made.backend, chat_template=template)
+
+
+def test_a_chat_models_prompt(text):
+    tokenizer = chatting("{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}<assistant>")
+    options = Options(text=text, lengths=[600], depths=[0.5], documents=2, prompt="chat")
+    task = NeedleTask(options, Oracle(tokenizer))
+    for request in task.requests:
+        prompt = tokenizer.decode(request.prompt)
+        assert prompt.startswith("<user>Somewhere in the text")
+        question = re.search(r"\n\nQuestion: What is the special magic number for (.+)\?</s><assistant>$", prompt)
+        assert len(re.findall(rf"\nThe special magic {question[1]} number is: \d{{7}}\n", prompt)) == 1
+        assert len(request.prompt) + request.tokens <= 600
+    answers = [tokenizer.encode(f"It is {number}, I think") for _, _, number in task._trials]
+    assert task.score(answers).measurements[0].value == 1
+    assert task.score([tokenizer.encode("1234567")] * 2).measurements[0].value == 0
+    with pytest.raises(DataError, match="no chat template"):
+        NeedleTask(options, Oracle(byte_tokenizer()))
+    with pytest.raises(DataError, match="does not write a user's message as it is"):
+        NeedleTask(options, Oracle(chatting("{{ messages[0].content | upper }}")))

@@ -2,11 +2,13 @@
 
 import math
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from difftransformer.data import byte_tokenizer
 from difftransformer.errors import ConfigError, DataError
 from difftransformer_lab.evals import TaskContext, run_task
 from difftransformer_lab.evals.tasks.perplexity import Options, PerplexityTask
@@ -119,9 +121,29 @@ def test_text_shorter_than_the_window(uniform, toy_shards):
         scored(uniform, toy_shards, window=10**7)
 
 
-@pytest.mark.parametrize(
-    "fields", [{"windows": 0}, {"position_buckets": -1}, {"window": 1}, {"stride": 2, "spread": True}]
-)
-def test_impossible_sizes_are_refused(fields):
-    with pytest.raises(ConfigError):
-        Options(**fields)
+class Position(TensorModel):
+    """A loss of one for the first target of a window, two for the second, and so on."""
+
+    def __init__(self):
+        self.tokenizer = byte_tokenizer()
+        self.context_tokens = 100
+
+    def nll(self, input_ids, targets):
+        return torch.arange(1, targets.shape[1] + 1, dtype=torch.float64).expand(targets.shape)
+
+
+def test_sliding_windows_score_each_token_once(text):
+    """Window 10, stride 4: the first window scores its ten targets, each other its last four."""
+    model = Position()
+    task = PerplexityTask(Options(text=text, window=10, stride=4, windows=3), model)
+    stream = [*Path(text).read_bytes()]
+    assert [list(request.ids) for request in task.requests] == [stream[start : start + 11] for start in (0, 4, 8)]
+    scores = run_task(model, task)
+    expected = (sum(range(1, 11)) + 2 * sum(range(7, 11))) / (10 + 4 + 4)
+    nll = next(row for row in scores.measurements if row.name == "nll")
+    assert nll.value == pytest.approx(expected)
+    assert [item.weight for item in scores.items if item.name == "nll"] == [10, 4, 4]
+    curve = {row.at["position"]: row.value for row in scores.measurements if row.at}
+    assert curve == {position: pytest.approx(np.mean(range(1, position + 1))) for position in curve}
+    with pytest.raises(ConfigError, match="above the window"):
+        PerplexityTask(Options(text=text, window=8, stride=9), model)

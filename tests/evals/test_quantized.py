@@ -11,8 +11,9 @@ from difftransformer.data.tokenizer import byte_tokenizer
 from difftransformer.ops.reference import observe_logits
 from difftransformer_lab.evals import CausalLanguageModel, run_task
 from difftransformer_lab.evals.models.quantized import quantized_logits
-from difftransformer_lab.evals.requests import Continuation, Loss, answers_to
+from difftransformer_lab.evals.requests import Continuation, Loss
 from difftransformer_lab.evals.tasks.quantized import Options, QuantizedTask
+from tests.support.answering import answers_to
 from tests.support.fakes import Oracle
 
 SIZES = {"vocab_size": 258, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}

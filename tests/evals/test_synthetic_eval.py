@@ -15,9 +15,10 @@ from difftransformer_lab.cli.main import main
 from difftransformer_lab.evals.engine import run_task
 from difftransformer_lab.evals.models.causal import CausalLanguageModel
 from difftransformer_lab.evals.prompts.texts import TaskContext
-from difftransformer_lab.evals.requests import Continuation, Predictions, answers_to
+from difftransformer_lab.evals.requests import Continuation, Predictions
 from difftransformer_lab.evals.tasks.synthetic import Options, SyntheticTask, draw
 from difftransformer_lab.results import TaskResult, read_result
+from tests.support.answering import answers_to
 
 MQAR = {"vocab_size": 64, "test": [[32, 4, 60], [32, 8, 40]]}
 

@@ -19,9 +19,10 @@ from difftransformer.data import byte_tokenizer
 from difftransformer.errors import CheckpointError
 from difftransformer.hub import folder_sha256, open_model, open_tokenizer
 from difftransformer_lab.evals.opening import open_language_model
-from difftransformer_lab.evals.requests import Loss, answers_to
+from difftransformer_lab.evals.requests import Loss
 from difftransformer_lab.evals.tasks import perplexity
 from difftransformer_lab.studies.tasks import evaluate_task
+from tests.support.answering import answers_to
 
 SIZES = {"vocab_size": 258, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 STOCK = SIZES | {"intermediate_size": 48, "num_key_value_heads": 2}

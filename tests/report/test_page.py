@@ -66,7 +66,7 @@ class Page(HTMLParser):
             self.cells[-1] += data
 
 
-FIGURES = {"lead", "arms", "losses", "lambda", "perplexity", "needle", "allocation"}
+FIGURES = {"lead", "arms", "losses", "lambda", "perplexity", "needle", "allocation", "positions"}
 TABLES = {
     "verdicts", "figures", "costs", "measured_costs", "arms", "runs", "machines", "perplexity", "perplexity_brief",
     "needle", "needle_brief", "allocation", "allocation_brief",
@@ -185,7 +185,7 @@ def test_a_later_report_leaves_nothing_of_an_earlier_one_but_what_is_not_its_own
     (tmp_path / "figures" / "mine.svg").write_text("mine")
     written_to(tmp_path, make(seeds=1, needle=False, allocation=False))
     left = {path.stem for path in (tmp_path / "figures").iterdir()}
-    assert left == {"lead", "arms", "losses", "perplexity", "lambda", "mine"}
+    assert left == {"lead", "arms", "losses", "perplexity", "lambda", "positions", "mine"}
     assert not (tmp_path / "tables" / "needle.csv").exists()
 
 

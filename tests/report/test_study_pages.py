@@ -271,7 +271,7 @@ def test_a_claim_is_never_decided_by_exploration():
     for seen in ({"diff": 0.9, "twin": 0.1}, {"diff": 0.1, "twin": 0.9}, {"diff": 0.5, "twin": 0.5}):
         (judged,) = judge([CLAIM], [studied(controls(seen))])
         assert judged.state == "explored, not confirmed"
-        (said,) = judged.found
+        (said,) = judged.evident
         assert said.words.endswith(" of 5 seeds; explored with the normal start, not confirmed")
     assert judge([CLAIM], [])[0].state == "not run yet"
     assert judge([CLAIM], [studied(controls({"diff": 0.9, "twin": 0.1}, seeds=1))])[0].state == "not run yet"
@@ -286,8 +286,8 @@ def test_claims_for_and_against_are_mixed_and_others_stand_beside():
     beside = Named(study="controls", contrast="DIFF minus WIDE")
     seen = {"diff": 0.9, "wide": 0.1, "twin": 0.1}
     (judged,) = judge([dataclasses.replace(CLAIM, beside=[beside])], [studied(confirming(seen, PRIMARY, SECOND))])
-    assert [said.vote for said in judged.found] == ["for", "beside"]
-    assert judged.found[1].words.startswith("DIFF minus WIDE: +0.")
+    assert [said.vote for said in judged.evident] == ["for", "beside"]
+    assert judged.evident[1].words.startswith("DIFF minus WIDE: +0.")
 
 
 def test_claims_name_figures_that_the_studies_have():

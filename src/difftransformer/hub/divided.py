@@ -59,7 +59,7 @@ def divide(config: Any, weights: WeightsReader, *, dtype: WeightsDtype, processe
         ConfigError: There is one process only, or as in `deferred`.
     """
     if processes.count == 1:
-        raise ConfigError("--divide-weights true: there is one process; add --processes N, or omit it")
+        raise ConfigError("--divide-weights: there is one process; add --processes N, or omit it")
     model = deferred(config, weights, dtype=dtype)
     network = model.network
     vectors = {parameter for parameter in network.parameters() if parameter.dim() < 2}

@@ -13,8 +13,6 @@ def attempt_each(names: Iterable[str], build: Callable[[str], T], device: str) -
     """Build what each implementation needs, its first call included.
 
     Args:
-        names: Names of the implementations.
-        build: Builds one implementation by its name.
         device: "cpu", where errors are raised, or "cuda", where they become reasons.
 
     Returns:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from difftransformer.model.weights import DTYPES
@@ -27,7 +28,6 @@ NO_BACKEND = "there is no such backend here"
 
 
 def attention_steps(settings: Settings) -> list[Step]:
-    """List the shapes of attention that are timed."""
     return [
         Step(f"attention, {shape}", partial(time_attention, shape, settings))
         for dtype in settings.dtypes or settings.defaults.dtypes
@@ -52,7 +52,6 @@ def memory_steps(settings: Settings) -> list[Step]:
 
 
 def time_attention(shape: AttentionShape, settings: Settings, part: str = "attention") -> list[BenchRow]:
-    """Time all implementations on one shape in one interleaved run."""
     device = settings.device
     unsuited = implementations(shape, settings)
     shared = functools.cache(lambda: draw(shape, device))
@@ -66,7 +65,7 @@ def time_attention(shape: AttentionShape, settings: Settings, part: str = "atten
         return work
 
     works, reasons = attempt_each((name for name, why in unsuited.items() if why is None), first_call, device)
-    timings = time_interleaved(works, rounds=settings.rounds, budget_seconds=settings.budget_seconds, device=device)
+    timings = time_interleaved(works, rounds=settings.repeats, budget_seconds=settings.seconds, device=device)
     return [
         _row(part, shape, name, timing=timings.get(name), left_out=why or reasons.get(name))
         for name, why in unsuited.items()
@@ -75,7 +74,9 @@ def time_attention(shape: AttentionShape, settings: Settings, part: str = "atten
 
 def weigh_attention(name: str, shape: AttentionShape, settings: Settings) -> list[BenchRow]:
     """Measure the peak memory of an implementation on one shape above its inputs."""
-    weigh = partial(peak_attention_bytes, shape=shape, threads=settings.threads, device=settings.device)
+    weigh = partial(
+        peak_attention_bytes, shape=shape, threads=settings.threads or torch.get_num_threads(), device=settings.device
+    )
     peaks, reasons = attempt_each([name], weigh, settings.device)
     figures = {"peak_bytes": float(peaks[name])} if name in peaks else {}
     return [_row("memory", shape, name, figures=figures, left_out=reasons.get(name))]
@@ -89,19 +90,19 @@ def implementations(shape: AttentionShape, settings: Settings) -> dict[str, str 
     """Map each implementation to the reason why it is not timed on this shape, or to None."""
     device, kernel = settings.device, settings.defaults.kernel
     can = explain(problem_of(shape, "differential", device))
-    found: dict[str, str | None] = dict.fromkeys(settings.defaults.baselines)
-    found[f"softmax {kernel}"] = explain(problem_of(shape, "softmax", device)).get(kernel, NO_BACKEND)
+    reasons: dict[str, str | None] = dict.fromkeys(settings.defaults.baselines)
+    reasons[f"softmax {kernel}"] = explain(problem_of(shape, "softmax", device)).get(kernel, NO_BACKEND)
     for name in settings.backends or backend_names():
-        found[f"diff {name}"] = can[name] or _unsuited(name, shape, settings)
+        reasons[f"diff {name}"] = can[name] or _unsuited(name, shape, settings)
         if name == kernel and device != "cpu" and shape.has_backward:
             # On a GPU, adding blocks up in any order is faster. On the CPU the order is always the same.
-            found[f"diff {name}{DETERMINISTIC}"] = found[f"diff {name}"]
+            reasons[f"diff {name}{DETERMINISTIC}"] = reasons[f"diff {name}"]
     if settings.peers and shape.mode != "decode":
         # DiffLlama's attention includes the headwise norm, so it is compared with our kernel with the norm fused.
-        found[f"normed {kernel}"] = can.get(kernel, NO_BACKEND)
+        reasons[f"normed {kernel}"] = can.get(kernel, NO_BACKEND)
         for name, makes_maps in ATTN_IMPLEMENTATIONS.items():
-            found[f"DiffLlama {name}"] = _too_large(shape) if makes_maps else None
-    return found
+            reasons[f"DiffLlama {name}"] = _too_large(shape) if makes_maps else None
+    return reasons
 
 
 def problem_of(shape: AttentionShape, op: str, device: str) -> Problem:
@@ -128,9 +129,9 @@ def _shapes(dtype: Dtype, mode: Mode, settings: Settings) -> list[AttentionShape
     defaults = settings.defaults
     widths = settings.head_dims or defaults.head_dims
     if mode == "decode":
-        lengths = settings.lengths_tokens or defaults.decode_lengths_tokens
+        lengths = settings.lengths or defaults.decode_lengths_tokens
         return [_shape(dtype, mode, length, size) for length in lengths for size in defaults.decode_sizes(widths)]
-    lengths = settings.lengths_tokens or defaults.lengths_tokens
+    lengths = settings.lengths or defaults.lengths_tokens
     return [_shape(dtype, mode, length, defaults.size(length, width)) for length in lengths for width in widths]
 
 
@@ -139,7 +140,6 @@ def _shape(dtype: Dtype, mode: Mode, length_tokens: int, size: Size) -> Attentio
 
 
 def _unsuited(backend: str, shape: AttentionShape, settings: Settings) -> str | None:
-    """Return why a backend that could run the shape is left out, or None."""
     longest, why = settings.defaults.longest_tokens.get(backend), "takes many times as long as the others"
     if BACKENDS[backend].has_quadratic_memory(problem_of(shape, "differential", settings.device)):
         if settings.backends is not None:

@@ -1,22 +1,21 @@
 """One call of attention by each implementation that benchmarks compare."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils import deterministic
 
 from difftransformer.model.weights import DTYPES
 from difftransformer.ops import differential_attention, normed_differential_attention, softmax_attention
 
 from ..results import Dtype, Mode
 from .diffllama import DiffLlamaCore
+from .timing import deterministically
 
 LAMBDA = 0.8  # close to lambda in most layers, at the start and after training (arXiv:2410.05258)
 DETERMINISTIC = " deterministic"  # suffix of an implementation's name
@@ -49,12 +48,10 @@ class AttentionShape:
 
     @property
     def has_backward(self) -> bool:
-        """Whether the call computes the gradients of all inputs."""
         return self.mode == "forward+backward"
 
     @property
     def sizes(self) -> dict[str, float]:
-        """What `BenchRow.shape` holds."""
         names = ("batch", "length_tokens", "heads", "head_dim")
         factor = {} if self.score_factor == 1 else {"score_factor": self.score_factor}
         return {name: getattr(self, name) for name in names} | factor
@@ -75,15 +72,17 @@ def attention_work(
             with 2 H heads of width D; "torch sdpa" or "torch cudnn", PyTorch's function for the same, see `pinned`;
             "DiffLlama sdpa" or "DiffLlama eager", see `DiffLlamaCore`. The suffix " deterministic" runs the call under
             torch.use_deterministic_algorithms.
-        shape: The attention call.
-        device: "cpu" or "cuda".
         data: Result of `draw`, to be shared between implementations; None draws new numbers.
 
     Returns:
         A function that does the work and returns the output.
     """
     family, _, name = implementation.removesuffix(DETERMINISTIC).partition(" ")
-    guard = deterministically if implementation.endswith(DETERMINISTIC) else contextlib.nullcontext
+    guard = (
+        partial(deterministically, fill_memory=False)
+        if implementation.endswith(DETERMINISTIC)
+        else contextlib.nullcontext
+    )
     attend, inputs = _FAMILIES[family](name, shape, data or draw(shape, device))
     for tensor in inputs:
         tensor.requires_grad_(shape.has_backward)
@@ -116,21 +115,6 @@ def pinned(name: str, dtype: Dtype, device: str) -> contextlib.AbstractContextMa
         return contextlib.nullcontext()
     flash = SDPBackend.EFFICIENT_ATTENTION if dtype == "fp32" else SDPBackend.FLASH_ATTENTION
     return sdpa_kernel({"sdpa": flash, "cudnn": SDPBackend.CUDNN_ATTENTION}[name])
-
-
-@contextlib.contextmanager
-def deterministically() -> Iterator[None]:
-    """Request deterministic algorithms, but do not fill new memory, which the same switch turns on and would be timed."""
-    mode = torch.get_deterministic_debug_mode()
-    memory: Any = deterministic  # the type stubs lack this module's switch
-    fill = memory.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    memory.fill_uninitialized_memory = False
-    try:
-        yield
-    finally:
-        torch.set_deterministic_debug_mode(mode)
-        memory.fill_uninitialized_memory = fill
 
 
 def _diff(backend: str, shape: AttentionShape, data: Data, is_normed: bool = False) -> Attend:

@@ -42,7 +42,6 @@ CACHED_TOKENS = 4096
 
 
 def generation_steps(settings: Settings) -> list[Step]:
-    """List what is timed of decoding."""
     return [
         Step(f"decoding by whole models, {dtype}", partial(time_generation, dtype, settings))
         for dtype in settings.dtypes or settings.defaults.dtypes
@@ -66,8 +65,8 @@ def time_generation(dtype: Dtype, settings: Settings) -> list[BenchRow]:
             )
             for name, kind in candidates
         },
-        rounds=min(settings.rounds, SPARE_TOKENS - 1),
-        budget_seconds=settings.budget_seconds,
+        rounds=min(settings.repeats, SPARE_TOKENS - 1),
+        budget_seconds=settings.seconds,
         device=device,
     )
     rows = []

@@ -78,7 +78,6 @@ SIZES = {
 
 
 def model_steps(settings: Settings) -> list[Step]:
-    """List what is timed of models."""
     sizes = settings.sizes or settings.defaults.models
     if unknown := [size for size in sizes if size not in SIZES]:
         raise ConfigError(f"--sizes: {unknown[0]!r} is unknown; choose from {', '.join(SIZES)}")
@@ -101,12 +100,8 @@ def time_models(
     """Time one kind of work of all models, interleaved.
 
     Args:
-        size: A name in `SIZES`.
         dtype: Data type of weights and activations; in a training step "bf16" and "fp16" mean autocast.
         work: "training step" (forward, backward, fused AdamW), "prefill" into a cache or "decoding" behind one.
-        settings: Device, rounds and budget.
-        models: The models by name; by default those of `build_models`.
-        part: The part that the rows belong to.
     """
     models, device = models or build_models(size), settings.device
     rows, context = SIZES[size].rows if work == "training step" else 1, SIZES[size].context_tokens
@@ -131,7 +126,7 @@ def time_models(
         return step
 
     calls, reasons = attempt_each(models, build, device)
-    timings = time_interleaved(calls, rounds=settings.rounds, budget_seconds=settings.budget_seconds, device=device)
+    timings = time_interleaved(calls, rounds=settings.repeats, budget_seconds=settings.seconds, device=device)
     return [
         BenchRow(
             part=part,

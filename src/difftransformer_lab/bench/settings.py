@@ -98,40 +98,42 @@ DEFAULTS: dict[str, Defaults] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What to measure and for how long. None means the device's defaults.
+    """What to measure and for how long.
 
     Attributes:
-        device: "cpu" or "cuda".
-        dtypes: Data types.
-        modes: Passes of attention.
-        lengths_tokens: Sequence lengths of attention; in decoding, numbers of keys.
-        head_dims: Widths of one map.
-        backends: Backends of differential attention; None means all.
+        device: cpu or cuda.
+        dtypes: Data types, such as [fp32,bf16], the default on the CPU; fp16 is possible too; the default on cuda is [bf16].
+        modes: Passes of attention, such as [forward,decode].
+        lengths: Sequence lengths of attention in tokens, such as [512,2048]; by default 512 to 8,192, on cuda 2,048 to
+            65,536, and longer in decoding.
+        head_dims: Widths of one map, such as [64]; by default 32, 64, 128, on cuda 64, 128.
+        backends: Backends of differential attention, such as [chunked]; by default all, but those with n x n maps only up
+            to 1,024 tokens.
         peers: Whether to time transformers' DiffLlama beside attention too.
-        rounds: Largest number of timed rounds of a shape.
-        budget_seconds: Time for a shape; after it no round begins, but at least MIN_ROUNDS are timed.
-        threads: CPU threads of the processes that measure memory.
-        long_memory: Whether to measure memory at the device's long lengths too.
-        sizes: Sizes of whole models, names in `models.SIZES`.
+        repeats: Largest number of timed rounds of a shape, at least 3.
+        seconds: Time for a shape; after it no round begins, but at least 3 are timed.
+        threads: CPU threads; all by default.
+        long_memory: Measure memory up to 65,536 tokens too, on cuda up to 131,072.
+        sizes: Sizes of "models", such as [135M], which needs 12 GB; by default 0.5M, 5M and 20M, on cuda 125M and 350M.
     """
 
     device: str = "cpu"
-    dtypes: Sequence[Dtype] | None = None
-    modes: Sequence[Mode] | None = None
-    lengths_tokens: Sequence[int] | None = None
-    head_dims: Sequence[int] | None = None
-    backends: Sequence[str] | None = None
+    dtypes: tuple[Dtype, ...] | None = None
+    modes: tuple[Mode, ...] | None = None
+    lengths: tuple[int, ...] | None = None
+    head_dims: tuple[int, ...] | None = None
+    backends: list[str] | None = None
     peers: bool = True
-    rounds: int = 30
-    budget_seconds: float = 8.0
-    threads: int = 1
+    repeats: int = 30
+    seconds: float = 8.0
+    threads: int | None = None
     long_memory: bool = False
-    sizes: Sequence[str] | None = None
+    sizes: list[str] | None = None
 
     def __post_init__(self) -> None:
-        if self.rounds < MIN_ROUNDS:
-            raise ConfigError(f"--repeats {self.rounds}: give at least {MIN_ROUNDS}")
-        for flag, numbers in (("--lengths", self.lengths_tokens), ("--head_dims", self.head_dims)):
+        if self.repeats < MIN_ROUNDS:
+            raise ConfigError(f"--repeats {self.repeats}: give at least {MIN_ROUNDS}")
+        for flag, numbers in (("--lengths", self.lengths), ("--head-dims", self.head_dims)):
             if numbers is not None and min(numbers, default=0) < 1:
                 raise ConfigError(f"{flag} {list(numbers)}: give whole numbers of at least 1")
         if unknown := [name for name in self.backends or () if name not in backend_names()]:
@@ -139,7 +141,6 @@ class Settings:
 
     @property
     def defaults(self) -> Defaults:
-        """The defaults of the device."""
         return DEFAULTS[self.device]
 
 

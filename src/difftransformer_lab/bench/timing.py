@@ -1,10 +1,11 @@
 """Interleaved timing: all candidates take turns, so that a busy moment of the machine slows all of them."""
 
+import contextlib
 import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 import torch
@@ -29,9 +30,6 @@ def time_interleaved(
     """Time all candidates in turn and return the median and quartiles of each over the rounds.
 
     Args:
-        candidates: Functions to call, by name.
-        rounds: Largest number of timed rounds.
-        warmup: Rounds before the timed ones.
         budget_seconds: After this time, warm-up included, no further round begins, but at least MIN_ROUNDS are timed.
         device: "cpu" for wall time; "cuda" for the time between two events on the device, from cold caches.
     """
@@ -47,6 +45,20 @@ def time_interleaved(
             for name, value in taken.items():
                 seconds[name].append(value)
     return {name: _timing(measured) for name, measured in seconds.items()}
+
+
+@contextlib.contextmanager
+def deterministically(*, fill_memory: bool) -> Iterator[None]:
+    """Request deterministic algorithms, and say whether new tensors are filled with NaN, which the same switch turns on."""
+    mode, memory = torch.get_deterministic_debug_mode(), torch.utils.deterministic
+    fills = memory.fill_uninitialized_memory  # type: ignore[attr-defined]
+    try:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        memory.fill_uninitialized_memory = fill_memory  # type: ignore[attr-defined]
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(mode)
+        memory.fill_uninitialized_memory = fills  # type: ignore[attr-defined]
 
 
 def wait_for(device: str) -> None:
@@ -80,7 +92,6 @@ def foreign_cpu_seconds() -> float | None:
 
 
 def _host_clock(call: Callable[[], object]) -> Callable[[], float]:
-    """Make a call and return a function that reads its time."""
     started = time.perf_counter()
     call()
     seconds = time.perf_counter() - started

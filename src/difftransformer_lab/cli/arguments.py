@@ -1,6 +1,7 @@
 """The words of a command: how a verb's signature becomes a parser and a page of help, and arguments that several share."""
 
 import dataclasses
+import inspect
 import math
 import os
 import re
@@ -24,20 +25,11 @@ DEVICES = ("cpu", "cuda")
 MOST_THREADS = (
     64  # or as many as there are cores; the runs of other machines can be repeated with their number of threads
 )
-# How a command with a recipe declares `set` (see `parser_of`).
-SET: dict[str, dict[str, Any]] = {
-    "--set": {
-        "action": "append",
-        "metavar": "KEY=VALUE",
-        "help": "Replace a value of the recipe, such as training.steps=100 or model.attention_type=softmax. May be repeated.",
-    }
-}
-
-PAGE: dict[str, dict[str, Any]] = {
-    "--page": {
-        "action": "store_true",
-        "help": "While it trains, keep a page of the losses, index.html, that a browser loads anew by itself.",
-    }
+# The argument `set` of every command with a recipe.
+SET: dict[str, Any] = {
+    "action": "append",
+    "metavar": "KEY=VALUE",
+    "help": "Replace a value of the recipe, such as training.steps=100 or model.attention_type=softmax. May be repeated.",
 }
 
 
@@ -110,15 +102,16 @@ class Parser(ArgumentParser):
 
 
 def parser_of(prog: str, description: str, module: ModuleType, own: type | None) -> Parser:
-    """Return the parser of a verb: the parameters of `run` in its module, its `ARGUMENTS`, and the fields of `own`.
+    """Return the parser of a verb: the parameters of `run` in its module, and the fields of `own`.
 
-    `ARGUMENTS` declare what a signature cannot express: repeated options, switches and positionals that are optional or
-    repeated.
+    A bool that is False by default is a switch. `ARGUMENTS` of the module declare positionals that are optional or repeated.
     """
     parser = Parser(prog=prog, description=description, exit_on_error=False)
     declared: dict[str, dict[str, Any]] = getattr(module, "ARGUMENTS", {})
-    skipped = {options.get("dest", flag.removeprefix("--").replace("-", "_")) for flag, options in declared.items()}
-    parser.add_function_arguments(module.run, as_positional=True, skip=skipped | {"verb", "options"})
+    if "set" in inspect.signature(module.run).parameters:
+        declared = declared | {"--set": SET}
+    skipped: set[str | int] = {"verb", "options", *(name.removeprefix("--") for name in declared)}
+    parser.add_function_arguments(module.run, as_positional=True, skip=skipped)
     if own is not None:
         parser.add_class_arguments(own)
     for flag, options in declared.items():
@@ -146,20 +139,26 @@ def read_words(parser: Parser, words: list[str]) -> dict[str, Any]:
 
 
 def _normal(parser: Parser, words: list[str]) -> list[str]:
-    """Spell flags as the parser does, and put a single value of a list into brackets."""
-    known = {flag: action for action in parser._actions for flag in action.option_strings}
-    spelled = {flag.replace("_", "-"): flag for flag in known}
+    """Spell flags as the parser does, put a single value of a list into brackets, and give a switch its value."""
+    known = {_flag(action): action for action in parser._actions if action.option_strings}
     normal, is_list = [], False
-    for word in words:
+    for place, word in enumerate(words, 1):
         flag, equals, value = word.partition("=")
-        if word.startswith("--") and (flag := spelled.get(flag.replace("_", "-"), "")):
-            is_list = list in _types(getattr(known[flag], "_typehint", None))
-            normal.append(flag + equals + (_listed(value) if is_list and equals else value))
-            is_list = is_list and not equals
-        else:
+        action = known.get(flag.replace("_", "-")) if word.startswith("--") else None
+        if action is None:
             normal.append(_listed(word) if is_list else word)
             is_list = False
+            continue
+        if _is_switch(action) and not equals and words[place : place + 1] not in (["true"], ["false"]):
+            equals, value = "=", "true"
+        is_list = list in _types(getattr(action, "_typehint", None))
+        normal.append(action.option_strings[0] + equals + (_listed(value) if is_list and equals else value))
+        is_list = is_list and not equals
     return normal
+
+
+def _is_switch(action: Any) -> bool:
+    return getattr(action, "_typehint", None) is bool and action.default is False
 
 
 def _listed(value: str) -> str:
@@ -173,7 +172,6 @@ def _types(annotation: Any) -> list[Any]:
 
 
 def _sentence(parser: Parser, text: str) -> str:
-    """Return a parser's error in words of the command line."""
     advice = f"; see {parser.prog} --help"
     if wrong := re.match(r'Parser key "([^"]+)": .*(?:Got|Given) value: (.*)$', text):
         action = next((action for action in parser._actions if action.dest == wrong[1]), None)
@@ -226,7 +224,7 @@ def _entry(action: Any, width: int) -> list[str]:
 
 
 def _flag(action: Any) -> str:
-    return str(action.option_strings[0].replace("_", "-") if action.option_strings else action.dest.upper())
+    return str(action.option_strings[0].replace("_", "-").rstrip("-") if action.option_strings else action.dest.upper())
 
 
 def _shown(action: Any) -> str:
@@ -236,7 +234,7 @@ def _shown(action: Any) -> str:
         return f"[{name}]" if action.nargs == "?" else f"{name}..." if action.nargs else name
     kinds = [kind for kind in _types(getattr(action, "_typehint", None)) if kind is not type(None)]
     kind: Any = kinds[0] if kinds else None
-    if action.nargs == 0:
+    if _is_switch(action):
         return _flag(action)
     if get_origin(kind) is Literal:
         value = "|".join(map(str, get_args(kind)))

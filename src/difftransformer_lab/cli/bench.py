@@ -1,6 +1,7 @@
 """difftransformer bench."""
 
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -14,28 +15,18 @@ from ..bench.steps import Part
 from ..bench.timing import foreign_cpu_share
 from ..report.bench import print_bench
 from ..report.bench_figures import bench_drawings
-from ..results import Bench, BenchRow, Dtype, Mode, write_result
+from ..results import Bench, BenchRow, write_result
 from ..studies.environment import command_line, environment, now
 from .arguments import check_device, use_threads
 from .console import console, log, show
 
 
-def run(
-    part: Part,
-    out: str = "reports/bench",
-    device: str = "cpu",
-    dtypes: tuple[Dtype, ...] | None = None,
-    modes: tuple[Mode, ...] | None = None,
-    lengths: tuple[int, ...] | None = None,
-    head_dims: tuple[int, ...] | None = None,
-    backends: list[str] | None = None,
-    peers: bool = True,
-    repeats: int = Settings.rounds,
-    seconds: float = Settings.budget_seconds,
-    threads: int | None = None,
-    long_memory: bool = False,
-    sizes: list[str] | None = None,
-) -> int:
+def declare(_: str) -> type:
+    """Return the dataclass whose fields the command takes beside the arguments of `run`."""
+    return Settings
+
+
+def run(part: Part, out: str = "reports/bench", *, verb: str, options: Settings) -> int:
     """Time attention and models of DIFF against the same-size Transformer, interleaved in one run.
 
     Args:
@@ -43,43 +34,17 @@ def run(
             prefill and decoding of DIFF, its twin, transformers' Llama and DiffLlama, all of one shape; "generation",
             decoding behind a long cache by DIFF, DiffLlama with the same weights and the Transformer; or "all" of these.
         out: Folder for results.json, and for a figure of each part that was timed.
-        device: cpu or cuda.
-        dtypes: Data types, such as [fp32,bf16], the default on the CPU; fp16 is possible too; the default on cuda is [bf16].
-        modes: Passes of attention, such as [forward,decode].
-        lengths: Sequence lengths of attention in tokens, such as [512,2048]; by default 512 to 8,192, on cuda 2,048 to
-            65,536, and longer in decoding.
-        head_dims: Widths of one map, such as [64]; by default 32, 64, 128, on cuda 64, 128.
-        backends: Backends of differential attention, such as [chunked]; by default all, but those with n x n maps only up
-            to 1,024 tokens.
-        peers: Whether to time transformers' DiffLlama beside attention too.
-        repeats: Largest number of timed rounds of a shape, at least 3.
-        seconds: Time for a shape; after it no round begins, but at least 3 are timed.
-        threads: CPU threads; all by default.
-        long_memory: Whether to measure memory up to 65,536 tokens too, on cuda up to 131,072.
-        sizes: Sizes of "models", such as [135M], which needs 12 GB; by default 0.5M, 5M and 20M, on cuda 125M and 350M.
+        verb: The command.
+        options: What to measure and for how long.
     """
-    use_threads(threads)
-    check_device(device)
-    settings = Settings(
-        device=device,
-        dtypes=dtypes,
-        modes=modes,
-        lengths_tokens=lengths,
-        head_dims=head_dims,
-        backends=backends,
-        peers=peers,
-        rounds=repeats,
-        budget_seconds=seconds,
-        threads=torch.get_num_threads(),
-        long_memory=long_memory,
-        sizes=sizes,
-    )
-    measure_and_write(steps_of(part, settings), Path(out), device)
+    use_threads(options.threads)
+    check_device(options.device)
+    settings = replace(options, threads=torch.get_num_threads())
+    measure_and_write(steps_of(part, settings), Path(out), settings.device)
     return 0
 
 
 def measure_and_write(steps: list[Step], out: Path, device: str, command: str | None = None) -> None:
-    """Run the steps, write results.json and the figures, and print the tables."""
     # On a GPU the load of the CPU does not matter, and compilers leave processes there.
     share = foreign_cpu_share() if device == "cpu" else None
     rows = _measure(steps)

@@ -6,11 +6,13 @@ from difftransformer.ops import build
 
 from .console import show
 
-ARGUMENTS = {"--force": {"action": "store_true", "help": "Build the kernels again even if they exist."}}
-
 
 def run(force: bool = False) -> int:
-    """Build the CPU attention kernels now instead of on first use."""
+    """Build the CPU attention kernels now instead of on first use.
+
+    Args:
+        force: Build the kernels again even if they exist.
+    """
     start = time.perf_counter()
     library = build.open_library(force=force)
     seconds = time.perf_counter() - start

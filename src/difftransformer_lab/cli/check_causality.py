@@ -13,7 +13,6 @@ from .console import log, show
 if TYPE_CHECKING:
     from torch import Tensor
 
-ARGUMENTS: dict[str, dict[str, Any]] = {"--json": {"action": "store_true", "help": "Print JSON instead of sentences."}}
 EXIT_NOT_CAUSAL = 1
 SHORTEST, LENGTH = 2, 513
 
@@ -40,6 +39,7 @@ def run(
         backend: Attention backend of a model of this package; by default each that auto may take.
         seed: Seed of the tokens.
         device: cpu or cuda.
+        json: Print JSON instead of sentences.
     """
     if length is not None and length < SHORTEST:
         raise ConfigError(f"--length {length}: give at least {SHORTEST}")

@@ -1,24 +1,11 @@
 """difftransformer compare."""
 
 from pathlib import Path
-from typing import Any
 
 from difftransformer.files import locked
 
 from ..recipe_files import read_recipe
-from .arguments import PAGE, SET
-from .console import resumable
-from .progress import study_progress, watch_study, with_page
-
-ARGUMENTS: dict[str, dict[str, Any]] = {
-    **SET,
-    **PAGE,
-    "--no-costs": {
-        "action": "store_true",
-        "dest": "no_costs",
-        "help": "Leave out time and memory, measured at the end.",
-    },
-}
+from .progress import training_shown
 
 
 def run(
@@ -37,12 +24,14 @@ def run(
         out: Folder for runs, results.json and the report; reports/NAME of the recipe by default.
         seeds: Number of seeds in place of the recipe's.
         jobs: Runs that train at the same time, in place of the recipe's; each gets an equal share of the threads.
+        no_costs: Leave out time and memory, measured at the end.
+        page: While it trains, keep a page of the losses, index.html, that a browser loads anew by itself.
     """
     read_recipe(recipe)
     from difftransformer.ops import build
 
     from ..report import read_studies
-    from ..studies import compare, load_recipe, watched_by
+    from ..studies import compare, load_recipe
     from .report import show_study
 
     overrides = list(set or [])
@@ -51,10 +40,6 @@ def run(
     folder = Path(out or f"reports/{loaded.name}")
     build.load()  # here, where its line is seen, and not in a run
     with locked(folder):
-        with (
-            resumable("stopped; every run is saved"),
-            study_progress() as bars,
-            watched_by(with_page(watch_study(bars, loaded.name), folder if page else None, loaded.name)),
-        ):
+        with training_shown(loaded.name, folder if page else None):
             compare(loaded, folder, costs=not no_costs)
         return show_study(read_studies(folder)[0], folder, "compare")

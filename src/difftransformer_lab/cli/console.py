@@ -35,7 +35,6 @@ def show(text: str) -> None:
 
 
 def log(text: str) -> None:
-    """Print a dimmed line about progress."""
     console.print(text, style="dim", highlight=False, soft_wrap=True)
 
 
@@ -61,7 +60,6 @@ def log_shown() -> Iterator[None]:
 
 
 def complain(text: str) -> None:
-    """Print one line on standard error."""
     print(printable_line(text), file=sys.stderr)
 
 
@@ -72,13 +70,11 @@ class Gaps:
         self.verb, self.count = verb, 0
 
     def __call__(self, gap: str) -> None:
-        """Say one gap."""
         self.count += 1
         complain(f"difftransformer {self.verb}: missing: {' '.join(gap.split())}")
 
     @property
     def status(self) -> int:
-        """The exit status."""
         return EXIT_ERROR if self.count else 0
 
 

@@ -7,14 +7,6 @@ from difftransformer.sources import check_model, shipped_models
 
 from .console import log, show
 
-ARGUMENTS = {
-    "--from": {"dest": "from_", "help": "Layout to read. Defaults to the one that config.json names."},
-    "--untie": {
-        "action": "store_true",
-        "help": "Write a tied output layer as a matrix of its own. A model with an embedding multiplier needs this.",
-    },
-}
-
 
 def run(source: str, target: str, to: str | None = None, from_: str | None = None, untie: bool = False) -> int:
     """Convert a model's folder to another layout, tokenizer and chat template included.
@@ -23,6 +15,8 @@ def run(source: str, target: str, to: str | None = None, from_: str | None = Non
         source: Folder with config.json and safetensors, or a run folder (its newest checkpoint).
         target: Folder to write. It must not exist, or be empty.
         to: Layout to write: difftransformer, diffllama, or llama for a softmax twin.
+        from_: Layout to read. Defaults to the one that config.json names.
+        untie: Write a tied output layer as a matrix of its own. A model with an embedding multiplier needs this.
     """
     from difftransformer.families import convert_folder
     from difftransformer.families.conversion import FOLDER_LAYOUTS

@@ -8,7 +8,6 @@ from rich.table import Table
 from .arguments import check_device
 from .console import console, show
 
-ARGUMENTS = {"--json": {"action": "store_true", "help": "Print JSON instead of tables."}}
 EXIT_WRONG = 1
 
 
@@ -19,6 +18,7 @@ def run(device: str | None = None, json: bool = False) -> int:
 
     Args:
         device: cpu or cuda; by default cuda where there is one.
+        json: Print JSON instead of tables.
     """
     import torch
 

@@ -9,15 +9,12 @@ from difftransformer.errors import ConfigError
 from difftransformer.sources import check_model, shipped_models
 
 from ..results import TaskResult, summary_rows
-from .arguments import SET
 from .console import Gaps, console, resumable, show
 from .members import run_together
 from .progress import evaluation_progress
 
 if TYPE_CHECKING:
     from difftransformer.train.parallel import Processes
-
-ARGUMENTS = SET
 
 
 def run(
@@ -62,13 +59,7 @@ def run(
         folder = Path(out or Path("evals", model, "recipe")) if out or is_shipped else evaluations_folder(checkpoint)
         with resumable("stopped; every answer is saved"), evaluation_progress():
             results = evaluate_checkpoint(
-                checkpoint,
-                loaded,
-                shards,
-                folder,
-                device=device,
-                processes=crew,
-                divide_weights=divide_weights,
+                checkpoint, loaded, shards, folder, device=device, processes=crew, divide_weights=divide_weights
             )
         return _show(str(checkpoint), results, folder) if crew.is_first else 0
 

@@ -106,21 +106,13 @@ def run(
                 return _show_one(result, folder, verb) if crew.is_first else 0
             folder = Path(out or f"reports/{suite.name}")
             with crew.locked(folder), evaluation_progress():
-                found, missing = run_suite(
-                    suite,
-                    models,
-                    folder,
-                    opening=opening,
-                    device=device,
-                    processes=crew,
-                )
-        return _show_all(suite.name, found, missing, folder, verb) if crew.is_first else 0
+                results, missing = run_suite(suite, models, folder, opening=opening, device=device, processes=crew)
+        return _show_all(suite.name, results, missing, folder, verb) if crew.is_first else 0
 
     return run_together(evaluate, device, processes, check)
 
 
 def _show_one(result: "TaskResult", folder: Path, verb: str) -> int:
-    """Print a result, draw its figure, and return the exit status."""
     from ..report.tasks import measurement_table, write_picture
     from ..report.tasks.pairs import corrected_pairs, pairs_table, task_pairs
     from ..report.terminal import terminal_table
@@ -143,15 +135,14 @@ def _show_one(result: "TaskResult", folder: Path, verb: str) -> int:
     return gaps.status
 
 
-def _show_all(name: str, found: "dict[str, list[TaskResult]]", missing: list[Any], folder: Path, verb: str) -> int:
-    """Print the results, write the page, and return the exit status."""
+def _show_all(name: str, by_task: "dict[str, list[TaskResult]]", missing: list[Any], folder: Path, verb: str) -> int:
     from ..report import write_suite
     from ..report.tasks import measurement_table
     from ..report.terminal import terminal_table
 
-    for results in filter(None, found.values()):
+    for results in filter(None, by_task.values()):
         console.print(terminal_table(measurement_table(results, brief=True), console.width))
     gaps = Gaps(verb)
-    page = write_suite(name, found, [(row.name, row.model, row.reason) for row in missing], folder, on_gap=gaps)
+    page = write_suite(name, by_task, [(row.name, row.model, row.reason) for row in missing], folder, on_gap=gaps)
     show(f"Report: {page}")
     return gaps.status

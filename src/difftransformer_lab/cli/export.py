@@ -11,21 +11,6 @@ from .console import log, show
 
 RECORD_FILE = "record.json"
 """What a study or a comparison writes beside a run."""
-ARGUMENTS = {
-    "--with-code": {
-        "dest": "with_code",
-        "action": "store_true",
-        "help": "Add Python code with which transformers opens the folder without this package (trust_remote_code=True).",
-    },
-    "--average": {
-        "action": "store_true",
-        "help": "Write the average of the weights over steps, which a run with training.ema keeps.",
-    },
-    "--untie": {
-        "action": "store_true",
-        "help": "With --to, write a tied output layer as a matrix of its own. A model with an embedding multiplier needs this.",
-    },
-}
 
 
 def run(
@@ -46,6 +31,9 @@ def run(
         dtype: Floating-point type of the weights. auto keeps the type that they were saved in.
         to: Layout. diffllama, and llama for a softmax twin, open in stock transformers, without this package.
         license: Licence identifier for the card, such as mit or apache-2.0.
+        with_code: Add Python code with which transformers opens the folder without this package (trust_remote_code=True).
+        untie: With --to, write a tied output layer as a matrix of its own. A model with an embedding multiplier needs this.
+        average: Write the average of the weights over steps, which a run with training.ema keeps.
     """
     check_model(model)
     from difftransformer.hub import export_folder

@@ -14,11 +14,7 @@ from .arguments import check_device, check_positive
 MOST_BEAMS = 1024
 EXAMPLE = r", such as $'The special magic Lisbon number is: 42\nThe special magic Lisbon number is:'"
 ARGUMENTS = {
-    "prompt": {"nargs": "?", "help": "Text to continue. Defaults to the text of --prompt-file or standard input."},
-    "--chat": {
-        "action": "store_true",
-        "help": "Put the prompt into the tokenizer's chat template as a user's message.",
-    },
+    "prompt": {"nargs": "?", "help": "Text to continue. Defaults to the text of --prompt-file or standard input."}
 }
 
 
@@ -44,6 +40,7 @@ def run(
         model: Run folder (its newest checkpoint), checkpoint, folder of any causal language model that transformers opens
             without remote code, .gguf file, or owner/name on the Hugging Face hub.
         prompt_file: File with the prompt. A newline at the end of the file or of standard input is removed.
+        chat: Put the prompt into the tokenizer's chat template as a user's message.
         max_new_tokens: Largest number of new tokens.
         temperature: 0 takes the most likely token. Above 0, tokens are sampled; higher values make the draw more uniform.
         top_p: Sample from the most likely tokens whose probabilities add up to this value.

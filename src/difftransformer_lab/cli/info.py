@@ -15,13 +15,6 @@ if TYPE_CHECKING:
     from difftransformer.model import DiffTransformerConfig
     from difftransformer.model.start_sizes import Branch
 
-ARGUMENTS = {
-    "--start": {
-        "action": "store_true",
-        "help": "Measure how large attention and MLP are at step 0 beside the residual stream, in place of the sizes.",
-    }
-}
-
 
 def run(model: str, start: bool = False) -> int:
     """Show parameters, FLOPs and bytes of a model and its twins, computed by formula; or how the model starts.
@@ -29,6 +22,7 @@ def run(model: str, start: bool = False) -> int:
     Args:
         model: A preset (tiny, small, 830m, 1.4b, 2.8b, 3b, 6.8b, 13.1b), a recipe's YAML file or a shipped recipe's name, the
             folder of a saved model, or "backends" to list the attention backends.
+        start: Measure how large attention and MLP are at step 0 beside the residual stream, in place of the sizes.
     """
     from difftransformer.families import DifferentialFields
     from difftransformer.model import PRESETS, DiffTransformerConfig, count, preset
@@ -99,16 +93,16 @@ def _show_start(name: str, config: "DiffTransformerConfig", is_saved: bool) -> N
     from difftransformer.model.start_sizes import LARGEST_RATIO, TOKENS, drowning, start_sizes
 
     configs = {word: config.twin(word) for word in dict.fromkeys((config.attention_type, "softmax"))}
-    found = {word: start_sizes(one) for word, one in configs.items()}
-    layers, whole = min(map(len, found.values())) // 2, config.num_hidden_layers
-    console.print(_start_table(found, layers))
+    branches_of = {word: start_sizes(one) for word, one in configs.items()}
+    layers, whole = min(map(len, branches_of.values())) // 2, config.num_hidden_layers
+    console.print(_start_table(branches_of, layers))
     measured = "all layers" if layers == whole else f"the first {f'{layers} of' if layers > 1 else 'of'} {whole} layers"
     std = f" (initializer_range {config.initializer_range:g})" if config.initialization == "normal" else ""
     show(f"{name} at step 0, {measured}: RMS on {TOKENS} random tokens. ratio: attention / stream.")
     show(f"initialization: {config.initialization}{std}, embedding_multiplier: {config.embedding_multiplier:.4g}")
     if is_saved:
         show("Measured with fresh weights: this is how the configuration starts, not what was trained.")
-    for word, branches in found.items():
+    for word, branches in branches_of.items():
         said = drowning(configs[word], branches)
         said = (
             said or f"no branch starts more than {LARGEST_RATIO:g} times as large as the residual stream that it joins"
@@ -116,15 +110,15 @@ def _show_start(name: str, config: "DiffTransformerConfig", is_saved: bool) -> N
         show(f"{word}: {said}.")
 
 
-def _start_table(found: "dict[str, list[Branch]]", layers: int) -> Table:
+def _start_table(branches_of: "dict[str, list[Branch]]", layers: int) -> Table:
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False, pad_edge=False)
     table.add_column("\nlayer", justify="right")
-    for word in found:
+    for word in branches_of:
         for above, title in (("", "stream"), (word, "attention"), ("", "MLP"), ("", "ratio")):
             table.add_column(f"{above}\n{title}", justify="right", no_wrap=True)
     for layer in range(layers):
         cells = [str(layer)]
-        for branches in found.values():
+        for branches in branches_of.values():
             attention, mlp = branches[2 * layer : 2 * layer + 2]
             cells += [f"{size:.4f}" for size in (attention.stream, attention.output, mlp.output)]
             cells.append(f"{attention.ratio:.2f}")

@@ -65,7 +65,6 @@ def verbs() -> dict[str, str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit status."""
     if sys.stdout is None:
         return _fail("difftransformer: standard output is closed")
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -155,7 +154,6 @@ def _meant(word: str, known: Sequence[str] | dict[str, str]) -> str:
 
 
 def module_name(verb: str) -> str:
-    """Return the name of the module with a verb's `run`."""
     return "eval_task" if verb.startswith("eval ") else re.sub("[- ]", "_", verb)
 
 
@@ -170,7 +168,7 @@ def _run(verb: str, words: list[str]) -> int:
         f"difftransformer {verb}", verbs().get(verb, "Run the tasks of a suite on one or more models"), module, own
     )
     if {"-h", "--help"} & set(words):
-        print(parser.page(own), *(_tasks() if verb == "eval" else ()), sep="\n")
+        print(parser.page(own if verb.startswith("eval ") else None), *(_tasks() if verb == "eval" else ()), sep="\n")
         return 0
     values = read_words(parser, words)
     if own is not None:

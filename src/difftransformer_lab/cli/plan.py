@@ -10,7 +10,7 @@ from rich.table import Table
 from difftransformer.errors import ConfigError
 
 from ..recipe_files import read_recipe
-from .arguments import SET, check_positive
+from .arguments import check_positive
 from .console import console, show
 
 if TYPE_CHECKING:
@@ -20,39 +20,6 @@ H100_TFLOPS = 989.0  # of bf16 matrix products, by NVIDIA's data sheet
 DIFF_SPEED = 0.9  # 6718 over 7491 tokens/s on H100 GPUs (arXiv:2410.05258 Table 7, 3B, 4K tokens)
 SHOWN = 8
 _UNITS = {"GiB": 2**30, "GB": 10**9, "MiB": 2**20, "MB": 10**6, "TiB": 2**40}
-
-ARGUMENTS = SET | {
-    "--gpu-memory": {
-        "dest": "gpu_memory",
-        "default": "80GiB",
-        "help": "Memory of one GPU, such as 80GiB; a tenth stays free for the allocator and libraries. (default: 80GiB)",
-    },
-    "--tokens-per-second": {
-        "dest": "tokens_per_second",
-        "type": float,
-        "help": "Measured training tokens a second of one GPU, in place of --mfu and --tflops.",
-    },
-    "--diff-speed": {
-        "dest": "diff_speed",
-        "type": float,
-        "default": DIFF_SPEED,
-        "help": f"Measured speed of diff over that of its twin (default: {DIFF_SPEED}, the paper's on H100 GPUs).",
-    },
-    "--machine-gpus": {"dest": "machine_gpus", "type": int, "default": 8, "help": "GPUs of one machine. (default: 8)"},
-    "--within-gbs": {
-        "dest": "within_gbs",
-        "type": float,
-        "default": 450.0,
-        "help": "GB/s that a GPU sends to others of its machine (default: 450, NVLink of an H100).",
-    },
-    "--across-gbs": {
-        "dest": "across_gbs",
-        "type": float,
-        "default": 50.0,
-        "help": "GB/s that a machine sends to others, for each of its GPUs (default: 50, 400 Gbit/s).",
-    },
-    "--json": {"action": "store_true", "help": "Print JSON in place of tables."},
-}
 
 
 def run(
@@ -74,15 +41,15 @@ def run(
     Args:
         recipe: YAML file, or the name of a shipped recipe, such as paper-3b.
         gpus: Number of GPUs.
-        gpu_memory: Memory of one GPU.
+        gpu_memory: Memory of one GPU, such as 80GiB; a tenth stays free for the allocator and libraries.
         mfu: Share of the peak speed that model FLOPs reach, in diff's twin; recomputed activations do not count.
         tflops: Peak speed of one GPU in TFLOP/s. Defaults to an H100's in bf16.
-        tokens_per_second: Measured training tokens a second of one GPU, by the recipe's model.
-        diff_speed: Speed of diff over that of its twin.
+        tokens_per_second: Measured training tokens a second of one GPU, by the recipe's model, in place of mfu and tflops.
+        diff_speed: Measured speed of diff over that of its twin; the default is the paper's on H100 GPUs.
         machine_gpus: GPUs of one machine.
-        within_gbs: GB/s within a machine.
-        across_gbs: GB/s across machines.
-        json: Whether to print JSON.
+        within_gbs: GB/s that a GPU sends to others of its machine; the default is NVLink of an H100.
+        across_gbs: GB/s that a machine sends to others, for each of its GPUs; the default is 400 Gbit/s.
+        json: Print JSON in place of tables.
     """
     read_recipe(recipe)
     check_positive(gpus=gpus, machine_gpus=machine_gpus)

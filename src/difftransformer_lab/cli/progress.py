@@ -23,7 +23,7 @@ from rich.text import Text
 
 from difftransformer.progress import shown_by, titled
 
-from .console import console
+from .console import console, resumable
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -108,7 +108,6 @@ class _Bars:
         return f", about {in_words((time.monotonic() - began) * (total - done) / (done - before))} left"
 
     def hide(self, title: str) -> None:
-        """Take a bar away."""
         self.progress.update(self.ids[title], visible=False)
 
     def forget(self, title: str) -> None:
@@ -121,7 +120,6 @@ class _Bars:
 
 
 def training_progress() -> Progress:
-    """Return a display with one bar per run: steps, loss, elapsed and remaining time."""
     return _display(MofNCompleteColumn(), TextColumn("{task.fields[loss]}", markup=False))
 
 
@@ -170,7 +168,6 @@ class PairProgress(Progress):
     jobs: "Sequence[Job]" = ()
 
     def get_renderables(self) -> Iterable[RenderableType]:
-        """Yield the table and the bar."""
         if any(job.validations for job in self.jobs):
             yield self._table()
         yield self.make_tasks_table(self.tasks)
@@ -186,7 +183,6 @@ class PairProgress(Progress):
 
 
 def pair_progress() -> PairProgress:
-    """Return a display of runs that train side by side."""
     return PairProgress(*_columns(TextColumn("{task.percentage:>3.0f} %", markup=False)), console=console)
 
 
@@ -266,6 +262,16 @@ def with_page(
         page.update(runs, sum(job.done for job in jobs), len(jobs))
 
     return watch_both
+
+
+@contextmanager
+def training_shown(title: str, page_folder: "Path | None" = None) -> Iterator[None]:
+    """Draw the progress of the jobs that the block runs, in a folder's page too if one is given; it can be interrupted."""
+    from ..studies import watched_by
+
+    saved = resumable("stopped; every run is saved")
+    with saved, study_progress() as bars, watched_by(with_page(watch_study(bars, title), page_folder, title)):
+        yield
 
 
 @contextmanager

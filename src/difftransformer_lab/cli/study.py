@@ -2,32 +2,19 @@
 
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from difftransformer.files import locked
 
 from ..recipe_files import read_mapping, shipped_recipes
-from .arguments import PAGE, SET, check_device, check_positive, use_threads
-from .console import resumable, show
-from .progress import in_words, study_progress, watch_study, with_page
+from .arguments import check_device, check_positive, use_threads
+from .console import show
+from .progress import in_words, training_shown
 
 if TYPE_CHECKING:
     from ..studies import Study
 
 RESULTS = "reports/studies"
-ARGUMENTS: dict[str, dict[str, Any]] = {
-    **SET,
-    **PAGE,
-    "--dry-run": {
-        "action": "store_true",
-        "dest": "dry_run",
-        "help": "Print the runs, the time that they take and the smallest effect that the seeds can detect; train nothing.",
-    },
-    "--launcher-options": {
-        "dest": "launcher_options",
-        "help": "Parameters of submitit, such as '{timeout_min: 600, slurm_partition: gpu}'.",
-    },
-}
 
 
 def run(
@@ -59,9 +46,11 @@ def run(
         results: Folder with one subfolder for each study, such as docs/results/studies. Runs that any of them has are not
             trained again.
         out: Folder for checkpoints and the page; reports/studies/NAME by default.
+        dry_run: Print the runs, the time that they take and the smallest effect that the seeds can detect; train nothing.
         launcher: Where runs compute: in processes of this machine, or by submitit as jobs of Slurm or as local ones. The
             command waits for them, with --jobs at a time, and needs shared folders.
-        launcher_options: Parameters of submitit's executor.
+        launcher_options: Parameters of submitit, such as '{timeout_min: 600, slurm_partition: gpu}'.
+        page: While it trains, keep a page of the losses, index.html, that a browser loads anew by itself.
     """
     read_mapping(
         study, shipped_recipes("studies"), "a study is a mapping with name, question, recipe, arms and figures"
@@ -74,7 +63,7 @@ def run(
     from difftransformer.ops import build
 
     from ..report import read_studies
-    from ..studies import Design, Study, load_study, watched_by
+    from ..studies import Design, Study, load_study
     from ..studies.launcher import submitting
     from .report import show_study
 
@@ -91,19 +80,12 @@ def run(
     if launcher != "processes":
         where = submitting(folder / "submitit", launcher, launcher_options)
     place = folder / whole.index_file.stem
-    with (
-        where,
-        locked(folder),
-        resumable("stopped; every run is saved"),
-        study_progress() as bars,
-        watched_by(with_page(watch_study(bars, title), place if page else None, title)),
-    ):
+    with where, locked(folder), training_shown(title, place if page else None):
         whole.train(folder, at_once=at_once, device=device)
     return show_study(read_studies(whole.index_file)[0], place, "study")
 
 
 def _describe(study: "Study", at_once: int, device: str) -> int:
-    """Print what a study asks for."""
     import torch
 
     from ..statistics import detectable
@@ -112,15 +94,15 @@ def _describe(study: "Study", at_once: int, device: str) -> int:
     threads = max(1, torch.get_num_threads() // at_once)
     design = study.design
     seeds = design.seeds()
-    found = estimate(study, at_once=at_once, threads=threads, device=device)
+    expected = estimate(study, at_once=at_once, threads=threads, device=device)
     show(f"{study.design.config.name}, preset {study.design.name}: {study.design.config.question}")
-    show(f"{found.runs} runs, {found.runs - found.missing} are there, {found.missing} to train")
-    if found.absent:
-        show(f"No run could be looked up: {found.absent}")
-    if found.longest is not None:
-        title, longest = found.longest
+    show(f"{expected.runs} runs, {expected.runs - expected.missing} are there, {expected.missing} to train")
+    if expected.absent:
+        show(f"No run could be looked up: {expected.absent}")
+    if expected.longest is not None:
+        title, longest = expected.longest
         show(
-            f"about {in_words(found.seconds)}, {at_once} at a time with {threads} threads each, by {found.basis}; "
+            f"about {in_words(expected.seconds)}, {at_once} at a time with {threads} threads each, by {expected.basis}; "
             f"the longest run, {title}, {in_words(longest)}"
         )
     show(

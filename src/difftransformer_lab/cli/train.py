@@ -1,10 +1,10 @@
 """difftransformer train."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..recipe_files import read_recipe
-from .arguments import PAGE, SET, check_positive, use_threads
+from .arguments import check_positive, use_threads
 from .console import resumable, show
 from .members import run_together
 from .progress import evaluation_progress, training_progress, watch_steps
@@ -13,21 +13,6 @@ if TYPE_CHECKING:
     from difftransformer.train.parallel import Processes
 
     from ..studies import Recipe
-
-ARGUMENTS: dict[str, dict[str, Any]] = {
-    **SET,
-    **PAGE,
-    "--profile": {
-        "type": int,
-        "metavar": "STEPS",
-        "help": "Write a trace of this number of steps to RUN/profile, for ui.perfetto.dev.",
-    },
-    "--dry-run": {
-        "action": "store_true",
-        "dest": "dry_run",
-        "help": "Say what would be trained and what is missing, and train nothing.",
-    },
-}
 
 
 def run(
@@ -51,7 +36,9 @@ def run(
         device: cpu or cuda.
         threads: Number of CPU threads of each process. Defaults to all. Losses are bitwise equal for equal numbers of threads.
         processes: Number of processes of this machine, which the recipe's `parallel` divides. torchrun starts more machines.
-        profile: Number of steps to trace.
+        dry_run: Say what would be trained and what is missing, and train nothing.
+        profile: Write a trace of this number of steps to RUN/profile, for ui.perfetto.dev.
+        page: While it trains, keep a page of the losses, index.html, that a browser loads anew by itself.
     """
     read_recipe(recipe)
     check_positive(processes=processes, profile=profile)

@@ -6,11 +6,8 @@ from difftransformer.errors import ConfigError
 from difftransformer.files import locked
 from difftransformer.sources import check_model
 
-from .arguments import SET
-from .console import log, resumable, show
-from .progress import evaluation_progress, study_progress, watch_study
-
-ARGUMENTS = SET
+from .console import log, show
+from .progress import evaluation_progress, training_shown
 
 
 def run(
@@ -82,15 +79,11 @@ def run(
 
 def _study(model: str, out: Path, kinds: list[str], train: str, overrides: list[str]) -> int:
     from ..report import read_studies
-    from ..studies import load_recipe, upcycle_and_train, watched_by
+    from ..studies import load_recipe, upcycle_and_train
     from .report import show_study
 
     recipe = load_recipe(train, overrides)
     with locked(out):
-        with (
-            resumable("stopped; every run is saved"),
-            study_progress() as bars,
-            watched_by(watch_study(bars, recipe.name)),
-        ):
+        with training_shown(recipe.name):
             upcycle_and_train(recipe, model, out, to=kinds)
         return show_study(read_studies(out)[0], out, "upcycle")

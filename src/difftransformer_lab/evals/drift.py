@@ -26,8 +26,6 @@ def measure_drift(source: Path | str, target: Path | str, ids: Tensor, *, greedy
     Progress is reported (see `difftransformer.progress`) in forward passes.
 
     Args:
-        source: Pretrained model, as `open_model` takes it.
-        target: Its conversion to a model of this package.
         ids: (N,) token ids of a text, N at least 2, read in windows of WINDOW_TOKENS.
         greedy_tokens: Number of tokens to continue the first half of the first window with, greedily.
 

@@ -105,8 +105,6 @@ def run_task(
     each layer of a model that can be watched (`CausalLanguageModel.watched`); then by a long judging.
 
     Args:
-        model: The model to ask.
-        task: The evaluation.
         journal: File of answers. Requests that it answers are not asked again; new answers are appended as they come.
         identity: Fingerprint of the model: a journal of another model is refused.
         replace_others: Whether to begin again, instead, where the journal belongs to another model or to other requests; the

@@ -51,7 +51,6 @@ class Journal:
         self._rows.close()
 
     def add(self, row: Any) -> None:
-        """Write a row."""
         if self._missing_header is not None:
             header, self._missing_header = self._missing_header, None
             self._rows.write(header)

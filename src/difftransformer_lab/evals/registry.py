@@ -59,7 +59,6 @@ _registered: dict[str, TaskKind] = {}
 
 
 def register(kind: TaskKind) -> None:
-    """Add a task to the command line, to suites and to reports."""
     _registered[kind.name] = kind
 
 

@@ -11,7 +11,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from difftransformer.data import Tokenizer
 
@@ -19,68 +19,69 @@ FINGERPRINT_VERSION = "v1"
 """Raised with the form of what is hashed; fingerprints of two versions are never equal."""
 
 
+class Asked:
+    """A request.
+
+    Attributes:
+        asks: Name of the kind of request, and the fields on which its answer depends: what its fingerprint covers.
+        shown_tokens: Tokens that the model reads, for progress.
+        row_tokens: Positions of the context that the request takes, its answer included.
+    """
+
+    asks: ClassVar[tuple[str, ...]]
+
+    def asked(self) -> list[Any]:
+        """Return what is asked, as JSON: the kind and the values of the fields."""
+        kind, *names = self.asks
+        return [kind, *(getattr(self, name) for name in names)]
+
+
 @dataclass(frozen=True)
-class Loss:
+class Loss(Asked):
     """Asks how likely a text is. The answer: negative log-likelihoods in nats of `ids[first:]`, each given all ids before."""
 
+    asks = ("loss", "ids", "first")
     ids: tuple[int, ...]
     first: int = 1
 
     @property
     def shown_tokens(self) -> int:
-        """Tokens that the model reads, for progress."""
         return len(self.ids)
 
     @property
     def row_tokens(self) -> int:
-        """Positions of the context that the request takes, its answer included."""
         return len(self.ids) - 1  # the last token is a target only
-
-    def asked(self) -> list[Any]:
-        """What is asked, as JSON: the kind of request, and all that its answer depends on."""
-        return ["loss", self.ids, self.first]
 
 
 @dataclass(frozen=True)
-class Predictions:
+class Predictions(Asked):
     """Asks for the most likely next token at some places of a text. The answer: a token id for each of `places`.
 
     The prediction at a place is given the ids up to it, that at the place included. Of equally likely tokens, the lowest id is
     the answer.
     """
 
+    asks = ("predictions", "ids", "places")
     ids: tuple[int, ...]
     places: tuple[int, ...]
 
     @property
     def shown_tokens(self) -> int:
-        """See `Loss`."""
         return len(self.ids)
 
-    @property
-    def row_tokens(self) -> int:
-        """See `Loss`."""
-        return len(self.ids)
-
-    def asked(self) -> list[Any]:
-        """See `Loss`."""
-        return ["predictions", self.ids, self.places]
+    row_tokens = shown_tokens
 
 
 @dataclass(frozen=True)
-class Prompted:
-    """A request about a prompt."""
-
+class Prompted(Asked):
     prompt: tuple[int, ...]
 
     @property
     def shown_tokens(self) -> int:
-        """See `Loss`."""
         return len(self.prompt)
 
     @property
     def row_tokens(self) -> int:
-        """See `Loss`."""
         return len(self.prompt)
 
 
@@ -91,22 +92,18 @@ class Continuation(Prompted):
     A token of `leading` does not end an answer that holds nothing else so far.
     """
 
+    asks: ClassVar[tuple[str, ...]] = ("continuation", "prompt", "tokens", "stop", "leading")
     tokens: int
     stop: tuple[int, ...] = ()
     leading: tuple[int, ...] = ()
 
     @property
     def row_tokens(self) -> int:
-        """See `Loss`."""
         return len(self.prompt) + self.tokens
 
     def ends(self, made: Sequence[int], token: int) -> bool:
         """Return whether a token ends an answer that consists of `made` so far."""
         return token in self.stop and (token not in self.leading or not set(made) <= set(self.leading))
-
-    def asked(self) -> list[Any]:
-        """See `Loss`."""
-        return ["continuation", self.prompt, self.tokens, self.stop, self.leading]
 
 
 @dataclass(frozen=True)
@@ -117,16 +114,12 @@ class ScoredContinuation(Continuation):
     `right`, each given the prompt and those before it}. A model that cannot tell likelihoods answers with the token ids alone.
     """
 
+    asks = ("scored continuation", *Continuation.asks[1:], "right")
     right: tuple[int, ...] = ()
 
     @property
     def row_tokens(self) -> int:
-        """See `Loss`."""
         return len(self.prompt) + max(self.tokens, len(self.right) - 1)
-
-    def asked(self) -> list[Any]:
-        """See `Loss`."""
-        return ["scored continuation", *super().asked()[1:], self.right]
 
 
 @dataclass(frozen=True)
@@ -137,16 +130,12 @@ class Choice(Prompted):
     option may be a prefix of another.
     """
 
+    asks = ("choice", "prompt", "options")
     options: tuple[tuple[int, ...], ...]
 
     @property
     def row_tokens(self) -> int:
-        """See `Loss`."""
         return len(self.prompt) + max(map(len, self.options))
-
-    def asked(self) -> list[Any]:
-        """See `Loss`."""
-        return ["choice", self.prompt, self.options]
 
 
 Request = Loss | Predictions | Continuation | ScoredContinuation | Choice
@@ -165,9 +154,7 @@ class LanguageModel(Protocol):
     tokenizer: Tokenizer
     context_tokens: int
 
-    def answer(self, requests: Sequence[Request]) -> Answers:
-        """Answer every request."""
-        ...
+    def answer(self, requests: Sequence[Request]) -> Answers: ...
 
 
 def requests_sha256(requests: Sequence[Any]) -> str:
@@ -181,11 +168,3 @@ def plain_sha256(rows: Iterable[Any]) -> str:
     for row in rows:
         digest.update(json.dumps(row, separators=(",", ":")).encode() + b"\n")
     return f"{FINGERPRINT_VERSION}:{digest.hexdigest()}"
-
-
-def answers_to(model: LanguageModel, requests: Sequence[Request]) -> list[Any]:
-    """Return all answers, in the order of the requests."""
-    answers: list[Any] = [None] * len(requests)
-    for index, answer in model.answer(requests):
-        answers[index] = answer
-    return answers

@@ -12,7 +12,6 @@ from ..statistics import effective_trials, ratio, wilson_interval
 def single(
     name: str, unit: str, value: float, n: int, at: dict[str, Any], better: Literal["higher", "lower"] | None = None
 ) -> Measurement:
-    """Return a measurement without a standard error."""
     return Measurement(name=name, unit=unit, value=value, standard_error=None, n=n, better=better, at=at)
 
 
@@ -35,12 +34,8 @@ def proportion(
     """Return the share of right answers with its standard error and its Wilson interval.
 
     Args:
-        name: Name of the measurement.
-        right: Whether each answer is right.
-        at: Where it was measured.
         units: For each answer its document, or what else it shares with others; answers of one unit are not independent.
             None where every answer stands for itself: the standard error is then sqrt(p (1 - p) / n).
-        better: The direction that is an improvement.
 
     The share of no answers is undefined, NaN.
     """
@@ -78,13 +73,7 @@ def mean(
     """Return a mean over items, or a ratio of sums, sum(values) / sum(weights), with its standard error (`ratio`).
 
     Args:
-        name: Name of the measurement.
-        unit: Unit of the values.
-        values: One number per item.
-        at: Where it was measured.
-        weights: One number per item; 1 by default.
         units: For each item of weight 1 its document, or what else it shares with others, as in `proportion`.
-        better: The direction that is an improvement.
     """
     n, count = len(values), None
     weights = [1.0] * n if weights is None else weights

@@ -75,12 +75,12 @@ def _returned(model: Any, ids: Tensor, error: EvaluationError) -> list[Tensor]:
     before = model.config._attn_implementation
     try:
         model.set_attn_implementation("eager")
-        found = model(input_ids=ids, use_cache=False, output_attentions=True).get("attentions") or ()
+        attentions = model(input_ids=ids, use_cache=False, output_attentions=True).get("attentions") or ()
     except (AttributeError, TypeError, ValueError):
         raise error from None
     finally:
         model.config._attn_implementation = before
-    weights = [one for one in found if one is not None and one.dim() == 4]
+    weights = [one for one in attentions if one is not None and one.dim() == 4]
     if not weights:
         raise error
     return weights

@@ -49,11 +49,7 @@ _FRAME = f'<iframe srcdoc="{{}}" title="Attention maps" sandbox="allow-scripts" 
 
 @dataclass(frozen=True)
 class Page:
-    """A page of maps. A notebook shows it where it is the value of a cell.
-
-    Attributes:
-        html: The whole file.
-    """
+    """A page of maps. A notebook shows it where it is the value of a cell."""
 
     html: str
 
@@ -152,7 +148,6 @@ def _short(lam: Any) -> list[list[float]] | None:
 
 
 def _filled(blocks: list[str]) -> str:
-    """Return the page with style, script and models in their places."""
     here = Path(__file__).parent
     files = ("page.html", "../plots/theme.css", "style.css", "explorer.js")
     page, theme, style, script = ((here / name).read_text(encoding="utf-8") for name in files)

@@ -24,8 +24,6 @@ def bars(
     """Draw a bar for each model in each group, with its value above it; no bar where a model lacks the measurement.
 
     Args:
-        results: One result for each model.
-        groups: Names of the groups, from left to right.
         find: Returns a model's measurements in a group; the first one is drawn.
         form: Format of the values, such as ".2f".
     """
@@ -64,6 +62,5 @@ def accuracy_bars(results: Sequence[TaskResult], label: str) -> Figure:
 
 
 def sets_of(results: Sequence[TaskResult]) -> list[str]:
-    """Return the data sets on which an accuracy was measured, in the order of their first result."""
     rows = (row for result in results for row in select(result, "accuracy"))
     return list(dict.fromkeys(row.at["set"] for row in rows if "set" in row.at))

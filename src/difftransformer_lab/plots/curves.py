@@ -39,10 +39,10 @@ def interval(row: Measurement) -> tuple[float, float]:
 
 
 def curves(
-    results: Sequence[TaskResult], name: str, along: str, *, height: float = 3.8, log: bool = False, **at: Any
+    results: Sequence[TaskResult], name: str, along: str, *, log: bool = False, **at: Any
 ) -> tuple[Figure, Axes]:
     """Draw a measurement over the place `along`, a line for each model; the bands are `interval`."""
-    figure = Figure(figsize=(WIDTH_INCHES, height), layout="constrained")
+    figure = Figure(figsize=(WIDTH_INCHES, 3.8), layout="constrained")
     ax = figure.subplots()
     for index, result in enumerate(results):
         rows = sorted(select(result, name, **at), key=lambda row: row.at[along])
@@ -58,7 +58,6 @@ def curves(
 
 
 def handles(results: Sequence[TaskResult]) -> list[Line2D]:
-    """Return a legend entry for each model."""
     return [
         Line2D([], [], **line_style(index), markersize=5, label=label) for index, label in enumerate(labels(results))
     ]

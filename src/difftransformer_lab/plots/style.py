@@ -121,7 +121,6 @@ def models_drawn_as(styles: Sequence[dict[str, Any]]) -> Iterator[None]:
 
 
 def colour_of(index: int) -> str:
-    """Return the colour of a figure's model number `index`."""
     return str(line_style(index)["color"])
 
 
@@ -160,7 +159,6 @@ def note(ax: Axes, text: str, xy: tuple[float, float], *, at_right_edge: bool = 
 
 
 def legend_above(figure: Figure, handles: Sequence[Any], width: float = WIDTH_INCHES) -> None:
-    """Draw a legend above a figure's panels."""
     longest = max(len(str(handle.get_label())) for handle in handles)
     columns = max(1, min(5, len(handles), int(width / (0.5 + _LETTER_INCHES * longest))))
     figure.legend(handles=list(handles), loc="outside upper left", ncols=columns, borderaxespad=0.2)

@@ -26,11 +26,10 @@ MOST_ANSWERS = 4
 
 
 def answers(study: Studied) -> list[Said]:
-    """Return what a study that explores found, the most important figure first."""
     evidence = study.evidence
-    found = scaling_answers(evidence, study.scaling) if study.scaling else []
+    about_scaling = scaling_answers(evidence, study.scaling) if study.scaling else []
     primary = [figure for figure in evidence.index.figures if not figure.secondary]
-    return [*found, *(answer(evidence, study.rows, figure) for figure in primary[:MOST_ANSWERS])]
+    return [*about_scaling, *(answer(evidence, study.rows, figure) for figure in primary[:MOST_ANSWERS])]
 
 
 def answer(evidence: Evidence, rows: Sequence[Compared], figure: StudyFigure) -> Said:
@@ -76,7 +75,6 @@ def effect_words(row: Compared, figure: StudyFigure, places: int) -> str:
 
 
 def direction_words(mean: float, same: int, seeds: int) -> str:
-    """Return in how many seeds an effect has its direction."""
     side = "above zero" if mean > 0 else "below zero" if mean < 0 else "equal"
     return f"{side} in {same} of {seeds} seeds"
 
@@ -128,7 +126,6 @@ def settings_words(evidence: Evidence, rows: Sequence[Compared], figure: StudyFi
 
 
 def decimals(rows: Sequence[Compared], figure: StudyFigure) -> int:
-    """Return the decimals of every number of a figure: two digits of the median half width of its intervals."""
     mine = [row for row in rows if row.figure is figure]
     bounds = [(row.difference.low, row.difference.high) for row in mine if row.difference]
     halves = [(high - low) / 2 for low, high in bounds if low is not None and high is not None and high > low]
@@ -141,7 +138,6 @@ def two_digits(half_width: float) -> int:
 
 
 def progress_words(evidence: Evidence) -> str:
-    """Return how many runs there are, and how many are planned."""
     index = evidence.index
     there = len(index.members)
     tuning = sum(member.is_tuning for member in index.members)
@@ -156,7 +152,6 @@ ITEM_WORDS = (
 
 
 def interval_words(evidence: Evidence) -> str:
-    """Return how the intervals of a study are to be read."""
     if not evidence.index.plan and evidence.has_one_seed:
         return ITEM_WORDS
     words = "Brackets: 95 % Student t intervals by seed, each for itself. Among many, some exclude zero (*) by chance; "
@@ -165,7 +160,7 @@ def interval_words(evidence: Evidence) -> str:
         if evidence.index.plan
         else "a study with a plan must confirm what they suggest."
     )
-    seeds = {len(found) for found in evidence.runs.values()}
+    seeds = {len(runs) for runs in evidence.runs.values()}
     if seeds and min(seeds) < FEWEST_SEEDS:
         words += f" Intervals of fewer than {FEWEST_SEEDS} seeds are wide, and rest on an estimate of their own noise."
     return words
@@ -196,13 +191,11 @@ def at_words(evidence: Evidence, point: Mapping[str, str]) -> str:
 
 
 def changes_words(study: Studied) -> list[str]:
-    """Return what was changed after data were seen, a line each."""
     changes = study.evidence.index.changes
     return [f"{date_words(change.when)}: {change.what}" for change in changes] or ["None known."]
 
 
 def shared_words(study: Studied) -> str:
-    """Return which runs a study has in common with other studies; empty if none."""
     if not study.shared:
         return ""
     words = [f"{count} {'run' if count == 1 else 'runs'} with {slug}" for slug, count in study.shared.items()]
@@ -211,7 +204,7 @@ def shared_words(study: Studied) -> str:
 
 def scaling_answers(evidence: Evidence, scaling: Scaling) -> list[Said]:
     """Return how many parameters and tokens each arm needs for the reference's loss at its largest setting."""
-    found = []
+    said = []
     for axis, arm in dict.fromkeys((need.axis.name, need.arm.name) for need in scaling.needs):
         need = [need for need in scaling.needs if (need.axis.name, need.arm.name) == (axis, arm)][-1]
         what = NEEDS[axis]
@@ -225,12 +218,11 @@ def scaling_answers(evidence: Evidence, scaling: Scaling) -> list[Said]:
         ]
         if rising:
             text += f" With more {what} the mean loss of {' and of '.join(rising)} rises at some step, as no power law does."
-        found.append(Said(f"{what.capitalize()} for equal {scaling.figure.label}", text))
-    return found
+        said.append(Said(f"{what.capitalize()} for equal {scaling.figure.label}", text))
+    return said
 
 
 def need_words(need: Need, scaling: Scaling) -> str:
-    """Return how many parameters or tokens an arm needs for the reference's loss."""
     return (
         f"{need.arm.label} needs {share_words(need.fit)} of the {quantity(need.n)} {NEEDS[need.axis.name]} of "
         f"{scaling.reference.label} for its {scaling.figure.label} by the fitted power laws, and {share_words(need.raw)} by "

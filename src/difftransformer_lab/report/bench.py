@@ -53,17 +53,15 @@ def bench_tables(bench: Bench) -> list[Table]:
 
 
 def left_out_lines(bench: Bench) -> list[str]:
-    """Write a sentence for each implementation that was left out and each reason."""
     left_out = [row for row in bench.rows if row.left_out]
-    found = grouped(left_out, lambda row: (row.implementation, row.left_out))
+    by_reason = grouped(left_out, lambda row: (row.implementation, row.left_out))
     return [
         f"Left out: {name} of {', '.join(dict.fromkeys(f'{row.work} {label(row)}' for row in rows))}: {reason}"
-        for (name, reason), rows in found.items()
+        for (name, reason), rows in by_reason.items()
     ]
 
 
 def print_bench(bench: Bench, console: Console) -> None:
-    """Print the tables, then what was left out and why."""
     for table in bench_tables(bench):
         console.print(terminal_table(table, console.width))
     for line in left_out_lines(bench):
@@ -73,9 +71,8 @@ def print_bench(bench: Bench, console: Console) -> None:
 
 
 def cells(rows: Iterable[BenchRow]) -> dict[str, Cell]:
-    """Return what was measured in turns, by its label."""
-    found = grouped((row for row in rows if not row.left_out), label)
-    return {title: {row.implementation: row for row in cell} for title, cell in found.items()}
+    by_label = grouped((row for row in rows if not row.left_out), label)
+    return {title: {row.implementation: row for row in cell} for title, cell in by_label.items()}
 
 
 def label(row: BenchRow) -> str:
@@ -103,27 +100,26 @@ def ratio(cell: Cell, name: str, bases: Sequence[str]) -> float | None:
 
 
 def base_of(part: str, rows: Sequence[BenchRow]) -> str:
-    """Return the implementation that times are divided by."""
     known = BASES.get(part)
     return known if known in {row.implementation for row in rows} else rows[0].implementation
 
 
-def mean_ratio(found: Iterable[Cell], name: str, bases: Sequence[str]) -> tuple[float, bool] | None:
+def mean_ratio(measured: Iterable[Cell], name: str, bases: Sequence[str]) -> tuple[float, bool] | None:
     """Return the geometric mean of an implementation's ratios over cells, and whether all cells have one."""
-    ratios = [ratio(cell, name, bases) for cell in found]
+    ratios = [ratio(cell, name, bases) for cell in measured]
     known = [one for one in ratios if one]
     return (geometric_mean(known), len(known) == len(ratios)) if known else None
 
 
 def _times_table(name: str, title: str, part: str, rows: Sequence[BenchRow]) -> Table:
     """Make a row for each shape and, in attention, for the means of each dtype; a column for each ratio."""
-    base, found = base_of(part, rows), cells(rows)
+    base, measured = base_of(part, rows), cells(rows)
     names = [one for one in dict.fromkeys(row.implementation for row in rows if row.timing) if one != base]
     pairs = [(one, (base,)) for one in names]
     further = [(one, bases) for one, bases in RATIOS.get(part, ()) if one in names and {*bases} & {*names}]
     table = []
     for dtype in dict.fromkeys(row.dtype for row in rows):
-        mine = {key: cell for key, cell in found.items() if next(iter(cell.values())).dtype == dtype}
+        mine = {key: cell for key, cell in measured.items() if next(iter(cell.values())).dtype == dtype}
         for key, cell in mine.items():
             table.append([key, _milliseconds(cell, base), *(_ratio(ratio(cell, *pair)) for pair in (*pairs, *further))])
         if part == "attention" and len(mine) > 1:
@@ -140,16 +136,15 @@ def _times_table(name: str, title: str, part: str, rows: Sequence[BenchRow]) -> 
 def _figures_table(name: str, title: str, rows: Sequence[BenchRow], names: Sequence[str]) -> Table:
     """Make a column for each implementation where there is one figure, else a column for each figure."""
     if len(names) == 1:
-        found = cells(rows)
+        measured = cells(rows)
         people = list(dict.fromkeys(row.implementation for row in rows if names[0] in row.figures))
-        table = [[key, *(_figure(cell.get(one), names[0]) for one in people)] for key, cell in found.items()]
+        table = [[key, *(_figure(cell.get(one), names[0]) for one in people)] for key, cell in measured.items()]
         return Table(name, f"{title}: {_title(names[0])}", columns("", *people), table)
     table = [[f"{label(row)}, {row.implementation}", *(_figure(row, one) for one in names)] for row in rows]
     return Table(name, title, columns("", *map(_title, names)), table)
 
 
 def columns(*titles: str) -> tuple[Group, ...]:
-    """Return a column of words and then columns of numbers."""
     return tuple(Group(title, numeric=index > 0) for index, title in enumerate(titles))
 
 

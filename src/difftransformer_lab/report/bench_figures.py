@@ -44,51 +44,51 @@ def bench_drawings(bench: Bench, png: bool = False) -> list[Drawing]:
     return [_draw(part, rows, png) for part, rows in parts.items()]
 
 
+@matplotlib.rc_context(STYLE)
 def _draw(part: str, rows: Sequence[BenchRow], png: bool) -> Drawing:
     """Draw a line of panels for each kind of work, a column for each dtype."""
     base, looks, dtypes = base_of(part, rows), LOOKS[part], list(dict.fromkeys(row.dtype for row in rows))
     names = [name for name in looks if name in {row.implementation for row in rows} - {base}]
     lines = grouped(rows, lambda row: row.work)
-    found = {
+    measured = {
         (work, dtype): cells(row for row in line if row.dtype == dtype)
         for work, line in lines.items()
         for dtype in dtypes
     }
     labels = {
-        work: list(dict.fromkeys(key.partition(" ")[2] for dtype in dtypes for key in found[work, dtype]))
+        work: list(dict.fromkeys(key.partition(" ")[2] for dtype in dtypes for key in measured[work, dtype]))
         + ([MEAN] if part == "attention" else [])
         for work in lines
     }
     heights = [len(labels[work]) for work in lines]
     inches = max(_ROW_INCHES, _MARKER_INCHES * len(names)) * sum(heights) + 0.75 * len(lines) + 0.8
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(WIDTH_INCHES, inches), layout="constrained")
-        size = len(lines), len(dtypes)
-        grid = figure.subplots(*size, squeeze=False, sharex=True, sharey="row", height_ratios=heights)
-        for axes, work in zip(grid, lines, strict=True):
-            for ax, dtype in zip(axes, dtypes, strict=True):
-                here = {key.partition(" ")[2]: cell for key, cell in found[work, dtype].items()}
-                for index, name in enumerate(names):
-                    shift = _SPREAD * (index / max(1, len(names) - 1) - 0.5)
-                    _draw_dots(ax, here, name, base, labels[work], shift, *looks[name])
-                _dress(ax, f"{work}, {dtype}", labels[work])
-        for ax in grid[-1]:
-            ax.set_xlabel(f"time over that of {base} (logarithmic; left of 1 is faster)")
-        handles = [
-            Line2D([], [], color=looks[name][0], marker=looks[name][1], markersize=5, linestyle="none", label=name)
-            for name in names
-        ]
-        legend_above(figure, handles)
-        caption = (
-            f"Time over that of {base}: medians of interleaved rounds, with quartiles. Attention by n/h/d: n tokens, h "
-            "differential heads, maps of width d. A geometric mean is hollow where not every shape was timed."
-        )
-        return finish(part, f"Time of {part}", caption, figure, png)
+    figure = Figure(figsize=(WIDTH_INCHES, inches), layout="constrained")
+    size = len(lines), len(dtypes)
+    grid = figure.subplots(*size, squeeze=False, sharex=True, sharey="row", height_ratios=heights)
+    for axes, work in zip(grid, lines, strict=True):
+        for ax, dtype in zip(axes, dtypes, strict=True):
+            here = {key.partition(" ")[2]: cell for key, cell in measured[work, dtype].items()}
+            for index, name in enumerate(names):
+                shift = _SPREAD * (index / max(1, len(names) - 1) - 0.5)
+                _draw_dots(ax, here, name, base, labels[work], shift, *looks[name])
+            _dress(ax, f"{work}, {dtype}", labels[work])
+    for ax in grid[-1]:
+        ax.set_xlabel(f"time over that of {base} (logarithmic; left of 1 is faster)")
+    handles = [
+        Line2D([], [], color=looks[name][0], marker=looks[name][1], markersize=5, linestyle="none", label=name)
+        for name in names
+    ]
+    legend_above(figure, handles)
+    caption = (
+        f"Time over that of {base}: medians of interleaved rounds, with quartiles. Attention by n/h/d: n tokens, h "
+        "differential heads, maps of width d. A geometric mean is hollow where not every shape was timed."
+    )
+    return finish(part, f"Time of {part}", caption, figure, png)
 
 
 def _draw_dots(
     ax: Axes,
-    found: dict[str, Cell],
+    measured: dict[str, Cell],
     name: str,
     base: str,
     rows: Sequence[str],
@@ -96,14 +96,14 @@ def _draw_dots(
     colour: str,
     marker: str,
 ) -> None:
-    for row, cell in found.items():
+    for row, cell in measured.items():
         over, y = ratio(cell, name, (base,)), rows.index(row) + shift
         mine, whole = cell[name].timing if name in cell else None, cell[base].timing if base in cell else None
         if over and mine and whole:
             quartiles = [mine.low_seconds / whole.median_seconds, mine.high_seconds / whole.median_seconds]
             ax.plot(quartiles, [y, y], color=colour, linewidth=1.2)
             ax.plot(over, y, marker, color=colour, markersize=5)
-    if rows[-1] == MEAN and (mean := mean_ratio(found.values(), name, (base,))):
+    if rows[-1] == MEAN and (mean := mean_ratio(measured.values(), name, (base,))):
         face = colour if mean[1] else "white"
         ax.plot(mean[0], len(rows) - 1 + shift, marker, color=colour, markerfacecolor=face, markersize=6.5)
 

@@ -16,13 +16,7 @@ import yaml  # type: ignore[import-untyped]
 from difftransformer.errors import ResultsError
 from difftransformer.typed import build
 
-from .answers import (
-    NEEDS,
-    decimals,
-    effect_words,
-    explored_words,
-    share_words,
-)
+from .answers import NEEDS, decimals, effect_words, explored_words, share_words
 from .comparisons import row_of
 from .contrasts import Finding
 from .questions import finding_words
@@ -78,7 +72,6 @@ class Claim:
     """A claim of the paper.
 
     Attributes:
-        claim: The claim.
         paper: What the paper reports for it.
         tests: Contrasts that test it.
         beside: Contrasts that say what an effect is due to, and neither for nor against the claim.
@@ -105,26 +98,22 @@ class Evident:
 
 @dataclass(frozen=True, kw_only=True)
 class Judged:
-    """A claim with its state, and what it follows from."""
-
     claim: Claim
     state: ClaimState
-    found: list[Evident]
+    evident: list[Evident]
 
 
 def read_claims(path: Path = FILE) -> list[Claim]:
-    """Read the list of claims."""
     plain = yaml.safe_load(path.read_text(encoding="utf-8"))
     return [build(Claim, one, source=str(path), error=ResultsError) for one in plain]
 
 
 def judge(claims: Sequence[Claim], studies: Sequence[Studied]) -> list[Judged]:
-    """Return the claims with their states."""
     return [_judged(claim, studies) for claim in claims]
 
 
 def _judged(claim: Claim, studies: Sequence[Studied]) -> Judged:
-    found = [
+    evident = [
         *(
             Evident(study=study, words=_words(study, finding), vote=_vote(study, finding, test))
             for test in claim.tests
@@ -137,7 +126,7 @@ def _judged(claim: Claim, studies: Sequence[Studied]) -> Judged:
         ),
         *(one for explored in claim.explored for one in _explored(explored, studies)),
     ]
-    return Judged(claim=claim, state=_state(claim, {one.vote for one in found}), found=found)
+    return Judged(claim=claim, state=_state(claim, {one.vote for one in evident}), evident=evident)
 
 
 def _state(claim: Claim, votes: set[Vote]) -> ClaimState:

@@ -9,15 +9,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from ..results import (
-    PairedDifference,
-    RunRecord,
-    Statistic,
-    StudyArm,
-    StudyFigure,
-    figure_of,
-    reached_at,
-)
+from ..results import PairedDifference, RunRecord, Statistic, StudyArm, StudyFigure, figure_of, reached_at
 from ..statistics import mean_and_standard_error, paired_difference
 from .reading import Evidence, Point
 from .tasks.pairs import pair_of
@@ -29,7 +21,6 @@ class Compared:
 
     Attributes:
         point: The point; empty for the mean over all points of a study with axes.
-        values: The figure of each seed.
         statistic: Mean and standard error over all seeds of the arm.
         runs: Number of the arm's runs that have the figure, at all points together where `point` is empty.
         difference: The arm minus the reference over the seeds that both have; None for the reference itself.
@@ -66,17 +57,16 @@ class Compared:
 def compare(evidence: Evidence) -> list[Compared]:
     """Return every figure of every arm at every point, those of a study with axes also as means over the points."""
     points: list[Point] = [(), *(evidence.points if evidence.has_settings else [])]
-    found = [
+    compared = [
         _compared(evidence, figure, point, arm)
         for figure in evidence.index.figures
         for point in points
         for arm in evidence.index.arms
     ]
-    return [row for row in found if row is not None]
+    return [row for row in compared if row is not None]
 
 
 def row_of(rows: Iterable[Compared], figure: str, arm: str, point: Point) -> Compared | None:
-    """Return the row of a figure (by label), an arm and a point."""
     wanted = (figure, arm, point)
     return next((row for row in rows if (row.figure.label, row.arm.name, row.point) == wanted), None)
 
@@ -164,8 +154,8 @@ def _values(evidence: Evidence, figure: StudyFigure, point: Point, arm: str) -> 
     """Return a figure by seed. The mean over points has the seeds that were measured at every point."""
     tables = []
     for place in evidence.places(point):
-        found = ((seed, figure_of(run, figure)) for seed, run in sorted(evidence.at(arm, place).items()))
-        tables.append({seed: value for seed, value in found if value is not None})
+        by_seed = ((seed, figure_of(run, figure)) for seed, run in sorted(evidence.at(arm, place).items()))
+        tables.append({seed: value for seed, value in by_seed if value is not None})
     seeds = sorted(set.intersection(*(set(table) for table in tables)))
     return {seed: math.fsum(table[seed] for table in tables) / len(tables) for seed in seeds}
 

@@ -64,22 +64,19 @@ class Finding:
 
     @property
     def same_direction(self) -> int:
-        """Number of seeds in the direction of the mean."""
         mean = self.difference.mean if self.difference else math.fsum(self.values.values())
         return in_direction(self.values.values(), mean)
 
     @property
     def unit(self) -> str:
-        """Unit of the values; empty for shares."""
         if self.contrast.scale != "plain":
             return {"log": "log units", "log odds": "log odds"}[self.contrast.scale]
         return "" if self.figure.unit == "share" else self.figure.unit
 
     @property
     def meaning(self) -> str:
-        """What the plan says that its outcome means; empty if it was not decided."""
-        found = {"above": self.contrast.above, "below": self.contrast.below, "within": self.contrast.within}
-        return found.get(self.state, "").rstrip(".")
+        meanings = {"above": self.contrast.above, "below": self.contrast.below, "within": self.contrast.within}
+        return meanings.get(self.state, "").rstrip(".")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +93,6 @@ class Registration:
 
     @property
     def words(self) -> str:
-        """In a word or two, for sentences and tables."""
         return "registered" if self.is_registered else "planned, not registered"
 
 
@@ -131,12 +127,12 @@ def registration(evidence: Evidence, tested: list[Finding]) -> Registration:
 
 
 def _in_sequence(evidence: Evidence, contrasts: list[Contrast]) -> list[Finding]:
-    found, is_open = [], True
+    findings, is_open = [], True
     for contrast in contrasts:
         one = _tested(evidence, contrast, is_due=is_open)
         is_open = is_open and one.state in DECIDED
-        found.append(one)
-    return found
+        findings.append(one)
+    return findings
 
 
 def _tested(evidence: Evidence, contrast: Contrast, *, is_due: bool) -> Finding:
@@ -149,14 +145,14 @@ def _tested(evidence: Evidence, contrast: Contrast, *, is_due: bool) -> Finding:
         seed: math.fsum(column[group] * weight for group, weight in (groups or {}).items())
         for seed, column in there.items()
     }
-    found = Finding(contrast=contrast, figure=figure, state="incomplete", values=values, groups=groups or {})
+    finding = Finding(contrast=contrast, figure=figure, state="incomplete", values=values, groups=groups or {})
     if len(values) < contrast.seeds:
-        return found
+        return finding
     student = paired_difference(list(values.values()), [0.0] * len(values))
     difference = student
     if contrast.test == "welch" and contrast.seeds > 1:
         difference = welch(
-            [[column[group] for column in there.values()] for group in found.groups], [*found.groups.values()]
+            [[column[group] for column in there.values()] for group in finding.groups], [*finding.groups.values()]
         )
     elif contrast.test == "paired" and contrast.seeds >= SIGN_FLIP_SEEDS:
         difference = sign_flip(list(values.values()))
@@ -167,7 +163,7 @@ def _tested(evidence: Evidence, contrast: Contrast, *, is_due: bool) -> Finding:
         values=values,
         difference=difference,
         beside=student if difference is not student and contrast.test == "paired" else None,
-        groups=found.groups,
+        groups=finding.groups,
     )
 
 
@@ -192,7 +188,7 @@ def _column(
 ) -> dict[Group, float]:
     """Return the figure of each group at a seed; empty if one is missing, or the arms of a setting saw other data."""
     runs = {group: evidence.at(*group).get(seed) for group in groups}
-    found: dict[Group, float] = {}
+    column: dict[Group, float] = {}
     seen: dict[Point, str] = {}
     for (arm, point), run in runs.items():
         value = None if run is None else _value(run, figure, contrast)
@@ -200,8 +196,8 @@ def _column(
             return {}
         if seen.setdefault(point, run.data_sha256) != run.data_sha256:
             return {}
-        found[arm, point] = value
-    return found
+        column[arm, point] = value
+    return column
 
 
 def _value(run: RunRecord, figure: StudyFigure, contrast: Contrast) -> float | None:
@@ -210,8 +206,8 @@ def _value(run: RunRecord, figure: StudyFigure, contrast: Contrast) -> float | N
         if value is None or contrast.scale == "plain":
             return value
         return math.log(value) if value > 0 else None
-    found = measured(run, figure)
-    return None if found is None else log_odds(found.value * found.n, found.n)
+    share = measured(run, figure)
+    return None if share is None else log_odds(share.value * share.n, share.n)
 
 
 def _groups(evidence: Evidence, contrast: Contrast) -> dict[Group, float] | None:
@@ -259,5 +255,5 @@ def _began(run: RunRecord) -> datetime:
 
 
 def _time(text: str) -> datetime:
-    found = datetime.fromisoformat(text)
-    return found if found.tzinfo else found.replace(tzinfo=UTC)
+    time = datetime.fromisoformat(text)
+    return time if time.tzinfo else time.replace(tzinfo=UTC)

@@ -15,18 +15,7 @@ from .page import Lead
 from .reading import Evidence
 from .studied import Studied
 from .tables import NOT_MEASURED, Group, Table, fixed
-from .words import (
-    ALIKE,
-    BETTER,
-    OVER_ITEMS,
-    REFERENCE,
-    SAME,
-    WORSE,
-    counted,
-    duration_words,
-    listed,
-    with_unit,
-)
+from .words import ALIKE, BETTER, OVER_ITEMS, REFERENCE, SAME, WORSE, counted, duration_words, listed, with_unit
 
 STUDIES = "reports/studies"
 """Folder of studies, unless a command names another."""
@@ -35,7 +24,6 @@ MOST_SEEDS = 30
 
 
 def lead(study: Studied) -> Lead:
-    """Return the first screen of a study."""
     evidence = study.evidence
     drawing = study_figures.draw_contrasts(study) if evidence.index.plan else None
     if study.scaling:
@@ -51,12 +39,10 @@ def lead(study: Studied) -> Lead:
 
 
 def leading(evidence: Evidence) -> list[StudyFigure]:
-    """Return the figures that answers are about."""
     return [figure for figure in evidence.index.figures if not figure.secondary]
 
 
 def verdict(row: Compared | None, reference: str) -> str:
-    """Return in a word or two how an arm compares with the reference on a figure."""
     if row is None:
         return ""
     if row.reached == 0:
@@ -101,7 +87,6 @@ def verdicts_table(evidence: Evidence, rows: Sequence[Compared], figures: Sequen
 
 
 def verdict_words(evidence: Evidence) -> str:
-    """Return what the verdict words mean."""
     label = evidence.reference.label
     if evidence.has_one_seed:
         words = (
@@ -121,12 +106,11 @@ def verdict_words(evidence: Evidence) -> str:
 
 
 def plain_answer(study: Studied) -> str:
-    """Return what a study found in a sentence or two."""
     evidence = study.evidence
     if evidence.index.plan:
         return questions.plain_answer(study)
     main, reference = evidence.others[0], evidence.reference
-    found: dict[str, list[str]] = {}
+    by_verdict: dict[str, list[str]] = {}
     pairs = 0
     for figure in leading(evidence):
         row, other = (
@@ -143,18 +127,20 @@ def plain_answer(study: Studied) -> str:
             if row.is_censored
             else f" ({' against '.join(fixed(one.statistic.mean, places) for one in (row, other))})"
         )
-        found.setdefault(word, []).append(f"{figure.label}{means if word in (BETTER, WORSE) else ''}")
-    if not found:
+        by_verdict.setdefault(word, []).append(f"{figure.label}{means if word in (BETTER, WORSE) else ''}")
+    if not by_verdict:
         return f"{main.label} and {reference.label} have no pair of runs with the same seed and data yet."
     names = f"{main.label} is", f"than {reference.label} on"
-    parts = [f"{names[0]} {word} {names[1]} {listed(found[word])}" for word in (BETTER, WORSE) if word in found]
-    if ALIKE in found:
-        parts.append(f"no clear difference shows on {listed(found[ALIKE])}")
-    if SAME in found:
-        parts.append(f"they are the same on {listed(found[SAME])}")
-    if "one seed" in found:
-        parts.append(f"nothing can be told from one run of {listed(found['one seed'])}")
-    if rest := [*found.get("no interval", []), *found.get("not reached", [])]:
+    parts = [
+        f"{names[0]} {word} {names[1]} {listed(by_verdict[word])}" for word in (BETTER, WORSE) if word in by_verdict
+    ]
+    if ALIKE in by_verdict:
+        parts.append(f"no clear difference shows on {listed(by_verdict[ALIKE])}")
+    if SAME in by_verdict:
+        parts.append(f"they are the same on {listed(by_verdict[SAME])}")
+    if "one seed" in by_verdict:
+        parts.append(f"nothing can be told from one run of {listed(by_verdict['one seed'])}")
+    if rest := [*by_verdict.get("no interval", []), *by_verdict.get("not reached", [])]:
         parts.append(f"{listed(rest)} cannot be judged")
     start = [scaling_answers(evidence, study.scaling)[0].text] if study.scaling and study.scaling.needs else []
     words = "; ".join(parts)
@@ -211,8 +197,8 @@ def _more(study: Studied, more: int, words: str) -> tuple[str, str]:
             "several seeds of the whole recipe, which the stored result below has.",
             "difftransformer compare demo --seeds 5",
         )
-    have = max(len(found) for found in evidence.runs.values())
-    seconds = sum(fmean(run.total_seconds for run in found.values()) for found in evidence.runs.values() if found)
+    have = max(len(runs) for runs in evidence.runs.values())
+    seconds = sum(fmean(run.total_seconds for run in runs.values()) for runs in evidence.runs.values() if runs)
     command = re.sub(r" (--seeds|--set compare\.seeds)[ =]\d+", "", _command(evidence))
     option = "--set compare.seeds=" if " upcycle " in command else "--seeds "
     words = f"{counted(more, 'more seed')} of every model, {_time(more * seconds)}, {words}."

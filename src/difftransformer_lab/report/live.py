@@ -18,12 +18,7 @@ _WIDE, _NARROW, _HEIGHT, _LEFT, _BELOW = 720, 340, 260, 48, 34
 
 
 class LivePage:
-    """`folder/index.html` while runs go on. What the command writes there at its end takes its place.
-
-    Args:
-        folder: Folder of the page.
-        title: What is being trained.
-    """
+    """`folder/index.html` while runs go on. What the command writes there at its end takes its place."""
 
     def __init__(self, folder: Path, title: str) -> None:
         self.folder, self.title = folder, title
@@ -34,8 +29,6 @@ class LivePage:
 
         Args:
             runs: Metrics file and number of steps of each run, by its name, those that are going on first.
-            ended: Number of runs that have ended.
-            of: Number of all runs.
         """
         if ended < of and time.monotonic() - self._drawn < REFRESH_SECONDS:
             return

@@ -72,14 +72,9 @@ class Section:
     """A part of the page.
 
     Attributes:
-        slug: Name in addresses and of files.
-        title: Heading.
-        drawing: Figure.
-        notes: Paragraphs.
         tables: Tables that are shown, or folded where they have more than `MOST_ROWS` rows.
         details: Long tables that the reader opens.
         texts: Heading, paragraph and preformatted text.
-        gaps: What could not be measured or drawn, and why.
         links: Addresses of other pages beside this one, by the text of a cell of the section's tables.
         frame: Address of a page beside this one that is shown in a frame.
     """
@@ -102,8 +97,6 @@ class Section:
 
 @dataclass(frozen=True, kw_only=True)
 class Page:
-    """A whole page."""
-
     title: str
     about: str
     lead: Lead
@@ -125,7 +118,7 @@ def no_gap(text: str) -> None:
 
 def write_suite(
     name: str,
-    found: Mapping[str, Sequence[TaskResult]],
+    results: Mapping[str, Sequence[TaskResult]],
     missing: Sequence[tuple[str, str, str]],
     folder: Path,
     *,
@@ -134,16 +127,13 @@ def write_suite(
     """Write the page of a suite.
 
     Args:
-        name: Name of the suite.
-        found: Results by experiment, one for each model.
+        results: Results by experiment, one for each model.
         missing: Experiment, model and reason of what was not run.
-        folder: Folder of the report.
-        on_gap: Called with each figure that the page lacks.
 
     Returns:
         The path of `index.html`.
     """
-    return write_page(suite_page(name, found, missing), folder, on_gap=on_gap)
+    return write_page(suite_page(name, results, missing), folder, on_gap=on_gap)
 
 
 def write_page(
@@ -207,23 +197,21 @@ def _remove_earlier(folder: Path) -> None:
 
 
 def all_tables(page: Page) -> list[Table]:
-    """Return every table of a page."""
     sections = [table for section in page.sections for table in (*section.tables, *section.details)]
     return [*([page.lead.table] if page.lead.table else []), *sections]
 
 
-def suite_page(name: str, found: Mapping[str, Sequence[TaskResult]], missing: Sequence[tuple[str, str, str]]) -> Page:
-    """Build the page of a suite."""
-    gaps: dict[str, list[str]] = {label: [] for label, results in found.items() if results}
+def suite_page(name: str, by_task: Mapping[str, Sequence[TaskResult]], missing: Sequence[tuple[str, str, str]]) -> Page:
+    gaps: dict[str, list[str]] = {label: [] for label, results in by_task.items() if results}
     paired = {
-        label: _or_gap(broken, "the paired differences", partial(task_pairs, found[label])) or []
+        label: _or_gap(broken, "the paired differences", partial(task_pairs, by_task[label])) or []
         for label, broken in gaps.items()
     }
     sections = [
-        task_section(label, found[label], paired=pairs_table(label, pairs), broken=gaps[label])
+        task_section(label, by_task[label], paired=pairs_table(label, pairs), broken=gaps[label])
         for label, pairs in corrected_pairs(paired).items()
     ]
-    first = next((results for results in found.values() if results), [])
+    first = next((results for results in by_task.values() if results), [])
     about = ""
     if missing:
         reasons = [f"{experiment} on {model}: {reason}" for experiment, model, reason in missing]
@@ -236,14 +224,16 @@ def suite_page(name: str, found: Mapping[str, Sequence[TaskResult]], missing: Se
             for model in (result.model for result in first)
         ]
         sections.append(Section(slug="models", title="Models", notes=notes))
-    return Page(title=f"Suite {name}", about=about, lead=_suite_lead(found, corrected_pairs(paired)), sections=sections)
+    return Page(
+        title=f"Suite {name}", about=about, lead=_suite_lead(by_task, corrected_pairs(paired)), sections=sections
+    )
 
 
-def _suite_lead(found: Mapping[str, Sequence[TaskResult]], pairs: Mapping[str, Sequence[Pair]]) -> Lead:
+def _suite_lead(by_task: Mapping[str, Sequence[TaskResult]], pairs: Mapping[str, Sequence[Pair]]) -> Lead:
     """Return the first measure of each task for each model, and how it compares with the last model's."""
-    names = next((labels(results) for results in found.values() if results), [])
+    names = next((labels(results) for results in by_task.values() if results), [])
     rows, told = [], dict[str, list[str]]()
-    for label, results in found.items():
+    for label, results in by_task.items():
         first = next((row for result in results for row in result.measurements if not row.detail), None)
         if first is None:
             continue
@@ -293,11 +283,7 @@ def task_section(
     """Build the section of a task.
 
     Args:
-        label: Name of the evaluation.
-        results: Its results, one for each model.
         seeds: Training seeds that each result is pooled over.
-        paired: Table of the models' differences on the same items.
-        broken: What could not be measured.
     """
     slug, first = label.replace(" ", "-"), results[0]
     names = labels(results)
@@ -352,6 +338,5 @@ def _or_gap(gaps: list[str], what: str, make: Callable[[], T]) -> T | None:
 
 
 def recipe_text(recipe: dict[str, Any]) -> str:
-    """Return a recipe as YAML, in its own order."""
     plain = json.loads(json.dumps(recipe, default=str))
     return str(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, width=100)).rstrip()

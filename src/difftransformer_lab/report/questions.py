@@ -16,19 +16,19 @@ from .words import date_words
 def question_verdicts(study: Studied) -> list[Said]:
     """Return each question with what its primary contrast says, and how many of the others were decided."""
     assert study.registration is not None
-    found = []
+    said = []
     for question, findings in study.questions:
         text = finding_words(findings[0], study.registration) + "."
         if findings[1:]:
             decided = sum(bool(one.meaning) for one in findings[1:])
             text += f" Further contrasts decided: {decided} of {len(findings) - 1}."
-        found.append(Said(question.question, text))
-    return found
+        said.append(Said(question.question, text))
+    return said
 
 
 def plain_answer(study: Studied) -> str:
     """Return what was decided of each question of the plan, or is so far; in a sentence each."""
-    found = []
+    answers = []
     for question, findings in study.questions:
         first = findings[0]
         if not first.values and len(study.questions) > 1:
@@ -36,8 +36,8 @@ def plain_answer(study: Studied) -> str:
         said = first.meaning or verdict_text(first)
         told = "" if first.difference is None else f" ({first.contrast.name}: {effect_text(first)})"
         asked = f"{question.question} " if len(study.questions) > 1 else ""
-        found.append(f"{asked}{said[:1].upper()}{said[1:]}{told}.")
-    return " ".join(found) or "No question has a run yet."
+        answers.append(f"{asked}{said[:1].upper()}{said[1:]}{told}.")
+    return " ".join(answers) or "No question has a run yet."
 
 
 def verdicts_table(study: Studied) -> Table:
@@ -72,13 +72,11 @@ def finding_words(finding: Finding, registration: Registration) -> str:
 
 
 def effect_text(finding: Finding) -> str:
-    """Return the effect with its interval and its unit."""
     mean, low, high = _numbers(finding)
     return f"{mean}{f' {finding.unit}' if finding.unit else ''}{f' [{low}, {high}]' if low else ''}"
 
 
 def direction_text(finding: Finding) -> str:
-    """Return in how many seeds the effect has its direction."""
     assert finding.difference is not None
     return direction_words(finding.difference.mean, finding.same_direction, len(finding.values))
 
@@ -91,7 +89,6 @@ def progress_text(finding: Finding) -> str:
 
 
 def verdict_text(finding: Finding) -> str:
-    """Return what the plan's rule says."""
     contrast, difference = finding.contrast, finding.difference
     if difference is None:
         return progress_text(finding)
@@ -198,7 +195,6 @@ def plan_words(study: Studied) -> list[str]:
 
 
 def plan_text(plan: StudyPlan) -> str:
-    """Return a plan as YAML, without what it leaves at its default."""
     return recipe_text(_set_fields(plan))
 
 

@@ -18,8 +18,6 @@ class Evidence:
     """A study with its runs.
 
     Attributes:
-        index: The study.
-        path: File of the index.
         runs: Compared runs, by arm, point and seed. Runs that chose a learning rate are not among them.
         files: File of each of these runs, relative to the index's folder.
     """
@@ -36,7 +34,6 @@ class Evidence:
 
     @property
     def points(self) -> list[Point]:
-        """Every combination of the axes' values; one empty point without axes."""
         return list(product(*(axis.values for axis in self.index.axes)))
 
     @property
@@ -47,7 +44,7 @@ class Evidence:
     @property
     def has_one_seed(self) -> bool:
         """Whether no arm has a second seed, so that nothing says how much training varies."""
-        return bool(self.runs) and all(len(found) == 1 for found in self.runs.values())
+        return bool(self.runs) and all(len(runs) == 1 for runs in self.runs.values())
 
     def places(self, point: Point) -> list[Point]:
         """Return the points behind a point: itself, or all of them where the empty one stands for their mean."""
@@ -55,20 +52,16 @@ class Evidence:
 
     @property
     def reference(self) -> StudyArm:
-        """The arm that the others are compared with."""
         return self.arm(self.index.reference)
 
     @property
     def others(self) -> list[StudyArm]:
-        """Every arm but the reference."""
         return [arm for arm in self.index.arms if arm.name != self.index.reference]
 
     def arm(self, name: str) -> StudyArm:
-        """Return an arm by name."""
         return next(arm for arm in self.index.arms if arm.name == name)
 
     def at(self, arm: str, point: Point) -> dict[int, RunRecord]:
-        """Return an arm's runs at a point, by seed."""
         return self.runs.get((arm, point), {})
 
     def words(self, point: Point) -> str:
@@ -83,14 +76,13 @@ class Evidence:
 
         A run that starts from a trained model has none. A recipe without an initialization has the normal one.
         """
-        found = set()
+        starts = set()
         for arm, _, _, run in self.every_run():
             if arm.name in arms and not run.recipe.get("start_from"):
-                found.add(str(run.recipe.get("model", {}).get("initialization") or "normal"))
-        return sorted(found)
+                starts.add(str(run.recipe.get("model", {}).get("initialization") or "normal"))
+        return sorted(starts)
 
     def every_run(self) -> Iterator[tuple[StudyArm, Point, int, RunRecord]]:
-        """Yield arm, point, seed and record of each run, in the order of arms, points and seeds."""
         for arm in self.index.arms:
             for point in self.points:
                 for seed, run in sorted(self.at(arm.name, point).items()):
@@ -123,8 +115,8 @@ def find_studies(path: Path | str) -> list[Path]:
         return [path]
     if (path / "results.json").exists():
         return [path / "results.json"]
-    found = sorted({*path.glob("*.json"), *path.glob("*/*.json")})
-    return [one for one in found if one.parent.name != "runs" and read_document(one)[0] == "study"]
+    files = sorted({*path.glob("*.json"), *path.glob("*/*.json")})
+    return [one for one in files if one.parent.name != "runs" and read_document(one)[0] == "study"]
 
 
 def _check(index: StudyIndex, path: Path) -> None:

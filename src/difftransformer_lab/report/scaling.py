@@ -37,8 +37,8 @@ class PowerLaw:
     def inverse(self, loss: np.ndarray) -> np.ndarray:
         """Return the n at which each law has a loss (draws,); infinite where it never falls as low."""
         with np.errstate(divide="ignore", invalid="ignore"):
-            found = ((loss - self.c) / self.a) ** (-1 / self.b)
-        return np.where(loss > self.c, found, np.inf)
+            needed = ((loss - self.c) / self.a) ** (-1 / self.b)
+        return np.where(loss > self.c, needed, np.inf)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,8 +47,6 @@ class Amount:
 
     Attributes:
         share: 0 and infinity where the loss lies beyond the arm's smallest and largest setting.
-        low: Lower end of the interval, in the same terms.
-        high: Upper end.
         outside: Whether the share is extrapolated, or is not known for that reason.
     """
 
@@ -63,10 +61,6 @@ class Need:
     """What an arm needs for the loss of the reference at one setting of it.
 
     Attributes:
-        axis: The axis, size or tokens.
-        arm: The arm.
-        value: Name of the reference's setting.
-        n: Its number of parameters or tokens.
         fit: By the fitted power laws.
         raw: By linear interpolation of the mean losses over log n.
     """
@@ -85,9 +79,7 @@ class Trend:
 
     Attributes:
         n: Parameters or tokens (S,).
-        loss: Mean over seeds (S,).
         error: Standard error (S,), zero with one seed.
-        law: The law of the means.
         exponents: Interval of b.
     """
 
@@ -102,8 +94,6 @@ class Trend:
 
 @dataclass(frozen=True, kw_only=True)
 class Scaling:
-    """Everything about the scaling of a study's first figure."""
-
     figure: StudyFigure
     reference: StudyArm
     trends: list[Trend]
@@ -140,13 +130,13 @@ def interpolate(n: np.ndarray, losses: np.ndarray, loss: np.ndarray) -> np.ndarr
 
     The result is 0 where the loss at the smallest n is lower already, and infinity where no loss is as low.
     """
-    found = np.full(len(losses), np.inf)
+    crossings = np.full(len(losses), np.inf)
     for left in reversed(range(len(n) - 1)):
         high, low = losses[:, left], losses[:, left + 1]
         crosses = (low <= loss) & (loss <= high)
         share = np.divide(high - loss, high - low, out=np.zeros_like(loss), where=crosses & (high > low))
-        found = np.where(crosses, n[left] * (n[left + 1] / n[left]) ** share, found)
-    return np.where(losses[:, 0] < loss, 0.0, found)
+        crossings = np.where(crosses, n[left] * (n[left + 1] / n[left]) ** share, crossings)
+    return np.where(losses[:, 0] < loss, 0.0, crossings)
 
 
 def scaling_of(evidence: Evidence) -> Scaling:
@@ -164,18 +154,18 @@ def scaling_of(evidence: Evidence) -> Scaling:
             raise ResultsError(f"{evidence.path}: a study of scaling has the axes size and tokens, but no {name} here")
         seen: set[str] = set()
         for arm in evidence.others:
-            found = _paired(evidence, axis, arm)
-            if len(found.values) < LEAST_SETTINGS:
+            paired = _paired(evidence, axis, arm)
+            if len(paired.values) < LEAST_SETTINGS:
                 gaps.append(
-                    f"{arm.label} over {axis.label or name}: {len(found.values)} settings have paired runs; a law needs 3"
+                    f"{arm.label} over {axis.label or name}: {len(paired.values)} settings have paired runs; a law needs 3"
                 )
                 continue
-            draws = found.draws()
+            draws = paired.draws()
             for column, one in enumerate((arm, evidence.reference)):
                 if one.name not in seen:
-                    trends.append(_trend(found, draws, axis, one, column))
+                    trends.append(_trend(paired, draws, axis, one, column))
                     seen.add(one.name)
-            needs += _needs(found, draws, axis, arm)
+            needs += _needs(paired, draws, axis, arm)
     return Scaling(
         figure=evidence.index.figures[0], reference=evidence.reference, trends=trends, needs=needs, gaps=gaps
     )
@@ -194,7 +184,6 @@ class _Paired:
         return np.array([values.mean(0) for values in self.values])
 
     def draws(self) -> np.ndarray:
-        """Return bootstrapped means, (DRAWS, S, 2)."""
         residuals = [
             (values - values.mean(0)) * math.sqrt(len(values) / (len(values) - 1))
             for values in self.values
@@ -232,26 +221,26 @@ def _paired(evidence: Evidence, axis: StudyAxis, arm: StudyArm) -> _Paired:
     )
 
 
-def _trend(found: _Paired, draws: np.ndarray, axis: StudyAxis, arm: StudyArm, column: int) -> Trend:
-    n = found.n[:, column]
+def _trend(paired: _Paired, draws: np.ndarray, axis: StudyAxis, arm: StudyArm, column: int) -> Trend:
+    n = paired.n[:, column]
     errors = [
-        values[:, column].std(ddof=1) / math.sqrt(len(values)) if len(values) > 1 else 0.0 for values in found.values
+        values[:, column].std(ddof=1) / math.sqrt(len(values)) if len(values) > 1 else 0.0 for values in paired.values
     ]
     low, high = _interval(fit_power_law(n, draws[:, :, column]).b)
     return Trend(
         axis=axis,
         arm=arm,
         n=n,
-        loss=found.means[:, column],
+        loss=paired.means[:, column],
         error=np.array(errors),
-        law=fit_power_law(n, found.means[None, :, column]),
+        law=fit_power_law(n, paired.means[None, :, column]),
         exponents=(low, high),
     )
 
 
-def _needs(found: _Paired, draws: np.ndarray, axis: StudyAxis, arm: StudyArm) -> list[Need]:
-    every = np.concatenate([found.means[None], draws])  # the first row is the estimate, the others make its interval
-    mine, other = found.n.T
+def _needs(paired: _Paired, draws: np.ndarray, axis: StudyAxis, arm: StudyArm) -> list[Need]:
+    every = np.concatenate([paired.means[None], draws])  # the first row is the estimate, the others make its interval
+    mine, other = paired.n.T
     law, reference = fit_power_law(mine, every[:, :, 0]), fit_power_law(other, every[:, :, 1])
     levels = reference.at(other)
     return [
@@ -263,7 +252,7 @@ def _needs(found: _Paired, draws: np.ndarray, axis: StudyAxis, arm: StudyArm) ->
             fit=_amount(law.inverse(levels[:, place]), n, mine),
             raw=_amount(interpolate(mine, every[:, :, 0], every[:, place, 1]), n, mine),
         )
-        for place, (name, n) in enumerate(zip(found.names, other, strict=True))
+        for place, (name, n) in enumerate(zip(paired.names, other, strict=True))
     ]
 
 

@@ -48,11 +48,7 @@ def write_demo(run: Studied, stored: Studied, folder: Path, maps: Path, on_gap: 
     """Write the page of a run of the demo.
 
     Args:
-        run: The run.
-        stored: See `stored_demo`.
-        folder: Folder of the page.
         maps: The page of the shipped models' attention maps, in the same folder.
-        on_gap: Called with each figure that the page lacks.
     """
     note = (
         "Layers and heads of the two models that come with the package, for one prompt: what A1 finds, what A2 takes away, "

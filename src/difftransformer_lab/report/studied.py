@@ -34,14 +34,13 @@ class Studied:
 
     @property
     def findings(self) -> list[Finding]:
-        """Every contrast of the plan."""
-        return [finding for _, found in self.questions for finding in found]
+        return [finding for _, contrasts in self.questions for finding in contrasts]
 
 
 def studied(evidence: Evidence) -> Studied:
     """Compare the arms of a study, fit its power laws if it has them, and test its plan if it has one."""
     questions = questions_of(evidence)
-    findings = [finding for _, found in questions for finding in found]
+    findings = [finding for _, contrasts in questions for finding in contrasts]
     return Studied(
         evidence=evidence,
         rows=compare(evidence),
@@ -61,20 +60,19 @@ def read_studies(path: Path) -> list[Studied]:
 
 
 def with_shared(studies: Sequence[Studied]) -> list[Studied]:
-    """Return studies with the number of runs that each has in common with each other one."""
     runs = {one.evidence.slug: _identities(one.evidence) for one in studies}
-    found = []
+    shared = []
     for one in studies:
         own = runs[one.evidence.slug]
         counts = {slug: len(own & other) for slug, other in runs.items() if slug != one.evidence.slug}
-        found.append(replace(one, shared={slug: count for slug, count in counts.items() if count}))
-    return found
+        shared.append(replace(one, shared={slug: count for slug, count in counts.items() if count}))
+    return shared
 
 
 def _identities(evidence: Evidence) -> set[str]:
     folder = evidence.path.parent
-    found = set()
+    digests = set()
     for member in evidence.index.members:
         digest = _DIGEST.search(Path(member.file).stem)
-        found.add(digest[1] if digest else str((folder / member.file).resolve()))
-    return found
+        digests.add(digest[1] if digest else str((folder / member.file).resolve()))
+    return digests

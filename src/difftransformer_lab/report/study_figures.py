@@ -15,16 +15,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from ..plots import seeds
-from ..plots.style import (
-    COLOURS,
-    REFERENCE_COLOUR,
-    STYLE,
-    WIDTH_INCHES,
-    Drawing,
-    arm_styles,
-    finish,
-    legend_above,
-)
+from ..plots.style import COLOURS, REFERENCE_COLOUR, STYLE, WIDTH_INCHES, Drawing, arm_styles, finish, legend_above
 from ..results import Curve, PairedDifference, StudyFigure
 from ..statistics import paired_difference
 from .comparisons import Compared, paired_seeds, row_of
@@ -44,10 +35,10 @@ Styles = dict[str, dict[str, Any]]
 
 
 def styles_of(evidence: Evidence) -> Styles:
-    """Return the style of each arm."""
     return arm_styles([arm.name for arm in evidence.index.arms], evidence.index.reference)
 
 
+@matplotlib.rc_context(STYLE)
 def draw_arms(evidence: Evidence, rows: Sequence[Compared], figures: Sequence[StudyFigure] = ()) -> Drawing | None:
     """Draw the difference of every arm to the reference, a panel for each figure (all unless named); means over settings."""
     told = [row.figure for row in rows if row.difference and not row.point and not row.is_censored]
@@ -57,36 +48,30 @@ def draw_arms(evidence: Evidence, rows: Sequence[Compared], figures: Sequence[St
     arms, styles = evidence.others, styles_of(evidence)
     columns = len(figures) if len(figures) <= _COLUMNS + 1 else _COLUMNS
     lines = math.ceil(len(figures) / columns)
-    with matplotlib.rc_context(STYLE):
-        height = 0.75 + 0.30 * max(2, len(arms))
-        canvas = Figure(figsize=(WIDTH_INCHES, lines * height), layout="constrained")
-        panels = canvas.subplots(lines, columns, squeeze=False, sharey=True)
-        for place, ax in enumerate(panels.flat):
-            if place >= len(figures):
-                ax.set_visible(False)
-                continue
-            figure = figures[place]
-            _draw_panel(ax, evidence, rows, figure, styles)
-            ax.axvline(0, color=styles[evidence.index.reference]["color"], linewidth=1.2)
-            ax.set_yticks(range(len(arms)), [arm.label for arm in arms])
-            ax.set_ylim(len(arms) - 0.4, -0.6)
-            ax.grid(False, axis="y")
-            ax.tick_params(axis="y", length=0)
-            ax.locator_params(axis="x", nbins=5)
-            ax.set_title(
-                f"{fill(title_of(figure), _TITLE_LETTERS)}\n({_better_words(figure)})", loc="left", fontsize=9.5
-            )
-            ax.set_xlabel(with_unit(f"minus {evidence.reference.label}", figure))
-        caption = (
-            f"How far each model is from {evidence.reference.label}, the grey line at zero. A bar that crosses it means no "
-            f"clear difference. Bar: 95 % {'' if evidence.has_one_seed else 'Student t '}interval, each for itself, with an "
-            "arrow where it leaves the panel. Marker: the mean, filled where the bar is clear of zero. Pale dots: single seeds."
-        )
-        if evidence.has_settings:
-            caption += f" Means over {len(evidence.points)} settings."
-        return finish("arms", "Every model against the reference", caption, canvas, False)
+    height = 0.75 + 0.30 * max(2, len(arms))
+    canvas = Figure(figsize=(WIDTH_INCHES, lines * height), layout="constrained")
+    panels = canvas.subplots(lines, columns, squeeze=False, sharey=True)
+    for ax, figure in zip(_used(panels, len(figures)), figures, strict=True):
+        _draw_panel(ax, evidence, rows, figure, styles)
+        ax.axvline(0, color=styles[evidence.index.reference]["color"], linewidth=1.2)
+        ax.set_yticks(range(len(arms)), [arm.label for arm in arms])
+        ax.set_ylim(len(arms) - 0.4, -0.6)
+        ax.grid(False, axis="y")
+        ax.tick_params(axis="y", length=0)
+        ax.locator_params(axis="x", nbins=5)
+        ax.set_title(f"{fill(title_of(figure), _TITLE_LETTERS)}\n({_better_words(figure)})", loc="left", fontsize=9.5)
+        ax.set_xlabel(with_unit(f"minus {evidence.reference.label}", figure))
+    caption = (
+        f"How far each model is from {evidence.reference.label}, the grey line at zero. A bar that crosses it means no "
+        f"clear difference. Bar: 95 % {'' if evidence.has_one_seed else 'Student t '}interval, each for itself, with an "
+        "arrow where it leaves the panel. Marker: the mean, filled where the bar is clear of zero. Pale dots: single seeds."
+    )
+    if evidence.has_settings:
+        caption += f" Means over {len(evidence.points)} settings."
+    return finish("arms", "Every model against the reference", caption, canvas, False)
 
 
+@matplotlib.rc_context(STYLE)
 def draw_contrasts(study: Studied) -> Drawing | None:
     """Draw the contrasts of a plan, a panel for each figure and unit; None while none has all of its seeds."""
     panels_of: dict[tuple[str, str], list[Finding]] = {}
@@ -96,24 +81,23 @@ def draw_contrasts(study: Studied) -> Drawing | None:
     if not panels_of:
         return None
     heights = [0.9 + 0.5 * len(findings) for findings in panels_of.values()]
-    with matplotlib.rc_context(STYLE):
-        canvas = Figure(figsize=(WIDTH_INCHES, sum(heights) + 0.2), layout="constrained")
-        panels = canvas.subplots(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0]
-        for ax, ((figure, unit), findings) in zip(panels, panels_of.items(), strict=True):
-            for line, finding in enumerate(findings):
-                _draw_contrast(ax, line, finding)
-            ax.axvline(0, color=REFERENCE_COLOUR, linewidth=1.2)
-            ax.set_yticks(range(len(findings)), [fill(one.contrast.name, _LABEL_LETTERS) for one in findings])
-            ax.set_ylim(len(findings) - 0.4, -0.6)
-            ax.grid(False, axis="y")
-            ax.tick_params(axis="y", length=0)
-            ax.set_xlabel(f"{figure} ({unit})" if unit else figure)
-        caption = (
-            "Each contrast with its 95 % interval, by the test that decides it. Pale dots: single seeds. Marker: the effect, "
-            "filled where it is decided. Pale band: effects smaller than the smallest one that the plan looks for; "
-            "dotted lines: the margin that the interval must clear."
-        )
-        return finish("contrasts", "Contrasts of the plan", caption, canvas, False)
+    canvas = Figure(figsize=(WIDTH_INCHES, sum(heights) + 0.2), layout="constrained")
+    panels = canvas.subplots(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0]
+    for ax, ((figure, unit), findings) in zip(panels, panels_of.items(), strict=True):
+        for line, finding in enumerate(findings):
+            _draw_contrast(ax, line, finding)
+        ax.axvline(0, color=REFERENCE_COLOUR, linewidth=1.2)
+        ax.set_yticks(range(len(findings)), [fill(one.contrast.name, _LABEL_LETTERS) for one in findings])
+        ax.set_ylim(len(findings) - 0.4, -0.6)
+        ax.grid(False, axis="y")
+        ax.tick_params(axis="y", length=0)
+        ax.set_xlabel(f"{figure} ({unit})" if unit else figure)
+    caption = (
+        "Each contrast with its 95 % interval, by the test that decides it. Pale dots: single seeds. Marker: the effect, "
+        "filled where it is decided. Pale band: effects smaller than the smallest one that the plan looks for; "
+        "dotted lines: the margin that the interval must clear."
+    )
+    return finish("contrasts", "Contrasts of the plan", caption, canvas, False)
 
 
 def _draw_contrast(ax: Axes, line: int, finding: Finding) -> None:
@@ -158,6 +142,7 @@ def _draw_row(
     ax.plot(difference.mean, line, color=colour, markerfacecolor=colour if is_filled else "white", **look)
 
 
+@matplotlib.rc_context(STYLE)
 def draw_axes(evidence: Evidence, rows: Sequence[Compared], figure: StudyFigure) -> Drawing | None:
     """Draw a figure over the axes: the axis with the most values along x, the next ones in columns and rows of panels."""
     axes = evidence.index.axes
@@ -174,54 +159,47 @@ def draw_axes(evidence: Evidence, rows: Sequence[Compared], figure: StudyFigure)
     x_axis = axes[along]
     x = x_axis.numbers or list(range(len(x_axis.values)))
     is_log = bool(x_axis.numbers) and min(x) > 0 and max(x) >= 8 * min(x)
-    with matplotlib.rc_context(STYLE):
-        lines = per_down * len(down_points)
-        canvas = Figure(figsize=(WIDTH_INCHES, 0.8 + 2.35 * lines), layout="constrained")
-        panels = canvas.subplots(lines, columns, squeeze=False, sharey="row", sharex=True)
-        for group, fixed_values in enumerate(down_points):
-            for place in range(per_down * columns):
-                ax = panels[group * per_down + place // columns][place % columns]
-                if place >= len(across_values):
-                    ax.set_visible(False)
-                    continue
-                names = dict(zip(down, fixed_values, strict=True)) | dict(
-                    zip(across, [across_values[place]], strict=False)
+    lines = per_down * len(down_points)
+    canvas = Figure(figsize=(WIDTH_INCHES, 0.8 + 2.35 * lines), layout="constrained")
+    panels = canvas.subplots(lines, columns, squeeze=False, sharey="row", sharex=True)
+    for group, fixed_values in enumerate(down_points):
+        own_panels = panels[group * per_down : (group + 1) * per_down]
+        for ax, across_value in zip(_used(own_panels, len(across_values)), across_values, strict=True):
+            names = dict(zip((*down, *across), (*fixed_values, across_value), strict=False))
+            for arm in evidence.index.arms:
+                points = [tuple(value if i == along else names[i] for i in range(len(axes))) for value in x_axis.values]
+                compared = [
+                    (at, row_of(rows, figure.label, arm.name, point)) for at, point in zip(x, points, strict=True)
+                ]
+                there = [(at, row.statistic) for at, row in compared if row]
+                ax.errorbar(
+                    [at for at, _ in there],
+                    [one.mean for _, one in there],
+                    yerr=[one.standard_error or 0.0 for _, one in there],
+                    **styles[arm.name],
+                    markersize=4.5,
+                    elinewidth=1.0,
+                    linewidth=1.3,
                 )
-                for arm in evidence.index.arms:
-                    points = [
-                        tuple(value if i == along else names[i] for i in range(len(axes))) for value in x_axis.values
-                    ]
-                    found = [
-                        (at, row_of(rows, figure.label, arm.name, point)) for at, point in zip(x, points, strict=True)
-                    ]
-                    there = [(at, row.statistic) for at, row in found if row]
-                    ax.errorbar(
-                        [at for at, _ in there],
-                        [one.mean for _, one in there],
-                        yerr=[one.standard_error or 0.0 for _, one in there],
-                        **styles[arm.name],
-                        markersize=4.5,
-                        elinewidth=1.0,
-                        linewidth=1.3,
-                    )
-                if is_log:
-                    ax.set_xscale("log")
-                    ax.minorticks_off()
-                ax.set_xticks(x, x_axis.values)
-                ax.set_title(
-                    ", ".join(f"{axes[i].label or axes[i].name} {value}" for i, value in names.items()), loc="left"
-                )
-                if figure.unit == "share":
-                    ax.set_ylim(-0.04, 1.04)
-        for line in panels:
-            line[0].set_ylabel(f"{figure.label}\n({figure.unit})" if figure.unit else figure.label)
-        for ax in panels[-1]:
-            ax.set_xlabel(x_axis.label or x_axis.name)
-        legend_above(canvas, _handles(evidence, styles))
-        caption = f"{title_of(figure)} ({_better_words(figure)}): mean over seeds, bars are one standard error."
-        return finish(f"axes-{slug_of(figure)}", title_of(figure), caption, canvas, False)
+            if is_log:
+                ax.set_xscale("log")
+                ax.minorticks_off()
+            ax.set_xticks(x, x_axis.values)
+            ax.set_title(
+                ", ".join(f"{axes[i].label or axes[i].name} {value}" for i, value in names.items()), loc="left"
+            )
+            if figure.unit == "share":
+                ax.set_ylim(-0.04, 1.04)
+    for line in panels:
+        line[0].set_ylabel(f"{figure.label}\n({figure.unit})" if figure.unit else figure.label)
+    for ax in panels[-1]:
+        ax.set_xlabel(x_axis.label or x_axis.name)
+    legend_above(canvas, _handles(evidence, styles))
+    caption = f"{title_of(figure)} ({_better_words(figure)}): mean over seeds, bars are one standard error."
+    return finish(f"axes-{slug_of(figure)}", title_of(figure), caption, canvas, False)
 
 
+@matplotlib.rc_context(STYLE)
 def draw_losses(evidence: Evidence) -> Drawing | None:
     """Draw training and held-out loss over training, a small panel for each arm with the reference behind it."""
     point = evidence.points[-1]
@@ -233,41 +211,37 @@ def draw_losses(evidence: Evidence) -> Drawing | None:
     columns = min(_CURVE_COLUMNS, len(arms))
     lines = math.ceil(len(arms) / columns)
     drawn = []
-    with matplotlib.rc_context(STYLE):
-        canvas = Figure(figsize=(WIDTH_INCHES, 0.5 + 2.1 * lines if lines > 1 else 3.2), layout="constrained")
-        panels = canvas.subplots(lines, columns, squeeze=False, sharex=True, sharey=True)
-        for place, ax in enumerate(panels.flat):
-            if place >= len(arms):
-                ax.set_visible(False)
-                continue
-            for name in (reference, arms[place].name):
-                for curve, look in ((TRAINING, {"linewidth": 0.8, "alpha": 0.6}), (HELD_OUT, {"linewidth": 1.6})):
-                    found = _band(evidence, name, point, curve)
-                    if found:
-                        ax.plot(found.x, found.mean, color=styles[name]["color"], **look)
-                        drawn.append((found.x, found.mean))
-                        if curve == HELD_OUT:
-                            ax.fill_between(
-                                found.x, found.low, found.high, color=styles[name]["color"], alpha=0.18, linewidth=0
-                            )
-            ax.set_title(arms[place].label, loc="left", fontsize=9.5)
-            ax.locator_params(axis="x", nbins=4)
-        last = max(float(x[-1]) for x, _ in drawn)
-        for ax in panels.flat:
-            seeds.limit(ax, seeds.settled(drawn, last))
-        for line in panels:
-            line[0].set_ylabel("nats/token")
-        for ax in panels[-1]:
-            ax.set_xlabel("training step")
-        words = _at_words(evidence, point)
-        caption = (
-            "Held-out loss (thick, band from the smallest to the largest seed) and training loss (thin) of each model, in its "
-            f"colour, and of {evidence.reference.label}, in grey{words}. Means over seeds. The first steps may lie above the "
-            "drawn range."
-        )
-        return finish("losses", "Training and held-out loss", caption, canvas, False)
+    canvas = Figure(figsize=(WIDTH_INCHES, 0.5 + 2.1 * lines if lines > 1 else 3.2), layout="constrained")
+    panels = canvas.subplots(lines, columns, squeeze=False, sharex=True, sharey=True)
+    for ax, arm in zip(_used(panels, len(arms)), arms, strict=True):
+        for name in (reference, arm.name):
+            for curve, width, alpha in ((TRAINING, 0.8, 0.6), (HELD_OUT, 1.6, None)):
+                band = _band(evidence, name, point, curve)
+                if band:
+                    colour = styles[name]["color"]
+                    ax.plot(band.x, band.mean, color=colour, linewidth=width, alpha=alpha)
+                    drawn.append((band.x, band.mean))
+                    if curve == HELD_OUT:
+                        ax.fill_between(band.x, band.low, band.high, color=colour, alpha=0.18, linewidth=0)
+        ax.set_title(arm.label, loc="left", fontsize=9.5)
+        ax.locator_params(axis="x", nbins=4)
+    last = max(float(x[-1]) for x, _ in drawn)
+    for ax in panels.flat:
+        seeds.limit(ax, seeds.settled(drawn, last))
+    for line in panels:
+        line[0].set_ylabel("nats/token")
+    for ax in panels[-1]:
+        ax.set_xlabel("training step")
+    words = _at_words(evidence, point)
+    caption = (
+        "Held-out loss (thick, band from the smallest to the largest seed) and training loss (thin) of each model, in its "
+        f"colour, and of {evidence.reference.label}, in grey{words}. Means over seeds. The first steps may lie above the "
+        "drawn range."
+    )
+    return finish("losses", "Training and held-out loss", caption, canvas, False)
 
 
+@matplotlib.rc_context(STYLE)
 def draw_positions(evidence: Evidence) -> Drawing | None:
     """Draw the loss by position in the context, every arm minus the reference; None where it was not measured."""
     point = evidence.points[-1]
@@ -276,145 +250,150 @@ def draw_positions(evidence: Evidence) -> Drawing | None:
     if not reference or not any(own[arm.name] for arm in evidence.others):
         return None
     styles = styles_of(evidence)
-    with matplotlib.rc_context(STYLE):
-        canvas = Figure(figsize=(WIDTH_INCHES, 3.9), layout="constrained")
-        ax = canvas.subplots()
-        for arm in evidence.others:
-            pairs = paired_seeds(evidence, arm.name, evidence.index.reference, point)
-            found = []
-            for place, by_seed in own[arm.name].items():
-                values = [
-                    by_seed[seed] - reference[place][seed]
-                    for seed in pairs
-                    if seed in by_seed and seed in reference.get(place, {})
-                ]
-                if values:
-                    found.append(((place[0] + place[1]) / 2, paired_difference(values, [0.0] * len(values))))
-            if not found:
-                continue
-            x = [middle for middle, _ in found]
-            ax.plot(x, [one.mean for _, one in found], **styles[arm.name], markersize=4.5)
-            if len(evidence.others) <= 2:
-                bounds = [
-                    (one.mean if one.low is None else one.low, one.mean if one.high is None else one.high)
-                    for _, one in found
-                ]
-                ax.fill_between(x, *np.array(bounds).T, color=styles[arm.name]["color"], alpha=0.15, linewidth=0)
-        ax.axhline(0, color=styles[evidence.index.reference]["color"], linewidth=1.2)
-        ax.set_xlabel("position in the context (tokens)")
-        ax.set_ylabel(f"held-out loss minus that of\n{evidence.reference.label} (nats/token)")
-        legend_above(canvas, _handles(evidence, styles))
-        caption = (
-            f"Held-out loss by position in the context, each arm minus {evidence.reference.label}, mean over "
-            f"seeds{_at_words(evidence, point)}."
-        )
-        caption += " Below zero is better."
+    canvas = Figure(figsize=(WIDTH_INCHES, 3.9), layout="constrained")
+    ax = canvas.subplots()
+    for arm in evidence.others:
+        pairs = paired_seeds(evidence, arm.name, evidence.index.reference, point)
+        differences = []
+        for place, by_seed in own[arm.name].items():
+            values = [
+                by_seed[seed] - reference[place][seed]
+                for seed in pairs
+                if seed in by_seed and seed in reference.get(place, {})
+            ]
+            if values:
+                differences.append(((place[0] + place[1]) / 2, paired_difference(values, [0.0] * len(values))))
+        if not differences:
+            continue
+        x = [middle for middle, _ in differences]
+        ax.plot(x, [one.mean for _, one in differences], **styles[arm.name], markersize=4.5)
         if len(evidence.others) <= 2:
-            caption += " Band: 95 % Student t interval at each position by itself."
-        return finish("positions", "Held-out loss by position", caption, canvas, False)
+            bounds = [
+                (one.mean if one.low is None else one.low, one.mean if one.high is None else one.high)
+                for _, one in differences
+            ]
+            ax.fill_between(x, *np.array(bounds).T, color=styles[arm.name]["color"], alpha=0.15, linewidth=0)
+    ax.axhline(0, color=styles[evidence.index.reference]["color"], linewidth=1.2)
+    ax.set_xlabel("position in the context (tokens)")
+    ax.set_ylabel(f"held-out loss minus that of\n{evidence.reference.label} (nats/token)")
+    legend_above(canvas, _handles(evidence, styles))
+    caption = (
+        f"Held-out loss by position in the context, each arm minus {evidence.reference.label}, mean over "
+        f"seeds{_at_words(evidence, point)}."
+    )
+    caption += " Below zero is better."
+    if len(evidence.others) <= 2:
+        caption += " Band: 95 % Student t interval at each position by itself."
+    return finish("positions", "Held-out loss by position", caption, canvas, False)
 
 
+@matplotlib.rc_context(STYLE)
 def draw_lambda(evidence: Evidence) -> Drawing | None:
     """Draw lambda of each layer over training, and its start and end by layer; None where no arm has a lambda."""
     point = evidence.points[-1]
-    found = [
+    tables = [
         (arm, table) for arm in evidence.index.arms if (table := _lambda_table(evidence, arm.name, point)) is not None
     ]
-    if not found:
+    if not tables:
         return None
     styles = styles_of(evidence)
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(WIDTH_INCHES, 3.7 * len(found)), layout="constrained")
-        panels = figure.subplots(
-            len(found), 2, squeeze=False, sharey="row", width_ratios=(3, 2), gridspec_kw={"wspace": 0.1}
-        )
-        for (left, right), (arm, (steps, values)) in zip(panels, found, strict=True):
-            mean = values.mean(0)
-            layers = mean.shape[1]
-            colours = ListedColormap(matplotlib.colormaps["viridis"](np.linspace(0.4, 0.9, layers)))
-            for layer in range(layers):
-                left.plot(steps, mean[:, layer], color=colours(layer), linewidth=1.4 if layers <= 12 else 1.0)
-            norm = BoundaryNorm(np.arange(layers + 1) - 0.5, layers)
-            bar = figure.colorbar(ScalarMappable(norm, colours), ax=left, label="layer", pad=0.01, aspect=30)
-            bar.set_ticks(sorted({round(tick) for tick in np.linspace(0, layers - 1, min(layers, 8))}))
-            bar.ax.minorticks_off()
-            left.set_title(f"{arm.label}: over training", loc="left")
-            left.set_xlabel("training step")
-            left.set_ylabel("lambda")
-            right.plot(range(layers), mean[0], color="#777777", linestyle=":", marker=".", label=f"step {steps[0]:g}")
-            colour = styles[arm.name]["color"]
-            if len(values) > 1:
-                low, high = values[:, -1].min(0), values[:, -1].max(0)
-                right.fill_between(range(layers), low, high, color=colour, alpha=0.2, linewidth=0)
-            right.plot(range(layers), mean[-1], color=colour, marker="o", markersize=4, label=f"step {steps[-1]:g}")
-            right.set_title("by layer", loc="left")
-            right.set_xlabel("layer (from 0)")
-            right.xaxis.set_major_locator(MaxNLocator(integer=True))
-            right.legend(loc="best")
-        without = [arm.label for arm in evidence.index.arms if arm not in [one for one, _ in found]]
-        caption = (
-            f"Lambda, the weight of the second softmax map{_at_words(evidence, point)}. Left: a line for each layer, mean over "
-            "seeds. It starts near lambda_init (0.8 - 0.6 exp(-0.3 layer) in the paper's V1). Right: first and last point by "
-            "layer, with the band from the smallest to the largest seed."
-        )
-        caption += f" {' and '.join(without)}: no lambda." if without else ""
-        return finish("lambda", "Lambda by layer", caption, figure, False)
+    figure = Figure(figsize=(WIDTH_INCHES, 3.7 * len(tables)), layout="constrained")
+    panels = figure.subplots(
+        len(tables), 2, squeeze=False, sharey="row", width_ratios=(3, 2), gridspec_kw={"wspace": 0.1}
+    )
+    for (left, right), (arm, (steps, values)) in zip(panels, tables, strict=True):
+        mean = values.mean(0)
+        layers = mean.shape[1]
+        colours = ListedColormap(matplotlib.colormaps["viridis"](np.linspace(0.4, 0.9, layers)))
+        for layer in range(layers):
+            left.plot(steps, mean[:, layer], color=colours(layer), linewidth=1.4 if layers <= 12 else 1.0)
+        norm = BoundaryNorm(np.arange(layers + 1) - 0.5, layers)
+        bar = figure.colorbar(ScalarMappable(norm, colours), ax=left, label="layer", pad=0.01, aspect=30)
+        bar.set_ticks(sorted({round(tick) for tick in np.linspace(0, layers - 1, min(layers, 8))}))
+        bar.ax.minorticks_off()
+        left.set_title(f"{arm.label}: over training", loc="left")
+        left.set_xlabel("training step")
+        left.set_ylabel("lambda")
+        right.plot(range(layers), mean[0], color="#777777", linestyle=":", marker=".", label=f"step {steps[0]:g}")
+        colour = styles[arm.name]["color"]
+        if len(values) > 1:
+            low, high = values[:, -1].min(0), values[:, -1].max(0)
+            right.fill_between(range(layers), low, high, color=colour, alpha=0.2, linewidth=0)
+        right.plot(range(layers), mean[-1], color=colour, marker="o", markersize=4, label=f"step {steps[-1]:g}")
+        right.set_title("by layer", loc="left")
+        right.set_xlabel("layer (from 0)")
+        right.xaxis.set_major_locator(MaxNLocator(integer=True))
+        right.legend(loc="best")
+    without = [arm.label for arm in evidence.index.arms if arm not in [one for one, _ in tables]]
+    caption = (
+        f"Lambda, the weight of the second softmax map{_at_words(evidence, point)}. Left: a line for each layer, mean over "
+        "seeds. It starts near lambda_init (0.8 - 0.6 exp(-0.3 layer) in the paper's V1). Right: first and last point by "
+        "layer, with the band from the smallest to the largest seed."
+    )
+    caption += f" {' and '.join(without)}: no lambda." if without else ""
+    return finish("lambda", "Lambda by layer", caption, figure, False)
 
 
+@matplotlib.rc_context(STYLE)
 def draw_scaling(evidence: Evidence, scaling: Scaling) -> Drawing | None:
-    """Draw the losses over size and over tokens with their fitted power laws."""
     names = list(dict.fromkeys(trend.axis.name for trend in scaling.trends))
     if not names:
         return None
     styles = styles_of(evidence)
-    with matplotlib.rc_context(STYLE):
-        canvas = Figure(figsize=(WIDTH_INCHES, 4.0), layout="constrained")
-        panels = canvas.subplots(1, len(names), squeeze=False)[0]
-        for ax, name in zip(panels, names, strict=True):
-            for trend in (trend for trend in scaling.trends if trend.axis.name == name):
-                style = styles[trend.arm.name]
-                ax.errorbar(
-                    trend.n,
-                    trend.loss,
-                    yerr=trend.error,
-                    linestyle="none",
-                    marker=style["marker"],
-                    color=style["color"],
-                    markersize=5,
-                )
-                x = np.geomspace(trend.n[0], trend.n[-1], 60)
-                ax.plot(x, trend.law.at(x)[0], color=style["color"], linestyle=style["linestyle"], linewidth=1.3)
-            ax.set_xscale("log")
-            ticks = next(trend.n for trend in scaling.trends if trend.axis.name == name)
-            ax.set_xticks(ticks, [quantity(n) for n in ticks])
-            ax.minorticks_off()
-            other = next(axis for axis in evidence.index.axes if axis.name != name and axis.name in ("size", "tokens"))
-            ax.set_xlabel({"size": "parameters", "tokens": "training tokens"}[name])
-            ax.set_title(f"over {name}, at {other.label or other.name} {other.values[-1]}", loc="left")
-        unit = scaling.figure.unit
-        panels[0].set_ylabel(f"{scaling.figure.label}{f' ({unit})' if unit else ''}")
-        legend_above(canvas, _handles(evidence, styles))
-        caption = "Means over seeds with one standard error, and the power laws L = a N^-b + c fitted to them."
-        return finish("scaling", "Power laws", caption, canvas, False)
+    canvas = Figure(figsize=(WIDTH_INCHES, 4.0), layout="constrained")
+    panels = canvas.subplots(1, len(names), squeeze=False)[0]
+    for ax, name in zip(panels, names, strict=True):
+        for trend in (trend for trend in scaling.trends if trend.axis.name == name):
+            style = styles[trend.arm.name]
+            ax.errorbar(
+                trend.n,
+                trend.loss,
+                yerr=trend.error,
+                linestyle="none",
+                marker=style["marker"],
+                color=style["color"],
+                markersize=5,
+            )
+            x = np.geomspace(trend.n[0], trend.n[-1], 60)
+            ax.plot(x, trend.law.at(x)[0], color=style["color"], linestyle=style["linestyle"], linewidth=1.3)
+        ax.set_xscale("log")
+        ticks = next(trend.n for trend in scaling.trends if trend.axis.name == name)
+        ax.set_xticks(ticks, [quantity(n) for n in ticks])
+        ax.minorticks_off()
+        other = next(axis for axis in evidence.index.axes if axis.name != name and axis.name in ("size", "tokens"))
+        ax.set_xlabel({"size": "parameters", "tokens": "training tokens"}[name])
+        ax.set_title(f"over {name}, at {other.label or other.name} {other.values[-1]}", loc="left")
+    unit = scaling.figure.unit
+    panels[0].set_ylabel(f"{scaling.figure.label}{f' ({unit})' if unit else ''}")
+    legend_above(canvas, _handles(evidence, styles))
+    caption = "Means over seeds with one standard error, and the power laws L = a N^-b + c fitted to them."
+    return finish("scaling", "Power laws", caption, canvas, False)
 
 
 def _draw_panel(ax: Axes, evidence: Evidence, rows: Sequence[Compared], figure: StudyFigure, styles: Styles) -> None:
     """Draw one figure's differences; the single seeds decide the range, and longer intervals end in an arrow."""
-    found = []
+    drawn = []
     for line, arm in enumerate(evidence.others):
         row, other = row_of(rows, figure.label, arm.name, ()), row_of(rows, figure.label, evidence.index.reference, ())
         if row is not None and other is not None and row.difference is not None and not row.is_censored:
             shared = row.values.keys() & other.values.keys()
-            found.append(
+            drawn.append(
                 (line, row, row.difference, [row.values[seed] - other.values[seed] for seed in sorted(shared)])
             )
-    low, high = (pick(0.0, *(pick(dots) for _, _, _, dots in found)) for pick in (min, max))
+    low, high = (pick(0.0, *(pick(dots) for _, _, _, dots in drawn)) for pick in (min, max))
     room = 0.3 * (high - low) or 1.0
     low, high = low - room, high + room
-    for line, row, difference, dots in found:
+    for line, row, difference, dots in drawn:
         style, is_filled = styles[row.arm.name], row.excludes_zero
         _draw_row(ax, line, difference, dots, style, is_filled=is_filled, limits=(low, high))
     ax.set_xlim(low, high)
+
+
+def _used(panels: np.ndarray, count: int) -> list[Axes]:
+    """Return the first panels, and hide the others."""
+    for ax in panels.flat[count:]:
+        ax.set_visible(False)
+    return list(panels.flat[:count])
 
 
 def _at_words(evidence: Evidence, point: Point) -> str:
@@ -448,9 +427,9 @@ def _lambda_table(evidence: Evidence, arm: str, point: Point) -> tuple[np.ndarra
 
 
 def _by_position(evidence: Evidence, arm: str, point: Point) -> dict[tuple[int, int], dict[int, float]]:
-    found: dict[tuple[int, int], dict[int, float]] = {}
+    losses: dict[tuple[int, int], dict[int, float]] = {}
     for seed, run in evidence.at(arm, point).items():
         for row in run.figures:
             if row.name == "nll by position" and {"start", "end"} <= row.at.keys():
-                found.setdefault((int(row.at["start"]), int(row.at["end"])), {})[seed] = row.value
-    return dict(sorted(found.items()))
+                losses.setdefault((int(row.at["start"]), int(row.at["end"])), {})[seed] = row.value
+    return dict(sorted(losses.items()))

@@ -34,7 +34,6 @@ def write_evidence(studies: Sequence[Studied], folder: Path) -> Path:
     """Write a page for each study, and one for all of them.
 
     Args:
-        studies: The studies.
         folder: Folder of the pages; `NAME-PRESET/index.html` is a study's.
 
     Returns:
@@ -46,7 +45,6 @@ def write_evidence(studies: Sequence[Studied], folder: Path) -> Path:
 
 
 def study_page(study: Studied) -> Page:
-    """Build the page of a study."""
     evidence, rows = study.evidence, study.rows
     index = evidence.index
     rates = study_tables.rates_table(evidence)
@@ -72,9 +70,8 @@ def study_page(study: Studied) -> Page:
     learned = study_figures.draw_lambda(evidence)
     if learned:
         sections.append(Section(slug=learned.name, title=learned.title, drawing=learned))
-    tasks = _task_sections(evidence)
-    sections += tasks
-    positions = None if tasks else study_figures.draw_positions(evidence)
+    sections += _task_sections(evidence)
+    positions = study_figures.draw_positions(evidence)
     if positions:
         sections.append(Section(slug=positions.name, title=positions.title, drawing=positions))
     if evidence.runs:
@@ -130,16 +127,17 @@ def _result_sections(study: Studied) -> list[Section]:
 def _task_sections(evidence: Evidence) -> list[Section]:
     """Return a section for each task whose whole results are kept, pooled over the seeds of the last setting."""
     point = evidence.points[-1]
-    found: dict[str, list[Pooled]] = {}
+    by_task: dict[str, list[Pooled]] = {}
     for arm in evidence.index.arms:
         runs = evidence.at(arm.name, point).values()
         for name in dict.fromkeys(name for run in runs for name in run.evaluations):
             results = [run.evaluations[name] for run in runs if name in run.evaluations]
-            found.setdefault(name, []).append(pooled(results, arm.label))
+            by_task.setdefault(name, []).append(pooled(results, arm.label))
     styles = [*study_figures.styles_of(evidence).values()]
     with models_drawn_as(styles):
         return [
-            task_section(name, results, seeds=max(len(one.seeds) for one in results)) for name, results in found.items()
+            task_section(name, results, seeds=max(len(one.seeds) for one in results))
+            for name, results in by_task.items()
         ]
 
 
@@ -156,11 +154,11 @@ def _made_section(study: Studied, notes: Sequence[str]) -> Section:
 
 def studies_page(studies: Sequence[Studied]) -> Page:
     """Build the page of several studies; with the claims of the paper if the studies test or explore any."""
-    judged = [one for one in judge(read_claims(), studies) if one.found or one.claim.not_testable]
+    judged = [one for one in judge(read_claims(), studies) if one.evident or one.claim.not_testable]
     links = {one.evidence.slug: f"{one.evidence.slug}/index.html" for one in studies}
     table = studies_table(studies)
     sections = [Section(slug="studies", title="Studies", tables=[table], links=links)]
-    if any(one.found for one in judged):
+    if any(one.evident for one in judged):
         sections.append(Section(slug="claims", title="Claims of the paper", tables=[claims_table(judged)], links=links))
         title = "Evidence for the Differential Transformer"
         states = Counter(one.state for one in judged)
@@ -174,20 +172,18 @@ def studies_page(studies: Sequence[Studied]) -> Page:
 
 
 def claims_table(judged: Sequence[Judged]) -> Table:
-    """Return the claims with their states, and a row for whatever a study says about one."""
     rows = []
     for one in judged:
         head = [one.claim.claim, one.claim.paper, one.state]
-        found = [[said.study.evidence.slug, said.words, said.vote] for said in one.found]
-        found = found or [["", one.claim.not_testable, ""]]
-        rows += [[*(head if place == 0 else ["", "", ""]), *cells] for place, cells in enumerate(found)]
+        evident = [[said.study.evidence.slug, said.words, said.vote] for said in one.evident]
+        evident = evident or [["", one.claim.not_testable, ""]]
+        rows += [[*(head if place == 0 else ["", "", ""]), *cells] for place, cells in enumerate(evident)]
     titles = ("claim", "in the paper", "here", "study", "what it found, or why there is none", "says")
     groups = tuple(Group(title, numeric=False) for title in titles)
     return Table("claims", "Claims of the paper", groups, rows, [CLAIMS_NOTE])
 
 
 def studies_table(studies: Sequence[Studied]) -> Table:
-    """Return the studies with their answers."""
     rows = [
         [one.evidence.slug, one.evidence.index.question, brief_answer(one), progress_words(one.evidence)]
         for one in studies

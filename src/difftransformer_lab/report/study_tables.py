@@ -40,15 +40,7 @@ def figures_tables(evidence: Evidence, rows: Sequence[Compared]) -> list[Table]:
 def figures_table(
     evidence: Evidence, rows: Sequence[Compared], figures: Sequence[StudyFigure], name: str, title: str
 ) -> Table:
-    """Return a row for each figure, setting and arm: its mean, and its paired difference to the reference.
-
-    Args:
-        evidence: The study.
-        rows: Its comparisons.
-        figures: The figures.
-        name: Name of the table.
-        title: Title of the table.
-    """
+    """Return a row for each figure, setting and arm: its mean, and its paired difference to the reference."""
     points: list[Point] = [(), *(evidence.points if evidence.has_settings else [])]
     reference = evidence.reference
     reached, papers = any(one.reaches is not None for one in figures), any(one.paper for one in figures)
@@ -94,12 +86,10 @@ def figures_table(
 
 
 def is_marked(row: Compared) -> bool:
-    """Whether a row has an interval that excludes zero."""
     return row.excludes_zero and not row.is_censored
 
 
 def mark_words(evidence: Evidence) -> str:
-    """Return what the mark means."""
     return f"{MARK}: the 95 % interval of the difference to {evidence.reference.label} excludes zero (explored, not confirmed)."
 
 
@@ -170,7 +160,7 @@ def equal_time_differences(evidence: Evidence, arm: StudyArm) -> list[float]:
             ended = min(seconds * curve.steps[-1] for seconds, curve in curves)
             losses = [float(np.interp(ended / seconds, curve.steps, curve.values)) for seconds, curve in curves]
             by_seed.setdefault(seed, []).append(losses[0] - losses[1])
-    return [fmean(found) for found in by_seed.values()]
+    return [fmean(differences) for differences in by_seed.values()]
 
 
 def measured_costs_table(evidence: Evidence) -> Table:
@@ -253,7 +243,6 @@ def upcycling_table(study: Evidence, compared: Sequence[Compared]) -> Table:
 
 
 def needs_table(scaling: Scaling) -> Table:
-    """Return what every arm needs for the reference's loss, by fit and by interpolation."""
     rows = [
         [
             need.arm.label,
@@ -283,7 +272,6 @@ def needs_table(scaling: Scaling) -> Table:
 
 
 def laws_table(scaling: Scaling) -> Table:
-    """Return the fitted power laws."""
     rows = [
         [
             trend.arm.label,
@@ -372,7 +360,6 @@ def rates_table(evidence: Evidence) -> Table | None:
 
 
 def runs_table(evidence: Evidence) -> Table:
-    """Return every compared run with its file."""
     figures = evidence.index.figures
     rows = []
     for arm, point, seed, run in evidence.every_run():
@@ -401,7 +388,6 @@ def runs_table(evidence: Evidence) -> Table:
 
 
 def machines_table(evidence: Evidence) -> Table:
-    """Return where the runs were trained, with the number of runs and their dates."""
     places: dict[str, list[str]] = {}
     for _, _, _, run in evidence.every_run():
         words = f"{run.environment.where}; torch {run.environment.torch}"
@@ -434,8 +420,8 @@ def _paper_cells(figure: StudyFigure, arm: StudyArm, reference: StudyArm) -> lis
 def _interval_cells(arm: StudyArm, evidence: Evidence, values: Sequence[float], others: Sequence[float]) -> list[str]:
     if arm.name == evidence.index.reference or not values:
         return ["", "", ""]
-    found = paired_difference(values, others)
-    return [fixed(value, 4, "+") for value in (found.mean, found.low, found.high)]
+    difference = paired_difference(values, others)
+    return [fixed(value, 4, "+") for value in (difference.mean, difference.low, difference.high)]
 
 
 def _ratio_text(
@@ -455,18 +441,18 @@ def _ratio_text(
             by_seed.setdefault(seed, []).append(math.log(quantity_of(own[seed]) / quantity_of(other[seed])))
     if not by_seed:
         return ""
-    found = paired_difference([fmean(logs) for logs in by_seed.values()], [0.0] * len(by_seed))
-    text = f"{math.exp(found.mean):.2f}"
-    if not interval or found.low is None or found.high is None:
+    ratio = paired_difference([fmean(logs) for logs in by_seed.values()], [0.0] * len(by_seed))
+    text = f"{math.exp(ratio.mean):.2f}"
+    if not interval or ratio.low is None or ratio.high is None:
         return text
-    return f"{text} [{math.exp(found.low):.2f}, {math.exp(found.high):.2f}]"
+    return f"{text} [{math.exp(ratio.low):.2f}, {math.exp(ratio.high):.2f}]"
 
 
-def _amount_cells(found: Amount) -> list[str]:
-    cells = [share_text(value) for value in (found.share, found.low, found.high)]
-    if len(set(cells)) == 1 and found.outside:
+def _amount_cells(amount: Amount) -> list[str]:
+    cells = [share_text(value) for value in (amount.share, amount.low, amount.high)]
+    if len(set(cells)) == 1 and amount.outside:
         return [cells[0], "", "", ""]
-    return [*cells, "outside the range" if found.outside else ""]
+    return [*cells, "outside the range" if amount.outside else ""]
 
 
 def _flat(recipe: Mapping[str, Any], prefix: str = "") -> dict[str, str]:

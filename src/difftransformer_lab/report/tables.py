@@ -15,22 +15,7 @@ NOT_MEASURED = "not measured"
 State = Literal["good", "bad", "open"]
 """Colour of a verdict."""
 
-Fold = Literal[
-    "plain",
-    "mean",
-    "interval",
-    "ratio",
-    "remark",
-    "of",
-    "ranged",
-    "judged",
-    "valued",
-    "verdict",
-    "marked",
-    "marked_value",
-]
-
-_FOLDS: dict[Fold, tuple[str, ...]] = {
+_FOLDS = {
     "plain": ("{}",),
     "mean": ("{}", " \u00b1 {}"),
     "interval": ("{}", " [{}", ", {}]"),
@@ -49,11 +34,11 @@ _FOLDS: dict[Fold, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Group:
-    """Columns that belong together: one column for a reader, one for each part in the CSV."""
+    """Columns that belong together: one column for a reader, one for each part in the CSV; `fold` is a key of `_FOLDS`."""
 
     title: str
     parts: tuple[str, ...] = ("",)
-    fold: Fold = "plain"
+    fold: str = "plain"
     numeric: bool = True
 
 
@@ -69,7 +54,6 @@ class Table:
     states: Mapping[str, State] = field(default_factory=dict)
 
     def header(self) -> list[str]:
-        """Return the first line of the CSV."""
         return [f"{group.title}: {part}" if part else group.title for group in self.groups for part in group.parts]
 
     def folded(self) -> list[list[str]]:
@@ -101,7 +85,6 @@ class Table:
         ]
 
     def csv(self) -> str:
-        """Return the table as CSV text."""
         buffer = io.StringIO()
         writer = csv.writer(buffer, lineterminator="\n")
         writer.writerow(self.header())
@@ -170,7 +153,6 @@ _LATEX = {
 
 
 def latex_text(text: str) -> str:
-    """Return a text with LaTeX's own characters escaped."""
     return "".join(_LATEX.get(letter, letter) for letter in text)
 
 
@@ -193,7 +175,6 @@ def p_text(p: float | None) -> str:
 
 
 def comparisons_text(number: int) -> str:
-    """Return a number of comparisons in words."""
     return "1 comparison" if number == 1 else f"{number} comparisons"
 
 

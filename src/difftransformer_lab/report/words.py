@@ -4,6 +4,9 @@ import math
 import re
 from collections.abc import Iterable
 from datetime import datetime
+from pathlib import Path
+
+import yaml  # type: ignore[import-untyped]
 
 from ..results import StudyFigure
 from .tables import State, fixed
@@ -25,80 +28,8 @@ VERDICTS: dict[str, State] = {
 }
 """Verdict words of tables, and their colour."""
 
-TERMS: tuple[tuple[str, str, str], ...] = (
-    (
-        "seed",
-        r"\bseeds?\b",
-        "a number that fixes the first weights and the order of the data; each is one training run",
-    ),
-    (
-        "95 % interval",
-        r"interval|\[",
-        "the numbers in brackets; of intervals made in this way, 95 in 100 hold the true difference. One that holds zero "
-        "does not show that the models are equal",
-    ),
-    ("DIFF", r"\bDIFF\b", "a Transformer whose attention is one softmax map minus lambda times a second one"),
-    (
-        "Transformer",
-        r"\bTransformer\b|\btwin\b",
-        "the same model with ordinary attention, with as many parameters, trained on the same data",
-    ),
-    ("lambda", r"\blambda\b", "the weight with which the second map is subtracted; every layer learns its own"),
-    (
-        "loss",
-        r"\bloss\b",
-        "how surprised the model is by the next token of text that it was not trained on, in nats; lower is better",
-    ),
-    (
-        "bits/byte",
-        r"bits/byte",
-        "the loss in bits for each byte of text, so that models with other tokens can be compared; lower is better",
-    ),
-    (
-        "byte bigram",
-        r"byte bigram",
-        "a model that knows of each byte only which byte came before: what a trained model should beat by far",
-    ),
-    (
-        "needle",
-        r"\bneedles?\b|retrieval",
-        "a sentence such as \u201cthe magic number of Paris is 42\u201d, hidden in a text; the model is asked for the number",
-    ),
-    (
-        "seen and unseen cities",
-        r"seen (cities|city)",
-        "cities that needles had in training, and others; a model that is right for seen cities alone has learned a table",
-    ),
-    ("depth", r"depth of the answer", "where in the text the needle stands: 0 % is its start, 100 % its end"),
-    (
-        "attention on the answer",
-        r"attention on the answer",
-        "the share of the last token's attention that goes to the needle asked for: signed, with negative weights "
-        "subtracted; absolute, by size; positive, of positive weights alone",
-    ),
-    (
-        "at 62 % of the parameters",
-        r"at 62 ?%",
-        "the paper reports that DIFF needs 62 % of a Transformer's parameters for the same loss. This row says by "
-        "formula what such a DIFF costs; it was not trained",
-    ),
-    ("prefill, decode", r"\bprefill\b", "reading a prompt, and then writing token by token"),
-    ("KV", r"\bKV\b", "keys and values of earlier tokens, which are kept in memory while the model writes"),
-    ("learning rate", r"learning rate", "the size of a training step"),
-    ("greedy", r"\bgreedy\b", "always the most likely next token"),
-    (
-        "drift",
-        r"logit difference",
-        "how far the outputs of a converted model are from those of the model that it was made of, before training",
-    ),
-    (
-        "registered",
-        r"\bregistered\b",
-        "the questions and their tests were committed before the first run, so that no result could choose them",
-    ),
-    ("p (Holm)", r"p \(Holm\)", "p-value corrected for the number of comparisons on this page"),
-)
-"""Terms, where they occur, and what they mean."""
+TERMS = Path(__file__).with_name("terms.yaml")
+"""Terms that pages explain."""
 
 QUIET_SHARE = 0.03
 """Share of the CPU time for other processes above which times come with a warning."""
@@ -120,16 +51,17 @@ def measure_words(name: str) -> str:
 
 def terms_in(text: str) -> list[tuple[str, str]]:
     """Return the terms that occur in a text, with what they mean."""
-    return [(term, words) for term, pattern, words in TERMS if re.search(pattern, text, re.IGNORECASE)]
+    terms = yaml.safe_load(TERMS.read_text(encoding="utf-8"))
+    return [(term["term"], term["means"]) for term in terms if re.search(term["shown_by"], text, re.IGNORECASE)]
 
 
 def date_words(when: str | datetime) -> str:
     """Return a date such as 2026-01-02T03:04:05+00:00 as people write it; a text that is no date as it is."""
     try:
-        found = datetime.fromisoformat(when) if isinstance(when, str) else when
+        date = datetime.fromisoformat(when) if isinstance(when, str) else when
     except ValueError:
         return str(when)
-    return f"{found.day} {found:%B %Y}" + (f", {found:%H:%M}" if len(str(when)) > len("2026-01-02") else "")
+    return f"{date.day} {date:%B %Y}" + (f", {date:%H:%M}" if len(str(when)) > len("2026-01-02") else "")
 
 
 def day_words(texts: Iterable[str]) -> str:
@@ -158,7 +90,6 @@ def listed(names: Iterable[str]) -> str:
 
 
 def counted(number: int, name: str, names: str = "") -> str:
-    """Return a number with a noun."""
     return f"{number} {name if number == 1 else names or f'{name}s'}"
 
 
@@ -178,7 +109,6 @@ def with_unit(title: str, figure: StudyFigure) -> str:
 
 
 def quantity(n: float) -> str:
-    """Return a number of parameters or tokens with a unit."""
     for unit, scale in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if n >= scale:
             return f"{n / scale:.3g}{unit}"

@@ -7,27 +7,10 @@ torch: a report is made wherever Python and matplotlib are.
 Units are in the names: `_nats`, `_bits`, `_tokens`, `_bytes`, `_seconds`.
 """
 
-from .base import (
-    Cities,
-    Dtype,
-    Environment,
-    Form,
-    IntervalMethod,
-    Mode,
-    PairedDifference,
-    Segment,
-    Statistic,
-)
+from .base import Cities, Dtype, Environment, Form, IntervalMethod, Mode, PairedDifference, Segment, Statistic
 from .bench import Bench, BenchRow, Timing
 from .curves import Curve
-from .files import (
-    SCHEMA_VERSION,
-    VERSIONS,
-    kept_result,
-    read_document,
-    read_result,
-    write_result,
-)
+from .files import SCHEMA_VERSION, VERSIONS, kept_result, read_document, read_result, write_result
 from .plans import OWN_BEST, Change, Contrast, Question, RegisteredPlan, StudyPlan, Term
 from .settings import Group, Point, groups_of, own_best
 from .studies import (

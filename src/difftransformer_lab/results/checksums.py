@@ -5,7 +5,7 @@ The last field is `sha256`, of the bytes of the file before that field. A file w
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from difftransformer.reading import parse_json
@@ -17,13 +17,13 @@ def sealed(document: Mapping[str, Any], *, is_short: bool = False) -> str:
     return body + _end(body.encode()).decode()
 
 
-def opened(content: bytes, objects: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
-    """Read JSON that `sealed` returned, or that has no checksum; `objects` is the `object_pairs_hook` of `json.loads`.
+def opened(content: bytes) -> Any:
+    """Read JSON that `sealed` returned, or that has no checksum.
 
     Raises:
         ValueError: It is not JSON, or has another checksum.
     """
-    document = parse_json(content, object_pairs_hook=objects)
+    document = parse_json(content)
     body_bytes = max(0, len(content) - len(_end(b"")))
     body, end = content[:body_bytes], content[body_bytes:]
     expected = _end(body)

@@ -13,8 +13,6 @@ SPIKE_WINDOW, SPIKE_RATIO = 100, 3.0
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """One metric over training steps."""
-
     steps: list[int]
     values: list[float]
 

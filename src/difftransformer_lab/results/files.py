@@ -23,13 +23,7 @@ VERSIONS = {"bench": 2}
 SHORT_KINDS = ("run",)
 """Kinds with many files, so each is written as small as it can be."""
 
-KINDS: dict[str, type] = {
-    "drift": Drift,
-    "bench": Bench,
-    "task": TaskResult,
-    "run": RunRecord,
-    "study": StudyIndex,
-}
+KINDS: dict[str, type] = {"drift": Drift, "bench": Bench, "task": TaskResult, "run": RunRecord, "study": StudyIndex}
 
 Result = Bench | TaskResult | Drift | RunRecord | StudyIndex
 T = TypeVar("T")

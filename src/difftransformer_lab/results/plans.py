@@ -18,7 +18,6 @@ class Term:
 
     Attributes:
         arms: Names of arms, whose figures are averaged.
-        weight: Factor.
         at: Value of each axis that the setting does not take from the first value; `OWN_BEST` stands for the value at which
             each arm did best on the tuning seeds.
     """
@@ -66,8 +65,6 @@ class Contrast:
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """A question with its contrasts, the primary one first."""
-
     question: str
     contrasts: list[Contrast]
 
@@ -77,10 +74,7 @@ class StudyPlan:
     """What a study will test.
 
     Attributes:
-        study: Name of the study.
-        preset: Its size.
         about: Why the plan is as it is, for a reader.
-        questions: The questions.
     """
 
     study: str
@@ -94,7 +88,6 @@ class RegisteredPlan:
     """A plan as a study's index holds it.
 
     Attributes:
-        plan: The plan.
         file: Its file, as in the repository.
         sha256: SHA-256 of the file.
         commit: The commit that gave the file this content; empty if it is in none.

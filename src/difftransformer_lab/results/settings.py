@@ -13,14 +13,7 @@ Group = tuple[str, Point]
 def groups_of(
     contrast: Contrast, axes: Sequence[StudyAxis], rates: Sequence[ChosenRate], *, lower_is_better: bool
 ) -> dict[Group, float] | None:
-    """Return the weight of each arm in its setting; None while rates are missing that choose a setting.
-
-    Args:
-        contrast: The contrast.
-        axes: Axes of the study.
-        rates: Learning rates that were chosen, with the figure that chose them.
-        lower_is_better: Whether that figure is better where it is lower.
-    """
+    """Return the weight of each arm in its setting; None while rates are missing that choose a setting."""
     groups: dict[Group, float] = {}
     for term in contrast.terms:
         for arm in term.arms:
@@ -43,11 +36,7 @@ def own_best(
     """Return the value of an axis at which an arm was best while its learning rates were chosen; None without rates.
 
     Args:
-        rates: Learning rates that were chosen.
-        arm: Name of the arm.
-        axis: The axis.
         others: Values of other axes. An axis along which the arm's rates were not chosen apart does not count.
-        lower_is_better: Whether lower figures are better.
     """
     mine = [rate for rate in rates if rate.arm == arm and axis.name in rate.point]
     apart = {name: value for name, value in others.items() if len({rate.point.get(name) for rate in mine}) > 1}

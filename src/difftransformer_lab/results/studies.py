@@ -15,8 +15,6 @@ from .tasks import TaskResult, headlines, title_of
 
 @dataclass(frozen=True, kw_only=True)
 class RunFigure:
-    """One figure of a run's evaluations. `at` is the measurement's (see `Measurement`)."""
-
     task: str
     name: str
     unit: str
@@ -31,10 +29,7 @@ class RunRecord:
     """One trained and evaluated run.
 
     Attributes:
-        recipe: The resolved recipe.
         data_sha256: SHA-256 of the tokenised text and the tokenizer.
-        parameters: Number of parameters of the model.
-        train_tokens: Number of tokens trained on.
         train_seconds: Time spent in training steps.
         step_seconds: Median time of a step.
         total_seconds: Time from the start of the process to its end, evaluation included.
@@ -141,8 +136,6 @@ class ChosenRate:
 
 @dataclass(frozen=True, kw_only=True)
 class ArmSize:
-    """The size of an arm's model, and its cost by formula."""
-
     arm: str
     attention_type: str
     parameters: int
@@ -201,7 +194,6 @@ class Upcycling:
     """What became of a pretrained model before it was trained on.
 
     Attributes:
-        source: Name of the pretrained model.
         drift: Distance of each arm's model from it.
         before: Figures of the unconverted model.
     """
@@ -216,9 +208,7 @@ class StudyIndex:
     """A study: its question, its arms, axes and figures, and the runs that are there.
 
     Attributes:
-        name: Name of the study.
         preset: Name of its size.
-        question: The question.
         about: What the reader must know to read the answer.
         analysis: "arms" compares arms at every point; "scaling" also fits power laws over the axes size and tokens.
         arms: The arms; `reference` names the one that the others are compared with.

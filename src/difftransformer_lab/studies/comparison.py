@@ -24,7 +24,6 @@ def compare(recipe: Recipe, folder: Path, *, costs: bool = True) -> StudyIndex:
 
     Args:
         recipe: The recipe; `compare` names the arms and the number of seeds.
-        folder: Folder for runs/ and results.json.
         costs: Whether to time training, prefill and decoding at the end.
 
     Raises:
@@ -65,8 +64,7 @@ def comparison(recipe: Recipe) -> Design:
         reference=reference,
         arms={
             model: ArmConfig(
-                label=label(model),
-                set={f"model.{key}": value for key, value in recipe.with_model(model).model.items()},
+                label=label(model), set={f"model.{key}": value for key, value in recipe.with_model(model).model.items()}
             )
             for model in (*others, reference)
         },

@@ -19,19 +19,13 @@ PAPER_SHARE = 0.62
 
 
 def measure_costs(
-    configs: Mapping[str, DiffTransformerConfig],
-    *,
-    rows: int,
-    context_tokens: int,
-    labels: Mapping[str, str],
+    configs: Mapping[str, DiffTransformerConfig], *, rows: int, context_tokens: int, labels: Mapping[str, str]
 ) -> list[CostRow]:
     """Time the models in one interleaved run, measure the memory of each in its own process, add a smaller DIFF by formula.
 
     Args:
         configs: Configuration of each model by name; the first is the model under test, the last its twin.
         rows: Rows of a training step, of a prefill and of a decoding step.
-        context_tokens: Tokens of a row.
-        labels: The name of each model in the report.
     """
     models = {name: DiffTransformerForCausalLM(config) for name, config in configs.items()}
 

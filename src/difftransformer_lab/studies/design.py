@@ -4,7 +4,7 @@ import copy
 import hashlib
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -179,23 +179,20 @@ class StudyConfig:
                 raise ConfigError(f"presets.{name}.seeds={preset.seeds}: give 1 to {MOST_SEEDS}")
             if preset.tuning.learning_rates and not (preset.figures or self.figures):
                 raise ConfigError(f"presets.{name}.tuning: learning rates are chosen by the first of figures; name one")
-            for key, named in (("arms", preset.arms or []), ("arm_set", preset.arm_set)):
-                for arm in named:
-                    if arm not in self.arms:
-                        raise ConfigError(f"presets.{name}.{key}: {unknown_key(arm, self.arms)}")
+            _check_names(f"presets.{name}.arms", preset.arms or [], self.arms)
+            _check_names(f"presets.{name}.arm_set", preset.arm_set, self.arms)
+            _check_names(f"presets.{name}.axes", preset.axes, self.axes)
             for axis_name, values in preset.axes.items():
-                if axis_name not in self.axes:
-                    raise ConfigError(f"presets.{name}.axes: {unknown_key(axis_name, self.axes)}")
-                for value in values:
-                    if value not in self.axes[axis_name].values:
-                        raise ConfigError(
-                            f"presets.{name}.axes.{axis_name}: {unknown_key(value, self.axes[axis_name].values)}"
-                        )
-            for axis_name in preset.tuning.per:
-                if axis_name not in self.axes:
-                    raise ConfigError(f"presets.{name}.tuning.per: {unknown_key(axis_name, self.axes)}")
+                _check_names(f"presets.{name}.axes.{axis_name}", values, self.axes[axis_name].values)
+            _check_names(f"presets.{name}.tuning.per", preset.tuning.per, self.axes)
             if preset.arms is not None and self.reference not in preset.arms:
                 raise ConfigError(f"presets.{name}.arms: the reference {self.reference} is missing")
+
+
+def _check_names(where: str, names: Iterable[str], known: Collection[str]) -> None:
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"{where}: {unknown_key(name, known)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,17 +208,14 @@ class PlannedRun:
 
     @cached_property
     def identity(self) -> str:
-        """What the run trains and evaluates (see `identity`)."""
         return identity(self.recipe)
 
     @cached_property
     def kind(self) -> str:
-        """What the run's time depends on (see `kind`)."""
         return kind(self.recipe)
 
     @property
     def title(self) -> str:
-        """Arm, point and seed in words."""
         place = "".join(f", {axis} {value}" for axis, value in self.point.items())
         rate = f", learning rate {self.recipe.training.optimizer.learning_rate:g}" if self.is_tuning else ""
         return f"{self.label}{place}{rate}, seed {self.seed}"
@@ -348,14 +342,14 @@ class Design:
 
     def _chosen(self, rates: Sequence[ChosenRate] | None) -> dict[tuple[str, str], float | None]:
         """Return the learning rate of each arm at each `place` whose rate is known; None stands for that of the recipe."""
-        found = {(one.arm, place(one.point)): one.learning_rate for one in rates or []}
+        chosen = {(one.arm, place(one.point)): one.learning_rate for one in rates or []}
         tuned = [place(point) for point in self.tuned_points] if self.preset.tuning.learning_rates else []
         known: dict[tuple[str, str], float | None] = {}
         for point in self.points:
             where = place(self.tuned_point(point))
             for arm in self.arms:
-                if rates is None or where not in tuned or (arm, where) in found:
-                    known[arm, place(point)] = found.get((arm, where))
+                if rates is None or where not in tuned or (arm, where) in chosen:
+                    known[arm, place(point)] = chosen.get((arm, where))
         return known
 
     def _planned(
@@ -402,22 +396,14 @@ class Design:
         for question in plan.questions:
             for contrast in question.contrasts:
                 where = f"{source}: contrast {contrast.name!r}"
-                if contrast.figure not in labels:
-                    raise ConfigError(f"{where}: figure: {unknown_key(contrast.figure, labels)}")
+                _check_names(f"{where}: figure", [contrast.figure], labels)
                 for term in contrast.terms:
-                    for arm in term.arms:
-                        if arm not in self.arms:
-                            raise ConfigError(f"{where}: arms: {unknown_key(arm, self.arms)}")
+                    _check_names(f"{where}: arms", term.arms, self.arms)
+                    _check_names(f"{where}: at", term.at, self.values)
                     for axis, value in term.at.items():
-                        if axis not in self.values:
-                            raise ConfigError(f"{where}: at: {unknown_key(axis, self.values)}")
-                        if value not in (OWN_BEST, *self.values[axis]):
-                            raise ConfigError(
-                                f"{where}: at.{axis}: {unknown_key(value, [OWN_BEST, *self.values[axis]])}"
-                            )
+                        _check_names(f"{where}: at.{axis}", [value], [OWN_BEST, *self.values[axis]])
 
     def tuned_point(self, point: Mapping[str, str]) -> dict[str, str]:
-        """Return the point whose learning rate a point takes."""
         return self.points[0] | {axis: point[axis] for axis in self.preset.tuning.per}
 
     def _count(self, arm: str, point: Mapping[str, str]) -> int:
@@ -428,7 +414,6 @@ class Design:
 
     @property
     def about(self) -> str:
-        """What a reader must know to read the answer."""
         return f"{self.config.about} {self.preset.about}".strip()
 
     def seeds(self) -> tuple[int, int]:
@@ -446,7 +431,6 @@ class Design:
         return (min(pairs), max(pairs)) if pairs else (0, 0)
 
     def described_arms(self) -> list[StudyArm]:
-        """Return the arms as an index holds them."""
         return [
             StudyArm(name=name, label=arm.label or name, about=arm.about)
             for name, arm in self.config.arms.items()
@@ -454,7 +438,6 @@ class Design:
         ]
 
     def described_axes(self) -> list[StudyAxis]:
-        """Return the axes as an index holds them."""
         axes = []
         for name, values in self.values.items():
             axis = self.config.axes[name]
@@ -503,9 +486,9 @@ def load_study(path: Path | str) -> StudyConfig:
     document = read_mapping(path, shipped_recipes("studies"), expected)
     config = build(StudyConfig, document, source=str(path), error=ConfigError)
 
-    def found(recipe: str) -> str:
+    def resolved(recipe: str) -> str:
         beside = Path(path).parent / recipe
         return str(beside) if recipe and beside.is_file() else recipe
 
-    presets = {name: replace(preset, recipe=found(preset.recipe)) for name, preset in config.presets.items()}
-    return replace(config, recipe=found(config.recipe), presets=presets)
+    presets = {name: replace(preset, recipe=resolved(preset.recipe)) for name, preset in config.presets.items()}
+    return replace(config, recipe=resolved(config.recipe), presets=presets)

@@ -39,7 +39,6 @@ def environment(device: str = "cpu") -> Environment:
 
 
 def now() -> str:
-    """The time in UTC, to the second."""
     return datetime.datetime.now(datetime.UTC).replace(microsecond=0).isoformat()
 
 
@@ -52,23 +51,23 @@ def command_line() -> str:
 def commit() -> str:
     """The commit of this package's source, from its checkout or from what pip installed it from; "" if neither knows."""
     folder = Path(__file__).parent
-    describe = ["describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
-    answers = []
-    # A package that is installed in another project's checkout is not among that project's files.
-    for words in (["ls-files", "--error-unmatch", Path(__file__).name], describe):
-        try:
-            done = subprocess.run(
-                ["git", "--no-optional-locks", *words],
-                cwd=folder,
-                capture_output=True,
-                text=True,
-                timeout=10,
-                check=True,
-            )
-        except (OSError, subprocess.SubprocessError):
-            return _installed_commit()
-        answers.append(done.stdout.strip())
-    return answers[-1]
+    try:
+        # A package that is installed in another project's checkout is not among that project's files.
+        git(folder, "ls-files", "--error-unmatch", Path(__file__).name)
+        return git(folder, "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*")
+    except (OSError, subprocess.SubprocessError):
+        return _installed_commit()
+
+
+def git(folder: Path, *words: str) -> str:
+    """Return what git prints in a folder.
+
+    Raises:
+        OSError: There is no git.
+        subprocess.SubprocessError: It failed, or took more than 10 seconds.
+    """
+    command = ["git", "--no-optional-locks", *words]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
 
 
 def _installed_commit() -> str:

@@ -50,14 +50,7 @@ class Estimate:
 
 
 def estimate(study: Study, *, at_once: int, threads: int, device: str = "cpu") -> Estimate:
-    """Estimate a study's time. Until the learning rates are chosen, every run to be reported counts as missing.
-
-    Args:
-        study: The study.
-        at_once: Number of runs that train at the same time.
-        threads: Threads of each.
-        device: cpu or cuda.
-    """
+    """Estimate a study's time. Until the learning rates are chosen, every run to be reported counts as missing."""
     looked_for, absent = study.design.tuning, ""
     try:
         looked_for = [*looked_for, *study.design.reported(study.rates())]
@@ -100,7 +93,6 @@ class _Clock:
         self._speeds: dict[str, float] = {}
 
     def seconds(self, run: PlannedRun) -> float:
-        """Return the time of one run."""
         if run.kind not in self._by_kind:
             self._by_kind[run.kind] = self._timed(run)
         return self._by_kind[run.kind]

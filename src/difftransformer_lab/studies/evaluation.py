@@ -1,6 +1,5 @@
 """The evaluations of a study: the recipe's tasks, asked of a run's checkpoint."""
 
-import logging
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -20,9 +19,8 @@ from ..evals.prompts.texts import TaskContext
 from ..evals.tasks import task_kind
 from ..results import TaskResult
 from .recipe import Recipe
-from .tasks import evaluate_task, stored_result
+from .tasks import kept_or_asked, stored_result
 
-logger = logging.getLogger(__name__)
 EVALUATIONS = "evals"
 
 
@@ -62,12 +60,8 @@ def evaluate_checkpoint(
     Of a run with `training.ema`, the average of its weights is asked.
 
     Args:
-        checkpoint: Folder of a saved model.
-        recipe: The recipe that names the tasks.
-        shards: The recipe's data.
         folder: Folder for results, FOLDER/NAME.json.
         wait: Whether to wait for another process that is working in the folder.
-        device: cpu or cuda.
         processes: This process and the others, each with the model. The first one writes.
         divide_weights: Whether they divide the weights of one model.
 
@@ -106,26 +100,14 @@ def evaluate_checkpoint(
                     f"{checkpoint}: the average of weights (training.ema) cannot be divided; use one process"
                 )
             read_average(checkpoint, opened.language_model.model)
-        found = processes.broadcast(lambda: found_results(folder, recipe, tasks))
+        results = {}
         for spec in recipe.evaluation:
-            result = found.get(spec.name)
-            if result is None or result.model.fingerprint != opened.identity.fingerprint:
-                logger.info("%s: evaluating", spec.name)
-                found[spec.name] = evaluate_task(
-                    spec.task,
-                    spec.built(),
-                    opened,
-                    folder,
-                    task=tasks[spec.name],
-                    label=spec.name,
-                    device=device,
-                    replace_others=True,
-                    processes=processes,
-                )
-                if processes.is_first:
-                    for answers in folder.glob(f"{spec.name}.answers.jsonl*"):  # they have served
-                        answers.unlink()
-    return {spec.name: found[spec.name] for spec in recipe.evaluation}
+            task = tasks[spec.name]
+            results[spec.name] = kept_or_asked(spec, opened, folder, task, device=device, processes=processes)
+            if processes.is_first:
+                for answers in folder.glob(f"{spec.name}.answers.jsonl*"):  # they have served
+                    answers.unlink()
+    return results
 
 
 class EvaluateCheckpoints(Callback):
@@ -135,14 +117,12 @@ class EvaluateCheckpoints(Callback):
 
     Args:
         recipe: Names the tasks, and how often they are asked (`logs.evaluate_every`).
-        shards: The recipe's data.
     """
 
     def __init__(self, recipe: Recipe, shards: Shards) -> None:
         self._recipe, self._shards = recipe, shards
 
     def on_checkpoint(self, trainer: Trainer) -> None:
-        """Evaluate the checkpoint of a step if it is due."""
         due = trainer.step % self._recipe.logs.evaluate_every == 0 and trainer.step > trainer.evaluated
         if not due or trainer.stopping or not trainer.finish_saving():
             return
@@ -167,13 +147,12 @@ class EvaluateCheckpoints(Callback):
 
 
 def found_results(folder: Path, recipe: Recipe, tasks: Mapping[str, Task]) -> dict[str, TaskResult]:
-    """Return the results in a folder that answer the recipe's tasks."""
-    found = {}
+    results = {}
     for spec in recipe.evaluation:
         result = stored_result(folder / f"{spec.name}.json", spec.task, spec.built(), tasks[spec.name])
         if result is not None:
-            found[spec.name] = result
-    return found
+            results[spec.name] = result
+    return results
 
 
 def evaluations_folder(checkpoint: Path) -> Path:

@@ -65,7 +65,6 @@ class Job:
             )
 
     def look(self) -> None:
-        """Read the last lines of the metrics file."""
         path = self.folder / METRICS_FILE
         try:
             with path.open("rb") as file:
@@ -109,17 +108,11 @@ def watched_by(watcher: Watcher) -> Iterator[None]:
 
 
 def tell(jobs: Sequence[Job]) -> None:
-    """Call the watcher, if there is one."""
     if (watcher := _watcher.get()) is not None:
         watcher(jobs)
 
 
-def run_jobs(
-    jobs: Sequence[Job],
-    *,
-    at_once: int,
-    on_done: Callable[[Job], None] = lambda job: None,
-) -> None:
+def run_jobs(jobs: Sequence[Job], *, at_once: int, on_done: Callable[[Job], None] = lambda job: None) -> None:
     """Run jobs, `at_once` at a time, until all are done; `on_done` is called with each that has just ended well.
 
     Raises:

@@ -78,7 +78,6 @@ class SubmittedRun:
         self._job.cancel(check=False)
 
     def wait(self) -> int:
-        """Wait for the end."""
         while (code := self.poll()) is None:
             time.sleep(POLL_SECONDS)
         return code

@@ -10,6 +10,7 @@ from difftransformer.typed import build
 
 from ..recipe_files import read_mapping, shipped_recipes
 from ..results import RegisteredPlan, StudyPlan
+from .environment import git
 
 FIRST_SEED = 2000
 """Seeds from here on are kept for plans: no study explores with them, and none chooses learning rates."""
@@ -55,21 +56,11 @@ def registered(name: str, plan: StudyPlan) -> RegisteredPlan:
 def _commit(path: Path) -> tuple[str, str]:
     """Return the commit that last changed a file and its time; empty if the file is in none, or was changed since."""
     try:
-        answers = [
-            subprocess.run(
-                ["git", "--no-optional-locks", *words, "--", path.name],
-                cwd=path.parent,
-                capture_output=True,
-                text=True,
-                timeout=10,
-                check=True,
-            ).stdout
-            for words in (["status", "--porcelain"], ["log", "-1", "--format=%H %ct"])
-        ]
+        changed = git(path.parent, "status", "--porcelain", "--", path.name)
+        last = git(path.parent, "log", "-1", "--format=%H %ct", "--", path.name)
     except (OSError, subprocess.SubprocessError):
         return "", ""
-    changed, last = answers
-    if changed.strip() or not last.strip():
+    if changed or not last:
         return "", ""
-    commit, _, seconds = last.strip().partition(" ")
+    commit, _, seconds = last.partition(" ")
     return commit, datetime.fromtimestamp(int(seconds), UTC).isoformat()

@@ -48,7 +48,6 @@ class TaskSpec:
 
     @property
     def name(self) -> str:
-        """The label, or the task."""
         return self.label or self.task
 
     def built(self) -> Any:
@@ -294,7 +293,6 @@ def load_recipe(path: Path | str, overrides: list[str] | None = None) -> Recipe:
 
 
 def recipe_from(document: dict[str, Any], *, source: str) -> Recipe:
-    """Build a recipe from plain data; messages begin with `source`."""
     try:
         return build(Recipe, document, source=source, error=ConfigError)
     except DataError as error:
@@ -307,7 +305,6 @@ def save_recipe(recipe: Recipe, path: Path) -> None:
 
 
 def recipe_dict(recipe: Recipe) -> dict[str, Any]:
-    """Return a recipe as plain data, all of it."""
     document: dict[str, Any] = plain(recipe)
     return document
 

@@ -67,19 +67,15 @@ class RunStore:
             self._note_time(kind(recipe), record)
 
     def _there(self) -> Sequence[Path]:
-        """Return the files of the records that are used again."""
         return sorted(self.folder.glob(f"*/{RUNS}/*.json"))
 
     def index_file(self, design: Design) -> Path:
-        """Return the file of a study's index."""
         return self.folder / design.config.name / f"{design.name}.json"
 
     def run_folder(self, run: PlannedRun, out: Path) -> Path:
-        """Return the folder of a run's checkpoints below `out`."""
         return out / RUNS / f"{run.arm}-seed{run.seed}-{run.identity[:10]}"
 
     def record_file(self, run: PlannedRun, data_sha256: str) -> Path:
-        """Return the file for a run's record."""
         digest = hashlib.sha256(f"{run.identity} {data_sha256}".encode()).hexdigest()[:10]
         words = [run.arm, place(run.point), "tuning" if run.is_tuning else "", f"seed{run.seed}", digest]
         return self.folder / run.recipe.name / RUNS / f"{'-'.join(word for word in words if word)}.json"
@@ -94,20 +90,16 @@ class RunStore:
         return float(np.median(times)) if times else None
 
     def find(self, run: PlannedRun, data_sha256: str) -> Path | None:
-        """Return the file of a run on that data, or None."""
         return self._found.get((run.identity, data_sha256))
 
     def files(self) -> list[Path]:
-        """Return the files of all records that can be read."""
         return sorted(self._found.values())
 
     def data_of(self, run: PlannedRun) -> set[str]:
-        """Return the data on which a run has been made."""
         asked = run.identity
         return {data for known, data in self._found if known == asked}
 
     def add(self, run: PlannedRun, record: RunRecord) -> Path:
-        """Write the record of a run, and return the file."""
         path = self.record_file(run, record.data_sha256)
         self._write(record, path)
         self._found[run.identity, record.data_sha256] = path
@@ -129,15 +121,12 @@ class OwnRuns(RunStore):
         return []
 
     def index_file(self, design: Design) -> Path:
-        """Return results.json."""
         return self.folder / "results.json"
 
     def run_folder(self, run: PlannedRun, out: Path) -> Path:
-        """Return the folder of a run's checkpoints below `out`."""
         return out / RUNS / f"{run.arm}-seed{run.seed}"
 
     def record_file(self, run: PlannedRun, data_sha256: str) -> Path:
-        """Return the file for a run's record."""
         return self.run_folder(run, self.folder) / "record.json"
 
     def _write(self, record: RunRecord, path: Path) -> None:
@@ -161,13 +150,7 @@ def run_record(
     """Make the record of a finished run from its folder.
 
     Args:
-        folder: The run's folder.
-        recipe: Its recipe.
-        tasks: Its tasks, drawn.
-        shards: Its data.
         seconds: Time that its process took; 0 if that is unknown, since it was stopped in between.
-        device: Where it ran.
-        threads: Number of threads that it had.
         whole: Whether to keep the whole results of the tasks too.
     """
     steps, validations = read_metrics(folder / METRICS_FILE)
@@ -227,10 +210,10 @@ def run_figures(task: str, result: TaskResult) -> Iterator[RunFigure]:
 def _training_figures(steps: Sequence[StepMetrics]) -> list[RunFigure]:
     """Return figures of the training itself, of which the curves keep too few points."""
     norms = [line.gradient_norm for line in steps]
-    found = {"gradient spikes": len(spikes(norms)), "largest gradient norm": max(norms)}
+    figures = {"gradient spikes": len(spikes(norms)), "largest gradient norm": max(norms)}
     return [
         RunFigure(task=TRAINING, name=name, unit="", better="lower", at={}, value=float(value), n=len(steps))
-        for name, value in found.items()
+        for name, value in figures.items()
     ]
 
 
@@ -238,9 +221,9 @@ def _curves(lines: Sequence[object]) -> dict[str, Curve]:
     names = [field.name for field in dataclasses.fields(lines[0])] if lines else []  # type: ignore[arg-type]
     curves = {}
     for name in names:
-        found = [(line.step, value) for line in lines if (value := getattr(line, name)) is not None]  # type: ignore[attr-defined]
-        if name != "step" and found and all(isinstance(value, (int, float)) for _, value in found):
-            curves[name] = _thinned([step for step, _ in found], [float(value) for _, value in found])
+        points = [(line.step, value) for line in lines if (value := getattr(line, name)) is not None]  # type: ignore[attr-defined]
+        if name != "step" and points and all(isinstance(value, (int, float)) for _, value in points):
+            curves[name] = _thinned([step for step, _ in points], [float(value) for _, value in points])
     return curves
 
 

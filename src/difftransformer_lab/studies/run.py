@@ -131,7 +131,6 @@ def _of_another_length(own: DiffTransformerConfig, recipe: Recipe) -> DiffTransf
 
 
 def run_results(folder: Path, recipe: Recipe, tasks: Mapping[str, Task]) -> dict[str, TaskResult]:
-    """Return the results of a run's newest checkpoint that are there (see `found_results`)."""
     return found_results(evaluations_folder(checkpoints(folder)[-1]), recipe, tasks)
 
 
@@ -142,8 +141,8 @@ def is_done(folder: Path, recipe: Recipe, tasks: Mapping[str, Task]) -> bool:
 
 def is_trained(folder: Path, recipe: Recipe) -> bool:
     """Whether the run's newest checkpoint is that of the last step."""
-    found = checkpoints(folder)
-    return bool(found) and found[-1].name == f"step-{recipe.training.steps:06d}"
+    steps = checkpoints(folder)
+    return bool(steps) and steps[-1].name == f"step-{recipe.training.steps:06d}"
 
 
 def main(arguments: list[str]) -> int:
@@ -182,7 +181,7 @@ def main(arguments: list[str]) -> int:
 def _difference(before: object, after: object, key: str = "") -> str | None:
     if isinstance(before, dict) and isinstance(after, dict):
         for name in before | after:
-            if found := _difference(before.get(name), after.get(name), f"{key}.{name}".removeprefix(".")):
-                return found
+            if difference := _difference(before.get(name), after.get(name), f"{key}.{name}".removeprefix(".")):
+                return difference
         return None
     return None if before == after else f"{key} was {before!r} and is now {after!r}"

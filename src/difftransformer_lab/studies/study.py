@@ -59,7 +59,6 @@ class Study:
     """A study at one of its sizes, with the records that are there.
 
     Args:
-        design: What is asked for.
         results: Folder of all studies' records, such as docs/results/studies; or the folder of this study `alone`.
         alone: Whether the study shares no records, and keeps its own beside its runs (see `OwnRuns`).
         source: The pretrained model of a study that starts from one: a folder, a .gguf file, or owner/name on the hub.
@@ -89,7 +88,6 @@ class Study:
 
     @property
     def index_file(self) -> Path:
-        """The file of the study's index."""
         return self.store.index_file(self.design)
 
     def prepared(self, run: PlannedRun) -> Prepared:
@@ -152,7 +150,7 @@ class Study:
         first, *others = self.design.figures
         figures = [first, *(figure for figure in others if not figure.secondary)]
         unfinished = {run.arm for run, file in zip(runs, files, strict=True) if file is None}
-        found: dict[tuple[str, str], dict[float, list[list[float]]]] = {}
+        by_place: dict[tuple[str, str], dict[float, list[list[float]]]] = {}
         points: dict[str, Mapping[str, str]] = {}
         for run, file in zip(runs, files, strict=True):
             if file is None or run.arm in unfinished:
@@ -164,11 +162,11 @@ class Study:
                     raise EvaluationError(f"{file}: has no {figure.label}, by which learning rates are chosen")
                 values.append(value)
             points[place(run.point)] = run.point
-            of_arm = found.setdefault((run.arm, place(run.point)), {})
+            of_arm = by_place.setdefault((run.arm, place(run.point)), {})
             of_arm.setdefault(run.recipe.training.optimizer.learning_rate, []).append(values)
         signs = [1 if figure.better == "lower" else -1 for figure in figures]
         chosen = []
-        for (arm, where), tried in found.items():
+        for (arm, where), tried in by_place.items():
             means = {rate: [fmean(one) for one in zip(*runs, strict=True)] for rate, runs in sorted(tried.items())}
             best = min(means, key=lambda rate: [sign * mean for sign, mean in zip(signs, means[rate], strict=True)])
             first_means = [(rate, of_figures[0]) for rate, of_figures in means.items()]
@@ -176,7 +174,6 @@ class Study:
         return chosen
 
     def planned(self) -> int:
-        """Return the number of runs that the study asks for, tuning included."""
         rates, design = self.rates(), self.design
         tuned = len(rates) == len({(run.arm, place(run.point)) for run in design.tuning})
         return len(design.tuning) + len(design.reported(rates if tuned else None))
@@ -226,9 +223,7 @@ class Study:
         """Train and evaluate every run that is missing, watched by `jobs.watched_by`; each leaves its record when it ends.
 
         Args:
-            folder: Folder for the runs' checkpoints.
             at_once: Number of runs that train at the same time; each gets an equal share of the threads.
-            device: cpu or cuda.
 
         Raises:
             DiffTransformerError: a run failed, or a task is impossible; its message.

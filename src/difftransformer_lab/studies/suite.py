@@ -11,11 +11,10 @@ from difftransformer.train.parallel import ALONE, Processes
 from difftransformer.typed import build
 from difftransformer_lab.evals.opening import OpenedModel, open_language_model
 
-from ..evals.tasks import task_kind
 from ..recipe_files import read_mapping, shipped_recipes
 from ..results import TaskResult
 from .recipe import TaskSpec, check_specs
-from .tasks import context_of, evaluate_task, stored_result
+from .tasks import kept_or_asked
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +24,6 @@ class Suite:
     """The content of a preset.
 
     Attributes:
-        name: Name for the report's title.
         tasks: The tasks, in the order of the report.
     """
 
@@ -40,8 +38,6 @@ class Suite:
 
 @dataclass(frozen=True, kw_only=True)
 class Missing:
-    """A task that was not run on a model, and why."""
-
     name: str
     model: str
     reason: str
@@ -72,11 +68,7 @@ def run_suite(
     as one whose data is not available, does not stop the others, and neither does a model that cannot be opened.
 
     Args:
-        suite: The tasks.
-        models: Models that `open_language_model` accepts.
         folder: Results go to FOLDER/models/MODEL/NAME.json.
-        opening: Opens a model.
-        device: The models' device, for the record.
         processes: This process and the others, each with the model. The first one writes.
 
     Returns:
@@ -85,7 +77,7 @@ def run_suite(
     Raises:
         DiffTransformerError: No model can be opened.
     """
-    found: dict[str, list[TaskResult]] = {task.name: [] for task in suite.tasks}
+    results: dict[str, list[TaskResult]] = {task.name: [] for task in suite.tasks}
     missing: list[Missing] = []
     failures = []
 
@@ -101,7 +93,9 @@ def run_suite(
             with opening(model) as opened:
                 for spec in suite.tasks:
                     try:
-                        found[spec.name].append(_result(spec, opened, own, device, processes))
+                        title = f"{Path(model).name}: {spec.name}"
+                        result = kept_or_asked(spec, opened, own, title=title, device=device, processes=processes)
+                        results[spec.name].append(result)
                     except Exception as error:  # whatever it is, it costs one task
                         if processes.count > 1 and not isinstance(error, DiffTransformerError):
                             raise  # the others have not met it
@@ -111,25 +105,4 @@ def run_suite(
             leave_out("every task", model, error)
     if len(failures) == len(models):
         raise failures[0]
-    return found, missing
-
-
-def _result(spec: TaskSpec, model: OpenedModel, folder: Path, device: str, processes: Processes) -> TaskResult:
-    """Return the result that is there, if data, options and model are still the same, or else ask the model."""
-    options = spec.built()
-    task = processes.rank0_first(lambda: task_kind(spec.task).make(options, context_of(model)))
-    kept = processes.broadcast(lambda: stored_result(folder / f"{spec.name}.json", spec.task, options, task))
-    if kept is not None and kept.model.fingerprint == model.identity.fingerprint:
-        return kept
-    return evaluate_task(
-        spec.task,
-        options,
-        model,
-        folder,
-        task=task,
-        label=spec.name,
-        title=f"{Path(model.identity.name).name}: {spec.name}",
-        device=device,
-        replace_others=True,
-        processes=processes,
-    )
+    return results, missing

@@ -18,7 +18,7 @@ from ..evals.prompts.texts import TaskContext
 from ..evals.tasks import task_kind
 from ..results import DataIdentity, TaskResult, kept_result, write_result
 from .environment import command_line, environment, now
-from .recipe import load_recipe
+from .recipe import TaskSpec, load_recipe
 
 logger = logging.getLogger(__name__)
 
@@ -56,14 +56,8 @@ def evaluate_task(
     """Run a task on a model and write FOLDER/LABEL.json; FOLDER/LABEL.answers.jsonl keeps the answers as they come.
 
     Args:
-        name: Name of the task.
-        options: The task's `Options`.
-        model: The opened model.
         folder: Folder of the results; requests that it already answers are not asked again.
-        task: The task, if it has been drawn already.
         label: Name of the files; the task's name by default. A folder may hold several results of one task.
-        title: Title of the progress; the label by default.
-        device: The model's device, for the record.
         replace_others: Whether to replace answers of another model or to other questions (see `run_task`).
         processes: This process and the others that take part, each with the model. The first one writes.
 
@@ -76,7 +70,7 @@ def evaluate_task(
     label = label or name
     if task is None:
         logger.info("%s: reading data", label)
-        task = processes.rank0_first(lambda: task_kind(name).make(options, context_of(model)))
+        task = _drawn(name, options, model, processes)
     with titled(title or label):
         scores = run_task(
             model.language_model,
@@ -104,6 +98,42 @@ def evaluate_task(
     if processes.is_first:
         write_result(result, folder / f"{label}.json")
     return result
+
+
+def _drawn(name: str, options: Any, model: OpenedModel, processes: Processes) -> Task:
+    task: Task = processes.rank0_first(lambda: task_kind(name).make(options, context_of(model)))
+    return task
+
+
+def kept_or_asked(
+    spec: TaskSpec,
+    model: OpenedModel,
+    folder: Path,
+    task: Task | None = None,
+    *,
+    title: str | None = None,
+    device: str = "cpu",
+    processes: Processes = ALONE,
+) -> TaskResult:
+    """Return the result that is in the folder, if data, options and model are still the same, or else ask the model."""
+    options = spec.built()
+    drawn = task or _drawn(spec.task, options, model, processes)
+    kept = processes.broadcast(lambda: stored_result(folder / f"{spec.name}.json", spec.task, options, drawn))
+    if kept is not None and kept.model.fingerprint == model.identity.fingerprint:
+        return kept
+    logger.info("%s: evaluating", title or spec.name)
+    return evaluate_task(
+        spec.task,
+        options,
+        model,
+        folder,
+        task=drawn,
+        label=spec.name,
+        title=title,
+        device=device,
+        replace_others=True,
+        processes=processes,
+    )
 
 
 def stored_result(path: Path, name: str, options: Any, task: Task) -> TaskResult | None:

@@ -28,13 +28,7 @@ PLAIN = "softmax"
 DRIFT_TOKENS = 2000
 
 
-def upcycle_and_train(
-    recipe: Recipe,
-    source: str,
-    folder: Path,
-    *,
-    to: Sequence[str],
-) -> StudyIndex:
+def upcycle_and_train(recipe: Recipe, source: str, folder: Path, *, to: Sequence[str]) -> StudyIndex:
     """Convert, compare logits, evaluate, train each model on the same batches, evaluate; write results.json.
 
     What is complete in the folder already is not done again.
@@ -42,7 +36,6 @@ def upcycle_and_train(
     Args:
         recipe: The recipe of the training; its model is empty, its tokenizer the source's.
         source: The pretrained model: a folder, a GGUF file, or owner/name on the hub.
-        folder: Folder for models/, runs/ and results.json.
         to: Targets of `upcycle_folder` besides the plain model, which is always trained too.
 
     Raises:

@@ -35,8 +35,6 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Judgment:
-    """A verdict and its reasoning."""
-
     faithful: bool
     reasoning: str
 

@@ -10,7 +10,6 @@ import os
 import re
 import urllib.parse
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from difftransformer.errors import ConfigError, EvaluationError
 
@@ -43,43 +42,39 @@ _FAILED_CASES_TO_STOP = 3
 _FINAL_STATUS = (401, 402, 403, 404, 405, 410)  # no other case would fare better
 
 
-@dataclass(frozen=True, kw_only=True)
-class Spending:
-    """Limits of one run of a judge.
-
-    Attributes:
-        timeout_seconds: Time limit of a request.
-        retries: Number of retries of a failed request, by the client.
-        max_requests: Maximum number of requests, retries apart; None for no limit.
-        max_tokens: Maximum number of tokens in requests and replies; None for no limit.
-    """
-
-    timeout_seconds: float = 120.0
-    retries: int = 6
-    max_requests: int | None = None
-    max_tokens: int | None = None
-
-
 class EndpointJudge:
     """A chat model that is asked for a verdict by `RUBRIC`, at temperature 0.
 
     Args:
-        model: Name of the model at the endpoint.
         endpoint: Address of the endpoint, up to /chat/completions.
         key_variable: Environment variable that holds the key; "" sends no key.
-        spending: Limits of the run.
+        timeout_seconds: Time limit of a request.
+        retries: Number of retries of a failed request, by the client.
+        max_requests: Maximum number of requests of this judge, retries apart; None for no limit.
+        max_tokens: Maximum number of tokens in requests and replies; None for no limit.
 
     Raises:
         ConfigError: The package openai is missing, the variable holds no key, or the address is invalid or holds a password
             or a query.
     """
 
-    def __init__(self, model: str, endpoint: str, key_variable: str, spending: Spending) -> None:
+    def __init__(
+        self,
+        model: str,
+        endpoint: str,
+        key_variable: str,
+        *,
+        timeout_seconds: float = 120.0,
+        retries: int = 6,
+        max_requests: int | None = None,
+        max_tokens: int | None = None,
+    ) -> None:
         try:
             import openai
         except ImportError:
             raise ConfigError(f"judge=openai:{model} needs openai; run pip install 'difftransformer[judge]'") from None
-        self.name, self.model, self.spending = f"openai:{model}", model, spending
+        self.name, self.model, self.timeout_seconds = f"openai:{model}", model, timeout_seconds
+        self.max_requests, self.max_tokens = max_requests, max_tokens
         self.endpoint, key = _checked_endpoint(endpoint), _read_key(key_variable)
         self.identity = json.dumps(["openai", self.endpoint, model, RUBRIC, _REPLY_TOKENS])
         self.rules: Sequence[str] = [
@@ -89,8 +84,8 @@ class EndpointJudge:
         self._client = openai.OpenAI(
             base_url=self.endpoint,
             api_key=key or "none",
-            max_retries=spending.retries,
-            timeout=spending.timeout_seconds,
+            max_retries=retries,
+            timeout=timeout_seconds,
         )
         # The client would fill the first two from environment variables of its own.
         omitted = ("OpenAI-Organization", "OpenAI-Project", *(() if key else ("Authorization",)))
@@ -132,7 +127,7 @@ class EndpointJudge:
                 ) from None
             raise self._failed(f"answers with status {error.status_code}{code}") from None
         except openai.APITimeoutError:
-            raise self._failed(f"no answer within {self.spending.timeout_seconds:g} s") from None
+            raise self._failed(f"no answer within {self.timeout_seconds:g} s") from None
         except openai.APIConnectionError:
             raise self._failed("the connection failed") from None
         except (openai.OpenAIError, ValueError, AttributeError, IndexError, TypeError, RecursionError):
@@ -152,12 +147,11 @@ class EndpointJudge:
         return Unjudged(f"{self.endpoint}: {reason}")
 
     def _check_budget(self, expected_tokens: int) -> None:
-        limits = self.spending
-        if limits.max_requests is not None and self.requests >= limits.max_requests:
-            raise OutOfBudget(f"the limit of {limits.max_requests} requests to the judge is reached (--max-judgments)")
-        if limits.max_tokens is not None and self.tokens + expected_tokens > limits.max_tokens:
+        if self.max_requests is not None and self.requests >= self.max_requests:
+            raise OutOfBudget(f"the limit of {self.max_requests} requests to the judge is reached (--max-judgments)")
+        if self.max_tokens is not None and self.tokens + expected_tokens > self.max_tokens:
             raise OutOfBudget(
-                f"{self.tokens} of {limits.max_tokens} tokens are spent, and the next request may take {expected_tokens} "
+                f"{self.tokens} of {self.max_tokens} tokens are spent, and the next request may take {expected_tokens} "
                 "(--max-cost-tokens)"
             )
 
@@ -189,7 +183,6 @@ def _checked_endpoint(endpoint: str) -> str:
 
 
 def _read_key(variable: str) -> str:
-    """Return the key, or "" where no variable is named."""
     if not variable:
         return ""
     if not variable.isidentifier():  # perhaps the key itself, so the message does not repeat it

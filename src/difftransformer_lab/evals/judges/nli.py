@@ -51,7 +51,6 @@ class NliJudge:
 
     @torch.inference_mode()
     def judge(self, case: Case) -> Judgment:
-        """See `Judge.judge`."""
         sentences = [part for part in re.split(r"(?<=[.!?])\s+|\n+", case.answer.strip()) if part.strip()]
         if case.question is not None:
             sentences = [f"{case.question.strip()} {case.answer.strip()}"]

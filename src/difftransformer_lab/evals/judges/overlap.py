@@ -34,7 +34,6 @@ class OverlapJudge:
         ]
 
     def judge(self, case: Case) -> Judgment:
-        """See `Judge.judge`."""
         words = sorted(set(_words(case.answer)) - set(_STOP_WORDS.split()))
         given = set(_words(case.document)) | set(_words(case.question or ""))
         missing = [word for word in words if word not in given]

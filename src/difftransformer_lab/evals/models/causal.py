@@ -44,7 +44,6 @@ class CausalLanguageModel:
 
     Args:
         model: A causal language model with the interface of transformers, on any device.
-        tokenizer: Its tokenizer.
         context_tokens: Most tokens of a row; None means the model's positions.
         batch_tokens: Most tokens of a batch.
         prefix_caching: Whether to compute keys and values of a common prefix only once.
@@ -317,7 +316,6 @@ class CausalLanguageModel:
 
     @property
     def _whole_tokens(self) -> int:
-        """Most tokens of a batch where all logits are formed."""
         return min(self.batch_tokens, _MOST_LOGITS // self.model.config.get_text_config().vocab_size)
 
     def _batches(

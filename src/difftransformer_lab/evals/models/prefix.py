@@ -45,7 +45,6 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
         return self.keys, self.values
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep only these rows of the batch."""
         super().batch_select_indices(indices)
         self._room = None
 
@@ -66,7 +65,6 @@ class PrefixCache:
     """Computes a causal model's next-token logits for one row after another.
 
     Args:
-        model: A causal language model with the interface of transformers.
         enabled: Whether to keep anything from one prompt to the next; within a prompt tokens are always kept.
     """
 
@@ -123,7 +121,6 @@ def can_be_cut(model: Any) -> bool:
 
 
 def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
-    """Return the length of the common prefix of two rows."""
     length = min(len(a), len(b))
     different = np.flatnonzero(a[:length] != b[:length])
     return int(different[0]) if len(different) else length

@@ -11,7 +11,7 @@ from difftransformer.errors import EvaluationError
 
 from ...results import Form
 from ..engine import Task
-from ..requests import Answers, Prompted
+from ..requests import Answers, Asked, Prompted
 
 FORMS: tuple[Form, ...] = ("signed", "absolute", "positive")
 """Three ways to count an attention weight w of either sign: w, |w| and max(w, 0)."""
@@ -24,53 +24,40 @@ BINS = 1 << 15
 class LastRow(Prompted):
     """Asks where the prompt's last token looks. The answer: `maps.row_sums` of its attention weights."""
 
+    asks = ("last row", "prompt", "edges")
     edges: tuple[int, ...]
-
-    def asked(self) -> list[Any]:
-        """See `requests.Loss`."""
-        return ["last row", self.prompt, self.edges]
 
 
 @dataclass(frozen=True)
 class Maps(Prompted):
     """Asks for the attention maps of every head on a prompt. The answer: `maps.head_maps`, with maps of the chosen heads."""
 
+    asks = ("maps", "prompt", "layers", "heads")
     layers: tuple[int, ...] = ()
     heads: tuple[int, ...] = ()
 
-    def asked(self) -> list[Any]:
-        """See `requests.Loss`."""
-        return ["maps", self.prompt, self.layers, self.heads]
-
 
 @dataclass(frozen=True)
-class Magnitudes:
+class Magnitudes(Asked):
     """Asks how large attention logits and hidden states are. The answer: `magnitudes.magnitudes` over several rows."""
 
+    asks = ("magnitudes", "rows", "largest")
     rows: tuple[tuple[int, ...], ...]
     largest: int
 
     @property
     def shown_tokens(self) -> int:
-        """See `requests.Loss`."""
         return sum(map(len, self.rows))
 
     @property
     def row_tokens(self) -> int:
-        """See `requests.Loss`."""
         return max(map(len, self.rows))
-
-    def asked(self) -> list[Any]:
-        """See `requests.Loss`."""
-        return ["magnitudes", self.rows, self.largest]
 
 
 Probe = LastRow | Maps | Magnitudes
 
 
 class ProbeTask(Task):
-    """A task whose requests are probes."""
-
     def answer(self, model: Any, requests: Sequence[Probe]) -> Answers:
         """Probe a model.
 

@@ -23,10 +23,6 @@ class Magnitude:
 
     The largest values are exact. The histogram counts values rounded to bf16 (8 significant bits): exact for bf16 numbers, and
     within 2^-8 of any other.
-
-    Args:
-        name: Name of the values, for messages.
-        largest: Number of largest values that are kept.
     """
 
     def __init__(self, name: str, largest: int) -> None:

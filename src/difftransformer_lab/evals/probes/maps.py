@@ -20,7 +20,6 @@ def head_maps(model: Any, ids: Tensor, layers: Sequence[int] = (), heads: Sequen
     """Compute every head's share of negative weight and of weight near zero, and return the maps of some heads.
 
     Args:
-        model: Model to observe.
         ids: (1, T).
         layers: Layers whose maps are returned, from 0; the first, the middle and the last by default.
         heads: Heads of a layer, from 0; the first four by default.

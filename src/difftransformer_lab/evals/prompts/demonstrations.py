@@ -78,7 +78,6 @@ class DataOptions:
         return read_labelled(self.data or "trec", self.folder or os.environ.get(FOLDER_VARIABLE) or None)
 
     def words(self) -> tuple[str, str]:
-        """Return the word before a text and the word before a label."""
         text, label = _OWN_WORDS if self.train_file is not None else _WORDS[self.data or "trec"]
         return self.text_word or text, self.label_word or label
 
@@ -88,11 +87,6 @@ class PromptForm:
 
     Attributes:
         options: Tokens of each label after the prompt, its line end included; none is a prefix of another.
-
-    Args:
-        tokenizer: The model's tokenizer.
-        labels: Labels among which the model chooses.
-        words: The word before a text and the word before a label.
 
     Raises:
         DataError: The tokenizer gives two labels the same tokens, or does not split the text where a prompt ends.

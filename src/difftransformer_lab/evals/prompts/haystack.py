@@ -13,11 +13,7 @@ from ..registry import at_least, refused
 from .texts import HAYSTACK_TOKENS, VALIDATION, TaskContext
 
 Kind = Literal["all", "seen", "unseen"]
-CITIES: dict[Kind, tuple[str, ...]] = {
-    "all": CITIES_SEEN + CITIES_UNSEEN,
-    "seen": CITIES_SEEN,
-    "unseen": CITIES_UNSEEN,
-}
+CITIES: dict[Kind, tuple[str, ...]] = {"all": CITIES_SEEN + CITIES_UNSEEN, "seen": CITIES_SEEN, "unseen": CITIES_UNSEEN}
 
 
 MOST_DOCUMENTS = 100_000

@@ -37,7 +37,6 @@ class TaskContext:
 
     @property
     def prompt_tokens(self) -> int:
-        """Most tokens of a prompt and its answer."""
         return self.longest or self.context_tokens
 
 

@@ -93,8 +93,6 @@ class Options(NeedleOptions):
 
 
 class AllocationTask(ProbeTask):
-    """Needle documents, and where each prompt's last token looks."""
-
     def __init__(self, options: Options, context: TaskContext) -> None:
         self.options, self.data_name, self.choices = options, options.text, _choices(options)
         haystack = token_stream(context, options.text, enough=HAYSTACK_TOKENS)
@@ -147,7 +145,6 @@ def _choices(options: Options) -> list[str]:
 
 
 def _by_head(answers: Sequence[Any], depth: float) -> list[Grid]:
-    """Layer by head, a grid for each form and segment."""
     grids = []
     for place, form in enumerate(FORMS):
         # [layer] -> (documents, heads, segments); layers may differ in their heads

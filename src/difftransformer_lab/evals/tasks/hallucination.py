@@ -21,7 +21,7 @@ from ...plots.seeds import share_intervals
 from ...results import TaskResult
 from ..engine import Scores, Task
 from ..judges.base import Case, Judge, Judgment, judge_all
-from ..judges.endpoint import EndpointJudge, Spending
+from ..judges.endpoint import EndpointJudge
 from ..judges.overlap import OverlapJudge
 from ..models.stopping import stop_tokens
 from ..prompts.chat import chat_frame
@@ -116,19 +116,19 @@ def make_judge(options: Options) -> Judge:
 
         return NliJudge(name)
     if kind == "openai" and name:
-        spending = Spending(
+        return EndpointJudge(
+            name,
+            options.endpoint,
+            options.key_variable,
             timeout_seconds=options.timeout_seconds,
             retries=options.retries,
             max_requests=options.max_judgments,
             max_tokens=options.max_cost_tokens,
         )
-        return EndpointJudge(name, options.endpoint, options.key_variable, spending)
     raise refused(options, "judge", "choose overlap, nli:FOLDER or openai:MODEL")
 
 
 class HallucinationTask(Task):
-    """Documents to write about, and verdicts on the model's answers."""
-
     def __init__(self, options: Options, context: TaskContext) -> None:
         self.options, self.tokenizer, self.chosen_judge = options, context.tokenizer, make_judge(options)
         self.items: list[tuple[str, GroundedItem]] = []

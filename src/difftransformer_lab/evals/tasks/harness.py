@@ -31,7 +31,7 @@ LENGTHS = {"ruler": [2**power for power in range(12, 18)], "babilong": [0, *(2**
 """Suites whose prompts have a length that is chosen, each with the lengths that lm-eval has; the first is the default."""
 _CHOICES = [
     "The paper states neither which metric of a task it reads (acc or acc_norm) nor which release of the harness; all metrics "
-    "are given here.",
+    "are given here."
 ]
 
 
@@ -75,7 +75,6 @@ class Options:
 
     @property
     def names(self) -> list[str]:
-        """Names of the tasks."""
         return [name.strip() for name in self.tasks.split(",") if name.strip()]
 
 
@@ -103,14 +102,11 @@ class Harness:
         return 1
 
     def asked(self) -> list[Any]:
-        """See `requests.Loss`."""
         length = [] if self.length is None else [self.length]
         return ["lm-eval", self.release, self.files, self.name, self.shots, self.limit, self.seed, *length]
 
 
 class HarnessTask(Task):
-    """Tasks of lm-eval, which asks the model by itself."""
-
     def __init__(self, options: Options, context: TaskContext) -> None:
         for module in ("lm_eval", "accelerate"):  # which lm-eval needs for a model of transformers
             if importlib.util.find_spec(module) is None:
@@ -138,14 +134,12 @@ class HarnessTask(Task):
             )
 
     def answer(self, model: Any, requests: Sequence[Harness]) -> Answers:
-        """Run lm-eval on the model, a task at a time."""
         if getattr(model, "is_divided", False):
             raise EvaluationError("lm-eval cannot ask a model that processes divide; omit --divide-weights")
         for index, request in enumerate(requests):
             yield index, run_harness(model.model, model.hf_tokenizer, request)
 
     def score(self, answers: Sequence[Any]) -> Scores:
-        """Return the figures of lm-eval."""
         return Scores(
             measurements=[Measurement(**row) for answer in answers for row in answer["measurements"]],
             items=[ItemScore(**row) for answer in answers for row in answer["items"]],

@@ -71,8 +71,6 @@ class Options(DataOptions):
 
 
 class ShotsTask(Task):
-    """Test items that follow more and more demonstrations."""
-
     def __init__(self, options: Options, context: TaskContext) -> None:
         data = options.read()
         self.data_name, self.choices, self.labels = data.name, _CHOICES, data.labels
@@ -90,11 +88,9 @@ class ShotsTask(Task):
         ]
 
     def scored_by(self) -> Any:
-        """Return the labels, and the right one of each item."""
         return [self.labels, [item.label for item in self.items]]
 
     def score(self, answers: Sequence[Any]) -> Scores:
-        """Compute the accuracy at each size, and the accuracy of a guess."""
         measurements: list[Measurement] = []
         items: list[ItemScore] = []
         size = len(self.items) * self.draws
@@ -136,7 +132,6 @@ def _items(right: Sequence[Sequence[bool]]) -> list[str]:
 
 
 def chance(classes: int) -> Measurement:
-    """Return the accuracy of a guess."""
     return single("chance", "share", 1 / classes, classes, {})
 
 

@@ -74,8 +74,6 @@ class Options:
 
 
 class MapsTask(ProbeTask):
-    """One prompt, and the maps that every head forms for it."""
-
     def __init__(self, options: Options, context: TaskContext) -> None:
         tokenizer = context.tokenizer
         self.options, self.choices = options, _CHOICES

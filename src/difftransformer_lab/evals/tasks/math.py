@@ -84,8 +84,6 @@ class Options:
 
 
 class MathTask(Task):
-    """Problems, and how many of them a model solves."""
-
     rules = 2
 
     def __init__(self, options: Options, context: TaskContext) -> None:

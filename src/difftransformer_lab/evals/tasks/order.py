@@ -75,8 +75,6 @@ class Options(DataOptions):
 
 
 class OrderTask(Task):
-    """Test items that follow the same demonstrations in several orders."""
-
     def __init__(self, options: Options, context: TaskContext) -> None:
         data = options.read()
         self.data_name, self.choices, self.labels = data.name, _CHOICES, data.labels
@@ -97,7 +95,6 @@ class OrderTask(Task):
             self.requests += [Choice(before + question, form.options) for question in questions]
 
     def scored_by(self) -> Any:
-        """Return the labels, and the right one of each item."""
         return [self.labels, [item.label for item in self.items]]
 
     def score(self, answers: Sequence[Any]) -> Scores:
@@ -160,8 +157,6 @@ def permuted_margin(
 
     Args:
         right: Whether each answer is right: (orders, items).
-        permutations: Number of random permutations.
-        seed: Seed of the permutations.
     """
     table = np.array(right, dtype=bool).T
     items, generator = len(table), np.random.default_rng(seed)

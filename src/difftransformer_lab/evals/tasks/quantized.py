@@ -76,7 +76,6 @@ class Options:
 
     @property
     def seed(self) -> int:
-        """Seed of the inner task."""
         return int(getattr(self.inner(), "seed", 0))
 
     def inner(self) -> Any:
@@ -100,17 +99,13 @@ class Quantized:
 
     @property
     def shown_tokens(self) -> int:
-        """See `requests.Loss`."""
         return int(self.request.shown_tokens)
 
     def asked(self) -> list[Any]:
-        """See `requests.Loss`."""
         return ["quantized", self.request.asked(), self.bits, self.granularity, self.weights, self.activations]
 
 
 class QuantizedTask(Task):
-    """The requests of another task, once for each setting."""
-
     def __init__(self, options: Options, context: TaskContext) -> None:
         self.task: Task = task_kind(options.task).make(options.inner(), context)
         self.data_name = f"{options.task} on {self.task.data_name}"
@@ -126,7 +121,6 @@ class QuantizedTask(Task):
         ]
 
     def scored_by(self) -> Any:
-        """Return what the inner task is scored by."""
         return self.task.scored_by()
 
     def answer(self, model: Any, requests: Sequence[Quantized]) -> Answers:
@@ -140,14 +134,12 @@ class QuantizedTask(Task):
             place += len(inner)
 
     def parts(self, model: Any) -> list[list[int]] | None:
-        """Return the parts of the inner task under each setting."""
         inner, count = self.task.parts(model), len(self.task.requests)
         if inner is None:
             return None
         return [[begin + index for index in part] for begin in range(0, len(self.requests), count) for part in inner]
 
     def judge(self, answers: Sequence[Any]) -> list[Any]:
-        """Judge the answers under each setting as the inner task does."""
         count = len(self.task.requests)
         settings = (answers[begin : begin + count] for begin in range(0, len(answers), count))
         judged = [answer for part in settings for answer in self.task.judge(part)]

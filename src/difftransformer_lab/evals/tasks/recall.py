@@ -64,8 +64,6 @@ class Options:
 
 
 class RecallTask(Task):
-    """Windows of a text, and which of their tokens are AR-hits."""
-
     def __init__(self, options: Options, context: TaskContext) -> None:
         tokenizer, self.data_name = context.tokenizer, options.text
         if tokenizer.vocab_size**options.ngram > 2**63:

@@ -61,8 +61,6 @@ class Options:
 
 
 class SyntheticTask(Task):
-    """Held-out examples, and the share of right answers in each setting."""
-
     def __init__(self, options: Options, context: TaskContext) -> None:
         source, own, seed = _asked_about(options, context)
         self.data_name, self.choices = source.removeprefix(PREFIX), _CHOICES
@@ -84,7 +82,6 @@ class SyntheticTask(Task):
         ]
 
     def scored_by(self) -> Any:
-        """Return the right answers."""
         return [targets[targets != IGNORED].tolist() for _, one in self._sets for targets in one.targets]
 
     def score(self, answers: Sequence[Any]) -> Scores:
@@ -108,7 +105,6 @@ class SyntheticTask(Task):
 
 
 def _asked_about(options: Options, context: TaskContext) -> tuple[str, dict[str, Any], int]:
-    """Return the source, its options and the seed."""
     if options.task is not None:
         return PREFIX + options.task, options.options, options.seed
     data = None if context.data is None else context.data()

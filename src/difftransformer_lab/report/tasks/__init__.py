@@ -46,7 +46,6 @@ def measurement_table(results: Sequence[TaskResult], *, brief: bool = False, see
     """Build a table with a row for each measurement and a column for each model: value and standard error.
 
     Args:
-        results: Results of one task, one for each model.
         brief: Whether to leave out measurements that are details.
         seeds: Training seeds that each result is pooled over.
     """
@@ -71,22 +70,21 @@ def measurement_table(results: Sequence[TaskResult], *, brief: bool = False, see
     )
     rows = []
     for key in keys:
-        found = [cells.get((index, key)) for index in range(len(results))]
-        first = next(cell for cell in found if cell is not None)
+        measured = [cells.get((index, key)) for index in range(len(results))]
+        first = next(cell for cell in measured if cell is not None)
         at = dict(key[1])
         rows.append(
             [
                 f"{measure_words(first.name)}, {first.unit}",
                 *(_place(at.get(place)) for place in places),
-                *("" if cell is None else _value(cell) for cell in found),
-                " / ".join(dict.fromkeys(_count(cell) for cell in found if cell is not None)),
+                *("" if cell is None else _value(cell) for cell in measured),
+                " / ".join(dict.fromkeys(_count(cell) for cell in measured if cell is not None)),
             ]
         )
     return Table(results[0].task, f"Measured on {results[0].data.name}", groups, rows, _notes(cells.values(), seeds))
 
 
 def _is_told(key: Key, earlier: Sequence[Key], cells: Mapping[tuple[int, object], Measurement], models: int) -> bool:
-    """Whether an earlier row has the same items, named by fewer of their places."""
     return any(
         other[0] == key[0]
         and set(other[1]) < set(key[1])

@@ -42,15 +42,15 @@ def pair_of(first: TaskResult, second: TaskResult, name: str, compared: str = ""
 def task_pairs(results: Sequence[TaskResult]) -> list[Pair]:
     """Every two models, and within each model the figures that its task contrasts. Results are of one task."""
     named = list(zip(labels(results), results, strict=True))
-    found = [pair for (a, x), (b, y) in combinations(named, 2) for pair in pairs(x, y, f"{a} minus {b}")]
+    paired = [pair for (a, x), (b, y) in combinations(named, 2) for pair in pairs(x, y, f"{a} minus {b}")]
     kind = registered_tasks().get(results[0].task)
     if kind is None or kind.contrasts is None:
-        return found
+        return paired
     for label, result in named:
         for contrast in kind.contrasts(result):
             a, b = (_by_item(result, name) for name in (contrast.first, contrast.second))
-            found += filter(None, [_pair(contrast.figure, f"{label}: {contrast.settings}", a, b)])
-    return found
+            paired += filter(None, [_pair(contrast.figure, f"{label}: {contrast.settings}", a, b)])
+    return paired
 
 
 def corrected_pairs(by_task: Mapping[str, Sequence[Pair]]) -> dict[str, list[Pair]]:
