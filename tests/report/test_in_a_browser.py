@@ -3,7 +3,7 @@
 import pytest
 
 from difftransformer_lab.evals.scores import proportion
-from difftransformer_lab.report import studied, write_study, write_suite
+from difftransformer_lab.report import studied, suite_page, write_page, write_study
 from tests.support.chromium import CONTRAST, chromium
 from tests.support.task_results import task_result
 
@@ -29,7 +29,7 @@ def pages(comparison, make, tmp_path_factory):
     return {
         "comparison": write_study(studied(comparison), folder / "study"),
         "many": write_study(studied(many), folder / "many"),
-        "suite": write_suite("s" * 60, found, missing, folder / "suite"),
+        "suite": write_page(suite_page("s" * 60, found, missing), folder / "suite"),
     }
 
 

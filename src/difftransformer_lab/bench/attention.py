@@ -13,12 +13,11 @@ from difftransformer.ops.backends import BACKENDS, QUADRATIC_MEMORY_MAX_LENGTH, 
 from difftransformer.ops.problem import Problem
 
 from ..results import BenchRow, Dtype, Mode
-from .attempt import attempt_each
 from .attention_work import DETERMINISTIC, AttentionShape, attention_work, draw
 from .diffllama import ATTN_IMPLEMENTATIONS
 from .memory import peak_attention_bytes
 from .settings import Settings, Size, Step
-from .timing import time_interleaved, wait_for
+from .timing import attempt_each, time_interleaved, wait_for
 
 # An implementation that makes n x n maps holds about this many fp32 copies of all of them (measured on DiffLlama's eager
 # attention, forward and backward). It is left out where they would exceed the budget.

@@ -12,12 +12,11 @@ from difftransformer.model import DiffTransformerConfig, DiffTransformerForCausa
 from difftransformer.model.weights import DTYPES
 
 from ..results import BenchRow, Dtype
-from .attempt import attempt_each
 from .attention_work import pinned
 from .memory import device_peak_bytes
 from .model_work import decode_work, prefill_work, training_work
 from .settings import Settings, Step
-from .timing import time_interleaved
+from .timing import attempt_each, time_interleaved
 
 DIFF, TWIN, TWIN_SDPA, LLAMA = "DIFF", "twin", "twin sdpa", "Llama sdpa"
 DIFFLLAMAS = ("DiffLlama sdpa", "DiffLlama eager")

@@ -5,18 +5,55 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from ..results import Timing
 
+T = TypeVar("T")
+
 MIN_ROUNDS = 3
+LONGEST_REASON = 200  # characters
 # Bytes written on a GPU before each timed call. The write empties the L2 cache, and while it runs (half a millisecond at
 # 4 TB/s) the host launches the call, so that for a call of few kernels the time between the two events is the device's own.
 GPU_FILL_BYTES = 2**31
+
+
+def attempt_each(names: Iterable[str], build: Callable[[str], T], device: str) -> tuple[dict[str, T], dict[str, str]]:
+    """Build what each implementation needs, its first call included.
+
+    Args:
+        device: "cpu", where errors are raised, or "cuda", where they become reasons.
+
+    Returns:
+        What was built, by name, and the reason in one line for each implementation that was left out. PyTorch often explains
+        in a warning what the error itself does not say, so warnings are part of the reason.
+    """
+    if device == "cpu":
+        return {name: build(name) for name in names}, {}
+    built: dict[str, T] = {}
+    reasons: dict[str, str] = {}
+    for name in names:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                built[name] = build(name)
+            except (
+                Exception
+            ) as error:  # any library may raise its own; each means that this implementation cannot run here
+                messages = [f"{type(error).__name__}: {error}", *(str(warning.message) for warning in caught)]
+                reasons[name] = _one_line(messages)
+    return built, reasons
+
+
+def _one_line(messages: list[str]) -> str:
+    reason = "; ".join(dict.fromkeys(" ".join(message.split("\n", 1)[0].split()) for message in messages))
+    return reason if len(reason) <= LONGEST_REASON else reason[: LONGEST_REASON - 3] + "..."
 
 
 def time_interleaved(

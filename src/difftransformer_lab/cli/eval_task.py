@@ -136,13 +136,14 @@ def _show_one(result: "TaskResult", folder: Path, verb: str) -> int:
 
 
 def _show_all(name: str, by_task: "dict[str, list[TaskResult]]", missing: list[Any], folder: Path, verb: str) -> int:
-    from ..report import write_suite
+    from ..report import suite_page, write_page
     from ..report.tasks import measurement_table
     from ..report.terminal import terminal_table
 
     for results in filter(None, by_task.values()):
         console.print(terminal_table(measurement_table(results, brief=True), console.width))
     gaps = Gaps(verb)
-    page = write_suite(name, by_task, [(row.name, row.model, row.reason) for row in missing], folder, on_gap=gaps)
+    left_out = [(row.name, row.model, row.reason) for row in missing]
+    page = write_page(suite_page(name, by_task, left_out), folder, on_gap=gaps)
     show(f"Report: {page}")
     return gaps.status

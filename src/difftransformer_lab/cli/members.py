@@ -3,13 +3,23 @@
 A process that fails says why and ends, and torchrun ends the others.
 """
 
+import logging
 import os
+import signal
 import sys
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from difftransformer.errors import EXIT_INTERRUPTED, ConfigError, FailedElsewhere
+from difftransformer.errors import (
+    EXIT_ERROR,
+    EXIT_INTERRUPTED,
+    EXIT_REQUEUE,
+    ConfigError,
+    DiffTransformerError,
+    FailedElsewhere,
+)
 from difftransformer.torchrun import started_by_torchrun, world_size
 
 from .arguments import check_device, check_positive
@@ -34,8 +44,6 @@ def run_together(
     if not started_by_torchrun():
         check()
         if (count or 1) > 1:
-            from .launch import launch
-
             check_device(device)
             return launch(count or 1, sys.argv[1:])
     with members(device, count) as processes:
@@ -68,3 +76,44 @@ def members(device: str, count: int | None) -> "Iterator[Processes]":
         with processes.fail_together():
             check_device(device)
         yield processes
+
+
+def launch(count: int, words: list[str]) -> int:
+    """Run `python -m difftransformer_lab WORDS` in `count` processes that find each other, and return the exit status of all.
+
+    If one fails, the others are ended, and the status is that of the first that failed.
+
+    Raises:
+        DiffTransformerError: A process was killed, so it could not say why it ended.
+    """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    logging.disable()  # the launcher's own; processes say themselves what failed
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=count,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        monitor_interval=0.1,
+    )
+    try:
+        elastic_launch(config, sys.executable)("-m", "difftransformer_lab", *words)
+    except ChildFailedError as failed:
+        rank, failure = failed.get_first_failure()
+        if failure.exitcode >= 0:
+            return failure.exitcode or EXIT_ERROR
+        raise DiffTransformerError(
+            f"process {rank} of {count} was killed ({signal.Signals(-failure.exitcode).name}), and the others were ended; "
+            "run the command again to continue from the newest checkpoint"
+        ) from None
+    except SignalException as stopped:
+        return EXIT_INTERRUPTED if stopped.sigval == signal.SIGINT else EXIT_REQUEUE
+    finally:
+        logging.disable(logging.NOTSET)
+    return 0

@@ -116,26 +116,6 @@ def no_gap(text: str) -> None:
     """Take note of no gap."""
 
 
-def write_suite(
-    name: str,
-    results: Mapping[str, Sequence[TaskResult]],
-    missing: Sequence[tuple[str, str, str]],
-    folder: Path,
-    *,
-    on_gap: Callable[[str], None] = no_gap,
-) -> Path:
-    """Write the page of a suite.
-
-    Args:
-        results: Results by experiment, one for each model.
-        missing: Experiment, model and reason of what was not run.
-
-    Returns:
-        The path of `index.html`.
-    """
-    return write_page(suite_page(name, results, missing), folder, on_gap=on_gap)
-
-
 def write_page(
     page: Page, folder: Path, *, on_gap: Callable[[str], None] = no_gap, refresh_seconds: int | None = None
 ) -> Path:
@@ -202,6 +182,12 @@ def all_tables(page: Page) -> list[Table]:
 
 
 def suite_page(name: str, by_task: Mapping[str, Sequence[TaskResult]], missing: Sequence[tuple[str, str, str]]) -> Page:
+    """Build the page of a suite.
+
+    Args:
+        by_task: Results by experiment, one for each model.
+        missing: Experiment, model and reason of what was not run.
+    """
     gaps: dict[str, list[str]] = {label: [] for label, results in by_task.items() if results}
     paired = {
         label: _or_gap(broken, "the paired differences", partial(task_pairs, by_task[label])) or []

@@ -82,10 +82,7 @@ class EndpointJudge:
         ]
         self.requests = self.tokens = self._failed_cases = 0
         self._client = openai.OpenAI(
-            base_url=self.endpoint,
-            api_key=key or "none",
-            max_retries=retries,
-            timeout=timeout_seconds,
+            base_url=self.endpoint, api_key=key or "none", max_retries=retries, timeout=timeout_seconds
         )
         # The client would fill the first two from environment variables of its own.
         omitted = ("OpenAI-Organization", "OpenAI-Project", *(() if key else ("Authorization",)))
