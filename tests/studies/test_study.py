@@ -522,7 +522,7 @@ def test_the_command(design, trained, tmp_path, document, monkeypatch, capsys):
     assert "2 runs, 0 are there, 2 to train" in out
     assert "of the differences by seed: none with 1 seed" in out
     assert main(["study", "study.yaml", "--dry-run", "--seeds", "5"]) == 0
-    assert f"{detectable(5, 1):.1f} with 5 seeds" in capsys.readouterr().out
+    assert f"{detectable(5):.1f} with 5 seeds" in capsys.readouterr().out
     assert not (tmp_path / "docs").exists()
     assert main(["study", "study.yaml", "--set", "training.steps=2"]) == 0
     out = capsys.readouterr().out
