@@ -3,6 +3,9 @@
 import json
 import re
 
+import pytest
+
+from difftransformer_lab.cli.console import resumable, when_interrupted
 from difftransformer_lab.cli.progress import small_curve
 from difftransformer_lab.report.live import LivePage
 
@@ -29,6 +32,16 @@ def test_the_page_refreshes_itself_until_all_runs_ended(tmp_path):
     assert len(re.findall(r"<path d=\"M[\d.]+ [\d.]+L", text)) == 2  # a curve, wide and narrow
     page.update(runs, 1, 2)
     assert (tmp_path / "page" / "index.html").read_text() == text  # it is not old yet
+    resuming = resumable("saved")
+    resuming.__enter__()
+    when_interrupted.append(page.stop)
+    with pytest.raises(KeyboardInterrupt, match="Continue with"):
+        resuming.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
+    stopped = (tmp_path / "page" / "index.html").read_text()
+    assert "1 of 2 runs ended. Interrupted" in stopped
+    assert "http-equiv" not in stopped
+    LivePage(tmp_path / "page", "demo").update(runs, 1, 2)  # the command goes on
+    assert '<meta http-equiv="refresh" content="5">' in (tmp_path / "page" / "index.html").read_text()
     page.update(runs, 2, 2)
     assert "refresh" not in (tmp_path / "page" / "index.html").read_text().replace("loads itself anew", "")
 

@@ -3,7 +3,7 @@
 import logging
 import shlex
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -78,6 +78,10 @@ class Gaps:
         return EXIT_ERROR if self.count else 0
 
 
+when_interrupted: list[Callable[[], None]] = []
+"""What `resumable` calls when its block is interrupted."""
+
+
 @contextmanager
 def resumable(saved: str = "") -> Iterator[None]:
     """Raise KeyboardInterrupt with the command that continues the work, if the block is interrupted.
@@ -87,9 +91,12 @@ def resumable(saved: str = "") -> Iterator[None]:
     """
     from difftransformer.train import Interrupted
 
+    when_interrupted.clear()
     try:
         yield
     except (Interrupted, KeyboardInterrupt) as stop:
+        for call in when_interrupted:
+            call()
         command = shlex.join(["difftransformer", *sys.argv[1:]])
         interruption = KeyboardInterrupt(f"{saved or stop}. Continue with: {command}")
         interruption.status = getattr(stop, "status", EXIT_INTERRUPTED)  # type: ignore[attr-defined]

@@ -23,7 +23,7 @@ from rich.text import Text
 
 from difftransformer.progress import shown_by, titled
 
-from .console import console, resumable
+from .console import console, resumable, when_interrupted
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -227,6 +227,7 @@ def watch_steps(
         from ..report.live import LivePage
 
         page = LivePage(folder, label)
+        when_interrupted.append(page.stop)
     bars = _Bars(progress)
     bars.update(label, 0, steps, "", started=False, loss="")  # a run that goes on does not begin at step 0
 
@@ -254,6 +255,7 @@ def with_page(
     from ..report.live import LivePage
 
     page = LivePage(folder, title)
+    when_interrupted.append(page.stop)
 
     def watch_both(jobs: "Sequence[Job]") -> None:
         watch(jobs)

@@ -17,12 +17,15 @@ _MOST_POINTS = 200
 _WIDE, _NARROW, _HEIGHT, _LEFT, _BELOW = 720, 340, 260, 48, 34
 
 
+_NOTHING: tuple[Mapping[str, tuple[Path, int]], int, int] = ({}, 0, 0)
+
+
 class LivePage:
     """`folder/index.html` while runs go on. What the command writes there at its end takes its place."""
 
     def __init__(self, folder: Path, title: str) -> None:
         self.folder, self.title = folder, title
-        self._drawn = -float(REFRESH_SECONDS)
+        self._drawn, self._last = -float(REFRESH_SECONDS), _NOTHING
 
     def update(self, runs: Mapping[str, tuple[Path, int]], ended: int, of: int) -> None:
         """Draw the page from the metrics files of runs, if it is old.
@@ -30,8 +33,18 @@ class LivePage:
         Args:
             runs: Metrics file and number of steps of each run, by its name, those that are going on first.
         """
+        self._last = (runs, ended, of)
         if ended < of and time.monotonic() - self._drawn < REFRESH_SECONDS:
             return
+        self._draw(runs, ended, of, going_on=ended < of)
+
+    def stop(self) -> None:
+        """Say on the page that the runs were interrupted, and load it no more; `update` goes on when they do."""
+        runs, ended, of = self._last
+        if ended < of:
+            self._draw(runs, ended, of, going_on=False)
+
+    def _draw(self, runs: Mapping[str, tuple[Path, int]], ended: int, of: int, *, going_on: bool) -> None:
         rows: list[list[str]] = []
         lines: dict[str, list[tuple[float, float]]] = {}
         for name, (path, steps) in list(runs.items())[:MOST_RUNS]:
@@ -50,10 +63,13 @@ class LivePage:
         )
         table = Table("losses_so_far", "Losses so far", groups, rows) if rows else None
         answer = f"{ended} of {counted(of, 'run')} ended."
-        answer += f" This page loads itself anew every {REFRESH_SECONDS} seconds." if ended < of else ""
+        if going_on:
+            answer += f" This page loads itself anew every {REFRESH_SECONDS} seconds."
+        elif ended < of:
+            answer += " Interrupted: the same command continues. Load this page again when it does."
         lead = Lead(answer=answer, table=table, drawing=_drawing(lines) if lines else None)
         page = Page(title=f"{self.title}, while it trains", about="", lead=lead, sections=[])
-        write_page(page, self.folder, refresh_seconds=None if ended == of else REFRESH_SECONDS)
+        write_page(page, self.folder, refresh_seconds=REFRESH_SECONDS if going_on else None)
         self._drawn = time.monotonic()
 
 
