@@ -26,7 +26,7 @@ from difftransformer_lab.report.answers import (
 )
 from difftransformer_lab.report.lead import verdicts_table
 from difftransformer_lab.report.questions import contrasts_table, plan_words, question_verdicts
-from difftransformer_lab.report.study_figures import draw_arms, draw_contrasts, draw_scaling
+from difftransformer_lab.report.study_figures import draw_arms, draw_contrasts, draw_scaling, draw_transfer
 from difftransformer_lab.report.study_page import brief_answer, claims_table, found_words, studies_table
 from difftransformer_lab.report.study_tables import needs_table, rates_table
 from difftransformer_lab.report.tables import Group, Table
@@ -119,7 +119,25 @@ def exploring(one: Studied) -> list[str]:
     lines = [verdicts_table(evidence, one.rows, evidence.index.figures).markdown().rstrip()]
     if one.scaling:
         lines.append(needs_table(one.scaling).markdown().rstrip())
-    return [line for line in (*lines, interval_words(evidence), edge_words(evidence)) if line]
+    return [line for line in (*lines, best_rates(one), interval_words(evidence), edge_words(evidence)) if line]
+
+
+def best_rates(one: Studied) -> str:
+    """Return the learning rate with the lowest loss at each width, for a study over widths and rates; "" for another."""
+    index = one.evidence.index
+    if [axis.name for axis in index.axes] != ["width", "rate"]:
+        return ""
+    best: dict[tuple[str, str], tuple[float, str]] = {}
+    for row in one.rows:
+        if row.point and row.figure.label == index.figures[0].label:
+            width, rate = row.point
+            mean = (row.statistic.mean, rate)
+            best[row.arm.label, width] = min(best.get((row.arm.label, width), mean), mean)
+    rates = [
+        f"{arm.label}: " + ", ".join(f"{best[arm.label, w][1]} at width {w}" for w in index.axes[0].values)
+        for arm in index.arms
+    ]
+    return f"Best of the learning rates tried ({', '.join(index.axes[1].values)}). {'; '.join(rates)}."
 
 
 def start_loss(found: list[Studied]) -> str:
@@ -157,7 +175,7 @@ def figure(one: Studied) -> str | None:
         drawing = draw_contrasts(one)
     else:
         scaling = draw_scaling(one.evidence, one.scaling) if one.scaling else None
-        drawing = scaling or draw_arms(one.evidence, one.rows)
+        drawing = scaling or draw_transfer(one.evidence, one.rows) or draw_arms(one.evidence, one.rows)
     return drawing.svg if drawing else None
 
 

@@ -244,9 +244,9 @@ class TrainingConfig:
         keep_checkpoints: Number of newest checkpoints to keep.
         keep_every: Keep every checkpoint whose step is a multiple of this; None keeps only the newest.
         keep_steps: Further steps whose checkpoints are written and kept for good.
-        ema: Decay per step of a moving average of the weights, such as 0.999, which checkpoints hold beside the weights,
-            which the recipe's evaluations are asked of, and which `export --average` writes; None keeps none. It takes as much
-            memory as the weights.
+        ema: Decay per step of a moving average of the weights, such as 0.999, which checkpoints hold beside the weights. A
+            recipe's evaluations ask it, and `export --average` writes it. None keeps none. It takes as much memory as the
+            weights.
         z_loss: Weight of the mean square of log Z, Z the sum of exponentials of a token's logits (arXiv:2204.02311 section 5),
             such as 1e-4; the training loss that is logged includes it, and validation does not.
         loss_chunk_tokens: Number of tokens whose logits are in memory at a time. None means all where they are few, else a

@@ -200,6 +200,38 @@ def draw_axes(evidence: Evidence, rows: Sequence[Compared], figure: StudyFigure)
 
 
 @matplotlib.rc_context(STYLE)
+def draw_transfer(evidence: Evidence, rows: Sequence[Compared]) -> Drawing | None:
+    """Draw the first figure over learning rates, a line for each width and a panel for each arm; None without these axes."""
+    axes, figure = {axis.name: axis for axis in evidence.index.axes}, evidence.index.figures[0]
+    if list(axes) != ["width", "rate"] or not rows:
+        return None
+    widths, rates = axes["width"].values, axes["rate"].values
+    colours = matplotlib.colormaps["viridis"](np.linspace(0.1, 0.75, len(widths)))
+    lines = math.ceil(len(evidence.index.arms) / 2)
+    canvas = Figure(figsize=(WIDTH_INCHES, 0.8 + 2.35 * lines), layout="constrained")
+    panels = canvas.subplots(lines, 2, squeeze=False, sharey=True, sharex=True)
+    for ax, arm in zip(panels.flat, evidence.index.arms, strict=False):
+        for width, colour, marker in zip(widths, colours, "osD^v<>", strict=False):
+            found = [(rate, row_of(rows, figure.label, arm.name, (width, rate))) for rate in rates]
+            there = [(float(rate), row.statistic.mean) for rate, row in found if row]
+            ax.plot(*zip(*there, strict=True), color=colour, marker=marker, markersize=4.5)
+            lowest = min(there, key=lambda one: one[1])
+            ax.plot(*lowest, "o", markersize=11, markerfacecolor="none", color=colour)
+        ax.set_xscale("log")
+        ax.minorticks_off()
+        ax.set_xticks([float(rate) for rate in rates], rates)
+        ax.set_title(arm.label, loc="left")
+    for line in panels:
+        line[0].set_ylabel(with_unit(figure.label, figure))
+    for ax in panels[-1]:
+        ax.set_xlabel("learning rate")
+    labels = zip(widths, colours, "osD^v<>", strict=False)
+    legend_above(canvas, [Line2D([], [], color=c, marker=m, label=f"width {width}") for width, c, m in labels])
+    caption = f"{title_of(figure)} ({_better_words(figure)}), mean over seeds. Rings: the best rate of each width."
+    return finish("transfer", title_of(figure), caption, canvas, False)
+
+
+@matplotlib.rc_context(STYLE)
 def draw_losses(evidence: Evidence) -> Drawing | None:
     """Draw training and held-out loss over training, a small panel for each arm with the reference behind it."""
     point = evidence.points[-1]
