@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from difftransformer.data.tokenizer import byte_tokenizer
 from tests.support.serve import check_answers, serving
-from tests.support.tiny_folders import SENTENCES, logits, saved, tokens, with_code
+from tests.support.tiny_folders import SENTENCES, differential_qwen, logits, saved, tokens, with_code
 
 QUESTIONS = [
     {"question": f"{i} plus one makes", "choices": ["one", "twenty-two", "a hundred and three"], "answer": i % 3}
@@ -138,7 +138,7 @@ def test_the_command_of_trl(outside, needs, texts, tmp_path):
     assert (tmp_path / "tuned" / "modeling_difftransformer.py").is_file()
 
 
-@pytest.mark.parametrize("where", ["with code", "by difftransformer.hub"])
+@pytest.mark.parametrize("where", ["with code", "by difftransformer.hub", "a differential Qwen3"])
 def test_transformers_serve(where, outside, needs, tmp_path):
     for name in ("fastapi", "uvicorn", "openai"):
         needs(name)
@@ -146,7 +146,7 @@ def test_transformers_serve(where, outside, needs, tmp_path):
         ours = with_code(tmp_path / "m", "diff_v2")
         server = serving(tmp_path / "m", outside.environment, "--trust-remote-code")
     else:
-        ours = saved(tmp_path / "m", "dex")
+        ours = differential_qwen(tmp_path / "m") if "Qwen3" in where else saved(tmp_path / "m", "dex")
         server = serving(tmp_path / "m", os.environ, command=("-m", "difftransformer.hub", "transformers"))
     with server as ask:
         check_answers(ask, ours, tmp_path / "m")

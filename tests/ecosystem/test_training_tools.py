@@ -5,8 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, Trainer, TrainingArguments
 
 from difftransformer.attention import VARIANTS
-from difftransformer.families import family_config
-from tests.support.tiny_folders import SENTENCES, logits, model, saved, stock, tokens
+from tests.support.tiny_folders import SENTENCES, differential_qwen, logits, model, saved, stock, tokens
 from tests.support.tiny_models import scramble, tiny
 
 TRAINED_TYPES = ("diff", "diff_v2")
@@ -39,10 +38,10 @@ def own_steps(network, ids, steps=6, rate=2e-2):
     return seen[0], seen[-1]
 
 
-@pytest.mark.parametrize("attention_type", VARIANTS)
-def test_lora(attention_type, needs, tmp_path):
+@pytest.mark.parametrize("name", [*VARIANTS, "qwen3"])
+def test_lora(name, needs, tmp_path):
     peft = needs("peft")
-    base = saved(tmp_path / "base", attention_type)
+    base = differential_qwen(tmp_path / "base") if name == "qwen3" else saved(tmp_path / "base", name)
     ids = tokens(4, 24)
     before = logits(base, ids)
     adapted = peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules=PROJECTIONS, task_type="CAUSAL_LM"))
@@ -233,22 +232,6 @@ def test_grpo_with_continuous_batching(attention_type, needs, tmp_path):
     assert rewarded == expected
 
 
-def differential_qwen(folder):
-    """A Qwen3 with differential attention, and the byte tokenizer, in a folder."""
-    saved(folder)
-    settings = model().config
-    sizes = {
-        name: getattr(settings, name) for name in ("vocab_size", "hidden_size", "intermediate_size", "eos_token_id")
-    }
-    config = family_config("qwen3")(
-        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8, **sizes
-    )
-    (folder / "model.safetensors").unlink()
-    made = AutoModelForCausalLM.from_config(config)
-    made.save_pretrained(folder)
-    return made.eval()
-
-
 def test_smoothed_labels_of_a_family_are_shifted(needs, tmp_path):
     needs("accelerate")
     network, ids = differential_qwen(tmp_path / "base"), tokens(2, 12)
@@ -263,11 +246,15 @@ def test_smoothed_labels_of_a_family_are_shifted(needs, tmp_path):
 @pytest.mark.parametrize("make", [saved, differential_qwen])
 def test_trl_opens_a_folder_by_its_path(make, needs, tmp_path):
     trl, datasets = needs("trl"), needs("datasets")
-    make(tmp_path / "base")
+    before = make(tmp_path / "base")
     arguments = trl.SFTConfig(
-        str(tmp_path / "run"), max_steps=1, max_length=64, save_strategy="no", bf16=False, **ARGUMENTS
+        str(tmp_path / "run"), max_steps=4, max_length=64, save_strategy="no", bf16=False, **ARGUMENTS
     )
     rows = datasets.Dataset.from_list([{"text": text} for text in SENTENCES])
     trainer = trl.SFTTrainer(model=str(tmp_path / "base"), args=arguments, train_dataset=rows)
+    assert type(trainer.model) is type(before)
     trainer.train()
-    assert type(trainer.model).__name__.startswith("Diff")
+    assert losses(trainer)[-1] < losses(trainer)[0] - 0.1
+    trainer.save_model(str(tmp_path / "tuned"))
+    tuned, ids = AutoModelForCausalLM.from_pretrained(tmp_path / "tuned"), tokens(2, 20)
+    assert torch.equal(logits(tuned, ids), logits(trainer.model, ids))

@@ -3,10 +3,11 @@
 import json
 
 import torch
+from transformers import AutoModelForCausalLM, Qwen3Config
 
 from difftransformer import DiffTransformerConfig, DiffTransformerForCausalLM
 from difftransformer.data.tokenizer import byte_tokenizer
-from difftransformer.families import convert_folder
+from difftransformer.families import convert_folder, upcycle_folder
 from difftransformer.hub import export_folder
 
 CHAT_TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
@@ -56,6 +57,19 @@ def stock(folder):
     made = saved(ours)
     convert_folder(ours, folder, to="diffllama")
     return made
+
+
+def differential_qwen(folder, to="diff"):
+    """A Qwen3 made differential, in a folder with the same tokenizer."""
+    plain = folder.with_name("plain")
+    ours = saved(plain).config
+    shared = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    special = ("pad_token_id", "bos_token_id", "eos_token_id")
+    sizes = {name: getattr(ours, name) for name in (*shared, *special)}
+    config = Qwen3Config(num_key_value_heads=2, head_dim=8, **sizes)
+    AutoModelForCausalLM.from_config(config).save_pretrained(plain)
+    upcycle_folder(plain, folder, to=to)
+    return AutoModelForCausalLM.from_pretrained(folder)
 
 
 def tokens(*shape, seed=3):
