@@ -1,5 +1,5 @@
-"""transformers' own test suites: what passes for Llama passes for every attention type, and what passes for a Qwen3 passes for
-one made differential, or the table says why not.
+"""transformers' own test suites: what passes for Llama passes for every attention type, and what passes for a Qwen3, Gemma 3
+or Phi-3 passes for one made differential, or the table says why not.
 
 The suites are those of the installed release, from its source distribution. This lacks the generation and the export suite.
 DIFFTRANSFORMER_TRANSFORMERS_TESTS names the folder `tests` of a checkout of transformers that has them; they then run too.
@@ -22,7 +22,8 @@ from tests.support.transformers_suites import layout
 OUTCOMES = ("passed", "skipped", "failed")  # from best to worst
 with Path(layout.__file__).with_name("exceptions.csv").open(encoding="utf-8", newline="") as table:
     ROWS = {(row["attention_type"], row["test"]): row["reason"] for row in csv.DictReader(table)}
-ORIGINALS = dict.fromkeys(VARIANTS, "llama") | {"differential_qwen3": "qwen3"}
+FAMILIES = ("qwen3", "gemma3_text", "phi3")
+ORIGINALS = dict.fromkeys(VARIANTS, "llama") | {f"differential_{name}": name for name in FAMILIES}
 FEWEST_PASSED = 119  # of Llama; a suite that is skipped as a whole shows nothing
 
 
@@ -47,7 +48,7 @@ def outcomes(folder):
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=3000,
+        timeout=3500,
     )
     assert done.returncode in (0, 1), (done.stdout + done.stderr)[-2000:]
     found = defaultdict(dict)
@@ -65,7 +66,7 @@ def test_table():
     assert all(ROWS.values())
 
 
-@pytest.mark.slow(minutes=8)
+@pytest.mark.slow(minutes=11)
 def test_what_passes_for_llama_passes(archive, needs, tmp_path):
     needs("parameterized")
     layout.lay_out(archive, tmp_path, os.environ.get("DIFFTRANSFORMER_TRANSFORMERS_TESTS"))

@@ -55,7 +55,13 @@ OPTIONS = {
         "attn_logit_softcapping": None, "final_logit_softcapping": 8.0, "query_pre_attn_scalar": 5, "head_dim": 10,
         "sliding_window": 5, "attention_bias": True,
     },
-    "gemma3_text": {**MIXED, "query_pre_attn_scalar": 5, "head_dim": 10, "attention_bias": True},
+    "gemma3_text": {
+        **MIXED, "query_pre_attn_scalar": 5, "head_dim": 10, "attention_bias": True,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "rope_theta": 1e4, "factor": 8.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+        },
+    },
     "olmo2": {"attention_bias": True, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
     "olmo3": {**MIXED, "attention_bias": True},
     "smollm3": {**MIXED, "no_rope_layers": [1, 0, 1, 0], "use_sliding_window": True, "attention_bias": True},

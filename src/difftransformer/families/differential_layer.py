@@ -234,10 +234,10 @@ def attention(
 
 def _grouped(heads: Tensor, width: int) -> Tensor:
     """Convert (B, N, L, D) to (B, N D / width, L, width), without a copy where the memory is (B, L, N, D)."""
-    batch, _, length, own = heads.shape
+    batch, count, length, own = heads.shape
     if own == width:
         return heads
-    return heads.transpose(1, 2).reshape(batch, length, -1, width).transpose(1, 2)
+    return heads.transpose(1, 2).reshape(batch, length, count * own // width, width).transpose(1, 2)
 
 
 AttentionInterface.register(IMPLEMENTATION, attention)

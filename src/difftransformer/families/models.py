@@ -28,7 +28,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from ..attention import Attention, HeadLayout, config_options, variant
-from ..attention.base import PROJECTIONS, QK_NORMS
+from ..attention.base import PROJECTIONS, QK_NORMS, RMSNorm
 from ..errors import ConfigError
 from ..model.caches import PagedModel
 from ..model.card import save_card
@@ -90,8 +90,7 @@ class DifferentialFields:
         """This configuration with the heads and width of the cache, for each layer; transformers allocates caches from it."""
         if torch.compiler.is_compiling():  # copies of dataclasses are not traced; caches that grow need no heads
             return [self] * self.num_hidden_layers
-        layers = PreTrainedConfig.per_layer_config.fget(self)
-        return [with_heads_of_cache(layer, self.head_layout()) for layer in layers]
+        return _LayerConfigs(self, PreTrainedConfig.per_layer_config.fget(self))
 
     @per_layer_config.setter
     def per_layer_config(self, given: Any) -> None:
@@ -121,6 +120,17 @@ class DifferentialFields:
     def attention_fields(self) -> Any:
         """Return what a variant reads of a configuration."""
         return attention_fields(self, **{name: getattr(self, name) for name in config_options()})
+
+
+class _LayerConfigs(list[Any]):
+    """The configurations of a model's caches by layer, and those of its rotations by the name of a layer type."""
+
+    def __init__(self, config: Any, own: Any) -> None:
+        super().__init__(with_heads_of_cache(layer, config.head_layout()) for layer in own)
+        self._own = own
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._own[key] if isinstance(key, str) else super().__getitem__(key)
 
 
 def attention_fields(config: Any, **options: Any) -> Any:
@@ -166,6 +176,10 @@ class _DifferentialModel(PreTrainedModel):  # type: ignore[misc]
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, RMSNorm):  # of the maps' difference; Gemma takes it for its own, whose gain is 1 + weight
+            if module.weight is not None:
+                init.ones_(module.weight)
+            return
         super()._init_weights(module)
         if isinstance(module, Attention):
             module.init_own_parameters(init.normal_)

@@ -231,9 +231,9 @@ def allowed_keys(
         )
     if attn_mask is not None:
         attn_mask_BHTS = attn_mask[(None,) * (4 - attn_mask.dim())]
-        if attn_mask_BHTS.shape[2] != 1:
+        if query_range is not None and attn_mask_BHTS.shape[2] != 1:
             attn_mask_BHTS = attn_mask_BHTS[:, :, row_first:row_last]
-        if attn_mask_BHTS.shape[3] != 1:
+        if key_range is not None and attn_mask_BHTS.shape[3] != 1:
             attn_mask_BHTS = attn_mask_BHTS[..., column_first:column_last]
         conditions.append(attn_mask_BHTS)
     if not conditions:

@@ -100,5 +100,9 @@ def weighted_values(map_BHTS: Tensor, value: Tensor) -> Tensor:
     """Return the product (B, H, T, E) of maps, rounded to the value's dtype, and values (B, G, S, E)."""
     batch, heads, queries, keys = map_BHTS.shape
     groups, _, value_width = value.shape[1:]
+    if (
+        heads != groups and torch.compiler.is_exporting()
+    ):  # a view of heads and a free length as one dimension bounds it
+        return map_BHTS.to(value.dtype) @ value.repeat_interleave(heads // groups, 1)
     map_BGRS = map_BHTS.to(value.dtype).view(batch, groups, heads // groups * queries, keys)
     return (map_BGRS @ value).view(batch, heads, queries, value_width)

@@ -29,7 +29,11 @@ test_fsdp_mixin.FSDP_DISTRIBUTED_TEST_MODEL_TYPES = None
 AUTO = ("AutoModel", *(f"AutoModelFor{kind}" for kind in (
     "CausalLM", "QuestionAnswering", "SequenceClassification", "TokenClassification"
 )))  # fmt: skip
-FAMILIES = ("qwen3",)
+FAMILIES = {  # the options of each
+    "qwen3": {},
+    "gemma3_text": {"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"]},
+    "phi3": {},
+}
 
 
 def classes_of(config):
@@ -122,6 +126,6 @@ llama = suite("llama", classes=classes_of(CONFIG_MAPPING["llama"]))
 OURS = classes_of(ours.DiffTransformerConfig)
 for name in VARIANTS:
     globals()[name] = suite(name, classes=OURS, options={"attention_type": name, "initialization": "normal"})
-for name in FAMILIES:
-    globals()[name] = suite(name, classes=classes_of(CONFIG_MAPPING[name]))
-    globals()[f"differential_{name}"] = suite(f"differential_{name}", classes=classes_of(family_config(name)))
+for family, options in FAMILIES.items():
+    for name, config in ((family, CONFIG_MAPPING[family]), (f"differential_{family}", family_config(family))):
+        globals()[name] = suite(name, classes=classes_of(config), options=options)
