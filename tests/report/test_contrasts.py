@@ -196,6 +196,16 @@ def test_the_verdict_is_where_the_interval_lies(effect, parts, state):
     assert found.state == state
 
 
+@pytest.mark.parametrize(
+    ("effect", "smallest", "words"),
+    [(-0.1, 0.2, "Lower, by less than 0.2"), (-0.1, 0.05, "Lower"), (0.0, 0.2, "The same"), (0.0, None, "")],
+)
+def test_an_effect_below_the_smallest_that_matters_says_so(effect, smallest, words):
+    parts = {"above": "Higher.", "below": "Lower.", "within": "The same.", "smallest": smallest}
+    (finding,) = findings(confirming(drawn({"diff": effect}), [contrast(**parts)]))
+    assert finding.meaning == words
+
+
 def test_the_test_follows_from_the_number_of_seeds_and_the_plan():
     for seeds, parts in ((9, {}), (10, {}), (10, {"test": "welch"})):
         values = drawn({"diff": -0.01}, seeds=seeds)

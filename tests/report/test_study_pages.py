@@ -247,6 +247,7 @@ def confirming(seen, *contrasts, at="2026-01-01T00:00:00Z", seeds=12, **parts):
         ({"diff": 0.9, "twin": 0.1}, {}, "reproduced here"),
         ({"diff": 0.1, "twin": 0.9}, {}, "opposite"),
         ({"diff": 0.5, "twin": 0.5}, {}, "no difference as large as the paper's"),
+        ({"diff": 0.55, "twin": 0.5}, {}, "no difference as large as the paper's"),  # though it is above zero
         (
             {"diff": 0.9, "twin": 0.1},
             {"at": "2026-01-03T00:00:00Z"},

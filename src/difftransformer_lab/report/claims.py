@@ -18,7 +18,7 @@ from difftransformer.typed import build
 
 from .answers import NEEDS, decimals, effect_words, explored_words, share_words
 from .comparisons import row_of
-from .contrasts import Finding
+from .contrasts import DECIDED, Finding
 from .questions import finding_words
 from .studied import Studied
 
@@ -158,9 +158,11 @@ def _words(study: Studied, finding: Finding) -> str:
 def _vote(study: Studied, finding: Finding, test: ClaimTest) -> Vote:
     if study.registration is None or not study.registration.is_registered:
         return "planned"
+    if finding.state in DECIDED and finding.is_small:
+        return "small"
     if finding.state in ("above", "below"):
         return "for" if finding.state == test.favours else "against"
-    others: dict[str, Vote] = {"within": "small", "open": "open", "too few seeds": "too little power"}
+    others: dict[str, Vote] = {"open": "open", "too few seeds": "too little power"}
     return others.get(finding.state, "planned")
 
 

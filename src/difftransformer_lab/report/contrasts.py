@@ -74,9 +74,20 @@ class Finding:
         return "" if self.figure.unit == "share" else self.figure.unit
 
     @property
+    def is_small(self) -> bool:
+        """Whether the whole interval lies within the smallest effect that matters, on whichever side of zero."""
+        difference, smallest = self.difference, self.contrast.smallest
+        if difference is None or difference.low is None or difference.high is None or smallest is None:
+            return False
+        return -smallest < difference.low and difference.high < smallest
+
+    @property
     def meaning(self) -> str:
         meanings = {"above": self.contrast.above, "below": self.contrast.below, "within": self.contrast.within}
-        return meanings.get(self.state, "").rstrip(".")
+        words = meanings.get(self.state, "").rstrip(".")
+        return (
+            f"{words}, by less than {self.contrast.smallest:g}" if self.is_small and self.state != "within" else words
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
