@@ -1,5 +1,6 @@
 """Tiny random models of transformers' own classes, every option away from its default, made differential."""
 
+import copy
 import inspect
 import pickle
 import re
@@ -373,6 +374,17 @@ def test_the_loss_in_chunks(family):
     for value, expected in zip(*found, strict=True):
         assert relative_error(value, expected) < 1e-6
     assert "labels" in inspect.signature(model.forward).parameters
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gains_of_heads_start_at_one(family):
+    """Also in families whose own norms multiply by 1 + weight, as Gemma's do, and in a copy."""
+    model = AutoModelForCausalLM.from_config(
+        family_config(family)(**BASE | {"num_key_value_heads": 2} | OPTIONS[family])
+    )
+    gains = [weight for name, weight in copy.deepcopy(model).named_parameters() if name.endswith("head_norm.weight")]
+    assert gains
+    assert all((gain == 1).all() for gain in gains)
 
 
 @torch.no_grad()

@@ -171,6 +171,11 @@ class _DifferentialModel(PreTrainedModel):  # type: ignore[misc]
         there = {name.rpartition(".")[2] for name, _ in self.named_parameters()}
         kept = set(self._keep_in_fp32_modules_strict or ()) | (set(config.attention.fp32_parameters) & there)
         self._keep_in_fp32_modules_strict = sorted(kept)
+        for module in self.modules():
+            if (
+                isinstance(module, PreTrainedModel) and module is not self
+            ):  # which transformers asks how its modules start
+                module._init_weights = self._init_weights
         self.post_init()
         self._check_and_adjust_attn_implementation(config._attn_implementation)
 

@@ -100,6 +100,8 @@ def brief_explored(study: Studied) -> str:
     row = row_of(study.rows, figure.label, main.name, ())
     if row is None or row.difference is None or row.is_censored:
         return f"{title_of(figure)}: no pair of runs yet."
+    if row.pairs < 2:
+        return f"{title_of(figure)}: one seed, which tells nothing apart; see the page."
     effect = effect_words(row, figure, decimals(study.rows, figure))
     words = explored_words(evidence, main.name).removesuffix(", not confirmed")
     texts = [
