@@ -65,6 +65,18 @@ def test_sizes_of_a_recipe(toy_file, capsys):
     assert "(recipe)" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("heads", "words"),
+    [(4, "it is 683. model.multiple_of: 16 in a recipe makes it 688."), (3, "")],  # 8 / 3 of 256, and of 192: 512
+)
+def test_a_width_that_quantized_kernels_refuse(heads, words, tmp_path, capsys):
+    DiffTransformerConfig(hidden_size=64 * heads, num_attention_heads=2, num_hidden_layers=1).save_pretrained(tmp_path)
+    assert main(["info", str(tmp_path)]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert words in printed
+    assert ("multiple_of" in printed) == bool(words)
+
+
 def test_a_shipped_recipe(start):
     text, rows = start("demo")
     assert len(rows) == 2

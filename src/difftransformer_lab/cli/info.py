@@ -1,5 +1,7 @@
 """difftransformer info."""
 
+import copy
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +16,9 @@ from .console import console, show
 if TYPE_CHECKING:
     from difftransformer.model import DiffTransformerConfig
     from difftransformer.model.start_sizes import Branch
+
+KERNEL_WIDTHS = (32, 16, 8)
+"""Multiples that kernels of quantized weights, such as torchao's int4, ask of a matrix; the first is the common one."""
 
 
 def run(model: str, start: bool = False) -> int:
@@ -60,12 +65,30 @@ def run(model: str, start: bool = False) -> int:
         _show_start(model, config, is_saved)
         return 0
     console.print(_sizes(model, source, config))
+    if line := _odd_width(config):
+        show(line)
     if stated is not None:
         tied = count(config).parameters
         untied = tied + config.vocab_size * config.hidden_size
         text = f"The paper states {stated / 1e9:.3g}B. This shape has {tied / 1e9:.2f}B with a tied embedding"
         console.print(f"{text}, {untied / 1e9:.2f}B untied.", highlight=False)
     return 0
+
+
+def _odd_width(config: "DiffTransformerConfig") -> str:
+    """Return what is to be done about an MLP width that quantized kernels refuse; empty if nothing is."""
+    from ..studies.recipe import round_width
+
+    for multiple in KERNEL_WIDTHS if config.intermediate_size % KERNEL_WIDTHS[0] else ():
+        rounded = copy.copy(config)
+        with suppress(ConfigError):
+            round_width(rounded, multiple)
+            width = config.intermediate_size
+            return (
+                f"Kernels of quantized weights want an intermediate_size that {KERNEL_WIDTHS[0]} divides; it is {width}. "
+                f"model.multiple_of: {multiple} in a recipe makes it {rounded.intermediate_size}."
+            )
+    return ""
 
 
 def _is_recipe(name: str) -> bool:
@@ -133,13 +156,16 @@ def _sizes(name: str, source: str, config: "DiffTransformerConfig") -> Table:
 
     table = Table(title=f"{name} ({source})", caption="Computed by formula; FLOPs of matrix products.")
     table.add_column("")
-    twins = [size_rows(config.twin(word)) for word in variants()]
+    twins = {}
     for word in variants():
-        table.add_column(word, justify="right")
-    for label in twins[0]:
-        table.add_row(label, *(f"{rows[label]:,}" for rows in twins))
-    size = count(config.twin()).parameters
-    equal = (matching_width(config.twin(word), size) for word in variants())
+        with suppress(ConfigError):  # heads that one of them cannot divide leave its column out
+            twins[word] = config.twin(word)
+            table.add_column(word, justify="right")
+    rows = [size_rows(twin) for twin in twins.values()]
+    for label in rows[0]:
+        table.add_row(label, *(f"{one[label]:,}" for one in rows))
+    size = count(config.twin("softmax")).parameters
+    equal = (matching_width(twin, size) for twin in twins.values())
     table.add_row("FFN width for as many parameters as softmax", *(f"{width:,}" for width in equal))
     return table
 

@@ -204,7 +204,7 @@ class Recipe:
         if match is not None:
             config.intermediate_size = matching_width(config, count(config.twin(match)).parameters)
         if multiple != 1:
-            _round_width(config, multiple)
+            round_width(config, multiple)
         return config
 
     def planned_config(self) -> DiffTransformerConfig:
@@ -260,7 +260,7 @@ class Recipe:
         return dataclasses.replace(self, training=dataclasses.replace(self.training, seed=seed))
 
 
-def _round_width(config: DiffTransformerConfig, multiple: int) -> None:
+def round_width(config: DiffTransformerConfig, multiple: int) -> None:
     """Round intermediate_size to the nearest multiple.
 
     Raises:
