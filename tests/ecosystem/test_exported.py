@@ -1,10 +1,20 @@
 """Exported programs, computed by processes that cannot import this package."""
 
+import pytest
 import torch
 from torch import nn
 from torch.export import Dim
+from transformers import AutoModelForCausalLM
 
+from difftransformer.families import family_config
 from tests.support.tiny_folders import logits, saved, tokens
+
+
+def differential_qwen3(_folder):
+    sizes = {"vocab_size": 258, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "pad_token_id": 0}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(family_config("qwen3")(**sizes, **heads))
 
 
 class Logits(nn.Module):
@@ -18,8 +28,9 @@ class Logits(nn.Module):
         return self.network(ids, use_cache=False).logits
 
 
-def test_pt2_at_other_lengths(outside, tmp_path):
-    network, ids, sizes = saved(tmp_path / "m"), tokens(3, 70), {0: Dim("B"), 1: Dim("T")}
+@pytest.mark.parametrize("made", [saved, differential_qwen3])
+def test_pt2_at_other_lengths(made, outside, tmp_path):
+    network, ids, sizes = made(tmp_path / "m"), tokens(3, 70), {0: Dim("B"), 1: Dim("T")}
     program = torch.export.export(Logits(network.eval()), (tokens(2, 9),), dynamic_shapes=(sizes,))
     torch.export.save(program, tmp_path / "model.pt2")
     torch.save(ids, tmp_path / "ids.pt")
