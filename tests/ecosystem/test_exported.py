@@ -41,3 +41,21 @@ def test_pt2_at_other_lengths(made, outside, tmp_path):
     """)
     found = torch.load(tmp_path / "logits.pt", weights_only=True)
     torch.testing.assert_close(found, logits(network, ids), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_pte(outside, tmp_path):
+    """ExecuTorch's file of fixed lengths, by its own runtime."""
+    exir = pytest.importorskip("executorch.exir")
+    network, ids = saved(tmp_path / "m"), tokens(1, 9)
+    program = exir.to_edge(torch.export.export(Logits(network.eval()), (ids,))).to_executorch()
+    (tmp_path / "model.pte").write_bytes(program.buffer)
+    torch.save(ids, tmp_path / "ids.pt")
+    outside("""if True:
+        import torch
+        from executorch.runtime import Runtime
+        method = Runtime.get().load_program("model.pte").load_method("forward")
+        torch.save(method.execute([torch.load("ids.pt", weights_only=True)])[0].clone(), "logits.pt")
+    """)
+    found = torch.load(tmp_path / "logits.pt", weights_only=True)
+    torch.testing.assert_close(found, logits(network, ids), atol=1e-5, rtol=1e-5)
