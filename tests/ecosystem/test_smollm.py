@@ -21,7 +21,7 @@ def ids(smollm):
     """Real text: WikiText-2 where it is, or else Python's own documentation."""
     data = os.environ.get("DIFFTRANSFORMER_DATA")
     source = next(iter(sorted(Path(data, "wikitext2").glob("*.txt"))), None) if data else None
-    text = read_documents(str(source) if source else "python-stdlib")[0].text
+    text = "\n".join(one.text for one in read_documents(str(source) if source else "python-stdlib")[:20])
     return torch.tensor(Tokenizer.load(smollm).encode(text[: 8 * TOKENS])[:TOKENS])
 
 
