@@ -22,7 +22,7 @@ def ids(smollm):
     data = os.environ.get("DIFFTRANSFORMER_DATA")
     source = next(iter(sorted(Path(data, "wikitext2").glob("*.txt"))), None) if data else None
     text = "\n".join(one.text for one in read_documents(str(source) if source else "python-stdlib")[:20])
-    return torch.tensor(Tokenizer.load(smollm).encode(text[: 8 * TOKENS])[:TOKENS])
+    return torch.tensor(Tokenizer.load(smollm).encode(text[: 40 * TOKENS])[:TOKENS])
 
 
 @pytest.mark.parametrize("to", ["diff", "diff_v2", "dex"])
