@@ -4,17 +4,8 @@ import pytest
 import torch
 from torch import nn
 from torch.export import Dim
-from transformers import AutoModelForCausalLM
 
-from difftransformer.families import family_config
-from tests.support.tiny_folders import logits, saved, tokens
-
-
-def differential_qwen3(_folder):
-    sizes = {"vocab_size": 258, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "pad_token_id": 0}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(family_config("qwen3")(**sizes, **heads))
+from tests.support.tiny_folders import differential_qwen, logits, saved, tokens
 
 
 class Logits(nn.Module):
@@ -28,7 +19,7 @@ class Logits(nn.Module):
         return self.network(ids, use_cache=False).logits
 
 
-@pytest.mark.parametrize("made", [saved, differential_qwen3])
+@pytest.mark.parametrize("made", [saved, differential_qwen])
 def test_pt2_at_other_lengths(made, outside, tmp_path):
     network, ids, sizes = made(tmp_path / "m"), tokens(3, 70), {0: Dim("B"), 1: Dim("T")}
     program = torch.export.export(Logits(network.eval()), (tokens(2, 9),), dynamic_shapes=(sizes,))

@@ -4,6 +4,7 @@ import re
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from difftransformer.data import byte_tokenizer
@@ -88,6 +89,23 @@ def test_colours_are_those_of_the_weights(opened):
         } return [wrong.length, future] })()"""
     )
     assert told == [0, 0]
+
+
+@pytest.mark.parametrize("steps", ["fine", "coarse"])
+@pytest.mark.parametrize("kind", ["diff", "diff_v2", "softmax"])
+def test_weights_are_those_of_the_model(kind, steps, browser, tmp_path, monkeypatch):
+    if steps == "coarse":
+        monkeypatch.setattr("difftransformer_lab.explorer.page.MOST_CHARACTERS", 0)
+    model = MAKE[kind]()
+    browser.open(maps(model, byte_tokenizer(), TEXT).save(tmp_path / "page.html"), ready=READY)
+    drawn = browser.run(
+        """views[0].model.heads.map(head => Array.from({length: views[0].model.size}, (_, row) =>
+        Array.from({length: views[0].model.size}, (_, key) => key > row ? 0 : left(head, row, key))))"""
+    )
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        own = model(torch.tensor([[256, *TEXT.encode()]]), output_attentions=True).attentions
+    np.testing.assert_allclose(drawn, torch.cat(own, 1)[0], rtol=0, atol=1e-3)
 
 
 def test_keys_choose_a_row_and_mark_tokens(opened):

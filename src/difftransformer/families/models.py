@@ -171,17 +171,23 @@ class _DifferentialModel(PreTrainedModel):  # type: ignore[misc]
         there = {name.rpartition(".")[2] for name, _ in self.named_parameters()}
         kept = set(self._keep_in_fp32_modules_strict or ()) | (set(config.attention.fp32_parameters) & there)
         self._keep_in_fp32_modules_strict = sorted(kept)
-        for module in self.modules():
-            if (
-                isinstance(module, PreTrainedModel) and module is not self
-            ):  # which transformers asks how its modules start
-                module._init_weights = self._init_weights
         self.post_init()
         self._check_and_adjust_attn_implementation(config._attn_implementation)
 
+    def initialize_weights(self) -> None:
+        """Draw the weights that no file has; an inner model's too, which transformers would draw as its family does."""
+        inner = [module for module in self.modules() if isinstance(module, PreTrainedModel) and module is not self]
+        for module in inner:
+            module._init_weights = self._init_weights
+        try:
+            super().initialize_weights()
+        finally:
+            for module in inner:
+                del module._init_weights
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, RMSNorm):  # of the maps' difference; Gemma takes it for its own, whose gain is 1 + weight
+        if isinstance(module, RMSNorm):  # Gemma takes it for its own, whose gain is 1 + weight
             if module.weight is not None:
                 init.ones_(module.weight)
             return

@@ -65,12 +65,9 @@ def softmax_map(query: Tensor, key: Tensor, scale: float, allowed_BHTS: Tensor |
     Returns:
         (B, H, T, S) in fp32, or float64 where the inputs are.
     """
-    batch, heads, queries, width = query.shape
-    groups, keys = key.shape[1:3]
     if query.dtype in LOW_PRECISION:
         query, key = query.float(), key.float()
-    q_BGRD = (query * scale).reshape(batch, groups, heads // groups * queries, width)
-    scores_BHTS = (q_BGRD @ key.mT).view(batch, heads, queries, keys)
+    scores_BHTS = _product_by_group(query * scale, key.mT)
     observer = _observer()
     return softmax_of(scores_BHTS if observer is None else observer(scores_BHTS, allowed_BHTS), allowed_BHTS)
 
@@ -98,11 +95,15 @@ def run(call: Call) -> Tensor:
 
 def weighted_values(map_BHTS: Tensor, value: Tensor) -> Tensor:
     """Return the product (B, H, T, E) of maps, rounded to the value's dtype, and values (B, G, S, E)."""
-    batch, heads, queries, keys = map_BHTS.shape
-    groups, _, value_width = value.shape[1:]
-    if (
-        heads != groups and torch.compiler.is_exporting()
-    ):  # a view of heads and a free length as one dimension bounds it
-        return map_BHTS.to(value.dtype) @ value.repeat_interleave(heads // groups, 1)
-    map_BGRS = map_BHTS.to(value.dtype).view(batch, groups, heads // groups * queries, keys)
-    return (map_BGRS @ value).view(batch, heads, queries, value_width)
+    return _product_by_group(map_BHTS.to(value.dtype), value)
+
+
+def _product_by_group(left_BHTX: Tensor, right_BGXY: Tensor) -> Tensor:
+    """Return the product (B, H, T, Y) of each head with the matrix of its group."""
+    batch, heads, rows, inner = left_BHTX.shape
+    groups, _, columns = right_BGXY.shape[1:]
+    # A view of heads and rows as one dimension would bound a free length of an exported program.
+    if heads != groups and torch.compiler.is_exporting():
+        return left_BHTX @ right_BGXY.repeat_interleave(heads // groups, 1)
+    left_BGRX = left_BHTX.reshape(batch, groups, heads // groups * rows, inner)
+    return (left_BGRX @ right_BGXY).view(batch, heads, rows, columns)

@@ -23,7 +23,7 @@ function bytesOf(text) {
 }
 
 async function unpack(script) {
-  const stream = new Blob([bytesOf(script.textContent)]).stream().pipeThrough(new DecompressionStream("deflate"));
+  const stream = new Blob([bytesOf(script.textContent)]).stream().pipeThrough(new DecompressionStream("deflate-raw"));
   const bytes = new Uint8Array(await new Response(stream).arrayBuffer());
   const start = 4 + new DataView(bytes.buffer).getUint32(0, true), count = (bytes.length - start) / 2;
   const model = JSON.parse(new TextDecoder().decode(bytes.subarray(4, start)));

@@ -1,6 +1,6 @@
 """The explorer's page: maps packed into one HTML file with its style and script, which asks no server for anything.
 
-A model is one block of base85 in the page, with a comma for each "<", a zlib stream of
+A model is one block of base85 in the page, with a comma for each "<", a raw deflate stream of
 
     4 bytes     length of the JSON text, little-endian
     JSON        name, tokens, and for each layer its heads, its maps of a head and its lambdas
@@ -129,12 +129,19 @@ def packed(layers: list[LayerMaps], facts: Mapping[str, Any]) -> str:
         counts = np.concatenate(parts)
         planes = counts.astype("<u2").view(np.uint8).reshape(-1, 2)
         header = json.dumps({**facts, "levels": fine, "layers": shapes}, separators=(",", ":")).encode()
-        squeeze = zlib.compressobj(6, zlib.DEFLATED, zlib.MAX_WBITS, zlib.DEF_MEM_LEVEL, zlib.Z_FILTERED)
-        content = len(header).to_bytes(4, "little") + header + planes[:, 0].tobytes() + planes[:, 1].tobytes()
-        block = base64.b85encode(squeeze.compress(content) + squeeze.flush()).decode().replace("<", ",")
+        weights = planes[:, 0].tobytes() + planes[:, 1].tobytes()
+        both = [_deflated(weights, strategy) for strategy in (zlib.Z_FILTERED, zlib.Z_RLE)]  # sharp maps, flat ones
+        stream = _deflated(len(header).to_bytes(4, "little") + header, zlib.Z_DEFAULT_STRATEGY, zlib.Z_SYNC_FLUSH)
+        block = base64.b85encode(stream + min(both, key=len)).decode().replace("<", ",")
         if len(block) <= MOST_CHARACTERS:
             break
     return block
+
+
+def _deflated(content: bytes, strategy: int, end: int = zlib.Z_FINISH) -> bytes:
+    """Return a raw deflate stream, or with another `end` the first part of one."""
+    stream = zlib.compressobj(9, zlib.DEFLATED, -zlib.MAX_WBITS, 9, strategy)
+    return stream.compress(content) + stream.flush(end)
 
 
 def _coarse(lambdas: list[list[float]] | None, row: int) -> Any:
