@@ -387,6 +387,27 @@ def test_gains_of_heads_start_at_one(family):
     assert all((gain == 1).all() for gain in gains)
 
 
+@pytest.mark.parametrize("kind", ["AutoModel", "AutoModelForCausalLM"])
+@pytest.mark.parametrize("to", ["diff", "dex"])
+def test_own_weights_that_a_file_lacks_are_drawn(to, kind, tmp_path):
+    """The model is opened on the meta device, so what nobody draws is what the memory held."""
+    auto = getattr(transformers, kind)
+    made = auto.from_config(family_config("qwen3")(attention_type=to, **BASE | {"num_key_value_heads": 2}))
+    own = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2", "dex_lambda", "dex_proj", "head_norm.weight")
+    lacking = [name for name in made.state_dict() if name.endswith(own)]
+    made.save_pretrained(tmp_path, state_dict={k: v for k, v in made.state_dict().items() if k not in lacking})
+    found = dict(auto.from_pretrained(tmp_path).named_parameters())
+    for name in lacking:
+        if name.endswith(("head_norm.weight", "dex_lambda")):
+            assert (found[name] == (0 if "dex" in name else 1)).all(), name
+        else:
+            scale = found[name].shape[-1] ** -0.5 if "dex" in name else 0.1
+            assert 0.3 * scale < found[name].std() < 2 * scale, name
+    drawn = [found[name] for name in lacking if name.endswith(("lambda_q1", "dex_proj"))]
+    assert len(drawn) == BASE["num_hidden_layers"]
+    assert not torch.equal(drawn[0], drawn[1])
+
+
 @torch.no_grad()
 def test_what_transformers_knows_of_a_family():
     """Trainer shifts the labels that it smooths by a table of names, and TRL looks a class up in `transformers`."""

@@ -164,10 +164,12 @@ class _DifferentialModel(PreTrainedModel):  # type: ignore[misc]
         super().__init__(config, *arguments, **options)
         fields = config.attention_fields()
         for layer in attention_layers(self):
-            if not isinstance(
-                layer, DifferentialLayer
-            ):  # under a head, transformers has made a differential model already
-                make_differential(layer, config.attention.from_config(fields, layer.layer_idx))
+            if isinstance(layer, DifferentialLayer):
+                continue  # under a head, transformers has made a differential model already
+            differential = config.attention.from_config(fields, layer.layer_idx)
+            for own in differential.parameters(recurse=False):
+                own._is_hf_initialized = not own.is_meta  # drawn already, and a seed gives them once
+            make_differential(layer, differential)
         there = {name.rpartition(".")[2] for name, _ in self.named_parameters()}
         kept = set(self._keep_in_fp32_modules_strict or ()) | (set(config.attention.fp32_parameters) & there)
         self._keep_in_fp32_modules_strict = sorted(kept)
