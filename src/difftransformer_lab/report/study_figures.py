@@ -403,7 +403,10 @@ def draw_scaling(evidence: Evidence, scaling: Scaling) -> Drawing | None:
 
 
 def _draw_panel(ax: Axes, evidence: Evidence, rows: Sequence[Compared], figure: StudyFigure, styles: Styles) -> None:
-    """Draw one figure's differences; the single seeds decide the range, and longer intervals end in an arrow."""
+    """Draw one figure's differences; the single seeds decide the range, and longer intervals end in an arrow.
+
+    Of one seed, whose interval is over items, the interval decides.
+    """
     drawn = []
     for line, arm in enumerate(evidence.others):
         row, other = row_of(rows, figure.label, arm.name, ()), row_of(rows, figure.label, evidence.index.reference, ())
@@ -412,7 +415,13 @@ def _draw_panel(ax: Axes, evidence: Evidence, rows: Sequence[Compared], figure: 
             drawn.append(
                 (line, row, row.difference, [row.values[seed] - other.values[seed] for seed in sorted(shared)])
             )
-    low, high = (pick(0.0, *(pick(dots) for _, _, _, dots in drawn)) for pick in (min, max))
+    ends = [
+        end
+        for _, _, difference, dots in drawn
+        for end in (*dots, *((difference.low, difference.high) if len(dots) == 1 else ()))
+        if end is not None
+    ]
+    low, high = (pick(0.0, *ends) for pick in (min, max))
     room = 0.3 * (high - low) or 1.0
     low, high = low - room, high + room
     for line, row, difference, dots in drawn:
