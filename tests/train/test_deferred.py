@@ -104,6 +104,7 @@ def read_parts(processes, folder):
 
 def peak_bytes(processes):
     """Memory that building, dividing and filling takes at its peak; bytes of the part; of the largest matrix; of the model."""
+
     def built(**options):
         return divided(processes, DeferredModel(lambda: build_model(tiny_config(**options), 3)), {"data": {"shard": 4}})
 

@@ -40,6 +40,19 @@ def test_once_for_a_new_model(wide, toy_shards, tmp_path):
     assert len(said) == 1
 
 
+@pytest.mark.parametrize(("slower", "precision"), [(8, "bf16"), (1.5, "bf16"), (8, "fp32")])
+def test_bf16_that_the_processor_computes_in_software(wide, toy_shards, tmp_path, monkeypatch, slower, precision):
+    monkeypatch.setattr(loop, "matmul_flops", lambda device, kind: 1e9 if kind == "fp32" else 1e9 / slower)
+    with warnings.catch_warnings(action="always", record=True) as said:
+        train(tmp_path / "run", wide("fan_in", precision=precision), toy_shards)
+    lines = [str(warning.message) for warning in said if "bf16" in str(warning.message)]
+    expected = (
+        "precision bf16: products of matrices take 8.0 times as long as with fp32 on this processor; "
+        "training.precision=fp32 trains faster"
+    )
+    assert lines == ([expected] if slower > 2 and precision == "bf16" else [])
+
+
 def test_not_where_a_run_continues(wide, toy_shards, tmp_path):
     recipe = wide("normal", keep_checkpoints=9, checkpoint_every=1)
     with pytest.warns(UserWarning, match=WORDS):

@@ -223,7 +223,8 @@ class TrainingConfig:
         batch_tokens: Number of tokens per step, over all rows.
         context_stages: (first step, row length in tokens) pairs in order. Retrieval is learned sooner from short contexts.
         accumulation: Number of parts that a batch is split into to save memory. It may change when a run continues.
-        precision: "fp32", or "bf16" for autocast with fp32 weights.
+        precision: "fp32", or "bf16" for autocast with fp32 weights. On CPUs without bf16 arithmetic it is slow, which
+            a warning says.
         seed: Seed of weights and batches. A DIFF model and its twin with the same seed see the same batches.
         pack_documents: Whether a row holds whole documents that do not see each other, in place of a window of the
             concatenated text.

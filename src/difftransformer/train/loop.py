@@ -20,12 +20,14 @@ from .faults import Faults
 from .metrics import Metrics
 from .mirror import Mirror, fetch
 from .parallel import DeferredModel, Mesh, Processes
-from .speed import Speed
+from .speed import Speed, matmul_flops
 from .trackers import Trackers
 from .trainer import Callback, Trainer
 
 # A variant from outside is asked in layers and tokens that take a moment; borders of tiles of up to 128 tokens are among these.
 CHECKED_LAYERS, CHECKED_TOKENS = 2, 129
+# Where bf16 is in hardware it is faster; where it is not, products of fp32 are about ten times as fast.
+SLOW_BF16 = 2.0
 
 
 def train(
@@ -100,12 +102,14 @@ class _Listener(Callback):
 
 
 class _StartChecks(Callback):
-    """Warns of a start that hampers a new model, and refuses a variant from outside this package that sees the future."""
+    """Warns of slow bf16 and of a start that hampers a new model, and refuses a variant from outside that sees the future."""
 
     def __init__(self, *, is_new: bool) -> None:
         self._is_new = is_new
 
     def on_restore(self, trainer: Trainer, state: CheckpointState | None) -> None:
+        if trainer.processes.is_first and trainer.config.precision == "bf16":
+            _warn_of_precision(trainer.processes.device)
         if state is None and trainer.processes.is_first:
             if self._is_new:
                 _warn_of_start(trainer.model_config, trainer.config.seed)
@@ -138,6 +142,16 @@ def _check_variant(config: DiffTransformerConfig, seed: int) -> None:
             f"attention_type={config.attention_type!r} is not causal: the output at token {change.output} depends on tokens "
             f"from {change.position} on, so a loss would be too low; correct {config.attention.__name__}, and see "
             "difftransformer check causality"
+        )
+
+
+def _warn_of_precision(device: str) -> None:
+    """Warn if the processor computes bf16 in software; a GPU is not asked."""
+    if device == "cpu" and (ratio := matmul_flops(device, "fp32") / matmul_flops(device, "bf16")) > SLOW_BF16:
+        warnings.warn(
+            f"precision bf16: products of matrices take {ratio:.1f} times as long as with fp32 on this processor; "
+            "training.precision=fp32 trains faster",
+            stacklevel=3,
         )
 
 
