@@ -49,9 +49,9 @@ def blocks(studies: Sequence[Studied]) -> dict[Path, dict[str, str]]:
             "loss": printed(bench("loss")),
             "overhead": printed(bench("overhead")),
         },
-        "huggingface.md": {"diffllama": printed(bench("diffllama"))},
+        "accelerate.md": {"diffllama": printed(bench("diffllama"))},
         "upcycling.md": {"upcycle": upcycling_tables(upcycled)},
-        "evaluation.md": {"intervals": coverage_table()},
+        "evaluation-intervals.md": {"intervals": coverage_table()},
         "initialization.md": {"start-rms": start_table()},
     }
     return {(DOCS.parent if page == "README.md" else DOCS) / page: parts for page, parts in pages.items()}
