@@ -1,13 +1,14 @@
 """Tables of benchmarks, single comparisons and simulations as the documentation shows them, read from docs/results/*.json."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, geometric_mean
 from typing import Any
 
 from difftransformer_lab.report import Studied, read_evidence, studied
 from difftransformer_lab.report.answers import decimals, interval_words, progress_words
-from difftransformer_lab.report.bench import DIFFLLAMAS, bench_tables, cells, ratio
+from difftransformer_lab.report.bench import DIFFLLAMAS, MEAN, bench_tables, cells, ratio
 from difftransformer_lab.report.comparisons import row_of
 from difftransformer_lab.report.study_tables import MARK, NOT_REACHED, is_marked, mark_words, upcycling_table
 from difftransformer_lab.report.tables import Group, Table, fixed
@@ -36,11 +37,9 @@ def blocks(studies: Sequence[Studied]) -> dict[Path, dict[str, str]]:
         "retrieval.md": {"retrieval": retrieval_table(), "demo": attention_table(demo)},
         "choose.md": {"measured": choice_tables(bench("variants"), upcycled, studies)},
         "performance.md": {
-            "attention": by_processor(kernels, attention_ratios),
-            "peaked": by_processor(
-                kernels, lambda result: printed(result, "peaked-forward", "peaked-forward+backward")
-            ),
-            "decode": by_processor(kernels, lambda result: printed(result, "attention-decode")),
+            "attention": together(kernels, attention_ratios),
+            "peaked": together(kernels, peaked_ratios),
+            "decode": together(kernels, decode_ratios),
             "memory": printed(next(iter(kernels.values())), "memory-forward+backward-figures"),
         },
         "performance-models.md": {
@@ -60,6 +59,15 @@ def blocks(studies: Sequence[Studied]) -> dict[Path, dict[str, str]]:
 def by_processor(results: Mapping[str, Bench], text: Callable[[Bench], str]) -> str:
     """Return the same tables for each processor, under its name."""
     return "\n".join(f"**{title}**\n\n{text(result)}" for title, result in results.items())
+
+
+def together(results: Mapping[str, Bench], table: Callable[[Bench], Table]) -> str:
+    """Return the same table of each processor as one table, the processor's name in the first row of its own."""
+    tables = {title.partition(",")[0]: table(result) for title, result in results.items()}
+    rows = [[title if place == 0 else "", *row] for title, one in tables.items() for place, row in enumerate(one.rows)]
+    notes = list(dict.fromkeys(note for one in tables.values() for note in one.notes))
+    first = next(iter(tables.values()))
+    return replace(first, groups=(*columns("processor"), *first.groups), rows=rows, notes=notes).markdown()
 
 
 def bench(name: str) -> Bench:
@@ -84,7 +92,7 @@ def circumstances(result: Bench) -> str:
     )
 
 
-def attention_ratios(result: Bench) -> str:
+def attention_ratios(result: Bench) -> Table:
     """Return the times of attention over PyTorch's, as geometric means over all shapes."""
     rows = []
     timed = [row for row in result.rows if row.part == "attention" and row.work != "decode"]
@@ -104,9 +112,28 @@ def attention_ratios(result: Bench) -> str:
         Group("`normed cpu` over the faster DiffLlama", ("mean", "low", "high"), "interval"),
     )
     notes = [
-        f"Geometric means over {len(own)} shapes, in brackets the best and the worst shape. {circumstances(result)}"
+        f"Geometric means over {len(own)} shapes, in brackets the best and the worst shape.",
+        circumstances(result),
     ]
-    return Table("attention", "Attention", groups, rows, notes).markdown()
+    return Table("attention", "Attention", groups, rows, notes)
+
+
+def peaked_ratios(result: Bench) -> Table:
+    """Return the times of differential attention over PyTorch's by the size of the scores, a row for each kind of work."""
+    timed = [row for row in result.rows if row.part == "peaked"]
+    rows = []
+    for dtype, work in dict.fromkeys((row.dtype, row.work) for row in timed):
+        found = cells(row for row in timed if (row.dtype, row.work) == (dtype, work)).values()
+        rows.append([f"{dtype} {work}", *(f"{ratio(cell, 'diff cpu', ('torch sdpa',)):.2f}" for cell in found)])
+    factors = dict.fromkeys(f"{row.shape.get('score_factor', 1):g}" for row in timed)
+    groups = (*columns(""), *(Group(factor) for factor in factors))
+    return Table("peaked", "Peaked scores", groups, rows)
+
+
+def decode_ratios(result: Bench) -> Table:
+    """Return the times of decoding by attention over PyTorch's, without the means over shapes."""
+    table = next(table for table in bench_tables(result) if table.name == "attention-decode")
+    return replace(table, rows=[row for row in table.rows if MEAN not in row[0]])
 
 
 def models_ratios(result: Bench) -> str:

@@ -26,7 +26,15 @@ RUN_IN_ORDER = [
     *(
         ROOT / "docs" / f"{name}.md"
         for name in (
-            *("accelerate", "choose", "conversion", "evaluation", "evaluation-tasks", "huggingface", "huggingface-tools"),
+            *(
+                "accelerate",
+                "choose",
+                "conversion",
+                "evaluation",
+                "evaluation-tasks",
+                "huggingface",
+                "huggingface-tools",
+            ),
             *("upcycling", "variants"),
         )
     ),
