@@ -12,8 +12,8 @@ Five rules hold everywhere in the package:
   (`effective_trials`).
 * Several differences on a page are judged by p-values after Holm's correction (`holm`).
 
-`docs/evaluation-intervals.md` shows how often these intervals cover. scipy is imported inside the functions that use it, because the
-import is slow.
+`docs/evaluation-intervals.md` shows how often these intervals cover. scipy is imported inside the functions that use it,
+because the import is slow.
 """
 
 import math
