@@ -16,7 +16,7 @@ from tests.support.missing import without
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
-DOCUMENTS = [README, *sorted((ROOT / "docs").rglob("*.md"))]
+DOCUMENTS = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(
     r"^(?P<indent> *)```(?P<language>\w+)(?P<info>[^\n]*)\n(?P<code>.*?)^ *```", re.MULTILINE | re.DOTALL
 )
@@ -80,8 +80,14 @@ def blocks(path, *languages, without=()):
 
 
 def commands(path):
-    """(line, words) of every `difftransformer ...` command in a shell block."""
-    return [(line, words) for line, code in blocks(path, *SHELLS) for words in commands_of(code)]
+    """(line, words) of every `difftransformer ...` command in a shell block, and of those in the text that have arguments."""
+    found = [(line, words) for line, code in blocks(path, *SHELLS) for words in commands_of(code)]
+    text = BLOCK.sub(lambda block: "\n" * block[0].count("\n"), path.read_text(encoding="utf-8"))
+    for match in re.finditer(r"`(difftransformer\s[^`]+)`", text):
+        (words,) = commands_of(" ".join(match[1].split()).replace(" TASK", " perplexity"))
+        if len(words) > len(split_verb(words)[0].split()):
+            found.append((text.count("\n", 0, match.start()) + 1, words))
+    return found
 
 
 def commands_of(code):
@@ -95,8 +101,8 @@ def commands_of(code):
             words = shlex.split(part, comments=True)
             while words and re.fullmatch(r"\w+=\S*", words[0]):
                 words.pop(0)
-            if words[1:3] == ["-m", "difftransformer_lab"]:
-                words = ["difftransformer", *words[3:]]
+            if "difftransformer_lab" in words:  # python -m, torchrun ... -m
+                words = ["difftransformer", *words[words.index("difftransformer_lab") + 1 :]]
             if words[:1] == ["difftransformer"]:
                 found.append(words[1:])
     return found
@@ -222,6 +228,22 @@ def test_commands_parse(path, tmp_path, monkeypatch, capsys):
         recipe = calls[0].get("recipe")
         if recipe and recipe.startswith("recipes/"):
             assert (ROOT / recipe).is_file(), where
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name)
+def test_every_block_says_its_language(path):
+    fences = re.findall(r"^ *```(.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(fences) == 2 * len(list(all_blocks(path)))
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name)
+def test_scripts_and_modules_of_the_repository_exist(path):
+    text = path.read_text(encoding="utf-8")
+    for script in re.findall(r"\bpython ((?:benchmarks|docs|examples|tests)/\S+\.py)", text):
+        assert (ROOT / script).is_file(), script
+    for module in re.findall(r"-m,? (difftransformer[\w.]*|tests[\w.]+)", text):
+        place = ROOT / ("" if module.startswith("tests") else "src") / module.replace(".", "/")
+        assert place.with_suffix(".py").is_file() or (place / "__main__.py").is_file(), module
 
 
 def test_the_readme_shows_commands():

@@ -1,0 +1,180 @@
+"""What pages say of the demo, of recipes, of studies and of reports is what the recipes, the records and the code say."""
+
+import re
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+
+from difftransformer.hub import open_model, source_folder
+from difftransformer_lab.recipe_files import read_recipe, shipped_recipes
+from difftransformer_lab.report import read_evidence, read_studies
+from difftransformer_lab.report.words import VERDICTS
+from difftransformer_lab.results import figure_of
+from difftransformer_lab.studies.design import Design, load_study
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+STUDIES = DOCS / "results" / "studies"
+
+
+def text_of(name):
+    return " ".join((ROOT / name).read_text("utf-8").split())
+
+
+@pytest.fixture(scope="module")
+def studies():
+    return {one.evidence.slug: one.evidence for one in read_studies(STUDIES)}
+
+
+@pytest.fixture(scope="module")
+def trained(studies):
+    """Runs of studies whose models are new, by the study's slug."""
+    return {
+        slug: [run for *_, run in evidence.every_run()]
+        for slug, evidence in studies.items()
+        if not slug.startswith("upcycled")
+    }
+
+
+@pytest.mark.parametrize("name", ["demo", "demo-twin"])
+def test_the_size_of_the_shipped_models(name):
+    with source_folder(name) as folder:
+        size = f"{open_model(folder).num_parameters() / 1e6:.1f}M parameters"
+    assert f"Two trained models of {size}" in text_of("README.md")
+    assert f"is a DIFF model of {size}" in text_of("docs/start.md")
+    assert f"have one seed, {size}" in text_of("docs/retrieval.md")
+
+
+def test_the_minutes_of_the_demo_are_the_same_everywhere():
+    pages = ("Makefile", "recipes/demo.yaml", "docs/start.md")
+    assert {page: re.findall(r"about (\d+) minutes on two idle cores", text_of(page)) for page in pages} == {
+        page: ["16"] for page in pages
+    }
+    assert "about two minutes on two idle cores" in text_of("src/difftransformer_lab/cli/demo.py")
+    assert re.findall(r"difftransformer demo *# (two minutes)", text_of("docs/start.md"))
+    assert "read the page: two minutes" in text_of("docs/index.md")
+
+
+def test_what_is_said_of_needle_documents_is_in_the_recipes():
+    page = text_of("docs/retrieval.md")
+    for name in ("demo", "retrieval", "variants"):
+        document = read_recipe(name)
+        rows = document["training"]["retrieval"]
+        assert rows["terse"] == rows["dense"] == 0.5
+        assert rows["max_needles"] == 4
+        assert document["data"]["vocab_size"] == 1024
+        assert document["model"]["mimetic_attention"] is True
+        assert document["model"]["embedding_multiplier"] == 1
+        (needle,) = [one["options"] for one in document["evaluation"] if one["task"] == "needle"]
+        assert max(needles for needles, _ in needle["needles"]) == 6
+    for said in (
+        "had at most four needles, so six is beyond training", "`training.retrieval.terse`: half of the needle documents",
+        "`training.retrieval.dense`: half of them", "`model.mimetic_attention: true`", "`vocab_size: 1024`",
+        "`embedding_multiplier: 1`",
+    ):  # fmt: skip
+        assert said in page
+    runs = [run for *_, run in read_evidence(DOCS / "results" / "retrieval.json").every_run()]
+    for run in runs:
+        model = run.recipe["model"]
+        assert (model["num_hidden_layers"], run.recipe["training"]["context_stages"][-1][1]) == (2, 128)
+        assert model["initializer_range"] == 0.05
+    assert "two layers, contexts of 128 tokens, and weights from N(0, 0.05²)" in page
+
+
+def test_the_sizes_of_what_was_trained(trained):
+    page = text_of("docs/findings.md")
+    (low, high), (short, long) = (
+        re.search(r"have ([\d.]+)M to (\d+)M parameters", page).groups(),
+        re.search(r"contexts of (\d+) to (\d+) tokens", page).groups(),
+    )
+    sizes = {run.parameters / 1e6 for runs in trained.values() for run in runs}
+    contexts = {run.recipe["training"]["context_stages"][-1][1] for runs in trained.values() for run in runs}
+    assert (f"{min(sizes):.2f}", f"{max(sizes):.0f}") == (low, high)
+    assert (min(contexts), max(contexts)) == (int(short), int(long))
+    assert f"ours have up to {high}M parameters" in page
+
+
+def test_the_starts_of_the_studies(trained):
+    page = text_of("docs/findings.md")
+    parts = re.search(
+        r"N\(0, 0\.02²\) in ([^.]+?), N\(0, 0\.05²\) in ([^.]+?), and N\(0, 0\.05²\) with mimetic attention in (.+?)\. ",
+        page,
+    ).groups()
+    named = [{f"{name}-normal-start" for name in re.findall(r"`([\w-]+)`", part)} for part in parts]
+    found = [set(), set(), set()]
+    for slug, runs in trained.items():
+        models = [run.recipe["model"] for run in runs]
+        if slug.endswith("-normal-start"):
+            assert {model["initialization"] for model in models} == {"normal"}
+            is_mimetic = any(model.get("mimetic_attention") for model in models)
+            (width,) = {model.get("initializer_range") or 0.02 for model in models}
+            found[(width == 0.05) + is_mimetic].add(slug)
+    assert found == named
+    assert {run.recipe["model"]["initialization"] for run in trained["transfer-laptop"]} == {"fan_in"}
+
+
+def test_studies_that_have_a_plan_and_no_run(studies):
+    said = re.search(r"(\w+) studies have a plan and none of its runs yet: (.+?) \(", text_of("docs/findings.md"))
+    planned = {name for name in shipped_recipes("studies") if load_study(name).presets["laptop"].plan}
+    missing = {name for name in planned if f"{name}-laptop" not in studies}
+    assert set(re.findall(r"`(\w+)`", said[2])) == missing
+    assert said[1] == {2: "Two", 3: "Three", 4: "Four"}[len(missing)]
+
+
+def test_the_share_of_retrieved_needles(studies):
+    evidence = studies["controls-normal-start"]
+    said = re.search(
+        r"DIFF answered ([\d.]+) of the questions about cities seen in training and the Transformer ([\d.]+), very unevenly "
+        r"over (\d+) seeds",
+        text_of("docs/findings.md"),
+    )
+    (figure,) = [one for one in evidence.index.figures if one.label == "retrieval, seen cities"]
+    for arm, share in zip(("diff", "twin"), said.groups(), strict=False):
+        values = [figure_of(run, figure) for run in evidence.at(arm, ()).values()]
+        assert len(values) == int(said[3])
+        assert f"{fmean(values):.2f}" == share
+
+
+def test_the_list_of_studies_and_their_sizes():
+    text = (DOCS / "studies.md").read_text("utf-8")
+    studies, sizes = (
+        re.findall(
+            r"`([\w-]+)`",
+            "\n".join(row.split(" | ")[0] for row in text.partition(head)[2].partition("\n\n")[0].split("\n")),
+        )
+        for head in ("| study | question |", "| preset | for | studies |")
+    )
+    assert set(studies) == {*shipped_recipes("studies")}
+    assert set(sizes) == {size for name in studies for size in load_study(name).presets}
+
+
+def test_the_runs_that_a_plan_takes():
+    rows = re.findall(
+        r"^\| `(\w+)`(?:, `([\w-]+)`)? \| (?:`([\w-]+)`|none) \| (\d+), (\d+) \|",
+        (DOCS / "studies.md").read_text("utf-8"),
+        re.M,
+    )
+    assert len(rows) == 7
+    for study, size, plan, runs, tuning in rows:
+        design = Design(load_study(study), size or "laptop")
+        assert (design.preset.plan or "") == plan
+        assert len(design.tuning) == int(tuning)
+        assert len(design.tuning) + len(design.reported()) == int(runs)
+
+
+def test_the_guide_to_reports_has_every_verdict_and_heading():
+    page = text_of("docs/guides/report.md")
+    report = " ".join(
+        path.read_text("utf-8")
+        for path in sorted((ROOT / "src" / "difftransformer_lab" / "report").rglob("*"))
+        if path.suffix in (".py", ".j2")
+    )
+    for verdict in VERDICTS:
+        assert re.search(rf"\b{verdict.partition(' on these')[0]}\b", page), verdict
+    assert "on these items" in page
+    for heading in re.findall(
+        r'^- \*\*([A-Z][^*\[]+)\*\*|"([A-Z][^"]+)"', (DOCS / "guides" / "report.md").read_text(), re.M
+    ):
+        words = "".join(heading).removesuffix(" the reference")
+        assert words.lower() in report.lower(), words
