@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from difftransformer.errors import FolderInUse
-from difftransformer.files import locked, naming
+from difftransformer.files import locked, naming, write_atomically
 
 # A holder of its own: it knows nothing of the package but the file's name and how a holder writes itself into it.
 HOLDER = """
@@ -152,3 +152,45 @@ def test_other_errors_stay_as_they_are(tmp_path):
         raise SafetensorError("invalid header")
     with pytest.raises(ValueError, match="x"), naming(tmp_path):
         raise ValueError("x")
+
+
+WRITER = """
+import os, sys
+from pathlib import Path
+from difftransformer.files import write_atomically
+os.fsync = lambda descriptor: (print("writing", flush=True), sys.stdin.read())
+write_atomically(Path(sys.argv[1]), b"half")
+"""
+
+
+def test_what_a_killed_writer_left_is_removed_by_the_next(tmp_path):
+    path = tmp_path / "a[1].json"
+    path.write_text("old")
+    writers = [
+        subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        for _ in range(2)
+    ]
+    try:
+        assert [writer.stdout.readline() for writer in writers] == ["writing\n"] * 2
+        writers[0].kill()
+        writers[0].wait()
+        others = [f".{path.name}.{writers[0].pid}@elsewhere.tmp", f".{path.name}.notes.tmp"]
+        for name in others:
+            (tmp_path / name).touch()
+        assert len(list(tmp_path.glob(".*@*.tmp"))) == 3
+        assert path.read_text() == "old"
+        write_atomically(path, b"new")
+        (running,) = [name for name in os.listdir(tmp_path) if f".{writers[1].pid}@" in name]
+        assert sorted(os.listdir(tmp_path)) == sorted([path.name, running, *others])
+        assert path.read_text() == "new"
+        writers[1].communicate()
+        assert writers[1].returncode == 0
+        assert path.read_text() == "half"
+    finally:
+        for writer in writers:
+            writer.kill()
+            writer.wait()
+            writer.stdin.close()
+            writer.stdout.close()
