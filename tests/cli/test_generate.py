@@ -194,6 +194,8 @@ def test_chat(saved, generate, fails):
     path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": template}))
     text = generate(folder, "Hello", "--chat", "--max-new-tokens", 20)
     assert text == expected(folder, "[user] Hello\n[assistant] ")
+    assert generate(folder, "--chat", "Hello", "--max-new-tokens", 20) == text
+    assert generate("--max-new-tokens", 20, folder, "--chat", "true", "--", "Hello") == text
 
 
 def test_a_run_and_its_checkpoint(toy_file, tmp_path, generate):

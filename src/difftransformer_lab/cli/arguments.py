@@ -139,22 +139,32 @@ def read_words(parser: Parser, words: list[str]) -> dict[str, Any]:
 
 
 def _normal(parser: Parser, words: list[str]) -> list[str]:
-    """Spell flags as the parser does, put a single value of a list into brackets, and give a switch its value."""
+    """Spell flags as the parser does, put a single value of a list into brackets, and give a switch its value.
+
+    Words that belong to no flag come first: argparse counts an optional one as left out if it follows a flag.
+    """
     known = {_flag(action): action for action in parser._actions if action.option_strings}
-    normal, is_list = [], False
-    for place, word in enumerate(words, 1):
+    plain, flags, left = list[str](), list[str](), list(words)
+    while left:
+        word = left.pop(0)
         flag, equals, value = word.partition("=")
-        action = known.get(flag.replace("_", "-")) if word.startswith("--") else None
-        if action is None:
-            normal.append(_listed(word) if is_list else word)
-            is_list = False
+        if word == "--":
+            return [*plain, *flags, word, *left]
+        if not flag.startswith("--") or " " in flag:
+            plain.append(word)
             continue
-        if _is_switch(action) and not equals and words[place : place + 1] not in (["true"], ["false"]):
+        action = known.get(flag.replace("_", "-"))
+        takes = ("true", "false") if action is not None and _is_switch(action) else left[:1]
+        if not equals and left and left[0] in takes and not left[0].startswith("--"):
+            equals, value = "=", left.pop(0)
+        elif not equals and action is not None and _is_switch(action):
             equals, value = "=", "true"
-        is_list = list in _types(getattr(action, "_typehint", None))
-        normal.append(action.option_strings[0] + equals + (_listed(value) if is_list and equals else value))
-        is_list = is_list and not equals
-    return normal
+        if action is not None:
+            flag = action.option_strings[0]
+            if equals and list in _types(getattr(action, "_typehint", None)):
+                value = _listed(value)
+        flags.append(flag + equals + value)
+    return [*plain, *flags]
 
 
 def _is_switch(action: Any) -> bool:
