@@ -133,10 +133,10 @@ def best_rates(one: Studied) -> str:
             width, rate = row.point
             mean = (row.statistic.mean, rate)
             best[row.arm.label, width] = min(best.get((row.arm.label, width), mean), mean)
-    rates = [
-        f"{arm.label}: " + ", ".join(f"{best[arm.label, w][1]} at width {w}" for w in index.axes[0].values)
-        for arm in index.arms
-    ]
+    rates = []
+    for arm in index.arms:
+        tried = [(width, *best[arm.label, width]) for width in index.axes[0].values if (arm.label, width) in best]
+        rates.append(f"{arm.label}: " + ", ".join(f"{rate} at width {width}" for width, _, rate in tried))
     return f"Best of the learning rates tried ({', '.join(index.axes[1].values)}). {'; '.join(rates)}."
 
 

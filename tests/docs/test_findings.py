@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from difftransformer_lab.report import read_evidence, studied
+from difftransformer_lab.report import read_evidence, studied, study_figures
 from difftransformer_lab.results import (
     Bench,
     Change,
     ChosenRate,
     Contrast,
     Question,
+    StudyAxis,
     StudyFigure,
     StudyIndex,
     TaskResult,
@@ -135,6 +136,59 @@ def test_the_section_of_a_plan_has_its_questions_its_contrasts_and_all_rates(mon
     assert "2.200 | 2.100 * | at the edge |" in text
     assert "Changes after data:\n\n- 1 February 2026: One.\n- abc: Two.\n" in text
     assert "SHA-256 " + "5" * 64 in text
+
+
+RATES = ["0.004", "0.016", "0.064"]
+LOSSES = {  # of two seeds at each rate; the lowest single loss is not at the rate with the lowest mean
+    ("diff", "64"): [(1.9, 2.9), (2.0, 2.2), (2.2, 2.4)],
+    ("diff", "256"): [(1.9, 2.1), (2.1, 2.3), (1.8, 4.2)],
+    ("softmax", "64"): [(2.6, 2.6), (2.3, 2.5), (2.1, 2.3)],
+    ("softmax", "256"): [(2.2, 2.4), (2.0, 2.2), (2.4, 2.4)],
+}
+MEANS = {
+    ("diff", "64"): [2.4, 2.1, 2.3],
+    ("diff", "256"): [2.0, 2.2, 3.0],
+    ("softmax", "64"): [2.6, 2.4, 2.2],
+    ("softmax", "256"): [2.3, 2.1, 2.4],
+}
+BEST = {"diff": [(0.016, 2.1), (0.004, 2.0)], "softmax": [(0.064, 2.2), (0.016, 2.1)]}  # rate and loss at each width
+
+
+def test_the_best_rates_over_width_are_those_of_the_means(monkeypatch):
+    monkeypatch.syspath_prepend(str(DOCS))
+    pages, canvases = importlib.import_module("evidence"), []
+    evidence = study(
+        ["diff", "softmax"],
+        [LOSS],
+        2,
+        lambda arm, point, seed: record(
+            [LOSS], {LOSS.label: LOSSES[arm, point[0]][RATES.index(point[1])][seed]}, arm=arm, seed=seed
+        ),
+        axes=[StudyAxis(name="width", values=["64", "256"]), StudyAxis(name="rate", values=RATES)],
+    )
+    found = studied(evidence)
+    assert pages.best_rates(found) == (
+        "Best of the learning rates tried (0.004, 0.016, 0.064). diff: 0.016 at width 64, 0.004 at width 256; "
+        "softmax: 0.064 at width 64, 0.016 at width 256."
+    )
+    monkeypatch.setattr(study_figures, "finish", lambda *given: canvases.append(given[3]))
+    study_figures.draw_transfer(evidence, found.rows)
+    panels = canvases[0].axes
+    assert [ax.get_title(loc="left") for ax in panels] == ["diff", "softmax"]
+    for ax, arm in zip(panels, ("diff", "softmax"), strict=True):
+        lines = [line for line in ax.lines if len(line.get_xdata()) == 3]
+        rings = [line.get_xydata()[0].tolist() for line in ax.lines if len(line.get_xdata()) == 1]
+        for line, ring, width, best in zip(lines, rings, ("64", "256"), BEST[arm], strict=True):
+            assert line.get_xdata().tolist() == [0.004, 0.016, 0.064]
+            assert line.get_ydata().tolist() == pytest.approx(MEANS[arm, width])
+            assert ring == pytest.approx(best)
+    assert [text.get_text() for text in canvases[0].legends[0].texts] == ["width 64", "width 256"]
+    without = [row for row in found.rows if row.point[:1] != ("256",)]  # whose runs are still to come
+    study_figures.draw_transfer(evidence, without)
+    assert [len(ax.lines) for ax in canvases[1].axes] == [2, 2]
+    assert pages.best_rates(dataclasses.replace(found, rows=without)).endswith(
+        "diff: 0.016 at width 64; softmax: 0.064 at width 64."
+    )
 
 
 def test_the_table_of_retrieval_is_that_of_its_file():

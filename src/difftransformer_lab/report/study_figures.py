@@ -214,6 +214,8 @@ def draw_transfer(evidence: Evidence, rows: Sequence[Compared]) -> Drawing | Non
         for width, colour, marker in zip(widths, colours, "osD^v<>", strict=False):
             found = [(rate, row_of(rows, figure.label, arm.name, (width, rate))) for rate in rates]
             there = [(float(rate), row.statistic.mean) for rate, row in found if row]
+            if not there:
+                continue
             ax.plot(*zip(*there, strict=True), color=colour, marker=marker, markersize=4.5)
             lowest = min(there, key=lambda one: one[1])
             ax.plot(*lowest, "o", markersize=11, markerfacecolor="none", color=colour)
