@@ -3,12 +3,14 @@
 import copy
 import os
 import random
+import urllib.request
 
 # Each process of `pytest -n` gets one thread, unless the environment says otherwise: processes with as many threads as
 # there are cores wait for one another. torch reads it when it is first imported. Tests of threads set their own number.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import fsspec
 import pytest
 import torch
 import yaml
@@ -130,6 +132,29 @@ def toy_shards(toy_text, _toy_shards_folder):
     from difftransformer.data import DataConfig, prepare_shards
 
     return prepare_shards(DataConfig(**TOY["data"], source=str(toy_text), folder=str(_toy_shards_folder)))
+
+
+@pytest.fixture(params=["memory", "local", pytest.param("s3", marks=pytest.mark.tools)])
+def store(request, tmp_path, monkeypatch):
+    """The URL of an empty folder in a store. What is copied from there goes to a folder of the test."""
+    monkeypatch.setattr("difftransformer.data.shards.copies", lambda: tmp_path / "copies")
+    monkeypatch.setattr("difftransformer.data.prepare.copies", lambda: tmp_path / "copies")
+    if request.param == "s3":
+        pytest.importorskip("s3fs")
+        server = pytest.importorskip("moto.server").ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+        server.start()
+        host, port = server.get_host_and_port()
+        address = f"http://{host}:{port}"
+        urllib.request.urlopen(urllib.request.Request(f"{address}/moto-api/reset", method="POST")).close()
+        monkeypatch.setitem(fsspec.config.conf, "s3", {"endpoint_url": address, "key": "any", "secret": "any"})
+        fsspec.filesystem("s3").mkdir("bucket")
+        yield "s3://bucket/folder"
+        server.stop()
+    elif request.param == "local":
+        yield f"file://{tmp_path / 'store' / 'folder'}"
+    else:
+        fsspec.filesystem("memory").store.clear()
+        yield "memory://bucket/folder"
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ one line and exits with status 2.
 
 EXIT_ERROR, EXIT_INTERRUPTED = 2, 130  # exit statuses of every command
 EXIT_REQUEUE = 75  # SIGTERM has stopped a run, which saved a checkpoint: BSD's EX_TEMPFAIL, "try again later"
+MOST_QUOTED = 300  # characters of an error of another package
 
 
 class DiffTransformerError(Exception):
@@ -50,3 +51,9 @@ class DamagedResult(ResultsError):
 
 class FailedElsewhere(DiffTransformerError):
     """Another process of the same run has failed, and says why."""
+
+
+def on_one_line(error: BaseException) -> str:
+    """Return the beginning of an error's message on one line, or the error's class if it has no message."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= MOST_QUOTED else text[: MOST_QUOTED - 3] + "..."

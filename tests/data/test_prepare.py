@@ -8,7 +8,7 @@ import time
 import pytest
 
 from difftransformer.data import DataConfig, iter_documents, prepare, prepare_shards
-from difftransformer.errors import ConfigError
+from difftransformer.errors import ConfigError, DataError
 
 
 @pytest.fixture
@@ -122,6 +122,16 @@ def test_any_change_of_the_files_is_seen(text, tmp_path, monkeypatch, change):
     first = prepare_shards(request(text, tmp_path))
     change(text)
     assert prepare_shards(request(text, tmp_path)).folder != first.folder
+
+
+def test_shards_stand_for_a_text_that_is_missing(text, tmp_path):
+    first = prepare_shards(request(text, tmp_path))
+    (tmp_path / "shards").rename(tmp_path / "there")
+    text.rename(tmp_path / "moved")
+    again = prepare_shards(request(text, tmp_path, folder=str(tmp_path / "there")))
+    assert again.manifest == first.manifest
+    with pytest.raises(DataError, match="text': no such file or folder"):
+        prepare_shards(request(text, tmp_path, folder=str(tmp_path / "there"), split_seed=1))
 
 
 def same_size_and_time(path):

@@ -108,7 +108,7 @@ def test_counts_are_a_dictionarys(ngram):
     assert found.sum() > 100
 
 
-def test_shards_count_as_their_text(toy_shards, toy_text):
+def test_shards_count_as_their_text(toy_shards, toy_text, tmp_path, monkeypatch):
     class Toy(Planted):
         tokenizer = toy_shards.tokenizer
 
@@ -125,6 +125,9 @@ def test_shards_count_as_their_text(toy_shards, toy_text):
         for pair, hit in zip(pairwise(request.ids), hits, strict=True):
             assert hit == (pair in seen and counts[pair] <= 40)
             seen.add(pair)
+    monkeypatch.setattr("difftransformer.data.shards.copies", lambda: tmp_path)
+    there = RecallTask(Options(**options, train_text=f"file://{toy_shards.folder}"), Toy())
+    assert there.hits.tolist() == task.hits.tolist()
     with pytest.raises(DataError, match="the shards have another tokenizer"):
         RecallTask(Options(**options, train_text=str(toy_shards.folder)), Planted())
 

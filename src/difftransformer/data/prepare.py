@@ -23,14 +23,25 @@ from typing import Any
 from ..errors import ConfigError, DataError
 from ..files import locked, write_text_atomically
 from ..progress import report
-from ..reading import read_json
+from ..reading import parse_json, read_json
+from ..stores import Store, is_url, local_copy, place_of_copies, place_of_copy
 from ..typed import ASIDE
 from .chat import ChatTemplate
 from .documents import AnyDocument, Example
 from .needles import CITIES_SEEN, NeedleFormat
-from .shards import Shards, SourceConfig, Split, read_manifest, write_manifest
+from .shards import (
+    MANIFEST_FILE,
+    Manifest,
+    Shards,
+    SourceConfig,
+    Split,
+    copies,
+    manifest_of,
+    read_manifest,
+    write_manifest,
+)
 from .synthetic import PREFIX, synthetic_shards, synthetic_task
-from .text import Reading, iter_documents, iter_split, source_bytes, source_state
+from .text import Reading, is_missing, iter_documents, iter_split, source_bytes, source_state
 from .tokenizer import BYTE_VOCABULARY, SPECIAL_TOKENS, Tokenizer, load_tokenizer, train_bpe
 from .writing import TextDigest, write_documents
 
@@ -60,7 +71,7 @@ class DataConfig:
             on, so that its words become tokens; 0 to add none.
         validation_share: Share of the documents held out for validation.
         split_seed: Seed of the split.
-        folder: Folder for shards. Each request gets a subfolder of its own.
+        folder: Folder for shards, or its URL, such as s3://bucket/shards. Each request gets a subfolder of its own.
     """
 
     source: str = "python-stdlib"
@@ -116,6 +127,9 @@ def prepare_shards(config: DataConfig, *, made: Sequence[Path] = ()) -> Shards:
     Shards are named after the request and the SHA-256 of the text, so changed text is tokenised again. The text is not
     even read if its files are unchanged, by name, size and times, since the shards were made. They take their name when they
     are complete, so a process that is stopped while it tokenises leaves nothing that counts, and the next one starts again.
+    Where the text is missing, the shards of this request are used if there are those of one text alone.
+
+    Of a folder in a store, shards are read from copies on this machine. What is made here is copied to the store.
 
     Each step is logged. Of a large text the progress is reported (see `difftransformer.progress`), in bytes of files or rows of
     a data set.
@@ -125,7 +139,9 @@ def prepare_shards(config: DataConfig, *, made: Sequence[Path] = ()) -> Shards:
         made: `Shards.folders` of this request, which another process has just prepared; the text is not looked at.
 
     Raises:
-        DataError: The text is missing, empty or unreadable, or the shards are damaged or cannot be written.
+        ConfigError: There is no such kind of store, or its package is missing.
+        DataError: The text is missing, empty or unreadable, or the shards are damaged or cannot be written; or a store has a
+            fault.
     """
     if config.source.startswith(PREFIX):
         return synthetic_shards(config.source, config.options, config.split_seed)
@@ -143,7 +159,7 @@ class _Request:
 
     def __init__(self, config: DataConfig, source: str, tokenizer: Tokenizer | None) -> None:
         self.config, self.source, self.tokenizer = config, source, tokenizer
-        self.root = Path(config.folder)
+        self.store, self.root = _places(config)
         self.fields = {**_plain_request(config), "source": source}
         if tokenizer is not None:
             self.fields["tokenizer"] = f"bpe-{tokenizer.sha256[:12]}"
@@ -156,39 +172,78 @@ class _Request:
 
     def shards(self) -> Shards:
         """Find or make the shards."""
-        folder = self._find()
-        if folder is None:
+        place = self._find(self._finished())
+        if place is None:
             with locked(self.root, name=f".{self.key}.lock", wait=True):
-                folder = self._find() or self._make()
+                place = self._find(self._finished()) or (self._make() if self.store is None else self._send(self.store))
         else:
-            logger.info("using %s", folder)
-        return Shards.open(folder)
+            logger.info("using %s", place)
+        return Shards.open(place)
 
-    def _find(self) -> Path | None:
-        """Return the folder that was made by this request from the same text."""
-        candidates = []
-        for path in sorted(self.root.glob("*/manifest.json")):
-            if path.parent.name.startswith(_MAKING):
-                continue
-            with contextlib.suppress(DataError):
-                manifest = read_manifest(path.parent)
-                made_by = {key: value for key, value in manifest.request.items() if key != "text_sha256"}
-                is_ours = self.tokenizer is None or self.tokenizer.sha256 == manifest.tokenizer_sha256
-                if self.tokenizer is not None and manifest.template_sha256 is not None:
-                    is_ours = is_ours and ChatTemplate(self.tokenizer).sha256 == manifest.template_sha256
-                if made_by == self.fields and is_ours:
-                    candidates.append((path.parent, manifest))
-        for folder, manifest in candidates:
+    def _finished(self) -> Iterator[tuple[Path | str, Manifest]]:
+        """Yield the shard folders of the recipe's folder, with their manifests."""
+        if self.store is None:
+            yield from self._here()
+            return
+        for name in self.store.folders(MANIFEST_FILE):
+            content, url = self.store.read(f"{name}/{MANIFEST_FILE}"), f"{self.store.url}/{name}"
+            with contextlib.suppress(ValueError):
+                yield url, manifest_of(parse_json(content), url)
+
+    def _here(self) -> Iterator[tuple[Path, Manifest]]:
+        for path in sorted(self.root.glob(f"*/{MANIFEST_FILE}")):
+            if not path.parent.name.startswith((_MAKING, ".")):
+                with contextlib.suppress(DataError):
+                    yield path.parent, read_manifest(path.parent)
+
+    def _find(self, made: Iterable[tuple[Path | str, Manifest]]) -> Path | str | None:
+        """Return the place of the shards that were made by this request from the same text."""
+        candidates = [(place, manifest) for place, manifest in made if self._is_ours(manifest)]
+        if candidates and is_missing(self.source):
+            if len(candidates) > 1:
+                places = ", ".join(str(place) for place, _ in candidates)
+                raise DataError(
+                    f"{self.source} is missing, and there are shards of several states of it; keep one of {places}"
+                )
+            return candidates[0][0]
+        for place, manifest in candidates:
             if self.state is not None and manifest.source_state == self.state:
-                return folder
+                return place
         if candidates:
             logger.info("reading %s", self.source)
-        for folder, manifest in candidates:
+        for place, manifest in candidates:
             if manifest.request.get("text_sha256") == self.text_sha256():
-                with contextlib.suppress(OSError):  # the folder may be read-only
-                    write_manifest(folder, dataclasses.replace(manifest, source_state=self.state))
-                return folder
+                if isinstance(place, Path):
+                    with contextlib.suppress(OSError):  # the folder may be read-only
+                        write_manifest(place, dataclasses.replace(manifest, source_state=self.state))
+                return place
         return None
+
+    def _is_ours(self, manifest: Manifest) -> bool:
+        """Whether shards were made by this request, from whatever text."""
+        made_by = {key: value for key, value in manifest.request.items() if key != "text_sha256"}
+        if made_by != self.fields or self.tokenizer is None:
+            return made_by == self.fields
+        template = ChatTemplate(self.tokenizer).sha256 if manifest.template_sha256 is not None else None
+        return (manifest.tokenizer_sha256, manifest.template_sha256) == (self.tokenizer.sha256, template)
+
+    def _send(self, store: Store) -> str:
+        """Copy the shards to the store, and return their URL. They are made first, unless only the copying failed before."""
+        found = self._find(self._here())
+        if found is None and is_missing(self.source):
+            raise DataError(
+                f"{self.source} is missing, and {store.url} holds no shards of this request; run difftransformer tokenize with "
+                "the same options where the text is"
+            )
+        folder = Path(found or self._make())
+        name = folder.name.partition("-")[0]
+        store.put(folder, name, MANIFEST_FILE)
+        url = f"{store.url}/{name}"
+        copy = place_of_copy(url, (folder / MANIFEST_FILE).read_bytes(), copies())
+        if folder != copy:
+            shutil.rmtree(copy, ignore_errors=True)
+            folder.rename(copy)
+        return url
 
     def _make(self) -> Path:
         folder = self.root / f"{_MAKING}{self.key}"
@@ -226,6 +281,14 @@ class _Request:
         return digest.hexdigest()
 
 
+def _places(config: DataConfig) -> tuple[Store | None, Path]:
+    """Return the store that keeps the shards, if one does, and the folder of this machine where they are made."""
+    if is_url(config.folder):
+        store = Store(config.folder)
+        return store, place_of_copies(store.url, copies())
+    return None, Path(config.folder)
+
+
 def _plain_request(config: DataConfig) -> dict[str, Any]:
     fields = dataclasses.asdict(config)
     return {key: value for key, value in fields.items() if key not in ("folder", "mixture", "options")}
@@ -238,20 +301,31 @@ def _key(request: dict[str, Any]) -> str:
 def _mixture_tokenizer(config: DataConfig) -> Tokenizer:
     """Return the BPE of the training text of all sources, which is kept beside their shards."""
     sources = [one.source for one in config.mixture]
-    states = [source_state(source) for source in sources]
-    folder = Path(config.folder) / f"tokenizer-{_key({**_plain_request(config), 'source': sources})}"
-    path = folder / _MIXTURE_FILE
+    states, is_unknown = [source_state(source) for source in sources], any(map(is_missing, sources))
+    store, root = _places(config)
+    folder = root / f"tokenizer-{_key({**_plain_request(config), 'source': sources})}"
 
-    def is_made() -> bool:
-        return path.exists() and None not in states and read_json(path, error=DataError, advice="delete it") == states
+    def made() -> Path | None:
+        place = folder
+        if store is not None and folder.name in store.folders(_MIXTURE_FILE):
+            place = local_copy(f"{store.url}/{folder.name}", _MIXTURE_FILE, copies(), Tokenizer.load)
+        path = place / _MIXTURE_FILE
+        if not path.exists() or (None in states and not is_unknown):
+            return None
+        return place if is_unknown or read_json(path, error=DataError, advice="delete it") == states else None
 
-    if not is_made():
-        with locked(folder.parent, name=f".{folder.name}.lock", wait=True):
-            if not is_made():
+    place = made()
+    if place is None:
+        with locked(root, name=f".{folder.name}.lock", wait=True):
+            place = made()
+            if place is None:
                 logger.info("training a BPE on %s", ", ".join(sources))
                 _train_bpe(config, sources).save(folder)
-                write_text_atomically(path, json.dumps(states) + "\n")
-    return Tokenizer.load(folder)
+                write_text_atomically(folder / _MIXTURE_FILE, json.dumps(states) + "\n")
+                if store is not None:
+                    store.put(folder, folder.name, _MIXTURE_FILE)
+                place = folder
+    return Tokenizer.load(place)
 
 
 def _train_bpe(config: DataConfig, sources: Sequence[str]) -> Tokenizer:

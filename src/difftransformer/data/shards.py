@@ -12,6 +12,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,9 +24,11 @@ import numpy.typing as npt
 from ..errors import ConfigError, DataError
 from ..files import write_text_atomically
 from ..reading import is_plain_name, read_json
+from ..stores import is_url, local_copy
 from ..typed import build
 from .tokenizer import Tokenizer
 
+MANIFEST_FILE = "manifest.json"
 MANIFEST_VERSION = 1
 Split = Literal["train", "validation"]
 SPLITS: tuple[Split, ...] = ("train", "validation")
@@ -180,6 +183,7 @@ class Shards:
         streams: Token ids by split. Of a mixture, those of its sources one after another.
         sources: Sources of a mixture with their shards; empty otherwise.
         records: Records by split if the folder holds examples, whose inputs are in `streams`; empty otherwise.
+        url: Where the folder is a copy of one in a store, the URL of that.
     """
 
     folder: Path
@@ -188,19 +192,23 @@ class Shards:
     streams: Mapping[str, TokenStream]
     sources: "Sequence[tuple[SourceConfig, Shards]]" = ()
     records: Mapping[str, TokenStream] = field(default_factory=dict)
+    url: str | None = None
 
     @classmethod
     def open(cls, folder: Path | str, *, verify: bool = True) -> "Shards":
         """Open a folder written by `write_shards`.
 
         Args:
-            folder: Path of the shard folder.
+            folder: Path of the shard folder, or its URL, such as s3://bucket/shards/NAME. That is copied to this machine once.
             verify: Whether to read every file and compare its SHA-256 with the manifest. Sizes are always compared.
 
         Raises:
             DataError: The manifest is missing, damaged or of another version; a file is missing, truncated or changed;
-                or the tokenizer is not the one that made the shards.
+                or the tokenizer is not the one that made the shards. Or a store cannot be read.
+            ConfigError: There is no such kind of store, or its package is missing.
         """
+        if is_url(folder):
+            return cls._open_copy(str(folder).rstrip("/"), verify)
         folder = Path(folder)
         manifest = read_manifest(folder)
         tokenizer = Tokenizer.load(folder / "tokenizer")
@@ -218,6 +226,16 @@ class Shards:
             return cls(folder, manifest, tokenizer, streams)
         inputs = {split: TokenStream([part["input"] for part in stream.parts]) for split, stream in streams.items()}
         return cls(folder, manifest, tokenizer, inputs, records=streams)
+
+    @classmethod
+    def _open_copy(cls, url: str, verify: bool) -> "Shards":
+        copy = local_copy(url, MANIFEST_FILE, copies(), cls.open)
+        try:
+            opened = cls.open(copy, verify=verify)
+        except DataError:  # it was whole when it was made
+            shutil.rmtree(copy)
+            opened = cls.open(local_copy(url, MANIFEST_FILE, copies(), cls.open), verify=verify)
+        return dataclasses.replace(opened, url=url)
 
     @classmethod
     def mix(cls, sources: "Sequence[tuple[SourceConfig, Shards]]") -> "Shards":
@@ -282,6 +300,13 @@ class Shards:
         return b"".join(table[index] for part in self.tokens(split).parts for index in part.tolist())
 
 
+def copies() -> Path:
+    """Return this machine's folder for copies of shards in stores."""
+    from ..ops.build import cache_folder
+
+    return cache_folder() / "shards"
+
+
 def _open_shard(folder: Path, shard: ShardFile, dtype: np.dtype[Any], verify: bool) -> npt.NDArray[Any]:
     path, expected = folder / shard.file, shard.tokens * dtype.itemsize
     try:
@@ -303,7 +328,7 @@ def _open_shard(folder: Path, shard: ShardFile, dtype: np.dtype[Any], verify: bo
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write the manifest of a shard folder atomically."""
-    write_text_atomically(folder / "manifest.json", json.dumps(dataclasses.asdict(manifest), indent=1) + "\n")
+    write_text_atomically(folder / MANIFEST_FILE, json.dumps(dataclasses.asdict(manifest), indent=1) + "\n")
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -312,13 +337,21 @@ def read_manifest(folder: Path) -> Manifest:
     Raises:
         DataError: There is no manifest, or it is damaged or of another version.
     """
-    path = folder / "manifest.json"
+    path = folder / MANIFEST_FILE
     if not path.exists():
         raise DataError(
             f"{folder}: not a shard folder (no manifest.json, which is written last); "
             "run difftransformer tokenize to make one"
         )
-    content = read_json(path, error=DataError, advice=_TOKENISE_AGAIN)
+    return manifest_of(read_json(path, error=DataError, advice=_TOKENISE_AGAIN), str(path))
+
+
+def manifest_of(content: Any, path: str) -> Manifest:
+    """Return the manifest of a file's content.
+
+    Raises:
+        DataError: See `read_manifest`.
+    """
     version = content.get("version") if isinstance(content, dict) else None
     if version != MANIFEST_VERSION:
         raise DataError(
@@ -327,7 +360,7 @@ def read_manifest(folder: Path) -> Manifest:
         )
     content.pop("origin", None)  # of installed packages, which are no longer read
     try:
-        manifest = build(Manifest, content, source=str(path), error=DataError)
+        manifest = build(Manifest, content, source=path, error=DataError)
     except DataError as error:
         raise DataError(f"{error}; {_TOKENISE_AGAIN}") from None
     if missing := [split for split in SPLITS if split not in manifest.splits]:

@@ -132,6 +132,12 @@ def source_state(source: str) -> str | None:
     return hashlib.sha256(json.dumps(states).encode()).hexdigest()
 
 
+def is_missing(source: str) -> bool:
+    """Whether a source is a folder or a file that is not there."""
+    located = _source_files(source)
+    return located is not None and not located[0].exists()
+
+
 def source_bytes(source: str) -> int | None:
     """Return the size of a source's files, or None for a set of the Hugging Face hub."""
     located = _source_files(source)

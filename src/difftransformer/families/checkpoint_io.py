@@ -18,10 +18,10 @@ from torch import Tensor
 from transformers import DiffLlamaConfig, LlamaConfig
 
 from ..attention import SoftmaxAttention
-from ..errors import CheckpointError, ConfigError, DiffTransformerError
+from ..errors import CheckpointError, ConfigError, DiffTransformerError, on_one_line
 from ..files import locked, naming
 from ..model import DiffTransformerConfig
-from ..model.transformers_errors import FOREIGN_FAULTS, on_one_line
+from ..model.transformers_errors import FOREIGN_FAULTS
 from ..model.weights import CONFIG_FILE, INDEX_FILE, PIECES, WEIGHTS_FILE, check_inside, weight_map, weights_files
 from ..reading import read_json, with_floats
 from .conversion import FOLDER_LAYOUTS, LAYOUTS, Conversion, Shape, check_tensors

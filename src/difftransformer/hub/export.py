@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 import transformers
 
 from ..attention import SoftmaxAttention
-from ..errors import CheckpointError, ConfigError
+from ..errors import CheckpointError, ConfigError, on_one_line
 from ..families import convert_folder
 from ..families.checkpoint_io import (
     SHARD_BYTES,
@@ -24,7 +24,7 @@ from ..families.checkpoint_io import (
 )
 from ..model.card import CARD_FILE, HEADS, Training, is_ours, model_card, read_card, training_section
 from ..model.pretrained import DiffTransformerPreTrainedModel
-from ..model.transformers_errors import FOREIGN_FAULTS, on_one_line, quietly
+from ..model.transformers_errors import FOREIGN_FAULTS, quietly
 from ..model.weights import CONFIG_FILE, DTYPES, GENERATION_FILE, INDEX_FILE
 from ..sources import find_model
 from ..train import latest_checkpoint

@@ -11,11 +11,11 @@ from tokenizers import Tokenizer as TokenizerFile
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from ..data.records import files_sha256
-from ..errors import CheckpointError, ConfigError, DiffTransformerError
+from ..errors import CheckpointError, ConfigError, DiffTransformerError, on_one_line
 from ..families import DifferentialFields, accelerate
 from ..families.checkpoint_io import WeightsReader
 from ..model import DiffTransformerConfig
-from ..model.transformers_errors import FOREIGN_FAULTS, on_one_line, quietly
+from ..model.transformers_errors import FOREIGN_FAULTS, quietly
 from ..model.weights import DTYPES, GENERATION_FILE
 from ..reading import LARGEST_INT, parse_json
 from ..train.checkpoint import STATE_FILE, is_of_training, verify_checkpoint

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ..errors import CheckpointError, ConfigError
+from ..errors import CheckpointError, ConfigError, on_one_line
 from ..families.checkpoint_io import CARRIED
 from ..files import naming
-from ..model.transformers_errors import FOREIGN_FAULTS, on_one_line, quietly
+from ..model.transformers_errors import FOREIGN_FAULTS, quietly
 from ..model.weights import CONFIG_FILE, INDEX_FILE
 from ..sources import check_model, find_model
 from ..train import latest_checkpoint

@@ -26,7 +26,7 @@ from transformers.utils.generic import can_return_tuple
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from ..attention import Attention, RMSNorm
-from ..errors import ConfigError, ShapeError
+from ..errors import ConfigError, ShapeError, on_one_line
 from ..ops.problem import LOW_PRECISION
 from ..typed import short
 from .caches import PagedModel, PagedRow, check_paged, dynamic_cache, regroup
@@ -35,7 +35,7 @@ from .initialization import new_seed
 from .masks import arrange_rows
 from .nll import chunked_loss
 from .pretrained import DiffTransformerPreTrainedModel
-from .transformers_errors import FOREIGN_FAULTS, on_one_line
+from .transformers_errors import FOREIGN_FAULTS
 
 
 class SwiGLU(nn.Module):

@@ -10,7 +10,6 @@ from jinja2 import TemplateError
 from safetensors import SafetensorError
 from transformers.utils import logging
 
-MOST_CHARACTERS = 300  # that are quoted of an error
 MOST_STEPS = 2_000_000  # of a chat template, which takes some hundred
 
 FOREIGN_FAULTS = (
@@ -26,12 +25,6 @@ FOREIGN_FAULTS = (
     StrictDataclassError,
     TemplateError,
 )
-
-
-def on_one_line(error: BaseException) -> str:
-    """Return the beginning of an error's message on one line, or the error's class if it has no message."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= MOST_CHARACTERS else text[: MOST_CHARACTERS - 3] + "..."
 
 
 @contextmanager

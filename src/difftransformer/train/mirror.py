@@ -1,35 +1,16 @@
-"""A copy of a run in an object store, such as s3://bucket/run: checkpoints and metrics, by fsspec.
+"""A copy of a run in an object store, such as s3://bucket/run: checkpoints and metrics.
 
 Runs train in a local folder. A whole checkpoint is copied, state.json last, so one that has it in the store is whole.
 """
 
-import shutil
 import warnings
-from pathlib import Path, PurePosixPath
-from typing import Any
+from pathlib import Path
 
-import fsspec
-
-from ..errors import CheckpointError, ConfigError
-from ..model.transformers_errors import on_one_line
+from ..errors import CheckpointError
+from ..stores import Store
 from .checkpoint import STATE_FILE, checkpoints, folder_of_step, step_of
 from .metrics import METRICS_FILE
 from .trainer import Callback, Trainer
-
-
-def open_store(url: str) -> tuple[Any, str]:
-    """Return the file system of a URL and the path in it.
-
-    Raises:
-        ConfigError: There is no such kind of store, or its package is missing.
-    """
-    try:
-        fs, root = fsspec.core.url_to_fs(url)
-    except (ImportError, ValueError) as error:
-        raise ConfigError(
-            f"training.checkpoint.mirror: {url} cannot be opened ({error}); install the package of the store, such as s3fs"
-        ) from None
-    return fs, root.rstrip("/")
 
 
 def fetch(url: str, run: Path) -> Path | None:
@@ -37,29 +18,19 @@ def fetch(url: str, run: Path) -> Path | None:
 
     Raises:
         CheckpointError: The store cannot be read.
-        ConfigError: See `open_store`.
+        ConfigError: See `Store`.
     """
     if checkpoints(run):
         return None
-    fs, root = open_store(url)
-    try:
-        whole = _checkpoints(fs, root)
-        if not whole:
-            return None
-        final = folder_of_step(run, step_of(Path(whole[-1])))
-        temporary = final.with_name(f".{final.name}.tmp")
-        shutil.rmtree(temporary, ignore_errors=True)  # of a process that was killed
-        temporary.mkdir(parents=True)
-        for file in fs.ls(whole[-1], detail=False):
-            fs.get_file(file, str(temporary / PurePosixPath(file).name))
-        if fs.exists(f"{root}/{METRICS_FILE}"):
-            fs.get_file(f"{root}/{METRICS_FILE}", str(run / METRICS_FILE))
-    except Exception as error:  # each store has classes of its own
-        raise CheckpointError(
-            f"{url}: cannot be read ({on_one_line(error)}); check the store and its keys, or train without a mirror"
-        ) from error
-    temporary.rename(final)
-    return final
+    store = _checkpoint_store(url)
+    steps = _steps(store)
+    if not steps:
+        return None
+    run.mkdir(parents=True, exist_ok=True)
+    (run / METRICS_FILE).write_bytes(Store(url, error=CheckpointError).read(METRICS_FILE))
+    newest = folder_of_step(run, max(steps))
+    store.get(newest.name, newest)
+    return newest
 
 
 class Mirror(Callback):
@@ -80,28 +51,23 @@ class Mirror(Callback):
             return
         try:
             self._copy(trainer.folder, folder_of_step(trainer.folder, trainer.step))
-        except Exception as error:  # each store has classes of its own
-            warnings.warn(
-                f"{self._url}: the checkpoint was not copied ({on_one_line(error)}); training goes on", stacklevel=2
-            )
+        except (CheckpointError, OSError) as error:
+            warnings.warn(f"the checkpoint was not copied, and training goes on: {error}", stacklevel=2)
 
     def _copy(self, run: Path, checkpoint: Path) -> None:
-        fs, root = open_store(self._url)
-        target = f"{root}/checkpoints/{checkpoint.name}"
-        if target not in _checkpoints(fs, root):
-            fs.makedirs(target, exist_ok=True)
-            for file in sorted(checkpoint.iterdir(), key=lambda path: path.name == STATE_FILE):
-                fs.put_file(str(file), f"{target}/{file.name}")
-        fs.put_file(str(run / METRICS_FILE), f"{root}/{METRICS_FILE}")
-        kept = {path.name for path in checkpoints(run)}
-        for old in _checkpoints(fs, root):
-            if PurePosixPath(old).name not in kept:
-                fs.rm_file(f"{old}/{STATE_FILE}")  # so that a part of it is no checkpoint
-                fs.rm(old, recursive=True)
+        Store(self._url, error=CheckpointError).write(METRICS_FILE, (run / METRICS_FILE).read_bytes())
+        store = _checkpoint_store(self._url)
+        there = {folder_of_step(run, step) for step in _steps(store)}
+        if checkpoint not in there:
+            store.put(checkpoint, checkpoint.name, STATE_FILE)
+        for old in there - set(checkpoints(run)):
+            store.delete(old.name, STATE_FILE)
 
 
-def _checkpoints(fs: Any, root: str) -> list[str]:
-    """Return the folders of a store's whole checkpoints, oldest first."""
-    fs.invalidate_cache()
-    found = {str(PurePosixPath(path).parent) for path in fs.glob(f"{root}/checkpoints/step-*/{STATE_FILE}")}
-    return sorted(found, key=lambda path: step_of(Path(path)))
+def _checkpoint_store(url: str) -> Store:
+    return Store(f"{url}/checkpoints", error=CheckpointError)
+
+
+def _steps(store: Store) -> list[int]:
+    """Return the steps of a store's whole checkpoints."""
+    return [step_of(Path(name)) for name in store.folders(STATE_FILE) if name.startswith("step-")]

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, TextStreamer
 
-from difftransformer.errors import EXIT_INTERRUPTED, CheckpointError, ConfigError, DataError
+from difftransformer.errors import EXIT_INTERRUPTED, CheckpointError, ConfigError, DataError, on_one_line
 from difftransformer.hub import open_model, open_tokenizer, source_folder
-from difftransformer.model.transformers_errors import FOREIGN_FAULTS, bounded, on_one_line, quietly
+from difftransformer.model.transformers_errors import FOREIGN_FAULTS, bounded, quietly
 from difftransformer.ops import use_backend
 from difftransformer.typed import WeightsDtype
 

@@ -1,7 +1,7 @@
 """The tokens that a chat model puts around a user's message."""
 
 from difftransformer.data import Tokenizer
-from difftransformer.errors import DataError
+from difftransformer.errors import DataError, on_one_line
 
 _PLACE = "\u241eplace of the message\u241e"
 
@@ -15,7 +15,7 @@ def chat_frame(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
     # Task files import no transformers.
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    from difftransformer.model.transformers_errors import FOREIGN_FAULTS, bounded, on_one_line
+    from difftransformer.model.transformers_errors import FOREIGN_FAULTS, bounded
 
     if tokenizer.chat_template is None:
         raise DataError("the tokenizer has no chat template; use --prompt base")

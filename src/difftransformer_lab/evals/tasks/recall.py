@@ -16,7 +16,9 @@ from matplotlib.figure import Figure
 from numpy.lib.stride_tricks import sliding_window_view
 
 from difftransformer.data import Shards, Tokenizer, read_documents
+from difftransformer.data.shards import MANIFEST_FILE
 from difftransformer.errors import ConfigError, DataError
+from difftransformer.stores import is_url
 
 from ...plots.bars import bars
 from ...plots.curves import select
@@ -42,8 +44,8 @@ class Options:
 
     Attributes:
         text: The text to score: python-stdlib, a text file, a folder of text files, or hf:NAME[:CONFIG][:SPLIT].
-        train_text: The text on which the model was trained, to count n-grams: a text as above, or a folder of shards. Without
-            it no n-gram counts as frequent.
+        train_text: The text on which the model was trained, to count n-grams: a text as above, or a folder of shards or
+            its URL. Without it no n-gram counts as frequent.
         window: Tokens of a window; the model's context by default, at most 4096.
         windows: Maximum number of windows, from the start of the text.
         ngram: Tokens of an n-gram.
@@ -146,7 +148,7 @@ def counted(kinds: Ids, parts: Iterable[Ids], ngram: int, vocab_size: int) -> Id
 
 
 def _training_parts(source: str, tokenizer: Tokenizer) -> Iterator[Ids]:
-    if Path(source, "manifest.json").is_file():
+    if is_url(source) or Path(source, MANIFEST_FILE).is_file():
         shards = Shards.open(source, verify=False)
         if shards.tokenizer.sha256 != tokenizer.sha256:
             raise DataError(f"{source}: the shards have another tokenizer than the model; name the text itself")

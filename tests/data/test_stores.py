@@ -1,0 +1,247 @@
+"""Shards in a store: written there whole, read from a copy that is made once, and refused in one line."""
+
+import errno
+import os
+import shutil
+import urllib.request
+from importlib.util import find_spec
+
+import fsspec
+import pytest
+
+from difftransformer.data import DataConfig, Shards, SourceConfig, prepare, prepare_shards
+from difftransformer.errors import ConfigError, DataError
+from difftransformer.progress import shown_by
+from difftransformer_lab.cli.main import main
+from tests.support import fresh
+
+
+@pytest.fixture
+def text(tmp_path):
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for index in range(20):
+        (folder / f"{index:02d}.txt").write_text(f"document {index} says {index * index}\n" * 20, encoding="utf-8")
+    return folder
+
+
+def request(text, folder, **fields):
+    own = {"source": str(text), "tokenizer": "byte", "validation_share": 0.2}
+    return DataConfig(**{**own, "folder": str(folder), **fields})
+
+
+def contents(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def contents_there(url):
+    fs, root = fsspec.core.url_to_fs(url)
+    return {path.removeprefix(f"{root}/"): fs.cat_file(path) for path in fs.find(root)}
+
+
+def another_machine(tmp_path, text):
+    """Forget the copies, and the text."""
+    shutil.rmtree(tmp_path / "copies")
+    text.rename(tmp_path / "elsewhere")
+
+
+@pytest.fixture
+def stored(store, text, tmp_path):
+    """The URL of shards in a store, which were put there by hand."""
+    made = prepare_shards(request(text, tmp_path / "local")).folder
+    fs, root = fsspec.core.url_to_fs(f"{store}/mine")
+    for name, content in contents(made).items():
+        if getattr(fs, "local_file", False):
+            fs.makedirs(f"{root}/{name}".rpartition("/")[0], exist_ok=True)
+        fs.pipe_file(f"{root}/{name}", content)
+    return f"{store}/mine"
+
+
+def test_the_command_writes_there_what_training_reads_elsewhere(store, text, tmp_path, capsys, monkeypatch):
+    local = prepare_shards(request(text, tmp_path / "local"))
+    words = ["tokenize", str(text), "--tokenizer", "byte", "--validation-share", "0.2", "--out", f"{store}/shards"]
+    assert main(words) == 0
+    url = f"{store}/shards/{local.folder.name}"
+    assert f"Shards: {url} (" in capsys.readouterr().out
+    assert contents_there(url) == contents(local.folder)
+    another_machine(tmp_path, text)
+    monkeypatch.setattr(prepare, "iter_documents", lambda *given: pytest.fail("the text was read"))
+    for opened in (prepare_shards(request(text, f"{store}/shards")), Shards.open(url)):
+        assert opened.url == url
+        assert opened.manifest == local.manifest
+        assert opened.text_bytes("train") == local.text_bytes("train")
+        assert contents(opened.folder) == contents(local.folder)
+    with pytest.raises(
+        DataError, match=r"text is missing, and .*/shards holds no shards of this request; run difftransf"
+    ):
+        prepare_shards(request(text, f"{store}/shards", split_seed=1))
+
+
+def test_the_same_request_is_tokenised_and_copied_once(store, text, tmp_path, monkeypatch, caplog):
+    caplog.set_level("INFO")
+    first = prepare_shards(request(text, f"{store}/shards"))
+    assert prepare_shards(request(text, f"{store}/shards")).folder == first.folder
+    assert caplog.text.count("tokenising") == caplog.text.count("copying") == 1
+    (text / "00.txt").write_text("something else entirely\n")
+    changed = prepare_shards(request(text, f"{store}/shards"))
+    assert changed.url != first.url
+    another_machine(tmp_path, text)
+    with pytest.raises(DataError, match=f"several states of it; keep one of .*{first.url}"):
+        prepare_shards(request(text, f"{store}/shards"))
+
+
+@pytest.mark.parametrize("store", ["memory", "local"], indirect=True)
+def test_what_was_made_and_not_copied_is_not_made_again(store, text, monkeypatch, caplog):
+    fs, root = fsspec.core.url_to_fs(store)
+    put, sent, broken = type(fs).put_file, [], [True]
+
+    def put_file(self, path, there, **options):
+        if broken and len(sent) == 2:
+            raise PermissionError("not\nallowed")
+        sent.append(there)
+        put(self, path, there, **options)
+
+    monkeypatch.setattr(type(fs), "put_file", put_file)
+    with pytest.raises(
+        DataError, match=r"/shards/\w{12}: cannot be written \(not allowed\); check the store and its keys$"
+    ):
+        prepare_shards(request(text, f"{store}/shards"))
+    assert not any(path.endswith("manifest.json") for path in fs.find(root))
+    broken.clear()
+    caplog.set_level("INFO")
+    made = prepare_shards(request(text, f"{store}/shards"))
+    assert "tokenising" not in caplog.text
+    assert sent[-1].endswith("manifest.json")
+    assert contents_there(made.url) == contents(made.folder)
+
+
+def test_a_mixture_teaches_its_tokenizer_once(store, text, tmp_path):
+    (tmp_path / "b.txt").write_text("another source of other words\n" * 200)
+    mixture = [SourceConfig(source=str(text)), SourceConfig(source=str(tmp_path / "b.txt"), weight=2)]
+    fields = {"mixture": mixture, "source": "python-stdlib", "tokenizer": "bpe", "vocab_size": 300}
+    local = prepare_shards(request(text, tmp_path / "local", **fields))
+    prepare_shards(request(text, f"{store}/shards", **fields))
+    another_machine(tmp_path, text)
+    elsewhere = prepare_shards(request(text, f"{store}/shards", **fields))
+    assert elsewhere.manifest.fingerprint == local.manifest.fingerprint
+
+
+@pytest.mark.parametrize("store", ["memory"], indirect=True)
+def test_a_copy_that_is_damaged_is_made_again(stored, tmp_path):
+    first = Shards.open(stored)
+    before = contents(first.folder)
+    (first.folder / "train-00000.bin").write_bytes(b"damaged")
+    again = Shards.open(stored)
+    assert contents(again.folder) == before
+    assert [path.name for path in again.folder.parent.iterdir()] == [again.folder.name]
+
+
+def test_another_index_is_another_copy(stored):
+    first = Shards.open(stored)
+    fs, root = fsspec.core.url_to_fs(stored)
+    fs.pipe_file(
+        f"{root}/manifest.json", contents_there(stored)["manifest.json"].replace(b'"source": "', b'"source": "of ')
+    )
+    second = Shards.open(stored)
+    assert second.manifest.source == f"of {first.manifest.source}"
+    assert second.folder != first.folder
+
+
+def test_damaged_and_partial_shards_are_refused_and_leave_no_copy(stored, tmp_path):
+    fs, root = fsspec.core.url_to_fs(stored)
+    whole = contents_there(stored)
+    shard = whole["train-00000.bin"]
+    fs.pipe_file(f"{root}/train-00000.bin", shard[:-1] + b"?")
+    with pytest.raises(DataError, match=f"^{stored}/train-00000.bin: wrong checksum: expected sha256 [^\n]*$"):
+        Shards.open(stored)
+    fs.rm_file(f"{root}/train-00000.bin")
+    with pytest.raises(
+        DataError, match=f"^{stored}/train-00000.bin: the file is missing, but the manifest lists it[^\n]*$"
+    ):
+        Shards.open(stored)
+    fs.rm_file(f"{root}/manifest.json")
+    with pytest.raises(DataError, match=rf"^{stored}/manifest.json: not found \([^\n]*\); check the URL$"):
+        Shards.open(stored)
+    assert not [path for path in (tmp_path / "copies").rglob("*") if path.is_file()]
+
+
+@pytest.mark.parametrize("store", ["memory"], indirect=True)
+def test_a_name_that_leads_out_of_the_folder_is_refused(stored, tmp_path):
+    fs, root = fsspec.core.url_to_fs(stored)
+    fs.store[f"{root}/tokenizer/../../../out"] = fs.store[f"{root}/manifest.json"]
+    with pytest.raises(DataError, match=r"cannot be read \(.*/out leads out of the folder\)"):
+        Shards.open(stored)
+    assert not (tmp_path / "copies" / "out").exists()
+
+
+@pytest.mark.parametrize("store", ["memory"], indirect=True)
+def test_progress_is_that_of_bytes(stored):
+    reports = []
+    with shown_by(lambda *report: reports.append(report)):
+        folder = Shards.open(stored).folder
+    size = sum(map(len, contents(folder).values()))
+    assert reports == [(size, size, "copying")]
+
+
+@pytest.mark.parametrize("store", ["memory"], indirect=True)
+def test_a_full_disk_is_told_as_one(stored, tmp_path, monkeypatch):
+    def full(self, path, copy, **options):
+        open(copy, "wb").close()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(fsspec.implementations.memory.MemoryFileSystem, "get_file", full)
+    with pytest.raises(OSError, match=r"No space left on device: '.*/copies/.*'"):
+        Shards.open(stored)
+    assert not [path for path in (tmp_path / "copies").rglob("*") if path.is_file()]
+
+
+@pytest.mark.skipif(find_spec("s3fs") is not None, reason="s3fs is installed")
+def test_a_store_without_its_package():
+    with pytest.raises(ConfigError, match=r"^s3://bucket cannot be opened \([^\n]*s3fs[^\n]*'difftransformer\[s3\]'$"):
+        Shards.open("s3://bucket/x")
+    with pytest.raises(ConfigError, match=r"nosuch://bucket cannot be opened \(Protocol not known: nosuch\); install"):
+        Shards.open("nosuch://bucket/x")
+
+
+@pytest.mark.tools
+@pytest.mark.parametrize("store", ["s3"], indirect=True)
+def test_a_bucket_that_is_missing_or_closed(store, text):
+    for place in ("s3://bukcet/shards", "s3://bukcet"):
+        with pytest.raises(
+            DataError, match=rf"^{place}: not found \(The specified bucket does not exist\); check the URL$"
+        ):
+            prepare_shards(request(text, place))
+    assert not fsspec.filesystem("s3").exists("bukcet")
+    address = f"{fsspec.config.conf['s3']['endpoint_url']}/moto-api/reset-auth"
+
+    def allow(actions):
+        post = urllib.request.Request(address, data=actions, headers={"Content-Type": "text/plain"})
+        urllib.request.urlopen(post).close()
+
+    allow(b"0")
+    try:
+        with pytest.raises(
+            DataError, match=rf"^{store}: cannot be read \(The AWS Access Key .*\); check the store and its keys$"
+        ):
+            prepare_shards(request(text, store))
+    finally:
+        allow(b"inf")
+
+
+READER = """
+    import logging, sys
+    logging.basicConfig(level="INFO", stream=sys.stdout)
+    from difftransformer.data import Shards
+    print(Shards.open(sys.argv[1]).folder)
+"""
+
+
+@pytest.mark.parametrize("store", ["local"], indirect=True)
+def test_processes_of_a_machine_share_a_copy(stored, tmp_path):
+    environment = {"TORCH_EXTENSIONS_DIR": str(tmp_path / "cache")}
+    processes = [fresh.Fresh(READER, stored, **environment) for _ in range(3)]
+    done = [process.finish() for process in processes]
+    assert [one.returncode for one in done] == [0, 0, 0], done
+    assert "".join(one.stdout for one in done).count("copying") == 1
+    (folder,) = {one.stdout.splitlines()[-1] for one in done}
+    assert folder.startswith(str(tmp_path / "cache"))
