@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -9,10 +10,12 @@ from pathlib import Path
 
 import pytest
 import yaml
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from difftransformer.data import byte_tokenizer
 from difftransformer.files import locked
 from difftransformer_lab.cli.main import main
-from tests.support import tiny_folders
+from tests.support import fresh, tiny_folders
 
 
 @pytest.fixture
@@ -30,8 +33,13 @@ def room():
 @pytest.fixture
 def commands(toy_file, toy, toy_shards, tmp_path):
     """The command lines, but for --out."""
-    model, text = tmp_path / "model", tmp_path / "text.txt"
+    model, llama, text = tmp_path / "model", tmp_path / "llama", tmp_path / "text.txt"
     tiny_folders.saved(model)
+    config = LlamaConfig(
+        vocab_size=258, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4
+    )
+    LlamaForCausalLM(config).save_pretrained(llama)
+    byte_tokenizer().save(llama)
     text.write_text("".join(f"line {i} tells of {i * i} things\n" for i in range(900)))
     (tmp_path / "suite.yaml").write_text(
         yaml.safe_dump(
@@ -41,12 +49,30 @@ def commands(toy_file, toy, toy_shards, tmp_path):
             }
         )
     )
+    (tmp_path / "study.yaml").write_text(
+        yaml.safe_dump(
+            {
+                "name": "small",
+                "question": "Does it work?",
+                "recipe": str(toy_file),
+                "reference": "twin",
+                "arms": {
+                    "diff": {"label": "DIFF", "set": {"model.attention_type": "diff"}},
+                    "twin": {"label": "Transformer", "set": {"model.attention_type": "softmax"}},
+                },
+                "figures": [{"label": "loss", "task": "perplexity", "name": "nll", "unit": "nats/token"}],
+                "presets": {"laptop": {"seeds": 1, "set": {"evaluation.needle": None, "evaluation.allocation": None}}},
+            }
+        )
+    )
     task = ["eval", "perplexity", model, "--text", text, "--window", "16", "--windows", "2", "--out"]
     return {
         "train": ["train", toy_file, "--out"],
         "tokenize": ["tokenize", toy["data"]["source"], "--tokenizer", "byte", "--validation-share", "0.3", "--out"],
         "export": ["export", model],
         "convert": ["convert", "--to", "diffllama", model],
+        "upcycle": ["upcycle", llama, "--to", "diff_v2", "--tokens", "0"],
+        "study": ["study", tmp_path / "study.yaml", "--results", tmp_path / "out" / "results", "--out"],
         "eval task": task,
         "eval suite": ["eval", tmp_path / "suite.yaml", model, "--out"],
     }
@@ -58,6 +84,8 @@ WRITES = [
     ("tokenize", 30_000, "while writing train-00000.bin"),
     ("export", 2000, "model.safetensors"),
     ("convert", 2000, "model.safetensors"),
+    ("upcycle", 2000, "model.safetensors"),
+    ("study", 500, "config.yaml"),
     ("eval task", 10, "perplexity.answers.jsonl"),
     ("eval task", 1000, "perplexity.json"),
     ("eval task", 8000, "perplexity.svg"),
@@ -77,6 +105,36 @@ def test_the_file_is_named(commands, tmp_path, room, capsys, name, bytes_, file)
     assert f": {tmp_path / 'out'}" in error
     assert file in error
     assert "File too large" in error
+    if name == "upcycle":
+        assert main(words) == 0
+
+
+@pytest.mark.slow
+def test_a_study_keeps_what_is_finished_and_goes_on(commands, tmp_path, room, capsys, monkeypatch):
+    words, out = [*map(str, commands["study"]), str(tmp_path / "out")], tmp_path / "out"
+
+    def finish(*more):
+        with monkeypatch.context() as warm:  # processes that inherit no limit
+            warm.setattr("difftransformer_lab.studies.jobs.start_child", fresh.start_child)
+            assert main([*words, *more]) == 0
+
+    finish()
+    finished = {path: path.stat().st_mtime_ns for path in out.rglob("*-seed0-*/**/*") if path.is_file()}
+    records = {path: path.read_bytes() for path in out.rglob("*-seed0-*.json")}
+    assert len(records) == 2
+    capsys.readouterr()
+    room(3000)
+    status = main([*words, "--seeds", "2"])
+    room(resource.RLIM_INFINITY)
+    error = capsys.readouterr().err
+    assert status == 2
+    assert re.fullmatch(
+        r"difftransformer study: .*, seed 1: .*cannot be written \(model.safetensors: File too large\).*\n", error
+    )
+    finish("--seeds", "2")
+    assert {path: path.stat().st_mtime_ns for path in finished} == finished
+    assert {path: path.read_bytes() for path in records} == records
+    assert len(list(out.rglob("*-seed1-*.json"))) == 2
 
 
 def test_metrics_that_cannot_be_written(toy_file, tmp_path, monkeypatch, capsys):

@@ -149,7 +149,7 @@ def _normal(parser: Parser, words: list[str]) -> list[str]:
         word = left.pop(0)
         flag, equals, value = word.partition("=")
         if word == "--":
-            return [*plain, *flags, word, *left]
+            return [*flags, word, *plain, *left]
         if not flag.startswith("--") or " " in flag:
             plain.append(word)
             continue
