@@ -41,6 +41,7 @@ PACKAGES = {
     "sources": "models and texts by name",
     "recipe_files": "recipes by name",
     "jsonl": "files of JSON lines",
+    "stores": "folders at a URL",
     "child": "processes that end with their parent",
     "doctor": "checks of backends and machine",
     "files": "locks, whole files",
