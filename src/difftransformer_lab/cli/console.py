@@ -5,6 +5,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
@@ -13,7 +14,10 @@ from difftransformer.errors import EXIT_ERROR, EXIT_INTERRUPTED
 
 from ..printable import printable, printable_line
 
-WIDTH_WITHOUT_TERMINAL = 120  # for logs, which have no width of their own
+if TYPE_CHECKING:
+    from ..report.tables import Table
+
+WIDTH_WITHOUT_TERMINAL = 80  # for logs, which have no width of their own
 
 
 class _PlainConsole(Console):
@@ -32,6 +36,13 @@ console = _PlainConsole(
 def show(text: str) -> None:
     """Print a result exactly as it is, without wrapping lines."""
     console.print(text, highlight=False, soft_wrap=True)
+
+
+def show_table(table: "Table") -> None:
+    """Print a table; one that is too wide for the terminal is arranged anew."""
+    from ..report.terminal import terminal_table
+
+    console.print(terminal_table(table, console.width))
 
 
 def log(text: str) -> None:

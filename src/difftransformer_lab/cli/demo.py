@@ -9,7 +9,7 @@ from difftransformer.files import locked
 
 from ..recipe_files import read_recipe
 from .arguments import check_positive
-from .console import Gaps, console, log, resumable, show
+from .console import Gaps, log, resumable, show, show_table
 from .progress import evaluation_progress, pair_progress, watch_pair
 
 if TYPE_CHECKING:
@@ -45,7 +45,6 @@ def run(out: str = OUT, steps: int = STEPS, seed: int = 0) -> int:
     kernels.start()
     from ..report.stored import beside_table, stored_demo, write_demo
     from ..report.studied import read_studies
-    from ..report.terminal import terminal_table
     from ..studies import compare, watched_by
 
     recipe = _short_recipe(steps, seed)
@@ -60,7 +59,7 @@ def run(out: str = OUT, steps: int = STEPS, seed: int = 0) -> int:
                 compare(recipe, folder, costs=False)
         (done,), stored, gaps = read_studies(folder), stored_demo(), Gaps("demo")
         page = write_demo(done, stored, folder, maps, gaps)
-        console.print(terminal_table(beside_table(done, stored), console.width))
+        show_table(beside_table(done, stored))
     show(f"Report: {page}: open it in a browser")
     return gaps.status
 

@@ -3,10 +3,8 @@
 from json import dumps
 from typing import Any
 
-from rich.table import Table
-
 from .arguments import check_device
-from .console import console, show
+from .console import show, show_table
 
 EXIT_WRONG = 1
 
@@ -36,15 +34,17 @@ def run(device: str | None = None, json: bool = False) -> int:
 
 
 def _print(facts: dict[str, str], checks: list[dict[str, Any]]) -> None:
+    from ..report.tables import Table, columns
+
     width = max(map(len, facts))
     for name, value in facts.items():
         show(f"{name:<{width}}  {value}")
     dtypes = list(dict.fromkeys(check["dtype"] for check in checks))
-    table = Table("backend", *dtypes, caption="Error against float64 over the largest number; forward and backward.")
     cells = {(check["backend"], check["dtype"]): _cell(check) for check in checks}
-    for name in dict.fromkeys(check["backend"] for check in checks):
-        table.add_row(name, *(cells[name, dtype] for dtype in dtypes))
-    console.print(table)
+    names = dict.fromkeys(check["backend"] for check in checks)
+    rows = [[name, *(cells[name, dtype] for dtype in dtypes)] for name in names]
+    notes = ["Error against float64 over the largest number; forward and backward."]
+    show_table(Table("backends", "Backends", columns("backend", *dtypes), rows, notes))
     reasons = {(check["backend"], check["outcome"], check["reason"]): None for check in checks if check["reason"]}
     for name, outcome, reason in reasons:
         show(f"{name}: {outcome}: {reason}")

@@ -3,13 +3,11 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.table import Table
-
 from difftransformer.errors import ConfigError
 from difftransformer.sources import check_model, shipped_models
 
 from ..results import TaskResult, summary_rows
-from .console import Gaps, console, resumable, show
+from .console import Gaps, resumable, show, show_table
 from .members import run_together
 from .progress import evaluation_progress
 
@@ -67,15 +65,13 @@ def run(
 
 
 def _show(title: str, results: dict[str, TaskResult], folder: Path) -> int:
-    table = Table(title=title)
-    table.add_column("measure")
-    table.add_column("value", justify="right")
+    from ..report.tables import Table, columns
+
     gaps = Gaps("eval")
     for label, result in results.items():
-        for name, value in summary_rows(result):
-            table.add_row(name, value)
         for gap in result.gaps:
             gaps(f"{label}: {gap}")
-    console.print(table)
+    rows = [[name, value] for result in results.values() for name, value in summary_rows(result)]
+    show_table(Table("measures", title, columns("measure", "value"), rows))
     show(f"Results: {folder}")
     return gaps.status

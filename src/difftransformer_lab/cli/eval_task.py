@@ -14,7 +14,7 @@ from difftransformer.typed import WeightsDtype
 
 from ..evals.tasks import registered_tasks
 from .arguments import check_positive
-from .console import Gaps, console, resumable, show
+from .console import Gaps, resumable, show, show_table
 from .members import run_together
 from .progress import evaluation_progress
 
@@ -115,12 +115,11 @@ def run(
 def _show_one(result: "TaskResult", folder: Path, verb: str) -> int:
     from ..report.tasks import measurement_table, write_picture
     from ..report.tasks.pairs import corrected_pairs, pairs_table, task_pairs
-    from ..report.terminal import terminal_table
 
     name = result.task
-    console.print(terminal_table(measurement_table([result], brief=True), console.width))
+    show_table(measurement_table([result], brief=True))
     if (paired := pairs_table(name, corrected_pairs({name: task_pairs([result])})[name])) is not None:
-        console.print(terminal_table(paired, console.width))
+        show_table(paired)
     gaps = Gaps(verb)
     for gap in result.gaps:
         gaps(gap)
@@ -138,10 +137,9 @@ def _show_one(result: "TaskResult", folder: Path, verb: str) -> int:
 def _show_all(name: str, by_task: "dict[str, list[TaskResult]]", missing: list[Any], folder: Path, verb: str) -> int:
     from ..report import suite_page, write_page
     from ..report.tasks import measurement_table
-    from ..report.terminal import terminal_table
 
     for results in filter(None, by_task.values()):
-        console.print(terminal_table(measurement_table(results, brief=True), console.width))
+        show_table(measurement_table(results, brief=True))
     gaps = Gaps(verb)
     left_out = [(row.name, row.model, row.reason) for row in missing]
     page = write_page(suite_page(name, by_task, left_out), folder, on_gap=gaps)

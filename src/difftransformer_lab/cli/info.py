@@ -6,16 +6,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
-from rich.table import Table
+from rich.table import Table as RichTable
 
 from difftransformer.errors import ConfigError
 
 from ..recipe_files import shipped_recipes
-from .console import console, show
+from .console import console, show, show_table
 
 if TYPE_CHECKING:
     from difftransformer.model import DiffTransformerConfig
     from difftransformer.model.start_sizes import Branch
+
+    from ..report.tables import Table
 
 KERNEL_WIDTHS = (32, 16, 8)
 """Multiples that kernels of quantized weights, such as torchao's int4, ask of a matrix; the first is the common one."""
@@ -37,7 +39,7 @@ def run(model: str, start: bool = False) -> int:
             raise ConfigError(
                 "backends is not a model; name a preset, a recipe or a folder with config.json to use --start"
             )
-        console.print(_backends())
+        show_table(_backends())
         return 0
     stated, is_saved = None, False
     if model in PRESETS:
@@ -57,14 +59,14 @@ def run(model: str, start: bool = False) -> int:
                 f"{model}: model_type is {config.model_type!r}, and --start takes 'difftransformer'; a model of another family "
                 "starts from pretrained weights"
             )
-        console.print(_family(model, config))
+        show_table(_family(model, config))
         return 0
     if not isinstance(config, DiffTransformerConfig):
         raise ConfigError(f"{model}: model_type is {config.model_type!r}; name the folder of a differential model")
     if start:
         _show_start(model, config, is_saved)
         return 0
-    console.print(_sizes(model, source, config))
+    show_table(_sizes(model, source, config))
     if line := _odd_width(config):
         show(line)
     if stated is not None:
@@ -133,8 +135,8 @@ def _show_start(name: str, config: "DiffTransformerConfig", is_saved: bool) -> N
         show(f"{word}: {said}.")
 
 
-def _start_table(branches_of: "dict[str, list[Branch]]", layers: int) -> Table:
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False, pad_edge=False)
+def _start_table(branches_of: "dict[str, list[Branch]]", layers: int) -> RichTable:
+    table = RichTable(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False, pad_edge=False)
     table.add_column("\nlayer", justify="right")
     for word in branches_of:
         for above, title in (("", "stream"), (word, "attention"), ("", "MLP"), ("", "ratio")):
@@ -149,41 +151,40 @@ def _start_table(branches_of: "dict[str, list[Branch]]", layers: int) -> Table:
     return table
 
 
-def _sizes(name: str, source: str, config: "DiffTransformerConfig") -> Table:
+def _sizes(name: str, source: str, config: "DiffTransformerConfig") -> "Table":
     from difftransformer.attention import variants
     from difftransformer.model import count, matching_width
     from difftransformer.model.card import size_rows
 
-    table = Table(title=f"{name} ({source})", caption="Computed by formula; FLOPs of matrix products.")
-    table.add_column("")
+    from ..report.tables import Table, columns
+
     twins = {}
     for word in variants():
         with suppress(ConfigError):  # heads that one of them cannot divide leave its column out
             twins[word] = config.twin(word)
-            table.add_column(word, justify="right")
-    rows = [size_rows(twin) for twin in twins.values()]
-    for label in rows[0]:
-        table.add_row(label, *(f"{one[label]:,}" for one in rows))
+    sizes = [size_rows(twin) for twin in twins.values()]
+    rows = [[label, *(f"{one[label]:,}" for one in sizes)] for label in sizes[0]]
     size = count(config.twin("softmax")).parameters
     equal = (matching_width(twin, size) for twin in twins.values())
-    table.add_row("FFN width for as many parameters as softmax", *(f"{width:,}" for width in equal))
-    return table
+    rows.append(["FFN width for as many parameters as softmax", *(f"{width:,}" for width in equal)])
+    notes = ["Computed by formula; FLOPs of matrix products."]
+    return Table("sizes", f"{name} ({source})", columns("", *twins), rows, notes)
 
 
-def _family(name: str, config: Any) -> Table:
+def _family(name: str, config: Any) -> "Table":
     from difftransformer.families import count_family
 
-    counts = count_family(config)
-    table = Table("", config.attention_type, title=f"{name} ({config.family})", caption="FLOPs of matrix products.")
-    for field, value in vars(counts).items():
-        table.add_row(field.replace("_", " "), f"{value:,}")
-    return table
+    from ..report.tables import Table, columns
+
+    rows = [[field.replace("_", " "), f"{value:,}"] for field, value in vars(count_family(config)).items()]
+    titles = columns("", config.attention_type)
+    return Table("sizes", f"{name} ({config.family})", titles, rows, ["FLOPs of matrix products."])
 
 
-def _backends() -> Table:
+def _backends() -> "Table":
     from difftransformer.ops import BACKENDS
 
-    table = Table("name", "description", title="Attention backends")
-    for name, backend in BACKENDS.items():
-        table.add_row(name, backend.description)
-    return table
+    from ..report.tables import Group, Table
+
+    titles = (Group("name", numeric=False), Group("description", numeric=False))
+    return Table("backends", "Attention backends", titles, [[name, one.description] for name, one in BACKENDS.items()])

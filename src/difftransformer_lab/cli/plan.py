@@ -5,13 +5,11 @@ from dataclasses import asdict
 from json import dumps
 from typing import TYPE_CHECKING, Any
 
-from rich.table import Table
-
 from difftransformer.errors import ConfigError
 
 from ..recipe_files import read_recipe
 from .arguments import check_positive
-from .console import console, show
+from .console import show, show_table
 
 if TYPE_CHECKING:
     from difftransformer.train.plan import Plan
@@ -123,12 +121,8 @@ def _document(plan: "Plan") -> dict[str, Any]:
 
 
 def _print(name: str, gpus: int, memory: str, documents: list[dict[str, Any]]) -> None:
-    sizes = Table(
-        "",
-        *(document["attention_type"] for document in documents),
-        title=f"{name} on {gpus} GPUs of {memory}",
-        caption="Bytes are those of one rank at the peak of a step. A layout ends with the rows of a part x parts of a step.",
-    )
+    from ..report.tables import Group, Table, columns
+
     best = [document["layouts"][0] for document in documents]
     rows = {
         "parameters": [f"{document['parameters'] / 1e9:.3f}B" for document in documents],
@@ -142,9 +136,12 @@ def _print(name: str, gpus: int, memory: str, documents: list[dict[str, Any]]) -
         **{f"{part}, GiB": [_gib(layout["rank_bytes"][part]) for layout in best] for part in best[0]["rank_bytes"]},
         "sent a step, GiB": [_gib(layout["communicated_bytes"]) for layout in best],
     }
-    for label, cells in rows.items():
-        sizes.add_row(label, *cells)
-    console.print(sizes)
+    notes = [
+        "Bytes are those of one rank at the peak of a step. A layout ends with the rows of a part x parts of a step."
+    ]
+    titles = tuple(Group(word, numeric=False) for word in ("", *(document["attention_type"] for document in documents)))
+    lines = [[label, *cells] for label, cells in rows.items()]
+    show_table(Table("sizes", f"{name} on {gpus} GPUs of {memory}", titles, lines, notes))
     for document, layout in zip(documents, best, strict=True):
         if (seconds := layout["step_seconds"]) > 2 * document["computing_seconds"]:
             show(
@@ -152,17 +149,17 @@ def _print(name: str, gpus: int, memory: str, documents: list[dict[str, Any]]) -
                 f"{document['computing_seconds']:,.3f} s compute); take fewer GPUs, larger batches or a faster network"
             )
     for document in documents:
-        others = Table(
-            "layout",
-            "GiB of a rank",
-            "sent a step, GiB",
-            "a step, s",
-            title=f"Layouts that fit, {document['attention_type']}",
-        )
-        for layout in document["layouts"][:SHOWN]:
-            held, sent = _gib(layout["rank_bytes"]["total"]), _gib(layout["communicated_bytes"])
-            others.add_row(_layout(layout), held, sent, f"{layout['step_seconds']:,.3f}")
-        console.print(others)
+        lines = [
+            [
+                _layout(layout),
+                _gib(layout["rank_bytes"]["total"]),
+                _gib(layout["communicated_bytes"]),
+                f"{layout['step_seconds']:,.3f}",
+            ]
+            for layout in document["layouts"][:SHOWN]
+        ]
+        titles = columns("layout", "GiB of a rank", "sent a step, GiB", "a step, s")
+        show_table(Table("layouts", f"Layouts that fit, {document['attention_type']}", titles, lines))
         if len(document["layouts"]) > SHOWN:
             show(f"and {len(document['layouts']) - SHOWN} more (--json lists all)")
 

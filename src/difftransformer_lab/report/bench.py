@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from rich.console import Console
 
-from difftransformer_lab.report.tables import Group, Table
+from difftransformer_lab.report.tables import Table, columns
 from difftransformer_lab.report.terminal import terminal_table
 from difftransformer_lab.report.words import QUIET_SHARE, busy_words
 from difftransformer_lab.results import Bench, BenchRow
@@ -142,10 +142,6 @@ def _figures_table(name: str, title: str, rows: Sequence[BenchRow], names: Seque
         return Table(name, f"{title}: {_title(names[0])}", columns("", *people), table)
     table = [[f"{label(row)}, {row.implementation}", *(_figure(row, one) for one in names)] for row in rows]
     return Table(name, title, columns("", *map(_title, names)), table)
-
-
-def columns(*titles: str) -> tuple[Group, ...]:
-    return tuple(Group(title, numeric=index > 0) for index, title in enumerate(titles))
 
 
 def grouped(rows: Iterable[RowT], key: Callable[[RowT], KeyT]) -> dict[KeyT, list[RowT]]:

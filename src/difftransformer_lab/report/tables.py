@@ -126,6 +126,11 @@ class Table:
         return printable("\n".join([*(f"% {note}" for note in self.notes), *lines]) + "\n")
 
 
+def columns(*titles: str) -> tuple[Group, ...]:
+    """Return a column of names and, after it, columns of numbers."""
+    return tuple(Group(title, numeric=index > 0) for index, title in enumerate(titles))
+
+
 def _pieces(text: str) -> list[str]:
     return text.split(" ")
 

@@ -1,5 +1,7 @@
 """The same words and tables in the terminal."""
 
+from dataclasses import replace
+
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group, JustifyMethod
 from rich.table import Table as RichTable
@@ -15,6 +17,9 @@ MOST_UNBROKEN = 34
 
 _BETWEEN = 3
 """Letters between two columns."""
+
+_HEAD_LINES = 4
+"""Lines above the rows."""
 
 
 def print_study(study: Studied, console: Console | None = None) -> None:
@@ -37,36 +42,68 @@ def print_study(study: Studied, console: Console | None = None) -> None:
 
 
 def terminal_table(table: Table, width: int) -> RichTable | Group:
-    """Return a table for a terminal; where its words have no room in a row, cells stand below each other."""
+    """Return a table for a terminal. Where its words have no room in a row, cells stand below each other, or columns do.
+
+    Columns can only if the first cell of a row says which it is. Of both the shorter is taken.
+    """
+    rows = table.folded()
     widths = [min(one, MOST_UNBROKEN) for one in table.widths()]
-    room = width - _BETWEEN * len(widths)
-    return _stacked(table) if sum(widths) > room else _in_rows(table, widths, room)
+    plain = replace(table, groups=tuple(replace(one, parts=("",), fold="plain") for one in table.groups), rows=rows)
+    parts = _parts(widths, width)
+    if len(parts) == 1:
+        return _in_rows(plain, widths, width)
+    stacked_lines = sum(sum(map(bool, row)) for row in rows)
+    if len({row[0] for row in rows}) < len(rows) or (len(rows) + _HEAD_LINES) * len(parts) > stacked_lines:
+        return _stacked(plain)
+    made = []
+    for place, part in enumerate(parts):
+        one = replace(
+            plain,
+            title=plain.title if place == 0 else "",
+            groups=tuple(plain.groups[column] for column in part),
+            rows=[[row[column] for column in part] for row in rows],
+            notes=plain.notes if place == len(parts) - 1 else [],
+        )
+        made.append(_in_rows(one, [widths[column] for column in part], width))
+    return Group(*made)
+
+
+def _parts(widths: list[int], width: int) -> list[list[int]]:
+    """Return the columns that have room beside the first one, in as many parts as that takes."""
+    parts = [[0]]
+    for column in range(1, len(widths)):
+        used = [*parts[-1], column]
+        if len(used) > 2 and sum(widths[one] + _BETWEEN for one in used) > width:
+            parts.append([0])
+        parts[-1].append(column)
+    return parts
 
 
 def _stacked(table: Table) -> Group:
     made = RichTable(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     made.add_column(overflow="fold", max_width=44)
     made.add_column(overflow="fold")
-    for row in table.folded():
+    for row in table.rows:
         made.add_row(Text(row[0], style="bold"), "")
         for group, cell in zip(table.groups[1:], row[1:], strict=True):
             if cell:
                 made.add_row(Text(f"  {group.title}"), Text(cell))
     notes = [Text(" ".join(table.notes), style="table.caption")] if table.notes else []
-    return Group(Text(f"\n{table.title}", style="table.title"), made, *notes, Text())
+    title = [Text(f"\n{table.title}", style="table.title")] if table.title else []
+    return Group(*title, made, *notes, Text())
 
 
-def _in_rows(table: Table, widths: list[int], room: int) -> RichTable:
+def _in_rows(table: Table, widths: list[int], width: int) -> RichTable:
     """Return a table with a line for each row. Brackets in names are no markup."""
-    rows = table.folded()
     titles = [group.title for group in table.groups]
-    wanted = [max(map(len, column)) for column in zip(titles, *rows, strict=True)]
+    wanted = [max(map(len, column)) for column in zip(titles, *table.rows, strict=True)]
+    widths, room = list(widths), width - _BETWEEN * len(widths)
     while sum(widths) < min(room, sum(wanted)):
         most = max(range(len(widths)), key=lambda place: wanted[place] - widths[place])
         widths[most] += 1
     made = RichTable(
-        title=Text(table.title, style="table.title"),
-        caption=Text(" ".join(table.notes), style="table.caption"),
+        title=Text(table.title, style="table.title") if table.title else None,
+        caption=Text(" ".join(table.notes), style="table.caption") if table.notes else None,
         title_justify="left",
         caption_justify="left",
         box=SIMPLE_HEAD,
@@ -76,6 +113,6 @@ def _in_rows(table: Table, widths: list[int], room: int) -> RichTable:
     for group, width in zip(table.groups, widths, strict=True):
         side: JustifyMethod = "right" if group.numeric else "left"
         made.add_column(Text(group.title), justify=side, overflow="fold", width=width)
-    for row in rows:
+    for row in table.rows:
         made.add_row(*map(Text, row))
     return made
