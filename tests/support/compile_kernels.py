@@ -9,6 +9,7 @@ gets on a GPU: which sizes and strides are multiples of 16, which are 1, what is
 """
 
 import contextlib
+import hashlib
 import io
 import json
 import multiprocessing
@@ -21,6 +22,8 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
+
+import difftransformer
 
 BUDGET = Path(__file__).parents[1] / "ops" / "kernel_budget.json"
 TARGET = ("cuda", 90, 32)
@@ -285,6 +288,13 @@ def report(words=""):
     return {"triton": triton.__version__, "ptxas": version, "kernels": compile_calls(words)}
 
 
+def sources():
+    """A digest of what the figures depend on beside the compiler: the kernels, how they are launched, and the calls here."""
+    ops = Path(difftransformer.__file__).parent / "ops"
+    files = (*sorted((ops / "triton_kernels").glob("*.py")), ops / "problem.py", Path(__file__))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
 def write_budget(found):
     """The budget of today, with the reasons that it had; a reason that is due and missing is left to be written."""
     old = json.loads(BUDGET.read_text(encoding="utf-8"))["kernels"] if BUDGET.exists() else {}
@@ -294,7 +304,7 @@ def write_budget(found):
             if not row["reason"]:
                 print(f"write a reason for {name}: {row}")
     lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in found["kernels"].items())
-    head = {name: found[name] for name in ("triton", "ptxas")}
+    head = {name: found[name] for name in ("triton", "ptxas")} | {"sources": sources()}
     BUDGET.write_text(f'{json.dumps(head)[:-1]},\n "kernels": {{\n{lines}\n}}}}\n', encoding="utf-8")
 
 

@@ -187,6 +187,11 @@ class _DifferentialModel(PreTrainedModel):  # type: ignore[misc]
             for module in inner:
                 del module._init_weights
 
+    @classmethod
+    def is_custom_code(cls) -> bool:
+        """Return False: draws here heed what a file had, so that modules without weights can fill their buffers (Falcon-H1)."""
+        return False
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, RMSNorm):  # Gemma takes it for its own, whose gain is 1 + weight
@@ -325,7 +330,8 @@ def _with_chunked_loss(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 def attention_layers(model: nn.Module) -> list[Any]:
     """Return the attention layers of a model of transformers, first layer first."""
-    return [module for name, module in model.named_modules() if name.endswith(".self_attn")]
+    named = ".self_attn", ".mixer"  # a mixer may be another kind of layer
+    return [m for name, m in model.named_modules() if name.endswith(named) and hasattr(m, "o_proj")]
 
 
 def shapes_in_files(model: PreTrainedModel) -> dict[str, Shape]:

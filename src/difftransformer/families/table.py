@@ -6,21 +6,25 @@ needs. `docs/upcycling.md` shows both tables.
 
 WINDOWS = "windows by layer"
 NORMS = "norms on queries and keys"
+STATES = "layers of Mamba-2 between those of attention"
 EXPERTS = "mixture of experts (attention alone changes)"
 
 FAMILIES = {  # model_type -> what the model has beyond Llama's layout
     "apertus": f"{NORMS}, another MLP",
     "arcee": "another MLP",
+    "bamba": f"{STATES}, partial rotation",
     "cohere": "blocks in parallel, LayerNorm, norms with a gain for each head, scaled logits",
     "cohere2": f"blocks in parallel, LayerNorm, {WINDOWS}, layers without rotation, scaled logits",
     "ernie4_5": "biases, rotation of neighbours",
     "exaone4": f"{NORMS}, norms after, {WINDOWS}, layers without rotation",
+    "falcon_h1": "a mixer of Mamba-2 beside each attention, scaled keys",
     "gemma": "scaled embeddings, another MLP",
     "gemma2": f"scale of the maps' logits, norms after, {WINDOWS}; soft-capped attention logits are refused",
     "gemma3_text": f"{NORMS}, scale of the maps' logits, norms after, {WINDOWS}, two rotations",
     "glm": "biases, partial rotation of neighbours, fused MLP",
     "glm4": "biases, partial rotation of neighbours, norms after, fused MLP",
     "granite": "biases, scale of the maps' logits, scaled embeddings, residuals and logits",
+    "granitemoehybrid": f"{STATES}, {EXPERTS}",
     "helium": "biases, rotation of neighbours",
     "hunyuan_v1_dense": f"biases, {NORMS} after the rotation",
     "lfm2": f"layers of convolution between those of attention, {NORMS}",
@@ -30,6 +34,7 @@ FAMILIES = {  # model_type -> what the model has beyond Llama's layout
     "mistral": "windows",
     "mixtral": f"{EXPERTS}, windows",
     "nemotron": "biases, LayerNorm, partial rotation, another MLP",
+    "nemotron_h": STATES,
     "olmo": "biases, LayerNorm without gain, clipped projections",
     "olmo2": "biases, norms over all queries and all keys, norms after",
     "olmo3": f"biases, norms over all queries and all keys, norms after, {WINDOWS}",

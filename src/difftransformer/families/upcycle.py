@@ -26,7 +26,7 @@ from .llama import chosen_variant, drawn, from_llama, has_llamas_layout, kept_op
 from .models import attention_fields, family_config, refused_features, shapes_in_files
 from .table import FAMILIES, REFUSED
 
-ATTENTION = "self_attn."
+ATTENTION = "self_attn.", "mixer."  # a mixer may be a layer of another kind
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 OUTPUT_WEIGHTS = tuple(f"{name}.weight" for name in OUTPUTS)
 
@@ -126,12 +126,21 @@ def from_family(
     makes = {}
     for name, shape in shapes_in_files(target).items():
         if name not in ties:
-            prefix, inside, part = name.rpartition(ATTENTION)
-            layer = _AttentionLayer(prefix + inside, kind, ours.attention_fields(), needs, seed)
-            makes[name] = layer.maker(part, shape) if inside else _copy(name)
+            layer, part = _split(name, needs)
+            own = _AttentionLayer(layer, kind, ours.attention_fields(), needs, seed)
+            makes[name] = own.maker(part, shape) if layer else _copy(name)
     return Conversion(
         config=json.loads(ours.to_json_string()), needs=needs, ties=ties, makes=makes, notes=notes(config)
     )
+
+
+def _split(name: str, needs: Mapping[str, Shape]) -> tuple[str, str]:
+    """Return the prefix of the attention layer that has a tensor, "" for any other tensor, and the rest of the name."""
+    for inside in ATTENTION:
+        before, found, part = name.rpartition(inside)
+        if found and (inside == ATTENTION[0] or f"{before}{inside}o_proj.weight" in needs):
+            return before + inside, part
+    return "", name
 
 
 def _copy(name: str) -> Callable[[Read], Tensor]:
@@ -192,7 +201,7 @@ class _AttentionLayer:
 
     def _upcycled(self, name: str, of: Read, read: Read, shape: Shape = ()) -> Tensor:
         def normal(key: str, shape: Shape, std: float) -> Tensor:
-            return drawn(shape, std, self.prefix.removesuffix(ATTENTION) + key, self.seed)
+            return drawn(shape, std, self.prefix.removesuffix(ATTENTION[0]) + key, self.seed)
 
         def tensor(wanted: str) -> Tensor:
             # New parameters take the dtype of o_proj.weight.
