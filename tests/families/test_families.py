@@ -86,15 +86,18 @@ OPTIONS = {
         "layer_types": ["conv", "full_attention"] * 2, "conv_bias": True, "conv_L_cache": 4, "block_auto_adjust_ff_dim": False,
         "tie_word_embeddings": False,
     },
-    "bamba": {
-        **MAMBA, "attn_layer_indices": [1, 3], "attention_bias": True,
+    "bamba": {**MAMBA, "attn_layer_indices": [1, 3], "attention_bias": True},
+    "falcon_h1": {
+        **MAMBA, "mamba_d_ssm": 96, "attention_bias": True, "key_multiplier": 0.7, "attention_out_multiplier": 0.8,
+        "head_dim": 10,
     },
-    "falcon_h1": {**MAMBA, "mamba_d_ssm": 96, "attention_bias": True, "key_multiplier": 0.7, "attention_out_multiplier": 0.8, "head_dim": 10},
     "nemotron_h": {
-        "hybrid_override_pattern": "M*-*", "mamba_num_heads": 8, "mamba_head_dim": 12, "ssm_state_size": 6, "n_groups": 1, "head_dim": 10, "chunk_size": 4,
+        "hybrid_override_pattern": "M*-*", "mamba_num_heads": 8, "mamba_head_dim": 12, "ssm_state_size": 6, "n_groups": 1,
+        "head_dim": 10, "chunk_size": 4,
     },
     "granitemoehybrid": {
-        **MAMBA, "layer_types": ["mamba", "attention"] * 2, "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 16, "attention_multiplier": 0.2,
+        **MAMBA, "layer_types": ["mamba", "attention"] * 2, "num_local_experts": 4, "num_experts_per_tok": 2,
+        "shared_intermediate_size": 16, "attention_multiplier": 0.2,
     },
     "ministral": {**MIXED, "head_dim": 10, "tie_word_embeddings": True},
     "ministral3": {

@@ -330,8 +330,11 @@ def _with_chunked_loss(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 def attention_layers(model: nn.Module) -> list[Any]:
     """Return the attention layers of a model of transformers, first layer first."""
-    named = ".self_attn", ".mixer"  # a mixer may be another kind of layer
-    return [m for name, m in model.named_modules() if name.endswith(named) and hasattr(m, "o_proj")]
+    return [
+        module
+        for name, module in model.named_modules()
+        if name.endswith(".self_attn") or (name.endswith(".mixer") and hasattr(module, "o_proj"))
+    ]
 
 
 def shapes_in_files(model: PreTrainedModel) -> dict[str, Shape]:
