@@ -68,7 +68,8 @@ class LivePage:
         elif ended < of:
             answer += " Interrupted: the same command continues. Load this page again when it does."
         lead = Lead(answer=answer, table=table, drawing=_drawing(lines) if lines else None)
-        page = Page(title=f"{self.title}, while it trains", about="", lead=lead, sections=[])
+        title = f"{self.title}, while it trains" if ended < of else f"{self.title}, trained"
+        page = Page(title=title, about="", lead=lead, sections=[])
         write_page(page, self.folder, refresh_seconds=REFRESH_SECONDS if going_on else None)
         self._drawn = time.monotonic()
 
@@ -85,7 +86,7 @@ def _read(path: Path) -> list[dict[str, float]]:
 
 
 def _drawing(lines: Mapping[str, list[tuple[float, float]]]) -> Drawing:
-    caption = "Training loss of each run so far. The first steps may lie above the drawn range."
+    caption = "Training loss of each run. The first steps may lie above the drawn range."
     return Drawing("losses_so_far", "Losses so far", caption, _svg(lines, _WIDE), _svg(lines, _NARROW), None)
 
 
