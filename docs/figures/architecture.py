@@ -264,7 +264,7 @@ FIGURES = {"architecture-layers": draw_layers, "architecture-query": draw_query,
 def main() -> None:
     """Write every figure as SVG."""
     for name, draw in FIGURES.items():
-        with matplotlib.rc_context(STYLE):
+        with matplotlib.rc_context(STYLE | {"svg.fonttype": "path"}):
             figure = draw()
             figure.savefig(FOLDER / f"{name}.svg", metadata={"Date": None, "Creator": None})
 

@@ -163,8 +163,15 @@ def place_of_copies(url: str, cache: Path) -> Path:
     return cache / _short_sha256(url.encode())
 
 
-def local_copy(url: str, index: str, cache: Path, check: Callable[[Path], object]) -> Path:
+def local_copy(url: str, index: str, cache: Path, check: Callable[[Path], object], *, is_damaged: bool = False) -> Path:
     """Return the copy of a folder on this machine, which is made once; the processes of a machine share it.
+
+    Args:
+        url: URL of the folder.
+        index: Name of the folder's index.
+        cache: Folder for copies.
+        check: See `Store.get`.
+        is_damaged: Whether the copy was found to be damaged. It is made again, unless another process has done so.
 
     Raises:
         ConfigError: See `Store`.
@@ -173,8 +180,13 @@ def local_copy(url: str, index: str, cache: Path, check: Callable[[Path], object
     parent, _, name = url.rpartition("/")
     store = Store(parent)
     copy = place_of_copy(url, store.read(f"{name}/{index}"), cache)
-    if not copy.exists():
+    if is_damaged or not copy.exists():
         with locked(copy.parent, name=f".{copy.name}.lock", wait=True):
+            if is_damaged and copy.exists():
+                try:
+                    check(copy)
+                except DataError:
+                    shutil.rmtree(copy)
             if not copy.exists():
                 store.get(name, copy, check)
     return copy

@@ -48,3 +48,13 @@ def shards_folder(tmp_path_factory, corpus, bpe):
 @pytest.fixture(scope="session")
 def shards(shards_folder):
     return Shards.open(shards_folder)
+
+
+@pytest.fixture
+def text(tmp_path):
+    """A folder of text files."""
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for index in range(20):
+        (folder / f"{index:02d}.txt").write_text(f"document {index} says {index * index}\n" * 20, encoding="utf-8")
+    return folder

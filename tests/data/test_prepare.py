@@ -11,15 +11,6 @@ from difftransformer.data import DataConfig, iter_documents, prepare, prepare_sh
 from difftransformer.errors import ConfigError, DataError
 
 
-@pytest.fixture
-def text(tmp_path):
-    folder = tmp_path / "text"
-    folder.mkdir()
-    for index in range(20):
-        (folder / f"{index:02d}.txt").write_text(f"document {index} says {index * index}\n" * 20, encoding="utf-8")
-    return folder
-
-
 def request(text, tmp_path, **fields):
     return DataConfig(
         **{

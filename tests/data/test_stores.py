@@ -10,19 +10,12 @@ import fsspec
 import pytest
 
 from difftransformer.data import DataConfig, Shards, SourceConfig, prepare, prepare_shards
+from difftransformer.data.shards import MANIFEST_FILE
 from difftransformer.errors import ConfigError, DataError
 from difftransformer.progress import shown_by
+from difftransformer.stores import local_copy
 from difftransformer_lab.cli.main import main
 from tests.support import fresh
-
-
-@pytest.fixture
-def text(tmp_path):
-    folder = tmp_path / "text"
-    folder.mkdir()
-    for index in range(20):
-        (folder / f"{index:02d}.txt").write_text(f"document {index} says {index * index}\n" * 20, encoding="utf-8")
-    return folder
 
 
 def request(text, folder, **fields):
@@ -75,6 +68,14 @@ def test_the_command_writes_there_what_training_reads_elsewhere(store, text, tmp
         DataError, match=r"text is missing, and .*/shards holds no shards of this request; run difftransf"
     ):
         prepare_shards(request(text, f"{store}/shards", split_seed=1))
+
+
+@pytest.mark.parametrize("folder", ["memory://shards", "shards"])
+def test_a_plan_names_no_missing_text_where_a_store_may_hold_its_shards(folder, capsys):
+    words = ["train", "demo", "--dry-run", "--set", "data.source=nowhere.txt", "--set", f"data.folder={folder}"]
+    assert main(words) == 0
+    line = "missing: data.source: nowhere.txt does not exist"
+    assert (line in capsys.readouterr().out) == (folder == "shards")
 
 
 def test_the_same_request_is_tokenised_and_copied_once(store, text, tmp_path, monkeypatch, caplog):
@@ -134,6 +135,9 @@ def test_a_copy_that_is_damaged_is_made_again(stored, tmp_path):
     again = Shards.open(stored)
     assert contents(again.folder) == before
     assert [path.name for path in again.folder.parent.iterdir()] == [again.folder.name]
+    made = again.folder.stat().st_ino
+    of_another_process = local_copy(stored, MANIFEST_FILE, tmp_path / "copies", Shards.open, is_damaged=True)
+    assert of_another_process.stat().st_ino == made
 
 
 def test_another_index_is_another_copy(stored):

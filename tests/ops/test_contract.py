@@ -262,7 +262,7 @@ RANGES = [
 ]
 
 
-@each(FORMS, [*RANGES, *UNSEEN.values()], [torch.float16], heavy=("both", "softmax"))
+@each(FORMS, [*RANGES, *UNSEEN.values()], [torch.float32, torch.float16], heavy=("both", "softmax"))
 def test_keys_outside_the_range_are_not_read_in_any_form(backend, case, dtype):
     """In the interpreter additions too are in one order, so that the bits are the same."""
     how = {"norm": str(backend) == "atomic triton", "gradients": backend.differentiates(case)}
@@ -291,7 +291,9 @@ NEW_MEMORY = [
 ]
 
 
-@each(FORMS, [NEW_MEMORY[1], NEW_MEMORY[4], *NEW_MEMORY[8:10], NEW_MEMORY[-2]], ["low"], heavy=("window",))
+@each(
+    FORMS, [NEW_MEMORY[1], NEW_MEMORY[4], *NEW_MEMORY[8:10], NEW_MEMORY[-2]], [torch.float32, "low"], heavy=("window",)
+)
 def test_no_uninitialised_memory_in_any_form(backend, case, dtype):
     test_no_uninitialised_memory(backend, case, dtype, True)
 

@@ -12,9 +12,9 @@ import dataclasses
 import hashlib
 import json
 import math
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -229,12 +229,11 @@ class Shards:
 
     @classmethod
     def _open_copy(cls, url: str, verify: bool) -> "Shards":
-        copy = local_copy(url, MANIFEST_FILE, copies(), cls.open)
+        copied = partial(local_copy, url, MANIFEST_FILE, copies(), cls.open)
         try:
-            opened = cls.open(copy, verify=verify)
+            opened = cls.open(copied(), verify=verify)
         except DataError:  # it was whole when it was made
-            shutil.rmtree(copy)
-            opened = cls.open(local_copy(url, MANIFEST_FILE, copies(), cls.open), verify=verify)
+            opened = cls.open(copied(is_damaged=True), verify=verify)
         return dataclasses.replace(opened, url=url)
 
     @classmethod

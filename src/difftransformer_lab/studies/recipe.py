@@ -20,6 +20,7 @@ from difftransformer.families.checkpoint_io import naming_config
 from difftransformer.files import write_text_atomically
 from difftransformer.model import DiffTransformerConfig, count, matching_width, preset
 from difftransformer.reading import parse_yaml, read_json
+from difftransformer.stores import is_url
 from difftransformer.train import LogsConfig, ParallelConfig, TrainingConfig, checkpoints
 from difftransformer.typed import ADJUSTABLE, ASIDE, WeightsDtype, build, plain, unknown_key
 
@@ -218,8 +219,9 @@ class Recipe:
         return self.model_config(vocab_size=self.data.tokenizer_vocabulary)
 
     def missing(self) -> list[str]:
-        """What the recipe names and is not there, one line each."""
+        """What the recipe names and is not there, one line each. A store may hold the shards of a text that is elsewhere."""
         named = [("data.mixture", one.source) for one in self.data.mixture] or [("data.source", self.data.source)]
+        named = [] if is_url(self.data.folder) else named
         named.append(("data.tokenizer", self.data.tokenizer))
         starts = {"start_from": self.start_from, "branch_from": self.branch_from}
         named += [(key, value) for key, value in starts.items() if value is not None]
