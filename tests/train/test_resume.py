@@ -16,6 +16,7 @@ from difftransformer.train import Interrupted, ScheduleConfig, build_model, chec
 from difftransformer.train.checkpoint import verify_checkpoint
 from difftransformer.train.optim import build_optimizer
 from difftransformer_lab.studies import start_run, train_run
+from difftransformer_lab.studies.run import share_stable_part
 
 
 def stop_after(step):
@@ -110,6 +111,33 @@ def test_a_decay_branch_is_the_run_that_had_its_steps_from_the_start(tmp_path, t
     assert [line["step"] for line in run("branch", 6, branch_point)[0]] == [5, 6]  # again: it is done
     with pytest.raises(ConfigError, match=r"branch_from: .* has step 4, and training.steps is 4"):
         run("short", 4, branch_point)
+
+
+def test_runs_of_a_study_share_what_comes_before_the_decay(tmp_path, toy_recipe, toy_shards, read_run):
+    """The longer run is bit for bit the one that had its steps alone, and trains only what the shorter one has not."""
+    began = []
+
+    def run(name, steps, seed=0, shape="wsd"):
+        schedule = ScheduleConfig(shape=shape, warmup_steps=2, floor=0.1)
+        every = {"checkpoint_every": 3, "validate_every": 4, "keep_checkpoints": 3}
+        training = dataclasses.replace(toy_recipe.training, steps=steps, schedule=schedule, seed=seed, **every)
+        recipe = dataclasses.replace(toy_recipe, training=training)
+        start_run(tmp_path / name, recipe)
+        share_stable_part(tmp_path / name, recipe)
+        began.append([path.name for path in checkpoints(tmp_path / name)])
+        train_run(tmp_path / name, recipe, toy_shards)
+        newest = checkpoints(tmp_path / name)[-1]
+        content = [(newest / f"{part}.safetensors").read_bytes() for part in ("model", "optimizer")]
+        return read_run(tmp_path / name), content
+
+    alone = run("alone/long", 12)
+    run("study/short", 8)  # decays after step 7
+    run("study/linear", 8, shape="linear")
+    run("study/seed", 8, seed=1)
+    assert run("study/long", 12) == alone
+    assert began == [[], [], [], [], ["step-000006"]]
+    assert run("study/shorter", 7) == run("apart/shorter", 7)
+    assert began[-2:] == [["step-000006"], []]
 
 
 def test_goes_on_from_an_older_checkpoint_and_writes_the_lines_after_it_again(tmp_path, train_toy, read_run):

@@ -112,13 +112,18 @@ def _hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
     ]
 
 
+def stable_steps(steps: int, schedule: ScheduleConfig) -> int:
+    """Return the number of steps before "wsd" decays, which are the same for every number of steps."""
+    return steps - (schedule.decay_steps or max(1, steps // 10))
+
+
 def learning_rate(step: int, *, peak: float, steps: int, schedule: ScheduleConfig) -> float:
     """Return the rate of a step, counted from 0: linear warm-up to `peak`, then the schedule's decay to `floor * peak`."""
     if step < schedule.warmup_steps:
         return peak * (step + 1) / schedule.warmup_steps
     if schedule.shape == "wsd":
-        decay_steps = schedule.decay_steps or max(1, steps // 10)
-        done = min(1.0, max(0.0, (step + 1 - (steps - decay_steps)) / decay_steps))
+        stable = stable_steps(steps, schedule)
+        done = min(1.0, max(0.0, (step + 1 - stable) / (steps - stable)))
     else:
         decay_steps = max(1, steps - 1 - schedule.warmup_steps)
         done = min(1.0, (step - schedule.warmup_steps) / decay_steps)

@@ -3,6 +3,7 @@
 The folder holds the resolved recipe; what is whole in it already is not done again, so a study that was stopped goes on.
 """
 
+import logging
 import shutil
 import sys
 from collections.abc import Mapping
@@ -18,7 +19,9 @@ from difftransformer.files import locked
 from difftransformer.hub import open_deferred
 from difftransformer.model import DiffTransformerConfig, DiffTransformerForCausalLM
 from difftransformer.train import Interrupted, checkpoints, train
-from difftransformer.train.checkpoint import folder_of_step, latest_checkpoint, verify_checkpoint
+from difftransformer.train.checkpoint import folder_of_step, latest_checkpoint, step_of, verify_checkpoint
+from difftransformer.train.metrics import METRICS_FILE
+from difftransformer.train.optim import stable_steps
 from difftransformer.train.parallel import DeferredModel, Mesh, Processes
 from difftransformer.train.run_summary import RECIPE_FILE
 from difftransformer.train.speed import keep_freed_memory
@@ -28,6 +31,8 @@ from ..evals.engine import Task
 from ..results import TaskResult
 from .evaluation import EvaluateCheckpoints, evaluate_checkpoint, evaluations_folder, found_results
 from .recipe import Recipe, load_recipe, save_recipe
+
+logger = logging.getLogger(__name__)
 
 
 def start_run(folder: Path, recipe: Recipe) -> None:
@@ -56,6 +61,35 @@ def start_run(folder: Path, recipe: Recipe) -> None:
         save_recipe(recipe, path)
 
 
+def share_stable_part(folder: Path, recipe: Recipe) -> None:
+    """Begin a new run of the schedule "wsd" with what it shares with a whole run beside it.
+
+    Runs that differ in their numbers of steps alone are equal, bit for bit, until one of them decays.
+    """
+    training, shared = recipe.training, []
+    if training.schedule.shape != "wsd" or checkpoints(folder):
+        return
+    for path in folder.parent.glob(f"*/{RECIPE_FILE}"):
+        run, other = path.parent, load_recipe(path)
+        if is_trained(run, other) and _without_length(other) == _without_length(recipe):
+            last = min(stable_steps(one.steps, one.schedule) for one in (training, other.training))
+            shared += [(step_of(one), one, run) for one in checkpoints(run) if step_of(one) <= last]
+    if not shared:
+        return
+    step, checkpoint, run = max(shared)
+    verify_checkpoint(checkpoint)
+    shutil.copy(run / METRICS_FILE, folder / METRICS_FILE)  # training writes the lines after the checkpoint again
+    _copy_folder(checkpoint, folder_of_step(folder, step))
+    logger.info("steps 1 to %d are those of %s", step, run)
+
+
+def _without_length(recipe: Recipe) -> dict[str, Any]:
+    """Return what a run trains, whatever its number of steps."""
+    document = plain(recipe, without=[ASIDE, ADJUSTABLE])
+    del document["training"]["steps"], document["training"]["schedule"]["decay_steps"]
+    return document
+
+
 def _copy_checkpoint(source: Path, folder: Path, steps: int) -> None:
     """Put a checkpoint of another run into a run folder, from where training continues as from one of its own."""
     source = latest_checkpoint(source)
@@ -64,7 +98,11 @@ def _copy_checkpoint(source: Path, folder: Path, steps: int) -> None:
         raise ConfigError(
             f"branch_from: {source} has step {step}, and training.steps is {steps}; train further than that"
         )
-    target = folder_of_step(folder, step)
+    _copy_folder(source, folder_of_step(folder, step))
+
+
+def _copy_folder(source: Path, target: Path) -> None:
+    """Copy a checkpoint, whole or not at all."""
     temporary = target.with_name(f".{target.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)  # of a process that was killed
     shutil.copytree(source, temporary)
@@ -155,6 +193,7 @@ def main(arguments: list[str]) -> int:
         shards = prepare_shards(recipe.data, made=made)
         with locked(folder, wait=True):
             if not is_trained(folder, recipe):
+                share_stable_part(folder, recipe)
                 train_run(folder, recipe, shards, mesh=Mesh(Processes(device=device), recipe.parallel))
             newest = checkpoints(folder)[-1]
             evaluate_checkpoint(
