@@ -133,13 +133,14 @@ def split_verb(words: Sequence[str]) -> tuple[str, list[str]]:
     from ..recipe_files import shipped_recipes
 
     verb, rest = words[0], list(words[1:])
+    several = [*task_help(), *shipped_recipes("suites")]
     if verb not in VERBS and " ".join(words[:2]) not in VERBS:
-        raise ConfigError(f"no such command{_meant(verb, VERBS)}")
+        raise ConfigError(f"no such command{_meant(verb, VERBS, others=[f'eval {one}' for one in several])}")
     if verb != "eval":
         return (verb, rest) if verb in VERBS else (" ".join(words[:2]), rest[1:])
     if not rest or rest[0].startswith("-"):
         return verb, rest
-    first, several = rest[0], [*task_help(), *shipped_recipes("suites")]
+    first = rest[0]
     if first in several or first.endswith((".yaml", ".yml")):
         return f"eval {first}", rest[1:]
     is_near = bool(get_close_matches(first, several))
@@ -148,8 +149,8 @@ def split_verb(words: Sequence[str]) -> tuple[str, list[str]]:
     return verb, rest
 
 
-def _meant(word: str, known: Sequence[str] | dict[str, str]) -> str:
-    near = get_close_matches(word, list(known), n=1)
+def _meant(word: str, known: Sequence[str] | dict[str, str], *, others: Sequence[str] = ()) -> str:
+    near = get_close_matches(word, [*known, *others], n=1)
     return f"; did you mean {near[0]}?" if near else f"; choose one of {', '.join(known)}"
 
 
