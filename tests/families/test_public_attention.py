@@ -1,4 +1,4 @@
-"""Attention of Phi-4-mini-flash, Motif-2.6B and Motif-2-12.7B against their equations in float64."""
+"""Attention of Phi-4-mini-flash, Motif-2.6B, Motif-2-12.7B and timm against their equations in float64."""
 
 import re
 
@@ -10,9 +10,11 @@ from difftransformer.errors import CheckpointError, ConfigError, ShapeError
 from difftransformer.families import (
     load_motif_attention,
     load_phi4flash_attention,
+    load_timm_attention,
     microsoft_attention_state,
     motif_attention_state,
     phi4flash_attention_state,
+    timm_attention_state,
 )
 from difftransformer.families.motif import motif_lambda_init
 from tests.support.public_modules import (
@@ -22,6 +24,8 @@ from tests.support.public_modules import (
     phi4flash,
     phi4flash_shapes,
     tables,
+    timm,
+    timm_shapes,
     v1_module_shapes,
 )
 
@@ -51,7 +55,11 @@ def phi_state(heads=4, groups=2):
     return draw(phi4flash_shapes(32, heads, groups))
 
 
-PHI, MOTIF = load_phi4flash_attention, load_motif_attention
+def timm_state(qk_norm=False):
+    return draw(timm_shapes(32, 4, qk_norm))
+
+
+PHI, MOTIF, TIMM = load_phi4flash_attention, load_motif_attention, load_timm_attention
 # Tensors, what makes a layer of them, and the module's equations of tensors, hidden states and depth.
 MODULES = {
     **{f"Phi {shape}": (phi_state(*shape), PHI, phi4flash) for shape in ((2, 2), (4, 2), (4, 1))},
@@ -61,6 +69,7 @@ MODULES = {
         for shape in ((8, 2, 2), (9, 3, 1), (8, 4, 2))
         for biased in (False, True)
     },
+    **{f"timm {qk_norm}": (timm_state(qk_norm), TIMM, timm) for qk_norm in (False, True)},
 }
 
 
@@ -73,11 +82,11 @@ def test_equations(name, depth):
     layer = load(state, layer_index=depth)
     assert isinstance(layer, GroupedDifferentialAttention) == (equations is grouped_motif)
     x = torch.randn(9, layer.embed_dim, dtype=torch.float64)
-    turned = {} if load is PHI else {"position_embeddings": tables(9, layer.layout.head_dim)}
-    assert (layer(x[None], **turned)[0][0] - equations(state, x, depth)).abs().max() < 1e-12
+    calls = {PHI: {}, TIMM: {"is_causal": False}, MOTIF: {"position_embeddings": tables(9, layer.layout.head_dim)}}
+    assert (layer(x[None], **calls[load])[0][0] - equations(state, x, depth)).abs().max() < 1e-12
     if load is PHI:
         assert (layer(x[None], window=3)[0][0] - phi4flash(state, x, depth, 3)).abs().max() < 1e-12
-    else:
+    elif load is MOTIF:
         assert (layer.lambda_init < 0) == (depth == 0)
 
 
@@ -91,7 +100,7 @@ def test_there_and_back_to_the_bit(name, dtype):
     assert all(torch.equal(again[key], tensor) for key, tensor in state.items())
 
 
-BACK = {PHI: phi4flash_attention_state, MOTIF: motif_attention_state}
+BACK = {PHI: phi4flash_attention_state, MOTIF: motif_attention_state, TIMM: timm_attention_state}
 
 
 @torch.no_grad()
@@ -101,6 +110,9 @@ def test_what_a_layer_lacks_is_written_so_that_it_changes_nothing():
     assert not state["Wqkv.bias"].any()
     x = torch.randn(9, 32, dtype=torch.float64)
     assert (layer(x[None])[0][0] - phi4flash(state, x, 1)).abs().max() < 1e-12
+    assert not [
+        name for name in timm_attention_state(DifferentialAttention(32, 4)) if "bias" in name or "q_norm" in name
+    ]
     options = DifferentialOptions(lambda_init=motif_lambda_init(0), head_norm="plain")
     plain = motif_attention_state(DifferentialAttention(32, 4, options=options))
     assert torch.equal(plain["subln.weight"], torch.ones(8))
@@ -139,6 +151,12 @@ def test_the_published_shapes():
         (MOTIF, grouped_state, {"q_proj.weight": (42, 20)}, ShapeError, "q_proj.weight has 42 rows"),
         (MOTIF, grouped_state, {"o_proj.weight": (20, 56)}, ShapeError, "o_proj.weight has 56 columns"),
         (MOTIF, grouped_state, {"k_proj.weight": (24, 20)}, ShapeError, "k_proj.weight has 24 rows"),
+        (TIMM, timm_state, "qkv.weight", CheckpointError, "qkv.weight is missing"),
+        (TIMM, timm_state, {"qkv.weight": (32, 32)}, ShapeError, "qkv.weight has shape (32, 32), expected (96, 32)"),
+        (TIMM, timm_state, {"lambda_a": ()}, ConfigError, "dual_lambda=True"),
+        (TIMM, timm_state, {"norm.weight": (32,)}, ConfigError, "scale_norm=True"),
+        (TIMM, lambda: timm_state(True), {"q_norm.bias": (4,)}, ConfigError, "norm_layer=LayerNorm"),
+        (TIMM, lambda: timm_state(True), "k_norm.weight", CheckpointError, "k_norm.weight is missing"),
     ],
 )
 def test_tensors_that_are_refused(load, make, change, error, words):
@@ -170,13 +188,25 @@ GROUPED = GroupedDifferentialAttention
             r"num_key_value_heads=8: Motif-2-12\.7B has a noise key for every signal key",
         ),
         (motif_attention_state, lambda: GROUPED(40, 8, num_key_value_heads=2), r"expected -0\.009915"),
+        (
+            timm_attention_state,
+            lambda: DifferentialAttention(32, 4, num_key_value_heads=2),
+            "num_key_value_heads=2: .* expected 4",
+        ),
+        (
+            timm_attention_state,
+            lambda: DifferentialAttention(32, 4, qk_norm=True, qk_norm_eps=1e-5),
+            "qk_norm_eps=1e-05: .* expected qk_norm_eps=1e-06",
+        ),
+        (phi4flash_attention_state, lambda: DifferentialAttention(32, 4, qk_norm=True), "qk_norm=True"),
+        (timm_attention_state, lambda: DifferentialAttention(32, 4, head_dim=6), "head_dim=6: .* head_dim=4"),
         *(
             (
                 back,
                 lambda: GROUPED(64, 8, num_key_value_heads=2, head_dim=4),
                 "num_noise_heads=2: .* has V1 attention; expected as many as num_heads=8",
             )
-            for back in (microsoft_attention_state, phi4flash_attention_state)
+            for back in (microsoft_attention_state, phi4flash_attention_state, timm_attention_state)
         ),
     ],
 )

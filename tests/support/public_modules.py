@@ -68,6 +68,21 @@ def phi4flash_shapes(hidden, heads, groups):
     }
 
 
+def timm_shapes(hidden, heads, qk_norm=False):
+    """Of timm's DiffAttention with all biases."""
+    d = hidden // heads // 2
+    norms = {"q_norm.weight": (d,), "k_norm.weight": (d,)} if qk_norm else {}
+    return {
+        "qkv.weight": (3 * hidden, hidden),
+        "qkv.bias": (3 * hidden,),
+        "proj.weight": (hidden, hidden),
+        "proj.bias": (hidden,),
+        "sub_norm.weight": (2 * d,),
+        **{f"lambda_{which}": (d,) for which in ("q1", "k1", "q2", "k2")},
+        **norms,
+    }
+
+
 def rotate_interleaved(x, positions, theta=10_000.0):
     """x (T, d): features 2 i and 2 i + 1 are turned by position * theta^(-2 i / d)."""
     out = torch.empty_like(x)
@@ -194,6 +209,21 @@ def phi4flash(weights, x, depth, window=None):
         causal(len(x), window),
     )
     return heads @ w["out_proj.weight"].T + w["out_proj.bias"]
+
+
+def timm(weights, x, depth):
+    w = {name: tensor.double() for name, tensor in weights.items()}
+    d = len(w["lambda_q1"])
+    q, k, v = (x @ w["qkv.weight"].T + w["qkv.bias"]).chunk(3, 1)
+    if "q_norm.weight" in w:
+        q, k = (
+            root_mean_square(rows.unflatten(1, (-1, d)), w[f"{name}_norm.weight"], 1e-6).flatten(1)
+            for name, rows in (("q", q), ("k", k))
+        )
+    every = torch.ones(len(x), len(x), dtype=torch.bool)
+    init = paper_lambda_init(depth)
+    heads = v1_heads(q, k, v, _lambdas(w), w["sub_norm.weight"], init, d, lambda rows, _: rows, every)
+    return heads @ w["proj.weight"].T + w["proj.bias"]
 
 
 def microsoft_v2(weights, x):

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from .motif import load_motif_attention, motif_attention_state
     from .phi4flash import load_phi4flash_attention, phi4flash_attention_state
     from .table import FAMILIES, REFUSED
+    from .timm import load_timm_attention, timm_attention_state
     from .upcycle import Upcycled, upcycle_folder
 
 __getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -106,13 +106,16 @@ def v1_layer(
     head_norm_eps: float,
     options: DifferentialOptions | None = None,
     backend: str = "auto",
+    qk_norm: bool = False,
 ) -> DifferentialAttention:
     """Make a V1 layer with copies of tensors under our names, biases included; `head_norm.weight` may be absent."""
     options = options or DifferentialOptions()
     if "head_norm.weight" not in state:
         options = DifferentialOptions(head_norm="plain").over(options)
-    arguments = {"layer_index": layer_index, "head_norm_eps": head_norm_eps, "backend": backend, "options": options}
-    return make_layer(DifferentialAttention, sizes, state, **arguments)
+    norms = {"head_norm_eps": head_norm_eps, "qk_norm": qk_norm}
+    return make_layer(
+        DifferentialAttention, sizes, state, layer_index=layer_index, backend=backend, options=options, **norms
+    )
 
 
 def make_layer(kind: type[LayerT], sizes: Sizes, state: Mapping[str, Tensor], **arguments: Any) -> LayerT:
@@ -138,7 +141,13 @@ def make_layer(kind: type[LayerT], sizes: Sizes, state: Mapping[str, Tensor], **
 
 
 def refuse_other_than_v1(
-    layer: Differential, target: str, *, eps: float | None, init: float | None = None, shared_noise: bool = False
+    layer: Differential,
+    target: str,
+    *,
+    eps: float | None,
+    init: float | None = None,
+    shared_noise: bool = False,
+    qk_norm: bool = False,
 ) -> RMSNorm:
     """Check that a V1 module of another project can hold a layer, and return the layer's headwise norm.
 
@@ -148,6 +157,7 @@ def refuse_other_than_v1(
         eps: eps of the module's headwise norm; None accepts any.
         init: lambda_init of the module for this layer; None means the paper's schedule.
         shared_noise: Whether heads may share a noise head.
+        qk_norm: Whether queries and keys may have a norm.
 
     Raises:
         ConfigError: The module cannot hold the layer; the message names the field, its value and the expected one.
@@ -160,7 +170,8 @@ def refuse_other_than_v1(
             f"{layout.num_heads}"
         )
     possible = {"lambda_form": "layer", "shared_key": False, "value_head_dim": 2 * layout.head_dim}
-    refuse_fields(layer, f"{target} has V1 attention", possible | dict.fromkeys(("lambda_value", "head_scale")))
+    possible |= dict.fromkeys(("lambda_value", "head_scale"))
+    refuse_fields(layer, f"{target} has V1 attention", possible, qk_norm=qk_norm)
     if norm is None:
         raise ConfigError(f"head_norm='none': {target} always normalises heads; expected head_norm='gain' or 'plain'")
     if eps is not None and norm.eps != eps:
@@ -173,12 +184,12 @@ def refuse_other_than_v1(
     return norm
 
 
-def refuse_fields(layer: Differential, reason: str, possible: Mapping[str, object]) -> None:
+def refuse_fields(layer: Differential, reason: str, possible: Mapping[str, object], *, qk_norm: bool = False) -> None:
     """Raise a ConfigError if an option of the layer or a field of its layout has another value than the possible one.
 
-    No module of another project that is known here normalises queries and keys.
+    Queries and keys may have a norm only where `qk_norm` says so.
     """
-    if layer.q_norm is not None:
+    if layer.q_norm is not None and not qk_norm:
         raise ConfigError(f"qk_norm=True: {reason}, whose queries and keys have no norm; expected qk_norm=False")
     for field, expected in ({"output_gate": False} | dict(possible)).items():
         value = getattr(layer.options if hasattr(layer.options, field) else layer.layout, field, expected)
@@ -186,6 +197,52 @@ def refuse_fields(layer: Differential, reason: str, possible: Mapping[str, objec
             value = bool(value)
         if value != expected:
             raise ConfigError(f"{field}={value!r}: {reason}; expected {field}={expected!r}")
+
+
+def refuse_other_than_full_width(layer: Differential, target: str) -> None:
+    """Raise a ConfigError if a layer's heads do not fill its width, as those of a module with a fixed head_dim do."""
+    heads, head_dim = layer.layout.num_heads, layer.layout.head_dim
+    if 2 * heads * head_dim != layer.embed_dim:
+        raise ConfigError(
+            f"head_dim={head_dim}: {target} has embed_dim / (2 num_heads); expected head_dim="
+            f"{layer.embed_dim / heads / 2:g}"
+        )
+
+
+def split_joined(state: Mapping[str, Tensor], sizes: Sizes, *, joined: str, output: str) -> dict[str, Tensor]:
+    """Return our projections of a V1 module in which one projection has the rows of q, then of k, then of v."""
+    queries, keys = 2 * sizes.num_heads * sizes.head_dim, 2 * sizes.num_key_value_heads * sizes.head_dim
+    ours: dict[str, Tensor] = {}
+    for kind in ("weight", "bias"):
+        if f"{joined}.{kind}" in state:
+            parts = state[f"{joined}.{kind}"].split((queries, keys, keys))
+            ours |= {f"{name}.{kind}": part for name, part in zip(PROJECTIONS, parts, strict=False)}
+        if f"{output}.{kind}" in state:
+            ours[f"o_proj.{kind}"] = state[f"{output}.{kind}"]
+    return ours
+
+
+def joined_projections(layer: Differential, *, joined: str, output: str, biased: bool) -> dict[str, Tensor]:
+    """Return the two projections that `split_joined` reads; a bias that is lacking is zero.
+
+    Args:
+        layer: The layer.
+        joined: Name of the projection of q, k and v.
+        output: Name of the output projection.
+        biased: Whether both have a bias even if the layer has none.
+    """
+    state = {}
+    for name, linears in ((joined, [layer.q_proj, layer.k_proj, layer.v_proj]), (output, [layer.o_proj])):
+        state[f"{name}.weight"] = torch.cat([linear.weight.detach() for linear in linears])
+        if biased or any(linear.bias is not None for linear in linears):
+            state[f"{name}.bias"] = torch.cat([_bias(linear) for linear in linears])
+    return state
+
+
+def _bias(linear: nn.Linear) -> Tensor:
+    if linear.bias is not None:
+        return linear.bias.detach()
+    return torch.zeros(linear.out_features, dtype=linear.weight.dtype, device=linear.weight.device)
 
 
 def v1_own_tensors(layer: Differential, norm: RMSNorm) -> dict[str, Tensor]:

@@ -53,6 +53,7 @@ LAYOUTS: dict[str, Layout] = {
         "Motif",
         functions=("motif_attention_state", "load_motif_attention"),
     ),
+    "timm": Layout("DiffAttention of timm", None, functions=("timm_attention_state", "load_timm_attention")),
 }
 FOLDER_LAYOUTS = [name for name, layout in LAYOUTS.items() if not layout.functions]
 

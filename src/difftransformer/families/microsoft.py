@@ -33,6 +33,7 @@ from .attention_weights import (
     make_layer,
     quotient,
     refuse_fields,
+    refuse_other_than_full_width,
     refuse_other_than_v1,
     tensor_of,
     v1_layer,
@@ -58,12 +59,7 @@ def microsoft_attention_state(layer: Differential) -> dict[str, Tensor]:
         ConfigError: Neither module can express the layer; the message names the field, its value and the expected one.
     """
     if layer.options.lambda_form != "token":
-        heads = layer.layout.num_heads
-        if 2 * heads * layer.layout.head_dim != layer.embed_dim:
-            raise ConfigError(
-                f"head_dim={layer.layout.head_dim}: {TARGET} has embed_dim / (2 num_heads); expected head_dim="
-                f"{layer.embed_dim / heads / 2:g}"
-            )
+        refuse_other_than_full_width(layer, TARGET)
     return _state(layer)
 
 

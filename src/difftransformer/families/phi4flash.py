@@ -10,14 +10,23 @@ convert.
 
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor
 
 from ..attention import DifferentialAttention
 from ..attention.differential import LAMBDA_VECTORS, Differential
 from ..attention.head_norm import HEAD_NORM_EPS
-from ..errors import ConfigError, ShapeError
-from .attention_weights import THE_OTHERS, Sizes, refuse_other_than_v1, tensor_of, v1_layer, v1_own_tensors
+from ..errors import ShapeError
+from .attention_weights import (
+    THE_OTHERS,
+    Sizes,
+    joined_projections,
+    refuse_other_than_full_width,
+    refuse_other_than_v1,
+    split_joined,
+    tensor_of,
+    v1_layer,
+    v1_own_tensors,
+)
 from .conversion import Shape, check_tensors, shapes_of
 
 INNER = "inner_cross_attn."
@@ -48,14 +57,9 @@ def load_phi4flash_attention(
         **{INNER + name: (sizes.head_dim,) for name in LAMBDA_VECTORS},
     }
     check_tensors(shapes_of(state), shapes, optional=("Wqkv.bias", "out_proj.bias"), by=THE_OTHERS)
-    ours = {name: state[INNER + name] for name in LAMBDA_VECTORS}
+    ours = split_joined(state, sizes, joined="Wqkv", output="out_proj")
+    ours |= {name: state[INNER + name] for name in LAMBDA_VECTORS}
     ours["head_norm.weight"] = state[INNER + "subln.weight"]
-    for kind in ("weight", "bias"):
-        if f"Wqkv.{kind}" in state:
-            parts = state[f"Wqkv.{kind}"].split((queries, keys, keys))
-            ours |= {f"{name}_proj.{kind}": part for name, part in zip("qkv", parts, strict=True)}
-        if f"out_proj.{kind}" in state:
-            ours[f"o_proj.{kind}"] = state[f"out_proj.{kind}"]
     return v1_layer(ours, sizes, layer_index=layer_index, head_norm_eps=HEAD_NORM_EPS, backend=backend)
 
 
@@ -68,20 +72,9 @@ def phi4flash_attention_state(layer: Differential) -> dict[str, Tensor]:
         ConfigError: That attention cannot express the layer; the message names the field, its value and the expected one.
     """
     norm = refuse_other_than_v1(layer, "Phi-4-mini-flash", eps=HEAD_NORM_EPS)
-    width = 2 * layer.layout.num_heads * layer.layout.head_dim
-    if width != layer.embed_dim:
-        raise ConfigError(
-            f"head_dim={layer.layout.head_dim}: Phi-4-mini-flash has heads that fill the width; expected head_dim="
-            f"{layer.embed_dim / layer.layout.num_heads / 2:g}"
-        )
-    joined = [layer.q_proj, layer.k_proj, layer.v_proj]
-    return {
-        "Wqkv.weight": torch.cat([linear.weight.detach() for linear in joined]),
-        "Wqkv.bias": torch.cat([_bias(linear) for linear in joined]),
-        "out_proj.weight": layer.o_proj.weight.detach(),
-        "out_proj.bias": _bias(layer.o_proj),
-        **{INNER + name: tensor for name, tensor in v1_own_tensors(layer, norm).items()},
-    }
+    refuse_other_than_full_width(layer, "Phi-4-mini-flash")
+    own = {INNER + name: tensor for name, tensor in v1_own_tensors(layer, norm).items()}
+    return joined_projections(layer, joined="Wqkv", output="out_proj", biased=True) | own
 
 
 def _sizes(state: Mapping[str, Tensor]) -> Sizes:
@@ -107,9 +100,3 @@ def _sizes(state: Mapping[str, Tensor]) -> Sizes:
         num_key_value_heads=(rows - queries) // (4 * head_dim),
         head_dim=head_dim,
     )
-
-
-def _bias(linear: torch.nn.Linear) -> Tensor:
-    if linear.bias is not None:
-        return linear.bias.detach()
-    return torch.zeros(linear.out_features, dtype=linear.weight.dtype, device=linear.weight.device)
