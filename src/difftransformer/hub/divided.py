@@ -78,7 +78,7 @@ def plain_class(network: nn.Module) -> type[nn.Module]:
 
 
 def _names(network: Any, weights: WeightsReader) -> dict[str, str]:
-    """Return the name in the files of every parameter, and keep in fp32 those that always are.
+    """Return the name in the files of every parameter, read the buffers there, and keep in fp32 those that always are.
 
     Raises:
         CheckpointError: A parameter is missing or of another shape, or a weight belongs to no parameter.
@@ -91,10 +91,14 @@ def _names(network: Any, weights: WeightsReader) -> dict[str, str]:
         if found is None or tuple(weights.shapes[found]) != shape:
             raise CheckpointError(
                 f"{weights.folder}: weight {name} of shape {list(shape)} is missing or of another shape; save the model "
-                "again. Where transformers renames weights as it opens them, omit --divide-weights"
+                "again. Where transformers renames weights as it opens them, as those of experts, omit --divide-weights, or "
+                "in Python call from_pretrained with distributed_config"
             )
         names[name] = found
-    if unknown := sorted(weights.shapes.keys() - set(names.values()) - tied.keys()):
+    buffers = {name: buffer for name, buffer in network.named_buffers() if name in weights.shapes}
+    for name, buffer in buffers.items():
+        buffer.copy_(weights.read(name))
+    if unknown := sorted(weights.shapes.keys() - set(names.values()) - tied.keys() - buffers.keys()):
         raise CheckpointError(f"{weights.folder}: unexpected weight {unknown[0]}; save the model again")
     exact = getattr(network, "_keep_in_fp32_modules_strict", None) or ()
     for name, parameter in network.named_parameters():
