@@ -20,6 +20,7 @@ from hypothesis import HealthCheck, settings
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+from difftransformer_lab.cli.main import main
 from difftransformer_lab.studies import recipe_from
 from tests.support import fresh
 
@@ -132,6 +133,21 @@ def toy_shards(toy_text, _toy_shards_folder):
     from difftransformer.data import DataConfig, prepare_shards
 
     return prepare_shards(DataConfig(**TOY["data"], source=str(toy_text), folder=str(_toy_shards_folder)))
+
+
+@pytest.fixture
+def fails(capsys):
+    """Run a command that must exit with 2 and say why in one line on standard error, and return that line."""
+
+    def run(*words):
+        capsys.readouterr()
+        assert main([str(word) for word in words]) == 2
+        said = capsys.readouterr()
+        assert said.err.count("\n") == 1, said.err
+        assert "Traceback" not in said.err + said.out
+        return said.err.removesuffix("\n")
+
+    return run
 
 
 @pytest.fixture(params=["memory", "local", pytest.param("s3", marks=pytest.mark.tools)])

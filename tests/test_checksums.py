@@ -6,7 +6,6 @@ import json
 import pytest
 
 from difftransformer.errors import DamagedResult, ResultsError
-from difftransformer_lab.cli.main import main
 from difftransformer_lab.results import TaskResult, read_result, write_result
 from tests.support.task_results import task_result
 
@@ -36,11 +35,9 @@ def test_a_file_without_a_checksum_opens(tmp_path):
     assert read_result(path, TaskResult) == RESULT
 
 
-def test_the_commands_name_a_damaged_file_in_one_line(tmp_path, capsys):
+def test_the_commands_name_a_damaged_file_in_one_line(tmp_path, fails):
     path = write_result(dataclasses.replace(RESULT, seed=7), tmp_path / "results.json")
     path.write_text(path.read_text().replace('"seed": 7', '"seed": 6'))
-    assert main(["report", str(path)]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert f"{path}: not a results file, or changed since it was written" in line
+    assert f"{path}: not a results file, or changed since it was written" in fails("report", path)
     with pytest.raises(DamagedResult):
         read_result(path, TaskResult)

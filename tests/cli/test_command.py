@@ -1,10 +1,8 @@
 """The command line: help, one-line errors with exit status 2, and every verb on a toy."""
 
-import errno
 import importlib
 import inspect
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -25,20 +23,6 @@ def _same_threads():
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
-
-
-@pytest.fixture
-def fails(capsys):
-    """Run a command that must exit with 2 and one line on standard error, and return that line."""
-
-    def run(*words, status=2):
-        assert main([str(word) for word in words]) == status
-        captured = capsys.readouterr()
-        assert captured.err.count("\n") == 1, captured.err
-        assert "Traceback" not in captured.err + captured.out
-        return captured.err.strip()
-
-    return run
 
 
 @pytest.fixture(scope="session")
@@ -196,39 +180,9 @@ def test_cuda_that_is_not_there(fails, toy_file, tmp_path):
     assert "torch finds no CUDA device" in fails("train", toy_file, "--out", tmp_path / "out", "--device", "cuda")
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("text.txt", b"", "the file is empty"),
-        ("text.txt", b"caf\xe9 \xff\n", "UTF-8"),
-        ("text.jsonl", b'{"text": "a"}\n{"txt": 1}\n', "line 2"),
-        ("text.pdf", b"x", "'.pdf' are not read"),
-    ],
-)
-def test_wrong_text(fails, tmp_path, name, content, message):
-    (tmp_path / name).write_bytes(content)
-    line = fails("tokenize", tmp_path / name, "--out", tmp_path / "shards")
-    assert message in line
-    assert str(tmp_path / name) in line or ".pdf" in line
-
-
 def test_an_empty_folder_of_text(fails, tmp_path):
     (tmp_path / "empty").mkdir()
     assert str(tmp_path / "empty") in fails("tokenize", tmp_path / "empty", "--out", tmp_path / "shards")
-
-
-def test_shards_that_were_changed(fails, toy, toy_shards, tmp_path):
-    toy["data"]["folder"] = str(tmp_path / "shards")
-    shutil.copytree(toy_shards.folder, tmp_path / "shards" / toy_shards.folder.name)
-    shard = next((tmp_path / "shards").rglob("train-*.bin"))
-    data = bytearray(shard.read_bytes())
-    data[len(data) // 2] ^= 1
-    shard.write_bytes(data)
-    path = tmp_path / "recipe.yaml"
-    path.write_text(yaml.safe_dump(toy))
-    line = fails("train", path, "--out", tmp_path / "out")
-    assert str(shard) in line
-    assert "sha256" in line
 
 
 def test_tokenize(toy_text, tmp_path, capsys):
@@ -240,12 +194,11 @@ def test_tokenize(toy_text, tmp_path, capsys):
     assert "vocabulary 258" in text
 
 
-@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors", "state.json"])
-def test_a_damaged_checkpoint(fails, run, toy_file, file):
-    newest = checkpoints(run)[-1]
-    (newest / file).write_bytes((newest / file).read_bytes()[:100])
+def test_a_damaged_checkpoint(fails, run, toy_file):
+    damaged = checkpoints(run)[-1] / "optimizer.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:100])
     line = fails("eval", run)
-    assert str(newest / file) in line
+    assert str(damaged) in line
     assert "step-000006, which is kept" in line
     with pytest.warns(UserWarning, match="training continues from step-000006"):
         assert main(["train", str(toy_file), "--out", str(run)]) == 0
@@ -266,35 +219,6 @@ def test_debug_shows_the_traceback(run, toy_file):
     (checkpoints(run)[-1] / "model.safetensors").write_bytes(b"")
     with pytest.raises(Exception, match="damaged"):
         main(["eval", str(run), "--debug"])
-
-
-def test_a_full_disk(fails, run, toy_file, monkeypatch):
-    def full(*args, **options):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    shutil.rmtree(checkpoints(run)[-1])
-    monkeypatch.setattr("difftransformer.train.saving.save_file", full)
-    line = fails("train", toy_file, "--out", run)
-    assert "No space left on device" in line
-    assert "step-000006 is kept and complete" in line
-    monkeypatch.setattr("difftransformer.files.os.fsync", full)
-    monkeypatch.undo()
-    assert main(["train", str(toy_file), "--out", str(run)]) == 0
-
-
-def test_a_full_disk_elsewhere(fails, toy_file, tmp_path, monkeypatch):
-    def full(*args, **options):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr("difftransformer.files.os.fsync", full)
-    line = fails("train", toy_file, "--out", tmp_path / "out")
-    assert "No space left on device" in line
-    assert "make room" in line
-
-
-def test_another_recipe_in_a_run_folder(fails, run, toy_file):
-    line = fails("train", toy_file, "--out", run, "--set", "training.steps=99")
-    assert "training.steps was 8 and is now 99" in line
 
 
 def test_eval(run, tmp_path, capsys):

@@ -10,14 +10,12 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
-from difftransformer import DiffTransformerConfig
-from difftransformer.data.tokenizer import byte_tokenizer
-from difftransformer.train import build_model
 from difftransformer_lab.cli.main import main
 from difftransformer_lab.evals.models.causal import CausalLanguageModel
 from difftransformer_lab.evals.tasks import needle
 from difftransformer_lab.results import TaskResult, read_result
 from difftransformer_lab.studies import suite as suites
+from tests.support import tiny_folders
 
 
 @pytest.fixture(scope="module")
@@ -25,19 +23,7 @@ def models(tmp_path_factory):
     """Two folders: a DIFF model and its twin, as they start."""
     folder = tmp_path_factory.mktemp("models")
     for name in ("diff", "softmax"):
-        config = DiffTransformerConfig(
-            attention_type=name,
-            vocab_size=258,
-            hidden_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            max_position_embeddings=256,
-            bos_token_id=256,
-            eos_token_id=256,
-            pad_token_id=257,
-        )
-        build_model(config, seed=3).save_pretrained(folder / name)
-        byte_tokenizer().save(folder / name)
+        tiny_folders.saved(folder / name, name, max_position_embeddings=256)
     return [str(folder / "diff"), str(folder / "softmax")]
 
 
@@ -225,21 +211,17 @@ def open_bytes(preset):
         ([1], "a suite is a mapping with name and tasks"),
     ],
 )
-def test_impossible_suites_are_refused(document, words, models, tmp_path, capsys):
+def test_impossible_suites_are_refused(document, words, models, tmp_path, fails):
     path = tmp_path / "suite.yaml"
     path.write_text(yaml.safe_dump(document))
-    assert main(["eval", str(path), models[0], "--out", str(tmp_path / "out")]) == 2
-    assert words in capsys.readouterr().err
+    assert words in fails("eval", path, models[0], "--out", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-def test_a_model_named_twice_or_missing_is_refused(models, preset, tmp_path, capsys):
-    assert main(["eval", str(preset), models[0], models[0]]) == 2
-    assert "given twice" in capsys.readouterr().err
-    assert main(["eval", str(preset), str(tmp_path / "none"), "--out", str(tmp_path / "o")]) == 2
-    assert "no such folder" in capsys.readouterr().err
-    assert main(["eval", "unheard.yaml", models[0], "--out", str(tmp_path / "o")]) == 2
-    assert "one that is shipped: " in capsys.readouterr().err
+def test_a_model_named_twice_or_missing_is_refused(models, preset, tmp_path, fails):
+    assert "given twice" in fails("eval", preset, models[0], models[0])
+    assert "no such folder" in fails("eval", preset, tmp_path / "none", "--out", tmp_path / "o")
+    assert "one that is shipped: " in fails("eval", "unheard.yaml", models[0], "--out", tmp_path / "o")
 
 
 @pytest.mark.parametrize("name", sorted(suites.shipped_recipes("suites")))
@@ -265,7 +247,7 @@ def test_one_task_on_two_models_is_a_suite_of_one(models, preset, tmp_path):
     assert figure(tmp_path / "out", "0-diff", "perplexity") != figure(tmp_path / "out", "1-softmax", "perplexity")
 
 
-def test_one_task_writes_results_answers_and_a_picture(models, preset, tmp_path, capsys):
+def test_one_task_writes_results_answers_and_a_picture(models, preset, tmp_path, capsys, fails):
     text = str(preset.parent / "text.txt")
     words = ["eval", "needle", models[0], "--text", text, "--lengths", "[128]", "--documents", "2", "--digits", "3"]
     assert main([*words, "--out", str(tmp_path / "one")]) == 0
@@ -277,10 +259,7 @@ def test_one_task_writes_results_answers_and_a_picture(models, preset, tmp_path,
     ElementTree.parse(tmp_path / "one" / "needle.svg")
     assert (tmp_path / "one" / "needle.png").read_bytes()[:4] == b"\x89PNG"
     # Another seed asks other questions: the answers that are there are not taken for theirs.
-    assert main([*words, "--out", str(tmp_path / "one"), "--seed", "1"]) == 2
-    assert "choose another --out, or delete the file" in capsys.readouterr().err
-    assert (
-        main(["eval", "needle", models[0], "--text", text, "--lengths", "[1024]", "--out", str(tmp_path / "two")]) == 2
-    )
-    assert "the model's context has 256" in capsys.readouterr().err
+    assert "choose another --out, or delete the file" in fails(*words, "--out", tmp_path / "one", "--seed", "1")
+    words = ["eval", "needle", models[0], "--text", text, "--lengths", "[1024]", "--out", tmp_path / "two"]
+    assert "the model's context has 256" in fails(*words)
     assert json.loads((tmp_path / "one" / "needle.json").read_text())["kind"] == "task"

@@ -112,15 +112,10 @@ def test_few_layers_of_a_large_preset(start, monkeypatch):
     assert "small at step 0, the first of 8 layers" in text
 
 
-def refused(capsys, *words):
-    assert main(list(map(str, words))) == 2
-    return capsys.readouterr().err
-
-
-def test_what_has_no_start(capsys, tmp_path):
-    line = refused(capsys, "info", "backends", "--start")
+def test_what_has_no_start(fails, tmp_path):
+    line = fails("info", "backends", "--start")
     assert "backends is not a model; name a preset, a recipe or a folder with config.json to use --start" in line
-    line = refused(capsys, "info", "4b", "--start")
+    line = fails("info", "4b", "--start")
     assert "'4b' is neither a preset (tiny, small," in line
     assert "nor a recipe (ablation, demo," in line
     shape = {
@@ -131,5 +126,5 @@ def test_what_has_no_start(capsys, tmp_path):
         "head_dim": 8,
     }
     family_config("qwen3")(**shape, num_key_value_heads=2, vocab_size=40).save_pretrained(tmp_path)
-    line = refused(capsys, "info", tmp_path, "--start")
+    line = fails("info", tmp_path, "--start")
     assert "model_type is 'differential_family', and --start takes 'difftransformer'" in line

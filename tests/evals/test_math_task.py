@@ -9,7 +9,7 @@ from difftransformer.data import byte_tokenizer
 from difftransformer.errors import DataError
 from difftransformer_lab.cli.main import main
 from difftransformer_lab.evals.engine import run_task
-from difftransformer_lab.evals.judges.math_answers import extract_answer, is_right
+from difftransformer_lab.evals.judges.math_answers import extract_answer
 from difftransformer_lab.evals.models.stopping import stop_tokens, text_until
 from difftransformer_lab.evals.tasks.math import MathTask, Options
 from tests.support.answering import Writer, tiny_model
@@ -35,14 +35,6 @@ from tests.support.answering import Writer, tiny_model
 )
 def test_extraction(text, answer):
     assert extract_answer(text) == answer
-
-
-def test_right_and_wrong_texts():
-    assert is_right("The answer is that she has 18 eggs left.", "so 20 - 2 = 18\n#### 18")
-    assert is_right("Hence \\boxed{x+1}.", "We find $\\boxed{x + 1}$.")
-    assert not is_right("The answer is 3x.", "3")
-    assert not is_right("The answer is 17.", "18")
-    assert not is_right("", "18")
 
 
 @pytest.fixture

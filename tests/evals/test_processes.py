@@ -170,10 +170,9 @@ def test_bad_input_is_said_once(alone, tmp_path):
     assert all(message in line for message, line in zip(bad.values(), said, strict=True)), said
 
 
-def test_one_process_has_nothing_to_divide(alone, tmp_path, capsys):
-    line = ["eval", "perplexity", str(alone[0]), "--out", str(tmp_path), "--divide-weights", "true"]
-    assert main(line) == 2
-    assert "there is one process; add --processes N" in capsys.readouterr().err
+def test_one_process_has_nothing_to_divide(alone, tmp_path, fails):
+    words = ["eval", "perplexity", alone[0], "--out", tmp_path, "--divide-weights", "true"]
+    assert "there is one process; add --processes N" in fails(*words)
 
 
 @pytest.mark.slow

@@ -19,18 +19,6 @@ def ours(tmp_path):
     return model
 
 
-@pytest.fixture
-def fails(capsys):
-    def run(*words):
-        assert main([str(word) for word in words]) == 2
-        captured = capsys.readouterr()
-        assert captured.err.count("\n") == 1, captured.err
-        assert "Traceback" not in captured.err + captured.out
-        return captured.err
-
-    return run
-
-
 @torch.no_grad()
 def test_there_and_back(ours, tmp_path, capsys):
     (tmp_path / "ours" / "README.md").write_text("x")
@@ -58,7 +46,7 @@ def test_errors_take_one_line(ours, tmp_path, fails):
     )
     message = fails("convert", tmp_path / "ours", tmp_path / "ours", "--to", "diffllama")
     assert message == (
-        f"difftransformer convert: {tmp_path / 'ours'} is a folder that is not empty; name a folder that does not exist yet\n"
+        f"difftransformer convert: {tmp_path / 'ours'} is a folder that is not empty; name a folder that does not exist yet"
     )
     assert "give TARGET" in fails("convert", tmp_path / "ours")
     assert not theirs.exists()

@@ -182,14 +182,12 @@ def test_this_package_opens_the_folder_without_running_its_code(tmp_path):
         assert not list((tmp_path / folder).glob("*.py"))
 
 
-def test_what_has_no_code_is_refused(tmp_path, capsys):
+def test_what_has_no_code_is_refused(tmp_path, fails):
     tiny().save_pretrained(tmp_path / "saved")
-    words = ["export", str(tmp_path / "saved"), str(tmp_path / "out"), "--with-code"]
-    capsys.readouterr()
-    assert main([*words, "--to", "diffllama"]) == 2
-    assert capsys.readouterr().err == (
+    words = ["export", tmp_path / "saved", tmp_path / "out", "--with-code", "--to", "diffllama"]
+    assert fails(*words) == (
         "difftransformer export: --with-code with --to diffllama: that layout opens in stock transformers; leave one of them "
-        "out\n"
+        "out"
     )
     document = json.loads((tmp_path / "saved" / "config.json").read_text())
     (tmp_path / "saved" / "config.json").write_text(json.dumps(document | {"model_type": "llama"}))
@@ -198,14 +196,14 @@ def test_what_has_no_code_is_refused(tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
-def test_an_attention_type_of_elsewhere_has_no_code(tmp_path, monkeypatch, capsys):
+def test_an_attention_type_of_elsewhere_has_no_code(tmp_path, monkeypatch, fails):
     class Mine(SoftmaxAttention):
         name = "mine"
 
     monkeypatch.setitem(VARIANTS, "mine", Mine)
     tiny(attention_type="mine").save_pretrained(tmp_path / "saved")
-    assert main(["export", str(tmp_path / "saved"), str(tmp_path / "out"), "--with-code"]) == 2
-    assert "attention_type='mine': the code that is exported has softmax, diff" in capsys.readouterr().err
+    line = fails("export", tmp_path / "saved", tmp_path / "out", "--with-code")
+    assert "attention_type='mine': the code that is exported has softmax, diff" in line
     assert not (tmp_path / "out").exists()
 
 

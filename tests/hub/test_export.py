@@ -32,18 +32,6 @@ def run(_trained, toy_file, tmp_path):
     return tmp_path / "run"
 
 
-@pytest.fixture
-def fails(capsys):
-    def check(*words):
-        capsys.readouterr()
-        assert main(["export", *map(str, words)]) == 2
-        captured = capsys.readouterr()
-        assert captured.err.count("\n") == 1, captured.err
-        return captured.err
-
-    return check
-
-
 def rows(folder):
     return dict(re.findall(r"^\| (.+?) \| (.+?) \|$", (folder / "README.md").read_text(), re.MULTILINE))
 
@@ -140,17 +128,17 @@ def test_to_diffllama(run, tmp_path, dtype):
 def test_what_cannot_be_exported_is_refused_without_a_part_of_it(run, tmp_path, fails):
     model, out = run / "checkpoints" / "step-000008", tmp_path / "out"
     before = set(tmp_path.iterdir())
-    assert "no such folder" in fails(tmp_path / "none", out)
+    assert "no such folder" in fails("export", tmp_path / "none", out)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "x").write_text("x")
-    assert "is a folder that is not empty" in fails(run, tmp_path / "full")
-    assert "such as mit" in fails(run, out, "--license", "MIT license")
-    assert "expected one of auto, fp32, bf16" in fails(run, out, "--dtype", "int3")
+    assert "is a folder that is not empty" in fails("export", run, tmp_path / "full")
+    assert "such as mit" in fails("export", run, out, "--license", "MIT license")
+    assert "expected one of auto, fp32, bf16" in fails("export", run, out, "--dtype", "int3")
     weights = model / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
-    assert "model.safetensors: damaged (found" in fails(run, out)
+    assert "model.safetensors: damaged (found" in fails("export", run, out)
     (model / "state.json").unlink()
-    assert "is cut short or damaged" in fails(model, out)
+    assert "is cut short or damaged" in fails("export", model, out)
     assert set(tmp_path.iterdir()) == before | {tmp_path / "full"}
 
 
@@ -159,14 +147,14 @@ def test_weights_that_are_not_the_models_are_named(run, tmp_path, fails):
     path = tmp_path / "a" / "model.safetensors"
     tensors = load_file(path)
     save_file({k: v for k, v in tensors.items() if "layers.1.mlp.up" not in k}, path, {"format": "pt"})
-    assert "missing weight model.layers.1.mlp.up_proj.weight" in fails(tmp_path / "a", tmp_path / "b")
+    assert "missing weight model.layers.1.mlp.up_proj.weight" in fails("export", tmp_path / "a", tmp_path / "b")
     save_file(tensors | {"extra": torch.ones(1)}, path, {"format": "pt"})
-    assert "unexpected weight extra" in fails(tmp_path / "a", tmp_path / "b")
+    assert "unexpected weight extra" in fails("export", tmp_path / "a", tmp_path / "b")
     path.rename(tmp_path / "a" / "pytorch_model.bin")
-    assert "is a pickle" in fails(tmp_path / "a", tmp_path / "b")
+    assert "is a pickle" in fails("export", tmp_path / "a", tmp_path / "b")
     document = json.loads((tmp_path / "a" / "config.json").read_text())
     (tmp_path / "a" / "config.json").write_text(json.dumps(document | {"model_type": "llama"}))
-    assert "its model_type is 'llama', not 'difftransformer'" in fails(tmp_path / "a", tmp_path / "b")
+    assert "its model_type is 'llama', not 'difftransformer'" in fails("export", tmp_path / "a", tmp_path / "b")
     assert not (tmp_path / "b").exists()
 
 
@@ -178,7 +166,7 @@ def test_a_model_that_diffllama_cannot_express_leaves_nothing(run, tmp_path, fai
     )
     DiffTransformerForCausalLM(config).save_pretrained(tmp_path / "v2")
     before = set(tmp_path.iterdir())
-    assert "attention_type" in fails(tmp_path / "v2", tmp_path / "out", "--to", "diffllama")
+    assert "attention_type" in fails("export", tmp_path / "v2", tmp_path / "out", "--to", "diffllama")
     assert set(tmp_path.iterdir()) == before
 
 

@@ -271,15 +271,12 @@ def test_only_what_is_missing_or_damaged_is_done_again(
         ("data", {"vocab_size": 390}, "data.vocab_size was 400 and is now 390"),
     ],
 )
-def test_another_recipe_in_the_same_folder_is_refused(copied, study_document, no_jobs, capsys, part, change, words):
+def test_another_recipe_in_the_same_folder_is_refused(copied, study_document, no_jobs, fails, part, change, words):
     folder, path = copied
     study_document[part] |= change
     path.write_text(yaml.safe_dump(study_document))
     before = times(folder)
-    assert main(["compare", str(path), "--out", str(folder)]) == 2
-    message = capsys.readouterr().err.strip()
-    assert words in message
-    assert "\n" not in message
+    assert words in fails("compare", path, "--out", folder)
     assert times(folder) == before
 
 
@@ -290,14 +287,12 @@ def test_a_folder_without_a_checkpoint_takes_the_corrected_recipe(tmp_path, toy_
     assert "seed: 5" in (tmp_path / "config.yaml").read_text()
 
 
-def test_a_run_that_fails_says_why_and_the_others_are_stopped(copied, study_document, capsys):
+def test_a_run_that_fails_says_why_and_the_others_are_stopped(copied, study_document, fails):
     folder, path = copied
     broken = checkpoints(folder / "runs" / "softmax-seed0")[-1]
     (broken / "model.safetensors").write_bytes(b"cut")
     shutil.rmtree(folder / "runs" / "softmax-seed0" / "evals")
-    assert main(["compare", str(path), "--out", str(folder)]) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1
+    error = fails("compare", path, "--out", folder)
     assert "Transformer, seed 0: " in error
     assert f"{broken / 'model.safetensors'}: damaged" in error
     assert "step-000002, which is kept" in error

@@ -2,10 +2,8 @@
 
 from contextlib import contextmanager
 
-import torch
-
-from difftransformer import DiffTransformerConfig, DiffTransformerForCausalLM
 from difftransformer.data import byte_tokenizer
+from tests.support import tiny_folders
 
 
 class Writer:
@@ -37,17 +35,5 @@ def answers_to(model, requests):
 
 def tiny_model(folder):
     """Save a network with the byte tokenizer into a folder, as a command opens it."""
-    torch.manual_seed(1)
-    config = DiffTransformerConfig(
-        vocab_size=258,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=512,
-        bos_token_id=256,
-        eos_token_id=256,
-        pad_token_id=257,
-    )
-    DiffTransformerForCausalLM(config).save_pretrained(folder)
-    byte_tokenizer().save(folder)
+    tiny_folders.saved(folder, max_position_embeddings=512)
     return str(folder)

@@ -13,7 +13,6 @@ from difftransformer.files import locked
 from difftransformer.train import ParallelConfig
 from difftransformer.train.config import DataParallelConfig
 from difftransformer.train.parallel import joined
-from difftransformer_lab.cli.main import main
 from tests.support import parallel_steps
 
 ANOTHER_MODEL = ("model.hidden_size=64",)
@@ -59,18 +58,16 @@ def test_a_port_in_use(monkeypatch):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-def test_nccl_without_gpu(toy_file, capsys):
-    assert main(["train", str(toy_file), "--device", "cuda", "--processes", "2"]) == 2
-    assert capsys.readouterr().err == (
-        "difftransformer train: --device cuda: torch finds no CUDA device here; use --device cpu\n"
+def test_nccl_without_gpu(toy_file, fails):
+    assert fails("train", toy_file, "--device", "cuda", "--processes", "2") == (
+        "difftransformer train: --device cuda: torch finds no CUDA device here; use --device cpu"
     )
 
 
-def test_another_number_than_torchrun_started(toy_file, capsys, monkeypatch):
+def test_another_number_than_torchrun_started(toy_file, fails, monkeypatch):
     for name, value in {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}.items():
         monkeypatch.setenv(name, str(value))
-    assert main(["train", str(toy_file), "--processes", "4"]) == 2
-    assert "--processes 4: torchrun has started 2; omit --processes" in capsys.readouterr().err
+    assert "--processes 4: torchrun has started 2; omit --processes" in fails("train", toy_file, "--processes", "4")
 
 
 @pytest.mark.slow

@@ -183,11 +183,8 @@ def test_what_does_not_fit_is_refused():
         (["--gpus", "3"], r"--gpus 3: a step has 1024 rows"),
     ],
 )
-def test_bad_input(words, message, capsys):
-    assert main(["plan", "paper-3b", *words]) == 2
-    err = capsys.readouterr().err
-    assert err.count("\n") == 1
-    assert re.search(message, err), err
+def test_bad_input(words, message, fails):
+    assert re.search(message, fails("plan", "paper-3b", *words))
 
 
 def test_command(capsys):
@@ -220,7 +217,7 @@ def test_formula_and_trace_agree():
     assert done.returncode == 0, done.stderr
     ratios = json.loads(done.stdout.splitlines()[-1])
     assert {case.partition(",")[0] for case in ratios} == set(PARAMETERS) - {"paper-math"}
-    assert sum("128" in case for case in ratios) == 3
+    assert sum("128" in case for case in ratios) == 2
     assert {case: ratio for case, ratio in ratios.items() if not 0.85 < ratio < 1.15} == {}
 
 
@@ -230,8 +227,7 @@ def trace_all():
 
     whole = Layout(shard=64)
     cases = [(name, "diff", whole) for name in PARAMETERS if name != "paper-math" and name not in LONG]
-    cases += [(name, "softmax", whole) for name in ("paper-3b", "paper-13.1b")]
-    cases += [(name, "diff", Layout(shard=128)) for name in ("paper-3b", "paper-13.1b")]
+    cases += [("paper-3b", "softmax", whole), ("paper-3b", "diff", Layout(shard=128))]
     cases += [(name, "diff", Layout(shard=64, recompute=True)) for name in LONG]
     cases += [("paper-64k", "diff", Layout(shard=32, context=4, recompute=True))]
     cases += [("paper-3b", word, Layout(shard=16, tensor=4)) for word in ("diff", "softmax")]
