@@ -113,7 +113,6 @@ CONFIGS = {
     "text": setting(hidden_size="x"),
     "other weights": setting(transformers_weights="../x.bin"),
 }
-INDEX = {"x": "../outside.safetensors", "pickle": "pytorch_model.bin", "folder": ".", "number": 3}
 GENERATE, TRAIN = ("generate", "ours", "text", "--max_new_tokens", "2"), ("train", "recipe.yaml", "--out", "new")
 
 
@@ -133,17 +132,6 @@ def test_other_json(refuses, file, damage):
 def test_weights(refuses, command, damage):
     words = GENERATE if command == "generate" else ("convert", "ours", "new", "--to", "diffllama")
     refuses(words, {"ours/model.safetensors": WEIGHTS[damage]})
-
-
-@pytest.mark.parametrize("damage", INDEX)
-def test_an_index_that_leads_elsewhere(refuses, damage):
-    index = json.dumps({"weight_map": {"model.norm.weight": INDEX[damage]}})
-    refuses(GENERATE, {"ours/model.safetensors.index.json": index, "ours/pytorch_model.bin": PICKLE})
-
-
-@pytest.mark.parametrize("template", ["{% for", "{{ 1 / 0 }}", "{{ ''.__class__.__mro__ }}", "{{ messages[5].x.y }}"])
-def test_chat_templates(refuses, template):
-    refuses((*GENERATE, "--chat"), {"ours/chat_template.jinja": template})
 
 
 DOCUMENTS = {

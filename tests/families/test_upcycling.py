@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from difftransformer import DiffTransformerForCausalLM
-from difftransformer.errors import CheckpointError, ConfigError, DiffTransformerError, ShapeError
+from difftransformer.errors import CheckpointError, ConfigError, DiffTransformerError
 from difftransformer.families import convert_folder, upcycle_folder
 from difftransformer.families.llama import from_llama, targets
 from difftransformer.hub import source_folder
@@ -307,51 +307,14 @@ class TestRefusals:
         saved(tmp_path / "source")
         assert words in refusal(tmp_path, ConfigError, **options)
 
-    @pytest.mark.parametrize(
-        ("change", "error", "words"),
-        [
-            (
-                lambda w: w.pop("model.layers.1.self_attn.k_proj.weight"),
-                CheckpointError,
-                "layers.1.self_attn.k_proj.weight is missing",
-            ),
-            (
-                lambda w: w.update({"model.layers.0.self_attn.q_norm.weight": torch.ones(12)}),
-                CheckpointError,
-                "model.layers.0.self_attn.q_norm.weight is not part of this layout",
-            ),
-            (
-                lambda w: w.update({"model.layers.2.self_attn.v_proj.weight": torch.ones(12, 48)}),
-                ShapeError,
-                "model.layers.2.self_attn.v_proj.weight has shape (12, 48), expected (48, 48)",
-            ),
-            (
-                lambda w: w.update({"model.norm.weight": w["model.norm.weight"].to(torch.int8)}),
-                CheckpointError,
-                "model.norm.weight has dtype I8",
-            ),
-        ],
-    )
-    def test_tensors(self, change, error, words, tmp_path):
+    def test_tensors(self, tmp_path):
+        """By the same road as other conversions, whose refusals `test_convert_refusals.py` has."""
         saved(tmp_path / "source")
         path = tmp_path / "source" / "model.safetensors"
         weights = load_file(path)
-        change(weights)
+        del weights["model.layers.1.self_attn.k_proj.weight"]
         save_file(weights, path, metadata={"format": "pt"})
-        assert words in refusal(tmp_path, error)
-
-    def test_half_a_file(self, tmp_path):
-        saved(tmp_path / "source")
-        path = tmp_path / "source" / "model.safetensors"
-        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-        assert "cut short or damaged" in refusal(tmp_path, CheckpointError)
-
-    def test_a_folder_in_use(self, tmp_path):
-        saved(tmp_path / "source")
-        (tmp_path / "made").mkdir()
-        (tmp_path / "made" / "mine").write_text("keep")
-        assert "not empty" in refusal(tmp_path, ConfigError)
-        assert (tmp_path / "made" / "mine").read_text() == "keep"
+        assert "layers.1.self_attn.k_proj.weight is missing" in refusal(tmp_path, CheckpointError)
 
     @pytest.mark.parametrize(
         ("name", "words"),

@@ -283,18 +283,15 @@ class TestCaches:
 
 
 class TestOtherCaches:
-    @pytest.mark.parametrize("kind", VARIANTS)
-    def test_an_offloaded_cache_needs_a_gpu(self, kind):
-        model = tiny(attention_type=kind)
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+    def test_an_offloaded_cache_needs_a_gpu(self):
         ids = tokens(1, 5)
-        if not torch.cuda.is_available():
-            with pytest.raises((RuntimeError, AssertionError, ValueError)):
-                greedy(model, ids, 2, attention_mask=torch.ones_like(ids), cache_implementation="offloaded")
+        with pytest.raises((RuntimeError, AssertionError, ValueError)):
+            greedy(tiny(), ids, 2, attention_mask=torch.ones_like(ids), cache_implementation="offloaded")
 
     def test_a_quantized_cache_needs_its_package(self):
-        model = tiny()
         with pytest.raises(ImportError, match="quanto"):
-            QuantizedCache("quanto", model.config)
+            QuantizedCache("quanto", tiny().config)
 
 
 class TestStopping:
