@@ -1,7 +1,6 @@
 """The scripts of `benchmarks/`: what they compare computes the same or has equal sizes, and their figures add up."""
 
 import importlib
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from difftransformer_lab.bench import Settings, models
 from difftransformer_lab.bench.attention_work import AttentionShape
 from difftransformer_lab.results import Bench, read_result
+from tests.support.cases import threads
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 QUICK = Settings(repeats=3, seconds=1.0, threads=1)
@@ -106,11 +106,22 @@ def test_flops_and_bytes_of_the_roofline(script):
     assert found["time_over_roofline"] == pytest.approx(2e12 / roofline.attention_flops(shape, roofline.FUSED))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["peaked", "diffllama"])
-def test_a_script_runs(name, tmp_path):
-    words = ["--dtypes", "fp32", "--repeats", "3", "--seconds", "0", "--threads", "1", "--out", tmp_path]
-    subprocess.run([sys.executable, FOLDER / f"{name}.py", *words], check=True, capture_output=True)
+def test_a_script_runs(name, script, tmp_path, monkeypatch):
+    """All that it measures, at small sizes."""
+    one = script(name)
+    if name == "peaked":
+        monkeypatch.setattr(one, "AttentionShape", lambda **sizes: AttentionShape(**sizes | {"length_tokens": N}))
+    else:
+        small = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "head_dim": 4}
+        monkeypatch.setattr(one, "MODEL", one.MODEL | small)
+        monkeypatch.setattr(one, "CONTEXT_TOKENS", N)
+        monkeypatch.setattr(one, "CACHED_TOKENS", N)
+    words = ["--dtypes", "fp32", "--repeats", "3", "--seconds", "0", "--threads", "1", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", *words])
+    with threads(1):
+        script("script").run(one.steps, "")
     result = read_result(tmp_path / "results.json", Bench)
     assert result.command.endswith(f"--out {tmp_path}")
     assert {row.part for row in result.rows} == {name}
+    assert all(row.timing.rounds == 3 for row in result.rows)

@@ -34,6 +34,11 @@ def check_promises(result: Evidence) -> None:
     assert any(retrieved)
 
 
+def test_the_stored_result_shows_what_the_demo_promises():
+    """With every model and seed, as `make demo-full` made it."""
+    check_promises(read_evidence(ROOT / "docs" / "results" / "demo.json"))
+
+
 @pytest.mark.slow(minutes=5)
 def test_the_demo_shows_what_it_promises(tmp_path):
     """With its first seed alone, and its two main models."""

@@ -1,6 +1,7 @@
 """Before the first step: a start that drowns the embeddings is said once, and a leaking variant from outside is refused."""
 
 import dataclasses
+import shutil
 import warnings
 
 import pytest
@@ -35,9 +36,17 @@ def train(folder, recipe, shards):
 
 
 def test_once_for_a_new_model(wide, toy_shards, tmp_path):
+    """And neither where its run continues nor for its saved weights."""
+    recipe = wide("normal", keep_checkpoints=9, checkpoint_every=1)
     with pytest.warns(UserWarning, match=WORDS) as said:
-        train(tmp_path / "run", wide("normal", keep_checkpoints=9, checkpoint_every=1), toy_shards)
+        train(tmp_path / "run", recipe, toy_shards)
     assert len(said) == 1
+    *_, newest = checkpoints(tmp_path / "run")
+    shutil.rmtree(newest)
+    saved = dataclasses.replace(recipe, model={}, start_from=str(checkpoints(tmp_path / "run")[-1]))
+    with warnings.catch_warnings(action="error"):
+        train(tmp_path / "run", recipe, toy_shards)
+        train(tmp_path / "second", saved, toy_shards)
 
 
 @pytest.mark.parametrize(("slower", "precision"), [(8, "bf16"), (1.5, "bf16"), (8, "fp32")])
@@ -51,25 +60,6 @@ def test_bf16_that_the_processor_computes_in_software(wide, toy_shards, tmp_path
         "training.precision=fp32 trains faster"
     )
     assert lines == ([expected] if slower > 2 and precision == "bf16" else [])
-
-
-def test_not_where_a_run_continues(wide, toy_shards, tmp_path):
-    recipe = wide("normal", keep_checkpoints=9, checkpoint_every=1)
-    with pytest.warns(UserWarning, match=WORDS):
-        train(tmp_path / "run", recipe, toy_shards)
-    for file in (newest := checkpoints(tmp_path / "run")[-1]).iterdir():
-        file.unlink()
-    newest.rmdir()
-    with warnings.catch_warnings(action="error"):
-        train(tmp_path / "run", recipe, toy_shards)
-
-
-def test_not_for_saved_weights(wide, toy_shards, tmp_path):
-    with pytest.warns(UserWarning, match=WORDS):
-        train(tmp_path / "first", wide("normal"), toy_shards)
-    recipe = dataclasses.replace(wide("normal"), model={}, start_from=str(checkpoints(tmp_path / "first")[-1]))
-    with warnings.catch_warnings(action="error"):
-        train(tmp_path / "second", recipe, toy_shards)
 
 
 def test_not_for_fan_in(wide, toy_shards, tmp_path):
