@@ -108,6 +108,13 @@ def test_the_norm_without_a_gain_and_with_a_large_eps(backend, gain, eps):
 
 # Tiles and blocks: of the CPU kernels a tile is 128 keys and a block 64 rows, of Triton's in the interpreter 32 x 64.
 
+
+def narrow_window(length, window):
+    """Blocks have rows that see no key of a tile."""
+    name, kwargs = f"{length} positions, window {window}", CAUSAL | {"window": window}
+    return Case(name, H=4, G=2, T=length, S=length, kwargs=kwargs)
+
+
 SIZES = [
     Case("own heads", B=2, T=129, S=129, D=16, E=32, kwargs=CAUSAL),
     Case("window", H=3, G=1, T=65, S=200, D=9, E=17, lam="scalar", kwargs=CAUSAL | {"window": 70}),
@@ -116,17 +123,13 @@ SIZES = [
     Case("E = D = 96", T=35, S=70, D=96, E=96, lam="query"),
     Case("E = 1", D=1, E=1, T=70, S=70, kwargs=CAUSAL),
     Case("E = 255", D=31, E=255, T=35, S=70, lam="vector"),
-    Case("many heads", H=96, G=2, T=3, S=40, D=3, E=5, kwargs=CAUSAL),
     Case("one key", H=3, G=1, T=100, S=1, D=8, E=8),
     Case("softmax of 128", H=4, G=1, T=35, S=70, D=128, E=128, lam=None, kwargs=CAUSAL),
     Case("mask", B=2, T=65, S=131, kwargs={"attn_mask": random_mask(2, 1, 65, 131)}),
     Case("ranges", B=3, T=65, S=200, kwargs=CAUSAL | {"kv_start": ints(0, 65, 131), "kv_lengths": ints(65, 200, 150)}),
     Case("documents", H=3, G=1, T=300, S=300, kwargs=CAUSAL | {"cu_seqlens": ints(0, 1, 66, 130, 131, 300)}),
     Case("documents, window", T=300, S=300, kwargs=CAUSAL | {"cu_seqlens": ints(0, 131, 300), "window": 64}),
-    *(
-        Case(f"{length} positions, window {window}", H=4, G=2, T=length, S=length, kwargs=CAUSAL | {"window": window})
-        for length, window in ((257, 1), (513, 1), (513, 3), (513, 9))  # blocks have rows that see no key of a tile
-    ),
+    *(narrow_window(129, window) for window in (1, 3, 9)),
 ]
 WIDE = ("E = D = 96", "shared key of 64", "E = 255", "softmax of 128")
 
@@ -195,11 +198,13 @@ LARGE = [
     Case("wide heads, window", H=2, G=1, T=450, S=920, D=96, E=192, kwargs=CAUSAL | {"window": 300}),
     Case("wide heads, softmax", T=130, S=1850, D=97, E=290, lam=None),
     Case("long", B=2, T=150, S=1400, D=64, E=128, kwargs=CAUSAL | {"kv_start": ints(3, 700)}),
+    Case("many heads", H=96, G=2, T=3, S=40, D=3, E=5, kwargs=CAUSAL),
+    *(narrow_window(513, window) for window in (1, 3, 9)),
 ]
 
 
 @each(("cpu",), LARGE, [torch.float32, torch.bfloat16, torch.float16])
-def test_groups_larger_than_a_cache(backend, case, dtype):
+def test_calls_too_large_for_the_interpreter(backend, case, dtype):
     backend.assert_right(case, dtype)
 
 

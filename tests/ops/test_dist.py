@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import hatch_build
 from difftransformer.ops import processor
 from tests.support import peak_memory
 from tests.support.cases import needs_kernels
@@ -51,10 +52,17 @@ def run(*command, cwd=ROOT, status=0, **environment):
     return done.stdout
 
 
-def make_dist(folder, compiler, status=0):
-    """With this environment as it is: `make` is not to install anything."""
-    words = ["make", "-o", ".venv/.ready-dev", "PY=", f"RUN={sys.executable}", f"DIST={folder}", "dist"]
-    return run(*words, status=status, CXX=compiler, PYTHONPATH=str(ROOT / "src"))
+@pytest.fixture
+def build(monkeypatch, capfd):
+    """build(folder, compiler): what `make dist` runs, in this process; returns its status and what it said."""
+
+    def start(folder, compiler):
+        monkeypatch.setenv("CXX", compiler)
+        monkeypatch.setattr(sys, "argv", ["hatch_build.py", str(folder)])
+        status = hatch_build.main()
+        return status, "".join(capfd.readouterr())
+
+    return start
 
 
 def environment_with(wheel, folder):
@@ -80,7 +88,10 @@ def environment_with(wheel, folder):
 
 def test_a_wheel_with_kernels(tmp_path):
     peaks = tmp_path / "peaks"
-    make_dist(tmp_path, f"{sys.executable} {peak_memory.__file__} {peaks} c++")
+    # With this environment as it is: `make` is not to install anything.
+    words = ["make", "-o", ".venv/.ready-dev", "PY=", f"RUN={sys.executable}", f"DIST={tmp_path}", "dist"]
+    compiler = f"{sys.executable} {peak_memory.__file__} {peaks} c++"
+    run(*words, CXX=compiler, PYTHONPATH=str(ROOT / "src"))
     assert max(int(line.split()[0]) for line in peaks.read_text().splitlines()) < MOST_MIB
 
     (wheel,) = tmp_path.glob("*.whl")
@@ -107,8 +118,10 @@ def test_a_wheel_with_kernels(tmp_path):
     assert not cache.exists()
 
 
-def test_without_a_compiler_the_wheel_is_for_any_machine(tmp_path):
-    assert "the wheel is without CPU kernels" in make_dist(tmp_path, "/nonexistent")
+def test_without_a_compiler_the_wheel_is_for_any_machine(tmp_path, build):
+    status, said = build(tmp_path, "/nonexistent")
+    assert status == 0
+    assert "the wheel is without CPU kernels" in said
     (wheel,) = tmp_path.glob("*.whl")
     assert wheel.name.endswith("-py3-none-any.whl")
     with zipfile.ZipFile(wheel) as archive:
@@ -204,8 +217,10 @@ def test_torch_alone_and_no_command(tmp_path):
         )
 
 
-def test_a_compiler_that_fails_makes_no_wheel(tmp_path):
-    assert "the kernels cannot be compiled" in make_dist(tmp_path / "made", "false", status=2)
+def test_a_compiler_that_fails_makes_no_wheel(tmp_path, build):
+    status, said = build(tmp_path / "made", "false")
+    assert status == 1
+    assert "the kernels cannot be compiled" in said
     assert not (tmp_path / "made").exists()
 
 
@@ -221,8 +236,6 @@ def test_a_compiler_that_fails_makes_no_wheel(tmp_path):
     ],
 )
 def test_the_wheels_name_says_what_it_needs(symbols, tag, monkeypatch):
-    import hatch_build
-
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
     monkeypatch.setattr("sysconfig.get_platform", lambda: "macosx-11.0-arm64")
     assert hatch_build.platform_tag([b"", symbols]) == (f"{tag}_x86_64" if tag else "macosx_11_0_arm64")

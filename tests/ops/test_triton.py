@@ -51,16 +51,18 @@ def test_many_queries_without_a_gradient(case, take, monkeypatch):
     assert taken == ["by_map"] * 4
 
 
-def test_rows_up_to_which_a_call_is_split(monkeypatch):
-    split = []
-    monkeypatch.setattr(launch, "_decode", lambda inputs, norm: split.append(inputs.queries) or inputs.query)
-    monkeypatch.setattr(launch, "_forward", lambda *_: launch.Forward(*(torch.empty(0) for _ in range(5))))
+def test_rows_up_to_which_a_call_is_split(take):
+    """Into shares of the keys, by kernels that have one form, where no gradient is wanted; with two heads a group."""
+    taken, chosen = take(), []
     for queries in (1, 32, 33):
         query = torch.zeros(1, 4, queries, 8)
         with torch.no_grad():
             softmax_attention(query, query[:, :2], query[:, :2], backend="triton")
-        softmax_attention(query.requires_grad_(), query[:, :2], query[:, :2], backend="triton")
-    assert split == [1, 32]  # two heads a group
+        chosen.append(len(taken))
+    assert chosen == [0, 0, 1]
+    query = query[:, :, :1].requires_grad_()
+    softmax_attention(query, query[:, :2], query[:, :2], backend="triton")
+    assert len(taken) == 2
 
 
 def test_the_norm_rounds_once():

@@ -198,12 +198,13 @@ def errors_of(attend, leaves, grad, reference, gradients=True):
 # Operators, tracing.
 
 OPCHECK = [
-    Case("own keys", B=2, H=4, G=2, T=6, S=9, lam="query", kwargs=CAUSAL | {"window": 4}),
+    Case("own keys", B=2, H=2, G=1, T=3, S=5, lam="query", kwargs=CAUSAL | {"window": 4}),
     Case("shared key", T=6, S=6, shared_key=True, kwargs={"kv_start": ints(2)}),
-    Case("lengths", B=2, T=3, S=9, lam="scalar", kwargs={"kv_lengths": ints(2, 9), "scale": 0.3}),
-    Case("softmax", T=6, S=9, lam=None, kwargs={"attn_mask": random_mask(6, 9)}),
+    Case("lengths", B=2, H=1, G=1, T=3, S=9, lam="scalar", kwargs={"kv_lengths": ints(2, 9), "scale": 0.3}),
+    Case("softmax", H=1, G=1, T=3, S=5, lam=None, kwargs={"attn_mask": random_mask(3, 5)}),
     Case("documents", T=9, S=9, kwargs={"cu_seqlens": ints(0, 3, 9)}),
-    Case("decoding", T=2, S=140, kwargs=CAUSAL),
+    Case("decoding", H=1, G=1, T=2, S=140, kwargs=CAUSAL),
+    *(Case(f"{name} = 0", D=8, E=6, kwargs=CAUSAL, **{name: 0}) for name in "TS"),
 ]
 
 
