@@ -119,25 +119,7 @@ def exploring(one: Studied) -> list[str]:
     lines = [verdicts_table(evidence, one.rows, evidence.index.figures).markdown().rstrip()]
     if one.scaling:
         lines.append(needs_table(one.scaling).markdown().rstrip())
-    return [line for line in (*lines, best_rates(one), interval_words(evidence), edge_words(evidence)) if line]
-
-
-def best_rates(one: Studied) -> str:
-    """Return the learning rate with the lowest loss at each width, for a study over widths and rates; "" for another."""
-    index = one.evidence.index
-    if [axis.name for axis in index.axes] != ["width", "rate"]:
-        return ""
-    best: dict[tuple[str, str], tuple[float, str]] = {}
-    for row in one.rows:
-        if row.point and row.figure.label == index.figures[0].label:
-            width, rate = row.point
-            mean = (row.statistic.mean, rate)
-            best[row.arm.label, width] = min(best.get((row.arm.label, width), mean), mean)
-    rates = []
-    for arm in index.arms:
-        tried = [(width, *best[arm.label, width]) for width in index.axes[0].values if (arm.label, width) in best]
-        rates.append(f"{arm.label}: " + ", ".join(f"{rate} at width {width}" for width, _, rate in tried))
-    return f"Best of the learning rates tried ({', '.join(index.axes[1].values)}). {'; '.join(rates)}."
+    return [line for line in (*lines, interval_words(evidence), edge_words(evidence)) if line]
 
 
 def start_loss(found: list[Studied]) -> str:

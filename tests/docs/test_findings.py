@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from difftransformer_lab.report import read_evidence, studied, study_figures
+from difftransformer_lab.report.answers import answers, brief_explored
+from difftransformer_lab.report.lead import plain_answer
 from difftransformer_lab.results import (
     Bench,
     Change,
@@ -154,9 +156,8 @@ MEANS = {
 BEST = {"diff": [(0.016, 2.1), (0.004, 2.0)], "softmax": [(0.064, 2.2), (0.016, 2.1)]}  # rate and loss at each width
 
 
-def test_the_best_rates_over_width_are_those_of_the_means(monkeypatch):
-    monkeypatch.syspath_prepend(str(DOCS))
-    pages, canvases = importlib.import_module("evidence"), []
+def test_the_best_rates_over_width_are_the_answer(monkeypatch):
+    canvases = []
     evidence = study(
         ["diff", "softmax"],
         [LOSS],
@@ -167,10 +168,16 @@ def test_the_best_rates_over_width_are_those_of_the_means(monkeypatch):
         axes=[StudyAxis(name="width", values=["64", "256"]), StudyAxis(name="rate", values=RATES)],
     )
     found = studied(evidence)
-    assert pages.best_rates(found) == (
-        "Best of the learning rates tried (0.004, 0.016, 0.064). diff: 0.016 at width 64, 0.004 at width 256; "
-        "softmax: 0.064 at width 64, 0.016 at width 256."
+    [said] = answers(found)
+    assert said.text.startswith(
+        "diff: 0.016 at width 64, 0.004 at width 256 (at the edge); softmax: 0.064 at width 64 (at the edge), 0.016 at width "
+        "256. Tried: 0.004, 0.016, 0.064; explored"
     )
+    assert (
+        brief_explored(found)
+        == "Best rate, width 64 to 256: 0.016 to 0.004 (diff); 0.064 to 0.016 (softmax); explored."
+    )
+    assert said.text in plain_answer(found)
     monkeypatch.setattr(study_figures, "finish", lambda *given: canvases.append(given[3]))
     study_figures.draw_transfer(evidence, found.rows)
     panels = canvases[0].axes
@@ -186,8 +193,8 @@ def test_the_best_rates_over_width_are_those_of_the_means(monkeypatch):
     without = [row for row in found.rows if row.point[:1] != ("256",)]  # whose runs are still to come
     study_figures.draw_transfer(evidence, without)
     assert [len(ax.lines) for ax in canvases[1].axes] == [2, 2]
-    assert pages.best_rates(dataclasses.replace(found, rows=without)).endswith(
-        "diff: 0.016 at width 64; softmax: 0.064 at width 64."
+    assert answers(dataclasses.replace(found, rows=without))[0].text.startswith(
+        "diff: 0.016 at width 64; softmax: 0.064 at width 64 (at the edge). Tried"
     )
 
 

@@ -27,6 +27,8 @@ MOST_ANSWERS = 4
 
 def answers(study: Studied) -> list[Said]:
     evidence = study.evidence
+    if rates := rates_words(study):
+        return [Said("Best learning rate", rates)]
     about_scaling = scaling_answers(evidence, study.scaling) if study.scaling else []
     primary = [figure for figure in evidence.index.figures if not figure.secondary]
     return [*about_scaling, *(answer(evidence, study.rows, figure) for figure in primary[:MOST_ANSWERS])]
@@ -63,6 +65,42 @@ def answer(evidence: Evidence, rows: Sequence[Compared], figure: StudyFigure) ->
     return Said(title_of(figure), f"{main.label} minus {reference.label} {text}")
 
 
+def best_rates(study: Studied) -> dict[str, dict[str, str]]:
+    """Return the learning rate with the best mean by arm and width, for a study over widths and rates; empty for another."""
+    index = study.evidence.index
+    if [axis.name for axis in index.axes] != ["width", "rate"]:
+        return {}
+    figure, sign = index.figures[0], 1 if index.figures[0].better == "lower" else -1
+    means: dict[tuple[str, str], dict[str, float]] = {}
+    for row in study.rows:
+        if row.figure is figure and row.point:
+            width, rate = row.point
+            means.setdefault((row.arm.label, width), {})[rate] = sign * row.statistic.mean
+    best: dict[str, dict[str, str]] = {}
+    for (arm, width), of_rates in means.items():
+        best.setdefault(arm, {})[width] = min(of_rates, key=of_rates.__getitem__)
+    return best
+
+
+def rates_words(study: Studied) -> str:
+    """Return the best rate of each arm at each width in a sentence, and those tried; "" for a study over other axes."""
+    if not (best := best_rates(study)):
+        return ""
+    rates = study.evidence.index.axes[1].values
+    said = []
+    for arm, of_widths in best.items():
+        places = [
+            f"{rate} at width {width}{' (at the edge)' if rate in (rates[0], rates[-1]) else ''}"
+            for width, rate in of_widths.items()
+        ]
+        same = set(of_widths.values())
+        said.append(f"{arm}: {f'{same.pop()} at every width' if len(same) == 1 < len(places) else ', '.join(places)}")
+    tried = ", ".join(rates)
+    explored = explored_words(study.evidence, *(arm.name for arm in study.evidence.others))
+    seeds = ", one seed" if study.evidence.has_one_seed else ""
+    return f"{'; '.join(said)}. Tried: {tried}; {explored}{seeds}."
+
+
 def effect_words(row: Compared, figure: StudyFigure, places: int) -> str:
     """Return a difference with its interval, and in how many seeds it has that direction."""
     assert row.difference is not None
@@ -96,6 +134,8 @@ def brief_explored(study: Studied) -> str:
             f"{evidence.reference.label}'s loss, by fits to {fits} settings; "
             f"{explored_words(evidence, need.arm.name).removesuffix(', not confirmed')}."
         )
+    if best := best_rates(study):
+        return brief_rates(best)
     main, reference = evidence.others[0], evidence.reference
     row = row_of(study.rows, figure.label, main.name, ())
     if row is None or row.difference is None or row.is_censored:
@@ -108,6 +148,18 @@ def brief_explored(study: Studied) -> str:
         f"{title_of(figure)}: {main.label} minus {reference.label} {effect}; {one}." for one in (words, "explored")
     ]
     return shortest([*texts, f"{title_of(figure)}: {effect}; explored."])
+
+
+def brief_rates(best: Mapping[str, Mapping[str, str]]) -> str:
+    """Return the best rates of arms at the first and the last width, arms with the same ones together."""
+    arms: dict[str, list[str]] = {}
+    for arm, rates in best.items():
+        chosen = list(rates.values())
+        words = chosen[0] if len(set(chosen)) == 1 else f"{chosen[0]} to {chosen[-1]}"
+        arms.setdefault(words, []).append(arm)
+    widths = list(next(iter(best.values())))
+    said = "; ".join(f"{rates} ({'; '.join(names)})" for rates, names in arms.items())
+    return f"Best rate, width {widths[0]} to {widths[-1]}: {said}; explored."
 
 
 def shortest(texts: Sequence[str]) -> str:

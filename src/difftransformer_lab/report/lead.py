@@ -8,7 +8,7 @@ from statistics import fmean
 from ..results import StudyFigure
 from ..statistics import detectable
 from . import questions, study_figures
-from .answers import decimals, explored_words, scaling_answers
+from .answers import decimals, explored_words, rates_words, scaling_answers
 from .comparisons import Compared, row_of
 from .contrasts import FEWEST_SEEDS
 from .page import Lead
@@ -109,6 +109,8 @@ def plain_answer(study: Studied) -> str:
     evidence = study.evidence
     if evidence.index.plan:
         return questions.plain_answer(study)
+    if rates := rates_words(study):
+        return f"Best learning rate. {rates}"
     main, reference = evidence.others[0], evidence.reference
     by_verdict: dict[str, list[str]] = {}
     pairs = 0
