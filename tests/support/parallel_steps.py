@@ -33,11 +33,11 @@ def settings(steps, method="adamw", **fields):
     plain = {
         "steps": steps,
         "batch_tokens": 256,
-        "context_stages": [(0, 32), (10, 64)],
+        "context_stages": [(0, 32), (6, 64)],
         "retrieval": RetrievalMix(share=0.3, max_needles=1, min_needles=1, asks=1, digits=1),
-        "validate_every": 10,
+        "validate_every": 6,
         "validation_windows": 3,
-        "checkpoint_every": 10,
+        "checkpoint_every": 6,
         "optimizer": OptimizerConfig(learning_rate=0.002, method=method),
         "schedule": ScheduleConfig(warmup_steps=4),
     }

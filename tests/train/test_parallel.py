@@ -15,7 +15,7 @@ from tests.support import parallel_steps
 from tests.support.checkpoint_tensors import tensors_of
 from tests.support.parallel_steps import VARIANTS
 
-STEPS, SAVED = 20, 10
+STEPS = 12
 LAYOUTS = {
     "one": (1, {}),
     "ddp": (2, {"data": {"replicate": 2}}),
