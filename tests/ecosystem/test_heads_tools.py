@@ -6,7 +6,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, Trainer, 
 
 import difftransformer
 from tests.ecosystem.test_training_tools import ARGUMENTS, PROJECTIONS, losses
-from tests.support.tiny_folders import SENTENCES, config, model, saved, tokens
+from tests.support.tiny_folders import SENTENCES, config, differential_qwen, model, saved, tokens
 
 SMOOTHING = 0.2
 
@@ -32,10 +32,13 @@ def llama():
     return LlamaForCausalLM(LlamaConfig(**fields))
 
 
-@pytest.mark.parametrize("kind", ["llama", "diff", "softmax", "diff with LoRA"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "diff", "softmax", "diff with LoRA"])
 def test_label_smoothing_is_shifted(kind, needs, tmp_path):
     needs("accelerate")
-    network = llama() if kind == "llama" else model(kind.partition(" ")[0], initializer_range=0.3)
+    if kind == "qwen3":
+        network = differential_qwen(tmp_path / "m")
+    else:
+        network = llama() if kind == "llama" else model(kind.partition(" ")[0], initializer_range=0.3)
     if kind.endswith("LoRA"):
         peft = needs("peft")
         network = peft.get_peft_model(network, peft.LoraConfig(target_modules=PROJECTIONS, task_type="CAUSAL_LM"))

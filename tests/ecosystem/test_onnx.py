@@ -11,7 +11,8 @@ from transformers import DynamicCache, StaticCache
 from difftransformer.attention import VARIANTS
 from difftransformer.ops import inverse_frequencies, rotary_tables
 from tests.support.oracle import relative_error
-from tests.support.tiny_models import tiny, tokens
+from tests.support.tiny_folders import differential_qwen
+from tests.support.tiny_models import scramble, tiny, tokens
 
 # torch's own converter uses what torch deprecates, and warns of two inputs with the same free dimensions.
 pytestmark = [
@@ -42,9 +43,14 @@ def onnx(needs, tmp_path):
     return compiled
 
 
-def test_a_model(onnx):
+@pytest.mark.parametrize("kind", ["ours", "a differential Qwen3"])
+def test_a_model(kind, onnx, tmp_path):
     """With padding on the left, and inside of a row."""
-    model = tiny(use_cache=False, num_hidden_layers=1, num_key_value_heads=2, sliding_window=8)
+    if kind == "ours":
+        model = tiny(use_cache=False, num_hidden_layers=1, num_key_value_heads=2, sliding_window=8)
+    else:
+        model = scramble(differential_qwen(tmp_path / "m")).eval()
+        model.config.use_cache = False
     ids = tokens(2, 9)
     run = onnx(model, ids, torch.ones_like(ids))
     for shape in ((2, 9), (3, 21)):
@@ -98,15 +104,21 @@ def step(model, rows, past, length, slots=None):
         ("diff", None, ((2, 7, 3), (3, 9, 1), (1, 12, 5))),
         ("grouped_diff", None, ((2, 7, 3), (3, 9, 1))),
         ("diff_v2", 16, ((2, 7, 3), (2, 11, 3))),
+        ("qwen3", None, ((2, 7, 3), (3, 9, 1))),
     ],
 )
-def test_with_a_cache(name, slots, others, needs):
+def test_with_a_cache(name, slots, others, needs, tmp_path):
     """By transformers' exporter, whose graph takes the cache and returns it; rows, tokens and a past that grow are free."""
     needs("onnxscript")
     needs("onnxruntime")
     from transformers.exporters.exporter_onnx import OnnxConfig, OnnxExporter
 
-    model = tiny(attention_type=name, num_hidden_layers=1, hidden_size=40, num_attention_heads=10, head_dim=4).eval()
+    if name == "qwen3":
+        model = scramble(differential_qwen(tmp_path / "m")).eval()
+    else:
+        model = tiny(
+            attention_type=name, num_hidden_layers=1, hidden_size=40, num_attention_heads=10, head_dim=4
+        ).eval()
     exported = OnnxExporter().export(model, step(model, *others[0], slots), OnnxConfig(dynamic=slots is None))
     for sizes in others:
         given = step(model, *sizes, slots)
@@ -114,6 +126,6 @@ def test_with_a_cache(name, slots, others, needs):
             wanted = model(**copy.deepcopy(given))
         found = exported(**copy.deepcopy(given))
         assert relative_error(found.logits, wanted.logits) < 1e-5
-        (layer,), (expected,) = found.past_key_values.layers, wanted.past_key_values.layers
-        assert relative_error(layer.keys, expected.keys) < 1e-5
-        assert relative_error(layer.values, expected.values) < 1e-5
+        for layer, expected in zip(found.past_key_values.layers, wanted.past_key_values.layers, strict=True):
+            assert relative_error(layer.keys, expected.keys) < 1e-5
+            assert relative_error(layer.values, expected.values) < 1e-5

@@ -20,6 +20,7 @@ from difftransformer.errors import ConfigError
 from difftransformer.families import FAMILIES, REFUSED, DifferentialFields, count_family, family_config, upcycle_folder
 from difftransformer.families.llama import targets
 from tests.support import fresh
+from tests.support.generation import check_quantized_cache
 from tests.support.oracle import relative_error
 
 BASE = {
@@ -539,3 +540,10 @@ def test_static_caches_and_whole_graphs(to, tmp_path):
     torch._dynamo.reset()
     compiled = torch.compile(ours, fullgraph=True, backend="eager")
     torch.testing.assert_close(compiled(ids()).logits, ours(ids()).logits)
+
+
+@pytest.mark.parametrize("to", ["diff", "grouped_diff", "diff_v2"])
+def test_quantized_caches(to, tmp_path, monkeypatch):
+    """Of a family without windows, which transformers' quantized cache refuses."""
+    ours, _ = upcycled(source_model("olmo2", **OPTIONS["olmo2"]), tmp_path, to)
+    check_quantized_cache(ours, ids(), monkeypatch)

@@ -7,6 +7,7 @@ from transformers.configuration_utils import get_head_shapes
 
 from difftransformer.attention import VARIANTS
 from difftransformer.errors import ShapeError
+from tests.support import generation
 from tests.support.tiny_models import tiny, tokens
 
 GROUPED = {"num_attention_heads": 8, "num_key_value_heads": 4}
@@ -61,3 +62,9 @@ def test_another_number_of_values_is_refused():
     model = tiny(attention_type="grouped_diff_v2", **GROUPED)
     with pytest.raises(ShapeError, match="4 heads of width 4 as keys, this attention caches 2 of width 4"):
         model(tokens(2, 3), past_key_values=cache_of(model, 4, 4))
+
+
+@pytest.mark.parametrize("attention_type", VARIANTS)
+def test_quantized(attention_type, monkeypatch):
+    model = generation.tiny(attention_type=attention_type, **GROUPED)
+    generation.check_quantized_cache(model, tokens(2, 21), monkeypatch)
