@@ -6,6 +6,7 @@ import math
 import os
 import sys
 import threading
+import time
 import warnings
 from pathlib import Path
 
@@ -30,7 +31,7 @@ def main():
     folder, shards = sys.argv[1:]
     said = {}
     with joined("cpu") as processes:
-        for scenario in (plain, asynchronous, skip, rollback, full, hanging):
+        for scenario in (plain, asynchronous, skip, rollback, slow, full, hanging):
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 try:
@@ -80,6 +81,27 @@ def poisoned(folder, shards, processes, *, rank, **fields):
         train(folder, shards, processes, **fields)
     finally:
         trainer.summed_next_token_nll = compute
+
+
+def slow(folder, shards, processes):
+    """The second process still writes its weights, under a temporary name, when the first has written all of its own."""
+    from difftransformer.train import saving
+
+    write = saving.save_file
+
+    def save_file(tensors, path, **options):
+        if processes.rank == 1:
+            unfinished = path.with_name(".tmp123456")
+            unfinished.write_bytes(b"half")
+            time.sleep(0.5)
+            unfinished.unlink()
+        write(tensors, path, **options)
+
+    saving.save_file = save_file
+    try:
+        train(folder, shards, processes)
+    finally:
+        saving.save_file = write
 
 
 def full(folder, shards, processes):

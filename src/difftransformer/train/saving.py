@@ -170,6 +170,7 @@ class Saver:
             threads.broadcast(lambda: _make_room(temporary))
             with threads.fail_together():
                 self._write_files(temporary, state, shares, moments)
+            with threads.fail_together():  # the first process lists the folder, when no other writes there
                 sums = _flushed_sums(temporary, threads)
             files = {name: one for sums_of_one in threads.gathered(sums) for name, one in sums_of_one.items()}
             if threads.is_first:
