@@ -123,13 +123,12 @@ def exploring(one: Studied) -> list[str]:
 
 
 def start_loss(found: list[Studied]) -> str:
-    """Return what the study of the start found: an answer to each question, and the loss at every learning rate."""
+    """Return what the study of the start found: an answer to each question, and the losses at one learning rate."""
     one = next((one for one in found if one.evidence.slug == "start-laptop"), None)
     if one is None:
         return "The study has not run yet.\n"
     said = "\n".join(f"- {verdict.subject} {verdict.text}" for verdict in question_verdicts(one))
-    tables = [table.markdown() for table in (one_rate_table(one.evidence), rates_table(one.evidence)) if table]
-    return "\n\n".join([said, *tables]) if tables else f"{said}\n"
+    return f"{said}\n\n{one_rate_table(one.evidence).markdown()}"
 
 
 def one_rate_table(evidence: Evidence) -> Table:

@@ -181,7 +181,11 @@ def finish(name: str, title: str, caption: str, figure: Figure, png: bool) -> Dr
 def _svg(figure: Figure) -> str:
     text = io.StringIO()
     figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
-    return printable(text.getvalue())
+    svg = printable(text.getvalue())
+    # Matplotlib's ids are hashes of positions in full precision, which differ from one processor to another.
+    for place, name in enumerate(dict.fromkeys(re.findall(r' id="([mp][0-9a-f]{10})"', svg))):
+        svg = svg.replace(name, f"{name[0]}{place}")
+    return svg
 
 
 _NARROW_LETTERS = {"title": 44, "tick": 22}
