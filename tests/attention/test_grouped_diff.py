@@ -48,9 +48,8 @@ def test_mimetic(name):
     """A key starts as the query of the first head that reads it, W_O as the transpose of W_V."""
     signal, noise, groups = HEADS[name]
     layer = layer_of(GroupedDifferentialAttention, HEADS[name])
-    with torch.no_grad():
-        layer.init_mimetic()
-    q, k, v, o = (getattr(layer, f"{name}_proj").weight.detach() for name in "qkvo")
+    q, v = (getattr(layer, f"{name}_proj").weight.detach() for name in "qv")
+    k, o = layer.mimetic_key(q), layer.mimetic_output(v)
     rows = q.view(noise, signal // noise + 1, 4, 20)
     cells = min(noise, groups)
     keys = k.view(cells, groups // cells + 1, 4, 20)
@@ -221,6 +220,6 @@ def test_sizes_beside_the_twin():
 @torch.no_grad()
 def test_mimetic_keys_are_the_queries_of_their_first_head():
     layer = gated((8, 4, 2))
-    layer.init_mimetic()
-    rows = layer.q_proj.weight.view(4, 3, D, WIDTH)
-    assert torch.equal(layer.k_proj.weight.view(2, D, WIDTH), rows[[0, 2], 0])
+    query = layer.q_proj.weight
+    rows = query.view(4, 3, D, WIDTH)
+    assert torch.equal(layer.mimetic_key(query).view(2, D, WIDTH), rows[[0, 2], 0])

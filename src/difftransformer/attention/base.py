@@ -437,20 +437,12 @@ class Attention(nn.Module):
     def init_own_parameters(self, normal_: Any = nn.init.normal_) -> None:
         """Initialise the parameters that are neither projections nor norms. `normal_(tensor, mean, std)` fills in place."""
 
-    def init_mimetic(self, normal_: Any = nn.init.normal_, copy_: Any = Tensor.copy_) -> None:
-        """Start as attention that looks for tokens like its own and copies them (mimetic initialisation, arXiv:2305.09828).
-
-        Keys start as the queries' projection, so that W_Q^T W_K is positive, and the output projection starts as the
-        transpose of the values' projection, so that W_O W_V is positive. From random weights, a small model spends most of a
-        short training on finding either. The weights are not tied afterwards. Q and V are drawn from N(0, 1 / M).
-        """
-        for projection in (self.q_proj, self.v_proj):
-            normal_(projection.weight, mean=0.0, std=self.embed_dim**-0.5)
-        copy_(self.k_proj.weight, self.mimetic_key(self.q_proj.weight))
-        copy_(self.o_proj.weight, self.mimetic_output(self.v_proj.weight))
-
     def mimetic_output(self, value: Tensor) -> Tensor:
-        """Return o_proj's weight of a mimetic start: the transpose of v_proj's."""
+        """Return o_proj's weight of a mimetic start (arXiv:2305.09828): the transpose of v_proj's, so that W_O W_V is positive.
+
+        Such a layer looks for tokens like its own and copies them. From random weights, a small model spends most of a short
+        training on finding either. The weights are not tied afterwards. Q and V are drawn from N(0, 1 / M).
+        """
         layout = self.layout
         groups = layout.num_key_value_heads
         shared = layout.num_heads // groups
@@ -458,7 +450,10 @@ class Attention(nn.Module):
         return value.reshape(-1, value.shape[-1]).T
 
     def mimetic_key(self, query: Tensor) -> Tensor:
-        """Return k_proj's weight of a mimetic start: q_proj's rows of the first head that reads each key, in k_proj's order."""
+        """Return k_proj's weight of a mimetic start: q_proj's rows of the first head that reads each key, in k_proj's order.
+
+        W_Q^T W_K is then positive.
+        """
         layout = self.layout
         shared = layout.num_heads // layout.num_key_value_heads
         query = query.view(layout.num_key_value_heads, shared, layout.query_maps, layout.head_dim, -1)

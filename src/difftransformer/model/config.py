@@ -72,7 +72,7 @@ class DiffTransformerConfig(PreTrainedConfig):
         embedding_multiplier: Factor of the embeddings before the first layer, also of `inputs_embeds`; None means
             sqrt(hidden_size) with the "fan_in" start and 1 with the "normal" one.
         depth_scaled_residual: Whether o_proj and down_proj start divided by sqrt(2 num_hidden_layers), as in GPT-2.
-        mimetic_attention: Whether attention starts as a lookup of like tokens (`Attention.init_mimetic`), from which small
+        mimetic_attention: Whether attention starts as a lookup of like tokens (`Attention.mimetic_key`), from which small
             models learn retrieval in far fewer steps. It is the same for every attention type.
         tie_word_embeddings: Whether the output layer is the embedding.
         use_cache: Whether generation keeps keys and values.

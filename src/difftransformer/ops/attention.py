@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Unpack
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from .problem import (
     Call,
     Norm,
     Problem,
+    RestrictionKeywords,
     Restrictions,
     allowed_keys,
     check_restrictions,
@@ -137,14 +139,9 @@ def normed_differential_attention(
     *,
     eps: float,
     factor: float = 1.0,
-    attn_mask: Tensor | None = None,
-    is_causal: bool = False,
     scale: float | None = None,
-    window: int | None = None,
-    kv_start: Tensor | None = None,
-    kv_lengths: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
     backend: str = "auto",
+    **which: Unpack[RestrictionKeywords],
 ) -> Tensor:
     r"""Differential attention with a norm of each head's output (arXiv:2410.05258 eq. 3), in one pass where a backend can.
 
@@ -158,9 +155,9 @@ def normed_differential_attention(
         eps: Added to the mean square.
         factor: (1 - lambda_init) in the paper.
     """
-    restrictions = Restrictions(attn_mask, is_causal, window, kv_start, kv_lengths, cu_seqlens)
     _refuse_none(lam)
-    return attend(query, key, value, lam, restrictions, norm=(weight, eps, factor), scale=scale, backend=backend)
+    norm = (weight, eps, factor)
+    return attend(query, key, value, lam, Restrictions(**which), norm=norm, scale=scale, backend=backend)
 
 
 def softmax_attention(
@@ -168,34 +165,23 @@ def softmax_attention(
     key: Tensor,
     value: Tensor,
     *,
-    attn_mask: Tensor | None = None,
-    is_causal: bool = False,
     scale: float | None = None,
-    window: int | None = None,
-    kv_start: Tensor | None = None,
-    kv_lengths: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
     backend: str = "auto",
+    **which: Unpack[RestrictionKeywords],
 ) -> Tensor:
     """Ordinary attention, softmax(s Q K^T) V (arXiv:1706.03762 eq. 1).
 
     Query is (B, H, T, D) and key (B, G, S, D). Everything else is as in `differential_attention`.
     """
-    restrictions = Restrictions(attn_mask, is_causal, window, kv_start, kv_lengths, cu_seqlens)
-    return attend(query, key, value, None, restrictions, scale=scale, backend=backend)
+    return attend(query, key, value, None, Restrictions(**which), scale=scale, backend=backend)
 
 
 def attention_maps(
     query: Tensor,
     key: Tensor,
     *,
-    attn_mask: Tensor | None = None,
-    is_causal: bool = False,
     scale: float | None = None,
-    window: int | None = None,
-    kv_start: Tensor | None = None,
-    kv_lengths: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
+    **which: Unpack[RestrictionKeywords],
 ) -> tuple[Tensor, Tensor]:
     """Both maps of differential attention, for analysis: A1 = softmax(s Q1 K1^T) and A2 = softmax(s Q2 K2^T).
 
@@ -206,8 +192,7 @@ def attention_maps(
         A1 and A2, (B, H, T, S) each, in fp32 (float64 for float64 inputs). Rows sum to 1, or to 0 where a query may
         attend to nothing.
     """
-    restrictions = Restrictions(attn_mask, is_causal, window, kv_start, kv_lengths, cu_seqlens)
-    first, second = maps(query, key, restrictions, count=2, scale=scale)
+    first, second = maps(query, key, Restrictions(**which), count=2, scale=scale)
     return first, second
 
 
@@ -215,13 +200,8 @@ def softmax_maps(
     query: Tensor,
     key: Tensor,
     *,
-    attn_mask: Tensor | None = None,
-    is_causal: bool = False,
     scale: float | None = None,
-    window: int | None = None,
-    kv_start: Tensor | None = None,
-    kv_lengths: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
+    **which: Unpack[RestrictionKeywords],
 ) -> Tensor:
     """The map of ordinary attention, softmax(s Q K^T) (arXiv:1706.03762 eq. 1), for analysis. It takes O(n^2) memory.
 
@@ -230,8 +210,7 @@ def softmax_maps(
     Returns:
         (B, H, T, S) in fp32 (float64 for float64 inputs).
     """
-    restrictions = Restrictions(attn_mask, is_causal, window, kv_start, kv_lengths, cu_seqlens)
-    return maps(query, key, restrictions, count=1, scale=scale)[0]
+    return maps(query, key, Restrictions(**which), count=1, scale=scale)[0]
 
 
 def max_logits(
@@ -239,13 +218,8 @@ def max_logits(
     key: Tensor,
     *,
     num_maps: int = 2,
-    attn_mask: Tensor | None = None,
-    is_causal: bool = False,
     scale: float | None = None,
-    window: int | None = None,
-    kv_start: Tensor | None = None,
-    kv_lengths: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
+    **which: Unpack[RestrictionKeywords],
 ) -> Tensor:
     """The largest logit s q k of each map and head, over the batch and the pairs that may attend: what QK-Clip watches.
 
@@ -264,7 +238,7 @@ def max_logits(
         raise ConfigError(
             f"num_maps: {shown(num_maps)}; it must be 1 (ordinary attention) or 2 (differential attention)"
         )
-    restrictions = Restrictions(attn_mask, is_causal, window, kv_start, kv_lengths, cu_seqlens)
+    restrictions = Restrictions(**which)
     scale = _check({"query": query, "key": key}, restrictions, num_maps, scale)
     inputs = ((query, key),) if num_maps == 1 else inputs_of_maps(query, key)
     with without_autocast(query.device.type):

@@ -1,7 +1,7 @@
 """The ways to compute attention, which of them can run a problem, and the order in which `auto` tries them.
 
-A new backend is one file with `DESCRIPTION`, `supports`, `has_quadratic_memory` and `run`, one line in `BACKENDS`, and
-rows in `TABLE` with the measurements behind them.
+A new backend is one file with `DESCRIPTION`, `supports` and `run`, and `has_quadratic_memory` if it may take O(n^2) memory; one
+line in `BACKENDS`, and rows in `TABLE` with the measurements behind them.
 """
 
 import contextlib
@@ -87,7 +87,8 @@ class Row:
 
 def _backend(module: ModuleType, **flags: bool) -> Backend:
     name = module.__name__.rpartition(".")[2]
-    return Backend(name, module.DESCRIPTION, module.supports, module.has_quadratic_memory, module.run, **flags)
+    has_quadratic_memory = getattr(module, "has_quadratic_memory", lambda problem: False)
+    return Backend(name, module.DESCRIPTION, module.supports, has_quadratic_memory, module.run, **flags)
 
 
 BACKENDS: dict[str, Backend] = {

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import NamedTuple
@@ -26,6 +26,7 @@ from typing import NamedTuple
 import torch
 
 from ..errors import BackendUnavailable
+from ..files import locked
 from .processor import FLAGS_OF, instruction_set
 
 logger = logging.getLogger("difftransformer")
@@ -107,11 +108,11 @@ def build(isa: str, *, force: bool = False) -> Path:
         return path
     command = compiler()
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(path.parent / "lock") as has_waited:
+        before = _changed(log)
+        with locked(path.parent, name="lock", wait=True):
             if is_whole(path) and not force:
                 return path
-            if has_waited and log.exists():  # the other process has failed
+            if log.exists() and _changed(log) != before:  # the process that this one has waited for has failed
                 raise _build_error(log.read_text("utf-8"), log)
             for leftover in path.parent.glob("build-*"):  # of a build that was killed
                 shutil.rmtree(leftover, ignore_errors=True)
@@ -256,22 +257,8 @@ def _is_truncated(path: Path) -> bool:
     return bool(path.stat().st_size < offset + size * count)
 
 
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[bool]:
-    """Hold the lock of a build folder. Yield whether another process held it before."""
-    from filelock import FileLock, Timeout
-
-    lock, has_waited = FileLock(path), False
-    try:
-        lock.acquire(blocking=False)
-    except Timeout:
-        has_waited = True
-        logger.warning("waiting for another process, which builds the CPU attention kernels in %s", path.parent)
-        lock.acquire()
-    try:
-        yield has_waited
-    finally:
-        lock.release()
+def _changed(path: Path) -> int | None:
+    return path.stat().st_mtime_ns if path.exists() else None
 
 
 def compiler() -> list[str]:

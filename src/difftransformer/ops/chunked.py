@@ -64,11 +64,6 @@ def supports(problem: Problem) -> str | None:
     return fused.untraceable()
 
 
-def has_quadratic_memory(problem: Problem) -> bool:
-    """Return False."""
-    return False
-
-
 def _is_host(device: torch.device) -> bool:
     """Whether values can be read without waiting for a device."""
     return device.type == "cpu"

@@ -27,11 +27,6 @@ def supports(problem: Problem) -> str | None:
     return fused.untraceable() or build.load()
 
 
-def has_quadratic_memory(problem: Problem) -> bool:
-    """Return False: a mask is read in place, and buffers hold the rows of one block."""
-    return False
-
-
 def run(call: Call) -> Tensor:
     """Attend as `reference.run` does, and normalise heads in the same pass."""
     out: Tensor = _attend(*fused.arguments_of(call))[0]

@@ -59,11 +59,6 @@ def supports(problem: Problem) -> str | None:
     return _missing("flash_attn")
 
 
-def has_quadratic_memory(problem: Problem) -> bool:
-    """Return False."""
-    return False
-
-
 def run(call: Call) -> Tensor:
     """Attend as `reference.run` does; the two rounded outputs are subtracted in fp32, and the result is rounded again."""
     query, key, value, lam, restrictions, scale, _ = call

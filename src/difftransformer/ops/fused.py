@@ -1,6 +1,7 @@
 """What the operators of the backends have in common: their signature, and how autograd and torch.func differentiate them."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -52,10 +53,8 @@ def define(
         ctx.arguments = [None if place in tensors else x for place, x in enumerate(inputs)]
 
     def differentiate(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        saved, inputs = (
-            ctx.saved_tensors,
-            list(ctx.arguments),
-        )  # read once: activation checkpointing allows no second time
+        saved = ctx.saved_tensors  # read once: activation checkpointing allows no second time
+        inputs = list(ctx.arguments)
         count = len(saved) - len(tensors)
         for place, tensor in zip(tensors, saved[count:], strict=True):
             inputs[place] = tensor
@@ -65,16 +64,15 @@ def define(
             grads[place] = None if inputs[place] is None else gradient.to(inputs[place].dtype)
         return tuple(grads)
 
-    def refuse(ctx: Any, *_: Any) -> None:
-        raise BackendUnavailable(f"backend {backend!r} has no second derivatives; name backend='reference'")
+    def refuse(what: str, *_: Any) -> None:
+        raise BackendUnavailable(f"backend {backend!r} has no {what} derivatives; name backend='reference'")
 
-    def refuse_forward_mode(ctx: Any, *_: Any) -> None:
-        raise BackendUnavailable(f"backend {backend!r} has no forward-mode derivatives; name backend='reference'")
+    second, forward_mode = partial(refuse, "second"), partial(refuse, "forward-mode")
 
     torch.library.register_autograd(f"difftransformer::{name}", differentiate, setup_context=save)
-    torch.library.register_autograd(f"difftransformer::{name}_backward", refuse)
-    call = _transformable(name, save, differentiate, refuse_forward_mode)
-    call_backward = _transformable(f"{name}_backward", lambda ctx, inputs, output: None, refuse, refuse_forward_mode)
+    torch.library.register_autograd(f"difftransformer::{name}_backward", second)
+    call = _transformable(name, save, differentiate, forward_mode)
+    call_backward = _transformable(f"{name}_backward", lambda ctx, inputs, output: None, second, forward_mode)
     return library, call
 
 

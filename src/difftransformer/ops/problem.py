@@ -7,7 +7,7 @@ queries and keys, E value width. `q` and `k` below are positions, not tensors.
 import contextlib
 import numbers
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
@@ -49,6 +49,17 @@ class Restrictions(NamedTuple):
     kv_start: Tensor | None = None
     kv_lengths: Tensor | None = None
     cu_seqlens: Tensor | None = None
+
+
+class RestrictionKeywords(TypedDict, total=False):
+    """The fields of `Restrictions` as keywords of a public function, which `differential_attention` describes."""
+
+    attn_mask: Tensor | None
+    is_causal: bool
+    window: int | None
+    kv_start: Tensor | None
+    kv_lengths: Tensor | None
+    cu_seqlens: Tensor | None
 
 
 SCHEMA = (

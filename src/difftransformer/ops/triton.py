@@ -35,11 +35,6 @@ def supports(problem: Problem) -> str | None:
     return fused.untraceable() or _unavailable(problem.device_type)
 
 
-def has_quadratic_memory(problem: Problem) -> bool:
-    """Return False: a mask is read in place."""
-    return False
-
-
 def run(call: Call) -> Tensor:
     """Attend as `reference.run` does, and normalise heads in the same pass."""
     save = Problem.of(call).needs_grad
