@@ -10,14 +10,14 @@ from transformers import DiffLlamaConfig, DiffLlamaForCausalLM
 
 from difftransformer.families import accelerate
 from difftransformer.model.weights import DTYPES
-from difftransformer_lab.bench import generation
+from difftransformer_lab.bench import models
 from difftransformer_lab.bench.model_work import SPARE_TOKENS, next_token_work
 from difftransformer_lab.bench.settings import Settings, Step
 from difftransformer_lab.bench.timing import time_interleaved
 from difftransformer_lab.results import BenchRow
 
 CONTEXT_TOKENS, CACHED_TOKENS = 2048, 4096  # of a training row, and in the cache when decoding starts
-MODEL = generation.MODEL | {  # 46M parameters
+MODEL = models.MODEL | {  # 46M parameters
     "hidden_size": 512,
     "intermediate_size": 1376,
     "tie_word_embeddings": False,

@@ -4,9 +4,20 @@ import pytest
 import torch
 
 from difftransformer.model import DiffTransformerConfig, count
-from difftransformer_lab.bench import Settings, generation, model_work, models
-from difftransformer_lab.bench.generation import OURS, THEIRS, time_generation
-from difftransformer_lab.bench.models import DIFFLLAMAS, LLAMA, TWIN, WORKS, ModelSize, build_models, time_models
+from difftransformer_lab.bench import Settings, model_work, models
+from difftransformer_lab.bench.models import (
+    DIFF,
+    DIFFLLAMAS,
+    LLAMA,
+    TRANSFORMER,
+    TWIN,
+    WORKS,
+    ModelSize,
+    build_equal_models,
+    build_models,
+    time_generation,
+    time_models,
+)
 from difftransformer_lab.report.bench import bench_tables
 from difftransformer_lab.results import Bench
 from tests.support.environment import ENVIRONMENT
@@ -20,8 +31,8 @@ QUICK = Settings(repeats=3, seconds=1.0, threads=1)
 def _tiny(monkeypatch):
     monkeypatch.setitem(models.SIZES, "tiny", TINY)
     small = {"vocab_size": 50, "hidden_size": 18, "intermediate_size": 24, "num_hidden_layers": 2, "head_dim": 4}
-    monkeypatch.setattr(generation, "MODEL", generation.MODEL | small)
-    monkeypatch.setattr(generation, "CACHED_TOKENS", 40)
+    monkeypatch.setattr(models, "MODEL", models.MODEL | small)
+    monkeypatch.setattr(models, "CACHED_TOKENS", 40)
 
 
 def test_models_have_one_shape():
@@ -60,16 +71,16 @@ def test_all_models_are_timed(work, dtype):
 
 @torch.inference_mode()
 def test_diff_and_diffllama_are_one_model():
-    built = generation.build_models()
+    built = build_equal_models()
     ids = torch.randint(50, (2, 30), generator=torch.Generator().manual_seed(0))
-    expected = built[THEIRS[0]](ids).logits
-    for name in (OURS, THEIRS[1]):
+    expected = built[DIFFLLAMAS[0]](ids).logits
+    for name in (DIFF, DIFFLLAMAS[1]):
         torch.testing.assert_close(built[name].eval()(ids).logits, expected, rtol=1e-4, atol=1e-5)
-    twin = built[generation.TWIN]
+    twin = built[TRANSFORMER]
     assert twin.config.attention_type == "softmax"
     # But for lambda's four vectors a layer; the norm has no gain on either side.
-    assert built[OURS].num_parameters() - twin.num_parameters() == 2 * 4 * 4
-    assert built[OURS].num_parameters() == built[THEIRS[0]].num_parameters()
+    assert built[DIFF].num_parameters() - twin.num_parameters() == 2 * 4 * 4
+    assert built[DIFF].num_parameters() == built[DIFFLLAMAS[0]].num_parameters()
 
 
 @pytest.mark.parametrize("kind", ["static", "dynamic"])
@@ -78,7 +89,7 @@ def test_a_step_is_one_token_behind_the_cache(kind, monkeypatch):
     name = "StaticCache" if kind == "static" else "DynamicCache"
     cache_class = getattr(model_work, name)
     monkeypatch.setattr(model_work, name, lambda *a, **options: made.append(cache_class(*a, **options)) or made[-1])
-    built = generation.build_models()
+    built = build_equal_models()
     for model in built.values():
         call = model_work.next_token_work(model, 40, kind)
         for seen in (41, 42):
@@ -89,7 +100,7 @@ def test_a_step_is_one_token_behind_the_cache(kind, monkeypatch):
 
 def test_generation_is_timed_with_either_cache():
     rows = time_generation("fp32", QUICK)
-    names = [OURS, *THEIRS, generation.TWIN]
+    names = [DIFF, *DIFFLLAMAS, TRANSFORMER]
     assert [(row.implementation, row.shape["cache"]) for row in rows] == [
         (name, f"{kind} cache") for kind in ("static", "dynamic") for name in names
     ]

@@ -17,7 +17,7 @@ from .attention_work import DETERMINISTIC, AttentionShape, attention_work, draw
 from .diffllama import ATTN_IMPLEMENTATIONS
 from .memory import peak_attention_bytes
 from .settings import Settings, Size, Step
-from .timing import attempt_each, time_interleaved, wait_for
+from .timing import attempt_each, time_interleaved
 
 # An implementation that makes n x n maps holds about this many fp32 copies of all of them (measured on DiffLlama's eager
 # attention, forward and backward). It is left out where they would exceed the budget.
@@ -56,11 +56,10 @@ def time_attention(shape: AttentionShape, settings: Settings, part: str = "atten
     shared = functools.cache(lambda: draw(shape, device))
 
     def first_call(name: str) -> Callable[[], Tensor]:
-        if device == "cpu":
-            return attention_work(name, shape)
         work = attention_work(name, shape, device, shared())  # one copy: the keys and values of decoding take gigabytes
-        work()
-        wait_for(device)
+        if device != "cpu":
+            work()
+            torch.cuda.synchronize()
         return work
 
     works, reasons = attempt_each((name for name, why in unsuited.items() if why is None), first_call, device)

@@ -37,15 +37,12 @@ def peak_attention_bytes(implementation: str, shape: AttentionShape, *, threads:
         work = attention_work(implementation, shape, device)
         work()  # tuning and compiling take memory of their own, once
         return device_peak_bytes(work)
-    spec = {"work": "attention", "implementation": implementation, "shape": vars(shape), "threads": threads}
-    return _measure(spec)
+    return _measure({"implementation": implementation, "shape": vars(shape), "threads": threads})
 
 
 def peak_training_bytes(config: DiffTransformerConfig, *, rows: int, context_tokens: int, threads: int) -> int:
     """Measure the peak of two training steps: weights, gradients, both moments and activations."""
-    return _measure(
-        {"work": "training", "config": config.to_dict(), "rows": rows, "context": context_tokens, "threads": threads}
-    )
+    return _measure({"config": config.to_dict(), "rows": rows, "context": context_tokens, "threads": threads})
 
 
 def device_peak_bytes(work: Callable[[], object], before: int | None = None) -> int:
@@ -78,30 +75,25 @@ def _resident_bytes(field: str) -> int:
 
 
 def main(arguments: list[str]) -> int:
-    """Do the work of a spec and print its peak in bytes."""
-    sys.stdout.write(f"{_peak(json.loads(arguments[0]))}\n")
-    return 0
-
-
-def _peak(spec: dict[str, Any]) -> int:
+    """Do the work of a spec, which is one of attention or of training, and print its peak in bytes."""
+    spec = json.loads(arguments[0])
     torch.set_num_threads(spec["threads"])
     torch.manual_seed(0)
-    if spec["work"] == "attention":
-        shape = AttentionShape(**spec["shape"])
-        # Make a short call first: libraries allocate their workspaces once.
-        attention_work(spec["implementation"], dataclasses.replace(shape, length_tokens=SHORT_TOKENS))()
-        return peak_bytes(attention_work(spec["implementation"], shape))
-    fields = {
-        key: value for key, value in spec["config"].items() if key not in ("architectures", "transformers_version")
-    }
 
     def train() -> None:
-        model = DiffTransformerForCausalLM(DiffTransformerConfig(**fields))
+        model = DiffTransformerForCausalLM(DiffTransformerConfig.from_dict(spec["config"]))
         step = training_work(model, spec["rows"], spec["context"])
         step()
         step()
 
-    return peak_bytes(train)
+    work: Callable[[], object] = train
+    if "shape" in spec:
+        shape = AttentionShape(**spec["shape"])
+        # Make a short call first: libraries allocate their workspaces once.
+        attention_work(spec["implementation"], dataclasses.replace(shape, length_tokens=SHORT_TOKENS))()
+        work = attention_work(spec["implementation"], shape)
+    sys.stdout.write(f"{peak_bytes(work)}\n")
+    return 0
 
 
 def peak_bytes(work: Callable[[], object]) -> int:

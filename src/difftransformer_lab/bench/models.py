@@ -1,10 +1,19 @@
-"""Training step, prefill and decoding of whole models of one shape: DIFF, its twin, transformers' Llama and DiffLlama."""
+"""Whole models: work of models of one shape, and decoding behind a long cache by models of the same weights.
 
+The models of one shape are DIFF, its twin, transformers' Llama and DiffLlama. Decoding behind a long cache is one forward pass
+of one token, logits included, without the work of `generate` around it. It must read every weight and every cached key and
+value once: `MODEL` has 50.7M weights (203 MB in fp32; the embedding is also the output layer) and caches 2 x 8 x 64 numbers a
+layer and token (201 MB at 4,096 tokens) in each model.
+"""
+
+import statistics
+import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from transformers import DiffLlamaConfig, DiffLlamaForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from difftransformer.errors import ConfigError
@@ -14,27 +23,22 @@ from difftransformer.model.weights import DTYPES
 from ..results import BenchRow, Dtype
 from .attention_work import pinned
 from .memory import device_peak_bytes
-from .model_work import decode_work, prefill_work, training_work
+from .model_work import SPARE_TOKENS, CacheKind, decode_work, next_token_work, prefill_work, training_work
 from .settings import Settings, Step
 from .timing import attempt_each, time_interleaved
 
 DIFF, TWIN, TWIN_SDPA, LLAMA = "DIFF", "twin", "twin sdpa", "Llama sdpa"
 DIFFLLAMAS = ("DiffLlama sdpa", "DiffLlama eager")
+TRANSFORMER = "Transformer"
+"""DIFF's twin among the models of the same weights."""
 WORKS = ("training step", "prefill", "decoding")
 DECODED_TOKENS = 8  # tokens that a call decodes, one by one
 
 # Fields that transformers' configurations share.
 _SHAPE = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "max_position_embeddings",
-    "tie_word_embeddings",
-)
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "max_position_embeddings", "tie_word_embeddings",
+)  # fmt: skip
 
 
 class ModelSize(NamedTuple):
@@ -49,31 +53,25 @@ _SMALL = {"vocab_size": 256, "num_hidden_layers": 6, "num_attention_heads": 8, "
 # GPT-3's two smallest shapes (arXiv:2005.14165 Table 2.1) with GPT-2's vocabulary, padded; inner widths are multiples of 16.
 _LARGE = {"vocab_size": 50_304, "max_position_embeddings": 4096}
 _SMALLEST = {"vocab_size": 1024, "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+# SmolLM2-135M, but its 9 heads cannot be paired: 8 heads with 4 of keys and values have as many weights as 9 with 3.
+_SMOLLM2 = {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 8, "head_dim": 64}
 SIZES = {
     "0.5M": ModelSize(_SMALLEST, 16, 128),  # the model of the demo
     "5M": ModelSize({"hidden_size": 256, **_SMALL}, 4, 512),
     "20M": ModelSize({"hidden_size": 512, **_SMALL}, 2, 512),
     "125M": ModelSize({"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, **_LARGE}, 8, 2048),
-    # SmolLM2-135M, but its 9 heads cannot be paired: 8 heads with 4 of keys and values have as many weights as 9 with 3.
-    "135M": ModelSize(
-        {
-            "vocab_size": 49_152,
-            "hidden_size": 576,
-            "intermediate_size": 1536,
-            "num_hidden_layers": 30,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 4,
-            "head_dim": 64,
-        },
-        2,
-        256,
-    ),
+    "135M": ModelSize(_SMOLLM2 | {"vocab_size": 49_152, "num_hidden_layers": 30, "num_key_value_heads": 4}, 2, 256),
     "350M": ModelSize(
         _LARGE | {"hidden_size": 1024, "intermediate_size": 2736, "num_hidden_layers": 24, "num_attention_heads": 16},
         8,
         2048,
     ),
 }
+
+# As many heads of keys and values as of queries: copying those is where DiffLlama spends its time.
+MODEL = _SMOLLM2 | {"vocab_size": 8192, "num_hidden_layers": 12, "num_key_value_heads": 8}
+MODEL |= {"max_position_embeddings": 8192, "tie_word_embeddings": True}
+CACHED_TOKENS = 4096
 
 
 def model_steps(settings: Settings) -> list[Step]:
@@ -107,12 +105,12 @@ def time_models(
     figures = {name: {"parameters": float(model.num_parameters())} for name, model in models.items()}
 
     def build(name: str) -> Callable[[], None]:
+        if work == "prefill":
+            return prefill_work(models[name].to(device, DTYPES[dtype]), rows, context)
+        if work == "decoding":
+            return decode_work(models[name].to(device, DTYPES[dtype]), rows, context, DECODED_TOKENS)
         held = 0 if device == "cpu" else torch.cuda.memory_allocated()
-        model = models[name].to(device) if work == "training step" else models[name].to(device, DTYPES[dtype])
-        if work != "training step":
-            tokens = (DECODED_TOKENS,) if work == "decoding" else ()
-            return (decode_work if tokens else prefill_work)(model, rows, context, *tokens)
-        call = training_work(model, rows, context, dtype)
+        call = training_work(models[name].to(device), rows, context, dtype)
         if device == "cpu":
             return call
 
@@ -156,3 +154,80 @@ def build_models(size: str) -> dict[str, PreTrainedModel]:
     for name in DIFFLLAMAS:
         models[name] = DiffLlamaForCausalLM(DiffLlamaConfig(**shape, attn_implementation=name.split()[1]))
     return models
+
+
+def generation_steps(settings: Settings) -> list[Step]:
+    return [
+        Step(f"decoding by whole models, {dtype}", partial(time_generation, dtype, settings))
+        for dtype in settings.dtypes or settings.defaults.dtypes
+    ]
+
+
+def time_generation(dtype: Dtype, settings: Settings) -> list[BenchRow]:
+    """Time a decoding step of every model with either cache, the models interleaved.
+
+    On the CPU the rows also have the CPU time of all threads, which does not grow while a thread waits for a core.
+    """
+    models = {name: model.to(settings.device, DTYPES[dtype]) for name, model in build_equal_models().items()}
+    kinds: tuple[CacheKind, ...] = ("static", "dynamic")
+    rows = []
+    for kind in kinds:
+        cpu_seconds: dict[str, list[float]] = {name: [] for name in models}
+        timings = time_interleaved(
+            {
+                name: _with_cpu_time(next_token_work(model, CACHED_TOKENS, kind), cpu_seconds[name])
+                for name, model in models.items()
+            },
+            rounds=min(settings.repeats, SPARE_TOKENS - 1),
+            budget_seconds=settings.seconds,
+            device=settings.device,
+        )
+        for name, timing in timings.items():
+            figures = {"parameters": float(models[name].num_parameters())}
+            if settings.device == "cpu":
+                figures["cpu_seconds"] = statistics.median(cpu_seconds[name][-timing.rounds :])
+            rows.append(
+                BenchRow(
+                    part="generation",
+                    work="next token",
+                    dtype=dtype,
+                    shape={"cache": f"{kind} cache", "cached_tokens": CACHED_TOKENS},
+                    implementation=name,
+                    timing=timing,
+                    figures=figures,
+                )
+            )
+    return rows
+
+
+def build_equal_models() -> dict[str, PreTrainedModel]:
+    """Build models in fp32, with the same weights in DIFF and DiffLlama, and DIFF's twin."""
+    torch.manual_seed(0)
+    theirs = {
+        name: DiffLlamaForCausalLM(DiffLlamaConfig(**MODEL, attn_implementation=name.split()[1])) for name in DIFFLLAMAS
+    }
+    first, other = theirs.values()
+    other.load_state_dict(first.state_dict())
+    config = DiffTransformerConfig(**MODEL, attention_type="diff", head_norm="plain", initialization="normal")
+    config.rms_norm_eps = config.head_norm_eps = first.config.rms_norm_eps
+    ours = DiffTransformerForCausalLM(config)
+    ours.load_state_dict({name: _our_order(name, tensor) for name, tensor in first.state_dict().items()})
+    return {DIFF: ours, **theirs, TRANSFORMER: DiffTransformerForCausalLM(config.twin())}
+
+
+def _our_order(name: str, tensor: Tensor) -> Tensor:
+    """Reorder heads: DiffLlama pairs head i with head i + H, we pair neighbours. The columns of o_proj agree."""
+    if not name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):
+        return tensor
+    return tensor.view(2, -1, MODEL["head_dim"], tensor.shape[1]).transpose(0, 1).reshape(tensor.shape)
+
+
+def _with_cpu_time(call: Callable[[], object], seconds: list[float]) -> Callable[[], None]:
+    """Return the call, which then appends its CPU time to `seconds`."""
+
+    def timed() -> None:
+        begun = time.process_time()
+        call()
+        seconds.append(time.process_time() - begun)
+
+    return timed

@@ -4,8 +4,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from .attention import attention_steps, memory_steps
-from .generation import generation_steps
-from .models import model_steps
+from .models import generation_steps, model_steps
 from .settings import Settings, Step
 
 Part = Literal["attention", "memory", "models", "generation", "all"]

@@ -4,14 +4,13 @@ import contextlib
 import math
 import os
 import statistics
+import textwrap
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
 from typing import TypeVar
 
 import torch
-from torch import Tensor
 
 from ..results import Timing
 
@@ -47,13 +46,9 @@ def attempt_each(names: Iterable[str], build: Callable[[str], T], device: str) -
                 Exception
             ) as error:  # any library may raise its own; each means that this implementation cannot run here
                 messages = [f"{type(error).__name__}: {error}", *(str(warning.message) for warning in caught)]
-                reasons[name] = _one_line(messages)
+                lines = dict.fromkeys(message.partition("\n")[0] for message in messages)
+                reasons[name] = textwrap.shorten("; ".join(lines), LONGEST_REASON, placeholder="...")
     return built, reasons
-
-
-def _one_line(messages: list[str]) -> str:
-    reason = "; ".join(dict.fromkeys(" ".join(message.split("\n", 1)[0].split()) for message in messages))
-    return reason if len(reason) <= LONGEST_REASON else reason[: LONGEST_REASON - 3] + "..."
 
 
 def time_interleaved(
@@ -98,12 +93,6 @@ def deterministically(*, fill_memory: bool) -> Iterator[None]:
         memory.fill_uninitialized_memory = fills  # type: ignore[attr-defined]
 
 
-def wait_for(device: str) -> None:
-    """Wait until the device has finished its work."""
-    if device == "cuda":
-        torch.cuda.synchronize()
-
-
 def foreign_cpu_share() -> Callable[[], float] | None:
     """Return a function that tells which share of the CPU time other processes have taken since now; None if not Linux."""
     begun, taken = time.monotonic(), foreign_cpu_seconds()
@@ -138,21 +127,21 @@ def _host_clock(call: Callable[[], object]) -> Callable[[], float]:
 def _device_clock(device: str) -> Callable[[Callable[[], object]], Callable[[], float]]:
     """Return the clock of a GPU. It waits only when a time is read, so that the host runs ahead of the device."""
     fill = torch.empty(GPU_FILL_BYTES, dtype=torch.uint8, device=device)
-    return partial(_time_on_device, fill)
 
+    def clock(call: Callable[[], object]) -> Callable[[], float]:
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        fill.zero_()
+        begin.record()
+        call()
+        end.record()
 
-def _time_on_device(fill: Tensor, call: Callable[[], object]) -> Callable[[], float]:
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    fill.zero_()
-    begin.record()
-    call()
-    end.record()
+        def read() -> float:
+            end.synchronize()
+            return begin.elapsed_time(end) / 1e3  # elapsed_time counts milliseconds
 
-    def read() -> float:
-        end.synchronize()
-        return begin.elapsed_time(end) / 1e3  # elapsed_time counts milliseconds
+        return read
 
-    return read
+    return clock
 
 
 def _timing(seconds: list[float]) -> Timing:

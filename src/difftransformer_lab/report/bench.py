@@ -52,19 +52,13 @@ def bench_tables(bench: Bench) -> list[Table]:
     return tables
 
 
-def left_out_lines(bench: Bench) -> list[str]:
-    left_out = [row for row in bench.rows if row.left_out]
-    by_reason = grouped(left_out, lambda row: (row.implementation, row.left_out))
-    return [
-        f"Left out: {name} of {', '.join(dict.fromkeys(f'{row.work} {label(row)}' for row in rows))}: {reason}"
-        for (name, reason), rows in by_reason.items()
-    ]
-
-
 def print_bench(bench: Bench, console: Console) -> None:
     for table in bench_tables(bench):
         console.print(terminal_table(table, console.width))
-    for line in left_out_lines(bench):
+    left_out = grouped((row for row in bench.rows if row.left_out), lambda row: (row.implementation, row.left_out))
+    for (name, reason), rows in left_out.items():
+        what = ", ".join(dict.fromkeys(f"{row.work} {label(row)}" for row in rows))
+        line = f"Left out: {name} of {what}: {reason}"
         console.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
     if (share := bench.foreign_cpu_share or 0.0) > QUIET_SHARE:
         console.print(busy_words(share), style="bold", highlight=False, soft_wrap=True)
@@ -92,11 +86,16 @@ def label(row: BenchRow) -> str:
     return ", ".join(words)
 
 
+def median_of(cell: Cell, name: str) -> float | None:
+    """Return the median time of an implementation; None where it was not timed."""
+    timing = cell[name].timing if name in cell else None
+    return timing.median_seconds if timing else None
+
+
 def ratio(cell: Cell, name: str, bases: Sequence[str]) -> float | None:
     """Return the median time of an implementation over that of the fastest of others; None where one was not timed."""
-    mine = cell[name].timing if name in cell else None
-    others = [timing.median_seconds for base in bases if base in cell and (timing := cell[base].timing)]
-    return mine.median_seconds / min(others) if mine and others else None
+    mine, others = median_of(cell, name), [known for base in bases if (known := median_of(cell, base))]
+    return mine / min(others) if mine and others else None
 
 
 def base_of(part: str, rows: Sequence[BenchRow]) -> str:
@@ -115,20 +114,22 @@ def _times_table(name: str, title: str, part: str, rows: Sequence[BenchRow]) -> 
     """Make a row for each shape and, in attention, for the means of each dtype; a column for each ratio."""
     base, measured = base_of(part, rows), cells(rows)
     names = [one for one in dict.fromkeys(row.implementation for row in rows if row.timing) if one != base]
-    pairs = [(one, (base,)) for one in names]
     further = [(one, bases) for one, bases in RATIOS.get(part, ()) if one in names and {*bases} & {*names}]
+    pairs: list[tuple[str, tuple[str, ...]]] = [*((one, (base,)) for one in names), *further]
     table = []
     for dtype in dict.fromkeys(row.dtype for row in rows):
         mine = {key: cell for key, cell in measured.items() if next(iter(cell.values())).dtype == dtype}
         for key, cell in mine.items():
-            table.append([key, _milliseconds(cell, base), *(_ratio(ratio(cell, *pair)) for pair in (*pairs, *further))])
+            ratios = [ratio(cell, *pair) for pair in pairs]
+            milliseconds = f"{1e3 * time:,.2f}" if (time := median_of(cell, base)) else "-"
+            table.append([key, milliseconds, *(f"{one:.2f}" if one else "-" for one in ratios)])
         if part == "attention" and len(mine) > 1:
-            means = (mean_ratio(mine.values(), *pair) for pair in (*pairs, *further))
-            table.append(
-                [f"{dtype} {MEAN}", "", *(f"{mean[0]:.2f}{'' if mean[1] else '*'}" if mean else "-" for mean in means)]
-            )
+            means = (mean_ratio(mine.values(), *pair) for pair in pairs)
+            cells_of = (f"{mean[0]:.2f}{'' if mean[1] else '*'}" if mean else "-" for mean in means)
+            table.append([f"{dtype} {MEAN}", "", *cells_of])
     has_gap = any(cell.endswith("*") for row in table for cell in row)
-    titles = [f"{base}, ms", *names, *(f"{one} over {_either(bases)}" for one, bases in further)]
+    titles = [f"{base}, ms", *names]
+    titles += [f"{one} over {bases[0] if len(bases) == 1 else 'the faster DiffLlama'}" for one, bases in further]
     notes = [f"Ratios of median times to {base}; below 1 is faster.", *(["*: not timed on every shape."] * has_gap)]
     return Table(name, title, columns("", *titles), table, notes)
 
@@ -161,16 +162,3 @@ def _figure(row: BenchRow | None, figure: str) -> str:
     value = row.figures.get(figure, math.nan) if row else math.nan
     _, factor, form = FIGURES.get(figure) or ("", 1, ".3g")
     return "-" if math.isnan(value) else f"{factor * value:{form}}"
-
-
-def _either(bases: Sequence[str]) -> str:
-    return bases[0] if len(bases) == 1 else "the faster DiffLlama"
-
-
-def _ratio(value: float | None) -> str:
-    return f"{value:.2f}" if value else "-"
-
-
-def _milliseconds(cell: Cell, name: str) -> str:
-    timing = cell[name].timing if name in cell else None
-    return f"{1e3 * timing.median_seconds:,.2f}" if timing else "-"

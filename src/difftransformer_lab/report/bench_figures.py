@@ -9,7 +9,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from difftransformer_lab.plots.style import INK, STYLE, WIDTH_INCHES, Drawing, finish, legend_above
-from difftransformer_lab.report.bench import MEAN, Cell, base_of, cells, grouped, mean_ratio, ratio
+from difftransformer_lab.report.bench import MEAN, Cell, base_of, cells, grouped, mean_ratio
 from difftransformer_lab.results import Bench, BenchRow
 
 _ROW_INCHES = 0.36
@@ -63,15 +63,14 @@ def _draw(part: str, rows: Sequence[BenchRow], png: bool) -> Drawing:
     heights = [len(labels[work]) for work in lines]
     inches = max(_ROW_INCHES, _MARKER_INCHES * len(names)) * sum(heights) + 0.75 * len(lines) + 0.8
     figure = Figure(figsize=(WIDTH_INCHES, inches), layout="constrained")
-    size = len(lines), len(dtypes)
-    grid = figure.subplots(*size, squeeze=False, sharex=True, sharey="row", height_ratios=heights)
+    grid = figure.subplots(len(lines), len(dtypes), squeeze=False, sharex=True, sharey="row", height_ratios=heights)
     for axes, work in zip(grid, lines, strict=True):
         for ax, dtype in zip(axes, dtypes, strict=True):
             here = {key.partition(" ")[2]: cell for key, cell in measured[work, dtype].items()}
+            _dress(ax, f"{work}, {dtype}", labels[work])
             for index, name in enumerate(names):
                 shift = _SPREAD * (index / max(1, len(names) - 1) - 0.5)
-                _draw_dots(ax, here, name, base, labels[work], shift, *looks[name])
-            _dress(ax, f"{work}, {dtype}", labels[work])
+                _draw_dots(ax, here, (name, base), labels[work], shift, *looks[name])
     for ax in grid[-1]:
         ax.set_xlabel(f"time over that of {base} (logarithmic; left of 1 is faster)")
     handles = [
@@ -89,21 +88,20 @@ def _draw(part: str, rows: Sequence[BenchRow], png: bool) -> Drawing:
 def _draw_dots(
     ax: Axes,
     measured: dict[str, Cell],
-    name: str,
-    base: str,
+    pair: tuple[str, str],
     rows: Sequence[str],
     shift: float,
     colour: str,
     marker: str,
 ) -> None:
     for row, cell in measured.items():
-        over, y = ratio(cell, name, (base,)), rows.index(row) + shift
-        mine, whole = cell[name].timing if name in cell else None, cell[base].timing if base in cell else None
-        if over and mine and whole:
+        y = rows.index(row) + shift
+        mine, whole = (cell[name].timing if name in cell else None for name in pair)
+        if mine and whole:
             quartiles = [mine.low_seconds / whole.median_seconds, mine.high_seconds / whole.median_seconds]
             ax.plot(quartiles, [y, y], color=colour, linewidth=1.2)
-            ax.plot(over, y, marker, color=colour, markersize=5)
-    if rows[-1] == MEAN and (mean := mean_ratio(measured.values(), name, (base,))):
+            ax.plot(mine.median_seconds / whole.median_seconds, y, marker, color=colour, markersize=5)
+    if rows[-1] == MEAN and (mean := mean_ratio(measured.values(), pair[0], pair[1:])):
         face = colour if mean[1] else "white"
         ax.plot(mean[0], len(rows) - 1 + shift, marker, color=colour, markerfacecolor=face, markersize=6.5)
 
