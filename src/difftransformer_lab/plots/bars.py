@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from difftransformer_lab.plots.curves import interval, labels, select
-from difftransformer_lab.plots.style import INK, WIDTH_INCHES, colour_of, legend_above, note
+from difftransformer_lab.plots.style import INK, colour_of, legend_above, note, panels
 from difftransformer_lab.results import Measurement, TaskResult
 
 _HATCHES = ("", "////", "....", "\\\\\\\\", "xxxx")
@@ -27,8 +27,7 @@ def bars(
         find: Returns a model's measurements in a group; the first one is drawn.
         form: Format of the values, such as ".2f".
     """
-    figure = Figure(figsize=(WIDTH_INCHES, 3.8), layout="constrained")
-    ax = figure.subplots()
+    figure, ((ax,),) = panels(3.8)
     width = _ALL_BARS_WIDTH / len(results)
     size = 9.0 if len(results) * len(groups) <= 24 else 7.0
     patches = []

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from difftransformer_lab.plots.style import WIDTH_INCHES, colour_of, legend_above, line_style
+from difftransformer_lab.plots.style import colour_of, legend_above, line_style, panels
 from difftransformer_lab.results import Measurement, TaskResult
 
 
@@ -42,8 +42,7 @@ def curves(
     results: Sequence[TaskResult], name: str, along: str, *, log: bool = False, **at: Any
 ) -> tuple[Figure, Axes]:
     """Draw a measurement over the place `along`, a line for each model; the bands are `interval`."""
-    figure = Figure(figsize=(WIDTH_INCHES, 3.8), layout="constrained")
-    ax = figure.subplots()
+    figure, ((ax,),) = panels(3.8)
     for index, result in enumerate(results):
         rows = sorted(select(result, name, **at), key=lambda row: row.at[along])
         x, y = [row.at[along] for row in rows], [row.value for row in rows]

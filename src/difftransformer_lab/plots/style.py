@@ -152,6 +152,12 @@ def arm_styles(arms: Sequence[str], reference: str) -> dict[str, dict[str, Any]]
     return styles
 
 
+def panels(height: float, rows: int = 1, columns: int = 1, **options: Any) -> tuple[Figure, np.ndarray]:
+    """Return a figure as wide as a page with its panels, (rows, columns); `options` are those of `Figure.subplots`."""
+    figure = Figure(figsize=(WIDTH_INCHES, height), layout="constrained")
+    return figure, figure.subplots(rows, columns, squeeze=False, **options)
+
+
 def note(ax: Axes, text: str, xy: tuple[float, float], *, at_right_edge: bool = False, **options: Any) -> None:
     """Write a text beside a point, with options of `Axes.annotate`; at_right_edge measures x as a share of the axes."""
     place = ("axes fraction", "data") if at_right_edge else "data"

@@ -4,11 +4,10 @@ from collections.abc import Sequence
 
 import matplotlib
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-from difftransformer_lab.plots.style import INK, STYLE, WIDTH_INCHES, Drawing, finish, legend_above
+from difftransformer_lab.plots.style import INK, STYLE, Drawing, finish, legend_above, panels
 from difftransformer_lab.report.bench import MEAN, Cell, base_of, cells, grouped, mean_ratio
 from difftransformer_lab.results import Bench, BenchRow
 
@@ -62,8 +61,7 @@ def _draw(part: str, rows: Sequence[BenchRow], png: bool) -> Drawing:
     }
     heights = [len(labels[work]) for work in lines]
     inches = max(_ROW_INCHES, _MARKER_INCHES * len(names)) * sum(heights) + 0.75 * len(lines) + 0.8
-    figure = Figure(figsize=(WIDTH_INCHES, inches), layout="constrained")
-    grid = figure.subplots(len(lines), len(dtypes), squeeze=False, sharex=True, sharey="row", height_ratios=heights)
+    figure, grid = panels(inches, len(lines), len(dtypes), sharex=True, sharey="row", height_ratios=heights)
     for axes, work in zip(grid, lines, strict=True):
         for ax, dtype in zip(axes, dtypes, strict=True):
             here = {key.partition(" ")[2]: cell for key, cell in measured[work, dtype].items()}

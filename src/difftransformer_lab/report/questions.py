@@ -3,13 +3,13 @@
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from ..results import StudyPlan
+from ..results import PairedDifference, StudyPlan
 from ..statistics import MOST_EXACT_SEEDS
 from .answers import direction_words, shortest, two_digits
 from .contrasts import FEWEST_SEEDS, SIGN_FLIP_SEEDS, Finding, Registration
 from .page import Said, recipe_text
 from .studied import Studied
-from .tables import Group, State, Table, decimals_for, fixed, p_text
+from .tables import Group, State, Table, decimals_for, fixed, names, p_text
 from .words import date_words
 
 
@@ -48,8 +48,7 @@ def verdicts_table(study: Studied) -> Table:
             effect = "" if one.difference is None else effect_text(one)
             rows.append([question.question if place == 0 else "", one.contrast.name, effect, verdict_text(one)])
     groups = (
-        Group("question", numeric=False),
-        Group("contrast", numeric=False),
+        *names("question", "contrast"),
         Group("effect [95 % interval]"),
         Group("verdict", fold="verdict", numeric=False),
     )
@@ -77,8 +76,7 @@ def effect_text(finding: Finding) -> str:
 
 
 def direction_text(finding: Finding) -> str:
-    assert finding.difference is not None
-    return direction_words(finding.difference.mean, finding.same_direction, len(finding.values))
+    return direction_words(_difference(finding).mean, finding.same_direction, len(finding.values))
 
 
 def progress_text(finding: Finding) -> str:
@@ -110,8 +108,7 @@ def verdict_text(finding: Finding) -> str:
 
 def rule_text(finding: Finding) -> str:
     """Return the test that decides, with its p-value where it was made."""
-    difference = finding.difference
-    assert difference is not None
+    difference = _difference(finding)
     words = "Student's t test"
     if finding.contrast.test == "welch":
         words = "Welch's test"
@@ -129,12 +126,8 @@ def brief_answer(study: Studied) -> str:
     words = study.registration.words
     if first.difference is None:
         return shortest([f"{first.contrast.name}: {progress_text(first)}.", f"{progress_text(first)}."])
-    name, effect, seeds = (
-        first.contrast.name,
-        effect_text(first),
-        f"{first.same_direction} of {len(first.values)} seeds",
-    )
-    says = first.meaning or verdict_text(first)
+    name, effect, says = first.contrast.name, effect_text(first), first.meaning or verdict_text(first)
+    seeds = f"{first.same_direction} of {len(first.values)} seeds"
     return shortest(
         [
             f"{name}: {effect}, {direction_text(first)}: {says} ({words}).",
@@ -161,15 +154,14 @@ def contrasts_table(study: Studied) -> Table:
                 cells += _beside_cells(finding)
             rows.append([*cells, verdict_text(finding)])
     groups = (
-        Group("question", numeric=False),
-        Group("contrast", numeric=False),
+        *names("question", "contrast"),
         Group("figure", ("label", "unit"), "remark", numeric=False),
         Group("seeds", ("there", "planned"), "of"),
         Group("effect", ("mean", "low", "high"), "interval"),
         Group("seeds in that direction"),
-        Group("test", numeric=False),
+        *names("test"),
         Group("Student's t beside", ("p", "low", "high"), "interval", numeric=False),
-        Group("verdict", numeric=False),
+        *names("verdict"),
     )
     return Table("contrasts", "Contrasts of the plan", groups, rows, [RULES])
 
@@ -203,10 +195,8 @@ def _set_fields(value: Any) -> Any:
         return [_set_fields(one) for one in value]
     if not is_dataclass(value):
         return value
-    kept = [
-        one.name for one in fields(value) if getattr(value, one.name) != one.default and getattr(value, one.name) != {}
-    ]
-    return {name: _set_fields(getattr(value, name)) for name in kept}
+    stated = {one.name: getattr(value, one.name) for one in fields(value) if getattr(value, one.name) != one.default}
+    return {name: _set_fields(one) for name, one in stated.items() if one != {}}
 
 
 def _beside_cells(finding: Finding) -> list[str]:
@@ -218,17 +208,19 @@ def _beside_cells(finding: Finding) -> list[str]:
     return [p or "interval", low, high] if low else ["", "", ""]
 
 
+def _difference(finding: Finding) -> PairedDifference:
+    assert finding.difference is not None
+    return finding.difference
+
+
 def _numbers(finding: Finding) -> tuple[str, str, str]:
-    difference = finding.difference
-    assert difference is not None
-    places = _decimals(finding)
+    difference, places = _difference(finding), _decimals(finding)
     mean, low, high = (fixed(one, places, "+") for one in (difference.mean, difference.low, difference.high))
     return mean, low, high
 
 
 def _decimals(finding: Finding) -> int:
-    difference = finding.difference
-    assert difference is not None
+    difference = _difference(finding)
     if difference.low is None or difference.high is None or difference.high == difference.low:
         return decimals_for([difference.mean])
     return two_digits((difference.high - difference.low) / 2)

@@ -10,12 +10,11 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import BoundaryNorm, ListedColormap
-from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from ..plots import seeds
-from ..plots.style import COLOURS, REFERENCE_COLOUR, STYLE, WIDTH_INCHES, Drawing, arm_styles, finish, legend_above
+from ..plots.style import COLOURS, REFERENCE_COLOUR, STYLE, Drawing, arm_styles, finish, legend_above, panels
 from ..results import Curve, PairedDifference, StudyFigure
 from ..statistics import paired_difference
 from .comparisons import Compared, paired_seeds, row_of
@@ -49,15 +48,10 @@ def draw_arms(evidence: Evidence, rows: Sequence[Compared], figures: Sequence[St
     columns = len(figures) if len(figures) <= _COLUMNS + 1 else _COLUMNS
     lines = math.ceil(len(figures) / columns)
     height = 0.75 + 0.30 * max(2, len(arms))
-    canvas = Figure(figsize=(WIDTH_INCHES, lines * height), layout="constrained")
-    panels = canvas.subplots(lines, columns, squeeze=False, sharey=True)
-    for ax, figure in zip(_used(panels, len(figures)), figures, strict=True):
+    canvas, grid = panels(lines * height, lines, columns, sharey=True)
+    for ax, figure in zip(_used(grid, len(figures)), figures, strict=True):
         _draw_panel(ax, evidence, rows, figure, styles)
-        ax.axvline(0, color=styles[evidence.index.reference]["color"], linewidth=1.2)
-        ax.set_yticks(range(len(arms)), [arm.label for arm in arms])
-        ax.set_ylim(len(arms) - 0.4, -0.6)
-        ax.grid(False, axis="y")
-        ax.tick_params(axis="y", length=0)
+        _name_rows(ax, [arm.label for arm in arms])
         ax.locator_params(axis="x", nbins=5)
         ax.set_title(f"{fill(title_of(figure), _TITLE_LETTERS)}\n({_better_words(figure)})", loc="left", fontsize=9.5)
         ax.set_xlabel(with_unit(f"minus {evidence.reference.label}", figure))
@@ -81,16 +75,11 @@ def draw_contrasts(study: Studied) -> Drawing | None:
     if not panels_of:
         return None
     heights = [0.9 + 0.5 * len(findings) for findings in panels_of.values()]
-    canvas = Figure(figsize=(WIDTH_INCHES, sum(heights) + 0.2), layout="constrained")
-    panels = canvas.subplots(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0]
-    for ax, ((figure, unit), findings) in zip(panels, panels_of.items(), strict=True):
+    canvas, grid = panels(sum(heights) + 0.2, len(heights), height_ratios=heights)
+    for ax, ((figure, unit), findings) in zip(grid[:, 0], panels_of.items(), strict=True):
         for line, finding in enumerate(findings):
             _draw_contrast(ax, line, finding)
-        ax.axvline(0, color=REFERENCE_COLOUR, linewidth=1.2)
-        ax.set_yticks(range(len(findings)), [fill(one.contrast.name, _LABEL_LETTERS) for one in findings])
-        ax.set_ylim(len(findings) - 0.4, -0.6)
-        ax.grid(False, axis="y")
-        ax.tick_params(axis="y", length=0)
+        _name_rows(ax, [fill(one.contrast.name, _LABEL_LETTERS) for one in findings])
         ax.set_xlabel(f"{figure} ({unit})" if unit else figure)
     caption = (
         "Each contrast with its 95 % interval, by the test that decides it. Pale dots: single seeds. Marker: the effect, "
@@ -100,18 +89,21 @@ def draw_contrasts(study: Studied) -> Drawing | None:
     return finish("contrasts", "Contrasts of the plan", caption, canvas, False)
 
 
+def _name_rows(ax: Axes, words: Sequence[str]) -> None:
+    """Name the rows of differences, the first on top, and draw the line at zero."""
+    ax.axvline(0, color=REFERENCE_COLOUR, linewidth=1.2)
+    ax.set_yticks(range(len(words)), words)
+    ax.set_ylim(len(words) - 0.4, -0.6)
+    ax.grid(False, axis="y")
+    ax.tick_params(axis="y", length=0)
+
+
 def _draw_contrast(ax: Axes, line: int, finding: Finding) -> None:
     contrast, difference = finding.contrast, finding.difference
     assert difference is not None
-    if contrast.smallest is not None:
-        ax.fill_between(
-            [-contrast.smallest, contrast.smallest],
-            line - 0.38,
-            line + 0.38,
-            color=REFERENCE_COLOUR,
-            alpha=0.15,
-            linewidth=0,
-        )
+    if (small := contrast.smallest) is not None:
+        ends = line - 0.38, line + 0.38
+        ax.fill_between([-small, small], *ends, color=REFERENCE_COLOUR, alpha=0.15, linewidth=0)
     if contrast.margin:
         for margin in (-contrast.margin, contrast.margin):
             ax.plot([margin, margin], [line - 0.38, line + 0.38], ":", color=REFERENCE_COLOUR, linewidth=1.2)
@@ -160,10 +152,9 @@ def draw_axes(evidence: Evidence, rows: Sequence[Compared], figure: StudyFigure)
     x = x_axis.numbers or list(range(len(x_axis.values)))
     is_log = bool(x_axis.numbers) and min(x) > 0 and max(x) >= 8 * min(x)
     lines = per_down * len(down_points)
-    canvas = Figure(figsize=(WIDTH_INCHES, 0.8 + 2.35 * lines), layout="constrained")
-    panels = canvas.subplots(lines, columns, squeeze=False, sharey="row", sharex=True)
+    canvas, grid = panels(0.8 + 2.35 * lines, lines, columns, sharey="row", sharex=True)
     for group, fixed_values in enumerate(down_points):
-        own_panels = panels[group * per_down : (group + 1) * per_down]
+        own_panels = grid[group * per_down : (group + 1) * per_down]
         for ax, across_value in zip(_used(own_panels, len(across_values)), across_values, strict=True):
             names = dict(zip((*down, *across), (*fixed_values, across_value), strict=False))
             for arm in evidence.index.arms:
@@ -172,28 +163,19 @@ def draw_axes(evidence: Evidence, rows: Sequence[Compared], figure: StudyFigure)
                     (at, row_of(rows, figure.label, arm.name, point)) for at, point in zip(x, points, strict=True)
                 ]
                 there = [(at, row.statistic) for at, row in compared if row]
-                ax.errorbar(
-                    [at for at, _ in there],
-                    [one.mean for _, one in there],
-                    yerr=[one.standard_error or 0.0 for _, one in there],
-                    **styles[arm.name],
-                    markersize=4.5,
-                    elinewidth=1.0,
-                    linewidth=1.3,
-                )
+                where, means = [at for at, _ in there], [one.mean for _, one in there]
+                errors, look = [one.standard_error or 0.0 for _, one in there], styles[arm.name]
+                ax.errorbar(where, means, errors, **look, markersize=4.5, elinewidth=1.0, linewidth=1.3)
             if is_log:
                 ax.set_xscale("log")
                 ax.minorticks_off()
             ax.set_xticks(x, x_axis.values)
-            ax.set_title(
-                ", ".join(f"{axes[i].label or axes[i].name} {value}" for i, value in names.items()), loc="left"
-            )
+            title = ", ".join(f"{axes[i].label or axes[i].name} {value}" for i, value in names.items())
+            ax.set_title(title, loc="left")
             if figure.unit == "share":
                 ax.set_ylim(-0.04, 1.04)
-    for line in panels:
-        line[0].set_ylabel(f"{figure.label}\n({figure.unit})" if figure.unit else figure.label)
-    for ax in panels[-1]:
-        ax.set_xlabel(x_axis.label or x_axis.name)
+    unit = f"\n({figure.unit})" if figure.unit else ""
+    _label_axes(grid, x_axis.label or x_axis.name, f"{figure.label}{unit}")
     legend_above(canvas, _handles(evidence, styles))
     caption = f"{title_of(figure)} ({_better_words(figure)}): mean over seeds, bars are one standard error."
     return finish(f"axes-{slug_of(figure)}", title_of(figure), caption, canvas, False)
@@ -208,9 +190,8 @@ def draw_transfer(evidence: Evidence, rows: Sequence[Compared]) -> Drawing | Non
     widths, rates = axes["width"].values, axes["rate"].values
     colours = matplotlib.colormaps["viridis"](np.linspace(0.1, 0.75, len(widths)))
     lines = math.ceil(len(evidence.index.arms) / 2)
-    canvas = Figure(figsize=(WIDTH_INCHES, 0.8 + 2.35 * lines), layout="constrained")
-    panels = canvas.subplots(lines, 2, squeeze=False, sharey=True, sharex=True)
-    for ax, arm in zip(panels.flat, evidence.index.arms, strict=False):
+    canvas, grid = panels(0.8 + 2.35 * lines, lines, 2, sharey=True, sharex=True)
+    for ax, arm in zip(grid.flat, evidence.index.arms, strict=False):
         for width, colour, marker in zip(widths, colours, "osD^v<>", strict=False):
             found = [(rate, row_of(rows, figure.label, arm.name, (width, rate))) for rate in rates]
             there = [(float(rate), row.statistic.mean) for rate, row in found if row]
@@ -223,10 +204,7 @@ def draw_transfer(evidence: Evidence, rows: Sequence[Compared]) -> Drawing | Non
         ax.minorticks_off()
         ax.set_xticks([float(rate) for rate in rates], rates)
         ax.set_title(arm.label, loc="left")
-    for line in panels:
-        line[0].set_ylabel(with_unit(figure.label, figure))
-    for ax in panels[-1]:
-        ax.set_xlabel("learning rate")
+    _label_axes(grid, "learning rate", with_unit(figure.label, figure))
     labels = zip(widths, colours, "osD^v<>", strict=False)
     legend_above(canvas, [Line2D([], [], color=c, marker=m, label=f"width {width}") for width, c, m in labels])
     caption = f"{title_of(figure)} ({_better_words(figure)}), mean over seeds. Rings: the best rate of each width."
@@ -245,9 +223,9 @@ def draw_losses(evidence: Evidence) -> Drawing | None:
     columns = min(_CURVE_COLUMNS, len(arms))
     lines = math.ceil(len(arms) / columns)
     drawn = []
-    canvas = Figure(figsize=(WIDTH_INCHES, 0.5 + 2.1 * lines if lines > 1 else 3.2), layout="constrained")
-    panels = canvas.subplots(lines, columns, squeeze=False, sharex=True, sharey=True)
-    for ax, arm in zip(_used(panels, len(arms)), arms, strict=True):
+    height = 0.5 + 2.1 * lines if lines > 1 else 3.2
+    canvas, grid = panels(height, lines, columns, sharex=True, sharey=True)
+    for ax, arm in zip(_used(grid, len(arms)), arms, strict=True):
         for name in (reference, arm.name):
             for curve, width, alpha in ((TRAINING, 0.8, 0.6), (HELD_OUT, 1.6, None)):
                 band = _band(evidence, name, point, curve)
@@ -260,12 +238,9 @@ def draw_losses(evidence: Evidence) -> Drawing | None:
         ax.set_title(arm.label, loc="left", fontsize=9.5)
         ax.locator_params(axis="x", nbins=4)
     last = max(float(x[-1]) for x, _ in drawn)
-    for ax in panels.flat:
+    for ax in grid.flat:
         seeds.limit(ax, seeds.settled(drawn, last))
-    for line in panels:
-        line[0].set_ylabel("nats/token")
-    for ax in panels[-1]:
-        ax.set_xlabel("training step")
+    _label_axes(grid, "training step", "nats/token")
     words = _at_words(evidence, point)
     caption = (
         "Held-out loss (thick, band from the smallest to the largest seed) and training loss (thin) of each model, in its "
@@ -284,17 +259,13 @@ def draw_positions(evidence: Evidence) -> Drawing | None:
     if not reference or not any(own[arm.name] for arm in evidence.others):
         return None
     styles = styles_of(evidence)
-    canvas = Figure(figsize=(WIDTH_INCHES, 3.9), layout="constrained")
-    ax = canvas.subplots()
+    canvas, ((ax,),) = panels(3.9)
     for arm in evidence.others:
         pairs = paired_seeds(evidence, arm.name, evidence.index.reference, point)
         differences = []
         for place, by_seed in own[arm.name].items():
-            values = [
-                by_seed[seed] - reference[place][seed]
-                for seed in pairs
-                if seed in by_seed and seed in reference.get(place, {})
-            ]
+            others = reference.get(place, {})
+            values = [by_seed[seed] - others[seed] for seed in pairs if seed in by_seed and seed in others]
             if values:
                 differences.append(((place[0] + place[1]) / 2, paired_difference(values, [0.0] * len(values))))
         if not differences:
@@ -302,11 +273,9 @@ def draw_positions(evidence: Evidence) -> Drawing | None:
         x = [middle for middle, _ in differences]
         ax.plot(x, [one.mean for _, one in differences], **styles[arm.name], markersize=4.5)
         if len(evidence.others) <= 2:
-            bounds = [
-                (one.mean if one.low is None else one.low, one.mean if one.high is None else one.high)
-                for _, one in differences
-            ]
-            ax.fill_between(x, *np.array(bounds).T, color=styles[arm.name]["color"], alpha=0.15, linewidth=0)
+            low = [one.mean if one.low is None else one.low for _, one in differences]
+            high = [one.mean if one.high is None else one.high for _, one in differences]
+            ax.fill_between(x, low, high, color=styles[arm.name]["color"], alpha=0.15, linewidth=0)
     ax.axhline(0, color=styles[evidence.index.reference]["color"], linewidth=1.2)
     ax.set_xlabel("position in the context (tokens)")
     ax.set_ylabel(f"held-out loss minus that of\n{evidence.reference.label} (nats/token)")
@@ -331,11 +300,9 @@ def draw_lambda(evidence: Evidence) -> Drawing | None:
     if not tables:
         return None
     styles = styles_of(evidence)
-    figure = Figure(figsize=(WIDTH_INCHES, 3.7 * len(tables)), layout="constrained")
-    panels = figure.subplots(
-        len(tables), 2, squeeze=False, sharey="row", width_ratios=(3, 2), gridspec_kw={"wspace": 0.1}
-    )
-    for (left, right), (arm, (steps, values)) in zip(panels, tables, strict=True):
+    look = {"sharey": "row", "width_ratios": (3, 2), "gridspec_kw": {"wspace": 0.1}}
+    figure, grid = panels(3.7 * len(tables), len(tables), 2, **look)
+    for (left, right), (arm, (steps, values)) in zip(grid, tables, strict=True):
         mean = values.mean(0)
         layers = mean.shape[1]
         colours = ListedColormap(matplotlib.colormaps["viridis"](np.linspace(0.4, 0.9, layers)))
@@ -374,22 +341,13 @@ def draw_scaling(evidence: Evidence, scaling: Scaling) -> Drawing | None:
     if not names:
         return None
     styles = styles_of(evidence)
-    canvas = Figure(figsize=(WIDTH_INCHES, 4.0), layout="constrained")
-    panels = canvas.subplots(1, len(names), squeeze=False)[0]
-    for ax, name in zip(panels, names, strict=True):
+    canvas, (line,) = panels(4.0, 1, len(names))
+    for ax, name in zip(line, names, strict=True):
         for trend in (trend for trend in scaling.trends if trend.axis.name == name):
             style = styles[trend.arm.name]
-            ax.errorbar(
-                trend.n,
-                trend.loss,
-                yerr=trend.error,
-                linestyle="none",
-                marker=style["marker"],
-                color=style["color"],
-                markersize=5,
-            )
+            ax.errorbar(trend.n, trend.loss, trend.error, **style | {"linestyle": "none"}, markersize=5)
             x = np.geomspace(trend.n[0], trend.n[-1], 60)
-            ax.plot(x, trend.law.at(x)[0], color=style["color"], linestyle=style["linestyle"], linewidth=1.3)
+            ax.plot(x, trend.law.at(x)[0], **style | {"marker": ""}, linewidth=1.3)
         ax.set_xscale("log")
         ticks = next(trend.n for trend in scaling.trends if trend.axis.name == name)
         ax.set_xticks(ticks, [quantity(n) for n in ticks])
@@ -398,7 +356,7 @@ def draw_scaling(evidence: Evidence, scaling: Scaling) -> Drawing | None:
         ax.set_xlabel({"size": "parameters", "tokens": "training tokens"}[name])
         ax.set_title(f"over {name}, at {other.label or other.name} {other.values[-1]}", loc="left")
     unit = scaling.figure.unit
-    panels[0].set_ylabel(f"{scaling.figure.label}{f' ({unit})' if unit else ''}")
+    line[0].set_ylabel(f"{scaling.figure.label}{f' ({unit})' if unit else ''}")
     legend_above(canvas, _handles(evidence, styles))
     caption = "Means over seeds with one standard error, and the power laws L = a N^-b + c fitted to them."
     return finish("scaling", "Power laws", caption, canvas, False)
@@ -413,10 +371,8 @@ def _draw_panel(ax: Axes, evidence: Evidence, rows: Sequence[Compared], figure: 
     for line, arm in enumerate(evidence.others):
         row, other = row_of(rows, figure.label, arm.name, ()), row_of(rows, figure.label, evidence.index.reference, ())
         if row is not None and other is not None and row.difference is not None and not row.is_censored:
-            shared = row.values.keys() & other.values.keys()
-            drawn.append(
-                (line, row, row.difference, [row.values[seed] - other.values[seed] for seed in sorted(shared)])
-            )
+            seeds_of_both = sorted(row.values.keys() & other.values.keys())
+            drawn.append((line, row, row.difference, [row.values[seed] - other.values[seed] for seed in seeds_of_both]))
     ends = [
         end
         for _, _, difference, dots in drawn
@@ -432,11 +388,18 @@ def _draw_panel(ax: Axes, evidence: Evidence, rows: Sequence[Compared], figure: 
     ax.set_xlim(low, high)
 
 
-def _used(panels: np.ndarray, count: int) -> list[Axes]:
+def _used(grid: np.ndarray, count: int) -> list[Axes]:
     """Return the first panels, and hide the others."""
-    for ax in panels.flat[count:]:
+    for ax in grid.flat[count:]:
         ax.set_visible(False)
-    return list(panels.flat[:count])
+    return list(grid.flat[:count])
+
+
+def _label_axes(grid: np.ndarray, x: str, y: str) -> None:
+    for line in grid:
+        line[0].set_ylabel(y)
+    for ax in grid[-1]:
+        ax.set_xlabel(x)
 
 
 def _at_words(evidence: Evidence, point: Point) -> str:

@@ -2,10 +2,11 @@
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ..plots.seeds import Pooled, pooled
-from ..plots.style import models_drawn_as
+from ..plots.style import Drawing, models_drawn_as
 from . import questions, study_figures, study_tables
 from .answers import answers, brief_explored, changes_words, interval_words, progress_words, shared_words
 from .claims import Judged, judge, read_claims
@@ -13,7 +14,7 @@ from .lead import lead, leading
 from .page import Lead, Page, Said, Section, no_gap, recipe_text, task_section, write_page
 from .reading import Evidence
 from .studied import Studied
-from .tables import Group, Table
+from .tables import Table, names
 from .words import counted, listed
 
 CLAIMS_NOTE = (
@@ -60,25 +61,15 @@ def study_page(study: Studied) -> Page:
         shown = [study_tables.needs_table(scaling), study_tables.laws_table(scaling)] if scaling.needs else []
         sections.append(Section(slug="scaling", title="Power laws", tables=shown, gaps=scaling.gaps))
     if evidence.has_settings:
-        for figure in index.figures:
-            drawing = study_figures.draw_axes(evidence, rows, figure)
-            if drawing:
-                sections.append(Section(slug=drawing.name, title=f"{drawing.title}, by setting", drawing=drawing))
-    losses = study_figures.draw_losses(evidence)
-    if losses:
-        sections.append(Section(slug=losses.name, title=losses.title, drawing=losses))
-    learned = study_figures.draw_lambda(evidence)
-    if learned:
-        sections.append(Section(slug=learned.name, title=learned.title, drawing=learned))
+        drawings = _drawn(*(study_figures.draw_axes(evidence, rows, figure) for figure in index.figures))
+        sections += [replace(drawing, title=f"{drawing.title}, by setting") for drawing in drawings]
+    sections += _drawn(study_figures.draw_losses(evidence), study_figures.draw_lambda(evidence))
     sections += _task_sections(evidence)
-    positions = study_figures.draw_positions(evidence)
-    if positions:
-        sections.append(Section(slug=positions.name, title=positions.title, drawing=positions))
+    sections += _drawn(study_figures.draw_positions(evidence))
     if evidence.runs:
         costs = [study_tables.measured_costs_table(evidence)] if index.costs else []
-        sections.append(
-            Section(slug="cost", title="Parameters and time", tables=[*costs, study_tables.costs_table(evidence)])
-        )
+        costs.append(study_tables.costs_table(evidence))
+        sections.append(Section(slug="cost", title="Parameters and time", tables=costs))
     sections += [] if index.plan else tuning
     sections.append(
         Section(
@@ -93,6 +84,11 @@ def study_page(study: Studied) -> Page:
     stage = "confirms a plan" if index.plan else "explores: nothing in it is confirmed"
     about = f"Study {index.name}, preset {index.preset}, which {stage}. {index.about} {progress_words(evidence)}."
     return Page(title=index.question, about=about.replace("  ", " "), lead=first, sections=sections)
+
+
+def _drawn(*drawings: Drawing | None) -> list[Section]:
+    """Return a section for each drawing that there is."""
+    return [Section(slug=one.name, title=one.title, drawing=one) for one in drawings if one is not None]
 
 
 def found_words(study: Studied) -> list[Said]:
@@ -178,8 +174,7 @@ def claims_table(judged: Sequence[Judged]) -> Table:
         evident = [[said.study.evidence.slug, said.words, said.vote] for said in one.evident]
         evident = evident or [["", one.claim.not_testable, ""]]
         rows += [[*(head if place == 0 else ["", "", ""]), *cells] for place, cells in enumerate(evident)]
-    titles = ("claim", "in the paper", "here", "study", "what it found, or why there is none", "says")
-    groups = tuple(Group(title, numeric=False) for title in titles)
+    groups = names("claim", "in the paper", "here", "study", "what it found, or why there is none", "says")
     return Table("claims", "Claims of the paper", groups, rows, [CLAIMS_NOTE])
 
 
@@ -188,8 +183,7 @@ def studies_table(studies: Sequence[Studied]) -> Table:
         [one.evidence.slug, one.evidence.index.question, brief_answer(one), progress_words(one.evidence)]
         for one in studies
     ]
-    groups = tuple(Group(title, numeric=False) for title in ("study", "question", "answer", "runs"))
-    return Table("studies", "Studies", groups, rows)
+    return Table("studies", "Studies", names("study", "question", "answer", "runs"), rows)
 
 
 def brief_answer(study: Studied) -> str:

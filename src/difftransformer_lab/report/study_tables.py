@@ -15,7 +15,7 @@ from .comparisons import Compared, paired_seeds, row_of, timed_seeds
 from .page import MOST_ROWS
 from .reading import Evidence, Point
 from .scaling import Amount, Scaling
-from .tables import NOT_MEASURED, Group, Table, fixed, significant
+from .tables import NOT_MEASURED, Group, Table, columns, fixed, names, significant
 from .words import QUIET_SHARE, busy_words, day_words, quantity, share_text, slug_of, with_unit
 
 TRAINING, HELD_OUT = "train_loss_nats", "validation_loss_nats"
@@ -64,7 +64,9 @@ def figures_table(
                 if row is None:
                     continue
                 line = [*([shown] if several else []), *([evidence.words(point)] if evidence.has_settings else [])]
-                line += [arm.label, str(len(row.values)), *_mean_cells(row, places)]
+                mean, error = row.statistic.mean, row.statistic.standard_error
+                shown_mean = NOT_REACHED if row.reached == 0 else fixed(mean, places)
+                line += [arm.label, str(len(row.values)), shown_mean, "" if row.reached == 0 else fixed(error, places)]
                 line += _difference_cells(row, places, reference)
                 line += ["" if row.reached is None else str(one) for one in (row.reached, row.runs)] if reached else []
                 line += _paper_cells(figure, arm, reference) if papers else []
@@ -93,12 +95,6 @@ def mark_words(evidence: Evidence) -> str:
     return f"{MARK}: the 95 % interval of the difference to {evidence.reference.label} excludes zero (explored, not confirmed)."
 
 
-def _mean_cells(row: Compared, places: int) -> list[str]:
-    if row.reached == 0:
-        return [NOT_REACHED, ""]
-    return [fixed(row.statistic.mean, places), fixed(row.statistic.standard_error, places)]
-
-
 def costs_table(evidence: Evidence) -> Table:
     """Return parameters and time of every arm, the ratio of times, and the held-out loss at equal time."""
     rows = []
@@ -110,7 +106,7 @@ def costs_table(evidence: Evidence) -> Table:
             continue
         sizes = sorted({run.parameters for run in runs})
         cells = [arm.label, quantity(sizes[0]) if len(sizes) == 1 else f"{quantity(sizes[0])} to {quantity(sizes[-1])}"]
-        cells.append(_ratio_text(evidence, arm, lambda run: run.parameters, paired_seeds, interval=False))
+        cells.append(_ratio_text(evidence, arm, lambda run: run.parameters, paired_seeds).partition(" ")[0])
         cells.append(significant(1e3 * fmean(run.step_seconds for run in runs), 3))
         cells.append(_ratio_text(evidence, arm, lambda run: run.step_seconds, timed_seeds))
         cells.append(significant(fmean(run.train_seconds for run in runs) / 60, 3))
@@ -118,19 +114,21 @@ def costs_table(evidence: Evidence) -> Table:
         cells.append(significant(math.fsum(run.total_seconds for run in runs) / 3600, 3))
         equal = equal_time_differences(evidence, arm)
         has_equal |= bool(equal)
-        cells += _interval_cells(arm, evidence, equal, [0.0] * len(equal))
-        rows.append(cells)
-    groups = [
-        Group("model", numeric=False),
-        Group("parameters"),
-        Group("ratio"),
-        Group("ms a step"),
-        Group("ratio [95 %]"),
-        Group("minutes a run"),
-        Group("ratio [95 %]"),
-        Group("hours in all"),
-        Group(f"held-out loss at equal time, minus {reference.label}", ("mean", "low", "high"), "interval"),
-    ]
+        difference = paired_difference(equal, [0.0] * len(equal)) if equal and arm is not reference else None
+        bounds = (difference.mean, difference.low, difference.high) if difference else (None, None, None)
+        rows.append([*cells, *(fixed(bound, 4, "+") for bound in bounds)])
+    titles = (
+        "model",
+        "parameters",
+        "ratio",
+        "ms a step",
+        "ratio [95 %]",
+        "minutes a run",
+        "ratio [95 %]",
+        "hours in all",
+    )
+    equal_title = f"held-out loss at equal time, minus {reference.label}"
+    groups = (*columns(*titles), Group(equal_title, ("mean", "low", "high"), "interval"))
     notes = [
         f"Ratios to {reference.label}, paired by seed. Times are of the machines in the list of runs, with other runs beside "
         "them; only runs of one kind of machine are compared. Hours in all include evaluation."
@@ -141,7 +139,7 @@ def costs_table(evidence: Evidence) -> Table:
             "its median time of a step, which leaves out pauses. The "
             "learning rate of the slower run was not yet at its end then, so this column is against the slower."
         )
-    return Table("costs", "Parameters and time", tuple(groups), rows, notes)
+    return Table("costs", "Parameters and time", groups, rows, notes)
 
 
 def equal_time_differences(evidence: Evidence, arm: StudyArm) -> list[float]:
@@ -149,18 +147,17 @@ def equal_time_differences(evidence: Evidence, arm: StudyArm) -> list[float]:
 
     Every step takes a run's median time. A seed with several settings counts with their mean.
     """
-    by_seed: dict[int, list[float]] = {}
-    for point in evidence.points:
-        own, other = evidence.at(arm.name, point), evidence.at(evidence.index.reference, point)
-        for seed in timed_seeds(evidence, arm.name, evidence.index.reference, point):
-            pair = [(run.step_seconds, run.curves.get(HELD_OUT)) for run in (own[seed], other[seed])]
-            curves = [(seconds, curve) for seconds, curve in pair if curve is not None and curve.steps]
-            if len(curves) < 2:
-                continue
-            ended = min(seconds * curve.steps[-1] for seconds, curve in curves)
-            losses = [float(np.interp(ended / seconds, curve.steps, curve.values)) for seconds, curve in curves]
-            by_seed.setdefault(seed, []).append(losses[0] - losses[1])
-    return [fmean(differences) for differences in by_seed.values()]
+
+    def difference(*runs: RunRecord) -> float | None:
+        pair = [(run.step_seconds, run.curves.get(HELD_OUT)) for run in runs]
+        curves = [(seconds, curve) for seconds, curve in pair if curve is not None and curve.steps]
+        if len(curves) < 2:
+            return None
+        ended = min(seconds * curve.steps[-1] for seconds, curve in curves)
+        own, other = (float(np.interp(ended / seconds, curve.steps, curve.values)) for seconds, curve in curves)
+        return own - other
+
+    return _by_seed(evidence, arm, timed_seeds, difference)
 
 
 def measured_costs_table(evidence: Evidence) -> Table:
@@ -207,15 +204,8 @@ def upcycling_table(study: Evidence, compared: Sequence[Compared]) -> Table:
         for figure in study.index.figures
         if (key := (figure.task, figure.name, repr(figure.at))) in before and figure.unit != "bits/byte"
     ]
-    groups = (
-        Group("model", numeric=False),
-        Group("parameters"),
-        Group("added"),
-        Group("largest logit difference at the start"),
-        Group("same greedy tokens"),
-        *(Group(f"{figure.label} before and after") for figure, _ in told),
-        Group("seconds a step"),
-    )
+    titles = ("model", "parameters", "added", "largest logit difference at the start", "same greedy tokens")
+    groups = columns(*titles, *(f"{figure.label} before and after" for figure, _ in told), "seconds a step")
     rows = []
     for arm in study.index.arms:
         drift, plain = upcycling.drift[arm.name], parameters[study.index.reference]
@@ -255,8 +245,7 @@ def needs_table(scaling: Scaling) -> Table:
         for need in scaling.needs
     ]
     groups = (
-        Group("model", numeric=False),
-        Group("axis", numeric=False),
+        *names("model", "axis"),
         Group("reference has"),
         Group("arm needs, by fit", ("share", "low", "high", "range"), "ranged"),
         Group("arm needs, by interpolation", ("share", "low", "high", "range"), "ranged"),
@@ -278,18 +267,14 @@ def laws_table(scaling: Scaling) -> Table:
             trend.axis.name,
             ", ".join(quantity(n) for n in trend.n),
             significant(float(trend.law.a[0])),
-            significant(float(trend.law.b[0]), 3),
-            significant(trend.exponents[0], 3),
-            significant(trend.exponents[1], 3),
+            *(significant(float(b), 3) for b in (trend.law.b[0], *trend.exponents)),
             significant(float(trend.law.c[0])),
             significant(float(np.abs(trend.law.at(trend.n)[0] - trend.loss).max()), 2),
         ]
         for trend in scaling.trends
     ]
     groups = (
-        Group("model", numeric=False),
-        Group("axis", numeric=False),
-        Group("measured at", numeric=False),
+        *names("model", "axis", "measured at"),
         Group("a"),
         Group("b", ("b", "low", "high"), "interval"),
         Group("c"),
@@ -323,10 +308,10 @@ def arms_table(evidence: Evidence) -> Table:
         row = [arm.label, *([arm.about] if has_about else []), "; ".join(own)]
         counts = (size.parameters, size.train_flops_per_token, size.kv_bytes_per_token) if size else ("", "", "")
         rows.append(row + ([f"{one:,}" if one else "" for one in counts] if sizes else []))
-    groups = [Group("model", numeric=False), *([Group("what it is", numeric=False)] if has_about else [])]
-    groups += [Group("keys that differ", numeric=False)]
-    groups += [Group(title) for title in ("parameters", "training FLOPs a token", "KV bytes a token")] if sizes else []
-    return Table("arms", "Models", tuple(groups), rows, ["Every other key of the recipe is the same for all models."])
+    groups = names("model", *(["what it is"] if has_about else []), "keys that differ")
+    counted = ("parameters", "training FLOPs a token", "KV bytes a token") if sizes else ()
+    notes = ["Every other key of the recipe is the same for all models."]
+    return Table("arms", "Models", (*groups, *map(Group, counted)), rows, notes)
 
 
 def rates_table(evidence: Evidence) -> Table | None:
@@ -338,17 +323,13 @@ def rates_table(evidence: Evidence) -> Table | None:
     rows = []
     for one in index.rates:
         tried = dict(one.tried)
-        cells = [
-            evidence.arm(one.arm).label,
-            at_words(evidence, one.point).removeprefix(" at "),
-            f"{one.learning_rate:g}",
-        ]
+        setting = at_words(evidence, one.point).removeprefix(" at ")
+        cells = [evidence.arm(one.arm).label, setting, f"{one.learning_rate:g}"]
         for rate in every:
             cells += [significant(tried.get(rate)), MARK if rate == one.learning_rate else ""]
         rows.append([*cells, "at the edge" if one.is_at_edge else ""])
-    groups = [Group("model", numeric=False), Group("setting", numeric=False), Group("chosen rate")]
-    groups += [Group(f"{rate:g}", ("mean", "best"), "marked_value") for rate in every]
-    groups += [Group("edge", numeric=False)]
+    tried_groups = (Group(f"{rate:g}", ("mean", "best"), "marked_value") for rate in every)
+    groups = (*names("model", "setting"), Group("chosen rate"), *tried_groups, *names("edge"))
     figure = index.figures[0]
     notes = [
         f"Mean {figure.label} over seeds of their own, which are in no comparison; {figure.better} is better. {MARK}: the rate "
@@ -356,7 +337,7 @@ def rates_table(evidence: Evidence) -> Table | None:
     ]
     if words := edge_words(evidence):
         notes.append(words)
-    return Table("rates", "Learning rates", tuple(groups), rows, notes)
+    return Table("rates", "Learning rates", groups, rows, notes)
 
 
 def runs_table(evidence: Evidence) -> Table:
@@ -375,14 +356,11 @@ def runs_table(evidence: Evidence) -> Table:
                 evidence.files[arm.name, point, seed],
             ]
         )
+    measures = (with_unit(figure.label, figure) for figure in figures)
     groups = (
-        Group("model", numeric=False),
-        *([Group("setting", numeric=False)] if evidence.has_settings else []),
-        Group("seed"),
-        *(Group(with_unit(figure.label, figure)) for figure in figures),
-        Group("minutes"),
-        Group("commit", numeric=False),
-        Group("file", numeric=False),
+        *names("model", *(["setting"] if evidence.has_settings else [])),
+        *map(Group, ("seed", *measures, "minutes")),
+        *names("commit", "file"),
     )
     return Table("runs", "Every run", groups, rows, [f"Files are relative to {evidence.path.parent.name}/."])
 
@@ -393,8 +371,7 @@ def machines_table(evidence: Evidence) -> Table:
         words = f"{run.environment.where}; torch {run.environment.torch}"
         places.setdefault(words, []).append(run.created)
     rows = [[words, str(len(dates)), day_words(dates)] for words, dates in places.items()]
-    groups = (Group("machine and code", numeric=False), Group("runs"), Group("trained on", numeric=False))
-    return Table("machines", "Machines", groups, rows)
+    return Table("machines", "Machines", (*columns("machine and code", "runs"), *names("trained on")), rows)
 
 
 def _difference_cells(row: Compared, places: int, reference: StudyArm) -> list[str]:
@@ -417,33 +394,31 @@ def _paper_cells(figure: StudyFigure, arm: StudyArm, reference: StudyArm) -> lis
     return [fixed(value, places), difference]
 
 
-def _interval_cells(arm: StudyArm, evidence: Evidence, values: Sequence[float], others: Sequence[float]) -> list[str]:
-    if arm.name == evidence.index.reference or not values:
-        return ["", "", ""]
-    difference = paired_difference(values, others)
-    return [fixed(value, 4, "+") for value in (difference.mean, difference.low, difference.high)]
+SeedsOf = Callable[[Evidence, str, str, Point], list[int]]
 
 
-def _ratio_text(
-    evidence: Evidence,
-    arm: StudyArm,
-    quantity_of: Callable[[RunRecord], float],
-    seeds_of: Callable[[Evidence, str, str, Point], list[int]],
-    interval: bool = True,
-) -> str:
-    """Return the geometric mean of ratios to the reference; a seed with several settings counts with their mean."""
-    if arm.name == evidence.index.reference:
-        return ""
+def _by_seed(
+    evidence: Evidence, arm: StudyArm, seeds_of: SeedsOf, compare: Callable[[RunRecord, RunRecord], float | None]
+) -> list[float]:
+    """Return a comparison of an arm's run with the reference's for each seed, its mean where there are several settings."""
     by_seed: dict[int, list[float]] = {}
+    reference = evidence.index.reference
     for point in evidence.points:
-        own, other = evidence.at(arm.name, point), evidence.at(evidence.index.reference, point)
-        for seed in seeds_of(evidence, arm.name, evidence.index.reference, point):
-            by_seed.setdefault(seed, []).append(math.log(quantity_of(own[seed]) / quantity_of(other[seed])))
-    if not by_seed:
+        for seed in seeds_of(evidence, arm.name, reference, point):
+            value = compare(evidence.at(arm.name, point)[seed], evidence.at(reference, point)[seed])
+            if value is not None:
+                by_seed.setdefault(seed, []).append(value)
+    return [fmean(values) for values in by_seed.values()]
+
+
+def _ratio_text(evidence: Evidence, arm: StudyArm, quantity_of: Callable[[RunRecord], float], seeds_of: SeedsOf) -> str:
+    """Return the geometric mean of ratios to the reference with its interval; empty for the reference itself."""
+    logs = _by_seed(evidence, arm, seeds_of, lambda own, other: math.log(quantity_of(own) / quantity_of(other)))
+    if arm is evidence.reference or not logs:
         return ""
-    ratio = paired_difference([fmean(logs) for logs in by_seed.values()], [0.0] * len(by_seed))
+    ratio = paired_difference(logs, [0.0] * len(logs))
     text = f"{math.exp(ratio.mean):.2f}"
-    if not interval or ratio.low is None or ratio.high is None:
+    if ratio.low is None or ratio.high is None:
         return text
     return f"{text} [{math.exp(ratio.low):.2f}, {math.exp(ratio.high):.2f}]"
 

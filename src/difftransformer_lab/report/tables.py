@@ -80,7 +80,7 @@ class Table:
         """Return the letters that each column needs so that no word and no number with its interval is broken."""
         columns = zip(*self.parted(), strict=True) if self.rows else [()] * len(self.groups)
         return [
-            max(map(len, [*_pieces(group.title), *(piece for cell in column for piece in _unbroken(group, *cell))]))
+            max(map(len, [*group.title.split(" "), *(piece for cell in column for piece in _unbroken(group, *cell))]))
             for group, column in zip(self.groups, columns, strict=True)
         ]
 
@@ -114,16 +114,9 @@ class Table:
             " & ".join(map(latex_text, row)) + r" \\"
             for row in ([group.title for group in self.groups], *self.folded())
         ]
-        lines = [
-            rf"\begin{{tabular}}{{{columns}}}",
-            r"\toprule",
-            header,
-            r"\midrule",
-            *rows,
-            r"\bottomrule",
-            r"\end{tabular}",
-        ]
-        return printable("\n".join([*(f"% {note}" for note in self.notes), *lines]) + "\n")
+        notes = [f"% {note}" for note in self.notes]
+        top, bottom = [rf"\begin{{tabular}}{{{columns}}}", r"\toprule"], [r"\bottomrule", r"\end{tabular}"]
+        return printable("\n".join([*notes, *top, header, r"\midrule", *rows, *bottom]) + "\n")
 
 
 def columns(*titles: str) -> tuple[Group, ...]:
@@ -131,34 +124,24 @@ def columns(*titles: str) -> tuple[Group, ...]:
     return tuple(Group(title, numeric=index > 0) for index, title in enumerate(titles))
 
 
-def _pieces(text: str) -> list[str]:
-    return text.split(" ")
+def names(*titles: str) -> tuple[Group, ...]:
+    """Return columns of words."""
+    return tuple(Group(title, numeric=False) for title in titles)
 
 
 def _unbroken(group: Group, text: str, verdict: str) -> list[str]:
     is_number = group.numeric or group.fold in ("judged", "valued")
-    return [*([f"{text}," if verdict else text] if is_number else _pieces(text)), *_pieces(verdict)]
+    return [*([f"{text}," if verdict else text] if is_number else text.split(" ")), *verdict.split(" ")]
 
 
-_LATEX = {
-    "\\": r"\textbackslash{}",
-    "{": r"\{",
-    "}": r"\}",
-    "_": r"\_",
-    "&": r"\&",
-    "%": r"\%",
-    "$": r"\$",
-    "#": r"\#",
-    "~": r"\textasciitilde{}",
-    "^": r"\textasciicircum{}",
-    "<": r"\textless{}",
-    ">": r"\textgreater{}",
-    "\u00b1": r"$\pm$",
-}
+_LATEX = {ord(letter): f"\\{letter}" for letter in "{}_&%$#"} | {
+    ord("\\"): r"\textbackslash{}", ord("~"): r"\textasciitilde{}", ord("^"): r"\textasciicircum{}",
+    ord("<"): r"\textless{}", ord(">"): r"\textgreater{}", ord("\u00b1"): r"$\pm$",
+}  # fmt: skip
 
 
 def latex_text(text: str) -> str:
-    return "".join(_LATEX.get(letter, letter) for letter in text)
+    return text.translate(_LATEX)
 
 
 Outcome = Literal["first", "second", "undecided", "unknown"]
@@ -179,17 +162,14 @@ def p_text(p: float | None) -> str:
     return "" if p is None else "< 0.001" if p < 0.001 else f"{p:.3f}"
 
 
-def comparisons_text(number: int) -> str:
-    return "1 comparison" if number == 1 else f"{number} comparisons"
-
-
 def holm_note(differences: Iterable[PairedDifference]) -> str:
     """Return the note of a table whose p-values are corrected for the number of comparisons on the page."""
     comparisons = max((one.comparisons or 0 for one in differences), default=0)
     if not comparisons:
         return "Undecided: the interval holds zero."
+    number = "1 comparison" if comparisons == 1 else f"{comparisons} comparisons"
     return (
-        f"p (Holm): p-value corrected for the {comparisons_text(comparisons)} of this page; a loss in two units is one. "
+        f"p (Holm): p-value corrected for the {number} of this page; a loss in two units is one. "
         "Undecided: it is above 0.05, or the interval holds zero."
     )
 

@@ -27,7 +27,7 @@ from difftransformer.data import NeedleQuestion
 
 from ...plots.curves import labels, select
 from ...plots.heat_map import heat_map, matrix
-from ...plots.style import ACCURACY_COLOURS, COLOURS, ON_PALE, WIDTH_INCHES, legend_above
+from ...plots.style import ACCURACY_COLOURS, COLOURS, ON_PALE, legend_above, panels
 from ...results import Form, Grid, Measurement, Segment, TaskResult
 from ..engine import Scores
 from ..probes import FORMS, LastRow, ProbeTask
@@ -181,9 +181,8 @@ def draw(results: Sequence[TaskResult]) -> tuple[str, str, Figure]:
     """Draw a row for each model: bars of signed and of absolute weights, and a heat map of the heads if it was kept."""
     grids = [_grid(result) for result in results]
     columns = 3 if any(grids) else 2
-    figure = Figure(figsize=(WIDTH_INCHES, _ROW_INCHES * len(results) + 0.6), layout="constrained")
-    widths = (1, 1, 0.9)[:columns]
-    axes = figure.subplots(len(results), columns, squeeze=False, gridspec_kw={"width_ratios": widths})
+    height, widths = _ROW_INCHES * len(results) + 0.6, (1, 1, 0.9)[:columns]
+    figure, axes = panels(height, len(results), columns, width_ratios=widths)
     top = max((value for grid in grids if grid for row in grid.values for value in row), default=1.0)
     image: Any = None
     for line, result, label, grid in zip(axes, results, labels(results), grids, strict=True):

@@ -21,7 +21,7 @@ from difftransformer.data import NeedleFormat, NeedleQuestion
 
 from ...plots.curves import labels, select
 from ...plots.heat_map import heat_map
-from ...plots.style import ACCURACY_COLOURS, INK, ON_DARK, ON_PALE, WIDTH_INCHES
+from ...plots.style import ACCURACY_COLOURS, INK, ON_DARK, ON_PALE, panels
 from ...results import ItemScore, Measurement, TaskResult
 from ..engine import Scores, Task
 from ..prompts.chat import chat_frame
@@ -193,11 +193,11 @@ def draw(results: Sequence[TaskResult]) -> tuple[str, str, Figure]:
     depths = sorted({row.at["depth"] for row in shown})
     by_length = len({row.at["length_tokens"] for row in shown}) > 1
     columns = sorted({_column(row, by_length) for row in shown})
-    panels = sorted({_panel(row, by_length) for row in shown})
-    figure = Figure(figsize=(WIDTH_INCHES, len(panels) * (1.0 + 0.42 * len(depths)) + 0.4), layout="constrained")
-    axes = figure.subplots(len(panels), len(results), squeeze=False, sharex=True, sharey=True)
+    lines = sorted({_panel(row, by_length) for row in shown})
+    height = len(lines) * (1.0 + 0.42 * len(depths)) + 0.4
+    figure, axes = panels(height, len(lines), len(results), sharex=True, sharey=True)
     image: Any = None
-    for line, panel in zip(axes, panels, strict=True):
+    for line, panel in zip(axes, lines, strict=True):
         for ax, rows, label in zip(line, cells, labels(results), strict=True):
             grid = np.full((len(depths), len(columns)), np.nan)
             for row in rows:
@@ -222,13 +222,8 @@ def draw(results: Sequence[TaskResult]) -> tuple[str, str, Figure]:
     for count in counts:
         bar.ax.axhline(1 / count, color="white", linewidth=2)
         bar.ax.axhline(1 / count, color=INK, linewidth=1, linestyle=(0, (2, 2)))
-        place: dict[str, Any] = {
-            "transform": bar.ax.get_yaxis_transform(),
-            "ha": "right",
-            "va": "center",
-            "fontsize": 8,
-        }
-        bar.ax.text(-0.2, 1 / count, f"1/{count}", **place)
+        look: dict[str, Any] = {"ha": "right", "va": "center", "fontsize": 8}
+        bar.ax.text(-0.2, 1 / count, f"1/{count}", transform=bar.ax.get_yaxis_transform(), **look)
     digits = results[0].options["digits"]
     caption = f"Share of {digits}-digit numbers given back exactly; in each cell right answers of all."
     caption += f" A guess is right with probability {10.0**-digits:g}."

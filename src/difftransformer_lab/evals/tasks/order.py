@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from difftransformer.data.labelled import Example
 
 from ...plots.curves import handles, select
-from ...plots.style import INK, WIDTH_INCHES, legend_above, line_style, note
+from ...plots.style import INK, legend_above, line_style, note, panels
 from ...results import Measurement, TaskResult
 from ..engine import Scores, Task
 from ..prompts.demonstrations import DataOptions, PromptForm, draw_items, draw_rounds
@@ -172,8 +172,7 @@ def permuted_margin(
 
 def draw(results: Sequence[TaskResult]) -> tuple[str, str, Figure]:
     """Draw the accuracy in each order (like arXiv:2410.05258 Figures 7 and 11), and each model's margin beside its floor."""
-    figure = Figure(figsize=(WIDTH_INCHES, 4.2), layout="constrained")
-    strips, margins = figure.subplots(1, 2, width_ratios=[3, 1.2])
+    figure, ((strips, margins),) = panels(4.2, 1, 2, width_ratios=[3, 1.2])
     for index, result in enumerate(results):
         rows = sorted(select(result, "accuracy"), key=lambda row: row.at["order"])
         orders, values = [row.at["order"] for row in rows], [row.value for row in rows]

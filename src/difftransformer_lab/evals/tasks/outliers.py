@@ -16,7 +16,7 @@ from matplotlib.ticker import LogLocator, NullFormatter
 from difftransformer.errors import DataError
 
 from ...plots.curves import handles, select
-from ...plots.style import WIDTH_INCHES, legend_above, line_style, note
+from ...plots.style import legend_above, line_style, note, panels
 from ...results import Measurement, TaskResult
 from ..engine import Scores
 from ..probes import BINS, Magnitudes, ProbeTask
@@ -132,8 +132,8 @@ def merge(summaries: Sequence[dict[str, Any]], largest: int) -> Spread:
 
 def draw(results: Sequence[TaskResult]) -> tuple[str, str, Figure]:
     """Draw the values over their rank, a curve for each model, with the median as a thin line; logits and hidden states."""
-    figure = Figure(figsize=(WIDTH_INCHES, 4.0), layout="constrained")
-    for ax, kind in zip(figure.subplots(1, 2), MEASURED.values(), strict=True):
+    figure, (axes,) = panels(4.0, 1, 2)
+    for ax, kind in zip(axes, MEASURED.values(), strict=True):
         medians = [select(result, kind, rank="median")[0].value for result in results]
         for index, (result, median) in enumerate(zip(results, medians, strict=True)):
             top = sorted((row.at["rank"], row.value) for row in select(result, kind) if row.at["rank"] != "median")

@@ -15,7 +15,7 @@ from difftransformer.errors import ConfigError
 from difftransformer.typed import build
 
 from ...plots.curves import handles
-from ...plots.style import WIDTH_INCHES, legend_above, line_style
+from ...plots.style import legend_above, line_style, panels
 from ...results import ItemScore, Measurement, TaskResult
 from ..engine import Scores, Task
 from ..prompts.texts import TaskContext
@@ -190,8 +190,7 @@ def draw(results: Sequence[TaskResult]) -> tuple[str, str, Figure]:
     places = list(dict.fromkeys(_place(row) for row in shown))
     granularities = list(dict.fromkeys(row.at["granularity"] for row in shown))
     drawn = places[:_MOST_ROWS]
-    figure = Figure(figsize=(WIDTH_INCHES, 0.9 + 3.0 * len(drawn)), layout="constrained")
-    axes = figure.subplots(len(drawn), len(granularities), sharey="row", squeeze=False)
+    figure, axes = panels(0.9 + 3.0 * len(drawn), len(drawn), len(granularities), sharey="row")
     for row_of_axes, place in zip(axes, drawn, strict=True):
         for ax, granularity in zip(row_of_axes, granularities, strict=True):
             _lines(ax, results, name, place, granularity)
