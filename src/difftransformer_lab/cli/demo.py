@@ -10,7 +10,7 @@ from difftransformer.files import locked
 from ..recipe_files import read_recipe
 from .arguments import check_positive
 from .console import Gaps, log, resumable, show, show_table
-from .progress import evaluation_progress, pair_progress, watch_pair
+from .progress import evaluation_progress, study_progress, watch_pair
 
 if TYPE_CHECKING:
     from ..studies import Recipe
@@ -55,7 +55,7 @@ def run(out: str = OUT, steps: int = STEPS, seed: int = 0) -> int:
             log(
                 f"training DIFF and its Transformer twin side by side, {steps} steps each, about a minute on two idle cores"
             )
-            with pair_progress() as bars, watched_by(watch_pair(bars)):
+            with study_progress() as bars, watched_by(watch_pair(bars)):
                 compare(recipe, folder, costs=False)
         (done,), stored, gaps = read_studies(folder), stored_demo(), Gaps("demo")
         page = write_demo(done, stored, folder, maps, gaps)

@@ -5,11 +5,13 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, Literal
 
-from difftransformer.errors import ConfigError, DataError
+from difftransformer.errors import EXIT_INTERRUPTED, ConfigError, DataError
 from difftransformer.sources import check_model, shipped_models
 from difftransformer.typed import WeightsDtype
 
+from ..printable import printable
 from .arguments import check_device, check_positive
+from .console import complain, show
 
 MOST_BEAMS = 1024
 EXAMPLE = r", such as $'The special magic Lisbon number is: 42\nThe special magic Lisbon number is:'"
@@ -56,24 +58,47 @@ def run(
     check_device(device)
     text = _prompt(prompt, prompt_file, EXAMPLE if model in shipped_models() else "")
     check_model(model)
-    from .continuation import print_continuation
+    import torch
+    from transformers import GenerationConfig
+
+    from difftransformer.hub import open_model, open_tokenizer, source_folder
+    from difftransformer.model.transformers_errors import quietly
+    from difftransformer.ops import use_backend
+
+    from .continuation import PrintedText, room_after, token_ids
 
     sampling: dict[str, Any] = {"do_sample": temperature > 0, "temperature": None, "top_p": None, "top_k": None}
     if temperature > 0:
         sampling |= {"temperature": temperature, "top_p": top_p or 1.0, "top_k": top_k or 0}
-    return print_continuation(
-        model,
-        text,
-        chat=chat,
-        max_new_tokens=max_new_tokens,
-        sampling=sampling,
-        seed=seed,
-        num_beams=num_beams,
-        device=device,
-        dtype=dtype,
-        cache=cache,
-        backend=backend,
-    )
+    with source_folder(model) as folder, quietly(), use_backend(backend):
+        tokenizer = open_tokenizer(folder)
+        ids = token_ids(tokenizer, text, chat, folder)
+        network = open_model(folder, dtype=dtype, backend=backend).to(device)
+        room = room_after(network, ids, folder)
+        if room is not None and room < max_new_tokens:
+            complain(f"difftransformer generate: the model has positions for {room} new tokens")
+            max_new_tokens = room
+        streamer = PrintedText(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        torch.manual_seed(seed)
+        end = tokenizer.eos_token_id
+        network.generation_config = GenerationConfig(eos_token_id=network.generation_config.eos_token_id)
+        try:
+            out = network.generate(
+                ids.to(device),
+                attention_mask=torch.ones_like(ids, device=device),
+                max_new_tokens=max_new_tokens,
+                num_beams=num_beams,
+                pad_token_id=end if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
+                streamer=streamer if num_beams == 1 else None,
+                cache_implementation="static" if cache == "static" else None,
+                **sampling,
+            )
+        except KeyboardInterrupt:
+            streamer.end()
+            return EXIT_INTERRUPTED
+    if num_beams > 1:
+        show(printable(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)))
+    return 0
 
 
 def _check_numbers(

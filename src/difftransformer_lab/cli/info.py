@@ -41,18 +41,18 @@ def run(model: str, start: bool = False) -> int:
             )
         show_table(_backends())
         return 0
-    stated, is_saved = None, False
+    stated, is_saved, shipped = None, False, shipped_recipes() | shipped_recipes("paper")
     if model in PRESETS:
         chosen = preset(model)
         config, source = DiffTransformerConfig(**chosen.fields), chosen.source
         stated = chosen.paper_parameters
-    elif Path(model).is_dir() or not _is_recipe(model):
-        config, source, is_saved = _saved_config(model), model, True
-    else:
+    elif not Path(model).is_dir() and (model in shipped or Path(model).suffix in (".yaml", ".yml")):
         from ..studies import load_recipe
 
         loaded = load_recipe(model)
         config, source, is_saved = loaded.planned_config(), "recipe", loaded.start_from is not None
+    else:
+        config, source, is_saved = _saved_config(model), model, True
     if isinstance(config, DifferentialFields):
         if start:
             raise ConfigError(
@@ -93,10 +93,6 @@ def _odd_width(config: "DiffTransformerConfig") -> str:
     return ""
 
 
-def _is_recipe(name: str) -> bool:
-    return name in shipped_recipes() | shipped_recipes("paper") or Path(name).suffix in (".yaml", ".yml")
-
-
 def _saved_config(folder: str) -> Any:
     from transformers import AutoConfig
 
@@ -128,11 +124,8 @@ def _show_start(name: str, config: "DiffTransformerConfig", is_saved: bool) -> N
     if is_saved:
         show("Measured with fresh weights: this is how the configuration starts, not what was trained.")
     for word, branches in branches_of.items():
-        said = drowning(configs[word], branches)
-        said = (
-            said or f"no branch starts more than {LARGEST_RATIO:g} times as large as the residual stream that it joins"
-        )
-        show(f"{word}: {said}.")
+        fine = f"no branch starts more than {LARGEST_RATIO:g} times as large as the residual stream that it joins"
+        show(f"{word}: {drowning(configs[word], branches) or fine}.")
 
 
 def _start_table(branches_of: "dict[str, list[Branch]]", layers: int) -> RichTable:
@@ -184,7 +177,7 @@ def _family(name: str, config: Any) -> "Table":
 def _backends() -> "Table":
     from difftransformer.ops import BACKENDS
 
-    from ..report.tables import Group, Table
+    from ..report.tables import Table, names
 
-    titles = (Group("name", numeric=False), Group("description", numeric=False))
-    return Table("backends", "Attention backends", titles, [[name, one.description] for name, one in BACKENDS.items()])
+    rows = [[name, one.description] for name, one in BACKENDS.items()]
+    return Table("backends", "Attention backends", names("name", "description"), rows)

@@ -3,16 +3,13 @@
 import re
 from dataclasses import asdict
 from json import dumps
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from difftransformer.errors import ConfigError
 
 from ..recipe_files import read_recipe
 from .arguments import check_positive
 from .console import show, show_table
-
-if TYPE_CHECKING:
-    from difftransformer.train.plan import Plan
 
 H100_TFLOPS = 989.0  # of bf16 matrix products, by NVIDIA's data sheet
 DIFF_SPEED = 0.9  # 6718 over 7491 tokens/s on H100 GPUs (arXiv:2410.05258 Table 7, 3B, 4K tokens)
@@ -76,17 +73,19 @@ def run(
     words = dict.fromkeys((planned.attention_type, *loaded.compare.models))
     counted = {word: count(planned.twin(word), context_tokens=training.context_tokens) for word in words}
     # FLOPs that take as long at the twin's speed.
-    work = {word: counts.train_flops_per_token for word, counts in counted.items()} | {
-        word: count(planned.twin("softmax"), context_tokens=training.context_tokens).train_flops_per_token / diff_speed
-        for word in words
-        if word == "diff"
-    }
+    work: dict[str, float] = {word: counts.train_flops_per_token for word, counts in counted.items()}
+    if "diff" in work:
+        twin = count(planned.twin("softmax"), context_tokens=training.context_tokens)
+        work["diff"] = twin.train_flops_per_token / diff_speed
     speed = tokens_per_second * work[planned.attention_type] if tokens_per_second else 1e12 * tflops * mfu
     documents = []
     for word, counts in counted.items():
         rate = speed / work[word]
         computing = training.batch_tokens / (rate * gpus)
         plans = fitting_plans(planned.twin(word), training, cluster, computing_seconds=computing)
+        layouts = [
+            asdict(plan) | {"rank_bytes": asdict(plan.rank_bytes) | {"total": plan.rank_bytes.total}} for plan in plans
+        ]
         document = {
             "attention_type": word,
             "parameters": counts.parameters,
@@ -96,7 +95,7 @@ def run(
             "gpu_tokens_per_second": rate,
             "computing_seconds": computing,
             "days": plans[0].step_seconds * training.steps / 86_400,
-            "layouts": [_document(plan) for plan in plans],
+            "layouts": layouts,
         }
         documents.append(document)
     if json:
@@ -115,13 +114,8 @@ def _bytes(text: str) -> float:
     return float(amount[1]) * _UNITS[amount[2]]
 
 
-def _document(plan: "Plan") -> dict[str, Any]:
-    memory = asdict(plan.rank_bytes) | {"total": plan.rank_bytes.total}
-    return asdict(plan) | {"rank_bytes": memory}
-
-
 def _print(name: str, gpus: int, memory: str, documents: list[dict[str, Any]]) -> None:
-    from ..report.tables import Group, Table, columns
+    from ..report.tables import Table, columns, names
 
     best = [document["layouts"][0] for document in documents]
     rows = {
@@ -139,7 +133,7 @@ def _print(name: str, gpus: int, memory: str, documents: list[dict[str, Any]]) -
     notes = [
         "Bytes are those of one rank at the peak of a step. A layout ends with the rows of a part x parts of a step."
     ]
-    titles = tuple(Group(word, numeric=False) for word in ("", *(document["attention_type"] for document in documents)))
+    titles = names("", *(document["attention_type"] for document in documents))
     lines = [[label, *cells] for label, cells in rows.items()]
     show_table(Table("sizes", f"{name} on {gpus} GPUs of {memory}", titles, lines, notes))
     for document, layout in zip(documents, best, strict=True):
@@ -149,15 +143,10 @@ def _print(name: str, gpus: int, memory: str, documents: list[dict[str, Any]]) -
                 f"{document['computing_seconds']:,.3f} s compute); take fewer GPUs, larger batches or a faster network"
             )
     for document in documents:
-        lines = [
-            [
-                _layout(layout),
-                _gib(layout["rank_bytes"]["total"]),
-                _gib(layout["communicated_bytes"]),
-                f"{layout['step_seconds']:,.3f}",
-            ]
-            for layout in document["layouts"][:SHOWN]
-        ]
+        lines = []
+        for layout in document["layouts"][:SHOWN]:
+            sizes = (layout["rank_bytes"]["total"], layout["communicated_bytes"])
+            lines.append([_layout(layout), *map(_gib, sizes), f"{layout['step_seconds']:,.3f}"])
         titles = columns("layout", "GiB of a rank", "sent a step, GiB", "a step, s")
         show_table(Table("layouts", f"Layouts that fit, {document['attention_type']}", titles, lines))
         if len(document["layouts"]) > SHOWN:

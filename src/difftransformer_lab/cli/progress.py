@@ -1,12 +1,10 @@
 """Progress bars that show the remaining time, and their replacement by lines where there is no terminal."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from rich.box import SIMPLE_HEAD
-from rich.console import RenderableType
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -18,7 +16,6 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
-from rich.table import Table
 from rich.text import Text
 
 from difftransformer.progress import shown_by, titled
@@ -30,6 +27,7 @@ if TYPE_CHECKING:
 
     from difftransformer.train.metrics import Metrics
 
+    from ..report.live import LivePage
     from ..studies import Job
 
 EVALUATION_SHARE = 0.2  # what evaluating a run of the demo takes, as a share of its training
@@ -162,47 +160,18 @@ def watch_study(progress: Progress, title: str) -> "Callable[[Sequence[Job]], No
     return watch
 
 
-class PairProgress(Progress):
-    """One bar for several runs, and above it a table of what each has reached so far."""
-
-    jobs: "Sequence[Job]" = ()
-
-    def get_renderables(self) -> Iterable[RenderableType]:
-        if any(job.validations for job in self.jobs):
-            yield self._table()
-        yield self.make_tasks_table(self.tasks)
-
-    def _table(self) -> Table:
-        table = Table(box=SIMPLE_HEAD, pad_edge=False, title="so far: validation loss, nats/token, and needle accuracy")
-        table.add_column("step", justify="right")
-        for job in self.jobs:
-            table.add_column(job.label, justify="right")
-        for step in sorted({step for job in self.jobs for step in job.validations}):
-            table.add_row(str(step), *(_reached(job, step) for job in self.jobs))
-        return table
-
-
-def pair_progress() -> PairProgress:
-    return PairProgress(*_columns(TextColumn("{task.percentage:>3.0f} %", markup=False)), console=console)
-
-
-def watch_pair(progress: PairProgress) -> "Callable[[Sequence[Job]], None]":
-    """Return a callback that draws one bar over all jobs, the evaluation at their end included, and what they reached."""
+def watch_pair(progress: Progress) -> "Callable[[Sequence[Job]], None]":
+    """Return a callback that draws one bar over all jobs, their evaluation included, and prints what they have reached."""
     bars, printed = _Bars(progress), set[int]()
-    titled = False
 
     def watch(jobs: "Sequence[Job]") -> None:
-        nonlocal titled
-        progress.jobs = jobs
         done = sum(job.step + EVALUATION_SHARE * job.steps * job.done for job in jobs)
         total = sum((1 + EVALUATION_SHARE) * job.steps for job in jobs)
         if console.is_terminal:
-            bars.update("training and evaluating", done, total, "")
-            return
-        if not titled and jobs[0].validations:
-            titled = True
-            console.print("validation loss, nats/token, and needle accuracy so far:")
+            bars.update("training and evaluating", done, total, "", loss="")
         for step in sorted(set.intersection(*({*job.validations} for job in jobs)) - printed):
+            if not printed:
+                console.print("validation loss, nats/token, and needle accuracy so far:")
             printed.add(step)
             console.print(f"step {step}: {'; '.join(f'{job.label}: {_reached(job, step)}' for job in jobs)}")
 
@@ -210,10 +179,18 @@ def watch_pair(progress: PairProgress) -> "Callable[[Sequence[Job]], None]":
 
 
 def _reached(job: "Job", step: int) -> str:
-    if step not in job.validations:
-        return ""
     loss, accuracy = job.validations[step]
     return f"{loss:.3f}" + ("" if accuracy is None else f" and {accuracy:.0%}")
+
+
+def _live_page(folder: "Path | None", title: str) -> "LivePage | None":
+    if folder is None:
+        return None
+    from ..report.live import LivePage
+
+    page = LivePage(folder, title)
+    when_interrupted.append(page.stop)
+    return page
 
 
 def watch_steps(
@@ -222,13 +199,7 @@ def watch_steps(
     """Return a callback that draws one run as a bar, and keeps the page of its folder if one is given."""
     from difftransformer.train.metrics import METRICS_FILE, StepMetrics
 
-    page = None
-    if folder is not None:
-        from ..report.live import LivePage
-
-        page = LivePage(folder, label)
-        when_interrupted.append(page.stop)
-    bars = _Bars(progress)
+    page, bars = _live_page(folder, label), _Bars(progress)
     bars.update(label, 0, steps, "", started=False, loss="")  # a run that goes on does not begin at step 0
 
     def on_metrics(metrics: "Metrics") -> None:
@@ -237,9 +208,8 @@ def watch_steps(
             line = f"{label}: step {metrics.step} of {steps}, {loss}, {speed}"
             words = f"{bars.loss_words(label, metrics.step, metrics.loss_nats)} {speed}"
             bars.update(label, metrics.step, steps, line, loss=words)
-        if page is not None and folder is not None:
-            ended = int(metrics.step >= steps)
-            page.update({label: (folder / METRICS_FILE, steps)}, ended, 1)
+        if page is not None:
+            page.update({label: (page.folder / METRICS_FILE, steps)}, int(metrics.step >= steps), 1)
 
     return on_metrics
 
@@ -248,14 +218,9 @@ def with_page(
     watch: "Callable[[Sequence[Job]], None]", folder: "Path | None", title: str
 ) -> "Callable[[Sequence[Job]], None]":
     """Return a callback that also keeps the page of jobs in a folder, those that are running first; None for no page."""
-    if folder is None:
+    if (page := _live_page(folder, title)) is None:
         return watch
     from difftransformer.train.metrics import METRICS_FILE
-
-    from ..report.live import LivePage
-
-    page = LivePage(folder, title)
-    when_interrupted.append(page.stop)
 
     def watch_both(jobs: "Sequence[Job]") -> None:
         watch(jobs)
@@ -297,13 +262,9 @@ def evaluation_progress(label: str = "") -> Iterator[None]:
             yield
 
 
-def _display(*columns: ProgressColumn) -> Progress:
-    return Progress(*_columns(*columns), console=console)
-
-
-def _columns(*own: ProgressColumn) -> tuple[ProgressColumn, ...]:
+def _display(*own: ProgressColumn) -> Progress:
     title = TextColumn("{task.description}", markup=False)
-    return title, BarColumn(), *own, TimeElapsedColumn(), _TimeLeft()
+    return Progress(title, BarColumn(), *own, TimeElapsedColumn(), _TimeLeft(), console=console)
 
 
 class _TimeLeft(TimeRemainingColumn):

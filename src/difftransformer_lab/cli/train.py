@@ -1,5 +1,6 @@
 """difftransformer train."""
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -47,7 +48,7 @@ def run(
         from ..studies import load_recipe
 
         return _describe(load_recipe(recipe, overrides))
-    return run_together(lambda group: _train(recipe, overrides, out, threads, profile, page, group), device, processes)
+    return run_together(partial(_train, recipe, overrides, out, threads, profile, page), device, processes)
 
 
 def _train(
@@ -110,14 +111,10 @@ def _describe(recipe: "Recipe") -> int:
     missing = recipe.missing()
     if recipe.model or recipe.start_from is None or not missing:
         config, training = recipe.planned_config(), recipe.training
-        tokens, stages = (
-            training.steps * training.batch_tokens,
-            ", ".join(str(long) for _, long in training.context_stages),
-        )
+        stages = ", ".join(str(long) for _, long in training.context_stages)
+        tokens = f"{training.batch_tokens:,} tokens, {training.steps * training.batch_tokens:,} in all"
         show(f"{recipe.name}: {config.attention_type}, {count(config).parameters:,} parameters")
-        show(
-            f"{training.steps:,} steps of {training.batch_tokens:,} tokens, {tokens:,} in all; rows of {stages} tokens"
-        )
+        show(f"{training.steps:,} steps of {tokens}; rows of {stages} tokens")
     for line in missing:
         show(f"missing: {line}")
     return 0
