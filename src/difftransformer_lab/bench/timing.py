@@ -93,15 +93,13 @@ def deterministically(*, fill_memory: bool) -> Iterator[None]:
         memory.fill_uninitialized_memory = fills  # type: ignore[attr-defined]
 
 
-def foreign_cpu_share() -> Callable[[], float] | None:
+def foreign_cpu_share() -> Callable[[], float | None]:
     """Return a function that tells which share of the CPU time other processes have taken since now; None if not Linux."""
-    begun, taken = time.monotonic(), foreign_cpu_seconds()
-    if taken is None:
-        return None
+    begun, before = time.monotonic(), foreign_cpu_seconds()
 
-    def share() -> float:
-        cpu_seconds = (time.monotonic() - begun) * (os.cpu_count() or 1)
-        return max(0.0, (foreign_cpu_seconds() or 0.0) - taken) / cpu_seconds
+    def share() -> float | None:
+        now, cpu_seconds = foreign_cpu_seconds(), (time.monotonic() - begun) * (os.cpu_count() or 1)
+        return None if before is None or now is None else max(0.0, now - before) / cpu_seconds
 
     return share
 

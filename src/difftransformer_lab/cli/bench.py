@@ -45,14 +45,14 @@ def run(part: Part, out: str = "reports/bench", *, verb: str, options: Settings)
 
 
 def measure_and_write(steps: list[Step], out: Path, device: str, command: str | None = None) -> None:
-    # On a GPU the load of the CPU does not matter, and compilers leave processes there.
-    share = foreign_cpu_share() if device == "cpu" else None
+    share = foreign_cpu_share()
     rows = _measure(steps)
     result = Bench(
         command=command or command_line(),
         created=now(),
         environment=environment(device),
-        foreign_cpu_share=share() if share else None,
+        # On a GPU the load of the CPU does not matter, and compilers leave processes there.
+        foreign_cpu_share=share() if device == "cpu" else None,
         rows=rows,
     )
     path = write_result(result, out / "results.json")

@@ -102,11 +102,11 @@ def run(
             if options is not None and len(models) == 1:
                 folder = Path(out) if out else Path("evals", Path(models[0]).resolve().name)
                 with opening(models[0]) as opened, crew.locked(folder), evaluation_progress():
-                    result = evaluate_task(name, options, opened, folder, device=device, processes=crew)
+                    result = evaluate_task(name, options, opened, folder, processes=crew)
                 return _show_one(result, folder, verb) if crew.is_first else 0
             folder = Path(out or f"reports/{suite.name}")
             with crew.locked(folder), evaluation_progress():
-                results, missing = run_suite(suite, models, folder, opening=opening, device=device, processes=crew)
+                results, missing = run_suite(suite, models, folder, opening=opening, processes=crew)
         return _show_all(suite.name, results, missing, folder, verb) if crew.is_first else 0
 
     return run_together(evaluate, device, processes, check)
@@ -134,14 +134,15 @@ def _show_one(result: "TaskResult", folder: Path, verb: str) -> int:
     return gaps.status
 
 
-def _show_all(name: str, by_task: "dict[str, list[TaskResult]]", missing: list[Any], folder: Path, verb: str) -> int:
+def _show_all(
+    name: str, by_task: "dict[str, list[TaskResult]]", missing: list[tuple[str, str, str]], folder: Path, verb: str
+) -> int:
     from ..report import suite_page, write_page
     from ..report.tasks import measurement_table
 
     for results in filter(None, by_task.values()):
         show_table(measurement_table(results, brief=True))
     gaps = Gaps(verb)
-    left_out = [(row.name, row.model, row.reason) for row in missing]
-    page = write_page(suite_page(name, by_task, left_out), folder, on_gap=gaps)
+    page = write_page(suite_page(name, by_task, missing), folder, on_gap=gaps)
     show(f"Report: {page}")
     return gaps.status

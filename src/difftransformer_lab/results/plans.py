@@ -82,6 +82,10 @@ class StudyPlan:
     about: str = ""
     questions: list[Question]
 
+    @property
+    def contrasts(self) -> list[Contrast]:
+        return [contrast for question in self.questions for contrast in question.contrasts]
+
 
 @dataclass(frozen=True, kw_only=True)
 class RegisteredPlan:

@@ -150,10 +150,10 @@ class CostRow:
     model: str
     label: str
     parameters: int
-    train_step_seconds: float | None
-    prefill_tokens_per_second: float | None
-    decode_tokens_per_second: float | None
-    peak_training_bytes: int | None
+    train_step_seconds: float | None = None
+    prefill_tokens_per_second: float | None = None
+    decode_tokens_per_second: float | None = None
+    peak_training_bytes: int | None = None
     weights_and_kv_bytes_4k: int
     weights_and_kv_bytes_64k: int
 

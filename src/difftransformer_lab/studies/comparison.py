@@ -49,8 +49,7 @@ def compare(recipe: Recipe, folder: Path, *, costs: bool = True) -> StudyIndex:
         context_tokens=context,
         labels={model: label(model) for model in configs},
     )
-    busy = share() if share else None
-    return study.write_index(sizes=sizes, baselines=baselines, costs=timed, costs_foreign_cpu_share=busy)
+    return study.write_index(sizes=sizes, baselines=baselines, costs=timed, costs_foreign_cpu_share=share())
 
 
 def comparison(recipe: Recipe) -> Design:

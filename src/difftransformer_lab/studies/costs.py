@@ -70,10 +70,6 @@ def _smaller(name: str, configs: Mapping[str, DiffTransformerConfig], labels: Ma
         model=f"{name}-{PAPER_SHARE:.0%}",
         label=f"{labels.get(name, name)} at {PAPER_SHARE:.0%} of the parameters, by formula",
         parameters=parameters,
-        train_step_seconds=None,
-        prefill_tokens_per_second=None,
-        decode_tokens_per_second=None,
-        peak_training_bytes=None,
         weights_and_kv_bytes_4k=round(weights + SHORT * kv_bytes),
         weights_and_kv_bytes_64k=round(weights + LONG * kv_bytes),
     )

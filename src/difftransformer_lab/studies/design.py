@@ -155,10 +155,8 @@ class StudyConfig:
                     f"arms.{name}.upcycle is {one_arm.upcycle!r} and source is {self.source!r}; a study of a pretrained "
                     "model has a source, and each arm says what becomes of it"
                 )
-        for where, figures in (
-            ("", self.figures),
-            *((f"presets.{name}.", one.figures) for name, one in self.presets.items()),
-        ):
+        of_presets = {f"presets.{name}.": one.figures for name, one in self.presets.items()}
+        for where, figures in {"": self.figures, **of_presets}.items():
             if figures and figures[0].secondary:
                 raise ConfigError(
                     f"{where}figures: {figures[0].label!r} comes first and is secondary; put a primary figure first"
@@ -300,15 +298,12 @@ class Design:
 
         So the first question is decided before the rates of another's arms are tried. Without a plan all arms are one group.
         """
-        contrasts = (
-            [contrast for question in self.plan.questions for contrast in question.contrasts] if self.plan else []
-        )
+        contrasts = self.plan.contrasts if self.plan else []
         groups = [[arm for term in contrast.terms for arm in term.arms] for contrast in contrasts]
-        left = list(self.arms)
-        turns = []
+        turns: list[list[str]] = []
         for group in (*groups, self.arms):
-            turns.append([arm for arm in left if arm in group])
-            left = [arm for arm in left if arm not in group]
+            before = {arm for turn in turns for arm in turn}
+            turns.append([arm for arm in self.arms if arm in group and arm not in before])
         return [turn for turn in turns if turn]
 
     @property
@@ -369,7 +364,7 @@ class Design:
             ]
         axes, lower_is_better = self.described_axes(), self.figures[0].better == "lower"
         runs: dict[tuple[str, str, int], PlannedRun] = {}
-        for contrast in (contrast for question in self.plan.questions for contrast in question.contrasts):
+        for contrast in self.plan.contrasts:
             groups = groups_of(contrast, axes, rates, lower_is_better=lower_is_better) or {}
             points = {group: dict(zip(self.values, group[1], strict=True)) for group in groups}
             if any((arm, place(point)) not in known for (arm, _), point in points.items()):
@@ -393,15 +388,14 @@ class Design:
                 "the plan of this size"
             )
         labels = {figure.label for figure in self.figures}
-        for question in plan.questions:
-            for contrast in question.contrasts:
-                where = f"{source}: contrast {contrast.name!r}"
-                _check_names(f"{where}: figure", [contrast.figure], labels)
-                for term in contrast.terms:
-                    _check_names(f"{where}: arms", term.arms, self.arms)
-                    _check_names(f"{where}: at", term.at, self.values)
-                    for axis, value in term.at.items():
-                        _check_names(f"{where}: at.{axis}", [value], [OWN_BEST, *self.values[axis]])
+        for contrast in plan.contrasts:
+            where = f"{source}: contrast {contrast.name!r}"
+            _check_names(f"{where}: figure", [contrast.figure], labels)
+            for term in contrast.terms:
+                _check_names(f"{where}: arms", term.arms, self.arms)
+                _check_names(f"{where}: at", term.at, self.values)
+                for axis, value in term.at.items():
+                    _check_names(f"{where}: at.{axis}", [value], [OWN_BEST, *self.values[axis]])
 
     def tuned_point(self, point: Mapping[str, str]) -> dict[str, str]:
         return self.points[0] | {axis: point[axis] for axis in self.preset.tuning.per}
@@ -419,16 +413,13 @@ class Design:
     def seeds(self) -> tuple[int, int]:
         """Return the smallest and the largest number of seeds of a comparison."""
         if self.plan is not None:
-            counts = [contrast.seeds for question in self.plan.questions for contrast in question.contrasts]
-            return min(counts), max(counts)
-        reference = self.config.reference
-        pairs = [
-            min(self._count(arm, point), self._count(reference, point))
-            for arm in self.arms
-            for point in self.points
-            if arm != reference
-        ]
-        return (min(pairs), max(pairs)) if pairs else (0, 0)
+            counts = [contrast.seeds for contrast in self.plan.contrasts]
+        else:
+            reference = self.config.reference
+            others = [arm for arm in self.arms if arm != reference]
+            pairs = itertools.product(others, self.points)
+            counts = [min(self._count(arm, point), self._count(reference, point)) for arm, point in pairs]
+        return min(counts, default=0), max(counts, default=0)
 
     def described_arms(self) -> list[StudyArm]:
         return [

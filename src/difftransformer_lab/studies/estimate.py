@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -62,8 +62,13 @@ def estimate(study: Study, *, at_once: int, threads: int, device: str = "cpu") -
     known = {(run.arm, place(run.point), run.seed) for run in looked_for}
     later = [run for run in study.design.reported() if (run.arm, place(run.point), run.seed) not in known]
     missing = [run for run, file in zip(looked_for, files, strict=True) if file is None] + later
-    here, clock = replace(environment(device), threads=threads), _Clock(study, threads, device, bool(absent))
-    seconds = [study.store.seconds(run, here) or clock.seconds(run) for run in missing]
+    here, clock = replace(environment(device), threads=threads), _Clock(study, device, bool(absent))
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        seconds = [study.store.seconds(run, here) or clock.seconds(run) for run in missing]
+    finally:
+        torch.set_num_threads(before)
     longest = max(zip((run.title for run in missing), seconds, strict=True), key=lambda one: one[1], default=None)
     return Estimate(
         runs=len(looked_for) + len(later),
@@ -86,8 +91,8 @@ def _scheduled(seconds: Sequence[float], at_once: int) -> float:
 class _Clock:
     """Times of kinds of runs that have no record."""
 
-    def __init__(self, study: Study, threads: int, device: str, is_without_data: bool) -> None:
-        self.study, self.threads, self.device, self.is_without_data = study, threads, device, is_without_data
+    def __init__(self, study: Study, device: str, is_without_data: bool) -> None:
+        self.study, self.device, self.is_without_data = study, device, is_without_data
         self.basis: Basis = "earlier runs"
         self._by_kind: dict[str, float] = {}
         self._speeds: dict[str, float] = {}
@@ -113,17 +118,12 @@ class _Clock:
             self.basis = "some steps timed now"
         model = build_model(config, 0).to(self.device)
         keep_freed_memory()  # as runs do
-        before = torch.get_num_threads()
-        torch.set_num_threads(self.threads)
-        try:
-            tokens = training.batch_tokens // training.accumulation
-            works: dict[str, Any] = {
-                str(length): training_work(model, tokens // length, length, training.precision)
-                for length in {length for _, length in training.context_stages}
-            }
-            timings = time_interleaved(works, rounds=3, warmup=1, device=self.device)
-        finally:
-            torch.set_num_threads(before)
+        tokens = training.batch_tokens // training.accumulation
+        works = {
+            str(length): training_work(model, tokens // length, length, training.precision)
+            for _, length in training.context_stages
+        }
+        timings = time_interleaved(works, rounds=3, device=self.device)
         per_step = {name: training.accumulation * timing.median_seconds for name, timing in timings.items()}
         ends = [first for first, _ in training.context_stages[1:]] + [training.steps]
         steps = sum(
@@ -138,9 +138,6 @@ class _Clock:
     def _seconds_by_operations(self, run: PlannedRun, config: DiffTransformerConfig) -> float:
         training = run.recipe.training
         if training.precision not in self._speeds:
-            before = torch.get_num_threads()
-            torch.set_num_threads(self.threads)
             self._speeds[training.precision] = matmul_flops(self.device, training.precision)
-            torch.set_num_threads(before)
         per_token = count(config, context_tokens=training.context_tokens).train_flops_per_token
         return per_token * training.batch_tokens / (MFU * self._speeds[training.precision])

@@ -103,7 +103,7 @@ def evaluate_checkpoint(
         results = {}
         for spec in recipe.evaluation:
             task = tasks[spec.name]
-            results[spec.name] = kept_or_asked(spec, opened, folder, task, device=device, processes=processes)
+            results[spec.name] = kept_or_asked(spec, opened, folder, task, processes=processes)
             if processes.is_first:
                 for answers in folder.glob(f"{spec.name}.answers.jsonl*"):  # they have served
                     answers.unlink()

@@ -24,9 +24,8 @@ def load_plan(name: str) -> StudyPlan:
     """
     document = read_mapping(name, shipped_recipes("plans"), "a plan is a mapping with study, preset and questions")
     plan = build(StudyPlan, document, source=name, error=ConfigError)
-    contrasts = [contrast for question in plan.questions for contrast in question.contrasts]
-    names = [contrast.name for contrast in contrasts]
-    for contrast in contrasts:
+    names = [contrast.name for contrast in plan.contrasts]
+    for contrast in plan.contrasts:
         where = f"{name}: contrast {contrast.name!r}"
         if names.count(contrast.name) > 1:
             raise ConfigError(f"{where} stands twice; give each contrast a name of its own")

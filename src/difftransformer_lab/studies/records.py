@@ -167,11 +167,9 @@ def run_record(
     for row in read_lines(folder / METRICS_FILE):
         for name, value in row.get("evaluation", {}).items():
             asked.setdefault(name, []).append((row["step"], value))
-    for name, points in asked.items():
-        curves[name] = _thinned([step for step, _ in points], [value for _, value in points])
     for layer in range(len(steps[-1].lambdas)):
-        values = [line.lambdas[layer] for line in steps]
-        curves[f"lambda {layer}"] = _thinned([line.step for line in steps], values)
+        asked[f"lambda {layer}"] = [(line.step, line.lambdas[layer]) for line in steps]
+    curves |= {name: _thinned(points) for name, points in asked.items()}
     return RunRecord(
         recipe=portable(recipe),
         data_sha256=shards.manifest.fingerprint,
@@ -210,11 +208,9 @@ def run_figures(task: str, result: TaskResult) -> Iterator[RunFigure]:
 def _training_figures(steps: Sequence[StepMetrics]) -> list[RunFigure]:
     """Return figures of the training itself, of which the curves keep too few points."""
     norms = [line.gradient_norm for line in steps]
-    figures = {"gradient spikes": len(spikes(norms)), "largest gradient norm": max(norms)}
-    return [
-        RunFigure(task=TRAINING, name=name, unit="", better="lower", at={}, value=float(value), n=len(steps))
-        for name, value in figures.items()
-    ]
+    figures = {"gradient spikes": float(len(spikes(norms))), "largest gradient norm": max(norms)}
+    same: dict[str, Any] = {"task": TRAINING, "unit": "", "better": "lower", "at": {}, "n": len(steps)}
+    return [RunFigure(name=name, value=value, **same) for name, value in figures.items()]
 
 
 def _curves(lines: Sequence[object]) -> dict[str, Curve]:
@@ -223,15 +219,14 @@ def _curves(lines: Sequence[object]) -> dict[str, Curve]:
     for name in names:
         points = [(line.step, value) for line in lines if (value := getattr(line, name)) is not None]  # type: ignore[attr-defined]
         if name != "step" and points and all(isinstance(value, (int, float)) for _, value in points):
-            curves[name] = _thinned([step for step, _ in points], [float(value) for _, value in points])
+            curves[name] = _thinned(points)
     return curves
 
 
-def _thinned(steps: Sequence[int], values: Sequence[float]) -> Curve:
+def _thinned(points: Sequence[tuple[int, float]]) -> Curve:
     """Return at most 50 points of a curve, the last one among them."""
-    stride = math.ceil(len(steps) / CURVE_POINTS)
-    kept = range(len(steps) - 1, -1, -stride)[::-1]
-    return Curve(steps=[steps[index] for index in kept], values=[_short(values[index]) for index in kept])
+    kept = points[:: -math.ceil(len(points) / CURVE_POINTS)][::-1]
+    return Curve(steps=[step for step, _ in kept], values=[_short(value) for _, value in kept])
 
 
 def _binned(steps: Sequence[StepMetrics], name: str, reduce: Callable[[Sequence[float]], float]) -> Curve:

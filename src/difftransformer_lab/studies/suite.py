@@ -36,13 +36,6 @@ class Suite:
         check_specs(self.tasks)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Missing:
-    name: str
-    model: str
-    reason: str
-
-
 def load_suite(preset: str) -> Suite:
     """Read a suite from a file, or one of this package by its name, and check every option.
 
@@ -59,9 +52,8 @@ def run_suite(
     folder: Path,
     *,
     opening: Callable[[str], AbstractContextManager[OpenedModel]] = open_language_model,
-    device: str = "cpu",
     processes: Processes = ALONE,
-) -> tuple[dict[str, list[TaskResult]], list[Missing]]:
+) -> tuple[dict[str, list[TaskResult]], list[tuple[str, str, str]]]:
     """Run every task on every model; results that are already in the folder are not computed again.
 
     A result holds as long as the model, the options and the content of the data are the same. A task that cannot be run, such
@@ -72,19 +64,19 @@ def run_suite(
         processes: This process and the others, each with the model. The first one writes.
 
     Returns:
-        Results by task, in the order of the models, and the tasks that were not run.
+        Results by task, in the order of the models; and task, model and reason of what was not run.
 
     Raises:
         DiffTransformerError: No model can be opened.
     """
     results: dict[str, list[TaskResult]] = {task.name: [] for task in suite.tasks}
-    missing: list[Missing] = []
+    missing: list[tuple[str, str, str]] = []
     failures = []
 
     def leave_out(name: str, model: str, error: Exception) -> None:
         reason = str(error) if isinstance(error, DiffTransformerError) else f"{type(error).__name__}: {error}"
         logger.warning("%s: left out: %s", name, reason)
-        missing.append(Missing(name=name, model=model, reason=reason))
+        missing.append((name, model, reason))
 
     for place, model in enumerate(models):
         logger.info("%s: opening", model)
@@ -94,7 +86,7 @@ def run_suite(
                 for spec in suite.tasks:
                     try:
                         title = f"{Path(model).name}: {spec.name}"
-                        result = kept_or_asked(spec, opened, own, title=title, device=device, processes=processes)
+                        result = kept_or_asked(spec, opened, own, title=title, processes=processes)
                         results[spec.name].append(result)
                     except Exception as error:  # whatever it is, it costs one task
                         if processes.count > 1 and not isinstance(error, DiffTransformerError):

@@ -25,19 +25,16 @@ logger = logging.getLogger(__name__)
 
 def context_of(model: OpenedModel) -> TaskContext:
     """Return what tasks are drawn for: a model of a run knows the text that the run held out."""
-    path = Path(model.identity.name)
-    run = path.parent.parent if path.parent.name == "checkpoints" else path
-    recipe = run / RECIPE_FILE
+    path, asked = Path(model.identity.name), model.language_model
+    recipe = (path.parent.parent if path.parent.name == "checkpoints" else path) / RECIPE_FILE
+    context = TaskContext(tokenizer=asked.tokenizer, context_tokens=asked.context_tokens)
+    if not recipe.is_file():
+        return context
 
     def data() -> DataConfig:
         return load_recipe(recipe).data
 
-    return TaskContext(
-        tokenizer=model.language_model.tokenizer,
-        context_tokens=model.language_model.context_tokens,
-        validation=(lambda: prepare_shards(data()).tokens("validation")) if recipe.is_file() else None,
-        data=data if recipe.is_file() else None,
-    )
+    return dataclasses.replace(context, validation=lambda: prepare_shards(data()).tokens("validation"), data=data)
 
 
 def evaluate_task(
@@ -49,7 +46,6 @@ def evaluate_task(
     task: Task | None = None,
     label: str | None = None,
     title: str | None = None,
-    device: str = "cpu",
     replace_others: bool = False,
     processes: Processes = ALONE,
 ) -> TaskResult:
@@ -89,7 +85,7 @@ def evaluate_task(
         seed=int(getattr(options, "seed", 0)),
         command=command_line(),
         created=now(),
-        environment=environment(device),
+        environment=environment(str(model.language_model.model.device)),
         measurements=scores.measurements,
         items=scores.items,
         grids=scores.grids,
@@ -112,7 +108,6 @@ def kept_or_asked(
     task: Task | None = None,
     *,
     title: str | None = None,
-    device: str = "cpu",
     processes: Processes = ALONE,
 ) -> TaskResult:
     """Return the result that is in the folder, if data, options and model are still the same, or else ask the model."""
@@ -130,7 +125,6 @@ def kept_or_asked(
         task=drawn,
         label=spec.name,
         title=title,
-        device=device,
         replace_others=True,
         processes=processes,
     )
