@@ -107,10 +107,10 @@ def test_a_unit_is_counted_once_whatever_its_size():
 
 def test_a_mean_over_sets_has_width_where_every_answer_is_right():
     rows = [proportion("accuracy", [True] * n, {"set": str(n)}) for n in (10, 30)]
-    whole = mean_of_sets("mean accuracy", rows)
+    whole = mean_of_sets(rows)
     below = [1 - wilson_interval(n, n)[0] for n in (10, 30)]
     assert (whole.value, whole.high) == (1, 1)
     assert whole.low == pytest.approx(1 - math.hypot(*below) / 2)
     mixed = [proportion("accuracy", [True] * 9 + [False], {"set": "a"}), proportion("accuracy", [True], {"set": "b"})]
-    result = task_result("math", "m", [*mixed, mean_of_sets("mean accuracy", mixed)])
+    result = task_result("math", "m", [*mixed, mean_of_sets(mixed)])
     assert [text for _, text in summary_rows(result)] == ["0.9000 (9 of 10)", "1.0000 (1 of 1)", "0.9500"]

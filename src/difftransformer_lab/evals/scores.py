@@ -46,18 +46,8 @@ def proportion(
         _, sums, sizes = by_unit(right, units)
         error, trials, count = ratio(sums, sizes)[1], effective_trials(sums, sizes), len(sums)
     low, high = wilson_interval(p * trials if right else 0, trials)
-    return Measurement(
-        name=name,
-        unit="share",
-        value=p,
-        standard_error=error,
-        n=n,
-        better=better,
-        at=at,
-        low=low,
-        high=high,
-        units=count,
-    )
+    whole = single(name, "share", p, n, at, better)
+    return replace(whole, standard_error=error, low=low, high=high, units=count)
 
 
 def mean(
@@ -81,7 +71,7 @@ def mean(
         _, values, weights = by_unit(values, units)
         count = len(values)
     value, error = ratio(values, weights)
-    return Measurement(name=name, unit=unit, value=value, standard_error=error, n=n, better=better, at=at, units=count)
+    return replace(single(name, unit, value, n, at, better), standard_error=error, units=count)
 
 
 def unit_scores(name: str, values: Sequence[float], units: Sequence[Hashable]) -> list[ItemScore]:
@@ -119,11 +109,11 @@ def accuracy_of_sets(answers: Sequence[tuple[str, Hashable, bool]]) -> tuple[lis
     columns = {name: tuple(zip(*rows, strict=True)) for name, rows in sets.items()}
     accuracies = [proportion("accuracy", right, {"set": name}, units=units) for name, (units, right) in columns.items()]
     items = [item for units, right in columns.values() for item in unit_scores("accuracy", right, units)]
-    return [*accuracies, mean_of_sets("mean accuracy", accuracies)], items
+    return [*accuracies, mean_of_sets(accuracies)], items
 
 
-def mean_of_sets(name: str, rows: Sequence[Measurement]) -> Measurement:
-    """Return the mean share over sets; n counts all items.
+def mean_of_sets(rows: Sequence[Measurement]) -> Measurement:
+    """Return the mean accuracy over sets; n counts all items.
 
     The standard error is sqrt(sum of squared errors) / sets, and the interval adds the sets' distances from their bounds
     in the same way (R. G. Newcombe, Statistics in Medicine 17, 1998).
@@ -132,13 +122,12 @@ def mean_of_sets(name: str, rows: Sequence[Measurement]) -> Measurement:
     below = [row.value - row.low for row in rows if row.low is not None]
     above = [row.high - row.value for row in rows if row.high is not None]
     errors = [row.standard_error for row in rows if row.standard_error is not None]
-    return Measurement(
-        name=name,
-        unit=rows[0].unit,
+    return replace(
+        rows[0],
+        name="mean accuracy",
         value=value,
         standard_error=math.hypot(*errors) / len(rows) if len(errors) == len(rows) else None,
         n=sum(row.n for row in rows),
-        better=rows[0].better,
         at={},
         low=value - math.hypot(*below) / len(rows),
         high=value + math.hypot(*above) / len(rows),

@@ -18,7 +18,7 @@ from difftransformer.typed import build
 
 from .answers import NEEDS, decimals, effect_words, explored_words, share_words
 from .comparisons import row_of
-from .contrasts import DECIDED, Finding
+from .contrasts import DECIDED, Finding, Registration
 from .questions import finding_words
 from .studied import Studied
 
@@ -113,19 +113,8 @@ def judge(claims: Sequence[Claim], studies: Sequence[Studied]) -> list[Judged]:
 
 
 def _judged(claim: Claim, studies: Sequence[Studied]) -> Judged:
-    evident = [
-        *(
-            Evident(study=study, words=_words(study, finding), vote=_vote(study, finding, test))
-            for test in claim.tests
-            for study, finding in _findings(test, studies)
-        ),
-        *(
-            Evident(study=study, words=_words(study, finding), vote="beside")
-            for test in claim.beside
-            for study, finding in _findings(test, studies)
-        ),
-        *(one for explored in claim.explored for one in _explored(explored, studies)),
-    ]
+    evident = [one for named in (*claim.tests, *claim.beside) for one in _planned(named, studies)]
+    evident += [one for explored in claim.explored for one in _explored(explored, studies)]
     return Judged(claim=claim, state=_state(claim, {one.vote for one in evident}), evident=evident)
 
 
@@ -144,19 +133,17 @@ def _state(claim: Claim, votes: set[Vote]) -> ClaimState:
     return next((state for vote, state in rest.items() if vote in votes), "not run yet")
 
 
-def _findings(test: Named, studies: Sequence[Studied]) -> Iterator[tuple[Studied, Finding]]:
+def _planned(named: Named, studies: Sequence[Studied]) -> Iterator[Evident]:
     for study in studies:
-        if study.evidence.index.name == test.study:
-            yield from ((study, one) for one in study.findings if one.contrast.name == test.contrast)
+        for finding in study.findings if study.evidence.index.name == named.study else ():
+            if finding.contrast.name == named.contrast:
+                assert study.registration is not None
+                vote = _vote(study.registration, finding, named) if isinstance(named, ClaimTest) else "beside"
+                yield Evident(study=study, words=finding_words(finding, study.registration), vote=vote)
 
 
-def _words(study: Studied, finding: Finding) -> str:
-    assert study.registration is not None
-    return finding_words(finding, study.registration)
-
-
-def _vote(study: Studied, finding: Finding, test: ClaimTest) -> Vote:
-    if study.registration is None or not study.registration.is_registered:
+def _vote(registration: Registration, finding: Finding, test: ClaimTest) -> Vote:
+    if not registration.is_registered:
         return "planned"
     if finding.state in DECIDED and finding.is_small:
         return "small"
@@ -168,13 +155,12 @@ def _vote(study: Studied, finding: Finding, test: ClaimTest) -> Vote:
 
 def _explored(explored: Explored, studies: Sequence[Studied]) -> Iterator[Evident]:
     for study in studies:
-        if study.evidence.index.name == explored.study and study.evidence.index.plan is None:
-            words = _explored_words(study, explored)
-            if words:
-                vote: Vote = "too little power" if explored.weak else "explored"
-                yield Evident(
-                    study=study, words=f"{words}. {explored.weak}".strip() if explored.weak else words, vote=vote
-                )
+        index = study.evidence.index
+        if index.name == explored.study and index.plan is None and (words := _explored_words(study, explored)):
+            if explored.weak:
+                yield Evident(study=study, words=f"{words}. {explored.weak}", vote="too little power")
+            else:
+                yield Evident(study=study, words=words, vote="explored")
 
 
 def _explored_words(study: Studied, explored: Explored) -> str:

@@ -11,8 +11,9 @@ decided to lie within its smallest effect, the next one is a test of its own at 
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
+from itertools import product
 from typing import Literal
 
 from difftransformer.errors import ResultsError
@@ -125,7 +126,11 @@ def registration(evidence: Evidence, tested: list[Finding]) -> Registration:
     if not plan.commit or not plan.committed:
         return Registration(is_registered=False, why_not=f"{plan.file} is in no commit with this content.")
     committed = _time(plan.committed)
-    used = {file: _began(run) for one in tested for file, run in _used(evidence, one)}
+    used = {
+        file: _time(run.created) - timedelta(seconds=run.total_seconds)
+        for one in tested
+        for file, run in _used(evidence, one)
+    }
     older = [(began, file) for file, began in used.items() if began <= committed]
     if not older:
         return Registration(is_registered=True)
@@ -147,16 +152,15 @@ def _in_sequence(evidence: Evidence, contrasts: list[Contrast]) -> list[Finding]
 
 
 def _tested(evidence: Evidence, contrast: Contrast, *, is_due: bool) -> Finding:
-    figure = _known(evidence, contrast)
-    groups = _groups(evidence, contrast)
-    seeds = range(contrast.first_seed, contrast.first_seed + contrast.seeds)
-    columns = {seed: _column(evidence, contrast, figure, groups or {}, seed) for seed in seeds}
+    figure, index = _known(evidence, contrast), evidence.index
+    lower_is_better = index.figures[0].better == "lower"
+    groups = groups_of(contrast, index.axes, index.rates, lower_is_better=lower_is_better) or {}
+    columns = {seed: _column(evidence, contrast, figure, groups, seed) for seed in contrast.every_seed}
     there = {seed: column for seed, column in columns.items() if column}
     values = {
-        seed: math.fsum(column[group] * weight for group, weight in (groups or {}).items())
-        for seed, column in there.items()
+        seed: math.fsum(column[group] * weight for group, weight in groups.items()) for seed, column in there.items()
     }
-    finding = Finding(contrast=contrast, figure=figure, state="incomplete", values=values, groups=groups or {})
+    finding = Finding(contrast=contrast, figure=figure, state="incomplete", values=values, groups=groups)
     if len(values) < contrast.seeds:
         return finding
     student = paired_difference(list(values.values()), [0.0] * len(values))
@@ -167,14 +171,11 @@ def _tested(evidence: Evidence, contrast: Contrast, *, is_due: bool) -> Finding:
         )
     elif contrast.test == "paired" and contrast.seeds >= SIGN_FLIP_SEEDS:
         difference = sign_flip(list(values.values()))
-    return Finding(
-        contrast=contrast,
-        figure=figure,
+    return replace(
+        finding,
         state=_state(contrast, difference) if is_due else "not tested",
-        values=values,
         difference=difference,
         beside=student if difference is not student and contrast.test == "paired" else None,
-        groups=finding.groups,
     )
 
 
@@ -221,12 +222,6 @@ def _value(run: RunRecord, figure: StudyFigure, contrast: Contrast) -> float | N
     return None if share is None else log_odds(share.value * share.n, share.n)
 
 
-def _groups(evidence: Evidence, contrast: Contrast) -> dict[Group, float] | None:
-    index = evidence.index
-    lower_is_better = index.figures[0].better == "lower"
-    return groups_of(contrast, index.axes, index.rates, lower_is_better=lower_is_better)
-
-
 def _known(evidence: Evidence, contrast: Contrast) -> StudyFigure:
     """Return a contrast's figure, and check that the study has whatever the contrast names."""
     index = evidence.index
@@ -254,15 +249,10 @@ def _known(evidence: Evidence, contrast: Contrast) -> StudyFigure:
 
 
 def _used(evidence: Evidence, one: Finding) -> Iterator[tuple[str, RunRecord]]:
-    for seed in range(one.contrast.first_seed, one.contrast.first_seed + one.contrast.seeds):
-        for arm, point in one.groups:
-            run = evidence.at(arm, point).get(seed)
-            if run is not None:
-                yield evidence.files[arm, point, seed], run
-
-
-def _began(run: RunRecord) -> datetime:
-    return _time(run.created) - timedelta(seconds=run.total_seconds)
+    for seed, (arm, point) in product(one.contrast.every_seed, one.groups):
+        run = evidence.at(arm, point).get(seed)
+        if run is not None:
+            yield evidence.files[arm, point, seed], run
 
 
 def _time(text: str) -> datetime:

@@ -9,7 +9,8 @@ from .page import Section, no_gap, write_page
 from .reading import read_evidence
 from .studied import Studied, studied
 from .study_page import study_page
-from .tables import Group, Table, fixed
+from .tables import Group, Table, fixed, names
+from .words import counted
 
 FILE = "demo.json"
 
@@ -23,12 +24,10 @@ def stored_demo() -> Studied:
 
 def beside_table(run: Studied, stored: Studied) -> Table:
     """Return loss and needle accuracy of a run and of the stored comparison, a line for each model and measure."""
-    titles = ("measure", "model", f"this run ({_size(run)})", f"stored ({_size(stored)})")
     groups = (
-        Group(titles[0], numeric=False),
-        Group(titles[1], numeric=False),
-        Group(titles[2]),
-        Group(titles[3], ("mean", "standard error"), "mean"),
+        *names("measure", "model"),
+        Group(f"this run ({_size(run)})"),
+        Group(f"stored ({_size(stored)})", ("mean", "standard error"), "mean"),
     )
     rows = []
     for figure in stored.evidence.index.figures:
@@ -71,7 +70,6 @@ def write_demo(run: Studied, stored: Studied, folder: Path, maps: Path, on_gap: 
 
 
 def _size(study: Studied) -> str:
-    runs = [run for _, _, _, run in study.evidence.every_run()]
     seeds = len({seed for _, _, seed, _ in study.evidence.every_run()})
-    steps = max(run.recipe["training"]["steps"] for run in runs)
-    return f"{steps:,} steps, {seeds} seed{'s' * (seeds > 1)}"
+    steps = max(run.recipe["training"]["steps"] for *_, run in study.evidence.every_run())
+    return f"{steps:,} steps, {counted(seeds, 'seed')}"

@@ -62,6 +62,10 @@ class Contrast:
     below: str
     within: str = ""
 
+    @property
+    def every_seed(self) -> range:
+        return range(self.first_seed, self.first_seed + self.seeds)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Question:

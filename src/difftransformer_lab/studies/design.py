@@ -369,9 +369,8 @@ class Design:
             points = {group: dict(zip(self.values, group[1], strict=True)) for group in groups}
             if any((arm, place(point)) not in known for (arm, _), point in points.items()):
                 continue
-            for seed in range(contrast.first_seed, contrast.first_seed + contrast.seeds):
-                for (arm, _), point in points.items():
-                    runs.setdefault((arm, place(point), seed), self.run(arm, point, seed, known[arm, place(point)]))
+            for seed, ((arm, _), point) in itertools.product(contrast.every_seed, points.items()):
+                runs.setdefault((arm, place(point), seed), self.run(arm, point, seed, known[arm, place(point)]))
         return list(runs.values())
 
     def _check_plan(self) -> None:

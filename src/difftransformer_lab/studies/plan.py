@@ -31,7 +31,7 @@ def load_plan(name: str) -> StudyPlan:
             raise ConfigError(f"{where} stands twice; give each contrast a name of its own")
         if contrast.first_seed < FIRST_SEED or contrast.seeds < 1:
             raise ConfigError(
-                f"{where}: seeds {contrast.first_seed} to {contrast.first_seed + contrast.seeds - 1}; begin at {FIRST_SEED} "
+                f"{where}: seeds {contrast.first_seed} to {contrast.every_seed.stop - 1}; begin at {FIRST_SEED} "
                 "or above, where no run has chosen anything, and give at least 1 seed"
             )
         if not contrast.terms or not all(term.arms for term in contrast.terms):

@@ -21,7 +21,7 @@ from ..journal import Journal
 _DOCUMENT_CHARACTERS = 400
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Case:
     """An answer to judge. The question is None if the answer is a summary."""
 

@@ -49,17 +49,11 @@ def head_maps(model: Any, ids: Tensor, layers: Sequence[int] = (), heads: Sequen
             return
         if heads and max(heads) >= first.shape[1]:
             raise EvaluationError(f"no head {max(heads)}: layer {layer} has {first.shape[1]}, counted from 0")
+        drawn = {"first": first, "second": second, "weights": weights}
         for head in heads or range(min(_HEADS_DRAWN, first.shape[1])):
-            figures["maps"].append(
-                {
-                    "layer": layer,
-                    "head": head,
-                    "lambda": None if by_head is None else by_head[head],
-                    "first": _rows(first[0, head]),
-                    "second": None if second is None else _rows(second[0, head]),
-                    "weights": _rows(weights[0, head]),
-                }
-            )
+            rows = {name: None if one is None else _rows(one[0, head]) for name, one in drawn.items()}
+            lam_of_head = None if by_head is None else by_head[head]
+            figures["maps"].append({"layer": layer, "head": head, "lambda": lam_of_head, **rows})
 
     with written_out(model) as tapped:
         count = len(tapped)

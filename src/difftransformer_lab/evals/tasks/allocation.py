@@ -15,6 +15,7 @@ For softmax attention the three agree.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,7 @@ from difftransformer.data import NeedleQuestion
 from ...plots.curves import labels, select
 from ...plots.heat_map import heat_map, matrix
 from ...plots.style import ACCURACY_COLOURS, COLOURS, ON_PALE, legend_above, panels
-from ...results import Form, Grid, Measurement, Segment, TaskResult
+from ...results import Form, Grid, Segment, TaskResult
 from ..engine import Scores
 from ..probes import FORMS, LastRow, ProbeTask
 from ..prompts.haystack import Kind, NeedleOptions, draw_documents
@@ -110,24 +111,18 @@ class AllocationTask(ProbeTask):
         shares = [segment_shares(sums) for sums in answers]
         depths = [depth for depth, _ in self._places]
         documents = [
-            f"document {document}" if self.options.paired else f"{depth:g}/{document}"
-            for depth, document in self._places
+            f"document {number}" if self.options.paired else f"{depth:g}/{number}" for depth, number in self._places
         ]
-        answer = SEGMENTS.index("answer")
-        measurements: list[Measurement] = []
-        for form in FORMS:
-            values = [share[form][answer] for share in shares]
-            measurements.append(
-                mean(f"{form} attention on the answer", "share", values, {}, units=documents, better="higher")
-            )
-        for depth in self.options.depths:
-            for form in FORMS:
-                for index, segment in enumerate(SEGMENTS):
-                    values = [share[form][index] for share, place in zip(shares, depths, strict=True) if place == depth]
-                    at = {"depth": depth, "form": form, "segment": segment}
-                    measurements += details([mean("attention share", "share", values, at)])
-        signed = [share["signed"][answer] for share in shares]
-        items = unit_scores("signed attention on the answer", signed, documents)
+        on_answer = {form: [share[form][SEGMENTS.index("answer")] for share in shares] for form in FORMS}
+        measurements = [
+            mean(f"{form} attention on the answer", "share", values, {}, units=documents, better="higher")
+            for form, values in on_answer.items()
+        ]
+        for depth, form, (index, segment) in product(self.options.depths, FORMS, enumerate(SEGMENTS)):
+            values = [share[form][index] for share, place in zip(shares, depths, strict=True) if place == depth]
+            at = {"depth": depth, "form": form, "segment": segment}
+            measurements += details([mean("attention share", "share", values, at)])
+        items = unit_scores("signed attention on the answer", on_answer["signed"], documents)
         middle = min(self.options.depths, key=lambda depth: (abs(depth - 0.5), depth))
         sums = [one for one, depth in zip(answers, depths, strict=True) if depth == middle]
         return Scores(measurements=measurements, items=items, grids=_by_head(sums, middle))
@@ -155,23 +150,12 @@ def _by_head(answers: Sequence[Any], depth: float) -> list[Grid]:
             layers = [sums / np.maximum(sums.sum(-1, keepdims=True), np.finfo(float).tiny) for sums in layers]
         for index, segment in enumerate(SEGMENTS):
             values = [sums[..., index].mean(0).round(6).tolist() for sums in layers]
-            grids.append(
-                Grid(
-                    name="attention by layer and head",
-                    at={"depth": depth, "form": form, "segment": segment},
-                    values=values,
-                )
-            )
+            at = {"depth": depth, "form": form, "segment": segment}
+            grids.append(Grid(name="attention by layer and head", at=at, values=values))
     return grids
 
 
-_SEGMENT_WORDS = {
-    "first": "first token",
-    "before": "context before",
-    "answer": "answer",
-    "after": "context after",
-    "query": "query",
-}
+_SEGMENT_WORDS = dict(zip(SEGMENTS, ("first token", "context before", "answer", "context after", "query"), strict=True))
 _SEGMENT_COLOURS = dict(zip(SEGMENTS, (COLOURS[4], "#8c8c8c", COLOURS[0], "#c9c9c9", COLOURS[2]), strict=True))
 _BARS = ("signed", "absolute")
 _ROW_INCHES = 3.2
@@ -234,8 +218,8 @@ def _bars(ax: Axes, result: TaskResult, form: str) -> None:
 def _heads(ax: Axes, grid: Grid, top: float) -> Any:
     image = heat_map(ax, matrix(grid.values), ACCURACY_COLOURS, 0, top or 1)
     ax.set_ylabel("layer")
-    ax.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
-    ax.yaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_major_locator(MaxNLocator(nbins=8, integer=True))
     ax.spines[:].set_visible(False)
     return image
 

@@ -184,14 +184,7 @@ class HallucinationTask(Task):
         if self.one_line:
             texts = [text.partition("\n")[0].strip() for text in texts]
         cases = [
-            Case(
-                set_name=name,
-                item=item.name,
-                document=item.document,
-                question=item.question,
-                reference=item.reference,
-                answer=text,
-            )
+            Case(name, item.name, item.document, item.question, item.reference, text)
             for (name, item), text in zip(self.items, texts, strict=True)
         ]
         written, file = [case for case in cases if case.answer], Path(self.options.judgments)
@@ -224,11 +217,9 @@ class HallucinationTask(Task):
                 right.append((name, document, verdict is not None and verdict.faithful))
         measurements, items = accuracy_of_sets(right)
         for name, marks in empty.items():
-            measurements.append(
-                proportion("empty answers", marks, {"set": name}, units=documents[name], better="lower")
-            )
-            counted = float(unjudged[name])
-            measurements.append(single("unjudged", "answers", counted, len(marks), {"set": name}, "lower"))
+            at, units = {"set": name}, documents[name]
+            measurements.append(proportion("empty answers", marks, at, units=units, better="lower"))
+            measurements.append(single("unjudged", "answers", float(unjudged[name]), len(marks), at, "lower"))
         return Scores(measurements=measurements, items=items)
 
     def _choices(self) -> list[str]:

@@ -6,7 +6,7 @@ shots starts with the prompt with fewer, so that the whole curve computes its lo
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, chain
+from itertools import accumulate, chain, islice, product, takewhile
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -80,12 +80,12 @@ class ShotsTask(Task):
         draws = [draw_rounds(data, options.seed, draw) for draw in range(options.draws)]
         room = form.room(self.items, context.prompt_tokens)
         self.sizes = _sizes(options, draws, form, room, context.prompt_tokens)
-        self.requests = [
-            Choice(prompt, form.options)
-            for at in self.sizes
-            for rounds in draws
-            for prompt in _prompts(form, list(chain.from_iterable(rounds))[: at["demonstrations"]], self.items)
-        ]
+        self.requests = []
+        for at, rounds in product(self.sizes, draws):
+            shown = list(chain.from_iterable(rounds))[: at["demonstrations"]]
+            before = form.demonstrations(shown)
+            questions = (form.question(item.text, first=not shown) for item in self.items)
+            self.requests += [Choice(before + question, form.options) for question in questions]
 
     def scored_by(self) -> Any:
         return [self.labels, [item.label for item in self.items]]
@@ -135,11 +135,6 @@ def chance(classes: int) -> Measurement:
     return single("chance", "share", 1 / classes, classes, {})
 
 
-def _prompts(form: PromptForm, shown: Sequence[Example], items: Sequence[Example]) -> list[tuple[int, ...]]:
-    before = form.demonstrations(shown)
-    return [before + form.question(item.text, first=not shown) for item in items]
-
-
 def _sizes(
     options: Options, draws: Sequence[Sequence[Sequence[Example]]], form: PromptForm, room: int, context_tokens: int
 ) -> list[dict[str, int]]:
@@ -187,16 +182,12 @@ def _whole_rounds(totals: Sequence[int], most: int) -> int:
 
 def _fitting(form: PromptForm, draws: Sequence[Sequence[Sequence[Example]]], room: int, enough: int) -> int:
     """Return how many of the first demonstrations fit into `room` tokens; -1 if not even a question without any fits."""
-    counts = []
-    for rounds in draws:
-        used, count = 0, -1
-        for length in form.lengths(chain.from_iterable(rounds)):
-            used += length
-            if used > room or count == enough:
-                break
-            count += 1
-        counts.append(count)
-    return min(counts)
+
+    def fitting(rounds: Sequence[Sequence[Example]]) -> int:
+        used = islice(accumulate(form.lengths(chain.from_iterable(rounds))), enough + 1)
+        return sum(1 for _ in takewhile(lambda tokens: tokens <= room, used)) - 1
+
+    return min(map(fitting, draws))
 
 
 def _check(what: str, count: int, totals: Sequence[int], most: int, context_tokens: int) -> None:
@@ -226,8 +217,8 @@ def draw(results: Sequence[TaskResult]) -> tuple[str, str, Figure]:
     ax.minorticks_off()
     guess = select(results[0], "chance")[0]
     ax.axhline(guess.value, color=INK, linewidth=1, linestyle=":")
-    words = f"chance, 1 of {guess.n}"
-    note(ax, words, (1, guess.value), at_right_edge=True, xytext=(-4, 3), ha="right", fontsize=8.5)
+    place = (1, guess.value)
+    note(ax, f"chance, 1 of {guess.n}", place, at_right_edge=True, xytext=(-4, 3), ha="right", fontsize=8.5)
     ax.set_ylim(0, 1.02)
     ax.set_xlabel("demonstrations in the prompt")
     ax.set_ylabel("accuracy")

@@ -11,6 +11,7 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any, Literal
 
 import numpy as np
@@ -78,14 +79,8 @@ class NeedleTask(Task):
         tokens = _CHAT_ANSWER_TOKENS if self._frame else NeedleFormat(digits=options.digits).answer_tokens - 1
         haystack = token_stream(context, options.text, enough=HAYSTACK_TOKENS)
         kinds: tuple[Kind, ...] = ("seen", "unseen") if options.cities == "apart" else (options.cities,)
-        cells = [
-            (needles, asked, length, depth, kind)
-            for needles, asked in options.needles
-            for length in options.lengths or [context.context_tokens]
-            for depth in options.depths
-            for kind in kinds
-        ]
-        for needles, asked, length, depth, kind in cells:
+        lengths = options.lengths or [context.context_tokens]
+        for (needles, asked), length, depth, kind in product(options.needles, lengths, options.depths, kinds):
             questions = self._questions(context, haystack, needles, asked, length, depth, kind)
             own = [] if options.paired else [kind, f"{length} tokens", f"depth {depth:g}"]
             at: dict[str, Any] = {} if kind == "all" else {"cities": kind}
@@ -125,12 +120,8 @@ class NeedleTask(Task):
         questions = list(draw_documents(options, context, haystack, shared, own, **cell, cities=CITIES[cities]))
         if self._frame:
             for question in questions:
-                question.prompts[:] = [
-                    [*before, *prompt[1:start], *asking[city]]
-                    for prompt, start, city in zip(
-                        question.prompts, question.query_starts, question.cities, strict=True
-                    )
-                ]
+                prompts = zip(question.prompts, question.query_starts, question.cities, strict=True)
+                question.prompts[:] = [[*before, *prompt[1:start], *asking[city]] for prompt, start, city in prompts]
         return questions
 
     def score(self, answers: Sequence[Any]) -> Scores:
@@ -153,17 +144,16 @@ class NeedleTask(Task):
         for key, answered in sorted(groups.items(), key=lambda group: len(group[0])):
             at, (documents, marks, _) = dict(key), zip(*answered, strict=True)
             losses = [loss for *_, loss in answered if loss is not None]
-            figures: list[tuple[str, Sequence[float], Measurement]] = [
-                ("accuracy", marks, proportion("accuracy", marks, at, units=documents))
+            figures: list[tuple[Sequence[float], Measurement]] = [
+                (marks, proportion("accuracy", marks, at, units=documents))
             ]
             if len(losses) == len(answered):
-                row = mean(ANSWER_NLL, "nats", losses, at, units=documents, better="lower")
-                figures.append((ANSWER_NLL, losses, row))
-            for name, values, row in figures:
+                figures.append((losses, mean(ANSWER_NLL, "nats", losses, at, units=documents, better="lower")))
+            for values, row in figures:
                 rows += details([row]) if "depth" in at else [row]
                 if key and key[-1][0] == "asked":
                     cities = f", {at['cities']} cities" if "cities" in at else ""
-                    items += unit_scores(f"{name} N={at['needles']} R={at['asked']}{cities}", values, documents)
+                    items += unit_scores(f"{row.name} N={at['needles']} R={at['asked']}{cities}", values, documents)
         return Scores(measurements=rows, items=items)
 
 

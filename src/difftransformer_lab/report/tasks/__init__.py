@@ -15,7 +15,7 @@ from ...plots.curves import labels
 from ...plots.style import STYLE, Drawing, finish
 from ...results import Measurement, TaskResult
 from ...statistics import FEW_ITEMS
-from ..tables import Group, Table
+from ..tables import Group, Table, names
 from ..words import measure_words
 
 Key = tuple[str, tuple[tuple[str, object], ...]]
@@ -63,39 +63,33 @@ def measurement_table(results: Sequence[TaskResult], *, brief: bool = False, see
         keys = [key for place, key in enumerate(keys) if not _is_told(key, keys[:place], cells, len(results))]
     places = list(dict.fromkeys(name for _, at in keys for name, _ in at))
     groups = (
-        Group("measure", numeric=False),
-        *(Group(place.replace("_", " "), numeric=False) for place in places),
-        *(Group(label) for label in labels(results)),
-        Group("items"),
+        *names("measure", *(place.replace("_", " ") for place in places)),
+        *map(Group, (*labels(results), "items")),
     )
     rows = []
     for key in keys:
         measured = [cells.get((index, key)) for index in range(len(results))]
-        first = next(cell for cell in measured if cell is not None)
+        there = [cell for cell in measured if cell is not None]
         at = dict(key[1])
         rows.append(
             [
-                f"{measure_words(first.name)}, {first.unit}",
+                f"{measure_words(there[0].name)}, {there[0].unit}",
                 *(_place(at.get(place)) for place in places),
                 *("" if cell is None else _value(cell) for cell in measured),
-                " / ".join(dict.fromkeys(_count(cell) for cell in measured if cell is not None)),
+                " / ".join(dict.fromkeys(map(_count, there))),
             ]
         )
     return Table(results[0].task, f"Measured on {results[0].data.name}", groups, rows, _notes(cells.values(), seeds))
 
 
 def _is_told(key: Key, earlier: Sequence[Key], cells: Mapping[tuple[int, object], Measurement], models: int) -> bool:
-    return any(
-        other[0] == key[0]
-        and set(other[1]) < set(key[1])
-        and all(
-            (a := cells.get((index, other))) is not None
-            and (b := cells.get((index, key))) is not None
-            and (a.value, a.n) == (b.value, b.n)
-            for index in range(models)
-        )
-        for other in earlier
-    )
+    def measured(one: Key) -> list[tuple[float, int] | None]:
+        rows = [cells.get((index, one)) for index in range(models)]
+        return [None if row is None else (row.value, row.n) for row in rows]
+
+    own = measured(key)
+    wider = [other for other in earlier if other[0] == key[0] and set(other[1]) < set(key[1])]
+    return None not in own and any(measured(other) == own for other in wider)
 
 
 def _notes(rows: Iterable[Measurement], seeds: int) -> list[str]:

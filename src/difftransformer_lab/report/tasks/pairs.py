@@ -8,7 +8,7 @@ from ...evals.tasks import registered_tasks
 from ...plots.curves import labels
 from ...results import ItemScore, PairedDifference, TaskResult
 from ...statistics import FEW_ITEMS, holm_differences, item_difference
-from ..tables import Group, Table, favoured, holm_note, p_text
+from ..tables import Group, Table, columns, favoured, holm_note, names, p_text
 from ..words import measure_words
 
 _SEED = 0
@@ -71,20 +71,15 @@ def pairs_table(label: str, rows: Sequence[Pair]) -> Table | None:
     for pair in rows:
         difference = pair.difference
         bounds = ["" if bound is None else f"{bound:+.4f}" for bound in (difference.low, difference.high)]
-        result = words[favoured(difference)]
         values = [f"{pair.first:.4f}", f"{pair.second:.4f}", f"{difference.mean:+.4f}", *bounds]
-        cells.append(
-            [measure_words(pair.name), pair.compared, *values, p_text(difference.p_holm), result, str(pair.items)]
-        )
+        result = [p_text(difference.p_holm), words[favoured(difference)], str(pair.items)]
+        cells.append([measure_words(pair.name), pair.compared, *values, *result])
     groups = (
-        Group("figure", numeric=False),
-        Group("compared", numeric=False),
-        Group("first"),
-        Group("second"),
+        *names("figure", "compared"),
+        *map(Group, ("first", "second")),
         Group("difference", ("mean", "low", "high"), "interval"),
         Group("p (Holm)"),
-        Group("result", numeric=False),
-        Group("items"),
+        *columns("result", "items"),
     )
     notes = [
         "Intervals of 95 % over the same items, each by itself: mid-p for right and wrong answers, else Student's t and the "
