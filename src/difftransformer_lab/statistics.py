@@ -24,7 +24,7 @@ from statistics import NormalDist
 import numpy as np
 
 from difftransformer.errors import EvaluationError, ShapeError
-from difftransformer_lab.results import PairedDifference, Statistic
+from difftransformer_lab.results import IntervalMethod, PairedDifference, Statistic
 
 CONFIDENCE = 0.95
 POWER = 0.8
@@ -146,18 +146,7 @@ def paired_difference(a: Sequence[float], b: Sequence[float]) -> PairedDifferenc
     mean, error = statistic.mean, statistic.standard_error
     if not error:
         return replace(_no_interval(mean), p_value=None if mean or error is None else 1.0)
-    from scipy.special import stdtr, stdtrit
-
-    half = float(stdtrit(statistic.seeds - 1, 0.5 + CONFIDENCE / 2)) * error
-    p_value = 2 * float(stdtr(statistic.seeds - 1, -abs(mean) / error))
-    return PairedDifference(
-        mean=mean,
-        low=mean - half,
-        high=mean + half,
-        confidence=CONFIDENCE,
-        interval_method="student-t over seeds",
-        p_value=p_value,
-    )
+    return _student(mean, error, statistic.seeds - 1, "student-t over seeds")
 
 
 def sign_flip(differences: Sequence[float]) -> PairedDifference:
@@ -193,14 +182,8 @@ def sign_flip(differences: Sequence[float]) -> PairedDifference:
     # Subsets whose mean is 0 but for rounding count on both sides, as the mean itself would.
     means[np.abs(means) <= _ROUNDING * np.abs(values).max()] = 0.0
     below, above = np.searchsorted(means, 0.0, side="right"), patterns - 1 - np.searchsorted(means, 0.0, side="left")
-    difference = PairedDifference(
-        mean=mean,
-        low=None,
-        high=None,
-        confidence=CONFIDENCE,
-        interval_method="sign flip over seeds",
-        p_value=min(1.0, 2 * (1 + float(min(below, above))) / patterns),
-    )
+    p_value = min(1.0, 2 * (1 + float(min(below, above))) / patterns)
+    difference = replace(_no_interval(mean), interval_method="sign flip over seeds", p_value=p_value)
     # Rounded up by a hair, so that 1 - 0.95 leaves the tail that 0.05 has.
     outside = math.floor((1 - CONFIDENCE) / 2 * patterns * (1 + _ROUNDING))
     return (
@@ -236,19 +219,8 @@ def welch(groups: Sequence[Sequence[float]], weights: Sequence[float]) -> Paired
     variance = math.fsum(parts)
     if not variance:
         return _no_interval(mean)
-    from scipy.special import stdtr, stdtrit
-
     freedom = variance**2 / math.fsum(part**2 / (len(group) - 1) for part, group in zip(parts, groups, strict=True))
-    error = math.sqrt(variance)
-    half = float(stdtrit(freedom, 0.5 + CONFIDENCE / 2)) * error
-    return PairedDifference(
-        mean=mean,
-        low=mean - half,
-        high=mean + half,
-        confidence=CONFIDENCE,
-        interval_method="welch over seeds",
-        p_value=2 * float(stdtr(freedom, -abs(mean) / error)),
-    )
+    return _student(mean, math.sqrt(variance), freedom, "welch over seeds")
 
 
 def log_odds(successes: float, trials: float) -> float:
@@ -312,9 +284,7 @@ def item_difference(
     mean = float(first - second)
     if count == 1:
         return _no_interval(mean)
-    difference = PairedDifference(
-        mean=mean, low=None, high=None, confidence=CONFIDENCE, interval_method="mid-p over items", p_value=None
-    )
+    difference = replace(_no_interval(mean), interval_method="mid-p over items")
     counted = _counted(a, a_sizes) and _counted(b, b_sizes)
     if counted and max(a_sizes.max(), b_sizes.max()) == 1:
         low, high, p_value = _paired_binary(int((a > b).sum()), int((a < b).sum()), count)
@@ -383,6 +353,16 @@ def holm_differences(differences: Sequence[PairedDifference], about: Sequence[Ha
 
 def _no_interval(mean: float) -> PairedDifference:
     return PairedDifference(mean=mean, low=None, high=None, confidence=CONFIDENCE, interval_method="none")
+
+
+def _student(mean: float, error: float, freedom: float, method: IntervalMethod) -> PairedDifference:
+    """Return a mean with Student's t interval and test."""
+    from scipy.special import stdtr, stdtrit
+
+    half = float(stdtrit(freedom, 0.5 + CONFIDENCE / 2)) * error
+    p_value = 2 * float(stdtr(freedom, -abs(mean) / error))
+    whole = _no_interval(mean)
+    return replace(whole, low=mean - half, high=mean + half, interval_method=method, p_value=p_value)
 
 
 def _subset_means(values: np.ndarray) -> np.ndarray:

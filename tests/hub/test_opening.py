@@ -20,7 +20,7 @@ from difftransformer.errors import CheckpointError
 from difftransformer.hub import folder_sha256, open_model, open_tokenizer
 from difftransformer_lab.evals.opening import open_language_model
 from difftransformer_lab.evals.requests import Loss
-from difftransformer_lab.evals.tasks import perplexity
+from difftransformer_lab.studies.recipe import TaskSpec
 from difftransformer_lab.studies.tasks import evaluate_task
 from tests.support.answering import answers_to
 
@@ -62,15 +62,15 @@ def test_answers_of_other_kernels_are_not_mixed(tmp_path):
     KINDS["llama"]().save_pretrained(tmp_path / "m")
     byte_tokenizer().save(tmp_path / "m")
     (tmp_path / "text.txt").write_text("Kernels round each in its own way. " * 9)
-    options = perplexity.Options(text=str(tmp_path / "text.txt"), windows=2, window=32)
+    spec = TaskSpec(task="perplexity", options={"text": str(tmp_path / "text.txt"), "windows": 2, "window": 32})
     with open_language_model(str(tmp_path / "m")) as opened:
-        result = evaluate_task("perplexity", options, opened, tmp_path / "out")
+        result = evaluate_task(spec, opened, tmp_path / "out")
     assert result.model.kernels == "difftransformer"
     with (
         open_language_model(str(tmp_path / "m"), accelerated=False) as opened,
         pytest.raises(CheckpointError, match="holds answers of another model"),
     ):
-        evaluate_task("perplexity", options, opened, tmp_path / "out")
+        evaluate_task(spec, opened, tmp_path / "out")
 
 
 def _saved(folder):

@@ -107,20 +107,9 @@ def problem_of(shape: AttentionShape, op: str, device: str) -> Problem:
     """Return the shape as the choice of a backend sees it; op is "differential" or "softmax"."""
     maps = 2 if op == "differential" else 1
     heads = 2 * shape.heads // maps
-    return Problem(
-        op,
-        device,
-        DTYPES[shape.dtype],
-        batch=shape.batch,
-        heads=heads,
-        groups=heads,
-        queries=shape.queries_tokens,
-        keys=shape.length_tokens,
-        width=shape.head_dim,
-        value_width=maps * shape.head_dim,
-        is_causal=True,
-        needs_grad=shape.has_backward,
-    )
+    sizes: dict[str, Any] = {"batch": shape.batch, "queries": shape.queries_tokens, "keys": shape.length_tokens}
+    sizes |= {"heads": heads, "groups": heads, "width": shape.head_dim, "value_width": maps * shape.head_dim}
+    return Problem(op, device, DTYPES[shape.dtype], **sizes, is_causal=True, needs_grad=shape.has_backward)
 
 
 def _shapes(dtype: Dtype, mode: Mode, settings: Settings) -> list[AttentionShape]:

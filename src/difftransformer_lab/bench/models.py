@@ -124,17 +124,10 @@ def time_models(
 
     calls, reasons = attempt_each(models, build, device)
     timings = time_interleaved(calls, rounds=settings.repeats, budget_seconds=settings.seconds, device=device)
+    shape = {"model": size, "batch": rows, "context_tokens": context}
+    row = partial(BenchRow, part=part, work=work, dtype=dtype, shape=shape)
     return [
-        BenchRow(
-            part=part,
-            work=work,
-            dtype=dtype,
-            shape={"model": size, "batch": rows, "context_tokens": context},
-            implementation=name,
-            timing=timings.get(name),
-            figures=figures[name],
-            left_out=reasons.get(name),
-        )
+        row(implementation=name, timing=timings.get(name), figures=figures[name], left_out=reasons.get(name))
         for name in models
     ]
 
@@ -173,30 +166,19 @@ def time_generation(dtype: Dtype, settings: Settings) -> list[BenchRow]:
     rows = []
     for kind in kinds:
         cpu_seconds: dict[str, list[float]] = {name: [] for name in models}
-        timings = time_interleaved(
-            {
-                name: _with_cpu_time(next_token_work(model, CACHED_TOKENS, kind), cpu_seconds[name])
-                for name, model in models.items()
-            },
-            rounds=min(settings.repeats, SPARE_TOKENS - 1),
-            budget_seconds=settings.seconds,
-            device=settings.device,
-        )
+        calls = {
+            name: _with_cpu_time(next_token_work(model, CACHED_TOKENS, kind), cpu_seconds[name])
+            for name, model in models.items()
+        }
+        rounds = min(settings.repeats, SPARE_TOKENS - 1)
+        timings = time_interleaved(calls, rounds=rounds, budget_seconds=settings.seconds, device=settings.device)
+        shape = {"cache": f"{kind} cache", "cached_tokens": CACHED_TOKENS}
+        row = partial(BenchRow, part="generation", work="next token", dtype=dtype, shape=shape)
         for name, timing in timings.items():
             figures = {"parameters": float(models[name].num_parameters())}
             if settings.device == "cpu":
                 figures["cpu_seconds"] = statistics.median(cpu_seconds[name][-timing.rounds :])
-            rows.append(
-                BenchRow(
-                    part="generation",
-                    work="next token",
-                    dtype=dtype,
-                    shape={"cache": f"{kind} cache", "cached_tokens": CACHED_TOKENS},
-                    implementation=name,
-                    timing=timing,
-                    figures=figures,
-                )
-            )
+            rows.append(row(implementation=name, timing=timing, figures=figures))
     return rows
 
 

@@ -102,7 +102,7 @@ def run(
             if options is not None and len(models) == 1:
                 folder = Path(out) if out else Path("evals", Path(models[0]).resolve().name)
                 with opening(models[0]) as opened, crew.locked(folder), evaluation_progress():
-                    result = evaluate_task(name, options, opened, folder, processes=crew)
+                    result = evaluate_task(suite.tasks[0], opened, folder, processes=crew)
                 return _show_one(result, folder, verb) if crew.is_first else 0
             folder = Path(out or f"reports/{suite.name}")
             with crew.locked(folder), evaluation_progress():

@@ -27,17 +27,8 @@ MARKERS = ("o", "s", "^", "D", "v")
 ARM_MARKERS = ("D", "s", "^", "v", "P", "X", "<", ">", "p", "h", "*", "d")
 DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
 MORE_COLOURS = (
-    "#56B4E9",
-    "#332288",
-    "#882255",
-    "#999933",
-    "#44AA99",
-    "#AA4499",
-    "#6B4E16",
-    "#117733",
-    "#CC6677",
-    "#000000",
-)
+    "#56B4E9", "#332288", "#882255", "#999933", "#44AA99", "#AA4499", "#6B4E16", "#117733", "#CC6677", "#000000",
+)  # fmt: skip
 """Further colours, most from Okabe and Ito's and Paul Tol's palettes, for studies with many arms."""
 
 REFERENCE_COLOUR = "#6b7178"
@@ -59,30 +50,13 @@ _LETTER_INCHES = 0.075
 PNG_DOTS_PER_INCH = 160
 
 STYLE: dict[str, Any] = {
-    "font.family": "DejaVu Sans",
-    "font.size": 9.5,
-    "axes.titlesize": 10.5,
-    "axes.labelsize": 9.5,
-    "legend.fontsize": 9.5,
-    "xtick.labelsize": 9.0,
-    "ytick.labelsize": 9.0,
-    "text.color": INK,
-    "axes.edgecolor": "#555555",
-    "axes.labelcolor": INK,
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": "#e3e3e3",
-    "grid.linewidth": 0.7,
-    "lines.linewidth": 1.6,
-    "legend.frameon": False,
-    "text.parse_math": False,
-    "svg.hashsalt": "difftransformer",
-    "svg.fonttype": "none",
-}
+    "font.family": "DejaVu Sans", "font.size": 9.5, "axes.titlesize": 10.5, "axes.labelsize": 9.5, "legend.fontsize": 9.5,
+    "xtick.labelsize": 9.0, "ytick.labelsize": 9.0,
+    "text.color": INK, "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK, "axes.edgecolor": "#555555",
+    "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "axes.axisbelow": True,
+    "grid.color": "#e3e3e3", "grid.linewidth": 0.7, "lines.linewidth": 1.6, "legend.frameon": False,
+    "text.parse_math": False, "svg.hashsalt": "difftransformer", "svg.fonttype": "none",
+}  # fmt: skip
 
 _ON_DARK_PAGES = {
     INK: "#e8eaed", "#555555": "#8b929b", "#e3e3e3": "#2e343c", "#ffffff": "#14171b", REFERENCE_COLOUR: "#a2a9b1",

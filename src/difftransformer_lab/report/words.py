@@ -18,13 +18,7 @@ VERDICTS: dict[str, State] = {
     f"{BETTER} {OVER_ITEMS}": "good",
     WORSE: "bad",
     f"{WORSE} {OVER_ITEMS}": "bad",
-    ALIKE: "open",
-    SAME: "open",
-    REFERENCE: "open",
-    "one seed": "open",
-    "no interval": "open",
-    "not paired": "open",
-    "not reached": "open",
+    **dict.fromkeys((ALIKE, SAME, REFERENCE, "one seed", "no interval", "not paired", "not reached"), "open"),
 }
 """Verdict words of tables, and their colour."""
 

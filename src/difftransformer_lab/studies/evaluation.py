@@ -147,12 +147,10 @@ class EvaluateCheckpoints(Callback):
 
 
 def found_results(folder: Path, recipe: Recipe, tasks: Mapping[str, Task]) -> dict[str, TaskResult]:
-    results = {}
-    for spec in recipe.evaluation:
-        result = stored_result(folder / f"{spec.name}.json", spec.task, spec.built(), tasks[spec.name])
-        if result is not None:
-            results[spec.name] = result
-    return results
+    stored = {
+        spec.name: stored_result(folder / f"{spec.name}.json", spec, tasks[spec.name]) for spec in recipe.evaluation
+    }
+    return {name: result for name, result in stored.items() if result is not None}
 
 
 def evaluations_folder(checkpoint: Path) -> Path:

@@ -3,7 +3,6 @@
 import dataclasses
 import logging
 from pathlib import Path
-from typing import Any
 
 from difftransformer.data import DataConfig, prepare_shards
 from difftransformer.errors import ConfigError
@@ -38,22 +37,21 @@ def context_of(model: OpenedModel) -> TaskContext:
 
 
 def evaluate_task(
-    name: str,
-    options: Any,
+    spec: TaskSpec,
     model: OpenedModel,
     folder: Path,
     *,
     task: Task | None = None,
-    label: str | None = None,
     title: str | None = None,
     replace_others: bool = False,
     processes: Processes = ALONE,
 ) -> TaskResult:
-    """Run a task on a model and write FOLDER/LABEL.json; FOLDER/LABEL.answers.jsonl keeps the answers as they come.
+    """Run a task on a model and write FOLDER/NAME.json; FOLDER/NAME.answers.jsonl keeps the answers as they come.
 
     Args:
         folder: Folder of the results; requests that it already answers are not asked again.
-        label: Name of the files; the task's name by default. A folder may hold several results of one task.
+        task: The task, if it has been drawn.
+        title: Title of the progress; the task's name by default.
         replace_others: Whether to replace answers of another model or to other questions (see `run_task`).
         processes: This process and the others that take part, each with the model. The first one writes.
 
@@ -63,21 +61,21 @@ def evaluate_task(
         EvaluationError: The model cannot answer.
         CheckpointError: The folder holds damaged answers, or those of another model or to other questions.
     """
-    label = label or name
+    options = spec.built()
     if task is None:
-        logger.info("%s: reading data", label)
-        task = _drawn(name, options, model, processes)
-    with titled(title or label):
+        logger.info("%s: reading data", spec.name)
+        task = _drawn(spec, model, processes)
+    with titled(title or spec.name):
         scores = run_task(
             model.language_model,
             task,
-            journal=folder / f"{label}.answers.jsonl",
+            journal=folder / f"{spec.name}.answers.jsonl",
             identity=model.identity.fingerprint,
             replace_others=replace_others,
             processes=processes,
         )
     result = TaskResult(
-        task=name,
+        task=spec.task,
         model=model.identity,
         data=DataIdentity(name=task.data_name, sha256=task_sha256(task), requests=len(task.requests)),
         options=dataclasses.asdict(options),
@@ -86,18 +84,15 @@ def evaluate_task(
         command=command_line(),
         created=now(),
         environment=environment(str(model.language_model.model.device)),
-        measurements=scores.measurements,
-        items=scores.items,
-        grids=scores.grids,
-        gaps=scores.gaps,
+        **vars(scores),
     )
     if processes.is_first:
-        write_result(result, folder / f"{label}.json")
+        write_result(result, folder / f"{spec.name}.json")
     return result
 
 
-def _drawn(name: str, options: Any, model: OpenedModel, processes: Processes) -> Task:
-    task: Task = processes.rank0_first(lambda: task_kind(name).make(options, context_of(model)))
+def _drawn(spec: TaskSpec, model: OpenedModel, processes: Processes) -> Task:
+    task: Task = processes.rank0_first(lambda: task_kind(spec.task).make(spec.built(), context_of(model)))
     return task
 
 
@@ -111,29 +106,18 @@ def kept_or_asked(
     processes: Processes = ALONE,
 ) -> TaskResult:
     """Return the result that is in the folder, if data, options and model are still the same, or else ask the model."""
-    options = spec.built()
-    drawn = task or _drawn(spec.task, options, model, processes)
-    kept = processes.broadcast(lambda: stored_result(folder / f"{spec.name}.json", spec.task, options, drawn))
+    drawn = task or _drawn(spec, model, processes)
+    kept = processes.broadcast(lambda: stored_result(folder / f"{spec.name}.json", spec, drawn))
     if kept is not None and kept.model.fingerprint == model.identity.fingerprint:
         return kept
     logger.info("%s: evaluating", title or spec.name)
-    return evaluate_task(
-        spec.task,
-        options,
-        model,
-        folder,
-        task=drawn,
-        label=spec.name,
-        title=title,
-        replace_others=True,
-        processes=processes,
-    )
+    return evaluate_task(spec, model, folder, task=drawn, title=title, replace_others=True, processes=processes)
 
 
-def stored_result(path: Path, name: str, options: Any, task: Task) -> TaskResult | None:
+def stored_result(path: Path, spec: TaskSpec, task: Task) -> TaskResult | None:
     """Return the result in a file if it has the figures of this task on its data as they are now, else None."""
-    result = kept_result(path, TaskResult)
-    if result is None or result.task != name or result.data.sha256 != task_sha256(task):
+    result, options = kept_result(path, TaskResult), spec.built()
+    if result is None or result.task != spec.task or result.data.sha256 != task_sha256(task):
         return None
     try:  # options that are new since then have their defaults
         asked = build(type(options), result.options, source=str(path), error=ConfigError)
