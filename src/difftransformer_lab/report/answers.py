@@ -42,11 +42,8 @@ def answer(evidence: Evidence, rows: Sequence[Compared], figure: StudyFigure) ->
         missing = f"{main.label} and {reference.label} have no pair of runs with the same seed and data yet."
         return Said(title_of(figure), missing)
     if row.is_censored:
-        text = (
-            f"None of {row.runs} runs of {main.label} and {other.runs} runs of {reference.label} reached "
-            f"{figure.reaches:g}."
-        )
-        return Said(title_of(figure), text)
+        runs = f"{row.runs} runs of {main.label} and {other.runs} runs of {reference.label}"
+        return Said(title_of(figure), f"None of {runs} reached {figure.reaches:g}.")
     places = decimals(rows, figure)
     a, b = (fixed(one.statistic.mean, places) for one in (row, other))
     text = f"{effect_words(row, figure, places)} ({a} against {b}; {figure.better} is better)"
@@ -58,10 +55,8 @@ def answer(evidence: Evidence, rows: Sequence[Compared], figure: StudyFigure) ->
     if evidence.has_settings:
         text += f" Mean over {settings_words(evidence, rows, figure, main)}."
     if figure.reaches is not None:
-        text += (
-            f" {row.reached} of {row.runs} runs of {main.label} and {other.reached} of {other.runs} runs of "
-            f"{reference.label} reached {figure.reaches:g}; a run that did not counts with its last step."
-        )
+        runs = f"{row.reached} of {row.runs} runs of {main.label} and {other.reached} of {other.runs} runs of"
+        text += f" {runs} {reference.label} reached {figure.reaches:g}; a run that did not counts with its last step."
     return Said(title_of(figure), f"{main.label} minus {reference.label} {text}")
 
 
@@ -88,11 +83,9 @@ def rates_words(study: Studied) -> str:
         return ""
     rates = study.evidence.index.axes[1].values
     said = []
+    edge = dict.fromkeys((rates[0], rates[-1]), " (at the edge)")
     for arm, of_widths in best.items():
-        places = [
-            f"{rate} at width {width}{' (at the edge)' if rate in (rates[0], rates[-1]) else ''}"
-            for width, rate in of_widths.items()
-        ]
+        places = [f"{rate} at width {width}{edge.get(rate, '')}" for width, rate in of_widths.items()]
         same = set(of_widths.values())
         said.append(f"{arm}: {f'{same.pop()} at every width' if len(same) == 1 < len(places) else ', '.join(places)}")
     tried = ", ".join(rates)
@@ -144,10 +137,10 @@ def brief_explored(study: Studied) -> str:
         return f"{title_of(figure)}: one seed, which tells nothing apart; see the page."
     effect = effect_words(row, figure, decimals(study.rows, figure))
     words = explored_words(evidence, main.name).removesuffix(", not confirmed")
-    texts = [
-        f"{title_of(figure)}: {main.label} minus {reference.label} {effect}; {one}." for one in (words, "explored")
-    ]
-    return shortest([*texts, f"{title_of(figure)}: {effect}; explored."])
+    names = f"{title_of(figure)}: {main.label} minus {reference.label}"
+    return shortest(
+        [f"{names} {effect}; {words}.", f"{names} {effect}; explored.", f"{title_of(figure)}: {effect}; explored."]
+    )
 
 
 def brief_rates(best: Mapping[str, Mapping[str, str]]) -> str:
@@ -209,11 +202,8 @@ def interval_words(evidence: Evidence) -> str:
     if not evidence.index.plan and evidence.has_one_seed:
         return ITEM_WORDS
     words = "Brackets: 95 % Student t intervals by seed, each for itself. Among many, some exclude zero (*) by chance; "
-    words += (
-        "only the contrasts of the plan are decided."
-        if evidence.index.plan
-        else "a study with a plan must confirm what they suggest."
-    )
+    confirm = "a study with a plan must confirm what they suggest."
+    words += "only the contrasts of the plan are decided." if evidence.index.plan else confirm
     seeds = {len(runs) for runs in evidence.runs.values()}
     if seeds and min(seeds) < FEWEST_SEEDS:
         words += f" Intervals of fewer than {FEWEST_SEEDS} seeds are wide, and rest on an estimate of their own noise."
@@ -222,16 +212,16 @@ def interval_words(evidence: Evidence) -> str:
 
 def edge_words(evidence: Evidence) -> str:
     """Return for which arms and settings the best learning rate is at the edge of those tried; empty if for none."""
-    edges = [rate for rate in evidence.index.rates if rate.is_at_edge]
-    if not edges:
-        return ""
+    rates = evidence.index.rates
     places = [
-        f"{evidence.arm(rate.arm).label}{at_words(evidence, rate.point)} ({rate.learning_rate:g})" for rate in edges
+        f"{evidence.arm(rate.arm).label}{at_words(evidence, rate.point)} ({rate.learning_rate:g})"
+        for rate in rates
+        if rate.is_at_edge
     ]
-    return (
-        f"{len(edges)} of {len(evidence.index.rates)} chosen learning rates are at the edge of those tried, so that a better "
-        f"one may lie beyond: {'; '.join(places)}."
-    )
+    if not places:
+        return ""
+    edges = f"{len(places)} of {len(rates)} chosen learning rates are at the edge of those tried"
+    return f"{edges}, so that a better one may lie beyond: {'; '.join(places)}."
 
 
 def at_words(evidence: Evidence, point: Mapping[str, str]) -> str:
@@ -263,13 +253,10 @@ def scaling_answers(evidence: Evidence, scaling: Scaling) -> list[Said]:
         need = [need for need in scaling.needs if (need.axis.name, need.arm.name) == (axis, arm)][-1]
         what = NEEDS[axis]
         text = f"{need_words(need, scaling)}; {explored_words(evidence, arm)}."
-        rising = [
-            trend.arm.label
-            for trend in scaling.trends
-            if trend.axis.name == axis
-            and trend.arm.name in (arm, scaling.reference.name)
-            and (np.diff(trend.loss) > 0).any()
+        both = [
+            one for one in scaling.trends if one.axis.name == axis and one.arm.name in (arm, scaling.reference.name)
         ]
+        rising = [trend.arm.label for trend in both if (np.diff(trend.loss) > 0).any()]
         if rising:
             text += f" With more {what} the mean loss of {' and of '.join(rising)} rises at some step, as no power law does."
         said.append(Said(f"{what.capitalize()} for equal {scaling.figure.label}", text))

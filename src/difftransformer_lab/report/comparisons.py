@@ -106,22 +106,14 @@ def _compared(evidence: Evidence, figure: StudyFigure, point: Point, arm: StudyA
     values = _values(evidence, figure, point, arm.name)
     if not values:
         return None
+    statistic = mean_and_standard_error(list(values.values()))
     runs, reached = _runs(evidence, figure, point, arm.name)
-    row = Compared(
-        figure=figure,
-        point=point,
-        arm=arm,
-        values=values,
-        statistic=mean_and_standard_error(list(values.values())),
-        runs=runs,
-        reached=reached,
-    )
+    row = Compared(figure=figure, point=point, arm=arm, values=values, statistic=statistic, runs=runs, reached=reached)
     if arm.name == reference:
         return row
     others = _values(evidence, figure, point, reference)
-    shared = set.intersection(
-        *(set(paired_seeds(evidence, arm.name, reference, place)) for place in evidence.places(point))
-    )
+    paired = (paired_seeds(evidence, arm.name, reference, place) for place in evidence.places(point))
+    shared = set.intersection(*map(set, paired))
     seeds = sorted(shared & values.keys() & others.keys())
     if not seeds:
         return row
@@ -140,10 +132,8 @@ def _compared(evidence: Evidence, figure: StudyFigure, point: Point, arm: StudyA
 def _over_items(evidence: Evidence, figure: StudyFigure, point: Point, arm: str, seed: int) -> PairedDifference | None:
     """Return the difference of one seed with its interval over items; None where the figure is no sum over the same items."""
     places = evidence.places(point)
-    results = [
-        evidence.at(name, places[0])[seed].evaluations.get(figure.task) for name in (arm, evidence.index.reference)
-    ]
-    first, second = results
+    runs = (evidence.at(name, places[0])[seed] for name in (arm, evidence.index.reference))
+    first, second = (run.evaluations.get(figure.task) for run in runs)
     if len(places) > 1 or figure.at or first is None or second is None:
         return None
     pair = pair_of(first, second, figure.name)
@@ -162,12 +152,8 @@ def _values(evidence: Evidence, figure: StudyFigure, point: Point, arm: str) -> 
 
 def _runs(evidence: Evidence, figure: StudyFigure, point: Point, arm: str) -> tuple[int, int | None]:
     """Return how many runs of an arm have a figure, and how many of them reached its level if it has one."""
-    runs = [
-        run
-        for place in evidence.places(point)
-        for run in evidence.at(arm, place).values()
-        if figure_of(run, figure) is not None
-    ]
+    every = (run for place in evidence.places(point) for run in evidence.at(arm, place).values())
+    runs = [run for run in every if figure_of(run, figure) is not None]
     if figure.reaches is None:
         return len(runs), None
     return len(runs), sum(reached_at(run.curves[figure.curve], figure) is not None for run in runs)

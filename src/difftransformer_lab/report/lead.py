@@ -1,9 +1,8 @@
 """The first screen of a study's page: a plain answer, a table of verdicts, a picture, and what would decide it."""
 
-import math
 import re
 from collections.abc import Sequence
-from statistics import fmean
+from statistics import fmean, stdev
 
 from ..results import StudyFigure
 from ..statistics import detectable
@@ -14,7 +13,7 @@ from .contrasts import FEWEST_SEEDS
 from .page import Lead
 from .reading import Evidence
 from .studied import Studied
-from .tables import NOT_MEASURED, Group, Table, fixed
+from .tables import NOT_MEASURED, Group, Table, fixed, names
 from .words import ALIKE, BETTER, OVER_ITEMS, REFERENCE, SAME, WORSE, counted, duration_words, listed, with_unit
 
 STUDIES = "reports/studies"
@@ -73,17 +72,10 @@ def verdicts_table(evidence: Evidence, rows: Sequence[Compared], figures: Sequen
             error = "" if row is None or row.reached == 0 else fixed(row.statistic.standard_error, places)
             line += [value, error, verdict(row, evidence.index.reference)]
         cells.append(line)
-    groups = [Group("model", numeric=False)]
-    groups += [
-        Group(
-            f"{with_unit(figure.label, figure)}, {figure.better} is better",
-            ("mean", "standard error", "verdict"),
-            "judged",
-            numeric=False,
-        )
-        for figure in figures
-    ]
-    return Table("verdicts", "Every model and measure", tuple(groups), cells, [verdict_words(evidence)])
+    parts = ("mean", "standard error", "verdict")
+    titles = (f"{with_unit(figure.label, figure)}, {figure.better} is better" for figure in figures)
+    groups = (*names("model"), *(Group(title, parts, "judged", numeric=False) for title in titles))
+    return Table("verdicts", "Every model and measure", groups, cells, [verdict_words(evidence)])
 
 
 def verdict_words(evidence: Evidence) -> str:
@@ -115,44 +107,30 @@ def plain_answer(study: Studied) -> str:
     by_verdict: dict[str, list[str]] = {}
     pairs = 0
     for figure in leading(evidence):
-        row, other = (
-            row_of(study.rows, figure.label, main.name, ()),
-            row_of(study.rows, figure.label, reference.name, ()),
-        )
+        row, other = (row_of(study.rows, figure.label, arm.name, ()) for arm in (main, reference))
         if row is None or other is None or row.difference is None:
             continue
         pairs = max(pairs, row.pairs)
         places = decimals(study.rows, figure)
         word = verdict(row, reference.name).removesuffix(f" {OVER_ITEMS}")
-        means = (
-            ""
-            if row.is_censored
-            else f" ({' against '.join(fixed(one.statistic.mean, places) for one in (row, other))})"
-        )
-        by_verdict.setdefault(word, []).append(f"{figure.label}{means if word in (BETTER, WORSE) else ''}")
+        means = " against ".join(fixed(one.statistic.mean, places) for one in (row, other))
+        by_verdict.setdefault(word, []).append(f"{figure.label} ({means})" if word in (BETTER, WORSE) else figure.label)
     if not by_verdict:
         return f"{main.label} and {reference.label} have no pair of runs with the same seed and data yet."
-    names = f"{main.label} is", f"than {reference.label} on"
-    parts = [
-        f"{names[0]} {word} {names[1]} {listed(by_verdict[word])}" for word in (BETTER, WORSE) if word in by_verdict
-    ]
-    if ALIKE in by_verdict:
-        parts.append(f"no clear difference shows on {listed(by_verdict[ALIKE])}")
-    if SAME in by_verdict:
-        parts.append(f"they are the same on {listed(by_verdict[SAME])}")
-    if "one seed" in by_verdict:
-        parts.append(f"nothing can be told from one run of {listed(by_verdict['one seed'])}")
+    sentences = {
+        BETTER: f"{main.label} is better than {reference.label} on ",
+        WORSE: f"{main.label} is worse than {reference.label} on ",
+        ALIKE: "no clear difference shows on ",
+        SAME: "they are the same on ",
+        "one seed": "nothing can be told from one run of ",
+    }
+    parts = [f"{words}{listed(by_verdict[word])}" for word, words in sentences.items() if word in by_verdict]
     if rest := [*by_verdict.get("no interval", []), *by_verdict.get("not reached", [])]:
         parts.append(f"{listed(rest)} cannot be judged")
     start = [scaling_answers(evidence, study.scaling)[0].text] if study.scaling and study.scaling.needs else []
-    words = "; ".join(parts)
-    runs = (
-        "With one training run of each model, by these items"
-        if evidence.has_one_seed
-        else f"With {pairs} seeds of each model"
-    )
-    sentence = f"{runs}, {words}: {explored_words(evidence, main.name)}."
-    return " ".join([*start, sentence])
+    one = "With one training run of each model, by these items"
+    runs = one if evidence.has_one_seed else f"With {pairs} seeds of each model"
+    return " ".join([*start, f"{runs}, {'; '.join(parts)}: {explored_words(evidence, main.name)}."])
 
 
 def what_would_decide(study: Studied) -> tuple[str, str]:
@@ -184,21 +162,17 @@ def what_would_decide(study: Studied) -> tuple[str, str]:
         words = f"would make {FEWEST_SEEDS}; intervals of fewer rest on a rough estimate of how much training varies"
         return _more(study, FEWEST_SEEDS - have, words)
     if wanted:
-        return (
-            f"{MOST_SEEDS} seeds would not suffice to tell {main.label} and {reference.label} apart on {listed(wanted)}: what "
-            "difference there is, is small against that between seeds.",
-            "",
-        )
+        apart = f"to tell {main.label} and {reference.label} apart on {listed(wanted)}"
+        small = "what difference there is, is small against that between seeds"
+        return f"{MOST_SEEDS} seeds would not suffice {apart}: {small}.", ""
     return "A study with a plan, written before its runs, would confirm or refute this.", ""
 
 
 def _more(study: Studied, more: int, words: str) -> tuple[str, str]:
     evidence = study.evidence
     if evidence.index.command.startswith("difftransformer demo"):  # one seed, for a part of the recipe's steps
-        return (
-            "several seeds of the whole recipe, which the stored result below has.",
-            "difftransformer compare demo --seeds 5",
-        )
+        words = "several seeds of the whole recipe, which the stored result below has."
+        return words, "difftransformer compare demo --seeds 5"
     have = max(len(runs) for runs in evidence.runs.values())
     seconds = sum(fmean(run.total_seconds for run in runs.values()) for runs in evidence.runs.values() if runs)
     command = re.sub(r" (--seeds|--set compare\.seeds)[ =]\d+", "", _command(evidence))
@@ -228,6 +202,6 @@ def _seeds_needed(study: Studied, row: Compared) -> int | None:
     mean = fmean(differences)
     if len(differences) < 2 or mean == 0:
         return None
-    spread = math.sqrt(sum((one - mean) ** 2 for one in differences) / (len(differences) - 1))
+    spread = stdev(differences)
     enough = (n for n in range(2, MOST_SEEDS + 1) if detectable(n) * spread <= abs(mean))
     return next(enough, None)

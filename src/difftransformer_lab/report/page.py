@@ -24,6 +24,7 @@ from ..plots.style import Drawing, colours_of_pages, inline_svg
 from ..printable import printable
 from ..results import TaskResult
 from .tables import NOT_MEASURED, Group, Table, favoured, significant
+from .tables import names as names_of
 from .tasks import draw_task, measurement_table
 from .tasks.pairs import Pair, corrected_pairs, pairs_table, task_pairs
 from .words import ALIKE, BETTER, REFERENCE, VERDICTS, WORSE, date_words, listed, measure_words, terms_in
@@ -34,8 +35,11 @@ MOST_LETTERS = 120
 """A table whose words need more room in a row has its cells below each other."""
 MOST_ROWS = 12
 """Of a table that is not folded."""
+TABLE_SUFFIXES = ("csv", "md", "tex")
 MISSING = "missing"
 """Slug of the section of tasks that were not run."""
+
+ASKED = "What the paper leaves open, and how it was asked"
 
 T = TypeVar("T")
 
@@ -105,11 +109,8 @@ class Page:
     @property
     def gaps(self) -> list[str]:
         """What could not be measured or drawn, and why."""
-        return [
-            gap if section.slug == MISSING else f"{section.slug}: {gap}"
-            for section in self.sections
-            for gap in section.gaps
-        ]
+        every = [(section.slug, gap) for section in self.sections for gap in section.gaps]
+        return [gap if slug == MISSING else f"{slug}: {gap}" for slug, gap in every]
 
 
 def no_gap(text: str) -> None:
@@ -146,18 +147,14 @@ def write_page(
         "colours": colours_of_pages(),
     }
     template = environment.get_template(TEMPLATE)
-    words = re.sub(
-        r"<svg.*?</svg>|<style.*?</style>|<[^>]*>",
-        " ",
-        template.render(page=page, svg=svg, terms=[], **names),
-        flags=re.DOTALL,
-    )
+    without_terms = template.render(page=page, svg=svg, terms=[], **names)
+    words = re.sub(r"<svg.*?</svg>|<style.*?</style>|<[^>]*>", " ", without_terms, flags=re.DOTALL)
     text = template.render(page=page, svg=svg, terms=terms_in(words), **names)
     _remove_earlier(folder)
     for slug, drawing in drawings.items():
         write_text_atomically(folder / "figures" / f"{slug}.svg", drawing.svg)
     for table in all_tables(page):
-        for suffix, made in (("csv", table.csv()), ("md", table.markdown()), ("tex", table.latex())):
+        for suffix, made in zip(TABLE_SUFFIXES, (table.csv(), table.markdown(), table.latex()), strict=True):
             write_text_atomically(folder / "tables" / f"{table.name}.{suffix}", made)
     write_text_atomically(folder / "index.html", text)
     for gap in page.gaps:
@@ -172,7 +169,7 @@ def _remove_earlier(folder: Path) -> None:
     for name in re.findall(r'<h2 id="figure-([\w.-]+)"', text):
         (folder / "figures" / f"{name}.svg").unlink(missing_ok=True)
     for name in re.findall(r'href="tables/([\w.-]+)\.csv"', text):
-        for suffix in ("csv", "md", "tex"):
+        for suffix in TABLE_SUFFIXES:
             (folder / "tables" / f"{name}.{suffix}").unlink(missing_ok=True)
 
 
@@ -197,12 +194,11 @@ def suite_page(name: str, by_task: Mapping[str, Sequence[TaskResult]], missing: 
         task_section(label, by_task[label], paired=pairs_table(label, pairs), broken=gaps[label])
         for label, pairs in corrected_pairs(paired).items()
     ]
-    first = next((results for results in by_task.values() if results), [])
-    about = ""
     if missing:
         reasons = [f"{experiment} on {model}: {reason}" for experiment, model, reason in missing]
         sections.append(Section(slug=MISSING, title="Not run", gaps=reasons))
-    if first:
+    about = ""
+    if first := next((results for results in by_task.values() if results), []):
         about = f"Measured on {first[0].environment.where}, {date_words(first[0].created)}."
         notes = [
             f"{model.name}: {model.architecture} ({model.attention}), {model.parameters:,} parameters, {model.dtype}; sha256 "
@@ -210,9 +206,8 @@ def suite_page(name: str, by_task: Mapping[str, Sequence[TaskResult]], missing: 
             for model in (result.model for result in first)
         ]
         sections.append(Section(slug="models", title="Models", notes=notes))
-    return Page(
-        title=f"Suite {name}", about=about, lead=_suite_lead(by_task, corrected_pairs(paired)), sections=sections
-    )
+    lead = _suite_lead(by_task, corrected_pairs(paired))
+    return Page(title=f"Suite {name}", about=about, lead=lead, sections=sections)
 
 
 def _suite_lead(by_task: Mapping[str, Sequence[TaskResult]], pairs: Mapping[str, Sequence[Pair]]) -> Lead:
@@ -225,37 +220,30 @@ def _suite_lead(by_task: Mapping[str, Sequence[TaskResult]], pairs: Mapping[str,
             continue
         by_name = dict(zip(labels(results), results, strict=True))
         line = [measure_words(label), f"{measure_words(first.name)}, {first.unit}"]
+        differences = {pair.compared: pair.difference for pair in pairs[label] if pair.name == first.name}
         for name in names:
-            row = (
-                next((one for one in by_name[name].measurements if one.name == first.name), None)
-                if name in by_name
-                else None
-            )
-            pair = next(
-                (one for one in pairs[label] if (one.name, one.compared) == (first.name, f"{name} minus {names[-1]}")),
-                None,
-            )
+            measured = by_name[name].measurements if name in by_name else []
+            value = next((significant(one.value) for one in measured if one.name == first.name), NOT_MEASURED)
             word = REFERENCE if name == names[-1] and len(names) > 1 else ""
-            if pair is not None:
-                outcome = favoured(pair.difference)
+            if (difference := differences.get(f"{name} minus {names[-1]}")) is not None:
+                outcome = favoured(difference)
                 word = BETTER if (outcome == "first") == (first.better == "higher") else WORSE
                 word = word if outcome in ("first", "second") else ALIKE
-            line += [significant(row.value) if row else NOT_MEASURED, word]
-            if name == names[0] and pair is not None:
-                told.setdefault(word, []).append(measure_words(label))
+                if name == names[0]:
+                    told.setdefault(word, []).append(measure_words(label))
+            line += [value, word]
         rows.append(line)
-    groups = [Group("task", numeric=False), Group("measure", numeric=False)]
-    groups += [Group(name, ("value", "verdict"), "valued", numeric=False) for name in names]
+    of_models = (Group(name, ("value", "verdict"), "valued", numeric=False) for name in names)
+    groups = (*names_of("task", "measure"), *of_models)
     words = [f"{word} on {listed(tasks)}" for word, tasks in told.items()]
     answer = f"{names[0]}, compared with {names[-1]}: {'; '.join(words)}." if told else ""
     note = (
         f"Verdicts compare with {names[-1]} on the same items: 95 % intervals that leave out zero, after Holm's correction for "
         "every comparison of this page. They say nothing of another training run."
     )
-    table = Table("verdicts", "Every task", tuple(groups), rows, [note] if told else []) if rows else None
-    return Lead(
-        answer=answer or f"What {listed(names) if names else 'no model'} can do; nothing is compared.", table=table
-    )
+    table = Table("verdicts", "Every task", groups, rows, [note] if told else []) if rows else None
+    nothing = f"What {listed(names) if names else 'no model'} can do; nothing is compared."
+    return Lead(answer=answer or nothing, table=table)
 
 
 def task_section(
@@ -292,13 +280,7 @@ def task_section(
         notes=notes,
         tables=shown,
         details=[replace(table, name=slug, title="Every measurement")] if is_long else [],
-        texts=[
-            (
-                "What the paper leaves open, and how it was asked",
-                " ".join(_choices(results)),
-                f"{first.command}\n{options}",
-            )
-        ],
+        texts=[(ASKED, " ".join(_choices(results)), f"{first.command}\n{options}")],
         gaps=gaps,
     )
 

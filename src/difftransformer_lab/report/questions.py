@@ -128,15 +128,9 @@ def brief_answer(study: Studied) -> str:
         return shortest([f"{first.contrast.name}: {progress_text(first)}.", f"{progress_text(first)}."])
     name, effect, says = first.contrast.name, effect_text(first), first.meaning or verdict_text(first)
     seeds = f"{first.same_direction} of {len(first.values)} seeds"
-    return shortest(
-        [
-            f"{name}: {effect}, {direction_text(first)}: {says} ({words}).",
-            f"{name}: {effect}, {seeds}: {says} ({words}).",
-            f"{effect}, {seeds}: {says} ({words}).",
-            f"{name}: {effect}, {seeds} ({words}).",
-            f"{effect}, {seeds} ({words}).",
-        ]
-    )
+    longest = f"{name}: {effect}, {direction_text(first)}: {says}"
+    shorter = f"{effect}, {seeds}: {says}", f"{name}: {effect}, {seeds}", f"{effect}, {seeds}"
+    return shortest([f"{text} ({words})." for text in (longest, f"{name}: {shorter[0]}", *shorter)])
 
 
 def contrasts_table(study: Studied) -> Table:

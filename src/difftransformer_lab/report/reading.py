@@ -7,7 +7,7 @@ from pathlib import Path
 
 from difftransformer.errors import ResultsError
 
-from ..results import RunRecord, StudyArm, StudyIndex, StudyMember, read_document, read_result
+from ..results import RunRecord, StudyArm, StudyIndex, read_document, read_result
 
 Point = tuple[str, ...]
 """A value of each axis, in the order of the axes. The empty point of a study with axes stands for the mean over them."""
@@ -98,11 +98,10 @@ def read_evidence(path: Path | str) -> Evidence:
     path = Path(path)
     index = read_result(path, StudyIndex)
     _check(index, path)
-    members = [member for member in index.members if not member.is_tuning]
     runs: dict[tuple[str, Point], dict[int, RunRecord]] = {}
     files = {}
-    for member in members:
-        point = _point(index, member)
+    for member in (member for member in index.members if not member.is_tuning):
+        point = tuple(member.point[axis.name] for axis in index.axes)
         runs.setdefault((member.arm, point), {})[member.seed] = read_result(path.parent / member.file, RunRecord)
         files[member.arm, point, member.seed] = member.file
     return Evidence(index=index, path=path, runs=runs, files=files)
@@ -130,7 +129,3 @@ def _check(index: StudyIndex, path: Path) -> None:
                 f"{path}: the run {member.file} is of arm {member.arm!r} at {member.point}, which the study does not have; "
                 "write the index again"
             )
-
-
-def _point(index: StudyIndex, member: StudyMember) -> Point:
-    return tuple(member.point[axis.name] for axis in index.axes)

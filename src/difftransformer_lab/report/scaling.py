@@ -13,7 +13,7 @@ import numpy as np
 from difftransformer.errors import ResultsError
 
 from ..results import StudyArm, StudyAxis, StudyFigure, figure_of
-from ..statistics import CONFIDENCE
+from ..statistics import CONFIDENCE, mean_and_standard_error
 from .comparisons import paired_seeds
 from .reading import Evidence, Point
 
@@ -155,10 +155,8 @@ def scaling_of(evidence: Evidence) -> Scaling:
         seen: set[str] = set()
         for arm in evidence.others:
             paired = _paired(evidence, axis, arm)
-            if len(paired.values) < LEAST_SETTINGS:
-                gaps.append(
-                    f"{arm.label} over {axis.label or name}: {len(paired.values)} settings have paired runs; a law needs 3"
-                )
+            if (count := len(paired.values)) < LEAST_SETTINGS:
+                gaps.append(f"{arm.label} over {axis.label or name}: {count} settings have paired runs; a law needs 3")
                 continue
             draws = paired.draws()
             for column, one in enumerate((arm, evidence.reference)):
@@ -200,7 +198,7 @@ def _paired(evidence: Evidence, axis: StudyAxis, arm: StudyArm) -> _Paired:
     figure, reference = evidence.index.figures[0], evidence.index.reference
     largest = [one.values[-1] for one in evidence.index.axes]
     place = evidence.index.axes.index(axis)
-    names, n, values = [], [], []
+    settings = []
     for name in axis.values:
         point: Point = (*largest[:place], name, *largest[place + 1 :])
         rows, runs = [], (evidence.at(arm.name, point), evidence.at(reference, point))
@@ -210,32 +208,19 @@ def _paired(evidence: Evidence, axis: StudyAxis, arm: StudyArm) -> _Paired:
                 rows.append(row)
         if rows:
             first = [next(iter(by_seed.values())) for by_seed in runs]
-            names.append(name)
-            n.append([run.parameters if axis.name == "size" else run.train_tokens for run in first])
-            values.append(np.array(rows, dtype=np.float64))
-    order = sorted(range(len(n)), key=lambda index: n[index])
-    return _Paired(
-        [names[index] for index in order],
-        np.array([n[index] for index in order], dtype=np.float64).reshape(-1, 2),
-        [values[index] for index in order],
-    )
+            n = [run.parameters if axis.name == "size" else run.train_tokens for run in first]
+            settings.append((n, name, np.array(rows, dtype=np.float64)))
+    settings.sort(key=lambda setting: setting[0])
+    sizes = np.array([n for n, _, _ in settings], dtype=np.float64).reshape(-1, 2)
+    return _Paired([name for _, name, _ in settings], sizes, [values for *_, values in settings])
 
 
 def _trend(paired: _Paired, draws: np.ndarray, axis: StudyAxis, arm: StudyArm, column: int) -> Trend:
-    n = paired.n[:, column]
-    errors = [
-        values[:, column].std(ddof=1) / math.sqrt(len(values)) if len(values) > 1 else 0.0 for values in paired.values
-    ]
-    low, high = _interval(fit_power_law(n, draws[:, :, column]).b)
-    return Trend(
-        axis=axis,
-        arm=arm,
-        n=n,
-        loss=paired.means[:, column],
-        error=np.array(errors),
-        law=fit_power_law(n, paired.means[None, :, column]),
-        exponents=(low, high),
-    )
+    n, loss = paired.n[:, column], paired.means[:, column]
+    errors = [mean_and_standard_error(values[:, column].tolist()).standard_error or 0.0 for values in paired.values]
+    exponents = _interval(fit_power_law(n, draws[:, :, column]).b)
+    law = fit_power_law(n, loss[None])
+    return Trend(axis=axis, arm=arm, n=n, loss=loss, error=np.array(errors), law=law, exponents=exponents)
 
 
 def _needs(paired: _Paired, draws: np.ndarray, axis: StudyAxis, arm: StudyArm) -> list[Need]:
@@ -243,17 +228,12 @@ def _needs(paired: _Paired, draws: np.ndarray, axis: StudyAxis, arm: StudyArm) -
     mine, other = paired.n.T
     law, reference = fit_power_law(mine, every[:, :, 0]), fit_power_law(other, every[:, :, 1])
     levels = reference.at(other)
-    return [
-        Need(
-            axis=axis,
-            arm=arm,
-            value=name,
-            n=float(n),
-            fit=_amount(law.inverse(levels[:, place]), n, mine),
-            raw=_amount(interpolate(mine, every[:, :, 0], every[:, place, 1]), n, mine),
-        )
-        for place, (name, n) in enumerate(zip(paired.names, other, strict=True))
-    ]
+    needs = []
+    for place, (name, n) in enumerate(zip(paired.names, other, strict=True)):
+        fit = _amount(law.inverse(levels[:, place]), n, mine)
+        raw = _amount(interpolate(mine, every[:, :, 0], every[:, place, 1]), n, mine)
+        needs.append(Need(axis=axis, arm=arm, value=name, n=float(n), fit=fit, raw=raw))
+    return needs
 
 
 def _amount(needed: np.ndarray, n: float, measured: np.ndarray) -> Amount:

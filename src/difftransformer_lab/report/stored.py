@@ -53,20 +53,15 @@ def write_demo(run: Studied, stored: Studied, folder: Path, maps: Path, on_gap: 
         "Layers and heads of the two models that come with the package, for one prompt: what A1 finds, what A2 takes away, "
         "and the difference for any \u03bb."
     )
-    sections = [
-        Section(
-            slug="beside",
-            title="This run beside the stored result",
-            notes=[
-                "One seed, trained for a part of the recipe's steps, shows how training goes. The stored runs of the whole "
-                "recipe say what came of it."
-            ],
-            tables=[beside_table(run, stored)],
-        ),
-        Section(slug="maps", title="Attention maps to explore", notes=[note], frame=maps.name),
-    ]
+    one_seed = (
+        "One seed, trained for a part of the recipe's steps, shows how training goes. The stored runs of the whole recipe say "
+        "what came of it."
+    )
+    table, title = beside_table(run, stored), "This run beside the stored result"
+    beside = Section(slug="beside", title=title, notes=[one_seed], tables=[table])
+    explorer = Section(slug="maps", title="Attention maps to explore", notes=[note], frame=maps.name)
     page = study_page(run)
-    return write_page(replace(page, sections=[*sections, *page.sections]), folder, on_gap=on_gap)
+    return write_page(replace(page, sections=[beside, explorer, *page.sections]), folder, on_gap=on_gap)
 
 
 def _size(study: Studied) -> str:

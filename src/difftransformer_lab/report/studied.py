@@ -63,16 +63,11 @@ def with_shared(studies: Sequence[Studied]) -> list[Studied]:
     runs = {one.evidence.slug: _identities(one.evidence) for one in studies}
     shared = []
     for one in studies:
-        own = runs[one.evidence.slug]
-        counts = {slug: len(own & other) for slug, other in runs.items() if slug != one.evidence.slug}
-        shared.append(replace(one, shared={slug: count for slug, count in counts.items() if count}))
+        others = {slug: runs[one.evidence.slug] & other for slug, other in runs.items() if slug != one.evidence.slug}
+        shared.append(replace(one, shared={slug: len(both) for slug, both in others.items() if both}))
     return shared
 
 
 def _identities(evidence: Evidence) -> set[str]:
-    folder = evidence.path.parent
-    digests = set()
-    for member in evidence.index.members:
-        digest = _DIGEST.search(Path(member.file).stem)
-        digests.add(digest[1] if digest else str((folder / member.file).resolve()))
-    return digests
+    files = [evidence.path.parent / member.file for member in evidence.index.members]
+    return {digest[1] if (digest := _DIGEST.search(file.stem)) else str(file.resolve()) for file in files}

@@ -71,14 +71,9 @@ def study_page(study: Studied) -> Page:
         costs.append(study_tables.costs_table(evidence))
         sections.append(Section(slug="cost", title="Parameters and time", tables=costs))
     sections += [] if index.plan else tuning
-    sections.append(
-        Section(
-            slug="runs",
-            title="Models and runs",
-            tables=[study_tables.arms_table(evidence), study_tables.machines_table(evidence)],
-            details=[study_tables.runs_table(evidence)],
-        )
-    )
+    tables = [study_tables.arms_table(evidence), study_tables.machines_table(evidence)]
+    every_run = [study_tables.runs_table(evidence)]
+    sections.append(Section(slug="runs", title="Models and runs", tables=tables, details=every_run))
     shared = shared_words(study)
     sections.append(_made_section(study, [*(f"Changes after data: {one}" for one in changes_words(study)), shared]))
     stage = "confirms a plan" if index.plan else "explores: nothing in it is confirmed"
@@ -157,10 +152,8 @@ def studies_page(studies: Sequence[Studied]) -> Page:
     if any(one.evident for one in judged):
         sections.append(Section(slug="claims", title="Claims of the paper", tables=[claims_table(judged)], links=links))
         title = "Evidence for the Differential Transformer"
-        states = Counter(one.state for one in judged)
-        answer = (
-            "The paper's claims, tested on small models: " + listed(f"{n} {state}" for state, n in states.items()) + "."
-        )
+        states = listed(f"{n} {state}" for state, n in Counter(one.state for one in judged).items())
+        answer = f"The paper's claims, tested on small models: {states}."
     else:
         title, answer = counted(len(studies), "study", "studies"), "What each study asked and found."
     about = "Every number follows from the records of runs."

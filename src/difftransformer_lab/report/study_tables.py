@@ -199,11 +199,8 @@ def upcycling_table(study: Evidence, compared: Sequence[Compared]) -> Table:
     assert upcycling is not None
     parameters = {size.arm: size.parameters for size in study.index.sizes}
     before = {(one.task, one.name, repr(one.at)): one.value for one in upcycling.before}
-    told = [
-        (figure, before[key])
-        for figure in study.index.figures
-        if (key := (figure.task, figure.name, repr(figure.at))) in before and figure.unit != "bits/byte"
-    ]
+    keys = [(figure, (figure.task, figure.name, repr(figure.at))) for figure in study.index.figures]
+    told = [(figure, before[key]) for figure, key in keys if key in before and figure.unit != "bits/byte"]
     titles = ("model", "parameters", "added", "largest logit difference at the start", "same greedy tokens")
     groups = columns(*titles, *(f"{figure.label} before and after" for figure, _ in told), "seconds a step")
     rows = []
@@ -212,20 +209,11 @@ def upcycling_table(study: Evidence, compared: Sequence[Compared]) -> Table:
         after = [row_of(compared, figure.label, arm.name, ()) for figure, _ in told]
         runs = [run for one, _, _, run in study.every_run() if one is arm]
         steps = [run.train_seconds / run.curves[TRAINING].steps[-1] for run in runs]
-        rows.append(
-            [
-                arm.label,
-                f"{parameters[arm.name]:,}",
-                f"{(parameters[arm.name] - plain) / plain:.1%}",
-                f"{drift.largest_logit_difference:.1e}",
-                f"{drift.greedy_same_tokens} of {drift.greedy_tokens}",
-                *(
-                    f"{fixed(value, 4)}, {fixed(row.statistic.mean, 4) if row else NOT_MEASURED}"
-                    for (_, value), row in zip(told, after, strict=True)
-                ),
-                f"{fmean(steps):.1f}" if steps else NOT_MEASURED,
-            ]
-        )
+        cells = [arm.label, f"{parameters[arm.name]:,}", f"{(parameters[arm.name] - plain) / plain:.1%}"]
+        cells += [f"{drift.largest_logit_difference:.1e}", f"{drift.greedy_same_tokens} of {drift.greedy_tokens}"]
+        for (_, value), row in zip(told, after, strict=True):
+            cells.append(f"{fixed(value, 4)}, {fixed(row.statistic.mean, 4) if row else NOT_MEASURED}")
+        rows.append([*cells, f"{fmean(steps):.1f}" if steps else NOT_MEASURED])
     tokens = upcycling.drift[study.index.reference].tokens
     trained = max((run.train_tokens for _, _, _, run in study.every_run()), default=0)
     title = f"{upcycling.source} trained on for {trained:,} tokens"
@@ -233,17 +221,11 @@ def upcycling_table(study: Evidence, compared: Sequence[Compared]) -> Table:
 
 
 def needs_table(scaling: Scaling) -> Table:
-    rows = [
-        [
-            need.arm.label,
-            need.axis.name,
-            quantity(need.n),
-            *_amount_cells(need.fit),
-            *_amount_cells(need.raw),
-            PAPER_NEEDS[need.axis.name] if need.arm.name == "diff" else "",
-        ]
-        for need in scaling.needs
-    ]
+    rows = []
+    for need in scaling.needs:
+        paper = PAPER_NEEDS[need.axis.name] if need.arm.name == "diff" else ""
+        head = [need.arm.label, need.axis.name, quantity(need.n)]
+        rows.append([*head, *_amount_cells(need.fit), *_amount_cells(need.raw), paper])
     groups = (
         *names("model", "axis"),
         Group("reference has"),
@@ -261,18 +243,17 @@ def needs_table(scaling: Scaling) -> Table:
 
 
 def laws_table(scaling: Scaling) -> Table:
-    rows = [
-        [
+    rows = []
+    for trend in scaling.trends:
+        law, residual = trend.law, np.abs(trend.law.at(trend.n)[0] - trend.loss).max()
+        cells = [
             trend.arm.label,
             trend.axis.name,
             ", ".join(quantity(n) for n in trend.n),
-            significant(float(trend.law.a[0])),
-            *(significant(float(b), 3) for b in (trend.law.b[0], *trend.exponents)),
-            significant(float(trend.law.c[0])),
-            significant(float(np.abs(trend.law.at(trend.n)[0] - trend.loss).max()), 2),
+            significant(float(law.a[0])),
         ]
-        for trend in scaling.trends
-    ]
+        cells += [significant(float(b), 3) for b in (law.b[0], *trend.exponents)]
+        rows.append([*cells, significant(float(law.c[0])), significant(float(residual), 2)])
     groups = (
         *names("model", "axis", "measured at"),
         Group("a"),
@@ -292,11 +273,8 @@ def arms_table(evidence: Evidence) -> Table:
         arm.name: _flat(run.recipe) for arm, run in reversed([(arm, run) for arm, _, _, run in evidence.every_run()])
     }
     keys = sorted({key for recipe in recipes.values() for key in recipe})
-    differing = [
-        key
-        for key in keys
-        if key.rpartition(".")[2] not in _UNCOMPARED and len({repr(recipe.get(key)) for recipe in recipes.values()}) > 1
-    ]
+    compared = [key for key in keys if key.rpartition(".")[2] not in _UNCOMPARED]
+    differing = [key for key in compared if len({repr(recipe.get(key)) for recipe in recipes.values()}) > 1]
     sizes = {size.arm: size for size in evidence.index.sizes}
     has_about = any(arm.about for arm in evidence.index.arms)
     rows = []
@@ -345,17 +323,10 @@ def runs_table(evidence: Evidence) -> Table:
     rows = []
     for arm, point, seed, run in evidence.every_run():
         values = [figure_of(run, figure) for figure in figures]
-        rows.append(
-            [
-                arm.label,
-                *([evidence.words(point)] if evidence.has_settings else []),
-                str(seed),
-                *(NOT_MEASURED if value is None else significant(value, 5) for value in values),
-                significant(run.train_seconds / 60, 3),
-                run.environment.commit[:12] or "not recorded",
-                evidence.files[arm.name, point, seed],
-            ]
-        )
+        cells = [arm.label, *([evidence.words(point)] if evidence.has_settings else []), str(seed)]
+        cells += [NOT_MEASURED if value is None else significant(value, 5) for value in values]
+        commit = run.environment.commit[:12] or "not recorded"
+        rows.append([*cells, significant(run.train_seconds / 60, 3), commit, evidence.files[arm.name, point, seed]])
     measures = (with_unit(figure.label, figure) for figure in figures)
     groups = (
         *names("model", *(["setting"] if evidence.has_settings else [])),
@@ -433,8 +404,6 @@ def _amount_cells(amount: Amount) -> list[str]:
 def _flat(recipe: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     flat: dict[str, str] = {}
     for key, value in recipe.items():
-        if isinstance(value, Mapping):
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value if isinstance(value, str) else json.dumps(value)
+        plain = value if isinstance(value, str) else json.dumps(value)
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": plain}
     return flat
