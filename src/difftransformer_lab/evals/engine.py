@@ -119,7 +119,6 @@ def run_task(
     if not task.requests:
         raise EvaluationError(f"{task.data_name}: nothing to ask; give more data")
     costs = [request.shown_tokens for request in task.requests]
-    rank, count = (0, 1) if processes is None else (processes.rank, processes.count)
     broadcast = (lambda make: make()) if processes is None else processes.broadcast
     kept: list[Journal] = []
 
@@ -146,8 +145,8 @@ def run_task(
         for file in kept:
             opened.enter_context(file)
         opened.enter_context(watched(computed))
-        divided = count > 1 and not getattr(model, "is_divided", False)
-        for index, answer in _in_turns(model, task, answers, rank, processes if divided else None):
+        divided = processes is not None and processes.count > 1 and not getattr(model, "is_divided", False)
+        for index, answer in _in_turns(model, task, answers, processes if divided else None):
             answers[index] = answer
             for file in kept:
                 file.add({"request": index, "answer": answer})
@@ -158,7 +157,7 @@ def run_task(
 
 
 def _in_turns(
-    model: LanguageModel, task: Task, answers: dict[int, Any], rank: int, processes: "Processes | None"
+    model: LanguageModel, task: Task, answers: dict[int, Any], processes: "Processes | None"
 ) -> Iterator[tuple[int, Any]]:
     """Yield the places and answers of the requests that `answers` lacks.
 
@@ -187,7 +186,7 @@ def _in_turns(
         own: list[tuple[int, Any]] = []
         failure = None
         try:
-            for part in parts[turn + rank : turn + rank + 1]:
+            for part in parts[turn + processes.rank : turn + processes.rank + 1]:
                 own.extend(ask(part))
         except EvaluationError as error:  # met here alone, and said to all
             failure = error

@@ -71,13 +71,9 @@ def open_language_model(
             raise CheckpointError(
                 f"{model}: the tokenizer has {tokenizer.vocab_size} tokens, the model {rows}; they do not belong together"
             )
+        sizes: dict[str, Any] = {"context_tokens": context_tokens, "batch_tokens": batch_tokens}
         language_model = CausalLanguageModel(
-            network,
-            tokenizer,
-            context_tokens=context_tokens,
-            batch_tokens=batch_tokens,
-            prefix_caching=prefix_caching,
-            hf_tokenizer=theirs,
+            network, tokenizer, **sizes, prefix_caching=prefix_caching, hf_tokenizer=theirs
         )
         language_model.is_divided = divided_by is not None
         is_accelerated = any(isinstance(module, AcceleratedDiffLlamaAttention) for module in network.modules())
@@ -97,10 +93,5 @@ def _text_tokenizer(theirs: Any, folder: Path) -> Tokenizer:
     end, begin = theirs.eos_token or theirs.bos_token, theirs.bos_token or theirs.eos_token
     if not getattr(theirs, "is_fast", False) or end is None:
         raise CheckpointError(f"{folder}: its tokenizer has no tokenizer.json, or no token that begins or ends a text")
-    return Tokenizer(
-        theirs.backend_tokenizer,
-        end_of_text=end,
-        begin_of_text=begin,
-        pad=theirs.pad_token or end,
-        chat_template=theirs.chat_template,
-    )
+    special = {"end_of_text": end, "begin_of_text": begin, "pad": theirs.pad_token or end}
+    return Tokenizer(theirs.backend_tokenizer, **special, chat_template=theirs.chat_template)

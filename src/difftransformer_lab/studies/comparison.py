@@ -43,33 +43,28 @@ def compare(recipe: Recipe, folder: Path, *, costs: bool = True) -> StudyIndex:
         return study.write_index(sizes=sizes, baselines=baselines)
     logger.info("measuring time and memory of the models in turn, a minute or more; --no-costs leaves it out")
     share = foreign_cpu_share()
-    timed = measure_costs(
-        configs,
-        rows=max(1, recipe.training.batch_tokens // context),
-        context_tokens=context,
-        labels={model: label(model) for model in configs},
-    )
+    rows, labels = max(1, recipe.training.batch_tokens // context), {model: label(model) for model in configs}
+    timed = measure_costs(configs, rows=rows, context_tokens=context, labels=labels)
     return study.write_index(sizes=sizes, baselines=baselines, costs=timed, costs_foreign_cpu_share=share())
 
 
 def comparison(recipe: Recipe) -> Design:
     """Return the study of a recipe: an arm for each of `compare.models`, the last one the reference."""
     *others, reference = recipe.compare.models
-    config = StudyConfig(
-        name=recipe.name,
-        question=f"{'Is' if len(others) == 1 else 'Are'} {' and '.join(map(label, others))} better than {label(reference)}? "
-        f"({recipe.name})",
-        recipe=recipe.name,
-        reference=reference,
-        arms={
-            model: ArmConfig(
-                label=label(model), set={f"model.{key}": value for key, value in recipe.with_model(model).model.items()}
-            )
-            for model in (*others, reference)
-        },
-        presets={"compare": PresetConfig(seeds=recipe.compare.seeds)},
-    )
-    return Design(config, "compare", document=recipe_dict(recipe), first_seed=recipe.training.seed)
+    are, names = "Is" if len(others) == 1 else "Are", " and ".join(map(label, others))
+    question = f"{are} {names} better than {label(reference)}? ({recipe.name})"
+    arms = {}
+    for model in recipe.compare.models:
+        fields = recipe.with_model(model).model
+        arms[model] = ArmConfig(label=label(model), set={f"model.{key}": value for key, value in fields.items()})
+    return own_design(recipe, "compare", question=question, reference=reference, arms=arms)
+
+
+def own_design(recipe: Recipe, preset: str, **study: Any) -> Design:
+    """Return the study of a recipe that is its own, with these fields; its only size is called `preset`."""
+    presets = {preset: PresetConfig(seeds=recipe.compare.seeds)}
+    config = StudyConfig(name=recipe.name, recipe=recipe.name, presets=presets, **study)
+    return Design(config, preset, document=recipe_dict(recipe), first_seed=recipe.training.seed)
 
 
 def arm_size(arm: str, config: Any, context_tokens: int) -> ArmSize:

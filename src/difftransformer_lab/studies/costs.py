@@ -36,24 +36,22 @@ def measure_costs(
     train = time_all(training_work, warmup=2)
     prefill = time_all(prefill_work)
     decode = time_all(decode_work, DECODE_TOKENS)
+    sizes = {"rows": rows, "context_tokens": context_tokens, "threads": torch.get_num_threads()}
     result = []
     for name, config in configs.items():
         counts = count(config)
-        result.append(
-            CostRow(
-                model=name,
-                label=labels.get(name, name),
-                parameters=counts.parameters,
-                train_step_seconds=train[name].median_seconds,
-                prefill_tokens_per_second=rows * context_tokens / prefill[name].median_seconds,
-                decode_tokens_per_second=rows * DECODE_TOKENS / decode[name].median_seconds,
-                peak_training_bytes=peak_training_bytes(
-                    config, rows=rows, context_tokens=context_tokens, threads=torch.get_num_threads()
-                ),
-                weights_and_kv_bytes_4k=weights_and_kv_bytes(counts, SHORT),
-                weights_and_kv_bytes_64k=weights_and_kv_bytes(counts, LONG),
-            )
+        row = CostRow(
+            model=name,
+            label=labels.get(name, name),
+            parameters=counts.parameters,
+            train_step_seconds=train[name].median_seconds,
+            prefill_tokens_per_second=rows * context_tokens / prefill[name].median_seconds,
+            decode_tokens_per_second=rows * DECODE_TOKENS / decode[name].median_seconds,
+            peak_training_bytes=peak_training_bytes(config, **sizes),
+            weights_and_kv_bytes_4k=weights_and_kv_bytes(counts, SHORT),
+            weights_and_kv_bytes_64k=weights_and_kv_bytes(counts, LONG),
         )
+        result.append(row)
     return [*result, _smaller(next(iter(configs)), configs, labels)]
 
 

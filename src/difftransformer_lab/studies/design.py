@@ -285,13 +285,8 @@ class Design:
     def tuning(self) -> list[PlannedRun]:
         """The runs that choose learning rates, none where the study tries none."""
         tuning = self.preset.tuning
-        return [
-            self.run(arm, point, 1000 + seed, rate, is_tuning=True)
-            for seed in range(tuning.seeds)
-            for point in self.tuned_points
-            for rate in tuning.learning_rates
-            for arm in self.arms
-        ]
+        places = itertools.product(range(tuning.seeds), self.tuned_points, tuning.learning_rates, self.arms)
+        return [self.run(arm, point, 1000 + seed, rate, is_tuning=True) for seed, point, rate, arm in places]
 
     def arms_in_turn(self) -> list[list[str]]:
         """Return the arms in the order in which they are tuned: those of the first contrast, what the next adds, and so on.
@@ -309,12 +304,12 @@ class Design:
     @property
     def tuned_points(self) -> list[dict[str, str]]:
         """The points at which learning rates are chosen: not those whose axes set one."""
-        return [
-            point
-            for point in self.points
-            if point == self.tuned_point(point)
-            and not any(LEARNING_RATE in self.config.axes[axis].values[value].set for axis, value in point.items())
-        ]
+        axes = self.config.axes
+        own_rate = {
+            (axis, value) for axis in axes for value, one in axes[axis].values.items() if LEARNING_RATE in one.set
+        }
+        points = [point for point in self.points if point == self.tuned_point(point)]
+        return [point for point in points if not own_rate & point.items()]
 
     def reported(self, rates: Sequence[ChosenRate] | None = None) -> list[PlannedRun]:
         """Return the runs that are compared, all arms of a seed side by side.
@@ -326,13 +321,11 @@ class Design:
         known = self._chosen(rates)
         if self.plan is not None:
             return self._planned(rates, known)
-        counts = {(arm, place(point)): self._count(arm, point) for arm in self.arms for point in self.points}
+        most = max(self._count(arm, point) for arm in self.arms for point in self.points)
         return [
             self.run(arm, point, self._first_seed + seed, known[arm, place(point)])
-            for seed in range(max(counts.values()))
-            for point in self.points
-            for arm in self.arms
-            if seed < counts[arm, place(point)] and (arm, place(point)) in known
+            for seed, point, arm in itertools.product(range(most), self.points, self.arms)
+            if seed < self._count(arm, point) and (arm, place(point)) in known
         ]
 
     def _chosen(self, rates: Sequence[ChosenRate] | None) -> dict[tuple[str, str], float | None]:
@@ -356,12 +349,9 @@ class Design:
         """
         assert self.plan is not None
         if rates is None:
-            anything = {"learning_rate": 0.0, "tried": [(0.0, 0.0)]}
-            rates = [
-                ChosenRate(arm=arm, point=point, **anything)  # type: ignore[arg-type]
-                for arm in self.arms
-                for point in self.tuned_points
-            ]
+            anything: dict[str, Any] = {"learning_rate": 0.0, "tried": [(0.0, 0.0)]}
+            places = itertools.product(self.arms, self.tuned_points)
+            rates = [ChosenRate(arm=arm, point=point, **anything) for arm, point in places]
         axes, lower_is_better = self.described_axes(), self.figures[0].better == "lower"
         runs: dict[tuple[str, str, int], PlannedRun] = {}
         for contrast in self.plan.contrasts:
@@ -421,11 +411,8 @@ class Design:
         return min(counts, default=0), max(counts, default=0)
 
     def described_arms(self) -> list[StudyArm]:
-        return [
-            StudyArm(name=name, label=arm.label or name, about=arm.about)
-            for name, arm in self.config.arms.items()
-            if name in self.arms
-        ]
+        arms = {name: arm for name, arm in self.config.arms.items() if name in self.arms}
+        return [StudyArm(name=name, label=arm.label or name, about=arm.about) for name, arm in arms.items()]
 
     def described_axes(self) -> list[StudyAxis]:
         axes = []
@@ -433,14 +420,8 @@ class Design:
             axis = self.config.axes[name]
             numbers = [axis.values[value].number for value in values]
             known = [number for number in numbers if number is not None]
-            axes.append(
-                StudyAxis(
-                    name=name,
-                    label=axis.label or name,
-                    values=values,
-                    numbers=known if len(known) == len(numbers) else None,
-                )
-            )
+            all_known = known if len(known) == len(numbers) else None
+            axes.append(StudyAxis(name=name, label=axis.label or name, values=values, numbers=all_known))
         return axes
 
 

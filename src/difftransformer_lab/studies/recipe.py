@@ -182,10 +182,8 @@ class Recipe:
         context = self.training.context_tokens
         if self.start_from is not None and not self.model:
             return self._start_config(context)
-        types = DiffTransformerConfig.field_types()
-        allowed = ["preset", *(name for name in types if name not in FROM_TOKENIZER)]
-        allowed += ["match_parameters", "multiple_of"]
-        types = types | {"preset": str, "match_parameters": str, "multiple_of": int}
+        types = {"preset": str} | DiffTransformerConfig.field_types() | {"match_parameters": str, "multiple_of": int}
+        allowed = [name for name in types if name not in FROM_TOKENIZER]
         for key, value in self.model.items():
             if key not in allowed:
                 raise ConfigError(f"model.{key}: {unknown_key(key, allowed)}")
@@ -194,14 +192,12 @@ class Recipe:
         if "preset" in fields:
             fields = preset(fields.pop("preset")).fields | fields
         match, multiple = fields.pop("match_parameters", None), fields.pop("multiple_of", 1)
-        longest = fields.get("max_position_embeddings", context)
+        longest = fields.setdefault("max_position_embeddings", context)
         if longest < context:
             raise ConfigError(
                 f"model.max_position_embeddings={longest} is below the trained context of {context} tokens"
             )
-        config = DiffTransformerConfig(
-            **{**fields, "max_position_embeddings": longest, "vocab_size": vocab_size, **tokens}
-        )
+        config = DiffTransformerConfig(**{**fields, "vocab_size": vocab_size, **tokens})
         if match is not None:
             config.intermediate_size = matching_width(config, count(config.twin(match)).parameters)
         if multiple != 1:
@@ -225,12 +221,11 @@ class Recipe:
         named.append(("data.tokenizer", self.data.tokenizer))
         starts = {"start_from": self.start_from, "branch_from": self.branch_from}
         named += [(key, value) for key, value in starts.items() if value is not None]
+        elsewhere = ("hf:", "hf-stream:", "ids:", PREFIX)
+        local = [(key, value) for key, value in named if not value.startswith(elsewhere)]
+        made = ("bpe", "byte", STDLIB)
         return [
-            f"{key}: {value} does not exist"
-            for key, value in named
-            if value not in ("bpe", "byte", STDLIB)
-            and not value.startswith(("hf:", "hf-stream:", "ids:", PREFIX))
-            and not Path(value).exists()
+            f"{key}: {value} does not exist" for key, value in local if value not in made and not Path(value).exists()
         ]
 
     def _start_config(self, context: int) -> DiffTransformerConfig:

@@ -155,21 +155,19 @@ class Study:
         for run, file in zip(runs, files, strict=True):
             if file is None or run.arm in unfinished:
                 continue
-            record, values = read_result(file, RunRecord), []
-            for figure in figures:
-                value = figure_of(record, figure)
-                if value is None:
-                    raise EvaluationError(f"{file}: has no {figure.label}, by which learning rates are chosen")
-                values.append(value)
+            record = read_result(file, RunRecord)
+            values = [(figure, figure_of(record, figure)) for figure in figures]
+            if lacking := [figure.label for figure, value in values if value is None]:
+                raise EvaluationError(f"{file}: has no {lacking[0]}, by which learning rates are chosen")
+            signed = [value if figure.better == "lower" else -value for figure, value in values if value is not None]
             points[place(run.point)] = run.point
             of_arm = by_place.setdefault((run.arm, place(run.point)), {})
-            of_arm.setdefault(run.recipe.training.optimizer.learning_rate, []).append(values)
-        signs = [1 if figure.better == "lower" else -1 for figure in figures]
-        chosen = []
+            of_arm.setdefault(run.recipe.training.optimizer.learning_rate, []).append(signed)
+        sign, chosen = 1 if first.better == "lower" else -1, []
         for (arm, where), tried in by_place.items():
             means = {rate: [fmean(one) for one in zip(*runs, strict=True)] for rate, runs in sorted(tried.items())}
-            best = min(means, key=lambda rate: [sign * mean for sign, mean in zip(signs, means[rate], strict=True)])
-            first_means = [(rate, of_figures[0]) for rate, of_figures in means.items()]
+            first_means = [(rate, sign * of_figures[0]) for rate, of_figures in means.items()]
+            best = min(means, key=means.__getitem__)
             chosen.append(ChosenRate(arm=arm, point=dict(points[where]), learning_rate=best, tried=first_means))
         return chosen
 
@@ -252,16 +250,9 @@ class Study:
         def keep(job: Job) -> None:
             run = by_folder[job.folder]
             prepared = self.prepared(run)
-            record = run_record(
-                job.folder,
-                prepared.recipe,
-                prepared.tasks,
-                prepared.shards,
-                seconds=job.seconds,
-                device=device,
-                threads=threads,
-                whole=not self.design.figures,
-            )
+            made = job.folder, prepared.recipe, prepared.tasks, prepared.shards
+            how: dict[str, Any] = {"seconds": job.seconds, "device": device, "threads": threads}
+            record = run_record(*made, **how, whole=not self.design.figures)
             record = replace(record, recipe=portable(run.recipe), data_sha256=prepared.data_sha256)
             self.store.add(run, record)
             self.write_index()

@@ -16,10 +16,10 @@ from difftransformer.hub import folder_sha256, source_folder
 
 from ..evals.drift import measure_drift
 from ..results import Drift, StudyIndex, Upcycling, kept_result, write_result
-from .comparison import arm_size
-from .design import ArmConfig, Design, PresetConfig, StudyConfig
+from .comparison import arm_size, own_design
+from .design import ArmConfig
 from .evaluation import evaluate_checkpoint
-from .recipe import Recipe, recipe_dict
+from .recipe import Recipe
 from .records import run_figures
 from .study import Study
 
@@ -46,7 +46,16 @@ def upcycle_and_train(recipe: Recipe, source: str, folder: Path, *, to: Sequence
         raise ConfigError(f"start_from={recipe.start_from!r}: the study starts from the converted models; leave it out")
     names = [*(name for name in dict.fromkeys(to) if name != PLAIN), PLAIN]
     models = {name: folder / "models" / name for name in names}
-    study = Study(_design(recipe, names, source), folder, alone=True, source=source, models=folder / "models")
+    title = Path(source).name
+    design = own_design(
+        recipe,
+        "upcycle",
+        question=f"{title}, made differential and trained on: {recipe.name}",
+        source=title,
+        reference=PLAIN,
+        arms={name: ArmConfig(label=_label(name), upcycle=name) for name in names},
+    )
+    study = Study(design, folder, alone=True, source=source, models=folder / "models")
     prepared = {run.arm: study.prepared(run) for run in study.design.reported()}  # makes the models
     plain = prepared[PLAIN]
     with source_folder(source) as pretrained:
@@ -61,21 +70,8 @@ def upcycle_and_train(recipe: Recipe, source: str, folder: Path, *, to: Sequence
     context = recipe.training.context_tokens
     return study.write_index(
         sizes=[arm_size(name, AutoConfig.from_pretrained(place), context) for name, place in models.items()],
-        upcycling=Upcycling(source=Path(source).name, drift=drift, before=figures),
+        upcycling=Upcycling(source=title, drift=drift, before=figures),
     )
-
-
-def _design(recipe: Recipe, names: Sequence[str], source: str) -> Design:
-    config = StudyConfig(
-        name=recipe.name,
-        question=f"{Path(source).name}, made differential and trained on: {recipe.name}",
-        recipe=recipe.name,
-        source=Path(source).name,
-        reference=PLAIN,
-        arms={name: ArmConfig(label=_label(name), upcycle=name) for name in names},
-        presets={"upcycle": PresetConfig(seeds=recipe.compare.seeds)},
-    )
-    return Design(config, "upcycle", document=recipe_dict(recipe), first_seed=recipe.training.seed)
 
 
 def _label(name: str) -> str:

@@ -104,13 +104,8 @@ class EndpointJudge:
         self.requests += 1
         self.tokens += expected_tokens  # a request without a reply may still have been worked on
         try:
-            reply = self._client.chat.completions.create(
-                model=self.model,
-                messages=messages,
-                temperature=0,
-                max_tokens=_REPLY_TOKENS,
-                extra_headers=self._headers,
-            )
+            options = {"temperature": 0, "max_tokens": _REPLY_TOKENS, "extra_headers": self._headers}
+            reply = self._client.chat.completions.create(model=self.model, messages=messages, **options)
             text = reply.choices[0].message.content or ""
             if reply.usage is not None:
                 self.tokens += reply.usage.total_tokens - expected_tokens

@@ -30,9 +30,8 @@ class NliJudge:
     def __init__(self, folder: str) -> None:
         self.model, self.tokenizer = _opened(folder)
         labels = {int(index): str(label) for index, label in self.model.config.id2label.items()}
-        entailments = [
-            index for index, label in labels.items() if label.strip().casefold() in ("entailment", "entails")
-        ]
+        words = ("entailment", "entails")
+        entailments = [index for index, label in labels.items() if label.strip().casefold() in words]
         if len(entailments) != 1:
             raise ConfigError(
                 f"{folder}: its labels are {', '.join(labels.values())}, none of them entailment; name a model of natural "

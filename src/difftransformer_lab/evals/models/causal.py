@@ -2,7 +2,7 @@
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,6 +32,9 @@ _WRITTEN_OUT_TOKENS = 4096
 
 _MOST_LOGITS = 2**28
 """Most logits of a batch: 1 GiB in fp32."""
+
+Kinds = dict[type, Callable[[Sequence[Any]], Answers]]
+"""What answers each kind of requests."""
 
 UNBOUNDED = 2**31
 """A context that refuses nothing."""
@@ -76,16 +79,9 @@ class CausalLanguageModel:
         Raises:
             EvaluationError: A request is longer than the context.
         """
-        yield from self._by_kind(
-            requests,
-            {
-                Loss: self._losses,
-                Predictions: self._predictions,
-                Continuation: self._continuations,
-                ScoredContinuation: self._continuations,
-                Choice: self._choices,
-            },
-        )
+        kinds: Kinds = {Loss: self._losses, Predictions: self._predictions, Choice: self._choices}
+        kinds |= {Continuation: self._continuations, ScoredContinuation: self._continuations}
+        yield from self._by_kind(requests, kinds)
 
     def parts(self, requests: Sequence[Any]) -> list[list[int]]:
         """Return the places of the requests that are computed together: in a batch, or one after the other with a prefix."""
@@ -114,11 +110,7 @@ class CausalLanguageModel:
         Raises:
             EvaluationError: A probe is longer than the context, or the model's attention cannot be observed.
         """
-        kinds: dict[type, Callable[[Any], Answers]] = {
-            LastRow: self._last_rows,
-            Maps: self._maps,
-            Magnitudes: self._magnitudes,
-        }
+        kinds: Kinds = {LastRow: self._last_rows, Maps: self._maps, Magnitudes: self._magnitudes}
         yield from self._by_kind(probes, kinds)
 
     @contextmanager
@@ -155,7 +147,7 @@ class CausalLanguageModel:
         with quantized_linears(self.model, weights, activations), quantized_logits(self.model, bits, granularity):
             yield coarse
 
-    def _by_kind(self, requests: Sequence[Any], kinds: Mapping[type, Callable[[Sequence[Any]], Answers]]) -> Answers:
+    def _by_kind(self, requests: Sequence[Any], kinds: Kinds) -> Answers:
         groups: dict[type, list[int]] = defaultdict(list)
         for index, request in enumerate(requests):
             if request.row_tokens > self.context_tokens:
@@ -202,11 +194,9 @@ class CausalLanguageModel:
         """Yield the logits of rows (B, T), part by part, so that only one part is held at a time."""
         length = ids.shape[1]
         cache = growing_cache(self.model) if length > CHUNK_TOKENS else None
-        for begin in range(0, length, CHUNK_TOKENS):
-            options = {} if cache is None else {"past_key_values": cache}
-            yield self.model(
-                input_ids=ids[:, begin : begin + CHUNK_TOKENS], use_cache=cache is not None, **options
-            ).logits
+        options = {} if cache is None else {"past_key_values": cache}
+        for part in ids.split(CHUNK_TOKENS, 1):
+            yield self.model(input_ids=part, use_cache=cache is not None, **options).logits
 
     def _continuations(self, requests: Sequence[Continuation]) -> Answers:
         if self._shares(requests):
@@ -221,9 +211,8 @@ class CausalLanguageModel:
         """Whether the prompts share so much that a common prefix is computed once, and their answers one by one."""
         prompts = sorted(request.prompt for request in requests)
         steps, total = sum(request.tokens for request in requests), sum(map(len, prompts))
-        return self.prefix_caching and sum(common_prefixes(prompts)) >= max(
-            _WORTH_SHARING * total, _STEP_TOKENS * steps
-        )
+        enough = max(_WORTH_SHARING * total, _STEP_TOKENS * steps)
+        return self.prefix_caching and sum(common_prefixes(prompts)) >= enough
 
     def _continue_one(self, cache: PrefixCache, request: Continuation) -> Any:
         made: list[int] = []
@@ -284,9 +273,8 @@ class CausalLanguageModel:
             cache.crop(1 - most)
             logits = torch.cat([first, rest], 1)
         elif most > 1:
-            logits = self.model(
-                input_ids=torch.cat([ids, targets[:, :-1]], 1), use_cache=False, logits_to_keep=most
-            ).logits
+            rows = torch.cat([ids, targets[:, :-1]], 1)
+            logits = self.model(input_ids=rows, use_cache=False, logits_to_keep=most).logits
         losses = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
         return [row[: len(one)] for row, one in zip(losses.tolist(), right, strict=True)]
 

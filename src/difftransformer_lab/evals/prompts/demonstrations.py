@@ -157,13 +157,10 @@ def balanced(examples: Sequence[Example], rng: np.random.Generator) -> list[list
     by_label: dict[str, list[Example]] = {label: [] for label in sorted({e.label for e in examples})}
     for example in examples:
         by_label[example.label].append(example)
-    drawn = [
-        [examples_of_one[place] for place in rng.permutation(len(examples_of_one))]
-        for examples_of_one in by_label.values()
-    ]
+    drawn = [[own[place] for place in rng.permutation(len(own))] for own in by_label.values()]
     rounds = []
     for place in range(max(map(len, drawn))):
-        members = [examples_of_one[place] for examples_of_one in drawn if place < len(examples_of_one)]
+        members = [own[place] for own in drawn if place < len(own)]
         rounds.append([members[index] for index in rng.permutation(len(members))])
     return rounds
 

@@ -68,10 +68,8 @@ class Options:
         for name in self.names if self.lengths is not None else ():
             allowed = LENGTHS.get(suite_of(name), [])
             if not self.lengths or not set(self.lengths) <= set(allowed):
-                advice = (
-                    f"choose among {', '.join(map(str, allowed))}" if allowed else "it has no lengths; leave them out"
-                )
-                raise refused(self, "lengths", f"{name}: {advice}")
+                choice = f"choose among {', '.join(map(str, allowed))}"
+                raise refused(self, "lengths", f"{name}: {choice if allowed else 'it has no lengths; leave them out'}")
 
     @property
     def names(self) -> list[str]:
@@ -167,7 +165,6 @@ def run_harness(network: Any, tokenizer: Any, request: Harness) -> dict[str, Any
         from lm_eval.models.huggingface import HFLM
 
         model = HFLM(pretrained=network, tokenizer=tokenizer, backend="causal", batch_size=request.batch_size)
-        seed = request.seed
         try:
             manager = _task_index([request.name], request.include_path, _metadata(request, tokenizer, folder))
             results = simple_evaluate(
@@ -177,10 +174,7 @@ def run_harness(network: Any, tokenizer: Any, request: Harness) -> dict[str, Any
                 num_fewshot=request.shots,
                 limit=request.limit,
                 log_samples=True,
-                random_seed=seed,
-                numpy_random_seed=seed,
-                torch_random_seed=seed,
-                fewshot_random_seed=seed,
+                **{f"{kind}random_seed": request.seed for kind in ("", "numpy_", "torch_", "fewshot_")},
             )
         except ImportError as error:
             missing = error.__cause__ or error.__context__ or error
@@ -192,10 +186,8 @@ def run_harness(network: Any, tokenizer: Any, request: Harness) -> dict[str, Any
         except Exception as error:  # of a task's code and data
             reason = " ".join(str(error).split())[:300] or type(error).__name__
             raise EvaluationError(f"{request.name}: cannot be run ({reason}); check its data and settings") from error
-    return {
-        "measurements": _measurements(results, request.length),
-        "items": _items(results, request.shots, request.length),
-    }
+    measurements, items = _measurements(results, request.length), _items(results, request.shots, request.length)
+    return {"measurements": measurements, "items": items}
 
 
 def _metadata(request: Harness, tokenizer: Any, folder: str) -> dict[str, Any] | None:

@@ -75,12 +75,11 @@ class PerplexityTask(Task):
             raise ConfigError(f"stride={self.stride} is above the window's {window} tokens; give less")
         wanted = window + 1 + self.stride * (options.windows - 1)
         stream = token_stream(context, options.text, window + 1, enough=None if options.spread else wanted)
+        starts = list(range(0, min(len(stream), wanted) - window, self.stride))
         if options.spread:
             there = (len(stream) - 1) // window
             count = min(options.windows, there)
             starts = [index * there // count * window for index in range(count)]
-        else:
-            starts = list(range(0, min(len(stream), wanted) - window, self.stride))
         self.requests = [Loss(tuple(stream[start : start + window + 1].tolist())) for start in starts]
         self.byte_lengths, self.separator = context.tokenizer.token_byte_lengths(), context.tokenizer.end_of_text
 

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from difftransformer.errors import ConfigError
 from difftransformer.typed import build
 
-from ...plots.curves import handles
+from ...plots.curves import handles, select
 from ...plots.style import legend_above, line_style, panels
 from ...results import ItemScore, Measurement, TaskResult
 from ..engine import Scores, Task
@@ -212,20 +212,13 @@ def draw(results: Sequence[TaskResult]) -> tuple[str, str, Figure]:
 def _lines(ax: Axes, results: Sequence[TaskResult], name: str, place: _Place, granularity: str) -> None:
     bits = sorted({row.at["bits"] for result in results for row in result.measurements}, reverse=True)
     for index, result in enumerate(results):
-        by_bits = {
-            row.at["bits"]: row
-            for row in result.measurements
-            if row.name == name and _place(row) == place and row.at["granularity"] == granularity
-        }
+        own = (row for row in select(result, name, granularity=granularity) if _place(row) == place)
+        by_bits = {row.at["bits"]: row for row in own}
         aside = _ASIDE * (index - (len(results) - 1) / 2)  # so that whiskers do not overlap
         rows = [by_bits[value] for value in bits if value in by_bits]
-        ax.errorbar(
-            [bits.index(value) + aside for value in bits if value in by_bits],
-            [row.value for row in rows],
-            yerr=[row.standard_error or 0.0 for row in rows],
-            **line_style(index),
-            capsize=3,
-        )
+        x = [bits.index(value) + aside for value in bits if value in by_bits]
+        errors = [row.standard_error or 0.0 for row in rows]
+        ax.errorbar(x, [row.value for row in rows], errors, **line_style(index), capsize=3)
     ax.set_xticks(range(len(bits)), [str(value) for value in bits])
 
 
