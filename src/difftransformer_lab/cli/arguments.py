@@ -22,9 +22,8 @@ from ..recipe_files import read_recipe
 HELP_COLUMN = 27
 SHARED_HELP = "difftransformer eval quick --help"
 DEVICES = ("cpu", "cuda")
-MOST_THREADS = (
-    64  # or as many as there are cores; the runs of other machines can be repeated with their number of threads
-)
+MOST_THREADS = 64
+"""Or as many as there are cores; the runs of other machines can be repeated with their number of threads."""
 # The argument `set` of every command with a recipe.
 SET: dict[str, Any] = {
     "action": "append",
@@ -242,14 +241,10 @@ def _shown(action: Any) -> str:
     if not action.option_strings:
         name = _flag(action).removesuffix("S" if action.nargs else "")
         return f"[{name}]" if action.nargs == "?" else f"{name}..." if action.nargs else name
-    kinds = [kind for kind in _types(getattr(action, "_typehint", None)) if kind is not type(None)]
-    kind: Any = kinds[0] if kinds else None
     if _is_switch(action):
         return _flag(action)
+    kind: Any = next((one for one in _types(getattr(action, "_typehint", None)) if one is not type(None)), None)
     if get_origin(kind) is Literal:
-        value = "|".join(map(str, get_args(kind)))
-    else:
-        value = {int: "N", float: "X", bool: "true|false", list: "A,B,...", dict: "{...}"}.get(kind) or (
-            action.metavar or action.dest.upper().rpartition("_")[2]
-        )
-    return f"{_flag(action)} {value}"
+        return f"{_flag(action)} {'|'.join(map(str, get_args(kind)))}"
+    words = {int: "N", float: "X", bool: "true|false", list: "A,B,...", dict: "{...}"}
+    return f"{_flag(action)} {words.get(kind) or action.metavar or action.dest.upper().rpartition('_')[2]}"

@@ -1,7 +1,7 @@
 """difftransformer export."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from difftransformer.errors import DamagedResult, ResultsError
 from difftransformer.sources import check_model
@@ -39,17 +39,9 @@ def run(
     from difftransformer.hub import export_folder
     from difftransformer.train import latest_checkpoint
 
-    done = export_folder(
-        model,
-        out,
-        dtype=dtype,
-        to=to,
-        license=license,
-        with_code=with_code,
-        untie=untie,
-        average=average,
-        figures=[] if average else _evaluations(latest_checkpoint(Path(model))),
-    )
+    figures = [] if average else _evaluations(latest_checkpoint(Path(model)))
+    how: dict[str, Any] = {"dtype": dtype, "to": to, "untie": untie, "average": average}
+    done = export_folder(model, out, license=license, with_code=with_code, figures=figures, **how)
     for note in done.notes:
         log(note)
     if done.kept_card:
@@ -65,10 +57,8 @@ def _evaluations(checkpoint: Path) -> list[tuple[str, str]]:
     if (run / RECORD_FILE).is_file():
         record = read_result(run / RECORD_FILE, RunRecord)
         if record.recipe["data"]["source"] == "python-stdlib":
-            python = record.environment.python
-            rows.append(
-                ("text", f"the standard library of Python {python}; that of another version gives other figures")
-            )
+            library = f"the standard library of Python {record.environment.python}"
+            rows.append(("text", f"{library}; that of another version gives other figures"))
     for path in sorted((run / "evals" / checkpoint.name).glob("*.json")):
         try:
             rows += summary_rows(read_result(path, TaskResult))

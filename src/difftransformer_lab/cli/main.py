@@ -220,14 +220,9 @@ def _help() -> str:
         for group, members in GROUPS.items()
         for place, (verb, line) in enumerate(members.items())
     ]
-    return "\n".join(
-        [
-            "usage: difftransformer COMMAND ...",
-            "",
-            *lines,
-            "",
-            "  difftransformer COMMAND --help   its arguments; eval --help lists the tasks",
-            "  difftransformer --version        the version",
-            "  --debug                          with any command: the traceback of an error",
-        ]
-    )
+    others = [
+        "  difftransformer COMMAND --help   its arguments; eval --help lists the tasks",
+        "  difftransformer --version        the version",
+        "  --debug                          with any command: the traceback of an error",
+    ]
+    return "\n".join(["usage: difftransformer COMMAND ...", "", *lines, "", *others])

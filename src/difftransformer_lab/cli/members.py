@@ -10,7 +10,7 @@ import sys
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from difftransformer.errors import (
     EXIT_ERROR,
@@ -92,16 +92,9 @@ def launch(count: int, words: list[str]) -> int:
 
     logging.disable()  # the launcher's own; processes say themselves what failed
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=count,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        max_restarts=0,
-        monitor_interval=0.1,
-    )
+    here: dict[str, Any] = {"min_nodes": 1, "max_nodes": 1, "rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0"}
+    run_id = uuid.uuid4().hex
+    config = LaunchConfig(**here, nproc_per_node=count, run_id=run_id, max_restarts=0, monitor_interval=0.1)
     try:
         elastic_launch(config, sys.executable)("-m", "difftransformer_lab", *words)
     except ChildFailedError as failed:

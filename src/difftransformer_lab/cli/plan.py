@@ -63,13 +63,8 @@ def run(
     loaded = load_recipe(recipe, set)
     training, planned = loaded.training, loaded.planned_config()
     tokens = training.steps * training.batch_tokens
-    cluster = Cluster(
-        gpus=gpus,
-        gpu_bytes=0.9 * memory,
-        machine_gpus=machine_gpus,
-        within_bytes=1e9 * within_gbs,
-        across_bytes=1e9 * across_gbs,
-    )
+    links = {"within_bytes": 1e9 * within_gbs, "across_bytes": 1e9 * across_gbs}
+    cluster = Cluster(gpus=gpus, gpu_bytes=0.9 * memory, machine_gpus=machine_gpus, **links)
     words = dict.fromkeys((planned.attention_type, *loaded.compare.models))
     counted = {word: count(planned.twin(word), context_tokens=training.context_tokens) for word in words}
     # FLOPs that take as long at the twin's speed.

@@ -1,5 +1,7 @@
 """difftransformer tokenize."""
 
+from typing import Any
+
 from .console import show
 from .progress import evaluation_progress
 
@@ -29,17 +31,11 @@ def run(
 
     if source.startswith(PREFIX):
         raise ConfigError(f"{source}: examples are drawn when they are needed; there is nothing to tokenise")
-    config = DataConfig(
-        source=source,
-        tokenizer=tokenizer,
-        vocab_size=vocab_size,
-        validation_share=validation_share,
-        split_seed=split_seed,
-        folder=out,
-    )
+    split: dict[str, Any] = {"validation_share": validation_share, "split_seed": split_seed}
+    config = DataConfig(source=source, tokenizer=tokenizer, vocab_size=vocab_size, folder=out, **split)
     with evaluation_progress("tokenising"):
         shards = prepare_shards(config)
-    for name, split in shards.manifest.splits.items():
-        show(f"{name}: {split.documents:,} documents, {split.tokens:,} tokens, {split.bytes:,} bytes")
+    for name, part in shards.manifest.splits.items():
+        show(f"{name}: {part.documents:,} documents, {part.tokens:,} tokens, {part.bytes:,} bytes")
     show(f"Shards: {shards.url or shards.folder} (vocabulary {shards.tokenizer.vocab_size:,})")
     return 0

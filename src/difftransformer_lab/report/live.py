@@ -8,7 +8,7 @@ from xml.sax.saxutils import escape
 
 from ..plots.style import COLOURS, MORE_COLOURS, Drawing
 from .page import Lead, Page, write_page
-from .tables import Group, Table, significant
+from .tables import Group, Table, names, significant
 from .words import counted
 
 REFRESH_SECONDS = 5
@@ -55,12 +55,8 @@ class LivePage:
                 lines[name] = losses
                 validation = significant(held_out[-1]) if held_out else ""
                 rows.append([name, f"{losses[-1][0]:,}", f"{steps:,}", significant(losses[-1][1]), validation])
-        groups = (
-            Group("run", numeric=False),
-            Group("step", ("done", "of"), "of"),
-            Group("training loss (nats/token)"),
-            Group("held-out loss (nats/token)"),
-        )
+        losses_groups = map(Group, ("training loss (nats/token)", "held-out loss (nats/token)"))
+        groups = (*names("run"), Group("step", ("done", "of"), "of"), *losses_groups)
         table = Table("losses_so_far", "Losses so far", groups, rows) if rows else None
         answer = f"{ended} of {counted(of, 'run')} ended."
         if going_on:

@@ -57,13 +57,12 @@ def terminal_table(table: Table, width: int) -> RichTable | Group:
         return _stacked(plain)
     made = []
     for place, part in enumerate(parts):
-        one = replace(
-            plain,
-            title=plain.title if place == 0 else "",
-            groups=tuple(plain.groups[column] for column in part),
-            rows=[[row[column] for column in part] for row in rows],
-            notes=plain.notes if place == len(parts) - 1 else [],
+        groups, cells = (
+            tuple(plain.groups[column] for column in part),
+            [[row[column] for column in part] for row in rows],
         )
+        title, notes = plain.title if place == 0 else "", plain.notes if place == len(parts) - 1 else []
+        one = replace(plain, title=title, groups=groups, rows=cells, notes=notes)
         made.append(_in_rows(one, [widths[column] for column in part], width))
     return Group(*made)
 
@@ -101,15 +100,10 @@ def _in_rows(table: Table, widths: list[int], width: int) -> RichTable:
     while sum(widths) < min(room, sum(wanted)):
         most = max(range(len(widths)), key=lambda place: wanted[place] - widths[place])
         widths[most] += 1
-    made = RichTable(
-        title=Text(table.title, style="table.title") if table.title else None,
-        caption=Text(" ".join(table.notes), style="table.caption") if table.notes else None,
-        title_justify="left",
-        caption_justify="left",
-        box=SIMPLE_HEAD,
-        show_lines=False,
-        pad_edge=False,
-    )
+    title = Text(table.title, style="table.title") if table.title else None
+    caption = Text(" ".join(table.notes), style="table.caption") if table.notes else None
+    made = RichTable(title=title, caption=caption, title_justify="left", caption_justify="left", box=SIMPLE_HEAD)
+    made.pad_edge = False
     for group, width in zip(table.groups, widths, strict=True):
         side: JustifyMethod = "right" if group.numeric else "left"
         made.add_column(Text(group.title), justify=side, overflow="fold", width=width)

@@ -127,14 +127,10 @@ class EvaluateCheckpoints(Callback):
         if not due or trainer.stopping or not trainer.finish_saving():
             return
         checkpoint = folder_of_step(trainer.folder, trainer.step)
+        folder, group = evaluations_folder(checkpoint), trainer.processes
         with torch.random.fork_rng():
             results = evaluate_checkpoint(
-                checkpoint,
-                self._recipe,
-                self._shards,
-                evaluations_folder(checkpoint),
-                device=trainer.processes.device,
-                processes=trainer.processes,
+                checkpoint, self._recipe, self._shards, folder, device=group.device, processes=group
             )
         figures = {
             "/".join((name, measured.name, *(f"{key} {value}" for key, value in measured.at.items()))): measured.value
