@@ -104,7 +104,7 @@ def measured_layers(config: DiffTransformerConfig) -> int:
 
 
 def drowning(config: DiffTransformerConfig, branches: Sequence[Branch]) -> str | None:
-    """Say what starts more than five times as large as the stream that it joins, and the remedy; None if nothing does."""
+    """Say what starts more than `LARGEST_RATIO` times as large as the stream it joins, and the remedy; None if nothing does."""
     worst = max(branches, key=lambda branch: branch.ratio)
     if worst.ratio <= LARGEST_RATIO:
         return None
