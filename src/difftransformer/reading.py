@@ -71,18 +71,12 @@ def parse_yaml(text: str) -> Any:
         line = f" in line {mark.line + 1}" if mark else ""
         reason = getattr(error, "problem", None) or str(error).partition("\n")[0]
         raise ValueError(f"not valid YAML{line}: {reason}") from None
+    except RecursionError:
+        raise ValueError("not valid YAML: nested too deeply") from None
     except ValueError as error:  # of the conversion of a number or a date
         raise ValueError(f"not valid YAML: {str(error).partition(';')[0]}") from None
-    except (
-        AttributeError,
-        LookupError,
-        TypeError,
-        RecursionError,
-    ) as error:  # PyYAML of !!timestamp x, !!bool x, [[[[...
-        reason = (
-            "nested too deeply" if isinstance(error, RecursionError) else "a tag (!!...) that does not fit its value"
-        )
-        raise ValueError(f"not valid YAML: {reason}") from None
+    except (AttributeError, LookupError, TypeError):  # PyYAML of !!timestamp x, !!bool x
+        raise ValueError("not valid YAML: a tag (!!...) that does not fit its value") from None
 
 
 def is_plain_name(name: str) -> bool:

@@ -4,7 +4,8 @@ import random
 
 import pytest
 
-from difftransformer.data import Document, Shards, byte_tokenizer, split_documents, train_bpe, write_shards
+from difftransformer.data import Document, Shards, byte_tokenizer, train_bpe
+from tests.support.shards import split_documents, write_shards
 
 
 def _corpus(documents: int, lines: int) -> list[Document]:

@@ -21,9 +21,9 @@ from difftransformer.data import (
     prepare_shards,
     read_documents,
     validation_rows,
-    write_shards,
 )
 from difftransformer.errors import ConfigError, DataError
+from tests.support.shards import write_shards
 
 IDS = 50
 

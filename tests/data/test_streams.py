@@ -19,7 +19,6 @@ from difftransformer.data import (
     prepare,
     prepare_shards,
     read_documents,
-    split_documents,
     text,
     writing,
 )
@@ -27,6 +26,7 @@ from difftransformer.data.documents import LargeDocument
 from difftransformer.data.writing import cut_parts
 from difftransformer.errors import DataError
 from difftransformer.progress import shown_by
+from tests.support.shards import split_documents
 
 ROWS = [{"text": f"row {index} \u2028 \u00e9\n" * 30, "name": f"n{index}"} for index in range(400)]
 LINES = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS).encode()

@@ -8,8 +8,9 @@ import types
 
 import pytest
 
-from difftransformer.data import DataConfig, Document, prepare_shards, read_documents, split_documents
+from difftransformer.data import DataConfig, Document, prepare_shards, read_documents
 from difftransformer.errors import ConfigError, DataError
+from tests.support.shards import split_documents
 
 
 def write(path, content):

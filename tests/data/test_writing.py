@@ -17,14 +17,13 @@ from difftransformer.data import (
     Document,
     prepare,
     prepare_shards,
-    split_documents,
     text,
-    write_shards,
     writing,
 )
 from difftransformer.errors import ConfigError, DataError
 from difftransformer.typed import build
 from tests.support import fresh
+from tests.support.shards import split_documents, write_shards
 
 
 @pytest.fixture(autouse=True)

@@ -85,7 +85,7 @@ def test_needle_questions(bytes_run):
 def test_needle_accuracy_counts_whole_numbers(bytes_run, digits, expected):
     shards, training = bytes_run
     model = Predictor(shards.tokenizer.vocab_size, reader(digits))
-    assert answer_scores(model, shards, training, Mesh()).accuracy == expected
+    assert answer_scores(model, shards, training, Mesh())[0] == expected
 
 
 @pytest.mark.parametrize(("digits", "missed"), [(2, 0), (1, 1)])
@@ -95,7 +95,7 @@ def test_the_loss_of_an_answer_is_the_sum_over_its_tokens(bytes_run, digits, mis
     size = shards.tokenizer.vocab_size
     model = Predictor(size, reader(digits))
     total = math.log(math.e + size - 1)
-    assert answer_scores(model, shards, training, Mesh()).nll_nats == pytest.approx(3 * total - (3 - missed), rel=1e-5)
+    assert answer_scores(model, shards, training, Mesh())[1] == pytest.approx(3 * total - (3 - missed), rel=1e-5)
 
 
 def test_the_first_needle_for_every_question(bytes_run):
@@ -108,7 +108,7 @@ def test_the_first_needle_for_every_question(bytes_run):
         return list((text[: last.end()] + text[first.end() : first.end() + 2]).encode())
 
     model = Predictor(shards.tokenizer.vocab_size, predict)
-    assert answer_scores(model, shards, training, Mesh()).accuracy == pytest.approx(1 / 3)
+    assert answer_scores(model, shards, training, Mesh())[0] == pytest.approx(1 / 3)
 
 
 def test_text_without_questions_has_no_accuracy(bytes_run):
@@ -137,7 +137,7 @@ def test_accuracy_on_examples(toy_recipe, windows):
         asked.append(ids)
         return predicted
 
-    found = answer_scores(Predictor(34, predict), shards, training, Mesh()).accuracy
+    found = answer_scores(Predictor(34, predict), shards, training, Mesh())[0]
     held = draw_examples(synthetic_task("synthetic:mqar", options), 0, training=False)
     values = [value for one in held for value in one.targets.ravel().tolist() if value != -100]
     assert len(values) == 40 * 2 + 30 * 4

@@ -136,6 +136,13 @@ def test_there_is_nothing_to_go_back_to(train_toy, tmp_path, poison):
         train_toy(tmp_path, nonfinite="rollback")
 
 
+def after(norms, sigmas=6.0):
+    """A watch that has seen these gradient norms."""
+    watch = Faults("skip", sigmas)
+    watch.norms.extend(norms)
+    return watch
+
+
 def test_outliers_are_six_sigma_above_the_last_norms():
     watch = Faults("skip", 6.0)
     norms = [1 + 0.1 * math.sin(step) for step in range(300)]
@@ -144,12 +151,12 @@ def test_outliers_are_six_sigma_above_the_last_norms():
         if step >= OUTLIER_STEPS:
             edge = statistics.fmean(window) + 6 * statistics.pstdev(window)
             for found, expected in ((edge * 0.999, None), (edge * 1.001, "outlier")):
-                assert Faults("skip", 6.0, window).fault(2.0, found) == expected
+                assert after(window).fault(2.0, found) == expected
         assert watch.fault(2.0, norm) is None
     assert list(watch.norms) == norms[-OUTLIER_STEPS:]
-    assert Faults("skip", 6.0, norms[:127]).fault(2.0, 1e6) is None  # too few to tell
-    assert Faults("skip", None, norms).fault(2.0, 1e6) is None
-    assert Faults("skip", 6.0, norms).fault(math.inf, 1.0) == "nonfinite"
+    assert after(norms[:127]).fault(2.0, 1e6) is None  # too few to tell
+    assert after(norms, None).fault(2.0, 1e6) is None
+    assert after(norms).fault(math.inf, 1.0) == "nonfinite"
 
 
 def test_a_new_level_of_norms_is_accepted():

@@ -11,11 +11,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from difftransformer.data import Example, Loader, Shards, id_tokenizer, write_shards
+from difftransformer.data import Example, Loader, Shards, id_tokenizer
 from difftransformer.model.nll import next_token_nll
 from difftransformer.train import build_model, train
 from difftransformer.train.parallel import Mesh
 from difftransformer.train.trainer import validate
+from tests.support.shards import write_shards
 
 
 @pytest.fixture

@@ -8,12 +8,13 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from difftransformer.data import Example, id_tokenizer, write_shards
+from difftransformer.data import Example, id_tokenizer
 from difftransformer.train import read_metrics
 from difftransformer.train.parallel import ALONE
 from tests.support import parallel_steps
 from tests.support.checkpoint_tensors import tensors_of
 from tests.support.parallel_steps import VARIANTS
+from tests.support.shards import write_shards
 
 STEPS = 12
 LAYOUTS = {

@@ -94,17 +94,6 @@ class DifferentialOptions:
             scale = 1.0 if self.head_norm == "none" else 1.0 - init
         return init if self.lambda_value is None else self.lambda_value, scale
 
-    def parameters(self, layout: HeadLayout, hidden_size: int) -> int:
-        """Count by formula the parameters that a layer has besides its four projections."""
-        lambdas = {
-            "layer": 4 * layout.head_dim,
-            "head": 4 * layout.num_heads * layout.head_dim,
-            "scalar": 1,
-            "token": layout.num_heads * hidden_size,
-            "constant": 0,
-        }
-        return lambdas[self.lambda_form or "layer"] + (layout.value_head_dim if self.head_norm == "gain" else 0)
-
 
 class Differential(NormedAttention):
     """Base of the differential variants (arXiv:2410.05258 eq. 1-3): head = norm((A1 - lambda A2) V).
@@ -128,6 +117,7 @@ class Differential(NormedAttention):
         options: Choices that differ from the variant's `defaults`.
         qk_norm: Whether the query and the key of each map are normalised, as in Qwen3.
         qk_norm_eps: eps of these norms.
+        **more: Further arguments of the variant's `heads`.
     """
 
     config_options: ClassVar[dict[str, Option]] = {
@@ -166,37 +156,18 @@ class Differential(NormedAttention):
         options: DifferentialOptions | None = None,
         qk_norm: bool = False,
         qk_norm_eps: float = QK_NORM_EPS,
+        **more: Any,
     ) -> None:
         chosen = (options or DifferentialOptions()).over(self.defaults)
-        head_dim = head_dim or head_width(embed_dim, num_heads, self.twin_heads)
-        layout = HeadLayout(
-            num_heads=num_heads,
-            num_key_value_heads=num_key_value_heads or num_heads,
-            head_dim=head_dim,
-            query_maps=2,
-            key_maps=1 if chosen.shared_key else 2,
-            value_head_dim=value_head_dim or self.twin_heads * head_dim,
-        )
-        base: dict[str, Any] = {"backend": backend, "qk_norm": qk_norm, "qk_norm_eps": qk_norm_eps}
-        self._build(embed_dim, layout, chosen, layer_index=layer_index, head_norm_eps=head_norm_eps, **base)
-
-    def _build(
-        self,
-        embed_dim: int,
-        layout: HeadLayout,
-        chosen: DifferentialOptions,
-        *,
-        layer_index: int,
-        head_norm_eps: float,
-        **base: Any,
-    ) -> None:
-        super().__init__(embed_dim, layout, layer_index=layer_index, **base)
-        num_heads, head_dim = layout.num_heads, layout.head_dim
+        widths = {"head_dim": head_dim, "value_head_dim": value_head_dim}
+        layout = self.heads(chosen, embed_dim, num_heads, num_key_value_heads, **widths, **more)
+        norms: dict[str, Any] = {"qk_norm": qk_norm, "qk_norm_eps": qk_norm_eps}
+        super().__init__(embed_dim, layout, layer_index=layer_index, backend=backend, **norms)
         self.options = chosen
         self.lambda_init = lambda_init(layer_index) if chosen.lambda_init is None else chosen.lambda_init
         self.lambda_value, scale = chosen.constants(layer_index)
         if chosen.lambda_form in ("layer", "head"):
-            shape = (head_dim,) if chosen.lambda_form == "layer" else (num_heads, head_dim)
+            shape = (layout.head_dim,) if chosen.lambda_form == "layer" else (num_heads, layout.head_dim)
             for name in LAMBDA_VECTORS:
                 setattr(self, name, nn.Parameter(torch.empty(shape, dtype=torch.float32)))
         elif chosen.lambda_form == "scalar":
@@ -214,21 +185,38 @@ class Differential(NormedAttention):
         return DifferentialOptions(**chosen).over(cls.defaults)
 
     @classmethod
+    def heads(
+        cls,
+        options: DifferentialOptions,
+        embed_dim: int,
+        num_heads: int,
+        groups: int | None,
+        *,
+        head_dim: int | None,
+        value_head_dim: int | None,
+    ) -> HeadLayout:
+        """Return the layout of H heads and G key/value heads, None as in the constructor's arguments."""
+        head_dim = head_dim or head_width(embed_dim, num_heads, cls.twin_heads)
+        return HeadLayout(
+            num_heads=num_heads,
+            num_key_value_heads=groups or num_heads,
+            head_dim=head_dim,
+            query_maps=2,
+            key_maps=1 if options.shared_key else 2,
+            value_head_dim=value_head_dim or cls.twin_heads * head_dim,
+        )
+
+    @classmethod
     def layout_of(cls, config: AttentionConfig) -> HeadLayout:
         """Make each `twin_heads` heads of the Transformer one differential head, unless the configuration sets their number.
 
         Raises:
             ConfigError: an odd number of heads, or a head_dim that is already halved.
         """
-        return HeadLayout(
-            num_heads=cls.option(config, "num_differential_heads") or cls._share(config, "num_attention_heads"),
-            num_key_value_heads=cls.option(config, "num_differential_key_value_heads")
-            or cls._share(config, "num_key_value_heads"),
-            head_dim=config.head_dim,
-            query_maps=2,
-            key_maps=1 if cls.options_of(config).shared_key else 2,
-            value_head_dim=cls.option(config, "value_head_dim") or cls.twin_heads * config.head_dim,
-        )
+        heads = cls.option(config, "num_differential_heads") or cls._share(config, "num_attention_heads")
+        groups = cls.option(config, "num_differential_key_value_heads") or cls._share(config, "num_key_value_heads")
+        widths = {"head_dim": config.head_dim, "value_head_dim": cls.option(config, "value_head_dim")}
+        return cls.heads(cls.options_of(config), config.hidden_size, heads, groups, **widths)
 
     @classmethod
     def arguments_of(cls, config: AttentionConfig, layer_index: int) -> dict[str, Any]:
@@ -242,7 +230,15 @@ class Differential(NormedAttention):
     @classmethod
     def own_parameters(cls, config: AttentionConfig) -> int:
         """Count the parameters of lambda and the gain of the norm."""
-        return cls.options_of(config).parameters(cls.layout_of(config), config.hidden_size)
+        options, layout = cls.options_of(config), cls.layout_of(config)
+        lambdas = {
+            "layer": 4 * layout.head_dim,
+            "head": 4 * layout.num_heads * layout.head_dim,
+            "scalar": 1,
+            "token": layout.num_heads * config.hidden_size,
+            "constant": 0,
+        }
+        return lambdas[options.lambda_form or "layer"] + (layout.value_head_dim if options.head_norm == "gain" else 0)
 
     @classmethod
     def upcycled_options(cls, config: AttentionConfig, chosen: Mapping[str, Any]) -> dict[str, Any]:

@@ -69,6 +69,7 @@ class GroupedDifferentialAttention(SharedNoise):
     """
 
     layout: GroupedLayout
+    layout_class: ClassVar[Any] = GroupedLayout
     name: ClassVar[str] = "grouped_diff"
     label: ClassVar[str] = "grouped DIFF"
     twin_heads: ClassVar[int] = 2
@@ -77,31 +78,17 @@ class GroupedDifferentialAttention(SharedNoise):
     )
 
     @classmethod
-    def heads(
-        cls, signal: int, noise: int, groups: int | None, head_dim: int, value_head_dim: int | None
-    ) -> GroupedLayout:
-        """Return the layout; G is H if None."""
-        return GroupedLayout(
-            num_heads=signal,
-            num_key_value_heads=signal if groups is None else groups,
-            head_dim=head_dim,
-            query_maps=2,
-            key_maps=2,
-            value_head_dim=value_head_dim or 2 * head_dim,
-            num_noise_heads=noise,
-        )
-
-    @classmethod
-    def layout_of(cls, config: AttentionConfig) -> GroupedLayout:
-        """Divide the Transformer's heads into signal and noise heads, and its keys into signal and noise keys.
-
-        Raises:
-            ConfigError: heads, or keys, that do not divide.
-        """
-        cls.allowed(cls.options_of(config))
-        signal, noise = cls.heads_of(config)
-        groups = cls.option(config, "num_differential_key_value_heads") or _key_value_heads(config, signal, noise)
-        return cls.heads(signal, noise, groups, config.head_dim, cls.option(config, "value_head_dim"))
+    def groups_of(cls, config: AttentionConfig, signal: int, noise: int) -> int:
+        """Return the G for which the number of keys, G + min(G, N), is the Transformer's."""
+        keys = config.num_key_value_heads
+        groups = keys - noise if keys > 2 * noise else keys // 2
+        whole = groups + min(groups, noise) == keys and groups > 0 and signal % groups == 0
+        if not whole or (noise % groups and groups % noise):
+            raise ConfigError(
+                f"num_key_value_heads={keys} does not divide into keys of {signal} signal and {noise} noise heads: "
+                f"use {signal + noise}, or twice a divisor of {noise}, or set num_differential_key_value_heads"
+            )
+        return groups
 
     @classmethod
     def upcycled_options(cls, config: AttentionConfig, chosen: Mapping[str, Any]) -> dict[str, Any]:
@@ -145,16 +132,3 @@ class GroupedDifferentialAttention(SharedNoise):
         signal = rows[:, :-1].flatten(0, 1)[:: layout.num_heads // groups]
         keys = (signal.unflatten(0, (cached, -1)), rows[:: noise // cached, -1:])
         return torch.cat(keys, 1).flatten(0, 2)
-
-
-def _key_value_heads(config: AttentionConfig, signal: int, noise: int) -> int:
-    """Return the G for which the number of keys, G + min(G, N), is the Transformer's."""
-    keys = config.num_key_value_heads
-    groups = keys - noise if keys > 2 * noise else keys // 2
-    whole = groups + min(groups, noise) == keys and groups > 0 and signal % groups == 0
-    if not whole or (noise % groups and groups % noise):
-        raise ConfigError(
-            f"num_key_value_heads={keys} does not divide into keys of {signal} signal and {noise} noise heads: "
-            f"use {signal + noise}, or twice a divisor of {noise}, or set num_differential_key_value_heads"
-        )
-    return groups

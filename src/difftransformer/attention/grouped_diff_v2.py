@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -64,6 +64,7 @@ class GroupedDifferentialAttentionV2(SharedNoise):
     """
 
     layout: GatedLayout
+    layout_class: ClassVar[Any] = GatedLayout
     name: ClassVar[str] = "grouped_diff_v2"
     label: ClassVar[str] = "grouped DIFF V2"
     config_options: ClassVar[dict[str, Option]] = SharedNoise.config_options | {"output_gate": Option(bool, True)}
@@ -80,39 +81,15 @@ class GroupedDifferentialAttentionV2(SharedNoise):
         )
 
     @classmethod
-    def heads(
-        cls,
-        signal: int,
-        noise: int,
-        groups: int | None,
-        head_dim: int,
-        value_head_dim: int | None,
-        output_gate: bool = True,
-    ) -> GatedLayout:
-        """Return the layout; G is N if None."""
-        return GatedLayout(
-            num_heads=signal,
-            num_key_value_heads=noise if groups is None else groups,
-            head_dim=head_dim,
-            query_maps=2,
-            key_maps=1,
-            value_head_dim=value_head_dim or head_dim,
-            num_noise_heads=noise,
-            output_gate=output_gate,
-        )
+    def layout_of(cls, config: AttentionConfig) -> GatedLayout:
+        """Divide the Transformer's heads into signal and noise heads that read common keys, with or without a gate."""
+        layout: Any = super().layout_of(config)
+        return replace(layout, output_gate=cls.option(config, "output_gate"))
 
     @classmethod
-    def layout_of(cls, config: AttentionConfig) -> GatedLayout:
-        """Divide the Transformer's heads into signal and noise heads, and find a number of keys that both can share.
-
-        Raises:
-            ConfigError: heads, or keys, that do not divide.
-        """
-        cls.allowed(cls.options_of(config))
-        signal, noise = cls.heads_of(config)
-        groups = cls.option(config, "num_differential_key_value_heads") or math.gcd(config.num_key_value_heads, noise)
-        gate = cls.option(config, "output_gate")
-        return cls.heads(signal, noise, groups, config.head_dim, cls.option(config, "value_head_dim"), gate)
+    def groups_of(cls, config: AttentionConfig, signal: int, noise: int) -> int:
+        """Return the greatest number of keys that both the Transformer and the noise heads have a multiple of."""
+        return math.gcd(config.num_key_value_heads, noise)
 
     @classmethod
     def arguments_of(cls, config: AttentionConfig, layer_index: int) -> dict[str, Any]:

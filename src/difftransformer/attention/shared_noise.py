@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
-from .base import QK_NORM_EPS, AttentionConfig, HeadLayout, Option
+from .base import AttentionConfig, HeadLayout, Option
 from .differential import Differential, DifferentialOptions
-from .head_norm import HEAD_NORM_EPS
 
 SIGNAL_HEADS_PER_NOISE_HEAD = (4, 3)  # among the best ratios of arXiv:2510.06949; Motif-2-12.7B and Motif 3 have 4
 
@@ -56,74 +55,80 @@ class SharedNoise(Differential):
     """Base of the variants with noise heads. A configuration's num_attention_heads is H + N.
 
     Args:
-        embed_dim: M, width of the hidden states.
         num_heads: H, signal heads.
         num_noise_heads: N, noise heads; H is a multiple of it. None means a fourth of H, or a third where 4 does not divide.
         num_key_value_heads: G; None leaves it to the variant.
         head_dim: D; None means embed_dim / (H + N).
         value_head_dim: E; None leaves it to the variant.
-        layer_index: Index of the layer in the model, from 0.
-        head_norm_eps: eps of the headwise norm.
-        backend: The op's backend, or "auto".
-        options: Choices that differ from the defaults.
-        qk_norm: Whether queries and keys, those of noise heads included, are normalised, as in Qwen3.
-        qk_norm_eps: eps of these norms.
-        **more: Arguments of the variant's `heads`.
+        **others: As in `Differential`. Norms of queries and keys are those of noise heads too.
 
     Raises:
         ConfigError: heads that do not divide into whole groups, or an option that the variant does not have.
     """
 
     layout: SharedNoiseLayout
+    layout_class: ClassVar[Any] = SharedNoiseLayout
     config_options: ClassVar[dict[str, Option]] = Differential.config_options | {"num_noise_heads": Option(int | None)}
     can_upcycle: ClassVar[bool] = True
 
-    def __init__(
-        self,
+    @classmethod
+    def heads(  # type: ignore[override]
+        cls,
+        options: DifferentialOptions,
         embed_dim: int,
         num_heads: int,
+        groups: int | None,
         *,
+        head_dim: int | None,
+        value_head_dim: int | None,
         num_noise_heads: int | None = None,
-        num_key_value_heads: int | None = None,
-        head_dim: int | None = None,
-        value_head_dim: int | None = None,
-        layer_index: int = 0,
-        head_norm_eps: float = HEAD_NORM_EPS,
-        backend: str = "auto",
-        options: DifferentialOptions | None = None,
-        qk_norm: bool = False,
-        qk_norm_eps: float = QK_NORM_EPS,
         **more: Any,
-    ) -> None:
+    ) -> SharedNoiseLayout:
+        """Return the layout of H signal heads, N noise heads and G key/value heads; H of them, or N where maps share keys.
+
+        Raises:
+            ConfigError: the variant does not have one of the options.
+        """
+        shared = bool(cls.defaults.shared_key)
+        if options.shared_key != shared:
+            own = "read the keys of their group" if shared else "have keys of their own"
+            raise ConfigError(
+                f"shared_key={options.shared_key}: noise heads of attention_type={cls.name!r} {own}; use {shared}"
+            )
         noise = _noise_of_signal(num_heads) if num_noise_heads is None else num_noise_heads
-        layout = self.heads(
-            num_heads, noise, num_key_value_heads, head_dim or embed_dim // (num_heads + noise), value_head_dim, **more
+        head_dim = head_dim or embed_dim // (num_heads + noise)
+        return cls.layout_class(
+            num_heads=num_heads,
+            num_key_value_heads=(noise if shared else num_heads) if groups is None else groups,
+            head_dim=head_dim,
+            query_maps=2,
+            key_maps=1 if shared else 2,
+            value_head_dim=value_head_dim or cls.twin_heads * head_dim,
+            num_noise_heads=noise,
+            **more,
         )
-        chosen = self.allowed((options or DifferentialOptions()).over(self.defaults))
-        base: dict[str, Any] = {"backend": backend, "qk_norm": qk_norm, "qk_norm_eps": qk_norm_eps}
-        self._build(embed_dim, layout, chosen, layer_index=layer_index, head_norm_eps=head_norm_eps, **base)
+
+    @classmethod
+    def layout_of(cls, config: AttentionConfig) -> SharedNoiseLayout:
+        """Divide the Transformer's heads into signal and noise heads, and its keys among them.
+
+        Raises:
+            ConfigError: heads, or keys, that do not divide.
+        """
+        signal, noise = cls.heads_of(config)
+        groups = cls.option(config, "num_differential_key_value_heads") or cls.groups_of(config, signal, noise)
+        sizes = {"head_dim": config.head_dim, "value_head_dim": cls.option(config, "value_head_dim")}
+        options = cls.options_of(config)
+        return cls.heads(options, config.hidden_size, signal, groups, **sizes, num_noise_heads=noise)
 
     @classmethod
     @abstractmethod
-    def heads(
-        cls, signal: int, noise: int, groups: int | None, head_dim: int, value_head_dim: int | None
-    ) -> SharedNoiseLayout:
-        """Return the variant's layout of H signal heads, N noise heads and G key/value heads."""
-
-    @classmethod
-    def allowed(cls, options: DifferentialOptions) -> DifferentialOptions:
-        """Return the options.
+    def groups_of(cls, config: AttentionConfig, signal: int, noise: int) -> int:
+        """Return G where a configuration does not set it.
 
         Raises:
-            ConfigError: the variant does not have one of them.
+            ConfigError: the keys do not divide.
         """
-        if options.shared_key != cls.defaults.shared_key:
-            own = "read the keys of their group" if cls.defaults.shared_key else "have keys of their own"
-            raise ConfigError(
-                f"shared_key={options.shared_key}: noise heads of attention_type={cls.name!r} {own}; use "
-                f"{cls.defaults.shared_key}"
-            )
-        return options
 
     @classmethod
     def arguments_of(cls, config: AttentionConfig, layer_index: int) -> dict[str, Any]:

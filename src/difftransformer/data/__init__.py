@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from .ngram import byte_bigram_bits_per_byte
     from .prepare import DataConfig, prepare_shards
     from .shards import Manifest, Shards, SourceConfig, TokenStream
-    from .text import iter_documents, read_documents, split_documents
+    from .text import iter_documents, read_documents
     from .tokenizer import Tokenizer, byte_tokenizer, id_tokenizer, load_tokenizer, train_bpe
-    from .writing import write_shards
 
 __getattr__, __dir__, __all__ = lazy_names(__name__)

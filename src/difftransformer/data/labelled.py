@@ -16,7 +16,7 @@ from typing import Any
 
 from ..errors import DataError
 from ..reading import parse_json
-from .records import CONVERTED, jsonl_rows, load_set, read_text, split_by_hash, text_field
+from .records import CONVERTED, is_held_out, jsonl_rows, load_set, read_text, text_field
 
 FOLDER_VARIABLE = "DIFFTRANSFORMER_DATA"
 _FIELDS = ("text", "label")
@@ -132,7 +132,10 @@ def read_labelled_files(train_file: str, test_file: str | None = None, *, seed: 
     if test_file is not None:
         name, test = f"{name}, {Path(test_file).name}", _read_rows(Path(test_file))
     else:
-        train, test = split_by_hash(train, [example.text for example in train], TEST_SHARE, seed)
+        sides: tuple[list[Example], list[Example]] = [], []
+        for example in train:
+            sides[is_held_out(example.text, TEST_SHARE, seed)].append(example)
+        train, test = sides
     return LabelledSet(name=name, train=tuple(train), test=tuple(test))
 
 

@@ -51,24 +51,16 @@ class Batch:
 
     def parts(self, count: int, device: str) -> "Iterator[Batch]":
         """Yield `count` batches of equally many rows on a device."""
-        tensors = (self.input_ids, self.targets, self.is_retrieval, self.position_ids)
-        there = (None if tensor is None else tensor.to(device, non_blocking=True) for tensor in tensors)
-        chunks = ([None] * count if tensor is None else tensor.chunk(count) for tensor in there)
-        for ids, targets, is_retrieval, positions in zip(*chunks, strict=True):
-            yield Batch(
-                input_ids=ids,
-                targets=targets,
-                is_retrieval=is_retrieval,
-                position_ids=positions,
-                step_targets=self.step_targets,
-            )
+        chunks = self._tensors(lambda tensor: tensor.to(device, non_blocking=True).chunk(count))
+        for index in range(count):
+            yield dataclasses.replace(self, **{name: parts[index] for name, parts in chunks.items()})
 
     def pinned(self) -> "Batch":
         """Return the batch in pinned memory, from where a GPU copies it while it computes."""
-        moved: dict[str, Any] = {
-            name: value.pin_memory() for name, value in vars(self).items() if isinstance(value, torch.Tensor)
-        }
-        return dataclasses.replace(self, **moved)
+        return dataclasses.replace(self, **self._tensors(torch.Tensor.pin_memory))
+
+    def _tensors(self, change: Callable[[torch.Tensor], Any]) -> dict[str, Any]:
+        return {name: change(value) for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
 
 
 def share_of(value: float) -> Fraction:
@@ -217,8 +209,11 @@ class Loader:
             row = first + self.rank * mine + index
             before, after = self._retrieval_rows(row), self._retrieval_rows(row + 1)
             is_retrieval[index] = after > before
-            found = self._retrieval_row(stage, row, context) if after > before else self._plain_row(stage, row - before)
-            inputs[index], targets[index], positions[index] = found
+            if after > before:
+                inputs[index], targets[index], positions[index] = self._retrieval_row(stage, row, context)
+            else:
+                feed, place = self._plain_place(stage, row - before)
+                inputs[index], targets[index], positions[index] = feed.row(place)
         return Batch(
             input_ids=torch.from_numpy(inputs),
             targets=torch.from_numpy(targets),
@@ -335,10 +330,6 @@ class Loader:
     def _retrieval_rows(self, rows: int) -> int:
         """Return the number of retrieval rows among the first `rows` of a stage: the share, rounded down."""
         return rows * self._share.numerator // self._share.denominator
-
-    def _plain_row(self, stage: int, row: int) -> Row:
-        feed, index = self._plain_place(stage, row)
-        return feed.row(index)
 
     def _step_targets(self, stage: int, rows: range) -> int:
         """Return the number of targets that count in the loss."""

@@ -160,7 +160,6 @@ def training_document(
     *,
     context_tokens: int,
     mix: RetrievalMix,
-    cities: Sequence[str] = CITIES_SEEN,
 ) -> list[int]:
     """Draw a training row: filler with needles at random places, followed by questions with their answers.
 
@@ -175,22 +174,18 @@ def training_document(
             continues at the start after the end.
         context_tokens: Context; the row has one more token, for the last target.
         mix: Composition of the document.
-        cities: Names to draw from.
 
     Returns:
         context_tokens + 1 token ids, which end with the last answer.
 
     Raises:
-        ConfigError: There are fewer cities than needles.
         DataError: The minimum of needles and one question do not fit even without filler, or there is no corpus text.
     """
-    form = NeedleFormat(digits=mix.digits)
-    check_needles(min_needles=mix.min_needles, max_needles=mix.max_needles, asks=mix.asks, cities=cities)
-    pieces = _pieces(tokenizer)
+    form, pieces = NeedleFormat(digits=mix.digits), _pieces(tokenizer)
     wording = TERSE[int(rng.integers(len(TERSE)))] if rng.random() < mix.terse else FULL
-    chosen = rng.permutation(len(cities))[: mix.max_needles].tolist()
+    chosen = rng.permutation(len(CITIES_SEEN))[: mix.max_needles].tolist()
     sentences = [
-        pieces.stub(cities[index], wording) + pieces.answer(form.draw(rng, reserved=False), space=wording.space)
+        pieces.stub(CITIES_SEEN[index], wording) + pieces.answer(form.draw(rng, reserved=False), space=wording.space)
         for index in chosen
     ]
     longest = max(map(len, sentences))
@@ -241,12 +236,13 @@ def evaluation_document(
     and, from 3 digits on, occur nowhere else in the context.
 
     Args:
-        rng, tokenizer, filler_tokens, cities: See `training_document`.
+        rng, tokenizer, filler_tokens: See `training_document`.
         length_tokens: Context of the model, which holds prompt and answer.
         depth: Depth of the first prompt's needle, 0 (start) to 1 (end).
         needles: Number of needles in the context (N of the paper).
         asked: Number of needles asked for (R of the paper).
         digits: Digits of a number, 1 to 9.
+        cities: Names to draw from.
 
     Raises:
         ConfigError: A count, `depth` or `digits` is out of range, or there are too few reserved numbers.

@@ -35,11 +35,6 @@ class Row(NamedTuple):
     positions: npt.NDArray[Any]
 
 
-def example_targets(records: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return the targets of records, `IGNORED` where they do not count in the loss."""
-    return np.where(records["flags"] & SCORED, records["target"].astype(np.int64), IGNORED)
-
-
 def with_long_documents_again(stream: TokenStream, end_of_text: int, *, long_tokens: int, times: int) -> TokenStream:
     """Return a stream followed by `times` - 1 copies of its documents of at least `long_tokens` tokens."""
     again, start = [], 0
@@ -217,10 +212,9 @@ class Packs:
     def _read(self, offset: int, size: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
         """Return inputs and targets. The input before a document is the end of text of its predecessor."""
         targets = self.stream[offset : offset + size]
-        return self.stream[offset - 1 : offset - 1 + size] if offset else self._first(targets), targets
-
-    def _first(self, targets: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        return np.concatenate([[self.end_of_text], targets[:-1]])
+        if not offset:
+            return np.concatenate([[self.end_of_text], targets[:-1]]), targets
+        return self.stream[offset - 1 : offset - 1 + size], targets
 
     def targets(self, index: int) -> int:
         """Return the number of targets of a row that count in the loss."""
@@ -238,7 +232,7 @@ class ExamplePacks(Packs):
 
     def _read(self, offset: int, size: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
         records = self.stream[offset : offset + size]
-        return records["input"], example_targets(records)
+        return records["input"], np.where(records["flags"] & SCORED, records["target"].astype(np.int64), IGNORED)
 
     def targets(self, index: int) -> int:
         """Return the number of targets of a row that count in the loss."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -21,7 +21,6 @@ from ..errors import DataError
 from ..reading import parse_json
 from ..typed import short
 
-T = TypeVar("T")
 CONVERTED = "refs/convert/parquet"
 """Branch with the hub's conversion to Parquet, for sets that are published as a script. Scripts are not run."""
 _ROWS = 1000  # of a Parquet file that are read together
@@ -277,27 +276,13 @@ def public_rows(name: str, public: PublicSet) -> Iterator[tuple[str, dict[str, A
             yield (f"{config}/{index}" if len(public.configs) > 1 else str(index)), row
 
 
-def split_by_hash(items: Sequence[T], names: Sequence[str], share: float, seed: int) -> tuple[list[T], list[T]]:
-    """Split items by a hash of (seed, name) into the rest and an expected `share` of them, each in the given order.
+def is_held_out(name: str, share: float, seed: int) -> bool:
+    """Whether an item of that name is among the expected `share` of all that a hash of (seed, name) splits off.
 
     An item stays on its side when other items are added, removed or reordered.
     """
-    sides: tuple[list[T], list[T]] = [], []
-    for item, name in zip(items, names, strict=True):
-        sides[is_held_out(name, share, seed)].append(item)
-    return sides
-
-
-def is_held_out(name: str, share: float, seed: int) -> bool:
-    """Whether an item of that name is among the expected `share` that `split_by_hash` splits off."""
-    return hash_of(name, seed) < share * 2**64
-
-
-def hash_of(name: str, seed: int) -> int:
-    """Return a hash of (seed, name), which is below 2^64."""
-    return int.from_bytes(
-        hashlib.blake2b(f"{seed}\0{name}".encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big"
-    )
+    digest = hashlib.blake2b(f"{seed}\0{name}".encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "big") < share * 2**64
 
 
 def chosen(count: int, wanted: int | None, seed: int) -> list[int]:

@@ -26,6 +26,7 @@ from ..files import write_text_atomically
 from ..reading import is_plain_name, read_json
 from ..stores import is_url, local_copy
 from ..typed import build
+from .documents import IGNORED
 from .tokenizer import Tokenizer
 
 MANIFEST_FILE = "manifest.json"
@@ -109,8 +110,25 @@ def item_dtype(dtype: Dtype, content: Content) -> np.dtype[Any]:
     return np.dtype([("input", dtype), ("target", dtype), ("flags", "u1")])
 
 
+def id_dtype(tokenizer: Tokenizer) -> Dtype:
+    """Return the smallest dtype for a tokenizer's ids."""
+    return "<u2" if tokenizer.vocab_size < 2**16 else "<u4"
+
+
+def records_of(
+    inputs: npt.NDArray[Any], targets: npt.NDArray[Any], ends: npt.NDArray[Any], dtype: np.dtype[Any]
+) -> npt.NDArray[Any]:
+    """Return the records of examples side by side, (T,) inputs and targets, each of which ends before one of `ends`."""
+    is_scored = targets != IGNORED
+    records = np.empty(len(inputs), dtype)
+    records["input"], records["target"] = inputs, np.where(is_scored, targets, 0)
+    records["flags"] = np.where(is_scored, SCORED, 0)
+    records["flags"][ends - 1] |= LAST
+    return records
+
+
 class TokenStream:
-    """Several one-dimensional arrays that are read as one, by an integer index or a slice with step 1."""
+    """Several one-dimensional arrays that are read as one, by a slice with step 1."""
 
     def __init__(self, parts: Sequence[npt.NDArray[Any]]) -> None:
         self.parts = list(parts)
@@ -119,18 +137,12 @@ class TokenStream:
     def __len__(self) -> int:
         return int(self._starts[-1])
 
-    def __getitem__(self, index: int | slice) -> Any:
+    def __getitem__(self, index: slice) -> Any:
         """Return tokens in the dtype of the shards. A slice inside one file is a view of it.
 
         Raises:
-            IndexError: The integer lies outside the stream.
             ValueError: The step of the slice is not 1.
         """
-        if not isinstance(index, slice):
-            position = index + len(self) if index < 0 else index
-            if not 0 <= position < len(self):
-                raise IndexError(f"token {index} of {len(self)}")
-            return self[position : position + 1][0]
         start, stop, step = index.indices(len(self))
         if step != 1:
             raise ValueError(f"a token stream has no slices with step {step}; slice with step 1, then index the result")
@@ -196,7 +208,7 @@ class Shards:
 
     @classmethod
     def open(cls, folder: Path | str, *, verify: bool = True) -> "Shards":
-        """Open a folder written by `write_shards`.
+        """Open a folder that `prepare_shards` has made.
 
         Args:
             folder: Path of the shard folder, or its URL, such as s3://bucket/shards/NAME. That is copied to this machine once.
@@ -222,10 +234,19 @@ class Shards:
             split: TokenStream([_open_shard(folder, shard, dtype, verify) for shard in manifest.splits[split].shards])
             for split in SPLITS
         }
-        if manifest.content == "text":
-            return cls(folder, manifest, tokenizer, streams)
-        inputs = {split: TokenStream([part["input"] for part in stream.parts]) for split, stream in streams.items()}
-        return cls(folder, manifest, tokenizer, inputs, records=streams)
+        return (
+            cls(folder, manifest, tokenizer, streams)
+            if manifest.content == "text"
+            else cls.of_records(folder, manifest, tokenizer, streams)
+        )
+
+    @classmethod
+    def of_records(
+        cls, folder: Path, manifest: Manifest, tokenizer: Tokenizer, records: Mapping[str, TokenStream]
+    ) -> "Shards":
+        """Return shards of examples."""
+        inputs = {split: TokenStream([part["input"] for part in stream.parts]) for split, stream in records.items()}
+        return cls(folder, manifest, tokenizer, inputs, records=records)
 
     @classmethod
     def _open_copy(cls, url: str, verify: bool) -> "Shards":

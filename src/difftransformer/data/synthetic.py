@@ -21,17 +21,16 @@ from ..errors import ConfigError, DataError
 from ..typed import build
 from .documents import IGNORED
 from .shards import (
-    LAST,
     MANIFEST_VERSION,
-    SCORED,
     SPLITS,
-    Dtype,
     Manifest,
     ShardFile,
     Shards,
     SplitManifest,
     TokenStream,
+    id_dtype,
     item_dtype,
+    records_of,
 )
 from .tokenizer import id_tokenizer
 
@@ -528,7 +527,7 @@ def synthetic_shards(source: str, options: dict[str, Any], seed: int) -> Shards:
     """
     task = synthetic_task(source, options)
     tokenizer = id_tokenizer(task.vocab_size)
-    dtype: Dtype = "<u2" if tokenizer.vocab_size < 2**16 else "<u4"
+    dtype = id_dtype(tokenizer)
     drawn = {split: draw_examples(task, seed, training=split == "train") for split in SPLITS}
     longest = max(one.inputs.shape[1] for one in drawn["train"])
     drawn["validation"] = [one for one in drawn["validation"] if one.inputs.shape[1] <= longest]
@@ -554,15 +553,9 @@ def synthetic_shards(source: str, options: dict[str, Any], seed: int) -> Shards:
         splits=splits,
         content="examples",
     )
-    streams = {split: TokenStream([part["input"] for part in stream.parts]) for split, stream in records.items()}
-    return Shards(Path(source), manifest, tokenizer, streams, records=records)
+    return Shards.of_records(Path(source), manifest, tokenizer, records)
 
 
 def _records(examples: Examples, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    is_scored = examples.targets != IGNORED
-    records = np.empty(examples.inputs.shape, dtype)
-    records["input"] = examples.inputs
-    records["target"] = np.where(is_scored, examples.targets, 0)
-    records["flags"] = np.where(is_scored, SCORED, 0)
-    records["flags"][:, -1] |= LAST
-    return records.ravel()
+    count, length = examples.inputs.shape
+    return records_of(examples.inputs.ravel(), examples.targets.ravel(), length * np.arange(1, count + 1), dtype)

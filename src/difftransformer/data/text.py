@@ -7,9 +7,12 @@ one-line error that names the file and the place.
 
 import hashlib
 import json
+import os
+import sysconfig
 import time
 from codecs import BOM_UTF8
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
@@ -18,9 +21,14 @@ from typing import Any, Literal
 from ..errors import ConfigError, DataError
 from ..typed import short
 from .documents import FIELDS, AnyDocument, Document, Example, LargeDocument, read_special
-from .installed import STDLIB, read_stdlib, stdlib_files, walk
 from .records import is_held_out, json_lines, load_set, parquet_rows, read_text, readable
 
+STDLIB = "python-stdlib"
+# Tests, bundled wheels, editors and demos are no library sources, or differ between installations.
+_SKIPPED_FOLDERS = frozenset({
+    "__pycache__", "dist-packages", "ensurepip", "idle_test", "idlelib", "lib-dynload", "site-packages", "test", "tests",
+    "turtledemo",
+})  # fmt: skip
 TEXT_SUFFIXES = (".txt", ".md", ".py")
 JSONL_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 SUFFIXES = (*TEXT_SUFFIXES, *JSONL_SUFFIXES, ".parquet")
@@ -110,6 +118,52 @@ def iter_documents(source: str, reading: Reading | None = None) -> Iterator[AnyD
     return _read_files(files, DataError(f"{path}: {missing.format(len(files))}"), reading)
 
 
+def walk(
+    folder: Path, suffixes: Sequence[str], skipped_folders: frozenset[str] = frozenset()
+) -> list[tuple[str, Path]]:
+    """Return (name, path) of the files below a folder, sorted by name, without hidden files and folders."""
+    files = []
+    for current, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in skipped_folders]
+        for name in names:
+            if not name.startswith(".") and name.endswith(tuple(suffixes)):
+                path = Path(current, name)
+                files.append((path.relative_to(folder).as_posix(), path))
+    return sorted(files)
+
+
+def stdlib_files() -> tuple[Path, list[tuple[str, Path]]]:
+    """Return the folder of the running interpreter's library, and (name, path) of its sources without tests."""
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    return folder, walk(folder, (".py",), _SKIPPED_FOLDERS)
+
+
+def read_stdlib() -> Iterator[Document]:
+    """Yield the library sources of the running interpreter, and the topics of its `help()`, sorted by name.
+
+    Raises:
+        DataError: This Python was installed without its sources.
+    """
+    folder, files = stdlib_files()
+    documents = []
+    for name, path in files:
+        # The topics become documents of their own below. _sysconfigdata records how this interpreter was built.
+        if name == "pydoc_data/topics.py" or path.name.startswith("_sysconfigdata") or name.startswith("config-"):
+            continue
+        with suppress(DataError):
+            documents.append(Document(name, read_text(path)))
+    with suppress(ImportError):  # some distributions leave the topics out
+        from pydoc_data.topics import topics
+
+        documents += [Document(f"pydoc_data/topics:{topic}", text) for topic, text in topics.items()]
+    documents = [document for document in documents if document.text]
+    if not documents:
+        raise DataError(
+            f"{STDLIB}: no library sources in {folder} (this Python was installed without them); name another source"
+        )
+    yield from sorted(documents, key=lambda document: document.name)
+
+
 def source_state(source: str) -> str | None:
     """Return a fingerprint of the names, sizes and times of a source's files: while it stays equal, so does the text.
 
@@ -157,36 +211,22 @@ def _source_files(source: str) -> tuple[Path, list[tuple[str, Path]]] | None:
     return folder, walk(folder, suffixes) if folder.is_dir() else [(folder.name, folder)]
 
 
-def split_documents(
-    documents: Iterable[Document], *, validation_share: float, seed: int
-) -> tuple[list[Document], list[Document]]:
-    """Split documents into training and validation by a hash of (seed, name) (see `records.split_by_hash`).
+def iter_split(
+    documents: Iterable[AnyDocument], *, validation_share: float, seed: int
+) -> Iterator[tuple[Literal["train", "validation"], AnyDocument]]:
+    """Yield documents with their splits, which are chosen by a hash of (seed, name) (see `records.is_held_out`).
 
     A single text is cut at a line end instead, and its last `validation_share` becomes the validation document.
 
     Args:
-        documents: Documents as returned by `read_documents`.
+        documents: Documents as yielded by `iter_documents`.
         validation_share: Expected share of validation documents, 0 < share < 1.
         seed: Any integer.
-
-    Returns:
-        (train, validation), each in the given order.
 
     Raises:
         ConfigError: The share is not between 0 and 1.
         DataError: One side would be empty.
     """
-    sides: dict[str, list[Document]] = {"train": [], "validation": []}
-    for split, document in iter_split(documents, validation_share=validation_share, seed=seed):
-        assert not isinstance(document, Example)
-        sides[split].append(Document(document.name, document.text))
-    return sides["train"], sides["validation"]
-
-
-def iter_split(
-    documents: Iterable[AnyDocument], *, validation_share: float, seed: int
-) -> Iterator[tuple[Literal["train", "validation"], AnyDocument]]:
-    """Yield documents with their splits; see `split_documents`."""
     if not 0.0 < validation_share < 1.0:
         raise ConfigError(f"validation_share is {validation_share}; give a share between 0 and 1, for example 0.05")
     documents = iter(documents)

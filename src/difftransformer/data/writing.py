@@ -3,7 +3,7 @@
 import errno
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from itertools import chain, islice, pairwise
 from pathlib import Path
@@ -12,22 +12,21 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import ConfigError, DataError
+from ..errors import DataError
 from ..files import naming
 from .chat import ChatTemplate
 from .documents import IGNORED, AnyDocument, Conversation, Document, Example, LargeDocument, cut_text
 from .shards import (
-    LAST,
     MANIFEST_VERSION,
-    SCORED,
     SPLITS,
     Content,
-    Dtype,
     Manifest,
     ShardFile,
     Split,
     SplitManifest,
+    id_dtype,
     item_dtype,
+    records_of,
     write_manifest,
 )
 from .tokenizer import Tokenizer
@@ -79,48 +78,8 @@ class TextDigest:
         return self._digest.hexdigest()
 
 
-def write_shards(
-    folder: Path | str,
-    train: Iterable[AnyDocument],
-    validation: Iterable[AnyDocument],
-    tokenizer: Tokenizer,
-    *,
-    source: str = "",
-    source_state: str | None = None,
-    request: Mapping[str, Any] | None = None,
-    shard_tokens: int = SHARD_TOKENS,
-) -> Manifest:
-    """Tokenise documents into a shard folder, replacing the shards in it.
-
-    Args:
-        folder: Folder to write; created if it is missing.
-        train: Training documents: texts, or examples.
-        validation: Validation documents.
-        tokenizer: Tokenizer, which is saved into the folder too.
-        source, source_state, request: See `Manifest`.
-        shard_tokens: Tokens per file. A document may continue in the next file.
-
-    Returns:
-        The manifest as written.
-
-    Raises:
-        ConfigError: `shard_tokens` is below 1.
-        DataError: A split has no documents, the folder cannot be written to, or the disk is full.
-    """
-    documents = ((split, one) for split, held in zip(SPLITS, (train, validation), strict=True) for one in held)
-    return write_documents(
-        folder,
-        documents,
-        tokenizer,
-        source=source,
-        source_state=source_state,
-        request=lambda: dict(request or {}),
-        shard_tokens=shard_tokens,
-    )
-
-
 def write_documents(
-    folder: Path | str,
+    folder: Path,
     documents: Documents,
     tokenizer: Tokenizer,
     *,
@@ -130,20 +89,22 @@ def write_documents(
     shard_tokens: int = SHARD_TOKENS,
     on_text: Callable[[int], None] = lambda size: None,
 ) -> Manifest:
-    """Tokenise a stream of documents with their splits into a shard folder; see `write_shards`.
+    """Tokenise a stream of documents with their splits into a new shard folder, and return the manifest as written.
 
     Args:
-        folder, tokenizer, source, source_state, shard_tokens: See `write_shards`.
+        folder: Folder to write; created if it is missing. The caller removes it after an error.
         documents: Documents with their splits.
+        tokenizer: Tokenizer, which is saved into the folder too.
+        source, source_state: See `Manifest`.
         request: Returns `Manifest.request` when all documents have been read.
+        shard_tokens: Tokens per file. A document may continue in the next file.
         on_text: Called with the number of bytes of a `LargeDocument` that have been read since the last call.
+
+    Raises:
+        DataError: A split has no documents, the folder cannot be written to, or the disk is full.
     """
-    if shard_tokens < 1:
-        raise ConfigError(f"shard_tokens is {shard_tokens}; it must be at least 1")
-    folder = Path(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        remove_shards(folder)
         documents = iter(documents)
         first = list(islice(documents, 1))
         writer = _Writer(folder, tokenizer, _kind(first[0][1]) if first else Document, shard_tokens)
@@ -162,24 +123,13 @@ def write_documents(
             template_sha256=writer.template.sha256 if writer.template else None,
         )
         write_manifest(folder, manifest)
-    except BaseException as error:
-        with suppress(OSError):
-            remove_shards(folder)
-        if not isinstance(error, OSError):
-            raise
+    except OSError as error:
         what = "the disk is full" if error.errno == errno.ENOSPC else "cannot write"
         raise DataError(
             f"{folder}: {what} while writing {Path(error.filename or folder).name} ({error.strerror or error}); "
             "the partial shards were removed; free some space or name another folder"
         ) from error
     return manifest
-
-
-def remove_shards(folder: Path) -> None:
-    """Remove the manifest and the tokens of a folder."""
-    for pattern in ("manifest.json", *(f"{split}-[0-9]*.bin" for split in SPLITS)):
-        for path in folder.glob(pattern):
-            path.unlink(missing_ok=True)
 
 
 class _Writer:
@@ -191,7 +141,7 @@ class _Writer:
         if self.template:
             tokenizer.chat_template = self.template.template  # which is saved with the shards and the model
         tokenizer.save(folder / "tokenizer")
-        self.dtype: Dtype = "<u2" if tokenizer.vocab_size < 2**16 else "<u4"
+        self.dtype = id_dtype(tokenizer)
         self.content: Content = "text" if kind is Document else "examples"
         self.item_dtype = item_dtype(self.dtype, self.content)
         self.splits = {split: _SplitWriter(folder, split, shard_tokens) for split in SPLITS}
@@ -248,20 +198,16 @@ class _Writer:
 
     def _records(self, examples: list[Example]) -> npt.NDArray[Any]:
         """Return the records of examples (see `item_dtype`)."""
-        records = np.zeros(sum(len(example.inputs) for example in examples), self.item_dtype)
         for example in examples:
             if max(example.inputs.max(), example.targets.max()) >= self.tokenizer.vocab_size:
                 raise DataError(
                     f"{example.name} holds the token id {max(example.inputs.max(), example.targets.max())}, and the tokenizer "
                     f"has {self.tokenizer.vocab_size:,}; name the tokenizer that the ids come from in data.tokenizer"
                 )
-        if examples:
-            targets = np.concatenate([example.targets for example in examples])
-            records["input"] = np.concatenate([example.inputs for example in examples])
-            records["target"] = np.where(targets == IGNORED, 0, targets)
-            records["flags"] = np.where(targets == IGNORED, 0, SCORED)
-            records["flags"][np.cumsum([len(example.inputs) for example in examples]) - 1] |= LAST
-        return records
+        if not examples:
+            return np.empty(0, self.item_dtype)
+        inputs, targets = (np.concatenate([getattr(one, name) for one in examples]) for name in ("inputs", "targets"))
+        return records_of(inputs, targets, np.cumsum([len(one.inputs) for one in examples]), self.item_dtype)
 
 
 def cut_parts(split: str, texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[Part]:

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from ..attention import DifferentialAttention, RMSNorm
 from ..attention.differential import LAMBDA_VECTORS, Differential, DifferentialOptions
 from ..attention.differential import lambda_init as lambda_init_of
+from ..attention.head_norm import HEAD_NORM_EPS
 from ..errors import CheckpointError, ConfigError, ShapeError
 from ..ops.problem import LOW_PRECISION
-from .conversion import Shape
+from .conversion import Shape, check_tensors, shapes_of
 
 LayerT = TypeVar("LayerT", bound=Differential)
 THE_OTHERS = "the shapes of the others"  # what determines the shapes of an attention without a configuration
@@ -60,14 +61,9 @@ def tensor_of(state: Mapping[str, Tensor], name: str) -> Tensor:
     return state[name]
 
 
-def v1_sizes(state: Mapping[str, Tensor], *, prefix: str = "") -> Sizes:
-    """Return the sizes of a V1 module with a q_proj and a k_proj; its lambda vectors are as wide as one map.
-
-    Args:
-        state: The module's tensors.
-        prefix: Prefix of the names of the lambda vectors.
-    """
-    head_dim = tensor_of(state, prefix + LAMBDA_VECTORS[0]).shape[-1]
+def v1_sizes(state: Mapping[str, Tensor]) -> Sizes:
+    """Return the sizes of a V1 module with a q_proj and a k_proj; its lambda vectors are as wide as one map."""
+    head_dim = tensor_of(state, LAMBDA_VECTORS[0]).shape[-1]
     return Sizes(
         embed_dim=tensor_of(state, "q_proj.weight").shape[-1],
         num_heads=quotient(state, "q_proj.weight", 2 * head_dim, "twice the head_dim"),
@@ -209,21 +205,45 @@ def refuse_other_than_full_width(layer: Differential, target: str) -> None:
         )
 
 
-def split_joined(state: Mapping[str, Tensor], sizes: Sizes, *, joined: str, output: str) -> dict[str, Tensor]:
-    """Return our projections of a V1 module in which one projection has the rows of q, then of k, then of v."""
+def load_joined(
+    state: Mapping[str, Tensor], sizes: Sizes, *, joined: str, output: str, own: Mapping[str, str], **layer: Any
+) -> DifferentialAttention:
+    """Make a layer of a V1 module in which one projection has the rows of q, then of k, then of v.
+
+    Args:
+        state: The module's tensors.
+        sizes: Sizes of the layer.
+        joined: Name of the projection of q, k and v, which may have a bias.
+        output: Name of the output projection, which may have a bias.
+        own: The module's names of lambdas and norms, by ours.
+        **layer: Arguments of `v1_layer`.
+
+    Raises:
+        CheckpointError: A tensor is missing, or there is one too many.
+        ShapeError: A shape contradicts the others.
+    """
     queries, keys = 2 * sizes.num_heads * sizes.head_dim, 2 * sizes.num_key_value_heads * sizes.head_dim
-    ours: dict[str, Tensor] = {}
+    shapes: dict[str, Shape] = {
+        f"{joined}.weight": (queries + 2 * keys, sizes.embed_dim),
+        f"{joined}.bias": (queries + 2 * keys,),
+        f"{output}.weight": (sizes.embed_dim, queries),
+        f"{output}.bias": (sizes.embed_dim,),
+    }
+    for name, theirs in own.items():
+        shapes[theirs] = (2 * sizes.head_dim if name == "head_norm.weight" else sizes.head_dim,)
+    check_tensors(shapes_of(state), shapes, optional=(f"{joined}.bias", f"{output}.bias"), by=THE_OTHERS)
+    ours = {name: state[theirs] for name, theirs in own.items()}
     for kind in ("weight", "bias"):
         if f"{joined}.{kind}" in state:
             parts = state[f"{joined}.{kind}"].split((queries, keys, keys))
             ours |= {f"{name}.{kind}": part for name, part in zip(PROJECTIONS, parts, strict=False)}
         if f"{output}.{kind}" in state:
             ours[f"o_proj.{kind}"] = state[f"{output}.{kind}"]
-    return ours
+    return v1_layer(ours, sizes, head_norm_eps=HEAD_NORM_EPS, **layer)
 
 
 def joined_projections(layer: Differential, *, joined: str, output: str, biased: bool) -> dict[str, Tensor]:
-    """Return the two projections that `split_joined` reads; a bias that is lacking is zero.
+    """Return the two projections that `load_joined` reads; a bias that is lacking is zero.
 
     Args:
         layer: The layer.

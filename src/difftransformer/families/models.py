@@ -4,10 +4,8 @@ A model of this package has Llama's layout. A model with more than that (biases,
 projections, norms after a layer, layers without rotation) keeps its own class, and only its attention changes.
 """
 
-import os
 from collections.abc import Callable
 from functools import cache, wraps
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,11 +29,10 @@ from ..attention import Attention, HeadLayout, config_options, variant
 from ..attention.base import PROJECTIONS, QK_NORMS, RMSNorm
 from ..errors import ConfigError
 from ..model.caches import PagedModel
-from ..model.card import save_card
 from ..model.config import with_heads_of_cache
 from ..model.counts import BACKWARD_AND_FORWARD, Counts, mean_keys
 from ..model.nll import chunked_loss
-from ..model.pretrained import ATTN_IMPLEMENTATIONS, with_parts_first
+from ..model.pretrained import ATTN_IMPLEMENTATIONS, CardedModel
 from ..model.registration import TABLES, register_models
 from ..ops import backend_names
 from ..typed import build
@@ -148,7 +145,7 @@ def attention_fields(config: Any, **options: Any) -> Any:
     )
 
 
-class _DifferentialModel(PreTrainedModel):  # type: ignore[misc]
+class _DifferentialModel(CardedModel):
     """What a differential model adds to a family's language model.
 
     Attributes:
@@ -214,10 +211,6 @@ class _DifferentialModel(PreTrainedModel):  # type: ignore[misc]
                 module.backend = ATTN_IMPLEMENTATIONS.get(name) or self.config.attn_backend
         return IMPLEMENTATION
 
-    def _resolve_parallel_plans(self, distributed_config: Any) -> tuple[dict[str, str], dict[str, str], dict[str, str]]:
-        tensors, experts, sharded = super()._resolve_parallel_plans(distributed_config)
-        return tensors, experts, with_parts_first(self, sharded)
-
     def init_continuous_batching(self, *arguments: Any, **options: Any) -> Any:
         """Make transformers' manager of requests; `generate_batch` and `transformers serve` call this."""
         self.config._attn_implementation = "sdpa"  # for which transformers prepares the mask of all requests
@@ -230,19 +223,8 @@ class _DifferentialModel(PreTrainedModel):  # type: ignore[misc]
             manager.model.config._attn_implementation = "sdpa"
         return manager
 
-    def save_pretrained(
-        self, save_directory: str | os.PathLike[str], is_main_process: bool = True, *arguments: Any, **options: Any
-    ) -> None:
-        """Save the model as `PreTrainedModel.save_pretrained` does, and write a model card (README.md)."""
-        super().save_pretrained(save_directory, is_main_process, *arguments, **options)
-        if is_main_process:
-            save_card(
-                self, Path(save_directory), pushed=options.get("push_to_hub", False), counts=count_family(self.config)
-            )
-
-    @classmethod
-    def _can_set_attn_implementation(cls) -> bool:
-        return True
+    def _counts(self) -> Counts:
+        return count_family(self.config)
 
 
 class DifferentialFamilyConfig(PreTrainedConfig):  # type: ignore[misc]

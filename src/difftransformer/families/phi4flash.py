@@ -17,17 +17,14 @@ from ..attention.differential import LAMBDA_VECTORS, Differential
 from ..attention.head_norm import HEAD_NORM_EPS
 from ..errors import ShapeError
 from .attention_weights import (
-    THE_OTHERS,
     Sizes,
     joined_projections,
+    load_joined,
     refuse_other_than_full_width,
     refuse_other_than_v1,
-    split_joined,
     tensor_of,
-    v1_layer,
     v1_own_tensors,
 )
-from .conversion import Shape, check_tensors, shapes_of
 
 INNER = "inner_cross_attn."
 
@@ -46,21 +43,9 @@ def load_phi4flash_attention(
         CheckpointError: A tensor is missing, or there is one too many.
         ShapeError: A shape contradicts the others, or the layer has no keys of its own.
     """
-    sizes = _sizes(state)
-    queries, keys = 2 * sizes.num_heads * sizes.head_dim, 2 * sizes.num_key_value_heads * sizes.head_dim
-    shapes: dict[str, Shape] = {
-        "Wqkv.weight": (queries + 2 * keys, sizes.embed_dim),
-        "Wqkv.bias": (queries + 2 * keys,),
-        "out_proj.weight": (sizes.embed_dim, queries),
-        "out_proj.bias": (sizes.embed_dim,),
-        INNER + "subln.weight": (2 * sizes.head_dim,),
-        **{INNER + name: (sizes.head_dim,) for name in LAMBDA_VECTORS},
-    }
-    check_tensors(shapes_of(state), shapes, optional=("Wqkv.bias", "out_proj.bias"), by=THE_OTHERS)
-    ours = split_joined(state, sizes, joined="Wqkv", output="out_proj")
-    ours |= {name: state[INNER + name] for name in LAMBDA_VECTORS}
-    ours["head_norm.weight"] = state[INNER + "subln.weight"]
-    return v1_layer(ours, sizes, layer_index=layer_index, head_norm_eps=HEAD_NORM_EPS, backend=backend)
+    own = {"head_norm.weight": f"{INNER}subln.weight", **{name: INNER + name for name in LAMBDA_VECTORS}}
+    layer = {"layer_index": layer_index, "backend": backend}
+    return load_joined(state, _sizes(state), joined="Wqkv", output="out_proj", own=own, **layer)
 
 
 def phi4flash_attention_state(layer: Differential) -> dict[str, Tensor]:

@@ -16,18 +16,15 @@ from ..attention.differential import LAMBDA_VECTORS, Differential
 from ..attention.head_norm import HEAD_NORM_EPS
 from ..errors import ConfigError
 from .attention_weights import (
-    THE_OTHERS,
     Sizes,
     joined_projections,
+    load_joined,
     quotient,
     refuse_other_than_full_width,
     refuse_other_than_v1,
-    split_joined,
     tensor_of,
-    v1_layer,
     v1_own_tensors,
 )
-from .conversion import Shape, check_tensors, shapes_of
 
 TARGET = "timm's DiffAttention"
 # Tensors of options that our layer lacks -> the option, and what the layer has instead.
@@ -57,25 +54,11 @@ def load_timm_attention(
         raise ConfigError(f"{name}: {LACKING[name]}; expected {TARGET} without this option")
     head_dim = tensor_of(state, LAMBDA_VECTORS[0]).shape[-1]
     heads = quotient(state, "proj.weight", 2 * head_dim, "twice the head_dim")
-    width = 2 * head_dim * heads
-    sizes = Sizes(embed_dim=width, num_heads=heads, num_key_value_heads=heads, head_dim=head_dim)
-    norms: dict[str, Shape] = {f"{name}.weight": (head_dim,) for name in QK_NORMS if "q_norm.weight" in state}
-    shapes: dict[str, Shape] = {
-        "qkv.weight": (3 * width, width),
-        "qkv.bias": (3 * width,),
-        "proj.weight": (width, width),
-        "proj.bias": (width,),
-        "sub_norm.weight": (2 * head_dim,),
-        **dict.fromkeys(LAMBDA_VECTORS, (head_dim,)),
-        **norms,
-    }
-    check_tensors(shapes_of(state), shapes, optional=("qkv.bias", "proj.bias"), by=THE_OTHERS)
-    ours = split_joined(state, sizes, joined="qkv", output="proj")
-    ours |= {name: state[name] for name in (*LAMBDA_VECTORS, *norms)}
-    ours["head_norm.weight"] = state["sub_norm.weight"]
-    return v1_layer(
-        ours, sizes, layer_index=layer_index, head_norm_eps=HEAD_NORM_EPS, backend=backend, qk_norm=bool(norms)
-    )
+    sizes = Sizes(embed_dim=2 * head_dim * heads, num_heads=heads, num_key_value_heads=heads, head_dim=head_dim)
+    norms = {f"{name}.weight": f"{name}.weight" for name in QK_NORMS if "q_norm.weight" in state}
+    own = {"head_norm.weight": "sub_norm.weight", **{name: name for name in LAMBDA_VECTORS}, **norms}
+    layer = {"layer_index": layer_index, "backend": backend, "qk_norm": bool(norms)}
+    return load_joined(state, sizes, joined="qkv", output="proj", own=own, **layer)
 
 
 def timm_attention_state(layer: Differential) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from ..attention import HeadLayout
-from ..errors import ConfigError, ShapeError
+from ..errors import ShapeError
 from ..ops.problem import Restrictions
 from .config import DiffTransformerConfig
 
@@ -106,16 +106,3 @@ class PagedModel:
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self.model, name, value)
-
-
-def check_paged(implementation: str) -> None:
-    """Check that an attention implementation can serve requests in pages.
-
-    Raises:
-        ConfigError: it can not.
-    """
-    if implementation not in PAGED_IMPLEMENTATIONS:
-        raise ConfigError(
-            f"continuous batching with attn_implementation={implementation!r}: requests in pages need a mask, which it does "
-            "not take; use 'sdpa' or 'eager'"
-        )

@@ -29,7 +29,7 @@ from ..attention import Attention, RMSNorm
 from ..errors import ConfigError, ShapeError, on_one_line
 from ..ops.problem import LOW_PRECISION
 from ..typed import short
-from .caches import PagedModel, PagedRow, check_paged, dynamic_cache, regroup
+from .caches import PAGED_IMPLEMENTATIONS, PagedModel, PagedRow, dynamic_cache, regroup
 from .config import DiffTransformerConfig
 from .initialization import new_seed
 from .masks import arrange_rows
@@ -249,7 +249,11 @@ class DiffTransformerForCausalLM(DiffTransformerPreTrainedModel, GenerationMixin
         original = self.config._attn_implementation
         if original == "difftransformer":
             self.set_attn_implementation("sdpa")
-        check_paged(self.config._attn_implementation)
+        if (now := self.config._attn_implementation) not in PAGED_IMPLEMENTATIONS:
+            raise ConfigError(
+                f"continuous batching with attn_implementation={now!r}: requests in pages need a mask, which it does not take; "
+                "use 'sdpa' or 'eager'"
+            )
         manager = super().init_continuous_batching(*arguments, **options)
         if not isinstance(manager.model, PagedModel):
             manager.model = PagedModel(self, self.config)

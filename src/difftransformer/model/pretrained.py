@@ -13,6 +13,7 @@ from ..attention import Attention
 from ..errors import ConfigError
 from .card import save_card
 from .config import DiffTransformerConfig, refuse_remote_code
+from .counts import Counts
 from .initialization import Make, Start, new_seed
 from .weights import weights_files
 
@@ -27,7 +28,35 @@ ATTN_IMPLEMENTATIONS: dict[str, str | None] = {
 }
 
 
-class DiffTransformerPreTrainedModel(PreTrainedModel):  # type: ignore[misc]
+class CardedModel(PreTrainedModel):  # type: ignore[misc]
+    """What models of this package and differential models of other families have in common beside their attention."""
+
+    def save_pretrained(
+        self, save_directory: str | os.PathLike[str], is_main_process: bool = True, *arguments: Any, **options: Any
+    ) -> None:
+        """Save the model as `PreTrainedModel.save_pretrained` does, and write a model card (README.md).
+
+        A card that was edited by hand is kept. Adapters and pushes to the hub get the cards of PEFT and transformers.
+        """
+        super().save_pretrained(save_directory, is_main_process, *arguments, **options)
+        if is_main_process:
+            pushed = options.get("push_to_hub", False)
+            save_card(self, Path(save_directory), pushed=pushed, counts=self._counts())
+
+    def _counts(self) -> Counts | None:
+        """Return the sizes on the card; None counts those of a model of this package."""
+        return None
+
+    @classmethod
+    def _can_set_attn_implementation(cls) -> bool:
+        return True
+
+    def _resolve_parallel_plans(self, distributed_config: Any) -> tuple[dict[str, str], dict[str, str], dict[str, str]]:
+        tensors, experts, sharded = super()._resolve_parallel_plans(distributed_config)
+        return tensors, experts, with_parts_first(self, sharded)
+
+
+class DiffTransformerPreTrainedModel(CardedModel):
     """Base class of `DiffTransformerModel` and of the models with an output layer."""
 
     config: DiffTransformerConfig
@@ -104,14 +133,6 @@ class DiffTransformerPreTrainedModel(PreTrainedModel):  # type: ignore[misc]
         return name
 
     @classmethod
-    def _can_set_attn_implementation(cls) -> bool:
-        return True
-
-    def _resolve_parallel_plans(self, distributed_config: Any) -> tuple[dict[str, str], dict[str, str], dict[str, str]]:
-        tensors, experts, sharded = super()._resolve_parallel_plans(distributed_config)
-        return tensors, experts, with_parts_first(self, sharded)
-
-    @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *arguments: Any, **options: Any) -> Any:
         """Open a model as `PreTrainedModel.from_pretrained` does, from safetensors inside the folder alone.
 
@@ -129,17 +150,6 @@ class DiffTransformerPreTrainedModel(PreTrainedModel):  # type: ignore[misc]
     def register_for_auto_class(cls, auto_class: Any = "AutoModel") -> None:
         """Refuse what transformers' method of this name does; see `refuse_remote_code`."""
         refuse_remote_code(cls, auto_class)
-
-    def save_pretrained(
-        self, save_directory: str | os.PathLike[str], is_main_process: bool = True, *arguments: Any, **options: Any
-    ) -> None:
-        """Save the model as `PreTrainedModel.save_pretrained` does, and write a model card (README.md).
-
-        A card that was edited by hand is kept. Adapters and pushes to the hub get the cards of PEFT and transformers.
-        """
-        super().save_pretrained(save_directory, is_main_process, *arguments, **options)
-        if is_main_process:
-            save_card(self, Path(save_directory), pushed=options.get("push_to_hub", False))
 
     @staticmethod
     def create_masks_for_generate(

@@ -41,17 +41,8 @@ CPU_TILE_ELEMENTS = 1 << 18
 TILE_ELEMENTS = 1 << 26
 
 
-class Span(NamedTuple):
-    """Rows of some groups and the keys that they may attend to, key j <= t + offset where causal. Ends are exclusive."""
-
-    groups: tuple[int, int]
-    rows: tuple[int, int]
-    keys: tuple[int, int]
-    offset: int
-
-
 class Tile(NamedTuple):
-    """One step of the computation: a part of the groups, a block of rows and the keys that these may see."""
+    """One step of the computation: rows of some groups, and the keys that they may see, key j <= t + offset where causal."""
 
     groups: slice
     rows: slice
@@ -99,18 +90,17 @@ class Tiling:
         self.tiles = [tile for span in self._spans() for tile in self._cut(span)] if self.heads else []
         self._corners: dict[tuple[int, int, int, bool], Tensor] = {}
 
-    def _spans(self) -> Iterator[Span]:
-        num_groups = self.batch * self.groups
-        whole = Span((0, num_groups), (0, self.queries), (0, self.keys), self.keys - self.queries)
+    def _spans(self) -> Iterator[Tile]:
+        groups, queries = slice(0, self.batch * self.groups), slice(0, self.queries)
         restrictions = self.restrictions
         boundaries = _host_values(restrictions.cu_seqlens)
         if boundaries is not None:
             for first, last in itertools.pairwise(boundaries):
-                yield Span((0, num_groups), (first, last), (first, last), 0)
+                yield Tile(groups, slice(first, last), slice(first, last), 0)
             return
         starts, lengths = _host_values(restrictions.kv_start), _host_values(restrictions.kv_lengths)
         if starts is None and lengths is None:
-            yield whole
+            yield Tile(groups, queries, slice(0, self.keys), self.keys - self.queries)
             return
         starts = [0] * self.batch if starts is None else starts
         lengths = [self.keys] * self.batch if lengths is None else lengths
@@ -119,25 +109,21 @@ class Tiling:
             same = row + 1
             while same < self.batch and (starts[same], lengths[same]) == (starts[row], lengths[row]):
                 same += 1
-            yield Span(
-                (row * self.groups, same * self.groups),
-                (0, self.queries),
-                (starts[row], lengths[row]),
-                lengths[row] - self.queries,
-            )
+            groups = slice(row * self.groups, same * self.groups)
+            yield Tile(groups, queries, slice(starts[row], lengths[row]), lengths[row] - self.queries)
             row = same
 
-    def _cut(self, span: Span) -> Iterator[Tile]:
-        causal, window = self.restrictions.is_causal, self.restrictions.window
-        (group_first, group_last), (row_first, row_last), (key_first, key_last), offset = span
+    def _cut(self, span: Tile) -> Iterator[Tile]:
+        causal, window, offset = self.restrictions.is_causal, self.restrictions.window, span.offset
+        row_first, row_last, key_first, key_last = span.rows.start, span.rows.stop, span.keys.start, span.keys.stop
         if key_last <= key_first:
             return
         if causal:
             row_first = max(row_first, key_first - offset)
         widest = min(self.block, row_last - row_first) * self.per_group * (key_last - key_first)
         step = max(1, self.tile_elements // max(1, widest))
-        for group in range(group_first, group_last, step):
-            groups = slice(group, min(group + step, group_last))
+        for group in range(span.groups.start, span.groups.stop, step):
+            groups = slice(group, min(group + step, span.groups.stop))
             for row in range(row_first, row_last, self.block):
                 end = min(row + self.block, row_last)
                 first, last = key_first, key_last

@@ -1,6 +1,5 @@
 """Answers during training: those that a model would give, greedily, to held-out questions, and the loss of the right ones."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,34 +23,22 @@ class Accuracy(Callback):
         """Score the answers."""
         scores = answer_scores(trainer.model, trainer.shards, trainer.config, trainer.mesh)
         if scores is not None:
-            figures["validation_accuracy"], figures["validation_answer_nll_nats"] = scores.accuracy, scores.nll_nats
-
-
-@dataclass(frozen=True)
-class AnswerScores:
-    """How well a model answers.
-
-    Attributes:
-        accuracy: Share of right answers.
-        nll_nats: Mean negative log-likelihood of the right answer in nats, the sum over its tokens.
-    """
-
-    accuracy: float
-    nll_nats: float
+            figures["validation_accuracy"], figures["validation_answer_nll_nats"] = scores
 
 
 @torch.no_grad()
 def answer_scores(
     model: DiffTransformerForCausalLM, shards: Shards, config: TrainingConfig, mesh: Mesh
-) -> AnswerScores | None:
-    """Return how well a model answers in held-out data, or None where the data ask for no answers.
+) -> tuple[float, float] | None:
+    """Return the share of right answers in held-out data, and the mean negative log-likelihood of the right answer in nats.
 
     Of examples (synthetic tasks, conversations), every scored token of the run's validation rows is an answer. Of needle
     documents, an answer is a whole number, and there are `validation_windows` documents (see `needle_questions`). A token is
     right if it has the highest logit given all before it, so an answer of several tokens is right if greedy decoding gives it.
+    The log-likelihood of an answer is the sum over its tokens.
 
-    None also where a row has more than `LOGITS_AT_ONCE` logits, and for needle documents where processes
-    divide the tokens of a row, or where the shortest document is longer than a row.
+    The result is None where the data ask for no answers, where a row has more than `LOGITS_AT_ONCE` logits, and for needle
+    documents where processes divide the tokens of a row, or where the shortest document is longer than a row.
     """
     context, documents = config.context_tokens, config.validation_windows
     at_once = LOGITS_AT_ONCE // (context * shards.tokenizer.vocab_size)
@@ -95,7 +82,7 @@ def answer_scores(
     model.train()
     mesh.forget_whole(model)
     everything = max(1.0, mesh.sum(asked))
-    return AnswerScores(accuracy=mesh.sum(right) / everything, nll_nats=mesh.sum(nll_nats) / everything)
+    return mesh.sum(right) / everything, mesh.sum(nll_nats) / everything
 
 
 def _counted(predicted: Tensor, targets: Tensor, whole: bool) -> tuple[int, int]:

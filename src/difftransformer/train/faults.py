@@ -3,7 +3,6 @@
 import math
 import warnings
 from collections import deque
-from collections.abc import Iterable
 from typing import Any, Literal
 
 import numpy as np
@@ -26,19 +25,16 @@ class Faults(Callback):
         policy: What follows a loss or gradient that is not finite, see `TrainingConfig.nonfinite`.
         sigmas: Number of standard deviations above the mean of the last `OUTLIER_STEPS` gradient norms from which one is an
             outlier, whose step is skipped; None finds none.
-        norms: Gradient norms of the steps before, oldest first.
 
     Attributes:
         norms: Those of the last steps. Outliers are among them, so that a new level is accepted after some steps.
         nonfinite: Number of steps that were not finite since the last checkpoint.
     """
 
-    def __init__(
-        self, policy: Literal["stop", "skip", "rollback"], sigmas: float | None, norms: Iterable[float] = ()
-    ) -> None:
+    def __init__(self, policy: Literal["stop", "skip", "rollback"], sigmas: float | None) -> None:
         self._policy, self._sigmas, self.nonfinite = policy, sigmas, 0
         self._last: Fault | None = None
-        self.norms = deque(norms, maxlen=OUTLIER_STEPS)
+        self.norms = deque[float](maxlen=OUTLIER_STEPS)
 
     def on_restore(self, trainer: Trainer, state: CheckpointState | None) -> None:
         """Go back to the norms of a checkpoint."""

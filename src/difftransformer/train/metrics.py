@@ -51,7 +51,7 @@ class ValidationMetrics:
     """Loss on fixed validation windows after `step` steps.
 
     Where the data ask for answers, the share of right ones, and the mean negative log-likelihood of the right answer (see
-    `accuracy.AnswerScores`).
+    `accuracy.answer_scores`).
     """
 
     step: int

@@ -12,8 +12,8 @@ import yaml
 from transformers import AutoConfig
 
 from difftransformer.data import DataConfig
-from difftransformer.data.installed import STDLIB
 from difftransformer.data.synthetic import PREFIX
+from difftransformer.data.text import STDLIB
 from difftransformer.errors import ConfigError, DataError
 from difftransformer.families import DifferentialFamilyConfig
 from difftransformer.families.checkpoint_io import naming_config
