@@ -104,8 +104,8 @@ def test_a_long_field_of_a_table(tmp_path, fails):
     (tmp_path / "model").mkdir()
     line = fails("eval", "icl", tmp_path / "model", "--train-file", tmp_path / "x.csv")
     assert "checkpoint" in line  # the model is opened first
-    from difftransformer.data.labelled import read_labelled_files
     from difftransformer.errors import DataError
+    from difftransformer_lab.evals.sets.labelled import read_labelled_files
 
     with pytest.raises(DataError, match=r"x\.csv: line \d is not CSV \(field larger than field limit"):
         read_labelled_files(str(tmp_path / "x.csv"))

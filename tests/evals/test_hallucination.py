@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from difftransformer.data.qa_sets import GROUNDED_SETS
 from difftransformer.errors import ConfigError, DataError, EvaluationError
 from difftransformer.progress import shown_by
 from difftransformer_lab.cli.main import main
 from difftransformer_lab.evals.engine import run_task
+from difftransformer_lab.evals.sets.grounded import GROUNDED_SETS
 from difftransformer_lab.evals.tasks import hallucination, quantized, task_kind
 from difftransformer_lab.evals.tasks.hallucination import HallucinationTask, Options
 from tests.support.answering import Writer, tiny_model
@@ -118,7 +118,7 @@ def test_a_long_document_loses_its_middle_for_the_model_alone(options, tmp_path)
 
 
 def test_public_sets_and_their_caps(options, monkeypatch):
-    from difftransformer.data.qa_sets import GroundedItem
+    from difftransformer_lab.evals.sets.grounded import GroundedItem
 
     asked = []
 

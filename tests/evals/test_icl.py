@@ -9,13 +9,13 @@ import torch
 from tokenizers import models, normalizers, pre_tokenizers
 
 from difftransformer.data import Tokenizer, byte_tokenizer, train_bpe
-from difftransformer.data.labelled import Example
 from difftransformer.errors import DataError, EvaluationError
 from difftransformer_lab.evals import CausalLanguageModel
 from difftransformer_lab.evals.engine import run_task
 from difftransformer_lab.evals.models import causal
 from difftransformer_lab.evals.prompts.demonstrations import PromptForm
 from difftransformer_lab.evals.requests import Choice
+from difftransformer_lab.evals.sets.labelled import Example
 from difftransformer_lab.evals.tasks.icl import Options, ShotsTask
 from tests.support.classification import Reader, figures, truth, write_labelled
 

@@ -22,10 +22,10 @@ from difftransformer.data.tokenizer import byte_tokenizer
 from difftransformer.errors import EvaluationError
 from difftransformer.families import accelerate
 from difftransformer.ops import logits as op_logits
-from difftransformer.ops.quantize import quantize_last
 from difftransformer.ops.reference import observe_logits
 from difftransformer_lab.cli.main import main
 from difftransformer_lab.evals.models.quantized import quantized_linears, quantized_logits
+from difftransformer_lab.evals.models.rounding import quantize_last
 from difftransformer_lab.evals.probes import magnitudes as measuring
 from difftransformer_lab.evals.probes.hooks import written_out
 from difftransformer_lab.evals.probes.maps import last_row_weights

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
         needle_questions,
         training_document,
     )
-    from .ngram import byte_bigram_bits_per_byte
     from .prepare import DataConfig, prepare_shards
     from .shards import Manifest, Shards, SourceConfig, TokenStream
     from .text import iter_documents, read_documents

@@ -9,34 +9,18 @@ import io
 import json
 import logging
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from ..errors import DataError
 from ..reading import parse_json
-from ..typed import short
 
-CONVERTED = "refs/convert/parquet"
-"""Branch with the hub's conversion to Parquet, for sets that are published as a script. Scripts are not run."""
 _ROWS = 1000  # of a Parquet file that are read together
 
 OnRead = Callable[[int], None]
 """Called with the number of bytes of a file that have been read since the last call."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PublicSet:
-    """Location of a data set on the Hugging Face hub: the arguments of `load_set`, with several configurations."""
-
-    hub_name: str
-    split: str
-    configs: tuple[str | None, ...] = (None,)
-    revision: str | None = None
 
 
 def not_utf8(path: Path, content: bytes, error: UnicodeDecodeError, offset: int = 0) -> DataError:
@@ -177,40 +161,6 @@ def parquet_rows(path: Path, columns: tuple[str, ...], on_read: OnRead = lambda 
         ) from None
 
 
-def jsonl_rows(path: Path, fields: Sequence[str]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (line number, object) for the lines of a JSONL file, each of which has text in all of `fields`.
-
-    Raises:
-        DataError: The file is missing, empty, not UTF-8 or not JSONL, or a line lacks a field.
-    """
-    listed = " and ".join(f'"{field}"' for field in fields)
-    if not path.is_file():
-        raise DataError(f"{path}: no such file; name a .jsonl file with {listed} on each line")
-    is_empty = True
-    for number, row in json_lines(path):
-        for field in fields:
-            text_field(row, field, f"{path}: line {number}")
-        is_empty = False
-        yield number, row
-    if is_empty:
-        raise DataError(f"{path}: the file is empty; give one JSON object with {listed} on each line")
-
-
-def text_field(row: dict[str, Any], field: str, place: str) -> str:
-    """Return a field that must hold text. Numbers are converted to text; messages begin with `place`, where the row is.
-
-    Raises:
-        DataError: The field is missing, empty or of another type.
-    """
-    value = row.get(field)
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        value = str(value)
-    if not isinstance(value, str) or not value.strip():
-        met = f"met {', '.join(sorted(map(str, row)))}" if value is None else f"it holds {short(value)}"
-        raise DataError(f'{place} has no text in "{field}" ({met}); give every line a "{field}"')
-    return value
-
-
 def load_set(
     name: str,
     hub_name: str,
@@ -257,25 +207,6 @@ def errors_only(name: str) -> Iterator[None]:
         logger.setLevel(before)
 
 
-def public_rows(name: str, public: PublicSet) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (name of the row, row) for the rows of a public set. The names are unique in the set.
-
-    Raises:
-        DataError: The `datasets` library is missing or cannot load the set.
-    """
-    for config in public.configs:
-        rows = load_set(
-            name,
-            public.hub_name,
-            config=config,
-            split=public.split,
-            revision=public.revision,
-            otherwise=", or name a .jsonl file",
-        )
-        for index, row in enumerate(rows):
-            yield (f"{config}/{index}" if len(public.configs) > 1 else str(index)), row
-
-
 def is_held_out(name: str, share: float, seed: int) -> bool:
     """Whether an item of that name is among the expected `share` of all that a hash of (seed, name) splits off.
 
@@ -283,10 +214,3 @@ def is_held_out(name: str, share: float, seed: int) -> bool:
     """
     digest = hashlib.blake2b(f"{seed}\0{name}".encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "big") < share * 2**64
-
-
-def chosen(count: int, wanted: int | None, seed: int) -> list[int]:
-    """Return the ascending indices of `wanted` items drawn from `count`, or of all items if `wanted` is None."""
-    if wanted is None or wanted >= count:
-        return list(range(count))
-    return sorted(np.random.default_rng(seed).choice(count, wanted, replace=False).tolist())

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from difftransformer.attention import label
-from difftransformer.data import Shards, byte_bigram_bits_per_byte
+from difftransformer.data import Shards
 from difftransformer.families import DifferentialFields, count_family
 from difftransformer.model import count
 
@@ -13,6 +13,7 @@ from ..bench.timing import foreign_cpu_share
 from ..results import ArmSize, BaselineNll, StudyIndex
 from .costs import measure_costs
 from .design import ArmConfig, Design, PresetConfig, StudyConfig
+from .ngram import byte_bigram_bits_per_byte
 from .recipe import Recipe, recipe_dict
 from .study import Study
 

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from difftransformer.errors import EvaluationError
-from difftransformer.ops.quantize import quantize_last, quantize_symmetric
 from difftransformer.ops.reference import observe_logits
 
 from ..probes.hooks import written_out
+from .rounding import quantize_last, quantize_symmetric
 
 UNTOUCHED_BITS = 16
 """From this number of bits on, logits are left unchanged."""
@@ -24,7 +24,7 @@ INT4_GROUP = 32
 def quantized_logits(model: Any, bits: int, granularity: str) -> Iterator[None]:
     """Round a model's attention logits to `bits` bits, each map separately; 16 bits or more leave them unchanged.
 
-    See `ops.quantize.quantize_symmetric`: keys that a query may not attend to do not count for the largest value.
+    See `rounding.quantize_symmetric`: keys that a query may not attend to do not count for the largest value.
 
     Raises:
         EvaluationError: See `probes.hooks.written_out`.

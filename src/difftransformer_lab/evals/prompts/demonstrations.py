@@ -14,10 +14,10 @@ from typing import Literal
 import numpy as np
 
 from difftransformer.data import Tokenizer
-from difftransformer.data.labelled import FOLDER_VARIABLE, Example, LabelledSet, read_labelled, read_labelled_files
 from difftransformer.errors import DataError
 
 from ..registry import at_least, refused
+from ..sets.labelled import FOLDER_VARIABLE, Example, LabelledSet, read_labelled, read_labelled_files
 
 SEPARATOR = "\n==\n"
 LABEL_END = "\n"

@@ -12,7 +12,6 @@ from typing import Any, Literal
 
 from matplotlib.figure import Figure
 
-from difftransformer.data.qa_sets import GROUNDED_SETS, GroundedItem, Kind, read_grounded, read_grounded_file
 from difftransformer.errors import DataError, EvaluationError
 
 from ...plots.bars import accuracy_bars
@@ -29,6 +28,7 @@ from ..prompts.texts import TaskContext
 from ..registry import TaskKind, at_least, refused, register
 from ..requests import Continuation
 from ..scores import accuracy_of_sets, proportion, single
+from ..sets.grounded import GROUNDED_SETS, GroundedItem, Kind, read_grounded, read_grounded_file
 
 ANSWER_TOKENS = {"xsum": 64, "cnn_dm": 128, "multinews": 512, "qasper": 128, "hotpotqa": 32, "2wikimqa": 32}
 """The caps of LongBench; for XSum and CNN/DM, which are not in it, about twice the length of a reference."""

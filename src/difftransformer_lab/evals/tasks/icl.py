@@ -11,7 +11,6 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from difftransformer.data.labelled import Example
 from difftransformer.errors import EvaluationError
 
 from ...plots.curves import curves, select
@@ -24,6 +23,7 @@ from ..prompts.texts import TaskContext
 from ..registry import TaskKind, at_least, refused, register
 from ..requests import Choice
 from ..scores import details, mean, proportion, single, unit_scores
+from ..sets.labelled import Example
 
 CHOICES = [
     "A demonstration is its text, a line end and its label, each after a word such as Question and Type; a line of two equal "

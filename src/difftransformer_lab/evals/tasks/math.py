@@ -12,7 +12,6 @@ from typing import Any, Literal
 
 from matplotlib.figure import Figure
 
-from difftransformer.data.math_sets import MATH_SETS, MathProblem, read_math_problems
 from difftransformer.errors import DataError
 
 from ...plots.bars import accuracy_bars, sets_of
@@ -27,6 +26,7 @@ from ..prompts.texts import TaskContext
 from ..registry import TaskKind, at_least, refused, register
 from ..requests import Continuation
 from ..scores import accuracy_of_sets, mean, proportion
+from ..sets.math import MATH_SETS, MathProblem, read_math_problems
 
 EXAMPLES = (
     (

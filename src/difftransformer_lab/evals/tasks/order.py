@@ -14,8 +14,6 @@ from typing import Any, Literal
 import numpy as np
 from matplotlib.figure import Figure
 
-from difftransformer.data.labelled import Example
-
 from ...plots.curves import handles, select
 from ...plots.style import INK, legend_above, line_style, note, panels
 from ...results import Measurement, TaskResult
@@ -25,6 +23,7 @@ from ..prompts.texts import TaskContext
 from ..registry import TaskKind, at_least, register
 from ..requests import Choice
 from ..scores import details, mean, proportion, single
+from ..sets.labelled import Example
 from .icl import CHOICES, accuracy, chance, fitting_shots, item_scores, right_passes
 
 Format = Literal["random", "alternating"]

@@ -3,7 +3,7 @@
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import DataError
+from difftransformer.errors import DataError
 
 _CHUNK_BYTES = 2**24
 

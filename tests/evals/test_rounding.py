@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from difftransformer.errors import ConfigError
-from difftransformer.ops.quantize import quantize_last, quantize_symmetric
+from difftransformer_lab.evals.models.rounding import quantize_last, quantize_symmetric
 
 # Two heads of two queries; steps of 4 bits are the largest over 7, of 8 bits over 127, of 6 bits over 31.
 PLANTED = torch.tensor(

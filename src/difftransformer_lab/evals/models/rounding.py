@@ -6,7 +6,7 @@ It measures what rounding costs in accuracy. Nothing is computed in integers, so
 import torch
 from torch import Tensor
 
-from ..errors import ConfigError
+from difftransformer.errors import ConfigError
 
 _SHARED_BY = {"tensor": (1, 2, 3), "head": (2, 3), "row": (3,)}
 """Dimensions of (B, H, T, S) that share one step. Rows of a batch never do: an answer must depend on its own tokens alone."""

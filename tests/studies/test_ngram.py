@@ -7,8 +7,9 @@ from itertools import pairwise
 
 import pytest
 
-from difftransformer.data import byte_bigram_bits_per_byte, ngram
 from difftransformer.errors import DataError
+from difftransformer_lab.studies import ngram
+from difftransformer_lab.studies.ngram import byte_bigram_bits_per_byte
 
 
 def test_a_value_computed_by_hand():

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConfigError, DataError
-from .records import CONVERTED, PublicSet, chosen, jsonl_rows, public_rows, text_field
+from difftransformer.errors import ConfigError, DataError
+
+from .public import CONVERTED, PublicSet, chosen, jsonl_rows, public_rows, text_field
 
 LOCAL_SETS = ("carp", "tabmwp", "college_math")
 _MATH_SUBJECTS = (

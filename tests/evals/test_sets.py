@@ -6,9 +6,9 @@ import types
 
 import pytest
 
-from difftransformer.data.math_sets import MATH_SETS, read_math_problems
-from difftransformer.data.qa_sets import GROUNDED_SETS, read_grounded, read_grounded_file
 from difftransformer.errors import ConfigError, DataError
+from difftransformer_lab.evals.sets.grounded import GROUNDED_SETS, read_grounded, read_grounded_file
+from difftransformer_lab.evals.sets.math import MATH_SETS, read_math_problems
 
 ROW = {"document": "A.", "reference": "B.", "question": "C?"}
 

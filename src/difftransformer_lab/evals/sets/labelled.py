@@ -14,9 +14,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ..errors import DataError
-from ..reading import parse_json
-from .records import CONVERTED, is_held_out, jsonl_rows, load_set, read_text, text_field
+from difftransformer.data.records import is_held_out, load_set, read_text
+from difftransformer.errors import DataError
+from difftransformer.reading import parse_json
+
+from .public import CONVERTED, jsonl_rows, text_field
 
 FOLDER_VARIABLE = "DIFFTRANSFORMER_DATA"
 _FIELDS = ("text", "label")

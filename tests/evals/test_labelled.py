@@ -7,8 +7,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from difftransformer.data.labelled import LABELLED_SETS, Example, LabelledSet, read_labelled, read_labelled_files
 from difftransformer.errors import DataError
+from difftransformer_lab.evals.sets.labelled import (
+    LABELLED_SETS,
+    Example,
+    LabelledSet,
+    read_labelled,
+    read_labelled_files,
+)
 
 
 @pytest.fixture
