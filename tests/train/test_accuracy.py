@@ -64,7 +64,7 @@ def test_needle_questions(bytes_run):
     """Each needle of a document is asked for, by a number of its own that training never shows; the answer is scored alone."""
     shards, _ = bytes_run
     inputs, targets = needle_questions(
-        shards.tokenizer, shards.tokens("validation"), context_tokens=256, mix=MIX, documents=8, seed=0
+        shards.tokenizer, shards.tokens("validation"), context_tokens=256, mix=MIX, documents=8
     )
     assert inputs.shape == targets.shape == (24, 256)
     for ids, target in zip(inputs.tolist(), targets.tolist(), strict=True):

@@ -4,7 +4,7 @@ import hashlib
 import re
 from collections.abc import Iterator
 
-from ..errors import DataError
+from ..errors import DataError, on_one_line
 from .documents import Conversation
 from .tokenizer import Tokenizer
 
@@ -108,8 +108,7 @@ class ChatTemplate:
                 **self.tokens,
             )
         except Exception as error:  # a template may raise anything
-            reason = " ".join(str(error).split()) or type(error).__name__
             raise DataError(
-                f"{conversation.place}: the chat template refuses the conversation ({reason[:300]}); change one of them"
+                f"{conversation.place}: the chat template refuses the conversation ({on_one_line(error)}); change one of them"
             ) from None
         return text, spans[0] if marks else []

@@ -304,7 +304,7 @@ def evaluation_document(
 
 
 def needle_questions(
-    tokenizer: Tokenizer, filler_tokens: Any, *, context_tokens: int, mix: RetrievalMix, documents: int, seed: int
+    tokenizer: Tokenizer, filler_tokens: Any, *, context_tokens: int, mix: RetrievalMix, documents: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Draw held-out questions as they are asked during training, one for each needle of each document.
 
@@ -315,7 +315,6 @@ def needle_questions(
         context_tokens: Length T of a row.
         mix: Composition of the training documents.
         documents: Number of documents.
-        seed: Seed of all draws.
 
     Returns:
         Inputs and targets, (N, T) each. Targets are the answer's tokens and `IGNORED` elsewhere.
@@ -323,7 +322,7 @@ def needle_questions(
     Raises:
         DataError: See `evaluation_document`.
     """
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     needles = min(mix.max_needles, _reserved_count(mix.digits))
     sizes = {"asks": 1, "digits": mix.digits, "cities": CITIES_SEEN}
     while needles > 1 and needle_document_tokens(tokenizer, needles=needles, **sizes) > context_tokens:  # type: ignore[arg-type]

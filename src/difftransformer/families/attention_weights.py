@@ -101,7 +101,6 @@ def v1_layer(
     layer_index: int,
     head_norm_eps: float,
     options: DifferentialOptions | None = None,
-    backend: str = "auto",
     qk_norm: bool = False,
 ) -> DifferentialAttention:
     """Make a V1 layer with copies of tensors under our names, biases included; `head_norm.weight` may be absent."""
@@ -109,9 +108,7 @@ def v1_layer(
     if "head_norm.weight" not in state:
         options = DifferentialOptions(head_norm="plain").over(options)
     norms = {"head_norm_eps": head_norm_eps, "qk_norm": qk_norm}
-    return make_layer(
-        DifferentialAttention, sizes, state, layer_index=layer_index, backend=backend, options=options, **norms
-    )
+    return make_layer(DifferentialAttention, sizes, state, layer_index=layer_index, options=options, **norms)
 
 
 def make_layer(kind: type[LayerT], sizes: Sizes, state: Mapping[str, Tensor], **arguments: Any) -> LayerT:

@@ -68,7 +68,6 @@ def load_microsoft_attention(
     *,
     layer_index: int,
     module: Literal["flash", "naive"] = "flash",
-    backend: str = "auto",
 ) -> DifferentialAttention | DifferentialAttentionV2:
     """Make a layer that computes the same as Microsoft's module with this state dict. Sizes follow from the shapes.
 
@@ -78,7 +77,6 @@ def load_microsoft_attention(
         module: The V1 module that the weights were trained in, which matters if keys are grouped: "flash"
             (`multihead_flashdiff_1.py` or `_2.py`), or "naive" (`multihead_diffattn.py`), for which the layer gets a copy of
             keys and values for each head.
-        backend: The op's backend, or "auto".
 
     Raises:
         ConfigError: The module is unknown, or a V2 module is called naive.
@@ -88,7 +86,7 @@ def load_microsoft_attention(
     if module not in ("flash", "naive") or (module == "naive" and "lambda_proj.weight" in state):
         raise ConfigError(f"module={module!r}: give 'flash', or 'naive' for V1 weights from multihead_diffattn.py")
     if "lambda_proj.weight" in state:
-        return _load_v2(state, layer_index, backend)
+        return _load_v2(state, layer_index)
     sizes = v1_sizes(state)
     shapes = v1_shapes(sizes, output="out_proj", biased=False, state=state)
     check_tensors(shapes_of(state), shapes, optional=("subln.weight",), by=THE_OTHERS)
@@ -101,7 +99,7 @@ def load_microsoft_attention(
         for name, width in (("k_proj.weight", sizes.head_dim), ("v_proj.weight", 2 * sizes.head_dim)):
             ours[name] = ours[name].unflatten(0, (-1, width)).repeat_interleave(shared, 0).flatten(0, 1)
         sizes = replace(sizes, num_key_value_heads=sizes.num_heads)
-    return v1_layer(ours, sizes, layer_index=layer_index, head_norm_eps=HEAD_NORM_EPS, backend=backend)
+    return v1_layer(ours, sizes, layer_index=layer_index, head_norm_eps=HEAD_NORM_EPS)
 
 
 def microsoft_state(model: DiffTransformerForCausalLM, *, untie: bool = False) -> dict[str, Tensor]:
@@ -181,7 +179,9 @@ def _whole_state(
 
 def _state(layer: Differential) -> dict[str, Tensor]:
     """Return Microsoft's tensors for a layer of any head_dim; only their V1 class fixes head_dim, not a state dict."""
-    _refuse_biases(layer)
+    for name in PROJECTIONS:
+        if getattr(layer, name).bias is not None:
+            raise ConfigError(f"{name}.bias: {TARGET} has projections without bias; expected none")
     if layer.options.lambda_form == "token":
         possible = {
             "head_norm": "none",
@@ -205,7 +205,7 @@ def _state(layer: Differential) -> dict[str, Tensor]:
     }
 
 
-def _load_v2(state: Mapping[str, Tensor], layer_index: int, backend: str) -> DifferentialAttentionV2:
+def _load_v2(state: Mapping[str, Tensor], layer_index: int) -> DifferentialAttentionV2:
     heads = tensor_of(state, "lambda_proj.weight").shape[0]
     head_dim = quotient(state, "q_proj.weight", 2 * heads, "two queries a head of lambda_proj")
     sizes = Sizes(
@@ -224,14 +224,8 @@ def _load_v2(state: Mapping[str, Tensor], layer_index: int, backend: str) -> Dif
     }
     check_tensors(shapes_of(state), shapes, by=THE_OTHERS)
     ours = dict(state) | _half_split_projections(state, head_dim)
-    return make_layer(DifferentialAttentionV2, sizes, ours, layer_index=layer_index, backend=backend)
+    return make_layer(DifferentialAttentionV2, sizes, ours, layer_index=layer_index)
 
 
 def _half_split_projections(state: Mapping[str, Tensor], head_dim: int) -> dict[str, Tensor]:
     return {name: half_split(state[name], head_dim) for name in ("q_proj.weight", "k_proj.weight")}
-
-
-def _refuse_biases(layer: Differential) -> None:
-    for name in PROJECTIONS:
-        if getattr(layer, name).bias is not None:
-            raise ConfigError(f"{name}.bias: {TARGET} has projections without bias; expected none")

@@ -334,13 +334,12 @@ def refused_features(config: PreTrainedConfig) -> list[str]:
     return features
 
 
-def count_family(config: Any, *, context_tokens: int | None = None, cache_itemsize: int = 2) -> Counts:
+def count_family(config: Any, *, context_tokens: int | None = None) -> Counts:
     """Count what `model.count` counts. The model is built without memory for its weights.
 
     Args:
         config: Configuration of a family with differential attention.
         context_tokens: Length at which attention's FLOPs are counted; None means max_position_embeddings.
-        cache_itemsize: Bytes of a cached number (2 for bf16).
     """
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
@@ -358,7 +357,7 @@ def count_family(config: Any, *, context_tokens: int | None = None, cache_itemsi
         attention_parameters=sum(parameter.numel() for layer in layers for parameter in layer.parameters()),
         forward_flops_per_token=round(forward),
         train_flops_per_token=round(BACKWARD_AND_FORWARD * forward),
-        kv_bytes_per_token=len(layers) * layout.cached_values_per_token() * cache_itemsize,
+        kv_bytes_per_token=2 * len(layers) * layout.cached_values_per_token(),
         context_tokens=context,
     )
 

@@ -46,7 +46,7 @@ def motif_lambda_init(layer_index: int) -> float:
 
 
 def load_motif_attention(
-    state: Mapping[str, Tensor], *, layer_index: int, head_norm_eps: float = HEAD_NORM_EPS, backend: str = "auto"
+    state: Mapping[str, Tensor], *, layer_index: int, head_norm_eps: float = HEAD_NORM_EPS
 ) -> DifferentialAttention | GroupedDifferentialAttention:
     """Make a layer that computes the same as the attention of Motif-2.6B or Motif-2-12.7B with these tensors.
 
@@ -57,7 +57,6 @@ def load_motif_attention(
         state: Tensors under Motif's names, without the layer's prefix.
         layer_index: Place in the model, from 0.
         head_norm_eps: config.json's attn_rms_norm_eps.
-        backend: The op's backend, or "auto".
 
     Raises:
         CheckpointError: A tensor is missing, or there is one too many.
@@ -66,7 +65,6 @@ def load_motif_attention(
     arguments: dict[str, Any] = {
         "layer_index": layer_index,
         "head_norm_eps": head_norm_eps,
-        "backend": backend,
         "options": DifferentialOptions(lambda_init=motif_lambda_init(layer_index)),
     }
     is_grouped = tensor_of(state, "o_proj.weight").shape[-1] != tensor_of(state, "q_proj.weight").shape[0]

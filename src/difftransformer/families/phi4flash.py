@@ -29,23 +29,19 @@ from .attention_weights import (
 INNER = "inner_cross_attn."
 
 
-def load_phi4flash_attention(
-    state: Mapping[str, Tensor], *, layer_index: int, backend: str = "auto"
-) -> DifferentialAttention:
+def load_phi4flash_attention(state: Mapping[str, Tensor], *, layer_index: int) -> DifferentialAttention:
     """Make a layer that computes the same as Phi-4-mini-flash's attention with these tensors, biases included.
 
     Args:
         state: Tensors under that model's names, without the layer's prefix.
         layer_index: Place in the whole model, from 0; other kinds of layers count too.
-        backend: The op's backend, or "auto".
 
     Raises:
         CheckpointError: A tensor is missing, or there is one too many.
         ShapeError: A shape contradicts the others, or the layer has no keys of its own.
     """
     own = {"head_norm.weight": f"{INNER}subln.weight", **{name: INNER + name for name in LAMBDA_VECTORS}}
-    layer = {"layer_index": layer_index, "backend": backend}
-    return load_joined(state, _sizes(state), joined="Wqkv", output="out_proj", own=own, **layer)
+    return load_joined(state, _sizes(state), joined="Wqkv", output="out_proj", own=own, layer_index=layer_index)
 
 
 def phi4flash_attention_state(layer: Differential) -> dict[str, Tensor]:

@@ -35,15 +35,12 @@ LACKING = {
 }
 
 
-def load_timm_attention(
-    state: Mapping[str, Tensor], *, layer_index: int, backend: str = "auto"
-) -> DifferentialAttention:
+def load_timm_attention(state: Mapping[str, Tensor], *, layer_index: int) -> DifferentialAttention:
     """Make a layer that computes the same as timm's DiffAttention with this state dict, if called with is_causal=False.
 
     Args:
         state: The module's tensors, biases and norms of queries and keys included if it has them.
         layer_index: timm's `depth`, from 0; lambda_init depends on it.
-        backend: The op's backend, or "auto".
 
     Raises:
         ConfigError: The module has an option that our layer lacks.
@@ -57,7 +54,7 @@ def load_timm_attention(
     sizes = Sizes(embed_dim=2 * head_dim * heads, num_heads=heads, num_key_value_heads=heads, head_dim=head_dim)
     norms = {f"{name}.weight": f"{name}.weight" for name in QK_NORMS if "q_norm.weight" in state}
     own = {"head_norm.weight": "sub_norm.weight", **{name: name for name in LAMBDA_VECTORS}, **norms}
-    layer = {"layer_index": layer_index, "backend": backend, "qk_norm": bool(norms)}
+    layer = {"layer_index": layer_index, "qk_norm": bool(norms)}
     return load_joined(state, sizes, joined="qkv", output="proj", own=own, **layer)
 
 

@@ -56,7 +56,6 @@ def answer_scores(
             context_tokens=context,
             mix=config.retrieval,
             documents=documents,
-            seed=0,
         )
         inputs, answers = map(torch.from_numpy, questions)
         whole, rows = True, torch.stack([inputs, answers, torch.arange(context).expand_as(inputs)], 1)

@@ -52,7 +52,9 @@ def activation_stats(model: Any, row: Tensor, config: TrainingConfig, mesh: Mesh
         mesh: The processes, all of which take part.
     """
     layers = [module for module in model.modules() if isinstance(module, Attention)]
-    blocks = [module for module in model.modules() if type(module).__name__.endswith(_block_names(model))]
+    blocks = [
+        module for module in model.modules() if type(module).__name__.endswith(tuple(model._no_split_modules or ()))
+    ]
     if not layers or len(blocks) != len(layers):
         return None
     # For each layer: the sum and the number of the entropies, the largest logit and the largest hidden state.
@@ -99,7 +101,3 @@ def activation_stats(model: Any, row: Tensor, config: TrainingConfig, mesh: Mesh
         "largest_logits": stats[..., 2].amax(0).tolist(),
         "largest_hidden_states": stats[..., 3].amax(0).tolist(),
     }
-
-
-def _block_names(model: Any) -> tuple[str, ...]:
-    return tuple(getattr(model, "_no_split_modules", None) or ())

@@ -131,9 +131,9 @@ def seen_of(restrictions: Restrictions, shape: tuple[int, int, int], keys: int) 
 def forward(inputs: Inputs, norm: Norm | None, save: bool) -> Forward:
     """Compute attention, with normalised heads if `norm` is given; with `save`, also the tensors that `backward` needs."""
     if inputs.query.shape[:3].numel() * inputs.keys == 0:
-        return _nothing(inputs)
+        return _without_more(inputs.new(inputs.queries, inputs.heads, inputs.value_width).zero_())
     if not save and inputs.heads // inputs.groups * inputs.queries <= DECODE_ROWS:
-        return _saved_nothing(inputs, _decode(inputs, norm))
+        return _without_more(_decode(inputs, norm))
     forms = forward_forms(
         width=inputs.width,
         value_width=inputs.value_width,
@@ -221,13 +221,8 @@ def _decode(inputs: Inputs, norm: Norm | None) -> Tensor:
     return out
 
 
-def _nothing(inputs: Inputs) -> Forward:
-    """Return zeros for a call without queries or without keys, and nothing for its backward."""
-    out = inputs.new(inputs.queries, inputs.heads, inputs.value_width).zero_()
-    return _saved_nothing(inputs, out)
-
-
-def _saved_nothing(inputs: Inputs, out: Tensor) -> Forward:
+def _without_more(out: Tensor) -> Forward:
+    """Return an output with nothing for its backward."""
     return Forward(out, *(out.new_empty(0) for _ in range(4)))
 
 

@@ -151,9 +151,10 @@ class Mesh:
             fully_shard(layer, mp_policy=policy, **options)
         policy = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
         fully_shard(model, mp_policy=policy, **options)
-        for module in _sharded_modules(model):
-            module.set_gradient_divide_factor(1.0)  # every process's loss is already divided by the tokens of all
-            module.set_force_sum_reduction_for_comms(True)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(1.0)  # every process's loss is already divided by the tokens of all
+                module.set_force_sum_reduction_for_comms(True)
         return model
 
     def inputs(self, input_ids: Tensor, targets: Tensor, position_ids: Tensor | None = None) -> dict[str, Any]:
@@ -281,7 +282,3 @@ def _partly_used(model: nn.Module) -> Iterator[nn.Parameter]:
             for name, how in module.tensor_parallel(model.config).items():  # type: ignore[arg-type]
                 if how == REPLICATED:
                     yield from module.get_submodule(name).parameters(recurse=False)
-
-
-def _sharded_modules(model: nn.Module) -> list[FSDPModule]:
-    return [module for module in model.modules() if isinstance(module, FSDPModule)]
