@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import TextStreamer
 
 from difftransformer.errors import CheckpointError, ConfigError, DataError, on_one_line
-from difftransformer.model.transformers_errors import FOREIGN_FAULTS
+from difftransformer.model.transformers_errors import FOREIGN_FAULTS, bounded
 
 from ..printable import printable
 
@@ -27,9 +27,10 @@ def token_ids(tokenizer: Any, text: str, chat: bool, folder: Path) -> Tensor:
         raise ConfigError(f"--chat: the tokenizer in {folder} has no chat template; omit --chat")
     message = [{"role": "user", "content": text}]
     try:
-        return tokenizer.apply_chat_template(
-            message, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        ).input_ids
+        with bounded():
+            return tokenizer.apply_chat_template(
+                message, add_generation_prompt=True, return_tensors="pt", return_dict=True
+            ).input_ids
     except FOREIGN_FAULTS as error:
         raise DataError(f"{folder}: its chat template fails ({on_one_line(error)}); omit --chat") from error
 
