@@ -163,7 +163,7 @@ write_atomically(Path(sys.argv[1]), b"half")
 """
 
 
-def test_a_killed_writer_leaves_the_old_file_and_hinders_no_other(tmp_path):
+def test_what_a_killed_writer_left_is_removed_by_the_next(tmp_path):
     path = tmp_path / "a[1].json"
     path.write_text("old")
     writers = [
@@ -176,8 +176,14 @@ def test_a_killed_writer_leaves_the_old_file_and_hinders_no_other(tmp_path):
         assert [writer.stdout.readline() for writer in writers] == ["writing\n"] * 2
         writers[0].kill()
         writers[0].wait()
+        others = [f".{path.name}.{writers[0].pid}@elsewhere.tmp", f".{path.name}.notes.tmp"]
+        for name in others:
+            (tmp_path / name).touch()
+        assert len(list(tmp_path.glob(".*@*.tmp"))) == 3
         assert path.read_text() == "old"
         write_atomically(path, b"new")
+        (running,) = [name for name in os.listdir(tmp_path) if f".{writers[1].pid}@" in name]
+        assert sorted(os.listdir(tmp_path)) == sorted([path.name, running, *others])
         assert path.read_text() == "new"
         writers[1].communicate()
         assert writers[1].returncode == 0

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import glob
 import logging
 import os
 import re
@@ -114,9 +115,17 @@ def write_text_atomically(path: Path, text: str) -> None:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file so that a reader sees the old content or the new, never a part."""
+    """Write a file so that a reader sees the old content or the new, never a part.
+
+    What processes of this machine left that were killed while they wrote it is removed.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}@{socket.gethostname()}.tmp")
+    here = f"{socket.gethostname()}.tmp"
+    for leftover in path.parent.glob(glob.escape(f".{path.name}.") + "*" + glob.escape(f"@{here}")):
+        writer = leftover.name.removeprefix(f".{path.name}.").removesuffix(f"@{here}")
+        if re.fullmatch(r"\d{1,9}", writer) and not _is_alive(int(writer)):
+            leftover.unlink(missing_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}@{here}")
     try:
         with naming(path):
             with open(temporary, "wb") as file:
@@ -126,3 +135,15 @@ def write_atomically(path: Path, content: bytes) -> None:
             os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _is_alive(process: int) -> bool:
+    """Whether a process of this machine runs."""
+    try:
+        if os.name == "posix":  # elsewhere, asking would end it
+            os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # it is another user's
+        pass
+    return True
