@@ -160,7 +160,7 @@ def test_outliers_are_six_sigma_above_the_last_norms():
 
 
 def test_a_new_level_of_norms_is_accepted():
-    watch = Faults("skip", 6.0, [1 + 0.1 * math.sin(step) for step in range(128)])
+    watch = after([1 + 0.1 * math.sin(step) for step in range(128)])
     found = [watch.fault(2.0, 10 + 0.1 * math.sin(step)) for step in range(20)]
     assert found[0] == "outlier"
     assert found[-1] is None

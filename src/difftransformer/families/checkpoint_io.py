@@ -6,10 +6,11 @@ Nothing in a folder is run. Tensors are converted one by one, and the result is 
 import json
 import shutil
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -166,8 +167,7 @@ class WeightsReader:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._stack = ExitStack()
-        self._opened, self._file = "", cast(Any, None)
+        self._open = lru_cache(maxsize=1)(self._opened)
         self._where: dict[str, str] = {}  # file of each tensor
         self._dtypes: dict[str, str] = {}
         self.shapes: dict[str, Shape] = {}
@@ -177,15 +177,10 @@ class WeightsReader:
                 f"{folder / self.files[0]} has one process's pieces of the tensors; first call "
                 "transformers.distributed.consolidate_distributed_checkpoint on the folder"
             )
-        try:
-            for name in self.files:
-                self._list(name)
-        except BaseException:
-            self._stack.close()
-            raise
+        for name in self.files:
+            self._list(name)
         listed = set() if self.files == [WEIGHTS_FILE] else weight_map(folder).keys()
         if absent := sorted(listed - self.shapes.keys()):
-            self._stack.close()
             raise CheckpointError(
                 f"{folder / INDEX_FILE}: {absent[0]} is listed but in none of the files; copy them again"
             )
@@ -194,19 +189,15 @@ class WeightsReader:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stack.close()
+        self._open.cache_clear()
 
     def read(self, name: str) -> Tensor:
         """Load one tensor."""
-        if self._where[name] != self._opened:
-            self._open(self._where[name])
-        return self._file.get_tensor(name)  # type: ignore[no-any-return]
+        return self._open(self._where[name]).get_tensor(name)  # type: ignore[no-any-return]
 
     def read_part(self, name: str, index: tuple[slice, ...]) -> Tensor:
         """Load a part of one tensor, of at least one dimension."""
-        if self._where[name] != self._opened:
-            self._open(self._where[name])
-        return self._file.get_slice(name)[index]  # type: ignore[no-any-return]
+        return self._open(self._where[name]).get_slice(name)[index]  # type: ignore[no-any-return]
 
     @property
     def shard_bytes(self) -> int:
@@ -226,13 +217,12 @@ class WeightsReader:
                     "is quantized"
                 )
 
-    def _open(self, name: str) -> None:
+    def _opened(self, name: str) -> Any:
         path = self.folder / name
-        self._stack.close()
         if not path.is_file():
             raise CheckpointError(f"{path} is missing, though {INDEX_FILE} lists it; copy the folder again")
         try:
-            self._opened, self._file = name, self._stack.enter_context(safe_open(str(path), framework="pt"))
+            return safe_open(str(path), framework="pt")
         except SafetensorError as error:
             raise CheckpointError(
                 f"{path} is cut short or damaged ({error}); its {path.stat().st_size:,} bytes do not hold what its header "
@@ -240,13 +230,13 @@ class WeightsReader:
             ) from None
 
     def _list(self, name: str) -> None:
-        self._open(name)
-        for tensor in self._file.keys():  # noqa: SIM118 - a safetensors file is not a mapping
+        file = self._open(name)
+        for tensor in file.keys():  # noqa: SIM118 - a safetensors file is not a mapping
             if tensor in self._where:
                 raise CheckpointError(
                     f"{self.folder / name}: {tensor} is in two files of {self.folder}; expected it once"
                 )
-            part = self._file.get_slice(tensor)
+            part = file.get_slice(tensor)
             self._where[tensor], self._dtypes[tensor] = name, part.get_dtype()
             self.shapes[tensor] = tuple(part.get_shape())
 

@@ -1,6 +1,7 @@
-"""Open a saved model from any source, and its tokenizer."""
+"""Open a saved model from any source (a run, a folder, a GGUF file, or the Hugging Face hub), and its tokenizer."""
 
 import math
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -13,17 +14,20 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from ..data.records import files_sha256
 from ..errors import CheckpointError, ConfigError, DiffTransformerError, on_one_line
 from ..families import DifferentialFields, accelerate
-from ..families.checkpoint_io import WeightsReader
+from ..families.checkpoint_io import CARRIED, WeightsReader
+from ..files import naming
 from ..model import DiffTransformerConfig
 from ..model.transformers_errors import FOREIGN_FAULTS, quietly
-from ..model.weights import DTYPES, GENERATION_FILE
+from ..model.weights import CONFIG_FILE, DTYPES, GENERATION_FILE, INDEX_FILE
 from ..reading import LARGEST_INT, parse_json
+from ..sources import check_model, find_model
+from ..train import latest_checkpoint
 from ..train.checkpoint import STATE_FILE, is_of_training, verify_checkpoint
 from ..train.parallel import DeferredModel, Processes
 from ..typed import WeightsDtype, short
 from .divided import deferred, divide
-from .source import source_folder
 
+HUB_FILES = (CONFIG_FILE, "*.safetensors", INDEX_FILE, *(name for name in CARRIED if not name.endswith(".py")))
 # A Hugging Face folder with a tokenizer has at least one of these files.
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 TOKENIZER_SETTINGS = (
@@ -35,6 +39,66 @@ TOKENIZER_SETTINGS = (
 )
 MOST_MISSING = 2  # up to twice the size of its weights a model is built, so that the missing ones can be named
 _HASHED_SUFFIXES = (".json", ".safetensors", ".model", ".jinja", ".txt")
+
+
+@contextmanager
+def source_folder(model: Path | str) -> Iterator[Path]:
+    """Provide a model as a folder with config.json and safetensors.
+
+    Args:
+        model: Run folder, of which the newest checkpoint is taken; checkpoint or folder of a saved model; GGUF file, which
+            is dequantized to fp32; owner/name on the Hugging Face hub, from where no code and no pickle is fetched; or the
+            name of a shipped model.
+
+    Raises:
+        CheckpointError: The model is none of these, or cannot be read or fetched.
+        ConfigError: A package that reads GGUF files is missing.
+    """
+    check_model(model)
+    path = find_model(model)
+    if path.is_dir():
+        yield latest_checkpoint(path)
+    elif path.is_file():
+        with tempfile.TemporaryDirectory() as temporary:
+            yield _from_gguf(path, Path(temporary))
+    else:
+        yield _from_hub(str(model))
+
+
+def _from_gguf(path: Path, folder: Path) -> Path:
+    try:
+        import gguf  # noqa: F401 - transformers reads the file with it
+        from transformers import GgufConfig
+    except ImportError:
+        raise ConfigError(f"{path}: reading GGUF files needs two more packages; pip install gguf accelerate") from None
+    here: dict[str, Any] = {"gguf_file": path.name, "local_files_only": True}
+    try:
+        with quietly():
+            model = AutoModelForCausalLM.from_pretrained(
+                path.parent, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32, **here
+            )
+            # Readers of the folder would take its weights for quantized ones.
+            if hasattr(model.config, "quantization_config"):
+                del model.config.quantization_config
+        tokenizer = AutoTokenizer.from_pretrained(path.parent, **here)
+    except FOREIGN_FAULTS as error:
+        raise CheckpointError(f"{path}: cannot be read as a GGUF model ({on_one_line(error)})") from error
+    with quietly(), naming(folder):
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    return folder
+
+
+def _from_hub(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=list(HUB_FILES)))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise CheckpointError(
+            f"{name}: no such folder, and it was not found on the hub ({on_one_line(error)})"
+        ) from None
 
 
 def open_model(
