@@ -46,17 +46,8 @@ class Defaults:
     models: tuple[str, ...]  # names in `models.SIZES`
 
 
-def _cpu_size(length_tokens: int, head_dim: int) -> Size:
-    """Take fewer heads at longer lengths, so that no call takes minutes."""
-    return Size(1, 8 if length_tokens <= 1024 else 4 if length_tokens <= 4096 else 2, head_dim)
-
-
 def _gpu_heads(head_dim: int) -> int:
     return max(1, GPU_HIDDEN_SIZE // (2 * head_dim))
-
-
-def _gpu_size(length_tokens: int, head_dim: int) -> Size:
-    return Size(max(1, GPU_CALL_TOKENS // length_tokens), _gpu_heads(head_dim), head_dim)
 
 
 DEFAULTS: dict[str, Defaults] = {
@@ -68,7 +59,8 @@ DEFAULTS: dict[str, Defaults] = {
         lengths_tokens=(512, 2048, 8192),
         decode_lengths_tokens=(16_384,),
         head_dims=(32, 64, 128),
-        size=_cpu_size,
+        # Fewer heads at longer lengths, so that no call takes minutes.
+        size=lambda length, width: Size(1, 8 if length <= 1024 else 4 if length <= 4096 else 2, width),
         decode_sizes=lambda _: [Size(1, 2, 64), Size(1, 8, 64)],
         memory_dtype="fp32",
         memory_size=Size(1, 4, 64),
@@ -84,7 +76,7 @@ DEFAULTS: dict[str, Defaults] = {
         lengths_tokens=(2048, 4096, 8192, 16_384, 32_768, 65_536),
         decode_lengths_tokens=(4096, 16_384, 65_536, 131_072),
         head_dims=(64, 128),
-        size=_gpu_size,
+        size=lambda length, width: Size(max(1, GPU_CALL_TOKENS // length), _gpu_heads(width), width),
         decode_sizes=lambda widths: [Size(GPU_DECODE_BATCH, _gpu_heads(width), width) for width in widths],
         longest_tokens={"chunked": 16_384},
         memory_dtype="bf16",

@@ -76,7 +76,11 @@ def time_interleaved(
         if index >= 0:
             for name, value in taken.items():
                 seconds[name].append(value)
-    return {name: _timing(measured) for name, measured in seconds.items()}
+    quartiles = {name: statistics.quantiles(measured, n=4, method="inclusive") for name, measured in seconds.items()}
+    return {
+        name: Timing(median_seconds=median, low_seconds=low, high_seconds=high, rounds=len(seconds[name]))
+        for name, (low, median, high) in quartiles.items()
+    }
 
 
 @contextlib.contextmanager
@@ -140,8 +144,3 @@ def _device_clock(device: str) -> Callable[[Callable[[], object]], Callable[[], 
         return read
 
     return clock
-
-
-def _timing(seconds: list[float]) -> Timing:
-    low, median, high = statistics.quantiles(seconds, n=4, method="inclusive")
-    return Timing(median_seconds=median, low_seconds=low, high_seconds=high, rounds=len(seconds))

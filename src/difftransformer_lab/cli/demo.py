@@ -41,7 +41,9 @@ def run(out: str = OUT, steps: int = STEPS, seed: int = 0) -> int:
         raise ConfigError(f"--steps {steps}: give at least {FEWEST_STEPS}")
     folder = Path(out)
     maps = _ask(folder)
-    kernels = threading.Thread(target=_build_kernels, daemon=True)
+    from difftransformer.ops import build
+
+    kernels = threading.Thread(target=build.load, daemon=True)
     kernels.start()
     from ..report.stored import beside_table, stored_demo, write_demo
     from ..report.studied import read_studies
@@ -90,12 +92,6 @@ def _answer(network: Any, tokenizer: Any, prompt: str) -> str:
     ids = tokenizer(prompt, return_tensors="pt").input_ids
     out = network.generate(ids, max_new_tokens=ANSWER_TOKENS, do_sample=False, pad_token_id=tokenizer.pad_token_id)
     return str(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)).split("\n")[0]
-
-
-def _build_kernels() -> None:
-    from difftransformer.ops import build
-
-    build.load()
 
 
 def _short_recipe(steps: int, seed: int) -> "Recipe":

@@ -240,9 +240,6 @@ def _inline(svg: str, kind: str, name: str) -> str:
     body = re.sub(f"(?<=: )({known})", lambda match: f"var(--f{match[1][1:]})", body)
     shown = "wide" if kind == "svg" else "narrow"
     label = f'class="{shown}" role="img" aria-labelledby="figure-{name}"'
-    body = re.sub(r"^<svg ([^>]*)>", lambda match: f"<svg {_unsized(match[1])} {label}>", body, count=1)
-    return re.sub(r"[ \t]+$", "", body, flags=re.MULTILINE).strip()
-
-
-def _unsized(attributes: str) -> str:
-    return re.sub(r'\b(?:width|height)="[^"]*" ?', "", attributes).strip()
+    tag, _, rest = body.partition(">")
+    unsized = re.sub(r'\b(?:width|height)="[^"]*" ?', "", tag).strip()
+    return re.sub(r"[ \t]+$", "", f"{unsized} {label}>{rest}", flags=re.MULTILINE).strip()

@@ -63,7 +63,12 @@ class LivePage:
             answer += f" This page loads itself anew every {REFRESH_SECONDS} seconds."
         elif ended < of:
             answer += " Interrupted: the same command continues. Load this page again when it does."
-        lead = Lead(answer=answer, table=table, drawing=_drawing(lines) if lines else None)
+        drawing = None
+        if lines:
+            caption = "Training loss of each run. The first steps may lie above the drawn range."
+            svg, narrow = (_svg(lines, width) for width in (_WIDE, _NARROW))
+            drawing = Drawing("losses_so_far", "Losses so far", caption, svg, narrow, None)
+        lead = Lead(answer=answer, table=table, drawing=drawing)
         title = f"{self.title}, while it trains" if ended < of else f"{self.title}, trained"
         page = Page(title=title, about="", lead=lead, sections=[])
         write_page(page, self.folder, refresh_seconds=REFRESH_SECONDS if going_on else None)
@@ -79,11 +84,6 @@ def _read(path: Path) -> list[dict[str, float]]:
         except json.JSONDecodeError:
             continue
     return rows
-
-
-def _drawing(lines: Mapping[str, list[tuple[float, float]]]) -> Drawing:
-    caption = "Training loss of each run. The first steps may lie above the drawn range."
-    return Drawing("losses_so_far", "Losses so far", caption, _svg(lines, _WIDE), _svg(lines, _NARROW), None)
 
 
 def _svg(lines: Mapping[str, list[tuple[float, float]]], width: int) -> str:

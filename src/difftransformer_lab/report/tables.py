@@ -111,7 +111,7 @@ class Table:
         """Return the table as LaTeX for the package booktabs, with its cells folded and its notes as comments."""
         columns = "".join("r" if group.numeric else "l" for group in self.groups)
         header, *rows = [
-            " & ".join(map(latex_text, row)) + r" \\"
+            " & ".join(cell.translate(_LATEX) for cell in row) + r" \\"
             for row in ([group.title for group in self.groups], *self.folded())
         ]
         notes = [f"% {note}" for note in self.notes]
@@ -138,10 +138,6 @@ _LATEX = {ord(letter): f"\\{letter}" for letter in "{}_&%$#"} | {
     ord("\\"): r"\textbackslash{}", ord("~"): r"\textasciitilde{}", ord("^"): r"\textasciicircum{}",
     ord("<"): r"\textless{}", ord(">"): r"\textgreater{}", ord("\u00b1"): r"$\pm$",
 }  # fmt: skip
-
-
-def latex_text(text: str) -> str:
-    return text.translate(_LATEX)
 
 
 Outcome = Literal["first", "second", "undecided", "unknown"]

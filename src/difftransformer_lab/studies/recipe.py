@@ -79,9 +79,9 @@ def check_specs(specs: Sequence[TaskSpec]) -> None:
         spec.built()
 
 
-def _validation_loss() -> TaskSpec:
-    options = {"text": "validation", "windows": 64, "spread": True, "position_buckets": 8}
-    return TaskSpec(task="perplexity", options=options)
+VALIDATION_LOSS = TaskSpec(
+    task="perplexity", options={"text": "validation", "windows": 64, "spread": True, "position_buckets": 8}
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +145,7 @@ class Recipe:
     training: TrainingConfig
     parallel: ParallelConfig = field(default_factory=ParallelConfig, metadata=ASIDE)
     logs: LogsConfig = field(default_factory=LogsConfig, metadata=ASIDE)
-    evaluation: list[TaskSpec] = field(default_factory=lambda: [_validation_loss()], metadata=ADJUSTABLE)
+    evaluation: list[TaskSpec] = field(default_factory=lambda: [VALIDATION_LOSS], metadata=ADJUSTABLE)
     evaluation_batch_tokens: int = field(default=16_384, metadata=ASIDE)
     evaluation_dtype: WeightsDtype = field(default="auto", metadata=ADJUSTABLE)
     compare: CompareConfig = field(default_factory=CompareConfig, metadata=ASIDE)

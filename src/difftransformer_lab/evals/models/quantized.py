@@ -5,7 +5,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from difftransformer.errors import EvaluationError
 from difftransformer.ops.reference import observe_logits
@@ -61,9 +61,8 @@ def quantized_linears(model: Any, weights: str, activations: str) -> Iterator[No
                     with torch.inference_mode(False), torch.no_grad():
                         linear.weight.data = quantize_last(linear.weight.data, *groups[weights])
                 if activations != "none":
-                    undo.callback(linear.register_forward_pre_hook(_int8_input).remove)
+                    hook = linear.register_forward_pre_hook(
+                        lambda _, inputs: (quantize_last(inputs[0], 8), *inputs[1:])
+                    )
+                    undo.callback(hook.remove)
         yield
-
-
-def _int8_input(module: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return quantize_last(arguments[0], 8), *arguments[1:]

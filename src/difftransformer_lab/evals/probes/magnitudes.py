@@ -79,8 +79,10 @@ def magnitudes(model: Any, rows: Sequence[Tensor], largest: int) -> dict[str, An
         pass
 
     def observe(layer: int, maps: Sequence[tuple[Tensor, Tensor]], restrictions: Restrictions, scale: float) -> None:
+        module = tapped[layer]
+        copies = module.layout.heads_per_second_map if isinstance(module, Attention) else 1
         for number, (query, key) in enumerate(maps):
-            distinct = slice(None, None, _copies(tapped[layer]) if number else 1)
+            distinct = slice(None, None, copies if number else 1)  # heads that share a second map each form it
             for scores, allowed in logits_of_rows(query, key, restrictions, scale, distinct):
                 logits.add(scores, allowed)
 
@@ -93,11 +95,6 @@ def magnitudes(model: Any, rows: Sequence[Tensor], largest: int) -> dict[str, An
         for row in rows:
             model(input_ids=row, use_cache=False, logits_to_keep=1)
     return {"logits": logits.summary(), "hidden": hidden.summary()}
-
-
-def _copies(module: nn.Module) -> int:
-    """Return how many heads share one second map; the operator forms it for each of them."""
-    return module.layout.heads_per_second_map if isinstance(module, Attention) else 1
 
 
 def _blocks(model: nn.Module, attention: nn.Module) -> list[nn.Module]:

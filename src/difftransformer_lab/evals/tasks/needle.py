@@ -199,7 +199,8 @@ def draw(results: Sequence[TaskResult]) -> tuple[str, str, Figure]:
                 ax.text(x, y, text, ha="center", va="center", fontsize=8.5, color=colour)
             image = heat_map(ax, grid, ACCURACY_COLOURS, 0, 1, edgecolors="white", linewidth=1)
             ax.set_title(", ".join([label, *_words(panel)]))
-            ax.set_xticks(range(len(columns)), [_tick(column) for column in columns])
+            ticks = [f"{first:,}" + "".join(f"\n{asked} asked" for asked in rest) for first, *rest in columns]
+            ax.set_xticks(range(len(columns)), ticks)
             ax.set_yticks(range(len(depths)), [f"{100 * depth:g} %" for depth in depths])
             ax.spines[:].set_visible(False)
             ax.tick_params(length=0)
@@ -239,10 +240,6 @@ def _words(panel: tuple[str, int, int]) -> list[str]:
     cities, needles, asked = panel
     count = ["one needle" if needles == 1 else f"{needles} needles, {asked} asked"] if needles else []
     return [*([f"{cities} cities"] if cities else []), *count]
-
-
-def _tick(column: tuple[int, ...]) -> str:
-    return f"{column[0]:,}" if len(column) == 1 else f"{column[0]}\n{column[1]} asked"
 
 
 register(TaskKind(name="needle", doc=__doc__, options=Options, make=NeedleTask, draw=draw))

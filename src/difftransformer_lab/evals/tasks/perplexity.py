@@ -97,7 +97,9 @@ class PerplexityTask(Task):
         sizes = np.where(first, 0, self.byte_lengths[targets]).sum(1)
         nll, items = over_windows("nll", "nats/token", nats, tokens, better="lower")
         bits, more = over_windows("bits per byte", "bits/byte", nats / math.log(2), sizes, better="lower")
-        curves = [*self._by_position(losses, is_text), *_cumulative(losses, is_text)]
+        curves = [*self._by_position(losses, is_text)]
+        for position in _positions(losses.shape[1]):
+            curves += _mean("cumulative nll", losses[:, :position], is_text[:, :position], {"position": position})
         perplexity = [_perplexity(nll)] if nll.value < _LARGEST_NATS else []
         return Scores(measurements=[nll, bits, *perplexity, *details(curves)], items=[*items, *more])
 
@@ -114,11 +116,6 @@ def _perplexity(nll: Measurement) -> Measurement:
     value = math.exp(nll.value)
     error = None if nll.standard_error is None else value * nll.standard_error
     return replace(nll, name="perplexity", unit="per token", value=value, standard_error=error, better=None)
-
-
-def _cumulative(losses: Losses, is_text: Mask) -> Iterator[Measurement]:
-    for position in _positions(losses.shape[1]):
-        yield from _mean("cumulative nll", losses[:, :position], is_text[:, :position], {"position": position})
 
 
 def _mean(name: str, losses: Losses, is_text: Mask, at: dict[str, Any]) -> Iterator[Measurement]:

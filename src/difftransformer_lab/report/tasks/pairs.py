@@ -55,10 +55,10 @@ def task_pairs(results: Sequence[TaskResult]) -> list[Pair]:
 
 def corrected_pairs(by_task: Mapping[str, Sequence[Pair]]) -> dict[str, list[Pair]]:
     """Return the pairs of every task of a page, with p-values corrected for all comparisons of the page."""
-    every = [
-        (pair.difference, (label, _loss(pair.name), pair.compared)) for label, rows in by_task.items() for pair in rows
-    ]
-    corrected = iter(holm_differences([one for one, _ in every], [about for _, about in every]))
+    every = [(label, pair) for label, rows in by_task.items() for pair in rows]
+    # A loss in two units is one comparison.
+    about = [(label, pair.name.replace("bits per byte", "nll"), pair.compared) for label, pair in every]
+    corrected = iter(holm_differences([pair.difference for _, pair in every], about))
     return {name: [replace(pair, difference=next(corrected)) for pair in rows] for name, rows in by_task.items()}
 
 
@@ -90,11 +90,6 @@ def pairs_table(label: str, rows: Sequence[Pair]) -> Table | None:
     if any(pair.items < FEW_ITEMS for pair in rows):
         notes.append(f"Fewer than {FEW_ITEMS} items: the interval of strongly skewed scores is too short.")
     return Table(f"{label}_pairs", "The same items, paired", groups, cells, notes)
-
-
-def _loss(name: str) -> str:
-    """Return the same name for a loss in both of its units."""
-    return name.replace("bits per byte", "nll")
 
 
 def _pair(name: str, compared: str, a: dict[str, ItemScore], b: dict[str, ItemScore]) -> Pair | None:
